@@ -1,0 +1,78 @@
+// From a PEFT adapter's bytes to a published version: parse, validate, copy, norms, publish.
+//
+// Work runs on a thread pool that App owns. A failed load leaves everything as it was except for the
+// FAILED record. Owned by App. Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/adapter/base_modules.h"
+#include "server/adapter/registry.h"
+#include "server/base/thread_pool.h"
+
+namespace dorad::adapter {
+
+class BaseWeightSource;
+
+struct LoaderOptions {
+  int max_rank = 1024;
+  int64_t max_adapter_bytes = int64_t{16} << 30;
+  int64_t norm_chunk_budget_bytes = 64 << 20;
+  int max_queued_loads = 64;
+  // Round fp32 factors to bf16 (bf16 compute), or keep the file's dtype.
+  bool factors_bf16 = false;
+  // Folders under which PublishFromPath may read; empty: none.
+  std::vector<std::string> allowed_roots;
+};
+
+struct PublishOptions {
+  std::string name;
+  std::optional<int64_t> version;
+  bool activate = false;
+  std::optional<int64_t> expected_generation;
+  std::map<std::string, std::string> tags;
+};
+
+struct PublishResult {
+  AdapterRecord adapter;
+  int64_t generation = 0;
+};
+using PublishCallback = std::function<void(absl::StatusOr<PublishResult>)>;
+
+// Called once for each load that ends (metrics).
+using LoadObserver = std::function<void(const AdapterSummary* summary, const absl::Status& status)>;
+
+class AdapterLoader {
+ public:
+  // All pointers are borrowed and outlive the loader. `pool` runs the loads.
+  AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
+                BaseWeightSource* base, AdapterRegistry* registry, LoadObserver observer);
+  // Ends queued loads with CANCELLED and waits for the running ones.
+  ~AdapterLoader();
+
+  // Both return at once; `done` runs exactly once, on a loader thread or (for what is refused
+  // immediately) on the caller's. RESOURCE_EXHAUSTED (LOAD_QUEUE_FULL) with a retry hint.
+  // `read` is the time the caller spent receiving the bytes.
+  void PublishFromBytes(PublishOptions options, std::string adapter_config_json,
+                        std::vector<std::byte> safetensors, absl::Duration read,
+                        PublishCallback done);
+  // PERMISSION_DENIED (PATH_NOT_ALLOWED) for a path that does not lie, after resolving links,
+  // beneath an allowed root. `trusted` skips that check (the operator's command line).
+  void PublishFromPath(PublishOptions options, std::string path, bool trusted,
+                       PublishCallback done);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace dorad::adapter

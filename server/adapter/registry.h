@@ -1,0 +1,115 @@
+// Which adapter versions exist, which is active for each name, and who holds them.
+//
+// A version moves LOADING -> READY -> RETIRING -> GONE, or LOADING -> FAILED. Version numbers rise
+// per name and are never used twice. Every visible change takes the next number of one generation
+// counter and is appended to a bounded event log for watchers. Owned by App. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/adapter/version.h"
+
+namespace dorad::adapter {
+
+// A copy of one version's record.
+struct AdapterRecord {
+  std::string name;
+  int64_t version = 0;
+  AdapterState state = AdapterState::kLoading;
+  absl::Status failure;  // set in kFailed
+  bool active = false;
+  AdapterSummary summary;  // set from kReady on
+  int leases = 0;
+  absl::Time create_time;
+  std::map<std::string, std::string> tags;
+};
+
+enum class EventType { kPublished, kActivated, kRetired, kGone, kFailed };
+
+struct RegistryEvent {
+  int64_t generation = 0;
+  EventType type = EventType::kPublished;
+  AdapterRecord adapter;
+};
+
+class AdapterRegistry {
+ public:
+  struct Options {
+    int max_events = 4096;        // kept for watchers
+    int max_ended_records = 256;  // GONE and FAILED versions kept for Get and List
+    // Runs a task elsewhere (a loader thread): destruction of adapter memory goes through it.
+    std::function<void(std::function<void()>)> executor;
+  };
+  explicit AdapterRegistry(Options options);
+  ~AdapterRegistry();
+
+  // Takes a version number for a load (LOADING). version nullopt: the next one.
+  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID), ABORTED
+  // (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
+  absl::StatusOr<int64_t> Reserve(const std::string& name, std::optional<int64_t> version,
+                                  std::map<std::string, std::string> tags);
+  // LOADING -> READY; with activate it also becomes active, in the same generation step.
+  // ABORTED (GENERATION_MISMATCH): nothing changes and the version becomes FAILED.
+  // Returns the new generation.
+  absl::StatusOr<int64_t> Publish(std::shared_ptr<const LoadedAdapter> adapter, bool activate,
+                                  std::optional<int64_t> expected_generation);
+  // LOADING -> FAILED.
+  void Fail(const std::string& name, int64_t version, absl::Status reason);
+
+  struct Activation {
+    AdapterRecord adapter;
+    int64_t previous_version = 0;
+    int64_t generation = 0;
+  };
+  // NOT_FOUND (ADAPTER_NOT_FOUND), FAILED_PRECONDITION (ADAPTER_NOT_READY), ABORTED
+  // (GENERATION_MISMATCH).
+  absl::StatusOr<Activation> Activate(const std::string& name, int64_t version,
+                                      std::optional<int64_t> expected_generation);
+
+  struct Retirement {
+    AdapterRecord adapter;
+    int64_t generation = 0;
+  };
+  // READY -> RETIRING (and not active any more), -> GONE when the last lease ends. Errors as
+  // Activate's; retiring twice is ADAPTER_NOT_READY.
+  absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version);
+
+  // A lease on a READY version. The base gives an empty lease. NOT_FOUND (ADAPTER_NOT_FOUND;
+  // ADAPTER_NO_ACTIVE_VERSION), FAILED_PRECONDITION (ADAPTER_NOT_READY).
+  absl::StatusOr<AdapterLease> Acquire(const AdapterRef& ref);
+
+  absl::StatusOr<AdapterRecord> Get(const AdapterRef& ref) const;
+  // Ordered by (name, version), those after (after_name, after_version), at most `limit`. Empty
+  // name: all names.
+  std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,
+                                  int64_t after_version, int limit) const;
+  int64_t generation() const;
+  int total_leases() const;
+  // Bytes of all versions that are READY or RETIRING.
+  int64_t resident_bytes() const;
+
+  // Events with a greater generation, in order, at most `limit`. OUT_OF_RANGE
+  // (GENERATION_COMPACTED) when some of them are no longer kept.
+  absl::StatusOr<std::vector<RegistryEvent>> EventsAfter(int64_t generation, int limit) const;
+  // Calls back after each new event, on the thread that made it and under no lock; must not block.
+  // Returns an id for Unsubscribe, which returns only when no call of that subscriber is running.
+  int64_t Subscribe(std::function<void()> on_event);
+  void Unsubscribe(int64_t id);
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // shared with leases that outlive a release race
+};
+
+}  // namespace dorad::adapter

@@ -1,0 +1,35 @@
+// JSON logs: one object a line on stderr, with ts (RFC 3339, microseconds), level, msg and fields.
+// Values are escaped, so a caller's text can never start a line of its own. Prompts and tokens are
+// never logged. Thread-safe.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+
+namespace dorad {
+
+enum class LogLevel { kDebug, kInfo, kWarning, kError };
+
+using LogValue = std::variant<std::string, int64_t, double, bool>;
+using LogField = std::pair<const char*, LogValue>;
+
+// "debug", "info", "warning", "error". false when it is none of them.
+bool ParseLogLevel(std::string_view text, LogLevel* level);
+// json false: human-readable lines (for terminals).
+void SetLogging(LogLevel level, bool json);
+void Log(LogLevel level, std::string_view message, std::initializer_list<LogField> fields = {});
+
+inline void LogInfo(std::string_view message, std::initializer_list<LogField> fields = {}) {
+  Log(LogLevel::kInfo, message, fields);
+}
+inline void LogWarning(std::string_view message, std::initializer_list<LogField> fields = {}) {
+  Log(LogLevel::kWarning, message, fields);
+}
+inline void LogError(std::string_view message, std::initializer_list<LogField> fields = {}) {
+  Log(LogLevel::kError, message, fields);
+}
+
+}  // namespace dorad

@@ -1,0 +1,88 @@
+// Every metric of the server, by what happened. The only place that knows their names
+// (docs/metrics.md lists them). Names start with dorad_, base units, lint-clean for promtool; no
+// label carries an unbounded value (adapter names never become labels).
+// Owned by App. Thread-safe; none of the functions takes a lock that a scrape holds for long.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+
+namespace dorad {
+
+enum class RequestKind { kGenerate, kScore };
+
+class Metrics {
+ public:
+  // Constant labels of dorad_build_info and dorad_model_info.
+  struct Info {
+    std::string version, model, model_type, device, compute_dtype;
+  };
+  explicit Metrics(const Info& info);
+  ~Metrics();
+
+  // --- Requests. `outcome` is a finish reason or a gRPC code in lower case ("stop", "length",
+  // "aborted", "cancelled", "deadline_exceeded", "resource_exhausted", ...): a small fixed set.
+  void RequestAdmitted(RequestKind kind);
+  void RequestRefused(RequestKind kind, const std::string& reason);
+  void RequestEnded(RequestKind kind, const std::string& outcome, absl::Duration total);
+  void SampleEnded(const std::string& finish_reason);
+  void PromptTokens(int64_t computed, int64_t cached);
+  void GeneratedTokens(int64_t tokens);
+  void ScoredTokens(int64_t tokens);
+  void QueueTime(absl::Duration time);
+  void TimeToFirstToken(absl::Duration time);
+  void InterTokenLatency(absl::Duration time, int64_t tokens);
+
+  // --- Engine. One call a step.
+  struct Step {
+    absl::Duration time;
+    int64_t decode_rows = 0;
+    int64_t prefill_rows = 0;
+    int distinct_adapters = 0;
+  };
+  void StepDone(const Step& step);
+  void Preemptions(int64_t count);
+  struct EngineGauges {
+    int running_sequences = 0;
+    int queued_requests = 0;
+    int64_t queued_tokens = 0;
+    int64_t kv_pages_total = 0;
+    int64_t kv_pages_used = 0;
+    int64_t kv_pages_cached = 0;
+    bool paused = false;
+  };
+  void SetEngine(const EngineGauges& gauges);
+  void PrefixCache(int64_t queried_tokens, int64_t hit_tokens);
+  void NonFiniteLogits();
+
+  // --- Adapters. Durations of one load by stage: read, validate, copy, norms, total.
+  void AdapterLoaded(const std::map<std::string, absl::Duration>& stages);
+  void AdapterLoadFailed(const std::string& reason);
+  struct AdapterGauges {
+    int ready = 0, retiring = 0, loading = 0;
+    int64_t resident_bytes = 0;
+    int leases = 0;
+    int64_t generation = 0;
+  };
+  void SetAdapters(const AdapterGauges& gauges);
+
+  // --- Memory by kind: "weights", "kv", "adapters", "norms".
+  void SetMemory(const std::string& kind, int64_t bytes);
+
+  // --- gRPC. method: "Generate"; code: "OK", "INVALID_ARGUMENT", ...
+  void RpcStarted(const std::string& method);
+  void RpcHandled(const std::string& method, const std::string& code, absl::Duration time);
+
+  // Prometheus text format 0.0.4. Also sets process metrics (RSS, CPU, open fds, start time).
+  std::string Render();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace dorad

@@ -1,0 +1,60 @@
+// Strict reader of the safetensors format.
+//
+// Accepts a subset of what the reference (Rust) reader accepts: the same rules (header first,
+// duplicate keys refused, tensors contiguous from offset 0 without holes or overlap, size of each
+// equal to its shape, last one ending at the end of the file) plus caps of our own: header
+// <= 8 MiB, <= 65,536 tensors, names <= 512 printable bytes, rank <= 8, dtype F32, F16 or BF16 for
+// every tensor. The bytes are owned by the file object (read, never mapped: a mapped file that is
+// truncated by someone else kills the process), so views live as long as it does.
+// Immutable after construction, hence thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+
+namespace dorad {
+
+enum class DType { kF32, kF16, kBF16 };
+size_t SizeOf(DType dtype);
+const char* NameOf(DType dtype);  // "F32", "F16", "BF16"
+
+struct TensorView {
+  DType dtype;
+  std::vector<int64_t> shape;
+  absl::Span<const std::byte> bytes;  // row-major, little-endian; may be unaligned
+
+  int64_t num_elements() const;
+};
+
+class SafetensorsFile {
+ public:
+  // Takes ownership of a whole file's image. `subject` names it in errors.
+  // INVALID_ARGUMENT with reason SAFETENSORS_* otherwise.
+  static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(std::vector<std::byte> image,
+                                                                const std::string& subject);
+  // Reads a regular file of at most max_bytes. NOT_FOUND (FILE_NOT_FOUND), INVALID_ARGUMENT
+  // (SAFETENSORS_*), RESOURCE_EXHAUSTED (FILE_TOO_LARGE), UNAVAILABLE (FILE_UNREADABLE).
+  static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Read(const std::string& path,
+                                                               uint64_t max_bytes);
+
+  // By name, in ascending order of names.
+  const std::map<std::string, TensorView>& tensors() const { return tensors_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  // nullptr when absent.
+  const TensorView* Find(const std::string& name) const;
+
+ private:
+  SafetensorsFile() = default;
+  std::vector<std::byte> image_;
+  std::map<std::string, TensorView> tensors_;
+  std::map<std::string, std::string> metadata_;
+};
+
+}  // namespace dorad

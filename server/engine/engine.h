@@ -1,0 +1,77 @@
+// The engine: continuous batching of generation and scoring over one model.
+//
+// One thread owns the scheduler, the KV pages and the model runner; everything else talks to it by
+// messages. Every accepted request ends in exactly one TokenStream::Close or ScoreTicket::Finish.
+// Owned by App. All public functions are thread-safe and never wait for a step, except the
+// destructor.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/engine/options.h"
+#include "server/engine/token_stream.h"
+#include "server/engine/types.h"
+
+namespace dorad {
+class Metrics;
+}
+
+namespace dorad::engine {
+
+class ModelRunner;
+
+// Which requests an abort means.
+struct AbortTarget {
+  std::vector<std::string> request_ids;
+  adapter::AdapterRef adapter;  // with a name: all requests that hold it (version 0: any version)
+  bool all = false;
+};
+
+enum class PauseMode { kAbort, kWait, kKeep };
+
+class Engine {
+ public:
+  Engine(EngineOptions options, std::unique_ptr<ModelRunner> runner, Metrics* metrics);
+  // Ends every request with UNAVAILABLE (SHUTTING_DOWN) and joins the thread.
+  ~Engine();
+
+  const EngineLimits& limits() const;
+
+  // On success the engine ends the stream some day; on failure it never touches it.
+  // RESOURCE_EXHAUSTED (QUEUE_FULL) with a retry hint, ALREADY_EXISTS (REQUEST_ID_IN_USE),
+  // UNAVAILABLE (ENGINE_PAUSED while Pause(WAIT) holds; SHUTTING_DOWN), DEADLINE_EXCEEDED.
+  absl::Status Submit(GenerateInput input, std::shared_ptr<TokenStream> stream);
+  absl::Status Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket);
+
+  // Wakes the engine so that it notices a cancelled stream even when idle.
+  void NoteCancelled();
+
+  // Ends matching requests within one step; `done` gets their number, on the engine thread.
+  void Abort(AbortTarget target, std::string detail, std::function<void(int)> done);
+  // `done` runs on the engine thread when the pause is in effect, with the number of requests
+  // ended or frozen.
+  void Pause(PauseMode mode, std::function<void(int)> done);
+  void Resume(std::function<void()> done);
+
+  // As of the end of the last step.
+  EngineStats stats() const;
+  // Monotonic time of the engine thread's last sign of life.
+  absl::Time last_heartbeat() const;
+
+  // From now on new requests are refused with UNAVAILABLE (SHUTTING_DOWN); running ones go on.
+  void StopAdmission();
+  // True when nothing is queued or running.
+  bool idle() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace dorad::engine

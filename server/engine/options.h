@@ -1,0 +1,30 @@
+// What the engine can be told. Filled from configuration by App. Plain values.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/time/time.h"
+
+namespace dorad::engine {
+
+struct EngineOptions {
+  int64_t max_step_tokens = 512;      // rows of one forward pass
+  int32_t max_running_sequences = 256;
+  int64_t kv_pages = 4096;
+  bool prefix_cache = true;
+  std::vector<int32_t> eos_token_ids;
+  // Limits checked at admission.
+  int32_t vocab_size = 0;
+  int64_t context_length = 0;
+  int64_t max_tokens = 0;             // 0: the context length
+  int32_t max_n = 128;
+  int32_t max_logprobs_k = 64;
+  int32_t max_chosen_ids = 4096;
+  int32_t max_stop_ids = 64;
+  int64_t max_score_tokens = 1 << 20;
+  int32_t max_queued_requests = 4096;
+  int64_t max_queued_tokens = 4 << 20;
+};
+
+}  // namespace dorad::engine

@@ -1,0 +1,66 @@
+// The mailbox between the engine and the one consumer of a request. The engine never waits for a
+// consumer: deltas of a sample that have not been taken are merged, so memory is bounded by
+// n × max_tokens. Shared by both sides. Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "server/engine/types.h"
+
+namespace dorad::engine {
+
+class TokenStream {
+ public:
+  // final_only: deltas are held back until their sample has finished.
+  explicit TokenStream(bool final_only) : final_only_(final_only) {}
+
+  // --- Engine side.
+  void Push(SampleDelta delta);
+  // The last call of the engine, exactly once. OK after the last sample's finish.
+  void Close(absl::Status status);
+  // True once the consumer has gone; the engine then drops the request at its next step.
+  bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
+
+  // --- Consumer side.
+  // One delta to send, oldest sample first; nullopt when there is none now.
+  std::optional<SampleDelta> Take();
+  // The final status once Close was called and every delta has been taken.
+  std::optional<absl::Status> Ended();
+  // Called after Push (of something takeable) and Close, on the engine thread, under this object's
+  // lock: it must be short and must not call back into the stream. nullptr removes it; after
+  // SetWaker returns the old one is not running and never runs again.
+  void SetWaker(std::function<void()> waker);
+  void Cancel() { cancelled_.store(true, std::memory_order_release); }
+
+ private:
+  const bool final_only_;
+  std::atomic<bool> cancelled_{false};
+  absl::Mutex mu_;
+  std::deque<SampleDelta> deltas_ ABSL_GUARDED_BY(mu_);
+  std::optional<absl::Status> closed_ ABSL_GUARDED_BY(mu_);
+  std::function<void()> waker_ ABSL_GUARDED_BY(mu_);
+};
+
+// The same for Score, which has one result: `done` runs once, on the engine thread; must not block.
+class ScoreTicket {
+ public:
+  using Done = std::function<void(absl::StatusOr<ScoreResult>)>;
+  explicit ScoreTicket(Done done) : done_(std::move(done)) {}
+
+  void Cancel() { cancelled_.store(true, std::memory_order_release); }
+  bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
+  void Finish(absl::StatusOr<ScoreResult> result) { done_(std::move(result)); }
+
+ private:
+  std::atomic<bool> cancelled_{false};
+  Done done_;
+};
+
+}  // namespace dorad::engine

@@ -1,0 +1,58 @@
+#include "server/engine/types.h"
+
+#include <iterator>
+#include <utility>
+
+namespace dorad::engine {
+namespace {
+
+template <typename T>
+void MoveAppend(std::vector<T>& to, std::vector<T>&& from) {
+  if (to.empty()) {
+    to = std::move(from);
+  } else {
+    to.insert(to.end(), std::make_move_iterator(from.begin()),
+              std::make_move_iterator(from.end()));
+  }
+}
+
+}  // namespace
+
+const char* NameOf(FinishReason reason) {
+  switch (reason) {
+    case FinishReason::kNone:
+      return "none";
+    case FinishReason::kStop:
+      return "stop";
+    case FinishReason::kLength:
+      return "length";
+    case FinishReason::kAborted:
+      return "aborted";
+    case FinishReason::kNonFinite:
+      return "non_finite";
+  }
+  return "unknown";
+}
+
+void Logprobs::Append(Logprobs&& other) {
+  MoveAppend(logprobs, std::move(other.logprobs));
+  MoveAppend(top_ids, std::move(other.top_ids));
+  MoveAppend(top_logprobs, std::move(other.top_logprobs));
+  MoveAppend(chosen, std::move(other.chosen));
+}
+
+void SampleDelta::Append(SampleDelta&& later) {
+  MoveAppend(token_ids, std::move(later.token_ids));
+  logprobs.Append(std::move(later.logprobs));
+  for (VersionSpan& span : later.spans) {
+    if (!spans.empty() && spans.back().end == span.begin && spans.back().digest == span.digest &&
+        spans.back().adapter == span.adapter && spans.back().version == span.version) {
+      spans.back().end = span.end;
+    } else {
+      spans.push_back(std::move(span));
+    }
+  }
+  finish = std::move(later.finish);
+}
+
+}  // namespace dorad::engine

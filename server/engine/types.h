@@ -1,0 +1,148 @@
+// The engine's vocabulary: what a request asks for and what comes back. Plain values, no torch, no
+// protobuf. rpc/convert builds the inputs and has validated them against Limits.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "server/adapter/version.h"
+
+namespace dorad::engine {
+
+using TokenId = int32_t;
+
+enum class FinishReason { kNone, kStop, kLength, kAborted, kNonFinite };
+const char* NameOf(FinishReason reason);  // "stop", "length", ...
+
+enum class LogprobMode { kNone, kRaw, kProcessed };
+
+struct SamplingParams {
+  float temperature = 1.0f;
+  int32_t top_k = 0;  // 0: all
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+  uint64_t seed = 0;
+};
+
+struct StopParams {
+  int64_t max_tokens = 0;
+  int64_t min_tokens = 0;
+  std::vector<TokenId> stop_token_ids;
+  bool ignore_eos = false;
+};
+
+struct LogprobParams {
+  LogprobMode mode = LogprobMode::kNone;
+  int32_t top_k = 0;
+  std::vector<TokenId> chosen_ids;
+};
+
+// What every kind of request carries.
+struct RequestBase {
+  std::string request_id;
+  adapter::AdapterRef adapter;  // as asked, for logs
+  int32_t priority = 0;
+  absl::Time deadline = absl::InfiniteFuture();
+};
+
+struct GenerateInput : RequestBase {
+  std::vector<TokenId> prompt;
+  adapter::AdapterLease lease;
+  int32_t n = 1;
+  SamplingParams sampling;
+  StopParams stop;
+  LogprobParams logprobs;
+  std::string cache_salt;
+  bool bypass_prefix_cache = false;
+};
+
+struct ScoreInput : RequestBase {
+  std::vector<std::vector<TokenId>> sequences;
+  // One lease for each adapter; scores are [sequence][adapter].
+  std::vector<adapter::AdapterLease> leases;
+  float temperature = 1.0f;
+  int32_t top_k = 0;
+  std::vector<TokenId> chosen_ids;
+};
+
+struct VersionSpan {
+  std::string adapter;  // empty: base
+  int64_t version = 0;
+  std::string digest;
+  uint32_t begin = 0;
+  uint32_t end = 0;
+};
+
+// Log-probabilities at consecutive positions. Empty vectors where not asked for.
+struct Logprobs {
+  std::vector<float> logprobs;      // [positions]
+  std::vector<TokenId> top_ids;     // [positions, k]
+  std::vector<float> top_logprobs;  // [positions, k]
+  std::vector<float> chosen;        // [positions, chosen ids]
+
+  void Append(Logprobs&& other);
+};
+
+struct Usage {
+  uint32_t prompt_tokens = 0;
+  uint32_t cached_prompt_tokens = 0;
+  uint32_t generated_tokens = 0;
+  uint32_t preemptions = 0;
+  absl::Duration queue_time, time_to_first_token, total_time;
+};
+
+struct Finish {
+  FinishReason reason = FinishReason::kNone;
+  TokenId stop_token_id = -1;
+  std::string detail;
+  Usage usage;
+};
+
+// New tokens of one sample. `finish.reason` is kNone unless this is the sample's last delta.
+struct SampleDelta {
+  int32_t sample_index = 0;
+  std::vector<TokenId> token_ids;
+  Logprobs logprobs;
+  std::vector<VersionSpan> spans;
+  Finish finish;
+
+  bool finished() const { return finish.reason != FinishReason::kNone; }
+  // Adds a later delta of the same sample; adjoining spans of one version become one.
+  void Append(SampleDelta&& later);
+};
+
+struct ScoreResult {
+  std::vector<std::vector<Logprobs>> scores;  // [sequence][adapter]; row 0 is NaN (top ids: -1)
+  std::vector<VersionSpan> versions;          // [adapter]
+};
+
+struct EngineLimits {
+  int32_t vocab_size = 0;
+  int64_t context_length = 0;
+  int64_t max_tokens = 0;
+  int32_t max_n = 0;
+  int32_t max_logprobs_k = 0;
+  int32_t max_chosen_ids = 0;
+  int32_t max_stop_ids = 0;
+  int64_t max_score_tokens = 0;    // sum over sequences × adapters of one Score
+  int32_t max_queued_requests = 0;
+  int64_t max_queued_tokens = 0;
+};
+
+struct EngineStats {
+  int running_sequences = 0;
+  int queued_requests = 0;
+  int64_t queued_tokens = 0;
+  int64_t kv_pages_total = 0;
+  int64_t kv_pages_used = 0;    // held by sequences
+  int64_t kv_pages_cached = 0;  // hold reusable prefixes only
+  int kv_page_tokens = 0;
+  uint64_t steps = 0;
+  bool paused = false;
+};
+
+}  // namespace dorad::engine

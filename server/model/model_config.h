@@ -1,0 +1,88 @@
+// What a Hugging Face config.json says of a decoder: the table of differences between the model
+// families that the one decoder of this server knows. Torch-free. Plain values, thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/adapter/base_modules.h"
+
+namespace dorad::model {
+
+enum class RopeKind { kDefault, kLinear, kDynamicNtk, kLlama3, kYarn, kLongRope };
+
+// transformers' modeling_rope_utils, by its names.
+struct RopeConfig {
+  RopeKind kind = RopeKind::kDefault;
+  double theta = 10000.0;
+  double factor = 1.0;
+  int64_t original_max_position = 0;
+  // llama3
+  double low_freq_factor = 1.0;
+  double high_freq_factor = 4.0;
+  // yarn
+  double attention_factor = 0.0;  // 0: derived from factor (and mscale)
+  double beta_fast = 32.0;
+  double beta_slow = 1.0;
+  double mscale = 0.0;
+  double mscale_all_dim = 0.0;
+  bool truncate = true;
+  // longrope
+  std::vector<double> long_factor;
+  std::vector<double> short_factor;
+};
+
+struct ModelConfig {
+  std::string model_type;  // "llama", "mistral", "qwen2", "qwen3"
+  int64_t vocab_size = 0;
+  int64_t hidden_size = 0;
+  int64_t intermediate_size = 0;
+  int64_t num_layers = 0;
+  int64_t num_heads = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_dim = 0;
+  int64_t context_length = 0;  // max_position_embeddings
+  double rms_norm_eps = 1e-6;
+  bool tied_embeddings = false;
+  bool qkv_bias = false;       // qwen2; llama and qwen3 with attention_bias
+  bool output_bias = false;    // o_proj; llama and qwen3 with attention_bias
+  bool mlp_bias = false;       // llama with mlp_bias
+  bool qk_norm = false;        // qwen3
+  // Sliding window of each layer, 0 = full attention. Size num_layers.
+  std::vector<int64_t> windows;
+  RopeConfig rope;
+  std::vector<int32_t> eos_token_ids;  // of generation_config.json, else of config.json
+
+  int64_t q_size() const { return num_heads * head_dim; }
+  int64_t kv_size() const { return num_kv_heads * head_dim; }
+};
+
+// Reads DIR/config.json and DIR/generation_config.json (optional). INVALID_ARGUMENT listing every
+// problem (MODEL_UNSUPPORTED names an architecture or feature that this server does not have;
+// MODEL_CONFIG_INVALID a value that cannot be), NOT_FOUND (MODEL_NOT_FOUND).
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir);
+
+// Module ids, in this order for each layer, then the embedding, then the head.
+enum LayerModule { kQ, kK, kV, kO, kGate, kUp, kDown, kModulesPerLayer };
+inline int LayerModuleId(int64_t layer, LayerModule module) {
+  return static_cast<int>(layer) * kModulesPerLayer + module;
+}
+inline int EmbeddingId(const ModelConfig& config) {
+  return static_cast<int>(config.num_layers) * kModulesPerLayer;
+}
+inline int HeadId(const ModelConfig& config) { return EmbeddingId(config) + 1; }
+
+// Names and shapes of all adaptable modules, indexed by the ids above.
+std::vector<adapter::BaseModule> ListModules(const ModelConfig& config);
+
+// Inverse frequencies [head_dim / 2] for sequences that reach `length` positions, and the factor
+// that cos and sin are multiplied by.
+struct RopeFrequencies {
+  std::vector<double> inverse;
+  double attention_scale = 1.0;
+};
+RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length);
+
+}  // namespace dorad::model
