@@ -1,0 +1,22 @@
+// The CPU backend of ModelRunner. Includes no torch; confined to the engine thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "server/engine/model_runner.h"
+
+namespace dorad::model {
+class LoadedModel;
+}
+
+namespace dorad::engine {
+
+// Bytes of one KV page over all layers.
+int64_t CpuKvPageBytes(const model::LoadedModel& model);
+
+// model is borrowed and outlives the runner. max_positions: the longest sequence that will be run.
+std::unique_ptr<ModelRunner> MakeCpuModelRunner(const model::LoadedModel& model, int64_t kv_pages,
+                                                int64_t max_positions);
+
+}  // namespace dorad::engine
