@@ -18,4 +18,4 @@ set_target_properties(torch::cpu PROPERTIES
   IMPORTED_LOCATION "${TORCH_DIR}/lib/libtorch_cpu.so"
   INTERFACE_LINK_LIBRARIES "${TORCH_DIR}/lib/libc10.so"
   INTERFACE_LINK_OPTIONS "LINKER:-rpath-link,${TORCH_DIR}/lib;LINKER:--allow-shlib-undefined"
-  INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TORCH_DIR}/include")
+  INTERFACE_INCLUDE_DIRECTORIES "${TORCH_DIR}/include")
