@@ -61,8 +61,8 @@ class Engine {
 
   // As of the end of the last step.
   EngineStats stats() const;
-  // Monotonic time of the engine thread's last sign of life.
-  absl::Time last_heartbeat() const;
+  // How long ago the engine thread showed a sign of life (about once a second when idle).
+  absl::Duration time_since_heartbeat() const;
 
   // From now on new requests are refused with UNAVAILABLE (SHUTTING_DOWN); running ones go on.
   void StopAdmission();

@@ -1,0 +1,107 @@
+// The pages of the KV cache: reference counts, and the trie of reusable prefixes.
+//
+// A page is free, held by sequences (references >= 1), or cached (no reference, but its content is
+// the registered continuation of a prefix). Cached pages are reused by content and evicted, least
+// recently used first, when pages are needed.
+//
+// A prefix is named by a node: (parent node, the page's tokens). Nodes are compared token by token,
+// so a hash collision cannot mix contents up; the root stands for one adapter version and one salt
+// (SHA-256 of both), never for a name. Confined to the engine thread; no torch.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/types/span.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/types.h"
+
+namespace dorad::engine {
+
+// A place in the trie of prefixes. Node ids are never used again, so a node that outlives its page
+// leads nowhere instead of to something else.
+struct PrefixNode {
+  uint64_t hi = 0;
+  uint64_t lo = 0;
+  bool operator==(const PrefixNode&) const = default;
+};
+
+// The root of all prefixes computed under one adapter version ("" for the base) and one salt.
+PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt);
+
+class KvPages {
+ public:
+  explicit KvPages(int64_t pages);
+  ~KvPages();  // CHECKs that every reference came back
+  KvPages(const KvPages&) = delete;
+  KvPages& operator=(const KvPages&) = delete;
+
+  // Appends `count` pages with one reference each to *to, evicting cached pages if needed; false
+  // and no change if there are not enough.
+  [[nodiscard]] bool Allocate(int64_t count, std::vector<int32_t>* to);
+  // Gives one reference of each page back, last page first (so that the ends of prefixes are
+  // evicted before their beginnings), and clears the list.
+  void Release(std::vector<int32_t>* pages);
+  // One more reference of each page, appended to *to.
+  void Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to);
+
+  // Walks the trie from *node along whole pages of tokens. Each page found gets one reference and
+  // is appended to *to; *node moves along.
+  void MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node, std::vector<int32_t>* to);
+  // Makes a held page, filled with exactly these kKvPageTokens tokens after `parent`, reusable.
+  // Returns its node; an equal one registered earlier keeps its page.
+  PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page);
+
+  // Drops every cached prefix; pages in use stay with their holders.
+  void ForgetPrefixes();
+
+  int64_t total() const { return static_cast<int64_t>(pages_.size()); }
+  int64_t available() const { return static_cast<int64_t>(free_.size()) + cached_; }
+  int64_t used() const { return total() - available(); }
+  int64_t cached() const { return cached_; }
+
+  // CHECKs the counts, the lists and the trie against each other. O(pages).
+  void CheckIntegrity() const;
+
+ private:
+  struct Key {
+    PrefixNode parent;
+    std::array<TokenId, kKvPageTokens> tokens;
+    bool operator==(const Key&) const = default;
+    template <typename H>
+    friend H AbslHashValue(H h, const Key& key) {
+      return H::combine(std::move(h), key.parent.hi, key.parent.lo, key.tokens);
+    }
+  };
+  struct Child {
+    PrefixNode node;
+    int32_t page = -1;
+  };
+  struct Page {
+    int32_t references = 0;
+    bool registered = false;
+    Key key;  // valid if registered
+    // Neighbours in the list of cached pages, oldest first; -1 at the ends.
+    int32_t older = -1;
+    int32_t newer = -1;
+  };
+
+  static Key MakeKey(const PrefixNode& parent, absl::Span<const TokenId> tokens);
+  void Acquire(int32_t page);
+  void Unregister(int32_t page);
+  void AppendCached(int32_t page);
+  void RemoveCached(int32_t page);
+
+  std::vector<Page> pages_;
+  std::vector<int32_t> free_;
+  absl::flat_hash_map<Key, Child> children_;
+  int32_t oldest_ = -1;
+  int32_t newest_ = -1;
+  int64_t cached_ = 0;
+  uint64_t next_node_ = 1;
+};
+
+}  // namespace dorad::engine

@@ -1,0 +1,158 @@
+#include "server/engine/scheduler.h"
+
+#include <algorithm>
+
+#include "server/base/check.h"
+
+namespace dorad::engine {
+namespace {
+
+int64_t PagesFor(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
+
+}  // namespace
+
+Scheduler::Scheduler(Options options, KvPages* pages) : options_(options), pages_(pages) {
+  DORAD_CHECK(options.max_step_tokens > 0 && options.max_running > 0);
+}
+
+void Scheduler::Add(Sequence* sequence) {
+  DORAD_CHECK(sequence->state == Sequence::State::kWaiting);
+  DORAD_CHECK(PagesFor(sequence->goal()) <= pages_->total());
+  sequence->node = sequence->root;
+  DORAD_CHECK(waiting_.insert(sequence).second);
+}
+
+void Scheduler::Remove(Sequence* sequence) {
+  waiting_.erase(sequence);
+  running_.erase(sequence);
+  pages_->Release(&sequence->pages);
+  sequence->state = Sequence::State::kEnded;
+}
+
+std::vector<Scheduler::Chunk> Scheduler::Schedule() {
+  Plan plan;
+  plan.budget = options_.max_step_tokens;
+  // Preemption takes sequences from the end of running_, so walk over a copy.
+  const std::vector<Sequence*> running(running_.begin(), running_.end());
+  for (Sequence* s : running) {
+    if (s->state == Sequence::State::kRunning && s->pending() == 1) Continue(s, &plan);
+  }
+  for (Sequence* s : running) {
+    if (s->state == Sequence::State::kRunning && s->pending() > 1) Continue(s, &plan);
+  }
+  if (plan.preempted) return std::move(plan.chunks);
+  const int64_t max_running = std::min<int64_t>(options_.max_running, options_.max_step_tokens);
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    Sequence* const s = *it++;  // admission erases it from waiting_
+    if (plan.budget == 0 || running() >= max_running) break;
+    if (WaitsForLeader(*s)) continue;
+    if (!Admit(s, &plan)) break;
+  }
+  return std::move(plan.chunks);
+}
+
+void Scheduler::Computed(const Chunk& chunk) {
+  Sequence& s = *chunk.sequence;
+  s.computed += chunk.count;
+  if (!s.use_prefix_cache) return;
+  while ((s.registered_pages + 1) * kKvPageTokens <= s.computed) {
+    const absl::Span<const TokenId> tokens =
+        absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
+    s.node = pages_->Register(s.node, tokens, s.pages[s.registered_pages]);
+    ++s.registered_pages;
+  }
+}
+
+bool Scheduler::WaitsForLeader(const Sequence& sequence) {
+  const Sequence* leader = sequence.leader;
+  return leader != nullptr && leader->state != Sequence::State::kEnded && !leader->prompt_done();
+}
+
+int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
+  int64_t count = std::min(sequence.pending(), budget);
+  // Rows of a score that are done already (it was preempted) and rows that are not never share a
+  // chunk.
+  if (sequence.is_score && sequence.computed < sequence.scored) {
+    count = std::min(count, sequence.scored - sequence.computed);
+  }
+  return count;
+}
+
+void Scheduler::Continue(Sequence* sequence, Plan* plan) {
+  const int64_t count = ChunkSize(*sequence, plan->budget);
+  if (count == 0) return;
+  const int64_t held = static_cast<int64_t>(sequence->pages.size());
+  const int64_t missing = PagesFor(sequence->computed + count) - held;
+  while (missing > 0 && !pages_->Allocate(missing, &sequence->pages)) {
+    Sequence* const victim = *running_.rbegin();
+    Preempt(victim, plan);
+    if (victim == sequence) return;
+  }
+  plan->chunks.push_back({sequence, count});
+  plan->budget -= count;
+}
+
+bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
+  ReusePrefix(sequence);
+  // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
+  // of every running sequence stays in reserve, so that admission does not cause preemption in the
+  // next steps.
+  const int64_t missing =
+      PagesFor(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
+  const int64_t reserve = running();
+  if (pages_->available() < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
+    Rewind(sequence);
+    return false;
+  }
+  if (sequence->preemptions == 0) sequence->cached_tokens = sequence->computed;
+  sequence->state = Sequence::State::kRunning;
+  waiting_.erase(sequence);
+  running_.insert(sequence);
+  const int64_t count = ChunkSize(*sequence, plan->budget);
+  plan->chunks.push_back({sequence, count});
+  plan->budget -= count;
+  return true;
+}
+
+void Scheduler::ReusePrefix(Sequence* sequence) {
+  const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
+  const Sequence* const leader = sequence->leader;
+  if (leader != nullptr && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
+    // Only the prompt is common to both.
+    const int64_t common =
+        std::min(whole_pages, (leader->prompt_tokens - 1) / kKvPageTokens);
+    pages_->Share(absl::MakeConstSpan(leader->pages).subspan(0, common), &sequence->pages);
+  } else if (sequence->use_prefix_cache) {
+    pages_->MatchPrefix(
+        absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
+        &sequence->node, &sequence->pages);
+    sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
+  }
+  sequence->computed = static_cast<int64_t>(sequence->pages.size()) * kKvPageTokens;
+}
+
+void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
+  const auto chunk =
+      std::find_if(plan->chunks.begin(), plan->chunks.end(),
+                   [sequence](const Chunk& c) { return c.sequence == sequence; });
+  if (chunk != plan->chunks.end()) {
+    plan->budget += chunk->count;
+    plan->chunks.erase(chunk);
+  }
+  Rewind(sequence);
+  running_.erase(sequence);
+  sequence->state = Sequence::State::kWaiting;
+  waiting_.insert(sequence);
+  ++sequence->preemptions;
+  ++preemptions_;
+  plan->preempted = true;
+}
+
+void Scheduler::Rewind(Sequence* sequence) {
+  pages_->Release(&sequence->pages);
+  sequence->computed = 0;
+  sequence->registered_pages = 0;
+  sequence->node = sequence->root;
+}
+
+}  // namespace dorad::engine

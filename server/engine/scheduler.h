@@ -1,0 +1,76 @@
+// Which rows the next step computes: decodes first, then prefill chunks, under a token budget, with
+// admission by KV pages and preemption by recomputation. Pure logic: no torch, no clock, no I/O.
+// Confined to the engine thread.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "server/engine/kv_pages.h"
+#include "server/engine/sequence.h"
+
+namespace dorad::engine {
+
+class Scheduler {
+ public:
+  struct Options {
+    int64_t max_step_tokens = 512;
+    int32_t max_running = 256;
+  };
+  // The next `count` tokens of a sequence, from `sequence->computed` on.
+  struct Chunk {
+    Sequence* sequence = nullptr;
+    int64_t count = 0;
+  };
+
+  // pages is borrowed.
+  Scheduler(Options options, KvPages* pages);
+
+  // Puts a sequence in line. REQUIRES: its goal fits into all pages together.
+  void Add(Sequence* sequence);
+  // Takes a sequence out of wherever it is and gives its pages back.
+  void Remove(Sequence* sequence);
+
+  // Chooses the next step's chunks; every chunk's pages are allocated. May preempt. Empty when
+  // nothing can run.
+  std::vector<Chunk> Schedule();
+  // After a chunk's rows are in its pages: advances the sequence and registers full pages.
+  void Computed(const Chunk& chunk);
+
+  int64_t running() const { return static_cast<int64_t>(running_.size()); }
+  int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
+  uint64_t preemptions() const { return preemptions_; }
+
+ private:
+  struct Earlier {
+    bool operator()(const Sequence* a, const Sequence* b) const {
+      if (a->priority != b->priority) return a->priority < b->priority;
+      return a->arrival < b->arrival;
+    }
+  };
+  using Line = std::set<Sequence*, Earlier>;
+
+  // The step under construction.
+  struct Plan {
+    std::vector<Chunk> chunks;
+    int64_t budget = 0;
+    bool preempted = false;
+  };
+
+  static bool WaitsForLeader(const Sequence& sequence);
+  static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
+  void Continue(Sequence* sequence, Plan* plan);
+  bool Admit(Sequence* sequence, Plan* plan);
+  void ReusePrefix(Sequence* sequence);
+  void Preempt(Sequence* sequence, Plan* plan);
+  void Rewind(Sequence* sequence);
+
+  const Options options_;
+  KvPages* const pages_;
+  Line waiting_;
+  Line running_;
+  uint64_t preemptions_ = 0;
+};
+
+}  // namespace dorad::engine
