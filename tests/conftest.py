@@ -1,0 +1,66 @@
+"""Fixtures of the Python tests. They run against the real binary: build/dorad, or DORAD_BINARY."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Before torch is imported: its threads spin and starve the server on a small machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    stubs = ROOT / "client" / "src" / "dorad" / "v1" / "inference_pb2_grpc.py"
+    protos = (ROOT / "proto" / "dorad" / "v1").glob("*.proto")
+    newest = max(path.stat().st_mtime for path in protos)
+    if not stubs.exists() or stubs.stat().st_mtime < newest:
+        subprocess.run([sys.executable, ROOT / "client" / "generate_stubs.py"], check=True)
+
+
+class Zoo:
+    """Tiny models and adapters on disk, made when first asked for and kept for the session."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._oracles = {}
+
+    def model(self, family: str) -> Path:
+        from lib import tiny_models
+
+        return tiny_models.make(tiny_models.BY_NAME[family], self.directory / family)
+
+    def oracle(self, family: str):
+        from lib.oracle import Oracle
+
+        if family not in self._oracles:
+            self._oracles[family] = Oracle(self.model(family))
+        return self._oracles[family]
+
+    def adapter(self, family: str, kind: str, seed: int = 0) -> Path:
+        from lib import adapters
+
+        directory = self.directory / f"{family}-{kind}-{seed}"
+        return adapters.make(self.oracle(family).base, adapters.BY_NAME[kind], directory, seed)
+
+    def sequences(self, family: str, seed: int = 7) -> list[list[int]]:
+        from lib import tiny_models
+
+        return tiny_models.sequences(tiny_models.BY_NAME[family], seed)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return Zoo(tmp_path_factory.mktemp("zoo"))

@@ -1,0 +1,179 @@
+"""Starts the real binary, waits for its ready line, and ends it by its own pid."""
+
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lib.wire import Wire
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = re.compile(r"^dorad ready grpc=(\S+)(?: metrics=(\S+))?$")
+
+
+def binary() -> Path:
+    path = Path(os.environ.get("DORAD_BINARY", ROOT / "build" / "dorad"))
+    assert path.exists(), f"{path} does not exist: run `make build` or set DORAD_BINARY"
+    return path
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Torch's own threads spin: one is plenty, the server has a thread team of its own."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | changes
+
+
+def command(
+    model: Path | str | None,
+    adapters: Mapping[str, Path] | None = None,
+    settings: Mapping[str, object] | None = None,
+    config: Path | None = None,
+) -> list[str]:
+    """The command line; ports are picked by the kernel unless settings say otherwise."""
+    values = {"server.grpc_listen": "127.0.0.1:0", "server.metrics_listen": "127.0.0.1:0"}
+    values |= settings or {}
+    line = [str(binary()), "serve"]
+    line += ["--model", str(model)] if model is not None else []
+    line += ["--config", str(config)] if config is not None else []
+    for key, value in values.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        line += ["--set", f"{key}={text}"]
+    for name, folder in (adapters or {}).items():
+        line += ["--adapter", f"{name}={folder}"]
+    return line
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen
+    log_path: Path
+    grpc: str = ""
+    metrics_url: str = ""
+    wire: Wire = field(init=False, repr=False)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def rss(self) -> int:
+        """Resident bytes of the process."""
+        pages = Path(f"/proc/{self.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def metrics_text(self) -> str:
+        with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
+            return response.read().decode()
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its full name with labels."""
+        return parse_metrics(self.metrics_text())
+
+    def metric(self, name: str) -> float:
+        """The sum over all label sets of a metric. Fails when it is not exported."""
+        values = [
+            value
+            for key, value in self.metrics().items()
+            if key == name or key.startswith(name + "{")
+        ]
+        assert values, f"{name} is not exported"
+        return sum(values)
+
+    def stop(self, timeout: float = 45.0) -> int:
+        """SIGTERM, then the exit code. A server that does not end is killed and fails the test."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"no exit {timeout} s after SIGTERM\n{self.log()[-4000:]}") from None
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    samples = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            samples[name] = float(value)
+    return samples
+
+
+def wait_until(condition, timeout: float = 10.0, what: str = "condition", interval: float = 0.01):
+    """The first true value of condition()."""
+    deadline = time.monotonic() + timeout
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(interval)
+
+
+def start(line: list[str], log_path: Path, timeout: float = 60.0, **env: str) -> Server:
+    """Runs a command line until its ready line. The caller stops the server."""
+    log = log_path.open("wb")
+    process = subprocess.Popen(
+        line,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env=environment(**env),
+        text=True,
+    )
+    log.close()
+    server = Server(process, log_path)
+    ready = threading.Event()
+
+    def read() -> None:
+        for text in process.stdout:
+            match = READY.match(text.strip())
+            if match:
+                server.grpc, server.metrics_url = match.group(1), match.group(2) or ""
+                ready.set()
+        ready.set()
+
+    threading.Thread(target=read, daemon=True).start()
+    if not ready.wait(timeout) or not server.grpc:
+        process.kill()
+        process.wait()
+        raise AssertionError(f"the server did not get ready\n{' '.join(line)}\n{server.log()[-4000:]}")
+    server.wire = Wire(server.grpc)
+    return server
+
+
+@contextmanager
+def serve(
+    model: Path,
+    adapters: Mapping[str, Path] | None = None,
+    settings: Mapping[str, object] | None = None,
+    *,
+    config: Path | None = None,
+    timeout: float = 60.0,
+    expect_exit: int | None = 0,
+    **env: str,
+) -> Iterator[Server]:
+    """A running server. It must end with exit code `expect_exit` (None: any) on SIGTERM."""
+    with tempfile.TemporaryDirectory(prefix="dorad-test-") as scratch:
+        log_path = Path(scratch) / "server.log"
+        server = start(command(model, adapters, settings, config), log_path, timeout, **env)
+        try:
+            yield server
+        except BaseException:
+            print(f"--- log of the server (exit code {server.process.poll()})")
+            print(server.log()[-6000:])
+            raise
+        finally:
+            server.wire.close()
+            code = server.stop()
+        assert expect_exit is None or code == expect_exit, f"exit code {code}\n{server.log()[-4000:]}"

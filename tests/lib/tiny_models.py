@@ -1,0 +1,233 @@
+"""Tiny random models of every supported family, made and saved by transformers.
+
+Weights are scaled so that logits spread over several nats: a flat distribution would hide errors.
+Every family has something that the others lack; FAMILIES is the table of those differences.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 300
+CONTEXT = 192
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    config: Callable[[], PretrainedConfig]
+    dtype: torch.dtype = torch.float32
+    # Split the weights into several safetensors files with an index.
+    sharded: bool = False
+    # Lengths of the sequences on which the family is compared.
+    lengths: tuple[int, ...] = (2, 17, 40)
+    # Write config.json as transformers 4 did: rope_theta, rope_scaling and torch_dtype.
+    legacy_config: bool = False
+
+
+def _common(**changes) -> dict:
+    values = dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    values.update(changes)
+    return values
+
+
+def _rope(kind: str = "default", theta: float = 10000.0, **changes) -> dict:
+    return dict(rope_type=kind, rope_theta=theta, **changes)
+
+
+def _llama(**changes):
+    return lambda: LlamaConfig(**_common(**changes))
+
+
+def _qwen2(**changes):
+    return lambda: Qwen2Config(**_common(**changes))
+
+
+def _qwen3(**changes):
+    return lambda: Qwen3Config(**_common(**changes))
+
+
+FAMILIES = [
+    Family("llama2", _llama(rope_parameters=_rope())),
+    Family(
+        "llama3",
+        _llama(
+            hidden_size=96,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            eos_token_id=[2, 5],
+            rope_parameters=_rope(
+                "llama3",
+                500000.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            ),
+        ),
+        dtype=torch.bfloat16,
+    ),
+    Family("llama_linear", _llama(rope_parameters=_rope("linear", factor=2.5)), legacy_config=True),
+    Family(
+        "llama_dynamic",
+        _llama(rope_parameters=_rope("dynamic", factor=2.0), num_key_value_heads=2),
+        dtype=torch.float16,
+    ),
+    Family(
+        "llama_yarn",
+        _llama(
+            rope_parameters=_rope("yarn", factor=6.0, original_max_position_embeddings=32),
+            num_key_value_heads=1,
+        ),
+        sharded=True,
+    ),
+    # The server takes the long factors whenever the context allows sequences that need them;
+    # transformers does so for sequences longer than the original context, and is compared there.
+    Family(
+        "llama_longrope",
+        _llama(
+            rope_parameters=_rope(
+                "longrope",
+                factor=12.0,
+                original_max_position_embeddings=16,
+                long_factor=[1.0, 1.1, 1.4, 2.0, 3.0, 4.5, 7.0, 10.0],
+                short_factor=[1.0, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5],
+            )
+        ),
+        lengths=(17, 33, 40),
+    ),
+    Family(
+        "llama_bias",
+        _llama(attention_bias=True, mlp_bias=True, head_dim=24, rope_parameters=_rope()),
+    ),
+    Family(
+        "mistral",
+        lambda: MistralConfig(
+            **_common(num_key_value_heads=2, sliding_window=8, rope_parameters=_rope())
+        ),
+        dtype=torch.float16,
+    ),
+    Family(
+        "mistral_full",
+        lambda: MistralConfig(**_common(head_dim=32, sliding_window=None)),
+        legacy_config=True,
+    ),
+    Family("qwen2", _qwen2(num_key_value_heads=2, rope_parameters=_rope(theta=1e6))),
+    Family(
+        "qwen2_window",
+        _qwen2(
+            num_hidden_layers=4,
+            num_key_value_heads=2,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=2,
+        ),
+        dtype=torch.bfloat16,
+        sharded=True,
+    ),
+    Family(
+        "qwen25_tied",
+        _qwen2(
+            num_key_value_heads=1,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-6,
+            rope_parameters=_rope("yarn", 1e6, factor=4.0, original_max_position_embeddings=48),
+        ),
+        dtype=torch.bfloat16,
+    ),
+    Family("qwen3", _qwen3(head_dim=32, num_key_value_heads=2, rope_parameters=_rope(theta=1e6))),
+    Family(
+        "qwen3_tied",
+        _qwen3(
+            head_dim=24,
+            num_key_value_heads=2,
+            attention_bias=True,
+            tie_word_embeddings=True,
+            use_sliding_window=True,
+            sliding_window=8,
+            max_window_layers=1,
+        ),
+        dtype=torch.bfloat16,
+    ),
+]
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(tensor: torch.Tensor, std: float, mean: float = 0.0) -> None:
+        tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                normal(parameter, 0.2, mean=1.0)
+            elif name.endswith("bias"):
+                normal(parameter, 0.2)
+            elif "embed_tokens" in name or "lm_head" in name:
+                normal(parameter, 0.2)
+            else:
+                normal(parameter, 0.1)
+
+
+def make(family: Family, directory: Path, seed: int = 0) -> Path:
+    """Saves the family's model into the directory, unless it is already there."""
+    if (directory / "config.json").exists():
+        return directory
+    config = family.config()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _randomise(model, seed)
+    model.to(family.dtype).save_pretrained(
+        directory, max_shard_size="100KB" if family.sharded else "5GB"
+    )
+    if family.sharded:
+        assert len(list(directory.glob("*.safetensors"))) > 1
+    if family.legacy_config:
+        _write_legacy_config(directory / "config.json")
+    return directory
+
+
+def _write_legacy_config(path: Path) -> None:
+    values = json.loads(path.read_text())
+    rope = values.pop("rope_parameters")
+    values["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    # The oldest form names the kind "type".
+    values["rope_scaling"] = {"type": kind, **rope} if kind != "default" else None
+    values["torch_dtype"] = values.pop("dtype")
+    path.write_text(json.dumps(values, indent=2))
+
+
+def sequences(family: Family, seed: int = 7) -> list[list[int]]:
+    """Token sequences of the family's lengths; ids avoid the special tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(6, VOCAB, (length,), generator=generator).tolist()
+        for length in family.lengths
+    ]
