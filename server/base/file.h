@@ -1,5 +1,7 @@
 // Reading small and large files into memory with a size cap and one way to report failures.
-// Thread-safe.
+//
+// Files are read, never mapped: a mapped file that somebody truncates kills the process.
+// The functions are thread-safe; a RegularFile belongs to one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +9,35 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace dorad {
 
-// The bytes of a regular file. NOT_FOUND (FILE_NOT_FOUND), RESOURCE_EXHAUSTED (FILE_TOO_LARGE),
-// UNAVAILABLE (FILE_UNREADABLE; also for anything that is not a regular file).
+// A regular file, open for one pass from its first byte to its last. Owns the descriptor.
+class RegularFile {
+ public:
+  // NOT_FOUND (FILE_NOT_FOUND), RESOURCE_EXHAUSTED (FILE_TOO_LARGE), UNAVAILABLE (FILE_UNREADABLE;
+  // also for anything that is not a regular file). Never waits for a pipe's other end.
+  static absl::StatusOr<RegularFile> Open(const std::string& path, uint64_t max_bytes);
+  RegularFile(RegularFile&& other) noexcept;
+  RegularFile& operator=(RegularFile&& other) noexcept;
+  ~RegularFile();
+
+  uint64_t size() const { return size_; }
+
+  // Appends the next `bytes` bytes to *out. UNAVAILABLE (FILE_UNREADABLE), also when the file has
+  // become shorter meanwhile.
+  absl::Status Append(uint64_t bytes, std::vector<std::byte>* out);
+
+ private:
+  RegularFile(int fd, uint64_t size, std::string path);
+  int fd_ = -1;
+  uint64_t size_ = 0;
+  std::string path_;
+};
+
+// The bytes of a regular file; statuses as of RegularFile.
 absl::StatusOr<std::vector<std::byte>> ReadFileBytes(const std::string& path, uint64_t max_bytes);
 
 // As ReadFileBytes, as text.

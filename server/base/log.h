@@ -3,6 +3,7 @@
 // never logged. Thread-safe.
 #pragma once
 
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <string_view>

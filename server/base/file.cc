@@ -1,0 +1,104 @@
+#include "server/base/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+
+namespace dorad {
+namespace {
+
+// Growing the vector by blocks of about an L2 cache keeps the zeros that resize() writes in the
+// cache until read() overwrites them: memory is touched once, not twice.
+constexpr uint64_t kBlockBytes = 1 << 20;
+
+absl::Status Unreadable(const std::string& path, const std::string& why) {
+  return MakeError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",
+                   absl::StrCat("cannot read ", path, ": ", why));
+}
+
+absl::Status OpenFailed(const std::string& path, int error) {
+  if (error == ENOENT || error == ENOTDIR) {
+    return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND",
+                     absl::StrCat("no such file: ", path));
+  }
+  return Unreadable(path, std::strerror(error));
+}
+
+}  // namespace
+
+RegularFile::RegularFile(int fd, uint64_t size, std::string path)
+    : fd_(fd), size_(size), path_(std::move(path)) {}
+
+RegularFile::RegularFile(RegularFile&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), size_(other.size_), path_(std::move(other.path_)) {}
+
+RegularFile& RegularFile::operator=(RegularFile&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(size_, other.size_);
+  std::swap(path_, other.path_);
+  return *this;
+}
+
+RegularFile::~RegularFile() {
+  if (fd_ >= 0) close(fd_);
+}
+
+absl::StatusOr<RegularFile> RegularFile::Open(const std::string& path, uint64_t max_bytes) {
+  // A NUL would silently name another file. O_NONBLOCK: opening a FIFO must not wait for a writer.
+  if (path.find('\0') != std::string::npos) return Unreadable(path, "the path contains a NUL");
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return OpenFailed(path, errno);
+  struct stat info;
+  const int error = fstat(fd, &info) == 0 ? 0 : errno;
+  RegularFile file(fd, error == 0 ? static_cast<uint64_t>(info.st_size) : 0, path);
+  if (error != 0) return Unreadable(path, std::strerror(error));
+  if (!S_ISREG(info.st_mode)) return Unreadable(path, "not a regular file");
+  if (file.size_ > max_bytes) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "FILE_TOO_LARGE",
+                     absl::StrCat(path, " has ", file.size_, " bytes, more than the allowed ",
+                                  max_bytes));
+  }
+  (void)posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
+  return file;
+}
+
+absl::Status RegularFile::Append(uint64_t bytes, std::vector<std::byte>* out) {
+  while (bytes > 0) {
+    const size_t block = static_cast<size_t>(std::min(bytes, kBlockBytes));
+    const size_t old_size = out->size();
+    out->resize(old_size + block);
+    size_t done = 0;
+    while (done < block) {
+      const ssize_t n = read(fd_, out->data() + old_size + done, block - done);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return Unreadable(path_, std::strerror(errno));
+      if (n == 0) return Unreadable(path_, "it became shorter while it was read");
+      done += static_cast<size_t>(n);
+    }
+    bytes -= block;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::byte>> ReadFileBytes(const std::string& path, uint64_t max_bytes) {
+  DORAD_ASSIGN_OR_RETURN(RegularFile file, RegularFile::Open(path, max_bytes));
+  std::vector<std::byte> bytes;
+  bytes.reserve(file.size());
+  DORAD_RETURN_IF_ERROR(file.Append(file.size(), &bytes));
+  return bytes;
+}
+
+absl::StatusOr<std::string> ReadFileText(const std::string& path, uint64_t max_bytes) {
+  DORAD_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, ReadFileBytes(path, max_bytes));
+  return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+}
+
+}  // namespace dorad
