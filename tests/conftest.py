@@ -64,3 +64,25 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+class SmolLM2:
+    """The demo's model and its two adapters."""
+
+    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
+        self.model, self.adapters = model, adapters
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> SmolLM2:
+    cache = ROOT / ".cache"
+    model = cache / "models" / "SmolLM2-135M-Instruct"
+    if not (model / "config.json").exists():
+        subprocess.run([sys.executable, ROOT / "demo" / "convert_smollm2.py"], check=True, cwd=ROOT)
+    folders = sorted((cache / "adapters").glob("*/adapter_config.json"))
+    if len(folders) < 2:
+        subprocess.run([sys.executable, ROOT / "demo" / "train_adapters.py"], check=True, cwd=ROOT)
+        folders = sorted((cache / "adapters").glob("*/adapter_config.json"))
+    assert len(folders) >= 2, "demo/train_adapters.py made fewer than two adapters"
+    adapters = {path.parent.name.lower(): path.parent for path in folders[:2]}
+    return SmolLM2(model, adapters)

@@ -1,0 +1,196 @@
+"""A request's tokens and log-probabilities depend on the request alone: not on what else is in the
+batch, nor on how the server came to compute them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lib import tiny_models
+from lib.server import Server, serve
+from lib.wire import FINAL, RAW, STREAM, Sample
+
+KINDS = ["dora", "dora_r96", "lora", "dora_everything"]
+ADAPTERS = ["", "dora", "dora-r96", "lora", "dora-everything"]
+NEW_TOKENS = 20
+SETUPS = [("llama2", "fp32"), ("qwen2_window", "fp32"), ("llama3", "bf16"), ("qwen3", "bf16")]
+
+
+def requests() -> list[dict]:
+    """16 requests over 4 adapters and base: greedy and sampled, short and long prompts."""
+    rng = np.random.default_rng(5)
+    result = []
+    for index in range(16):
+        prompt = rng.integers(6, tiny_models.VOCAB, size=[3, 18, 33, 47][index % 4]).tolist()
+        greedy = index % 3 == 0
+        result.append(
+            dict(
+                prompt=prompt,
+                adapter=ADAPTERS[index % len(ADAPTERS)],
+                temperature=0.0 if greedy else 0.9,
+                top_p=None if greedy else 0.95,
+                seed=100 + index,
+                max_tokens=NEW_TOKENS,
+                ignore_eos=True,
+                logprobs=RAW,
+                top_logprobs=3,
+                bypass=True,
+            )
+        )
+    return result
+
+
+def bits(sample: Sample) -> tuple:
+    """Everything that must be equal to the last bit."""
+    return (
+        sample.tokens,
+        sample.logprobs.tobytes(),
+        sample.top_ids.tobytes(),
+        sample.top_logprobs.tobytes(),
+    )
+
+
+@dataclass
+class Setup:
+    model: Path
+    folders: dict[str, Path]
+    settings: dict
+    server: Server
+    # Each request run alone.
+    alone: list[tuple]
+    alone_steps: int
+
+    def another(self, **settings):
+        """A second server of the same model with other settings."""
+        return serve(self.model, self.folders, self.settings | settings)
+
+
+def steps(server: Server) -> int:
+    return server.wire.info().engine.steps
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids="-".join)
+def setup(request, zoo):
+    family, compute = request.param
+    folders = {kind.replace("_", "-"): zoo.adapter(family, kind) for kind in KINDS}
+    settings = {
+        "model.compute_dtype": compute,
+        "engine.deterministic": True,
+        "engine.kv_bytes": 16 << 20,
+    }
+    with serve(zoo.model(family), folders, settings) as server:
+        before = steps(server)
+        alone = [bits(server.wire.generate(**request)[0]) for request in requests()]
+        yield Setup(zoo.model(family), folders, settings, server, alone, steps(server) - before)
+
+
+def run_batch(server: Server, **changes) -> list[Sample]:
+    return [samples[0] for samples in server.wire.generate_many([r | changes for r in requests()])]
+
+
+def page_bytes(setup: Setup) -> int:
+    config = json.loads((setup.model / "config.json").read_text())
+    heads = config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    size = 2 if setup.settings["model.compute_dtype"] == "bf16" else 4
+    return 2 * config["num_hidden_layers"] * heads * head_dim * 16 * size
+
+
+def test_requests_are_sampled_and_differ(setup: Setup) -> None:
+    """Guards the other tests: sixteen equal or constant answers would prove nothing."""
+    assert len({tuple(tokens) for tokens, *_ in setup.alone}) == 16
+    assert all(len(set(tokens)) > 2 for tokens, *_ in setup.alone)
+
+
+def test_mixed_batch_equals_alone(setup: Setup) -> None:
+    before = steps(setup.server)
+    samples = run_batch(setup.server)
+    assert steps(setup.server) - before < setup.alone_steps / 2, "the requests were not batched"
+    assert [bits(sample) for sample in samples] == setup.alone
+
+
+def test_streamed_equals_final(setup: Setup) -> None:
+    streamed = run_batch(setup.server, mode=STREAM)
+    assert [bits(sample) for sample in streamed] == setup.alone
+    final = run_batch(setup.server, mode=FINAL)
+    assert all(sample.messages == 1 for sample in final)
+    assert any(sample.messages > 1 for sample in streamed)
+
+
+def test_chunked_prefill_equals_whole(setup: Setup) -> None:
+    with setup.another(**{"engine.max_step_tokens": 7}) as server:
+        before = steps(server)
+        first = requests()[3]
+        assert len(first["prompt"]) > 40
+        (sample,) = server.wire.generate(**first)
+        assert steps(server) - before >= NEW_TOKENS + 40 // 7, "the prompt was not chunked"
+        assert bits(sample) == setup.alone[3]
+        assert [bits(sample) for sample in run_batch(server)] == setup.alone
+
+
+def test_prefix_hit_equals_miss(setup: Setup) -> None:
+    for _ in range(2):
+        samples = run_batch(setup.server, bypass=False, salt="prefix")
+        assert [bits(sample) for sample in samples] == setup.alone
+    for request, sample in zip(requests(), samples, strict=True):
+        cached = sample.finish.usage.cached_prompt_tokens
+        assert cached >= (len(request["prompt"]) - 1) // 16 * 16, "the prefix cache was not used"
+
+
+def test_preempted_equals_alone(setup: Setup) -> None:
+    """Room for one full context and little more: most of the sixteen must wait or be preempted."""
+    settings = {"engine.kv_bytes": 14 * page_bytes(setup), "engine.prefix_cache": False}
+    with setup.another(**settings) as server:
+        samples = run_batch(server)
+        assert sum(sample.finish.usage.preemptions for sample in samples) > 0
+        assert [bits(sample) for sample in samples] == setup.alone
+
+
+def test_thread_count_changes_nothing(setup: Setup) -> None:
+    with setup.another(**{"engine.threads": 1}) as server:
+        assert [bits(sample) for sample in run_batch(server)] == setup.alone
+
+
+def test_samples_of_one_prompt_equal_single_requests(setup: Setup) -> None:
+    """Sample 0 of n draws as the only sample does; all samples are the same in any company."""
+    request = requests()[7] | {"bypass": False, "salt": "n"}
+    together = setup.server.wire.generate(**request, n=4)
+    assert bits(together[0]) == setup.alone[7]
+    assert len({tuple(sample.tokens) for sample in together}) == 4
+    cached = [sample.finish.usage.cached_prompt_tokens for sample in together]
+    assert sum(count > 0 for count in cached) >= 3, "the samples did not share their prompt"
+    crowd = setup.server.wire.generate_many([request | {"n": 4}, *requests()])
+    assert [bits(sample) for sample in crowd[0]] == [bits(sample) for sample in together]
+    assert [bits(samples[0]) for samples in crowd[1:]] == setup.alone
+
+
+def test_decode_logprobs_equal_score(setup: Setup) -> None:
+    for request, (tokens, logprobs, _, top_logprobs) in zip(requests(), setup.alone, strict=True):
+        ids = request["prompt"] + tokens
+        ((score,),) = setup.server.wire.score([ids], [request["adapter"]], top_k=3)
+        begin = len(request["prompt"])
+        assert score.logprobs[begin:].tobytes() == logprobs
+        assert score.top_logprobs[begin:].tobytes() == top_logprobs
+
+
+def test_score_does_not_depend_on_its_batch(setup: Setup) -> None:
+    sequences = [request["prompt"] for request in requests()[1:9]]
+    together = setup.server.wire.score(sequences, ADAPTERS)
+    for ids, row in zip(sequences, together, strict=True):
+        for adapter, score in zip(ADAPTERS, row, strict=True):
+            ((alone,),) = setup.server.wire.score([ids], [adapter])
+            assert alone.logprobs.tobytes() == score.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen2_window"])
+def test_without_deterministic_greedy_tokens_stay_equal(zoo, family: str) -> None:
+    folders = {kind.replace("_", "-"): zoo.adapter(family, kind) for kind in KINDS}
+    settings = {"engine.deterministic": False, "engine.kv_bytes": 16 << 20}
+    greedy = [request | {"temperature": 0.0, "top_p": None} for request in requests()]
+    with serve(zoo.model(family), folders, settings) as server:
+        alone = [server.wire.generate(**request)[0] for request in greedy]
+        together = [samples[0] for samples in server.wire.generate_many(greedy)]
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens
+        assert np.abs(one.logprobs - other.logprobs).max() <= 1e-5
