@@ -33,11 +33,11 @@ std::vector<Scheduler::Chunk> Scheduler::Schedule() {
   Plan plan;
   plan.budget = options_.max_step_tokens;
   // Preemption takes sequences from the end of running_, so walk over a copy.
-  const std::vector<Sequence*> running(running_.begin(), running_.end());
-  for (Sequence* s : running) {
+  const std::vector<Sequence*> candidates(running_.begin(), running_.end());
+  for (Sequence* s : candidates) {
     if (s->state == Sequence::State::kRunning && s->pending() == 1) Continue(s, &plan);
   }
-  for (Sequence* s : running) {
+  for (Sequence* s : candidates) {
     if (s->state == Sequence::State::kRunning && s->pending() > 1) Continue(s, &plan);
   }
   if (plan.preempted) return std::move(plan.chunks);

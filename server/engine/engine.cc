@@ -1,0 +1,496 @@
+#include "server/engine/engine.h"
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/log.h"
+#include "server/base/metrics.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/request.h"
+#include "server/engine/scheduler.h"
+
+namespace dorad::engine {
+namespace {
+
+constexpr absl::Duration kIdleHeartbeat = absl::Seconds(1);
+constexpr absl::Duration kRetryQueueFull = absl::Milliseconds(200);
+constexpr absl::Duration kRetryPaused = absl::Seconds(1);
+
+using Message = absl::AnyInvocable<void()>;
+
+EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
+  EngineLimits limits;
+  limits.vocab_size = options.vocab_size;
+  // A sequence that does not fit into all pages together could never finish.
+  limits.context_length = std::min(options.context_length, kv_tokens);
+  limits.max_tokens = options.max_tokens > 0
+                          ? std::min(options.max_tokens, limits.context_length)
+                          : limits.context_length;
+  limits.max_n = options.max_n;
+  limits.max_logprobs_k = options.max_logprobs_k;
+  limits.max_chosen_ids = options.max_chosen_ids;
+  limits.max_stop_ids = options.max_stop_ids;
+  limits.max_score_tokens = options.max_score_tokens;
+  limits.max_queued_requests = options.max_queued_requests;
+  limits.max_queued_tokens = options.max_queued_tokens;
+  return limits;
+}
+
+}  // namespace
+
+struct Engine::Impl {
+  Impl(EngineOptions engine_options, std::unique_ptr<ModelRunner> model_runner,
+       Metrics* engine_metrics)
+      : options(std::move(engine_options)),
+        runner(std::move(model_runner)),
+        metrics(engine_metrics),
+        limits(LimitsOf(options, runner->kv_pages() * kKvPageTokens)),
+        rules{options.eos_token_ids, limits.context_length},
+        pages(runner->kv_pages()),
+        scheduler({options.max_step_tokens, options.max_running_sequences}, &pages) {
+    PublishStats();
+    thread = std::thread([this] { Loop(); });
+  }
+
+  ~Impl() {
+    {
+      absl::MutexLock lock(&mu);
+      closing = true;
+    }
+    thread.join();
+  }
+
+  // --- Any thread.
+
+  absl::Status Admit(std::unique_ptr<Request> request) ABSL_LOCKS_EXCLUDED(mu) {
+    const int64_t tokens = request->load_tokens();
+    const RequestKind kind = request->generate ? RequestKind::kGenerate : RequestKind::kScore;
+    absl::MutexLock lock(&mu);
+    absl::Status status = CheckAdmission(*request, tokens);
+    if (!status.ok()) {
+      metrics->RequestRefused(kind, ReasonOf(status));
+      return status;
+    }
+    ids.insert(request->base().request_id);
+    ++queued_requests;
+    queued_tokens += tokens;
+    metrics->RequestAdmitted(kind);
+    inbox.push_back([this, request = std::move(request)]() mutable { Enqueue(std::move(request)); });
+    return absl::OkStatus();
+  }
+
+  void Post(Message message) ABSL_LOCKS_EXCLUDED(mu) {
+    absl::MutexLock lock(&mu);
+    inbox.push_back(std::move(message));
+  }
+
+  absl::Status CheckAdmission(const Request& request, int64_t tokens)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    if (closing || draining) {
+      return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
+                       "the server is shutting down");
+    }
+    if (refusing) {
+      return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
+                                      "the engine is paused and refuses new requests"),
+                            kRetryPaused);
+    }
+    if (request.deadline <= request.admitted) {
+      return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+                       "the deadline passed before admission");
+    }
+    if (ids.contains(request.base().request_id)) {
+      return MakeError(absl::StatusCode::kAlreadyExists, "REQUEST_ID_IN_USE",
+                       absl::StrCat("a running request has the id ", request.base().request_id));
+    }
+    // One request is always let in, however large: it was validated, and nobody is before it.
+    if (queued_requests > 0 && (queued_requests >= limits.max_queued_requests ||
+                                queued_tokens + tokens > limits.max_queued_tokens)) {
+      return WithRetryAfter(
+          MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                    absl::StrCat("the queue holds ", queued_requests, " requests and ",
+                                 queued_tokens, " tokens")),
+          kRetryQueueFull);
+    }
+    return absl::OkStatus();
+  }
+
+  // --- The engine thread.
+
+  void Loop() {
+    while (true) {
+      bool stop = false;
+      std::vector<Message> messages = TakeMessages(&stop);
+      for (Message& message : messages) message();
+      if (stop) break;
+      EndDeadRequests();
+      if (!paused) Step();
+      CompletePauses();
+      graveyard.clear();
+      PublishStats();
+    }
+    while (!requests.empty()) {
+      EndRequest(requests.begin()->second.get(),
+                 MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
+                           "the server is shutting down"));
+    }
+    graveyard.clear();
+    paused = false;
+    CompletePauses();
+    PublishStats();
+  }
+
+  // Waits while there is nothing to do, but not longer than until the next deadline.
+  std::vector<Message> TakeMessages(bool* stop) ABSL_LOCKS_EXCLUDED(mu) {
+    absl::Duration patience = kIdleHeartbeat;
+    if (!deadlines.empty()) {
+      patience = std::min(patience, Between(SteadyNow(), deadlines.begin()->first));
+    }
+    const bool busy = !paused && !requests.empty();
+    absl::MutexLock lock(&mu);
+    if (!busy) {
+      const auto wake = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu) {
+        return closing || !inbox.empty();
+      };
+      mu.AwaitWithTimeout(absl::Condition(&wake), std::max(patience, absl::ZeroDuration()));
+    }
+    *stop = closing;
+    return std::exchange(inbox, {});
+  }
+
+  void Enqueue(std::unique_ptr<Request> owned) {
+    Request* const request = owned.get();
+    requests.emplace(request->base().request_id, std::move(owned));
+    if (request->deadline != Instant::max()) deadlines.insert({request->deadline, request});
+    request->MakeSequences(rules, &next_arrival);
+    if (request->unfinished_sequences == 0) {
+      NoteStarted(request, SteadyNow());
+      EndRequest(request, absl::OkStatus());
+      return;
+    }
+    for (const auto& sequence : request->sequences) {
+      if (sequence->state == Sequence::State::kWaiting) scheduler.Add(sequence.get());
+    }
+  }
+
+  void EndDeadRequests() {
+    const Instant now = SteadyNow();
+    while (!deadlines.empty() && deadlines.begin()->first <= now) {
+      EndRequest(deadlines.begin()->second,
+                 MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+                           "the deadline passed"));
+    }
+    std::vector<Request*> cancelled;
+    for (const auto& [id, request] : requests) {
+      if (request->cancelled()) cancelled.push_back(request.get());
+    }
+    for (Request* request : cancelled) {
+      EndRequest(request, MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED",
+                                    "the client cancelled the request"));
+    }
+  }
+
+  void Step() {
+    const uint64_t preemptions = scheduler.preemptions();
+    const std::vector<Scheduler::Chunk> chunks = scheduler.Schedule();
+    metrics->Preemptions(static_cast<int64_t>(scheduler.preemptions() - preemptions));
+    if (chunks.empty()) {
+      DORAD_CHECK(scheduler.running() + scheduler.waiting() == 0);
+      return;
+    }
+    const Instant begin = SteadyNow();
+    std::vector<Request::Want> wants;
+    std::vector<StepSequence> rows;
+    wants.reserve(chunks.size());  // rows point into it
+    for (const Scheduler::Chunk& chunk : chunks) {
+      NoteStarted(chunk.sequence->request, begin);
+      rows.push_back(RowsOf(chunk, &wants));
+    }
+    absl::StatusOr<std::vector<StepOutput>> outputs = runner->Run(rows);
+    const Instant end = SteadyNow();
+    ++steps;
+    if (!outputs.ok()) {
+      FailStep(chunks, outputs.status());
+      return;
+    }
+    RecordStep(chunks, Between(begin, end));
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      Deliver(chunks[i], std::move((*outputs)[i]), end);
+    }
+  }
+
+  static StepSequence RowsOf(const Scheduler::Chunk& chunk, std::vector<Request::Want>* wants) {
+    const Sequence& s = *chunk.sequence;
+    wants->push_back(s.request->WantOf(s, chunk.count));
+    StepSequence rows;
+    rows.tokens = absl::MakeConstSpan(s.tokens).subspan(s.computed, chunk.count);
+    rows.position = s.computed;
+    rows.pages = s.pages;
+    rows.adapter = s.adapter;
+    const Request::Want& want = wants->back();
+    rows.sample = want.sample ? &*want.sample : nullptr;
+    rows.score = want.score ? &*want.score : nullptr;
+    return rows;
+  }
+
+  void NoteStarted(Request* request, Instant now) {
+    if (request->started) return;
+    request->started = now;
+    metrics->QueueTime(Between(request->admitted, now));
+    LeaveQueue(*request);
+  }
+
+  void LeaveQueue(const Request& request) ABSL_LOCKS_EXCLUDED(mu) {
+    absl::MutexLock lock(&mu);
+    --queued_requests;
+    queued_tokens -= request.load_tokens();
+  }
+
+  void RecordStep(const std::vector<Scheduler::Chunk>& chunks, absl::Duration time) {
+    Metrics::Step step;
+    step.time = time;
+    absl::flat_hash_set<const adapter::LoadedAdapter*> adapters;
+    int64_t scored = 0;
+    for (const Scheduler::Chunk& chunk : chunks) {
+      const Sequence& s = *chunk.sequence;
+      (s.generated() > 0 && chunk.count == 1 ? step.decode_rows : step.prefill_rows) +=
+          chunk.count;
+      if (s.is_score) scored += chunk.count;
+      if (s.adapter != nullptr) adapters.insert(s.adapter);
+    }
+    step.distinct_adapters = static_cast<int>(adapters.size());
+    metrics->StepDone(step);
+    metrics->ScoredTokens(scored);
+  }
+
+  void Deliver(const Scheduler::Chunk& chunk, StepOutput output, Instant now) {
+    Sequence* const sequence = chunk.sequence;
+    Request* const request = sequence->request;
+    const bool prompt_was_done = sequence->prompt_done();
+    scheduler.Computed(chunk);
+    if (!sequence->is_score && !prompt_was_done && sequence->prompt_done() &&
+        sequence->generated() == 0) {
+      metrics->PromptTokens(sequence->prompt_tokens - sequence->cached_tokens,
+                            sequence->cached_tokens);
+      metrics->PrefixCache(sequence->prompt_tokens, sequence->cached_tokens);
+    }
+    const int64_t generated = sequence->generated();
+    const bool ended =
+        request->Accept(sequence, chunk.count, std::move(output), rules, now, metrics);
+    metrics->GeneratedTokens(sequence->generated() - generated);
+    if (!ended) return;
+    scheduler.Remove(sequence);
+    if (--request->unfinished_sequences == 0) EndRequest(request, absl::OkStatus());
+  }
+
+  void FailStep(const std::vector<Scheduler::Chunk>& chunks, const absl::Status& status) {
+    LogError("step failed", {{"error", std::string(status.message())}});
+    std::set<Request*> failed;
+    for (const Scheduler::Chunk& chunk : chunks) failed.insert(chunk.sequence->request);
+    for (Request* request : failed) EndRequest(request, status);
+  }
+
+  // Every way out of the engine. Pages and leases are back before the client learns of the end. The
+  // request stays allocated until the end of the turn: the step at hand may still refer to it.
+  template <typename Ending>
+  void EndWith(Request* request, Ending ending) {
+    if (!request->started) {
+      request->started = SteadyNow();
+      LeaveQueue(*request);
+    }
+    for (const auto& sequence : request->sequences) scheduler.Remove(sequence.get());
+    auto node = requests.extract(request->base().request_id);
+    DORAD_CHECK(!node.empty());
+    graveyard.push_back(std::move(node.mapped()));
+    deadlines.erase({request->deadline, request});
+    {
+      absl::MutexLock lock(&mu);
+      ids.erase(request->base().request_id);
+    }
+    ending(request);
+  }
+
+  void EndRequest(Request* request, const absl::Status& status) {
+    EndWith(request, [&](Request* r) { r->End(status, SteadyNow(), metrics); });
+  }
+
+  void AbortRequest(Request* request, const std::string& detail) {
+    EndWith(request, [&](Request* r) { r->EndAborted(detail, SteadyNow(), metrics); });
+  }
+
+  // --- Messages, on the engine thread.
+
+  int Abort(const AbortTarget& target, const std::string& detail) {
+    std::vector<Request*> matching;
+    for (const auto& [id, request] : requests) {
+      if (target.all || (!target.adapter.is_base() && request->Holds(target.adapter)) ||
+          std::find(target.request_ids.begin(), target.request_ids.end(), id) !=
+              target.request_ids.end()) {
+        matching.push_back(request.get());
+      }
+    }
+    for (Request* request : matching) AbortRequest(request, detail);
+    return static_cast<int>(matching.size());
+  }
+
+  void Pause(PauseMode mode, std::function<void(int)> done) {
+    switch (mode) {
+      case PauseMode::kAbort: {
+        paused = true;
+        done(Abort({.all = true}, "the engine was paused"));
+        return;
+      }
+      case PauseMode::kKeep:
+        paused = true;
+        done(static_cast<int>(requests.size()));
+        return;
+      case PauseMode::kWait:
+        pauses_waiting.push_back({std::move(done), static_cast<int>(requests.size())});
+        return;
+    }
+  }
+
+  void Resume() {
+    paused = false;
+    for (PendingPause& pause : std::exchange(pauses_waiting, {})) pause.done(pause.requests);
+  }
+
+  // Pause(WAIT) is in effect when the last admitted request has ended.
+  void CompletePauses() {
+    if (pauses_waiting.empty() || !requests.empty()) return;
+    {
+      absl::MutexLock lock(&mu);
+      if (!inbox.empty()) return;  // requests admitted before the pause may be among them
+    }
+    paused = true;
+    for (PendingPause& pause : std::exchange(pauses_waiting, {})) pause.done(pause.requests);
+  }
+
+  void PublishStats() ABSL_LOCKS_EXCLUDED(mu) {
+    absl::MutexLock lock(&mu);
+    published.running_sequences = static_cast<int>(scheduler.running());
+    published.kv_pages_total = pages.total();
+    published.kv_pages_used = pages.used();
+    published.kv_pages_cached = pages.cached();
+    published.kv_page_tokens = static_cast<int>(kKvPageTokens);
+    published.steps = steps;
+    published.paused = paused;
+    heartbeat = SteadyNow();
+  }
+
+  struct PendingPause {
+    std::function<void(int)> done;
+    int requests = 0;
+  };
+
+  const EngineOptions options;
+  const std::unique_ptr<ModelRunner> runner;
+  Metrics* const metrics;
+  const EngineLimits limits;
+  const StopRules rules;
+
+  // Confined to the engine thread.
+  KvPages pages;
+  Scheduler scheduler;
+  std::unordered_map<std::string, std::unique_ptr<Request>> requests;
+  std::set<std::pair<Instant, Request*>> deadlines;
+  std::vector<std::unique_ptr<Request>> graveyard;
+  std::vector<PendingPause> pauses_waiting;
+  uint64_t next_arrival = 0;
+  uint64_t steps = 0;
+  bool paused = false;
+
+  mutable absl::Mutex mu;
+  std::vector<Message> inbox ABSL_GUARDED_BY(mu);
+  absl::flat_hash_set<std::string> ids ABSL_GUARDED_BY(mu);
+  int64_t queued_requests ABSL_GUARDED_BY(mu) = 0;
+  int64_t queued_tokens ABSL_GUARDED_BY(mu) = 0;
+  bool closing ABSL_GUARDED_BY(mu) = false;
+  bool draining ABSL_GUARDED_BY(mu) = false;  // StopAdmission
+  bool refusing ABSL_GUARDED_BY(mu) = false;  // Pause(WAIT) until Resume
+  EngineStats published ABSL_GUARDED_BY(mu);
+  Instant heartbeat ABSL_GUARDED_BY(mu);
+
+  std::thread thread;  // last: starts when everything else exists
+};
+
+Engine::Engine(EngineOptions options, std::unique_ptr<ModelRunner> runner, Metrics* metrics)
+    : impl_(std::make_unique<Impl>(std::move(options), std::move(runner), metrics)) {}
+
+Engine::~Engine() = default;
+
+const EngineLimits& Engine::limits() const { return impl_->limits; }
+
+absl::Status Engine::Submit(GenerateInput input, std::shared_ptr<TokenStream> stream) {
+  return impl_->Admit(
+      std::make_unique<Request>(std::move(input), std::move(stream), SteadyNow()));
+}
+
+absl::Status Engine::Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket) {
+  return impl_->Admit(
+      std::make_unique<Request>(std::move(input), std::move(ticket), SteadyNow()));
+}
+
+void Engine::NoteCancelled() {
+  impl_->Post([] {});
+}
+
+void Engine::Abort(AbortTarget target, std::string detail, std::function<void(int)> done) {
+  impl_->Post([impl = impl_.get(), target = std::move(target), detail = std::move(detail),
+               done = std::move(done)] { done(impl->Abort(target, detail)); });
+}
+
+void Engine::Pause(PauseMode mode, std::function<void(int)> done) {
+  Message message = [impl = impl_.get(), mode, done = std::move(done)]() mutable {
+    impl->Pause(mode, std::move(done));
+  };
+  absl::MutexLock lock(&impl_->mu);
+  if (mode == PauseMode::kWait) impl_->refusing = true;
+  impl_->inbox.push_back(std::move(message));
+}
+
+void Engine::Resume(std::function<void()> done) {
+  Message message = [impl = impl_.get(), done = std::move(done)] {
+    impl->Resume();
+    done();
+  };
+  absl::MutexLock lock(&impl_->mu);
+  impl_->refusing = false;
+  impl_->inbox.push_back(std::move(message));
+}
+
+EngineStats Engine::stats() const {
+  absl::MutexLock lock(&impl_->mu);
+  EngineStats stats = impl_->published;
+  stats.queued_requests = static_cast<int>(impl_->queued_requests);
+  stats.queued_tokens = impl_->queued_tokens;
+  return stats;
+}
+
+absl::Duration Engine::time_since_heartbeat() const {
+  absl::MutexLock lock(&impl_->mu);
+  return Between(impl_->heartbeat, SteadyNow());
+}
+
+void Engine::StopAdmission() {
+  absl::MutexLock lock(&impl_->mu);
+  impl_->draining = true;
+}
+
+bool Engine::idle() const {
+  absl::MutexLock lock(&impl_->mu);
+  return impl_->inbox.empty() && impl_->ids.empty();
+}
+
+}  // namespace dorad::engine

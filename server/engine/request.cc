@@ -1,0 +1,312 @@
+#include "server/engine/request.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/log.h"
+#include "server/base/metrics.h"
+
+namespace dorad::engine {
+namespace {
+
+Instant ToInstant(absl::Time deadline, Instant now) {
+  if (deadline == absl::InfiniteFuture()) return Instant::max();
+  // Far deadlines would overflow the steady clock's range.
+  const absl::Duration left = std::min(deadline - absl::Now(), absl::Hours(24 * 365));
+  return now + absl::ToChronoNanoseconds(left);
+}
+
+VersionSpan SpanOf(const adapter::LoadedAdapter* adapter, uint32_t begin, uint32_t end) {
+  VersionSpan span;
+  if (adapter != nullptr) {
+    span.adapter = adapter->name();
+    span.version = adapter->version();
+    span.digest = adapter->digest();
+  }
+  span.begin = begin;
+  span.end = end;
+  return span;
+}
+
+bool Contains(const std::vector<TokenId>& ids, TokenId id) {
+  return std::find(ids.begin(), ids.end(), id) != ids.end();
+}
+
+// The row before the first: nothing predicts token 0.
+Logprobs FirstRow(const ScoreInput& input) {
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  Logprobs row;
+  row.logprobs.assign(1, kNone);
+  row.top_ids.assign(input.top_k, -1);
+  row.top_logprobs.assign(input.top_k, kNone);
+  row.chosen.assign(input.chosen_ids.size(), kNone);
+  return row;
+}
+
+}  // namespace
+
+Instant SteadyNow() { return std::chrono::steady_clock::now(); }
+
+absl::Duration Between(Instant from, Instant to) { return absl::FromChrono(to - from); }
+
+Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted)
+    : generate(std::move(input)),
+      stream(std::move(stream)),
+      admitted(admitted),
+      deadline(ToInstant(generate->deadline, admitted)) {}
+
+Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted)
+    : score(std::move(input)),
+      ticket(std::move(ticket)),
+      admitted(admitted),
+      deadline(ToInstant(score->deadline, admitted)) {}
+
+bool Request::Holds(const adapter::AdapterRef& adapter) const {
+  const auto matches = [&adapter](const adapter::AdapterLease& lease) {
+    return lease.get() != nullptr && lease.get()->name() == adapter.name &&
+           (adapter.version == 0 || lease.get()->version() == adapter.version);
+  };
+  if (generate) return matches(generate->lease);
+  return std::any_of(score->leases.begin(), score->leases.end(), matches);
+}
+
+int64_t Request::load_tokens() const {
+  if (generate) return static_cast<int64_t>(generate->prompt.size()) * generate->n;
+  int64_t tokens = 0;
+  for (const auto& sequence : score->sequences) tokens += static_cast<int64_t>(sequence.size());
+  return tokens * static_cast<int64_t>(score->leases.size());
+}
+
+void Request::AddSequence(const std::vector<TokenId>& tokens,
+                          const adapter::LoadedAdapter* adapter, uint64_t* arrival) {
+  auto sequence = std::make_unique<Sequence>();
+  sequence->request = this;
+  sequence->index = static_cast<int32_t>(sequences.size());
+  sequence->adapter = adapter;
+  sequence->priority = base().priority;
+  sequence->arrival = (*arrival)++;
+  sequence->tokens = tokens;
+  sequence->prompt_tokens = static_cast<int64_t>(tokens.size());
+  sequence->is_score = score.has_value();
+  sequence->use_prefix_cache = score.has_value() || !generate->bypass_prefix_cache;
+  sequence->root = PrefixRoot(adapter == nullptr ? std::string() : adapter->digest(),
+                              generate ? generate->cache_salt : std::string());
+  sequences.push_back(std::move(sequence));
+}
+
+void Request::MakeSequences(const StopRules& rules, uint64_t* arrival) {
+  if (generate) {
+    for (int32_t i = 0; i < generate->n; ++i) {
+      AddSequence(generate->prompt, generate->lease.get(), arrival);
+      if (i > 0) sequences.back()->leader = sequences.front().get();
+      Sample sample;
+      if (generate->stop.min_tokens > 0) {
+        sample.banned = generate->stop.stop_token_ids;
+        if (!generate->stop.ignore_eos) {
+          sample.banned.insert(sample.banned.end(), rules.eos_token_ids.begin(),
+                               rules.eos_token_ids.end());
+        }
+      }
+      samples_.push_back(std::move(sample));
+    }
+    unfinished_sequences = generate->n;
+    return;
+  }
+  result_.scores.resize(score->sequences.size());
+  for (const adapter::AdapterLease& lease : score->leases) {
+    result_.versions.push_back(SpanOf(lease.get(), 0, 0));
+  }
+  for (size_t i = 0; i < score->sequences.size(); ++i) {
+    for (const adapter::AdapterLease& lease : score->leases) {
+      AddSequence(score->sequences[i], lease.get(), arrival);
+      result_.scores[i].push_back(FirstRow(*score));
+      if (sequences.back()->goal() > 0) {
+        ++unfinished_sequences;
+      } else {
+        sequences.back()->state = Sequence::State::kEnded;
+      }
+    }
+  }
+}
+
+Request::Want Request::WantOf(const Sequence& sequence, int64_t count) const {
+  Want want;
+  if (score) {
+    if (sequence.computed < sequence.scored) return want;
+    ScoreWant rows;
+    rows.targets = absl::MakeConstSpan(sequence.tokens).subspan(sequence.computed + 1, count);
+    rows.temperature = score->temperature;
+    rows.top_k = score->top_k;
+    rows.chosen_ids = score->chosen_ids;
+    want.score = rows;
+  } else if (sequence.computed + count == sequence.goal()) {
+    SampleWant sample;
+    sample.sampling = generate->sampling;
+    sample.sample_index = static_cast<uint32_t>(sequence.index);
+    sample.position = sequence.goal();
+    sample.logprobs = &generate->logprobs;
+    if (sequence.generated() < generate->stop.min_tokens) {
+      sample.banned = samples_[sequence.index].banned;
+    }
+    want.sample = sample;
+  }
+  return want;
+}
+
+bool Request::Accept(Sequence* sequence, int64_t count, StepOutput output, const StopRules& rules,
+                     Instant now, Metrics* metrics) {
+  return generate ? AcceptToken(sequence, std::move(output), rules, now, metrics)
+                  : AcceptScores(sequence, count, std::move(output));
+}
+
+FinishReason Request::StopReason(const Sequence& sequence, const StopRules& rules) const {
+  const TokenId token = sequence.tokens.back();
+  const StopParams& stop = generate->stop;
+  if (Contains(stop.stop_token_ids, token) ||
+      (!stop.ignore_eos && Contains(rules.eos_token_ids, token))) {
+    return FinishReason::kStop;
+  }
+  if (sequence.generated() >= stop.max_tokens ||
+      static_cast<int64_t>(sequence.tokens.size()) >= rules.max_length) {
+    return FinishReason::kLength;
+  }
+  return FinishReason::kNone;
+}
+
+Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const {
+  Finish finish;
+  finish.reason = reason;
+  if (reason == FinishReason::kStop) finish.stop_token_id = sequence.tokens.back();
+  finish.usage.prompt_tokens = static_cast<uint32_t>(sequence.prompt_tokens);
+  finish.usage.cached_prompt_tokens = static_cast<uint32_t>(sequence.cached_tokens);
+  finish.usage.generated_tokens = static_cast<uint32_t>(sequence.generated());
+  finish.usage.preemptions = sequence.preemptions;
+  finish.usage.queue_time = Between(admitted, started.value_or(now));
+  finish.usage.time_to_first_token = Between(admitted, first_token.value_or(now));
+  finish.usage.total_time = Between(admitted, now);
+  return finish;
+}
+
+bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules,
+                          Instant now, Metrics* metrics) {
+  if (sequence->pending() > 0) return false;  // more of the prompt is to come
+  SampleDelta delta;
+  delta.sample_index = sequence->index;
+  if (!output.finite) {
+    delta.finish = MakeFinish(*sequence, FinishReason::kNonFinite, now);
+    delta.finish.detail = "the model's logits are not finite";
+    metrics->NonFiniteLogits();
+  } else {
+    const uint32_t position = static_cast<uint32_t>(sequence->generated());
+    sequence->tokens.push_back(output.token);
+    Sample& sample = samples_[sequence->index];
+    if (!first_token) {
+      first_token = now;
+      metrics->TimeToFirstToken(Between(admitted, now));
+    }
+    if (position > 0) metrics->InterTokenLatency(Between(sample.last_token, now), 1);
+    sample.last_token = now;
+    delta.token_ids = {output.token};
+    delta.logprobs = std::move(output.logprobs);
+    delta.spans = {SpanOf(sequence->adapter, position, position + 1)};
+    const FinishReason reason = StopReason(*sequence, rules);
+    if (reason != FinishReason::kNone) delta.finish = MakeFinish(*sequence, reason, now);
+  }
+  const bool finished = delta.finished();
+  samples_[sequence->index].finished = finished;
+  if (finished) metrics->SampleEnded(NameOf(delta.finish.reason));
+  stream->Push(std::move(delta));
+  return finished;
+}
+
+bool Request::AcceptScores(Sequence* sequence, int64_t count, StepOutput output) {
+  // Rows that were only recomputed after a preemption bring no results.
+  if (sequence->computed > sequence->scored) {
+    DORAD_CHECK(sequence->computed - sequence->scored == count);
+    score_finite_ = score_finite_ && output.finite;
+    const size_t adapters = score->leases.size();
+    result_.scores[sequence->index / adapters][sequence->index % adapters].Append(
+        std::move(output.logprobs));
+    sequence->scored = sequence->computed;
+  }
+  return sequence->pending() == 0;
+}
+
+void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {
+  absl::Status final_status = status;
+  if (score && status.ok() && !score_finite_) {
+    final_status = MakeError(absl::StatusCode::kInternal, "LOGITS_NOT_FINITE",
+                             "the model's logits are not finite");
+    metrics->NonFiniteLogits();
+  }
+  std::string outcome =
+      final_status.ok() ? "ok" : absl::StatusCodeToString(final_status.code());
+  absl::AsciiStrToLower(&outcome);
+  metrics->RequestEnded(generate ? RequestKind::kGenerate : RequestKind::kScore, outcome,
+                        Between(admitted, now));
+  LogEnd(outcome, now);
+  // The leases go first: who sees the end of a request also sees them returned.
+  if (generate) {
+    generate->lease.Reset();
+    stream->Close(final_status);
+  } else {
+    score->leases.clear();
+    if (final_status.ok()) {
+      ticket->Finish(std::move(result_));
+    } else {
+      ticket->Finish(final_status);
+    }
+  }
+}
+
+void Request::EndAborted(const std::string& detail, Instant now, Metrics* metrics) {
+  if (score) {
+    End(MakeError(absl::StatusCode::kAborted, "REQUEST_ABORTED", detail), now, metrics);
+    return;
+  }
+  for (const auto& sequence : sequences) {
+    if (samples_[sequence->index].finished) continue;
+    SampleDelta delta;
+    delta.sample_index = sequence->index;
+    delta.finish = MakeFinish(*sequence, FinishReason::kAborted, now);
+    delta.finish.detail = detail;
+    metrics->SampleEnded(NameOf(FinishReason::kAborted));
+    stream->Push(std::move(delta));
+  }
+  End(absl::OkStatus(), now, metrics);
+}
+
+void Request::LogEnd(const std::string& outcome, Instant now) const {
+  int64_t generated = 0;
+  int64_t cached = 0;
+  int64_t preemptions = 0;
+  for (const auto& sequence : sequences) {
+    generated += sequence->generated();
+    cached += sequence->cached_tokens;
+    preemptions += sequence->preemptions;
+  }
+  const adapter::LoadedAdapter* held = generate ? generate->lease.get() : nullptr;
+  LogInfo("request ended",
+          {{"request_id", base().request_id},
+           {"kind", std::string(generate ? "generate" : "score")},
+           {"outcome", outcome},
+           {"adapter", base().adapter.name},
+           {"adapter_version", held == nullptr ? int64_t{0} : held->version()},
+           {"digest", held == nullptr ? std::string() : held->digest().substr(0, 12)},
+           {"samples", static_cast<int64_t>(sequences.size())},
+           {"prompt_tokens", sequences.empty() ? int64_t{0} : sequences.front()->prompt_tokens},
+           {"generated_tokens", generated},
+           {"cached_tokens", cached},
+           {"preemptions", preemptions},
+           {"queue_seconds", absl::ToDoubleSeconds(Between(admitted, started.value_or(now)))},
+           {"ttft_seconds",
+            first_token ? absl::ToDoubleSeconds(Between(admitted, *first_token)) : -1.0},
+           {"total_seconds", absl::ToDoubleSeconds(Between(admitted, now))}});
+}
+
+}  // namespace dorad::engine

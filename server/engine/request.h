@@ -1,0 +1,105 @@
+// A request inside the engine: its input, its sequences, and the way its results leave.
+//
+// A request ends exactly once, through End: pending samples get their finish, the stream or ticket
+// is closed, and the leases are given back. Confined to the engine thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/sequence.h"
+#include "server/engine/token_stream.h"
+#include "server/engine/types.h"
+
+namespace dorad {
+class Metrics;
+}
+
+namespace dorad::engine {
+
+// Deadlines and latencies use a clock that never jumps.
+using Instant = std::chrono::steady_clock::time_point;
+Instant SteadyNow();
+absl::Duration Between(Instant from, Instant to);
+
+// What ends samples, besides what their request says.
+struct StopRules {
+  std::vector<TokenId> eos_token_ids;
+  int64_t max_length = 0;  // tokens of a sequence, prompt included
+};
+
+struct Request {
+  Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted);
+  Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted);
+
+  // Makes the sequences, numbered from *arrival on. A score may need none (all of length 1).
+  void MakeSequences(const StopRules& rules, uint64_t* arrival);
+
+  const RequestBase& base() const {
+    return generate ? static_cast<const RequestBase&>(*generate) : *score;
+  }
+  bool cancelled() const { return generate ? stream->cancelled() : ticket->cancelled(); }
+  bool Holds(const adapter::AdapterRef& adapter) const;
+  // Prompt tokens times samples, or sequence tokens times adapters: what the queue limit counts.
+  int64_t load_tokens() const;
+
+  // What the engine asks of the runner for a chunk of one of the sequences, kept until the step's
+  // end. neither sample nor score: the chunk only fills the KV cache.
+  struct Want {
+    std::optional<SampleWant> sample;
+    std::optional<ScoreWant> score;
+  };
+  Want WantOf(const Sequence& sequence, int64_t count) const;
+
+  // Takes a chunk's output. True when the sequence has ended by it.
+  bool Accept(Sequence* sequence, int64_t count, StepOutput output, const StopRules& rules,
+              Instant now, Metrics* metrics);
+
+  // OK: all samples have finished. Otherwise the stream fails with the status.
+  void End(const absl::Status& status, Instant now, Metrics* metrics);
+  // End with the samples so far marked kAborted (a score fails with ABORTED).
+  void EndAborted(const std::string& detail, Instant now, Metrics* metrics);
+
+  // Exactly one of the two kinds.
+  std::optional<GenerateInput> generate;
+  std::shared_ptr<TokenStream> stream;
+  std::optional<ScoreInput> score;
+  std::shared_ptr<ScoreTicket> ticket;
+
+  std::vector<std::unique_ptr<Sequence>> sequences;
+  int64_t unfinished_sequences = 0;
+
+  Instant admitted;
+  Instant deadline;
+  std::optional<Instant> started;      // first scheduled
+  std::optional<Instant> first_token;
+
+ private:
+  // Per sample of a generation, indexed like sequences.
+  struct Sample {
+    std::vector<TokenId> banned;  // before min_tokens
+    Instant last_token;
+    bool finished = false;
+  };
+
+  void AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
+                   uint64_t* arrival);
+  FinishReason StopReason(const Sequence& sequence, const StopRules& rules) const;
+  Finish MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const;
+  bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,
+                   Metrics* metrics);
+  bool AcceptScores(Sequence* sequence, int64_t count, StepOutput output);
+  void LogEnd(const std::string& outcome, Instant now) const;
+
+  std::vector<Sample> samples_;
+  ScoreResult result_;
+  bool score_finite_ = true;
+};
+
+}  // namespace dorad::engine
