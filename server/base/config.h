@@ -75,13 +75,19 @@ struct Config {
   LogConfig log;
 };
 
-// file: path of a YAML file, or "" for defaults only. overrides: "section.key=value".
+// file: path of a YAML file, or "" for defaults only. overrides: "section.key=value"; a list or a
+// map is given in YAML's flow form, one entry of a map also as "adapters.preload.NAME=DIR".
 // INVALID_ARGUMENT listing every problem, each with file, line and, for an unknown key, the nearest
-// known one (CONFIG_UNKNOWN_KEY, CONFIG_INVALID_VALUE, CONFIG_SYNTAX); NOT_FOUND (FILE_NOT_FOUND).
+// known one (CONFIG_UNKNOWN_KEY, CONFIG_DUPLICATE_KEY, CONFIG_INVALID_VALUE, CONFIG_SYNTAX);
+// otherwise as ReadFileText.
 absl::StatusOr<Config> LoadConfig(const std::string& file,
                                   const std::vector<std::string>& overrides);
 
-// Every key with its value, as YAML.
+// As LoadConfig, for the text of a file; `name` stands for the file in errors.
+absl::StatusOr<Config> ParseConfig(const std::string& text, const std::string& name,
+                                   const std::vector<std::string>& overrides);
+
+// Every key with its value, as YAML that ParseConfig reads back to the same values.
 std::string ToYaml(const Config& config);
 
 }  // namespace dorad

@@ -1,0 +1,22 @@
+// Where a listener listens: host:port, [v6]:port or unix:PATH. Plain values, pure functions.
+#pragma once
+
+#include <string>
+
+#include "absl/status/statusor.h"
+
+namespace dorad {
+
+struct ListenAddress {
+  std::string host;       // without brackets; empty for a socket file
+  int port = 0;           // 0 picks one
+  std::string unix_path;  // empty for host and port
+};
+
+// INVALID_ARGUMENT (LISTEN_ADDRESS). Names are not looked up.
+absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text);
+
+// host:port, with brackets around an IPv6 address.
+std::string JoinHostPort(const std::string& host, int port);
+
+}  // namespace dorad
