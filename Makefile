@@ -1,0 +1,56 @@
+# Every command works alone on a fresh tree: what it needs is installed and built first.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev build test demo assets serve lint format sanitize bench clean
+
+PYTHON := .venv/bin/python
+MODEL ?= .cache/models/SmolLM2-135M-Instruct
+SAN ?= address
+ARGS ?=
+
+help: ## this list
+	@echo "dorad: one base model, many DoRA adapters, one batch"
+	@echo
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "Logs of every stage: build/logs. docs/development.md says more."
+
+setup: ## install system packages and .venv (only what is missing)
+	@tools/setup.sh
+
+setup-dev: ## setup, and the tools of lint, format and fuzzing
+	@tools/setup.sh --dev
+
+build: setup ## build/dorad, the unit tests and the Python client
+	@tools/client.sh
+	@tools/build.sh build
+
+test: build ## all tests; ARGS goes to pytest (ARGS="-k score")
+	@tools/test.sh $(ARGS)
+
+assets: setup ## the demo's model and adapters, in .cache
+	@$(PYTHON) demo/convert_smollm2.py
+	@$(PYTHON) demo/train_adapters.py
+
+demo: build assets ## a real model and two DoRA adapters in one batch, with a hot load
+	@$(PYTHON) demo/demo.py $(ARGS)
+
+serve: build ## run the server: MODEL=folder ARGS="--adapter name=folder"
+	@[[ "$(MODEL)" != .cache/models/SmolLM2-135M-Instruct ]] || $(PYTHON) demo/convert_smollm2.py
+	@exec env OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive build/dorad serve --model "$(MODEL)" $(ARGS)
+
+lint: setup-dev ## clang-format, clang-tidy, ruff, mypy and the proto rules
+	@tools/client.sh
+	@tools/lint.sh
+
+format: setup-dev ## rewrite sources in the project's format
+	@tools/format.sh
+
+sanitize: setup ## unit tests under SAN=address, undefined or thread
+	@tools/sanitize.sh $(SAN)
+
+bench: build assets ## benchmarks against peers; prints ratios
+	@tools/bench.sh $(ARGS)
+
+clean: ## remove build folders (keeps .venv and .cache)
+	@rm -rf build build-{debug,asan,ubsan,tsan,fuzz} compile_commands.json

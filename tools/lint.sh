@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Every check that needs no running program. Runs all of them, then fails if one failed.
+#   tools/lint.sh            all
+#   tools/lint.sh NAME...    some of: format tidy ruff mypy proto
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source tools/sources.sh
+
+check_format() { cxx_files | xargs -r clang-format-14 --dry-run -Werror; }
+
+# Configures only: clang-tidy needs the compile commands and the generated protobuf headers.
+check_tidy() {
+  tools/build.sh build dorad_proto
+  cxx_files | grep -E '^(server|tests)/.*\.cc$' |
+    while read -r file; do grep -q "\"[^\"]*/$file\"" build/compile_commands.json && echo "$file"; done |
+    xargs -r -n 1 -P "$(job_count)" clang-tidy-14 --quiet --warnings-as-errors='*' -p build
+}
+
+check_ruff() {
+  "$VENV/bin/ruff" check "${python_paths[@]}"
+  "$VENV/bin/ruff" format --check "${python_paths[@]}"
+}
+
+check_mypy() {
+  (cd client && "../$VENV/bin/python" -m mypy)
+  "$VENV/bin/python" -m mypy --config-file tools/mypy.ini demo tools
+}
+
+check_proto() { "$VENV/bin/python" tools/proto_lint.py; }
+
+if [[ ${1:-} == --run ]]; then
+  "check_$2"
+  exit
+fi
+
+names=("$@")
+((${#names[@]})) || names=(format tidy ruff mypy proto)
+failed=()
+for name in "${names[@]}"; do
+  STAGE_TAIL=60 stage "lint: $name" "lint-$name" tools/lint.sh --run "$name" || failed+=("$name")
+done
+((${#failed[@]} == 0)) || die "lint failed: ${failed[*]}"

@@ -1,0 +1,6 @@
+# Lists of our own files, from git, tracked or new. Source it from the repository's root.
+cxx_files() {
+  git ls-files --cached --others --exclude-standard -- '*.cc' '*.h' '*.cu' '*.cuh' |
+    while read -r file; do [[ -f $file ]] && echo "$file"; done
+}
+python_paths=(client demo tests tools)
