@@ -1,0 +1,79 @@
+"""Generates the protobuf and gRPC modules of `dorad.v1`, with type stubs.
+
+Run by hand for a source checkout (output goes to src/dorad/v1, which git ignores), and by setup.py
+when a wheel is built. Needs grpcio-tools; type stubs (.pyi) need mypy-protobuf as well.
+
+    python client/generate_stubs.py [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import shutil
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def proto_root() -> pathlib.Path:
+    """The folder with dorad/v1/*.proto: the repository's, or the copy inside a source archive."""
+    for root in (HERE / "proto", HERE.parent / "proto"):
+        if (root / "dorad" / "v1").is_dir():
+            return root
+    raise FileNotFoundError(f"no dorad/v1/*.proto in {HERE / 'proto'} or {HERE.parent / 'proto'}")
+
+
+def proto_files() -> list[pathlib.Path]:
+    return sorted((proto_root() / "dorad" / "v1").glob("*.proto"))
+
+
+def _plugin(name: str) -> str | None:
+    """Path of a protoc plugin: beside this interpreter (no activation needed), else on PATH."""
+    beside = pathlib.Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def generate(out: pathlib.Path) -> None:
+    """Writes dorad/v1/*_pb2*.py (and .pyi) under `out`. Raises RuntimeError with protoc's words."""
+    out.mkdir(parents=True, exist_ok=True)
+    args = [f"-I{proto_root()}", f"--python_out={out}", f"--grpc_python_out={out}"]
+    mypy, mypy_grpc = _plugin("protoc-gen-mypy"), _plugin("protoc-gen-mypy_grpc")
+    if mypy and mypy_grpc:
+        args += [f"--plugin=protoc-gen-mypy={mypy}", f"--mypy_out=quiet:{out}"]
+        args += [f"--plugin=protoc-gen-mypy_grpc={mypy_grpc}", f"--mypy_grpc_out=quiet:{out}"]
+    args += [str(path) for path in proto_files()]
+    # A process of its own: protoc inside this one would keep its descriptor state.
+    run = subprocess.run(
+        [sys.executable, "-m", "grpc_tools.protoc", *args], capture_output=True, text=True
+    )
+    if run.returncode != 0:
+        raise RuntimeError(f"protoc failed:\n{run.stderr.strip()}")
+
+
+def is_fresh(out: pathlib.Path) -> bool:
+    """True when every module exists under `out` and is younger than the proto files."""
+    newest = max(path.stat().st_mtime for path in [*proto_files(), pathlib.Path(__file__)])
+    suffixes = ("_pb2.py", "_pb2_grpc.py")
+    modules = [out / "dorad" / "v1" / (p.stem + s) for p in proto_files() for s in suffixes]
+    return all(module.exists() and module.stat().st_mtime >= newest for module in modules)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "src")
+    parser.add_argument("--if-stale", action="store_true", help="do nothing when up to date")
+    args = parser.parse_args()
+    if args.if_stale and is_fresh(args.out):
+        return 0
+    try:
+        generate(args.out)
+    except (RuntimeError, FileNotFoundError) as error:
+        print(f"generate_stubs: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

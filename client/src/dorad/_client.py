@@ -1,0 +1,575 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dorad import _wire
+from dorad import types as t
+from dorad._channel import (
+    DEFAULT_TARGET,
+    channel_options,
+    check_concurrency,
+    deadline,
+    overload_delay,
+)
+from dorad._publish import Progress, Upload
+from dorad._stubs import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2_grpc,
+)
+from dorad.errors import DoradError, Overloaded, Unavailable, from_rpc_error
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """Messages of a running call, as an iterator.
+
+    Leaving its `with` block, `close()`, or dropping the object cancels the call on the server when
+    it has not ended by itself. Iterate from one thread; `close()` may come from any.
+    """
+
+    def __init__(self, call: Any, convert: Callable[[Any], T]) -> None:
+        self._call = call
+        self._convert = convert
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        try:
+            return self._convert(next(self._call))
+        except grpc.RpcError as error:
+            if self._closed:
+                raise StopIteration from None
+            raise from_rpc_error(error) from None
+
+    def close(self) -> None:
+        """Cancels the call unless it has ended. Idempotent."""
+        self._closed = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):
+            self.close()
+
+
+class Client:
+    """A connection to a dorad server. Thread-safe; make one and share it.
+
+    Not usable across fork(): make the client in the child.
+
+    Args:
+      target: "host:port", "[v6]:port" or "unix:PATH".
+      admin_target: where the adapter and control services are, if the server has an admin listener.
+      timeout: seconds a call may take unless it says otherwise; None or math.inf: no limit.
+      retries: let gRPC retry UNAVAILABLE and RESOURCE_EXHAUSTED for calls that can be repeated, up
+        to 5 attempts, never after an answer's first message.
+      keepalive: seconds between pings while calls run, at least 30; math.inf: none.
+      credentials: for TLS; default is an insecure channel.
+      metadata: sent with every call, for example an authorization header for a proxy.
+      options: further gRPC channel options; they win over ours.
+
+    Every method raises a subclass of `DoradError` when the call fails, and ValueError or TypeError
+    for arguments that cannot be sent.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        admin_target: str | None = None,
+        timeout: float | None = 600.0,
+        retries: bool = True,
+        keepalive: float = 60.0,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._metadata = tuple(metadata)
+        settings = channel_options(keepalive, retries, options)
+
+        def connect(address: str) -> grpc.Channel:
+            if credentials is None:
+                return grpc.insecure_channel(address, settings)
+            return grpc.secure_channel(address, credentials, settings)
+
+        self._channel = connect(target)
+        self._admin = self._channel if admin_target is None else connect(admin_target)
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._adapters: Any = adapters_pb2_grpc.AdapterServiceStub(self._admin)
+        self._control: Any = control_pb2_grpc.ControlServiceStub(self._admin)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def close(self) -> None:
+        """Closes the connection; running calls are cancelled. Idempotent."""
+        self._channel.close()
+        self._admin.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """Starts a call (unary: runs it) with this client's deadline and metadata."""
+        try:
+            return method(
+                request, timeout=deadline(timeout, self._timeout), metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    # --- Generation -------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        token_ids: t.TokenIds,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[t.Sample]:
+        """Samples continuations of a prompt and waits for all of them.
+
+        Args:
+          token_ids: the prompt, at least one token.
+          timeout: seconds; None: the client's default, math.inf: none.
+          **options: see `GenerateOptions` (adapter, n, max_tokens, temperature, seed, logprobs, …).
+
+        Returns:
+          n samples in order of their index; token_ids int32 [tokens], logprobs float32 [tokens].
+
+        Raises:
+          InvalidArgument: with every problem in `violations`.
+          NotFound: no such adapter or version.
+          Overloaded: the server's queue is full.
+        """
+        request = t.GenerateRequest(token_ids, **options)
+        return self._collect(self._start(request, stream=False, timeout=timeout), request)
+
+    def stream(
+        self,
+        token_ids: t.TokenIds,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Stream[t.Delta]:
+        """Like `generate`, but yields tokens as they come, of all n samples interleaved.
+
+        Use it in a `with` statement, or let it go out of scope: a stream left early is cancelled
+        on the server. Tokens a slow reader has not taken yet arrive merged into one delta.
+        """
+        request = t.GenerateRequest(token_ids, **options)
+        call = self._start(request, stream=True, timeout=timeout)
+        return Stream(call, lambda message: _wire.delta(message, request))
+
+    def _start(self, request: t.GenerateRequest, *, stream: bool, timeout: float | None) -> Any:
+        message = _wire.generate_request(request, stream=stream)
+        return self._call(self._inference.Generate, message, timeout)
+
+    @staticmethod
+    def _collect(call: Any, request: t.GenerateRequest) -> list[t.Sample]:
+        samples = _wire.Samples(request)
+        try:
+            for message in call:
+                samples.add(message)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()  # A no-op after the end; otherwise (KeyboardInterrupt) it frees the slot.
+        return samples.finish()
+
+    @overload
+    def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[False] = ...,
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample]]: ...
+
+    @overload
+    def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[True],
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample] | DoradError]: ...
+
+    def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = 128,
+        return_errors: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Any:
+        """Generates for many prompts, at most `concurrency` at once; results in order.
+
+        A prompt the server refuses because its queue is full is sent again after the server's
+        `retry_after` until its timeout has passed, so any number of prompts may be given.
+
+        Args:
+          requests: prompts; bare token ids take `options`, a `GenerateRequest` has its own.
+          return_errors: put a prompt's error into the result instead of cancelling the rest.
+          progress: called as progress(done, total) from worker threads, one call at a time.
+          timeout: seconds for each prompt, waiting for the queue included.
+
+        Returns:
+          For each prompt its list of samples (or, with return_errors, a DoradError).
+        """
+        todo = _as_requests(requests, options)
+        many = _Many(self, len(todo), timeout, progress)
+        with ThreadPoolExecutor(min(check_concurrency(concurrency), max(1, len(todo)))) as pool:
+            futures = [pool.submit(many.run, request) for request in todo]
+            try:
+                if not return_errors:
+                    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                return [_result_or_error(future.result) for future in futures]
+            except BaseException:
+                many.stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    # --- Scoring ----------------------------------------------------------------------------------
+
+    def score(
+        self,
+        sequences: Iterable[t.TokenIds],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        top_k: int | None = None,
+        chosen_token_ids: t.TokenIds | None = None,
+        temperature: float | None = None,
+        priority: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> t.ScoreResult:
+        """Log-probabilities of given sequences under several adapters at once.
+
+        Args:
+          sequences: token ids, each at least one token.
+          adapters: "name", "name@version" or None (the base model); default: the base model alone.
+          top_k: also the k most likely tokens of each position.
+          chosen_token_ids: also the log-probabilities of these tokens at each position.
+          temperature: divides the logits first; default 1.0.
+
+        Returns:
+          `result[sequence][adapter]`: float32 [len(tokens)], NaN at position 0.
+        """
+        message = _wire.score_request(
+            sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
+        )
+        answer = self._call(self._inference.Score, message, timeout)
+        return _wire.score_result(answer, top=bool(top_k), chosen=chosen_token_ids is not None)
+
+    def abort(
+        self,
+        request_ids: str | Iterable[str] | None = None,
+        *,
+        adapter: str | None = None,
+        all: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Ends requests by id, by adapter ("name" or "name@version"), or all; returns how many.
+
+        Their callers get the tokens so far with FinishReason.ABORTED.
+        """
+        message = _wire.abort_request(request_ids, adapter, all)
+        return int(self._call(self._inference.Abort, message, timeout).aborted)
+
+    # --- Adapters ---------------------------------------------------------------------------------
+
+    def publish(
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        config: Any = None,
+        activate: bool = True,
+        version: int | None = None,
+        server_side: bool = False,
+        expected_generation: int | None = None,
+        tags: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Publishes a new version of an adapter and returns when it is ready.
+
+        Args:
+          name: lower-case letters, digits, ".", "_" and "-".
+          path: a PEFT folder (adapter_config.json, adapter_model.safetensors), uploaded from here.
+          tensors: instead of path: name → torch tensor or numpy array, named as PEFT saves them.
+          config: with tensors: adapter_config.json as a mapping, JSON text or PEFT config object.
+            With path it replaces the folder's file.
+          activate: requests that name just `name` use this version from now on.
+          version: must exceed every version the name ever had; default: the next one.
+          server_side: path is a folder on the server, under one of its allowed roots.
+          expected_generation: with activate, fail with Conflict unless the registry is there.
+          tags: free text stored with the version.
+          progress: called as progress(bytes sent, bytes in all).
+
+        Raises:
+          InvalidArgument: the adapter is refused; `violations` lists every problem.
+          Conflict: the version number is taken, or the generation has moved.
+          FileNotFoundError: the local folder or one of its files is missing.
+        """
+        if server_side:
+            if path is None or tensors is not None or config is not None:
+                raise ValueError("server_side takes path, and neither tensors nor config")
+            message = adapters_pb2.PublishFromPathRequest(
+                name=name,
+                version=version,
+                path=os.fspath(path),
+                activate=activate,
+                expected_generation=expected_generation,
+                tags=tags,
+            )
+            answer = self._call(self._adapters.PublishFromPath, message, timeout)
+            return _wire.adapter_version(answer.adapter, answer.generation)
+        upload = Upload(
+            name,
+            path=path,
+            tensors=tensors,
+            config=config,
+            activate=activate,
+            version=version,
+            expected_generation=expected_generation,
+            tags=tags,
+            progress=progress,
+        )
+        try:
+            answer = self._call(self._adapters.Publish, iter(upload), timeout)
+        except DoradError:
+            if upload.failure is not None:
+                raise upload.failure from None
+            raise
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    def activate(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        expected_generation: int | None = None,
+        timeout: float | None = None,
+    ) -> t.Activation:
+        """Makes a version the active one: activate("a@2") or activate("a", 2).
+
+        Raises Conflict when `expected_generation` is given and the registry has moved on.
+        """
+        name, number = _wire.split_ref(name, version)
+        answer = self._call(
+            self._adapters.Activate,
+            adapters_pb2.ActivateRequest(
+                name=name, version=number, expected_generation=expected_generation
+            ),
+            timeout,
+        )
+        return t.Activation(
+            _wire.adapter_version(answer.adapter, answer.generation),
+            answer.previous_version,
+            answer.generation,
+        )
+
+    def adapters(
+        self, name: str | None = None, *, timeout: float | None = None
+    ) -> list[t.AdapterVersion]:
+        """All versions (of one name), ordered by name and version; every page is fetched."""
+        found: list[t.AdapterVersion] = []
+        token = ""
+        while True:
+            message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
+            answer = self._call(self._adapters.List, message, timeout)
+            found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
+            token = answer.next_page_token
+            if not token:
+                return found
+
+    def adapter(self, ref: str, *, timeout: float | None = None) -> t.AdapterVersion:
+        """One version: "name" (the active one) or "name@version". Raises NotFound."""
+        answer = self._call(self._adapters.Get, adapters_pb2.GetRequest(adapter=ref), timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    def retire(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        force: bool = False,
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Unpublishes a version now: retire("a@1") or retire("a", 1).
+
+        Its memory is freed when the requests that hold it end; with `force` they are aborted.
+        """
+        name, number = _wire.split_ref(name, version)
+        message = adapters_pb2.RetireRequest(name=name, version=number, force=force)
+        answer = self._call(self._adapters.Retire, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    def watch(
+        self, from_generation: int | None = None, *, timeout: float | None = float("inf")
+    ) -> Stream[t.WatchEvent]:
+        """Registry events with a greater generation, in order; default: from now on. Never ends.
+
+        Raises InvalidArgument (OUT_OF_RANGE) when events after `from_generation` are gone: call
+        `adapters()` and watch from its generation.
+        """
+        message = adapters_pb2.WatchRequest(from_generation=from_generation)
+        return Stream(self._call(self._adapters.Watch, message, timeout), _wire.watch_event)
+
+    # --- Operation --------------------------------------------------------------------------------
+
+    def info(self, *, timeout: float | None = None) -> t.ServerInfo:
+        """What the server is, holds and does now."""
+        answer = self._call(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
+        return _wire.server_info(answer)
+
+    def pause(
+        self, mode: Literal["keep", "wait", "abort"] = "keep", *, timeout: float | None = None
+    ) -> int:
+        """Stops the engine from starting steps; returns how many requests were frozen or ended.
+
+        "keep" freezes requests where they are, "wait" lets admitted ones finish first, "abort" ends
+        them now. Publishing and activating stay possible.
+        """
+        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode))
+        return int(self._call(self._control.Pause, message, timeout).affected)
+
+    def resume(self, *, timeout: float | None = None) -> None:
+        """Undoes `pause`."""
+        self._call(self._control.Resume, control_pb2.ResumeRequest(), timeout)
+
+    def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
+        """The server (or one service by full name): "serving", "not_serving" or "unknown"."""
+        message = health_pb2.HealthCheckRequest(service=service)
+        answer = self._call(self._health.Check, message, timeout)
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        return str(name).lower()
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Returns when the server is serving. Raises Unavailable after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while True:
+            state = "unreachable"
+            try:
+                state = self.health(timeout=max(0.05, min(5.0, end - time.monotonic())))
+                if state == "serving":
+                    return
+            except DoradError as error:
+                state = error.message
+            if time.monotonic() >= end:
+                raise Unavailable(
+                    f"{self.target} is not serving after {timeout:g} s: {state}", code="UNAVAILABLE"
+                )
+            time.sleep(0.05)
+
+
+def _as_requests(
+    requests: Iterable[t.TokenIds | t.GenerateRequest], options: t.GenerateOptions
+) -> list[t.GenerateRequest]:
+    return [
+        r if isinstance(r, t.GenerateRequest) else t.GenerateRequest(r, **options) for r in requests
+    ]
+
+
+def _result_or_error(result: Callable[[], list[t.Sample]]) -> list[t.Sample] | DoradError:
+    try:
+        return result()
+    except DoradError as error:
+        return error
+
+
+class _Many:
+    """The workers' shared state in generate_many. Thread-safe."""
+
+    def __init__(
+        self,
+        client: Client,
+        total: int,
+        timeout: float | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._client = client
+        self._total = total
+        self._timeout = deadline(timeout, client._timeout)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._calls: set[Any] = set()
+        self._done = 0
+        self._stopped = threading.Event()
+
+    def run(self, request: t.GenerateRequest) -> list[t.Sample]:
+        end = float("inf") if self._timeout is None else time.monotonic() + self._timeout
+        attempt = 0
+        while True:
+            try:
+                samples = self._once(request, end)
+                break
+            except Overloaded as error:
+                delay = overload_delay(error, attempt) * random.uniform(0.75, 1.25)
+                attempt += 1
+                if time.monotonic() + delay >= end or self._stopped.wait(delay):
+                    raise
+        with self._lock:
+            self._done += 1
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+        return samples
+
+    def _once(self, request: t.GenerateRequest, end: float) -> list[t.Sample]:
+        left = max(0.001, end - time.monotonic())
+        call = self._client._start(request, stream=False, timeout=left)
+        with self._lock:
+            self._calls.add(call)
+        try:
+            if self._stopped.is_set():
+                call.cancel()
+            return self._client._collect(call, request)
+        finally:
+            with self._lock:
+                self._calls.discard(call)
+
+    def stop(self) -> None:
+        """Cancels what runs; what has not begun ends at once."""
+        self._stopped.set()
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()

@@ -1,0 +1,395 @@
+"""Between the wire (protobuf, packed bytes) and the client's types. Pure functions."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from dorad import types as t
+from dorad._stubs import adapters_pb2, control_pb2, inference_pb2, types_pb2
+from dorad.errors import Internal
+
+_UTC = datetime.UTC
+_LITTLE_INT32 = np.dtype("<i4")
+_LITTLE_FLOAT32 = np.dtype("<f4")
+
+
+# --- Arrays ---------------------------------------------------------------------------------------
+
+
+def pack_ids(token_ids: t.TokenIds, what: str = "token_ids") -> bytes:
+    """Packed little-endian int32. Raises TypeError or ValueError naming `what`."""
+    array = np.asarray(token_ids)
+    if array.size == 0:
+        return b""
+    if array.ndim != 1:
+        raise ValueError(f"{what} must have one dimension, not shape {list(array.shape)}")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{what} must be integers, not {array.dtype}")
+    if array.dtype != _LITTLE_INT32:
+        low, high = int(array.min()), int(array.max())
+        if low < -(2**31) or high >= 2**31:
+            raise ValueError(f"{what} must fit into int32; they span [{low}, {high}]")
+    return np.ascontiguousarray(array, dtype=_LITTLE_INT32).tobytes()
+
+
+def _pack_optional(token_ids: t.TokenIds | None, what: str) -> bytes:
+    return b"" if token_ids is None else pack_ids(token_ids, what)
+
+
+def unpack_ids(data: bytes) -> t.IntArray:
+    return np.frombuffer(data, dtype=_LITTLE_INT32).astype(np.int32)
+
+
+def unpack_floats(data: bytes) -> t.FloatArray:
+    return np.frombuffer(data, dtype=_LITTLE_FLOAT32).astype(np.float32)
+
+
+def _matrix(data: bytes, rows: int, what: str) -> t.FloatArray:
+    flat = unpack_floats(data)
+    if rows == 0 or flat.size % rows:
+        if flat.size == 0:
+            return flat.reshape(0, 0)
+        raise Internal(f"the server sent {flat.size} {what} for {rows} positions", code="INTERNAL")
+    return flat.reshape(rows, -1)
+
+
+def _top(message: inference_pb2.TopLogprobs) -> t.TopLogprobs:
+    k = max(1, message.k)
+    return t.TopLogprobs(
+        unpack_ids(message.token_ids).reshape(-1, k), unpack_floats(message.logprobs).reshape(-1, k)
+    )
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos * 1e-9
+
+
+def _enum_name(value: int, enum: Any, prefix: str) -> str:
+    """ADAPTER_STATE_READY → "ready"; numbers a newer server sends stay numbers."""
+    try:
+        return str(enum.Name(value)).removeprefix(prefix).lower()
+    except ValueError:
+        return str(value)
+
+
+# --- Generate -------------------------------------------------------------------------------------
+
+
+def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_pb2.GenerateRequest:
+    """The wire form; only what the caller set is set."""
+    message = inference_pb2.GenerateRequest(
+        prompt_token_ids=pack_ids(request.token_ids),
+        adapter=request.adapter or "",
+        cache_salt=request.cache_salt,
+        bypass_prefix_cache=request.bypass_prefix_cache,
+        response_mode=(
+            inference_pb2.RESPONSE_MODE_STREAM if stream else inference_pb2.RESPONSE_MODE_FINAL
+        ),
+        sampling=inference_pb2.SamplingParams(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            seed=request.seed,
+        ),
+        stop=inference_pb2.StopParams(
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            stop_token_ids=_pack_optional(request.stop_token_ids, "stop_token_ids"),
+            ignore_eos=request.ignore_eos,
+        ),
+        n=request.n,
+        priority=request.priority,
+        request_id=request.request_id,
+    )
+    chosen = request.chosen_token_ids
+    if request.logprobs is not None or request.top_logprobs is not None or chosen is not None:
+        message.logprobs.mode = _logprob_mode(request.logprobs or "raw")
+        if request.top_logprobs is not None:
+            message.logprobs.top_k = request.top_logprobs
+        if chosen is not None:
+            message.logprobs.chosen_token_ids = _pack_optional(chosen, "chosen_token_ids")
+    return message
+
+
+def _logprob_mode(mode: str) -> inference_pb2.LogprobMode.ValueType:
+    modes = {
+        "raw": inference_pb2.LOGPROB_MODE_RAW,
+        "processed": inference_pb2.LOGPROB_MODE_PROCESSED,
+    }
+    if mode not in modes:
+        raise ValueError(f'logprobs must be "raw", "processed" or None, not {mode!r}')
+    return modes[mode]
+
+
+def span(message: types_pb2.VersionSpan) -> t.Span:
+    return t.Span(message.adapter, message.version, message.digest, message.begin, message.end)
+
+
+def _finish(message: inference_pb2.Finish) -> t.Finish:
+    usage = message.usage
+    name = _enum_name(message.reason, types_pb2.FinishReason, "FINISH_REASON_")
+    try:
+        reason = t.FinishReason(name)
+    except ValueError:
+        raise Internal(f"the server sent finish reason {name!r}", code="INTERNAL") from None
+    return t.Finish(
+        reason=reason,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        detail=message.detail,
+        usage=t.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            generated_tokens=usage.generated_tokens,
+            preemptions=usage.preemptions,
+            queue_time=_seconds(usage.queue_time),
+            time_to_first_token=_seconds(usage.time_to_first_token),
+            total_time=_seconds(usage.total_time),
+        ),
+    )
+
+
+def delta(message: inference_pb2.GenerateResponse, request: t.GenerateRequest) -> t.Delta:
+    """One message of a Generate stream."""
+    ids = unpack_ids(message.token_ids)
+    top, chosen = request.top_logprobs, request.chosen_token_ids
+    wanted = request.logprobs is not None or top is not None or chosen is not None
+    return t.Delta(
+        request_id=message.request_id,
+        index=message.sample_index,
+        token_ids=ids,
+        logprobs=unpack_floats(message.logprobs) if wanted else None,
+        top_logprobs=_top(message.top_logprobs) if top else None,
+        chosen_logprobs=(
+            _matrix(message.chosen_logprobs, len(ids), "chosen logprobs")
+            if chosen is not None
+            else None
+        ),
+        spans=[span(s) for s in message.spans],
+        finish=_finish(message.finish) if message.HasField("finish") else None,
+        seed=message.seed,
+    )
+
+
+class Samples:
+    """Collects the deltas of one Generate stream into samples."""
+
+    def __init__(self, request: t.GenerateRequest) -> None:
+        self._request = request
+        self._deltas: dict[int, list[t.Delta]] = {}
+
+    def add(self, message: inference_pb2.GenerateResponse) -> None:
+        self._deltas.setdefault(message.sample_index, []).append(delta(message, self._request))
+
+    def finish(self) -> list[t.Sample]:
+        """The samples in order. Raises Internal when the stream ended without all of them."""
+        want = 1 if self._request.n is None else self._request.n
+        samples = [_sample(deltas) for _, deltas in sorted(self._deltas.items())]
+        if len(samples) != want:
+            raise Internal(
+                f"the stream ended with {len(samples)} of {want} samples", code="INTERNAL"
+            )
+        return samples
+
+
+def _sample(deltas: list[t.Delta]) -> t.Sample:
+    last = deltas[-1]
+    if last.finish is None:
+        raise Internal(f"sample {last.index} ended without a finish reason", code="INTERNAL")
+    some = [d for d in deltas if d.token_ids.size] or [last]
+    return t.Sample(
+        index=last.index,
+        token_ids=np.concatenate([d.token_ids for d in some]),
+        logprobs=_joined([d.logprobs for d in some]),
+        top_logprobs=_joined_top([d.top_logprobs for d in some]),
+        chosen_logprobs=_joined([d.chosen_logprobs for d in some]),
+        finish_reason=last.finish.reason,
+        stop_token_id=last.finish.stop_token_id,
+        detail=last.finish.detail,
+        spans=merge_spans(s for d in deltas for s in d.spans),
+        usage=last.finish.usage,
+        seed=last.seed,
+        request_id=last.request_id,
+    )
+
+
+def _joined(parts: Sequence[t.FloatArray | None]) -> t.FloatArray | None:
+    present = [part for part in parts if part is not None]
+    return np.concatenate(present) if present else None
+
+
+def _joined_top(parts: Sequence[t.TopLogprobs | None]) -> t.TopLogprobs | None:
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    return t.TopLogprobs(
+        np.concatenate([part.token_ids for part in present]),
+        np.concatenate([part.logprobs for part in present]),
+    )
+
+
+def merge_spans(spans: Iterable[t.Span]) -> list[t.Span]:
+    """Joins spans of one version that touch (streams and SWITCH policies cut them)."""
+    merged: list[t.Span] = []
+    for s in spans:
+        last = merged[-1] if merged else None
+        if last and (last.adapter, last.version, last.digest, last.end) == (
+            s.adapter,
+            s.version,
+            s.digest,
+            s.begin,
+        ):
+            merged[-1] = t.Span(s.adapter, s.version, s.digest, last.begin, s.end)
+        else:
+            merged.append(s)
+    return merged
+
+
+# --- Score ----------------------------------------------------------------------------------------
+
+
+def score_request(
+    sequences: Iterable[t.TokenIds],
+    adapters: Sequence[str | None] | None,
+    top_k: int | None,
+    chosen_token_ids: t.TokenIds | None,
+    temperature: float | None,
+    priority: int | None,
+    request_id: str | None,
+) -> inference_pb2.ScoreRequest:
+    return inference_pb2.ScoreRequest(
+        sequences=[
+            inference_pb2.TokenSequence(token_ids=pack_ids(ids, f"sequences[{i}]"))
+            for i, ids in enumerate(sequences)
+        ],
+        adapters=["" if adapter is None else adapter for adapter in adapters or [None]],
+        temperature=temperature,
+        top_k=top_k,
+        chosen_token_ids=_pack_optional(chosen_token_ids, "chosen_token_ids"),
+        priority=priority,
+        request_id=request_id,
+    )
+
+
+def score_result(message: inference_pb2.ScoreResponse, *, top: bool, chosen: bool) -> t.ScoreResult:
+    logprobs = [[unpack_floats(s.logprobs) for s in q.scores] for q in message.sequences]
+    return t.ScoreResult(
+        logprobs=logprobs,
+        top_logprobs=(
+            [[_top(s.top_logprobs) for s in q.scores] for q in message.sequences] if top else None
+        ),
+        chosen_logprobs=(
+            [
+                [_matrix(s.chosen_logprobs, len(row), "chosen logprobs") for s, row in pair]
+                for pair in (
+                    zip(q.scores, rows, strict=True)
+                    for q, rows in zip(message.sequences, logprobs, strict=True)
+                )
+            ]
+            if chosen
+            else None
+        ),
+        versions=[span(v) for v in message.versions],
+        request_id=message.request_id,
+    )
+
+
+# --- Adapters -------------------------------------------------------------------------------------
+
+
+def adapter_version(message: types_pb2.AdapterVersion, generation: int) -> t.AdapterVersion:
+    timing = message.timing
+    return t.AdapterVersion(
+        name=message.name,
+        version=message.version,
+        digest=message.digest,
+        state=_enum_name(message.state, types_pb2.AdapterState, "ADAPTER_STATE_"),
+        active=message.active,
+        kind=_enum_name(message.kind, types_pb2.AdapterKind, "ADAPTER_KIND_"),
+        min_rank=message.min_rank,
+        max_rank=message.max_rank,
+        num_modules=message.num_modules,
+        num_parameters=message.num_parameters,
+        resident_bytes=message.resident_bytes,
+        leases=message.leases,
+        failure=message.failure,
+        timing=t.LoadTiming(
+            read=_seconds(timing.read),
+            validate=_seconds(timing.validate),
+            copy=_seconds(timing.copy),
+            norms=_seconds(timing.norms),
+            total=_seconds(timing.total),
+        ),
+        create_time=(
+            message.create_time.ToDatetime(tzinfo=_UTC) if message.HasField("create_time") else None
+        ),
+        tags=dict(message.tags),
+        generation=generation,
+    )
+
+
+def watch_event(message: adapters_pb2.WatchResponse) -> t.WatchEvent:
+    return t.WatchEvent(
+        generation=message.generation,
+        type=_enum_name(message.type, adapters_pb2.WatchEventType, "WATCH_EVENT_TYPE_"),
+        adapter=adapter_version(message.adapter, message.generation),
+    )
+
+
+def split_ref(name: str, version: int | None) -> tuple[str, int]:
+    """("a@2", None) or ("a", 2) → ("a", 2). Raises ValueError when the version is missing."""
+    if version is None:
+        base, at, number = name.partition("@")
+        if not at or not number.isdigit():
+            raise ValueError(f'which version of {name!r}? Pass "name@version" or a version')
+        return base, int(number)
+    return name, version
+
+
+# --- Control --------------------------------------------------------------------------------------
+
+
+def pause_mode(mode: str) -> control_pb2.PauseMode.ValueType:
+    modes = {
+        "abort": control_pb2.PAUSE_MODE_ABORT,
+        "wait": control_pb2.PAUSE_MODE_WAIT,
+        "keep": control_pb2.PAUSE_MODE_KEEP,
+    }
+    if mode not in modes:
+        raise ValueError(f"pause mode must be one of {', '.join(modes)}, not {mode!r}")
+    return modes[mode]
+
+
+def abort_request(
+    request_ids: str | Iterable[str] | None, adapter: str | None, all: bool
+) -> inference_pb2.AbortRequest:
+    if (request_ids is not None) + (adapter is not None) + all != 1:
+        raise ValueError("abort needs exactly one of request_ids, adapter or all=True")
+    if request_ids is not None:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        return inference_pb2.AbortRequest(requests=inference_pb2.RequestIds(request_ids=ids))
+    if adapter is not None:
+        return inference_pb2.AbortRequest(adapter=adapter)
+    return inference_pb2.AbortRequest(all=True)
+
+
+def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:
+    def plain(source: Any, cls: Any) -> Any:
+        values = {name: getattr(source, name) for name in cls.__dataclass_fields__}
+        return cls(**{k: list(v) if k == "eos_token_ids" else v for k, v in values.items()})
+
+    return t.ServerInfo(
+        version=message.version,
+        device=message.device,
+        model=plain(message.model, t.ModelInfo),
+        limits=plain(message.limits, t.Limits),
+        engine=plain(message.engine, t.EngineInfo),
+        generation=message.generation,
+        uptime=_seconds(message.uptime),
+        memory_bytes=dict(message.memory_bytes),
+    )

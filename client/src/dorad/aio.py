@@ -1,0 +1,461 @@
+"""The asyncio client: the methods of `dorad.Client`, awaited.
+
+    async with dorad.aio.Client("127.0.0.1:50051") as client:
+        samples = await client.generate([1, 2, 3], n=4, max_tokens=64)
+        async with client.stream([1, 2, 3]) as stream:
+            async for delta in stream:
+                ...
+
+Arguments, results and errors are those of the synchronous client, whose docstrings describe them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dorad import _wire
+from dorad import types as t
+from dorad._channel import (
+    DEFAULT_TARGET,
+    channel_options,
+    check_concurrency,
+    deadline,
+    overload_delay,
+)
+from dorad._client import _as_requests
+from dorad._publish import Progress, Upload
+from dorad._stubs import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2_grpc,
+)
+from dorad.errors import DoradError, Overloaded, Unavailable, from_rpc_error
+
+T = TypeVar("T")
+
+
+class Stream(Generic[T]):
+    """Messages of a running call, as an async iterator.
+
+    Leaving its `async with` block, `close()`, or dropping the object cancels the call on the server
+    when it has not ended by itself.
+    """
+
+    def __init__(self, call: Any, convert: Callable[[Any], T]) -> None:
+        self._call = call
+        self._convert = convert
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            message = await self._call.read()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        except asyncio.CancelledError:
+            if self._closed:  # close() from another task, not a cancellation of this one.
+                raise StopAsyncIteration from None
+            raise
+        if message is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return self._convert(message)
+
+    def close(self) -> None:
+        """Cancels the call unless it has ended. Idempotent."""
+        self._closed = True
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Client:
+    """A connection to a dorad server, for one event loop: make it inside a coroutine.
+
+    Arguments are those of `dorad.Client`.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        admin_target: str | None = None,
+        timeout: float | None = 600.0,
+        retries: bool = True,
+        keepalive: float = 60.0,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        asyncio.get_running_loop()  # The channel binds to it: fail here rather than hang later.
+        self.target = target
+        self._timeout = timeout
+        self._metadata = tuple(metadata)
+        settings = channel_options(keepalive, retries, options)
+
+        def connect(address: str) -> grpc.aio.Channel:
+            if credentials is None:
+                return grpc.aio.insecure_channel(address, settings)
+            return grpc.aio.secure_channel(address, credentials, settings)
+
+        self._channel = connect(target)
+        self._admin = self._channel if admin_target is None else connect(admin_target)
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._adapters: Any = adapters_pb2_grpc.AdapterServiceStub(self._admin)
+        self._control: Any = control_pb2_grpc.ControlServiceStub(self._admin)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    async def close(self) -> None:
+        """Closes the connection; running calls are cancelled. Idempotent."""
+        await self._channel.close()
+        await self._admin.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _start(self, method: Any, request: Any, timeout: float | None) -> Any:
+        return method(request, timeout=deadline(timeout, self._timeout), metadata=self._metadata)
+
+    async def _call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        try:
+            return await self._start(method, request, timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    # --- Generation -------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        token_ids: t.TokenIds,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[t.Sample]:
+        """Samples continuations of a prompt and waits for all of them."""
+        return await self._generate(t.GenerateRequest(token_ids, **options), timeout)
+
+    async def _generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
+        message = _wire.generate_request(request, stream=False)
+        call = self._start(self._inference.Generate, message, timeout)
+        samples = _wire.Samples(request)
+        try:
+            while (answer := await call.read()) is not grpc.aio.EOF:
+                samples.add(answer)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()  # A no-op after the end; otherwise (task cancelled) it frees the slot.
+        return samples.finish()
+
+    def stream(
+        self,
+        token_ids: t.TokenIds,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Stream[t.Delta]:
+        """Like `generate`, but yields tokens as they come. Not awaited; iterate the result."""
+        request = t.GenerateRequest(token_ids, **options)
+        message = _wire.generate_request(request, stream=True)
+        call = self._start(self._inference.Generate, message, timeout)
+        return Stream(call, lambda answer: _wire.delta(answer, request))
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[False] = ...,
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample]]: ...
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[True],
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample] | DoradError]: ...
+
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = 512,
+        return_errors: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Any:
+        """Generates for many prompts, at most `concurrency` at once; results in order."""
+        todo = _as_requests(requests, options)
+        results: list[Any] = [None] * len(todo)
+        indices = iter(range(len(todo)))
+        done = 0
+
+        async def work() -> None:
+            nonlocal done
+            for index in indices:
+                try:
+                    results[index] = await self._insist(todo[index], timeout)
+                except DoradError as error:
+                    if not return_errors:
+                        raise
+                    results[index] = error
+                done += 1
+                if progress is not None:
+                    progress(done, len(todo))
+
+        count = min(check_concurrency(concurrency), len(todo))
+        workers = [asyncio.create_task(work()) for _ in range(count)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+        return results
+
+    async def _insist(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
+        """Generates, waiting for room while the server's queue is full."""
+        budget = deadline(timeout, self._timeout)
+        end = float("inf") if budget is None else time.monotonic() + budget
+        attempt = 0
+        while True:
+            try:
+                return await self._generate(request, max(0.001, end - time.monotonic()))
+            except Overloaded as error:
+                delay = overload_delay(error, attempt) * random.uniform(0.75, 1.25)
+                attempt += 1
+                if time.monotonic() + delay >= end:
+                    raise
+            await asyncio.sleep(delay)
+
+    # --- Scoring ----------------------------------------------------------------------------------
+
+    async def score(
+        self,
+        sequences: Iterable[t.TokenIds],
+        adapters: Sequence[str | None] | None = None,
+        *,
+        top_k: int | None = None,
+        chosen_token_ids: t.TokenIds | None = None,
+        temperature: float | None = None,
+        priority: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> t.ScoreResult:
+        """Log-probabilities of given sequences under several adapters at once."""
+        message = _wire.score_request(
+            sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
+        )
+        answer = await self._call(self._inference.Score, message, timeout)
+        return _wire.score_result(answer, top=bool(top_k), chosen=chosen_token_ids is not None)
+
+    async def abort(
+        self,
+        request_ids: str | Iterable[str] | None = None,
+        *,
+        adapter: str | None = None,
+        all: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Ends requests by id, by adapter, or all; returns how many."""
+        message = _wire.abort_request(request_ids, adapter, all)
+        return int((await self._call(self._inference.Abort, message, timeout)).aborted)
+
+    # --- Adapters ---------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        config: Any = None,
+        activate: bool = True,
+        version: int | None = None,
+        server_side: bool = False,
+        expected_generation: int | None = None,
+        tags: Mapping[str, str] | None = None,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Publishes a new version of an adapter and returns when it is ready."""
+        if server_side:
+            if path is None or tensors is not None or config is not None:
+                raise ValueError("server_side takes path, and neither tensors nor config")
+            message = adapters_pb2.PublishFromPathRequest(
+                name=name,
+                version=version,
+                path=os.fspath(path),
+                activate=activate,
+                expected_generation=expected_generation,
+                tags=tags,
+            )
+            answer = await self._call(self._adapters.PublishFromPath, message, timeout)
+            return _wire.adapter_version(answer.adapter, answer.generation)
+        upload = Upload(
+            name,
+            path=path,
+            tensors=tensors,
+            config=config,
+            activate=activate,
+            version=version,
+            expected_generation=expected_generation,
+            tags=tags,
+            progress=progress,
+        )
+        answer = await self._upload(upload, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    async def _upload(self, upload: Upload, timeout: float | None) -> Any:
+        """Feeds the stream; disk reads and hashing stay off the event loop."""
+        end = object()
+        messages = iter(upload)
+        try:
+            call = self._adapters.Publish(
+                timeout=deadline(timeout, self._timeout), metadata=self._metadata
+            )
+            try:
+                while (message := await asyncio.to_thread(next, messages, end)) is not end:
+                    await call.write(message)
+                await call.done_writing()
+            except asyncio.InvalidStateError:
+                pass  # The server has answered before the end; awaiting the call says what.
+            except BaseException:
+                call.cancel()
+                raise
+            return await call
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def activate(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        expected_generation: int | None = None,
+        timeout: float | None = None,
+    ) -> t.Activation:
+        """Makes a version the active one: activate("a@2") or activate("a", 2)."""
+        name, number = _wire.split_ref(name, version)
+        message = adapters_pb2.ActivateRequest(
+            name=name, version=number, expected_generation=expected_generation
+        )
+        answer = await self._call(self._adapters.Activate, message, timeout)
+        return t.Activation(
+            _wire.adapter_version(answer.adapter, answer.generation),
+            answer.previous_version,
+            answer.generation,
+        )
+
+    async def adapters(
+        self, name: str | None = None, *, timeout: float | None = None
+    ) -> list[t.AdapterVersion]:
+        """All versions (of one name), ordered by name and version; every page is fetched."""
+        found: list[t.AdapterVersion] = []
+        token = ""
+        while True:
+            message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
+            answer = await self._call(self._adapters.List, message, timeout)
+            found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
+            token = answer.next_page_token
+            if not token:
+                return found
+
+    async def adapter(self, ref: str, *, timeout: float | None = None) -> t.AdapterVersion:
+        """One version: "name" (the active one) or "name@version". Raises NotFound."""
+        message = adapters_pb2.GetRequest(adapter=ref)
+        answer = await self._call(self._adapters.Get, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    async def retire(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        force: bool = False,
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Unpublishes a version now; with `force` the requests that hold it are aborted."""
+        name, number = _wire.split_ref(name, version)
+        message = adapters_pb2.RetireRequest(name=name, version=number, force=force)
+        answer = await self._call(self._adapters.Retire, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    def watch(
+        self, from_generation: int | None = None, *, timeout: float | None = float("inf")
+    ) -> Stream[t.WatchEvent]:
+        """Registry events with a greater generation, in order; default: from now on."""
+        message = adapters_pb2.WatchRequest(from_generation=from_generation)
+        return Stream(self._start(self._adapters.Watch, message, timeout), _wire.watch_event)
+
+    # --- Operation --------------------------------------------------------------------------------
+
+    async def info(self, *, timeout: float | None = None) -> t.ServerInfo:
+        """What the server is, holds and does now."""
+        answer = await self._call(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
+        return _wire.server_info(answer)
+
+    async def pause(
+        self, mode: Literal["keep", "wait", "abort"] = "keep", *, timeout: float | None = None
+    ) -> int:
+        """Stops the engine from starting steps; returns how many requests were affected."""
+        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode))
+        return int((await self._call(self._control.Pause, message, timeout)).affected)
+
+    async def resume(self, *, timeout: float | None = None) -> None:
+        """Undoes `pause`."""
+        await self._call(self._control.Resume, control_pb2.ResumeRequest(), timeout)
+
+    async def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
+        """The server (or one service by full name): "serving", "not_serving" or "unknown"."""
+        message = health_pb2.HealthCheckRequest(service=service)
+        answer = await self._call(self._health.Check, message, timeout)
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        return str(name).lower()
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Returns when the server is serving. Raises Unavailable after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                left = max(0.05, min(5.0, end - time.monotonic()))
+                state = await self.health(timeout=left)
+                if state == "serving":
+                    return
+            except DoradError as error:
+                state = error.message
+            if time.monotonic() >= end:
+                raise Unavailable(
+                    f"{self.target} is not serving after {timeout:g} s: {state}", code="UNAVAILABLE"
+                )
+            await asyncio.sleep(0.05)

@@ -1,0 +1,178 @@
+"""Exceptions by what the caller can do about them, decoded from the server's error details.
+
+Every failed call raises a `DoradError`. `reason` is a stable UPPER_SNAKE code (docs/errors.md);
+test it rather than the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One thing that is wrong with a request or an adapter."""
+
+    field: str
+    description: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.field}: {self.description}" if self.field else self.description
+        return f"{text} [{self.reason}]" if self.reason else text
+
+
+class DoradError(Exception):
+    """A call failed.
+
+    Attributes:
+      code: gRPC status code in upper case, for example "INVALID_ARGUMENT".
+      reason: stable reason code, "" when the server gave none (as for transport failures).
+      message: one sentence for people.
+      violations: every problem found, when the request or adapter was refused.
+      retry_after: seconds to wait before trying again, or None.
+      metadata: further facts the server attached to the reason.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "UNKNOWN",
+        reason: str = "",
+        violations: Iterable[Violation] = (),
+        retry_after: float | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+        self.reason = reason
+        self.violations = list(violations)
+        self.retry_after = retry_after
+        self.metadata = dict(metadata or {})
+
+    def __str__(self) -> str:
+        head = f"{self.code} ({self.reason})" if self.reason else self.code
+        lines = [f"{head}: {self.message}"]
+        lines += [f"  - {violation}" for violation in self.violations]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions with keyword-only arguments do not pickle by themselves; worker pools need it.
+        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[DoradError], message: str, state: dict[str, Any]) -> DoradError:
+    error = cls(message)
+    error.__dict__.update(state)
+    return error
+
+
+class InvalidArgument(DoradError):
+    """The request can never succeed as it is (INVALID_ARGUMENT, OUT_OF_RANGE)."""
+
+
+class NotFound(DoradError):
+    """No such adapter, version, path or request (NOT_FOUND)."""
+
+
+class Conflict(DoradError):
+    """The state of the server does not allow it (ABORTED, ALREADY_EXISTS, FAILED_PRECONDITION)."""
+
+
+class Overloaded(DoradError):
+    """A limit of the server is reached (RESOURCE_EXHAUSTED); try again after `retry_after`."""
+
+
+class Unavailable(DoradError):
+    """The server cannot be reached or is shutting down (UNAVAILABLE)."""
+
+
+class DeadlineExceeded(DoradError):
+    """The call's timeout passed (DEADLINE_EXCEEDED)."""
+
+
+class Cancelled(DoradError):
+    """The call was cancelled (CANCELLED)."""
+
+
+class PermissionDenied(DoradError):
+    """The server refuses this caller or path (PERMISSION_DENIED, UNAUTHENTICATED)."""
+
+
+class Unimplemented(DoradError):
+    """The server does not offer this call (UNIMPLEMENTED)."""
+
+
+class Internal(DoradError):
+    """The server failed (INTERNAL, UNKNOWN, DATA_LOSS) or answered against its contract."""
+
+
+_BY_CODE: dict[str, type[DoradError]] = {
+    "INVALID_ARGUMENT": InvalidArgument,
+    "OUT_OF_RANGE": InvalidArgument,
+    "NOT_FOUND": NotFound,
+    "ABORTED": Conflict,
+    "ALREADY_EXISTS": Conflict,
+    "FAILED_PRECONDITION": Conflict,
+    "RESOURCE_EXHAUSTED": Overloaded,
+    "UNAVAILABLE": Unavailable,
+    "DEADLINE_EXCEEDED": DeadlineExceeded,
+    "CANCELLED": Cancelled,
+    "PERMISSION_DENIED": PermissionDenied,
+    "UNAUTHENTICATED": PermissionDenied,
+    "UNIMPLEMENTED": Unimplemented,
+    "INTERNAL": Internal,
+    "UNKNOWN": Internal,
+    "DATA_LOSS": Internal,
+}
+
+
+def _details(metadata: Any) -> status_pb2.Status:
+    status = status_pb2.Status()
+    for key, value in metadata or ():
+        if key == _DETAILS_KEY:
+            try:
+                status.ParseFromString(value)
+            except DecodeError:  # A proxy's garbage must not hide the error itself.
+                return status_pb2.Status()
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError) -> DoradError:
+    """The exception for a failed gRPC call (sync or asyncio)."""
+    code = error.code()
+    name = code.name if code is not None else "UNKNOWN"
+    message = error.details() or name.lower().replace("_", " ")
+    reason, retry_after = "", None
+    facts: dict[str, str] = {}
+    violations: list[Violation] = []
+    for any_detail in _details(error.trailing_metadata()).details:
+        info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+        retry = error_details_pb2.RetryInfo()
+        if any_detail.Unpack(info):
+            reason, facts = info.reason, dict(info.metadata)
+        elif any_detail.Unpack(bad):
+            violations += [
+                Violation(v.field, v.description, getattr(v, "reason", ""))
+                for v in bad.field_violations
+            ]
+        elif any_detail.Unpack(retry):
+            retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+    return _BY_CODE.get(name, DoradError)(
+        message,
+        code=name,
+        reason=reason,
+        violations=violations,
+        retry_after=retry_after,
+        metadata=facts,
+    )

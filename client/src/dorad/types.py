@@ -1,0 +1,378 @@
+"""What the client takes and returns: plain dataclasses with numpy arrays, no protobuf messages.
+
+Token ids are int32, log-probabilities float32. All result objects are immutable in spirit: nothing
+in the client keeps or changes them after returning them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+# Token ids a caller may pass: any one-dimensional sequence or array of integers.
+TokenIds = Sequence[int] | npt.NDArray[Any]
+LogprobMode = Literal["raw", "processed"]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sample ended. Compares equal to its string."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token was sampled; it is the sample's last token."""
+    LENGTH = "length"
+    """max_tokens or the model's context length was reached."""
+    ABORTED = "aborted"
+    """Ended by abort, pause(mode="abort") or a forced retire. The tokens so far are valid."""
+    NON_FINITE = "non_finite"
+    """The logits became non-finite. The tokens so far are valid."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`; absent or None means the server's default."""
+
+    adapter: str | None
+    """An adapter's "name" (its active version), "name@version", or None for the base model."""
+    n: int | None
+    """Samples of this prompt; default 1."""
+    max_tokens: int | None
+    """Default: what fits into the context, at most the server's limit."""
+    min_tokens: int | None
+    """Stop tokens have probability 0 before this many tokens; default 0."""
+    temperature: float | None
+    """Default 1.0; 0 is greedy."""
+    top_k: int | None
+    """Sample from the k most likely tokens; default all."""
+    top_p: float | None
+    """Sample from the smallest set of cumulative probability >= top_p; default 1.0."""
+    min_p: float | None
+    """Drop tokens below min_p times the largest probability; default 0."""
+    seed: int | None
+    """Unsigned 64-bit; sample i draws from (seed, i, position). Default: the server's choice."""
+    stop_token_ids: TokenIds | None
+    """Further tokens that end a sample, besides the model's end-of-sequence tokens."""
+    ignore_eos: bool
+    """Do not stop at the model's end-of-sequence tokens."""
+    logprobs: LogprobMode | None
+    """As "raw": log_softmax of the logits. "processed": of the distribution sampled from."""
+    top_logprobs: int | None
+    """Also the k most likely tokens of each position (implies logprobs="raw" if that is None)."""
+    chosen_token_ids: TokenIds | None
+    """Also the log-probabilities of these tokens at each position (implies "raw" likewise)."""
+    cache_salt: str
+    """Prefix-cache entries are shared only between requests of equal salt."""
+    bypass_prefix_cache: bool
+    """Neither read nor fill the prefix cache."""
+    priority: int | None
+    """Lower runs first; default 0."""
+    request_id: str | None
+    """Names the request in `abort` and in logs; default: the server's choice."""
+
+
+@dataclass(slots=True)
+class GenerateRequest:
+    """One prompt for `generate_many`; the fields are those of `GenerateOptions`."""
+
+    token_ids: TokenIds
+    adapter: str | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+    logprobs: LogprobMode | None = None
+    top_logprobs: int | None = None
+    chosen_token_ids: TokenIds | None = None
+    cache_salt: str = ""
+    bypass_prefix_cache: bool = False
+    priority: int | None = None
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The adapter version that produced tokens [begin, end) of a sample."""
+
+    adapter: str
+    """Adapter name; "" for the base model."""
+    version: int
+    digest: str
+    begin: int
+    end: int
+
+    @property
+    def ref(self) -> str | None:
+        """As "name@version", or None for the base model."""
+        return f"{self.adapter}@{self.version}" if self.adapter else None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a sample cost. Times are in seconds from the request's admission."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    queue_time: float = 0.0
+    time_to_first_token: float = 0.0
+    total_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sample ended."""
+
+    reason: FinishReason
+    stop_token_id: int | None
+    """With STOP: the token that ended the sample."""
+    detail: str
+    """With ABORTED and NON_FINITE: why."""
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopLogprobs:
+    """The k most likely tokens of each position, most likely first. Unpacks as (ids, logprobs)."""
+
+    token_ids: IntArray
+    """int32 [positions, k]."""
+    logprobs: FloatArray
+    """float32 [positions, k]."""
+
+    def __iter__(self) -> Any:
+        return iter((self.token_ids, self.logprobs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """New tokens of one sample of a stream."""
+
+    request_id: str
+    index: int
+    """Which of the request's n samples."""
+    token_ids: IntArray
+    """int32 [new]; may be empty on the last delta."""
+    logprobs: FloatArray | None
+    """float32 [new] if asked for."""
+    top_logprobs: TopLogprobs | None
+    chosen_logprobs: FloatArray | None
+    """float32 [new, chosen] if asked for."""
+    spans: list[Span]
+    """Versions of these tokens; indices count from the sample's first token."""
+    finish: Finish | None
+    """Set on the sample's last delta."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One finished continuation of a prompt."""
+
+    index: int
+    """Which of the request's n samples."""
+    token_ids: IntArray
+    """int32 [tokens], without the prompt."""
+    logprobs: FloatArray | None
+    """float32 [tokens] if asked for."""
+    top_logprobs: TopLogprobs | None
+    chosen_logprobs: FloatArray | None
+    """float32 [tokens, chosen] if asked for."""
+    finish_reason: FinishReason
+    stop_token_id: int | None
+    detail: str
+    """Why, for ABORTED and NON_FINITE."""
+    spans: list[Span]
+    """Which adapter version produced which tokens; adjacent spans of one version are merged."""
+    usage: Usage
+    seed: int
+    """The seed in effect; with it and equal parameters the sample can be drawn again."""
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreResult(Sequence[list[FloatArray]]):
+    """Log-probabilities of every sequence under every adapter.
+
+    `result[s][a]` (or `result[s, a]`) is float32 [len(sequence s)]; position 0 is NaN, row t is the
+    log-probability of token t given the tokens before it.
+    """
+
+    logprobs: list[list[FloatArray]]
+    """[sequence][adapter]."""
+    top_logprobs: list[list[TopLogprobs]] | None
+    """[sequence][adapter], arrays [tokens, k]; ids of position 0 are -1. None unless asked for."""
+    chosen_logprobs: list[list[FloatArray]] | None
+    """[sequence][adapter], float32 [tokens, chosen]; None unless asked for."""
+    versions: list[Span]
+    """The version each adapter resolved to, in the request's order (begin and end are 0)."""
+    request_id: str
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, tuple):
+            sequence, adapter = key
+            return self.logprobs[sequence][adapter]
+        return self.logprobs[key]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTiming:
+    """Where the seconds of a load went."""
+
+    read: float = 0.0
+    validate: float = 0.0
+    copy: float = 0.0
+    norms: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One immutable version of an adapter."""
+
+    name: str
+    version: int
+    digest: str
+    """Lower-case hex SHA-256 of the canonical content."""
+    state: str
+    """One of "loading", "ready", "retiring", "gone" or "failed"."""
+    active: bool
+    """True for the version that requests naming just `name` use."""
+    kind: str
+    """Either "lora" or "dora"."""
+    min_rank: int = 0
+    max_rank: int = 0
+    num_modules: int = 0
+    num_parameters: int = 0
+    resident_bytes: int = 0
+    leases: int = 0
+    """Requests that hold the version now."""
+    failure: str = ""
+    timing: LoadTiming = field(default_factory=LoadTiming)
+    create_time: datetime.datetime | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+    generation: int = 0
+    """The registry's generation in the answer that described this version."""
+
+    @property
+    def ref(self) -> str:
+        """As "name@version": pins requests to exactly this version."""
+        return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What `activate` did."""
+
+    adapter: AdapterVersion
+    previous_version: int
+    """The version that was active before; 0 if none was."""
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One change of the adapter registry."""
+
+    generation: int
+    type: str
+    """One of "published", "activated", "retired", "gone" or "failed"."""
+    adapter: AdapterVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The base model the server holds."""
+
+    name: str
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    context_length: int
+    num_parameters: int
+    digest: str
+    eos_token_ids: list[int]
+    compute_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request or the queue may hold."""
+
+    max_tokens: int
+    max_n: int
+    max_logprobs_k: int
+    max_chosen_ids: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    max_adapter_rank: int
+    max_adapter_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine is doing now."""
+
+    running_sequences: int
+    queued_requests: int
+    kv_pages_total: int
+    kv_pages_used: int
+    kv_pages_cached: int
+    kv_page_tokens: int
+    steps: int
+    paused: bool
+    deterministic: bool
+    adapter_leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What `info` reports."""
+
+    version: str
+    device: str
+    """Either "cpu" or "cuda"."""
+    model: ModelInfo
+    limits: Limits
+    engine: EngineInfo
+    generation: int
+    """The adapter registry's generation."""
+    uptime: float
+    """Seconds."""
+    memory_bytes: dict[str, int]
+    """Resident bytes by kind."""
+
+
+def to_jsonable(value: Any) -> Any:
+    """Dataclasses, arrays, enums and times of this module as JSON values (NaN becomes None)."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, np.ndarray):
+        return to_jsonable(value.tolist())
+    if isinstance(value, float):
+        return value if np.isfinite(value) else None
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if isinstance(value, dict):
+        return {str(key): to_jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_jsonable(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: to_jsonable(getattr(value, f.name)) for f in fields(value)}
+    return value
