@@ -1,0 +1,604 @@
+#include "server/engine/engine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <thread>
+
+#include "absl/synchronization/notification.h"
+#include "server/base/error.h"
+#include "server/base/metrics.h"
+#include "server/engine/model_runner.h"
+#include "tests/unit/support/fake_model_runner.h"
+
+namespace dorad::engine {
+namespace {
+
+constexpr TokenId kEos = 7;
+
+std::shared_ptr<const adapter::LoadedAdapter> MakeAdapter(const std::string& name,
+                                                          int64_t version) {
+  adapter::AdapterSummary summary;
+  summary.digest = name + "#" + std::to_string(version);
+  return std::make_shared<adapter::LoadedAdapter>(name, version, summary, nullptr);
+}
+
+// Counts the leases that tests hand out.
+class Leases {
+ public:
+  adapter::AdapterLease Take(std::shared_ptr<const adapter::LoadedAdapter> adapter) {
+    if (adapter == nullptr) return {};
+    ++held_;
+    return adapter::AdapterLease(std::move(adapter), [this] { --held_; });
+  }
+  int held() const { return held_; }
+
+ private:
+  std::atomic<int> held_{0};
+};
+
+struct SampleText {
+  std::vector<TokenId> tokens;
+  std::vector<float> logprobs;
+  Finish finish;
+  std::vector<VersionSpan> spans;
+};
+
+// What a client would have received.
+struct Outcome {
+  absl::Status status;
+  std::map<int, SampleText> samples;
+};
+
+class EngineTest : public ::testing::Test {
+ protected:
+  static EngineOptions DefaultOptions() {
+    EngineOptions options;
+    options.max_step_tokens = 64;
+    options.max_running_sequences = 16;
+    options.vocab_size = kFakeVocab;
+    options.context_length = 512;
+    options.eos_token_ids = {kEos};
+    return options;
+  }
+
+  void Start(EngineOptions options, int64_t pages) {
+    auto runner = std::make_unique<FakeModelRunner>(pages);
+    runner_ = runner.get();
+    engine_ = std::make_unique<Engine>(options, std::move(runner), &metrics_);
+  }
+
+  GenerateInput Input(std::vector<TokenId> prompt, int64_t max_tokens,
+                      std::shared_ptr<const adapter::LoadedAdapter> adapter = nullptr) {
+    GenerateInput input;
+    input.request_id = "r" + std::to_string(next_id_++);
+    input.prompt = std::move(prompt);
+    input.lease = leases_.Take(std::move(adapter));
+    input.sampling.temperature = 0;
+    input.stop.max_tokens = max_tokens;
+    input.stop.ignore_eos = true;
+    input.logprobs.mode = LogprobMode::kRaw;
+    return input;
+  }
+
+  std::shared_ptr<TokenStream> Submit(GenerateInput input) {
+    auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+    const absl::Status status = engine_->Submit(std::move(input), stream);
+    EXPECT_TRUE(status.ok()) << status;
+    return stream;
+  }
+
+  static Outcome Wait(TokenStream& stream) {
+    Outcome outcome;
+    const absl::Time limit = absl::Now() + absl::Seconds(60);
+    while (absl::Now() < limit) {
+      while (std::optional<SampleDelta> delta = stream.Take()) {
+        SampleText& sample = outcome.samples[delta->sample_index];
+        EXPECT_EQ(sample.finish.reason, FinishReason::kNone) << "a delta after the last";
+        sample.tokens.insert(sample.tokens.end(), delta->token_ids.begin(),
+                             delta->token_ids.end());
+        sample.logprobs.insert(sample.logprobs.end(), delta->logprobs.logprobs.begin(),
+                               delta->logprobs.logprobs.end());
+        sample.finish = delta->finish;
+        for (const VersionSpan& span : delta->spans) sample.spans.push_back(span);
+      }
+      if (std::optional<absl::Status> ended = stream.Ended()) {
+        outcome.status = *ended;
+        return outcome;
+      }
+      absl::SleepFor(absl::Microseconds(100));
+    }
+    outcome.status = absl::DeadlineExceededError("the test waited too long");
+    return outcome;
+  }
+
+  // What the fake model says, computed without engine, pages or batches.
+  static SampleText Expected(const GenerateInput& input, uint32_t sample, int64_t max_length,
+                             bool stop_at_eos = false) {
+    SampleText expected;
+    std::vector<TokenId> tokens = input.prompt;
+    while (static_cast<int64_t>(expected.tokens.size()) < input.stop.max_tokens &&
+           static_cast<int64_t>(tokens.size()) < max_length) {
+      const uint64_t hash = FakeHash(input.lease.get(), tokens);
+      const TokenId token = FakeNext(hash, input.sampling, sample);
+      expected.tokens.push_back(token);
+      expected.logprobs.push_back(FakeLogprob(hash, token));
+      tokens.push_back(token);
+      if (stop_at_eos && token == kEos) break;
+    }
+    return expected;
+  }
+
+  void ExpectEverythingBack() {
+    const absl::Time limit = absl::Now() + absl::Seconds(10);
+    while (!engine_->idle() && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(1));
+    absl::Notification settled;  // one more turn, so that the published counts are current
+    engine_->Abort({}, "", [&](int) { settled.Notify(); });
+    settled.WaitForNotification();
+    while (engine_->stats().kv_pages_used > 0 && absl::Now() < limit) {
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    const EngineStats stats = engine_->stats();
+    EXPECT_EQ(stats.kv_pages_used, 0);
+    EXPECT_EQ(stats.running_sequences, 0);
+    EXPECT_EQ(stats.queued_requests, 0);
+    EXPECT_EQ(stats.queued_tokens, 0);
+    EXPECT_EQ(leases_.held(), 0);
+  }
+
+  Metrics metrics_{Metrics::Info{"test", "fake", "fake", "cpu", "fp32"}};
+  Leases leases_;
+  FakeModelRunner* runner_ = nullptr;
+  std::unique_ptr<Engine> engine_;
+  int next_id_ = 0;
+};
+
+std::vector<TokenId> Prompt(int64_t length, TokenId first = 100) {
+  std::vector<TokenId> prompt;
+  for (int64_t i = 0; i < length; ++i) prompt.push_back((first + i * 31) % kFakeVocab);
+  return prompt;
+}
+
+TEST_F(EngineTest, GeneratesUntilMaxTokens) {
+  Start(DefaultOptions(), 64);
+  GenerateInput input = Input(Prompt(5), 9, MakeAdapter("a", 3));
+  const SampleText expected = Expected(input, 0, 512);
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+  const SampleText& sample = outcome.samples.at(0);
+  EXPECT_EQ(sample.tokens, expected.tokens);
+  EXPECT_EQ(sample.logprobs, expected.logprobs);
+  EXPECT_EQ(sample.finish.reason, FinishReason::kLength);
+  EXPECT_EQ(sample.finish.usage.generated_tokens, 9u);
+  EXPECT_EQ(sample.finish.usage.prompt_tokens, 5u);
+  ASSERT_FALSE(sample.spans.empty());
+  EXPECT_EQ(sample.spans[0].adapter, "a");
+  EXPECT_EQ(sample.spans[0].version, 3);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, ChunksALongPromptWithoutChangingTheResult) {
+  EngineOptions options = DefaultOptions();
+  options.max_step_tokens = 7;
+  Start(options, 64);
+  GenerateInput input = Input(Prompt(200), 5);
+  const SampleText expected = Expected(input, 0, 512);
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  EXPECT_EQ(outcome.samples.at(0).tokens, expected.tokens);
+}
+
+TEST_F(EngineTest, StopsAtEndOfSequenceAndAtStopTokens) {
+  Start(DefaultOptions(), 64);
+  GenerateInput probe = Input(Prompt(4), 6);
+  const std::vector<TokenId> free_run = Expected(probe, 0, 512).tokens;
+  GenerateInput input = Input(Prompt(4), 6);
+  input.stop.stop_token_ids = {free_run[3]};
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  const SampleText& sample = outcome.samples.at(0);
+  const auto first = std::find(free_run.begin(), free_run.end(), free_run[3]);
+  EXPECT_EQ(sample.tokens, std::vector<TokenId>(free_run.begin(), first + 1));
+  EXPECT_EQ(sample.finish.reason, FinishReason::kStop);
+  EXPECT_EQ(sample.finish.stop_token_id, free_run[3]);
+}
+
+TEST_F(EngineTest, DoesNotSampleStopTokensBeforeMinTokens) {
+  Start(DefaultOptions(), 64);
+  GenerateInput probe = Input(Prompt(4), 6);
+  const std::vector<TokenId> free_run = Expected(probe, 0, 512).tokens;
+  GenerateInput input = Input(Prompt(4), 6);
+  input.stop.stop_token_ids = {free_run[0]};
+  input.stop.min_tokens = 2;
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  EXPECT_NE(outcome.samples.at(0).tokens[0], free_run[0]);
+  EXPECT_GE(outcome.samples.at(0).tokens.size(), 2u);
+}
+
+TEST_F(EngineTest, EndsWithLengthWhenTheContextIsFull) {
+  EngineOptions options = DefaultOptions();
+  options.context_length = 20;
+  Start(options, 64);
+  const Outcome outcome = Wait(*Submit(Input(Prompt(15), 100)));
+  EXPECT_EQ(outcome.samples.at(0).tokens.size(), 5u);
+  EXPECT_EQ(outcome.samples.at(0).finish.reason, FinishReason::kLength);
+}
+
+TEST_F(EngineTest, EndsWithLengthWhenTheKvCacheIsFull) {
+  Start(DefaultOptions(), 2);
+  EXPECT_EQ(engine_->limits().context_length, 2 * kKvPageTokens);
+  const Outcome outcome = Wait(*Submit(Input(Prompt(20), 400)));
+  ASSERT_TRUE(outcome.status.ok());
+  EXPECT_EQ(outcome.samples.at(0).tokens.size(), 2 * kKvPageTokens - 20);
+}
+
+TEST_F(EngineTest, SamplesOfOneRequestShareItsPromptAndDiffer) {
+  Start(DefaultOptions(), 256);
+  GenerateInput input = Input(Prompt(100), 8);
+  input.n = 8;
+  input.sampling.temperature = 1;
+  input.sampling.seed = 42;
+  std::vector<SampleText> expected;
+  for (uint32_t i = 0; i < 8; ++i) expected.push_back(Expected(input, i, 512));
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  ASSERT_EQ(outcome.samples.size(), 8u);
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_EQ(outcome.samples.at(i).tokens, expected[i].tokens) << i;
+    const uint32_t cached = outcome.samples.at(i).finish.usage.cached_prompt_tokens;
+    EXPECT_EQ(cached, i == 0 ? 0u : 96u) << "siblings compute only the tail of the prompt";
+  }
+  EXPECT_NE(outcome.samples.at(0).tokens, outcome.samples.at(1).tokens);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, ReusesThePrefixOfAnEarlierRequestOfTheSameVersionOnly) {
+  Start(DefaultOptions(), 256);
+  const auto v1 = MakeAdapter("a", 1);
+  Wait(*Submit(Input(Prompt(64), 4, v1)));
+  Outcome again = Wait(*Submit(Input(Prompt(64), 4, v1)));
+  EXPECT_EQ(again.samples.at(0).finish.usage.cached_prompt_tokens, 48u);
+  GenerateInput other = Input(Prompt(64), 4, MakeAdapter("a", 2));
+  const SampleText expected = Expected(other, 0, 512);
+  again = Wait(*Submit(std::move(other)));
+  EXPECT_EQ(again.samples.at(0).finish.usage.cached_prompt_tokens, 0u);
+  EXPECT_EQ(again.samples.at(0).tokens, expected.tokens);
+  GenerateInput salted = Input(Prompt(64), 4, v1);
+  salted.cache_salt = "tenant";
+  EXPECT_EQ(Wait(*Submit(std::move(salted))).samples.at(0).finish.usage.cached_prompt_tokens, 0u);
+  GenerateInput bypass = Input(Prompt(64), 4, v1);
+  bypass.bypass_prefix_cache = true;
+  EXPECT_EQ(Wait(*Submit(std::move(bypass))).samples.at(0).finish.usage.cached_prompt_tokens, 0u);
+}
+
+TEST_F(EngineTest, PreemptionChangesNoToken) {
+  Start(DefaultOptions(), 8);
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  std::vector<SampleText> expected;
+  for (int i = 0; i < 6; ++i) {
+    GenerateInput input = Input(Prompt(10 + i, 50 * i), 60);
+    expected.push_back(Expected(input, 0, 8 * kKvPageTokens));
+    streams.push_back(Submit(std::move(input)));
+  }
+  uint32_t preemptions = 0;
+  for (int i = 0; i < 6; ++i) {
+    const Outcome outcome = Wait(*streams[i]);
+    EXPECT_EQ(outcome.samples.at(0).tokens, expected[i].tokens) << i;
+    preemptions += outcome.samples.at(0).finish.usage.preemptions;
+  }
+  EXPECT_GT(preemptions, 0u) << "the test meant to force preemption";
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, ScoresSequencesUnderSeveralAdapters) {
+  Start(DefaultOptions(), 64);
+  const auto a = MakeAdapter("a", 1);
+  ScoreInput input;
+  input.request_id = "score";
+  input.sequences = {Prompt(40), Prompt(1), Prompt(90, 3)};
+  input.leases.push_back(leases_.Take(nullptr));
+  input.leases.push_back(leases_.Take(a));
+  const std::vector<std::vector<TokenId>> sequences = input.sequences;
+  absl::Notification done;
+  absl::StatusOr<ScoreResult> result;
+  auto ticket = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
+    result = std::move(r);
+    done.Notify();
+  });
+  ASSERT_TRUE(engine_->Submit(std::move(input), ticket).ok());
+  done.WaitForNotification();
+  ASSERT_TRUE(result.ok()) << result.status();
+  ASSERT_EQ(result->scores.size(), 3u);
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    for (int m = 0; m < 2; ++m) {
+      const std::vector<float>& logprobs = result->scores[s][m].logprobs;
+      ASSERT_EQ(logprobs.size(), sequences[s].size());
+      EXPECT_TRUE(std::isnan(logprobs[0]));
+      for (size_t t = 1; t < logprobs.size(); ++t) {
+        const uint64_t hash = FakeHash(m == 0 ? nullptr : a.get(),
+                                       absl::MakeConstSpan(sequences[s]).subspan(0, t));
+        EXPECT_EQ(logprobs[t], FakeLogprob(hash, sequences[s][t]));
+      }
+    }
+  }
+  EXPECT_EQ(result->versions[1].digest, a->digest());
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, CancelReturnsEverythingAndOthersGoOn) {
+  Start(DefaultOptions(), 64);
+  GenerateInput keep = Input(Prompt(10), 200);
+  const SampleText expected = Expected(keep, 0, 512);
+  auto cancelled = Submit(Input(Prompt(12), 480, MakeAdapter("a", 1)));
+  auto kept = Submit(std::move(keep));
+  cancelled->Cancel();
+  engine_->NoteCancelled();
+  EXPECT_EQ(Wait(*cancelled).status.code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(Wait(*kept).samples.at(0).tokens, expected.tokens);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, AbortReturnsThePartialTokens) {
+  Start(DefaultOptions(), 64);
+  absl::Notification running;
+  std::atomic<int> steps{0};
+  runner_->on_step = [&](auto) {
+    if (++steps == 5) running.Notify();
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  GenerateInput input = Input(Prompt(4), 500, MakeAdapter("a", 1));
+  const SampleText expected = Expected(input, 0, 512);
+  auto stream = Submit(std::move(input));
+  running.WaitForNotification();
+  absl::Notification done;
+  int aborted = 0;
+  AbortTarget target;
+  target.adapter = {"a", 1};
+  engine_->Abort(target, "told to", [&](int count) {
+    aborted = count;
+    done.Notify();
+  });
+  done.WaitForNotification();
+  EXPECT_EQ(aborted, 1);
+  const Outcome outcome = Wait(*stream);
+  ASSERT_TRUE(outcome.status.ok());
+  const SampleText& sample = outcome.samples.at(0);
+  EXPECT_EQ(sample.finish.reason, FinishReason::kAborted);
+  EXPECT_EQ(sample.finish.detail, "told to");
+  ASSERT_FALSE(sample.tokens.empty());
+  EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.tokens.begin()));
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, ADeadlineEndsQueuedAndRunningRequests) {
+  EngineOptions options = DefaultOptions();
+  options.max_running_sequences = 1;
+  Start(options, 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(2));
+    return absl::OkStatus();
+  };
+  GenerateInput running = Input(Prompt(4), 500);
+  running.deadline = absl::Now() + absl::Milliseconds(100);
+  GenerateInput queued = Input(Prompt(4, 9), 500);
+  queued.deadline = absl::Now() + absl::Milliseconds(50);
+  auto first = Submit(std::move(running));
+  auto second = Submit(std::move(queued));
+  EXPECT_EQ(Wait(*second).status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(Wait(*first).status.code(), absl::StatusCode::kDeadlineExceeded);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, RefusesWhatDoesNotFitTheQueueWithARetryHint) {
+  EngineOptions options = DefaultOptions();
+  options.max_queued_requests = 2;
+  options.max_running_sequences = 1;
+  Start(options, 64);
+  absl::Notification go;
+  runner_->on_step = [&](auto) {
+    go.WaitForNotification();
+    return absl::OkStatus();
+  };
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  absl::Status refused;
+  for (int i = 0; i < 10 && refused.ok(); ++i) {
+    auto stream = std::make_shared<TokenStream>(false);
+    refused = engine_->Submit(Input(Prompt(4, i), 2), stream);
+    if (refused.ok()) streams.push_back(stream);
+  }
+  EXPECT_EQ(ReasonOf(refused), "QUEUE_FULL");
+  EXPECT_TRUE(RetryAfterOf(refused).has_value());
+  go.Notify();
+  for (auto& stream : streams) EXPECT_TRUE(Wait(*stream).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, RefusesARequestIdInUse) {
+  Start(DefaultOptions(), 64);
+  absl::Notification go;
+  runner_->on_step = [&](auto) {
+    go.WaitForNotification();
+    return absl::OkStatus();
+  };
+  GenerateInput first = Input(Prompt(4), 2);
+  GenerateInput second = Input(Prompt(4), 2);
+  second.request_id = first.request_id;
+  auto stream = Submit(std::move(first));
+  auto other = std::make_shared<TokenStream>(false);
+  EXPECT_EQ(engine_->Submit(std::move(second), other).code(), absl::StatusCode::kAlreadyExists);
+  go.Notify();
+  Wait(*stream);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
+  Start(DefaultOptions(), 64);
+  std::atomic<bool> fail{true};
+  runner_->on_step = [&](auto) {
+    return fail.exchange(false) ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  EXPECT_EQ(Wait(*Submit(Input(Prompt(4), 2))).status.code(), absl::StatusCode::kInternal);
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(4), 2))).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, NonFiniteLogitsEndThatSampleOnly) {
+  Start(DefaultOptions(), 64);
+  runner_->poison = 555;
+  auto bad = Submit(Input({1, 555, 2}, 5));
+  auto good = Submit(Input(Prompt(5), 5));
+  const Outcome outcome = Wait(*bad);
+  EXPECT_TRUE(outcome.status.ok());
+  EXPECT_EQ(outcome.samples.at(0).finish.reason, FinishReason::kNonFinite);
+  EXPECT_EQ(Wait(*good).samples.at(0).tokens.size(), 5u);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  GenerateInput input = Input(Prompt(4), 300);
+  const SampleText expected = Expected(input, 0, 512);
+  auto stream = Submit(std::move(input));
+  absl::Notification paused;
+  engine_->Pause(PauseMode::kKeep, [&](int count) {
+    EXPECT_EQ(count, 1);
+    paused.Notify();
+  });
+  paused.WaitForNotification();
+  absl::SleepFor(absl::Milliseconds(5));
+  const uint64_t steps = engine_->stats().steps;
+  absl::SleepFor(absl::Milliseconds(20));
+  EXPECT_EQ(engine_->stats().steps, steps);
+  EXPECT_TRUE(engine_->stats().paused);
+  absl::Notification resumed;
+  engine_->Resume([&] { resumed.Notify(); });
+  resumed.WaitForNotification();
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens, expected.tokens);
+}
+
+TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  auto stream = Submit(Input(Prompt(4), 50));
+  absl::Notification paused;
+  engine_->Pause(PauseMode::kWait, [&](int) { paused.Notify(); });
+  auto refused = std::make_shared<TokenStream>(false);
+  const absl::Status status = engine_->Submit(Input(Prompt(4), 2), refused);
+  EXPECT_EQ(ReasonOf(status), "ENGINE_PAUSED");
+  paused.WaitForNotification();
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 50u);
+  absl::Notification resumed;
+  engine_->Resume([&] { resumed.Notify(); });
+  resumed.WaitForNotification();
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(4), 2))).status.ok());
+}
+
+TEST_F(EngineTest, PauseAbortEndsEverything) {
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  auto stream = Submit(Input(Prompt(4), 500));
+  absl::Notification paused;
+  engine_->Pause(PauseMode::kAbort, [&](int count) {
+    EXPECT_EQ(count, 1);
+    paused.Notify();
+  });
+  paused.WaitForNotification();
+  EXPECT_EQ(Wait(*stream).samples.at(0).finish.reason, FinishReason::kAborted);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, ShutdownEndsEveryRequestOnce) {
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < 20; ++i) streams.push_back(Submit(Input(Prompt(4, i), 500)));
+  engine_.reset();
+  for (auto& stream : streams) {
+    EXPECT_EQ(ReasonOf(Wait(*stream).status), "SHUTTING_DOWN");
+  }
+  EXPECT_EQ(leases_.held(), 0);
+}
+
+// Random arrivals, cancels and aborts over few pages: whatever finishes has exactly the tokens of
+// a run of its own, and everything is given back.
+TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
+  for (uint32_t seed = 0; seed < 6; ++seed) {
+    std::mt19937 random(seed);
+    EngineOptions options = DefaultOptions();
+    options.max_step_tokens = 1 + random() % 60;
+    options.max_running_sequences = 1 + random() % 12;
+    const int64_t pages = 6 + random() % 20;
+    Start(options, pages);
+    const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
+        nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1)};
+    struct Pending {
+      std::shared_ptr<TokenStream> stream;
+      std::vector<SampleText> expected;
+      bool cancelled = false;
+    };
+    std::vector<Pending> pending;
+    for (int i = 0; i < 120; ++i) {
+      GenerateInput input = Input(Prompt(1 + random() % 70, random() % 3), 1 + random() % 30,
+                                  adapters[random() % adapters.size()]);
+      input.n = 1 + random() % 4;
+      input.sampling.temperature = random() % 2;
+      input.sampling.seed = random();
+      input.stop.ignore_eos = random() % 2;
+      input.priority = random() % 3;
+      input.bypass_prefix_cache = random() % 4 == 0;
+      Pending p;
+      for (int s = 0; s < input.n; ++s) {
+        p.expected.push_back(Expected(input, s, engine_->limits().context_length,
+                                      /*stop_at_eos=*/!input.stop.ignore_eos));
+      }
+      const std::string id = input.request_id;
+      p.stream = Submit(std::move(input));
+      if (random() % 8 == 0) {
+        p.stream->Cancel();
+        engine_->NoteCancelled();
+        p.cancelled = true;
+      } else if (random() % 10 == 0) {
+        engine_->Abort({.request_ids = {id}}, "random", [](int) {});
+        p.cancelled = true;
+      }
+      pending.push_back(std::move(p));
+      if (random() % 5 == 0) absl::SleepFor(absl::Microseconds(random() % 2000));
+    }
+    for (Pending& p : pending) {
+      const Outcome outcome = Wait(*p.stream);
+      ASSERT_NE(outcome.status.code(), absl::StatusCode::kDeadlineExceeded);
+      for (const auto& [index, sample] : outcome.samples) {
+        const std::vector<TokenId>& expected = p.expected[index].tokens;
+        ASSERT_LE(sample.tokens.size(), expected.size());
+        EXPECT_TRUE(
+            std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
+        if (sample.finish.reason == FinishReason::kLength ||
+            sample.finish.reason == FinishReason::kStop) {
+          EXPECT_EQ(sample.tokens, expected);
+        }
+      }
+      if (!p.cancelled) {
+        EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+        EXPECT_EQ(outcome.samples.size(), p.expected.size());
+      }
+    }
+    ExpectEverythingBack();
+    engine_.reset();
+  }
+}
+
+}  // namespace
+}  // namespace dorad::engine

@@ -1,0 +1,224 @@
+#include "server/engine/kv_pages.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <random>
+#include <vector>
+
+namespace dorad::engine {
+namespace {
+
+std::vector<TokenId> Tokens(int64_t count, TokenId first) {
+  std::vector<TokenId> tokens(static_cast<size_t>(count));
+  std::iota(tokens.begin(), tokens.end(), first);
+  return tokens;
+}
+
+// Fills and registers whole pages of tokens below root.
+PrefixNode Fill(KvPages& pages, PrefixNode node, const std::vector<TokenId>& tokens,
+                std::vector<int32_t>* held) {
+  for (size_t i = 0; i + kKvPageTokens <= tokens.size(); i += kKvPageTokens) {
+    EXPECT_TRUE(pages.Allocate(1, held));
+    node = pages.Register(node, absl::MakeConstSpan(tokens).subspan(i, kKvPageTokens),
+                          held->back());
+  }
+  return node;
+}
+
+TEST(KvPages, AllocatesAllOrNothing) {
+  KvPages pages(4);
+  std::vector<int32_t> held;
+  EXPECT_FALSE(pages.Allocate(5, &held));
+  EXPECT_TRUE(held.empty());
+  EXPECT_TRUE(pages.Allocate(4, &held));
+  EXPECT_EQ(pages.available(), 0);
+  EXPECT_FALSE(pages.Allocate(1, &held));
+  pages.Release(&held);
+  EXPECT_EQ(pages.available(), 4);
+  pages.CheckIntegrity();
+}
+
+TEST(KvPages, FindsARegisteredPrefixAfterItsHolderHasGone) {
+  KvPages pages(4);
+  const PrefixNode root = PrefixRoot("digest", "salt");
+  const std::vector<TokenId> tokens = Tokens(3 * kKvPageTokens, 5);
+  std::vector<int32_t> held;
+  Fill(pages, root, tokens, &held);
+  const std::vector<int32_t> expected = held;
+  pages.Release(&held);
+  EXPECT_EQ(pages.cached(), 3);
+  PrefixNode node = root;
+  pages.MatchPrefix(tokens, &node, &held);
+  EXPECT_EQ(held, expected);
+  EXPECT_EQ(pages.cached(), 0);
+  pages.CheckIntegrity();
+  pages.Release(&held);
+}
+
+TEST(KvPages, DoesNotShareAcrossDigestsOrSalts) {
+  KvPages pages(4);
+  const std::vector<TokenId> tokens = Tokens(kKvPageTokens, 0);
+  std::vector<int32_t> held;
+  Fill(pages, PrefixRoot("digest", "salt"), tokens, &held);
+  for (const PrefixNode& root : {PrefixRoot("digest", "other"), PrefixRoot("other", "salt"),
+                                 PrefixRoot("", ""), PrefixRoot("digests", "alt")}) {
+    PrefixNode node = root;
+    std::vector<int32_t> found;
+    pages.MatchPrefix(tokens, &node, &found);
+    EXPECT_TRUE(found.empty());
+  }
+  pages.Release(&held);
+}
+
+TEST(KvPages, StopsAtTheFirstDifferentTokenAndAtPartialPages) {
+  KvPages pages(4);
+  const PrefixNode root = PrefixRoot("", "");
+  std::vector<TokenId> tokens = Tokens(2 * kKvPageTokens, 0);
+  std::vector<int32_t> held;
+  Fill(pages, root, tokens, &held);
+  std::vector<int32_t> found;
+  PrefixNode node = root;
+  pages.MatchPrefix(absl::MakeConstSpan(tokens).subspan(0, 2 * kKvPageTokens - 1), &node, &found);
+  EXPECT_EQ(found.size(), 1u);
+  pages.Release(&found);
+  tokens[kKvPageTokens + 3] = 999;
+  node = root;
+  pages.MatchPrefix(tokens, &node, &found);
+  EXPECT_EQ(found.size(), 1u);
+  pages.Release(&found);
+  pages.Release(&held);
+}
+
+TEST(KvPages, EvictsTheLeastRecentlyUsedEndOfAPrefixFirst) {
+  KvPages pages(3);
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> tokens = Tokens(3 * kKvPageTokens, 0);
+  std::vector<int32_t> held;
+  Fill(pages, root, tokens, &held);
+  pages.Release(&held);
+  std::vector<int32_t> other;
+  ASSERT_TRUE(pages.Allocate(1, &other));
+  PrefixNode node = root;
+  pages.MatchPrefix(tokens, &node, &held);
+  EXPECT_EQ(held.size(), 2u) << "the last page of the prefix went, its beginning stayed";
+  pages.Release(&held);
+  pages.Release(&other);
+  pages.CheckIntegrity();
+}
+
+TEST(KvPages, NeverEvictsAHeldPage) {
+  KvPages pages(2);
+  std::vector<int32_t> held;
+  Fill(pages, PrefixRoot("", ""), Tokens(kKvPageTokens, 0), &held);
+  std::vector<int32_t> other;
+  EXPECT_FALSE(pages.Allocate(2, &other));
+  EXPECT_TRUE(pages.Allocate(1, &other));
+  EXPECT_NE(other[0], held[0]);
+  pages.Release(&held);
+  pages.Release(&other);
+}
+
+TEST(KvPages, KeepsTheFirstOfTwoEqualPages) {
+  KvPages pages(2);
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> tokens = Tokens(kKvPageTokens, 0);
+  std::vector<int32_t> a;
+  std::vector<int32_t> b;
+  const PrefixNode first = Fill(pages, root, tokens, &a);
+  const PrefixNode second = Fill(pages, root, tokens, &b);
+  EXPECT_EQ(first, second);
+  pages.Release(&b);
+  EXPECT_EQ(pages.cached(), 0) << "the copy is free at once";
+  pages.Release(&a);
+  EXPECT_EQ(pages.cached(), 1);
+}
+
+TEST(KvPages, RegistersASharedPageAgainWhenItsOldParentIsGone) {
+  KvPages pages(3);
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> tokens = Tokens(2 * kKvPageTokens, 0);
+  const auto page_tokens = [&](int i) {
+    return absl::MakeConstSpan(tokens).subspan(i * kKvPageTokens, kKvPageTokens);
+  };
+  std::vector<int32_t> x;
+  Fill(pages, root, {tokens.begin(), tokens.begin() + kKvPageTokens}, &x);
+  // A second holder computed the same first page; its second page hangs below x's node.
+  std::vector<int32_t> y;
+  Fill(pages, root, tokens, &y);
+  pages.Release(&x);
+  std::vector<int32_t> z;
+  ASSERT_TRUE(pages.Allocate(1, &z));  // evicts x's page
+  PrefixNode node = pages.Register(root, page_tokens(0), y[0]);
+  pages.Register(node, page_tokens(1), y[1]);
+  pages.CheckIntegrity();
+  pages.Release(&y);
+  node = root;
+  pages.MatchPrefix(tokens, &node, &y);
+  EXPECT_EQ(y.size(), 2u);
+  pages.Release(&y);
+  pages.Release(&z);
+}
+
+TEST(KvPages, ForgetsPrefixesButNotHolders) {
+  KvPages pages(3);
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> tokens = Tokens(2 * kKvPageTokens, 0);
+  std::vector<int32_t> held;
+  Fill(pages, root, tokens, &held);
+  std::vector<int32_t> gone;
+  Fill(pages, root, Tokens(kKvPageTokens, 500), &gone);
+  pages.Release(&gone);
+  pages.ForgetPrefixes();
+  pages.CheckIntegrity();
+  EXPECT_EQ(pages.used(), 2);
+  PrefixNode node = root;
+  std::vector<int32_t> found;
+  pages.MatchPrefix(tokens, &node, &found);
+  EXPECT_TRUE(found.empty());
+  pages.Release(&held);
+  EXPECT_EQ(pages.cached(), 0);
+}
+
+TEST(KvPages, KeepsItsBooksUnderRandomUse) {
+  std::mt19937 random(7);
+  KvPages pages(24);
+  std::vector<std::vector<int32_t>> holders(8);
+  for (int i = 0; i < 20000; ++i) {
+    std::vector<int32_t>& holder = holders[random() % holders.size()];
+    switch (random() % 4) {
+      case 0:
+        pages.Release(&holder);
+        break;
+      case 1: {
+        if (!holder.empty()) break;
+        PrefixNode node = PrefixRoot(std::to_string(random() % 2), "");
+        const std::vector<TokenId> tokens = Tokens(4 * kKvPageTokens, random() % 3);
+        pages.MatchPrefix(tokens, &node, &holder);
+        while (holder.size() < 4 && pages.Allocate(1, &holder)) {
+          node = pages.Register(
+              node,
+              absl::MakeConstSpan(tokens).subspan((holder.size() - 1) * kKvPageTokens,
+                                                  kKvPageTokens),
+              holder.back());
+        }
+        break;
+      }
+      case 2: {
+        std::vector<int32_t>& other = holders[random() % holders.size()];
+        if (&other != &holder && holder.empty()) pages.Share(other, &holder);
+        break;
+      }
+      case 3:
+        if (random() % 100 == 0) pages.ForgetPrefixes();
+        break;
+    }
+    if (i % 100 == 0) pages.CheckIntegrity();
+  }
+  for (auto& holder : holders) pages.Release(&holder);
+  pages.CheckIntegrity();
+  EXPECT_EQ(pages.used(), 0);
+}
+
+}  // namespace
+}  // namespace dorad::engine
