@@ -1,0 +1,276 @@
+"""Publishing, the registry and control calls of the sync client, against the fake server."""
+
+import enum
+import json
+import threading
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from fake_server import image_of
+
+import dorad
+from dorad.v1 import control_pb2
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    image = image_of({"x.lora_A.weight": np.arange(700_000).reshape(7, 100_000)})
+    (path / "adapter_model.safetensors").write_bytes(image)
+    return path
+
+
+def test_uploads_a_folder_in_chunks(client, server, folder):
+    seen = []
+    version = client.publish("a", path=folder, progress=lambda *at: seen.append(at))
+    image = (folder / "adapter_model.safetensors").read_bytes()
+    assert server.images["a", 1] == ('{"peft_type": "LORA", "r": 4}', image)
+    assert server.chunk_sizes == [1 << 20, 1 << 20, len(image) - (2 << 20)]
+    assert seen[-1] == (len(image), len(image)) and len(seen) == 3
+    assert (version.name, version.version, version.ref) == ("a", 1, "a@1")
+    assert version.active and version.state == "ready" and version.kind == "dora"
+    assert version.timing.norms == 0.25 and version.generation == 2
+    assert version.create_time.tzinfo is not None and len(version.digest) == 64
+
+
+def test_versions_rise_and_can_be_named(client, folder):
+    assert client.publish("a", path=folder).version == 1
+    assert client.publish("a", path=str(folder), version=7, activate=False).version == 7
+    assert client.adapter("a").version == 1 and not client.adapter("a@7").active
+    with pytest.raises(dorad.Conflict) as caught:
+        client.publish("a", path=folder, version=7)
+    assert caught.value.code == "ALREADY_EXISTS"
+
+
+def test_server_side_path(client, server):
+    version = client.publish("a", path="/adapters/a", server_side=True, tags={"step": "3"})
+    assert server.images["a", 1][1] == b"/adapters/a" and version.tags == {"step": "3"}
+    assert server.chunk_sizes == []
+
+
+def test_uploads_numpy_tensors_as_safetensors(client, server):
+    tensors = {
+        "a.lora_A.weight": np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32),
+        "b.lora_B.weight": np.ones((5, 3), np.float16).T,  # Not contiguous.
+        "c.scalar": np.array(2.5),
+    }
+    client.publish("a", tensors=tensors, config={"r": 3, "target_modules": {"q", "k"}})
+    config, image = server.images["a", 1]
+    assert json.loads(config) == {"r": 3, "target_modules": ["k", "q"]}
+    loaded = safetensors.numpy.load(image)
+    assert loaded.keys() == tensors.keys()
+    for name, array in tensors.items():
+        assert loaded[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_uploads_torch_tensors_in_bf16(client, server):
+    import torch  # Slow to import: only the tests that need it pay.
+    from safetensors.torch import load
+
+    weight = torch.nn.Parameter(torch.randn(4, 6).to(torch.bfloat16).t())
+    client.publish("a", tensors={"w": weight, "none": torch.empty(0, 4)}, config="{}")
+    loaded = load(server.images["a", 1][1])
+    assert loaded["w"].dtype == torch.bfloat16 and torch.equal(loaded["w"], weight)
+    assert loaded["none"].shape == (0, 4)
+
+
+def test_takes_a_peft_config(client, server):
+    import peft
+
+    config = peft.LoraConfig(r=8, use_dora=True, target_modules=["q_proj", "k_proj"])
+    client.publish("a", tensors={"w": np.zeros(2, np.float32)}, config=config)
+    sent = json.loads(server.images["a", 1][0])
+    assert sent["r"] == 8 and sent["use_dora"] and sent["peft_type"] == "LORA"
+    assert sorted(sent["target_modules"]) == ["k_proj", "q_proj"]
+
+
+def test_large_tensors_are_cut_at_one_mebibyte(client, server):
+    client.publish("a", tensors={"w": np.zeros(600_000, np.float32)}, config={})
+    assert max(server.chunk_sizes) == 1 << 20
+    assert sum(server.chunk_sizes) == len(server.images["a", 1][1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({}, ValueError, "exactly one of path and tensors"),
+        ({"path": "/x", "tensors": {"w": np.zeros(1)}}, ValueError, "exactly one"),
+        ({"tensors": {"w": np.zeros(1)}}, ValueError, "needs config"),
+        ({"tensors": {}, "config": {}}, ValueError, "empty"),
+        ({"tensors": {"w": np.zeros(1, np.int64)}, "config": {}}, TypeError, "'w'.*int64"),
+        ({"tensors": {"w": np.zeros(1)}, "config": 3}, TypeError, "int"),
+        ({"tensors": {"w": np.zeros(1)}, "config": {"x": object()}}, TypeError, "object"),
+        ({"path": "/nowhere/at/all"}, FileNotFoundError, "/nowhere/at/all"),
+        ({"tensors": {"w": np.zeros(1)}, "server_side": True}, ValueError, "server_side"),
+    ],
+)
+def test_refuses_what_cannot_be_published(client, arguments, error, words):
+    with pytest.raises(error, match=words):
+        client.publish("a", **arguments)
+
+
+def test_names_the_missing_file(client, folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(FileNotFoundError, match="safe_serialization"):
+        client.publish("a", path=folder)
+
+
+def test_enum_values_of_a_config_become_plain(client, server):
+    class Kind(enum.Enum):
+        CAUSAL = "CAUSAL_LM"
+
+    client.publish("a", tensors={"w": np.zeros(1)}, config={"task_type": Kind.CAUSAL})
+    assert json.loads(server.images["a", 1][0]) == {"task_type": "CAUSAL_LM"}
+
+
+def test_a_refused_upload_says_why(client, folder):
+    with pytest.raises(dorad.InvalidArgument) as caught:
+        client.publish("a/b", path=folder)
+    assert caught.value.reason == "BAD_NAME" and caught.value.violations[0].field == "name"
+
+
+def test_a_failure_while_reading_reaches_the_caller(client, folder):
+    def explode(sent, total):
+        raise RuntimeError("stop here")
+
+    with pytest.raises(RuntimeError, match="stop here"):
+        client.publish("a", path=folder, progress=explode)
+    assert client.adapters() == []
+
+
+def test_lists_every_page(client, server, folder):
+    for _ in range(5):
+        client.publish("a", path=folder)
+    client.publish("b", path=folder)
+    server.page_size = 2
+    assert [v.ref for v in client.adapters()] == ["a@1", "a@2", "a@3", "a@4", "a@5", "b@1"]
+    assert [v.ref for v in client.adapters("b")] == ["b@1"]
+
+
+def test_activates_with_compare_and_set(client, folder):
+    client.publish("a", path=folder)
+    second = client.publish("a", path=folder, activate=False)
+    done = client.activate("a@2", expected_generation=second.generation)
+    assert done.adapter.active and done.previous_version == 1
+    assert client.activate("a", 1).previous_version == 2
+    with pytest.raises(dorad.Conflict) as caught:
+        client.activate("a", 2, expected_generation=second.generation)
+    assert caught.value.code == "ABORTED" and caught.value.reason == "GENERATION_MOVED"
+    with pytest.raises(ValueError, match="which version of 'a'"):
+        client.activate("a")
+
+
+def test_retires(client, folder):
+    client.publish("a", path=folder)
+    gone = client.retire("a@1", force=True)
+    assert gone.state == "retiring" and gone.tags["force"] == "True"
+    with pytest.raises(dorad.NotFound) as caught:
+        client.adapter("a@1")
+    assert caught.value.reason == "ADAPTER_NOT_FOUND"
+
+
+def test_watches_from_a_generation(client, folder):
+    client.publish("a", path=folder)
+    client.publish("b", path=folder, activate=False)
+    with client.watch(0) as events:
+        got = [next(events) for _ in range(3)]
+    assert [(e.generation, e.type, e.adapter.ref) for e in got] == [
+        (1, "published", "a@1"),
+        (2, "activated", "a@1"),
+        (3, "published", "b@1"),
+    ]
+    with pytest.raises(dorad.InvalidArgument) as caught:
+        next(client.watch(-1))
+    assert caught.value.code == "OUT_OF_RANGE"
+
+
+def test_closing_a_watch_from_another_thread_ends_it(client):
+    events = client.watch()
+    timer = threading.Timer(0.1, events.close)
+    timer.start()
+    assert list(events) == []
+    timer.join()
+
+
+def test_scores_sequences_under_adapters(client, folder):
+    client.publish("a", path=folder)
+    result = client.score(
+        [[1, 2, 3], np.array([4, 5])], [None, "a", "a@1"], top_k=2, chosen_token_ids=[7]
+    )
+    assert len(result) == 2 and len(result[0]) == 3
+    assert result[0][1].dtype == np.float32 and result[0][1].shape == (3,)
+    assert np.isnan(result[0][0][0]) and result[1, 2][1] == np.float32(-0.07)
+    np.testing.assert_allclose(result[0][1][1:], [-0.03, -0.04], rtol=1e-6)
+    assert [v.ref for v in result.versions] == [None, "a@1", "a@1"]
+    assert result.top_logprobs[0][0].token_ids.tolist() == [[-1, -1], [0, 1], [0, 1]]
+    assert result.chosen_logprobs[1][0].shape == (2, 1)
+
+
+def test_scores_the_base_model_by_default(client):
+    result = client.score([[1, 2]])
+    assert len(result[0]) == 1 and result.top_logprobs is None and result.chosen_logprobs is None
+
+
+def test_aborts_by_id_adapter_or_all(client, server):
+    assert client.abort("r1") == 3
+    client.abort(["r1", "r2"])
+    client.abort(adapter="a@1")
+    client.abort(all=True)
+    assert [a.WhichOneof("target") for a in server.aborts] == [
+        "requests",
+        "requests",
+        "adapter",
+        "all",
+    ]
+    assert list(server.aborts[1].requests.request_ids) == ["r1", "r2"]
+    with pytest.raises(ValueError, match="exactly one"):
+        client.abort()
+    with pytest.raises(ValueError, match="exactly one"):
+        client.abort("r", all=True)
+
+
+def test_pauses_and_resumes(client, server):
+    assert client.pause() == 2 and client.info().engine.paused
+    client.pause("wait")
+    client.resume()
+    assert server.pause_modes == [control_pb2.PAUSE_MODE_KEEP, control_pb2.PAUSE_MODE_WAIT]
+    assert not client.info().engine.paused
+    with pytest.raises(ValueError, match="abort, wait, keep"):
+        client.pause("sleep")
+
+
+def test_info(client):
+    info = client.info()
+    assert info.model.vocab_size == 1000 and info.model.eos_token_ids == [2]
+    assert info.uptime == 90.0 and info.memory_bytes == {"weights": 1 << 20}
+    json.dumps(dorad.types.to_jsonable(info))
+
+
+def test_health(client, server):
+    assert client.health() == "serving"
+    client.wait_ready(5)
+    server.health.set("", 2)
+    assert client.health() == "not_serving"
+    with pytest.raises(dorad.Unavailable, match="not_serving"):
+        client.wait_ready(0.2)
+    with pytest.raises(dorad.NotFound):
+        client.health("no.such.Service")
+
+
+def test_one_client_serves_many_threads(client, folder):
+    client.publish("a", path=folder)
+    results = []
+
+    def work(i):
+        results.append(client.generate([i], adapter="a", max_tokens=3)[0].token_ids[0] == i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 16

@@ -1,0 +1,168 @@
+"""The asyncio client against the fake server: the same answers, and cancellation."""
+
+import asyncio
+import inspect
+
+import numpy as np
+import pytest
+from fake_server import image_of
+from test_generate import overloaded, wait_for
+
+import dorad
+import dorad.aio
+
+
+def run(server, body, **options):
+    async def main():
+        async with dorad.aio.Client(server.target, timeout=20, **options) as client:
+            return await body(client)
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    image = image_of({"w": np.zeros((3, 200_000))})
+    (tmp_path / "adapter_model.safetensors").write_bytes(image)
+    return tmp_path
+
+
+def test_has_the_methods_and_parameters_of_the_sync_client():
+    def public(cls):
+        return {n: f for n, f in inspect.getmembers(cls, inspect.isfunction) if n[0] != "_"}
+
+    sync, aio = public(dorad.Client), public(dorad.aio.Client)
+    assert sync.keys() == aio.keys()
+    for name, function in sync.items():
+        ours = inspect.signature(function).parameters
+        theirs = inspect.signature(aio[name]).parameters
+        assert list(ours) == list(theirs), name
+    init = inspect.signature(dorad.Client).parameters
+    assert list(init) == list(inspect.signature(dorad.aio.Client).parameters)
+
+
+def test_generates_streams_and_scores(server):
+    async def body(client):
+        (sample,) = await client.generate([1, 2], max_tokens=3, logprobs="raw")
+        assert sample.token_ids.tolist() == [3, 4, 5] and sample.logprobs.shape == (3,)
+        tokens = [d.token_ids.tolist() async for d in client.stream([1, 2], max_tokens=3)]
+        assert tokens == [[3], [4], [5]]
+        result = await client.score([[1, 2, 3]])
+        assert result[0][0].shape == (3,)
+
+    run(server, body)
+
+
+def test_publishes_and_manages_adapters(server, folder):
+    async def body(client):
+        seen = []
+        first = await client.publish("a", path=folder, progress=lambda *at: seen.append(at))
+        assert first.ref == "a@1" and first.active and len(seen) == 3
+        tensors = {"w": np.ones((2, 2), np.float32)}
+        second = await client.publish("a", tensors=tensors, config={}, activate=False)
+        assert (await client.publish("b", path="/b", server_side=True)).ref == "b@1"
+        assert (await client.activate("a", 2)).previous_version == 1
+        assert (await client.adapter("a")).version == second.version
+        server.page_size = 1
+        assert [v.ref for v in await client.adapters()] == ["a@1", "a@2", "b@1"]
+        assert (await client.retire("a@1")).state == "retiring"
+        async with client.watch(0) as events:
+            assert (await anext(events)).type == "published"
+        assert await client.abort(all=True) == 3
+        assert await client.pause("keep") == 2
+        await client.resume()
+        assert (await client.info()).device == "cpu"
+        assert await client.health() == "serving"
+        await client.wait_ready(5)
+
+    run(server, body)
+
+
+def test_a_refused_upload_says_why(server, folder):
+    async def body(client):
+        with pytest.raises(dorad.InvalidArgument) as caught:
+            await client.publish("a/b", path=folder)
+        assert caught.value.reason == "BAD_NAME"
+
+        def explode(sent, total):
+            raise RuntimeError("stop here")
+
+        with pytest.raises(RuntimeError, match="stop here"):
+            await client.publish("a", path=folder, progress=explode)
+        assert await client.adapters() == []
+
+    run(server, body)
+
+
+def test_leaving_a_stream_cancels_it_on_the_server(server):
+    server.endless, server.token_delay = True, 0.005
+
+    async def body(client):
+        async with client.stream([1]) as stream:
+            await anext(stream)
+        assert [d async for d in stream] == []
+        await asyncio.to_thread(wait_for, lambda: server.cancelled == 1)
+
+    run(server, body)
+    assert server.cancelled == 1
+
+
+def test_closing_from_another_task_ends_the_iteration(server):
+    server.endless, server.token_delay = True, 0.005
+
+    async def body(client):
+        stream = client.stream([1])
+        asyncio.get_running_loop().call_later(0.1, stream.close)
+        return [d async for d in stream]
+
+    assert run(server, body)
+
+
+def test_cancelling_the_task_cancels_the_request(server):
+    server.endless = True
+
+    async def body(client):
+        task = asyncio.create_task(client.generate([1]))
+        await asyncio.to_thread(wait_for, lambda: server.running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(wait_for, lambda: server.running == 0)
+
+    run(server, body)
+
+
+def test_many_keeps_order_bounds_concurrency_and_waits_for_room(server):
+    server.token_delay, server.capacity = 0.002, 4
+
+    async def body(client):
+        results = await client.generate_many([[i] for i in range(40)], concurrency=6, max_tokens=2)
+        assert [r[0].token_ids[0] for r in results] == list(range(40))
+        assert 2 <= server.most_running <= 4
+
+    run(server, body)
+    assert len(server.generate_calls) > 40
+
+
+def test_many_cancels_the_rest_on_an_error_or_returns_it(server):
+    async def body(client):
+        results = await client.generate_many([[1], []], return_errors=True, max_tokens=1)
+        assert isinstance(results[1], dorad.InvalidArgument) and len(results[0]) == 1
+        server.endless = True
+        with pytest.raises(dorad.InvalidArgument):
+            await client.generate_many([[1]] * 5 + [[]], concurrency=6)
+        assert await asyncio.to_thread(wait_for, lambda: server.running == 0)
+
+    run(server, body)
+
+
+def test_retries_before_the_first_message(server):
+    server.refuse_generate = [overloaded(pushback_ms=5)]
+    run(server, lambda client: client.generate([1], max_tokens=1))
+    assert len(server.generate_calls) == 2
+
+
+def test_must_be_made_inside_a_loop():
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        dorad.aio.Client("127.0.0.1:1")

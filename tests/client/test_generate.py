@@ -1,0 +1,335 @@
+"""Generate, stream and generate_many of the sync client, against the fake server."""
+
+import math
+import pickle
+import time
+
+import grpc
+import numpy as np
+import pytest
+from fake_server import fail
+
+import dorad
+from dorad.v1 import inference_pb2
+
+
+def wait_for(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def unavailable(context):
+    context.abort(grpc.StatusCode.UNAVAILABLE, "warming up")
+
+
+def overloaded(pushback_ms):
+    def refuse(context):
+        fail(
+            context,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            "the queue is full",
+            retry_after=1.5,
+            pushback_ms=pushback_ms,
+        )
+
+    return refuse
+
+
+def test_returns_samples_with_the_documented_types(client):
+    samples = client.generate([1, 2, 3], n=2, max_tokens=4, logprobs="raw", seed=11)
+    assert [s.index for s in samples] == [0, 1]
+    second = samples[1]
+    assert second.token_ids.dtype == np.int32 and second.token_ids.tolist() == [16, 17, 18, 19]
+    assert second.logprobs.dtype == np.float32
+    np.testing.assert_allclose(second.logprobs, [-0.17, -0.18, -0.19, -0.20], rtol=1e-6)
+    assert second.finish_reason is dorad.FinishReason.LENGTH and second.finish_reason == "length"
+    assert second.seed == 11 and second.stop_token_id is None
+    assert second.usage.prompt_tokens == 3 and second.usage.time_to_first_token == 1.5
+    assert second.spans == [dorad.Span("", 0, "", 0, 4)] and second.spans[0].ref is None
+
+
+def test_sends_only_what_was_set(client, server):
+    client.generate(np.array([5], dtype=np.int64))
+    request = server.generate_calls[0]
+    assert not request.HasField("n") and not request.HasField("logprobs")
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        assert not request.sampling.HasField(name), name
+    assert not request.stop.HasField("max_tokens") and not request.HasField("priority")
+    assert request.response_mode == inference_pb2.RESPONSE_MODE_FINAL
+
+
+def test_sends_every_option(client, server):
+    client.publish("a", path="/x", server_side=True)
+    client.generate(
+        [1],
+        adapter="a@1",
+        n=1,
+        max_tokens=5,
+        min_tokens=2,
+        temperature=0.0,
+        top_k=3,
+        top_p=0.5,
+        min_p=0.25,
+        seed=2**64 - 1,
+        stop_token_ids=np.array([5]),
+        ignore_eos=True,
+        logprobs="processed",
+        top_logprobs=2,
+        chosen_token_ids=(4, 9),
+        cache_salt="s",
+        bypass_prefix_cache=True,
+        priority=-3,
+        request_id="r1",
+    )
+    request = server.generate_calls[0]
+    assert request.adapter == "a@1" and request.request_id == "r1" and request.priority == -3
+    assert request.sampling.HasField("temperature") and request.sampling.temperature == 0.0
+    assert request.sampling.seed == 2**64 - 1 and request.sampling.min_p == 0.25
+    assert request.stop.stop_token_ids == b"\x05\0\0\0" and request.stop.ignore_eos
+    assert request.logprobs.mode == inference_pb2.LOGPROB_MODE_PROCESSED
+    assert request.cache_salt == "s" and request.bypass_prefix_cache
+
+
+def test_shapes_of_top_and_chosen_logprobs(client):
+    (sample,) = client.generate([1], max_tokens=4, top_logprobs=2, chosen_token_ids=[3, 4, 5])
+    ids, logprobs = sample.top_logprobs
+    assert ids.shape == logprobs.shape == (4, 2) and ids.dtype == np.int32
+    assert ids[1].tolist() == [2, 3]
+    assert sample.chosen_logprobs.shape == (4, 3)
+    assert sample.logprobs is not None  # Asking for either implies "raw".
+
+
+def test_stop_token_is_reported(client):
+    (sample,) = client.generate([1], max_tokens=2)
+    assert sample.finish_reason == "stop" and sample.stop_token_id == 2
+
+
+def test_zero_tokens_keep_their_shapes(client):
+    (sample,) = client.generate([1], max_tokens=0, logprobs="raw", top_logprobs=2)
+    assert sample.token_ids.shape == (0,) and sample.logprobs.shape == (0,)
+    assert sample.top_logprobs.token_ids.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "error", "words"),
+    [
+        ([1.5], TypeError, "integers"),
+        ([[1, 2]], ValueError, "one dimension"),
+        ([2**31], ValueError, "int32"),
+        (np.array([-(2**31) - 1]), ValueError, "int32"),
+    ],
+)
+def test_refuses_token_ids_that_cannot_be_sent(client, server, token_ids, error, words):
+    with pytest.raises(error, match=words):
+        client.generate(token_ids)
+    assert server.generate_calls == []
+
+
+def test_refuses_unknown_options_and_modes(client):
+    with pytest.raises(TypeError, match="temprature"):
+        client.generate([1], temprature=1.0)
+    with pytest.raises(ValueError, match="processed"):
+        client.generate([1], logprobs="cooked")
+    with pytest.raises(ValueError, match="timeout"):
+        client.generate([1], timeout=0)
+
+
+def test_options_and_request_have_the_same_fields():
+    fields = set(dorad.GenerateRequest.__dataclass_fields__) - {"token_ids"}
+    assert fields == set(dorad.GenerateOptions.__annotations__)
+
+
+def test_stream_yields_tokens_and_finish(client):
+    deltas = list(client.stream([1, 2], n=2, max_tokens=3, logprobs="raw"))
+    first = [d for d in deltas if d.index == 0]
+    assert np.concatenate([d.token_ids for d in first]).tolist() == [3, 4, 5]
+    assert [d.finish is None for d in first] == [True, True, False]
+    assert first[1].spans[0].begin == 1 and first[1].logprobs.shape == (1,)
+
+
+def test_streamed_messages_add_up_to_one_sample(server, client):
+    """FINAL mode may be cut by a server too; spans of one version are merged."""
+    from dorad import _wire
+
+    request = dorad.GenerateRequest([1], max_tokens=3, logprobs="raw")
+    samples = _wire.Samples(request)
+    message = _wire.generate_request(request, stream=True)
+    with grpc.insecure_channel(server.target) as channel:
+        from dorad.v1.inference_pb2_grpc import InferenceServiceStub
+
+        for answer in InferenceServiceStub(channel).Generate(message):
+            samples.add(answer)
+    (sample,) = samples.finish()
+    assert sample.token_ids.tolist() == [1, 2, 3] and len(sample.logprobs) == 3
+    assert sample.spans == [dorad.Span("", 0, "", 0, 3)]
+
+
+def test_leaving_a_stream_cancels_it_on_the_server(client, server):
+    server.endless, server.token_delay = True, 0.005
+    with client.stream([1]) as stream:
+        next(stream)
+    assert wait_for(lambda: server.cancelled == 1)
+    assert list(stream) == []  # Closed: ends instead of raising.
+
+
+def test_dropping_a_stream_cancels_it_on_the_server(client, server):
+    server.endless, server.token_delay = True, 0.005
+    for _ in client.stream([1]):
+        break
+    assert wait_for(lambda: server.cancelled == 1)
+
+
+def test_retries_before_the_first_message(client, server):
+    server.refuse_generate = [unavailable, overloaded(pushback_ms=10)]
+    assert len(client.generate([1], max_tokens=2)) == 1
+    assert len(server.generate_calls) == 3
+
+
+def test_server_pushback_can_forbid_retries(client, server):
+    server.refuse_generate = [overloaded(pushback_ms=-1)]
+    with pytest.raises(dorad.Overloaded) as caught:
+        client.generate([1])
+    assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after == 1.5
+    assert len(server.generate_calls) == 1
+
+
+def test_never_retries_after_the_first_message(client, server):
+    server.break_after = 2
+    tokens = []
+    with pytest.raises(dorad.Unavailable, match="connection lost"):
+        for delta in client.stream([1], max_tokens=5):
+            tokens += delta.token_ids.tolist()
+    assert tokens == [1, 2] and len(server.generate_calls) == 1
+
+
+def test_retries_can_be_turned_off(server):
+    server.refuse_generate = [unavailable]
+    with dorad.Client(server.target, retries=False) as client, pytest.raises(dorad.Unavailable):
+        client.generate([1])
+    assert len(server.generate_calls) == 1
+
+
+def test_errors_carry_reason_and_every_violation(client):
+    with pytest.raises(dorad.InvalidArgument) as caught:
+        client.generate([])
+    error = caught.value
+    assert error.code == "INVALID_ARGUMENT" and error.reason == "EMPTY_PROMPT"
+    assert error.metadata == {"k": "v"}
+    assert [v.field for v in error.violations] == ["prompt_token_ids", "n"]
+    assert error.violations[1].reason == "OUT_OF_RANGE"
+    assert "prompt_token_ids: is empty [EMPTY_PROMPT]" in str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is dorad.InvalidArgument and copy.violations == error.violations
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [
+        ("ABORTED", dorad.Conflict),
+        ("ALREADY_EXISTS", dorad.Conflict),
+        ("FAILED_PRECONDITION", dorad.Conflict),
+        ("OUT_OF_RANGE", dorad.InvalidArgument),
+        ("PERMISSION_DENIED", dorad.PermissionDenied),
+        ("UNIMPLEMENTED", dorad.Unimplemented),
+        ("INTERNAL", dorad.Internal),
+        ("UNKNOWN", dorad.Internal),
+        ("CANCELLED", dorad.Cancelled),
+    ],
+)
+def test_exception_by_code(client, server, code, cls):
+    server.refuse_generate = [lambda c: fail(c, grpc.StatusCode[code], "WHY", "because")]
+    with pytest.raises(cls) as caught:
+        client.generate([1])
+    assert type(caught.value) is cls and caught.value.code == code and caught.value.reason == "WHY"
+
+
+def test_garbage_in_the_details_does_not_hide_the_error(client, server):
+    def refuse(context):
+        context.set_trailing_metadata([("grpc-status-details-bin", b"\xff\xff garbage")])
+        context.abort(grpc.StatusCode.NOT_FOUND, "gone")
+
+    server.refuse_generate = [refuse]
+    with pytest.raises(dorad.NotFound, match="gone") as caught:
+        client.generate([1])
+    assert caught.value.reason == ""
+
+
+def test_timeout(client, server):
+    server.endless = True
+    with pytest.raises(dorad.DeadlineExceeded):
+        client.generate([1], timeout=0.2)
+    assert wait_for(lambda: server.running == 0)
+
+
+def test_unreachable_server():
+    with dorad.Client("127.0.0.1:1", retries=False) as client, pytest.raises(dorad.Unavailable):
+        client.generate([1], timeout=5)
+
+
+def test_many_keeps_order_and_bounds_concurrency(client, server):
+    server.token_delay = 0.002
+    prompts = [[i] for i in range(40)]
+    seen = []
+    results = client.generate_many(
+        prompts,
+        concurrency=5,
+        max_tokens=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [r[0].token_ids[0] for r in results] == list(range(40))
+    assert 2 <= server.most_running <= 5
+    assert seen == [(i + 1, 40) for i in range(40)]
+
+
+def test_many_takes_requests_with_their_own_options(client):
+    requests = [dorad.GenerateRequest([1], max_tokens=1), [2]]
+    results = client.generate_many(requests, max_tokens=3)
+    assert [len(r[0].token_ids) for r in results] == [1, 3]
+    assert client.generate_many([]) == []
+    with pytest.raises(ValueError, match="concurrency"):
+        client.generate_many([[1]], concurrency=0)
+
+
+def test_many_waits_for_room_in_the_queue(client, server):
+    server.capacity, server.token_delay = 2, 0.002
+    results = client.generate_many([[i] for i in range(30)], concurrency=8, max_tokens=2)
+    assert len(results) == 30 and server.most_running == 2
+    assert len(server.generate_calls) > 30  # Some were refused and sent again.
+
+
+def test_many_gives_up_at_the_timeout(client, server):
+    server.capacity = 0
+    with pytest.raises(dorad.Overloaded):
+        client.generate_many([[1]], timeout=0.3)
+
+
+def test_many_cancels_the_rest_on_an_error(client, server):
+    server.endless = True
+    prompts = [[1]] * 6 + [[]]
+    with pytest.raises(dorad.InvalidArgument):
+        client.generate_many(prompts, concurrency=7)
+    assert wait_for(lambda: server.running == 0)
+
+
+def test_many_can_return_errors(client):
+    results = client.generate_many([[1], [], [3]], return_errors=True, max_tokens=1)
+    assert isinstance(results[1], dorad.InvalidArgument)
+    assert results[2][0].token_ids.tolist() == [3]
+
+
+def test_no_deadline_with_infinity(client, server):
+    assert client.generate([1], timeout=math.inf, max_tokens=1)
+
+
+def test_metadata_and_channel_options(server):
+    with dorad.Client(server.target, metadata=[("authorization", "Bearer x")]) as client:
+        client.generate([1])
+    assert server.metadata[0]["authorization"] == "Bearer x"
+    assert server.metadata[0]["user-agent"].startswith("dorad-python")
+    with pytest.raises(ValueError, match="30 s"):
+        dorad.Client(server.target, keepalive=10)
