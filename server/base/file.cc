@@ -34,40 +34,25 @@ absl::Status OpenFailed(const std::string& path, int error) {
 
 }  // namespace
 
-RegularFile::RegularFile(int fd, uint64_t size, std::string path)
-    : fd_(fd), size_(size), path_(std::move(path)) {}
-
-RegularFile::RegularFile(RegularFile&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)), size_(other.size_), path_(std::move(other.path_)) {}
-
-RegularFile& RegularFile::operator=(RegularFile&& other) noexcept {
-  std::swap(fd_, other.fd_);
-  std::swap(size_, other.size_);
-  std::swap(path_, other.path_);
-  return *this;
-}
-
-RegularFile::~RegularFile() {
-  if (fd_ >= 0) close(fd_);
-}
+RegularFile::RegularFile(UniqueFd fd, uint64_t size, std::string path)
+    : fd_(std::move(fd)), size_(size), path_(std::move(path)) {}
 
 absl::StatusOr<RegularFile> RegularFile::Open(const std::string& path, uint64_t max_bytes) {
   // A NUL would silently name another file. O_NONBLOCK: opening a FIFO must not wait for a writer.
   if (path.find('\0') != std::string::npos) return Unreadable(path, "the path contains a NUL");
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return OpenFailed(path, errno);
+  UniqueFd fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (!fd.ok()) return OpenFailed(path, errno);
   struct stat info;
-  const int error = fstat(fd, &info) == 0 ? 0 : errno;
-  RegularFile file(fd, error == 0 ? static_cast<uint64_t>(info.st_size) : 0, path);
-  if (error != 0) return Unreadable(path, std::strerror(error));
+  if (fstat(fd.get(), &info) != 0) return Unreadable(path, std::strerror(errno));
   if (!S_ISREG(info.st_mode)) return Unreadable(path, "not a regular file");
-  if (file.size_ > max_bytes) {
+  const uint64_t size = static_cast<uint64_t>(info.st_size);
+  if (size > max_bytes) {
     return MakeError(absl::StatusCode::kResourceExhausted, "FILE_TOO_LARGE",
-                     absl::StrCat(path, " has ", file.size_, " bytes, more than the allowed ",
+                     absl::StrCat(path, " has ", size, " bytes, more than the allowed ",
                                   max_bytes));
   }
-  (void)posix_fadvise(fd, 0, 0, POSIX_FADV_SEQUENTIAL);
-  return file;
+  (void)posix_fadvise(fd.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
+  return RegularFile(std::move(fd), size, path);
 }
 
 absl::Status RegularFile::Append(uint64_t bytes, std::vector<std::byte>* out) {
@@ -77,7 +62,7 @@ absl::Status RegularFile::Append(uint64_t bytes, std::vector<std::byte>* out) {
     out->resize(old_size + block);
     size_t done = 0;
     while (done < block) {
-      const ssize_t n = read(fd_, out->data() + old_size + done, block - done);
+      const ssize_t n = read(fd_.get(), out->data() + old_size + done, block - done);
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) return Unreadable(path_, std::strerror(errno));
       if (n == 0) return Unreadable(path_, "it became shorter while it was read");

@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/base/unique_fd.h"
 
 namespace dorad {
 
@@ -20,9 +21,6 @@ class RegularFile {
   // NOT_FOUND (FILE_NOT_FOUND), RESOURCE_EXHAUSTED (FILE_TOO_LARGE), UNAVAILABLE (FILE_UNREADABLE;
   // also for anything that is not a regular file). Never waits for a pipe's other end.
   static absl::StatusOr<RegularFile> Open(const std::string& path, uint64_t max_bytes);
-  RegularFile(RegularFile&& other) noexcept;
-  RegularFile& operator=(RegularFile&& other) noexcept;
-  ~RegularFile();
 
   uint64_t size() const { return size_; }
 
@@ -31,8 +29,8 @@ class RegularFile {
   absl::Status Append(uint64_t bytes, std::vector<std::byte>* out);
 
  private:
-  RegularFile(int fd, uint64_t size, std::string path);
-  int fd_ = -1;
+  RegularFile(UniqueFd fd, uint64_t size, std::string path);
+  UniqueFd fd_;
   uint64_t size_ = 0;
   std::string path_;
 };

@@ -1,5 +1,9 @@
-// The metrics listener: GET /metrics (Prometheus text), GET /healthz and /readyz. cpp-httplib inside
-// (prometheus-cpp's own Exposer cannot start in a process linked to cuBLASLt).
+// The metrics listener: GET /metrics (Prometheus text), GET /healthz and /readyz.
+//
+// A small server of our own, one thread over poll(): a library's thread for each connection can be
+// held for ever by clients that trickle bytes, here every connection has a deadline and the oldest
+// unfinished one makes room when all places are taken. (prometheus-cpp's own Exposer cannot start
+// in a process linked to cuBLASLt.) One request a connection.
 // Owned by App. Thread-safe.
 #pragma once
 
@@ -13,15 +17,18 @@ namespace dorad {
 
 class MetricsHttpServer {
  public:
+  // Called on the server's thread, one at a time: they must not block.
   struct Handlers {
     std::function<std::string()> metrics;
     std::function<bool()> alive;  // engine heartbeat
     std::function<bool()> ready;
   };
   // listen: host:port, port 0 picks one. Half-open and slow connections are closed after a few
-  // seconds and never keep others from being served. UNAVAILABLE (PORT_IN_USE), INVALID_ARGUMENT.
+  // seconds and never keep others from being served. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),
+  // INVALID_ARGUMENT (LISTEN_ADDRESS).
   static absl::StatusOr<std::unique_ptr<MetricsHttpServer>> Start(const std::string& listen,
                                                                   Handlers handlers);
+  // Closes every connection and joins the thread.
   ~MetricsHttpServer();
 
   // host:port with the port in effect.

@@ -1,6 +1,7 @@
 // Every metric of the server, by what happened. The only place that knows their names
 // (docs/metrics.md lists them). Names start with dorad_, base units, lint-clean for promtool; no
-// label carries an unbounded value (adapter names never become labels).
+// label carries an unbounded value (adapter names never become labels; a label's values beyond 256
+// count as "other").
 // Owned by App. Thread-safe; none of the functions takes a lock that a scrape holds for long.
 #pragma once
 
@@ -35,6 +36,7 @@ class Metrics {
   void ScoredTokens(int64_t tokens);
   void QueueTime(absl::Duration time);
   void TimeToFirstToken(absl::Duration time);
+  // `tokens` tokens came, each `time` after its predecessor in its own sample.
   void InterTokenLatency(absl::Duration time, int64_t tokens);
 
   // --- Engine. One call a step.

@@ -1,0 +1,347 @@
+#include "server/base/metrics.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "prometheus/counter.h"
+#include "prometheus/gauge.h"
+#include "prometheus/histogram.h"
+#include "prometheus/registry.h"
+#include "prometheus/text_serializer.h"
+#include "server/base/labelled.h"
+#include "server/base/process_metrics.h"
+
+namespace dorad {
+namespace {
+
+using internal::Labelled;
+using prometheus::Counter;
+using prometheus::Gauge;
+using prometheus::Histogram;
+using prometheus::Registry;
+using Buckets = Histogram::BucketBoundaries;
+
+// Buckets in seconds. Each decade has enough of them to read a p99 off within some 30 %.
+Buckets RequestBuckets() {
+  return {.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800};
+}
+Buckets FirstTokenBuckets() {
+  return {.001, .002, .005, .01, .02, .03, .05, .075, .1, .15, .2, .3,
+          .5,   .75,  1,    1.5, 2,   3,   5,   7.5,  10, 20,  30, 60};
+}
+Buckets TokenBuckets() {
+  return {.0005, .001, .002, .003, .004, .005, .0075, .01, .015, .02, .03, .04,
+          .05,   .075, .1,   .15,  .2,   .3,   .5,    .75, 1,    2,   5};
+}
+Buckets QueueBuckets() { return {.0001, .0005, .001, .005, .01, .05, .1, .5, 1, 5, 10, 30, 60}; }
+Buckets LoadBuckets() {
+  return {.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120};
+}
+Buckets RpcBuckets() {
+  return {.0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 300};
+}
+Buckets PowersOfTwo(int last_exponent) {
+  Buckets buckets;
+  for (int i = 0; i <= last_exponent; ++i) buckets.push_back(std::ldexp(1.0, i));
+  return buckets;
+}
+
+prometheus::Family<Counter>& Counters(Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildCounter().Name(name).Help(help).Register(registry);
+}
+prometheus::Family<Gauge>& Gauges(Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildGauge().Name(name).Help(help).Register(registry);
+}
+prometheus::Family<Histogram>& Histograms(Registry& registry, const char* name, const char* help) {
+  return prometheus::BuildHistogram().Name(name).Help(help).Register(registry);
+}
+
+// A negative observation would make a histogram's sum fall, which reads as a restart.
+double Seconds(absl::Duration time) { return std::max(0.0, absl::ToDoubleSeconds(time)); }
+
+std::string NameOf(RequestKind kind) {
+  return kind == RequestKind::kGenerate ? "generate" : "score";
+}
+
+// One series for each RequestKind, in the order of the enum.
+template <typename Metric>
+using ByKind = std::array<Metric*, 2>;
+
+template <typename Metric, typename... Args>
+ByKind<Metric> PerKind(prometheus::Family<Metric>& family, const Args&... args) {
+  return {&family.Add({{"kind", NameOf(RequestKind::kGenerate)}}, args...),
+          &family.Add({{"kind", NameOf(RequestKind::kScore)}}, args...)};
+}
+
+template <typename Metric>
+Metric& Of(const ByKind<Metric>& series, RequestKind kind) {
+  return *series[kind == RequestKind::kGenerate ? 0 : 1];
+}
+
+struct RequestMetrics {
+  explicit RequestMetrics(Registry& r)
+      : admitted(PerKind(
+            Counters(r, "dorad_requests_admitted_total", "Requests the engine accepted."))),
+        refused(&Counters(r, "dorad_requests_refused_total",
+                          "Requests refused before they were queued, by reason."),
+                {"kind", "reason"}),
+        ended(&Counters(r, "dorad_requests_ended_total", "Accepted requests that ended."),
+              {"kind", "outcome"}),
+        seconds(PerKind(Histograms(r, "dorad_request_duration_seconds",
+                                   "Time from admission to end of a request."),
+                        RequestBuckets())),
+        samples(&Counters(r, "dorad_samples_ended_total", "Generated samples that ended."),
+                {"finish_reason"}),
+        prompt_tokens(Counters(r, "dorad_prompt_tokens_total",
+                               "Prompt tokens, by whether they were computed or found in the "
+                               "prefix cache.")),
+        computed(prompt_tokens.Add({{"source", "computed"}})),
+        cached(prompt_tokens.Add({{"source", "cached"}})),
+        generated(Counters(r, "dorad_generated_tokens_total", "Tokens generated.").Add({})),
+        scored(Counters(r, "dorad_scored_tokens_total", "Tokens scored.").Add({})),
+        queue(Histograms(r, "dorad_request_queue_seconds",
+                         "Time from admission to a request's first step.")
+                  .Add({}, QueueBuckets())),
+        first_token(Histograms(r, "dorad_time_to_first_token_seconds",
+                               "Time from admission to the first token of a request.")
+                        .Add({}, FirstTokenBuckets())),
+        inter_token(Histograms(r, "dorad_inter_token_latency_seconds",
+                               "Time between two consecutive tokens of a sample.")
+                        .Add({}, TokenBuckets())) {}
+
+  ByKind<Counter> admitted;
+  Labelled<Counter, 2> refused, ended;
+  ByKind<Histogram> seconds;
+  Labelled<Counter, 1> samples;
+  prometheus::Family<Counter>& prompt_tokens;
+  Counter &computed, &cached, &generated, &scored;
+  Histogram &queue, &first_token, &inter_token;
+};
+
+struct EngineMetrics {
+  explicit EngineMetrics(Registry& r)
+      : step(Histograms(r, "dorad_engine_step_seconds", "Time of one engine step.")
+                 .Add({}, TokenBuckets())),
+        rows(Histograms(r, "dorad_engine_step_rows", "Tokens computed in one step, by phase.")),
+        decode_rows(rows.Add({{"phase", "decode"}}, PowersOfTwo(12))),
+        prefill_rows(rows.Add({{"phase", "prefill"}}, PowersOfTwo(12))),
+        adapters(Histograms(r, "dorad_engine_step_adapters",
+                            "Distinct adapter versions in one step (0: base only).")
+                     .Add({}, Buckets{0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128})),
+        preemptions(Counters(r, "dorad_engine_preemptions_total",
+                             "Sequences put back into the queue to free their KV pages.")
+                        .Add({})),
+        running(Gauges(r, "dorad_engine_running_sequences", "Sequences being computed.").Add({})),
+        queued(Gauges(r, "dorad_engine_queued_requests", "Requests waiting to be computed.")
+                   .Add({})),
+        queued_tokens(Gauges(r, "dorad_engine_queued_tokens", "Prompt tokens waiting.").Add({})),
+        paused(Gauges(r, "dorad_engine_paused", "1 while the engine is paused.").Add({})),
+        pages_capacity(Gauges(r, "dorad_kv_pages_capacity", "KV pages of the server.").Add({})),
+        pages_used(Gauges(r, "dorad_kv_pages_used", "KV pages held by sequences.").Add({})),
+        pages_cached(Gauges(r, "dorad_kv_pages_cached",
+                            "KV pages held by the prefix cache alone, free for the taking.")
+                         .Add({})),
+        queried(Counters(r, "dorad_prefix_cache_queried_tokens_total",
+                         "Prompt tokens looked up in the prefix cache.")
+                    .Add({})),
+        hit(Counters(r, "dorad_prefix_cache_hit_tokens_total",
+                     "Prompt tokens found in the prefix cache.")
+                .Add({})),
+        nonfinite(Counters(r, "dorad_nonfinite_logits_total",
+                           "Sequences ended because their logits were not finite.")
+                      .Add({})) {}
+
+  Histogram& step;
+  prometheus::Family<Histogram>& rows;
+  Histogram &decode_rows, &prefill_rows, &adapters;
+  Counter& preemptions;
+  Gauge &running, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used, &pages_cached;
+  Counter &queried, &hit, &nonfinite;
+};
+
+struct AdapterMetrics {
+  explicit AdapterMetrics(Registry& r)
+      : loads(Counters(r, "dorad_adapter_loads_total", "Adapter versions loaded.").Add({})),
+        failures(&Counters(r, "dorad_adapter_load_failures_total",
+                           "Adapter loads that failed, by reason."),
+                 {"reason"}),
+        seconds(&Histograms(r, "dorad_adapter_load_seconds",
+                            "Time of one adapter load, by stage and in total."),
+                {"stage"}, LoadBuckets()),
+        versions(Gauges(r, "dorad_adapter_versions", "Adapter versions held, by state.")),
+        ready(versions.Add({{"state", "ready"}})),
+        retiring(versions.Add({{"state", "retiring"}})),
+        loading(versions.Add({{"state", "loading"}})),
+        bytes(Gauges(r, "dorad_adapter_resident_bytes", "Memory of the adapters held.").Add({})),
+        leases(Gauges(r, "dorad_adapter_leases", "Leases on adapter versions.").Add({})),
+        generation(Gauges(r, "dorad_adapter_generation",
+                          "Generation of the server's active versions; rises with each change.")
+                       .Add({})) {}
+
+  Counter& loads;
+  Labelled<Counter, 1> failures;
+  Labelled<Histogram, 1> seconds;
+  prometheus::Family<Gauge>& versions;
+  Gauge &ready, &retiring, &loading, &bytes, &leases, &generation;
+};
+
+struct RpcMetrics {
+  explicit RpcMetrics(Registry& r)
+      : started(&Counters(r, "dorad_rpc_started_total", "RPCs started."), {"method"}),
+        handled(&Counters(r, "dorad_rpc_handled_total", "RPCs completed, by gRPC code."),
+                {"method", "code"}),
+        seconds(&Histograms(r, "dorad_rpc_handling_seconds", "Time from start to end of an RPC."),
+                {"method"}, RpcBuckets()) {}
+
+  Labelled<Counter, 1> started;
+  Labelled<Counter, 2> handled;
+  Labelled<Histogram, 1> seconds;
+};
+
+}  // namespace
+
+struct Metrics::Impl {
+  explicit Impl(const Info& info)
+      : requests(registry),
+        engine(registry),
+        adapters(registry),
+        memory(&Gauges(registry, "dorad_memory_bytes", "Memory of the server's data, by kind."),
+               {"kind"}),
+        rpc(registry),
+        process(&registry) {
+    Gauges(registry, "dorad_build_info", "The running program; the value is 1.")
+        .Add({{"version", info.version}})
+        .Set(1);
+    Gauges(registry, "dorad_model_info", "The served base model; the value is 1.")
+        .Add({{"model", info.model},
+              {"model_type", info.model_type},
+              {"device", info.device},
+              {"compute_dtype", info.compute_dtype}})
+        .Set(1);
+  }
+
+  Registry registry;
+  RequestMetrics requests;
+  EngineMetrics engine;
+  AdapterMetrics adapters;
+  Labelled<Gauge, 1> memory;
+  RpcMetrics rpc;
+  internal::ProcessMetrics process;
+};
+
+Metrics::Metrics(const Info& info) : impl_(std::make_unique<Impl>(info)) {}
+Metrics::~Metrics() = default;
+
+void Metrics::RequestAdmitted(RequestKind kind) {
+  Of(impl_->requests.admitted, kind).Increment();
+}
+
+void Metrics::RequestRefused(RequestKind kind, const std::string& reason) {
+  impl_->requests.refused.Of({NameOf(kind), reason}).Increment();
+}
+
+void Metrics::RequestEnded(RequestKind kind, const std::string& outcome, absl::Duration total) {
+  impl_->requests.ended.Of({NameOf(kind), outcome}).Increment();
+  Of(impl_->requests.seconds, kind).Observe(Seconds(total));
+}
+
+void Metrics::SampleEnded(const std::string& finish_reason) {
+  impl_->requests.samples.Of({finish_reason}).Increment();
+}
+
+void Metrics::PromptTokens(int64_t computed, int64_t cached) {
+  impl_->requests.computed.Increment(static_cast<double>(computed));
+  impl_->requests.cached.Increment(static_cast<double>(cached));
+}
+
+void Metrics::GeneratedTokens(int64_t tokens) {
+  impl_->requests.generated.Increment(static_cast<double>(tokens));
+}
+
+void Metrics::ScoredTokens(int64_t tokens) {
+  impl_->requests.scored.Increment(static_cast<double>(tokens));
+}
+
+void Metrics::QueueTime(absl::Duration time) { impl_->requests.queue.Observe(Seconds(time)); }
+
+void Metrics::TimeToFirstToken(absl::Duration time) {
+  impl_->requests.first_token.Observe(Seconds(time));
+}
+
+void Metrics::InterTokenLatency(absl::Duration time, int64_t tokens) {
+  const double seconds = Seconds(time);
+  for (int64_t i = 0; i < tokens; ++i) impl_->requests.inter_token.Observe(seconds);
+}
+
+void Metrics::StepDone(const Step& step) {
+  EngineMetrics& engine = impl_->engine;
+  engine.step.Observe(Seconds(step.time));
+  // A step without rows of a phase says nothing about the size of that phase's batches.
+  if (step.decode_rows > 0) engine.decode_rows.Observe(static_cast<double>(step.decode_rows));
+  if (step.prefill_rows > 0) engine.prefill_rows.Observe(static_cast<double>(step.prefill_rows));
+  engine.adapters.Observe(step.distinct_adapters);
+}
+
+void Metrics::Preemptions(int64_t count) {
+  impl_->engine.preemptions.Increment(static_cast<double>(count));
+}
+
+void Metrics::SetEngine(const EngineGauges& gauges) {
+  EngineMetrics& engine = impl_->engine;
+  engine.running.Set(gauges.running_sequences);
+  engine.queued.Set(gauges.queued_requests);
+  engine.queued_tokens.Set(static_cast<double>(gauges.queued_tokens));
+  engine.paused.Set(gauges.paused ? 1 : 0);
+  engine.pages_capacity.Set(static_cast<double>(gauges.kv_pages_total));
+  engine.pages_used.Set(static_cast<double>(gauges.kv_pages_used));
+  engine.pages_cached.Set(static_cast<double>(gauges.kv_pages_cached));
+}
+
+void Metrics::PrefixCache(int64_t queried_tokens, int64_t hit_tokens) {
+  impl_->engine.queried.Increment(static_cast<double>(queried_tokens));
+  impl_->engine.hit.Increment(static_cast<double>(hit_tokens));
+}
+
+void Metrics::NonFiniteLogits() { impl_->engine.nonfinite.Increment(); }
+
+void Metrics::AdapterLoaded(const std::map<std::string, absl::Duration>& stages) {
+  impl_->adapters.loads.Increment();
+  for (const auto& [stage, time] : stages) {
+    impl_->adapters.seconds.Of({stage}).Observe(Seconds(time));
+  }
+}
+
+void Metrics::AdapterLoadFailed(const std::string& reason) {
+  impl_->adapters.failures.Of({reason}).Increment();
+}
+
+void Metrics::SetAdapters(const AdapterGauges& gauges) {
+  AdapterMetrics& adapters = impl_->adapters;
+  adapters.ready.Set(gauges.ready);
+  adapters.retiring.Set(gauges.retiring);
+  adapters.loading.Set(gauges.loading);
+  adapters.bytes.Set(static_cast<double>(gauges.resident_bytes));
+  adapters.leases.Set(gauges.leases);
+  adapters.generation.Set(static_cast<double>(gauges.generation));
+}
+
+void Metrics::SetMemory(const std::string& kind, int64_t bytes) {
+  impl_->memory.Of({kind}).Set(static_cast<double>(bytes));
+}
+
+void Metrics::RpcStarted(const std::string& method) { impl_->rpc.started.Of({method}).Increment(); }
+
+void Metrics::RpcHandled(const std::string& method, const std::string& code, absl::Duration time) {
+  impl_->rpc.handled.Of({method, code}).Increment();
+  impl_->rpc.seconds.Of({method}).Observe(Seconds(time));
+}
+
+std::string Metrics::Render() {
+  impl_->process.Refresh();
+  return prometheus::TextSerializer().Serialize(impl_->registry.Collect());
+}
+
+}  // namespace dorad
