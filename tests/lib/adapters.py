@@ -78,14 +78,15 @@ KINDS = [
         save_embeddings=True,
     ),
     Kind("dora_bf16", _dora(), dtype=torch.bfloat16),
+    Kind("dora_r64", _dora(r=64, lora_alpha=64)),
     Kind("dora_fp16_suffix", _dora(), dtype=torch.float16, weight_suffix=True),
 ]
 BY_NAME = {kind.name: kind for kind in KINDS}
 
 
-def perturb(model: torch.nn.Module, seed: int, delta: float = 0.08) -> None:
-    """Fills every adapter tensor so that the entries of s·B·A have a deviation of about delta times
-    that of trained weights in the tiny models (or of the layer itself, where that is smaller)."""
+def perturb(model: torch.nn.Module, seed: int, delta: float = 0.8) -> None:
+    """Fills every adapter tensor; the entries of s·B·A deviate by about `delta` times as much as
+    those of the base weight."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(tensor: torch.Tensor, std: float) -> None:
@@ -96,7 +97,7 @@ def perturb(model: torch.nn.Module, seed: int, delta: float = 0.08) -> None:
             if not isinstance(layer, LoraLayer):
                 continue
             rank = layer.r["default"]
-            size = min(delta, float(layer.get_base_layer().weight.float().std()))
+            size = delta * float(layer.get_base_layer().weight.float().std())
             size /= layer.scaling["default"] * rank**0.5
             if "default" in layer.lora_A:
                 a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight

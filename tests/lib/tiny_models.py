@@ -175,7 +175,19 @@ FAMILIES = [
         dtype=torch.bfloat16,
     ),
 ]
-BY_NAME = {family.name: family for family in FAMILIES}
+# Long contexts and a few milliseconds a token: for tests that catch a request in its middle.
+SLOW = Family(
+    "slow",
+    _llama(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+    ),
+)
+BY_NAME = {family.name: family for family in [*FAMILIES, SLOW]}
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
@@ -191,9 +203,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             elif name.endswith("bias"):
                 normal(parameter, 0.2)
             elif "embed_tokens" in name or "lm_head" in name:
-                normal(parameter, 0.2)
+                normal(parameter, 1.6 * parameter.shape[1] ** -0.5)
             else:
-                normal(parameter, 0.1)
+                normal(parameter, 0.8 * parameter.shape[1] ** -0.5)
 
 
 def make(family: Family, directory: Path, seed: int = 0) -> Path:

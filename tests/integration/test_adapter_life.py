@@ -1,0 +1,240 @@
+"""The life of adapter versions over the wire: publish, activate, retire, list, watch."""
+
+import hashlib
+import threading
+
+import grpc
+import pytest
+from dorad.v1 import adapters_pb2, types_pb2
+from lib.server import Server, serve, wait_until
+from lib.wire import ABORTED, LENGTH, collect, failure, publish_parts
+
+PROMPT = [11, 12, 13, 14, 15]
+
+
+@pytest.fixture
+def server(zoo):
+    roots = f"[{zoo.directory}]"
+    with serve(zoo.model("slow"), None, {"adapters.allowed_roots": roots}) as running:
+        yield running
+
+
+def generation(server: Server) -> int:
+    return server.wire.info().generation
+
+
+def refused(call, *args, **kwargs):
+    with pytest.raises(grpc.RpcError) as caught:
+        call(*args, **kwargs)
+    return failure(caught.value)
+
+
+def answer(server: Server, adapter: str) -> list[int]:
+    options = dict(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return server.wire.generate(PROMPT, adapter=adapter, **options)[0].tokens
+
+
+def test_versions_rise_and_the_active_one_serves(server: Server, zoo) -> None:
+    first = server.wire.publish("x", zoo.adapter("slow", "dora", 0), activate=True)
+    second = server.wire.publish("x", zoo.adapter("slow", "dora", 1))
+    assert (first.adapter.version, second.adapter.version) == (1, 2)
+    assert first.adapter.active and not second.adapter.active
+    assert first.adapter.digest != second.adapter.digest
+    assert second.generation > first.generation
+    one, two = answer(server, "x@1"), answer(server, "x@2")
+    assert answer(server, "x") == one != two
+    moved = server.wire.activate("x", 2)
+    assert moved.previous_version == 1 and moved.adapter.active
+    assert answer(server, "x") == two and answer(server, "x@1") == one
+
+
+def test_path_and_upload_give_one_digest(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "dora_everything")
+    uploaded = server.wire.publish("up", folder).adapter
+    read = server.wire.publish_path("path", folder).adapter
+    assert uploaded.digest == read.digest
+    assert uploaded.kind == types_pb2.ADAPTER_KIND_DORA
+    assert (uploaded.min_rank, uploaded.max_rank) == (6, 6)
+    assert uploaded.num_modules == 6 * 7 + 2
+    assert uploaded.resident_bytes >= 4 * uploaded.num_parameters > 0
+    assert uploaded.timing.norms.ToNanoseconds() > 0
+    assert answer(server, "up@1") == answer(server, "path@1") != answer(server, "")
+
+
+def test_explicit_versions_must_rise(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora")
+    assert server.wire.publish("v", folder, version=7).adapter.version == 7
+    assert server.wire.publish("v", folder).adapter.version == 8
+    refusal = refused(server.wire.publish, "v", folder, version=8)
+    assert refusal.code == grpc.StatusCode.ABORTED and refusal.reason == "ADAPTER_VERSION_TAKEN"
+
+
+def test_expected_generation_is_compared(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora")
+    server.wire.publish("g", folder, activate=True)
+    server.wire.publish("g", folder)
+    now = generation(server)
+    refusal = refused(server.wire.activate, "g", 2, now - 1)
+    assert refusal.code == grpc.StatusCode.ABORTED and refusal.reason == "GENERATION_MISMATCH"
+    assert server.wire.adapter("g").version == 1
+    assert server.wire.activate("g", 2, now).generation > now
+    refusal = refused(server.wire.publish, "g", folder, activate=True, expected_generation=now)
+    assert refusal.reason == "GENERATION_MISMATCH"
+    assert server.wire.adapter("g").version == 2
+
+
+def test_only_one_of_many_racing_activations_wins(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora")
+    for _ in range(8):
+        server.wire.publish("race", folder)
+    now, wins, losses = generation(server), [], []
+
+    def run(version: int) -> None:
+        try:
+            server.wire.activate("race", version, now)
+            wins.append(version)
+        except grpc.RpcError as error:
+            losses.append(failure(error).reason)
+
+    threads = [threading.Thread(target=run, args=(version,)) for version in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(wins) == 1 and set(losses) == {"GENERATION_MISMATCH"}
+    assert server.wire.adapter("race").version == wins[0]
+
+
+def test_retired_version_serves_its_holders_and_nobody_else(server: Server, zoo) -> None:
+    before = server.wire.info().memory_bytes["adapters"]
+    server.wire.publish("r", zoo.adapter("slow", "dora"), activate=True)
+    call = server.wire.stream(PROMPT, adapter="r", max_tokens=150, ignore_eos=True)
+    messages = [next(call)]
+    assert server.wire.adapter("r@1").leases == 1
+    retired = server.wire.retire("r", 1).adapter
+    assert retired.state == types_pb2.ADAPTER_STATE_RETIRING and not retired.active
+    assert refused(server.wire.generate, PROMPT, adapter="r@1").reason == "ADAPTER_NOT_READY"
+    named = refused(server.wire.generate, PROMPT, adapter="r")
+    assert named.code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.FAILED_PRECONDITION)
+    assert server.wire.info().memory_bytes["adapters"] > before
+    (sample,) = collect([*messages, *call]).values()
+    assert sample.reason == LENGTH and sample.spans[0][:2] == ("r", 1)
+    wait_until(
+        lambda: server.wire.info().memory_bytes["adapters"] == before, what="its memory freed"
+    )
+    assert server.wire.adapter("r@1").state == types_pb2.ADAPTER_STATE_GONE
+
+
+def test_forced_retire_ends_its_holders(server: Server, zoo) -> None:
+    server.wire.publish("f", zoo.adapter("slow", "dora"), activate=True)
+    server.wire.publish("other", zoo.adapter("slow", "lora"), activate=True)
+    options = dict(ignore_eos=True)
+    held = server.wire.stream(PROMPT, adapter="f", max_tokens=4000, **options)
+    other = server.wire.stream(PROMPT, adapter="other", max_tokens=80, **options)
+    messages = [next(held)]
+    server.wire.retire("f", 1, force=True)
+    assert collect([*messages, *held])[0].reason == ABORTED
+    assert collect(other)[0].reason == LENGTH
+
+
+def test_unknown_names_and_versions(server: Server, zoo) -> None:
+    server.wire.publish("known", zoo.adapter("slow", "lora"))
+    for ref, reason in [
+        ("unknown", "ADAPTER_NOT_FOUND"),
+        ("known@9", "ADAPTER_NOT_FOUND"),
+        ("known", "ADAPTER_NO_ACTIVE_VERSION"),
+    ]:
+        refusal = refused(server.wire.generate, PROMPT, adapter=ref)
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.NOT_FOUND, reason)
+        assert ref.partition("@")[0] in refusal.message
+    assert refused(server.wire.activate, "known", 5).reason == "ADAPTER_NOT_FOUND"
+    assert refused(server.wire.retire, "nobody", 1).reason == "ADAPTER_NOT_FOUND"
+
+
+def test_list_pages_in_order(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    for name in ("b", "a", "c"):
+        for _ in range(3):
+            server.wire.publish(name, folder)
+    expected = [(name, version) for name in "abc" for version in (1, 2, 3)]
+    for page_size in (None, 1, 2, 4, 9):
+        listed = server.wire.list_adapters(page_size=page_size)
+        assert [(item.name, item.version) for item in listed] == expected
+    assert [item.version for item in server.wire.list_adapters("b")] == [1, 2, 3]
+
+
+def test_tags_are_kept(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    server.wire.publish("tagged", folder, tags={"step": "12", "run": "grpo"})
+    assert dict(server.wire.adapter("tagged@1").tags) == {"step": "12", "run": "grpo"}
+
+
+def test_watch_tells_everything_in_order(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    call = server.wire.adapters.Watch(
+        adapters_pb2.WatchRequest(from_generation=generation(server)), timeout=30
+    )
+    server.wire.publish("w", folder)
+    server.wire.activate("w", 1)
+    refused(server.wire.publish, "w", zoo.adapter("llama2", "lora"))
+    server.wire.retire("w", 1)
+    events = []
+    for event in call:
+        events.append(event)
+        if event.type == adapters_pb2.WATCH_EVENT_TYPE_GONE:
+            break
+    call.cancel()
+    kinds = [adapters_pb2.WatchEventType.Name(event.type)[len("WATCH_EVENT_TYPE_") :] for event in events]
+    assert kinds == ["PUBLISHED", "ACTIVATED", "FAILED", "RETIRED", "GONE"]
+    generations = [event.generation for event in events]
+    assert generations == sorted(set(generations))
+    replay = server.wire.adapters.Watch(
+        adapters_pb2.WatchRequest(from_generation=generations[0]), timeout=30
+    )
+    assert [next(replay).generation for _ in events[1:]] == generations[1:]
+    replay.cancel()
+
+
+def test_upload_must_be_whole_and_intact(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    image = (folder / "adapter_model.safetensors").read_bytes()
+    config = (folder / "adapter_config.json").read_text()
+    digest = hashlib.sha256(image).digest()
+
+    def upload(parts):
+        return refused(lambda: server.wire.adapters.Publish(iter(parts), timeout=30))
+
+    begin = adapters_pb2.PublishBegin(
+        name="u",
+        adapter_config_json=config,
+        safetensors_size=len(image),
+        safetensors_sha256=digest,
+    )
+    whole = list(publish_parts(begin, image))
+    wrong_hash = adapters_pb2.PublishBegin()
+    wrong_hash.CopyFrom(begin)
+    wrong_hash.safetensors_sha256 = bytes(32)
+    cases = {
+        "no begin": whole[1:],
+        "no commit": whole[:-1],
+        "no chunk": [whole[0], whole[-1]],
+        "two begins": [whole[0], *whole],
+        "gap": [whole[0], adapters_pb2.PublishRequest(
+            chunk=adapters_pb2.PublishChunk(offset=5, data=image[5:])), whole[-1]],
+        "too much": [*whole[:-1], adapters_pb2.PublishRequest(
+            chunk=adapters_pb2.PublishChunk(offset=len(image), data=b"x")), whole[-1]],
+        "wrong hash": [adapters_pb2.PublishRequest(begin=wrong_hash), *whole[1:]],
+        "empty": [],
+    }
+    for name, parts in cases.items():
+        refusal = upload(parts)
+        assert refusal.code in (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            grpc.StatusCode.DATA_LOSS,
+        ), (name, refusal)
+        assert refusal.reason, name
+    assert server.wire.adapters.Publish(iter(whole), timeout=30).adapter.name == "u"
+    assert all(
+        item.state in (types_pb2.ADAPTER_STATE_READY, types_pb2.ADAPTER_STATE_FAILED)
+        for item in server.wire.list_adapters()
+    )

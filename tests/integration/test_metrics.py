@@ -1,0 +1,132 @@
+"""The metrics endpoint: names, values that move, format."""
+
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+
+import pytest
+from lib.server import Server, serve, wait_until
+
+PROMPT = list(range(10, 50))
+
+
+@pytest.fixture(scope="module")
+def server(zoo):
+    adapters = {"a": zoo.adapter("llama2", "dora"), "b": zoo.adapter("llama2", "lora")}
+    with serve(zoo.model("llama2"), adapters) as running:
+        yield running
+
+
+def delta(server: Server, action) -> dict[str, float]:
+    before = server.metrics()
+    action()
+    return {key: value - before.get(key, 0.0) for key, value in server.metrics().items()}
+
+
+def moved(changes: dict[str, float], name: str) -> float:
+    values = [v for key, v in changes.items() if key == name or key.startswith(name + "{")]
+    assert values, f"{name} is not exported"
+    return sum(values)
+
+
+def test_generation_moves_its_counters(server: Server) -> None:
+    def run() -> None:
+        for _ in range(2):
+            server.wire.generate(PROMPT, adapter="a", n=2, max_tokens=6, ignore_eos=True)
+
+    changes = delta(server, run)
+    assert moved(changes, "dorad_requests_total") == 2
+    assert moved(changes, "dorad_generated_tokens_total") == 2 * 2 * 6
+    assert moved(changes, "dorad_prompt_tokens_total") == 2 * 2 * len(PROMPT)
+    assert moved(changes, "dorad_time_to_first_token_seconds_count") == 2
+    assert moved(changes, "dorad_inter_token_latency_seconds_count") == 2 * 2 * 5
+    assert moved(changes, "dorad_step_duration_seconds_count") >= 12
+    assert moved(changes, "dorad_prefix_cache_hit_tokens_total") >= 32
+
+
+def test_scoring_and_refusals_are_counted(server: Server) -> None:
+    import grpc
+
+    def run() -> None:
+        server.wire.score([PROMPT], ["a", "b", ""])
+        with pytest.raises(grpc.RpcError):
+            server.wire.generate(PROMPT, adapter="nobody")
+
+    changes = delta(server, run)
+    assert moved(changes, "dorad_scored_tokens_total") >= 3 * (len(PROMPT) - 1)
+    codes = [key for key, value in changes.items() if value and 'code="NOT_FOUND"' in key]
+    assert codes, "the refused call is not counted by its code"
+
+
+def test_adapters_and_memory_are_gauged(server: Server, zoo) -> None:
+    resident = server.metric("dorad_adapter_resident_bytes")
+    server.wire.publish("c", zoo.adapter("llama2", "dora_r96"), activate=True)
+    assert server.metric("dorad_adapter_resident_bytes") > resident
+    server.wire.retire("c", 1)
+    wait_until(
+        lambda: server.metric("dorad_adapter_resident_bytes") == resident, what="bytes returned"
+    )
+    values = server.metrics()
+    memory = {key: value for key, value in values.items() if key.startswith("dorad_memory_bytes{")}
+    kinds = {re.search(r'kind="(\w+)"', key).group(1) for key in memory}
+    assert kinds == {"weights", "kv", "adapters", "norms"} and min(memory.values()) > 0
+    assert any("load" in key and 'stage="norms"' in key for key in values)
+
+
+def test_memory_by_kind_agrees_with_info(server: Server) -> None:
+    memory = server.wire.info().memory_bytes
+    for key, value in server.metrics().items():
+        match = re.fullmatch(r'dorad_memory_bytes\{kind="(\w+)"\}', key)
+        if match:
+            assert memory[match.group(1)] == value
+
+
+def test_names_carry_no_adapter_name_and_have_help_and_type(server: Server) -> None:
+    text = server.metrics_text()
+    described = set(re.findall(r"^# HELP (\w+) \S", text, re.MULTILINE))
+    typed = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    assert described == set(typed) and len(typed) > 20
+    for name, kind in typed.items():
+        assert name.startswith(("dorad_", "process_")), name
+        assert name.endswith("_total") == (kind == "counter"), name
+        assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", name), name
+    assert not re.search(r'="(a|b|a@1)"', text), "an adapter's name became a label"
+
+
+def test_text_passes_promtool_where_it_is_installed(server: Server) -> None:
+    """Without promtool the format is still read line by line: every line is a comment or a sample."""
+    text = server.metrics_text()
+    sample = re.compile(r'^[a-z_]+(\{([a-z_]+="[^"\n]*",?)*\})? (-?[0-9.e+-]+|NaN|\+Inf|-Inf)$')
+    bad = [line for line in text.splitlines() if not line.startswith("# ") and not sample.match(line)]
+    assert bad == []
+    if shutil.which("promtool"):
+        run = subprocess.run(
+            ["promtool", "check", "metrics"], input=text, text=True, capture_output=True, timeout=30
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_half_open_connections_do_not_keep_scrapes_away(server: Server) -> None:
+    host, _, port = server.metrics_url.removeprefix("http://").partition("/")[0].partition(":")
+    idle = [socket.create_connection((host, int(port)), 5) for _ in range(12)]
+    try:
+        for connection in idle[:6]:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHo")
+        begin = time.monotonic()
+        assert "dorad_" in server.metrics_text()
+        assert time.monotonic() - begin < 8
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_health_endpoints_and_unknown_paths(server: Server) -> None:
+    base = server.metrics_url.removesuffix("/metrics")
+    for path in ("/healthz", "/readyz"):
+        assert urllib.request.urlopen(base + path, timeout=5).status == 200
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(base + "/nothing", timeout=5)
+    assert caught.value.code == 404

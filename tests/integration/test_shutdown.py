@@ -1,0 +1,161 @@
+"""Starting and stopping: the ready line, ports, drains, exit codes."""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+
+import grpc
+import pytest
+from lib.server import binary, command, environment, serve, start, wait_until
+from lib.wire import LENGTH, collect, failure
+
+PROMPT = [11, 12, 13, 14, 15]
+
+
+@pytest.fixture
+def slow(zoo, tmp_path):
+    """A server that the test ends itself."""
+    servers = []
+
+    def run(**settings):
+        settings = {"engine.kv_bytes": 256 << 20} | settings
+        line = command(zoo.model("slow"), {"a": zoo.adapter("slow", "dora")}, settings)
+        servers.append(start(line, tmp_path / f"server{len(servers)}.log"))
+        return servers[-1]
+
+    yield run
+    for server in servers:
+        server.wire.close()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def run_to_end(line: list[str], timeout: float = 60) -> subprocess.CompletedProcess:
+    return subprocess.run(line, capture_output=True, text=True, timeout=timeout, env=environment())
+
+
+def test_sigterm_lets_running_requests_finish(slow) -> None:
+    server = slow()
+    call = server.wire.stream(PROMPT, adapter="a", max_tokens=150, ignore_eos=True)
+    messages = [next(call)]
+    os.kill(server.pid, signal.SIGTERM)
+
+    def refusal():
+        try:
+            server.wire.generate(PROMPT, max_tokens=1, timeout=5)
+        except grpc.RpcError as error:
+            return failure(error)
+        return None
+
+    assert wait_until(refusal, what="new requests to be refused").code == (
+        grpc.StatusCode.UNAVAILABLE
+    )
+    (sample,) = collect([*messages, *call]).values()
+    assert sample.reason == LENGTH and len(sample.tokens) == 150
+    assert server.process.wait(20) == 0
+
+
+def test_sigint_ends_an_idle_server_at_once(slow) -> None:
+    server = slow()
+    begin = time.monotonic()
+    os.kill(server.pid, signal.SIGINT)
+    assert server.process.wait(20) == 0
+    assert time.monotonic() - begin < 5
+
+
+def test_drain_is_bounded(slow) -> None:
+    server = slow(**{"server.drain_timeout_seconds": 0.5})
+    call = server.wire.stream(PROMPT, max_tokens=8000, ignore_eos=True)
+    next(call)
+    begin = time.monotonic()
+    os.kill(server.pid, signal.SIGTERM)
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in call:
+            pass
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert server.process.wait(20) == 0
+    assert time.monotonic() - begin < 10
+
+
+def test_second_sigterm_does_not_wait(slow) -> None:
+    server = slow()
+    call = server.wire.stream(PROMPT, max_tokens=8000, ignore_eos=True)
+    next(call)
+    begin = time.monotonic()
+    os.kill(server.pid, signal.SIGTERM)
+    time.sleep(0.3)
+    assert server.process.poll() is None, "the running request was not waited for"
+    os.kill(server.pid, signal.SIGTERM)
+    server.process.wait(10)
+    assert time.monotonic() - begin < 5
+
+
+def test_readiness_ends_when_draining(slow) -> None:
+    server = slow()
+    ready = server.metrics_url.replace("/metrics", "/readyz")
+    assert urllib.request.urlopen(ready, timeout=5).status == 200
+    call = server.wire.stream(PROMPT, max_tokens=400, ignore_eos=True)
+    next(call)
+    os.kill(server.pid, signal.SIGTERM)
+
+    def refused() -> bool:
+        try:
+            return urllib.request.urlopen(ready, timeout=5).status != 200
+        except urllib.error.HTTPError as error:
+            return error.code == 503
+
+    wait_until(refused, what="readiness to end")
+    call.cancel()
+    assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("key", ["server.grpc_listen", "server.metrics_listen"])
+def test_port_in_use_is_one_clear_line(zoo, key: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = run_to_end(command(zoo.model("llama2"), None, {key: f"127.0.0.1:{port}"}))
+    assert run.returncode not in (0, -signal.SIGABRT, -signal.SIGSEGV)
+    assert "ready" not in run.stdout
+    assert str(port) in run.stderr
+
+
+def test_many_stops_while_requests_arrive(zoo, tmp_path) -> None:
+    """Requests race with the end: each ends with tokens or with UNAVAILABLE, and the exit is clean."""
+    for _ in range(3):
+        with serve(zoo.model("llama2"), {"a": zoo.adapter("llama2", "dora")}) as server:
+            codes, stop = [], threading.Event()
+
+            def hammer(server=server, codes=codes, stop=stop) -> None:
+                while not stop.is_set():
+                    try:
+                        server.wire.generate(PROMPT, adapter="a", max_tokens=5, ignore_eos=True)
+                        codes.append(grpc.StatusCode.OK)
+                    except grpc.RpcError as error:
+                        codes.append(error.code())
+                        return
+
+            threads = [threading.Thread(target=hammer) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            wait_until(lambda codes=codes: len(codes) > 8, what="requests to flow")
+            os.kill(server.pid, signal.SIGTERM)
+            assert server.process.wait(20) == 0
+            stop.set()
+            for thread in threads:
+                thread.join(20)
+            assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+
+
+def test_version_and_help() -> None:
+    version = run_to_end([str(binary()), "--version"])
+    assert version.returncode == 0 and version.stdout.startswith("dorad ")
+    usage = run_to_end([str(binary()), "--help"])
+    assert usage.returncode == 0
+    assert all(word in usage.stdout for word in ("serve", "check-config", "--model", "--adapter"))
