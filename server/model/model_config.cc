@@ -1,0 +1,288 @@
+#include "server/model/model_config.h"
+
+#include <optional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/model/config_json.h"
+#include "server/model/refused_keys.h"
+#include "server/model/rope_config.h"
+
+namespace dorad::model {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr uint64_t kMaxConfigBytes = 4 << 20;
+constexpr char kConfigFile[] = "config.json";
+constexpr char kGenerationFile[] = "generation_config.json";
+
+// Beyond these a number is a mistake, not a model; products of any two still fit easily.
+constexpr IntRange kVocab{1, 1 << 24};
+constexpr IntRange kWidth{1, 1 << 20};
+constexpr IntRange kLayers{1, 1024};
+constexpr IntRange kHeads{1, 1024};
+constexpr IntRange kHeadDim{2, 1024};
+constexpr IntRange kPositions{1, 1 << 24};
+
+// How a family differs from the others before its config.json is read: transformers' defaults for
+// absent keys, and which keys its classes read at all.
+struct Family {
+  const char* model_type;
+  const char* architecture;
+  std::optional<int64_t> default_kv_heads;  // nullopt: as many as heads
+  int64_t default_head_dim;                 // 0: hidden_size / heads
+  int64_t default_context;
+  std::optional<int32_t> default_eos;
+  bool qkv_bias;             // always
+  bool reads_attention_bias;  // of q, k, v and o
+  bool reads_mlp_bias;
+  bool qk_norm;
+  enum Windows { kNone, kEveryLayer, kByLayer } windows;
+};
+
+constexpr Family kFamilies[] = {
+    {"llama", "LlamaForCausalLM", std::nullopt, 0, 2048, 2, false, true, true, false,
+     Family::kNone},
+    {"mistral", "MistralForCausalLM", 8, 0, 4096 * 32, 2, false, false, false, false,
+     Family::kEveryLayer},
+    {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, std::nullopt, true, false, false, false,
+     Family::kByLayer},
+    {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, std::nullopt, false, true, false, true,
+     Family::kByLayer},
+};
+
+const Family* FindFamily(Fields& fields) {
+  if (!fields.Has("model_type")) {
+    fields.Invalid("model_type", "is missing");
+    return nullptr;
+  }
+  const std::string type = fields.Text("model_type", "");
+  for (const Family& family : kFamilies) {
+    if (type == family.model_type) return &family;
+  }
+  fields.Unsupported("model_type", absl::StrCat(Shown(*fields.Find("model_type")),
+                                                " is not one of llama, mistral, qwen2, qwen3"));
+  return nullptr;
+}
+
+// A classifier or a bare body has the family's model_type, too.
+void CheckArchitectures(Fields& fields, const Family& family) {
+  const Json* architectures = fields.Find("architectures");
+  if (architectures == nullptr || *architectures == Json::array({family.architecture})) return;
+  fields.Unsupported("architectures", absl::StrCat("must be [\"", family.architecture, "\"], not ",
+                                                   Shown(*architectures)));
+}
+
+void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
+  config->vocab_size = fields.Int("vocab_size", std::nullopt, kVocab);
+  config->hidden_size = fields.Int("hidden_size", std::nullopt, kWidth);
+  config->intermediate_size = fields.Int("intermediate_size", std::nullopt, kWidth);
+  config->num_layers = fields.Int("num_hidden_layers", std::nullopt, kLayers);
+  config->num_heads = fields.Int("num_attention_heads", std::nullopt, kHeads);
+  config->context_length =
+      fields.Int("max_position_embeddings", family.default_context, kPositions);
+  config->rms_norm_eps = fields.Number("rms_norm_eps", 1e-6, {0.0, 0.1});
+  config->tied_embeddings = fields.Bool("tie_word_embeddings", false);
+}
+
+void ReadHeads(Fields& fields, const Family& family, ModelConfig* config) {
+  const int64_t heads = config->num_heads;
+  config->num_kv_heads = fields.IsNull("num_key_value_heads")
+                             ? heads
+                             : fields.Int("num_key_value_heads",
+                                          family.default_kv_heads.value_or(heads), kHeads);
+  if (heads % config->num_kv_heads != 0) {
+    fields.Invalid("num_key_value_heads",
+                   absl::StrCat("must divide num_attention_heads (", heads, "), not be ",
+                                config->num_kv_heads));
+  }
+  if (fields.Has("head_dim") || family.default_head_dim != 0) {
+    config->head_dim = fields.Int("head_dim", family.default_head_dim, kHeadDim);
+  } else {
+    config->head_dim = config->hidden_size / heads;
+    if (config->hidden_size % heads != 0 || config->head_dim < kHeadDim.min ||
+        config->head_dim > kHeadDim.max) {
+      fields.Invalid("hidden_size", absl::StrCat(config->hidden_size, " does not give ", heads,
+                                                 " heads a sensible size"));
+      config->head_dim = kHeadDim.min;
+    }
+  }
+  if (config->head_dim % 2 != 0) {
+    fields.Invalid("head_dim", absl::StrCat("must be even, not ", config->head_dim));
+    config->head_dim += 1;
+  }
+}
+
+void ReadBiasesAndActivation(Fields& fields, const Family& family, ModelConfig* config) {
+  const bool attention = family.reads_attention_bias && fields.Bool("attention_bias", false);
+  config->qkv_bias = family.qkv_bias || attention;
+  config->output_bias = attention;
+  config->mlp_bias = family.reads_mlp_bias && fields.Bool("mlp_bias", false);
+  config->qk_norm = family.qk_norm;
+  const std::string activation = fields.Text("hidden_act", "silu");
+  if (activation != "silu" && activation != "swish") {  // two names of one function
+    fields.Unsupported("hidden_act", absl::StrCat("only silu is supported, not ",
+                                                  Shown(*fields.Find("hidden_act"))));
+  }
+}
+
+// layer_types as "slides or not" for each layer. Empty when absent or wrong.
+std::vector<bool> ReadLayerTypes(Fields& fields, int64_t num_layers) {
+  const Json* types = fields.Find("layer_types");
+  if (types == nullptr) return {};
+  if (!types->is_array() || types->size() != static_cast<size_t>(num_layers)) {
+    fields.Invalid("layer_types", absl::StrCat("must be a list of ", num_layers, " names"));
+    return {};
+  }
+  std::vector<bool> slides;
+  for (const Json& type : *types) {
+    if (type != "full_attention" && type != "sliding_attention") {
+      fields.Unsupported("layer_types",
+                         absl::StrCat(Shown(type), " is neither full nor sliding attention"));
+      return {};
+    }
+    slides.push_back(type == "sliding_attention");
+  }
+  return slides;
+}
+
+// The window that the config speaks of, 0 for none.
+int64_t ReadWindow(Fields& fields, const Family& family) {
+  constexpr int64_t kDefaultWindow = 4096;  // of transformers, when the key is absent
+  const bool in_use = family.windows == Family::kEveryLayer ||
+                      (family.windows == Family::kByLayer &&
+                       fields.Bool("use_sliding_window", false));
+  if (!in_use || fields.IsNull("sliding_window")) return 0;
+  return fields.Int("sliding_window", kDefaultWindow, kPositions);
+}
+
+void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
+  const int64_t layers = config->num_layers;
+  const int64_t window = ReadWindow(fields, family);
+  const std::vector<bool> slides = ReadLayerTypes(fields, layers);
+  config->windows.assign(layers, 0);
+  if (family.windows == Family::kByLayer) {
+    const int64_t first = fields.Int("max_window_layers", 28, {0, INT32_MAX});
+    for (int64_t i = 0; i < layers; ++i) {
+      const bool slide = slides.empty() ? window > 0 && i >= first : slides[i];
+      config->windows[i] = slide ? window : 0;
+      if (slide && window == 0) {
+        fields.Invalid("layer_types", absl::StrCat("layer ", i, " slides, but no window is given"));
+        return;
+      }
+    }
+    return;
+  }
+  // transformers' Llama has no windows and its Mistral slides in every layer, whatever layer_types
+  // says; but their key/value caches do follow it. Where the two differ no result is right.
+  if (family.windows == Family::kNone && fields.Has("sliding_window")) {
+    fields.Unsupported("sliding_window", "this family has no sliding window");
+  }
+  for (const bool slide : slides) {
+    if (slide != (window > 0)) {
+      fields.Unsupported("layer_types", "must agree with sliding_window in every layer");
+      break;
+    }
+  }
+  config->windows.assign(layers, window);
+}
+
+// One id or a list. nullopt when the key is absent.
+std::optional<std::vector<int32_t>> ReadEos(Fields& fields, int64_t vocab_size) {
+  constexpr char kKey[] = "eos_token_id";
+  if (fields.IsNull(kKey)) return std::vector<int32_t>();
+  const Json* value = fields.Find(kKey);
+  if (value == nullptr) return std::nullopt;
+  std::vector<int32_t> ids;
+  for (const Json& id : value->is_array() ? *value : Json::array({*value})) {
+    const bool ok = id.is_number_integer() && id >= 0 && id < vocab_size;
+    if (!ok) {
+      fields.Invalid(kKey, absl::StrCat(Shown(id), " is not a token id below ", vocab_size));
+      break;
+    }
+    ids.push_back(id.get<int32_t>());
+  }
+  return ids;
+}
+
+// generation_config.json speaks first, as in transformers; it may be absent.
+absl::Status ReadEosTokens(const std::string& dir, Fields& config_fields, const Family& family,
+                           std::vector<Violation>* violations, ModelConfig* config) {
+  absl::StatusOr<Json> generation = ReadJsonObject(dir, kGenerationFile, kMaxConfigBytes);
+  std::optional<std::vector<int32_t>> ids;
+  if (generation.ok()) {
+    Fields fields(kGenerationFile, &*generation, violations);
+    ids = ReadEos(fields, config->vocab_size);
+    if (ids && ids->empty()) ids.reset();  // "none" there does not take back the model's own
+  } else if (absl::IsInvalidArgument(generation.status())) {
+    for (Violation& violation : ViolationsOf(generation.status())) {
+      violations->push_back(std::move(violation));
+    }
+  } else if (!absl::IsNotFound(generation.status())) {
+    return generation.status();
+  }
+  if (!ids) ids = ReadEos(config_fields, config->vocab_size);
+  if (!ids && family.default_eos) ids.emplace(1, *family.default_eos);
+  config->eos_token_ids = ids.value_or(std::vector<int32_t>());
+  return absl::OkStatus();
+}
+
+adapter::BaseModule Linear(const std::string& name, int64_t rows, int64_t cols, int layer) {
+  return {name, adapter::ModuleKind::kLinear, rows, cols, /*is_output_head=*/false, layer};
+}
+
+}  // namespace
+
+absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
+  absl::StatusOr<Json> document = ReadJsonObject(dir, kConfigFile, kMaxConfigBytes);
+  if (absl::IsNotFound(document.status())) {
+    return MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
+                     absl::StrCat("no Hugging Face model folder at ", dir, ": it has no ",
+                                  kConfigFile));
+  }
+  DORAD_RETURN_IF_ERROR(document.status());
+  std::vector<Violation> violations;
+  Fields fields(kConfigFile, &*document, &violations);
+  const Family* family = FindFamily(fields);
+  RefuseUnsupportedKeys(fields);
+  ModelConfig config;
+  // Another type's keys mean other things: nothing more can be said about them.
+  if (family != nullptr) {
+    config.model_type = family->model_type;
+    CheckArchitectures(fields, *family);
+    ReadSizes(fields, *family, &config);
+    ReadHeads(fields, *family, &config);
+    ReadBiasesAndActivation(fields, *family, &config);
+    ReadWindows(fields, *family, &config);
+    ReadRopeConfig(fields, &config);
+    DORAD_RETURN_IF_ERROR(ReadEosTokens(dir, fields, *family, &violations, &config));
+  }
+  if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
+  return config;
+}
+
+std::vector<adapter::BaseModule> ListModules(const ModelConfig& config) {
+  const int64_t hidden = config.hidden_size;
+  const int64_t inner = config.intermediate_size;
+  std::vector<adapter::BaseModule> modules;
+  for (int layer = 0; layer < config.num_layers; ++layer) {
+    const std::string prefix = absl::StrCat("model.layers.", layer);
+    // In the order of LayerModule.
+    modules.push_back(Linear(prefix + ".self_attn.q_proj", config.q_size(), hidden, layer));
+    modules.push_back(Linear(prefix + ".self_attn.k_proj", config.kv_size(), hidden, layer));
+    modules.push_back(Linear(prefix + ".self_attn.v_proj", config.kv_size(), hidden, layer));
+    modules.push_back(Linear(prefix + ".self_attn.o_proj", hidden, config.q_size(), layer));
+    modules.push_back(Linear(prefix + ".mlp.gate_proj", inner, hidden, layer));
+    modules.push_back(Linear(prefix + ".mlp.up_proj", inner, hidden, layer));
+    modules.push_back(Linear(prefix + ".mlp.down_proj", hidden, inner, layer));
+  }
+  modules.push_back({"model.embed_tokens", adapter::ModuleKind::kEmbedding, config.vocab_size,
+                     hidden, /*is_output_head=*/false, /*layer=*/-1});
+  modules.push_back({"lm_head", adapter::ModuleKind::kLinear, config.vocab_size, hidden,
+                     /*is_output_head=*/true, /*layer=*/-1});
+  return modules;
+}
+
+}  // namespace dorad::model

@@ -1,0 +1,13 @@
+// Keys of config.json that would change the result of a forward pass in a way this server does not
+// have. The families' own transformers classes mostly ignore them: a model that carries one was made
+// for other code. Thread-safe (a pure function).
+#pragma once
+
+#include "server/model/config_json.h"
+
+namespace dorad::model {
+
+// One violation (MODEL_UNSUPPORTED) for each of them whose value is not neutral.
+void RefuseUnsupportedKeys(Fields& config);
+
+}  // namespace dorad::model

@@ -1,0 +1,184 @@
+#include "server/model/rope_config.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace dorad::model {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr NumberRange kFactor{1.0, 1e6};
+constexpr NumberRange kPositive{1e-6, 1e6};
+constexpr IntRange kPositions{1, int64_t{1} << 24};
+
+// Keys that transformers reads for some type. "finetuned" appears in early YaRN models and tells
+// how the checkpoint came to be; nothing reads it.
+constexpr std::array kKnownKeys = {
+    "rope_type",       "type",
+    "rope_theta",      "factor",
+    "beta_fast",       "original_max_position_embeddings",
+    "beta_slow",       "partial_rotary_factor",
+    "mscale",          "attention_factor",
+    "mscale_all_dim",  "truncate",
+    "short_factor",    "long_factor",
+    "low_freq_factor", "high_freq_factor",
+    "finetuned"};
+
+constexpr std::pair<const char*, RopeKind> kKinds[] = {
+    {"default", RopeKind::kDefault}, {"linear", RopeKind::kLinear},
+    {"dynamic", RopeKind::kDynamicNtk}, {"llama3", RopeKind::kLlama3},
+    {"yarn", RopeKind::kYarn},       {"longrope", RopeKind::kLongRope}};
+
+// The key that holds the scaling; empty: neither. transformers lets rope_scaling replace
+// rope_parameters as a whole, its theta included; two that differ are more likely an accident.
+std::string ScalingKey(Fields& fields) {
+  const Json* parameters = fields.Find("rope_parameters");
+  const Json* scaling = fields.Find("rope_scaling");
+  if (parameters != nullptr && scaling != nullptr && *parameters != *scaling) {
+    fields.Invalid("rope_scaling", "differs from rope_parameters: only one of them can be meant");
+  }
+  if (scaling != nullptr && !scaling->empty()) return "rope_scaling";
+  return parameters != nullptr && !parameters->empty() ? "rope_parameters" : "";
+}
+
+void CheckKeys(Fields& rope) {
+  for (const auto& [key, value] : rope.object().items()) {
+    if (value.is_null() || std::count(kKnownKeys.begin(), kKnownKeys.end(), key) > 0) continue;
+    rope.Unsupported(key, value.is_object()
+                              ? "parameters for each type of layer are not supported"
+                              : absl::StrCat("is not a key this server knows: ", Shown(value)));
+  }
+}
+
+RopeKind ReadKind(Fields& rope) {
+  // The newer name wins, as in transformers.
+  const std::string key = rope.Has("rope_type") ? "rope_type" : "type";
+  const std::string name = rope.Text(key, "default");
+  for (const auto& [known, kind] : kKinds) {
+    if (name == known) return kind;
+  }
+  rope.Unsupported(key, absl::StrCat("the rotary embedding \"", name,
+                                     "\" is not one of default, linear, dynamic, llama3, yarn, "
+                                     "longrope"));
+  return RopeKind::kDefault;
+}
+
+// transformers lets the key beside the dictionary win over the one in it.
+int64_t OriginalMaxPosition(Fields& fields, Fields& rope, int64_t context_length) {
+  constexpr char kKey[] = "original_max_position_embeddings";
+  if (fields.Has(kKey)) return fields.Int(kKey, std::nullopt, kPositions);
+  return rope.Int(kKey, context_length, kPositions);
+}
+
+// Null means "derive it" where transformers says so.
+double NumberOrNull(Fields& rope, const std::string& key, double derived, NumberRange range) {
+  return rope.Has(key) ? rope.Number(key, derived, range) : derived;
+}
+
+void ReadLlama3(Fields& rope, RopeConfig* out) {
+  out->factor = rope.Number("factor", std::nullopt, kFactor);
+  out->low_freq_factor = rope.Number("low_freq_factor", std::nullopt, kPositive);
+  out->high_freq_factor = rope.Number("high_freq_factor", std::nullopt, kPositive);
+  if (rope.Has("low_freq_factor") && out->high_freq_factor <= out->low_freq_factor) {
+    rope.Invalid("high_freq_factor", "must be greater than low_freq_factor");
+  }
+}
+
+void ReadYarn(Fields& rope, int64_t context_length, RopeConfig* out) {
+  const double implied =
+      static_cast<double>(context_length) / static_cast<double>(out->original_max_position);
+  out->factor = rope.IsNull("factor") ? implied : rope.Number("factor", std::nullopt, kFactor);
+  out->attention_factor = NumberOrNull(rope, "attention_factor", 0.0, kPositive);
+  // transformers writes `or 32`, `or 1` and `mscale and mscale_all_dim`: zero counts as absent.
+  out->beta_fast = NumberOrNull(rope, "beta_fast", 0.0, {0.0, 1e6});
+  out->beta_slow = NumberOrNull(rope, "beta_slow", 0.0, {0.0, 1e6});
+  if (out->beta_fast == 0.0) out->beta_fast = 32.0;
+  if (out->beta_slow == 0.0) out->beta_slow = 1.0;
+  if (out->beta_fast < out->beta_slow) rope.Invalid("beta_fast", "must not be below beta_slow");
+  out->mscale = NumberOrNull(rope, "mscale", 0.0, {0.0, 1e6});
+  out->mscale_all_dim = NumberOrNull(rope, "mscale_all_dim", 0.0, {0.0, 1e6});
+  out->truncate = rope.Bool("truncate", true);
+}
+
+std::vector<double> ReadFactors(Fields& rope, const std::string& key, int64_t size) {
+  std::vector<double> factors;
+  const Json* list = rope.Find(key);
+  const bool ok = list != nullptr && list->is_array() && list->size() == static_cast<size_t>(size);
+  if (ok) {
+    for (const Json& value : *list) {
+      const double factor = value.is_number() ? value.get<double>() : 0.0;
+      if (factor > 0.0 && factor <= 1e6) factors.push_back(factor);
+    }
+  }
+  if (factors.size() != static_cast<size_t>(size)) {
+    rope.Invalid(key, absl::StrCat("must be a list of ", size, " positive numbers"));
+    factors.assign(size, 1.0);
+  }
+  return factors;
+}
+
+void ReadLongRope(Fields& rope, ModelConfig* config) {
+  RopeConfig& out = config->rope;
+  out.short_factor = ReadFactors(rope, "short_factor", config->head_dim / 2);
+  out.long_factor = ReadFactors(rope, "long_factor", config->head_dim / 2);
+  const double implied = static_cast<double>(config->context_length) /
+                         static_cast<double>(out.original_max_position);
+  out.factor = NumberOrNull(rope, "factor", implied, kPositive);
+  out.attention_factor = NumberOrNull(rope, "attention_factor", 0.0, kPositive);
+  if (out.original_max_position < 2) {
+    rope.Invalid("original_max_position_embeddings", "must be at least 2");
+  }
+  // Beyond this length transformers takes the long factors for the whole sequence, but leaves the
+  // keys that it has cached as they were: what it answers depends on how the sequence was fed.
+  config->context_length = std::min(config->context_length, out.original_max_position);
+}
+
+}  // namespace
+
+void ReadRopeConfig(Fields& fields, ModelConfig* config) {
+  static const Json* const kEmpty = new Json(Json::object());
+  static const NumberRange kTheta{1.0 + 1e-6, 1e12};
+  const std::string key = ScalingKey(fields);
+  std::vector<Violation> none;
+  Fields rope = key.empty() ? Fields("", kEmpty, &none) : fields.Child(key);
+  CheckKeys(rope);
+  RopeConfig& out = config->rope;
+  const double outer_theta = fields.Number("rope_theta", 10000.0, kTheta);
+  out.theta = rope.Number("rope_theta", outer_theta, kTheta);
+  for (Fields* place : {&fields, &rope}) {
+    if (NumberOrNull(*place, "partial_rotary_factor", 1.0, {0.0, 1e6}) != 1.0) {
+      place->Unsupported("partial_rotary_factor", "only a full rotary embedding (1.0) is supported");
+    }
+  }
+  out.kind = ReadKind(rope);
+  switch (out.kind) {
+    case RopeKind::kDefault:
+      break;
+    case RopeKind::kLinear:
+      out.factor = rope.Number("factor", std::nullopt, kFactor);
+      break;
+    case RopeKind::kDynamicNtk:
+      out.factor = rope.Number("factor", std::nullopt, kFactor);
+      if (config->head_dim < 4) fields.Invalid("head_dim", "must be at least 4 for dynamic scaling");
+      break;
+    case RopeKind::kLlama3:
+      out.original_max_position = OriginalMaxPosition(fields, rope, config->context_length);
+      ReadLlama3(rope, &out);
+      break;
+    case RopeKind::kYarn:
+      out.original_max_position = OriginalMaxPosition(fields, rope, config->context_length);
+      ReadYarn(rope, config->context_length, &out);
+      break;
+    case RopeKind::kLongRope:
+      out.original_max_position = OriginalMaxPosition(fields, rope, config->context_length);
+      ReadLongRope(rope, config);
+      break;
+  }
+}
+
+}  // namespace dorad::model

@@ -1,0 +1,15 @@
+// The rotary embedding's part of config.json. Torch-free. Thread-safe (a pure function).
+#pragma once
+
+#include "server/model/config_json.h"
+#include "server/model/model_config.h"
+
+namespace dorad::model {
+
+// Reads rope_parameters (or the older rope_scaling), rope_theta, partial_rotary_factor and
+// original_max_position_embeddings. REQUIRES: config->head_dim and context_length are set.
+// Sets config->rope, and lowers config->context_length where transformers would change the
+// frequencies of keys that it has already cached (longrope).
+void ReadRopeConfig(Fields& fields, ModelConfig* config);
+
+}  // namespace dorad::model
