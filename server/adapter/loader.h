@@ -1,7 +1,7 @@
 // From a PEFT adapter's bytes to a published version: parse, validate, copy, norms, publish.
 //
-// Work runs on a thread pool that App owns. A failed load leaves everything as it was except for the
-// FAILED record. Owned by App. Thread-safe.
+// Work runs on a thread pool that App owns. A failed load leaves everything as it was except for
+// the FAILED record. Owned by App. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -65,7 +65,7 @@ class AdapterLoader {
   void PublishFromBytes(PublishOptions options, std::string adapter_config_json,
                         std::vector<std::byte> safetensors, absl::Duration read,
                         PublishCallback done);
-  // PERMISSION_DENIED (PATH_NOT_ALLOWED) for a path that does not lie, after resolving links,
+  // The result is PERMISSION_DENIED (PATH_NOT_ALLOWED) for a path that does not lie, after resolving links,
   // beneath an allowed root. `trusted` skips that check (the operator's command line).
   void PublishFromPath(PublishOptions options, std::string path, bool trusted,
                        PublishCallback done);

@@ -52,11 +52,12 @@ class AdapterRegistry {
     std::function<void(std::function<void()>)> executor;
   };
   explicit AdapterRegistry(Options options);
+  // Leases may outlive the registry: the last one of a version then frees it where it ends.
   ~AdapterRegistry();
 
   // Takes a version number for a load (LOADING). version nullopt: the next one.
-  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID), ABORTED
-  // (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
+  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID: not within [1, 10^18)),
+  // ABORTED (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
   absl::StatusOr<int64_t> Reserve(const std::string& name, std::optional<int64_t> version,
                                   std::map<std::string, std::string> tags);
   // LOADING -> READY; with activate it also becomes active, in the same generation step.
@@ -73,7 +74,7 @@ class AdapterRegistry {
     int64_t generation = 0;
   };
   // NOT_FOUND (ADAPTER_NOT_FOUND), FAILED_PRECONDITION (ADAPTER_NOT_READY), ABORTED
-  // (GENERATION_MISMATCH).
+  // (GENERATION_MISMATCH). Activating the active version changes nothing.
   absl::StatusOr<Activation> Activate(const std::string& name, int64_t version,
                                       std::optional<int64_t> expected_generation);
 
@@ -81,8 +82,8 @@ class AdapterRegistry {
     AdapterRecord adapter;
     int64_t generation = 0;
   };
-  // READY -> RETIRING (and not active any more), -> GONE when the last lease ends. Errors as
-  // Activate's; retiring twice is ADAPTER_NOT_READY.
+  // READY -> RETIRING (and not active any more), -> GONE when the last lease ends, which without
+  // leases is now. Errors as Activate's; retiring twice is ADAPTER_NOT_READY.
   absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version);
 
   // A lease on a READY version. The base gives an empty lease. NOT_FOUND (ADAPTER_NOT_FOUND;
@@ -99,11 +100,14 @@ class AdapterRegistry {
   // Bytes of all versions that are READY or RETIRING.
   int64_t resident_bytes() const;
 
-  // Events with a greater generation, in order, at most `limit`. OUT_OF_RANGE
-  // (GENERATION_COMPACTED) when some of them are no longer kept.
+  // Events with a greater generation, in order, at most `limit` (one more where two events share
+  // the last generation: publish-and-activate makes two). OUT_OF_RANGE: GENERATION_COMPACTED when
+  // some of them are no longer kept, GENERATION_UNKNOWN when the generation has not been reached
+  // (it is of another run of the server).
   absl::StatusOr<std::vector<RegistryEvent>> EventsAfter(int64_t generation, int limit) const;
   // Calls back after each new event, on the thread that made it and under no lock; must not block.
-  // Returns an id for Unsubscribe, which returns only when no call of that subscriber is running.
+  // Returns an id for Unsubscribe, which returns only when no call of that subscriber is running
+  // (and so must not be called by it).
   int64_t Subscribe(std::function<void()> on_event);
   void Unsubscribe(int64_t id);
 

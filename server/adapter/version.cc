@@ -37,11 +37,11 @@ absl::StatusOr<AdapterRef> AdapterRef::Parse(std::string_view text) {
   if (!valid) {
     // The text is the caller's: show a bounded part of it, escaped by the transport.
     const std::string shown(text.substr(0, 80));
-    return MakeInvalid(
-        "adapter", {{"adapter", "ADAPTER_NAME_INVALID",
-                     absl::StrCat("\"", shown, text.size() > 80 ? "…" : "",
-                                  "\" is not \"\", \"name\" or \"name@version\" with name "
-                                  "[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])? and version >= 1")}});
+    return MakeInvalid("adapter",
+                       {{"adapter", "ADAPTER_NAME_INVALID",
+                         absl::StrCat("\"", shown, text.size() > 80 ? "…" : "",
+                                      "\" is not \"\", \"name\" or \"name@version\" with name "
+                                      "[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])? and version >= 1")}});
   }
   return ref;
 }

@@ -1,0 +1,211 @@
+#include "server/adapter/build.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/adapter/violations.h"
+#include "server/adapter/weights.h"
+#include "server/ops/dora_norm.h"
+
+namespace dorad::adapter {
+namespace {
+
+constexpr char kSubject[] = "adapter_model.safetensors";
+
+at::ScalarType ScalarTypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return at::kHalf;
+    case DType::kBF16:
+      return at::kBFloat16;
+    case DType::kF32:
+      break;
+  }
+  return at::kFloat;
+}
+
+// Rows [begin, end) of a file's tensor, in memory of their own: the file's bytes may be unaligned.
+at::Tensor CopyRows(const TensorView& view, int64_t begin, int64_t end) {
+  std::vector<int64_t> shape = view.shape;
+  const int64_t rows = shape[0];
+  shape[0] = end - begin;
+  at::Tensor tensor = at::empty(shape, at::TensorOptions(ScalarTypeOf(view.dtype)));
+  const size_t row_bytes = rows == 0 ? 0 : view.bytes.size() / static_cast<size_t>(rows);
+  std::memcpy(tensor.mutable_data_ptr(), view.bytes.data() + row_bytes * begin, tensor.nbytes());
+  return tensor;
+}
+
+at::Tensor Copy(const TensorView& view) { return CopyRows(view, 0, view.shape[0]); }
+
+// fp32, or bf16 when both factors are bf16 in the file: exact either way.
+std::pair<at::Tensor, at::Tensor> CopyFactors(const ModuleTensors& module) {
+  at::Tensor a = Copy(module.a);
+  at::Tensor b = Copy(module.b);
+  if (a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16) return {a, b};
+  return {a.to(at::kFloat), b.to(at::kFloat)};
+}
+
+std::string ModuleField(const BaseModule& module) {
+  return absl::StrCat("base_model.model.", module.name);
+}
+
+class Builder {
+ public:
+  Builder(const BaseModules& modules, BaseWeightSource& base, const BuildOptions& options)
+      : modules_(modules), base_(base), options_(options) {}
+
+  absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) {
+    auto weights = std::make_shared<AdapterWeights>();
+    weights->modules.resize(static_cast<size_t>(modules_.size()));
+    for (const ModuleTensors& module : tensors.modules) {
+      weights->modules[module.target.module_id] = BuildModule(module);
+    }
+    DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
+    built_.bytes = weights->bytes();
+    built_.weights = std::move(weights);
+    return std::move(built_);
+  }
+
+ private:
+  ops::AdapterFactors BuildModule(const ModuleTensors& tensors) {
+    const BaseModule& module = modules_.all()[tensors.target.module_id];
+    const absl::Time start = absl::Now();
+    auto [a, b] = CopyFactors(tensors);
+    const absl::Time copied = absl::Now();
+    ops::AdapterFactors factors;
+    factors.scale = static_cast<float>(tensors.target.scale);
+    // The norm sees the factors as the file has them, before any rounding for serving.
+    if (tensors.magnitude != nullptr) factors.g_O = MagnitudeScaleOf(tensors, module, a, b);
+    const absl::Time normed = absl::Now();
+    factors.a_RI = ServingLayout(module, module.kind == ModuleKind::kEmbedding ? a.t() : a);
+    factors.b_OR = ServingLayout(module, b);
+    built_.copy += (copied - start) + (absl::Now() - normed);
+    built_.norms += normed - copied;
+    return factors;
+  }
+
+  at::Tensor MagnitudeScaleOf(const ModuleTensors& tensors, const BaseModule& module,
+                              const at::Tensor& a, const at::Tensor& b) {
+    const int id = tensors.target.module_id;
+    const ops::NormAxis axis =
+        module.kind == ModuleKind::kLinear ? ops::NormAxis::kRows : ops::NormAxis::kCols;
+    const at::Tensor norms =
+        ops::FactoredNorms(base_.Weight(id), base_.SquaredNorms(id), a, b, tensors.target.scale,
+                           axis, {options_.norm_chunk_budget_bytes});
+    const at::Tensor magnitude = Copy(*tensors.magnitude).to(at::kFloat);
+    const double eps = ops::NormEpsilon(base_.CheckpointDtype(id));
+    at::Tensor g = ops::MagnitudeScale(magnitude, norms, eps);
+    CheckDegenerate(module, magnitude, norms, g, eps);
+    return g.contiguous();
+  }
+
+  // A row that vanishes has no direction, so a magnitude on it means nothing (PEFT gives NaN or
+  // infinity). Zero on zero is harmless: padded vocabularies have such rows.
+  void CheckDegenerate(const BaseModule& module, const at::Tensor& magnitude,
+                       const at::Tensor& norms, const at::Tensor& g, double eps) {
+    const float* m = magnitude.const_data_ptr<float>();
+    const float* n = norms.const_data_ptr<float>();
+    const float* scale = g.const_data_ptr<float>();
+    int64_t first = -1, count = 0;
+    for (int64_t i = 0; i < g.numel(); ++i) {
+      const bool fine = std::isfinite(n[i]) && std::isfinite(scale[i]) && (n[i] > eps || m[i] == 0);
+      if (fine) continue;
+      if (count++ == 0) first = i;
+    }
+    if (count == 0) return;
+    violations_.Add(ModuleField(module), "ADAPTER_NORM_DEGENERATE",
+                    absl::StrCat(count, " of ", g.numel(),
+                                 " rows of W + s*B*A have no usable norm; ", "the first is row ",
+                                 first, " with norm ", n[first], " and magnitude ", m[first]));
+  }
+
+  at::Tensor ServingLayout(const BaseModule& module, const at::Tensor& factor) {
+    if (!options_.factors_bf16 || factor.scalar_type() == at::kBFloat16) return factor.contiguous();
+    at::Tensor rounded = factor.to(at::kBFloat16).contiguous();
+    const TensorView view{
+        DType::kBF16, rounded.sizes().vec(),
+        absl::MakeConstSpan(static_cast<const std::byte*>(rounded.const_data_ptr()),
+                            rounded.nbytes())};
+    if (!AllFinite(view)) {
+      violations_.Add(ModuleField(module), "ADAPTER_NOT_FINITE",
+                      "a factor has values beyond bf16's range, in which this server computes");
+    }
+    return rounded;
+  }
+
+  const BaseModules& modules_;
+  BaseWeightSource& base_;
+  const BuildOptions& options_;
+  Violations violations_;
+  BuiltAdapter built_;
+};
+
+// Equal after the roundings that lie between the trainer's copy and ours: the file may be narrower
+// than our weight, or our weight narrower than the checkpoint and the file.
+bool EqualsBase(const TensorView& copy, const at::Tensor& weight, at::ScalarType checkpoint) {
+  constexpr int64_t kRows = 1024;  // bounds the transient copies
+  const at::ScalarType file_dtype = ScalarTypeOf(copy.dtype);
+  const bool narrowed = weight.scalar_type() == at::kBFloat16 && checkpoint != at::kBFloat16;
+  const auto same = [](const at::Tensor& x, const at::Tensor& y) {
+    return x.to(at::kFloat).equal(y.to(at::kFloat));
+  };
+  for (int64_t begin = 0; begin < weight.size(0); begin += kRows) {
+    const int64_t end = std::min(begin + kRows, weight.size(0));
+    const at::Tensor theirs = CopyRows(copy, begin, end);
+    const at::Tensor ours = weight.slice(0, begin, end);
+    if (!same(ours.to(file_dtype), theirs) && !(narrowed && same(ours, theirs.to(at::kBFloat16)))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+int64_t AdapterWeights::bytes() const {
+  int64_t total = 0;
+  for (const auto& factors : modules) {
+    if (!factors) continue;
+    total += static_cast<int64_t>(factors->a_RI.nbytes() + factors->b_OR.nbytes());
+    if (factors->g_O.defined()) total += static_cast<int64_t>(factors->g_O.nbytes());
+  }
+  return total;
+}
+
+absl::StatusOr<BuiltAdapter> BuildWeights(const AdapterTensors& tensors, const BaseModules& modules,
+                                          BaseWeightSource& base, const BuildOptions& options) {
+  return Builder(modules, base, options).Build(tensors);
+}
+
+absl::Status CheckBaseCopies(const AdapterTensors& tensors, const BaseModules& modules,
+                             const BaseWeightSource& base) {
+  Violations violations;
+  for (const BaseCopy& copy : tensors.base_copies) {
+    if (EqualsBase(*copy.tensor, base.Weight(copy.module_id),
+                   base.CheckpointDtype(copy.module_id))) {
+      continue;
+    }
+    violations.Add(copy.key, "ADAPTER_BASE_DIFFERS",
+                   absl::StrCat("the file's copy of ", modules.all()[copy.module_id].name,
+                                " differs from the base model's weight: the adapter was trained on "
+                                "other weights or with a resized vocabulary"));
+  }
+  return violations.ToStatus(kSubject);
+}
+
+void ConfineToCallingThread() {
+  // The first call in a thread takes over ATen's default, so it comes before ours.
+  // at::set_num_threads would also become the default of threads that start later.
+  (void)at::get_num_threads();
+  omp_set_num_threads(1);
+}
+
+}  // namespace dorad::adapter

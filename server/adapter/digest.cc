@@ -1,0 +1,48 @@
+#include "server/adapter/digest.h"
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "server/base/sha256.h"
+
+namespace dorad::adapter {
+namespace {
+
+// Changes whenever the framing does.
+constexpr char kFormat[] = "dorad-adapter-1";
+
+void Add(Sha256& hash, const TensorView& tensor) {
+  hash.UpdateFramed(NameOf(tensor.dtype));
+  hash.UpdateU64(tensor.shape.size());
+  for (const int64_t extent : tensor.shape) hash.UpdateU64(static_cast<uint64_t>(extent));
+  hash.UpdateU64(tensor.bytes.size());
+  hash.Update(tensor.bytes.data(), tensor.bytes.size());
+}
+
+}  // namespace
+
+std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules) {
+  std::vector<const ModuleTensors*> ordered;
+  for (const ModuleTensors& module : tensors.modules) ordered.push_back(&module);
+  const auto name_of = [&modules](const ModuleTensors* module) -> const std::string& {
+    return modules.all()[module->target.module_id].name;
+  };
+  std::sort(ordered.begin(), ordered.end(),
+            [&](const auto* x, const auto* y) { return name_of(x) < name_of(y); });
+  Sha256 hash;
+  hash.UpdateFramed(kFormat);
+  hash.UpdateU64(ordered.size());
+  for (const ModuleTensors* module : ordered) {
+    hash.UpdateFramed(name_of(module));
+    hash.UpdateU64(static_cast<uint64_t>(module->target.rank));
+    hash.UpdateU64(std::bit_cast<uint64_t>(module->target.scale));
+    hash.UpdateU64(module->magnitude != nullptr ? 3 : 2);
+    Add(hash, module->a);
+    Add(hash, module->b);
+    if (module->magnitude != nullptr) Add(hash, *module->magnitude);
+  }
+  return ToHex(hash.Final());
+}
+
+}  // namespace dorad::adapter

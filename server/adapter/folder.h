@@ -1,0 +1,33 @@
+// The two files of a PEFT folder, read without leaving the folders that the operator allows.
+// Functions are thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace dorad::adapter {
+
+struct AdapterFiles {
+  std::string config_json;
+  std::vector<std::byte> safetensors;
+};
+
+struct FolderAccess {
+  // Folder and files must lie, after resolving links, beneath one of these.
+  std::vector<std::string> allowed_roots;
+  // The operator's own path: allowed_roots does not apply.
+  bool trusted = false;
+};
+
+// Reads adapter_config.json and adapter_model.safetensors, nothing else. PERMISSION_DENIED
+// (PATH_NOT_ALLOWED), NOT_FOUND (ADAPTER_FOLDER_NOT_FOUND), INVALID_ARGUMENT
+// (ADAPTER_FILE_MISSING, ADAPTER_FORMAT_UNSUPPORTED, ADAPTER_TOO_LARGE, ADAPTER_CONFIG_TOO_LARGE),
+// UNAVAILABLE (FILE_UNREADABLE).
+absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const FolderAccess& access,
+                                               int64_t max_bytes);
+
+}  // namespace dorad::adapter

@@ -1,0 +1,263 @@
+#include "server/adapter/loader.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <deque>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/adapter/build.h"
+#include "server/adapter/digest.h"
+#include "server/adapter/folder.h"
+#include "server/adapter/peft_config.h"
+#include "server/adapter/targets.h"
+#include "server/adapter/tensors.h"
+#include "server/adapter/violations.h"
+#include "server/adapter/weights.h"
+#include "server/base/check.h"
+#include "server/base/log.h"
+#include "server/base/safetensors.h"
+
+namespace dorad::adapter {
+namespace {
+
+constexpr char kSubject[] = "adapter_model.safetensors";
+constexpr absl::Duration kRetryAfter = absl::Seconds(1);
+
+// One load from its submission on; its version is reserved.
+struct Job {
+  PublishOptions options;
+  int64_t version = 0;
+  AdapterFiles files;
+  std::string path;  // not empty: `files` are read from there
+  bool trusted = false;
+  absl::Duration read;  // time the caller spent receiving the bytes
+  PublishCallback done;
+};
+
+void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
+  const int rank = module.target.rank;
+  summary.min_rank = summary.num_modules == 0 ? rank : std::min(summary.min_rank, rank);
+  summary.max_rank = std::max(summary.max_rank, rank);
+  ++summary.num_modules;
+  summary.num_parameters += module.a.num_elements() + module.b.num_elements();
+  if (module.magnitude != nullptr) {
+    summary.kind = AdapterKind::kDora;
+    summary.num_parameters += module.magnitude->num_elements();
+  }
+}
+
+}  // namespace
+
+struct AdapterLoader::Impl {
+  // Shared with the tasks in the pool: a task that starts after the loader's end finds no job and
+  // touches nothing else.
+  struct Queue {
+    absl::Mutex mu;
+    std::deque<Job> jobs ABSL_GUARDED_BY(mu);
+    int running ABSL_GUARDED_BY(mu) = 0;
+  };
+
+  LoaderOptions options;
+  ThreadPool* pool;
+  const BaseModules* modules;
+  BaseWeightSource* base;
+  AdapterRegistry* registry;
+  LoadObserver observer;
+  std::shared_ptr<Queue> queue = std::make_shared<Queue>();
+
+  absl::Status Enqueue(Job& job);
+  void Submit(Job job);
+  static void RunNext(Impl* impl, Queue& jobs);
+  void Run(Job& job);
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> Load(Job& job);
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadCatching(Job& job);
+  void End(Job& job, const AdapterSummary* summary, absl::StatusOr<PublishResult> result);
+};
+
+// On success the job has moved to the queue.
+absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
+  absl::MutexLock lock(&queue->mu);
+  if (queue->jobs.size() >= static_cast<size_t>(options.max_queued_loads)) {
+    return WithRetryAfter(
+        MakeError(absl::StatusCode::kResourceExhausted, "LOAD_QUEUE_FULL",
+                  absl::StrCat(options.max_queued_loads, " adapter loads are already waiting")),
+        kRetryAfter);
+  }
+  DORAD_ASSIGN_OR_RETURN(
+      job.version, registry->Reserve(job.options.name, job.options.version, job.options.tags));
+  queue->jobs.push_back(std::move(job));
+  return absl::OkStatus();
+}
+
+void AdapterLoader::Impl::Submit(Job job) {
+  const absl::Status status = Enqueue(job);
+  if (status.ok()) {
+    pool->Submit([this, jobs = queue] { RunNext(this, *jobs); });
+  } else {
+    if (observer) observer(nullptr, status);
+    job.done(status);
+  }
+}
+
+// `impl` is only alive while there is a job.
+void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
+  Job job;
+  {
+    absl::MutexLock lock(&jobs.mu);
+    if (jobs.jobs.empty()) return;
+    job = std::move(jobs.jobs.front());
+    jobs.jobs.pop_front();
+    ++jobs.running;
+  }
+  impl->Run(job);
+  // What the job still holds goes before the loader may end.
+  job = Job();
+  absl::MutexLock lock(&jobs.mu);
+  --jobs.running;
+}
+
+void AdapterLoader::Impl::Run(Job& job) {
+  // Once in each thread of the pool.
+  static thread_local const bool confined = (ConfineToCallingThread(), true);
+  (void)confined;
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> loaded = LoadCatching(job);
+  job.files = AdapterFiles();
+  if (!loaded.ok()) {
+    registry->Fail(job.options.name, job.version, loaded.status());
+    End(job, nullptr, loaded.status());
+    return;
+  }
+  const AdapterSummary summary = (*loaded)->summary();
+  const absl::StatusOr<int64_t> generation =
+      registry->Publish(*std::move(loaded), job.options.activate, job.options.expected_generation);
+  if (!generation.ok()) {
+    End(job, nullptr, generation.status());
+    return;
+  }
+  PublishResult result;
+  result.generation = *generation;
+  const absl::StatusOr<AdapterRecord> record = registry->Get({job.options.name, job.version});
+  if (record.ok()) {
+    result.adapter = *record;
+    End(job, &summary, std::move(result));
+  } else {
+    // Retired and forgotten already, by someone very quick.
+    End(job, &summary, record.status());
+  }
+}
+
+absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadCatching(Job& job) {
+  try {
+    return Load(job);
+  } catch (const c10::OutOfMemoryError&) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     "not enough memory for the adapter");
+  } catch (const std::bad_alloc&) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     "not enough memory for the adapter");
+  } catch (const c10::Error& error) {
+    LogError(
+        "an adapter load failed inside torch",
+        {{"adapter", job.options.name}, {"error", std::string(error.what_without_backtrace())}});
+  } catch (const std::exception& error) {
+    LogError("an adapter load failed",
+             {{"adapter", job.options.name}, {"error", std::string(error.what())}});
+  }
+  return MakeError(absl::StatusCode::kInternal, "INTERNAL",
+                   "the load failed; see the server's log");
+}
+
+absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::Load(Job& job) {
+  const absl::Time start = absl::Now();
+  if (!job.path.empty()) {
+    DORAD_ASSIGN_OR_RETURN(job.files,
+                           ReadAdapterFolder(job.path, {options.allowed_roots, job.trusted},
+                                             options.max_adapter_bytes));
+  } else if (job.files.safetensors.size() > static_cast<uint64_t>(options.max_adapter_bytes)) {
+    return MakeInvalid(
+        kSubject, {{kSubject, "ADAPTER_TOO_LARGE",
+                    absl::StrCat("the file has more than ", options.max_adapter_bytes, " bytes")}});
+  }
+  const absl::Time read = absl::Now();
+  DORAD_ASSIGN_OR_RETURN(const PeftConfig config,
+                         ParsePeftConfig(job.files.config_json, options.max_rank));
+  DORAD_ASSIGN_OR_RETURN(const std::vector<Target> targets, ResolveTargets(config, *modules));
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<SafetensorsFile> file,
+                         SafetensorsFile::Parse(std::move(job.files.safetensors), kSubject));
+  DORAD_ASSIGN_OR_RETURN(const AdapterTensors tensors,
+                         MapTensors(*file, config.use_dora, targets, *modules));
+  DORAD_RETURN_IF_ERROR(CheckBaseCopies(tensors, *modules, *base));
+  AdapterSummary summary;
+  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
+  summary.digest = ContentDigest(tensors, *modules);
+  const absl::Time validated = absl::Now();
+  DORAD_ASSIGN_OR_RETURN(BuiltAdapter built,
+                         BuildWeights(tensors, *modules, *base,
+                                      {options.norm_chunk_budget_bytes, options.factors_bf16}));
+  summary.resident_bytes = built.bytes;
+  summary.timing.read = job.read + (read - start);
+  summary.timing.validate = validated - read;
+  summary.timing.copy = built.copy;
+  summary.timing.norms = built.norms;
+  summary.timing.total = job.read + (absl::Now() - start);
+  return std::make_shared<const LoadedAdapter>(job.options.name, job.version, std::move(summary),
+                                               std::move(built.weights));
+}
+
+void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
+                              absl::StatusOr<PublishResult> result) {
+  if (observer) observer(summary, result.status());
+  job.done(std::move(result));
+}
+
+AdapterLoader::AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
+                             BaseWeightSource* base, AdapterRegistry* registry,
+                             LoadObserver observer)
+    : impl_(new Impl{std::move(options), pool, modules, base, registry, std::move(observer)}) {}
+
+AdapterLoader::~AdapterLoader() {
+  Impl::Queue& queue = *impl_->queue;
+  std::deque<Job> cancelled;
+  {
+    absl::MutexLock lock(&queue.mu);
+    cancelled.swap(queue.jobs);
+  }
+  const absl::Status status =
+      MakeError(absl::StatusCode::kCancelled, "LOAD_CANCELLED", "the server is stopping");
+  for (Job& job : cancelled) {
+    impl_->registry->Fail(job.options.name, job.version, status);
+    impl_->End(job, nullptr, status);
+  }
+  absl::MutexLock lock(&queue.mu);
+  const auto idle = [&queue]()
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(queue.mu) { return queue.running == 0; };
+  queue.mu.Await(absl::Condition(&idle));
+}
+
+void AdapterLoader::PublishFromBytes(PublishOptions options, std::string adapter_config_json,
+                                     std::vector<std::byte> safetensors, absl::Duration read,
+                                     PublishCallback done) {
+  Job job;
+  job.options = std::move(options);
+  job.files = {std::move(adapter_config_json), std::move(safetensors)};
+  job.read = read;
+  job.done = std::move(done);
+  impl_->Submit(std::move(job));
+}
+
+void AdapterLoader::PublishFromPath(PublishOptions options, std::string path, bool trusted,
+                                    PublishCallback done) {
+  Job job;
+  job.options = std::move(options);
+  job.path = path.empty() ? "." : std::move(path);
+  job.trusted = trusted;
+  job.done = std::move(done);
+  impl_->Submit(std::move(job));
+}
+
+}  // namespace dorad::adapter

@@ -1,0 +1,48 @@
+// From the tensors of an adapter_model.safetensors to the factors of each targeted module.
+//
+// Every tensor of the file has a place, and every place its tensor, or the adapter is refused.
+// Functions are thread-safe; views point into the file.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/adapter/base_modules.h"
+#include "server/adapter/targets.h"
+#include "server/base/safetensors.h"
+
+namespace dorad::adapter {
+
+// One adapted module as the file has it. Linear: a [R, I], b [O, R]. Embedding: a [R, V], b [D, R].
+struct ModuleTensors {
+  Target target;
+  TensorView a;
+  TensorView b;
+  const TensorView* magnitude = nullptr;  // nullptr: plain LoRA
+};
+
+// A copy of a base weight, which PEFT puts beside an adapter on the embedding or on the head.
+struct BaseCopy {
+  int module_id = 0;
+  std::string key;
+  const TensorView* tensor = nullptr;
+};
+
+struct AdapterTensors {
+  std::vector<ModuleTensors> modules;  // ascending by module id
+  // The loader compares them with the base model: an adapter of other weights is refused.
+  std::vector<BaseCopy> base_copies;
+};
+
+// INVALID_ARGUMENT listing every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
+// ADAPTER_TENSOR_DUPLICATE, ADAPTER_MAGNITUDE_MISSING, ADAPTER_TENSOR_SHAPE, ADAPTER_RANK_MISMATCH,
+// ADAPTER_NOT_FINITE.
+absl::StatusOr<AdapterTensors> MapTensors(const SafetensorsFile& file, bool use_dora,
+                                          const std::vector<Target>& targets,
+                                          const BaseModules& modules);
+
+// Whether no element is NaN or infinite.
+bool AllFinite(const TensorView& tensor);
+
+}  // namespace dorad::adapter
