@@ -92,7 +92,8 @@ class ConfigReader {
         ReportUnknownSection(place, section);
       } else if (item.second.IsMap()) {
         ReadSection(section, item.second);
-      } else if (!item.second.IsNull()) {  // an empty section is one with all its keys commented out
+      } else if (!item.second
+                      .IsNull()) {  // an empty section is one with all its keys commented out
         Report(place, "CONFIG_INVALID_VALUE", "expected a map of keys");
       }
     }
@@ -109,8 +110,7 @@ class ConfigReader {
       } else if (key == nullptr) {
         Report(place, "CONFIG_UNKNOWN_KEY",
                absl::StrCat("unknown key", DidYouMean(NearestConfigKey(section, name))));
-      } else if (std::string problem = SetFromYaml(*key, item.second, &config_);
-                 !problem.empty()) {
+      } else if (std::string problem = SetFromYaml(*key, item.second, &config_); !problem.empty()) {
         Report(place, "CONFIG_INVALID_VALUE", std::move(problem));
       }
     }

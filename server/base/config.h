@@ -13,24 +13,25 @@
 namespace dorad {
 
 struct ServerConfig {
-  std::string grpc_listen = "127.0.0.1:50051";    // host:port, [v6]:port or unix:PATH; port 0 picks one
+  std::string grpc_listen =
+      "127.0.0.1:50051";  // host:port, [v6]:port or unix:PATH; port 0 picks one
   std::string metrics_listen = "127.0.0.1:9464";  // host:port; "" = off
   std::string admin_listen;                       // "" = admin RPCs share grpc_listen
   int64_t max_message_bytes = 64 << 20;
   int64_t max_concurrent_streams = 1024;
-  double drain_timeout_seconds = 30.0;            // SIGTERM: wait this long for running requests
-  double default_deadline_seconds = 0.0;          // for calls without a deadline; 0 = none
+  double drain_timeout_seconds = 30.0;    // SIGTERM: wait this long for running requests
+  double default_deadline_seconds = 0.0;  // for calls without a deadline; 0 = none
 };
 
 struct ModelOptions {
-  std::string path;               // Hugging Face folder
+  std::string path;  // Hugging Face folder
   std::string device = "cpu";
   std::string compute_dtype = "fp32";  // "fp32" or "bf16"
-  int64_t max_context = 0;        // 0 = the model's own
+  int64_t max_context = 0;             // 0 = the model's own
 };
 
 struct EngineConfig {
-  int64_t threads = 0;            // 0 = all cores
+  int64_t threads = 0;  // 0 = all cores
   int64_t max_step_tokens = 512;
   int64_t max_running_sequences = 256;
   int64_t kv_bytes = int64_t{1} << 30;
@@ -40,7 +41,7 @@ struct EngineConfig {
 };
 
 struct LimitsConfig {
-  int64_t max_tokens = 0;         // 0 = the context length
+  int64_t max_tokens = 0;  // 0 = the context length
   int64_t max_n = 128;
   int64_t max_logprobs_k = 64;
   int64_t max_chosen_ids = 4096;
@@ -55,15 +56,15 @@ struct AdaptersConfig {
   std::vector<std::pair<std::string, std::string>> preload;
   std::vector<std::string> allowed_roots;
   int64_t max_rank = 1024;
-  int64_t max_bytes = int64_t{16} << 30;          // of one adapter
+  int64_t max_bytes = int64_t{16} << 30;  // of one adapter
   int64_t norm_chunk_bytes = 64 << 20;
   int64_t loader_threads = 1;
-  std::string dtype = "auto";     // "auto": as the file and compute_dtype say; "fp32"; "bf16"
+  std::string dtype = "auto";  // "auto": as the file and compute_dtype say; "fp32"; "bf16"
 };
 
 struct LogConfig {
   std::string level = "info";
-  std::string format = "json";    // "json" or "text"
+  std::string format = "json";  // "json" or "text"
 };
 
 struct Config {

@@ -18,7 +18,7 @@ constexpr double kMaxBytes = double{1LL << 50};
 constexpr double kDay = 86400;
 
 template <typename Section, typename T>
-std::function<ConfigField(Config&)> At(Section Config::* section, T Section::* member) {
+std::function<ConfigField(Config&)> At(Section Config::*section, T Section::*member) {
   return [=](Config& config) -> ConfigField { return &(config.*section.*member); };
 }
 
@@ -34,14 +34,38 @@ std::vector<ConfigKey> ServerKeys() {
       {"server", "grpc_listen", ConfigType::kListen, at(&Server::grpc_listen), 0, 0, {}, false},
       {"server", "metrics_listen", ConfigType::kTcp, at(&Server::metrics_listen), 0, 0, {}, true},
       {"server", "admin_listen", ConfigType::kListen, at(&Server::admin_listen), 0, 0, {}, true},
-      {"server", "max_message_bytes", ConfigType::kBytes, at(&Server::max_message_bytes), 65536,
-       kMaxCount, {}, false},
-      {"server", "max_concurrent_streams", ConfigType::kInteger,
-       at(&Server::max_concurrent_streams), 1, kMaxCount, {}, false},
-      {"server", "drain_timeout_seconds", ConfigType::kSeconds, at(&Server::drain_timeout_seconds),
-       0, kDay, {}, false},
-      {"server", "default_deadline_seconds", ConfigType::kSeconds,
-       at(&Server::default_deadline_seconds), 0, 7 * kDay, {}, false},
+      {"server",
+       "max_message_bytes",
+       ConfigType::kBytes,
+       at(&Server::max_message_bytes),
+       65536,
+       kMaxCount,
+       {},
+       false},
+      {"server",
+       "max_concurrent_streams",
+       ConfigType::kInteger,
+       at(&Server::max_concurrent_streams),
+       1,
+       kMaxCount,
+       {},
+       false},
+      {"server",
+       "drain_timeout_seconds",
+       ConfigType::kSeconds,
+       at(&Server::drain_timeout_seconds),
+       0,
+       kDay,
+       {},
+       false},
+      {"server",
+       "default_deadline_seconds",
+       ConfigType::kSeconds,
+       at(&Server::default_deadline_seconds),
+       0,
+       7 * kDay,
+       {},
+       false},
   };
 }
 
@@ -50,9 +74,21 @@ std::vector<ConfigKey> ModelKeys() {
   return {
       {"model", "path", ConfigType::kText, at(&Model::path), 0, 0, {}, false},
       {"model", "device", ConfigType::kChoice, at(&Model::device), 0, 0, {"cpu"}, false},
-      {"model", "compute_dtype", ConfigType::kChoice, at(&Model::compute_dtype), 0, 0,
-       {"fp32", "bf16"}, false},
-      {"model", "max_context", ConfigType::kInteger, at(&Model::max_context), 0, kMaxCount, {},
+      {"model",
+       "compute_dtype",
+       ConfigType::kChoice,
+       at(&Model::compute_dtype),
+       0,
+       0,
+       {"fp32", "bf16"},
+       false},
+      {"model",
+       "max_context",
+       ConfigType::kInteger,
+       at(&Model::max_context),
+       0,
+       kMaxCount,
+       {},
        false},
   };
 }
@@ -61,21 +97,46 @@ std::vector<ConfigKey> EngineKeys() {
   const auto at = [](auto member) { return At(&Config::engine, member); };
   return {
       {"engine", "threads", ConfigType::kInteger, at(&Engine::threads), 0, 4096, {}, false},
-      {"engine", "max_step_tokens", ConfigType::kInteger, at(&Engine::max_step_tokens), 1, 1 << 20,
-       {}, false},
-      {"engine", "max_running_sequences", ConfigType::kInteger, at(&Engine::max_running_sequences),
-       1, 1 << 20, {}, false},
+      {"engine",
+       "max_step_tokens",
+       ConfigType::kInteger,
+       at(&Engine::max_step_tokens),
+       1,
+       1 << 20,
+       {},
+       false},
+      {"engine",
+       "max_running_sequences",
+       ConfigType::kInteger,
+       at(&Engine::max_running_sequences),
+       1,
+       1 << 20,
+       {},
+       false},
       {"engine", "kv_bytes", ConfigType::kBytes, at(&Engine::kv_bytes), 1, kMaxBytes, {}, false},
       {"engine", "prefix_cache", ConfigType::kBoolean, at(&Engine::prefix_cache), 0, 0, {}, false},
-      {"engine", "deterministic", ConfigType::kBoolean, at(&Engine::deterministic), 0, 0, {}, false},
-      {"engine", "watchdog_seconds", ConfigType::kSeconds, at(&Engine::watchdog_seconds), 0.1, kDay,
-       {}, false},
+      {"engine",
+       "deterministic",
+       ConfigType::kBoolean,
+       at(&Engine::deterministic),
+       0,
+       0,
+       {},
+       false},
+      {"engine",
+       "watchdog_seconds",
+       ConfigType::kSeconds,
+       at(&Engine::watchdog_seconds),
+       0.1,
+       kDay,
+       {},
+       false},
   };
 }
 
 std::vector<ConfigKey> LimitsKeys() {
   const auto at = [](auto member) { return At(&Config::limits, member); };
-  const auto integer = [&](const char* name, int64_t Limits::* member, double min, double max) {
+  const auto integer = [&](const char* name, int64_t Limits::*member, double min, double max) {
     return ConfigKey{"limits", name, ConfigType::kInteger, at(member), min, max, {}, false};
   };
   return {
@@ -94,25 +155,61 @@ std::vector<ConfigKey> AdaptersKeys() {
   const auto at = [](auto member) { return At(&Config::adapters, member); };
   return {
       {"adapters", "preload", ConfigType::kMap, at(&Adapters::preload), 0, 0, {}, false},
-      {"adapters", "allowed_roots", ConfigType::kFolders, at(&Adapters::allowed_roots), 0, 0, {},
+      {"adapters",
+       "allowed_roots",
+       ConfigType::kFolders,
+       at(&Adapters::allowed_roots),
+       0,
+       0,
+       {},
        false},
       {"adapters", "max_rank", ConfigType::kInteger, at(&Adapters::max_rank), 1, 65536, {}, false},
-      {"adapters", "max_bytes", ConfigType::kBytes, at(&Adapters::max_bytes), kMiB, kMaxBytes, {},
+      {"adapters",
+       "max_bytes",
+       ConfigType::kBytes,
+       at(&Adapters::max_bytes),
+       kMiB,
+       kMaxBytes,
+       {},
        false},
-      {"adapters", "norm_chunk_bytes", ConfigType::kBytes, at(&Adapters::norm_chunk_bytes), 65536,
-       kMaxBytes, {}, false},
-      {"adapters", "loader_threads", ConfigType::kInteger, at(&Adapters::loader_threads), 1, 64, {},
+      {"adapters",
+       "norm_chunk_bytes",
+       ConfigType::kBytes,
+       at(&Adapters::norm_chunk_bytes),
+       65536,
+       kMaxBytes,
+       {},
        false},
-      {"adapters", "dtype", ConfigType::kChoice, at(&Adapters::dtype), 0, 0,
-       {"auto", "fp32", "bf16"}, false},
+      {"adapters",
+       "loader_threads",
+       ConfigType::kInteger,
+       at(&Adapters::loader_threads),
+       1,
+       64,
+       {},
+       false},
+      {"adapters",
+       "dtype",
+       ConfigType::kChoice,
+       at(&Adapters::dtype),
+       0,
+       0,
+       {"auto", "fp32", "bf16"},
+       false},
   };
 }
 
 std::vector<ConfigKey> LogKeys() {
   const auto at = [](auto member) { return At(&Config::log, member); };
   return {
-      {"log", "level", ConfigType::kChoice, at(&LogConfig::level), 0, 0,
-       {"debug", "info", "warning", "error"}, false},
+      {"log",
+       "level",
+       ConfigType::kChoice,
+       at(&LogConfig::level),
+       0,
+       0,
+       {"debug", "info", "warning", "error"},
+       false},
       {"log", "format", ConfigType::kChoice, at(&LogConfig::format), 0, 0, {"json", "text"}, false},
   };
 }

@@ -21,9 +21,9 @@ using ConfigField = std::variant<std::string*, int64_t*, double*, bool*, std::ve
 
 enum class ConfigType {
   kText,
-  kChoice,   // one of `choices`
-  kListen,   // host:port, [v6]:port or unix:PATH
-  kTcp,      // host:port or [v6]:port
+  kChoice,  // one of `choices`
+  kListen,  // host:port, [v6]:port or unix:PATH
+  kTcp,     // host:port or [v6]:port
   kInteger,
   kBytes,    // 1048576, 512MiB, 2GiB
   kSeconds,  // a decimal number

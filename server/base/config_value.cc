@@ -170,9 +170,9 @@ std::string SetFromYaml(const ConfigKey& key, const YAML::Node& node, Config* co
   }
   if (std::holds_alternative<ConfigStringMap*>(field)) return SetMap(key, node, config);
   if (node.IsNull()) {
-    return absl::StrCat("the value is missing; expected ", DescribeValues(key),
-                        std::holds_alternative<std::string*>(field) ? " (\"\" is the empty text)"
-                                                                    : "");
+    return absl::StrCat(
+        "the value is missing; expected ", DescribeValues(key),
+        std::holds_alternative<std::string*>(field) ? " (\"\" is the empty text)" : "");
   }
   if (!IsText(node)) {
     return absl::StrCat("expected ", DescribeValues(key), ", not a ",
@@ -208,12 +208,11 @@ std::string ValueToYaml(const ConfigKey& key, Config* config) {
   if (auto* const* value = std::get_if<double*>(&field)) return FormatSeconds(**value);
   if (auto* const* value = std::get_if<bool*>(&field)) return **value ? "true" : "false";
   if (auto* const* value = std::get_if<std::vector<std::string>*>(&field)) {
-    return absl::StrCat("[",
-                        absl::StrJoin(**value, ", ",
-                                      [](std::string* out, const std::string& text) {
-                                        out->append(Quote(text));
-                                      }),
-                        "]");
+    return absl::StrCat(
+        "[",
+        absl::StrJoin(**value, ", ",
+                      [](std::string* out, const std::string& text) { out->append(Quote(text)); }),
+        "]");
   }
   return FormatMap(*std::get<ConfigStringMap*>(field));
 }

@@ -47,9 +47,9 @@ absl::StatusOr<RegularFile> RegularFile::Open(const std::string& path, uint64_t 
   if (!S_ISREG(info.st_mode)) return Unreadable(path, "not a regular file");
   const uint64_t size = static_cast<uint64_t>(info.st_size);
   if (size > max_bytes) {
-    return MakeError(absl::StatusCode::kResourceExhausted, "FILE_TOO_LARGE",
-                     absl::StrCat(path, " has ", size, " bytes, more than the allowed ",
-                                  max_bytes));
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "FILE_TOO_LARGE",
+        absl::StrCat(path, " has ", size, " bytes, more than the allowed ", max_bytes));
   }
   (void)posix_fadvise(fd.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
   return RegularFile(std::move(fd), size, path);

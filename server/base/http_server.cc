@@ -211,8 +211,8 @@ absl::StatusOr<std::unique_ptr<MetricsHttpServer>> MetricsHttpServer::Start(
                      absl::StrCat("metrics are served over TCP, not on ", listen));
   }
   DORAD_ASSIGN_OR_RETURN(ListenSocket socket, ListenTcp(address));
-  return std::unique_ptr<MetricsHttpServer>(new MetricsHttpServer(
-      std::make_unique<Impl>(std::move(socket), std::move(handlers))));
+  return std::unique_ptr<MetricsHttpServer>(
+      new MetricsHttpServer(std::make_unique<Impl>(std::move(socket), std::move(handlers))));
 }
 
 MetricsHttpServer::MetricsHttpServer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

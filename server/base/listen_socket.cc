@@ -60,8 +60,8 @@ absl::StatusOr<ListenSocket> ListenTcp(const ListenAddress& address) {
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_PASSIVE | AI_NUMERICSERV;
   addrinfo* found = nullptr;
-  const int failure = getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(),
-                                  &hints, &found);
+  const int failure =
+      getaddrinfo(address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found);
   if (failure != 0) {
     return MakeError(absl::StatusCode::kInvalidArgument, "LISTEN_ADDRESS",
                      absl::StrCat("cannot listen on ", JoinHostPort(address.host, address.port),

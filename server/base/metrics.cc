@@ -83,8 +83,8 @@ Metric& Of(const ByKind<Metric>& series, RequestKind kind) {
 
 struct RequestMetrics {
   explicit RequestMetrics(Registry& r)
-      : admitted(PerKind(
-            Counters(r, "dorad_requests_admitted_total", "Requests the engine accepted."))),
+      : admitted(
+            PerKind(Counters(r, "dorad_requests_admitted_total", "Requests the engine accepted."))),
         refused(&Counters(r, "dorad_requests_refused_total",
                           "Requests refused before they were queued, by reason."),
                 {"kind", "reason"}),
@@ -135,8 +135,8 @@ struct EngineMetrics {
                              "Sequences put back into the queue to free their KV pages.")
                         .Add({})),
         running(Gauges(r, "dorad_engine_running_sequences", "Sequences being computed.").Add({})),
-        queued(Gauges(r, "dorad_engine_queued_requests", "Requests waiting to be computed.")
-                   .Add({})),
+        queued(
+            Gauges(r, "dorad_engine_queued_requests", "Requests waiting to be computed.").Add({})),
         queued_tokens(Gauges(r, "dorad_engine_queued_tokens", "Prompt tokens waiting.").Add({})),
         paused(Gauges(r, "dorad_engine_paused", "1 while the engine is paused.").Add({})),
         pages_capacity(Gauges(r, "dorad_kv_pages_capacity", "KV pages of the server.").Add({})),
@@ -235,9 +235,7 @@ struct Metrics::Impl {
 Metrics::Metrics(const Info& info) : impl_(std::make_unique<Impl>(info)) {}
 Metrics::~Metrics() = default;
 
-void Metrics::RequestAdmitted(RequestKind kind) {
-  Of(impl_->requests.admitted, kind).Increment();
-}
+void Metrics::RequestAdmitted(RequestKind kind) { Of(impl_->requests.admitted, kind).Increment(); }
 
 void Metrics::RequestRefused(RequestKind kind, const std::string& reason) {
   impl_->requests.refused.Of({NameOf(kind), reason}).Increment();

@@ -25,9 +25,10 @@ std::string_view TextOf(const std::vector<std::byte>& image, size_t offset, size
 std::map<std::string, TensorView> MakeViews(SafetensorsHeader header, const std::byte* data) {
   std::map<std::string, TensorView> views;
   for (auto& [name, entry] : header.tensors) {
-    views.emplace_hint(views.end(), name,
-                       TensorView{entry.dtype, std::move(entry.shape),
-                                  absl::MakeConstSpan(data + entry.begin, entry.end - entry.begin)});
+    views.emplace_hint(
+        views.end(), name,
+        TensorView{entry.dtype, std::move(entry.shape),
+                   absl::MakeConstSpan(data + entry.begin, entry.end - entry.begin)});
   }
   return views;
 }
@@ -57,9 +58,9 @@ int64_t TensorView::num_elements() const {
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Parse(
     std::vector<std::byte> image, const std::string& subject) {
   if (image.size() < kSafetensorsPrefixBytes) return TooSmall(subject, image.size());
-  DORAD_ASSIGN_OR_RETURN(const uint64_t length,
-                         SafetensorsHeaderLength(TextOf(image, 0, kSafetensorsPrefixBytes),
-                                                 image.size(), subject));
+  DORAD_ASSIGN_OR_RETURN(
+      const uint64_t length,
+      SafetensorsHeaderLength(TextOf(image, 0, kSafetensorsPrefixBytes), image.size(), subject));
   const uint64_t data_offset = kSafetensorsPrefixBytes + length;
   DORAD_ASSIGN_OR_RETURN(SafetensorsHeader header,
                          ParseSafetensorsHeader(TextOf(image, kSafetensorsPrefixBytes, length),
@@ -83,16 +84,16 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
   // The header is judged before memory for the data is asked for.
   DORAD_RETURN_IF_ERROR(source.Append(length, &image));
   const uint64_t data_bytes = source.size() - image.size();
-  DORAD_ASSIGN_OR_RETURN(SafetensorsHeader header,
-                         ParseSafetensorsHeader(TextOf(image, kSafetensorsPrefixBytes, length),
-                                                data_bytes, path));
+  DORAD_ASSIGN_OR_RETURN(
+      SafetensorsHeader header,
+      ParseSafetensorsHeader(TextOf(image, kSafetensorsPrefixBytes, length), data_bytes, path));
   image.reserve(source.size());
   DORAD_RETURN_IF_ERROR(source.Append(data_bytes, &image));
   std::unique_ptr<SafetensorsFile> file(new SafetensorsFile());
   file->image_ = std::move(image);
   file->metadata_ = std::move(header.metadata);
-  file->tensors_ = MakeViews(std::move(header),
-                             file->image_.data() + kSafetensorsPrefixBytes + length);
+  file->tensors_ =
+      MakeViews(std::move(header), file->image_.data() + kSafetensorsPrefixBytes + length);
   return file;
 }
 

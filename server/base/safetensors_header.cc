@@ -29,7 +29,7 @@ constexpr size_t kMaxViolations = 64;
 std::string Quote(std::string_view text) {
   constexpr size_t kShown = 96;
   const std::string head(text.substr(0, kShown));
-  return absl::StrCat("'", absl::CHexEscape(head), text.size() > kShown ? "...'" : "'");
+  return absl::StrCat("'", absl::CEscape(head), text.size() > kShown ? "...'" : "'");
 }
 
 bool IsPrintable(std::string_view text) {
@@ -277,12 +277,11 @@ std::optional<Violation> CheckTensor(const std::string& name, const Draft& draft
   }
   const std::optional<uint64_t> bytes = CheckedBytes(draft.entry);
   if (!bytes.has_value() || *bytes != end - begin) {
-    return Violation{
-        name, "SAFETENSORS_SIZE",
-        absl::StrCat("shape [", absl::StrJoin(draft.entry.shape, ", "), "] of ",
-                     NameOf(draft.entry.dtype), " needs ",
-                     bytes.has_value() ? absl::StrCat(*bytes) : "more than 2^64",
-                     " bytes, data_offsets give ", end - begin)};
+    return Violation{name, "SAFETENSORS_SIZE",
+                     absl::StrCat("shape [", absl::StrJoin(draft.entry.shape, ", "), "] of ",
+                                  NameOf(draft.entry.dtype), " needs ",
+                                  bytes.has_value() ? absl::StrCat(*bytes) : "more than 2^64",
+                                  " bytes, data_offsets give ", end - begin)};
   }
   return std::nullopt;
 }
@@ -309,9 +308,9 @@ std::optional<Violation> CheckLayout(const std::map<std::string, SafetensorsEntr
     covered = item->second.end;
   }
   if (covered == data_bytes) return std::nullopt;
-  return Violation{order.empty() ? "data" : order.back()->first, "SAFETENSORS_INCOMPLETE",
-                   absl::StrCat("the tensors end at byte ", covered, " of the data, the file has ",
-                                data_bytes)};
+  return Violation{
+      order.empty() ? "data" : order.back()->first, "SAFETENSORS_INCOMPLETE",
+      absl::StrCat("the tensors end at byte ", covered, " of the data, the file has ", data_bytes)};
 }
 
 // nlohmann-json skips a byte order mark and takes a NUL for the end of its input; neither may
@@ -336,21 +335,21 @@ absl::StatusOr<uint64_t> SafetensorsHeaderLength(std::string_view prefix, uint64
   uint64_t length = 0;
   for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<uint8_t>(prefix[i]);
   if (length > kSafetensorsMaxHeaderBytes) {
-    return MakeInvalid(subject, {{"header", "SAFETENSORS_HEADER_TOO_LARGE",
-                                  absl::StrCat("it claims ", length, " bytes, more than ",
-                                               kSafetensorsMaxHeaderBytes)}});
+    return MakeInvalid(
+        subject,
+        {{"header", "SAFETENSORS_HEADER_TOO_LARGE",
+          absl::StrCat("it claims ", length, " bytes, more than ", kSafetensorsMaxHeaderBytes)}});
   }
   if (length > file_bytes - kSafetensorsPrefixBytes) {
-    return MakeInvalid(subject, {{"header", "SAFETENSORS_HEADER_LENGTH",
-                                  absl::StrCat("it claims ", length, " bytes, the file has only ",
-                                               file_bytes - kSafetensorsPrefixBytes,
-                                               " after the length")}});
+    return MakeInvalid(subject,
+                       {{"header", "SAFETENSORS_HEADER_LENGTH",
+                         absl::StrCat("it claims ", length, " bytes, the file has only ",
+                                      file_bytes - kSafetensorsPrefixBytes, " after the length")}});
   }
   return length;
 }
 
-absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text,
-                                                         uint64_t data_bytes,
+absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text, uint64_t data_bytes,
                                                          const std::string& subject) {
   if (auto offence = CheckText(text)) return MakeInvalid(subject, {*std::move(offence)});
   HeaderReader reader;

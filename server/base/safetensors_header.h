@@ -35,8 +35,7 @@ absl::StatusOr<uint64_t> SafetensorsHeaderLength(std::string_view prefix, uint64
                                                  const std::string& subject);
 
 // data_bytes: how many bytes follow the header.
-absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text,
-                                                         uint64_t data_bytes,
+absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text, uint64_t data_bytes,
                                                          const std::string& subject);
 
 }  // namespace dorad
