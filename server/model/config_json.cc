@@ -112,8 +112,8 @@ int64_t Fields::Int(const std::string& key, std::optional<int64_t> fallback, Int
     const bool huge = value->is_number_unsigned() && value->get<uint64_t>() > INT64_MAX;
     const int64_t number = huge ? INT64_MAX : value->get<int64_t>();
     if (!huge && number >= range.min && number <= range.max) return number;
-    Invalid(key, absl::StrCat(RangeText(absl::StrCat(range.min), absl::StrCat(range.max)),
-                              ", not ", Shown(*value)));
+    Invalid(key, absl::StrCat(RangeText(absl::StrCat(range.min), absl::StrCat(range.max)), ", not ",
+                              Shown(*value)));
   }
   return fallback.value_or(range.min);
 }
@@ -128,8 +128,8 @@ double Fields::Number(const std::string& key, std::optional<double> fallback, Nu
   } else {
     const double number = value->get<double>();
     if (number >= range.min && number <= range.max) return number;
-    Invalid(key, absl::StrCat(RangeText(absl::StrCat(range.min), absl::StrCat(range.max)),
-                              ", not ", Shown(*value)));
+    Invalid(key, absl::StrCat(RangeText(absl::StrCat(range.min), absl::StrCat(range.max)), ", not ",
+                              Shown(*value)));
   }
   return fallback.value_or(range.min);
 }

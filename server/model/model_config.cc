@@ -35,7 +35,7 @@ struct Family {
   int64_t default_head_dim;                 // 0: hidden_size / heads
   int64_t default_context;
   std::optional<int32_t> default_eos;
-  bool qkv_bias;             // always
+  bool qkv_bias;              // always
   bool reads_attention_bias;  // of q, k, v and o
   bool reads_mlp_bias;
   bool qk_norm;
@@ -89,14 +89,13 @@ void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
 
 void ReadHeads(Fields& fields, const Family& family, ModelConfig* config) {
   const int64_t heads = config->num_heads;
-  config->num_kv_heads = fields.IsNull("num_key_value_heads")
-                             ? heads
-                             : fields.Int("num_key_value_heads",
-                                          family.default_kv_heads.value_or(heads), kHeads);
+  config->num_kv_heads =
+      fields.IsNull("num_key_value_heads")
+          ? heads
+          : fields.Int("num_key_value_heads", family.default_kv_heads.value_or(heads), kHeads);
   if (heads % config->num_kv_heads != 0) {
-    fields.Invalid("num_key_value_heads",
-                   absl::StrCat("must divide num_attention_heads (", heads, "), not be ",
-                                config->num_kv_heads));
+    fields.Invalid("num_key_value_heads", absl::StrCat("must divide num_attention_heads (", heads,
+                                                       "), not be ", config->num_kv_heads));
   }
   if (fields.Has("head_dim") || family.default_head_dim != 0) {
     config->head_dim = fields.Int("head_dim", family.default_head_dim, kHeadDim);
@@ -151,9 +150,9 @@ std::vector<bool> ReadLayerTypes(Fields& fields, int64_t num_layers) {
 // The window that the config speaks of, 0 for none.
 int64_t ReadWindow(Fields& fields, const Family& family) {
   constexpr int64_t kDefaultWindow = 4096;  // of transformers, when the key is absent
-  const bool in_use = family.windows == Family::kEveryLayer ||
-                      (family.windows == Family::kByLayer &&
-                       fields.Bool("use_sliding_window", false));
+  const bool in_use =
+      family.windows == Family::kEveryLayer ||
+      (family.windows == Family::kByLayer && fields.Bool("use_sliding_window", false));
   if (!in_use || fields.IsNull("sliding_window")) return 0;
   return fields.Int("sliding_window", kDefaultWindow, kPositions);
 }
@@ -238,9 +237,9 @@ adapter::BaseModule Linear(const std::string& name, int64_t rows, int64_t cols, 
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
   absl::StatusOr<Json> document = ReadJsonObject(dir, kConfigFile, kMaxConfigBytes);
   if (absl::IsNotFound(document.status())) {
-    return MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
-                     absl::StrCat("no Hugging Face model folder at ", dir, ": it has no ",
-                                  kConfigFile));
+    return MakeError(
+        absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
+        absl::StrCat("no Hugging Face model folder at ", dir, ": it has no ", kConfigFile));
   }
   DORAD_RETURN_IF_ERROR(document.status());
   std::vector<Violation> violations;

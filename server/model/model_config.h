@@ -46,10 +46,10 @@ struct ModelConfig {
   int64_t context_length = 0;  // max_position_embeddings
   double rms_norm_eps = 1e-6;
   bool tied_embeddings = false;
-  bool qkv_bias = false;       // qwen2; llama and qwen3 with attention_bias
-  bool output_bias = false;    // o_proj; llama and qwen3 with attention_bias
-  bool mlp_bias = false;       // llama with mlp_bias
-  bool qk_norm = false;        // qwen3
+  bool qkv_bias = false;     // qwen2; llama and qwen3 with attention_bias
+  bool output_bias = false;  // o_proj; llama and qwen3 with attention_bias
+  bool mlp_bias = false;     // llama with mlp_bias
+  bool qk_norm = false;      // qwen3
   // Sliding window of each layer, 0 = full attention. Size num_layers.
   std::vector<int64_t> windows;
   RopeConfig rope;

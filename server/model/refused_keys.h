@@ -1,6 +1,6 @@
 // Keys of config.json that would change the result of a forward pass in a way this server does not
-// have. The families' own transformers classes mostly ignore them: a model that carries one was made
-// for other code. Thread-safe (a pure function).
+// have. The families' own transformers classes mostly ignore them: a model that carries one was
+// made for other code. Thread-safe (a pure function).
 #pragma once
 
 #include "server/model/config_json.h"

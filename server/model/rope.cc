@@ -2,13 +2,13 @@
 // order of operations. An angle is position x frequency, so at position 10⁵ one unit in the last
 // place of a frequency already moves the angle by a hundredth; only the powers come from ATen,
 // whose fp32 pow is the one thing that rounds in its own way.
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/pow.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numbers>
 #include <vector>
-
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/pow.h>
 
 #include "server/base/check.h"
 #include "server/model/model_config.h"

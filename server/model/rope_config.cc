@@ -18,21 +18,20 @@ constexpr IntRange kPositions{1, int64_t{1} << 24};
 
 // Keys that transformers reads for some type. "finetuned" appears in early YaRN models and tells
 // how the checkpoint came to be; nothing reads it.
-constexpr std::array kKnownKeys = {
-    "rope_type",       "type",
-    "rope_theta",      "factor",
-    "beta_fast",       "original_max_position_embeddings",
-    "beta_slow",       "partial_rotary_factor",
-    "mscale",          "attention_factor",
-    "mscale_all_dim",  "truncate",
-    "short_factor",    "long_factor",
-    "low_freq_factor", "high_freq_factor",
-    "finetuned"};
+constexpr std::array kKnownKeys = {"rope_type",       "type",
+                                   "rope_theta",      "factor",
+                                   "beta_fast",       "original_max_position_embeddings",
+                                   "beta_slow",       "partial_rotary_factor",
+                                   "mscale",          "attention_factor",
+                                   "mscale_all_dim",  "truncate",
+                                   "short_factor",    "long_factor",
+                                   "low_freq_factor", "high_freq_factor",
+                                   "finetuned"};
 
 constexpr std::pair<const char*, RopeKind> kKinds[] = {
-    {"default", RopeKind::kDefault}, {"linear", RopeKind::kLinear},
+    {"default", RopeKind::kDefault},    {"linear", RopeKind::kLinear},
     {"dynamic", RopeKind::kDynamicNtk}, {"llama3", RopeKind::kLlama3},
-    {"yarn", RopeKind::kYarn},       {"longrope", RopeKind::kLongRope}};
+    {"yarn", RopeKind::kYarn},          {"longrope", RopeKind::kLongRope}};
 
 // The key that holds the scaling; empty: neither. transformers lets rope_scaling replace
 // rope_parameters as a whole, its theta included; two that differ are more likely an accident.
@@ -126,8 +125,8 @@ void ReadLongRope(Fields& rope, ModelConfig* config) {
   RopeConfig& out = config->rope;
   out.short_factor = ReadFactors(rope, "short_factor", config->head_dim / 2);
   out.long_factor = ReadFactors(rope, "long_factor", config->head_dim / 2);
-  const double implied = static_cast<double>(config->context_length) /
-                         static_cast<double>(out.original_max_position);
+  const double implied =
+      static_cast<double>(config->context_length) / static_cast<double>(out.original_max_position);
   out.factor = NumberOrNull(rope, "factor", implied, kPositive);
   out.attention_factor = NumberOrNull(rope, "attention_factor", 0.0, kPositive);
   if (out.original_max_position < 2) {
@@ -152,7 +151,8 @@ void ReadRopeConfig(Fields& fields, ModelConfig* config) {
   out.theta = rope.Number("rope_theta", outer_theta, kTheta);
   for (Fields* place : {&fields, &rope}) {
     if (NumberOrNull(*place, "partial_rotary_factor", 1.0, {0.0, 1e6}) != 1.0) {
-      place->Unsupported("partial_rotary_factor", "only a full rotary embedding (1.0) is supported");
+      place->Unsupported("partial_rotary_factor",
+                         "only a full rotary embedding (1.0) is supported");
     }
   }
   out.kind = ReadKind(rope);
@@ -164,7 +164,8 @@ void ReadRopeConfig(Fields& fields, ModelConfig* config) {
       break;
     case RopeKind::kDynamicNtk:
       out.factor = rope.Number("factor", std::nullopt, kFactor);
-      if (config->head_dim < 4) fields.Invalid("head_dim", "must be at least 4 for dynamic scaling");
+      if (config->head_dim < 4)
+        fields.Invalid("head_dim", "must be at least 4 for dynamic scaling");
       break;
     case RopeKind::kLlama3:
       out.original_max_position = OriginalMaxPosition(fields, rope, config->context_length);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -36,8 +37,10 @@ class LoadedModel final : public adapter::BaseWeightSource {
  public:
   // Storage: compute kF32 keeps bf16 checkpoints in bf16 (their value is exact and half the bytes)
   // and turns fp16 into fp32; kBF16 rounds everything to bf16. Biases and norm weights: fp32.
-  // INVALID_ARGUMENT listing every tensor that is missing, superfluous, of a wrong shape or not
-  // finite (MODEL_TENSOR_MISSING, _UNEXPECTED, _SHAPE, _NOT_FINITE), and the reader's SAFETENSORS_*.
+  // INVALID_ARGUMENT listing every tensor that is missing, superfluous or of a wrong shape
+  // (MODEL_TENSOR_MISSING, _UNEXPECTED, _SHAPE; found before any data is read), else every one that
+  // is not finite in its storage (_NOT_FINITE); RESOURCE_EXHAUSTED (OUT_OF_MEMORY); and the
+  // statuses of Checkpoint::Open.
   static absl::StatusOr<std::unique_ptr<LoadedModel>> Load(const std::string& dir,
                                                            ModelConfig config,
                                                            ops::ComputeDType compute,
@@ -47,7 +50,7 @@ class LoadedModel final : public adapter::BaseWeightSource {
   const ModelWeights& weights() const { return weights_; }
   const adapter::BaseModules& modules() const { return modules_; }
   ops::ComputeDType compute() const { return compute_; }
-  // Lower-case hex SHA-256 over sorted (name, dtype, shape, bytes) of the checkpoint's tensors.
+  // Identifies the checkpoint's content, however it is spread over files (Checkpoint::Digest).
   const std::string& digest() const { return digest_; }
   int64_t num_parameters() const { return num_parameters_; }
   int64_t bytes() const { return bytes_; }
@@ -74,6 +77,7 @@ class LoadedModel final : public adapter::BaseWeightSource {
   int64_t bytes_ = 0;
   mutable absl::Mutex mu_;
   std::vector<at::Tensor> squared_norms_ ABSL_GUARDED_BY(mu_);  // by module id
+  std::set<int> computing_ ABSL_GUARDED_BY(mu_);  // modules whose norms a caller is computing
 };
 
 }  // namespace dorad::model

@@ -1,0 +1,195 @@
+#include "server/model/checkpoint.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/base/sha256.h"
+#include "server/model/config_json.h"
+
+namespace dorad::model {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr char kSingleFile[] = "model.safetensors";
+constexpr char kIndexFile[] = "model.safetensors.index.json";
+constexpr uint64_t kMaxIndexBytes = 64 << 20;
+constexpr uint64_t kMaxShardBytes = uint64_t{1} << 42;
+constexpr uint64_t kBlockBytes = 1 << 20;
+
+bool Exists(const std::string& dir, const std::string& name) {
+  std::error_code error;  // what cannot be looked at is reported when it is opened
+  return std::filesystem::exists(std::filesystem::path(dir) / name, error);
+}
+
+absl::Status NoWeights(const std::string& dir) {
+  for (const char* other : {"pytorch_model.bin", "pytorch_model.bin.index.json",
+                            "consolidated.safetensors", "tf_model.h5", "flax_model.msgpack"}) {
+    if (Exists(dir, other)) {
+      return MakeError(absl::StatusCode::kInvalidArgument, "MODEL_FORMAT_UNSUPPORTED",
+                       absl::StrCat(dir, " has ", other, " but no ", kSingleFile,
+                                    ": save the model with transformers' save_pretrained"));
+    }
+  }
+  return MakeError(absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
+                   absl::StrCat(dir, " has neither ", kSingleFile, " nor ", kIndexFile));
+}
+
+// A shard lies in the model's folder and nowhere else.
+bool IsShardName(const std::string& name) {
+  return name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos &&
+         name.size() <= 255 && name.front() != '.' && absl::EndsWith(name, ".safetensors");
+}
+
+// Tensor name -> file name.
+absl::StatusOr<std::map<std::string, std::string>> ReadIndex(const std::string& dir) {
+  DORAD_ASSIGN_OR_RETURN(const Json document, ReadJsonObject(dir, kIndexFile, kMaxIndexBytes));
+  std::vector<Violation> violations;
+  std::map<std::string, std::string> index;
+  const auto weight_map = document.find("weight_map");
+  if (weight_map == document.end() || !weight_map->is_object() || weight_map->empty()) {
+    violations.push_back({absl::StrCat(kIndexFile, ":weight_map"), "MODEL_INDEX_INVALID",
+                          "must be an object with at least one tensor"});
+  } else {
+    for (const auto& [tensor, file] : weight_map->items()) {
+      if (file.is_string() && !file.get_ref<const std::string&>().empty() &&
+          IsShardName(file.get_ref<const std::string&>())) {
+        index.emplace(tensor, file.get<std::string>());
+      } else {
+        violations.push_back({absl::StrCat(kIndexFile, ":weight_map.", tensor),
+                              "MODEL_INDEX_INVALID",
+                              absl::StrCat(Shown(file),
+                                           " is not the name of a .safetensors file "
+                                           "in this folder")});
+      }
+    }
+  }
+  if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
+  return index;
+}
+
+}  // namespace
+
+absl::StatusOr<Checkpoint> Checkpoint::Open(const std::string& dir) {
+  Checkpoint checkpoint;
+  // The single file wins, as in transformers.
+  if (Exists(dir, kSingleFile)) {
+    DORAD_ASSIGN_OR_RETURN(Shard shard, OpenShard(dir, kSingleFile));
+    checkpoint.shards_.push_back(std::move(shard));
+    for (const auto& [name, entry] : checkpoint.shards_.front().header.tensors) {
+      checkpoint.tensors_[name] = {entry.dtype, entry.shape};
+    }
+    return checkpoint;
+  }
+  if (!Exists(dir, kIndexFile)) return NoWeights(dir);
+  DORAD_ASSIGN_OR_RETURN(const auto index, ReadIndex(dir));
+  DORAD_RETURN_IF_ERROR(checkpoint.AddShards(dir, index));
+  return checkpoint;
+}
+
+absl::StatusOr<Checkpoint::Shard> Checkpoint::OpenShard(const std::string& dir,
+                                                        const std::string& name) {
+  const std::string path = absl::StrCat(dir, "/", name);
+  DORAD_ASSIGN_OR_RETURN(RegularFile file, RegularFile::Open(path, kMaxShardBytes));
+  if (file.size() < kSafetensorsPrefixBytes) {
+    return MakeInvalid(path, {{"header", "SAFETENSORS_HEADER_TOO_SMALL",
+                               absl::StrCat("the file has only ", file.size(), " bytes")}});
+  }
+  const auto text = [](const std::vector<std::byte>& bytes) {
+    return std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  };
+  std::vector<std::byte> prefix;
+  DORAD_RETURN_IF_ERROR(file.Append(kSafetensorsPrefixBytes, &prefix));
+  DORAD_ASSIGN_OR_RETURN(const uint64_t length,
+                         SafetensorsHeaderLength(text(prefix), file.size(), path));
+  std::vector<std::byte> header;
+  DORAD_RETURN_IF_ERROR(file.Append(length, &header));
+  DORAD_ASSIGN_OR_RETURN(
+      SafetensorsHeader parsed,
+      ParseSafetensorsHeader(text(header), file.size() - kSafetensorsPrefixBytes - length, path));
+  return Shard{std::move(file), name, std::move(parsed)};
+}
+
+absl::Status Checkpoint::AddShards(const std::string& dir,
+                                   const std::map<std::string, std::string>& index) {
+  std::vector<Violation> violations;
+  const auto violate = [&](const std::string& tensor, const std::string& what) {
+    violations.push_back({tensor, "MODEL_INDEX_INVALID", what});
+  };
+  std::set<std::string> files;
+  for (const auto& [tensor, file] : index) files.insert(file);
+  for (const std::string& file : files) {
+    absl::StatusOr<Shard> shard = OpenShard(dir, file);
+    if (absl::IsNotFound(shard.status())) {
+      violate(file, "is named by the index, but does not exist");
+      continue;
+    }
+    DORAD_RETURN_IF_ERROR(shard.status());
+    for (const auto& [tensor, entry] : shard->header.tensors) {
+      const auto listed = index.find(tensor);
+      if (listed == index.end()) {
+        violate(tensor, absl::StrCat("is in ", file, ", but not in the index"));
+      } else if (listed->second != file) {
+        violate(tensor, absl::StrCat("is in ", file, ", but the index says ", listed->second));
+      } else {
+        tensors_[tensor] = {entry.dtype, entry.shape};
+      }
+    }
+    for (const auto& [tensor, listed] : index) {
+      if (listed == file && shard->header.tensors.count(tensor) == 0) {
+        violate(tensor, absl::StrCat("is not in ", file, ", where the index says it is"));
+      }
+    }
+    shards_.push_back(*std::move(shard));
+  }
+  return violations.empty() ? absl::OkStatus() : MakeInvalid(dir, std::move(violations));
+}
+
+absl::Status Checkpoint::ReadAll(BlockSink sink) {
+  for (Shard& shard : shards_) DORAD_RETURN_IF_ERROR(ReadShard(shard, sink));
+  return absl::OkStatus();
+}
+
+absl::Status Checkpoint::ReadShard(Shard& shard, BlockSink sink) {
+  using Entry = std::pair<const std::string, SafetensorsEntry>;
+  std::vector<const Entry*> entries;  // in the file's order: they follow each other without holes
+  for (const Entry& entry : shard.header.tensors) entries.push_back(&entry);
+  std::sort(entries.begin(), entries.end(), [](const Entry* a, const Entry* b) {
+    return std::pair(a->second.begin, a->second.end) < std::pair(b->second.begin, b->second.end);
+  });
+  std::vector<std::byte> block;
+  block.reserve(kBlockBytes);
+  for (const Entry* entry : entries) {
+    const uint64_t size = entry->second.end - entry->second.begin;
+    Sha256 hash;
+    for (uint64_t offset = 0; offset < size; offset += block.size()) {
+      block.clear();
+      DORAD_RETURN_IF_ERROR(shard.file.Append(std::min(kBlockBytes, size - offset), &block));
+      hash.Update(block.data(), block.size());
+      sink(entry->first, offset, block);
+    }
+    tensors_.at(entry->first).sha256 = hash.Final();
+  }
+  return absl::OkStatus();
+}
+
+std::string Checkpoint::Digest() const {
+  Sha256 hash;
+  hash.UpdateU64(tensors_.size());
+  for (const auto& [name, tensor] : tensors_) {
+    hash.UpdateFramed(name);
+    hash.UpdateFramed(NameOf(tensor.dtype));
+    hash.UpdateU64(tensor.shape.size());
+    for (const int64_t dimension : tensor.shape) hash.UpdateU64(static_cast<uint64_t>(dimension));
+    hash.Update(tensor.sha256.data(), tensor.sha256.size());
+  }
+  return ToHex(hash.Final());
+}
+
+}  // namespace dorad::model

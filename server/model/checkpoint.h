@@ -1,0 +1,67 @@
+// The safetensors files of a Hugging Face folder: model.safetensors, or the shards that
+// model.safetensors.index.json names. Torch-free.
+//
+// Opening reads headers only, so a wrong model is refused before its data is read. The data is read
+// once, front to back, in blocks that fit into a cache: it never lies in memory as a whole.
+// Belongs to one thread.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/base/file.h"
+#include "server/base/safetensors_header.h"
+
+namespace dorad::model {
+
+struct CheckpointTensor {
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;
+  std::array<uint8_t, 32> sha256 = {};  // of its bytes; known after ReadAll
+};
+
+class Checkpoint {
+ public:
+  // NOT_FOUND (MODEL_NOT_FOUND) without any weights, INVALID_ARGUMENT: MODEL_FORMAT_UNSUPPORTED
+  // (weights, but no safetensors), MODEL_INDEX_INVALID (every way in which index and shards
+  // disagree), the reader's SAFETENSORS_*; UNAVAILABLE (FILE_UNREADABLE).
+  static absl::StatusOr<Checkpoint> Open(const std::string& dir);
+
+  const std::map<std::string, CheckpointTensor>& tensors() const { return tensors_; }
+
+  // Consecutive blocks of one tensor after another, whole elements each. offset: of the block's
+  // first byte in the tensor.
+  using BlockSink = absl::FunctionRef<void(const std::string& name, uint64_t offset,
+                                           absl::Span<const std::byte> block)>;
+  // REQUIRES: not called before.
+  absl::Status ReadAll(BlockSink sink);
+
+  // Lower-case hex SHA-256 over the tensors in order of their names: name, dtype, shape and the
+  // SHA-256 of the bytes. It does not depend on how they are spread over files.
+  // REQUIRES: ReadAll has succeeded.
+  std::string Digest() const;
+
+ private:
+  struct Shard {
+    RegularFile file;  // positioned after the header
+    std::string name;
+    SafetensorsHeader header;
+  };
+
+  Checkpoint() = default;
+  static absl::StatusOr<Shard> OpenShard(const std::string& dir, const std::string& name);
+  absl::Status AddShards(const std::string& dir, const std::map<std::string, std::string>& index);
+  absl::Status ReadShard(Shard& shard, BlockSink sink);
+
+  std::vector<Shard> shards_;
+  std::map<std::string, CheckpointTensor> tensors_;
+};
+
+}  // namespace dorad::model
