@@ -1,0 +1,244 @@
+"""`doractl adapters list | show | publish | activate | retire | watch`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+import dorad
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.common import (
+    DEFAULT_TIMEOUT,
+    AdminTargetOption,
+    Group,
+    Output,
+    OutputOption,
+    TargetOption,
+    TimeoutOption,
+    connect,
+    console,
+    errors,
+    print_json,
+    print_json_line,
+    size,
+    table,
+)
+
+app = typer.Typer(cls=Group, no_args_is_help=True)
+
+RefArgument = Annotated[str, typer.Argument(metavar="NAME@VERSION", show_default=False)]
+GenerationOption = Annotated[
+    int | None,
+    typer.Option(help="Fail unless the registry is at this generation (compare-and-set)."),
+]
+
+
+def _rank(version: dorad.AdapterVersion) -> str:
+    low, high = version.min_rank, version.max_rank
+    return str(high) if low == high else f"{low}-{high}"
+
+
+def versions_table(versions: Sequence[dorad.AdapterVersion]) -> Table:
+    """One row for each version, as `adapters list` and `top` show them."""
+    made = table(
+        "NAME", ">VERSION", "ACTIVE", "STATE", "KIND", ">RANK", ">SIZE", ">LEASES", "DIGEST"
+    )
+    for v in versions:
+        made.add_row(
+            v.name,
+            str(v.version),
+            "yes" if v.active else "",
+            v.state,
+            v.kind,
+            _rank(v),
+            size(v.resident_bytes),
+            str(v.leases),
+            v.digest[:12],
+        )
+    return made
+
+
+def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
+    if output is Output.JSON:
+        print_json(version)
+        return
+    timing = version.timing
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    rows = {
+        "version": version.ref + (" (active)" if version.active else ""),
+        "digest": version.digest,
+        "state": version.state,
+        "failure": version.failure,
+        "kind": f"{version.kind}, rank {_rank(version)}, {version.num_modules} modules",
+        "size": f"{size(version.resident_bytes)}, {version.num_parameters / 1e6:.2f} M parameters",
+        "leases": str(version.leases),
+        "loaded in": f"{timing.total:.3f} s (read {timing.read:.3f}, validate "
+        f"{timing.validate:.3f}, copy {timing.copy:.3f}, norms {timing.norms:.3f})",
+        "created": version.create_time.isoformat() if version.create_time else "",
+        "tags": ", ".join(f"{k}={v}" for k, v in sorted(version.tags.items())),
+        "generation": str(version.generation),
+    }
+    for name, value in rows.items():
+        if value:
+            grid.add_row(name, value)
+    console().print(grid)
+
+
+@app.command("list")
+def list_adapters(
+    name: Annotated[str, typer.Argument(help="Only versions of this name.")] = "",
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """List the versions the server holds."""
+    with connect(target, admin_target, timeout) as client:
+        found = client.adapters(name or None)
+    if output is Output.JSON:
+        print_json(found)
+    elif found:
+        console().print(versions_table(found))
+    else:
+        errors().print("no adapters" + (f" named {name}" if name else ""))
+
+
+@app.command()
+def show(
+    ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", show_default=False)],
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Show one version (without @VERSION: the active one)."""
+    with connect(target, admin_target, timeout) as client:
+        _print_one(client.adapter(ref), output)
+
+
+def _tags(pairs: list[str]) -> dict[str, str]:
+    tags = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--tag")
+        tags[key] = value
+    return tags
+
+
+@app.command()
+def publish(
+    name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="PEFT folder.", show_default=False)],
+    activate: Annotated[bool, typer.Option(help="Make it the active version.")] = True,
+    version: Annotated[int | None, typer.Option(help="Default: the next one.", min=1)] = None,
+    server_side: Annotated[
+        bool, typer.Option("--server-side", help="PATH is on the server, under an allowed root.")
+    ] = False,
+    expected_generation: GenerationOption = None,
+    tag: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, repeatable.")] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Upload a PEFT folder as a new version."""
+    bar = Progress(
+        TextColumn("uploading"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=errors(),
+        transient=True,
+        disable=server_side or not sys.stderr.isatty(),
+    )
+    with bar, connect(target, admin_target, timeout) as client:
+        task = bar.add_task("upload", total=None)
+        done = client.publish(
+            name,
+            path=path,
+            activate=activate,
+            version=version,
+            server_side=server_side,
+            expected_generation=expected_generation,
+            tags=_tags(tag or []),
+            progress=lambda sent, total: bar.update(task, completed=sent, total=total),
+        )
+    _print_one(done, output)
+
+
+@app.command()
+def activate(
+    ref: RefArgument,
+    expected_generation: GenerationOption = None,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Make a version the one that requests naming just NAME use."""
+    with connect(target, admin_target, timeout) as client:
+        done = client.activate(ref, expected_generation=expected_generation)
+    if output is Output.JSON:
+        print_json(done)
+    else:
+        before = f"version {done.previous_version}" if done.previous_version else "none"
+        print(f"{done.adapter.ref} is active (before: {before}; generation {done.generation})")
+
+
+@app.command()
+def retire(
+    ref: RefArgument,
+    force: Annotated[bool, typer.Option("--force", help="Abort requests that hold it.")] = False,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Unpublish a version now and free it when its requests have ended."""
+    with connect(target, admin_target, timeout) as client:
+        gone = client.retire(ref, force=force)
+    if output is Output.JSON:
+        print_json(gone)
+    else:
+        print(f"{gone.ref} is {gone.state}; {gone.leases} requests still hold it")
+
+
+@app.command()
+def watch(
+    from_generation: Annotated[
+        int | None, typer.Option(help="Also events after this generation; default: from now on.")
+    ] = None,
+    count: Annotated[int, typer.Option(help="Stop after so many events; 0: never.", min=0)] = 0,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print registry events as they happen (JSON: one line each)."""
+    with connect(target, admin_target) as client, client.watch(from_generation) as events:
+        for number, event in enumerate(events, 1):
+            if output is Output.JSON:
+                print_json_line(event)
+            else:
+                version = event.adapter
+                note = f"  {json.dumps(version.failure)}" if version.failure else ""
+                print(f"{event.generation:>6}  {event.type:<9}  {version.ref}{note}", flush=True)
+            if number == count:
+                break

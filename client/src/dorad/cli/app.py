@@ -1,0 +1,55 @@
+"""The commands of `doractl`, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dorad.cli import adapters, generate, operate, score, top
+from dorad.cli.common import Group, Output, share_options
+
+app = typer.Typer(
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Talk to a dorad server: one base model, many DoRA adapters.",
+    epilog="Exit codes: 0 success, 64 usage, 69 server unavailable, 1 any other failure.",
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        import dorad
+
+        print(f"doractl {dorad.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    ctx: typer.Context,
+    target: Annotated[
+        str, typer.Option("--target", "-t", help="As of each command.", show_default=False)
+    ] = "",
+    output: Annotated[
+        Output | None, typer.Option("--output", "-o", help="As of each command.")
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    given = {"target": target, "output": output.value if output else None}
+    ctx.default_map = share_options(ctx.command, {k: v for k, v in given.items() if v})
+
+
+app.command("generate")(generate.generate)
+app.command("score")(score.score)
+app.add_typer(adapters.app, name="adapters", help="Publish, inspect and retire adapters.")
+app.command("info")(operate.info)
+app.command("top")(top.top)
+app.command("health")(operate.health)
+app.command("pause")(operate.pause)
+app.command("resume")(operate.resume)
+app.command("abort")(operate.abort)

@@ -1,0 +1,235 @@
+"""`doractl generate`: one prompt, any number of adapters side by side, text as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group as RenderGroup
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import dorad
+import dorad.aio
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.common import (
+    DEFAULT_TIMEOUT,
+    Output,
+    OutputOption,
+    TargetOption,
+    TimeoutOption,
+    errors,
+    print_json,
+)
+from dorad.cli.prompt import (
+    AdapterOption,
+    BaseOption,
+    ModelOption,
+    Prompt,
+    TokenIdsOption,
+    adapters_of,
+    parse_ids,
+    read,
+)
+
+if TYPE_CHECKING:
+    from dorad.text import TextStream
+
+
+@dataclass
+class Answer:
+    """One sample of one adapter while it grows."""
+
+    adapter: str | None
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    spans: list[dorad.Span] = field(default_factory=list)
+    finish: dorad.Finish | None = None
+    seed: int = 0
+    first: float | None = None
+    """Seconds from the request to the first token, as seen here."""
+    seconds: float = 0.0
+    decoder: TextStream | None = None
+
+    def add(self, delta: dorad.Delta, elapsed: float) -> str:
+        """Takes a delta; returns the new text."""
+        fresh = delta.token_ids.tolist()
+        if fresh and self.first is None:
+            self.first = elapsed
+        self.seconds = elapsed
+        self.token_ids += fresh
+        self.spans += delta.spans
+        self.seed = delta.seed
+        if delta.logprobs is not None:
+            self.logprobs += delta.logprobs.tolist()
+        self.finish = delta.finish or self.finish
+        if self.decoder is None:
+            new = "".join(f" {i}" for i in fresh)
+            new = new if self.text else new.lstrip()
+        else:
+            new = self.decoder.push(fresh) + (self.decoder.finish() if self.finish else "")
+        self.text += new
+        return new
+
+    def label(self) -> str:
+        ref = self.spans[-1].ref if self.spans else self.adapter
+        return (ref or "base") + (f" · {self.index}" if self.index else "")
+
+    def summary(self) -> str:
+        """One line about how it went: reason, tokens, time to first token, rate."""
+        if self.finish is None:
+            return f"{len(self.token_ids)} tokens"
+        words = [f"{self.finish.reason.value}", f"{len(self.token_ids)} tokens"]
+        if self.finish.detail:
+            words[0] += f" ({self.finish.detail})"
+        if self.first is not None:
+            words.append(f"first after {self.first * 1000:.0f} ms")
+            if self.seconds > self.first and len(self.token_ids) > 1:
+                rate = (len(self.token_ids) - 1) / (self.seconds - self.first)
+                words.append(f"{rate:.1f} tokens/s")
+        return ", ".join(words)
+
+    def jsonable(self) -> dict[str, Any]:
+        assert self.finish is not None
+        return {
+            "adapter": self.adapter,
+            "index": self.index,
+            "text": self.text if self.decoder is not None else None,
+            "token_ids": self.token_ids,
+            "logprobs": self.logprobs or None,
+            "finish_reason": self.finish.reason,
+            "stop_token_id": self.finish.stop_token_id,
+            "detail": self.finish.detail,
+            "spans": dorad._wire.merge_spans(self.spans),
+            "usage": self.finish.usage,
+            "seed": self.seed,
+        }
+
+
+class Board:
+    """All answers, drawn with one column for each adapter."""
+
+    def __init__(self, columns: list[list[Answer]]) -> None:
+        self.columns = columns
+
+    def __rich__(self) -> Table:
+        made = Table(expand=True, show_lines=len(self.columns[0]) > 1, header_style="bold")
+        for column in self.columns:
+            made.add_column(column[0].label(), ratio=1, overflow="fold")
+        for row in zip(*self.columns, strict=True):
+            made.add_row(*(RenderGroup(Text(a.text), Text(a.summary(), style="dim")) for a in row))
+        return made
+
+
+async def _run(
+    target: str,
+    timeout: float,
+    prompt: Prompt,
+    columns: list[list[Answer]],
+    options: dorad.GenerateOptions,
+    on_text: Any,
+) -> None:
+    """Streams every column's answers at once, so that they share the server's batches."""
+
+    async def one(client: dorad.aio.Client, column: list[Answer]) -> None:
+        start = time.monotonic()
+        request: dorad.GenerateOptions = {**options, "adapter": column[0].adapter}
+        async with client.stream(prompt.token_ids, **request) as stream:
+            async for delta in stream:
+                new = column[delta.index].add(delta, time.monotonic() - start)
+                on_text(new)
+
+    async with dorad.aio.Client(target, timeout=timeout) as client:
+        tasks = [asyncio.create_task(one(client, column)) for column in columns]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _print(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def _show(columns: list[list[Answer]], run: Any) -> None:
+    """Runs while drawing: plain text for one answer, a live board or sections for several."""
+    answers = [answer for column in columns for answer in column]
+    if len(answers) == 1:
+        asyncio.run(run(_print))
+        _print("\n")
+        if sys.stderr.isatty():
+            errors().print(f"[dim]{answers[0].label()}: {answers[0].summary()}[/dim]")
+    elif sys.stdout.isatty():
+        with Live(Board(columns), refresh_per_second=12, vertical_overflow="visible"):
+            asyncio.run(run(lambda _: None))
+    else:
+        asyncio.run(run(lambda _: None))
+        for answer in answers:
+            print(f"== {answer.label()}: {answer.summary()}\n{answer.text}\n")
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help='User message; "-" or nothing: standard input.')
+    ] = None,
+    model: ModelOption = None,
+    token_ids: TokenIdsOption = "",
+    adapter: AdapterOption = None,
+    base: BaseOption = False,
+    system: Annotated[str, typer.Option("--system", help="System message.")] = "",
+    raw: Annotated[bool, typer.Option("--raw", help="Plain text: no chat template.")] = False,
+    n: Annotated[int, typer.Option("--n", "-n", help="Samples of each.", min=1)] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.", min=1)] = 256,
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of a sample.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw the same sample again.")] = None,
+    stop_token_ids: Annotated[str, typer.Option(help="Further stop tokens: 1,2,3.")] = "",
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    logprobs: Annotated[
+        str, typer.Option(help='"raw" or "processed": in the JSON output.', show_default=False)
+    ] = "",
+    target: TargetOption = DEFAULT_TARGET,
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Generate from one prompt with several adapters side by side."""
+    ready = read(prompt, token_ids, model, chat=not raw, system=system)
+    options: dorad.GenerateOptions = {
+        "n": n,
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop_token_ids": parse_ids(stop_token_ids, "--stop-token-ids") or None,
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs or None,  # type: ignore[typeddict-item]  # checked when sent
+    }
+    columns = [
+        [Answer(ref, i, decoder=ready.text.stream() if ready.text else None) for i in range(n)]
+        for ref in adapters_of(adapter, base)
+    ]
+
+    def run(on_text: Any) -> Any:
+        return _run(target, timeout, ready, columns, options, on_text)
+
+    if output is Output.JSON:
+        asyncio.run(run(lambda _: None))
+        print_json([answer.jsonable() for column in columns for answer in column])
+    else:
+        _show(columns, run)

@@ -1,0 +1,158 @@
+"""`doractl info | health | pause | resume | abort`."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+import dorad
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.common import (
+    DEFAULT_TIMEOUT,
+    AdminTargetOption,
+    Output,
+    OutputOption,
+    TargetOption,
+    TimeoutOption,
+    connect,
+    console,
+    print_json,
+    size,
+)
+
+
+def _facts(info: dorad.ServerInfo) -> Table:
+    engine, model = info.engine, info.model
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    pages = f"{engine.kv_pages_used} used, {engine.kv_pages_cached} cached"
+    rows = {
+        "server": f"dorad {info.version} on {info.device}, up {duration(info.uptime)}",
+        "model": f"{model.name} ({model.model_type})",
+        "parameters": f"{model.num_parameters / 1e6:.1f} M",
+        "digest": model.digest,
+        "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, vocab {model.vocab_size}",
+        "context": f"{model.context_length} tokens, computed in {model.compute_dtype}",
+        "running": f"{engine.running_sequences} sequences, {engine.queued_requests} queued",
+        "KV pages": f"{pages} of {engine.kv_pages_total} ({engine.kv_page_tokens} tokens each)",
+        "engine": ", ".join(
+            ["paused" if engine.paused else "running", f"{engine.steps} steps"]
+            + (["deterministic"] if engine.deterministic else [])
+        ),
+        "memory": ", ".join(f"{k} {size(v)}" for k, v in sorted(info.memory_bytes.items())),
+        "limits": f"{info.limits.max_tokens} tokens, n {info.limits.max_n}, "
+        f"rank {info.limits.max_adapter_rank}, queue {info.limits.max_queued_requests} requests",
+        "adapters": f"generation {info.generation}, {engine.adapter_leases} leases",
+    }
+    for name, value in rows.items():
+        grid.add_row(name, value)
+    return grid
+
+
+def duration(seconds: float) -> str:
+    """1d 2h, 3m 4s, 5.6s."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    minutes, left = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    return f"{hours}h {minutes}m" if hours else f"{minutes}m {left}s"
+
+
+def info(
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Show what the server is, holds and does."""
+    with connect(target, admin_target, timeout) as client:
+        found = client.info()
+    if output is Output.JSON:
+        print_json(found)
+    else:
+        console().print(_facts(found))
+
+
+def health(
+    service: Annotated[str, typer.Argument(help="Full service name; default: the server.")] = "",
+    target: TargetOption = DEFAULT_TARGET,
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = 5.0,
+) -> None:
+    """Ask whether the server is serving; exit code 69 when it is not."""
+    with connect(target, "", timeout) as client:
+        status = client.health(service, timeout=timeout)
+    if output is Output.JSON:
+        print_json({"service": service, "status": status})
+    else:
+        print(status)
+    if status != "serving":
+        raise typer.Exit(69)
+
+
+class PauseMode(enum.StrEnum):
+    """What happens to requests that run."""
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+def pause(
+    mode: Annotated[
+        PauseMode,
+        typer.Option(help="keep: freeze requests; wait: let them finish; abort: end them now."),
+    ] = PauseMode.KEEP,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Stop the engine from starting steps, until `doractl resume`."""
+    with connect(target, admin_target, timeout) as client:
+        affected = client.pause(mode.value)
+    if output is Output.JSON:
+        print_json({"affected": affected})
+    else:
+        print(f"paused ({mode.value}); {affected} requests affected")
+
+
+def resume(
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Undo `doractl pause`."""
+    with connect(target, admin_target, timeout) as client:
+        client.resume()
+    if output is Output.JSON:
+        print_json({"resumed": True})
+    else:
+        print("resumed")
+
+
+def abort(
+    request_ids: Annotated[list[str] | None, typer.Argument(help="Ids of requests.")] = None,
+    adapter: Annotated[
+        str, typer.Option("--adapter", "-a", help='Requests of "name" or "name@version".')
+    ] = "",
+    all_requests: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
+    target: TargetOption = DEFAULT_TARGET,
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """End requests now; their callers keep the tokens so far."""
+    with connect(target, "", timeout) as client:
+        ended = client.abort(request_ids or None, adapter=adapter or None, all=all_requests)
+    if output is Output.JSON:
+        print_json({"aborted": ended})
+    else:
+        print(f"{ended} requests aborted")

@@ -1,0 +1,98 @@
+"""From the command line's prompt options to token ids, and from token ids back to text."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from dorad.text import ModelText
+
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        "-m",
+        envvar="DORAD_MODEL",
+        help="Model folder, for its tokenizer and chat template. Not needed with --token-ids.",
+    ),
+]
+TokenIdsOption = Annotated[
+    str, typer.Option("--token-ids", help="Token ids instead of text: 1,2,3.", show_default=False)
+]
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", "-a", help='"name" or "name@version"; repeatable, run side by side.'),
+]
+BaseOption = Annotated[
+    bool, typer.Option("--base", help="The base model too (alone: when no --adapter is given).")
+]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids and, when a model folder was given, the tokenizer they came from."""
+
+    token_ids: list[int]
+    text: ModelText | None
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text, or the ids themselves without a tokenizer."""
+        if self.text is None:
+            return " ".join(map(str, token_ids))
+        return self.text.decode(token_ids)
+
+    def token(self, token_id: int) -> str:
+        return str(token_id) if self.text is None else repr(self.text.token(token_id))[1:-1]
+
+
+def adapters_of(adapters: list[str] | None, base: bool) -> list[str | None]:
+    """What to run: the base model first when asked for or when nothing else is."""
+    chosen: list[str | None] = list(adapters or [])
+    return [None, *chosen] if base or not chosen else chosen
+
+
+def parse_ids(text: str, option: str = "--token-ids") -> list[int]:
+    """Ids separated by commas or white space. Raises a usage error that names the option."""
+    words = text.replace(",", " ").split()
+    try:
+        return [int(word) for word in words]
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} is not a list of integers", param_hint=option
+        ) from error
+
+
+def _load(model: Path | None) -> ModelText | None:
+    if model is None:
+        return None
+    from dorad.text import ModelText  # Slow to import, and an extra.
+
+    return ModelText(model)
+
+
+def read(
+    prompt: str | None, token_ids: str, model: Path | None, *, chat: bool, system: str = ""
+) -> Prompt:
+    """The prompt of `generate` (chat) or `score` (plain text). "-" or a pipe: standard input."""
+    if token_ids:
+        if prompt is not None:
+            raise typer.BadParameter("give a text or --token-ids, not both", param_hint="PROMPT")
+        return Prompt(parse_ids(token_ids), _load(model))
+    if prompt is None and sys.stdin.isatty():
+        raise typer.BadParameter("missing; give a text, --token-ids or a pipe", param_hint="PROMPT")
+    text = _load(model)
+    if text is None:
+        raise typer.BadParameter(
+            "a text prompt needs the model's tokenizer", param_hint="--model / DORAD_MODEL"
+        )
+    if prompt is None or prompt == "-":
+        prompt = sys.stdin.read()
+    if not chat or not text.has_chat_template:
+        return Prompt(text.encode(prompt), text)
+    messages = [{"role": "system", "content": system}] if system else []
+    return Prompt(text.encode_chat([*messages, {"role": "user", "content": prompt}]), text)

@@ -1,0 +1,95 @@
+"""`doractl score`: how likely a text is under several adapters."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import dorad
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.common import (
+    DEFAULT_TIMEOUT,
+    Output,
+    OutputOption,
+    TargetOption,
+    TimeoutOption,
+    connect,
+    console,
+    print_json,
+    table,
+)
+from dorad.cli.prompt import (
+    AdapterOption,
+    BaseOption,
+    ModelOption,
+    Prompt,
+    TokenIdsOption,
+    adapters_of,
+    read,
+)
+
+
+def _label(span: dorad.Span) -> str:
+    return span.ref or "base"
+
+
+def _summary(result: dorad.ScoreResult) -> None:
+    made = table("ADAPTER", ">TOKENS", ">SUM", ">MEAN", ">PERPLEXITY", "DIGEST", title=None)
+    for a, span in enumerate(result.versions):
+        scored = result[0, a][1:]
+        mean = float(scored.mean()) if scored.size else math.nan
+        made.add_row(
+            _label(span),
+            str(scored.size),
+            f"{float(scored.sum()):.4f}",
+            f"{mean:.4f}",
+            f"{math.exp(min(-mean, 700.0)) if scored.size else math.nan:.3f}",
+            span.digest[:12],
+        )
+    console().print(made)
+
+
+def _by_token(result: dorad.ScoreResult, prompt: Prompt) -> None:
+    made = table(">#", ">ID", "TOKEN", *(f">{_label(v)}" for v in result.versions))
+    for position, token_id in enumerate(prompt.token_ids):
+        values = [result[0, a][position] for a in range(len(result.versions))]
+        cells = ["" if np.isnan(v) else f"{v:.4f}" for v in values]
+        made.add_row(str(position), str(token_id), prompt.token(token_id), *cells)
+    console().print(made)
+
+
+def score(
+    text: Annotated[str | None, typer.Argument(help='"-" or nothing: standard input.')] = None,
+    model: ModelOption = None,
+    token_ids: TokenIdsOption = "",
+    adapter: AdapterOption = None,
+    base: BaseOption = False,
+    per_token: Annotated[bool, typer.Option("--per-token", help="A row for each token.")] = False,
+    temperature: Annotated[float | None, typer.Option(help="Divide the logits first.")] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Log-probabilities of a text under the base model and adapters."""
+    prompt = read(text, token_ids, model, chat=False)
+    with connect(target, "", timeout) as client:
+        result = client.score(
+            [prompt.token_ids], adapters_of(adapter, base), temperature=temperature
+        )
+    if output is Output.JSON:
+        print_json(
+            {
+                "token_ids": prompt.token_ids,
+                "scores": [
+                    {"version": span, "logprobs": result[0, a]}
+                    for a, span in enumerate(result.versions)
+                ],
+            }
+        )
+        return
+    if per_token:
+        _by_token(result, prompt)
+    _summary(result)

@@ -1,0 +1,170 @@
+"""`doractl top`: what the server is doing, live."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import time
+import urllib.request
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+import dorad
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.adapters import versions_table
+from dorad.cli.common import (
+    DEFAULT_TIMEOUT,
+    AdminTargetOption,
+    Output,
+    OutputOption,
+    TargetOption,
+    TimeoutOption,
+    connect,
+    console,
+    print_json_line,
+    size,
+)
+from dorad.cli.operate import duration
+
+_STEPS = "steps"  # From GetInfo, so that there is a rate without the metrics too.
+_RATES = {
+    "steps/s": _STEPS,
+    "generated tokens/s": "dorad_generated_tokens_total",
+    "prompt tokens/s": "dorad_prompt_tokens_total",
+    "scored tokens/s": "dorad_scored_tokens_total",
+    "requests/s": "dorad_requests_ended_total",
+}
+_MEANS = {
+    "first token ms": "dorad_time_to_first_token_seconds",
+    "inter-token ms": "dorad_inter_token_latency_seconds",
+    "step ms": "dorad_engine_step_seconds",
+}
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Prometheus text → the sum over labels of every sample name (buckets left out)."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name = line.split("{", 1)[0].split(" ", 1)[0]
+        if name.endswith("_bucket"):
+            continue
+        # A label's value may hold spaces; what follows the last "}" is the value (and a time).
+        rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
+        try:
+            sums[name] = sums.get(name, 0.0) + float(rest.split()[0])
+        except (ValueError, IndexError):
+            continue
+    return sums
+
+
+def fetch_metrics(url: str) -> dict[str, float]:
+    """The server's metrics. Raises OSError when they cannot be fetched."""
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{url!r} is not an http URL", param_hint="--metrics")
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return parse_metrics(answer.read().decode("utf-8", "replace"))
+
+
+class Rates:
+    """Turns counters into what happened since the last look."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] | None = None
+        self._at = 0.0
+
+    def update(self, counters: dict[str, float], at: float) -> dict[str, float]:
+        """Rates per second and means in milliseconds; empty at the first look."""
+        last, seconds = self._last, at - self._at
+        self._last, self._at = counters, at
+        if last is None or seconds <= 0:
+            return {}
+
+        def moved(name: str) -> float:
+            # Below zero after a restart of the server.
+            return max(0.0, counters.get(name, 0.0) - last.get(name, 0.0))
+
+        found = {label: moved(name) / seconds for label, name in _RATES.items() if name in counters}
+        for label, name in _MEANS.items():
+            if (count := moved(f"{name}_count")) > 0:
+                found[label] = moved(f"{name}_sum") / count * 1000
+        return found
+
+
+def _bar(used: int, total: int) -> RenderableType:
+    row = Table.grid(padding=(0, 1))
+    share = used / total if total else 0.0
+    row.add_row(ProgressBar(total=max(total, 1), completed=used, width=30), f"{share:.0%}")
+    return row
+
+
+def render(
+    info: dorad.ServerInfo, versions: Iterable[dorad.AdapterVersion], rates: dict[str, float]
+) -> RenderableType:
+    """One frame."""
+    engine = info.engine
+    state = "[yellow]paused[/yellow]" if engine.paused else "[green]running[/green]"
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold")
+    grid.add_column()
+    grid.add_row("sequences", f"{engine.running_sequences} running")
+    grid.add_row("queue", f"{engine.queued_requests} requests")
+    grid.add_row("KV pages", _bar(engine.kv_pages_used, engine.kv_pages_total))
+    grid.add_row(
+        "memory", ", ".join(f"{k} {size(v)}" for k, v in sorted(info.memory_bytes.items()))
+    )
+    for label, value in rates.items():
+        grid.add_row(label, f"{value:,.1f}")
+    head = Text.from_markup(
+        f"[bold]dorad {info.version}[/bold]  {info.model.name} on {info.device}  "
+        f"{state}  up {duration(info.uptime)}  generation {info.generation}"
+    )
+    return Group(head, Text(), grid, Text(), versions_table(list(versions)))
+
+
+def top(
+    metrics: Annotated[
+        str,
+        typer.Option(
+            "--metrics", envvar="DORAD_METRICS", help="The server's /metrics URL, for rates."
+        ),
+    ] = "",
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
+    count: Annotated[int, typer.Option(help="Stop after so many looks; 0: never.", min=0)] = 0,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Watch the server work: queue, throughput, KV cache, adapters. Ctrl-C ends it."""
+    rates = Rates()
+
+    def look(client: dorad.Client) -> tuple[dorad.ServerInfo, list[dorad.AdapterVersion], Any]:
+        info, versions = client.info(), client.adapters()
+        counters = {_STEPS: float(info.engine.steps)}
+        counters |= fetch_metrics(metrics) if metrics else {}
+        return info, versions, rates.update(counters, time.monotonic())
+
+    screen = output is Output.TABLE and sys.stdout.isatty()
+    live = Live(screen=True, auto_refresh=False) if screen else None
+    with connect(target, admin_target, timeout) as client, live or contextlib.nullcontext():
+        for number in itertools.count(1):
+            info, versions, now = look(client)
+            if output is Output.JSON:
+                print_json_line({"info": info, "adapters": versions, "rates": now})
+            elif live is None:
+                console().print(render(info, versions, now))
+            else:
+                live.update(render(info, versions, now), refresh=True)
+            if number == count:
+                break
+            time.sleep(interval)

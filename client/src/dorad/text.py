@@ -1,0 +1,181 @@
+"""Text in and out of token ids, with a model folder's own tokenizer and chat template.
+
+The server knows tokens only; this is what `doractl` and small scripts use. Needs `dorad[text]`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from dorad.types import TokenIds
+
+try:
+    import jinja2
+    import jinja2.sandbox
+    import tokenizers
+except ImportError as error:
+    raise ImportError("dorad.text needs its extra: pip install 'dorad[text]'") from error
+
+Message = dict[str, Any]
+"""{"role": "user", "content": "…"}"""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class ModelText:
+    """The tokenizer of one Hugging Face model folder. Thread-safe after construction.
+
+    Args:
+      folder: has tokenizer.json; optionally tokenizer_config.json and chat_template.jinja.
+
+    Raises FileNotFoundError without tokenizer.json, ValueError when a file cannot be understood.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        root = pathlib.Path(folder)
+        file = root / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{root} has no tokenizer.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # The library raises bare Exception.
+            raise ValueError(f"{file}: {error}") from error
+        self._config: dict[str, Any] = {}
+        if (root / "tokenizer_config.json").is_file():
+            self._config = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8"))
+        self._template = _compile(_template_source(root, self._config))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text, with the tokenizer's own begin token if it adds one."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+    def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The conversation as the model's chat template writes it, ready for the answer.
+
+        Raises ValueError when the folder has no template or the template refuses the messages.
+        """
+        if self._template is None:
+            raise ValueError("the model folder has no chat template")
+        special = {
+            name: _token_text(self._config.get(name))
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
+        try:
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, **special, **variables
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+        """Token ids of `render_chat`; the template writes all special tokens itself."""
+        return self.encode(self.render_chat(messages, **variables), special_tokens=False)
+
+    def decode(self, token_ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
+        return str(
+            self._tokenizer.decode(
+                [int(i) for i in token_ids], skip_special_tokens=skip_special_tokens
+            )
+        )
+
+    def token(self, token_id: int) -> str:
+        """One token's text, for tables; may be part of a character."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def stream(self) -> TextStream:
+        """A decoder for tokens that arrive bit by bit."""
+        return TextStream(self)
+
+
+class TextStream:
+    """Decodes a growing token sequence; the pieces join to the whole text. Not thread-safe."""
+
+    def __init__(self, text: ModelText) -> None:
+        self._text = text
+        self._ids: list[int] = []
+        # Ids before _start are done; those in [_start, _shown) have been shown and give context:
+        # a token's text can depend on the one before (spaces).
+        self._start = 0
+        self._shown = 0
+
+    def push(self, token_ids: TokenIds) -> str:
+        """Adds tokens; returns the new text, holding back an unfinished character."""
+        self._ids += [int(i) for i in token_ids]
+        fresh = self._text.decode(self._ids[self._start :])
+        if fresh.endswith(_REPLACEMENT):
+            return ""
+        return self._advance(fresh)
+
+    def finish(self) -> str:
+        """What was held back: an incomplete character appears as U+FFFD."""
+        return self._advance(self._text.decode(self._ids[self._start :]))
+
+    def _advance(self, fresh: str) -> str:
+        before = self._text.decode(self._ids[self._start : self._shown])
+        self._start, self._shown = self._shown, len(self._ids)
+        return fresh[len(before) :]
+
+
+def _template_source(root: pathlib.Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja, or the template inside tokenizer_config.json (older folders)."""
+    file = root / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # Several named templates.
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _compile(source: str | None) -> jinja2.Template | None:
+    if source is None:
+        return None
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    # Templates come with models from anywhere: sandboxed, and nothing of Python within reach.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = _tojson
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template does not parse: {error}") from error
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as templates expect it: unlike jinja2's own filter, without HTML escapes."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _token_text(token: Any) -> str:
+    """A special token is a string, or (older folders) an object with its content."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token or ""
