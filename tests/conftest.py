@@ -17,11 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    stubs = ROOT / "client" / "src" / "dorad" / "v1" / "inference_pb2_grpc.py"
-    protos = (ROOT / "proto" / "dorad" / "v1").glob("*.proto")
-    newest = max(path.stat().st_mtime for path in protos)
-    if not stubs.exists() or stubs.stat().st_mtime < newest:
-        subprocess.run([sys.executable, ROOT / "client" / "generate_stubs.py"], check=True)
+    generator = ROOT / "client" / "generate_stubs.py"
+    subprocess.run([sys.executable, generator, "--if-stale"], check=True)
 
 
 class Zoo:

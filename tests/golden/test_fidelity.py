@@ -111,9 +111,7 @@ def test_bf16_is_no_worse_than_peft_in_bf16(zoo, family: str) -> None:
         for column, kind in enumerate(kinds):
             oracle = np.concatenate(zoo.oracle(family).next_logprobs(folders[kind], sequences))
             theirs = np.concatenate(peft.next_logprobs(folders[kind], sequences))
-            rows = np.concatenate(
-                [np.r_[np.ones(len(ids) - 1, bool), False] for ids in sequences]
-            )
+            rows = np.concatenate([np.r_[np.ones(len(ids) - 1, bool), False] for ids in sequences])
             ours = np.concatenate([score[column].chosen[1:] for score in scores])
             ours_error = np.abs(ours - oracle[rows]).mean()
             peft_error = np.abs(theirs[rows] - oracle[rows]).mean()

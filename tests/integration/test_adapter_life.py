@@ -184,7 +184,9 @@ def test_watch_tells_everything_in_order(server: Server, zoo) -> None:
         if event.type == adapters_pb2.WATCH_EVENT_TYPE_GONE:
             break
     call.cancel()
-    kinds = [adapters_pb2.WatchEventType.Name(event.type)[len("WATCH_EVENT_TYPE_") :] for event in events]
+    kinds = [
+        adapters_pb2.WatchEventType.Name(event.type)[len("WATCH_EVENT_TYPE_") :] for event in events
+    ]
     assert kinds == ["PUBLISHED", "ACTIVATED", "FAILED", "RETIRED", "GONE"]
     generations = [event.generation for event in events]
     assert generations == sorted(set(generations))
@@ -219,10 +221,18 @@ def test_upload_must_be_whole_and_intact(server: Server, zoo) -> None:
         "no commit": whole[:-1],
         "no chunk": [whole[0], whole[-1]],
         "two begins": [whole[0], *whole],
-        "gap": [whole[0], adapters_pb2.PublishRequest(
-            chunk=adapters_pb2.PublishChunk(offset=5, data=image[5:])), whole[-1]],
-        "too much": [*whole[:-1], adapters_pb2.PublishRequest(
-            chunk=adapters_pb2.PublishChunk(offset=len(image), data=b"x")), whole[-1]],
+        "gap": [
+            whole[0],
+            adapters_pb2.PublishRequest(chunk=adapters_pb2.PublishChunk(offset=5, data=image[5:])),
+            whole[-1],
+        ],
+        "too much": [
+            *whole[:-1],
+            adapters_pb2.PublishRequest(
+                chunk=adapters_pb2.PublishChunk(offset=len(image), data=b"x")
+            ),
+            whole[-1],
+        ],
         "wrong hash": [adapters_pb2.PublishRequest(begin=wrong_hash), *whole[1:]],
         "empty": [],
     }

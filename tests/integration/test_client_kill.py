@@ -64,9 +64,7 @@ def test_killed_clients_leave_nothing_behind(zoo, nursery) -> None:
             ) == (0, 0, 0, 0)
 
         wait_until(nothing_left, 15, "no sequences, pages and leases left")
-        wait_until(
-            lambda: open_files(server.pid) <= files_before + 3, 15, "the connections closed"
-        )
+        wait_until(lambda: open_files(server.pid) <= files_before + 3, 15, "the connections closed")
         loading = [
             item
             for item in server.wire.list_adapters()

@@ -86,7 +86,7 @@ def test_streams_do_not_notice_publishes_and_retirements(zoo, folders) -> None:
         during = np.array([gap for s in streamers for at, gap in s.gaps if begin <= at <= end])
         quiet = np.array([gap for s in streamers for at, gap in s.gaps if at < begin])
         print(
-            f"{VERSIONS} versions in {end - begin:.2f} s; gap between messages of {STREAMS} streams:"
+            f"{VERSIONS} versions in {end - begin:.2f} s; gaps in {STREAMS} streams:"
             f" largest {during.max() * 1e3:.1f} ms, median {np.median(during) * 1e3:.1f} ms;"
             f" before: largest {quiet.max() * 1e3:.1f} ms, median {np.median(quiet) * 1e3:.1f} ms"
         )

@@ -97,10 +97,12 @@ def test_names_carry_no_adapter_name_and_have_help_and_type(server: Server) -> N
 
 
 def test_text_passes_promtool_where_it_is_installed(server: Server) -> None:
-    """Without promtool the format is still read line by line: every line is a comment or a sample."""
+    """Without promtool the format is still read: every line is a comment or a sample."""
     text = server.metrics_text()
     sample = re.compile(r'^[a-z_]+(\{([a-z_]+="[^"\n]*",?)*\})? (-?[0-9.e+-]+|NaN|\+Inf|-Inf)$')
-    bad = [line for line in text.splitlines() if not line.startswith("# ") and not sample.match(line)]
+    bad = [
+        line for line in text.splitlines() if not line.startswith("# ") and not sample.match(line)
+    ]
     assert bad == []
     if shutil.which("promtool"):
         run = subprocess.run(

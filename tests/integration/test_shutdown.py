@@ -127,7 +127,7 @@ def test_port_in_use_is_one_clear_line(zoo, key: str) -> None:
 
 
 def test_many_stops_while_requests_arrive(zoo, tmp_path) -> None:
-    """Requests race with the end: each ends with tokens or with UNAVAILABLE, and the exit is clean."""
+    """Requests race with the end: each ends well or with UNAVAILABLE, and the exit is clean."""
     for _ in range(3):
         with serve(zoo.model("llama2"), {"a": zoo.adapter("llama2", "dora")}) as server:
             codes, stop = [], threading.Event()

@@ -116,7 +116,9 @@ def make(base: torch.nn.Module, kind: Kind, directory: Path, seed: int = 0) -> P
         return directory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **kind.config))
+        model = get_peft_model(
+            copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **kind.config)
+        )
         perturb(model, seed)
         model.save_pretrained(directory, save_embedding_layers=kind.save_embeddings)
     _store(directory / WEIGHTS, kind)

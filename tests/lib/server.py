@@ -97,7 +97,9 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            raise AssertionError(f"no exit {timeout} s after SIGTERM\n{self.log()[-4000:]}") from None
+            raise AssertionError(
+                f"no exit {timeout} s after SIGTERM\n{self.log()[-4000:]}"
+            ) from None
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -147,7 +149,9 @@ def start(line: list[str], log_path: Path, timeout: float = 60.0, **env: str) ->
     if not ready.wait(timeout) or not server.grpc:
         process.kill()
         process.wait()
-        raise AssertionError(f"the server did not get ready\n{' '.join(line)}\n{server.log()[-4000:]}")
+        raise AssertionError(
+            f"the server did not get ready\n{' '.join(line)}\n{server.log()[-4000:]}"
+        )
     server.wire = Wire(server.grpc)
     return server
 
@@ -176,4 +180,6 @@ def serve(
         finally:
             server.wire.close()
             code = server.stop()
-        assert expect_exit is None or code == expect_exit, f"exit code {code}\n{server.log()[-4000:]}"
+        assert expect_exit is None or code == expect_exit, (
+            f"exit code {code}\n{server.log()[-4000:]}"
+        )

@@ -16,9 +16,7 @@ PROMPT = [11, 12, 13, 14, 15]
 
 
 def _generate(client: "wire.Wire") -> None:
-    call = client.stream(
-        PROMPT, adapter="a", n=2, max_tokens=8000, ignore_eos=True, timeout=None
-    )
+    call = client.stream(PROMPT, adapter="a", n=2, max_tokens=8000, ignore_eos=True, timeout=None)
     next(call)
     _report()
     for _ in call:

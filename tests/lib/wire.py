@@ -289,7 +289,9 @@ class Wire:
         )
         return self.adapters.Publish(parts, timeout=timeout)
 
-    def publish_path(self, name: str, path: Path, **options) -> adapters_pb2.PublishFromPathResponse:
+    def publish_path(
+        self, name: str, path: Path, **options
+    ) -> adapters_pb2.PublishFromPathResponse:
         request = adapters_pb2.PublishFromPathRequest(name=name, path=str(path), **options)
         return self.adapters.PublishFromPath(request, timeout=DEADLINE)
 
