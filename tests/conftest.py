@@ -21,6 +21,23 @@ def pytest_configure(config: pytest.Config) -> None:
     subprocess.run([sys.executable, generator, "--if-stale"], check=True)
 
 
+_FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> list[str]:
+    """Measured figures, one a line; printed at the end of the run, passed or not."""
+    return pytestconfig.stash.setdefault(_FIGURES, [])
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    lines = config.stash.get(_FIGURES, [])
+    if lines:
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
 class Zoo:
     """Tiny models and adapters on disk, made when first asked for and kept for the session."""
 

@@ -3,13 +3,15 @@
 Greedy, 64 prompt tokens, 64 new tokens. Peers take turns (A B A B ...); medians are reported. Two
 questions:
 
-  mixed   16 sequences over 4 DoRA adapters, through gRPC in one batch, against PEFT (unmerged), which
-          refuses mixed DoRA batches and so does the same work one adapter at a time, 4 sequences each
-  single  base, and one unmerged DoRA adapter of r = 16, against `transformers.generate` of the base
-          and of the merged model, at batch 1 and 16
+  mixed   16 sequences over 4 DoRA adapters, through gRPC in one batch, against PEFT (unmerged),
+          which refuses mixed DoRA batches and so does the same work one adapter at a time, 4
+          sequences each
+  single  base, and one unmerged DoRA adapter of r = 16, against `transformers.generate` of the
+          base and of the merged model, at batch 1 and 16
 
     python tests/bench/cpu_peers.py [--quick] [--json FILE]
 """
+# ruff: noqa: E402 - the threads are set before torch is imported
 
 import argparse
 import copy
@@ -95,7 +97,7 @@ def peft_run(model: PeftModel, names: list[str]) -> float:
 
 
 def take_turns(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """The median of each, after one warm-up of those that are cheap to warm up."""
+    """The median seconds of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():

@@ -54,13 +54,13 @@ def scored_sequence() -> list[int]:
     return PROMPTS[0] + rng.integers(100, 40000, SCORED_TOKENS - len(PROMPTS[0])).tolist()
 
 
-def test_full_vocabulary_equals_oracle(smollm2, oracle: Oracle, server: Server) -> None:
+def test_full_vocabulary_equals_oracle(smollm2, oracle: Oracle, server: Server, figures) -> None:
     ids = scored_sequence()
     for name, folder in variants(smollm2):
         (expected,) = oracle.next_logprobs(folder, [ids])
         ((score,),) = server.wire.score([ids], [name], chosen=vocabulary(server))
         cosine, error = compare(score.chosen[1:], expected[:-1])
-        print(f"{name or 'base'}: cos {cosine:.9f}, max |Δ| {error:.2e}")
+        figures.append(f"SmolLM2 {name or 'base'}: cos {cosine:.9f}, max |Δlogprob| {error:.1e}")
         assert cosine >= MIN_COSINE and error <= MAX_ERROR, name
 
 
@@ -108,7 +108,7 @@ def test_greedy_tokens_equal_oracle(smollm2, oracle: Oracle, server: Server) -> 
         assert error <= MAX_ERROR
 
 
-def test_bf16_is_no_worse_than_peft_in_bf16(smollm2, oracle: Oracle) -> None:
+def test_bf16_is_no_worse_than_peft_in_bf16(smollm2, oracle: Oracle, figures) -> None:
     """Mean |Δlogprob| over the vocabulary and all positions, against the fp32 oracle."""
     ids = scored_sequence()
     peft = Oracle(smollm2.model, torch.bfloat16)
@@ -119,5 +119,8 @@ def test_bf16_is_no_worse_than_peft_in_bf16(smollm2, oracle: Oracle) -> None:
             ((score,),) = server.wire.score([ids], [name], chosen=vocabulary(server))
             ours_error = np.abs(score.chosen[1:] - exact[:-1]).mean()
             peft_error = np.abs(theirs[:-1] - exact[:-1]).mean()
-            print(f"{name or 'base'}: bf16 mean |Δ| dorad {ours_error:.2e}, PEFT {peft_error:.2e}")
+            figures.append(
+                f"SmolLM2 {name or 'base'} in bf16: mean |Δ| {ours_error:.1e},"
+                f" PEFT's {peft_error:.1e}"
+            )
             assert ours_error <= peft_error, name

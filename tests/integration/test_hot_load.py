@@ -52,7 +52,7 @@ def folders(zoo):
     return [zoo.adapter("slow", "dora_r64", seed) for seed in range(VERSIONS)]
 
 
-def test_streams_do_not_notice_publishes_and_retirements(zoo, folders) -> None:
+def test_streams_do_not_notice_publishes_and_retirements(zoo, folders, figures) -> None:
     fixed = {"fixed": zoo.adapter("slow", "dora")}
     with serve(zoo.model("slow"), fixed, {"engine.kv_bytes": 256 << 20}) as server:
         wire = server.wire
@@ -85,10 +85,10 @@ def test_streams_do_not_notice_publishes_and_retirements(zoo, folders) -> None:
         assert [s.error for s in streamers if s.error] == []
         during = np.array([gap for s in streamers for at, gap in s.gaps if begin <= at <= end])
         quiet = np.array([gap for s in streamers for at, gap in s.gaps if at < begin])
-        print(
-            f"{VERSIONS} versions in {end - begin:.2f} s; gaps in {STREAMS} streams:"
-            f" largest {during.max() * 1e3:.1f} ms, median {np.median(during) * 1e3:.1f} ms;"
-            f" before: largest {quiet.max() * 1e3:.1f} ms, median {np.median(quiet) * 1e3:.1f} ms"
+        figures.append(
+            f"hot load: {VERSIONS} versions in {end - begin:.2f} s, {STREAMS} streams; largest gap"
+            f" {during.max() * 1e3:.1f} ms, median {np.median(during) * 1e3:.1f} ms"
+            f" (before: {quiet.max() * 1e3:.1f} and {np.median(quiet) * 1e3:.1f} ms)"
         )
         samples = [sample for s in streamers for sample in s.samples]
         assert all(sample.reason == LENGTH and len(sample.tokens) == TOKENS for sample in samples)
@@ -109,5 +109,5 @@ def test_streams_do_not_notice_publishes_and_retirements(zoo, folders) -> None:
         )
         assert wire.info().engine.adapter_leases == 0
         grown = server.rss() - rss_before
-        print(f"resident memory of the process grew by {grown / 2**20:.1f} MiB")
+        figures.append(f"hot load: the process grew by {grown / 2**20:.1f} MiB")
         assert grown < 64 << 20
