@@ -43,7 +43,7 @@ bool ParseBytes(const std::string& text, int64_t* value) {
   static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
   absl::string_view digits = text;
   int shift = 0;
-  for (int unit = 0; unit < 4; ++unit) {
+  for (int unit = 0; unit < 4 && shift == 0; ++unit) {
     if (absl::ConsumeSuffix(&digits, kUnits[unit])) shift = 10 * (unit + 1);
   }
   digits = absl::StripTrailingAsciiWhitespace(digits);
