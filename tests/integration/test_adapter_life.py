@@ -189,11 +189,12 @@ def test_watch_tells_everything_in_order(server: Server, zoo) -> None:
     ]
     assert kinds == ["PUBLISHED", "ACTIVATED", "FAILED", "RETIRED", "GONE"]
     generations = [event.generation for event in events]
-    assert generations == sorted(set(generations))
+    assert generations == sorted(generations)
+    later = [number for number in generations if number > generations[0]]
     replay = server.wire.adapters.Watch(
         adapters_pb2.WatchRequest(from_generation=generations[0]), timeout=30
     )
-    assert [next(replay).generation for _ in events[1:]] == generations[1:]
+    assert [next(replay).generation for _ in later] == later
     replay.cancel()
 
 

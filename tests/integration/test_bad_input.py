@@ -287,7 +287,7 @@ def test_all_problems_of_an_adapter_are_listed_at_once(server: Server, reference
 
 
 BAD_CONFIG_TEXTS = [
-    ("empty", "", "ADAPTER_CONFIG_NOT_JSON"),
+    ("empty", "", "PUBLISH_CONFIG_SIZE"),
     ("cut", '{"r": 8', "ADAPTER_CONFIG_NOT_JSON"),
     ("list", "[]", "ADAPTER_CONFIG_NOT_JSON"),
     ("nan", '{"r": NaN}', "ADAPTER_CONFIG_NOT_JSON"),
@@ -304,7 +304,7 @@ BAD_CONFIG_TEXTS = [
 def test_bad_config_texts(server: Server, reference, zoo, text: str, reason: str) -> None:
     image = (zoo.adapter("llama2", "dora") / WEIGHTS).read_bytes()
     refusal = refused(server.wire.publish_bytes, "bad", text, image)
-    check(refusal, reason, "adapter_config.json")
+    check(refusal, reason, "adapter_config")
 
 
 # --- Safetensors images that lie.
@@ -411,7 +411,7 @@ def test_bad_versions(server: Server, reference, zoo, version: int) -> None:
 def test_paths_outside_the_roots(server: Server, reference, path: str) -> None:
     refusal = refused(server.wire.publish_path, "p", path.format(roots=server.roots))
     assert refusal.code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.NOT_FOUND), refusal
-    assert refusal.reason in ("PATH_NOT_ALLOWED", "FILE_NOT_FOUND"), refusal
+    assert refusal.reason in ("PATH_NOT_ALLOWED", "ADAPTER_FOLDER_NOT_FOUND"), refusal
 
 
 def test_a_path_inside_the_roots_is_served(server: Server, reference) -> None:
@@ -420,7 +420,7 @@ def test_a_path_inside_the_roots_is_served(server: Server, reference) -> None:
 
 def test_a_missing_folder_inside_the_roots(server: Server, reference) -> None:
     refusal = refused(server.wire.publish_path, "p", server.roots / "missing")
-    check(refusal, "FILE_NOT_FOUND", "missing", grpc.StatusCode.NOT_FOUND)
+    check(refusal, "ADAPTER_FOLDER_NOT_FOUND", "missing", grpc.StatusCode.NOT_FOUND)
 
 
 # --- Requests.
