@@ -153,7 +153,10 @@ def progress(name: str, steps: int) -> Iterator[Callable[[float], None]]:
             loss, done = value, done + 1
             if done % 10 == 0:
                 elapsed = time.monotonic() - start
-                print(f"{title:<34} {elapsed:4.0f} s  step {done}/{steps}, loss {loss:.2f}", flush=True)
+                print(
+                    f"{title:<34} {elapsed:4.0f} s  step {done}/{steps}, loss {loss:.2f}",
+                    flush=True,
+                )
 
         yield advance
     elapsed = time.monotonic() - start
