@@ -93,7 +93,7 @@ struct MetricsHttpServer::Impl {
         const bool keep = event->revents == 0 || Advance(&*it);
         it = keep && Clock::now() < it->deadline ? std::next(it) : connections.erase(it);
       }
-      if (polled[1].revents != 0) Accept();
+      if (polled[1].revents != 0) AcceptWaiting();
     }
   }
 
@@ -108,14 +108,21 @@ struct MetricsHttpServer::Impl {
     return static_cast<int>(std::max<int64_t>(0, wait));
   }
 
-  void Accept() {
+  // A bounded number at a time, so that a flood of connections does not keep others waiting.
+  void AcceptWaiting() {
+    for (size_t i = 0; i < kMaxConnections && Accept(); ++i) {
+    }
+  }
+
+  // False when there is none, or none can be taken.
+  bool Accept() {
     UniqueFd fd(accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!fd.ok()) {
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
         if (!connections.empty()) connections.pop_front();
         accept_after = Clock::now() + kAcceptPause;
       }
-      return;
+      return false;
     }
     // The oldest has had the most time; a scrape takes milliseconds.
     if (connections.size() == kMaxConnections) connections.pop_front();
@@ -123,6 +130,7 @@ struct MetricsHttpServer::Impl {
     connection.fd = std::move(fd);
     connection.deadline = Clock::now() + kHeadTime;
     connections.push_back(std::move(connection));
+    return true;
   }
 
   // Does what the connection is ready for; false when it is over.
