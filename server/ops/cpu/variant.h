@@ -1,0 +1,41 @@
+// All kernels for the instruction set this translation unit is compiled for, as one table named
+// kTable. Included once by each variant_*.cc.
+#pragma once
+
+#include "server/ops/cpu/attend.h"
+#include "server/ops/cpu/gemm.h"
+#include "server/ops/cpu/kernels.h"
+#include "server/ops/cpu/pointwise.h"
+
+namespace dorad::ops::cpu::DORAD_SIMD {
+
+#define DORAD_STRING_(x) #x
+#define DORAD_STRING(x) DORAD_STRING_(x)
+
+extern const Kernels kTable;
+const Kernels kTable = {
+    .name = DORAD_STRING(DORAD_SIMD),
+    .lanes = kLanes,
+#if defined(__AVX512BF16__)
+    .bf16_dot = true,
+#else
+    .bf16_dot = false,
+#endif
+    .tile_rows = kTileRows,
+    .queries = kQueries,
+    .pack = Pack,
+    .gemm = Gemm,
+    .rms_norm = RmsNormRow,
+    .add = Add,
+    .silu_mul = SiluMul,
+    .embed_row = EmbedRow,
+    .rotate = Rotate,
+    .to_bf16 = ToBf16,
+    .attend = Attend,
+    .merge = Merge,
+    .divide = Divide,
+    .block_max = BlockMax,
+    .sum_exp = SumExp,
+};
+
+}  // namespace dorad::ops::cpu::DORAD_SIMD

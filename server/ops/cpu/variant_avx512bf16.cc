@@ -1,0 +1,1 @@
+#include "server/ops/cpu/variant.h"
