@@ -13,10 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from dorad.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -26,6 +22,9 @@ from dorad.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 VOCAB = 1000
 EOS = 2
@@ -53,6 +52,33 @@ def fail(context, code, reason, message, violations=(), retry_after=None, pushba
         trailers.append(("grpc-retry-pushback-ms", str(pushback_ms)))
     context.set_trailing_metadata(trailers)
     context.abort(code, message)
+
+
+def wait_for(condition, seconds=5.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def unavailable(context):
+    context.abort(grpc.StatusCode.UNAVAILABLE, "warming up")
+
+
+def overloaded(pushback_ms):
+    def refuse(context):
+        fail(
+            context,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "QUEUE_FULL",
+            "the queue is full",
+            retry_after=1.5,
+            pushback_ms=pushback_ms,
+        )
+
+    return refuse
 
 
 def ids(data):

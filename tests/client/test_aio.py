@@ -3,13 +3,11 @@
 import asyncio
 import inspect
 
-import numpy as np
-import pytest
-from fake_server import image_of
-from test_generate import overloaded, wait_for
-
 import dorad
 import dorad.aio
+import numpy as np
+import pytest
+from fake_server import image_of, overloaded, wait_for
 
 
 def run(server, body, **options):

@@ -2,42 +2,13 @@
 
 import math
 import pickle
-import time
 
+import dorad
 import grpc
 import numpy as np
 import pytest
-from fake_server import fail
-
-import dorad
 from dorad.v1 import inference_pb2
-
-
-def wait_for(condition, seconds=5.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def unavailable(context):
-    context.abort(grpc.StatusCode.UNAVAILABLE, "warming up")
-
-
-def overloaded(pushback_ms):
-    def refuse(context):
-        fail(
-            context,
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "QUEUE_FULL",
-            "the queue is full",
-            retry_after=1.5,
-            pushback_ms=pushback_ms,
-        )
-
-    return refuse
+from fake_server import fail, overloaded, unavailable, wait_for
 
 
 def test_returns_samples_with_the_documented_types(client):

@@ -6,8 +6,8 @@ import enum
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -95,37 +95,50 @@ def size(count: int | float) -> str:
     return f"{value:.1f} TB"
 
 
-def _say(message: str) -> None:
-    print(f"doractl: {message}", file=sys.stderr)
-
-
-def _explain(error: Exception) -> int:
+def _explain(error: Exception, program: str) -> int:
     """Prints one or a few lines on standard error; returns the exit code."""
+
+    def say(message: str) -> None:
+        print(f"{program}: {message}", file=sys.stderr)
+
     if isinstance(error, dorad.DoradError):
-        _say(str(error))
+        say(str(error))
         if error.retry_after is not None:
-            _say(f"try again in {error.retry_after:g} s")
+            say(f"try again in {error.retry_after:g} s")
         return EXIT_UNAVAILABLE if isinstance(error, dorad.Unavailable) else EXIT_FAILURE
     if isinstance(error, (ValueError, TypeError, FileNotFoundError)):
-        _say(str(error))
+        say(str(error))
         return EXIT_USAGE
     if isinstance(error, (ImportError, OSError)):
-        _say(str(error))
+        say(str(error))
         return EXIT_FAILURE
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # A ClickException.
-        _say(error.format_message())
+        say(error.format_message())
         context = getattr(error, "ctx", None)
         if context is not None:
             print(f"Try '{context.command_path} --help'.", file=sys.stderr)
         return EXIT_USAGE
     if isinstance(error, typer.Abort):
-        _say("aborted")
+        say("aborted")
         return EXIT_FAILURE
     raise error
 
 
-class Group(typer.core.TyperGroup):
-    """A command group whose failures are clear lines and documented exit codes."""
+def _run(main: Callable[[], Any], program: str) -> NoReturn:
+    """Calls a command's main (not standalone) and exits with the right code."""
+    try:
+        result = main()
+        code = result if isinstance(result, int) else 0
+    except BrokenPipeError:  # The reader (head, less) has had enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILURE
+    except Exception as error:
+        code = _explain(error, program)
+    sys.exit(code)
+
+
+class _Main:
+    """Mixed into typer's classes: failures become clear lines and documented exit codes."""
 
     def main(
         self,
@@ -136,18 +149,19 @@ class Group(typer.core.TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        rest = (complete_var, False, windows_expand_args)
-        if not standalone_mode:
-            return super().main(args, prog_name, *rest, **extra)
-        try:
-            result = super().main(args, prog_name, *rest, **extra)
-            code = result if isinstance(result, int) else 0
-        except BrokenPipeError:  # The reader (head, less) has had enough.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = EXIT_FAILURE
-        except Exception as error:
-            code = _explain(error)
-        sys.exit(code)
+        def call() -> Any:
+            base: Any = super(_Main, self)
+            return base.main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+
+        return _run(call, prog_name or "doractl") if standalone_mode else call()
+
+
+class Group(_Main, typer.core.TyperGroup):
+    """A command group."""
+
+
+class Command(_Main, typer.core.TyperCommand):
+    """A program of one command."""
 
 
 def share_options(command: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,356 @@
+"""doractl and dorad-load against the fake server: output, JSON, exit codes."""
+
+import http.server
+import json
+import threading
+
+import numpy as np
+import pytest
+from fake_server import fail, image_of, wait_for
+from test_text import make_folder
+from typer.testing import CliRunner
+
+from dorad.cli.app import app
+from dorad.cli.load import app as load_app
+from dorad.cli.top import Rates, parse_metrics
+
+
+@pytest.fixture
+def doractl(server, monkeypatch):
+    monkeypatch.setenv("DORAD_TARGET", server.target)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments, code=0, stdin=None):
+        result = CliRunner().invoke(
+            app, [str(a) for a in arguments], input=stdin, prog_name="doractl"
+        )
+        assert result.exit_code == code, (result.output, result.exception)
+        return result.stderr if code else result.stdout
+
+    return run
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+    (path / "adapter_model.safetensors").write_bytes(image_of({"w": np.zeros((3, 100))}))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_folder(tmp_path / "model")
+
+
+def test_generates_from_token_ids(doractl):
+    assert doractl("generate", "--token-ids", "1,2 3", "--max-tokens", "3") == "6 7 8\n"
+
+
+def test_generates_text_through_the_chat_template(doractl, server, model):
+    out = doractl("generate", "hi", "--model", model, "--max-tokens", "4", "--system", "be kind")
+    request = server.generate_calls[0]
+    ids = np.frombuffer(request.prompt_token_ids, "<i4")
+    assert out.endswith("\n") and request.stop.max_tokens == 4
+    from dorad.text import ModelText
+
+    sent = ModelText(model).decode(ids, skip_special_tokens=False)
+    assert sent == "<|system|>be kind</s>\n<|user|>hi</s>\n<|assistant|>"
+
+
+def test_generates_raw_text_from_standard_input(doractl, server, model):
+    doractl("generate", "--raw", "-m", model, stdin="abc")
+    assert np.frombuffer(server.generate_calls[0].prompt_token_ids, "<i4").size == 3
+
+
+def test_generates_side_by_side_in_one_go(doractl, server, folder):
+    doractl("adapters", "publish", "a", folder)
+    out = doractl(
+        "generate", "--token-ids", "1", "-a", "a", "-a", "a@1", "--base", "-n", "2",
+        "--max-tokens", "2", "--temperature", "0", "--seed", "5",
+    )  # fmt: skip
+    assert out.count("== a@1: stop, 2 tokens") == 2 and "== base · 1:" in out
+    assert sorted(r.adapter for r in server.generate_calls) == ["", "a", "a@1"]
+    assert all(r.sampling.seed == 5 and r.n == 2 for r in server.generate_calls)
+
+
+def test_generate_as_json(doractl):
+    out = doractl(
+        "generate",
+        "--token-ids",
+        "1",
+        "-n",
+        2,
+        "--max-tokens",
+        2,
+        "--logprobs",
+        "raw",
+        "-o",
+        "json",
+    )
+    first, second = json.loads(out)
+    assert first["token_ids"] == [1, 2] and first["finish_reason"] == "stop"
+    assert second["token_ids"] == [11, 12] and second["index"] == 1
+    assert second["logprobs"] == pytest.approx([-0.12, -0.13])
+    assert second["spans"] == [{"adapter": "", "version": 0, "digest": "", "begin": 0, "end": 2}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "hello"], "--model"),
+        (["generate", "hello", "--token-ids", "1"], "not both"),
+        (["generate", "--token-ids", "1,x"], "'1,x' is not a list of integers"),
+        (["generate", "--token-ids", "1", "--logprobs", "cooked"], "cooked"),
+        (["generate", "--token-ids", "1", "-n", "0"], "--n"),
+        (["generate", "hello", "--model", "/nowhere"], "/nowhere has no tokenizer.json"),
+        (["frobnicate"], "frobnicate"),
+        (["adapters", "retire", "a"], "which version of 'a'"),
+        (["adapters", "publish", "a", "/nowhere"], "no adapter folder /nowhere"),
+        (["adapters", "publish", "a", "/nowhere", "--tag", "x"], "KEY=VALUE"),
+        (["info", "--output", "xml"], "xml"),
+        (["abort"], "exactly one of"),
+        (["top", "--metrics", "file:///etc/passwd"], "not an http URL"),
+        (["pause", "--mode", "nap"], "nap"),
+    ],
+)
+def test_usage_errors_exit_with_64(doractl, arguments, words):
+    error = doractl(*arguments, code=64)
+    assert words in error and error.startswith("doractl: ") and len(error.splitlines()) <= 2
+
+
+def test_an_unreachable_server_exits_with_69(doractl):
+    error = doractl("info", "--target", "127.0.0.1:1", code=69)
+    assert error.startswith("doractl: UNAVAILABLE") and len(error.splitlines()) == 1
+
+
+def test_a_refusal_prints_reason_and_violations(doractl, server):
+    import grpc
+
+    problems = [("n", "TOO_LARGE", "is 9"), ("top_p", "OUT_OF_RANGE", "is 2")]
+    server.refuse_generate = [
+        lambda c: fail(c, grpc.StatusCode.INVALID_ARGUMENT, "BAD", "two problems", problems)
+    ]
+    error = doractl("generate", "--token-ids", "1", code=1)
+    assert error.splitlines() == [
+        "doractl: INVALID_ARGUMENT (BAD): two problems",
+        "  - n: is 9 [TOO_LARGE]",
+        "  - top_p: is 2 [OUT_OF_RANGE]",
+    ]
+
+
+def test_options_may_stand_before_the_command(doractl, server, monkeypatch):
+    monkeypatch.delenv("DORAD_TARGET")
+    out = doractl("--target", server.target, "-o", "json", "adapters", "list")
+    assert json.loads(out) == []
+
+
+def test_adapters_life(doractl, server, folder):
+    assert "a@1 (active)" in doractl("adapters", "publish", "a", folder, "--tag", "step=3")
+    published = json.loads(
+        doractl("adapters", "publish", "a", folder, "--no-activate", "-o", "json")
+    )
+    assert published["version"] == 2 and not published["active"]
+    assert doractl("adapters", "activate", "a@2").startswith("a@2 is active (before: version 1")
+    rows = doractl("adapters", "list").splitlines()
+    assert rows[0].split()[:3] == ["NAME", "VERSION", "ACTIVE"] and len(rows) == 3
+    assert "4-16" in rows[1] and "yes" in rows[2]
+    assert "norms 0.250" in doractl("adapters", "show", "a@1")
+    assert "step=3" in doractl("adapters", "show", "a@1")
+    assert doractl("adapters", "retire", "a@1", "--force").startswith("a@1 is retiring")
+    error = doractl("adapters", "show", "a@1", code=1)
+    assert "NOT_FOUND (ADAPTER_NOT_FOUND)" in error
+    doractl("adapters", "publish", "b", "/on/server", "--server-side")
+    assert server.images["b", 1][1] == b"/on/server"
+
+
+def test_watch_prints_events(doractl, folder):
+    doractl("adapters", "publish", "a", folder)
+    out = doractl("adapters", "watch", "--from-generation", "0", "--count", "2")
+    assert [line.split() for line in out.splitlines()] == [
+        ["1", "published", "a@1"],
+        ["2", "activated", "a@1"],
+    ]
+    out = doractl("adapters", "watch", "--from-generation", "0", "--count", "2", "-o", "json")
+    assert [json.loads(line)["type"] for line in out.splitlines()] == ["published", "activated"]
+
+
+def test_scores(doractl, folder):
+    doractl("adapters", "publish", "a", folder)
+    out = doractl("score", "--token-ids", "1,2,3", "-a", "a", "--base", "--per-token")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["#", "ID", "TOKEN", "base", "a@1"]
+    assert lines[3] == ["2", "3", "3", "-0.0300", "-0.0400"]
+    assert lines[5][:4] == ["base", "2", "-0.0500", "-0.0250"]
+    scores = json.loads(doractl("score", "--token-ids", "1,2", "-o", "json"))["scores"]
+    assert scores[0]["logprobs"] == [None, pytest.approx(-0.02)]
+
+
+def test_operates(doractl, server):
+    assert "fake-model (llama)" in doractl("info")
+    assert json.loads(doractl("info", "-o", "json"))["model"]["vocab_size"] == 1000
+    assert doractl("pause", "--mode", "wait") == "paused (wait); 2 requests affected\n"
+    assert "paused" in doractl("info")
+    assert doractl("resume") == "resumed\n"
+    assert doractl("abort", "r1", "r2") == "3 requests aborted\n"
+    assert json.loads(doractl("abort", "--all", "-o", "json")) == {"aborted": 3}
+    assert doractl("health") == "serving\n"
+    server.health.set("", 2)
+    doractl("health", code=69)
+
+
+def test_top_shows_rates_from_the_metrics(doractl, folder):
+    served = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            served.append(self.path)
+            body = f"dorad_generated_tokens_total {100 * len(served)}\n".encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    try:
+        doractl("adapters", "publish", "a", folder)
+        url = f"http://127.0.0.1:{web.server_port}/metrics"
+        out = doractl("top", "--metrics", url, "--count", "2", "--interval", "0.1", "-o", "json")
+        first, second = [json.loads(line) for line in out.splitlines()]
+        assert "generated tokens/s" not in first["rates"]
+        assert 100 < second["rates"]["generated tokens/s"] < 1100
+        frame = doractl("top", "--metrics", url, "--count", "1")
+        assert "KV pages" in frame and "25%" in frame and "generation 2" in frame
+    finally:
+        web.shutdown()
+        web.server_close()
+
+
+def test_metrics_text_is_summed_by_name():
+    text = (
+        "# HELP x_total Help.\n# TYPE x_total counter\n"
+        'x_total{a="1 } 2",b="c"} 3\nx_total{a="2"} 4.5 1700000000\n'
+        'y_bucket{le="1"} 9\ny_sum 2\ny_count 4\nbroken\n'
+    )
+    assert parse_metrics(text) == {"x_total": 7.5, "y_sum": 2.0, "y_count": 4.0}
+
+
+def test_rates_survive_a_restart_of_the_server():
+    rates = Rates()
+    name = "dorad_engine_step_seconds"
+    assert rates.update({f"{name}_sum": 1.0, f"{name}_count": 10}, 0.0) == {}
+    now = rates.update({f"{name}_sum": 3.0, f"{name}_count": 14}, 1.0)
+    assert now["step ms"] == pytest.approx(500)
+    assert "step ms" not in rates.update({f"{name}_sum": 0.1, f"{name}_count": 1}, 2.0)
+
+
+# --- dorad-load -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dorad_load(server):
+    def run(*arguments, code=0):
+        arguments = ["--target", server.target, *map(str, arguments)]
+        result = CliRunner().invoke(load_app, arguments, prog_name="dorad-load")
+        assert result.exit_code == code, (result.output, result.exception)
+        return result.stderr if code else result.stdout
+
+    return run
+
+
+def test_closed_loop_sends_the_planned_requests(dorad_load, server, client, folder):
+    client.publish("a", path=folder)
+    server.token_delay = 0.001
+    out = dorad_load(
+        "-c", 4, "--requests", 20, "-a", "a=3", "-a", "base=1", "--prompt-tokens", "4:8",
+        "--output-tokens", "5", "--shared-prefix", 3, "-o", "json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert report["requests"] == len(server.generate_calls) == 20 and report["failed"] == 0
+    assert report["generated_tokens"] == 100 and server.most_running <= 4
+    assert set(report["requests_by_adapter"]) == {"a", "base"}
+    assert report["itl_ms"]["p50"] >= 1.0 and report["ttft_ms"]["max"] > 0
+    prompts = [np.frombuffer(r.prompt_token_ids, "<i4") for r in server.generate_calls]
+    assert {tuple(p[:3]) for p in prompts} == {tuple(prompts[0][:3])}
+    assert {len(p) for p in prompts} <= set(range(4, 9)) and len({len(p) for p in prompts}) > 1
+    assert all(2 not in p and r.stop.ignore_eos for p, r in zip(prompts, server.generate_calls))
+
+
+def test_open_loop_keeps_its_rate_and_counts_failures(dorad_load, server):
+    server.capacity = 1
+    server.token_delay = 0.02
+    report = json.loads(
+        dorad_load("--rate", 200, "--requests", 40, "--output-tokens", 4, "-o", "json")
+    )
+    assert report["loop"] == "open" and report["requests"] == 40
+    assert report["errors"] == {"QUEUE_FULL": report["failed"]} and 0 < report["failed"] < 40
+
+
+def test_report_as_a_table(dorad_load):
+    out = dorad_load("-c", 2, "-d", 0.2, "--output-tokens", 3)
+    assert "first token" in out and "tokens/s" in out
+
+
+def test_all_failed_exits_with_1(dorad_load, server):
+    server.capacity = 0
+    dorad_load("-c", 1, "--requests", 2, code=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt-tokens", "5:2"],
+        ["--output-tokens", "0"],
+        ["--rate", "1", "-c", "1"],
+        ["-a", "a=2", "--zipf", "1"],
+        ["-a", "a=0"],
+    ],
+)
+def test_load_refuses_bad_plans(dorad_load, server, arguments):
+    assert dorad_load(*arguments, code=64).startswith("dorad-load: ")
+    assert server.generate_calls == []
+
+
+def test_distributions_have_the_stated_means():
+    import random
+
+    from dorad.load import Lengths, Popularity
+
+    rng = random.Random(1)
+    draws = [Lengths.parse("lognormal:200:0.5").draw(rng) for _ in range(20_000)]
+    assert 195 < np.mean(draws) < 205
+    assert max(Lengths.parse("lognormal:200:0.5:300").draw(rng) for _ in range(1000)) == 300
+    popularity = Popularity.parse(["a", "b", "base"], 1.0)
+    counts = [popularity.draw(rng) for _ in range(11_000)]
+    assert counts.count("a") == pytest.approx(6000, rel=0.05)
+    assert counts.count(None) == pytest.approx(2000, rel=0.1)
+
+
+def test_interrupting_generate_cancels_on_the_server(server):
+    """A Ctrl-C in a terminal: the process ends with 130 and the server's slot is free."""
+    import os
+    import signal
+    import subprocess
+    import sys
+
+    server.endless, server.token_delay = True, 0.01
+    code = "from dorad.cli import main; main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DORAD_TARGET": server.target}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "--token-ids", "1"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert wait_for(lambda: server.running == 1, 20)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and b"Traceback" not in stderr
+    assert wait_for(lambda: server.running == 0)
