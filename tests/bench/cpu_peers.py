@@ -117,16 +117,15 @@ class Bench:
         )
         return model.eval()
 
-    def make_adapters(self) -> None:
+    def make_adapters(self, names: list[str]) -> None:
         base = self.load(torch.float32)
-        for rank in (16, 256):
+        for name in names:
+            rank, index = map(int, name.removeprefix("r").split("-"))
             kind = adapters.Kind(
                 f"r{rank}",
                 dict(r=rank, lora_alpha=rank, target_modules="all-linear", use_dora=True),
             )
-            for index in range(4):
-                name = f"r{rank}-{index}"
-                self.folders[name] = adapters.make(base, kind, self.scratch / name, seed=index)
+            self.folders[name] = adapters.make(base, kind, self.scratch / name, seed=index)
 
     def peft(self, base: torch.nn.Module, names: list[str]) -> PeftModel:
         model = PeftModel.from_pretrained(
@@ -239,7 +238,9 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="dorad-bench-") as scratch:
         bench = Bench(options.model, Path(scratch), options.repeats, console)
-        bench.make_adapters()
+        ranks = [] if options.skip_peft else [16, 256]
+        mixed = [f"r{rank}-{index}" for rank in ranks for index in range(4)]
+        bench.make_adapters(mixed or ["r16-0"])
         for dtype in options.dtypes:
             settings = {"model.compute_dtype": dtype, "engine.threads": THREADS}
             base = bench.load(DTYPES[dtype])
