@@ -1,0 +1,200 @@
+#include "server/rpc/adapter_service.h"
+
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/rpc/call.h"
+#include "server/rpc/convert.h"
+#include "server/rpc/encode.h"
+#include "server/rpc/page_token.h"
+#include "server/rpc/publish_reactor.h"
+#include "server/rpc/watch_reactor.h"
+
+namespace dorad::rpc {
+namespace {
+
+constexpr uint32_t kDefaultPageSize = 100;
+constexpr uint32_t kMaxPageSize = 1000;
+
+absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRequest& request) {
+  std::vector<Violation> violations;
+  CheckAdapterName(request.name(), &violations);
+  if (request.has_version()) CheckAdapterVersion(request.version(), &violations);
+  CheckTags(request.tags(), &violations);
+  if (request.path().empty()) {
+    violations.push_back({"path", "PATH_EMPTY", "the folder of a PEFT adapter is missing"});
+  }
+  if (!violations.empty()) return MakeInvalid("PublishFromPathRequest", std::move(violations));
+  adapter::PublishOptions options;
+  options.name = request.name();
+  if (request.has_version()) options.version = request.version();
+  options.activate = request.activate();
+  if (request.has_expected_generation()) {
+    options.expected_generation = request.expected_generation();
+  }
+  options.tags.insert(request.tags().begin(), request.tags().end());
+  return options;
+}
+
+// The exact version that Activate and Retire name.
+absl::Status CheckVersion(const char* subject, const std::string& name, int64_t version) {
+  std::vector<Violation> violations;
+  CheckAdapterName(name, &violations);
+  CheckAdapterVersion(version, &violations);
+  if (violations.empty()) return absl::OkStatus();
+  return MakeInvalid(subject, std::move(violations));
+}
+
+absl::Status Activate(adapter::AdapterRegistry* registry, const v1::ActivateRequest& request,
+                      v1::ActivateResponse* response) {
+  DORAD_RETURN_IF_ERROR(CheckVersion("ActivateRequest", request.name(), request.version()));
+  std::optional<int64_t> expected;
+  if (request.has_expected_generation()) expected = request.expected_generation();
+  DORAD_ASSIGN_OR_RETURN(const auto activation,
+                         registry->Activate(request.name(), request.version(), expected));
+  Encode(activation.adapter, response->mutable_adapter());
+  response->set_previous_version(activation.previous_version);
+  response->set_generation(activation.generation);
+  return absl::OkStatus();
+}
+
+absl::Status Get(const adapter::AdapterRegistry& registry, const v1::GetRequest& request,
+                 v1::GetResponse* response) {
+  DORAD_ASSIGN_OR_RETURN(const adapter::AdapterRef ref,
+                         adapter::AdapterRef::Parse(request.adapter()));
+  if (ref.is_base()) {
+    return MakeInvalid("GetRequest", {{"adapter", "ADAPTER_NAME_INVALID",
+                                       "the base model is no adapter; name one"}});
+  }
+  DORAD_ASSIGN_OR_RETURN(const adapter::AdapterRecord record, registry.Get(ref));
+  Encode(record, response->mutable_adapter());
+  response->set_generation(registry.generation());
+  return absl::OkStatus();
+}
+
+absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListRequest& request,
+                  v1::ListResponse* response) {
+  std::vector<Violation> violations;
+  if (!request.name().empty()) CheckAdapterName(request.name(), &violations);
+  const uint32_t size = request.has_page_size() ? request.page_size() : kDefaultPageSize;
+  if (size < 1 || size > kMaxPageSize) {
+    violations.push_back({"page_size", "PAGE_SIZE_OUT_OF_RANGE",
+                          absl::StrCat(size, " is not in [1, ", kMaxPageSize, "]")});
+  }
+  if (!violations.empty()) return MakeInvalid("ListRequest", std::move(violations));
+  PagePosition after;
+  if (!request.page_token().empty()) {
+    DORAD_ASSIGN_OR_RETURN(after, ParsePageToken(request.page_token(), request.name()));
+  }
+  response->set_generation(registry.generation());
+  // One more than a page tells whether there is another.
+  std::vector<adapter::AdapterRecord> records = registry.List(
+      request.name(), after.name, after.version, static_cast<int>(size) + 1);
+  if (records.size() > size) {
+    records.resize(size);
+    response->set_next_page_token(
+        MakePageToken({request.name(), records.back().name, records.back().version}));
+  }
+  for (const adapter::AdapterRecord& record : records) Encode(record, response->add_adapters());
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+grpc::ServerReadReactor<v1::PublishRequest>* AdapterService::Publish(
+    grpc::CallbackServerContext* context, v1::PublishResponse* response) {
+  return PublishReactor::Start(services_, &upload_budget_, context, response);
+}
+
+grpc::ServerUnaryReactor* AdapterService::PublishFromPath(
+    grpc::CallbackServerContext* context, const v1::PublishFromPathRequest* request,
+    v1::PublishFromPathResponse* response) {
+  return UnaryCall<v1::PublishFromPathResponse>::Run(
+      "PublishFromPath", context, services_->metrics, response, [&](const auto& call) {
+        absl::StatusOr<adapter::PublishOptions> options = ParsePublish(*request);
+        if (options.ok() && services_->draining) {
+          options = MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
+                              "the server is shutting down");
+        }
+        if (!options.ok()) {
+          call->End(options.status());
+          return;
+        }
+        services_->publisher.from_path(
+            *std::move(options), request->path(),
+            [call](absl::StatusOr<adapter::PublishResult> result) {
+              call->Complete([&](v1::PublishFromPathResponse* to) {
+                if (!result.ok()) return result.status();
+                Encode(result->adapter, to->mutable_adapter());
+                to->set_generation(result->generation);
+                return absl::OkStatus();
+              });
+            });
+      });
+}
+
+grpc::ServerUnaryReactor* AdapterService::Activate(grpc::CallbackServerContext* context,
+                                                   const v1::ActivateRequest* request,
+                                                   v1::ActivateResponse* response) {
+  return UnaryCall<v1::ActivateResponse>::Run(
+      "Activate", context, services_->metrics, response, [&](const auto& call) {
+        call->End(rpc::Activate(services_->registry, *request, response));
+      });
+}
+
+grpc::ServerUnaryReactor* AdapterService::Get(grpc::CallbackServerContext* context,
+                                              const v1::GetRequest* request,
+                                              v1::GetResponse* response) {
+  return UnaryCall<v1::GetResponse>::Run(
+      "Get", context, services_->metrics, response, [&](const auto& call) {
+        call->End(rpc::Get(*services_->registry, *request, response));
+      });
+}
+
+grpc::ServerUnaryReactor* AdapterService::List(grpc::CallbackServerContext* context,
+                                               const v1::ListRequest* request,
+                                               v1::ListResponse* response) {
+  return UnaryCall<v1::ListResponse>::Run(
+      "List", context, services_->metrics, response, [&](const auto& call) {
+        call->End(rpc::List(*services_->registry, *request, response));
+      });
+}
+
+grpc::ServerWriteReactor<v1::WatchResponse>* AdapterService::Watch(
+    grpc::CallbackServerContext* context, const v1::WatchRequest* request) {
+  return WatchReactor::Start(services_, context, *request);
+}
+
+grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* context,
+                                                 const v1::RetireRequest* request,
+                                                 v1::RetireResponse* response) {
+  return UnaryCall<v1::RetireResponse>::Run(
+      "Retire", context, services_->metrics, response, [&](const auto& call) {
+        const absl::Status valid =
+            CheckVersion("RetireRequest", request->name(), request->version());
+        absl::StatusOr<adapter::AdapterRegistry::Retirement> retirement =
+            valid.ok() ? services_->registry->Retire(request->name(), request->version())
+                       : absl::StatusOr<adapter::AdapterRegistry::Retirement>(valid);
+        if (!retirement.ok()) {
+          call->End(retirement.status());
+          return;
+        }
+        Encode(retirement->adapter, response->mutable_adapter());
+        response->set_generation(retirement->generation);
+        if (!request->force()) {
+          call->End(absl::OkStatus());
+          return;
+        }
+        engine::AbortTarget holders;
+        holders.adapter = {request->name(), request->version()};
+        services_->engine->Abort(
+            std::move(holders),
+            absl::StrCat("adapter ", request->name(), "@", request->version(),
+                         " was retired by force"),
+            [call](int) { call->End(absl::OkStatus()); });
+      });
+}
+
+}  // namespace dorad::rpc

@@ -1,0 +1,131 @@
+// One call's book-keeping, and the reactor of all unary calls.
+//
+// Exceptions must not reach gRPC: one that leaves a callback hangs the call. Every callback of this
+// room runs its body through Guarded.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/base/metrics.h"
+
+namespace dorad::rpc {
+
+// INTERNAL (INTERNAL_ERROR), logged with what it was.
+absl::Status ExceptionStatus(const char* method, const char* what);
+
+// Runs body(); what it throws becomes a status for on_error(absl::Status).
+template <typename Body, typename OnError>
+void Guarded(const char* method, Body&& body, OnError&& on_error) {
+  try {
+    body();
+  } catch (const std::exception& e) {
+    on_error(ExceptionStatus(method, e.what()));
+  } catch (...) {
+    on_error(ExceptionStatus(method, "unknown exception"));
+  }
+}
+
+// Counts a call and makes its final status. Not thread-safe.
+class CallRecord {
+ public:
+  CallRecord(const char* method, grpc::CallbackServerContext* context, Metrics* metrics);
+
+  const char* method() const { return method_; }
+  // Named in the ErrorInfo of a failure.
+  void set_request_id(std::string id) { request_id_ = std::move(id); }
+  // The caller's deadline, or now + fallback if there is none (fallback zero: never).
+  absl::Time Deadline(absl::Duration fallback) const;
+  // Why a call that the client no longer waits for ends.
+  absl::Status CancelStatus() const;
+  // What to finish the call with; adds the retry hint to the trailers. Once.
+  grpc::Status End(const absl::Status& status);
+
+ private:
+  const char* const method_;
+  grpc::CallbackServerContext* const context_;
+  Metrics* const metrics_;
+  const absl::Time start_;
+  std::string request_id_;
+};
+
+// A unary call that may be answered later from any thread. Kept alive by gRPC until it is done and
+// by whoever holds a reference. Thread-safe.
+template <typename Response>
+class UnaryCall final : public grpc::ServerUnaryReactor,
+                        public std::enable_shared_from_this<UnaryCall<Response>> {
+ public:
+  // Starts a call and runs body(call), which ends it or arranges for that.
+  template <typename Body>
+  static grpc::ServerUnaryReactor* Run(const char* method, grpc::CallbackServerContext* context,
+                                       Metrics* metrics, Response* response, Body&& body) {
+    auto call = std::make_shared<UnaryCall>(method, context, metrics, response);
+    call->self_ = call;
+    Guarded(
+        method, [&] { body(call); }, [&](const absl::Status& status) { call->End(status); });
+    return call.get();
+  }
+
+  UnaryCall(const char* method, grpc::CallbackServerContext* context, Metrics* metrics,
+            Response* response)
+      : record_(method, context, metrics), response_(response) {}
+
+  CallRecord& record() { return record_; }
+
+  // Runs once when the client has gone before the end. Set by the body.
+  void set_on_cancel(std::function<void()> on_cancel) { on_cancel_ = std::move(on_cancel); }
+
+  // The answer is in the response (if OK), or there is none.
+  void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    EndLocked(status);
+  }
+
+  // Calls fill(Response*) -> absl::Status, if the call has not ended, and ends it with the result.
+  template <typename Fill>
+  void Complete(Fill&& fill) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (ended_) return;
+    Guarded(
+        record_.method(), [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { EndLocked(fill(response_)); },
+        [&](const absl::Status& status) ABSL_NO_THREAD_SAFETY_ANALYSIS { EndLocked(status); });
+  }
+
+  void OnCancel() override {
+    Guarded(
+        record_.method(),
+        [this] {
+          if (on_cancel_) on_cancel_();
+          End(record_.CancelStatus());
+        },
+        [this](const absl::Status& status) { End(status); });
+  }
+  void OnDone() override { auto self = std::move(self_); }
+
+ private:
+  void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (ended_) return;
+    ended_ = true;
+    this->Finish(record_.End(status));
+  }
+
+  std::shared_ptr<UnaryCall> self_;
+  CallRecord record_;
+  Response* const response_;
+  std::function<void()> on_cancel_;
+  absl::Mutex mu_;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace dorad::rpc

@@ -1,0 +1,127 @@
+#include "server/rpc/control_service.h"
+
+#include <memory>
+#include <utility>
+
+#include "server/base/error.h"
+#include "server/rpc/call.h"
+#include "server/rpc/encode.h"
+
+namespace dorad::rpc {
+namespace {
+
+void FillModel(const Services& services, v1::ModelInfo* to) {
+  const ServerInfo& info = services.info;
+  to->set_model_type(info.model_type);
+  to->set_name(info.model_name);
+  to->set_vocab_size(static_cast<uint32_t>(services.limits.engine.vocab_size));
+  to->set_hidden_size(static_cast<uint32_t>(info.hidden_size));
+  to->set_num_layers(static_cast<uint32_t>(info.num_layers));
+  to->set_context_length(static_cast<uint32_t>(services.limits.engine.context_length));
+  to->set_num_parameters(static_cast<uint64_t>(info.num_parameters));
+  to->set_digest(info.model_digest);
+  to->mutable_eos_token_ids()->Add(info.eos_token_ids.begin(), info.eos_token_ids.end());
+  to->set_compute_dtype(info.compute_dtype);
+}
+
+void FillLimits(const Services& services, v1::Limits* to) {
+  const engine::EngineLimits& limits = services.limits.engine;
+  to->set_max_tokens(static_cast<uint32_t>(limits.max_tokens));
+  to->set_max_n(static_cast<uint32_t>(limits.max_n));
+  to->set_max_logprobs_k(static_cast<uint32_t>(limits.max_logprobs_k));
+  to->set_max_chosen_ids(static_cast<uint32_t>(limits.max_chosen_ids));
+  to->set_max_queued_requests(static_cast<uint32_t>(limits.max_queued_requests));
+  to->set_max_queued_tokens(static_cast<uint64_t>(limits.max_queued_tokens));
+  to->set_max_adapter_rank(static_cast<uint32_t>(services.info.max_adapter_rank));
+  to->set_max_adapter_bytes(static_cast<uint64_t>(services.max_adapter_bytes));
+}
+
+void FillEngine(const Services& services, v1::EngineInfo* to) {
+  const engine::EngineStats stats = services.engine->stats();
+  to->set_running_sequences(static_cast<uint32_t>(stats.running_sequences));
+  to->set_queued_requests(static_cast<uint32_t>(stats.queued_requests));
+  to->set_kv_pages_total(static_cast<uint64_t>(stats.kv_pages_total));
+  to->set_kv_pages_used(static_cast<uint64_t>(stats.kv_pages_used));
+  to->set_kv_pages_cached(static_cast<uint64_t>(stats.kv_pages_cached));
+  to->set_kv_page_tokens(static_cast<uint32_t>(stats.kv_page_tokens));
+  to->set_steps(stats.steps);
+  to->set_paused(stats.paused);
+  to->set_deterministic(services.info.deterministic);
+  to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
+}
+
+void FillInfo(const Services& services, v1::GetInfoResponse* to) {
+  to->set_version(services.info.version);
+  to->set_device(services.info.device);
+  FillModel(services, to->mutable_model());
+  FillLimits(services, to->mutable_limits());
+  FillEngine(services, to->mutable_engine());
+  to->set_generation(services.registry->generation());
+  Encode(absl::Now() - services.info.start_time, to->mutable_uptime());
+  for (const auto& [kind, bytes] : services.memory_by_kind()) {
+    (*to->mutable_memory_bytes())[kind] = static_cast<uint64_t>(bytes);
+  }
+}
+
+absl::Status SleepUnsupported() {
+  return MakeError(absl::StatusCode::kUnimplemented, "SLEEP_UNSUPPORTED",
+                   "this version does not give memory back while it runs");
+}
+
+}  // namespace
+
+grpc::ServerUnaryReactor* ControlService::GetInfo(grpc::CallbackServerContext* context,
+                                                  const v1::GetInfoRequest*,
+                                                  v1::GetInfoResponse* response) {
+  return UnaryCall<v1::GetInfoResponse>::Run("GetInfo", context, services_->metrics, response,
+                                             [&](const auto& call) {
+                                               FillInfo(*services_, response);
+                                               call->End(absl::OkStatus());
+                                             });
+}
+
+grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* context,
+                                                const v1::PauseRequest* request,
+                                                v1::PauseResponse* response) {
+  return UnaryCall<v1::PauseResponse>::Run(
+      "Pause", context, services_->metrics, response, [&](const auto& call) {
+        const absl::StatusOr<engine::PauseMode> mode = ParsePauseMode(request->mode());
+        if (!mode.ok()) {
+          call->End(mode.status());
+          return;
+        }
+        services_->engine->Pause(*mode, [call](int affected) {
+          call->Complete([affected](v1::PauseResponse* to) {
+            to->set_affected(static_cast<uint32_t>(affected));
+            return absl::OkStatus();
+          });
+        });
+      });
+}
+
+grpc::ServerUnaryReactor* ControlService::Resume(grpc::CallbackServerContext* context,
+                                                 const v1::ResumeRequest*,
+                                                 v1::ResumeResponse* response) {
+  return UnaryCall<v1::ResumeResponse>::Run(
+      "Resume", context, services_->metrics, response, [&](const auto& call) {
+        services_->engine->Resume([call] { call->End(absl::OkStatus()); });
+      });
+}
+
+grpc::ServerUnaryReactor* ControlService::Sleep(grpc::CallbackServerContext* context,
+                                                const v1::SleepRequest*,
+                                                v1::SleepResponse* response) {
+  return UnaryCall<v1::SleepResponse>::Run(
+      "Sleep", context, services_->metrics, response,
+      [](const auto& call) { call->End(SleepUnsupported()); });
+}
+
+grpc::ServerUnaryReactor* ControlService::Wake(grpc::CallbackServerContext* context,
+                                               const v1::WakeRequest*,
+                                               v1::WakeResponse* response) {
+  return UnaryCall<v1::WakeResponse>::Run(
+      "Wake", context, services_->metrics, response,
+      [](const auto& call) { call->End(SleepUnsupported()); });
+}
+
+}  // namespace dorad::rpc

@@ -1,0 +1,35 @@
+// From the engine's and the registry's values to messages on the wire. Pure functions, hence
+// thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/time/time.h"
+#include "dorad/v1/adapters.pb.h"
+#include "dorad/v1/inference.pb.h"
+#include "dorad/v1/types.pb.h"
+#include "server/adapter/registry.h"
+#include "server/engine/types.h"
+
+namespace dorad::rpc {
+
+// What every message of one generation repeats.
+struct GenerateHeader {
+  std::string request_id;
+  uint64_t seed = 0;
+  int32_t top_logprobs = 0;  // k
+};
+void Encode(const GenerateHeader& header, const engine::SampleDelta& delta,
+            v1::GenerateResponse* to);
+
+void Encode(const std::string& request_id, int32_t top_logprobs, const engine::ScoreResult& result,
+            v1::ScoreResponse* to);
+
+void Encode(const adapter::AdapterRecord& record, v1::AdapterVersion* to);
+
+void Encode(const adapter::RegistryEvent& event, v1::WatchResponse* to);
+
+void Encode(absl::Duration duration, google::protobuf::Duration* to);
+
+}  // namespace dorad::rpc

@@ -1,0 +1,100 @@
+#include "server/rpc/inference_service.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "server/base/error.h"
+#include "server/rpc/call.h"
+#include "server/rpc/encode.h"
+#include "server/rpc/generate_reactor.h"
+#include "server/rpc/request_defaults.h"
+
+namespace dorad::rpc {
+namespace {
+
+using ScoreCall = UnaryCall<v1::ScoreResponse>;
+
+// The ticket of a score: encodes the result on a courier, because the engine's thread, which
+// delivers it, has the next step to start.
+std::shared_ptr<engine::ScoreTicket> MakeTicket(std::shared_ptr<ScoreCall> call,
+                                                ThreadPool* couriers, std::string request_id,
+                                                int32_t top_k) {
+  return std::make_shared<engine::ScoreTicket>(
+      [call, couriers, request_id, top_k](absl::StatusOr<engine::ScoreResult> result) {
+        auto shared =
+            std::make_shared<absl::StatusOr<engine::ScoreResult>>(std::move(result));
+        couriers->Submit([call, shared, request_id, top_k] {
+          call->Complete([&](v1::ScoreResponse* response) {
+            if (shared->ok()) Encode(request_id, top_k, **shared, response);
+            return shared->status();
+          });
+        });
+      });
+}
+
+absl::StatusOr<ParsedScore> Admit(const Services& services, const v1::ScoreRequest& request) {
+  absl::StatusOr<ParsedScore> parsed = ParseScore(request, services.limits, ChooseDefaults());
+  absl::Status status = parsed.status();
+  for (size_t i = 0; status.ok() && i < parsed->adapters.size(); ++i) {
+    absl::StatusOr<adapter::AdapterLease> lease = services.registry->Acquire(parsed->adapters[i]);
+    status = lease.status();
+    if (status.ok()) parsed->input.leases.push_back(*std::move(lease));
+  }
+  if (status.ok()) return parsed;
+  services.metrics->RequestRefused(RequestKind::kScore, ReasonOf(status));
+  return status;
+}
+
+}  // namespace
+
+grpc::ServerWriteReactor<v1::GenerateResponse>* InferenceService::Generate(
+    grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
+  return GenerateReactor::Start(services_, context, *request);
+}
+
+grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* context,
+                                                  const v1::ScoreRequest* request,
+                                                  v1::ScoreResponse* response) {
+  return ScoreCall::Run(
+      "Score", context, services_->metrics, response, [&](const std::shared_ptr<ScoreCall>& call) {
+        absl::StatusOr<ParsedScore> parsed = Admit(*services_, *request);
+        if (!parsed.ok()) {
+          call->End(parsed.status());
+          return;
+        }
+        engine::ScoreInput input = std::move(parsed->input);
+        call->record().set_request_id(input.request_id);
+        input.deadline = call->record().Deadline(services_->default_deadline);
+        auto ticket = MakeTicket(call, services_->couriers, input.request_id, input.top_k);
+        call->set_on_cancel([ticket, engine = services_->engine] {
+          ticket->Cancel();
+          engine->NoteCancelled();
+        });
+        const absl::Status status = services_->engine->Submit(std::move(input), ticket);
+        if (!status.ok()) call->End(status);
+      });
+}
+
+grpc::ServerUnaryReactor* InferenceService::Abort(grpc::CallbackServerContext* context,
+                                                  const v1::AbortRequest* request,
+                                                  v1::AbortResponse* response) {
+  using Call = UnaryCall<v1::AbortResponse>;
+  return Call::Run("Abort", context, services_->metrics, response,
+                   [&](const std::shared_ptr<Call>& call) {
+                     absl::StatusOr<engine::AbortTarget> target = ParseAbort(*request);
+                     if (!target.ok()) {
+                       call->End(target.status());
+                       return;
+                     }
+                     services_->engine->Abort(
+                         *std::move(target), "ended by Abort", [call](int aborted) {
+                           call->Complete([aborted](v1::AbortResponse* to) {
+                             to->set_aborted(static_cast<uint32_t>(aborted));
+                             return absl::OkStatus();
+                           });
+                         });
+                   });
+}
+
+}  // namespace dorad::rpc

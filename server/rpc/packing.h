@@ -1,0 +1,33 @@
+// Packed little-endian int32 and float32 in protobuf `bytes`. Pure, hence thread-safe.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "server/base/check.h"
+
+namespace dorad::rpc {
+
+static_assert(std::endian::native == std::endian::little, "packing copies bytes as they are");
+
+template <typename T>
+std::string Pack(const std::vector<T>& values) {
+  static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>);
+  std::string bytes(values.size() * sizeof(T), '\0');
+  if (!values.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+  return bytes;
+}
+
+// REQUIRES: bytes.size() is a multiple of 4.
+inline std::vector<int32_t> UnpackIds(const std::string& bytes) {
+  DORAD_CHECK(bytes.size() % sizeof(int32_t) == 0);
+  std::vector<int32_t> values(bytes.size() / sizeof(int32_t));
+  if (!values.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+}  // namespace dorad::rpc

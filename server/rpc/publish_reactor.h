@@ -1,0 +1,54 @@
+// One Publish call: feeds an Upload from the client's stream, then hands it to the loader.
+//
+// A client that goes away before Commit leaves nothing behind; after Commit the load goes on
+// without it. Kept alive by gRPC until OnDone and by a load that is under way. Thread-safe.
+#pragma once
+
+#include <memory>
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "dorad/v1/adapters.pb.h"
+#include "server/rpc/call.h"
+#include "server/rpc/services.h"
+#include "server/rpc/upload.h"
+
+namespace dorad::rpc {
+
+class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
+                             public std::enable_shared_from_this<PublishReactor> {
+ public:
+  static grpc::ServerReadReactor<v1::PublishRequest>* Start(Services* services,
+                                                            UploadBudget* budget,
+                                                            grpc::CallbackServerContext* context,
+                                                            v1::PublishResponse* response);
+
+  PublishReactor(Services* services, UploadBudget* budget, grpc::CallbackServerContext* context,
+                 v1::PublishResponse* response);
+
+  void OnReadDone(bool ok) override;
+  void OnCancel() override;
+  void OnDone() override;
+
+ private:
+  void Read(bool ok);
+  void Load();
+  void Complete(const absl::StatusOr<adapter::PublishResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
+  void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+  void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  Services* const services_;
+  std::shared_ptr<PublishReactor> self_;
+  v1::PublishRequest part_;         // of the outstanding read
+  std::unique_ptr<Upload> upload_;  // touched by reads only
+
+  absl::Mutex mu_;
+  CallRecord record_ ABSL_GUARDED_BY(mu_);
+  v1::PublishResponse* const response_;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace dorad::rpc

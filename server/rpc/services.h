@@ -1,0 +1,67 @@
+// What the gRPC services stand on, and what they say of the server. Filled by App, which owns
+// everything that the pointers name and keeps it alive longer than the services.
+// Immutable once the server runs (the flag apart), hence thread-safe.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "server/adapter/loader.h"
+#include "server/adapter/registry.h"
+#include "server/base/metrics.h"
+#include "server/base/thread_pool.h"
+#include "server/engine/engine.h"
+#include "server/rpc/convert.h"
+
+namespace dorad::rpc {
+
+// The constant part of GetInfo.
+struct ServerInfo {
+  std::string version;
+  std::string device;
+  std::string model_type;
+  std::string model_name;
+  std::string model_digest;
+  std::string compute_dtype;
+  int64_t hidden_size = 0;
+  int64_t num_layers = 0;
+  int64_t num_parameters = 0;
+  std::vector<int32_t> eos_token_ids;
+  int64_t max_adapter_rank = 0;
+  bool deterministic = false;
+  absl::Time start_time;
+};
+
+// AdapterLoader's two entrances (see there); functions, so that tests need no loader.
+struct Publisher {
+  std::function<void(adapter::PublishOptions, std::string config_json,
+                     std::vector<std::byte> safetensors, absl::Duration read,
+                     adapter::PublishCallback)>
+      from_bytes;
+  std::function<void(adapter::PublishOptions, std::string path, adapter::PublishCallback)>
+      from_path;
+};
+
+struct Services {
+  engine::Engine* engine = nullptr;
+  adapter::AdapterRegistry* registry = nullptr;
+  Metrics* metrics = nullptr;
+  // Carries results from the engine's thread to gRPC; outlives the engine.
+  ThreadPool* couriers = nullptr;
+  Publisher publisher;
+  std::function<std::map<std::string, int64_t>()> memory_by_kind;
+
+  ServerInfo info;
+  RequestLimits limits;
+  int64_t max_adapter_bytes = 0;
+  absl::Duration default_deadline;  // for calls without one; zero: none
+  std::atomic<bool> draining{false};
+};
+
+}  // namespace dorad::rpc

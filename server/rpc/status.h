@@ -1,0 +1,38 @@
+// From absl::Status with the payloads of server/base/error.h to what callers see: a grpc::Status
+// with google.rpc.Status details (AIP-193). Pure functions, hence thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <optional>
+#include <string>
+
+#include <grpcpp/support/status.h>
+
+#include "absl/status/status.h"
+
+namespace dorad::rpc {
+
+// The trailers of a call must fit into 8 KiB, with the message percent-encoded and the details in
+// base64.
+inline constexpr size_t kMaxMessageBytes = 1024;
+inline constexpr size_t kMaxDetailsBytes = 4096;
+
+// Details: ErrorInfo (always; a status without a reason gets its code's name), BadRequest with as
+// many violations as fit and then one that counts the rest, RetryInfo. `metadata` goes into
+// ErrorInfo. Texts become valid UTF-8 and are cut to their limits.
+grpc::Status ToGrpc(const absl::Status& status,
+                    const std::map<std::string, std::string>& metadata = {});
+
+// The text as well-formed UTF-8 of at most max_bytes, ending in "..." when it was cut: receivers
+// refuse a message with anything else in a string field. REQUIRES: max_bytes >= 3.
+std::string Presentable(const std::string& text, size_t max_bytes);
+
+// The value of grpc-retry-pushback-ms: the retry hint, "-1" (do not retry) for RESOURCE_EXHAUSTED
+// without one, nullopt for everything else.
+std::optional<std::string> RetryPushback(const absl::Status& status);
+
+// "OK", "INVALID_ARGUMENT", ...
+const char* CodeName(absl::StatusCode code);
+
+}  // namespace dorad::rpc

@@ -1,0 +1,152 @@
+#include "server/rpc/upload.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/rpc/convert.h"
+
+namespace dorad::rpc {
+namespace {
+
+constexpr absl::Duration kRetryBusy = absl::Seconds(1);
+
+absl::Status Broken(const char* field, const char* reason, std::string description) {
+  return MakeInvalid("PublishRequest", {{field, reason, std::move(description)}});
+}
+
+std::string ToBytes(const std::array<uint8_t, 32>& digest) {
+  return std::string(digest.begin(), digest.end());
+}
+
+std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, int64_t max_bytes) {
+  std::vector<Violation> violations;
+  CheckAdapterName(begin.name(), &violations);
+  if (begin.has_version()) CheckAdapterVersion(begin.version(), &violations);
+  CheckTags(begin.tags(), &violations);
+  if (begin.adapter_config_json().empty() ||
+      begin.adapter_config_json().size() > kMaxAdapterConfigBytes) {
+    violations.push_back({"adapter_config_json", "PUBLISH_CONFIG_SIZE",
+                          absl::StrCat(begin.adapter_config_json().size(),
+                                       " bytes are not in [1, ", kMaxAdapterConfigBytes, "]")});
+  }
+  if (begin.safetensors_size() == 0 ||
+      begin.safetensors_size() > static_cast<uint64_t>(max_bytes)) {
+    violations.push_back({"safetensors_size", "PUBLISH_SIZE_OUT_OF_RANGE",
+                          absl::StrCat(begin.safetensors_size(), " bytes are not in [1, ",
+                                       max_bytes, "]")});
+  }
+  const size_t sha_bytes = begin.safetensors_sha256().size();
+  if (sha_bytes != 0 && sha_bytes != 32) {
+    violations.push_back({"safetensors_sha256", "PUBLISH_SHA256_INVALID",
+                          absl::StrCat("a SHA-256 has 32 bytes, not ", sha_bytes)});
+  }
+  return violations;
+}
+
+}  // namespace
+
+bool UploadBudget::Reserve(int64_t bytes) {
+  int64_t used = used_.load();
+  do {
+    if (used > 0 && bytes > max_bytes_ - used) return false;
+  } while (!used_.compare_exchange_weak(used, used + bytes));
+  return true;
+}
+
+void UploadBudget::Release(int64_t bytes) { used_ -= bytes; }
+
+absl::Status Upload::Accept(v1::PublishRequest* part) {
+  switch (part->part_case()) {
+    case v1::PublishRequest::kBegin:
+      if (state_ != State::kStart) break;
+      return AcceptBegin(part->mutable_begin());
+    case v1::PublishRequest::kChunk:
+      if (state_ != State::kReceiving) break;
+      return AcceptChunk(part->chunk());
+    case v1::PublishRequest::kCommit:
+      if (state_ != State::kReceiving) break;
+      return AcceptCommit();
+    case v1::PublishRequest::PART_NOT_SET:
+      break;
+  }
+  return Broken("part", "PUBLISH_OUT_OF_ORDER", "parts are one begin, then chunks, then one commit");
+}
+
+absl::Status Upload::AcceptEnd() const {
+  if (committed()) return absl::OkStatus();
+  return Broken("part", "PUBLISH_INCOMPLETE", "the stream ended before commit");
+}
+
+absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
+  std::vector<Violation> violations = CheckBegin(*begin, max_bytes_);
+  if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));
+  size_ = begin->safetensors_size();
+  if (!budget_->Reserve(static_cast<int64_t>(size_))) {
+    return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "PUBLISH_BUSY",
+                                    "too many bytes are being uploaded at the same time"),
+                          kRetryBusy);
+  }
+  reserved_ = static_cast<int64_t>(size_);
+  start_ = absl::Now();
+  options_.name = std::move(*begin->mutable_name());
+  if (begin->has_version()) options_.version = begin->version();
+  options_.activate = begin->activate();
+  if (begin->has_expected_generation()) {
+    options_.expected_generation = begin->expected_generation();
+  }
+  options_.tags.insert(begin->tags().begin(), begin->tags().end());
+  config_ = std::move(*begin->mutable_adapter_config_json());
+  expected_sha256_ = begin->safetensors_sha256();
+  state_ = State::kReceiving;
+  return absl::OkStatus();
+}
+
+absl::Status Upload::AcceptChunk(const v1::PublishChunk& chunk) {
+  const std::string& data = chunk.data();
+  if (data.empty() || data.size() > kMaxChunkBytes) {
+    return Broken("chunk.data", "PUBLISH_CHUNK_SIZE",
+                  absl::StrCat(data.size(), " bytes are not in [1, ", kMaxChunkBytes, "]"));
+  }
+  if (chunk.offset() != image_.size()) {
+    return Broken("chunk.offset", "PUBLISH_OFFSET_MISMATCH",
+                  absl::StrCat(chunk.offset(), " instead of ", image_.size(),
+                               ": chunks come in order and without gaps"));
+  }
+  if (data.size() > size_ - image_.size()) {
+    return Broken("chunk.data", "PUBLISH_SIZE_MISMATCH",
+                  absl::StrCat("more than the announced ", size_, " bytes"));
+  }
+  if (image_.capacity() - image_.size() < data.size()) {
+    // Doubling, but never beyond what was announced.
+    const uint64_t wanted = std::max<uint64_t>(2 * image_.capacity(), kMaxChunkBytes);
+    image_.reserve(std::max<uint64_t>(std::min(wanted, size_), image_.size() + data.size()));
+  }
+  const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
+  image_.insert(image_.end(), bytes, bytes + data.size());
+  sha256_.Update(data.data(), data.size());
+  return absl::OkStatus();
+}
+
+absl::Status Upload::AcceptCommit() {
+  if (image_.size() != size_) {
+    return Broken("commit", "PUBLISH_SIZE_MISMATCH",
+                  absl::StrCat(image_.size(), " bytes came of the announced ", size_));
+  }
+  if (!expected_sha256_.empty()) {
+    const std::array<uint8_t, 32> digest = sha256_.Final();
+    if (ToBytes(digest) != expected_sha256_) {
+      return Broken("safetensors_sha256", "PUBLISH_SHA256_MISMATCH",
+                    absl::StrCat("the bytes that came have SHA-256 ", ToHex(digest)));
+    }
+  }
+  read_time_ = absl::Now() - start_;
+  state_ = State::kCommitted;
+  return absl::OkStatus();
+}
+
+void Upload::GiveBack() { budget_->Release(std::exchange(reserved_, 0)); }
+
+}  // namespace dorad::rpc

@@ -1,0 +1,82 @@
+// The receiving side of Publish, without gRPC: parts in, one complete and checked image out.
+//
+// Memory follows what has arrived, never what was announced; all uploads together share a byte
+// budget. Confined to one call.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "dorad/v1/adapters.pb.h"
+#include "server/adapter/loader.h"
+#include "server/base/sha256.h"
+
+namespace dorad::rpc {
+
+inline constexpr size_t kMaxChunkBytes = 1 << 20;
+inline constexpr size_t kMaxAdapterConfigBytes = 1 << 20;
+
+// Announced bytes of all uploads that are under way. Owned by AdapterService. Thread-safe.
+class UploadBudget {
+ public:
+  explicit UploadBudget(int64_t max_bytes) : max_bytes_(max_bytes) {}
+  // False when there is no room. One upload always has room.
+  [[nodiscard]] bool Reserve(int64_t bytes);
+  void Release(int64_t bytes);
+
+ private:
+  const int64_t max_bytes_;
+  std::atomic<int64_t> used_{0};
+};
+
+class Upload {
+ public:
+  // max_bytes: of one image.
+  Upload(int64_t max_bytes, UploadBudget* budget) : max_bytes_(max_bytes), budget_(budget) {}
+  ~Upload() { GiveBack(); }
+  Upload(const Upload&) = delete;
+  Upload& operator=(const Upload&) = delete;
+
+  // Begin, then chunks in order, then Commit. After a failure or Commit nothing may follow.
+  // INVALID_ARGUMENT (PUBLISH_*), RESOURCE_EXHAUSTED (PUBLISH_BUSY) with a retry hint.
+  absl::Status Accept(v1::PublishRequest* part);
+  // The end of the caller's stream: fine only after Commit (PUBLISH_INCOMPLETE).
+  absl::Status AcceptEnd() const;
+
+  bool committed() const { return state_ == State::kCommitted; }
+
+  // After Commit, once.
+  adapter::PublishOptions TakeOptions() { return std::move(options_); }
+  std::string TakeConfig() { return std::move(config_); }
+  std::vector<std::byte> TakeImage() { return std::move(image_); }
+  // From Begin to Commit.
+  absl::Duration read_time() const { return read_time_; }
+
+ private:
+  enum class State { kStart, kReceiving, kCommitted };
+
+  absl::Status AcceptBegin(v1::PublishBegin* begin);
+  absl::Status AcceptChunk(const v1::PublishChunk& chunk);
+  absl::Status AcceptCommit();
+  void GiveBack();
+
+  const int64_t max_bytes_;
+  UploadBudget* const budget_;
+  int64_t reserved_ = 0;
+  State state_ = State::kStart;
+  adapter::PublishOptions options_;
+  std::string config_;
+  uint64_t size_ = 0;
+  std::string expected_sha256_;
+  Sha256 sha256_;
+  std::vector<std::byte> image_;
+  absl::Time start_;
+  absl::Duration read_time_;
+};
+
+}  // namespace dorad::rpc
