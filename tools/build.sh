@@ -22,7 +22,7 @@ else
 fi
 
 stamp=$build/.configured
-want="${flags[*]} $(cat CMakeLists.txt cmake/*.cmake $VENV/.dorad-requirements 2>/dev/null | sha256sum)"
+want="${flags[*]} $(cat CMakeLists.txt cmake/*.cmake "$VENV"/.dorad-requirements 2>/dev/null | sha256sum)"
 if [[ ! -f $build/build.ninja || $(cat "$stamp" 2>/dev/null) != "$want" ]]; then
   stage "configure $name ($kind)" "configure-$name" cmake -S . -B "$build" "${flags[@]}"
   echo "$want" >"$stamp"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the scripts in this folder: stages with progress, clear failures, job counts.
 # Source it; it changes to the repository's root.
 set -euo pipefail
@@ -5,13 +6,14 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"
 LOGS=build/logs
+# shellcheck disable=SC2034  # used by the scripts that source this file
 VENV=.venv
 mkdir -p "$LOGS"
 
 if [[ -t 1 && ${TERM:-dumb} != dumb ]]; then
-  TTY=1 BOLD=$'\e[1m' DIM=$'\e[2m' RED=$'\e[31m' GREEN=$'\e[32m' RESET=$'\e[0m'
+  TTY=1 DIM=$'\e[2m' RED=$'\e[31m' GREEN=$'\e[32m' RESET=$'\e[0m'
 else
-  TTY= BOLD= DIM= RED= GREEN= RESET=
+  TTY='' DIM='' RED='' GREEN='' RESET=''
 fi
 
 # One clear line, then exit 1.
@@ -20,7 +22,7 @@ die() {
   exit 1
 }
 
-# A full-width comparison of dotted versions: is $1 >= $2?
+# Is dotted version $1 at least $2?
 version_at_least() { [[ $(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1) == "$2" ]]; }
 
 _last_line() { tail -c 4000 "$1" 2>/dev/null | tr '\r' '\n' | grep -v '^[[:space:]]*$' | tail -n 1 || true; }

@@ -5,21 +5,20 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 dir=$ROOT/tools/sanitizers
 case ${1:-} in
   address)
-    build=build-asan
-    # Torch and gRPC keep process-wide state to the end; their leaks are listed, not ours.
+    preset=asan
     export ASAN_OPTIONS="detect_stack_use_after_return=1:strict_string_checks=1:check_initialization_order=1"
     export LSAN_OPTIONS="suppressions=$dir/lsan.supp:print_suppressions=0"
     ;;
   undefined)
-    build=build-ubsan
+    preset=ubsan
     export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:suppressions=$dir/ubsan.supp"
     ;;
   thread)
-    build=build-tsan
+    preset=tsan
     export TSAN_OPTIONS="suppressions=$dir/tsan.supp:second_deadlock_stack=1:ignore_noninstrumented_modules=1:history_size=4"
     ;;
   *) die "usage: make sanitize SAN=address|undefined|thread" ;;
 esac
 
-CMAKE_FLAGS="-DCMAKE_BUILD_TYPE=RelWithDebInfo -DDORAD_SANITIZE=$1" tools/build.sh "$build"
-BUILD_DIR=$build UNIT_ONLY=1 tools/test.sh
+CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" all
+BUILD_DIR=build-$preset UNIT_ONLY=1 tools/test.sh
