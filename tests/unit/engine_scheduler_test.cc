@@ -1,0 +1,166 @@
+#include "server/engine/scheduler.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <numeric>
+
+namespace dorad::engine {
+namespace {
+
+class SchedulerTest : public ::testing::Test {
+ protected:
+  ~SchedulerTest() override {
+    for (Sequence& sequence : sequences_) scheduler_->Remove(&sequence);
+    pages_->CheckIntegrity();
+  }
+
+  void Make(int64_t pages, int64_t budget, int32_t max_running = 64) {
+    pages_ = std::make_unique<KvPages>(pages);
+    scheduler_ = std::make_unique<Scheduler>(Scheduler::Options{budget, max_running}, pages_.get());
+  }
+
+  Sequence* Add(int64_t prompt, int32_t priority = 0, const Sequence* leader = nullptr,
+                TokenId first = -1) {
+    Sequence& s = sequences_.emplace_back();
+    s.priority = priority;
+    s.arrival = sequences_.size();
+    s.tokens.resize(static_cast<size_t>(prompt));
+    // Different prompts by default, so that prefixes are not shared.
+    const TokenId start = first >= 0 ? first : static_cast<TokenId>(sequences_.size() * 10000);
+    std::iota(s.tokens.begin(), s.tokens.end(), start);
+    s.prompt_tokens = prompt;
+    s.leader = leader;
+    s.root = PrefixRoot("", "");
+    scheduler_->Add(&s);
+    return &s;
+  }
+
+  // One step: every chunk is computed and complete sequences get a token.
+  std::vector<Scheduler::Chunk> Step() {
+    const std::vector<Scheduler::Chunk> chunks = scheduler_->Schedule();
+    for (const Scheduler::Chunk& chunk : chunks) {
+      scheduler_->Computed(chunk);
+      Sequence& s = *chunk.sequence;
+      if (s.is_score) {
+        s.scored = std::max(s.scored, s.computed);
+      } else if (s.pending() == 0) {
+        s.tokens.push_back(1);
+      }
+    }
+    return chunks;
+  }
+
+  static int64_t Rows(const std::vector<Scheduler::Chunk>& chunks) {
+    int64_t rows = 0;
+    for (const auto& chunk : chunks) rows += chunk.count;
+    return rows;
+  }
+
+  std::unique_ptr<KvPages> pages_;
+  std::unique_ptr<Scheduler> scheduler_;
+  std::deque<Sequence> sequences_;
+};
+
+TEST_F(SchedulerTest, FillsUpWithPrefillChunksBehindTheDecodes) {
+  Make(64, 32);
+  Sequence* decoding = Add(4);
+  Step();
+  Sequence* prefill = Add(100);
+  const auto chunks = Step();
+  ASSERT_EQ(chunks.size(), 2u);
+  EXPECT_EQ(chunks[0].sequence, decoding);
+  EXPECT_EQ(chunks[0].count, 1);
+  EXPECT_EQ(chunks[1].sequence, prefill);
+  EXPECT_EQ(chunks[1].count, 31);
+}
+
+TEST_F(SchedulerTest, NeverExceedsTheBudget) {
+  Make(256, 20);
+  for (int i = 0; i < 30; ++i) Add(1 + 7 * i);
+  for (int i = 0; i < 50; ++i) EXPECT_LE(Rows(Step()), 20);
+}
+
+TEST_F(SchedulerTest, RunsLowPriorityValuesFirst) {
+  Make(64, 16);
+  Add(16, /*priority=*/5);
+  Sequence* urgent = Add(16, /*priority=*/-1);
+  const auto chunks = Step();
+  ASSERT_EQ(chunks.size(), 1u);
+  EXPECT_EQ(chunks[0].sequence, urgent);
+}
+
+TEST_F(SchedulerTest, SiblingsWaitUntilTheLeaderHasComputedThePrompt) {
+  Make(64, 24);
+  Sequence* leader = Add(40, 0, nullptr, 5);
+  Sequence* sibling = Add(40, 0, leader, 5);
+  Sequence* other = Add(4);
+  auto chunks = Step();
+  ASSERT_EQ(chunks.size(), 1u);
+  EXPECT_EQ(chunks[0].sequence, leader);
+  chunks = Step();
+  ASSERT_EQ(chunks.size(), 2u) << "a waiting sibling does not hold up those behind it";
+  EXPECT_EQ(chunks[1].sequence, other);
+  Step();
+  EXPECT_EQ(sibling->state, Sequence::State::kRunning);
+  EXPECT_EQ(sibling->cached_tokens, 32);
+  EXPECT_EQ(sibling->pages[0], leader->pages[0]);
+  EXPECT_NE(sibling->pages[2], leader->pages[2]);
+}
+
+TEST_F(SchedulerTest, AdmitsInOrderWhenPagesAreShort) {
+  Make(4, 64);
+  Add(30);
+  Sequence* big = Add(50);
+  Sequence* small = Add(4);
+  Step();
+  EXPECT_EQ(big->state, Sequence::State::kWaiting);
+  EXPECT_EQ(small->state, Sequence::State::kWaiting) << "the queue is fair";
+}
+
+TEST_F(SchedulerTest, PreemptsTheLastArrivalAndRunsItAgainLater) {
+  Make(3, 64);
+  Sequence* first = Add(16);
+  Sequence* second = Add(15);
+  Step();
+  EXPECT_EQ(scheduler_->running(), 2);
+  // first: 16 tokens and a decode token: needs a second page; second's decode fits its page once.
+  while (scheduler_->preemptions() == 0) Step();
+  EXPECT_EQ(first->state, Sequence::State::kRunning);
+  EXPECT_EQ(second->state, Sequence::State::kWaiting);
+  EXPECT_EQ(second->preemptions, 1u);
+  const int64_t tokens = static_cast<int64_t>(second->tokens.size());
+  scheduler_->Remove(first);
+  const auto chunks = Step();
+  ASSERT_EQ(chunks.size(), 1u);
+  EXPECT_EQ(chunks[0].sequence, second);
+  EXPECT_GE(second->computed, tokens - 1);
+}
+
+TEST_F(SchedulerTest, ChunksOfAScoreDoNotMixDoneAndNewRows) {
+  Make(16, 10);
+  Sequence* score = Add(40);
+  scheduler_->Remove(score);
+  score->state = Sequence::State::kWaiting;
+  score->is_score = true;
+  score->scored = 17;  // as after a preemption
+  scheduler_->Add(score);
+  std::vector<int64_t> counts;
+  while (score->computed < score->goal()) {
+    const auto chunks = Step();
+    ASSERT_EQ(chunks.size(), 1u);
+    counts.push_back(chunks[0].count);
+  }
+  EXPECT_EQ(counts, (std::vector<int64_t>{10, 7, 10, 10, 2}));
+}
+
+TEST_F(SchedulerTest, LimitsRunningSequences) {
+  Make(64, 64, /*max_running=*/3);
+  for (int i = 0; i < 5; ++i) Add(4);
+  Step();
+  EXPECT_EQ(scheduler_->running(), 3);
+  EXPECT_EQ(scheduler_->waiting(), 2);
+}
+
+}  // namespace
+}  // namespace dorad::engine
