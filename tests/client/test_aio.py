@@ -3,10 +3,11 @@
 import asyncio
 import inspect
 
-import dorad
-import dorad.aio
 import numpy as np
 import pytest
+
+import dorad
+import dorad.aio
 from fake_server import image_of, overloaded, wait_for
 
 

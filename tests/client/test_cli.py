@@ -6,13 +6,13 @@ import threading
 
 import numpy as np
 import pytest
-from fake_server import fail, image_of, wait_for
-from test_text import make_folder
 from typer.testing import CliRunner
 
 from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from dorad.cli.top import Rates, parse_metrics
+from fake_server import fail, image_of, wait_for
+from test_text import make_folder
 
 
 @pytest.fixture
@@ -277,7 +277,8 @@ def test_closed_loop_sends_the_planned_requests(dorad_load, server, client, fold
     prompts = [np.frombuffer(r.prompt_token_ids, "<i4") for r in server.generate_calls]
     assert {tuple(p[:3]) for p in prompts} == {tuple(prompts[0][:3])}
     assert {len(p) for p in prompts} <= set(range(4, 9)) and len({len(p) for p in prompts}) > 1
-    assert all(2 not in p and r.stop.ignore_eos for p, r in zip(prompts, server.generate_calls))
+    assert all(2 not in prompt for prompt in prompts)  # The end-of-sequence token.
+    assert all(request.stop.ignore_eos for request in server.generate_calls)
 
 
 def test_open_loop_keeps_its_rate_and_counts_failures(dorad_load, server):
