@@ -13,14 +13,11 @@
 #include "server/adapter/build.h"
 #include "server/adapter/digest.h"
 #include "server/adapter/folder.h"
-#include "server/adapter/peft_config.h"
-#include "server/adapter/targets.h"
-#include "server/adapter/tensors.h"
-#include "server/adapter/violations.h"
+#include "server/adapter/validate.h"
 #include "server/adapter/weights.h"
 #include "server/base/check.h"
+#include "server/base/error.h"
 #include "server/base/log.h"
-#include "server/base/safetensors.h"
 
 namespace dorad::adapter {
 namespace {
@@ -184,13 +181,10 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::Load(J
                     absl::StrCat("the file has more than ", options.max_adapter_bytes, " bytes")}});
   }
   const absl::Time read = absl::Now();
-  DORAD_ASSIGN_OR_RETURN(const PeftConfig config,
-                         ParsePeftConfig(job.files.config_json, options.max_rank));
-  DORAD_ASSIGN_OR_RETURN(const std::vector<Target> targets, ResolveTargets(config, *modules));
-  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<SafetensorsFile> file,
-                         SafetensorsFile::Parse(std::move(job.files.safetensors), kSubject));
-  DORAD_ASSIGN_OR_RETURN(const AdapterTensors tensors,
-                         MapTensors(*file, config.use_dora, targets, *modules));
+  DORAD_ASSIGN_OR_RETURN(const ValidAdapter valid,
+                         ValidateAdapter(job.files.config_json, std::move(job.files.safetensors),
+                                         *modules, options.max_rank));
+  const AdapterTensors& tensors = valid.tensors;
   DORAD_RETURN_IF_ERROR(CheckBaseCopies(tensors, *modules, *base));
   AdapterSummary summary;
   for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);

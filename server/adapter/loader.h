@@ -65,8 +65,9 @@ class AdapterLoader {
   void PublishFromBytes(PublishOptions options, std::string adapter_config_json,
                         std::vector<std::byte> safetensors, absl::Duration read,
                         PublishCallback done);
-  // The result is PERMISSION_DENIED (PATH_NOT_ALLOWED) for a path that does not lie, after resolving links,
-  // beneath an allowed root. `trusted` skips that check (the operator's command line).
+  // The result is PERMISSION_DENIED (PATH_NOT_ALLOWED) for a path that does not lie, after
+  // resolving links, beneath an allowed root. `trusted` skips that check (the operator's command
+  // line).
   void PublishFromPath(PublishOptions options, std::string path, bool trusted,
                        PublishCallback done);
 

@@ -188,7 +188,8 @@ absl::StatusOr<std::vector<Target>> ResolveTargets(const PeftConfig& config,
   }
   if (targets.empty() && violations.empty()) {
     violations.Add(FieldName("target_modules"), "ADAPTER_NO_TARGETS",
-                   "no module of the base model is selected");
+                   "target_modules, exclude_modules and layers_to_transform together select no "
+                   "module of the base model");
   }
   DORAD_RETURN_IF_ERROR(violations.ToStatus(kSubject));
   return targets;

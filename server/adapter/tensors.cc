@@ -69,6 +69,16 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
 
+constexpr char kNoPlace[] = "no module of the base model has a tensor of that name";
+
+void CheckFinite(const SafetensorsFile& file, Violations& violations) {
+  for (const auto& [key, tensor] : file.tensors()) {
+    if (!AllFinite(tensor)) {
+      violations.Add(key, "ADAPTER_NOT_FINITE", "the tensor contains NaN or infinity");
+    }
+  }
+}
+
 class Mapper {
  public:
   Mapper(const SafetensorsFile& file, bool use_dora, const std::vector<Target>& targets,
@@ -80,11 +90,7 @@ class Mapper {
   absl::StatusOr<AdapterTensors> Map() {
     for (const auto& [key, tensor] : file_.tensors()) Assign(key, tensor);
     for (auto& [id, slot] : slots_) CheckModule(modules_.all()[id], slot);
-    for (const auto& [key, tensor] : file_.tensors()) {
-      if (!AllFinite(tensor)) {
-        violations_.Add(key, "ADAPTER_NOT_FINITE", "the tensor contains NaN or infinity");
-      }
-    }
+    CheckFinite(file_, violations_);
     DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
     for (auto& [id, slot] : slots_) {
       result_.modules.push_back({slot.target, *slot.parts[kA].tensor, *slot.parts[kB].tensor,
@@ -110,7 +116,7 @@ class Mapper {
   void Assign(const std::string& key, const TensorView& tensor) {
     const std::optional<Place> place = PlaceOf(key, modules_);
     if (!place) {
-      Unexpected(key, "no module of the base model has a tensor of that name");
+      Unexpected(key, kNoPlace);
       return;
     }
     const BaseModule& module = modules_.all()[place->module_id];
@@ -233,6 +239,15 @@ absl::StatusOr<AdapterTensors> MapTensors(const SafetensorsFile& file, bool use_
                                           const std::vector<Target>& targets,
                                           const BaseModules& modules) {
   return Mapper(file, use_dora, targets, modules).Map();
+}
+
+absl::Status CheckTensorsAlone(const SafetensorsFile& file, const BaseModules& modules) {
+  Violations violations;
+  for (const auto& [key, tensor] : file.tensors()) {
+    if (!PlaceOf(key, modules)) violations.Add(key, "ADAPTER_TENSOR_UNEXPECTED", kNoPlace);
+  }
+  CheckFinite(file, violations);
+  return violations.ToStatus(kSubject);
 }
 
 }  // namespace dorad::adapter

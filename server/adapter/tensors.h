@@ -42,6 +42,10 @@ absl::StatusOr<AdapterTensors> MapTensors(const SafetensorsFile& file, bool use_
                                           const std::vector<Target>& targets,
                                           const BaseModules& modules);
 
+// What can be said of the tensors without knowing the configuration: ADAPTER_TENSOR_UNEXPECTED and
+// ADAPTER_NOT_FINITE.
+absl::Status CheckTensorsAlone(const SafetensorsFile& file, const BaseModules& modules);
+
 // Whether no element is NaN or infinite.
 bool AllFinite(const TensorView& tensor);
 

@@ -35,6 +35,14 @@ class Violations {
     }
   }
 
+  // Takes over what a refusal lists.
+  void AddAll(const absl::Status& refusal) {
+    for (Violation& violation : ViolationsOf(refusal)) {
+      Add(std::move(violation.field), std::move(violation.reason),
+          std::move(violation.description));
+    }
+  }
+
   bool empty() const { return total_ == 0; }
   size_t total() const { return total_; }
 

@@ -1,0 +1,47 @@
+#include "server/adapter/validate.h"
+
+#include <utility>
+
+#include "server/adapter/peft_config.h"
+#include "server/adapter/targets.h"
+#include "server/adapter/violations.h"
+
+namespace dorad::adapter {
+namespace {
+
+struct Plan {
+  bool use_dora = false;
+  std::vector<Target> targets;
+};
+
+absl::StatusOr<Plan> ReadPlan(const std::string& config_json, const BaseModules& modules,
+                              int max_rank) {
+  DORAD_ASSIGN_OR_RETURN(const PeftConfig config, ParsePeftConfig(config_json, max_rank));
+  Plan plan;
+  plan.use_dora = config.use_dora;
+  DORAD_ASSIGN_OR_RETURN(plan.targets, ResolveTargets(config, modules));
+  return plan;
+}
+
+}  // namespace
+
+absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
+                                             std::vector<std::byte> safetensors,
+                                             const BaseModules& modules, int max_rank) {
+  const absl::StatusOr<Plan> plan = ReadPlan(config_json, modules, max_rank);
+  absl::StatusOr<std::unique_ptr<SafetensorsFile>> file =
+      SafetensorsFile::Parse(std::move(safetensors), "adapter_model.safetensors");
+  if (!plan.ok() || !file.ok()) {
+    Violations violations;
+    violations.AddAll(plan.status());
+    violations.AddAll(file.ok() ? CheckTensorsAlone(**file, modules) : file.status());
+    return violations.ToStatus("adapter");
+  }
+  ValidAdapter valid;
+  valid.file = *std::move(file);
+  DORAD_ASSIGN_OR_RETURN(valid.tensors,
+                         MapTensors(*valid.file, plan->use_dora, plan->targets, modules));
+  return valid;
+}
+
+}  // namespace dorad::adapter

@@ -1,0 +1,51 @@
+// A temporary folder for one test.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace dorad::model {
+
+// Removed, with everything in it, by the destructor.
+class ModelFolder {
+ public:
+  ModelFolder() {
+    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    std::string name = std::string(test->test_suite_name()) + "." + test->name();
+    for (char& c : name) {
+      if (c == '/') c = '_';
+    }
+    path_ = std::filesystem::path(testing::TempDir()) /
+            ("dorad." + name + "." + std::to_string(getpid()));
+    std::filesystem::remove_all(path_);
+    std::filesystem::create_directories(path_);
+  }
+  ~ModelFolder() { std::filesystem::remove_all(path_); }
+  ModelFolder(const ModelFolder&) = delete;
+  ModelFolder& operator=(const ModelFolder&) = delete;
+
+  std::string path() const { return path_.string(); }
+
+  void Write(const std::string& file, const std::string& text) const {
+    std::ofstream(path_ / file, std::ios::binary) << text;
+  }
+  void Write(const std::string& file, const nlohmann::json& document) const {
+    Write(file, document.dump());
+  }
+  void Write(const std::string& file, const std::vector<std::byte>& bytes) const {
+    Write(file, std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  }
+  void Remove(const std::string& file) const { std::filesystem::remove(path_ / file); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace dorad::model
