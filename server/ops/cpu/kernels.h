@@ -113,6 +113,7 @@ struct Kernels {
                  int64_t end, AttentionState* states);
   // a <- a combined with b, b being the later positions.
   void (*merge)(AttentionState* a, const AttentionState& b, int64_t head_dim);
+  void (*scale)(const float* x, int64_t count, float by, float* y);  // y = x * by
 
   void (*divide)(const float* x, int64_t count, float by, float* z);
   // The maximum of all and, in maxima[ceil(count / kLogitBlock)], of each block.

@@ -108,6 +108,12 @@ static void ToBf16(const float* src, int64_t count, uint16_t* dst) {
   }
 }
 
+static void Scale(const float* x, int64_t count, float by, float* y) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    StoreUpTo(y + i, LoadUpTo(x + i, count - i) * Splat(by), count - i);
+  }
+}
+
 static void Divide(const float* x, int64_t count, float by, float* z) {
   const VF d = Splat(by);
   for (int64_t i = 0; i < count; i += kLanes) {

@@ -33,6 +33,7 @@ const Kernels kTable = {
     .to_bf16 = ToBf16,
     .attend = Attend,
     .merge = Merge,
+    .scale = Scale,
     .divide = Divide,
     .block_max = BlockMax,
     .sum_exp = SumExp,
