@@ -143,7 +143,8 @@ def test_preempted_equals_alone(setup: Setup) -> None:
     settings = {"engine.kv_bytes": 14 * page_bytes(setup), "engine.prefix_cache": False}
     with setup.another(**settings) as server:
         samples = run_batch(server)
-        assert sum(sample.finish.usage.preemptions for sample in samples) > 0
+        preemptions = sum(sample.finish.usage.preemptions for sample in samples)
+        assert preemptions == server.metric("dorad_engine_preemptions_total") > 0
         assert [bits(sample) for sample in samples] == setup.alone
 
 

@@ -8,7 +8,7 @@ import time
 import urllib.request
 
 import pytest
-from lib.server import Server, serve, wait_until
+from lib.server import ROOT, Server, serve, wait_until
 
 PROMPT = list(range(10, 50))
 
@@ -38,12 +38,12 @@ def test_generation_moves_its_counters(server: Server) -> None:
             server.wire.generate(PROMPT, adapter="a", n=2, max_tokens=6, ignore_eos=True)
 
     changes = delta(server, run)
-    assert moved(changes, "dorad_requests_total") == 2
+    assert moved(changes, "dorad_requests_ended_total") == 2
     assert moved(changes, "dorad_generated_tokens_total") == 2 * 2 * 6
     assert moved(changes, "dorad_prompt_tokens_total") == 2 * 2 * len(PROMPT)
     assert moved(changes, "dorad_time_to_first_token_seconds_count") == 2
     assert moved(changes, "dorad_inter_token_latency_seconds_count") == 2 * 2 * 5
-    assert moved(changes, "dorad_step_duration_seconds_count") >= 12
+    assert moved(changes, "dorad_engine_step_seconds_count") >= 12
     assert moved(changes, "dorad_prefix_cache_hit_tokens_total") >= 32
 
 
@@ -94,6 +94,15 @@ def test_names_carry_no_adapter_name_and_have_help_and_type(server: Server) -> N
         assert name.endswith("_total") == (kind == "counter"), name
         assert not re.search(r"_(ms|milliseconds|kb|mb|percent)(_|$)", name), name
     assert not re.search(r'="(a|b|a@1)"', text), "an adapter's name became a label"
+
+
+def test_documentation_lists_every_metric(server: Server) -> None:
+    exported = set(re.findall(r"^# TYPE (dorad_\w+) ", server.metrics_text(), re.MULTILINE))
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    documented = set(re.findall(r"`(dorad_\w+)`", page))
+    assert exported - documented == set()
+    # A metric with labels appears with its first value.
+    assert len(exported) > 20 and documented
 
 
 def test_text_passes_promtool_where_it_is_installed(server: Server) -> None:
