@@ -8,7 +8,7 @@
 #include "server/base/config_value.h"
 #include "server/base/error.h"
 #include "server/base/file.h"
-#include "yaml-cpp/yaml.h"
+#include "server/base/yaml_document.h"
 
 namespace dorad {
 namespace {
@@ -27,12 +27,8 @@ class ConfigReader {
 
   void ReadYaml(const std::string& text) {
     try {
-      const std::vector<YAML::Node> documents = YAML::LoadAll(text);
-      if (documents.size() > 1) {
-        Report(name_, "CONFIG_SYNTAX", "more than one YAML document");
-      } else if (!documents.empty() && !documents[0].IsNull()) {
-        ReadDocument(documents[0]);
-      }
+      const YAML::Node document = LoadYamlDocument(text);
+      if (!document.IsNull()) ReadDocument(document);
     } catch (const YAML::Exception& error) {
       Report(Place(error.mark), "CONFIG_SYNTAX", error.msg);
     } catch (const std::exception& error) {

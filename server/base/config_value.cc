@@ -13,7 +13,7 @@
 #include "absl/strings/strip.h"
 #include "server/base/listen_address.h"
 #include "server/base/utf8.h"
-#include "yaml-cpp/yaml.h"
+#include "server/base/yaml_document.h"
 
 namespace dorad {
 namespace {
@@ -157,7 +157,7 @@ std::string SetFromText(const ConfigKey& key, const std::string& text, Config* c
   if (auto* const* value = std::get_if<double*>(&field)) return SetSeconds(key, text, *value);
   if (auto* const* value = std::get_if<bool*>(&field)) return SetBoolean(key, text, *value);
   try {
-    return SetFromYaml(key, YAML::Load(text), config);
+    return SetFromYaml(key, LoadYamlDocument(text), config);
   } catch (const std::exception& error) {
     return absl::StrCat("not YAML: ", error.what());
   }
