@@ -342,7 +342,7 @@ class Client:
           server_side: path is a folder on the server, under one of its allowed roots.
           expected_generation: with activate, fail with Conflict unless the registry is there.
           tags: free text stored with the version.
-          progress: called as progress(bytes sent, bytes in all).
+          progress: called as progress(bytes sent, bytes in all), from another thread.
 
         Raises:
           InvalidArgument: the adapter is refused; `violations` lists every problem.

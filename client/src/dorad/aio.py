@@ -12,6 +12,7 @@ Arguments, results and errors are those of the synchronous client, whose docstri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import time
@@ -110,11 +111,18 @@ class Client:
         self._metadata = tuple(metadata)
         settings = channel_options(keepalive, retries, options)
 
+        def connect_sync() -> grpc.Channel:
+            address = admin_target or target
+            if credentials is None:
+                return grpc.insecure_channel(address, settings)
+            return grpc.secure_channel(address, credentials, settings)
+
         def connect(address: str) -> grpc.aio.Channel:
             if credentials is None:
                 return grpc.aio.insecure_channel(address, settings)
             return grpc.aio.secure_channel(address, credentials, settings)
 
+        self._connect_sync = connect_sync
         self._channel = connect(target)
         self._admin = self._channel if admin_target is None else connect(admin_target)
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -308,7 +316,10 @@ class Client:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> t.AdapterVersion:
-        """Publishes a new version of an adapter and returns when it is ready."""
+        """Publishes a new version of an adapter and returns when it is ready.
+
+        `progress` is called from another thread.
+        """
         if server_side:
             if path is None or tensors is not None or config is not None:
                 raise ValueError("server_side takes path, and neither tensors nor config")
@@ -337,25 +348,32 @@ class Client:
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     async def _upload(self, upload: Upload, timeout: float | None) -> Any:
-        """Feeds the stream; disk reads and hashing stay off the event loop."""
-        end = object()
-        messages = iter(upload)
-        try:
-            call = self._adapters.Publish(
-                timeout=deadline(timeout, self._timeout), metadata=self._metadata
+        """Sends the upload over a connection of its own, with gRPC's synchronous machinery.
+
+        grpc.aio can lose the server's status when a call ends while the client still writes (it
+        reports INTERNAL instead, grpc issue 36066), which would hide why an adapter was refused.
+        Disk reads and hashing stay off the event loop this way as well.
+        """
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        with self._connect_sync() as channel:
+            stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
+            call = stub.Publish.future(
+                iter(upload), timeout=deadline(timeout, self._timeout), metadata=self._metadata
             )
+
+            def wake(_: object) -> None:
+                with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
+                    loop.call_soon_threadsafe(done.set)
+
+            call.add_done_callback(wake)
             try:
-                while (message := await asyncio.to_thread(next, messages, end)) is not end:
-                    await call.write(message)
-                await call.done_writing()
-            except asyncio.InvalidStateError:
-                pass  # The server has answered before the end; awaiting the call says what.
-            except BaseException:
+                await done.wait()
+                return call.result()
+            except grpc.RpcError as error:
+                raise (upload.failure or from_rpc_error(error)) from None
+            finally:
                 call.cancel()
-                raise
-            return await call
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
 
     async def activate(
         self,
