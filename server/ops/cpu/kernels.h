@@ -115,7 +115,8 @@ struct Kernels {
   void (*merge)(AttentionState* a, const AttentionState& b, int64_t head_dim);
   void (*scale)(const float* x, int64_t count, float by, float* y);  // y = x * by
 
-  void (*divide)(const float* x, int64_t count, float by, float* z);
+  // z = (x - minus) / by.
+  void (*divide)(const float* x, int64_t count, float minus, float by, float* z);
   // The maximum of all and, in maxima[ceil(count / kLogitBlock)], of each block.
   LogitStats (*block_max)(const float* x, int64_t count, float* maxima);
   // Sum of exp(x - maximum); the terms go to e[count] unless e is nullptr.

@@ -114,10 +114,10 @@ static void Scale(const float* x, int64_t count, float by, float* y) {
   }
 }
 
-static void Divide(const float* x, int64_t count, float by, float* z) {
+static void Divide(const float* x, int64_t count, float minus, float by, float* z) {
   const VF d = Splat(by);
   for (int64_t i = 0; i < count; i += kLanes) {
-    StoreUpTo(z + i, LoadUpTo(x + i, count - i) / d, count - i);
+    StoreUpTo(z + i, (LoadUpTo(x + i, count - i) - minus) / d, count - i);
   }
 }
 
