@@ -57,7 +57,7 @@ void FillInfo(const Services& services, v1::GetInfoResponse* to) {
   FillLimits(services, to->mutable_limits());
   FillEngine(services, to->mutable_engine());
   to->set_generation(services.registry->generation());
-  Encode(absl::Now() - services.info.start_time, to->mutable_uptime());
+  EncodeDuration(absl::Now() - services.info.start_time, to->mutable_uptime());
   for (const auto& [kind, bytes] : services.memory_by_kind()) {
     (*to->mutable_memory_bytes())[kind] = static_cast<uint64_t>(bytes);
   }

@@ -88,17 +88,17 @@ void Encode(const engine::Finish& finish, v1::Finish* to) {
   usage->set_cached_prompt_tokens(finish.usage.cached_prompt_tokens);
   usage->set_generated_tokens(finish.usage.generated_tokens);
   usage->set_preemptions(finish.usage.preemptions);
-  Encode(finish.usage.queue_time, usage->mutable_queue_time());
-  Encode(finish.usage.time_to_first_token, usage->mutable_time_to_first_token());
-  Encode(finish.usage.total_time, usage->mutable_total_time());
+  EncodeDuration(finish.usage.queue_time, usage->mutable_queue_time());
+  EncodeDuration(finish.usage.time_to_first_token, usage->mutable_time_to_first_token());
+  EncodeDuration(finish.usage.total_time, usage->mutable_total_time());
 }
 
 void Encode(const adapter::LoadTiming& timing, v1::LoadTiming* to) {
-  Encode(timing.read, to->mutable_read());
-  Encode(timing.validate, to->mutable_validate());
-  Encode(timing.copy, to->mutable_copy());
-  Encode(timing.norms, to->mutable_norms());
-  Encode(timing.total, to->mutable_total());
+  EncodeDuration(timing.read, to->mutable_read());
+  EncodeDuration(timing.validate, to->mutable_validate());
+  EncodeDuration(timing.copy, to->mutable_copy());
+  EncodeDuration(timing.norms, to->mutable_norms());
+  EncodeDuration(timing.total, to->mutable_total());
 }
 
 void Encode(const adapter::AdapterSummary& summary, v1::AdapterVersion* to) {
@@ -115,7 +115,7 @@ void Encode(const adapter::AdapterSummary& summary, v1::AdapterVersion* to) {
 
 }  // namespace
 
-void Encode(absl::Duration duration, google::protobuf::Duration* to) {
+void EncodeDuration(absl::Duration duration, google::protobuf::Duration* to) {
   const int64_t seconds = absl::IDivDuration(duration, absl::Seconds(1), &duration);
   to->set_seconds(seconds);
   to->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration)));

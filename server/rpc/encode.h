@@ -30,6 +30,6 @@ void Encode(const adapter::AdapterRecord& record, v1::AdapterVersion* to);
 
 void Encode(const adapter::RegistryEvent& event, v1::WatchResponse* to);
 
-void Encode(absl::Duration duration, google::protobuf::Duration* to);
+void EncodeDuration(absl::Duration duration, google::protobuf::Duration* to);
 
 }  // namespace dorad::rpc

@@ -27,7 +27,9 @@ grpc::ServerWriteReactor<v1::GenerateResponse>* GenerateReactor::Start(
 }
 
 GenerateReactor::GenerateReactor(Services* services, grpc::CallbackServerContext* context)
-    : services_(services), record_(kMethod, context, services->metrics) {}
+    : services_(services), record_(kMethod, context, services->metrics) {
+  ++services_->open_streams;
+}
 
 absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
   absl::StatusOr<engine::GenerateInput> parsed =
@@ -136,6 +138,7 @@ void GenerateReactor::OnCancel() {
 
 void GenerateReactor::OnDone() {
   if (stream_) stream_->SetWaker(nullptr);
+  --services_->open_streams;
   auto self = std::move(self_);
 }
 

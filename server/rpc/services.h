@@ -1,6 +1,6 @@
 // What the gRPC services stand on, and what they say of the server. Filled by App, which owns
 // everything that the pointers name and keeps it alive longer than the services.
-// Immutable once the server runs (the flag apart), hence thread-safe.
+// Immutable once the server runs (the atomics apart), hence thread-safe.
 #pragma once
 
 #include <atomic>
@@ -61,7 +61,9 @@ struct Services {
   RequestLimits limits;
   int64_t max_adapter_bytes = 0;
   absl::Duration default_deadline;  // for calls without one; zero: none
+  // Publishing is refused once it is set.
   std::atomic<bool> draining{false};
+  std::atomic<int> open_streams{0};  // Generate calls that have not ended
 };
 
 }  // namespace dorad::rpc

@@ -1,0 +1,320 @@
+#include "server/app/app.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "server/adapter/loader.h"
+#include "server/adapter/registry.h"
+#include "server/app/backend.h"
+#include "server/app/cli.h"
+#include "server/app/watchdog.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/http_server.h"
+#include "server/base/log.h"
+#include "server/base/metrics.h"
+#include "server/base/thread_pool.h"
+#include "server/engine/engine.h"
+#include "server/ops/thread_team.h"
+#include "server/rpc/server.h"
+
+namespace dorad {
+namespace {
+
+// Loads must not slow running streams down.
+constexpr int kLoaderNice = 10;
+constexpr int kCouriers = 2;
+// What has been computed still has to reach the clients; open Watch streams end with it.
+constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
+
+int32_t ToInt32(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+int Threads(const EngineConfig& config) {
+  const int hardware = std::max(1u, std::thread::hardware_concurrency());
+  return config.threads > 0 ? ToInt32(config.threads) : hardware;
+}
+
+engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model) {
+  engine::EngineOptions options;
+  options.max_step_tokens = config.engine.max_step_tokens;
+  options.max_running_sequences = ToInt32(config.engine.max_running_sequences);
+  options.kv_pages = model.kv_pages;
+  options.prefix_cache = config.engine.prefix_cache;
+  options.eos_token_ids = model.eos_token_ids;
+  options.vocab_size = ToInt32(model.vocab_size);
+  options.context_length = model.context_length;
+  options.max_tokens = config.limits.max_tokens;
+  options.max_n = ToInt32(config.limits.max_n);
+  options.max_logprobs_k = ToInt32(config.limits.max_logprobs_k);
+  options.max_chosen_ids = ToInt32(config.limits.max_chosen_ids);
+  options.max_stop_ids = ToInt32(config.limits.max_stop_ids);
+  options.max_score_tokens = config.limits.max_score_tokens;
+  options.max_queued_requests = ToInt32(config.limits.max_queued_requests);
+  options.max_queued_tokens = config.limits.max_queued_tokens;
+  return options;
+}
+
+adapter::LoaderOptions ToLoaderOptions(const Config& config) {
+  adapter::LoaderOptions options;
+  options.max_rank = ToInt32(config.adapters.max_rank);
+  options.max_adapter_bytes = config.adapters.max_bytes;
+  options.norm_chunk_budget_bytes = config.adapters.norm_chunk_bytes;
+  options.factors_bf16 = config.adapters.dtype == "bf16" || (config.adapters.dtype == "auto" &&
+                                                             config.model.compute_dtype == "bf16");
+  options.allowed_roots = config.adapters.allowed_roots;
+  return options;
+}
+
+Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model) {
+  return {DORAD_VERSION, model.name, model.model_type, config.model.device,
+          config.model.compute_dtype};
+}
+
+rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {
+  rpc::ServerInfo info;
+  info.version = DORAD_VERSION;
+  info.device = config.model.device;
+  info.model_type = model.model_type;
+  info.model_name = model.name;
+  info.model_digest = model.digest;
+  info.compute_dtype = config.model.compute_dtype;
+  info.hidden_size = model.hidden_size;
+  info.num_layers = model.num_layers;
+  info.num_parameters = model.num_parameters;
+  info.eos_token_ids = model.eos_token_ids;
+  info.max_adapter_rank = config.adapters.max_rank;
+  info.deterministic = config.engine.deterministic;
+  info.start_time = absl::Now();
+  return info;
+}
+
+void ObserveLoad(Metrics* metrics, const adapter::AdapterSummary* summary,
+                 const absl::Status& status) {
+  if (!status.ok()) {
+    const std::string reason = ReasonOf(status);
+    metrics->AdapterLoadFailed(reason);
+    LogWarning("adapter load failed",
+               {{"reason", reason}, {"error", std::string(status.message())}});
+    return;
+  }
+  DORAD_CHECK(summary != nullptr);
+  const adapter::LoadTiming& timing = summary->timing;
+  metrics->AdapterLoaded({{"read", timing.read},
+                          {"validate", timing.validate},
+                          {"copy", timing.copy},
+                          {"norms", timing.norms},
+                          {"total", timing.total}});
+  LogInfo("adapter loaded", {{"digest", summary->digest},
+                             {"resident_bytes", summary->resident_bytes},
+                             {"seconds", absl::ToDoubleSeconds(timing.total)},
+                             {"norm_seconds", absl::ToDoubleSeconds(timing.norms)}});
+}
+
+// The same status with the failed part named before its message and violations' fields.
+absl::Status Annotate(const absl::Status& status, const std::string& part) {
+  absl::Status out(status.code(), absl::StrCat(part, ": ", status.message()));
+  status.ForEachPayload(
+      [&out](absl::string_view url, const absl::Cord& payload) { out.SetPayload(url, payload); });
+  return out;
+}
+
+}  // namespace
+
+// Members stand on those above them and end before them.
+struct App::Impl {
+  Impl(const Config& c, std::unique_ptr<Backend> loaded)
+      : config(c),
+        backend(std::move(loaded)),
+        metrics(ToMetricsInfo(config, backend->info())),
+        couriers(kCouriers, 0),
+        load_pool(ToInt32(config.adapters.loader_threads), kLoaderNice),
+        registry(RegistryOptions()),
+        loader(ToLoaderOptions(config), &load_pool, &backend->modules(), backend->base_weights(),
+               &registry,
+               [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
+                 ObserveLoad(&metrics, summary, status);
+               }),
+        engine(ToEngineOptions(config, backend->info()), backend->MakeRunner(), &metrics) {
+    FillServices();
+  }
+
+  adapter::AdapterRegistry::Options RegistryOptions() {
+    adapter::AdapterRegistry::Options options;
+    options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
+    return options;
+  }
+
+  void FillServices() {
+    services.engine = &engine;
+    services.registry = &registry;
+    services.metrics = &metrics;
+    services.couriers = &couriers;
+    services.publisher.from_bytes = [this](adapter::PublishOptions options, std::string json,
+                                           std::vector<std::byte> image, absl::Duration read,
+                                           adapter::PublishCallback done) {
+      loader.PublishFromBytes(std::move(options), std::move(json), std::move(image), read,
+                              std::move(done));
+    };
+    services.publisher.from_path = [this](adapter::PublishOptions options, std::string path,
+                                          adapter::PublishCallback done) {
+      loader.PublishFromPath(std::move(options), std::move(path), /*trusted=*/false,
+                             std::move(done));
+    };
+    services.memory_by_kind = [this] { return MemoryByKind(); };
+    services.info = ToServerInfo(config, backend->info());
+    services.limits.engine = engine.limits();
+    services.limits.max_message_bytes = config.server.max_message_bytes;
+    services.max_adapter_bytes = config.adapters.max_bytes;
+    services.default_deadline = absl::Seconds(config.server.default_deadline_seconds);
+  }
+
+  std::map<std::string, int64_t> MemoryByKind() const {
+    return {{"weights", backend->info().weight_bytes},
+            {"kv", backend->info().kv_bytes},
+            {"adapters", registry.resident_bytes()},
+            {"norms", backend->norm_bytes()}};
+  }
+
+  absl::Status Preload() {
+    for (const auto& [name, folder] : config.adapters.preload) {
+      adapter::PublishOptions options;
+      options.name = name;
+      options.activate = true;
+      absl::Status result;
+      absl::Notification done;
+      loader.PublishFromPath(std::move(options), folder, /*trusted=*/true,
+                             [&](absl::StatusOr<adapter::PublishResult> published) {
+                               result = published.status();
+                               done.Notify();
+                             });
+      done.WaitForNotification();
+      if (!result.ok()) return Annotate(result, absl::StrCat("adapter ", name, "=", folder));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Listen() {
+    if (!config.server.metrics_listen.empty()) {
+      absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
+          config.server.metrics_listen,
+          {[this] { return RenderMetrics(); }, [this] { return EngineSilence() <= Patience(); },
+           [this] { return ready && !services.draining && EngineSilence() <= Patience(); }});
+      if (!started.ok()) return Annotate(started.status(), "metrics listener");
+      metrics_http = *std::move(started);
+    }
+    rpc::Server::Options options;
+    options.listen = config.server.grpc_listen;
+    options.admin_listen = config.server.admin_listen;
+    options.max_message_bytes = config.server.max_message_bytes;
+    options.max_concurrent_streams = config.server.max_concurrent_streams;
+    absl::StatusOr<std::unique_ptr<rpc::Server>> started = rpc::Server::Start(options, &services);
+    if (!started.ok()) return Annotate(started.status(), "gRPC listener");
+    server = *std::move(started);
+    watchdog = std::make_unique<Watchdog>(
+        Patience(), [this] { return EngineSilence(); }, [this] { EndStalled(); });
+    ready = true;
+    return absl::OkStatus();
+  }
+
+  absl::Duration Patience() const { return absl::Seconds(config.engine.watchdog_seconds); }
+
+  // An idle engine has nothing to make progress with.
+  absl::Duration EngineSilence() const {
+    return engine.idle() ? absl::ZeroDuration() : engine.time_since_heartbeat();
+  }
+
+  // Nothing that the engine's thread holds can be given back in order any more.
+  void EndStalled() {
+    LogError("the engine makes no progress; ending the process",
+             {{"seconds", absl::ToDoubleSeconds(engine.time_since_heartbeat())}});
+    server->SetServing(false);
+    server->SetAlive(false);
+    _exit(kExitSoftware);
+  }
+
+  std::string RenderMetrics() {
+    const engine::EngineStats stats = engine.stats();
+    metrics.SetEngine({stats.running_sequences, stats.queued_requests, stats.queued_tokens,
+                       stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
+                       stats.paused});
+    metrics.SetAdapters(CountAdapters());
+    for (const auto& [kind, bytes] : MemoryByKind()) metrics.SetMemory(kind, bytes);
+    return metrics.Render();
+  }
+
+  Metrics::AdapterGauges CountAdapters() const {
+    Metrics::AdapterGauges gauges;
+    for (const adapter::AdapterRecord& record :
+         registry.List("", "", 0, std::numeric_limits<int>::max())) {
+      gauges.ready += record.state == adapter::AdapterState::kReady;
+      gauges.retiring += record.state == adapter::AdapterState::kRetiring;
+      gauges.loading += record.state == adapter::AdapterState::kLoading;
+    }
+    gauges.resident_bytes = registry.resident_bytes();
+    gauges.leases = registry.total_leases();
+    gauges.generation = registry.generation();
+    return gauges;
+  }
+
+  const Config config;
+  const std::unique_ptr<Backend> backend;
+  Metrics metrics;
+  ThreadPool couriers;
+  ThreadPool load_pool;
+  adapter::AdapterRegistry registry;
+  adapter::AdapterLoader loader;
+  engine::Engine engine;
+  rpc::Services services;
+  std::atomic<bool> ready{false};
+  std::unique_ptr<MetricsHttpServer> metrics_http;
+  std::unique_ptr<rpc::Server> server;
+  std::unique_ptr<Watchdog> watchdog;
+};
+
+App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+App::~App() = default;
+
+absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& config) {
+  ops::SetThreads(Threads(config.engine));
+  const absl::Time begin = absl::Now();
+  absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
+  if (!backend.ok()) return Annotate(backend.status(), "model " + config.model.path);
+  const Backend::Info& model = (*backend)->info();
+  LogInfo("model loaded", {{"name", model.name},
+                           {"model_type", model.model_type},
+                           {"digest", model.digest},
+                           {"weight_bytes", model.weight_bytes},
+                           {"kv_pages", model.kv_pages},
+                           {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+  auto impl = std::make_unique<Impl>(config, *std::move(backend));
+  DORAD_RETURN_IF_ERROR(impl->Preload());
+  DORAD_RETURN_IF_ERROR(impl->Listen());
+  return std::unique_ptr<App>(new App(std::move(impl)));
+}
+
+std::string App::ReadyLine() const {
+  std::string line = absl::StrCat("dorad ready grpc=", impl_->server->address());
+  if (impl_->metrics_http) {
+    absl::StrAppend(&line, " metrics=http://", impl_->metrics_http->address(), "/metrics");
+  }
+  return line;
+}
+
+void App::Stop() {
+  LogInfo("shutting down", {{"drain_timeout_seconds", impl_->config.server.drain_timeout_seconds}});
+  impl_->server->Drain(absl::Seconds(impl_->config.server.drain_timeout_seconds));
+  impl_->server->Shutdown(kShutdownGrace);
+  LogInfo("shut down");
+}
+
+}  // namespace dorad

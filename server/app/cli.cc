@@ -1,0 +1,145 @@
+#include "server/app/cli.h"
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+
+namespace dorad {
+namespace {
+
+absl::Status Usage(const std::string& message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
+                   absl::StrCat(message, " (see dorad --help)"));
+}
+
+// The arguments one after the other; a flag's value follows it or, after '=', is part of it.
+class Arguments {
+ public:
+  explicit Arguments(const std::vector<std::string>& arguments) : arguments_(arguments) {}
+
+  // Moves on to the next argument. False at the end.
+  bool Next() {
+    if (position_ == arguments_.size()) return false;
+    word_ = arguments_[position_++];
+    value_.reset();
+    const size_t equals = word_.find('=');
+    if (word_.rfind("--", 0) == 0 && equals != std::string::npos) {
+      value_ = word_.substr(equals + 1);
+      word_.resize(equals);
+    }
+    return true;
+  }
+
+  const std::string& word() const { return word_; }
+  bool has_inline_value() const { return value_.has_value(); }
+
+  absl::StatusOr<std::string> Value() {
+    if (!value_) {
+      if (position_ == arguments_.size()) return Usage(absl::StrCat(word_, " needs a value"));
+      value_ = arguments_[position_++];
+    }
+    if (value_->empty()) return Usage(absl::StrCat(word_, " needs a value"));
+    return *value_;
+  }
+
+ private:
+  const std::vector<std::string>& arguments_;
+  size_t position_ = 0;
+  std::string word_;
+  std::optional<std::string> value_;
+};
+
+absl::Status AddAdapter(const std::string& value, Command* command) {
+  const size_t equals = value.find('=');
+  if (equals == std::string::npos || equals == 0 || equals + 1 == value.size()) {
+    return Usage(absl::StrCat("--adapter takes name=DIR, not \"", value, "\""));
+  }
+  command->adapters.emplace_back(value.substr(0, equals), value.substr(equals + 1));
+  return absl::OkStatus();
+}
+
+absl::Status ParseServeFlag(Arguments* arguments, Command* command) {
+  const std::string flag = arguments->word();
+  if (flag == "--help" && !arguments->has_inline_value()) {
+    command->verb = Command::Verb::kHelp;
+    return absl::OkStatus();
+  }
+  const bool known =
+      flag == "--model" || flag == "--config" || flag == "--set" || flag == "--adapter";
+  if (!known) return Usage(absl::StrCat("dorad serve: unknown argument \"", flag, "\""));
+  DORAD_ASSIGN_OR_RETURN(std::string value, arguments->Value());
+  if (flag == "--adapter") return AddAdapter(value, command);
+  if (flag == "--model") command->model = value;
+  if (flag == "--config") command->config_file = value;
+  if (flag == "--set") command->overrides.push_back(value);
+  return absl::OkStatus();
+}
+
+absl::Status ParseCheckConfigFlag(Arguments* arguments, Command* command) {
+  const std::string word = arguments->word();
+  if (word == "--help" && !arguments->has_inline_value()) {
+    command->verb = Command::Verb::kHelp;
+    return absl::OkStatus();
+  }
+  if (word == "--set") {
+    DORAD_ASSIGN_OR_RETURN(std::string value, arguments->Value());
+    command->overrides.push_back(value);
+    return absl::OkStatus();
+  }
+  if (word.rfind("--", 0) == 0) {
+    return Usage(absl::StrCat("dorad check-config: unknown argument \"", word, "\""));
+  }
+  if (!command->config_file.empty()) return Usage("dorad check-config takes one FILE");
+  command->config_file = word;
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& arguments) {
+  Arguments words(arguments);
+  Command command;
+  if (!words.Next()) return Usage("a command is missing: serve or check-config");
+  const std::string verb = words.word();
+  if (verb == "--help" || verb == "-h" || verb == "help") return command;
+  if (verb == "--version") {
+    command.verb = Command::Verb::kVersion;
+    return command;
+  }
+  if (verb == "serve") {
+    command.verb = Command::Verb::kServe;
+    while (words.Next()) DORAD_RETURN_IF_ERROR(ParseServeFlag(&words, &command));
+    return command;
+  }
+  if (verb == "check-config") {
+    command.verb = Command::Verb::kCheckConfig;
+    while (words.Next()) DORAD_RETURN_IF_ERROR(ParseCheckConfigFlag(&words, &command));
+    if (command.verb == Command::Verb::kCheckConfig && command.config_file.empty()) {
+      return Usage("dorad check-config needs a FILE");
+    }
+    return command;
+  }
+  return Usage(absl::StrCat("unknown command \"", verb, "\": serve or check-config"));
+}
+
+const char* HelpText() {
+  return R"(dorad: serves one base model and many DoRA and LoRA adapters over gRPC.
+
+  dorad serve --model DIR [--config FILE] [--set section.key=value]... [--adapter name=DIR]...
+      --model DIR         Hugging Face folder (also model.path)
+      --config FILE       YAML; deploy/dorad.yaml lists every key with its default
+      --set section.key=value
+                          overrides the file
+      --adapter name=DIR  PEFT folder that is loaded and activated before the server is ready
+      Prints "dorad ready grpc=HOST:PORT metrics=http://HOST:PORT/metrics" when it serves.
+      SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends it at once.
+
+  dorad check-config FILE [--set section.key=value]...
+  dorad --version
+  dorad --help
+
+Exit codes: 0 ended as asked, 64 usage, 70 the engine stopped making progress,
+78 configuration, model, adapter or listener.
+)";
+}
+
+}  // namespace dorad

@@ -1,0 +1,33 @@
+// The command line of `dorad`. Pure functions, hence thread-safe.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace dorad {
+
+// Exit codes (sysexits.h where it has one).
+inline constexpr int kExitOk = 0;
+inline constexpr int kExitUsage = 64;
+inline constexpr int kExitSoftware = 70;  // also: the engine stopped making progress
+inline constexpr int kExitConfig = 78;    // configuration, model, adapter or listener
+
+struct Command {
+  enum class Verb { kServe, kCheckConfig, kVersion, kHelp };
+  Verb verb = Verb::kHelp;
+  std::string config_file;
+  std::optional<std::string> model;
+  std::vector<std::string> overrides;                         // section.key=value
+  std::vector<std::pair<std::string, std::string>> adapters;  // name, folder
+};
+
+// arguments: without the program's name. INVALID_ARGUMENT (USAGE).
+absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& arguments);
+
+const char* HelpText();
+
+}  // namespace dorad

@@ -1,0 +1,25 @@
+// Notices an engine that no longer makes progress. Owned by App. Thread-safe.
+#pragma once
+
+#include <functional>
+#include <thread>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+
+namespace dorad {
+
+class Watchdog {
+ public:
+  // Calls on_stall once when `silence` (how long ago the last sign of life was) exceeds `limit`.
+  Watchdog(absl::Duration limit, std::function<absl::Duration()> silence,
+           std::function<void()> on_stall);
+  // Stops watching.
+  ~Watchdog();
+
+ private:
+  absl::Notification stop_;
+  std::thread thread_;
+};
+
+}  // namespace dorad

@@ -1,0 +1,206 @@
+#include "server/rpc/server.h"
+
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include <grpc/support/log.h>
+#include <grpcpp/ext/channelz_service_plugin.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/base/listen_address.h"
+#include "server/base/listen_socket.h"
+#include "server/base/log.h"
+#include "server/base/unique_fd.h"
+#include "server/rpc/adapter_service.h"
+#include "server/rpc/control_service.h"
+#include "server/rpc/inference_service.h"
+
+namespace dorad::rpc {
+namespace {
+
+constexpr char kReadiness[] = "readiness";
+constexpr char kLiveness[] = "liveness";
+constexpr const char* kServingNames[] = {"", "dorad.v1.InferenceService",
+                                         "dorad.v1.AdapterService", "dorad.v1.ControlService",
+                                         kReadiness};
+
+// gRPC writes to stderr in a format of its own, also about what we report ourselves.
+void ForwardGrpcLog(gpr_log_func_args* args) {
+  Log(LogLevel::kDebug, "grpc", {{"text", std::string(args->message)},
+                    {"at", absl::StrCat(args->file, ":", args->line)}});
+}
+
+int ClampToInt(int64_t value) {
+  return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
+}
+
+void AddLimits(const Server::Options& options, grpc::ServerBuilder* builder) {
+  builder->SetMaxReceiveMessageSize(ClampToInt(options.max_message_bytes));
+  builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
+                              ClampToInt(options.max_concurrent_streams));
+  // A second server on the same port must fail, not share it.
+  builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  // Connections that never speak HTTP/2 are kept for 120 s otherwise.
+  builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 5000);
+  builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
+  // Clients that vanished without a word are found within 80 s; clients may ping every 10 s.
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
+  builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
+}
+
+// gRPC unlinks whatever socket lies at the path: without this a second server would take the
+// first one's place.
+absl::Status CheckSocketFree(const std::string& path) {
+  sockaddr_un address{};
+  if (path.size() >= sizeof(address.sun_path)) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "LISTEN_ADDRESS",
+                     absl::StrCat("the path of a socket has fewer than ",
+                                  sizeof(address.sun_path), " bytes: ", path));
+  }
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.c_str(), path.size());
+  const UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
+    return MakeError(absl::StatusCode::kUnavailable, "PORT_IN_USE",
+                     absl::StrCat("cannot listen on unix:", path, ": another server does"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WhyListenFailed(const ListenAddress& address, const std::string& text) {
+  if (address.unix_path.empty()) {
+    const absl::StatusOr<ListenSocket> probe = ListenTcp(address);
+    if (!probe.ok()) return probe.status();
+  }
+  return MakeError(absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+                   absl::StrCat("cannot listen on ", text));
+}
+
+struct Listener {
+  std::unique_ptr<grpc::Server> server;
+  std::string address;
+};
+
+absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
+                                const std::vector<grpc::Service*>& services) {
+  DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
+  const bool is_unix = !address.unix_path.empty();
+  if (is_unix) DORAD_RETURN_IF_ERROR(CheckSocketFree(address.unix_path));
+  grpc::ServerBuilder builder;
+  AddLimits(options, &builder);
+  int port = 0;
+  builder.AddListeningPort(
+      is_unix ? absl::StrCat("unix:", address.unix_path) : JoinHostPort(address.host, address.port),
+      grpc::InsecureServerCredentials(), &port);
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  Listener listener;
+  listener.server = builder.BuildAndStart();
+  if (listener.server == nullptr || port == 0) return WhyListenFailed(address, text);
+  if (is_unix) chmod(address.unix_path.c_str(), 0660);
+  listener.address = is_unix ? text : JoinHostPort(address.host, port);
+  return listener;
+}
+
+}  // namespace
+
+struct Server::Impl {
+  explicit Impl(Services* s) : services(s), inference(s), adapters(s), control(s) {}
+
+  template <typename Each>
+  void ForEachHealth(Each each) {
+    for (Listener* listener : {&main, &admin}) {
+      if (listener->server) each(listener->server->GetHealthCheckService());
+    }
+  }
+
+  Services* const services;
+  InferenceService inference;
+  AdapterService adapters;
+  ControlService control;
+  // After the services: the servers end first.
+  Listener main;
+  Listener admin;
+  bool shut_down = false;
+};
+
+Server::Server(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Server::~Server() { Shutdown(absl::ZeroDuration()); }
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Services* services) {
+  gpr_set_log_function(ForwardGrpcLog);
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  auto impl = std::make_unique<Impl>(services);
+  // The channelz plugin reaches every server built after it: the main one comes first when there
+  // is another for operators.
+  if (options.admin_listen.empty()) {
+    grpc::channelz::experimental::InitChannelzService();
+    DORAD_ASSIGN_OR_RETURN(impl->main,
+                           Listen(options.listen, options,
+                                  {&impl->inference, &impl->adapters, &impl->control}));
+  } else {
+    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {&impl->inference}));
+    grpc::channelz::experimental::InitChannelzService();
+    DORAD_ASSIGN_OR_RETURN(
+        impl->admin,
+        Listen(options.admin_listen, options, {&impl->adapters, &impl->control}));
+  }
+  std::unique_ptr<Server> server(new Server(std::move(impl)));
+  server->SetAlive(true);
+  server->SetServing(true);
+  return server;
+}
+
+const std::string& Server::address() const { return impl_->main.address; }
+const std::string& Server::admin_address() const { return impl_->admin.address; }
+
+void Server::SetServing(bool serving) {
+  impl_->ForEachHealth([serving](grpc::HealthCheckServiceInterface* health) {
+    for (const char* name : kServingNames) health->SetServingStatus(name, serving);
+  });
+}
+
+void Server::SetAlive(bool alive) {
+  impl_->ForEachHealth([alive](grpc::HealthCheckServiceInterface* health) {
+    health->SetServingStatus(kLiveness, alive);
+  });
+}
+
+void Server::Drain(absl::Duration timeout) {
+  constexpr absl::Duration kPoll = absl::Milliseconds(20);
+  SetServing(false);
+  impl_->services->draining = true;
+  engine::Engine* const engine = impl_->services->engine;
+  engine->StopAdmission();
+  const auto end = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout);
+  const auto busy = [&] { return !engine->idle() || impl_->services->open_streams > 0; };
+  while (busy() && std::chrono::steady_clock::now() < end) {
+    absl::SleepFor(kPoll);
+  }
+}
+
+void Server::Shutdown(absl::Duration grace) {
+  if (std::exchange(impl_->shut_down, true)) return;
+  const auto deadline =
+      std::chrono::system_clock::now() + absl::ToChronoNanoseconds(grace);
+  for (Listener* listener : {&impl_->main, &impl_->admin}) {
+    if (listener->server) listener->server->Shutdown(deadline);
+  }
+}
+
+}  // namespace dorad::rpc

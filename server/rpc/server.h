@@ -1,0 +1,50 @@
+// The gRPC listeners: our services, health, reflection and channelz. Owned by App. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/rpc/services.h"
+
+namespace dorad::rpc {
+
+class Server {
+ public:
+  struct Options {
+    std::string listen;        // host:port, [v6]:port or unix:PATH; port 0 picks one
+    std::string admin_listen;  // for AdapterService, ControlService and channelz; "": the same
+    int64_t max_message_bytes = 64 << 20;
+    int64_t max_concurrent_streams = 1024;
+  };
+  // Serves from now on. services is borrowed. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),
+  // INVALID_ARGUMENT (LISTEN_ADDRESS).
+  static absl::StatusOr<std::unique_ptr<Server>> Start(const Options& options, Services* services);
+  // Cancels what still runs.
+  ~Server();
+
+  // The address with the port in effect.
+  const std::string& address() const;
+  // "" without an admin listener.
+  const std::string& admin_address() const;
+
+  // Health of "", of each of our services and of "readiness" ("liveness" stays).
+  void SetServing(bool serving);
+  // Health of "liveness".
+  void SetAlive(bool alive);
+
+  // Not serving any more, new requests are refused, running ones go on until all of them have been
+  // answered or `timeout` has passed.
+  void Drain(absl::Duration timeout);
+  // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.
+  void Shutdown(absl::Duration grace);
+
+ private:
+  struct Impl;
+  explicit Server(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace dorad::rpc
