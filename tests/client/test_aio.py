@@ -1,6 +1,7 @@
 """The asyncio client against the fake server: the same answers, and cancellation."""
 
 import asyncio
+import gc
 import inspect
 
 import numpy as np
@@ -105,6 +106,18 @@ def test_leaving_a_stream_cancels_it_on_the_server(server):
 
     run(server, body)
     assert server.cancelled == 1
+
+
+def test_dropping_a_stream_cancels_it_on_the_server(server):
+    server.endless, server.token_delay = True, 0.005
+
+    async def body(client):
+        async for _ in client.stream([1]):
+            break
+        gc.collect()
+        assert await asyncio.to_thread(wait_for, lambda: server.cancelled == 1)
+
+    run(server, body)
 
 
 def test_closing_from_another_task_ends_the_iteration(server):

@@ -76,6 +76,35 @@ def test_shapes_of_top_and_chosen_logprobs(client):
     assert sample.logprobs is not None  # Asking for either implies "raw".
 
 
+def test_a_last_message_without_tokens_keeps_its_shapes():
+    from dorad import _wire
+
+    request = dorad.GenerateRequest([1], top_logprobs=2, chosen_token_ids=[3, 4, 5])
+    message = inference_pb2.GenerateResponse()
+    message.finish.reason = 3
+    delta = _wire.delta(message, request)
+    assert delta.top_logprobs.logprobs.shape == (0, 2) and delta.chosen_logprobs.shape == (0, 3)
+    assert delta.finish.reason is dorad.FinishReason.ABORTED
+
+
+@pytest.mark.parametrize("field", ["logprobs", "chosen_logprobs", "top_logprobs"])
+def test_answers_of_the_wrong_size_are_refused(field):
+    from dorad import _wire
+
+    request = dorad.GenerateRequest([1], top_logprobs=1, chosen_token_ids=[3])
+    two, one = b"\0" * 8, b"\0" * 4
+    message = inference_pb2.GenerateResponse(token_ids=two, logprobs=two, chosen_logprobs=two)
+    message.top_logprobs.k = 1
+    message.top_logprobs.token_ids = message.top_logprobs.logprobs = two
+    _wire.delta(message, request)
+    if field == "top_logprobs":
+        message.top_logprobs.logprobs = one
+    else:
+        setattr(message, field, one)
+    with pytest.raises(dorad.Internal, match="the server sent 1"):
+        _wire.delta(message, request)
+
+
 def test_stop_token_is_reported(client):
     (sample,) = client.generate([1], max_tokens=2)
     assert sample.finish_reason == "stop" and sample.stop_token_id == 2

@@ -295,7 +295,12 @@ class Client:
             sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
         )
         answer = self._call(self._inference.Score, message, timeout)
-        return _wire.score_result(answer, top=bool(top_k), chosen=chosen_token_ids is not None)
+        return _wire.score_result(
+            answer,
+            [len(sequence.token_ids) // 4 for sequence in message.sequences],
+            top_k=top_k or 0,
+            chosen=None if chosen_token_ids is None else len(chosen_token_ids),
+        )
 
     def abort(
         self,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 
 from dorad import types as t
@@ -49,20 +50,32 @@ def unpack_floats(data: bytes) -> t.FloatArray:
     return np.frombuffer(data, dtype=_LITTLE_FLOAT32).astype(np.float32)
 
 
-def _matrix(data: bytes, rows: int, what: str) -> t.FloatArray:
-    flat = unpack_floats(data)
-    if rows == 0 or flat.size % rows:
-        if flat.size == 0:
-            return flat.reshape(0, 0)
-        raise Internal(f"the server sent {flat.size} {what} for {rows} positions", code="INTERNAL")
-    return flat.reshape(rows, -1)
+def _shaped(flat: npt.NDArray[Any], rows: int, columns: int, what: str) -> Any:
+    if flat.size != rows * columns:
+        raise Internal(
+            f"the server sent {flat.size} {what} for {rows} positions x {columns}", code="INTERNAL"
+        )
+    return flat.reshape(rows, columns)
 
 
-def _top(message: inference_pb2.TopLogprobs) -> t.TopLogprobs:
-    k = max(1, message.k)
+def _chosen(data: bytes, rows: int, columns: int) -> t.FloatArray:
+    return cast(t.FloatArray, _shaped(unpack_floats(data), rows, columns, "chosen logprobs"))
+
+
+def _top(message: inference_pb2.TopLogprobs, rows: int, k: int) -> t.TopLogprobs:
+    if rows:
+        k = message.k  # Fewer than asked for when the vocabulary is smaller.
     return t.TopLogprobs(
-        unpack_ids(message.token_ids).reshape(-1, k), unpack_floats(message.logprobs).reshape(-1, k)
+        _shaped(unpack_ids(message.token_ids), rows, k, "top token ids"),
+        _shaped(unpack_floats(message.logprobs), rows, k, "top logprobs"),
     )
+
+
+def _logprobs(data: bytes, rows: int) -> t.FloatArray:
+    flat = unpack_floats(data)
+    if flat.size != rows:
+        raise Internal(f"the server sent {flat.size} logprobs for {rows} tokens", code="INTERNAL")
+    return flat
 
 
 def _seconds(duration: Duration) -> float:
@@ -163,12 +176,10 @@ def delta(message: inference_pb2.GenerateResponse, request: t.GenerateRequest) -
         request_id=message.request_id,
         index=message.sample_index,
         token_ids=ids,
-        logprobs=unpack_floats(message.logprobs) if wanted else None,
-        top_logprobs=_top(message.top_logprobs) if top else None,
+        logprobs=_logprobs(message.logprobs, len(ids)) if wanted else None,
+        top_logprobs=_top(message.top_logprobs, len(ids), top) if top else None,
         chosen_logprobs=(
-            _matrix(message.chosen_logprobs, len(ids), "chosen logprobs")
-            if chosen is not None
-            else None
+            _chosen(message.chosen_logprobs, len(ids), len(chosen)) if chosen is not None else None
         ),
         spans=[span(s) for s in message.spans],
         finish=_finish(message.finish) if message.HasField("finish") else None,
@@ -276,22 +287,26 @@ def score_request(
     )
 
 
-def score_result(message: inference_pb2.ScoreResponse, *, top: bool, chosen: bool) -> t.ScoreResult:
-    logprobs = [[unpack_floats(s.logprobs) for s in q.scores] for q in message.sequences]
+def score_result(
+    message: inference_pb2.ScoreResponse, lengths: Sequence[int], *, top_k: int, chosen: int | None
+) -> t.ScoreResult:
+    """`lengths` are the sequences' token counts, `chosen` the number of chosen ids (None: none)."""
+    if len(message.sequences) != len(lengths):
+        raise Internal(
+            f"the server scored {len(message.sequences)} of {len(lengths)} sequences",
+            code="INTERNAL",
+        )
+    pairs = [(q.scores, n) for q, n in zip(message.sequences, lengths, strict=True)]
     return t.ScoreResult(
-        logprobs=logprobs,
+        logprobs=[[_logprobs(s.logprobs, n) for s in scores] for scores, n in pairs],
         top_logprobs=(
-            [[_top(s.top_logprobs) for s in q.scores] for q in message.sequences] if top else None
+            [[_top(s.top_logprobs, n, top_k) for s in scores] for scores, n in pairs]
+            if top_k
+            else None
         ),
         chosen_logprobs=(
-            [
-                [_matrix(s.chosen_logprobs, len(row), "chosen logprobs") for s, row in pair]
-                for pair in (
-                    zip(q.scores, rows, strict=True)
-                    for q, rows in zip(message.sequences, logprobs, strict=True)
-                )
-            ]
-            if chosen
+            [[_chosen(s.chosen_logprobs, n, chosen) for s in scores] for scores, n in pairs]
+            if chosen is not None
             else None
         ),
         versions=[span(v) for v in message.versions],

@@ -86,6 +86,13 @@ class Stream(Generic[T]):
     async def __aexit__(self, *exc: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # Without this, gRPC's own task keeps an abandoned call alive. After the loop has closed
+        # there is no call left to cancel, and cancelling raises.
+        if hasattr(self, "_call"):
+            with contextlib.suppress(RuntimeError):
+                self.close()
+
 
 class Client:
     """A connection to a dorad server, for one event loop: make it inside a coroutine.
@@ -285,7 +292,12 @@ class Client:
             sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
         )
         answer = await self._call(self._inference.Score, message, timeout)
-        return _wire.score_result(answer, top=bool(top_k), chosen=chosen_token_ids is not None)
+        return _wire.score_result(
+            answer,
+            [len(sequence.token_ids) // 4 for sequence in message.sequences],
+            top_k=top_k or 0,
+            chosen=None if chosen_token_ids is None else len(chosen_token_ids),
+        )
 
     async def abort(
         self,

@@ -10,7 +10,7 @@ import datetime
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -222,6 +222,15 @@ class ScoreResult(Sequence[list[FloatArray]]):
 
     def __len__(self) -> int:
         return len(self.logprobs)
+
+    @overload
+    def __getitem__(self, key: int) -> list[FloatArray]: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> list[list[FloatArray]]: ...
+
+    @overload
+    def __getitem__(self, key: tuple[int, int]) -> FloatArray: ...
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, tuple):

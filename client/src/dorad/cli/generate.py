@@ -145,6 +145,8 @@ async def _run(
             async for delta in stream:
                 new = column[delta.index].add(delta, time.monotonic() - start)
                 on_text(new)
+        if unfinished := [answer.index for answer in column if answer.finish is None]:
+            raise dorad.Internal(f"samples {unfinished} never finished", code="INTERNAL")
 
     async with dorad.aio.Client(target, timeout=timeout) as client:
         tasks = [asyncio.create_task(one(client, column)) for column in columns]
