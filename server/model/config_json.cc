@@ -115,7 +115,7 @@ int64_t Fields::Int(const std::string& key, std::optional<int64_t> fallback, Int
     Invalid(key, absl::StrCat(RangeText(absl::StrCat(range.min), absl::StrCat(range.max)), ", not ",
                               Shown(*value)));
   }
-  return fallback.value_or(range.min);
+  return fallback.value_or(0);
 }
 
 double Fields::Number(const std::string& key, std::optional<double> fallback, NumberRange range) {
@@ -131,7 +131,7 @@ double Fields::Number(const std::string& key, std::optional<double> fallback, Nu
     Invalid(key, absl::StrCat(RangeText(absl::StrCat(range.min), absl::StrCat(range.max)), ", not ",
                               Shown(*value)));
   }
-  return fallback.value_or(range.min);
+  return fallback.value_or(0);
 }
 
 bool Fields::Bool(const std::string& key, bool fallback) {

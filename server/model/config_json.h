@@ -27,8 +27,8 @@ struct NumberRange {
   double min, max;
 };
 
-// One JSON object. Every getter returns a usable value; what is wrong is added to *violations, with
-// the field's path ("config.json:rope_scaling.factor").
+// One JSON object. What is wrong is added to *violations, with the field's path
+// ("config.json:rope_scaling.factor"); the getter then returns the fallback, or 0 without one.
 class Fields {
  public:
   // path: "config.json" or "config.json:rope_scaling". Borrows both pointers.

@@ -54,16 +54,16 @@ constexpr Family kFamilies[] = {
 };
 
 const Family* FindFamily(Fields& fields) {
-  if (!fields.Has("model_type")) {
-    fields.Invalid("model_type", "is missing");
+  const Json* type = fields.Find("model_type");
+  if (type == nullptr || !type->is_string()) {
+    fields.Invalid("model_type", type == nullptr ? "is missing" : "must be a string");
     return nullptr;
   }
-  const std::string type = fields.Text("model_type", "");
   for (const Family& family : kFamilies) {
-    if (type == family.model_type) return &family;
+    if (*type == family.model_type) return &family;
   }
-  fields.Unsupported("model_type", absl::StrCat(Shown(*fields.Find("model_type")),
-                                                " is not one of llama, mistral, qwen2, qwen3"));
+  fields.Unsupported("model_type",
+                     absl::StrCat(Shown(*type), " is not one of llama, mistral, qwen2, qwen3"));
   return nullptr;
 }
 
@@ -75,6 +75,7 @@ void CheckArchitectures(Fields& fields, const Family& family) {
                                                    Shown(*architectures)));
 }
 
+// A size that is wrong is 0 from here on, so that it is not blamed twice.
 void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
   config->vocab_size = fields.Int("vocab_size", std::nullopt, kVocab);
   config->hidden_size = fields.Int("hidden_size", std::nullopt, kWidth);
@@ -93,24 +94,22 @@ void ReadHeads(Fields& fields, const Family& family, ModelConfig* config) {
       fields.IsNull("num_key_value_heads")
           ? heads
           : fields.Int("num_key_value_heads", family.default_kv_heads.value_or(heads), kHeads);
-  if (heads % config->num_kv_heads != 0) {
+  if (config->num_kv_heads > 0 && heads % config->num_kv_heads != 0) {
     fields.Invalid("num_key_value_heads", absl::StrCat("must divide num_attention_heads (", heads,
                                                        "), not be ", config->num_kv_heads));
   }
   if (fields.Has("head_dim") || family.default_head_dim != 0) {
     config->head_dim = fields.Int("head_dim", family.default_head_dim, kHeadDim);
-  } else {
+  } else if (config->hidden_size > 0 && heads > 0) {
     config->head_dim = config->hidden_size / heads;
     if (config->hidden_size % heads != 0 || config->head_dim < kHeadDim.min ||
         config->head_dim > kHeadDim.max) {
       fields.Invalid("hidden_size", absl::StrCat(config->hidden_size, " does not give ", heads,
                                                  " heads a sensible size"));
-      config->head_dim = kHeadDim.min;
     }
   }
   if (config->head_dim % 2 != 0) {
     fields.Invalid("head_dim", absl::StrCat("must be even, not ", config->head_dim));
-    config->head_dim += 1;
   }
 }
 
@@ -130,7 +129,7 @@ void ReadBiasesAndActivation(Fields& fields, const Family& family, ModelConfig* 
 // layer_types as "slides or not" for each layer. Empty when absent or wrong.
 std::vector<bool> ReadLayerTypes(Fields& fields, int64_t num_layers) {
   const Json* types = fields.Find("layer_types");
-  if (types == nullptr) return {};
+  if (types == nullptr || num_layers == 0) return {};
   if (!types->is_array() || types->size() != static_cast<size_t>(num_layers)) {
     fields.Invalid("layer_types", absl::StrCat("must be a list of ", num_layers, " names"));
     return {};
@@ -196,7 +195,8 @@ std::optional<std::vector<int32_t>> ReadEos(Fields& fields, int64_t vocab_size) 
   if (value == nullptr) return std::nullopt;
   std::vector<int32_t> ids;
   for (const Json& id : value->is_array() ? *value : Json::array({*value})) {
-    const bool ok = id.is_number_integer() && id >= 0 && id < vocab_size;
+    const bool ok =
+        id.is_number_integer() && id >= 0 && id < (vocab_size > 0 ? vocab_size : kVocab.max);
     if (!ok) {
       fields.Invalid(kKey, absl::StrCat(Shown(id), " is not a token id below ", vocab_size));
       break;

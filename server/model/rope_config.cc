@@ -83,7 +83,7 @@ void ReadLlama3(Fields& rope, RopeConfig* out) {
   out->factor = rope.Number("factor", std::nullopt, kFactor);
   out->low_freq_factor = rope.Number("low_freq_factor", std::nullopt, kPositive);
   out->high_freq_factor = rope.Number("high_freq_factor", std::nullopt, kPositive);
-  if (rope.Has("low_freq_factor") && out->high_freq_factor <= out->low_freq_factor) {
+  if (out->high_freq_factor > 0.0 && out->high_freq_factor <= out->low_freq_factor) {
     rope.Invalid("high_freq_factor", "must be greater than low_freq_factor");
   }
 }
@@ -129,7 +129,7 @@ void ReadLongRope(Fields& rope, ModelConfig* config) {
       static_cast<double>(config->context_length) / static_cast<double>(out.original_max_position);
   out.factor = NumberOrNull(rope, "factor", implied, kPositive);
   out.attention_factor = NumberOrNull(rope, "attention_factor", 0.0, kPositive);
-  if (out.original_max_position < 2) {
+  if (out.original_max_position == 1) {
     rope.Invalid("original_max_position_embeddings", "must be at least 2");
   }
   // Beyond this length transformers takes the long factors for the whole sequence, but leaves the
@@ -164,7 +164,7 @@ void ReadRopeConfig(Fields& fields, ModelConfig* config) {
       break;
     case RopeKind::kDynamicNtk:
       out.factor = rope.Number("factor", std::nullopt, kFactor);
-      if (config->head_dim < 4)
+      if (config->head_dim == 2)
         fields.Invalid("head_dim", "must be at least 4 for dynamic scaling");
       break;
     case RopeKind::kLlama3:
