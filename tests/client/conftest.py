@@ -1,20 +1,14 @@
-"""Makes the client importable from the checkout and offers the fake server to every test."""
+"""Offers the fake server to every test of the client."""
 
 import pathlib
 import sys
 
 import pytest
 
-CLIENT = pathlib.Path(__file__).resolve().parents[2] / "client"
-sys.path[:0] = [str(CLIENT), str(CLIENT / "src"), str(pathlib.Path(__file__).parent)]
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
-import generate_stubs  # noqa: E402
-
-if not generate_stubs.is_fresh(CLIENT / "src"):
-    generate_stubs.generate(CLIENT / "src")
-
-import dorad  # noqa: E402
-from fake_server import FakeServer  # noqa: E402
+import dorad
+from fake_server import FakeServer
 
 
 @pytest.fixture

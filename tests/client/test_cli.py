@@ -147,7 +147,8 @@ def test_options_may_stand_before_the_command(doractl, server, monkeypatch):
 
 
 def test_adapters_life(doractl, server, folder):
-    assert "a@1 (active)" in doractl("adapters", "publish", "a", folder, "--tag", "step=3")
+    out = doractl("adapters", "publish", "a", folder, "--tag", "step=3", "--tag", "note=[red]x[/x]")
+    assert "a@1 (active)" in out and "note=[red]x[/x], step=3" in out
     published = json.loads(
         doractl("adapters", "publish", "a", folder, "--no-activate", "-o", "json")
     )

@@ -340,6 +340,7 @@ class Client:
           name: lower-case letters, digits, ".", "_" and "-".
           path: a PEFT folder (adapter_config.json, adapter_model.safetensors), uploaded from here.
           tensors: instead of path: name → torch tensor or numpy array, named as PEFT saves them.
+            They must not change until this returns.
           config: with tensors: adapter_config.json as a mapping, JSON text or PEFT config object.
             With path it replaces the folder's file.
           activate: requests that name just `name` use this version from now on.

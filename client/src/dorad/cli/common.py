@@ -57,13 +57,16 @@ def connect(target: str, admin_target: str = "", timeout: float = DEFAULT_TIMEOU
 
 
 def console() -> Console:
-    """Standard output. Made anew for each use, so that redirection is seen."""
-    return Console(soft_wrap=not sys.stdout.isatty())
+    """Standard output. Made anew for each use, so that redirection is seen.
+
+    No markup: tokens, tags and messages may hold brackets.
+    """
+    return Console(soft_wrap=not sys.stdout.isatty(), markup=False, highlight=False, emoji=False)
 
 
 def errors() -> Console:
     """Standard error, for progress and remarks."""
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
 def print_json(value: Any) -> None:

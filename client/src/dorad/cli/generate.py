@@ -23,6 +23,7 @@ from dorad.cli.common import (
     OutputOption,
     TargetOption,
     TimeoutOption,
+    console,
     errors,
     print_json,
 )
@@ -170,9 +171,11 @@ def _show(columns: list[list[Answer]], run: Any) -> None:
         asyncio.run(run(_print))
         _print("\n")
         if sys.stderr.isatty():
-            errors().print(f"[dim]{answers[0].label()}: {answers[0].summary()}[/dim]")
+            errors().print(f"{answers[0].label()}: {answers[0].summary()}", style="dim")
     elif sys.stdout.isatty():
-        with Live(Board(columns), refresh_per_second=12, vertical_overflow="visible"):
+        with Live(
+            Board(columns), console=console(), refresh_per_second=12, vertical_overflow="visible"
+        ):
             asyncio.run(run(lambda _: None))
     else:
         asyncio.run(run(lambda _: None))

@@ -112,7 +112,7 @@ def render(
 ) -> RenderableType:
     """One frame."""
     engine = info.engine
-    state = "[yellow]paused[/yellow]" if engine.paused else "[green]running[/green]"
+    state = ("paused", "yellow") if engine.paused else ("running", "green")
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
@@ -124,9 +124,11 @@ def render(
     )
     for label, value in rates.items():
         grid.add_row(label, f"{value:,.1f}")
-    head = Text.from_markup(
-        f"[bold]dorad {info.version}[/bold]  {info.model.name} on {info.device}  "
-        f"{state}  up {duration(info.uptime)}  generation {info.generation}"
+    head = Text.assemble(
+        (f"dorad {info.version}", "bold"),
+        f"  {info.model.name} on {info.device}  ",
+        state,
+        f"  up {duration(info.uptime)}  generation {info.generation}",
     )
     return Group(head, Text(), grid, Text(), versions_table(list(versions)))
 
@@ -155,7 +157,7 @@ def top(
         return info, versions, rates.update(counters, time.monotonic())
 
     screen = output is Output.TABLE and sys.stdout.isatty()
-    live = Live(screen=True, auto_refresh=False) if screen else None
+    live = Live(console=console(), screen=True, auto_refresh=False) if screen else None
     with connect(target, admin_target, timeout) as client, live or contextlib.nullcontext():
         for number in itertools.count(1):
             info, versions, now = look(client)
