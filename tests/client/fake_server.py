@@ -13,10 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from dorad.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -26,6 +22,9 @@ from dorad.v1 import (
     inference_pb2_grpc,
     types_pb2,
 )
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 VOCAB = 1000
 EOS = 2

@@ -4,11 +4,10 @@ import enum
 import json
 import threading
 
+import dorad
 import numpy as np
 import pytest
 import safetensors.numpy
-
-import dorad
 from dorad.v1 import control_pb2
 from fake_server import image_of
 

@@ -4,11 +4,10 @@ import asyncio
 import gc
 import inspect
 
-import numpy as np
-import pytest
-
 import dorad
 import dorad.aio
+import numpy as np
+import pytest
 from fake_server import image_of, overloaded, wait_for
 
 

@@ -6,13 +6,12 @@ import threading
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
-
 from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from dorad.cli.top import Rates, parse_metrics
 from fake_server import fail, image_of, wait_for
 from test_text import make_folder
+from typer.testing import CliRunner
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 import math
 import pickle
 
+import dorad
 import grpc
 import numpy as np
 import pytest
-
-import dorad
 from dorad.v1 import inference_pb2
 from fake_server import fail, overloaded, unavailable, wait_for
 

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from dorad.text import ModelText
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
