@@ -20,12 +20,6 @@ absl::StatusOr<int64_t> StartGeneration(const v1::WatchRequest& request, int64_t
     return MakeInvalid("WatchRequest", {{"from_generation", "GENERATION_INVALID",
                                          absl::StrCat(from, " is negative")}});
   }
-  if (from > current) {
-    // Of an earlier life of the server, most likely: its events are not ours.
-    return MakeError(absl::StatusCode::kOutOfRange, "GENERATION_UNKNOWN",
-                     absl::StrCat("generation ", from, " has not been reached; the registry is at ",
-                                  current));
-  }
   return from;
 }
 
@@ -51,7 +45,7 @@ WatchReactor::WatchReactor(Services* services, grpc::CallbackServerContext* cont
 absl::Status WatchReactor::Begin(const v1::WatchRequest& request) {
   DORAD_ASSIGN_OR_RETURN(const int64_t from,
                          StartGeneration(request, services_->registry->generation()));
-  // A request for events that are gone is refused before the stream opens.
+  // Events that are gone or have not happened are refused before the stream opens.
   DORAD_RETURN_IF_ERROR(services_->registry->EventsAfter(from, 1).status());
   {
     absl::MutexLock lock(&mu_);
