@@ -304,8 +304,10 @@ def test_many_waits_for_room_in_the_queue(client, server):
 
 def test_many_gives_up_at_the_timeout(client, server):
     server.capacity = 0
-    with pytest.raises(dorad.Overloaded):
+    # The last try may also meet the deadline itself.
+    with pytest.raises((dorad.Overloaded, dorad.DeadlineExceeded)):
         client.generate_many([[1]], timeout=0.3)
+    assert len(server.generate_calls) > 1
 
 
 def test_many_cancels_the_rest_on_an_error(client, server):
