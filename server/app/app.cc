@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <map>
 #include <thread>
@@ -68,8 +69,8 @@ adapter::LoaderOptions ToLoaderOptions(const Config& config) {
   options.max_rank = ToInt32(config.adapters.max_rank);
   options.max_adapter_bytes = config.adapters.max_bytes;
   options.norm_chunk_budget_bytes = config.adapters.norm_chunk_bytes;
-  options.factors_bf16 = config.adapters.dtype == "bf16" || (config.adapters.dtype == "auto" &&
-                                                             config.model.compute_dtype == "bf16");
+  options.factors_bf16 = config.adapters.dtype == "bf16" ||
+                         (config.adapters.dtype == "auto" && config.model.compute_dtype == "bf16");
   options.allowed_roots = config.adapters.allowed_roots;
   return options;
 }

@@ -1,11 +1,11 @@
 #include "server/app/backend.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <exception>
 #include <filesystem>
 #include <utility>
-
-#include <ATen/Parallel.h>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
@@ -23,9 +23,10 @@ std::string FolderName(const std::string& path) {
 
 absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t max_context) {
   if (max_context > model.context_length) {
-    return MakeInvalid("model", {{"model.max_context", "MAX_CONTEXT_OUT_OF_RANGE",
-                                  absl::StrCat(max_context, " is more than the model's own ",
-                                               model.context_length)}});
+    return MakeInvalid(
+        "model",
+        {{"model.max_context", "MAX_CONTEXT_OUT_OF_RANGE",
+          absl::StrCat(max_context, " is more than the model's own ", model.context_length)}});
   }
   return max_context > 0 ? max_context : model.context_length;
 }
@@ -57,13 +58,13 @@ absl::StatusOr<std::unique_ptr<Backend>> Backend::Load(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model_config, model::ReadModelConfig(path));
   DORAD_ASSIGN_OR_RETURN(const int64_t context,
                          ContextLength(model_config, config.model.max_context));
-  const auto compute = config.model.compute_dtype == "bf16" ? ops::ComputeDType::kBF16
-                                                            : ops::ComputeDType::kF32;
+  const auto compute =
+      config.model.compute_dtype == "bf16" ? ops::ComputeDType::kBF16 : ops::ComputeDType::kF32;
   ops::NormOptions norms;
   norms.chunk_budget_bytes = config.adapters.norm_chunk_bytes;
   auto impl = std::make_unique<Impl>();
-  DORAD_ASSIGN_OR_RETURN(impl->model, model::LoadedModel::Load(path, std::move(model_config),
-                                                               compute, norms));
+  DORAD_ASSIGN_OR_RETURN(impl->model,
+                         model::LoadedModel::Load(path, std::move(model_config), compute, norms));
   const int64_t page_bytes = engine::CpuKvPageBytes(*impl->model);
   DORAD_ASSIGN_OR_RETURN(const int64_t pages, KvPages(config.engine.kv_bytes, page_bytes));
   const model::ModelConfig& model = impl->model->config();

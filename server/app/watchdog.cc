@@ -8,14 +8,14 @@ namespace dorad {
 Watchdog::Watchdog(absl::Duration limit, std::function<absl::Duration()> silence,
                    std::function<void()> on_stall) {
   const absl::Duration period = std::clamp(limit / 4, absl::Milliseconds(50), absl::Seconds(1));
-  thread_ = std::thread([this, limit, period, silence = std::move(silence),
-                         on_stall = std::move(on_stall)] {
-    while (!stop_.WaitForNotificationWithTimeout(period)) {
-      if (silence() <= limit) continue;
-      on_stall();
-      return;
-    }
-  });
+  thread_ = std::thread(
+      [this, limit, period, silence = std::move(silence), on_stall = std::move(on_stall)] {
+        while (!stop_.WaitForNotificationWithTimeout(period)) {
+          if (silence() <= limit) continue;
+          on_stall();
+          return;
+        }
+      });
 }
 
 Watchdog::~Watchdog() {

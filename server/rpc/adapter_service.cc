@@ -90,8 +90,8 @@ absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListReques
   }
   response->set_generation(registry.generation());
   // One more than a page tells whether there is another.
-  std::vector<adapter::AdapterRecord> records = registry.List(
-      request.name(), after.name, after.version, static_cast<int>(size) + 1);
+  std::vector<adapter::AdapterRecord> records =
+      registry.List(request.name(), after.name, after.version, static_cast<int>(size) + 1);
   if (records.size() > size) {
     records.resize(size);
     response->set_next_page_token(
@@ -108,9 +108,9 @@ grpc::ServerReadReactor<v1::PublishRequest>* AdapterService::Publish(
   return PublishReactor::Start(services_, &upload_budget_, context, response);
 }
 
-grpc::ServerUnaryReactor* AdapterService::PublishFromPath(
-    grpc::CallbackServerContext* context, const v1::PublishFromPathRequest* request,
-    v1::PublishFromPathResponse* response) {
+grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerContext* context,
+                                                          const v1::PublishFromPathRequest* request,
+                                                          v1::PublishFromPathResponse* response) {
   return UnaryCall<v1::PublishFromPathResponse>::Run(
       "PublishFromPath", context, services_->metrics, response, [&](const auto& call) {
         absl::StatusOr<adapter::PublishOptions> options = ParsePublish(*request);
@@ -122,16 +122,15 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(
           call->End(options.status());
           return;
         }
-        services_->publisher.from_path(
-            *std::move(options), request->path(),
-            [call](absl::StatusOr<adapter::PublishResult> result) {
-              call->Complete([&](v1::PublishFromPathResponse* to) {
-                if (!result.ok()) return result.status();
-                Encode(result->adapter, to->mutable_adapter());
-                to->set_generation(result->generation);
-                return absl::OkStatus();
-              });
-            });
+        services_->publisher.from_path(*std::move(options), request->path(),
+                                       [call](absl::StatusOr<adapter::PublishResult> result) {
+                                         call->Complete([&](v1::PublishFromPathResponse* to) {
+                                           if (!result.ok()) return result.status();
+                                           Encode(result->adapter, to->mutable_adapter());
+                                           to->set_generation(result->generation);
+                                           return absl::OkStatus();
+                                         });
+                                       });
       });
 }
 
@@ -139,27 +138,24 @@ grpc::ServerUnaryReactor* AdapterService::Activate(grpc::CallbackServerContext* 
                                                    const v1::ActivateRequest* request,
                                                    v1::ActivateResponse* response) {
   return UnaryCall<v1::ActivateResponse>::Run(
-      "Activate", context, services_->metrics, response, [&](const auto& call) {
-        call->End(rpc::Activate(services_->registry, *request, response));
-      });
+      "Activate", context, services_->metrics, response,
+      [&](const auto& call) { call->End(rpc::Activate(services_->registry, *request, response)); });
 }
 
 grpc::ServerUnaryReactor* AdapterService::Get(grpc::CallbackServerContext* context,
                                               const v1::GetRequest* request,
                                               v1::GetResponse* response) {
   return UnaryCall<v1::GetResponse>::Run(
-      "Get", context, services_->metrics, response, [&](const auto& call) {
-        call->End(rpc::Get(*services_->registry, *request, response));
-      });
+      "Get", context, services_->metrics, response,
+      [&](const auto& call) { call->End(rpc::Get(*services_->registry, *request, response)); });
 }
 
 grpc::ServerUnaryReactor* AdapterService::List(grpc::CallbackServerContext* context,
                                                const v1::ListRequest* request,
                                                v1::ListResponse* response) {
   return UnaryCall<v1::ListResponse>::Run(
-      "List", context, services_->metrics, response, [&](const auto& call) {
-        call->End(rpc::List(*services_->registry, *request, response));
-      });
+      "List", context, services_->metrics, response,
+      [&](const auto& call) { call->End(rpc::List(*services_->registry, *request, response)); });
 }
 
 grpc::ServerWriteReactor<v1::WatchResponse>* AdapterService::Watch(
@@ -189,11 +185,10 @@ grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* co
         }
         engine::AbortTarget holders;
         holders.adapter = {request->name(), request->version()};
-        services_->engine->Abort(
-            std::move(holders),
-            absl::StrCat("adapter ", request->name(), "@", request->version(),
-                         " was retired by force"),
-            [call](int) { call->End(absl::OkStatus()); });
+        services_->engine->Abort(std::move(holders),
+                                 absl::StrCat("adapter ", request->name(), "@", request->version(),
+                                              " was retired by force"),
+                                 [call](int) { call->End(absl::OkStatus()); });
       });
 }
 

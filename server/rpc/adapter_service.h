@@ -20,8 +20,7 @@ class AdapterService final : public v1::AdapterService::CallbackService {
   grpc::ServerUnaryReactor* Activate(grpc::CallbackServerContext* context,
                                      const v1::ActivateRequest* request,
                                      v1::ActivateResponse* response) override;
-  grpc::ServerUnaryReactor* Get(grpc::CallbackServerContext* context,
-                                const v1::GetRequest* request,
+  grpc::ServerUnaryReactor* Get(grpc::CallbackServerContext* context, const v1::GetRequest* request,
                                 v1::GetResponse* response) override;
   grpc::ServerUnaryReactor* List(grpc::CallbackServerContext* context,
                                  const v1::ListRequest* request,

@@ -10,8 +10,7 @@
 namespace dorad::rpc {
 
 absl::Status ExceptionStatus(const char* method, const char* what) {
-  LogError("exception in a call",
-           {{"method", std::string(method)}, {"error", std::string(what)}});
+  LogError("exception in a call", {{"method", std::string(method)}, {"error", std::string(what)}});
   // The text of an exception may show internals: it stays in the log.
   return MakeError(absl::StatusCode::kInternal, "INTERNAL_ERROR",
                    "the server failed to handle the call; its log says why");

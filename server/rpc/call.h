@@ -4,15 +4,15 @@
 // room runs its body through Guarded.
 #pragma once
 
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
-
-#include <grpcpp/server_context.h>
-#include <grpcpp/support/server_callback.h>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"

@@ -111,17 +111,14 @@ grpc::ServerUnaryReactor* ControlService::Resume(grpc::CallbackServerContext* co
 grpc::ServerUnaryReactor* ControlService::Sleep(grpc::CallbackServerContext* context,
                                                 const v1::SleepRequest*,
                                                 v1::SleepResponse* response) {
-  return UnaryCall<v1::SleepResponse>::Run(
-      "Sleep", context, services_->metrics, response,
-      [](const auto& call) { call->End(SleepUnsupported()); });
+  return UnaryCall<v1::SleepResponse>::Run("Sleep", context, services_->metrics, response,
+                                           [](const auto& call) { call->End(SleepUnsupported()); });
 }
 
 grpc::ServerUnaryReactor* ControlService::Wake(grpc::CallbackServerContext* context,
-                                               const v1::WakeRequest*,
-                                               v1::WakeResponse* response) {
-  return UnaryCall<v1::WakeResponse>::Run(
-      "Wake", context, services_->metrics, response,
-      [](const auto& call) { call->End(SleepUnsupported()); });
+                                               const v1::WakeRequest*, v1::WakeResponse* response) {
+  return UnaryCall<v1::WakeResponse>::Run("Wake", context, services_->metrics, response,
+                                          [](const auto& call) { call->End(SleepUnsupported()); });
 }
 
 }  // namespace dorad::rpc

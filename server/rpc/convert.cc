@@ -100,7 +100,8 @@ engine::SamplingParams ReadSampling(const v1::SamplingParams& wire, int32_t voca
     constexpr uint32_t kMax = std::numeric_limits<int32_t>::max();
     if (wire.top_k() == 0 || wire.top_k() > kMax) {
       Add(violations, "sampling.top_k", "TOP_K_OUT_OF_RANGE",
-          absl::StrCat(wire.top_k(), " is not in [1, ", kMax, "]; leave it out to keep all tokens"));
+          absl::StrCat(wire.top_k(), " is not in [1, ", kMax,
+                       "]; leave it out to keep all tokens"));
     } else if (wire.top_k() < static_cast<uint32_t>(vocab_size)) {
       sampling.top_k = static_cast<int32_t>(wire.top_k());
     }
@@ -145,8 +146,7 @@ int32_t ReadTopLogprobs(const std::string& field, uint32_t k, const engine::Engi
                         Violations* violations) {
   const uint32_t max = static_cast<uint32_t>(std::min(limits.max_logprobs_k, limits.vocab_size));
   if (k > max) {
-    Add(violations, field, "LOGPROBS_K_OUT_OF_RANGE",
-        absl::StrCat(k, " is not in [0, ", max, "]"));
+    Add(violations, field, "LOGPROBS_K_OUT_OF_RANGE", absl::StrCat(k, " is not in [0, ", max, "]"));
     return 0;
   }
   return static_cast<int32_t>(k);
@@ -185,8 +185,8 @@ void CheckResponseSize(const std::string& field, int64_t tokens, int64_t bytes_p
   const int64_t max_tokens = (max_message_bytes - kFraming) / bytes_per_token;
   if (tokens <= max_tokens) return;
   Add(violations, field, "RESPONSE_TOO_LARGE",
-      absl::StrCat("with these log-probabilities a response may have ", max_tokens,
-                   " tokens, and ", tokens, " are asked for"));
+      absl::StrCat("with these log-probabilities a response may have ", max_tokens, " tokens, and ",
+                   tokens, " are asked for"));
 }
 
 std::vector<int32_t> ReadPrompt(const std::string& bytes, const engine::EngineLimits& limits,
@@ -316,8 +316,8 @@ absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const Re
     int64_t tokens = 0;
     for (const auto& sequence : input.sequences) tokens += static_cast<int64_t>(sequence.size());
     CheckResponseSize("sequences", tokens * static_cast<int64_t>(parsed.adapters.size()),
-                      BytesPerToken(input.top_k, input.chosen_ids.size()),
-                      limits.max_message_bytes, &violations);
+                      BytesPerToken(input.top_k, input.chosen_ids.size()), limits.max_message_bytes,
+                      &violations);
   }
   if (!violations.empty()) return MakeInvalid("ScoreRequest", std::move(violations));
   input.adapter = parsed.adapters.front();

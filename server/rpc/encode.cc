@@ -161,8 +161,7 @@ void Encode(const adapter::AdapterRecord& record, v1::AdapterVersion* to) {
   absl::Duration since_epoch = record.create_time - absl::UnixEpoch();
   const int64_t seconds = absl::IDivDuration(since_epoch, absl::Seconds(1), &since_epoch);
   to->mutable_create_time()->set_seconds(seconds);
-  to->mutable_create_time()->set_nanos(
-      static_cast<int32_t>(absl::ToInt64Nanoseconds(since_epoch)));
+  to->mutable_create_time()->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(since_epoch)));
   to->mutable_tags()->insert(record.tags.begin(), record.tags.end());
 }
 

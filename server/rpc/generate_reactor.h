@@ -6,12 +6,12 @@
 // Kept alive by gRPC until OnDone and by posted wake-ups. Thread-safe.
 #pragma once
 
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
 #include <atomic>
 #include <memory>
 #include <optional>
-
-#include <grpcpp/server_context.h>
-#include <grpcpp/support/server_callback.h>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -27,9 +27,9 @@ class GenerateReactor final : public grpc::ServerWriteReactor<v1::GenerateRespon
                               public std::enable_shared_from_this<GenerateReactor> {
  public:
   // Validates, takes a lease and submits; a refusal ends the call before its first message.
-  static grpc::ServerWriteReactor<v1::GenerateResponse>* Start(
-      Services* services, grpc::CallbackServerContext* context,
-      const v1::GenerateRequest& request);
+  static grpc::ServerWriteReactor<v1::GenerateResponse>* Start(Services* services,
+                                                               grpc::CallbackServerContext* context,
+                                                               const v1::GenerateRequest& request);
 
   GenerateReactor(Services* services, grpc::CallbackServerContext* context);
 

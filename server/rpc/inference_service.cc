@@ -22,8 +22,7 @@ std::shared_ptr<engine::ScoreTicket> MakeTicket(std::shared_ptr<ScoreCall> call,
                                                 int32_t top_k) {
   return std::make_shared<engine::ScoreTicket>(
       [call, couriers, request_id, top_k](absl::StatusOr<engine::ScoreResult> result) {
-        auto shared =
-            std::make_shared<absl::StatusOr<engine::ScoreResult>>(std::move(result));
+        auto shared = std::make_shared<absl::StatusOr<engine::ScoreResult>>(std::move(result));
         couriers->Submit([call, shared, request_id, top_k] {
           call->Complete([&](v1::ScoreResponse* response) {
             if (shared->ok()) Encode(request_id, top_k, **shared, response);
@@ -80,21 +79,20 @@ grpc::ServerUnaryReactor* InferenceService::Abort(grpc::CallbackServerContext* c
                                                   const v1::AbortRequest* request,
                                                   v1::AbortResponse* response) {
   using Call = UnaryCall<v1::AbortResponse>;
-  return Call::Run("Abort", context, services_->metrics, response,
-                   [&](const std::shared_ptr<Call>& call) {
-                     absl::StatusOr<engine::AbortTarget> target = ParseAbort(*request);
-                     if (!target.ok()) {
-                       call->End(target.status());
-                       return;
-                     }
-                     services_->engine->Abort(
-                         *std::move(target), "ended by Abort", [call](int aborted) {
-                           call->Complete([aborted](v1::AbortResponse* to) {
-                             to->set_aborted(static_cast<uint32_t>(aborted));
-                             return absl::OkStatus();
-                           });
-                         });
-                   });
+  return Call::Run(
+      "Abort", context, services_->metrics, response, [&](const std::shared_ptr<Call>& call) {
+        absl::StatusOr<engine::AbortTarget> target = ParseAbort(*request);
+        if (!target.ok()) {
+          call->End(target.status());
+          return;
+        }
+        services_->engine->Abort(*std::move(target), "ended by Abort", [call](int aborted) {
+          call->Complete([aborted](v1::AbortResponse* to) {
+            to->set_aborted(static_cast<uint32_t>(aborted));
+            return absl::OkStatus();
+          });
+        });
+      });
 }
 
 }  // namespace dorad::rpc

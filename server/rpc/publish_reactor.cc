@@ -18,8 +18,8 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
   auto reactor = std::make_shared<PublishReactor>(services, budget, context, response);
   reactor->self_ = reactor;
   if (services->draining) {
-    reactor->End(MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
-                           "the server is shutting down"));
+    reactor->End(
+        MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down"));
   } else {
     reactor->StartRead(&reactor->part_);
   }
@@ -27,8 +27,7 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
 }
 
 PublishReactor::PublishReactor(Services* services, UploadBudget* budget,
-                               grpc::CallbackServerContext* context,
-                               v1::PublishResponse* response)
+                               grpc::CallbackServerContext* context, v1::PublishResponse* response)
     : services_(services),
       upload_(std::make_unique<Upload>(services->max_adapter_bytes, budget)),
       record_(kMethod, context, services->metrics),

@@ -4,10 +4,10 @@
 // without it. Kept alive by gRPC until OnDone and by a load that is under way. Thread-safe.
 #pragma once
 
-#include <memory>
-
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/server_callback.h>
+
+#include <memory>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"

@@ -1,5 +1,10 @@
 #include "server/rpc/server.h"
 
+#include <grpc/support/log.h>
+#include <grpcpp/ext/channelz_service_plugin.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -10,12 +15,6 @@
 #include <limits>
 #include <utility>
 #include <vector>
-
-#include <grpc/support/log.h>
-#include <grpcpp/ext/channelz_service_plugin.h>
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
-#include <grpcpp/grpcpp.h>
-#include <grpcpp/health_check_service_interface.h>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
@@ -32,14 +31,13 @@ namespace {
 
 constexpr char kReadiness[] = "readiness";
 constexpr char kLiveness[] = "liveness";
-constexpr const char* kServingNames[] = {"", "dorad.v1.InferenceService",
-                                         "dorad.v1.AdapterService", "dorad.v1.ControlService",
-                                         kReadiness};
+constexpr const char* kServingNames[] = {"", "dorad.v1.InferenceService", "dorad.v1.AdapterService",
+                                         "dorad.v1.ControlService", kReadiness};
 
 // gRPC writes to stderr in a format of its own, also about what we report ourselves.
 void ForwardGrpcLog(gpr_log_func_args* args) {
-  Log(LogLevel::kDebug, "grpc", {{"text", std::string(args->message)},
-                    {"at", absl::StrCat(args->file, ":", args->line)}});
+  Log(LogLevel::kDebug, "grpc",
+      {{"text", std::string(args->message)}, {"at", absl::StrCat(args->file, ":", args->line)}});
 }
 
 int ClampToInt(int64_t value) {
@@ -68,8 +66,8 @@ absl::Status CheckSocketFree(const std::string& path) {
   sockaddr_un address{};
   if (path.size() >= sizeof(address.sun_path)) {
     return MakeError(absl::StatusCode::kInvalidArgument, "LISTEN_ADDRESS",
-                     absl::StrCat("the path of a socket has fewer than ",
-                                  sizeof(address.sun_path), " bytes: ", path));
+                     absl::StrCat("the path of a socket has fewer than ", sizeof(address.sun_path),
+                                  " bytes: ", path));
   }
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, path.c_str(), path.size());
@@ -150,15 +148,13 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   // is another for operators.
   if (options.admin_listen.empty()) {
     grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(impl->main,
-                           Listen(options.listen, options,
-                                  {&impl->inference, &impl->adapters, &impl->control}));
+    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options,
+                                              {&impl->inference, &impl->adapters, &impl->control}));
   } else {
     DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {&impl->inference}));
     grpc::channelz::experimental::InitChannelzService();
     DORAD_ASSIGN_OR_RETURN(
-        impl->admin,
-        Listen(options.admin_listen, options, {&impl->adapters, &impl->control}));
+        impl->admin, Listen(options.admin_listen, options, {&impl->adapters, &impl->control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));
   server->SetAlive(true);
@@ -196,8 +192,7 @@ void Server::Drain(absl::Duration timeout) {
 
 void Server::Shutdown(absl::Duration grace) {
   if (std::exchange(impl_->shut_down, true)) return;
-  const auto deadline =
-      std::chrono::system_clock::now() + absl::ToChronoNanoseconds(grace);
+  const auto deadline = std::chrono::system_clock::now() + absl::ToChronoNanoseconds(grace);
   for (Listener* listener : {&impl_->main, &impl_->admin}) {
     if (listener->server) listener->server->Shutdown(deadline);
   }

@@ -34,7 +34,8 @@ google::rpc::RetryInfo MakeRetryInfo(absl::Duration retry_after) {
   google::rpc::RetryInfo info;
   const int64_t seconds = absl::IDivDuration(retry_after, absl::Seconds(1), &retry_after);
   info.mutable_retry_delay()->set_seconds(seconds);
-  info.mutable_retry_delay()->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(retry_after)));
+  info.mutable_retry_delay()->set_nanos(
+      static_cast<int32_t>(absl::ToInt64Nanoseconds(retry_after)));
   return info;
 }
 

@@ -2,12 +2,12 @@
 // with google.rpc.Status details (AIP-193). Pure functions, hence thread-safe.
 #pragma once
 
+#include <grpcpp/support/status.h>
+
 #include <cstddef>
 #include <map>
 #include <optional>
 #include <string>
-
-#include <grpcpp/support/status.h>
 
 #include "absl/status/status.h"
 

@@ -29,14 +29,14 @@ std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, int64_t max_byt
   if (begin.adapter_config_json().empty() ||
       begin.adapter_config_json().size() > kMaxAdapterConfigBytes) {
     violations.push_back({"adapter_config_json", "PUBLISH_CONFIG_SIZE",
-                          absl::StrCat(begin.adapter_config_json().size(),
-                                       " bytes are not in [1, ", kMaxAdapterConfigBytes, "]")});
+                          absl::StrCat(begin.adapter_config_json().size(), " bytes are not in [1, ",
+                                       kMaxAdapterConfigBytes, "]")});
   }
   if (begin.safetensors_size() == 0 ||
       begin.safetensors_size() > static_cast<uint64_t>(max_bytes)) {
-    violations.push_back({"safetensors_size", "PUBLISH_SIZE_OUT_OF_RANGE",
-                          absl::StrCat(begin.safetensors_size(), " bytes are not in [1, ",
-                                       max_bytes, "]")});
+    violations.push_back(
+        {"safetensors_size", "PUBLISH_SIZE_OUT_OF_RANGE",
+         absl::StrCat(begin.safetensors_size(), " bytes are not in [1, ", max_bytes, "]")});
   }
   const size_t sha_bytes = begin.safetensors_sha256().size();
   if (sha_bytes != 0 && sha_bytes != 32) {
@@ -72,7 +72,8 @@ absl::Status Upload::Accept(v1::PublishRequest* part) {
     case v1::PublishRequest::PART_NOT_SET:
       break;
   }
-  return Broken("part", "PUBLISH_OUT_OF_ORDER", "parts are one begin, then chunks, then one commit");
+  return Broken("part", "PUBLISH_OUT_OF_ORDER",
+                "parts are one begin, then chunks, then one commit");
 }
 
 absl::Status Upload::AcceptEnd() const {

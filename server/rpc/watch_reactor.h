@@ -4,13 +4,13 @@
 // OUT_OF_RANGE. Kept alive by gRPC until OnDone and by posted wake-ups. Thread-safe.
 #pragma once
 
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
 #include <atomic>
 #include <deque>
 #include <memory>
 #include <optional>
-
-#include <grpcpp/server_context.h>
-#include <grpcpp/support/server_callback.h>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"

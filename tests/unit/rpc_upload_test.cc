@@ -1,0 +1,157 @@
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "server/base/error.h"
+#include "server/rpc/upload.h"
+
+namespace dorad::rpc {
+namespace {
+
+constexpr int64_t kMaxBytes = 8 << 20;
+
+v1::PublishRequest Begin(uint64_t size, const std::string& sha256 = "") {
+  v1::PublishRequest part;
+  part.mutable_begin()->set_name("a");
+  part.mutable_begin()->set_adapter_config_json("{}");
+  part.mutable_begin()->set_safetensors_size(size);
+  part.mutable_begin()->set_safetensors_sha256(sha256);
+  return part;
+}
+
+v1::PublishRequest Chunk(uint64_t offset, const std::string& data) {
+  v1::PublishRequest part;
+  part.mutable_chunk()->set_offset(offset);
+  part.mutable_chunk()->set_data(data);
+  return part;
+}
+
+v1::PublishRequest Commit() {
+  v1::PublishRequest part;
+  part.mutable_commit();
+  return part;
+}
+
+std::string Sha(const std::string& data) {
+  Sha256 sha;
+  sha.Update(data.data(), data.size());
+  const auto digest = sha.Final();
+  return std::string(digest.begin(), digest.end());
+}
+
+class UploadTest : public testing::Test {
+ protected:
+  std::string Feed(v1::PublishRequest part) { return ReasonOf(upload_->Accept(&part)); }
+
+  UploadBudget budget_{2 * kMaxBytes};
+  std::unique_ptr<Upload> upload_ = std::make_unique<Upload>(kMaxBytes, &budget_);
+};
+
+TEST_F(UploadTest, JoinsChunksAndChecksTheDigest) {
+  v1::PublishRequest begin = Begin(5, Sha("hello"));
+  begin.mutable_begin()->set_version(7);
+  begin.mutable_begin()->set_activate(true);
+  begin.mutable_begin()->set_expected_generation(3);
+  (*begin.mutable_begin()->mutable_tags())["step"] = "12";
+  EXPECT_EQ(Feed(begin), "");
+  EXPECT_EQ(Feed(Chunk(0, "he")), "");
+  EXPECT_EQ(Feed(Chunk(2, "llo")), "");
+  EXPECT_FALSE(upload_->committed());
+  EXPECT_EQ(Feed(Commit()), "");
+  ASSERT_TRUE(upload_->committed());
+  EXPECT_TRUE(upload_->AcceptEnd().ok());
+  const adapter::PublishOptions options = upload_->TakeOptions();
+  EXPECT_EQ(options.name, "a");
+  EXPECT_EQ(options.version, 7);
+  EXPECT_TRUE(options.activate);
+  EXPECT_EQ(options.expected_generation, 3);
+  EXPECT_EQ(options.tags.at("step"), "12");
+  EXPECT_EQ(upload_->TakeConfig(), "{}");
+  const std::vector<std::byte> image = upload_->TakeImage();
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(image.data()), image.size()), "hello");
+}
+
+TEST_F(UploadTest, RefusesPartsOutOfOrder) {
+  EXPECT_EQ(Feed(Chunk(0, "x")), "PUBLISH_OUT_OF_ORDER");
+  EXPECT_EQ(Feed(Commit()), "PUBLISH_OUT_OF_ORDER");
+  EXPECT_EQ(Feed(v1::PublishRequest()), "PUBLISH_OUT_OF_ORDER");
+  EXPECT_EQ(Feed(Begin(1)), "");
+  EXPECT_EQ(Feed(Begin(1)), "PUBLISH_OUT_OF_ORDER");
+  EXPECT_EQ(Feed(Chunk(0, "x")), "");
+  EXPECT_EQ(Feed(Commit()), "");
+  EXPECT_EQ(Feed(Commit()), "PUBLISH_OUT_OF_ORDER");
+}
+
+TEST_F(UploadTest, RefusesGapsAndOverlaps) {
+  EXPECT_EQ(Feed(Begin(10)), "");
+  EXPECT_EQ(Feed(Chunk(1, "x")), "PUBLISH_OFFSET_MISMATCH");
+  EXPECT_EQ(Feed(Chunk(0, "xy")), "");
+  EXPECT_EQ(Feed(Chunk(1, "y")), "PUBLISH_OFFSET_MISMATCH");
+  EXPECT_EQ(Feed(Chunk(~uint64_t{0}, "y")), "PUBLISH_OFFSET_MISMATCH");
+}
+
+TEST_F(UploadTest, RefusesMoreAndFewerBytesThanAnnounced) {
+  EXPECT_EQ(Feed(Begin(3)), "");
+  EXPECT_EQ(Feed(Chunk(0, "ab")), "");
+  EXPECT_EQ(Feed(Commit()), "PUBLISH_SIZE_MISMATCH");
+  EXPECT_EQ(Feed(Chunk(2, "cd")), "PUBLISH_SIZE_MISMATCH");
+}
+
+TEST_F(UploadTest, RefusesEmptyAndOversizedChunks) {
+  EXPECT_EQ(Feed(Begin(kMaxBytes)), "");
+  EXPECT_EQ(Feed(Chunk(0, "")), "PUBLISH_CHUNK_SIZE");
+  EXPECT_EQ(Feed(Chunk(0, std::string(kMaxChunkBytes + 1, 'x'))), "PUBLISH_CHUNK_SIZE");
+  EXPECT_EQ(Feed(Chunk(0, std::string(kMaxChunkBytes, 'x'))), "");
+}
+
+TEST_F(UploadTest, RefusesAnotherDigest) {
+  EXPECT_EQ(Feed(Begin(1, Sha("x"))), "");
+  EXPECT_EQ(Feed(Chunk(0, "y")), "");
+  EXPECT_EQ(Feed(Commit()), "PUBLISH_SHA256_MISMATCH");
+}
+
+TEST_F(UploadTest, ListsEverythingWrongWithBegin) {
+  v1::PublishRequest part = Begin(kMaxBytes + 1, "short");
+  part.mutable_begin()->set_name("Bad/Name");
+  part.mutable_begin()->set_version(0);
+  part.mutable_begin()->clear_adapter_config_json();
+  (*part.mutable_begin()->mutable_tags())[""] = "x";
+  std::set<std::string> reasons;
+  for (const Violation& v : ViolationsOf(upload_->Accept(&part))) reasons.insert(v.reason);
+  EXPECT_EQ(reasons,
+            (std::set<std::string>{"ADAPTER_NAME_INVALID", "ADAPTER_VERSION_INVALID",
+                                   "TAGS_INVALID", "PUBLISH_CONFIG_SIZE",
+                                   "PUBLISH_SIZE_OUT_OF_RANGE", "PUBLISH_SHA256_INVALID"}));
+}
+
+TEST_F(UploadTest, EndsIncompleteWithoutCommit) {
+  EXPECT_EQ(ReasonOf(upload_->AcceptEnd()), "PUBLISH_INCOMPLETE");
+  EXPECT_EQ(Feed(Begin(1)), "");
+  EXPECT_EQ(Feed(Chunk(0, "x")), "");
+  EXPECT_EQ(ReasonOf(upload_->AcceptEnd()), "PUBLISH_INCOMPLETE");
+}
+
+TEST_F(UploadTest, SharesOneBudgetAndGivesItBack) {
+  EXPECT_EQ(Feed(Begin(kMaxBytes)), "");
+  auto second = std::make_unique<Upload>(kMaxBytes, &budget_);
+  v1::PublishRequest begin = Begin(kMaxBytes);
+  EXPECT_TRUE(second->Accept(&begin).ok());
+  Upload third(kMaxBytes, &budget_);
+  begin = Begin(1);
+  const absl::Status busy = third.Accept(&begin);
+  EXPECT_EQ(ReasonOf(busy), "PUBLISH_BUSY");
+  EXPECT_EQ(busy.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(RetryAfterOf(busy).has_value());
+  second.reset();
+  begin = Begin(1);
+  EXPECT_TRUE(third.Accept(&begin).ok());
+}
+
+TEST_F(UploadTest, HoldsNoMoreThanWhatHasCome) {
+  EXPECT_EQ(Feed(Begin(kMaxBytes)), "");
+  EXPECT_EQ(Feed(Chunk(0, std::string(1000, 'x'))), "");
+  EXPECT_LE(upload_->TakeImage().capacity(), 2 * kMaxChunkBytes);
+}
+
+}  // namespace
+}  // namespace dorad::rpc
