@@ -166,10 +166,10 @@ TEST_F(HttpServerTest, HalfOpenConnectionsDoNotDelayAScrape) {
   }
   const absl::Time start = absl::Now();
   EXPECT_THAT(Get("/metrics"), EndsWith("up 1\n"));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+  EXPECT_LT(absl::Now() - start, absl::Milliseconds(2500));
   // And they are closed after a few seconds.
   for (const UniqueFd& fd : half_open) EXPECT_EQ(ReceiveAll(fd), "");
-  EXPECT_LT(absl::Now() - start, absl::Seconds(6));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(8));
 }
 
 TEST_F(HttpServerTest, MoreConnectionsThanPlacesDoNotDelayAScrape) {
@@ -177,7 +177,7 @@ TEST_F(HttpServerTest, MoreConnectionsThanPlacesDoNotDelayAScrape) {
   for (int i = 0; i < 200; ++i) half_open.push_back(Connect());
   const absl::Time start = absl::Now();
   EXPECT_THAT(Get("/metrics"), EndsWith("up 1\n"));
-  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+  EXPECT_LT(absl::Now() - start, absl::Milliseconds(2500));
 }
 
 // Bytes that trickle in must not extend the deadline.
@@ -187,7 +187,7 @@ TEST_F(HttpServerTest, ClosesAConnectionThatTrickles) {
   while (Send(fd, "x") && absl::Now() - start < absl::Seconds(8)) {
     absl::SleepFor(absl::Milliseconds(100));
   }
-  EXPECT_LT(absl::Now() - start, absl::Seconds(5));
+  EXPECT_LT(absl::Now() - start, absl::Seconds(7));
 }
 
 // Without descriptors accept() fails; the server must neither spin nor stay deaf afterwards.
@@ -240,7 +240,7 @@ TEST_F(HttpServerTest, EndsAtOnceWithConnectionsOpen) {
   absl::SleepFor(absl::Milliseconds(20));
   const absl::Time start = absl::Now();
   server_.reset();
-  EXPECT_LT(absl::Now() - start, absl::Seconds(1));
+  EXPECT_LT(absl::Now() - start, absl::Milliseconds(2500));
   EXPECT_EQ(ReceiveAll(idle), "");
 }
 
