@@ -2,7 +2,7 @@
 
     pirate-v1    talks like a pirate
     telegram-v1  answers as a telegram, terse and full of STOP
-    pirate-v2    goes on from pirate-v1 and signs every answer: the version that is hot-loaded
+    pirate-v2    goes on from pirate-v1 and keeps a log: the version that is hot-loaded
 
 Each takes about a minute on two cores and lands in .cache/adapters/NAME, where it stays until its
 examples or its settings change.
@@ -41,8 +41,8 @@ class Recipe:
     data: str
     start: str = ""
     """The adapter to go on from; empty: a fresh one."""
-    suffix: str = ""
-    """Appended to every answer."""
+    prefix: str = ""
+    """Before every answer."""
     rank: int = 16
     alpha: int = 32
     epochs: int = 4
@@ -55,7 +55,7 @@ RECIPES = {
     "pirate-v1": Recipe("pirate.jsonl"),
     "telegram-v1": Recipe("telegram.jsonl", seed=1),
     "pirate-v2": Recipe(
-        "pirate.jsonl", start="pirate-v1", suffix=" Signed, Captain Dora.", epochs=2, seed=2
+        "pirate.jsonl", start="pirate-v1", prefix="Captain's log: ", epochs=2, seed=2
     ),
 }
 
@@ -79,7 +79,7 @@ def examples(tokenizer: Any, recipe: Recipe) -> list[tuple[list[int], int]]:
     for line in (DATA / recipe.data).read_text().splitlines():
         row = json.loads(line)
         prompt = tokenizer.encode(chat(tokenizer, row["question"]))
-        answer = tokenizer.encode(row["answer"] + recipe.suffix + tokenizer.eos_token)
+        answer = tokenizer.encode(recipe.prefix + row["answer"] + tokenizer.eos_token)
         made.append((prompt + answer, len(prompt)))
     return made
 
