@@ -155,7 +155,8 @@ TEST(MetricsTest, ExportsTheProcess) {
   close(pipes[0]);
   close(pipes[1]);
   EXPECT_EQ(number(after, "process_open_fds"), number(before, "process_open_fds") + 2);
-  EXPECT_EQ(number(after, "process_threads"), number(before, "process_threads") + 1);
+  // At least one more: a sanitizer starts a thread of its own with the first of ours.
+  EXPECT_GT(number(after, "process_threads"), number(before, "process_threads"));
   EXPECT_GT(number(after, "process_cpu_seconds_total"),
             number(before, "process_cpu_seconds_total") + .005);
 }
