@@ -245,6 +245,27 @@ static void Gemm(const WeightRows& weight, int64_t begin, int64_t end, const flo
   }
 }
 
+static double FmaPeak(Format format, int64_t steps) {
+  VF acc[12];
+  VF a = Splat(1.0f);
+  for (int i = 0; i < 12; ++i) acc[i] = Splat(static_cast<float>(i));
+  const bool dot = format == Format::kBf16Dot;
+  for (int64_t s = 0; s < steps; ++s) {
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; ++i) {
+#if defined(__AVX512BF16__)
+      acc[i] = dot ? DotBf16(acc[i], (VU)a, (VU)a) : Fma(a, a, acc[i]);
+#else
+      acc[i] = Fma(a, a, acc[i]);
+#endif
+    }
+    asm volatile("" : "+m"(a));  // keeps the loop
+  }
+  for (int i = 1; i < 12; ++i) acc[0] = acc[0] + acc[i];
+  asm volatile("" : : "m"(acc[0]));
+  return static_cast<double>(steps) * 12 * kLanes * (dot ? 2 : 1);
+}
+
 static void Pack(const float* src, int64_t count, float scale, bool round_bf16, Format format,
                  char* dst, int64_t step) {
   const VF s = Splat(scale);

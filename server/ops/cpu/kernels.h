@@ -98,6 +98,10 @@ struct Kernels {
   void (*gemm)(const WeightRows& weight, int64_t begin, int64_t end, const float* bias,
                const GemmTile& tile);
 
+  // For benches: runs `steps` rounds of independent multiply-adds in registers, as `format` has
+  // them, and returns how many scalar multiply-adds that was.
+  double (*fma_peak)(Format format, int64_t steps);
+
   void (*rms_norm)(const float* x, const float* weight, int64_t dim, float eps, float* y);
   void (*add)(float* x, const float* y, int64_t count);  // x += y
   void (*silu_mul)(float* gate, const float* up, int64_t count);

@@ -25,6 +25,7 @@ const Kernels kTable = {
     .queries = kQueries,
     .pack = Pack,
     .gemm = Gemm,
+    .fma_peak = FmaPeak,
     .rms_norm = RmsNormRow,
     .add = Add,
     .silu_mul = SiluMul,
