@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from statistics import mean
 
 import convert_smollm2
 import numpy as np
@@ -44,10 +45,6 @@ def heading(text: str) -> None:
         print(f"\n== {text}", flush=True)
 
 
-def show(table: Table) -> None:
-    console.print(table, width=None if console.is_terminal else 120)
-
-
 def megabytes(count: float) -> str:
     return f"{count / 2**20:,.1f} MiB"
 
@@ -62,7 +59,6 @@ class Demo:
         return self.model.encode_chat([{"role": "user", "content": question}])
 
     def lane(self, title: str, adapter: str | None, question: str, tokens: int) -> Lane:
-        # Every lane is watched from its first token to its last: an early end would hide a switch.
         lane = Lane(title, adapter, self.prompt(question), max_tokens=tokens)
         self.lanes.append(lane)
         return lane
@@ -85,7 +81,8 @@ class Demo:
         running = []
         for title, adapter in (("base", None), ("pirate, running", "pirate")):
             lane = self.lane(title, adapter, STORY, 160)
-            lane.ignore_eos = True
+            # A stream that ends early could not show what happens to it.
+            lane.min_tokens = lane.max_tokens
             running.append(board.start(lane))
         publication = Publication(self.client, folder)
         newcomer: list[Lane] = []
@@ -114,7 +111,7 @@ class Demo:
 
     def score(self) -> None:
         heading("Who would have said it? (mean log-probability of each token)")
-        adapters = [None, "pirate", "telegram"]
+        adapters = [None, "pirate@1", "telegram@1"]
         start = self.prompt("What is the capital of Italy?")
         sequences = [start + self.model.encode(text) for text in TEXTS.values()]
         began = time.monotonic()
@@ -128,7 +125,7 @@ class Demo:
                 f"[bold]{m:.2f} ◀[/]" if i == best else f"{m:.2f}" for i, m in enumerate(means)
             ]
             table.add_row(text, *cells)
-        show(table)
+        console.print(table)
         tokens = sum(map(len, sequences)) * len(adapters)
         print(f"  One Score call, {tokens} tokens in {elapsed:.2f} s.")
 
@@ -140,8 +137,8 @@ class Demo:
         for version in versions:
             ref = version.ref if version else "base"
             lanes = [lane for lane in self.lanes if lane.version == ref and lane.tokens > 1]
-            first = min((lane.first_token_ms for lane in lanes), default=float("nan"))
-            each = min((lane.token_ms for lane in lanes), default=float("nan"))
+            first = mean(lane.first_token_ms for lane in lanes) if lanes else float("nan")
+            each = mean(lane.token_ms for lane in lanes) if lanes else float("nan")
             label = f"{ref} (active)" if version and version.active else ref
             if version:
                 about = (version.digest[:12], str(version.max_rank))
@@ -149,7 +146,7 @@ class Demo:
             else:
                 about, cost = ("", ""), ("", megabytes(memory.get("weights", 0)))
             table.add_row(label, *about, f"{first:.0f} ms", f"{each:.1f} ms", *cost)
-        show(table)
+        console.print(table)
         parts = [f"{kind} {megabytes(size)}" for kind, size in sorted(memory.items()) if size]
         print(f"  Memory: {', '.join(parts)}")
 

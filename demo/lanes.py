@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
 
 from dorad import Client, DoradError, Span
 from dorad.text import ModelText
@@ -28,7 +27,7 @@ class Lane:
     adapter: str | None
     prompt: list[int]
     max_tokens: int = 96
-    ignore_eos: bool = False
+    min_tokens: int = 0
 
     text: str = ""
     tokens: int = 0
@@ -58,6 +57,10 @@ class Lane:
         """The versions that produced the tokens, as the server stamped them."""
         return " → ".join(dict.fromkeys(span.ref or "base" for span in self.spans))
 
+    @property
+    def heading(self) -> str:
+        return self.title if self.version in ("", self.title) else f"{self.title}: {self.version}"
+
     def run(self, client: Client, model: ModelText) -> None:
         self.started = time.monotonic()
         decoder = model.stream()
@@ -67,7 +70,7 @@ class Lane:
                 adapter=self.adapter,
                 temperature=0.0,
                 max_tokens=self.max_tokens,
-                ignore_eos=self.ignore_eos,
+                min_tokens=self.min_tokens,
             ) as deltas:
                 for delta in deltas:
                     if len(delta.token_ids):
@@ -84,14 +87,12 @@ class Lane:
         color = COLORS.get((self.adapter or "").split("@")[0], "green")
         foot = f"{self.tokens} tokens"
         if self.tokens > 1:
-            foot += f" · first {self.first_token_ms:.0f} ms · then {self.token_ms:.0f} ms each"
-        title = f"{self.title} · {self.version}" if self.version else self.title
+            foot = f"{foot} · {self.first_token_ms:.0f} + {self.token_ms:.0f} ms each"
         body = Text(self.error or self.text.strip() + ("" if self.done else "▌"))
-        return Panel(body, title=title, subtitle=foot, border_style=color)
+        return Panel(body, title=self.heading, subtitle=foot, border_style=color)
 
     def print_plain(self) -> None:
-        title = f"{self.title} ({self.version})"
-        print(f"  {title:<28}| {' '.join(self.text.split())}", flush=True)
+        print(f"  {self.heading:<28}| {' '.join(self.text.split())}", flush=True)
         print(
             f"  {'':<28}| {self.tokens} tokens, first after {self.first_token_ms:.0f} ms,"
             f" then {self.token_ms:.0f} ms each",
@@ -156,7 +157,3 @@ class Board:
                 self._printed.add(index)
                 if not lane.error:
                     lane.print_plain()
-
-
-def mean_token_ms(lanes: Sequence[Lane]) -> float:
-    return mean(lane.token_ms for lane in lanes) if lanes else float("nan")

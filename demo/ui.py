@@ -11,6 +11,8 @@ from typing import NoReturn
 from rich.console import Console
 
 console = Console(highlight=False)
+if not console.is_terminal:
+    console.width = 120
 
 
 def fail(message: str) -> NoReturn:
