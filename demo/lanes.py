@@ -28,6 +28,7 @@ class Lane:
     prompt: list[int]
     max_tokens: int = 96
     min_tokens: int = 0
+    seed: int = 1
 
     text: str = ""
     tokens: int = 0
@@ -59,7 +60,10 @@ class Lane:
 
     @property
     def heading(self) -> str:
-        return self.title if self.version in ("", self.title) else f"{self.title}: {self.version}"
+        """The title, and the version unless one of them says it all."""
+        if self.version.split("@")[0] == self.title:
+            return self.version
+        return f"{self.title}: {self.version}" if self.version else self.title
 
     def run(self, client: Client, model: ModelText) -> None:
         self.started = time.monotonic()
@@ -68,7 +72,9 @@ class Lane:
             with client.stream(
                 self.prompt,
                 adapter=self.adapter,
-                temperature=0.0,
+                temperature=0.6,
+                top_p=0.9,
+                seed=self.seed,
                 max_tokens=self.max_tokens,
                 min_tokens=self.min_tokens,
             ) as deltas:
