@@ -37,7 +37,7 @@ class CountingRunner final : public engine::ModelRunner {
 
   absl::StatusOr<std::vector<engine::StepOutput>> Run(
       absl::Span<const engine::StepSequence> sequences) override {
-    if (step_time > 0) absl::SleepFor(absl::Milliseconds(step_time));
+    if (step_time > 0) absl::SleepFor(absl::Milliseconds(step_time.load()));
     if (fail) return MakeError(absl::StatusCode::kInternal, "STEP_FAILED", "as told");
     std::vector<engine::StepOutput> outputs;
     for (const engine::StepSequence& s : sequences) outputs.push_back(Output(s));
