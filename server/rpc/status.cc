@@ -68,7 +68,8 @@ std::string Presentable(const std::string& text, size_t max_bytes) {
   size_t cut = 0;  // where out ends when it has to be cut
   while (!rest.empty()) {
     const size_t length = Utf8SequenceLength(rest);
-    if (length == 0) {
+    const bool control = length == 1 && (rest[0] < ' ' || rest[0] == '\x7f');
+    if (length == 0 || control) {
       out += '?';
     } else {
       out += rest.substr(0, length);

@@ -115,6 +115,10 @@ TEST(Presentable, ReplacesWhatIsNotUtf8) {
   EXPECT_EQ(Presentable("", 64), "");
 }
 
+TEST(Presentable, ReplacesControlCharacters) {
+  EXPECT_EQ(Presentable(std::string("a\nb\x7f\x1b[0m\0c", 10), 64), "a?b??[0m?c");
+}
+
 TEST(Presentable, CutsBetweenCharacters) {
   EXPECT_EQ(Presentable("0123456789", 10), "0123456789");
   EXPECT_EQ(Presentable("0123456789a", 10), "0123456...");
