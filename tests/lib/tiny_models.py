@@ -30,7 +30,7 @@ class Family:
     dtype: torch.dtype = torch.float32
     # Split the weights into several safetensors files with an index.
     sharded: bool = False
-    # Lengths of the sequences on which the family is compared.
+    # Lengths of the sequences on which the family is compared: they begin, cross and span pages.
     lengths: tuple[int, ...] = (2, 17, 40)
     # Write config.json as transformers 4 did: rope_theta, rope_scaling and torch_dtype.
     legacy_config: bool = False
@@ -106,20 +106,18 @@ FAMILIES = [
         ),
         sharded=True,
     ),
-    # The server takes the long factors whenever the context allows sequences that need them;
-    # transformers does so for sequences longer than the original context, and is compared there.
+    # Served up to the original context, with the short factors (docs/models.md).
     Family(
         "llama_longrope",
         _llama(
             rope_parameters=_rope(
                 "longrope",
-                factor=12.0,
-                original_max_position_embeddings=16,
+                factor=3.0,
+                original_max_position_embeddings=64,
                 long_factor=[1.0, 1.1, 1.4, 2.0, 3.0, 4.5, 7.0, 10.0],
                 short_factor=[1.0, 1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5],
             )
         ),
-        lengths=(17, 33, 40),
     ),
     Family(
         "llama_bias",

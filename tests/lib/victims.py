@@ -35,7 +35,10 @@ def _score(client: "wire.Wire") -> None:
 
     ids = wire.pack_ids([7] * 4000)
     request = inference_pb2.ScoreRequest(
-        sequences=[inference_pb2.TokenSequence(token_ids=ids)] * 4, adapters=["a", ""]
+        sequences=[inference_pb2.TokenSequence(token_ids=ids)] * 4,
+        adapters=["a", ""],
+        # The others' first tokens come before it, or they would wait for seconds.
+        priority=10,
     )
     call = client.inference.Score.future(request)
     time.sleep(0.05)
