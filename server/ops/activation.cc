@@ -1,8 +1,8 @@
 #include "server/ops/activation.h"
 
-#include <algorithm>
-
 #include <ATen/core/Tensor.h>
+
+#include <algorithm>
 
 #include "server/base/check.h"
 #include "server/ops/cpu/kernels.h"

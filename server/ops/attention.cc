@@ -1,8 +1,8 @@
 #include "server/ops/attention.h"
 
-#include <cstring>
-
 #include <ATen/ATen.h>
+
+#include <cstring>
 
 #include "server/base/check.h"
 #include "server/ops/cpu/backend.h"

@@ -23,8 +23,7 @@ void DoraLinearReference(const at::Tensor& x_TI, absl::Span<const Projection> pr
       at::Tensor y = at::mm(rows, weight.t());
       if (s.factors != nullptr) {
         const AdapterFactors& f = *s.factors;
-        const at::Tensor h =
-            Input(at::mm(rows, f.a_RI.to(at::kFloat).t()) * f.scale, compute);
+        const at::Tensor h = Input(at::mm(rows, f.a_RI.to(at::kFloat).t()) * f.scale, compute);
         y = y + at::mm(h, f.b_OR.to(at::kFloat).t());
         if (f.g_O.defined()) y = y * f.g_O;
       }

@@ -1,8 +1,8 @@
 #include "server/ops/dora_norm.h"
 
-#include <algorithm>
-
 #include <ATen/ATen.h>
+
+#include <algorithm>
 
 #include "server/base/check.h"
 

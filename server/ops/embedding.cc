@@ -81,8 +81,7 @@ at::Tensor Embed(const at::Tensor& token_ids_T, const at::Tensor& weight_VD,
   float* y = y_TD.mutable_data_ptr<float>();
   for (const RowSegment& s : segments) {
     const AdapterFactors* f = s.factors;
-    const float* g =
-        f != nullptr && f->g_O.defined() ? f->g_O.const_data_ptr<float>() : nullptr;
+    const float* g = f != nullptr && f->g_O.defined() ? f->g_O.const_data_ptr<float>() : nullptr;
     const int64_t cost = dim * (f == nullptr ? 1 : 1 + f->b_OR.size(1));
     cpu::ForRows(s.end - s.begin, cost, [&](int64_t begin, int64_t end) {
       for (int64_t r = s.begin + begin; r < s.begin + end; ++r) {

@@ -1,10 +1,10 @@
 #include "server/ops/sampling.h"
 
+#include <ATen/core/Tensor.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
-
-#include <ATen/core/Tensor.h>
 
 #include "server/base/check.h"
 #include "server/ops/cpu/kernels.h"
@@ -144,8 +144,8 @@ void FillKept(const LogitRow& row, Kept kept, size_t drawn, const SampleSpec& sp
   for (int32_t i = 0; i < spec.top_logprobs; ++i) {
     const bool present = i < static_cast<int32_t>(kept.candidates.size());
     result->top_ids.push_back(present ? kept.candidates[i].id : -1);
-    result->top_logprobs.push_back(
-        present ? kept.LogProb(kept.candidates[i], row.maximum()) : -kInfinity);
+    result->top_logprobs.push_back(present ? kept.LogProb(kept.candidates[i], row.maximum())
+                                           : -kInfinity);
   }
   if (spec.chosen_ids.empty()) return;
   const auto by_id = [](const Candidate& a, const Candidate& b) { return a.id < b.id; };

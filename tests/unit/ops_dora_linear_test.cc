@@ -1,14 +1,13 @@
-#include "server/ops/dora_linear.h"
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
 
 #include <cstring>
 #include <random>
 #include <string>
 #include <vector>
 
-#include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
 #include "server/ops/cpu/kernels.h"
+#include "server/ops/dora_linear.h"
 
 namespace dorad::ops {
 namespace {
@@ -30,9 +29,11 @@ struct Case {
     at::manual_seed(static_cast<uint64_t>(shape.in * 1000 + shape.out));
     base.weight_OI = Random({shape.out, shape.in}, 0.1, base_type);
     if (bias) base.bias_O = Random({shape.out}, 1.0);
-    for (const auto& [rank, type, dora] :
-         {std::tuple{16, at::kFloat, true}, {5, at::kFloat, true}, {40, at::kBFloat16, true},
-          {8, at::kBFloat16, false}, {67, at::kFloat, false}}) {
+    for (const auto& [rank, type, dora] : {std::tuple{16, at::kFloat, true},
+                                           {5, at::kFloat, true},
+                                           {40, at::kBFloat16, true},
+                                           {8, at::kBFloat16, false},
+                                           {67, at::kFloat, false}}) {
       AdapterFactors f;
       f.a_RI = Random({rank, shape.in}, 0.1, type);
       f.b_OR = Random({shape.out, rank}, 0.1, type);
@@ -47,8 +48,8 @@ struct Case {
     return adapter < 0 ? nullptr : &adapters[adapter];
   }
 
-  at::Tensor Run(const at::Tensor& x, const std::vector<RowSegment>& segments,
-                 ComputeDType compute, bool reference = false) const {
+  at::Tensor Run(const at::Tensor& x, const std::vector<RowSegment>& segments, ComputeDType compute,
+                 bool reference = false) const {
     const at::Tensor y = at::full({x.size(0), base.weight_OI.size(0)}, 7.0f);
     const Projection projection{&base, segments, y};
     (reference ? DoraLinearReference : DoraLinear)(x, {&projection, 1}, compute);
@@ -118,8 +119,7 @@ TEST_P(DoraLinearTest, ARowDoesNotDependOnTheRowsBesideIt) {
             }
           }
           for (int64_t rows = 1; rows <= 70; rows += rows < 20 ? 1 : 7) {
-            const at::Tensor y =
-                c.Run(x.slice(0, 0, rows), MixedSegments(c, rows, run), compute);
+            const at::Tensor y = c.Run(x.slice(0, 0, rows), MixedSegments(c, rows, run), compute);
             for (int64_t r = 0; r < rows; ++r) {
               ASSERT_TRUE(SameBits(y[r], solo[r][0])) << "row " << r << " of " << rows;
             }
@@ -199,10 +199,10 @@ TEST(DoraLinearCheckTest, RefusesSegmentsWithAGap) {
                "CHECK failed");
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Variants, DoraLinearTest,
-    ::testing::ValuesIn(cpu::SupportedKernels().begin(), cpu::SupportedKernels().end()),
-    [](const auto& info) { return std::string(info.param->name); });
+INSTANTIATE_TEST_SUITE_P(Variants, DoraLinearTest,
+                         ::testing::ValuesIn(cpu::SupportedKernels().begin(),
+                                             cpu::SupportedKernels().end()),
+                         [](const auto& info) { return std::string(info.param->name); });
 
 }  // namespace
 }  // namespace dorad::ops

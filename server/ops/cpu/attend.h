@@ -134,8 +134,8 @@ void AddValuesAllDims(const AttentionPages& pages, int64_t head_dim, int64_t blo
 
 // Turns a query's scores of one block into weights exp(score - maximum), 0 outside [j0, j1), and
 // rescales its state.
-DORAD_INLINE void SoftmaxBlock(float scale, int64_t j0, int64_t j1, int64_t head_dim,
-                               float* scores, AttentionState& state) {
+DORAD_INLINE void SoftmaxBlock(float scale, int64_t j0, int64_t j1, int64_t head_dim, float* scores,
+                               AttentionState& state) {
   VI position;
   for (int i = 0; i < kLanes; ++i) position[i] = i;
   VF s[kBlockVectors];
@@ -170,8 +170,8 @@ DORAD_INLINE void SoftmaxBlock(float scale, int64_t j0, int64_t j1, int64_t head
 template <int kCount, typename T>
 void AttendBlock(const AttentionQueries& queries, const AttentionPages& pages, int64_t block,
                  const int64_t* j0, const int64_t* j1, AttentionState* states) {
-  int64_t first = kAttentionBlock, last = 0;           // seen by some query
-  int64_t common0 = 0, common1 = kAttentionBlock;      // seen by all
+  int64_t first = kAttentionBlock, last = 0;       // seen by some query
+  int64_t common0 = 0, common1 = kAttentionBlock;  // seen by all
   for (int i = 0; i < kCount; ++i) {
     common0 = j0[i] > common0 ? j0[i] : common0;
     common1 = j1[i] < common1 ? j1[i] : common1;
@@ -291,8 +291,8 @@ static void Merge(AttentionState* a, const AttentionState& b, int64_t head_dim) 
   const VF scale_b = Exp(Splat(b.maximum - maximum));
   for (int64_t d = 0; d < head_dim; d += kLanes) {
     const int64_t left = head_dim - d;
-    StoreUpTo(a->out + d, Fma(LoadUpTo(b.out + d, left), scale_b,
-                              LoadUpTo(a->out + d, left) * scale_a), left);
+    StoreUpTo(a->out + d,
+              Fma(LoadUpTo(b.out + d, left), scale_b, LoadUpTo(a->out + d, left) * scale_a), left);
   }
   a->sum = a->sum * scale_a[0] + b.sum * scale_b[0];
   a->maximum = maximum;

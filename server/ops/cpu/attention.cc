@@ -1,14 +1,14 @@
-// Splits attention into tasks. A unit is up to `queries` query vectors (rows x heads of one kv head)
-// of one sequence; its positions are cut into partitions at multiples of kPartition. Partitions
-// have a softmax of their own and are merged in ascending order, always, so that it makes no
-// difference to the result whether one task walks them all or several tasks share them.
+// Splits attention into tasks. A unit is up to `queries` query vectors (rows x heads of one kv
+// head) of one sequence; its positions are cut into partitions at multiples of kPartition.
+// Partitions have a softmax of their own and are merged in ascending order, always, so that it
+// makes no difference to the result whether one task walks them all or several tasks share them.
+#include <ATen/core/Tensor.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <limits>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "server/ops/cpu/backend.h"
 #include "server/ops/cpu/kernels.h"

@@ -1,15 +1,15 @@
 // One parallel region for a group of projections: first the shrink tasks (h = s·A x), then tasks of
 // one block of weight rows each. A block's rows are read from memory once and meet all tiles of
-// input rows, whatever their adapters; a tile's sums run over d_in of the base weight and go on over
-// the rank of each row's own B.
+// input rows, whatever their adapters; a tile's sums run over d_in of the base weight and go on
+// over the rank of each row's own B.
+#include <ATen/core/Tensor.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "server/ops/cpu/backend.h"
 #include "server/ops/cpu/kernels.h"
@@ -208,10 +208,9 @@ class Group {
 
   // Tiles that hold rows of [begin, end).
   std::pair<int64_t, int64_t> TilesOf(int64_t begin, int64_t end) const {
-    const auto first =
-        std::partition_point(tiles_.begin(), tiles_.end(), [&](const TileRange& t) {
-          return t.begin + t.rows <= begin;
-        });
+    const auto first = std::partition_point(tiles_.begin(), tiles_.end(), [&](const TileRange& t) {
+      return t.begin + t.rows <= begin;
+    });
     const auto last = std::partition_point(first, tiles_.end(),
                                            [&](const TileRange& t) { return t.begin < end; });
     return {first - tiles_.begin(), last - tiles_.begin()};
@@ -230,8 +229,8 @@ class Group {
         const auto [first, last] = TilesOf(s.begin, s.end);
         for (int64_t r = 0; r < s.b.k; r += block) {
           for (int64_t t = first; t < last; t += tiles_at_once) {
-            shrinks_.push_back({i, j, r, std::min(r + block, s.b.k), t,
-                                std::min(t + tiles_at_once, last)});
+            shrinks_.push_back(
+                {i, j, r, std::min(r + block, s.b.k), t, std::min(t + tiles_at_once, last)});
           }
         }
       }
@@ -274,8 +273,7 @@ class Group {
       tile.y_step = kMaxShrinkBlock;
       kernels_.gemm(s.a, task.begin, task.end, nullptr, tile);
       for (int64_t row = begin; row < end; ++row) {
-        PackH(sums + (row - begin) * kMaxShrinkBlock, count, task.begin, s,
-              l.h + row * l.h_step);
+        PackH(sums + (row - begin) * kMaxShrinkBlock, count, task.begin, s, l.h + row * l.h_step);
       }
     }
   }

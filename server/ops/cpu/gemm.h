@@ -1,9 +1,9 @@
 // Products of packed input rows with weight rows, as dot products along K.
 //
-// A tile of rows x columns sums is kept in registers, each sum as one vector of lanes; the lanes are
-// added at the end. Lane assignment, chunking of K and the final tree are the same for every tile
-// shape, so a sum does not depend on which rows and columns are computed beside it.
-// Only included by variant.h.
+// A tile of rows x columns sums is kept in registers, each sum as one vector of lanes; the lanes
+// are added at the end. Lane assignment, chunking of K and the final tree are the same for every
+// tile shape, so a sum does not depend on which rows and columns are computed beside it. Only
+// included by variant.h.
 #pragma once
 
 #include "server/ops/cpu/kernels.h"
@@ -52,39 +52,43 @@ DORAD_INLINE Words<kFormat> LoadChunkPartial(const char* w, int64_t count) {
   return words;
 }
 
-// acc += x-chunk * w-chunk for a tile. x: row m at x + m * x_row bytes.
+// One of the two halves of acc += x-chunk * w-chunk for a tile (bf16 dot products have only half
+// 0). x: row m at x + m * x_row bytes.
+template <int kHalf, int kRows, int kCols, Format kFormat>
+DORAD_INLINE void MultiplyHalf(VF (&acc)[kRows][kCols], const char* x, int64_t x_row,
+                               const Words<kFormat> (&w)[kCols]) {
+  VF b[kCols];
+#pragma GCC unroll 8
+  for (int j = 0; j < kCols; ++j) {
+    if constexpr (kFormat == Format::kF32) {
+      b[j] = (VF)w[j].half[kHalf];
+    } else if constexpr (kFormat == Format::kBf16) {
+      b[j] = kHalf == 0 ? EvenOf(w[j].half[0]) : OddOf(w[j].half[0]);
+    } else {
+      b[j] = (VF)w[j].half[0];
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m) {
+    const VF a = LoadAs<VF>(x + m * x_row + kHalf * kLanes * 4);
+#pragma GCC unroll 8
+    for (int j = 0; j < kCols; ++j) {
+#if defined(__AVX512BF16__)
+      if constexpr (kFormat == Format::kBf16Dot) {
+        acc[m][j] = DotBf16(acc[m][j], (VU)a, (VU)b[j]);
+        continue;
+      }
+#endif
+      acc[m][j] = Fma(a, b[j], acc[m][j]);
+    }
+  }
+}
+
 template <int kRows, int kCols, Format kFormat>
 DORAD_INLINE void MultiplyChunk(VF (&acc)[kRows][kCols], const char* x, int64_t x_row,
                                 const Words<kFormat> (&w)[kCols]) {
-  constexpr int kHalves = kFormat == Format::kBf16Dot ? 1 : 2;
-#pragma GCC unroll 2
-  for (int half = 0; half < kHalves; ++half) {
-    VF b[kCols];
-#pragma GCC unroll 8
-    for (int j = 0; j < kCols; ++j) {
-      if constexpr (kFormat == Format::kF32) {
-        b[j] = (VF)w[j].half[half];
-      } else if constexpr (kFormat == Format::kBf16) {
-        b[j] = half == 0 ? EvenOf(w[j].half[0]) : OddOf(w[j].half[0]);
-      } else {
-        b[j] = (VF)w[j].half[0];
-      }
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < kRows; ++m) {
-      const VF a = LoadAs<VF>(x + m * x_row + half * kLanes * 4);
-#pragma GCC unroll 8
-      for (int j = 0; j < kCols; ++j) {
-#if defined(__AVX512BF16__)
-        if constexpr (kFormat == Format::kBf16Dot) {
-          acc[m][j] = DotBf16(acc[m][j], (VU)a, (VU)b[j]);
-          continue;
-        }
-#endif
-        acc[m][j] = Fma(a, b[j], acc[m][j]);
-      }
-    }
-  }
+  MultiplyHalf<0>(acc, x, x_row, w);
+  if constexpr (kFormat != Format::kBf16Dot) MultiplyHalf<1>(acc, x, x_row, w);
 }
 
 // acc += sum over k of x * w for weight rows w, w + w_row, ...
@@ -99,14 +103,25 @@ DORAD_INLINE void Accumulate(VF (&acc)[kRows][kCols], const char* x, int64_t x_r
       words[j] = LoadChunk<kFormat>(w + j * w_row);
       __builtin_prefetch(w + j * w_row + prefetch);
     }
-    MultiplyChunk<kRows, kCols, kFormat>(acc, x, x_row, words);
+    if constexpr (kFormat == Format::kBf16 && kRows * kCols >= 24) {
+      // There is no register left to keep the words for their second half: they are loaded again,
+      // from an address that the compiler takes for another one.
+      MultiplyHalf<0>(acc, x, x_row, words);
+      const char* again = w;
+      asm("" : "+r"(again));
+#pragma GCC unroll 8
+      for (int j = 0; j < kCols; ++j) words[j] = LoadChunk<kFormat>(again + j * w_row);
+      MultiplyHalf<1>(acc, x, x_row, words);
+    } else {
+      MultiplyChunk(acc, x, x_row, words);
+    }
     x += x_step;
     w += kChunk * kElementBytes<kFormat>;
   }
   if (const int64_t rest = k % kChunk; rest != 0) {
 #pragma GCC unroll 8
     for (int j = 0; j < kCols; ++j) words[j] = LoadChunkPartial<kFormat>(w + j * w_row, rest);
-    MultiplyChunk<kRows, kCols, kFormat>(acc, x, x_row, words);
+    MultiplyChunk(acc, x, x_row, words);
   }
 }
 
@@ -201,8 +216,7 @@ void GemmRows(const WeightRows& weight, int64_t begin, int64_t end, const float*
   for (int m = 0; m < kRows; ++m) {
     if (tile.g[m] == nullptr && bias == nullptr) continue;
     ScaleAndBias(tile.g[m] == nullptr ? nullptr : tile.g[m] + begin,
-                 bias == nullptr ? nullptr : bias + begin, end - begin,
-                 tile.y + m * tile.y_step);
+                 bias == nullptr ? nullptr : bias + begin, end - begin, tile.y + m * tile.y_step);
   }
 }
 
@@ -248,6 +262,7 @@ static void Gemm(const WeightRows& weight, int64_t begin, int64_t end, const flo
 static double FmaPeak(Format format, int64_t steps) {
   VF acc[12];
   VF a = Splat(1.0f);
+#pragma GCC unroll 12
   for (int i = 0; i < 12; ++i) acc[i] = Splat(static_cast<float>(i));
   const bool dot = format == Format::kBf16Dot;
   for (int64_t s = 0; s < steps; ++s) {
@@ -261,8 +276,10 @@ static double FmaPeak(Format format, int64_t steps) {
     }
     asm volatile("" : "+m"(a));  // keeps the loop
   }
-  for (int i = 1; i < 12; ++i) acc[0] = acc[0] + acc[i];
-  asm volatile("" : : "m"(acc[0]));
+  VF sum = acc[0];
+#pragma GCC unroll 12
+  for (int i = 1; i < 12; ++i) sum = sum + acc[i];
+  asm volatile("" : : "m"(sum));
   return static_cast<double>(steps) * 12 * kLanes * (dot ? 2 : 1);
 }
 

@@ -10,7 +10,8 @@ namespace dorad::ops::cpu {
 
 // How the operands of a dot product along K are stored. A *chunk* is 2 * lanes consecutive k.
 //   kF32      weights fp32; inputs fp32 in natural order.
-//   kBf16     weights bf16; inputs fp32, in each chunk first the even k, then the odd k: a vector of
+//   kBf16     weights bf16; inputs fp32, in each chunk first the even k, then the odd k: a vector
+//   of
 //             32-bit words of weights then becomes two fp32 vectors with one shift and one mask.
 //   kBf16Dot  weights bf16; inputs bf16 in natural order, for the bf16 dot-product instruction.
 enum class Format : uint8_t { kF32, kBf16, kBf16Dot };
@@ -53,7 +54,7 @@ struct AttentionQueries {
   int64_t head_dim = 0;
   float scale = 0.0f;
   const float* q[kMaxQueries] = {};
-  int64_t low[kMaxQueries] = {};   // first and last position that a query sees
+  int64_t low[kMaxQueries] = {};  // first and last position that a query sees
   int64_t high[kMaxQueries] = {};
 };
 
@@ -85,10 +86,10 @@ struct LogitStats {
 
 struct Kernels {
   const char* name;
-  int lanes;        // fp32 lanes of a vector
-  bool bf16_dot;    // kBf16Dot is available
-  int tile_rows;    // most rows of a tile, <= kMaxTileRows
-  int queries;      // most queries of one attend call, <= kMaxQueries
+  int lanes;      // fp32 lanes of a vector
+  bool bf16_dot;  // kBf16Dot is available
+  int tile_rows;  // most rows of a tile, <= kMaxTileRows
+  int queries;    // most queries of one attend call, <= kMaxQueries
 
   // dst <- scale * src[0, count), rounded to bf16 (nearest even) if asked, in `format`; the last
   // chunk is filled with zeros. Chunk c goes to dst + c * step.

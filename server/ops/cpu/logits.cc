@@ -57,9 +57,8 @@ void LogitRow::SumExp(bool keep) {
   }
   total_ = 0.0;
   for (int64_t begin = 0; begin < size(); begin += kSumBlock) {
-    const double sum = kernels.sum_exp(logits_.data() + begin,
-                                       std::min(kSumBlock, size() - begin), maximum_,
-                                       keep ? terms_.data() + begin : nullptr);
+    const double sum = kernels.sum_exp(logits_.data() + begin, std::min(kSumBlock, size() - begin),
+                                       maximum_, keep ? terms_.data() + begin : nullptr);
     if (keep) sums_.push_back(sum);
     total_ += sum;
   }

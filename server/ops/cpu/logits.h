@@ -1,5 +1,5 @@
-// One row of logits: its softmax, its largest entries. Used by sampling and scoring, which therefore
-// report equal log-probabilities for equal logits. Not thread-safe.
+// One row of logits: its softmax, its largest entries. Used by sampling and scoring, which
+// therefore report equal log-probabilities for equal logits. Not thread-safe.
 #pragma once
 
 #include <cstdint>

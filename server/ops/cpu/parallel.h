@@ -17,9 +17,8 @@ inline void ForRows(int64_t rows, int64_t cost, absl::FunctionRef<void(int64_t, 
     return;
   }
   const int64_t block = std::max<int64_t>(1, kTaskCost / std::max<int64_t>(1, cost));
-  Team().Run((rows + block - 1) / block, [&](int64_t i) {
-    work(i * block, std::min(rows, (i + 1) * block));
-  });
+  Team().Run((rows + block - 1) / block,
+             [&](int64_t i) { work(i * block, std::min(rows, (i + 1) * block)); });
 }
 
 }  // namespace dorad::ops::cpu

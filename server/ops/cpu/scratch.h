@@ -14,7 +14,7 @@ class Scratch {
   char* Get(size_t bytes) {
     if (bytes > size_) {
       data_.reset();
-      data_.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
+      data_.reset(static_cast<char*>(::operator new (bytes, std::align_val_t{64})));
       size_ = bytes;
     }
     return data_.get();
@@ -22,7 +22,7 @@ class Scratch {
 
  private:
   struct Free {
-    void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+    void operator()(char* p) const { ::operator delete (p, std::align_val_t{64}); }
   };
   std::unique_ptr<char, Free> data_;
   size_t size_ = 0;

@@ -167,27 +167,24 @@ DORAD_INLINE F4 Fold(VF v) {
 }
 #endif
 DORAD_INLINE F4 SumLanes4(F4 a, F4 b, F4 c, F4 d) {
-  const F4 ab = __builtin_shufflevector(a, b, 0, 1, 4, 5) +
-                __builtin_shufflevector(a, b, 2, 3, 6, 7);
-  const F4 cd = __builtin_shufflevector(c, d, 0, 1, 4, 5) +
-                __builtin_shufflevector(c, d, 2, 3, 6, 7);
+  const F4 ab =
+      __builtin_shufflevector(a, b, 0, 1, 4, 5) + __builtin_shufflevector(a, b, 2, 3, 6, 7);
+  const F4 cd =
+      __builtin_shufflevector(c, d, 0, 1, 4, 5) + __builtin_shufflevector(c, d, 2, 3, 6, 7);
   return __builtin_shufflevector(ab, cd, 0, 2, 4, 6) + __builtin_shufflevector(ab, cd, 1, 3, 5, 7);
 }
 #if defined(__AVX512F__)
 // Same tree as Fold, with the first two levels shared by the four vectors.
 DORAD_INLINE F4 SumLanes4(VF a, VF b, VF c, VF d) {
-  const VF ab = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22,
-                                        23) +
-                __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29,
-                                        30, 31);
-  const VF cd = __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22,
-                                        23) +
-                __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29,
-                                        30, 31);
-  const VF all = __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25,
-                                         26, 27) +
-                 __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28,
-                                         29, 30, 31);
+  const VF ab =
+      __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+      __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  const VF cd =
+      __builtin_shufflevector(c, d, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+      __builtin_shufflevector(c, d, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  const VF all =
+      __builtin_shufflevector(ab, cd, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+      __builtin_shufflevector(ab, cd, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   return SumLanes4(__builtin_shufflevector(all, all, 0, 1, 2, 3),
                    __builtin_shufflevector(all, all, 4, 5, 6, 7),
                    __builtin_shufflevector(all, all, 8, 9, 10, 11),
