@@ -363,7 +363,9 @@ def test_bad_images(server: Server, reference, zoo, image: bytes, reason: str) -
     values = (zoo.adapter("llama2", "dora") / "adapter_config.json").read_text()
     refusal = refused(server.wire.publish_bytes, "bad", values, image)
     if image:
-        check(refusal, reason, "adapter_model.safetensors")
+        assert (refusal.code, refusal.reason) == (INVALID, reason), refusal
+        # The header as a whole, or the tensor.
+        assert refusal.violations[0][0] in ("header", "x", "y"), refusal
     else:
         assert refusal.code == INVALID and refusal.reason
 
@@ -586,7 +588,7 @@ def run_to_end(line: list[str]) -> tuple[int, str]:
 
 def assert_clear_failure(line: list[str], *culprits: str) -> None:
     code, said = run_to_end(line)
-    assert 0 < code < 64, (code, said)
+    assert 0 < code < 128, (code, said)
     assert "dorad ready" not in said
     for culprit in culprits:
         assert culprit in said, said
@@ -756,7 +758,7 @@ def test_bad_settings(zoo, setting: str) -> None:
 def test_unknown_commands_and_flags() -> None:
     for words in (["frobnicate"], ["serve", "--modle", "x"], ["check-config"], []):
         code, said = run_to_end([str(binary()), *words])
-        assert 0 < code < 64 and said.strip(), words
+        assert 0 < code < 128 and said.strip(), words
 
 
 def test_the_table_is_large_enough() -> None:
