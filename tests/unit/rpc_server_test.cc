@@ -317,18 +317,16 @@ TEST_F(ServerTest, GivesAFullQueueARetryHintInTheTrailers) {
   runner_->step_time = 20;
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
   std::vector<std::unique_ptr<grpc::ClientReader<v1::GenerateResponse>>> readers;
-  for (int i = 0; i < 3; ++i) {  // 8 run, the others wait
+  const auto start = [&](int samples) {
     v1::GenerateRequest request = Request(400);
-    request.set_n(8);
+    request.set_n(samples);
     contexts.push_back(Context());
     readers.push_back(inference_->Generate(contexts.back().get(), request));
-  }
-  ASSERT_TRUE(Eventually([&] { return engine_->stats().queued_requests >= 2; }));
-  for (int i = 0; i < 2; ++i) {
-    contexts.push_back(Context());
-    readers.push_back(inference_->Generate(contexts.back().get(), Request(400)));
-  }
-  ASSERT_TRUE(Eventually([&] { return engine_->stats().queued_requests >= 4; }));
+  };
+  start(8);  // takes every place
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().running_sequences == 8; }));
+  for (int i = 0; i < 4; ++i) start(1);
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().queued_requests == 4; }));
   const Answer answer = Generate(Request(5));
   EXPECT_EQ(answer.status.error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
   EXPECT_EQ(ReasonOfWire(answer.status), "QUEUE_FULL");
@@ -354,6 +352,7 @@ TEST_F(ServerTest, FreesEverythingWhenTheClientCancels) {
   EXPECT_TRUE(Eventually([&] {
     return engine_->idle() && registry_.total_leases() == 0 && services_.open_streams == 0;
   }));
+  EXPECT_LT(engine_->stats().steps, 300u) << "the request ran to its end";
 }
 
 TEST_F(ServerTest, EndsAtTheDeadline) {
@@ -366,6 +365,7 @@ TEST_F(ServerTest, EndsAtTheDeadline) {
   }
   EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
   EXPECT_TRUE(Eventually([&] { return engine_->idle(); }));
+  EXPECT_LT(engine_->stats().steps, 300u) << "the request ran to its end";
 }
 
 TEST_F(ServerTest, AppliesTheDefaultDeadlineToCallsWithoutOne) {
