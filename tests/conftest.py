@@ -93,10 +93,17 @@ def smollm2() -> SmolLM2:
     model = cache / "models" / "SmolLM2-135M-Instruct"
     if not (model / "config.json").exists():
         subprocess.run([sys.executable, ROOT / "demo" / "convert_smollm2.py"], check=True, cwd=ROOT)
-    folders = sorted((cache / "adapters").glob("*/adapter_config.json"))
-    if len(folders) < 2:
+    adapters = _adapters_by_name(cache / "adapters")
+    if len(adapters) < 2:
         subprocess.run([sys.executable, ROOT / "demo" / "train_adapters.py"], check=True, cwd=ROOT)
-        folders = sorted((cache / "adapters").glob("*/adapter_config.json"))
-    assert len(folders) >= 2, "demo/train_adapters.py made fewer than two adapters"
-    adapters = {path.parent.name.lower(): path.parent for path in folders[:2]}
+        adapters = _adapters_by_name(cache / "adapters")
+    assert len(adapters) >= 2, "demo/train_adapters.py made fewer than two adapters"
     return SmolLM2(model, adapters)
+
+
+def _adapters_by_name(folder: Path) -> dict[str, Path]:
+    """The first version of each name; folders are called NAME-vVERSION."""
+    found: dict[str, Path] = {}
+    for config in sorted(folder.glob("*/adapter_config.json")):
+        found.setdefault(config.parent.name.rpartition("-v")[0], config.parent)
+    return found
