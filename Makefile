@@ -1,7 +1,7 @@
 # Every command works alone on a fresh tree: what it needs is installed and built first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev build test demo assets serve lint format sanitize bench clean
+.PHONY: help setup setup-dev server build test demo assets serve lint format sanitize bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
@@ -21,7 +21,11 @@ setup: ## install system packages and .venv (only what is missing)
 setup-dev: ## setup, and the tools of lint, format and fuzzing
 	@tools/setup.sh --dev
 
-build: setup ## build/dorad, the unit tests and the Python client
+server: setup ## build/dorad and the Python client
+	@tools/client.sh
+	@tools/build.sh build dorad
+
+build: setup ## the same, and the unit tests
 	@tools/client.sh
 	@tools/build.sh build
 
@@ -32,10 +36,10 @@ assets: setup ## the demo's model and adapters, in .cache
 	@$(PYTHON) demo/convert_smollm2.py
 	@$(PYTHON) demo/train_adapters.py
 
-demo: build assets ## a real model and two DoRA adapters in one batch, with a hot load
+demo: server assets ## a real model and two DoRA adapters in one batch, with a hot load
 	@$(PYTHON) demo/demo.py $(ARGS)
 
-serve: build ## run the server: MODEL=folder ARGS="--adapter name=folder"
+serve: server ## run the server: MODEL=folder ARGS="--adapter name=folder"
 	@[[ "$(MODEL)" != .cache/models/SmolLM2-135M-Instruct ]] || $(PYTHON) demo/convert_smollm2.py
 	@exec env OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive build/dorad serve --model "$(MODEL)" $(ARGS)
 
