@@ -399,10 +399,11 @@ TEST_F(ServerTest, SurvivesManyStreamsThatCancelAtRandom) {
         if (i % 3 != 0) context->TryCancel();
         while (reader->Read(&message)) {
         }
-        const grpc::StatusCode code = reader->Finish().error_code();
+        const grpc::Status status = reader->Finish();
+        const grpc::StatusCode code = status.error_code();
         EXPECT_TRUE(code == grpc::StatusCode::OK || code == grpc::StatusCode::CANCELLED ||
                     code == grpc::StatusCode::RESOURCE_EXHAUSTED)
-            << code;
+            << code << " " << status.error_message() << " " << ReasonOfWire(status);
         ++ended;
       }
     });
@@ -410,7 +411,8 @@ TEST_F(ServerTest, SurvivesManyStreamsThatCancelAtRandom) {
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(ended, 160);
   EXPECT_TRUE(Eventually([&] { return engine_->idle() && services_.open_streams == 0; }));
-  EXPECT_EQ(engine_->stats().kv_pages_used, 0);
+  // As of the end of a turn, so it follows.
+  EXPECT_TRUE(Eventually([&] { return engine_->stats().kv_pages_used == 0; }));
 }
 
 TEST_F(ServerTest, AbortReturnsTheTokensSoFar) {
