@@ -348,12 +348,13 @@ struct Engine::Impl {
     switch (mode) {
       case PauseMode::kAbort: {
         paused = true;
-        done(Abort({.all = true}, "the engine was paused"));
+        const int aborted = Abort({.all = true}, "the engine was paused");
+        Answer(done, aborted);
         return;
       }
       case PauseMode::kKeep:
         paused = true;
-        done(static_cast<int>(requests.size()));
+        Answer(done, static_cast<int>(requests.size()));
         return;
       case PauseMode::kWait:
         pauses_waiting.push_back({std::move(done), static_cast<int>(requests.size())});
@@ -361,9 +362,17 @@ struct Engine::Impl {
     }
   }
 
-  void Resume() {
+  void Resume(const std::function<void()>& done) {
     paused = false;
-    for (PendingPause& pause : std::exchange(pauses_waiting, {})) pause.done(pause.requests);
+    for (PendingPause& pause : std::exchange(pauses_waiting, {})) Answer(pause.done, pause.requests);
+    Answer(done);
+  }
+
+  // Who gets an answer also sees its effect in stats().
+  template <typename Done, typename... Args>
+  void Answer(const Done& done, Args... args) {
+    PublishStats();
+    done(args...);
   }
 
   // Pause(WAIT) is in effect when the last admitted request has ended.
@@ -374,7 +383,7 @@ struct Engine::Impl {
       if (!inbox.empty()) return;  // requests admitted before the pause may be among them
     }
     paused = true;
-    for (PendingPause& pause : std::exchange(pauses_waiting, {})) pause.done(pause.requests);
+    for (PendingPause& pause : std::exchange(pauses_waiting, {})) Answer(pause.done, pause.requests);
   }
 
   void PublishStats() ABSL_LOCKS_EXCLUDED(mu) {
@@ -448,7 +457,10 @@ void Engine::NoteCancelled() {
 
 void Engine::Abort(AbortTarget target, std::string detail, std::function<void(int)> done) {
   impl_->Post([impl = impl_.get(), target = std::move(target), detail = std::move(detail),
-               done = std::move(done)] { done(impl->Abort(target, detail)); });
+               done = std::move(done)] {
+    const int aborted = impl->Abort(target, detail);
+    impl->Answer(done, aborted);
+  });
 }
 
 void Engine::Pause(PauseMode mode, std::function<void(int)> done) {
@@ -462,8 +474,7 @@ void Engine::Pause(PauseMode mode, std::function<void(int)> done) {
 
 void Engine::Resume(std::function<void()> done) {
   Message message = [impl = impl_.get(), done = std::move(done)] {
-    impl->Resume();
-    done();
+    impl->Resume(done);
   };
   absl::MutexLock lock(&impl_->mu);
   impl_->refusing = false;
