@@ -127,7 +127,7 @@ def test_port_in_use_is_one_clear_line(zoo, key: str) -> None:
 
 
 def test_many_stops_while_requests_arrive(zoo, tmp_path) -> None:
-    """Requests race with the end: each ends well or with UNAVAILABLE, and the exit is clean."""
+    """Requests race with the end: each ends well or is refused, and the exit is clean."""
     for _ in range(3):
         with serve(zoo.model("llama2"), {"a": zoo.adapter("llama2", "dora")}) as server:
             codes, stop = [], threading.Event()
@@ -150,7 +150,9 @@ def test_many_stops_while_requests_arrive(zoo, tmp_path) -> None:
             stop.set()
             for thread in threads:
                 thread.join(20)
-            assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
+            # gRPC itself resets a call that arrives in the instant of closing: CANCELLED.
+            refused = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+            assert set(codes) <= {grpc.StatusCode.OK} | refused
 
 
 def test_version_and_help() -> None:
