@@ -38,7 +38,7 @@ struct LoadTiming {
 
 // What is known of a version's content once it is loaded.
 struct AdapterSummary {
-  std::string digest;  // lower-case hex SHA-256 of the canonical content
+  std::string digest;                     // lower-case hex SHA-256 of the canonical content
   AdapterKind kind = AdapterKind::kLora;  // kDora if any module has a magnitude
   int min_rank = 0;
   int max_rank = 0;

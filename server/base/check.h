@@ -11,6 +11,6 @@ namespace dorad::internal {
 }
 }  // namespace dorad::internal
 
-#define DORAD_CHECK(condition)                                                         \
-  (static_cast<bool>(condition) ? void(0)                                              \
+#define DORAD_CHECK(condition)            \
+  (static_cast<bool>(condition) ? void(0) \
                                 : ::dorad::internal::CheckFailed(#condition, __FILE__, __LINE__))

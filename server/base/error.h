@@ -45,16 +45,16 @@ std::optional<absl::Duration> RetryAfterOf(const absl::Status& status);
 #define DORAD_CONCAT_(a, b) DORAD_CONCAT_INNER_(a, b)
 
 // Returns from the enclosing function when `expr` is not OK.
-#define DORAD_RETURN_IF_ERROR(expr)             \
-  do {                                          \
-    absl::Status dorad_status_ = (expr);        \
+#define DORAD_RETURN_IF_ERROR(expr)                \
+  do {                                             \
+    absl::Status dorad_status_ = (expr);           \
     if (!dorad_status_.ok()) return dorad_status_; \
   } while (false)
 
 // DORAD_ASSIGN_OR_RETURN(auto x, F()): x = *F(), or returns F()'s status.
 #define DORAD_ASSIGN_OR_RETURN(lhs, expr) \
   DORAD_ASSIGN_OR_RETURN_(DORAD_CONCAT_(dorad_status_or_, __LINE__), lhs, expr)
-#define DORAD_ASSIGN_OR_RETURN_(tmp, lhs, expr) \
-  auto tmp = (expr);                            \
+#define DORAD_ASSIGN_OR_RETURN_(tmp, lhs, expr)  \
+  auto tmp = (expr);                             \
   if (!tmp.ok()) return std::move(tmp).status(); \
   lhs = std::move(tmp).value()

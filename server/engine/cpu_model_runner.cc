@@ -1,5 +1,7 @@
 #include "server/engine/cpu_model_runner.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 #include <exception>
 #include <iterator>
@@ -7,8 +9,6 @@
 #include <numeric>
 #include <string>
 #include <utility>
-
-#include <ATen/ATen.h>
 
 #include "server/base/error.h"
 #include "server/model/decoder.h"
@@ -54,9 +54,9 @@ ops::SampleSpec ToOps(const SampleWant& want) {
 
 // A row of the step whose logits are wanted.
 struct WantedRow {
-  int64_t row;           // in the batch
-  size_t output;         // index of its sequence in the caller's order
-  int64_t chunk_row;     // in its sequence's chunk
+  int64_t row;        // in the batch
+  size_t output;      // index of its sequence in the caller's order
+  int64_t chunk_row;  // in its sequence's chunk
 };
 
 void AppendPosition(ops::SampleResult&& result, bool with_logprob, Logprobs* to) {
@@ -64,8 +64,7 @@ void AppendPosition(ops::SampleResult&& result, bool with_logprob, Logprobs* to)
   to->top_ids.insert(to->top_ids.end(), result.top_ids.begin(), result.top_ids.end());
   to->top_logprobs.insert(to->top_logprobs.end(), result.top_logprobs.begin(),
                           result.top_logprobs.end());
-  to->chosen.insert(to->chosen.end(), result.chosen_logprobs.begin(),
-                    result.chosen_logprobs.end());
+  to->chosen.insert(to->chosen.end(), result.chosen_logprobs.begin(), result.chosen_logprobs.end());
 }
 
 class CpuModelRunner final : public ModelRunner {
@@ -156,16 +155,16 @@ class CpuModelRunner final : public ModelRunner {
         StepOutput& output = outputs[rows[i].output];
         output.token = results[i].token;
         output.finite = results[i].finite;
-        AppendPosition(std::move(results[i]),
-                       specs[i].logprob_mode != ops::LogprobMode::kNone, &output.logprobs);
+        AppendPosition(std::move(results[i]), specs[i].logprob_mode != ops::LogprobMode::kNone,
+                       &output.logprobs);
       }
     });
     ForEachBlock(scores, hidden, sequences, [&](auto rows, const at::Tensor& logits) {
       std::vector<ops::ScoreSpec> specs;
       for (const WantedRow& row : rows) {
         const ScoreWant& want = *sequences[row.output].score;
-        specs.push_back({want.targets[row.chunk_row], want.temperature, want.top_k,
-                         want.chosen_ids});
+        specs.push_back(
+            {want.targets[row.chunk_row], want.temperature, want.top_k, want.chosen_ids});
       }
       std::vector<ops::SampleResult> results = ops::Score(logits, specs);
       for (size_t i = 0; i < rows.size(); ++i) {

@@ -34,9 +34,8 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
   limits.vocab_size = options.vocab_size;
   // A sequence that does not fit into all pages together could never finish.
   limits.context_length = std::min(options.context_length, kv_tokens);
-  limits.max_tokens = options.max_tokens > 0
-                          ? std::min(options.max_tokens, limits.context_length)
-                          : limits.context_length;
+  limits.max_tokens = options.max_tokens > 0 ? std::min(options.max_tokens, limits.context_length)
+                                             : limits.context_length;
   limits.max_n = options.max_n;
   limits.max_logprobs_k = options.max_logprobs_k;
   limits.max_chosen_ids = options.max_chosen_ids;
@@ -86,7 +85,8 @@ struct Engine::Impl {
     ++queued_requests;
     queued_tokens += tokens;
     metrics->RequestAdmitted(kind);
-    inbox.push_back([this, request = std::move(request)]() mutable { Enqueue(std::move(request)); });
+    inbox.push_back(
+        [this, request = std::move(request)]() mutable { Enqueue(std::move(request)); });
     return absl::OkStatus();
   }
 
@@ -117,11 +117,10 @@ struct Engine::Impl {
     // One request is always let in, however large: it was validated, and nobody is before it.
     if (queued_requests > 0 && (queued_requests >= limits.max_queued_requests ||
                                 queued_tokens + tokens > limits.max_queued_tokens)) {
-      return WithRetryAfter(
-          MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
-                    absl::StrCat("the queue holds ", queued_requests, " requests and ",
-                                 queued_tokens, " tokens")),
-          kRetryQueueFull);
+      return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                                      absl::StrCat("the queue holds ", queued_requests,
+                                                   " requests and ", queued_tokens, " tokens")),
+                            kRetryQueueFull);
     }
     return absl::OkStatus();
   }
@@ -160,9 +159,8 @@ struct Engine::Impl {
     const bool busy = !paused && !requests.empty();
     absl::MutexLock lock(&mu);
     if (!busy) {
-      const auto wake = [this]() ABSL_SHARED_LOCKS_REQUIRED(mu) {
-        return closing || !inbox.empty();
-      };
+      const auto wake = [this]()
+                            ABSL_SHARED_LOCKS_REQUIRED(mu) { return closing || !inbox.empty(); };
       mu.AwaitWithTimeout(absl::Condition(&wake), std::max(patience, absl::ZeroDuration()));
     }
     *stop = closing;
@@ -187,9 +185,8 @@ struct Engine::Impl {
   void EndDeadRequests() {
     const Instant now = SteadyNow();
     while (!deadlines.empty() && deadlines.begin()->first <= now) {
-      EndRequest(deadlines.begin()->second,
-                 MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
-                           "the deadline passed"));
+      EndRequest(deadlines.begin()->second, MakeError(absl::StatusCode::kDeadlineExceeded,
+                                                      "DEADLINE_EXCEEDED", "the deadline passed"));
     }
     std::vector<Request*> cancelled;
     for (const auto& [id, request] : requests) {
@@ -264,8 +261,7 @@ struct Engine::Impl {
     int64_t scored = 0;
     for (const Scheduler::Chunk& chunk : chunks) {
       const Sequence& s = *chunk.sequence;
-      (s.generated() > 0 && chunk.count == 1 ? step.decode_rows : step.prefill_rows) +=
-          chunk.count;
+      (s.generated() > 0 && chunk.count == 1 ? step.decode_rows : step.prefill_rows) += chunk.count;
       if (s.is_score) scored += chunk.count;
       if (s.adapter != nullptr) adapters.insert(s.adapter);
     }
@@ -364,7 +360,8 @@ struct Engine::Impl {
 
   void Resume(const std::function<void()>& done) {
     paused = false;
-    for (PendingPause& pause : std::exchange(pauses_waiting, {})) Answer(pause.done, pause.requests);
+    for (PendingPause& pause : std::exchange(pauses_waiting, {}))
+      Answer(pause.done, pause.requests);
     Answer(done);
   }
 
@@ -383,7 +380,8 @@ struct Engine::Impl {
       if (!inbox.empty()) return;  // requests admitted before the pause may be among them
     }
     paused = true;
-    for (PendingPause& pause : std::exchange(pauses_waiting, {})) Answer(pause.done, pause.requests);
+    for (PendingPause& pause : std::exchange(pauses_waiting, {}))
+      Answer(pause.done, pause.requests);
   }
 
   void PublishStats() ABSL_LOCKS_EXCLUDED(mu) {
@@ -442,13 +440,11 @@ Engine::~Engine() = default;
 const EngineLimits& Engine::limits() const { return impl_->limits; }
 
 absl::Status Engine::Submit(GenerateInput input, std::shared_ptr<TokenStream> stream) {
-  return impl_->Admit(
-      std::make_unique<Request>(std::move(input), std::move(stream), SteadyNow()));
+  return impl_->Admit(std::make_unique<Request>(std::move(input), std::move(stream), SteadyNow()));
 }
 
 absl::Status Engine::Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket) {
-  return impl_->Admit(
-      std::make_unique<Request>(std::move(input), std::move(ticket), SteadyNow()));
+  return impl_->Admit(std::make_unique<Request>(std::move(input), std::move(ticket), SteadyNow()));
 }
 
 void Engine::NoteCancelled() {
@@ -473,9 +469,7 @@ void Engine::Pause(PauseMode mode, std::function<void(int)> done) {
 }
 
 void Engine::Resume(std::function<void()> done) {
-  Message message = [impl = impl_.get(), done = std::move(done)] {
-    impl->Resume(done);
-  };
+  Message message = [impl = impl_.get(), done = std::move(done)] { impl->Resume(done); };
   absl::MutexLock lock(&impl_->mu);
   impl_->refusing = false;
   impl_->inbox.push_back(std::move(message));

@@ -37,8 +37,8 @@ struct ScoreWant {
 // The rows of one sequence in a step. Spans are valid for the call.
 struct StepSequence {
   absl::Span<const TokenId> tokens;
-  int64_t position = 0;             // of tokens[0]
-  absl::Span<const int32_t> pages;  // page of position p: pages[p / kKvPageTokens]
+  int64_t position = 0;                             // of tokens[0]
+  absl::Span<const int32_t> pages;                  // page of position p: pages[p / kKvPageTokens]
   const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: base
   // At most one of the two; neither: the rows only fill the KV cache.
   const SampleWant* sample = nullptr;
@@ -46,9 +46,9 @@ struct StepSequence {
 };
 
 struct StepOutput {
-  TokenId token = -1;   // with sample
-  bool finite = true;   // false: non-finite logits, no token and no log-probabilities
-  Logprobs logprobs;    // one position with sample, all rows with score
+  TokenId token = -1;  // with sample
+  bool finite = true;  // false: non-finite logits, no token and no log-probabilities
+  Logprobs logprobs;   // one position with sample, all rows with score
 };
 
 class ModelRunner {

@@ -9,7 +9,7 @@
 namespace dorad::engine {
 
 struct EngineOptions {
-  int64_t max_step_tokens = 512;      // rows of one forward pass
+  int64_t max_step_tokens = 512;  // rows of one forward pass
   int32_t max_running_sequences = 256;
   int64_t kv_pages = 4096;
   bool prefix_cache = true;
@@ -17,7 +17,7 @@ struct EngineOptions {
   // Limits checked at admission.
   int32_t vocab_size = 0;
   int64_t context_length = 0;
-  int64_t max_tokens = 0;             // 0: the context length
+  int64_t max_tokens = 0;  // 0: the context length
   int32_t max_n = 128;
   int32_t max_logprobs_k = 64;
   int32_t max_chosen_ids = 4096;

@@ -82,8 +82,8 @@ int64_t Request::load_tokens() const {
   return tokens * static_cast<int64_t>(score->leases.size());
 }
 
-void Request::AddSequence(const std::vector<TokenId>& tokens,
-                          const adapter::LoadedAdapter* adapter, uint64_t* arrival) {
+void Request::AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
+                          uint64_t* arrival) {
   auto sequence = std::make_unique<Sequence>();
   sequence->request = this;
   sequence->index = static_cast<int32_t>(sequences.size());
@@ -244,8 +244,7 @@ void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {
                              "the model's logits are not finite");
     metrics->NonFiniteLogits();
   }
-  std::string outcome =
-      final_status.ok() ? "ok" : absl::StatusCodeToString(final_status.code());
+  std::string outcome = final_status.ok() ? "ok" : absl::StatusCodeToString(final_status.code());
   absl::AsciiStrToLower(&outcome);
   metrics->RequestEnded(generate ? RequestKind::kGenerate : RequestKind::kScore, outcome,
                         Between(admitted, now));

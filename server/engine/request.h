@@ -77,7 +77,7 @@ struct Request {
 
   Instant admitted;
   Instant deadline;
-  std::optional<Instant> started;      // first scheduled
+  std::optional<Instant> started;  // first scheduled
   std::optional<Instant> first_token;
 
  private:

@@ -97,8 +97,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
   // of every running sequence stays in reserve, so that admission does not cause preemption in the
   // next steps.
-  const int64_t missing =
-      PagesFor(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
+  const int64_t missing = PagesFor(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
   const int64_t reserve = running();
   if (pages_->available() < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
     Rewind(sequence);
@@ -119,8 +118,7 @@ void Scheduler::ReusePrefix(Sequence* sequence) {
   const Sequence* const leader = sequence->leader;
   if (leader != nullptr && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
     // Only the prompt is common to both.
-    const int64_t common =
-        std::min(whole_pages, (leader->prompt_tokens - 1) / kKvPageTokens);
+    const int64_t common = std::min(whole_pages, (leader->prompt_tokens - 1) / kKvPageTokens);
     pages_->Share(absl::MakeConstSpan(leader->pages).subspan(0, common), &sequence->pages);
   } else if (sequence->use_prefix_cache) {
     pages_->MatchPrefix(
@@ -132,9 +130,8 @@ void Scheduler::ReusePrefix(Sequence* sequence) {
 }
 
 void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
-  const auto chunk =
-      std::find_if(plan->chunks.begin(), plan->chunks.end(),
-                   [sequence](const Chunk& c) { return c.sequence == sequence; });
+  const auto chunk = std::find_if(plan->chunks.begin(), plan->chunks.end(),
+                                  [sequence](const Chunk& c) { return c.sequence == sequence; });
   if (chunk != plan->chunks.end()) {
     plan->budget += chunk->count;
     plan->chunks.erase(chunk);

@@ -10,10 +10,9 @@ namespace dorad::engine {
 void TokenStream::Push(SampleDelta delta) {
   absl::MutexLock lock(&mu_);
   DORAD_CHECK(!closed_);
-  const auto pending =
-      std::find_if(deltas_.begin(), deltas_.end(), [&delta](const SampleDelta& d) {
-        return d.sample_index == delta.sample_index;
-      });
+  const auto pending = std::find_if(deltas_.begin(), deltas_.end(), [&delta](const SampleDelta& d) {
+    return d.sample_index == delta.sample_index;
+  });
   const bool takeable = !final_only_ || delta.finished();
   if (pending != deltas_.end()) {
     pending->Append(std::move(delta));
@@ -32,9 +31,9 @@ void TokenStream::Close(absl::Status status) {
 
 std::optional<SampleDelta> TokenStream::Take() {
   absl::MutexLock lock(&mu_);
-  const auto ready = std::find_if(
-      deltas_.begin(), deltas_.end(),
-      [this](const SampleDelta& d) { return !final_only_ || d.finished(); });
+  const auto ready = std::find_if(deltas_.begin(), deltas_.end(), [this](const SampleDelta& d) {
+    return !final_only_ || d.finished();
+  });
   if (ready == deltas_.end()) return std::nullopt;
   SampleDelta delta = std::move(*ready);
   deltas_.erase(ready);
@@ -45,9 +44,9 @@ std::optional<absl::Status> TokenStream::Ended() {
   absl::MutexLock lock(&mu_);
   if (!closed_) return std::nullopt;
   // A failed request may leave unfinished samples behind; in FINAL mode nobody will take them.
-  const bool takeable =
-      std::any_of(deltas_.begin(), deltas_.end(),
-                  [this](const SampleDelta& d) { return !final_only_ || d.finished(); });
+  const bool takeable = std::any_of(deltas_.begin(), deltas_.end(), [this](const SampleDelta& d) {
+    return !final_only_ || d.finished();
+  });
   if (takeable) return std::nullopt;
   return closed_;
 }

@@ -128,7 +128,7 @@ struct EngineLimits {
   int32_t max_logprobs_k = 0;
   int32_t max_chosen_ids = 0;
   int32_t max_stop_ids = 0;
-  int64_t max_score_tokens = 0;    // sum over sequences × adapters of one Score
+  int64_t max_score_tokens = 0;  // sum over sequences × adapters of one Score
   int32_t max_queued_requests = 0;
   int64_t max_queued_tokens = 0;
 };

@@ -1,8 +1,8 @@
 #include "server/model/decoder.h"
 
-#include <cmath>
-
 #include <ATen/ATen.h>
+
+#include <cmath>
 
 #include "server/ops/activation.h"
 #include "server/ops/embedding.h"
@@ -36,8 +36,8 @@ std::vector<ops::RowSegment> SegmentsOf(absl::Span<const AdapterRows> adapters, 
   std::vector<ops::RowSegment> segments;
   segments.reserve(adapters.size());
   for (const AdapterRows& rows : adapters) {
-    segments.push_back({rows.weights == nullptr ? nullptr : rows.weights->Find(module_id),
-                        rows.begin, rows.end});
+    segments.push_back(
+        {rows.weights == nullptr ? nullptr : rows.weights->Find(module_id), rows.begin, rows.end});
   }
   return segments;
 }
@@ -63,7 +63,8 @@ class Decoder::Pass {
     at::Tensor k = EmptyF32({rows, config_.num_kv_heads, config_.head_dim});
     at::Tensor v = EmptyF32({rows, config_.num_kv_heads, config_.head_dim});
     Linears(h_TD, layer,
-            {{kQ, &w.q, q.view({rows, -1})}, {kK, &w.k, k.view({rows, -1})},
+            {{kQ, &w.q, q.view({rows, -1})},
+             {kK, &w.k, k.view({rows, -1})},
              {kV, &w.v, v.view({rows, -1})}});
     if (w.q_norm.defined()) {
       ops::RmsNormInplace(q, w.q_norm, config_.rms_norm_eps);
@@ -134,9 +135,8 @@ at::Tensor Decoder::Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>
   at::Tensor pending;  // output of the last block, not yet added to the residual
   for (int64_t layer = 0; layer < model_.config().num_layers; ++layer) {
     const LayerWeights& w = model_.weights().layers[layer];
-    const at::Tensor h = pending.defined()
-                             ? ops::AddRmsNorm(residual, pending, w.input_norm, eps)
-                             : ops::RmsNorm(residual, w.input_norm, eps);
+    const at::Tensor h = pending.defined() ? ops::AddRmsNorm(residual, pending, w.input_norm, eps)
+                                           : ops::RmsNorm(residual, w.input_norm, eps);
     pending = pass.Attention(layer, h, kv[layer]);
     pending = pass.Mlp(layer, ops::AddRmsNorm(residual, pending, w.post_attention_norm, eps));
   }
@@ -147,8 +147,7 @@ at::Tensor Decoder::Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>
 at::Tensor Decoder::Logits(const at::Tensor& hidden_ND,
                            absl::Span<const AdapterRows> adapters) const {
   const ModelConfig& config = model_.config();
-  const at::Tensor h =
-      ops::RmsNorm(hidden_ND, model_.weights().final_norm, config.rms_norm_eps);
+  const at::Tensor h = ops::RmsNorm(hidden_ND, model_.weights().final_norm, config.rms_norm_eps);
   at::Tensor logits = EmptyF32({hidden_ND.size(0), config.vocab_size});
   const std::vector<ops::RowSegment> segments = SegmentsOf(adapters, HeadId(config));
   const ops::Projection head{&model_.weights().head, segments, logits};

@@ -2,13 +2,14 @@
 // Differences between families are data in ModelConfig and LayerWeights (undefined tensors).
 // Immutable after construction; Forward is thread-safe for distinct KV pages.
 //
-// Shape suffixes: T rows, D hidden size, H query heads, K kv heads, N rows with logits, V vocabulary.
+// Shape suffixes: T rows, D hidden size, H query heads, K kv heads, N rows with logits, V
+// vocabulary.
 #pragma once
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "absl/types/span.h"
 #include "server/adapter/weights.h"

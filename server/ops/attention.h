@@ -12,10 +12,10 @@
 // Shape suffixes: T rows, H query heads, K kv heads, D head_dim, P pages, S sequences.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "absl/types/span.h"
 #include "server/ops/dora_linear.h"

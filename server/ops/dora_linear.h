@@ -11,9 +11,9 @@
 // Shape suffixes: T rows (tokens), I in_features, O out_features, R rank.
 #pragma once
 
-#include <cstdint>
-
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 #include "absl/types/span.h"
 

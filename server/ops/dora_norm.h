@@ -10,9 +10,9 @@
 // Shape suffixes: I in_features, O out_features, R rank, V vocabulary, D embedding dimension.
 #pragma once
 
-#include <cstdint>
-
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 namespace dorad::ops {
 

@@ -3,10 +3,10 @@
 // Shape suffixes: N rows, V vocabulary.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <vector>
-
-#include <ATen/core/Tensor.h>
 
 #include "absl/types/span.h"
 
@@ -20,7 +20,8 @@ struct SampleSpec {
   int32_t top_k = 0;         // 0: all
   float top_p = 1.0f;
   float min_p = 0.0f;
-  // Philox4x32-10 keyed by seed, counter (sample_index, position): the draw depends on nothing else.
+  // Philox4x32-10 keyed by seed, counter (sample_index, position): the draw depends on nothing
+  // else.
   uint64_t seed = 0;
   uint32_t sample_index = 0;
   uint64_t position = 0;
@@ -28,8 +29,8 @@ struct SampleSpec {
   // log-probabilities are reported unchanged.
   absl::Span<const int32_t> banned;
   LogprobMode logprob_mode = LogprobMode::kNone;
-  int32_t top_logprobs = 0;                  // k most likely tokens
-  absl::Span<const int32_t> chosen_ids;      // log-probabilities of these
+  int32_t top_logprobs = 0;              // k most likely tokens
+  absl::Span<const int32_t> chosen_ids;  // log-probabilities of these
 };
 
 struct SampleResult {

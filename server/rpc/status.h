@@ -25,8 +25,8 @@ grpc::Status ToGrpc(const absl::Status& status,
                     const std::map<std::string, std::string>& metadata = {});
 
 // The text as well-formed UTF-8 of at most max_bytes, ending in "..." when it was cut, with '?' for
-// control characters and bytes that are no UTF-8: receivers refuse such bytes in a string field, and
-// a caller's text must not start a line of its own in somebody's log. REQUIRES: max_bytes >= 3.
+// control characters and bytes that are no UTF-8: receivers refuse such bytes in a string field,
+// and a caller's text must not start a line of its own in somebody's log. REQUIRES: max_bytes >= 3.
 std::string Presentable(const std::string& text, size_t max_bytes);
 
 // The value of grpc-retry-pushback-ms: the retry hint, "-1" (do not retry) for RESOURCE_EXHAUSTED

@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src")]
 THREADS = min(2, os.cpu_count() or 1)
 os.environ["OMP_NUM_THREADS"] = str(THREADS)
-os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np

@@ -66,7 +66,7 @@ def test_reasons_are_well_formed() -> None:
 
 
 def test_documented_codes_are_those_given() -> None:
-    """A reason made by MakeError(code, reason, ...) has that code in its row, if the row says one."""
+    """A reason given to MakeError(code, reason, ...) has that code in its row, if one is there."""
     given = {}
     for path in sorted((ROOT / "server").rglob("*.cc")):
         text = strip_comments(path.read_text())

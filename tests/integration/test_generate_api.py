@@ -435,7 +435,7 @@ def test_full_queue_is_refused_with_a_retry_hint(zoo) -> None:
         "engine.kv_bytes": 256 << 20,
     }
     with serve(zoo.model("slow"), None, settings) as server:
-        blocker, messages = started(server)
+        blocker, _ = started(server)
         queued = [server.wire.stream(PROMPT, max_tokens=2, ignore_eos=True) for _ in range(3)]
         wait_until(lambda: server.wire.info().engine.queued_requests == 3, what="a full queue")
         with pytest.raises(grpc.RpcError) as caught:

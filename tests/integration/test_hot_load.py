@@ -30,7 +30,7 @@ class Streamer(threading.Thread):
         try:
             while not self.enough.is_set():
                 self.samples.append(self._one())
-        except Exception as error:  # noqa: BLE001 - reported by the test
+        except Exception as error:
             self.error = error
 
     def _one(self) -> Sample:

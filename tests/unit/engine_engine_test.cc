@@ -97,8 +97,7 @@ class EngineTest : public ::testing::Test {
       while (std::optional<SampleDelta> delta = stream.Take()) {
         SampleText& sample = outcome.samples[delta->sample_index];
         EXPECT_EQ(sample.finish.reason, FinishReason::kNone) << "a delta after the last";
-        sample.tokens.insert(sample.tokens.end(), delta->token_ids.begin(),
-                             delta->token_ids.end());
+        sample.tokens.insert(sample.tokens.end(), delta->token_ids.begin(), delta->token_ids.end());
         sample.logprobs.insert(sample.logprobs.end(), delta->logprobs.logprobs.begin(),
                                delta->logprobs.logprobs.end());
         sample.finish = delta->finish;
@@ -311,8 +310,8 @@ TEST_F(EngineTest, ScoresSequencesUnderSeveralAdapters) {
       ASSERT_EQ(logprobs.size(), sequences[s].size());
       EXPECT_TRUE(std::isnan(logprobs[0]));
       for (size_t t = 1; t < logprobs.size(); ++t) {
-        const uint64_t hash = FakeHash(m == 0 ? nullptr : a.get(),
-                                       absl::MakeConstSpan(sequences[s]).subspan(0, t));
+        const uint64_t hash =
+            FakeHash(m == 0 ? nullptr : a.get(), absl::MakeConstSpan(sequences[s]).subspan(0, t));
         EXPECT_EQ(logprobs[t], FakeLogprob(hash, sequences[s][t]));
       }
     }
@@ -579,8 +578,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
       for (const auto& [index, sample] : outcome.samples) {
         const std::vector<TokenId>& expected = p.expected[index].tokens;
         ASSERT_LE(sample.tokens.size(), expected.size());
-        EXPECT_TRUE(
-            std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
+        EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
         if (sample.finish.reason == FinishReason::kLength ||
             sample.finish.reason == FinishReason::kStop) {
           EXPECT_EQ(sample.tokens, expected);

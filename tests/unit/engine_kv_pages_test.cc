@@ -1,10 +1,10 @@
-#include "server/engine/kv_pages.h"
-
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <random>
 #include <vector>
+
+#include "server/engine/kv_pages.h"
 
 namespace dorad::engine {
 namespace {
@@ -20,8 +20,8 @@ PrefixNode Fill(KvPages& pages, PrefixNode node, const std::vector<TokenId>& tok
                 std::vector<int32_t>* held) {
   for (size_t i = 0; i + kKvPageTokens <= tokens.size(); i += kKvPageTokens) {
     EXPECT_TRUE(pages.Allocate(1, held));
-    node = pages.Register(node, absl::MakeConstSpan(tokens).subspan(i, kKvPageTokens),
-                          held->back());
+    node =
+        pages.Register(node, absl::MakeConstSpan(tokens).subspan(i, kKvPageTokens), held->back());
   }
   return node;
 }
@@ -196,11 +196,10 @@ TEST(KvPages, KeepsItsBooksUnderRandomUse) {
         const std::vector<TokenId> tokens = Tokens(4 * kKvPageTokens, random() % 3);
         pages.MatchPrefix(tokens, &node, &holder);
         while (holder.size() < 4 && pages.Allocate(1, &holder)) {
-          node = pages.Register(
-              node,
-              absl::MakeConstSpan(tokens).subspan((holder.size() - 1) * kKvPageTokens,
-                                                  kKvPageTokens),
-              holder.back());
+          node = pages.Register(node,
+                                absl::MakeConstSpan(tokens).subspan(
+                                    (holder.size() - 1) * kKvPageTokens, kKvPageTokens),
+                                holder.back());
         }
         break;
       }

@@ -1,9 +1,9 @@
-#include "server/engine/scheduler.h"
-
 #include <gtest/gtest.h>
 
 #include <deque>
 #include <numeric>
+
+#include "server/engine/scheduler.h"
 
 namespace dorad::engine {
 namespace {

@@ -1,6 +1,6 @@
-#include "server/engine/token_stream.h"
-
 #include <gtest/gtest.h>
+
+#include "server/engine/token_stream.h"
 
 namespace dorad::engine {
 namespace {

@@ -111,7 +111,9 @@ TEST(RetryPushback, FollowsTheHintAndForbidsPointlessRetries) {
 }
 
 TEST(Presentable, ReplacesWhatIsNotUtf8) {
-  EXPECT_EQ(Presentable("a\xff\xc3(b\xc3\xa9", 64), "a?" "?(b\xc3\xa9");
+  EXPECT_EQ(Presentable("a\xff\xc3(b\xc3\xa9", 64),
+            "a?"
+            "?(b\xc3\xa9");
   EXPECT_EQ(Presentable("", 64), "");
 }
 
