@@ -9,7 +9,10 @@
 namespace dorad::ops {
 namespace {
 
-constexpr int64_t kChunkAlign = 64;
+constexpr int64_t kAlign = 64;
+constexpr int64_t kLeastRows = 256;
+// Columns of W in a step of the product that amortize its cost.
+constexpr int64_t kGoodColumns = 512;
 
 // The weight as [rows of the result, length of the norm].
 at::Tensor Oriented(const at::Tensor& weight, NormAxis axis) {
@@ -17,10 +20,41 @@ at::Tensor Oriented(const at::Tensor& weight, NormAxis axis) {
   return axis == NormAxis::kRows ? weight : weight.t();
 }
 
-// How many columns (or rows) of `bytes_each` fit into the budget; a multiple of 64, at least 64.
-int64_t ChunkSize(int64_t budget, int64_t bytes_each) {
+// How many units of `bytes_each` fit into the budget; a multiple of 64, at least `least`.
+int64_t Fitting(int64_t budget, int64_t bytes_each, int64_t least) {
   const int64_t fitting = std::max<int64_t>(0, budget) / std::max<int64_t>(1, bytes_each);
-  return std::max(kChunkAlign, fitting / kChunkAlign * kChunkAlign);
+  return std::max(least, fitting / kAlign * kAlign);
+}
+
+// A block of the weight that is worked on at once.
+struct Block {
+  int64_t rows;
+  int64_t columns;
+};
+
+// What lives for every output from the start to the end: the sum in double and the fp32 result.
+int64_t ResultBytes(int64_t out) { return 12 * out; }
+
+// Each element lives in fp32, squared, and squared in double (`sum` converts its input first).
+// Wide blocks first: rows are contiguous.
+Block SquareBlock(int64_t out, int64_t in, int64_t budget) {
+  const int64_t available = budget - ResultBytes(out);
+  constexpr int64_t kElement = 16;
+  const int64_t columns = std::min(in, Fitting(available, kElement * kLeastRows, kAlign));
+  // A row's own sum, too.
+  return {Fitting(available, kElement * columns + 8, kLeastRows), columns};
+}
+
+// The Gram matrix and the results stay until the end. A row needs, while W Aᵀ is summed, its row
+// of u and a chunk of W in fp32; then u, b in fp32, b·gram, a product and that in double.
+Block ProductBlock(int64_t out, int64_t in, int64_t rank, int64_t budget) {
+  const int64_t available = budget - ResultBytes(out) - 4 * rank * rank;
+  const int64_t while_summing = 4 * (rank + std::min(in, kGoodColumns));
+  const int64_t afterwards = 24 * rank + 32;
+  const int64_t rows =
+      std::min(out, Fitting(available, std::max(while_summing, afterwards), kLeastRows));
+  // A column lives in fp32 in the chunks of W and A.
+  return {rows, Fitting(available - 4 * rows * rank, 4 * (rows + rank), kAlign)};
 }
 
 at::Tensor Fp32(const at::Tensor& t) { return t.to(at::kFloat); }
@@ -30,17 +64,24 @@ at::Tensor RowDots(const at::Tensor& a, const at::Tensor& b) {
   return at::sum(a * b, /*dim=*/1, /*keepdim=*/false, at::kDouble);
 }
 
-// u_OR = W Aᵀ and gram_RR = A Aᵀ, chunk by chunk of d_in.
-void AccumulateProducts(const at::Tensor& weight_OI, const at::Tensor& a_RI, int64_t chunk,
-                        at::Tensor& u_OR, at::Tensor& gram_RR) {
-  const int64_t in = weight_OI.size(1);
-  for (int64_t begin = 0; begin < in; begin += chunk) {
-    const int64_t end = std::min(begin + chunk, in);
-    const at::Tensor w = Fp32(weight_OI.slice(1, begin, end));
-    const at::Tensor a_t = Fp32(a_RI.slice(1, begin, end)).t();
-    u_OR.addmm_(w, a_t);
-    gram_RR.addmm_(a_t.t(), a_t);
+// x yᵀ in fp32, chunk by chunk of their columns.
+at::Tensor Product(const at::Tensor& x, const at::Tensor& y, int64_t chunk) {
+  at::Tensor product = at::zeros({x.size(0), y.size(0)}, at::kFloat);
+  for (int64_t begin = 0; begin < x.size(1); begin += chunk) {
+    const int64_t end = std::min(begin + chunk, x.size(1));
+    product.addmm_(Fp32(x.slice(1, begin, end)), Fp32(y.slice(1, begin, end)).t());
   }
+  return product;
+}
+
+// G = A Aᵀ. Unlike Product(a, a) it converts a chunk of A once.
+at::Tensor Gram(const at::Tensor& a_RI, int64_t chunk) {
+  at::Tensor gram_RR = at::zeros({a_RI.size(0), a_RI.size(0)}, at::kFloat);
+  for (int64_t begin = 0; begin < a_RI.size(1); begin += chunk) {
+    const at::Tensor a = Fp32(a_RI.slice(1, begin, std::min(begin + chunk, a_RI.size(1))));
+    gram_RR.addmm_(a, a.t());
+  }
+  return gram_RR;
 }
 
 }  // namespace
@@ -50,11 +91,15 @@ at::Tensor BaseSquaredNorms(const at::Tensor& weight, NormAxis axis, const NormO
   const int64_t out = w_OI.size(0);
   const int64_t in = w_OI.size(1);
   at::Tensor sums = at::zeros({out}, at::kDouble);
-  // A chunk lives twice: in fp32 and squared.
-  const int64_t chunk = ChunkSize(options.chunk_budget_bytes, 8 * out);
-  for (int64_t begin = 0; begin < in; begin += chunk) {
-    const at::Tensor w = Fp32(w_OI.slice(1, begin, std::min(begin + chunk, in)));
-    sums += RowDots(w, w);
+  const Block block = SquareBlock(out, in, options.chunk_budget_bytes);
+  for (int64_t row = 0; row < out; row += block.rows) {
+    const int64_t row_end = std::min(row + block.rows, out);
+    at::Tensor target = sums.slice(0, row, row_end);
+    for (int64_t begin = 0; begin < in; begin += block.columns) {
+      const int64_t end = std::min(begin + block.columns, in);
+      const at::Tensor w = Fp32(w_OI.slice(0, row, row_end).slice(1, begin, end));
+      target += RowDots(w, w);
+    }
   }
   return sums.to(at::kFloat);
 }
@@ -72,18 +117,14 @@ at::Tensor FactoredNorms(const at::Tensor& weight, const at::Tensor& base_square
   DORAD_CHECK(base_squared.size(0) == out);
   at::Tensor squared = base_squared.to(at::kDouble);
   if (scale != 0.0) {
-    at::Tensor u_OR = at::zeros({out, rank}, at::kFloat);
-    at::Tensor gram_RR = at::zeros({rank, rank}, at::kFloat);
-    const int64_t kept = (out + rank) * rank * 4;  // u and gram stay until the end
-    AccumulateProducts(w_OI, a, ChunkSize(options.chunk_budget_bytes - kept, 4 * (out + rank)),
-                       u_OR, gram_RR);
-    // b in fp32, b∘u, b·gram and its product with b for a block of rows.
-    const int64_t block = ChunkSize(options.chunk_budget_bytes - kept, 16 * rank);
-    for (int64_t begin = 0; begin < out; begin += block) {
-      const int64_t end = std::min(begin + block, out);
+    const Block block = ProductBlock(out, in, rank, options.chunk_budget_bytes);
+    const at::Tensor gram_RR = Gram(a, block.columns);
+    for (int64_t begin = 0; begin < out; begin += block.rows) {
+      const int64_t end = std::min(begin + block.rows, out);
+      const at::Tensor u = Product(w_OI.slice(0, begin, end), a, block.columns);
       const at::Tensor b_block = Fp32(b.slice(0, begin, end));
       at::Tensor target = squared.slice(0, begin, end);
-      target += 2.0 * scale * RowDots(b_block, u_OR.slice(0, begin, end));
+      target += 2.0 * scale * RowDots(b_block, u);
       target += scale * scale * RowDots(at::mm(b_block, gram_RR), b_block);
     }
   }

@@ -2,10 +2,11 @@
 //
 //   norm² = ||W||² + 2s·Σ_l B∘(W Aᵀ) + s²·Σ_l (B G)∘B,   G = A Aᵀ
 //
-// W and A are walked in chunks of d_in (multiples of 64) whose fp32 transients stay under a byte
-// budget. fp32 products; s = 0 skips the cross and Gram terms; a negative radicand becomes 0; NaN
-// stays NaN. ||W||² depends on the base weight alone and is computed once (BaseSquaredNorms).
-// Functions are thread-safe.
+// The rows of the result are independent given G: blocks of them are walked one by one, each in
+// chunks of d_in (multiples of 64), so that everything a call allocates stays under a byte budget.
+// fp32 products, summed over a row in double; s = 0 skips the cross and Gram terms; a negative
+// radicand becomes 0; NaN stays NaN. ||W||² depends on the base weight alone and is computed once
+// (BaseSquaredNorms). Functions are thread-safe.
 //
 // Shape suffixes: I in_features, O out_features, R rank, V vocabulary, D embedding dimension.
 #pragma once
@@ -17,8 +18,9 @@
 namespace dorad::ops {
 
 struct NormOptions {
-  // Upper bound of the transient fp32 memory of one call, in bytes. At least one 64-wide chunk is
-  // always processed, whatever the budget.
+  // Upper bound of the tensor memory that one call holds at a time, in bytes, its result and the
+  // Gram matrix (4·R²) included. Blocks are never smaller than 256 rows by 64 columns: a budget too
+  // small for one, 12·O + 4·R² + 256·max(24·R + 32, 1032) bytes or so, is exceeded.
   int64_t chunk_budget_bytes = 64 << 20;
 };
 

@@ -1,7 +1,11 @@
 #include <ATen/ATen.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <memory>
 #include <tuple>
 
 #include "server/ops/dora_norm.h"
@@ -23,6 +27,45 @@ at::Tensor Factored(const at::Tensor& w, const at::Tensor& a, const at::Tensor& 
 double RelativeError(const at::Tensor& actual, const at::Tensor& expected) {
   return ((actual - expected).abs() / expected).max().item<double>();
 }
+
+// Torch's CPU memory while it lives; counts what is held above what was held at its start. Blocks
+// may outlive it: they count on shared numbers.
+class CountingAllocator final : public c10::Allocator {
+ public:
+  CountingAllocator() : inner_(c10::GetCPUAllocator()) { c10::SetCPUAllocator(this, kPriority); }
+  ~CountingAllocator() override { c10::SetCPUAllocator(inner_, kPriority); }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* block = new Block{inner_->allocate(bytes), static_cast<int64_t>(bytes), held_};
+    held_->now += block->bytes;
+    held_->peak = std::max(held_->peak, held_->now);
+    return {block->data.get(), block, &Free, block->data.device()};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    inner_->copy_data(to, from, bytes);
+  }
+  int64_t peak() const { return held_->peak; }
+
+ private:
+  static constexpr uint8_t kPriority = 100;
+  struct Held {
+    int64_t now = 0;
+    int64_t peak = 0;
+  };
+  struct Block {
+    c10::DataPtr data;
+    int64_t bytes;
+    std::shared_ptr<Held> held;
+  };
+  static void Free(void* context) {
+    auto* block = static_cast<Block*>(context);
+    block->held->now -= block->bytes;
+    delete block;
+  }
+
+  c10::Allocator* const inner_;
+  const std::shared_ptr<Held> held_ = std::make_shared<Held>();
+};
 
 TEST(DoraNormTest, IsWithinOneMillionthOfTheDenseNormInDouble) {
   at::manual_seed(1);
@@ -57,12 +100,47 @@ TEST(DoraNormTest, ANegativeRadicandBecomesZero) {
 
 TEST(DoraNormTest, TheChunkBudgetDoesNotMatter) {
   at::manual_seed(3);
-  const at::Tensor w = at::randn({300, 1000}), a = at::randn({20, 1000}) * 0.1,
-                   b = at::randn({300, 20}) * 0.1;
+  const at::Tensor w = at::randn({700, 1000}), a = at::randn({20, 1000}) * 0.1,
+                   b = at::randn({700, 20}) * 0.1;
   const at::Tensor whole = Factored(w, a, b, 1.5);
   for (int64_t budget : {0, 100'000, 300'000, 1'000'000}) {
     EXPECT_LT(RelativeError(Factored(w, a, b, 1.5, NormAxis::kRows, budget), whole), 1e-6)
         << budget;
+  }
+}
+
+TEST(DoraNormTest, WhatACallHoldsStaysUnderTheBudget) {
+  at::manual_seed(6);
+  constexpr int64_t kBudget = 16 << 20;
+  struct Case {
+    int64_t out, in, rank;
+    NormAxis axis;
+    at::ScalarType dtype;
+  };
+  for (const Case& c : {Case{40000, 512, 384, NormAxis::kRows, at::kFloat},
+                        Case{20000, 200, 384, NormAxis::kRows, at::kBFloat16},
+                        Case{100000, 128, 8, NormAxis::kRows, at::kBFloat16},
+                        Case{512, 20000, 384, NormAxis::kCols, at::kBFloat16},
+                        Case{20000, 256, 64, NormAxis::kCols, at::kFloat},
+                        Case{256, 8192, 1024, NormAxis::kRows, at::kBFloat16}}) {
+    at::Tensor w = at::randn({c.out, c.in}).to(c.dtype);
+    if (c.axis == NormAxis::kCols) w = w.t().contiguous();
+    const at::Tensor a = (at::randn({c.rank, c.in}) * 0.1).to(c.dtype);
+    const at::Tensor b = (at::randn({c.out, c.rank}) * 0.1).to(c.dtype);
+    at::Tensor squared, norms;
+    {
+      const CountingAllocator allocator;
+      squared = BaseSquaredNorms(w, c.axis, {kBudget});
+      EXPECT_GT(allocator.peak(), 0);
+      EXPECT_LE(allocator.peak(), kBudget) << "squared, " << c.out << "x" << c.in;
+    }
+    {
+      const CountingAllocator allocator;
+      norms = FactoredNorms(w, squared, a, b, 0.5, c.axis, {kBudget});
+      EXPECT_GT(allocator.peak(), 0);
+      EXPECT_LE(allocator.peak(), kBudget) << c.out << "x" << c.in << " r " << c.rank;
+    }
+    EXPECT_LT(RelativeError(norms, Factored(w, a, b, 0.5, c.axis, 1 << 30)), 1e-6);
   }
 }
 
