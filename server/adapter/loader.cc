@@ -1,11 +1,7 @@
 #include "server/adapter/loader.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <deque>
-#include <exception>
-#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,7 +13,7 @@
 #include "server/adapter/weights.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
-#include "server/base/log.h"
+#include "server/ops/torch_error.h"
 
 namespace dorad::adapter {
 namespace {
@@ -151,22 +147,9 @@ void AdapterLoader::Impl::Run(Job& job) {
 absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadCatching(Job& job) {
   try {
     return Load(job);
-  } catch (const c10::OutOfMemoryError&) {
-    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                     "not enough memory for the adapter");
-  } catch (const std::bad_alloc&) {
-    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                     "not enough memory for the adapter");
-  } catch (const c10::Error& error) {
-    LogError(
-        "an adapter load failed inside torch",
-        {{"adapter", job.options.name}, {"error", std::string(error.what_without_backtrace())}});
-  } catch (const std::exception& error) {
-    LogError("an adapter load failed",
-             {{"adapter", job.options.name}, {"error", std::string(error.what())}});
+  } catch (...) {
+    return ops::FromTorchException("the load of adapter " + job.options.name, "INTERNAL");
   }
-  return MakeError(absl::StatusCode::kInternal, "INTERNAL",
-                   "the load failed; see the server's log");
 }
 
 absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::Load(Job& job) {

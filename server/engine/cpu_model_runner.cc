@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <exception>
 #include <iterator>
 #include <limits>
 #include <numeric>
@@ -13,6 +12,7 @@
 #include "server/base/error.h"
 #include "server/model/decoder.h"
 #include "server/ops/sampling.h"
+#include "server/ops/torch_error.h"
 
 namespace dorad::engine {
 namespace {
@@ -78,12 +78,8 @@ class CpuModelRunner final : public ModelRunner {
     // The one place where exceptions of libtorch end.
     try {
       return RunUnchecked(sequences);
-    } catch (const std::bad_alloc&) {
-      return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                       "the step ran out of memory");
-    } catch (const std::exception& e) {
-      return MakeError(absl::StatusCode::kInternal, "STEP_FAILED",
-                       std::string("the step failed: ") + e.what());
+    } catch (...) {
+      return ops::FromTorchException("the step", "STEP_FAILED");
     }
   }
 
