@@ -17,6 +17,7 @@
 #include "server/adapter/violations.h"
 #include "server/base/error.h"
 #include "server/base/file.h"
+#include "server/base/unique_fd.h"
 
 namespace dorad::adapter {
 namespace {
@@ -24,20 +25,6 @@ namespace {
 constexpr char kConfigName[] = "adapter_config.json";
 constexpr char kTensorsName[] = "adapter_model.safetensors";
 constexpr char kPickleName[] = "adapter_model.bin";
-
-class Fd {
- public:
-  explicit Fd(int fd) : fd_(fd) {}
-  ~Fd() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Fd(const Fd&) = delete;
-  Fd& operator=(const Fd&) = delete;
-  int get() const { return fd_; }
-
- private:
-  const int fd_;
-};
 
 // The path without links, "." and ".."; nullopt when it does not exist or cannot be followed.
 std::optional<std::string> RealPath(const std::string& path) {
@@ -100,14 +87,14 @@ absl::StatusOr<std::vector<std::byte>> ReadFrom(const Folder& folder, const std:
                      absl::StrCat("no such file: ", name));
   }
   if (!IsBeneath(*real, folder.root)) return NotAllowed(path);
-  const Fd root(open(folder.root.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+  const UniqueFd root(open(folder.root.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
   const std::string relative = real->substr(folder.root == "/" ? 1 : folder.root.size() + 1);
   open_how how = {};
   how.flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
   how.resolve = RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS;
-  const Fd file(
+  const UniqueFd file(
       static_cast<int>(syscall(SYS_openat2, root.get(), relative.c_str(), &how, sizeof(how))));
-  if (file.get() >= 0) {
+  if (file.ok()) {
     return ReadFileBytes(absl::StrCat("/proc/self/fd/", file.get()), max_bytes);
   }
   // Kernels before 5.6 and some sandboxes do not have the call: the check above is what is left.
