@@ -8,19 +8,12 @@
 #include <vector>
 
 #include "server/base/check.h"
+#include "server/ops/cpu/pause.h"
 
 namespace dorad::ops {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-void Pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 

@@ -13,6 +13,7 @@
 
 #include "server/ops/cpu/backend.h"
 #include "server/ops/cpu/kernels.h"
+#include "server/ops/cpu/pause.h"
 #include "server/ops/cpu/scratch.h"
 #include "server/ops/thread_team.h"
 
@@ -298,7 +299,11 @@ class Group {
   void AwaitShrinks() const {
     // They were taken before any other task, so whoever runs them is at work.
     for (uint32_t i = 1; pending_shrinks_.load(std::memory_order_acquire) != 0; ++i) {
-      if (i % 1024 == 0) std::this_thread::yield();
+      if (i % 1024 == 0) {
+        std::this_thread::yield();
+      } else {
+        Pause();
+      }
     }
   }
 
