@@ -21,8 +21,9 @@ namespace dorad::ops {
 
 // Arithmetic of a forward pass.
 //   kF32   inputs, products and sums in fp32; weights may be stored in bf16 (their exact value).
-//   kBF16  inputs of matrix products and the KV cache are rounded to bf16; products are summed in
-//          fp32; everything else is fp32.
+//   kBF16  inputs of the linear layers' products are rounded to bf16, and K and V when they are
+//          written to the cache; products are summed in fp32; everything else is fp32, in attention
+//          the queries and the probabilities.
 enum class ComputeDType { kF32, kBF16 };
 
 // Base weights of one linear. weight_OI: contiguous fp32 or bf16. bias_O: fp32, or undefined.
@@ -39,7 +40,8 @@ struct AdapterFactors {
   at::Tensor g_O;
   float scale = 0.0f;
 
-  int64_t rank() const { return a_RI.size(0); }
+  // Also for an embedding's factors, whose a is [V, R] and whose b is [D, R].
+  int64_t rank() const { return b_OR.size(1); }
 };
 
 // Rows [begin, end) of x use `factors` (nullptr: the base model).
