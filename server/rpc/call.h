@@ -111,7 +111,11 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
         },
         [this](const absl::Status& status) { End(status); });
   }
-  void OnDone() override { auto self = std::move(self_); }
+  // gRPC calls nothing after it, and it last.
+  void OnDone() override {
+    on_cancel_ = nullptr;  // may hold what holds this call
+    auto self = std::move(self_);
+  }
 
  private:
   void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
