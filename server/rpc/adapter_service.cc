@@ -105,7 +105,7 @@ absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListReques
 
 grpc::ServerReadReactor<v1::PublishRequest>* AdapterService::Publish(
     grpc::CallbackServerContext* context, v1::PublishResponse* response) {
-  return PublishReactor::Start(services_, &upload_budget_, context, response);
+  return PublishReactor::Start(services_, upload_budget_, context, response);
 }
 
 grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerContext* context,

@@ -1,6 +1,8 @@
 // dorad.v1.AdapterService over the registry and the loader. Owned by Server. Thread-safe.
 #pragma once
 
+#include <memory>
+
 #include "dorad/v1/adapters.grpc.pb.h"
 #include "server/rpc/services.h"
 #include "server/rpc/upload.h"
@@ -10,7 +12,8 @@ namespace dorad::rpc {
 class AdapterService final : public v1::AdapterService::CallbackService {
  public:
   explicit AdapterService(Services* services)
-      : services_(services), upload_budget_(2 * services->max_adapter_bytes) {}
+      : services_(services),
+        upload_budget_(std::make_shared<UploadBudget>(2 * services->max_adapter_bytes)) {}
 
   grpc::ServerReadReactor<v1::PublishRequest>* Publish(grpc::CallbackServerContext* context,
                                                        v1::PublishResponse* response) override;
@@ -33,7 +36,7 @@ class AdapterService final : public v1::AdapterService::CallbackService {
 
  private:
   Services* const services_;
-  UploadBudget upload_budget_;
+  const std::shared_ptr<UploadBudget> upload_budget_;
 };
 
 }  // namespace dorad::rpc

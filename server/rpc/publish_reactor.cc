@@ -13,9 +13,10 @@ constexpr char kMethod[] = "Publish";
 }  // namespace
 
 grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
-    Services* services, UploadBudget* budget, grpc::CallbackServerContext* context,
+    Services* services, std::shared_ptr<UploadBudget> budget, grpc::CallbackServerContext* context,
     v1::PublishResponse* response) {
-  auto reactor = std::make_shared<PublishReactor>(services, budget, context, response);
+  auto reactor =
+      std::make_shared<PublishReactor>(services, std::move(budget), context, response);
   reactor->self_ = reactor;
   if (services->draining) {
     reactor->End(
@@ -26,10 +27,10 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
   return reactor.get();
 }
 
-PublishReactor::PublishReactor(Services* services, UploadBudget* budget,
+PublishReactor::PublishReactor(Services* services, std::shared_ptr<UploadBudget> budget,
                                grpc::CallbackServerContext* context, v1::PublishResponse* response)
     : services_(services),
-      upload_(std::make_unique<Upload>(services->max_adapter_bytes, budget)),
+      upload_(std::make_unique<Upload>(services->max_adapter_bytes, std::move(budget))),
       record_(kMethod, context, services->metrics),
       response_(response) {}
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -51,7 +52,7 @@ std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, int64_t max_byt
 bool UploadBudget::Reserve(int64_t bytes) {
   int64_t used = used_.load();
   do {
-    if (used > 0 && bytes > max_bytes_ - used) return false;
+    if (bytes > max_bytes_ - used) return false;
   } while (!used_.compare_exchange_weak(used, used + bytes));
   return true;
 }
@@ -85,12 +86,6 @@ absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
   std::vector<Violation> violations = CheckBegin(*begin, max_bytes_);
   if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));
   size_ = begin->safetensors_size();
-  if (!budget_->Reserve(static_cast<int64_t>(size_))) {
-    return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "PUBLISH_BUSY",
-                                    "too many bytes are being uploaded at the same time"),
-                          kRetryBusy);
-  }
-  reserved_ = static_cast<int64_t>(size_);
   start_ = absl::Now();
   options_.name = std::move(*begin->mutable_name());
   if (begin->has_version()) options_.version = begin->version();
@@ -120,11 +115,7 @@ absl::Status Upload::AcceptChunk(const v1::PublishChunk& chunk) {
     return Broken("chunk.data", "PUBLISH_SIZE_MISMATCH",
                   absl::StrCat("more than the announced ", size_, " bytes"));
   }
-  if (image_.capacity() - image_.size() < data.size()) {
-    // Doubling, but never beyond what was announced.
-    const uint64_t wanted = std::max<uint64_t>(2 * image_.capacity(), kMaxChunkBytes);
-    image_.reserve(std::max<uint64_t>(std::min(wanted, size_), image_.size() + data.size()));
-  }
+  DORAD_RETURN_IF_ERROR(Grow(data.size()));
   const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
   image_.insert(image_.end(), bytes, bytes + data.size());
   sha256_.Update(data.data(), data.size());
@@ -145,6 +136,27 @@ absl::Status Upload::AcceptCommit() {
   }
   read_time_ = absl::Now() - start_;
   state_ = State::kCommitted;
+  return absl::OkStatus();
+}
+
+absl::Status Upload::Grow(size_t bytes) {
+  if (image_.capacity() - image_.size() >= bytes) return absl::OkStatus();
+  // Doubling, but never beyond what was announced.
+  const uint64_t wanted = std::max<uint64_t>(2 * image_.capacity(), kMaxChunkBytes);
+  const uint64_t capacity = std::max<uint64_t>(std::min(wanted, size_), image_.size() + bytes);
+  const int64_t more = static_cast<int64_t>(capacity) - reserved_;
+  if (!budget_->Reserve(more)) {
+    return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "PUBLISH_BUSY",
+                                    "too many bytes are being uploaded at the same time"),
+                          kRetryBusy);
+  }
+  reserved_ += more;
+  try {
+    image_.reserve(capacity);
+  } catch (const std::bad_alloc&) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     absl::StrCat("no memory for ", capacity, " bytes of an adapter"));
+  }
   return absl::OkStatus();
 }
 

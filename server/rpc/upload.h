@@ -1,13 +1,15 @@
 // The receiving side of Publish, without gRPC: parts in, one complete and checked image out.
 //
 // Memory follows what has arrived, never what was announced; all uploads together share a byte
-// budget. Confined to one call.
+// budget, of which each holds what its image takes. Confined to one call.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -21,11 +23,12 @@ namespace dorad::rpc {
 inline constexpr size_t kMaxChunkBytes = 1 << 20;
 inline constexpr size_t kMaxAdapterConfigBytes = 1 << 20;
 
-// Announced bytes of all uploads that are under way. Owned by AdapterService. Thread-safe.
+// Bytes held by the images of all uploads that are under way; a stalled upload holds only what has
+// come of it. Shared by AdapterService and the uploads, some of which end after it. Thread-safe.
 class UploadBudget {
  public:
   explicit UploadBudget(int64_t max_bytes) : max_bytes_(max_bytes) {}
-  // False when there is no room. One upload always has room.
+  // False when there is no room.
   [[nodiscard]] bool Reserve(int64_t bytes);
   void Release(int64_t bytes);
 
@@ -37,13 +40,15 @@ class UploadBudget {
 class Upload {
  public:
   // max_bytes: of one image.
-  Upload(int64_t max_bytes, UploadBudget* budget) : max_bytes_(max_bytes), budget_(budget) {}
+  Upload(int64_t max_bytes, std::shared_ptr<UploadBudget> budget)
+      : max_bytes_(max_bytes), budget_(std::move(budget)) {}
   ~Upload() { GiveBack(); }
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
 
   // Begin, then chunks in order, then Commit. After a failure or Commit nothing may follow.
-  // INVALID_ARGUMENT (PUBLISH_*), RESOURCE_EXHAUSTED (PUBLISH_BUSY) with a retry hint.
+  // INVALID_ARGUMENT (PUBLISH_*), RESOURCE_EXHAUSTED (PUBLISH_BUSY with a retry hint,
+  // OUT_OF_MEMORY).
   absl::Status Accept(v1::PublishRequest* part);
   // The end of the caller's stream: fine only after Commit (PUBLISH_INCOMPLETE).
   absl::Status AcceptEnd() const;
@@ -63,10 +68,12 @@ class Upload {
   absl::Status AcceptBegin(v1::PublishBegin* begin);
   absl::Status AcceptChunk(const v1::PublishChunk& chunk);
   absl::Status AcceptCommit();
+  // Makes room for `bytes` more of the image.
+  absl::Status Grow(size_t bytes);
   void GiveBack();
 
   const int64_t max_bytes_;
-  UploadBudget* const budget_;
+  const std::shared_ptr<UploadBudget> budget_;
   int64_t reserved_ = 0;
   State state_ = State::kStart;
   adapter::PublishOptions options_;

@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <set>
+#include <vector>
 
 #include "server/base/error.h"
 #include "server/rpc/upload.h"
@@ -43,8 +45,19 @@ class UploadTest : public testing::Test {
  protected:
   std::string Feed(v1::PublishRequest part) { return ReasonOf(upload_->Accept(&part)); }
 
-  UploadBudget budget_{2 * kMaxBytes};
-  std::unique_ptr<Upload> upload_ = std::make_unique<Upload>(kMaxBytes, &budget_);
+  // Announces `size` bytes and sends the first `come` of them (-1: all): the first refusal's reason.
+  static std::string Fill(Upload* upload, int64_t size, int64_t come = -1) {
+    v1::PublishRequest part = Begin(size);
+    absl::Status status = upload->Accept(&part);
+    for (int64_t at = 0; status.ok() && at < (come < 0 ? size : come); at += kMaxChunkBytes) {
+      part = Chunk(at, std::string(kMaxChunkBytes, 'x'));
+      status = upload->Accept(&part);
+    }
+    return ReasonOf(status);
+  }
+
+  std::shared_ptr<UploadBudget> budget_ = std::make_shared<UploadBudget>(2 * kMaxBytes);
+  std::unique_ptr<Upload> upload_ = std::make_unique<Upload>(kMaxBytes, budget_);
 };
 
 TEST_F(UploadTest, JoinsChunksAndChecksTheDigest) {
@@ -132,19 +145,37 @@ TEST_F(UploadTest, EndsIncompleteWithoutCommit) {
 }
 
 TEST_F(UploadTest, SharesOneBudgetAndGivesItBack) {
-  EXPECT_EQ(Feed(Begin(kMaxBytes)), "");
-  auto second = std::make_unique<Upload>(kMaxBytes, &budget_);
-  v1::PublishRequest begin = Begin(kMaxBytes);
-  EXPECT_TRUE(second->Accept(&begin).ok());
-  Upload third(kMaxBytes, &budget_);
-  begin = Begin(1);
-  const absl::Status busy = third.Accept(&begin);
+  EXPECT_EQ(Fill(upload_.get(), kMaxBytes), "");
+  auto second = std::make_unique<Upload>(kMaxBytes, budget_);
+  EXPECT_EQ(Fill(second.get(), kMaxBytes), "");
+  Upload third(kMaxBytes, budget_);
+  v1::PublishRequest part = Begin(1);
+  EXPECT_TRUE(third.Accept(&part).ok());
+  part = Chunk(0, "x");
+  const absl::Status busy = third.Accept(&part);
   EXPECT_EQ(ReasonOf(busy), "PUBLISH_BUSY");
   EXPECT_EQ(busy.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(RetryAfterOf(busy).has_value());
   second.reset();
-  begin = Begin(1);
-  EXPECT_TRUE(third.Accept(&begin).ok());
+  EXPECT_TRUE(third.Accept(&part).ok());
+}
+
+TEST_F(UploadTest, LeavesTheBudgetToOthersUntilItsBytesCome) {
+  std::vector<std::unique_ptr<Upload>> stalled;
+  for (int i = 0; i < 8; ++i) {
+    stalled.push_back(std::make_unique<Upload>(kMaxBytes, budget_));
+    EXPECT_EQ(Fill(stalled.back().get(), kMaxBytes, /*come=*/kMaxChunkBytes), "");
+  }
+  EXPECT_EQ(Fill(upload_.get(), kMaxBytes), "");
+}
+
+TEST_F(UploadTest, OutlivesWhoSharedTheBudget) {
+  const std::weak_ptr<UploadBudget> budget = budget_;
+  EXPECT_EQ(Fill(upload_.get(), kMaxBytes), "");
+  budget_.reset();
+  EXPECT_FALSE(budget.expired());
+  upload_.reset();
+  EXPECT_TRUE(budget.expired());
 }
 
 TEST_F(UploadTest, HoldsNoMoreThanWhatHasCome) {
