@@ -6,10 +6,8 @@
 #include <iterator>
 #include <limits>
 #include <numeric>
-#include <string>
 #include <utility>
 
-#include "server/base/error.h"
 #include "server/model/decoder.h"
 #include "server/ops/sampling.h"
 #include "server/ops/torch_error.h"
