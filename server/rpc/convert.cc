@@ -179,14 +179,28 @@ int64_t BytesPerToken(int32_t top_k, size_t chosen_ids) {
   return 8 + 8 * int64_t{top_k} + 4 * static_cast<int64_t>(chosen_ids);
 }
 
-void CheckResponseSize(const std::string& field, int64_t tokens, int64_t bytes_per_token,
-                       int64_t max_message_bytes, Violations* violations) {
+// cells: of a Score, 0 for a Generate.
+void CheckResponseSize(const std::string& field, int64_t tokens, int64_t cells,
+                       int64_t bytes_per_token, int64_t max_message_bytes,
+                       Violations* violations) {
   constexpr int64_t kFraming = 16 << 10;
-  const int64_t max_tokens = (max_message_bytes - kFraming) / bytes_per_token;
+  constexpr int64_t kCellFraming = 32;
+  const int64_t room = max_message_bytes - kFraming - cells * kCellFraming;
+  const int64_t max_tokens = std::max<int64_t>(room, 0) / bytes_per_token;
   if (tokens <= max_tokens) return;
   Add(violations, field, "RESPONSE_TOO_LARGE",
       absl::StrCat("with these log-probabilities a response may have ", max_tokens, " tokens, and ",
                    tokens, " are asked for"));
+}
+
+// What all samples together may hold of the server's memory.
+void CheckResultSize(int64_t tokens, int64_t n, int64_t bytes_per_token, int64_t max_message_bytes,
+                     Violations* violations) {
+  const int64_t max_tokens = kMaxResultMessages * max_message_bytes / bytes_per_token;
+  if (tokens <= max_tokens / n) return;
+  Add(violations, "n", "RESPONSE_TOO_LARGE",
+      absl::StrCat("with these log-probabilities all samples together may have ", max_tokens,
+                   " tokens, and ", n, " times ", tokens, " are asked for"));
 }
 
 std::vector<int32_t> ReadPrompt(const std::string& bytes, const engine::EngineLimits& limits,
@@ -218,6 +232,12 @@ std::vector<std::vector<int32_t>> ReadSequences(const v1::ScoreRequest& request,
         absl::StrCat(request.sequences_size(), " sequences of ", tokens,
                      " tokens (counted once for each adapter) are more than ",
                      limits.max_score_tokens));
+    return sequences;
+  }
+  if (request.sequences_size() * adapters > kMaxScoreCells) {
+    Add(violations, "sequences", "SCORE_TOO_MANY_CELLS",
+        absl::StrCat(request.sequences_size(), " sequences under ", adapters,
+                     " adapters are more than ", kMaxScoreCells, " scores"));
     return sequences;
   }
   constexpr size_t kMaxViolations = 64;
@@ -284,9 +304,10 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   }
   if (violations.empty()) {
     const int64_t room = limits.engine.context_length - static_cast<int64_t>(input.prompt.size());
-    CheckResponseSize("logprobs", std::min(input.stop.max_tokens, room),
-                      BytesPerToken(input.logprobs.top_k, input.logprobs.chosen_ids.size()),
-                      limits.max_message_bytes, &violations);
+    const int64_t tokens = std::min(input.stop.max_tokens, room);
+    const int64_t bytes = BytesPerToken(input.logprobs.top_k, input.logprobs.chosen_ids.size());
+    CheckResponseSize("logprobs", tokens, 0, bytes, limits.max_message_bytes, &violations);
+    CheckResultSize(tokens, input.n, bytes, limits.max_message_bytes, &violations);
   }
   if (!violations.empty()) return MakeInvalid("GenerateRequest", std::move(violations));
   input.cache_salt = request.cache_salt();
@@ -315,7 +336,9 @@ absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const Re
   if (violations.empty()) {
     int64_t tokens = 0;
     for (const auto& sequence : input.sequences) tokens += static_cast<int64_t>(sequence.size());
-    CheckResponseSize("sequences", tokens * static_cast<int64_t>(parsed.adapters.size()),
+    const int64_t adapters = static_cast<int64_t>(parsed.adapters.size());
+    CheckResponseSize("sequences", tokens * adapters,
+                      static_cast<int64_t>(input.sequences.size()) * adapters,
                       BytesPerToken(input.top_k, input.chosen_ids.size()), limits.max_message_bytes,
                       &violations);
   }

@@ -29,6 +29,9 @@ struct RequestLimits {
 inline constexpr size_t kMaxRequestIdBytes = 128;
 inline constexpr size_t kMaxCacheSaltBytes = 256;
 inline constexpr int kMaxScoreAdapters = 64;
+inline constexpr int64_t kMaxScoreCells = 16384;  // sequences × adapters of one Score
+// All samples of a Generate may wait in memory for a client that does not read.
+inline constexpr int64_t kMaxResultMessages = 16;  // times max_message_bytes
 inline constexpr int kMaxAbortIds = 4096;
 
 // What the server chooses where the request does not say.

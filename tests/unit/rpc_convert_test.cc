@@ -261,6 +261,48 @@ TEST(ParseGenerate, RefusesAResponseThatCouldExceedAMessage) {
               testing::ElementsAre("logprobs RESPONSE_TOO_LARGE"));
 }
 
+TEST(ParseGenerate, RefusesSamplesThatTogetherTakeTooMuchMemory) {
+  RequestLimits limits = Limits();
+  limits.engine.max_n = 100;
+  limits.engine.context_length = 1 << 20;
+  limits.engine.max_tokens = 1 << 20;
+  limits.max_message_bytes = 1 << 20;
+  // Half a message each, at 8 bytes a token.
+  v1::GenerateRequest request = GoodGenerate();
+  request.mutable_stop()->set_max_tokens(1 << 16);
+  request.set_n(32);
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+  request.set_n(33);
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
+              testing::ElementsAre("n RESPONSE_TOO_LARGE"));
+}
+
+TEST(ParseScore, RefusesTooManyCells) {
+  RequestLimits limits = Limits();
+  limits.engine.max_score_tokens = 1 << 20;
+  limits.max_message_bytes = 64 << 20;
+  v1::ScoreRequest request;
+  for (int i = 0; i < kMaxScoreCells / 2; ++i) request.add_sequences()->set_token_ids(Ids({1}));
+  request.add_adapters("a");
+  request.add_adapters("b");
+  EXPECT_TRUE(ParseScore(request, limits, {}).ok());
+  request.add_sequences()->set_token_ids(Ids({1}));
+  EXPECT_THAT(FieldsAndReasons(ParseScore(request, limits, {}).status()),
+              testing::ElementsAre("sequences SCORE_TOO_MANY_CELLS"));
+}
+
+TEST(ParseScore, CountsTheFramingOfEveryCell) {
+  RequestLimits limits = Limits();
+  // One token of 8 bytes in a cell of 32.
+  limits.max_message_bytes = (16 << 10) + 3 * (8 + 32);
+  v1::ScoreRequest request;
+  for (int i = 0; i < 3; ++i) request.add_sequences()->set_token_ids(Ids({1}));
+  EXPECT_TRUE(ParseScore(request, limits, {}).ok());
+  request.add_sequences()->set_token_ids(Ids({1}));
+  EXPECT_THAT(FieldsAndReasons(ParseScore(request, limits, {}).status()),
+              testing::ElementsAre("sequences RESPONSE_TOO_LARGE"));
+}
+
 TEST(ParseScore, MeansTheBaseByAnEmptyListOfAdapters) {
   const auto parsed = ParseScore(GoodScore(), Limits(), {"r-1", 0});
   ASSERT_TRUE(parsed.ok()) << parsed.status();
