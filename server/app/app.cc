@@ -48,7 +48,6 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   engine::EngineOptions options;
   options.max_step_tokens = config.engine.max_step_tokens;
   options.max_running_sequences = ToInt32(config.engine.max_running_sequences);
-  options.kv_pages = model.kv_pages;
   options.prefix_cache = config.engine.prefix_cache;
   options.eos_token_ids = model.eos_token_ids;
   options.vocab_size = ToInt32(model.vocab_size);
@@ -313,7 +312,7 @@ std::string App::ReadyLine() const {
 
 void App::Stop() {
   LogInfo("shutting down", {{"drain_timeout_seconds", impl_->config.server.drain_timeout_seconds}});
-  impl_->server->Drain(absl::Seconds(impl_->config.server.drain_timeout_seconds));
+  impl_->server->Drain(absl::Seconds(impl_->config.server.drain_timeout_seconds), kShutdownGrace);
   impl_->server->Shutdown(kShutdownGrace);
   LogInfo("shut down");
 }

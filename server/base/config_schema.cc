@@ -127,7 +127,7 @@ std::vector<ConfigKey> EngineKeys() {
        "watchdog_seconds",
        ConfigType::kSeconds,
        at(&Engine::watchdog_seconds),
-       0.1,
+       5,
        kDay,
        {},
        false},

@@ -29,6 +29,10 @@ constexpr absl::Duration kRetryPaused = absl::Seconds(1);
 
 using Message = absl::AnyInvocable<void()>;
 
+absl::Status ShuttingDown() {
+  return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+}
+
 EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
   EngineLimits limits;
   limits.vocab_size = options.vocab_size;
@@ -73,6 +77,8 @@ struct Engine::Impl {
   // --- Any thread.
 
   absl::Status Admit(std::unique_ptr<Request> request) ABSL_LOCKS_EXCLUDED(mu) {
+    // Here rather than on the engine's thread: a large Score has thousands.
+    request->MakeSequences(rules, options.prefix_cache);
     const int64_t tokens = request->load_tokens();
     const RequestKind kind = request->generate ? RequestKind::kGenerate : RequestKind::kScore;
     absl::MutexLock lock(&mu);
@@ -98,8 +104,7 @@ struct Engine::Impl {
   absl::Status CheckAdmission(const Request& request, int64_t tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (closing || draining) {
-      return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
-                       "the server is shutting down");
+      return ShuttingDown();
     }
     if (refusing) {
       return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
@@ -140,13 +145,10 @@ struct Engine::Impl {
       PublishStats();
     }
     while (!requests.empty()) {
-      EndRequest(requests.begin()->second.get(),
-                 MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
-                           "the server is shutting down"));
+      EndRequest(requests.begin()->second.get(), ShuttingDown());
     }
     graveyard.clear();
-    paused = false;
-    CompletePauses();
+    Supersede();
     PublishStats();
   }
 
@@ -171,7 +173,7 @@ struct Engine::Impl {
     Request* const request = owned.get();
     requests.emplace(request->base().request_id, std::move(owned));
     if (request->deadline != Instant::max()) deadlines.insert({request->deadline, request});
-    request->MakeSequences(rules, &next_arrival);
+    request->Enter(&next_arrival);
     if (request->unfinished_sequences == 0) {
       NoteStarted(request, SteadyNow());
       EndRequest(request, absl::OkStatus());
@@ -340,19 +342,23 @@ struct Engine::Impl {
     return static_cast<int>(matching.size());
   }
 
-  void Pause(PauseMode mode, std::function<void(int)> done) {
+  void Pause(PauseMode mode, PauseDone done) {
     switch (mode) {
       case PauseMode::kAbort: {
+        Supersede();
         paused = true;
         const int aborted = Abort({.all = true}, "the engine was paused");
         Answer(done, aborted);
         return;
       }
       case PauseMode::kKeep:
+        Supersede();
         paused = true;
         Answer(done, static_cast<int>(requests.size()));
         return;
       case PauseMode::kWait:
+        // Frozen requests could never finish: a pause that waits lets them run.
+        paused = false;
         pauses_waiting.push_back({std::move(done), static_cast<int>(requests.size())});
         return;
     }
@@ -360,9 +366,16 @@ struct Engine::Impl {
 
   void Resume(const std::function<void()>& done) {
     paused = false;
-    for (PendingPause& pause : std::exchange(pauses_waiting, {}))
-      Answer(pause.done, pause.requests);
+    Supersede();
     Answer(done);
+  }
+
+  // Ends the pauses that still wait: another word has come in between.
+  void Supersede() {
+    for (PendingPause& pause : std::exchange(pauses_waiting, {})) {
+      Answer(pause.done, MakeError(absl::StatusCode::kAborted, "PAUSE_SUPERSEDED",
+                                   "another pause or a resume came before the engine was idle"));
+    }
   }
 
   // Who gets an answer also sees its effect in stats().
@@ -397,7 +410,7 @@ struct Engine::Impl {
   }
 
   struct PendingPause {
-    std::function<void(int)> done;
+    PauseDone done;
     int requests = 0;
   };
 
@@ -459,12 +472,12 @@ void Engine::Abort(AbortTarget target, std::string detail, std::function<void(in
   });
 }
 
-void Engine::Pause(PauseMode mode, std::function<void(int)> done) {
+void Engine::Pause(PauseMode mode, PauseDone done) {
   Message message = [impl = impl_.get(), mode, done = std::move(done)]() mutable {
     impl->Pause(mode, std::move(done));
   };
   absl::MutexLock lock(&impl_->mu);
-  if (mode == PauseMode::kWait) impl_->refusing = true;
+  impl_->refusing = mode == PauseMode::kWait;
   impl_->inbox.push_back(std::move(message));
 }
 

@@ -54,9 +54,11 @@ class Engine {
 
   // Ends matching requests within one step; `done` gets their number, on the engine thread.
   void Abort(AbortTarget target, std::string detail, std::function<void(int)> done);
-  // `done` runs on the engine thread when the pause is in effect, with the number of requests
-  // ended or frozen.
-  void Pause(PauseMode mode, std::function<void(int)> done);
+  // `done` runs on the engine thread when the pause is in effect, with the number of requests that
+  // were ended (kAbort), have finished (kWait) or are frozen (kKeep). kWait lets frozen requests
+  // run. ABORTED (PAUSE_SUPERSEDED) for a kWait that another pause or a resume overtakes.
+  using PauseDone = std::function<void(absl::StatusOr<int>)>;
+  void Pause(PauseMode mode, PauseDone done);
   void Resume(std::function<void()> done);
 
   // As of the end of the last step.

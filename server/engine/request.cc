@@ -37,6 +37,10 @@ bool Contains(const std::vector<TokenId>& ids, TokenId id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
 }
 
+PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt) {
+  return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt);
+}
+
 // The row before the first: nothing predicts token 0.
 Logprobs FirstRow(const ScoreInput& input) {
   constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
@@ -82,27 +86,28 @@ int64_t Request::load_tokens() const {
   return tokens * static_cast<int64_t>(score->leases.size());
 }
 
-void Request::AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
-                          uint64_t* arrival) {
+void Request::AddSequence(const std::vector<TokenId>& tokens,
+                          const adapter::LoadedAdapter* adapter, const PrefixNode& root,
+                          bool use_prefix_cache) {
   auto sequence = std::make_unique<Sequence>();
   sequence->request = this;
   sequence->index = static_cast<int32_t>(sequences.size());
   sequence->adapter = adapter;
   sequence->priority = base().priority;
-  sequence->arrival = (*arrival)++;
   sequence->tokens = tokens;
   sequence->prompt_tokens = static_cast<int64_t>(tokens.size());
   sequence->is_score = score.has_value();
-  sequence->use_prefix_cache = score.has_value() || !generate->bypass_prefix_cache;
-  sequence->root = PrefixRoot(adapter == nullptr ? std::string() : adapter->digest(),
-                              generate ? generate->cache_salt : std::string());
+  sequence->use_prefix_cache = use_prefix_cache;
+  sequence->root = root;
   sequences.push_back(std::move(sequence));
 }
 
-void Request::MakeSequences(const StopRules& rules, uint64_t* arrival) {
+void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   if (generate) {
+    const PrefixNode root = RootOf(generate->lease, generate->cache_salt);
     for (int32_t i = 0; i < generate->n; ++i) {
-      AddSequence(generate->prompt, generate->lease.get(), arrival);
+      AddSequence(generate->prompt, generate->lease.get(), root,
+                  prefix_cache && !generate->bypass_prefix_cache);
       if (i > 0) sequences.back()->leader = sequences.front().get();
       Sample sample;
       if (generate->stop.min_tokens > 0) {
@@ -118,12 +123,14 @@ void Request::MakeSequences(const StopRules& rules, uint64_t* arrival) {
     return;
   }
   result_.scores.resize(score->sequences.size());
+  std::vector<PrefixNode> roots;
   for (const adapter::AdapterLease& lease : score->leases) {
+    roots.push_back(RootOf(lease, std::string()));
     result_.versions.push_back(SpanOf(lease.get(), 0, 0));
   }
   for (size_t i = 0; i < score->sequences.size(); ++i) {
-    for (const adapter::AdapterLease& lease : score->leases) {
-      AddSequence(score->sequences[i], lease.get(), arrival);
+    for (size_t j = 0; j < score->leases.size(); ++j) {
+      AddSequence(score->sequences[i], score->leases[j].get(), roots[j], prefix_cache);
       result_.scores[i].push_back(FirstRow(*score));
       if (sequences.back()->goal() > 0) {
         ++unfinished_sequences;
@@ -132,6 +139,10 @@ void Request::MakeSequences(const StopRules& rules, uint64_t* arrival) {
       }
     }
   }
+}
+
+void Request::Enter(uint64_t* arrival) {
+  for (const auto& sequence : sequences) sequence->arrival = (*arrival)++;
 }
 
 Request::Want Request::WantOf(const Sequence& sequence, int64_t count) const {

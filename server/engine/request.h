@@ -38,8 +38,10 @@ struct Request {
   Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted);
   Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted);
 
-  // Makes the sequences, numbered from *arrival on. A score may need none (all of length 1).
-  void MakeSequences(const StopRules& rules, uint64_t* arrival);
+  // Makes the sequences. A score may need none (all of length 1). Any thread, before Enter.
+  void MakeSequences(const StopRules& rules, bool prefix_cache);
+  // Numbers the sequences from *arrival on, in the order in which requests enter the engine.
+  void Enter(uint64_t* arrival);
 
   const RequestBase& base() const {
     return generate ? static_cast<const RequestBase&>(*generate) : *score;
@@ -89,7 +91,7 @@ struct Request {
   };
 
   void AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
-                   uint64_t* arrival);
+                   const PrefixNode& root, bool use_prefix_cache);
   FinishReason StopReason(const Sequence& sequence, const StopRules& rules) const;
   Finish MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const;
   bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,

@@ -1,12 +1,13 @@
 // The mailbox between the engine and the one consumer of a request. The engine never waits for a
-// consumer: deltas of a sample that have not been taken are merged, so memory is bounded by
-// n × max_tokens. Shared by both sides. Thread-safe.
+// consumer: deltas of a sample that have not been taken are merged, so memory is bounded by the
+// request's own n × max_tokens positions. Shared by both sides. Thread-safe.
 #pragma once
 
 #include <atomic>
 #include <deque>
 #include <functional>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -56,7 +57,10 @@ class ScoreTicket {
 
   void Cancel() { cancelled_.store(true, std::memory_order_release); }
   bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
-  void Finish(absl::StatusOr<ScoreResult> result) { done_(std::move(result)); }
+  // Once. What `done` holds is let go.
+  void Finish(absl::StatusOr<ScoreResult> result) {
+    std::exchange(done_, nullptr)(std::move(result));
+  }
 
  private:
   std::atomic<bool> cancelled_{false};

@@ -90,10 +90,10 @@ grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* con
           call->End(mode.status());
           return;
         }
-        services_->engine->Pause(*mode, [call](int affected) {
-          call->Complete([affected](v1::PauseResponse* to) {
-            to->set_affected(static_cast<uint32_t>(affected));
-            return absl::OkStatus();
+        services_->engine->Pause(*mode, [call](const absl::StatusOr<int>& affected) {
+          call->Complete([&affected](v1::PauseResponse* to) {
+            if (affected.ok()) to->set_affected(static_cast<uint32_t>(*affected));
+            return affected.status();
           });
         });
       });

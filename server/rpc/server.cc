@@ -31,8 +31,14 @@ namespace {
 
 constexpr char kReadiness[] = "readiness";
 constexpr char kLiveness[] = "liveness";
-constexpr const char* kServingNames[] = {"", "dorad.v1.InferenceService", "dorad.v1.AdapterService",
-                                         "dorad.v1.ControlService", kReadiness};
+constexpr char kInference[] = "dorad.v1.InferenceService";
+constexpr char kAdapters[] = "dorad.v1.AdapterService";
+constexpr char kControl[] = "dorad.v1.ControlService";
+
+struct Part {
+  const char* name;  // in health checks
+  grpc::Service* service;
+};
 
 // gRPC writes to stderr in a format of its own, also about what we report ourselves.
 void ForwardGrpcLog(gpr_log_func_args* args) {
@@ -91,10 +97,11 @@ absl::Status WhyListenFailed(const ListenAddress& address, const std::string& te
 struct Listener {
   std::unique_ptr<grpc::Server> server;
   std::string address;
+  std::vector<Part> parts;
 };
 
 absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
-                                const std::vector<grpc::Service*>& services) {
+                                std::vector<Part> parts) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
   const bool is_unix = !address.unix_path.empty();
   if (is_unix) DORAD_RETURN_IF_ERROR(CheckSocketFree(address.unix_path));
@@ -104,8 +111,9 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
   builder.AddListeningPort(
       is_unix ? absl::StrCat("unix:", address.unix_path) : JoinHostPort(address.host, address.port),
       grpc::InsecureServerCredentials(), &port);
-  for (grpc::Service* service : services) builder.RegisterService(service);
+  for (const Part& part : parts) builder.RegisterService(part.service);
   Listener listener;
+  listener.parts = std::move(parts);
   listener.server = builder.BuildAndStart();
   if (listener.server == nullptr || port == 0) return WhyListenFailed(address, text);
   if (is_unix) chmod(address.unix_path.c_str(), 0660);
@@ -118,11 +126,28 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
 struct Server::Impl {
   explicit Impl(Services* s) : services(s), inference(s), adapters(s), control(s) {}
 
+  // Calls each(health, parts) for each listener that there is.
   template <typename Each>
   void ForEachHealth(Each each) {
     for (Listener* listener : {&main, &admin}) {
-      if (listener->server) each(listener->server->GetHealthCheckService());
+      if (listener->server) each(listener->server->GetHealthCheckService(), listener->parts);
     }
+  }
+
+  // Generate calls end with their tokens so far.
+  void AbortAll() {
+    services->engine->Abort({.all = true}, "the server is shutting down", [](int) {});
+  }
+
+  // False when `timeout` has passed before all requests were answered.
+  bool AwaitQuiet(absl::Duration timeout) const {
+    constexpr absl::Duration kPoll = absl::Milliseconds(20);
+    const auto end = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout);
+    while (!services->engine->idle() || services->open_streams > 0) {
+      if (std::chrono::steady_clock::now() >= end) return false;
+      absl::SleepFor(kPoll);
+    }
+    return true;
   }
 
   Services* const services;
@@ -146,15 +171,18 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   auto impl = std::make_unique<Impl>(services);
   // The channelz plugin reaches every server built after it: the main one comes first when there
   // is another for operators.
+  const Part inference{kInference, &impl->inference};
+  const Part adapters{kAdapters, &impl->adapters};
+  const Part control{kControl, &impl->control};
   if (options.admin_listen.empty()) {
     grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options,
-                                              {&impl->inference, &impl->adapters, &impl->control}));
+    DORAD_ASSIGN_OR_RETURN(impl->main,
+                           Listen(options.listen, options, {inference, adapters, control}));
   } else {
-    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {&impl->inference}));
+    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {inference}));
     grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(
-        impl->admin, Listen(options.admin_listen, options, {&impl->adapters, &impl->control}));
+    DORAD_ASSIGN_OR_RETURN(impl->admin,
+                           Listen(options.admin_listen, options, {adapters, control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));
   server->SetAlive(true);
@@ -166,28 +194,28 @@ const std::string& Server::address() const { return impl_->main.address; }
 const std::string& Server::admin_address() const { return impl_->admin.address; }
 
 void Server::SetServing(bool serving) {
-  impl_->ForEachHealth([serving](grpc::HealthCheckServiceInterface* health) {
-    for (const char* name : kServingNames) health->SetServingStatus(name, serving);
+  impl_->ForEachHealth([serving](grpc::HealthCheckServiceInterface* health, const auto& parts) {
+    for (const char* name : {"", kReadiness}) health->SetServingStatus(name, serving);
+    for (const Part& part : parts) health->SetServingStatus(part.name, serving);
   });
 }
 
 void Server::SetAlive(bool alive) {
-  impl_->ForEachHealth([alive](grpc::HealthCheckServiceInterface* health) {
+  impl_->ForEachHealth([alive](grpc::HealthCheckServiceInterface* health, const auto&) {
     health->SetServingStatus(kLiveness, alive);
   });
 }
 
-void Server::Drain(absl::Duration timeout) {
-  constexpr absl::Duration kPoll = absl::Milliseconds(20);
+void Server::Drain(absl::Duration timeout, absl::Duration grace) {
   SetServing(false);
   impl_->services->draining = true;
   engine::Engine* const engine = impl_->services->engine;
   engine->StopAdmission();
-  const auto end = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout);
-  const auto busy = [&] { return !engine->idle() || impl_->services->open_streams > 0; };
-  while (busy() && std::chrono::steady_clock::now() < end) {
-    absl::SleepFor(kPoll);
-  }
+  // Frozen requests would never finish.
+  if (engine->stats().paused) impl_->AbortAll();
+  if (impl_->AwaitQuiet(timeout)) return;
+  impl_->AbortAll();
+  impl_->AwaitQuiet(grace);
 }
 
 void Server::Shutdown(absl::Duration grace) {

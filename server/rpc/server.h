@@ -30,14 +30,15 @@ class Server {
   // "" without an admin listener.
   const std::string& admin_address() const;
 
-  // Health of "", of each of our services and of "readiness" ("liveness" stays).
+  // Health of "", of the listener's own services and of "readiness" ("liveness" stays).
   void SetServing(bool serving);
   // Health of "liveness".
   void SetAlive(bool alive);
 
   // Not serving any more, new requests are refused, running ones go on until all of them have been
-  // answered or `timeout` has passed.
-  void Drain(absl::Duration timeout);
+  // answered or `timeout` has passed. What is left then, or was frozen by a pause, is aborted and
+  // has `grace` to reach the clients.
+  void Drain(absl::Duration timeout, absl::Duration grace);
   // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.
   void Shutdown(absl::Duration grace);
 

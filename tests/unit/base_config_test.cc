@@ -65,12 +65,12 @@ TEST(ConfigTest, OverridesEveryType) {
   const Config config = Parse(
       "adapters: {preload: {a: /old, keep: /k}}",
       {"server.metrics_listen=", "model.path=/m=1 # not a comment", "engine.kv_bytes=2 GiB",
-       "engine.watchdog_seconds=0.5", "engine.prefix_cache=false",
+       "engine.watchdog_seconds=7.5", "engine.prefix_cache=false",
        "adapters.allowed_roots=[/r, /s]", "adapters.preload.a=/new", "adapters.preload.v1.5=/v"});
   EXPECT_EQ(config.server.metrics_listen, "");
   EXPECT_EQ(config.model.path, "/m=1 # not a comment");
   EXPECT_EQ(config.engine.kv_bytes, int64_t{2} << 30);
-  EXPECT_EQ(config.engine.watchdog_seconds, 0.5);
+  EXPECT_EQ(config.engine.watchdog_seconds, 7.5);
   EXPECT_FALSE(config.engine.prefix_cache);
   EXPECT_THAT(config.adapters.allowed_roots, ElementsAre("/r", "/s"));
   EXPECT_THAT(config.adapters.preload,
@@ -249,7 +249,7 @@ TEST(ConfigTest, YamlReadsBackToTheSameValues) {
   config.server.metrics_listen = "";
   config.engine.kv_bytes = 1025;
   config.adapters.max_bytes = int64_t{3} << 40;
-  config.engine.watchdog_seconds = 0.1;
+  config.engine.watchdog_seconds = 5.1;
   config.engine.prefix_cache = false;
   config.adapters.preload = {{"true", "/null"}, {"1.5", "/~"}, {"z: y", "- /x"}};
   config.adapters.allowed_roots = {"/a, b", "/]", "/\""};
@@ -259,7 +259,7 @@ TEST(ConfigTest, YamlReadsBackToTheSameValues) {
   EXPECT_EQ(read.model.path, config.model.path);
   EXPECT_EQ(read.engine.kv_bytes, 1025);
   EXPECT_EQ(read.adapters.max_bytes, int64_t{3} << 40);
-  EXPECT_EQ(read.engine.watchdog_seconds, 0.1);
+  EXPECT_EQ(read.engine.watchdog_seconds, 5.1);
   EXPECT_FALSE(read.engine.prefix_cache);
   EXPECT_EQ(read.adapters.preload, config.adapters.preload);
   EXPECT_EQ(read.adapters.allowed_roots, config.adapters.allowed_roots);

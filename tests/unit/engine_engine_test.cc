@@ -460,8 +460,8 @@ TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
   const SampleText expected = Expected(input, 0, 512);
   auto stream = Submit(std::move(input));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kKeep, [&](int count) {
-    EXPECT_EQ(count, 1);
+  engine_->Pause(PauseMode::kKeep, [&](absl::StatusOr<int> count) {
+    EXPECT_EQ(count.value(), 1);
     paused.Notify();
   });
   paused.WaitForNotification();
@@ -483,7 +483,7 @@ TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
   };
   auto stream = Submit(Input(Prompt(4), 50));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kWait, [&](int) { paused.Notify(); });
+  engine_->Pause(PauseMode::kWait, [&](auto) { paused.Notify(); });
   auto refused = std::make_shared<TokenStream>(false);
   const absl::Status status = engine_->Submit(Input(Prompt(4), 2), refused);
   EXPECT_EQ(ReasonOf(status), "ENGINE_PAUSED");
@@ -495,6 +495,51 @@ TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
   EXPECT_TRUE(Wait(*Submit(Input(Prompt(4), 2))).status.ok());
 }
 
+TEST_F(EngineTest, PauseWaitLetsFrozenRequestsFinish) {
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  auto stream = Submit(Input(Prompt(4), 50));
+  absl::Notification frozen;
+  engine_->Pause(PauseMode::kKeep, [&](auto) { frozen.Notify(); });
+  frozen.WaitForNotification();
+  absl::Notification drained;
+  engine_->Pause(PauseMode::kWait, [&](auto) { drained.Notify(); });
+  EXPECT_TRUE(drained.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 50u);
+  EXPECT_TRUE(engine_->stats().paused);
+}
+
+TEST_F(EngineTest, APauseThatWaitsIsToldWhenItIsOvertaken) {
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [](auto) {
+    absl::SleepFor(absl::Milliseconds(1));
+    return absl::OkStatus();
+  };
+  auto stream = Submit(Input(Prompt(4), 400));
+  absl::Notification overtaken;
+  engine_->Pause(PauseMode::kWait, [&](absl::StatusOr<int> result) {
+    EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
+    overtaken.Notify();
+  });
+  engine_->Resume([] {});
+  EXPECT_TRUE(overtaken.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
+}
+
+TEST_F(EngineTest, WithoutThePrefixCacheNothingIsReused) {
+  EngineOptions options = DefaultOptions();
+  options.prefix_cache = false;
+  Start(options, 256);
+  for (int i = 0; i < 2; ++i) {
+    const Outcome outcome = Wait(*Submit(Input(Prompt(64), 4)));
+    EXPECT_EQ(outcome.samples.at(0).finish.usage.cached_prompt_tokens, 0u);
+  }
+  EXPECT_EQ(engine_->stats().kv_pages_cached, 0);
+}
+
 TEST_F(EngineTest, PauseAbortEndsEverything) {
   Start(DefaultOptions(), 64);
   runner_->on_step = [](auto) {
@@ -503,8 +548,8 @@ TEST_F(EngineTest, PauseAbortEndsEverything) {
   };
   auto stream = Submit(Input(Prompt(4), 500));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kAbort, [&](int count) {
-    EXPECT_EQ(count, 1);
+  engine_->Pause(PauseMode::kAbort, [&](absl::StatusOr<int> count) {
+    EXPECT_EQ(count.value(), 1);
     paused.Notify();
   });
   paused.WaitForNotification();

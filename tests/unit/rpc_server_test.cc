@@ -2,6 +2,7 @@
 // counts: the token after t is t + 1.
 #include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/client_unary_call.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -112,6 +113,22 @@ bool Eventually(const std::function<bool()>& condition) {
   return false;
 }
 
+// What grpc.health.v1.Health/Check says of a service; its messages look like these on the wire
+// (a name; a number that is 1 for SERVING).
+bool IsServing(const std::string& address, const std::string& service) {
+  const auto channel = grpc::CreateChannel(address, grpc::InsecureChannelCredentials());
+  const grpc::internal::RpcMethod method("/grpc.health.v1.Health/Check",
+                                         grpc::internal::RpcMethod::NORMAL_RPC);
+  grpc::ClientContext context;
+  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+  v1::GetRequest request;
+  request.set_adapter(service);
+  v1::AbortResponse response;
+  const grpc::Status status = grpc::internal::BlockingUnaryCall(channel.get(), method, &context,
+                                                                request, &response);
+  return status.ok() && response.aborted() == 1;
+}
+
 class ServerTest : public testing::Test {
  protected:
   ServerTest()
@@ -126,7 +143,6 @@ class ServerTest : public testing::Test {
     options.context_length = kContext;
     options.max_queued_requests = 4;
     options.max_running_sequences = 8;
-    options.kv_pages = runner->kv_pages();
     engine_ = std::make_unique<engine::Engine>(options, std::move(runner), &metrics_);
     publisher_.registry = &registry_;
     FillServices();
@@ -644,7 +660,7 @@ TEST_F(ServerTest, DrainsRunningRequestsAndRefusesNewOnes) {
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(40));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 0; }));
-  drain = std::thread([&] { server_->Drain(absl::Seconds(20)); });
+  drain = std::thread([&] { server_->Drain(absl::Seconds(20), absl::Seconds(1)); });
   ASSERT_TRUE(Eventually([&] { return services_.draining.load(); }));
   EXPECT_TRUE(
       Eventually([&] { return ReasonOfWire(Generate(Request(1)).status) == "SHUTTING_DOWN"; }));
@@ -654,6 +670,52 @@ TEST_F(ServerTest, DrainsRunningRequestsAndRefusesNewOnes) {
   EXPECT_EQ(UnpackIds(message.token_ids()).size(), 40u);
   EXPECT_TRUE(reader->Finish().ok());
   drain.join();
+}
+
+TEST_F(ServerTest, DrainGivesBackTheTokensOfFrozenRequestsAtOnce) {
+  runner_->step_time = 5;
+  const auto context = Context();
+  const auto reader = inference_->Generate(context.get(), Request(400));
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 3; }));
+  v1::PauseResponse paused;
+  ASSERT_TRUE(control_->Pause(Context().get(), v1::PauseRequest(), &paused).ok());
+  const absl::Time start = absl::Now();
+  std::thread drain([&] { server_->Drain(absl::Seconds(15), absl::Seconds(1)); });
+  v1::GenerateResponse message;
+  EXPECT_TRUE(reader->Read(&message));
+  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
+  EXPECT_FALSE(message.token_ids().empty());
+  EXPECT_TRUE(reader->Finish().ok());
+  drain.join();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
+}
+
+TEST_F(ServerTest, DrainGivesBackTheTokensOfWhatIsLeftAfterItsTime) {
+  runner_->step_time = 50;
+  const auto context = Context();
+  const auto reader = inference_->Generate(context.get(), Request(400));
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 1; }));
+  std::thread drain([&] { server_->Drain(absl::Milliseconds(100), absl::Seconds(10)); });
+  v1::GenerateResponse message;
+  EXPECT_TRUE(reader->Read(&message));
+  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
+  EXPECT_FALSE(message.token_ids().empty());
+  EXPECT_TRUE(reader->Finish().ok());
+  drain.join();
+}
+
+TEST_F(ServerTest, EachListenerIsHealthyForItsOwnServicesOnly) {
+  Server::Options options;
+  options.listen = "127.0.0.1:0";
+  options.admin_listen = "127.0.0.1:0";
+  const auto server = Server::Start(options, &services_);
+  ASSERT_TRUE(server.ok()) << server.status();
+  EXPECT_TRUE(IsServing((*server)->address(), "dorad.v1.InferenceService"));
+  EXPECT_FALSE(IsServing((*server)->address(), "dorad.v1.ControlService"));
+  EXPECT_FALSE(IsServing((*server)->admin_address(), "dorad.v1.InferenceService"));
+  EXPECT_TRUE(IsServing((*server)->admin_address(), "dorad.v1.AdapterService"));
+  EXPECT_TRUE(IsServing((*server)->admin_address(), "dorad.v1.ControlService"));
+  EXPECT_TRUE(IsServing((*server)->admin_address(), "readiness"));
 }
 
 TEST_F(ServerTest, ShutdownEndsWatchersAndPausedRequests) {
