@@ -14,6 +14,7 @@
 #include "server/base/error.h"
 #include "server/model/checkpoint.h"
 #include "server/model/tensor_table.h"
+#include "server/ops/torch_error.h"
 
 namespace dorad::model {
 namespace {
@@ -187,9 +188,8 @@ absl::StatusOr<std::unique_ptr<LoadedModel>> LoadedModel::Load(const std::string
           importer.Import(name, offset, block);
         }));
     violations = importer.violations();
-  } catch (const std::exception& error) {  // ATen's allocator throws
-    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                     absl::StrCat("no memory for the weights of ", dir, ": ", error.what()));
+  } catch (...) {  // ATen's allocator throws
+    return ops::FromTorchException(absl::StrCat("loading the weights of ", dir), "INTERNAL");
   }
   for (Violation& violation : CheckTiedHead(checkpoint, model->config_)) {
     violations.push_back(std::move(violation));
