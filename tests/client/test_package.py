@@ -43,7 +43,7 @@ def test_carries_generated_modules_with_types(wheel):
 
 def test_names_its_programs_and_what_it_needs(wheel):
     assert "doractl = dorad.cli:main" in read(wheel, "entry_points.txt")
-    assert "dorad-load = dorad.load:main" in read(wheel, "entry_points.txt")
+    assert "dorad-load = dorad.cli:load_main" in read(wheel, "entry_points.txt")
     needs = [line for line in read(wheel, "METADATA").splitlines() if "Requires-Dist" in line]
     for package in ("grpcio>=", "protobuf", "numpy", "googleapis-common-protos"):
         assert [line for line in needs if line.startswith(f"Requires-Dist: {package}")], package

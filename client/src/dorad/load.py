@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -320,16 +319,3 @@ def summarise(plan: Plan, records: list[Record], seconds: float) -> dict[str, An
         "longest_gap_ms": _distribution([r.longest_gap for r in good if r.gaps]),
         "e2e_ms": _distribution([r.end - r.start for r in good]),
     }
-
-
-def main() -> None:
-    """Entry point of `dorad-load`."""
-    try:
-        import rich  # noqa: F401
-        import typer  # noqa: F401
-    except ImportError:
-        print("dorad-load needs its extra: pip install 'dorad[cli]'", file=sys.stderr)
-        sys.exit(1)
-    from dorad.cli.load import app
-
-    app(prog_name="dorad-load")
