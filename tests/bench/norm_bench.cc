@@ -3,12 +3,10 @@
 //
 //   norm_bench [largest weight in MiB, default 1024]
 //
-// Weights fp32 N(0, 0.02²), A and B of trained size (B is not zero), one thread, as a loader has it.
+// Weights fp32 N(0, 0.02²), A and B of trained size (B is not zero), one thread, as a loader has
+// it.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/manual_seed.h>
-#include <ATen/ops/randn.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -68,12 +66,12 @@ struct Shape {
 };
 
 const std::vector<Shape> kPaperShapes = {
-    {4096, 4096, 16},     {4096, 4096, 64},     {4096, 4096, 128},   {4096, 4096, 256},
-    {4096, 4096, 384},    {4096, 4096, 512},    {8192, 8192, 64},    {8192, 8192, 384},
-    {8192, 8192, 512},    {8192, 8192, 768},    {4096, 11008, 384},  {8192, 28672, 384},
-    {512, 512, 64},       {512, 1024, 64},      {512, 512, 384},     {1024, 1024, 128},
-    {1024, 1024, 384},    {2048, 2048, 384},    {3072, 3072, 384},   {6144, 6144, 384},
-    {6144, 12288, 384},   {16384, 16384, 384},  {28672, 6144, 384},
+    {4096, 4096, 16},   {4096, 4096, 64},    {4096, 4096, 128},  {4096, 4096, 256},
+    {4096, 4096, 384},  {4096, 4096, 512},   {8192, 8192, 64},   {8192, 8192, 384},
+    {8192, 8192, 512},  {8192, 8192, 768},   {4096, 11008, 384}, {8192, 28672, 384},
+    {512, 512, 64},     {512, 1024, 64},     {512, 512, 384},    {1024, 1024, 128},
+    {1024, 1024, 384},  {2048, 2048, 384},   {3072, 3072, 384},  {6144, 6144, 384},
+    {6144, 12288, 384}, {16384, 16384, 384}, {28672, 6144, 384},
 };
 
 double Seconds(std::chrono::steady_clock::time_point since) {
@@ -113,8 +111,7 @@ void Measure(const Shape& shape, CountingAllocator* allocator) {
   const int64_t peak = allocator->peak();
 
   const at::Tensor dense = DenseNorms(w, a, b, scale);
-  const double error =
-      ((norms.to(at::kDouble) - dense).abs() / dense).max().item<double>();
+  const double error = ((norms.to(at::kDouble) - dense).abs() / dense).max().item<double>();
   std::printf("%6ld x %-6ld r %-4ld  %8.1e  %9.1f ms  %9.1f ms  %7.1f MiB of %ld%s\n", out, in,
               rank, error, base_seconds * 1e3, factored_seconds * 1e3,
               static_cast<double>(peak) / (1 << 20), options.chunk_budget_bytes >> 20,
