@@ -160,7 +160,7 @@ grpc::ServerUnaryReactor* AdapterService::List(grpc::CallbackServerContext* cont
 
 grpc::ServerWriteReactor<v1::WatchResponse>* AdapterService::Watch(
     grpc::CallbackServerContext* context, const v1::WatchRequest* request) {
-  return WatchReactor::Start(services_, context, *request);
+  return WatchReactor::StartAs<WatchReactor>(services_, context, *request);
 }
 
 grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* context,

@@ -49,7 +49,7 @@ absl::StatusOr<ParsedScore> Admit(const Services& services, const v1::ScoreReque
 
 grpc::ServerWriteReactor<v1::GenerateResponse>* InferenceService::Generate(
     grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  return GenerateReactor::Start(services_, context, *request);
+  return GenerateReactor::StartAs<GenerateReactor>(services_, context, *request);
 }
 
 grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* context,

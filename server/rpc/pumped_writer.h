@@ -1,0 +1,155 @@
+// The server side of a stream of messages whose source wakes it: what Generate and Watch share.
+//
+// At most one write is outstanding. The source only posts a wake-up (it may hold locks of its own
+// and must not be touched from there); a courier thread or gRPC's own takes, encodes and writes.
+// Lock order: mu_, then the source's, then the couriers'. Kept alive by gRPC until OnDone and by
+// posted wake-ups. Thread-safe.
+#pragma once
+
+#include <grpcpp/server_context.h>
+#include <grpcpp/support/server_callback.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "server/rpc/call.h"
+#include "server/rpc/services.h"
+
+namespace dorad::rpc {
+
+template <typename Response>
+class PumpedWriter : public grpc::ServerWriteReactor<Response>,
+                     public std::enable_shared_from_this<PumpedWriter<Response>> {
+ public:
+  // Makes a Reactor and runs its Begin(request); a refusal ends the call before its first message.
+  template <typename Reactor, typename Request>
+  static grpc::ServerWriteReactor<Response>* StartAs(Services* services,
+                                                     grpc::CallbackServerContext* context,
+                                                     const Request& request) {
+    auto reactor = std::make_shared<Reactor>(services, context);
+    reactor->self_ = reactor;
+    Guarded(
+        reactor->method_,
+        [&] {
+          const absl::Status status = reactor->Begin(request);
+          if (!status.ok()) reactor->Abandon(status);
+        },
+        [&](const absl::Status& status) { reactor->Abandon(status); });
+    return reactor.get();
+  }
+
+  void OnWriteDone(bool ok) final {
+    {
+      absl::MutexLock lock(&mu_);
+      writing_ = false;
+      // OnCancel, which knows why, comes as well.
+      if (!ok && !abandoned_) abandoned_ = record_.CancelStatus();
+    }
+    if (!ok) CancelSource();
+    Pump();
+  }
+
+  void OnCancel() final {
+    absl::Status status;
+    {
+      absl::MutexLock lock(&mu_);
+      status = record_.CancelStatus();
+    }
+    Abandon(status);
+  }
+
+  void OnDone() final {
+    LeaveSource();
+    auto self = std::move(self_);
+  }
+
+ protected:
+  PumpedWriter(const char* method, Services* services, grpc::CallbackServerContext* context)
+      : services_(services), method_(method), record_(method, context, services->metrics) {}
+
+  // What the source has for the client now.
+  struct Turn {
+    bool message = false;             // the response has been filled: write it
+    std::optional<absl::Status> end;  // nothing more will come: end with this
+  };
+  virtual Turn Next(Response* response) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) = 0;
+  // The client wants nothing more. May be called more than once, and before there is a source.
+  virtual void CancelSource() {}
+  // After this returns the source never calls Wake() again.
+  virtual void LeaveSource() = 0;
+
+  // For the source to call when there may be something: only posts.
+  void Wake() {
+    if (wake_posted_.exchange(true)) return;
+    services_->couriers->Submit([self = this->shared_from_this()] {
+      // Before the source is looked at, so that nothing pushed after that goes unnoticed.
+      self->wake_posted_ = false;
+      self->Pump();
+    });
+  }
+
+  void Pump() ABSL_LOCKS_EXCLUDED(mu_) {
+    Guarded(
+        method_,
+        [this] {
+          absl::MutexLock lock(&mu_);
+          PumpLocked();
+        },
+        [this](const absl::Status& status) { Abandon(status); });
+  }
+
+  Services* const services_;
+  absl::Mutex mu_;
+
+  CallRecord& record() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return record_; }
+
+ private:
+  void PumpLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (writing_ || ended_) return;
+    if (abandoned_) {
+      EndLocked(*abandoned_);
+      return;
+    }
+    const Turn turn = Next(&response_);
+    if (turn.message) {
+      writing_ = true;
+      this->StartWrite(&response_);
+    } else if (turn.end) {
+      EndLocked(*turn.end);
+    }
+  }
+
+  // The call ends without what is still to come: now, or when the outstanding write is done.
+  void Abandon(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
+    CancelSource();
+    absl::MutexLock lock(&mu_);
+    if (writing_) {
+      abandoned_ = status;
+    } else {
+      EndLocked(status);
+    }
+  }
+
+  void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (ended_) return;
+    ended_ = true;
+    this->Finish(record_.End(status));
+  }
+
+  const char* const method_;
+  std::shared_ptr<PumpedWriter> self_;
+  std::atomic<bool> wake_posted_{false};
+  CallRecord record_ ABSL_GUARDED_BY(mu_);
+  Response response_ ABSL_GUARDED_BY(mu_);  // of the outstanding write
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  // The status to end with as soon as the outstanding write is done.
+  std::optional<absl::Status> abandoned_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace dorad::rpc
