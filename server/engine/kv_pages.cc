@@ -96,18 +96,6 @@ PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId>
   return node;
 }
 
-void KvPages::ForgetPrefixes() {
-  while (oldest_ >= 0) {
-    const int32_t page = oldest_;
-    RemoveCached(page);
-    Unregister(page);
-    free_.push_back(page);
-  }
-  for (size_t i = 0; i < pages_.size(); ++i) {
-    if (pages_[i].registered) Unregister(static_cast<int32_t>(i));
-  }
-}
-
 KvPages::Key KvPages::MakeKey(const PrefixNode& parent, absl::Span<const TokenId> tokens) {
   Key key{parent, {}};
   std::copy_n(tokens.begin(), kKvPageTokens, key.tokens.begin());

@@ -55,9 +55,6 @@ class KvPages {
   // Returns its node; an equal one registered earlier keeps its page.
   PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page);
 
-  // Drops every cached prefix; pages in use stay with their holders.
-  void ForgetPrefixes();
-
   int64_t total() const { return static_cast<int64_t>(pages_.size()); }
   int64_t available() const { return static_cast<int64_t>(free_.size()) + cached_; }
   int64_t used() const { return total() - available(); }

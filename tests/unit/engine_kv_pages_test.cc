@@ -160,33 +160,13 @@ TEST(KvPages, RegistersASharedPageAgainWhenItsOldParentIsGone) {
   pages.Release(&z);
 }
 
-TEST(KvPages, ForgetsPrefixesButNotHolders) {
-  KvPages pages(3);
-  const PrefixNode root = PrefixRoot("", "");
-  const std::vector<TokenId> tokens = Tokens(2 * kKvPageTokens, 0);
-  std::vector<int32_t> held;
-  Fill(pages, root, tokens, &held);
-  std::vector<int32_t> gone;
-  Fill(pages, root, Tokens(kKvPageTokens, 500), &gone);
-  pages.Release(&gone);
-  pages.ForgetPrefixes();
-  pages.CheckIntegrity();
-  EXPECT_EQ(pages.used(), 2);
-  PrefixNode node = root;
-  std::vector<int32_t> found;
-  pages.MatchPrefix(tokens, &node, &found);
-  EXPECT_TRUE(found.empty());
-  pages.Release(&held);
-  EXPECT_EQ(pages.cached(), 0);
-}
-
 TEST(KvPages, KeepsItsBooksUnderRandomUse) {
   std::mt19937 random(7);
   KvPages pages(24);
   std::vector<std::vector<int32_t>> holders(8);
   for (int i = 0; i < 20000; ++i) {
     std::vector<int32_t>& holder = holders[random() % holders.size()];
-    switch (random() % 4) {
+    switch (random() % 3) {
       case 0:
         pages.Release(&holder);
         break;
@@ -208,9 +188,6 @@ TEST(KvPages, KeepsItsBooksUnderRandomUse) {
         if (&other != &holder && holder.empty()) pages.Share(other, &holder);
         break;
       }
-      case 3:
-        if (random() % 100 == 0) pages.ForgetPrefixes();
-        break;
     }
     if (i % 100 == 0) pages.CheckIntegrity();
   }
