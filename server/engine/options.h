@@ -11,7 +11,7 @@ namespace dorad::engine {
 struct EngineOptions {
   int64_t max_step_tokens = 512;  // rows of one forward pass
   int32_t max_running_sequences = 256;
-  bool prefix_cache = true;            // false: no request reads or fills it
+  bool prefix_cache = true;  // false: no request reads or fills it
   std::vector<int32_t> eos_token_ids;
   // Limits checked at admission.
   int32_t vocab_size = 0;

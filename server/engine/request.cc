@@ -86,9 +86,8 @@ int64_t Request::load_tokens() const {
   return tokens * static_cast<int64_t>(score->leases.size());
 }
 
-void Request::AddSequence(const std::vector<TokenId>& tokens,
-                          const adapter::LoadedAdapter* adapter, const PrefixNode& root,
-                          bool use_prefix_cache) {
+void Request::AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
+                          const PrefixNode& root, bool use_prefix_cache) {
   auto sequence = std::make_unique<Sequence>();
   sequence->request = this;
   sequence->index = static_cast<int32_t>(sequences.size());

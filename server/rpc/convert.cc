@@ -181,8 +181,7 @@ int64_t BytesPerToken(int32_t top_k, size_t chosen_ids) {
 
 // cells: of a Score, 0 for a Generate.
 void CheckResponseSize(const std::string& field, int64_t tokens, int64_t cells,
-                       int64_t bytes_per_token, int64_t max_message_bytes,
-                       Violations* violations) {
+                       int64_t bytes_per_token, int64_t max_message_bytes, Violations* violations) {
   constexpr int64_t kFraming = 16 << 10;
   constexpr int64_t kCellFraming = 32;
   const int64_t room = max_message_bytes - kFraming - cells * kCellFraming;
@@ -337,10 +336,9 @@ absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const Re
     int64_t tokens = 0;
     for (const auto& sequence : input.sequences) tokens += static_cast<int64_t>(sequence.size());
     const int64_t adapters = static_cast<int64_t>(parsed.adapters.size());
-    CheckResponseSize("sequences", tokens * adapters,
-                      static_cast<int64_t>(input.sequences.size()) * adapters,
-                      BytesPerToken(input.top_k, input.chosen_ids.size()), limits.max_message_bytes,
-                      &violations);
+    CheckResponseSize(
+        "sequences", tokens * adapters, static_cast<int64_t>(input.sequences.size()) * adapters,
+        BytesPerToken(input.top_k, input.chosen_ids.size()), limits.max_message_bytes, &violations);
   }
   if (!violations.empty()) return MakeInvalid("ScoreRequest", std::move(violations));
   input.adapter = parsed.adapters.front();

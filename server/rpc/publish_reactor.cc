@@ -15,8 +15,7 @@ constexpr char kMethod[] = "Publish";
 grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
     Services* services, std::shared_ptr<UploadBudget> budget, grpc::CallbackServerContext* context,
     v1::PublishResponse* response) {
-  auto reactor =
-      std::make_shared<PublishReactor>(services, std::move(budget), context, response);
+  auto reactor = std::make_shared<PublishReactor>(services, std::move(budget), context, response);
   reactor->self_ = reactor;
   if (services->draining) {
     reactor->End(

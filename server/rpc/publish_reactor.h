@@ -21,9 +21,10 @@ namespace dorad::rpc {
 class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
                              public std::enable_shared_from_this<PublishReactor> {
  public:
-  static grpc::ServerReadReactor<v1::PublishRequest>* Start(
-      Services* services, std::shared_ptr<UploadBudget> budget,
-      grpc::CallbackServerContext* context, v1::PublishResponse* response);
+  static grpc::ServerReadReactor<v1::PublishRequest>* Start(Services* services,
+                                                            std::shared_ptr<UploadBudget> budget,
+                                                            grpc::CallbackServerContext* context,
+                                                            v1::PublishResponse* response);
 
   PublishReactor(Services* services, std::shared_ptr<UploadBudget> budget,
                  grpc::CallbackServerContext* context, v1::PublishResponse* response);

@@ -181,8 +181,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   } else {
     DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {inference}));
     grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(impl->admin,
-                           Listen(options.admin_listen, options, {adapters, control}));
+    DORAD_ASSIGN_OR_RETURN(impl->admin, Listen(options.admin_listen, options, {adapters, control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));
   server->SetAlive(true);

@@ -124,8 +124,8 @@ bool IsServing(const std::string& address, const std::string& service) {
   v1::GetRequest request;
   request.set_adapter(service);
   v1::AbortResponse response;
-  const grpc::Status status = grpc::internal::BlockingUnaryCall(channel.get(), method, &context,
-                                                                request, &response);
+  const grpc::Status status =
+      grpc::internal::BlockingUnaryCall(channel.get(), method, &context, request, &response);
   return status.ok() && response.aborted() == 1;
 }
 

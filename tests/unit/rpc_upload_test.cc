@@ -45,7 +45,8 @@ class UploadTest : public testing::Test {
  protected:
   std::string Feed(v1::PublishRequest part) { return ReasonOf(upload_->Accept(&part)); }
 
-  // Announces `size` bytes and sends the first `come` of them (-1: all): the first refusal's reason.
+  // Announces `size` bytes and sends the first `come` of them (-1: all): the first refusal's
+  // reason.
   static std::string Fill(Upload* upload, int64_t size, int64_t come = -1) {
     v1::PublishRequest part = Begin(size);
     absl::Status status = upload->Accept(&part);
