@@ -6,11 +6,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "server/adapter/build.h"
 #include "server/adapter/digest.h"
 #include "server/adapter/folder.h"
 #include "server/adapter/validate.h"
-#include "server/adapter/weights.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/ops/torch_error.h"
@@ -58,7 +56,7 @@ struct AdapterLoader::Impl {
   LoaderOptions options;
   ThreadPool* pool;
   const BaseModules* modules;
-  BaseWeightSource* base;
+  AdapterBuilder* builder;
   AdapterRegistry* registry;
   LoadObserver observer;
   std::shared_ptr<Queue> queue = std::make_shared<Queue>();
@@ -116,8 +114,8 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
 
 void AdapterLoader::Impl::Run(Job& job) {
   // Once in each thread of the pool.
-  static thread_local const bool confined = (ConfineToCallingThread(), true);
-  (void)confined;
+  static thread_local const bool prepared = (builder->PrepareThread(), true);
+  (void)prepared;
   absl::StatusOr<std::shared_ptr<const LoadedAdapter>> loaded = LoadCatching(job);
   job.files = AdapterFiles();
   if (!loaded.ok()) {
@@ -168,14 +166,12 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::Load(J
                          ValidateAdapter(job.files.config_json, std::move(job.files.safetensors),
                                          *modules, options.max_rank));
   const AdapterTensors& tensors = valid.tensors;
-  DORAD_RETURN_IF_ERROR(CheckBaseCopies(tensors, *modules, *base));
+  DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
   AdapterSummary summary;
   for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
   summary.digest = ContentDigest(tensors, *modules);
   const absl::Time validated = absl::Now();
-  DORAD_ASSIGN_OR_RETURN(BuiltAdapter built,
-                         BuildWeights(tensors, *modules, *base,
-                                      {options.norm_chunk_budget_bytes, options.factors_bf16}));
+  DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, builder->Build(tensors));
   summary.resident_bytes = built.bytes;
   summary.timing.read = job.read + (read - start);
   summary.timing.validate = validated - read;
@@ -193,9 +189,9 @@ void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
 }
 
 AdapterLoader::AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
-                             BaseWeightSource* base, AdapterRegistry* registry,
+                             AdapterBuilder* builder, AdapterRegistry* registry,
                              LoadObserver observer)
-    : impl_(new Impl{std::move(options), pool, modules, base, registry, std::move(observer)}) {}
+    : impl_(new Impl{std::move(options), pool, modules, builder, registry, std::move(observer)}) {}
 
 AdapterLoader::~AdapterLoader() {
   Impl::Queue& queue = *impl_->queue;

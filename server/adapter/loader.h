@@ -16,20 +16,16 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/adapter/base_modules.h"
+#include "server/adapter/builder.h"
 #include "server/adapter/registry.h"
 #include "server/base/thread_pool.h"
 
 namespace dorad::adapter {
 
-class BaseWeightSource;
-
 struct LoaderOptions {
   int max_rank = 1024;
   int64_t max_adapter_bytes = int64_t{16} << 30;
-  int64_t norm_chunk_budget_bytes = 64 << 20;
   int max_queued_loads = 64;
-  // Round fp32 factors to bf16 (bf16 compute), or keep the file's dtype.
-  bool factors_bf16 = false;
   // Folders under which PublishFromPath may read; empty: none.
   std::vector<std::string> allowed_roots;
 };
@@ -55,7 +51,7 @@ class AdapterLoader {
  public:
   // All pointers are borrowed and outlive the loader. `pool` runs the loads.
   AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
-                BaseWeightSource* base, AdapterRegistry* registry, LoadObserver observer);
+                AdapterBuilder* builder, AdapterRegistry* registry, LoadObserver observer);
   // Ends queued loads with CANCELLED and waits for the running ones.
   ~AdapterLoader();
 

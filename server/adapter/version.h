@@ -14,7 +14,12 @@
 
 namespace dorad::adapter {
 
-struct AdapterWeights;
+// The tensors of one version in the serving layout of a backend, which alone knows what they are.
+// Immutable.
+class AdapterWeights {
+ public:
+  virtual ~AdapterWeights() = default;
+};
 
 // "" (base), "name" (its active version) or "name@version" as requests write it. version 0: active.
 struct AdapterRef {

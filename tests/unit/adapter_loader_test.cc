@@ -12,8 +12,9 @@
 #include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/adapter/cpu_builder.h"
+#include "server/adapter/cpu_weights.h"
 #include "server/adapter/loader.h"
-#include "server/adapter/weights.h"
 #include "server/base/error.h"
 #include "server/ops/dora_norm.h"
 #include "tests/unit/support/adapter_fixture.h"
@@ -86,8 +87,9 @@ class AdapterLoaderTest : public ::testing::Test {
 
   void Start() {
     loader_.reset();
+    builder_ = MakeCpuAdapterBuilder(&modules_, &base_, builder_options_);
     loader_ = std::make_unique<AdapterLoader>(
-        options_, &pool_, &modules_, &base_, registry_.get(),
+        options_, &pool_, &modules_, builder_.get(), registry_.get(),
         [this](const AdapterSummary* summary, const absl::Status& status) {
           absl::MutexLock lock(&mu_);
           (summary != nullptr ? observed_good_ : observed_bad_) += 1;
@@ -136,8 +138,12 @@ class AdapterLoaderTest : public ::testing::Test {
     return path;
   }
 
+  const CpuAdapterWeights& Weights(const AdapterLease& lease) {
+    return static_cast<const CpuAdapterWeights&>(lease.get()->weights());
+  }
+
   const ops::AdapterFactors& Factors(const AdapterLease& lease, const std::string& module) {
-    const ops::AdapterFactors* factors = lease.get()->weights().Find(modules_.Find(module));
+    const ops::AdapterFactors* factors = Weights(lease).Find(modules_.Find(module));
     EXPECT_NE(factors, nullptr) << module;
     return *factors;
   }
@@ -146,11 +152,13 @@ class AdapterLoaderTest : public ::testing::Test {
   FakeBase base_{modules_};
   ThreadPool pool_{1, 0};
   LoaderOptions options_;
+  CpuBuilderOptions builder_options_;
   std::filesystem::path folder_;
   std::unique_ptr<AdapterRegistry> registry_;
   absl::Mutex mu_;
   int observed_good_ ABSL_GUARDED_BY(mu_) = 0;
   int observed_bad_ ABSL_GUARDED_BY(mu_) = 0;
+  std::unique_ptr<AdapterBuilder> builder_;
   std::unique_ptr<AdapterLoader> loader_;
 };
 
@@ -196,7 +204,7 @@ TEST_F(AdapterLoaderTest, PublishesWeightsInServingLayoutWithExactG) {
     const bool embedding = module.kind == ModuleKind::kEmbedding;
     const auto a = tensors.find(stem + (embedding ? ".lora_embedding_A" : ".lora_A.weight"));
     if (a == tensors.end()) {
-      EXPECT_EQ(lease.get()->weights().Find(modules_.Find(module.name)), nullptr);
+      EXPECT_EQ(Weights(lease).Find(modules_.Find(module.name)), nullptr);
       continue;
     }
     SCOPED_TRACE(module.name);
@@ -244,7 +252,7 @@ TEST_F(AdapterLoaderTest, KeepsBf16AndMakesOneDtypeOfTwo) {
 }
 
 TEST_F(AdapterLoaderTest, RoundsFactorsToBf16ButComputesGFromTheFile) {
-  options_.factors_bf16 = true;
+  builder_options_.factors_bf16 = true;
   Start();
   Tensors tensors = MakeTensors(modules_, {"q_proj"}, 2, true);
   const std::string stem = "base_model.model.model.layers.0.self_attn.q_proj";

@@ -8,7 +8,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/adapter/registry.h"
-#include "server/adapter/weights.h"
+#include "server/adapter/version.h"
 #include "server/base/error.h"
 #include "server/base/thread_pool.h"
 

@@ -1,17 +1,17 @@
-// The tensors of one adapter version in serving layout, and the base weights its norms need.
-// The one header of this room that includes torch: everything else refers to AdapterWeights by
-// forward declaration. Immutable after construction, hence thread-safe.
+// The tensors of one adapter version on the CPU, and the base weights its norms need.
+// The one header of this room that includes torch. Immutable after construction, hence thread-safe.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "server/adapter/version.h"
 #include "server/ops/dora_linear.h"
 
 namespace dorad::adapter {
 
-struct AdapterWeights {
+struct CpuAdapterWeights final : AdapterWeights {
   // Indexed by ModuleId (BaseModules); nullopt where the module is not adapted. Linear modules:
   // a_RI [R, I], b_OR [O, R]. The embedding: a_RI is lora_embedding_A transposed to [V, R],
   // b_OR is [D, R] (see ops/embedding.h).

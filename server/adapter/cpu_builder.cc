@@ -1,4 +1,4 @@
-#include "server/adapter/build.h"
+#include "server/adapter/cpu_builder.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -11,8 +11,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/adapter/cpu_weights.h"
 #include "server/adapter/violations.h"
-#include "server/adapter/weights.h"
 #include "server/ops/dora_norm.h"
 
 namespace dorad::adapter {
@@ -53,17 +53,22 @@ std::pair<at::Tensor, at::Tensor> CopyFactors(const ModuleTensors& module) {
   return {a.to(at::kFloat), b.to(at::kFloat)};
 }
 
+absl::Span<const float> Floats(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<float>(), static_cast<size_t>(tensor.numel())};
+}
+
 std::string ModuleField(const BaseModule& module) {
   return absl::StrCat("base_model.model.", module.name);
 }
 
-class Builder {
+// One adapter's build.
+class AdapterBuild {
  public:
-  Builder(const BaseModules& modules, BaseWeightSource& base, const BuildOptions& options)
+  AdapterBuild(const BaseModules& modules, BaseWeightSource& base, const CpuBuilderOptions& options)
       : modules_(modules), base_(base), options_(options) {}
 
-  absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) {
-    auto weights = std::make_shared<AdapterWeights>();
+  absl::StatusOr<BuiltAdapter> Run(const AdapterTensors& tensors) {
+    auto weights = std::make_shared<CpuAdapterWeights>();
     weights->modules.resize(static_cast<size_t>(modules_.size()));
     for (const ModuleTensors& module : tensors.modules) {
       weights->modules[module.target.module_id] = BuildModule(module);
@@ -103,28 +108,9 @@ class Builder {
     const at::Tensor magnitude = Copy(*tensors.magnitude).to(at::kFloat);
     const double eps = ops::NormEpsilon(base_.CheckpointDtype(id));
     at::Tensor g = ops::MagnitudeScale(magnitude, norms, eps);
-    CheckDegenerate(module, magnitude, norms, g, eps);
-    return g.contiguous();
-  }
-
-  // A row that vanishes has no direction, so a magnitude on it means nothing (PEFT gives NaN or
-  // infinity). Zero on zero is harmless: padded vocabularies have such rows.
-  void CheckDegenerate(const BaseModule& module, const at::Tensor& magnitude,
-                       const at::Tensor& norms, const at::Tensor& g, double eps) {
-    const float* m = magnitude.const_data_ptr<float>();
-    const float* n = norms.const_data_ptr<float>();
-    const float* scale = g.const_data_ptr<float>();
-    int64_t first = -1, count = 0;
-    for (int64_t i = 0; i < g.numel(); ++i) {
-      const bool fine = std::isfinite(n[i]) && std::isfinite(scale[i]) && (n[i] > eps || m[i] == 0);
-      if (fine) continue;
-      if (count++ == 0) first = i;
-    }
-    if (count == 0) return;
-    violations_.Add(ModuleField(module), "ADAPTER_NORM_DEGENERATE",
-                    absl::StrCat(count, " of ", g.numel(),
-                                 " rows of W + s*B*A have no usable norm; ", "the first is row ",
-                                 first, " with norm ", n[first], " and magnitude ", m[first]));
+    g = g.contiguous();
+    CheckNorms(module, Floats(magnitude), Floats(norms), Floats(g), eps, &violations_);
+    return g;
   }
 
   at::Tensor ServingLayout(const BaseModule& module, const at::Tensor& factor) {
@@ -143,7 +129,7 @@ class Builder {
 
   const BaseModules& modules_;
   BaseWeightSource& base_;
-  const BuildOptions& options_;
+  const CpuBuilderOptions& options_;
   Violations violations_;
   BuiltAdapter built_;
 };
@@ -168,9 +154,48 @@ bool EqualsBase(const TensorView& copy, const at::Tensor& weight, at::ScalarType
   return true;
 }
 
+class CpuAdapterBuilder final : public AdapterBuilder {
+ public:
+  CpuAdapterBuilder(const BaseModules* modules, BaseWeightSource* base, CpuBuilderOptions options)
+      : modules_(*modules), base_(*base), options_(options) {}
+
+  // A load must not take the cores that running streams use: parallel regions that the thread opens
+  // run on it alone.
+  void PrepareThread() override {
+    // The first call in a thread takes over ATen's default, so it comes before ours.
+    // at::set_num_threads would also become the default of threads that start later.
+    (void)at::get_num_threads();
+    omp_set_num_threads(1);
+  }
+
+  absl::Status CheckBaseCopies(const AdapterTensors& tensors) override {
+    Violations violations;
+    for (const BaseCopy& copy : tensors.base_copies) {
+      if (EqualsBase(*copy.tensor, base_.Weight(copy.module_id),
+                     base_.CheckpointDtype(copy.module_id))) {
+        continue;
+      }
+      violations.Add(copy.key, "ADAPTER_BASE_DIFFERS",
+                     absl::StrCat("the file's copy of ", modules_.all()[copy.module_id].name,
+                                  " differs from the base model's weight: the adapter was trained "
+                                  "on other weights or with a resized vocabulary"));
+    }
+    return violations.ToStatus(kSubject);
+  }
+
+  absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) override {
+    return AdapterBuild(modules_, base_, options_).Run(tensors);
+  }
+
+ private:
+  const BaseModules& modules_;
+  BaseWeightSource& base_;
+  const CpuBuilderOptions options_;
+};
+
 }  // namespace
 
-int64_t AdapterWeights::bytes() const {
+int64_t CpuAdapterWeights::bytes() const {
   int64_t total = 0;
   for (const auto& factors : modules) {
     if (!factors) continue;
@@ -180,32 +205,10 @@ int64_t AdapterWeights::bytes() const {
   return total;
 }
 
-absl::StatusOr<BuiltAdapter> BuildWeights(const AdapterTensors& tensors, const BaseModules& modules,
-                                          BaseWeightSource& base, const BuildOptions& options) {
-  return Builder(modules, base, options).Build(tensors);
-}
-
-absl::Status CheckBaseCopies(const AdapterTensors& tensors, const BaseModules& modules,
-                             const BaseWeightSource& base) {
-  Violations violations;
-  for (const BaseCopy& copy : tensors.base_copies) {
-    if (EqualsBase(*copy.tensor, base.Weight(copy.module_id),
-                   base.CheckpointDtype(copy.module_id))) {
-      continue;
-    }
-    violations.Add(copy.key, "ADAPTER_BASE_DIFFERS",
-                   absl::StrCat("the file's copy of ", modules.all()[copy.module_id].name,
-                                " differs from the base model's weight: the adapter was trained on "
-                                "other weights or with a resized vocabulary"));
-  }
-  return violations.ToStatus(kSubject);
-}
-
-void ConfineToCallingThread() {
-  // The first call in a thread takes over ATen's default, so it comes before ours.
-  // at::set_num_threads would also become the default of threads that start later.
-  (void)at::get_num_threads();
-  omp_set_num_threads(1);
+std::unique_ptr<AdapterBuilder> MakeCpuAdapterBuilder(const BaseModules* modules,
+                                                      BaseWeightSource* base,
+                                                      CpuBuilderOptions options) {
+  return std::make_unique<CpuAdapterBuilder>(modules, base, options);
 }
 
 }  // namespace dorad::adapter

@@ -1,0 +1,26 @@
+#include "server/adapter/builder.h"
+
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+
+namespace dorad::adapter {
+
+void CheckNorms(const BaseModule& module, absl::Span<const float> magnitude,
+                absl::Span<const float> norms, absl::Span<const float> g, double eps,
+                Violations* violations) {
+  int64_t first = -1, count = 0;
+  for (size_t i = 0; i < g.size(); ++i) {
+    const bool fine =
+        std::isfinite(norms[i]) && std::isfinite(g[i]) && (norms[i] > eps || magnitude[i] == 0);
+    if (fine) continue;
+    if (count++ == 0) first = static_cast<int64_t>(i);
+  }
+  if (count == 0) return;
+  violations->Add(absl::StrCat("base_model.model.", module.name), "ADAPTER_NORM_DEGENERATE",
+                  absl::StrCat(count, " of ", g.size(),
+                               " rows of W + s*B*A have no usable norm; the first is row ", first,
+                               " with norm ", norms[first], " and magnitude ", magnitude[first]));
+}
+
+}  // namespace dorad::adapter

@@ -1,0 +1,45 @@
+// From validated tensors to a backend's serving layout: what the loader needs of a backend.
+// Torch-free. Implemented by each backend (cpu_builder.h); thread-safe, runs on loader threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "server/adapter/base_modules.h"
+#include "server/adapter/tensors.h"
+#include "server/adapter/version.h"
+#include "server/adapter/violations.h"
+
+namespace dorad::adapter {
+
+struct BuiltAdapter {
+  std::shared_ptr<const AdapterWeights> weights;
+  int64_t bytes = 0;
+  absl::Duration copy, norms;
+};
+
+class AdapterBuilder {
+ public:
+  virtual ~AdapterBuilder() = default;
+  // Once on each thread that will call the functions below.
+  virtual void PrepareThread() {}
+  // INVALID_ARGUMENT (ADAPTER_BASE_DIFFERS) unless each copy of a base weight in the file equals
+  // the base model's.
+  virtual absl::Status CheckBaseCopies(const AdapterTensors& tensors) = 0;
+  // Copies, row norms (paper, Algorithm 1) and g. INVALID_ARGUMENT listing every violation:
+  // ADAPTER_NORM_DEGENERATE, ADAPTER_NOT_FINITE (a value beyond bf16's range when factors are
+  // rounded to it). May throw what the backend's libraries throw.
+  virtual absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) = 0;
+};
+
+// Names the rows whose norm does not define g = m / max(norm, eps) as ADAPTER_NORM_DEGENERATE. A
+// row that vanishes has no direction, so a magnitude on it means nothing (PEFT gives NaN or
+// infinity). Zero on zero is harmless: padded vocabularies have such rows. Equal sizes.
+void CheckNorms(const BaseModule& module, absl::Span<const float> magnitude,
+                absl::Span<const float> norms, absl::Span<const float> g, double eps,
+                Violations* violations);
+
+}  // namespace dorad::adapter
