@@ -13,22 +13,10 @@ namespace {
 
 at::Tensor EmptyF32(at::IntArrayRef sizes) { return at::empty(sizes, at::kFloat); }
 
-// transformers forms the angles in fp32 from fp32 inverse frequencies; so do we, because at large
-// positions the rounding of the angle is visible in the result.
 ops::RopeTable MakeRopeTable(const ModelConfig& config, int64_t positions) {
-  const RopeFrequencies frequencies = ComputeRopeFrequencies(config, positions);
   const int64_t half = config.head_dim / 2;
   ops::RopeTable table{EmptyF32({positions, half}), EmptyF32({positions, half})};
-  float* cos = table.cos.data_ptr<float>();
-  float* sin = table.sin.data_ptr<float>();
-  const float scale = static_cast<float>(frequencies.attention_scale);
-  for (int64_t p = 0; p < positions; ++p) {
-    for (int64_t i = 0; i < half; ++i) {
-      const float angle = static_cast<float>(p) * static_cast<float>(frequencies.inverse[i]);
-      cos[p * half + i] = std::cos(angle) * scale;
-      sin[p * half + i] = std::sin(angle) * scale;
-    }
-  }
+  FillRopeTable(config, positions, table.cos.data_ptr<float>(), table.sin.data_ptr<float>());
   return table;
 }
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/types/span.h"
-#include "server/adapter/weights.h"
+#include "server/adapter/cpu_weights.h"
 #include "server/model/weights.h"
 #include "server/ops/attention.h"
 
@@ -20,7 +20,7 @@ namespace dorad::model {
 
 // Rows [begin, end) use `weights` (nullptr: the base model). Ascending, covering all rows.
 struct AdapterRows {
-  const adapter::AdapterWeights* weights = nullptr;
+  const adapter::CpuAdapterWeights* weights = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
 };

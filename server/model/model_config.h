@@ -85,4 +85,9 @@ struct RopeFrequencies {
 };
 RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length);
 
+// cos and sin, times the attention scale, of positions [0, positions): [positions, head_dim / 2]
+// each. transformers forms the angles in fp32 from fp32 inverse frequencies; so does this, because
+// at large positions the rounding of the angle is visible in the result.
+void FillRopeTable(const ModelConfig& config, int64_t positions, float* cos, float* sin);
+
 }  // namespace dorad::model

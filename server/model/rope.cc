@@ -152,4 +152,17 @@ RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length
   return {std::vector<double>(inverse.begin(), inverse.end()), attention_scale};
 }
 
+void FillRopeTable(const ModelConfig& config, int64_t positions, float* cos, float* sin) {
+  const RopeFrequencies frequencies = ComputeRopeFrequencies(config, positions);
+  const int64_t half = config.head_dim / 2;
+  const float scale = static_cast<float>(frequencies.attention_scale);
+  for (int64_t p = 0; p < positions; ++p) {
+    for (int64_t i = 0; i < half; ++i) {
+      const float angle = static_cast<float>(p) * static_cast<float>(frequencies.inverse[i]);
+      cos[p * half + i] = std::cos(angle) * scale;
+      sin[p * half + i] = std::sin(angle) * scale;
+    }
+  }
+}
+
 }  // namespace dorad::model

@@ -12,7 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "server/adapter/weights.h"
+#include "server/adapter/cpu_weights.h"
 #include "server/model/model_config.h"
 #include "server/ops/dora_linear.h"
 #include "server/ops/dora_norm.h"
@@ -31,16 +31,19 @@ struct ModelWeights {
   ops::BaseLinear head;  // shares the embedding's storage when tied
   at::Tensor final_norm;
   std::vector<LayerWeights> layers;
+
+  // Of a linear module's id, the head's included.
+  ops::BaseLinear& Linear(int module_id);
+  const ops::BaseLinear& Linear(int module_id) const {
+    return const_cast<ModelWeights*>(this)->Linear(module_id);
+  }
 };
 
 class LoadedModel final : public adapter::BaseWeightSource {
  public:
   // Storage: compute kF32 keeps bf16 checkpoints in bf16 (their value is exact and half the bytes)
   // and turns fp16 into fp32; kBF16 rounds everything to bf16. Biases and norm weights: fp32.
-  // INVALID_ARGUMENT listing every tensor that is missing, superfluous or of a wrong shape
-  // (MODEL_TENSOR_MISSING, _UNEXPECTED, _SHAPE; found before any data is read), else every one that
-  // is not finite in its storage (_NOT_FINITE); RESOURCE_EXHAUSTED (OUT_OF_MEMORY); and the
-  // statuses of Checkpoint::Open.
+  // ImportWeights' statuses and RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
   static absl::StatusOr<std::unique_ptr<LoadedModel>> Load(const std::string& dir,
                                                            ModelConfig config,
                                                            ops::ComputeDType compute,

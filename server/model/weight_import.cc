@@ -1,0 +1,181 @@
+#include "server/model/weight_import.h"
+
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "server/base/error.h"
+#include "server/model/checkpoint.h"
+
+namespace dorad::model {
+namespace {
+
+constexpr char kEmbedding[] = "model.embed_tokens.weight";
+constexpr char kHead[] = "lm_head.weight";
+
+WeightSlots ListWeightSlots(const ModelConfig& config) {
+  WeightSlots slots;
+  const std::vector<adapter::BaseModule> modules = ListModules(config);
+  const auto matrix = [&](int id) {
+    const adapter::BaseModule& module = modules[id];
+    slots[module.name + ".weight"] = {WeightKind::kMatrix, id, {module.rows, module.cols}};
+  };
+  const auto linear = [&](int id, bool bias) {
+    matrix(id);
+    if (bias) slots[modules[id].name + ".bias"] = {WeightKind::kBias, id, {modules[id].rows}};
+  };
+  const auto norm = [&](const std::string& name, WeightKind kind, int64_t layer, int64_t size) {
+    slots[name + ".weight"] = {kind, static_cast<int>(layer), {size}};
+  };
+
+  for (int64_t i = 0; i < config.num_layers; ++i) {
+    const auto id = [i](LayerModule module) { return LayerModuleId(i, module); };
+    for (const LayerModule module : {kQ, kK, kV}) linear(id(module), config.qkv_bias);
+    linear(id(kO), config.output_bias);
+    for (const LayerModule module : {kGate, kUp, kDown}) linear(id(module), config.mlp_bias);
+    const std::string prefix = "model.layers." + std::to_string(i);
+    norm(prefix + ".input_layernorm", WeightKind::kInputNorm, i, config.hidden_size);
+    norm(prefix + ".post_attention_layernorm", WeightKind::kPostAttentionNorm, i,
+         config.hidden_size);
+    if (config.qk_norm) {
+      norm(prefix + ".self_attn.q_norm", WeightKind::kQueryNorm, i, config.head_dim);
+      norm(prefix + ".self_attn.k_norm", WeightKind::kKeyNorm, i, config.head_dim);
+    }
+  }
+  matrix(EmbeddingId(config));
+  if (!config.tied_embeddings) matrix(HeadId(config));
+  norm("model.norm", WeightKind::kFinalNorm, 0, config.hidden_size);
+  return slots;
+}
+
+// Tensors that take no part in the result: the rotary frequencies that old checkpoints carry, and
+// the head of a tied model (whose bytes must then be the embedding's).
+bool IsTolerated(const std::string& name, const ModelConfig& config) {
+  return absl::EndsWith(name, "rotary_emb.inv_freq") || (config.tied_embeddings && name == kHead);
+}
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
+
+std::vector<Violation> CheckTensorList(const Checkpoint& checkpoint, const WeightSlots& slots,
+                                       const ModelConfig& config) {
+  std::vector<Violation> violations;
+  for (const auto& [name, slot] : slots) {
+    const auto found = checkpoint.tensors().find(name);
+    if (found == checkpoint.tensors().end()) {
+      const char* hint = name == kHead ? " (tie_word_embeddings is false)" : "";
+      violations.push_back(
+          {name, "MODEL_TENSOR_MISSING",
+           absl::StrCat("is missing", hint, ": expected ", ShapeText(slot.shape))});
+    } else if (found->second.shape != slot.shape) {
+      violations.push_back({name, "MODEL_TENSOR_SHAPE",
+                            absl::StrCat("has shape ", ShapeText(found->second.shape),
+                                         ", expected ", ShapeText(slot.shape))});
+    }
+  }
+  for (const auto& [name, tensor] : checkpoint.tensors()) {
+    if (slots.count(name) == 0 && !IsTolerated(name, config)) {
+      violations.push_back({name, "MODEL_TENSOR_UNEXPECTED",
+                            absl::StrCat("is not a tensor of this ", config.model_type, " model")});
+    }
+  }
+  return violations;
+}
+
+// A tied head that is stored too must be the embedding; transformers would silently untie it.
+std::vector<Violation> CheckTiedHead(const Checkpoint& checkpoint, const ModelConfig& config) {
+  const auto head = checkpoint.tensors().find(kHead);
+  if (!config.tied_embeddings || head == checkpoint.tensors().end()) return {};
+  const CheckpointTensor& embedding = checkpoint.tensors().at(kEmbedding);
+  const bool same = head->second.dtype == embedding.dtype &&
+                    head->second.shape == embedding.shape &&
+                    head->second.sha256 == embedding.sha256;
+  if (same) return {};
+  return {{kHead, "MODEL_TENSOR_UNEXPECTED",
+           absl::StrCat("differs from ", kEmbedding, ", though tie_word_embeddings is true")}};
+}
+
+}  // namespace
+
+int64_t WeightSlot::num_elements() const {
+  int64_t elements = 1;
+  for (const int64_t size : shape) elements *= size;
+  return elements;
+}
+
+// All bits of such an element's exponent are set, and only then does adding the exponent's lowest
+// bit carry into the sign's place. Several elements at once.
+bool HasNonFinite(absl::Span<const std::byte> elements, DType dtype) {
+  const uint64_t exponent = dtype == DType::kF32   ? 0x7F800000'7F800000
+                            : dtype == DType::kF16 ? 0x7C007C00'7C007C00
+                                                   : 0x7F807F80'7F807F80;
+  const uint64_t lowest = dtype == DType::kF32   ? 0x00800000'00800000
+                          : dtype == DType::kF16 ? 0x04000400'04000400
+                                                 : 0x00800080'00800080;
+  const uint64_t sign = dtype == DType::kF32 ? 0x80000000'80000000 : 0x80008000'80008000;
+  uint64_t carries = 0;
+  size_t i = 0;
+  for (; i + sizeof(uint64_t) <= elements.size(); i += sizeof(uint64_t)) {
+    uint64_t word;
+    std::memcpy(&word, elements.data() + i, sizeof(word));
+    carries |= (word & exponent) + lowest;
+  }
+  uint64_t rest = 0;
+  std::memcpy(&rest, elements.data() + i, elements.size() - i);
+  carries |= (rest & exponent) + lowest;
+  return (carries & sign) != 0;
+}
+
+absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const ModelConfig& config,
+                                                 WeightSink& sink) {
+  DORAD_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(dir));
+  WeightSlots slots = ListWeightSlots(config);
+  std::vector<Violation> violations = CheckTensorList(checkpoint, slots, config);
+  if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
+  for (auto& [name, slot] : slots) slot.dtype = checkpoint.tensors().at(name).dtype;
+
+  DORAD_RETURN_IF_ERROR(sink.Allocate(slots));
+  std::set<std::string> not_finite;
+  absl::Status written;
+  DORAD_RETURN_IF_ERROR(checkpoint.ReadAll(
+      [&](const std::string& name, uint64_t offset, absl::Span<const std::byte> block) {
+        const auto found = slots.find(name);
+        // Of a tolerated tensor the digest is enough.
+        if (found == slots.end() || !written.ok()) return;
+        const WeightSlot& slot = found->second;
+        const auto first = static_cast<int64_t>(offset / SizeOf(slot.dtype));
+        const absl::StatusOr<bool> finite = sink.Write(slot, first, block);
+        if (!finite.ok()) {
+          written = finite.status();
+        } else if (!*finite || HasNonFinite(block, slot.dtype)) {
+          not_finite.insert(name);
+        }
+      }));
+  DORAD_RETURN_IF_ERROR(written);
+
+  for (const std::string& name : not_finite) {
+    violations.push_back({name, "MODEL_TENSOR_NOT_FINITE", "has an infinite or NaN element"});
+  }
+  for (Violation& violation : CheckTiedHead(checkpoint, config)) {
+    violations.push_back(std::move(violation));
+  }
+  if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
+
+  ImportedCheckpoint imported;
+  imported.digest = checkpoint.Digest();
+  imported.dtypes.resize(static_cast<size_t>(HeadId(config)) + 1);
+  for (const auto& [name, slot] : slots) {
+    imported.num_parameters += slot.num_elements();
+    if (slot.kind == WeightKind::kMatrix) imported.dtypes[slot.index] = slot.dtype;
+  }
+  if (config.tied_embeddings) {
+    imported.dtypes[HeadId(config)] = imported.dtypes[EmbeddingId(config)];
+  }
+  return imported;
+}
+
+}  // namespace dorad::model
