@@ -1,0 +1,42 @@
+// A step's rows in computing order: those of one adapter next to each other, so that an adapter's
+// rows are one range. Torch-free. Plain values; thread-compatible.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "server/engine/model_runner.h"
+
+namespace dorad::engine {
+
+// A row whose logits are wanted.
+struct WantedRow {
+  int64_t row = 0;        // in the batch
+  size_t sequence = 0;    // index in the caller's order
+  int64_t chunk_row = 0;  // in its sequence's chunk
+};
+
+struct StepBatch {
+  explicit StepBatch(absl::Span<const StepSequence> sequences);
+
+  struct AdapterRows {
+    const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: base
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+
+  int64_t rows = 0;
+  std::vector<size_t> order;       // the caller's index of the sequence whose rows come i-th
+  std::vector<int64_t> row_begin;  // of that sequence
+  std::vector<AdapterRows> adapters;
+  std::vector<WantedRow> samples;  // in row order
+  std::vector<WantedRow> scores;
+};
+
+// Rows [begin, begin + count) of `adapter` extend the last range, or begin one. Ascending.
+void AppendRows(const adapter::LoadedAdapter* adapter, int64_t begin, int64_t count,
+                std::vector<StepBatch::AdapterRows>* to);
+
+}  // namespace dorad::engine
