@@ -67,9 +67,6 @@ adapter::LoaderOptions ToLoaderOptions(const Config& config) {
   adapter::LoaderOptions options;
   options.max_rank = ToInt32(config.adapters.max_rank);
   options.max_adapter_bytes = config.adapters.max_bytes;
-  options.norm_chunk_budget_bytes = config.adapters.norm_chunk_bytes;
-  options.factors_bf16 = config.adapters.dtype == "bf16" ||
-                         (config.adapters.dtype == "auto" && config.model.compute_dtype == "bf16");
   options.allowed_roots = config.adapters.allowed_roots;
   return options;
 }
@@ -131,19 +128,20 @@ absl::Status Annotate(const absl::Status& status, const std::string& part) {
 
 // Members stand on those above them and end before them.
 struct App::Impl {
-  Impl(const Config& c, std::unique_ptr<Backend> loaded)
+  Impl(const Config& c, std::unique_ptr<Backend> loaded,
+       std::unique_ptr<engine::ModelRunner> runner)
       : config(c),
         backend(std::move(loaded)),
         metrics(ToMetricsInfo(config, backend->info())),
         couriers(kCouriers, 0),
         load_pool(ToInt32(config.adapters.loader_threads), kLoaderNice),
         registry(RegistryOptions()),
-        loader(ToLoaderOptions(config), &load_pool, &backend->modules(), backend->base_weights(),
+        loader(ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
                &registry,
                [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
                  ObserveLoad(&metrics, summary, status);
                }),
-        engine(ToEngineOptions(config, backend->info()), backend->MakeRunner(), &metrics) {
+        engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics) {
     FillServices();
   }
 
@@ -284,7 +282,10 @@ App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 App::~App() = default;
 
-absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& config) {
+absl::StatusOr<std::unique_ptr<App>> App::Start(Config config) {
+  if (config.model.compute_dtype == "auto") {
+    config.model.compute_dtype = config.model.device == "cpu" ? "fp32" : "bf16";
+  }
   ops::SetThreads(Threads(config.engine));
   const absl::Time begin = absl::Now();
   absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
@@ -296,7 +297,8 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& config) {
                            {"weight_bytes", model.weight_bytes},
                            {"kv_pages", model.kv_pages},
                            {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
-  auto impl = std::make_unique<Impl>(config, *std::move(backend));
+  DORAD_ASSIGN_OR_RETURN(std::unique_ptr<engine::ModelRunner> runner, (*backend)->MakeRunner());
+  auto impl = std::make_unique<Impl>(config, *std::move(backend), std::move(runner));
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
   return std::unique_ptr<App>(new App(std::move(impl)));

@@ -14,7 +14,7 @@ class App {
  public:
   // Loads the model and the preloaded adapters and serves. The status names what was wrong; its
   // message starts with the part that failed.
-  static absl::StatusOr<std::unique_ptr<App>> Start(const Config& config);
+  static absl::StatusOr<std::unique_ptr<App>> Start(Config config);
   // Ends at once what Stop has not ended.
   ~App();
 

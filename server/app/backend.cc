@@ -1,17 +1,10 @@
 #include "server/app/backend.h"
 
-#include <ATen/Parallel.h>
-
-#include <algorithm>
-#include <exception>
 #include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
-#include "server/engine/cpu_model_runner.h"
-#include "server/model/model_config.h"
-#include "server/model/weights.h"
 
 namespace dorad {
 namespace {
@@ -43,55 +36,36 @@ absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes) {
 
 }  // namespace
 
-struct Backend::Impl {
-  std::unique_ptr<model::LoadedModel> model;
-  Info info;
-};
-
-Backend::Backend(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Backend::~Backend() = default;
-
 absl::StatusOr<std::unique_ptr<Backend>> Backend::Load(const Config& config) {
-  // The server's own thread team does the heavy work; torch's threads would spin beside it.
-  at::set_num_threads(1);
-  const std::string& path = config.model.path;
-  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model_config, model::ReadModelConfig(path));
-  DORAD_ASSIGN_OR_RETURN(const int64_t context,
-                         ContextLength(model_config, config.model.max_context));
-  const auto compute =
-      config.model.compute_dtype == "bf16" ? ops::ComputeDType::kBF16 : ops::ComputeDType::kF32;
-  ops::NormOptions norms;
-  norms.chunk_budget_bytes = config.adapters.norm_chunk_bytes;
-  auto impl = std::make_unique<Impl>();
-  DORAD_ASSIGN_OR_RETURN(impl->model,
-                         model::LoadedModel::Load(path, std::move(model_config), compute, norms));
-  const int64_t page_bytes = engine::CpuKvPageBytes(*impl->model);
-  DORAD_ASSIGN_OR_RETURN(const int64_t pages, KvPages(config.engine.kv_bytes, page_bytes));
-  const model::ModelConfig& model = impl->model->config();
-  Info& info = impl->info;
-  info.model_type = model.model_type;
-  info.name = FolderName(path);
-  info.digest = impl->model->digest();
-  info.vocab_size = model.vocab_size;
-  info.hidden_size = model.hidden_size;
-  info.num_layers = model.num_layers;
-  info.context_length = context;
-  info.num_parameters = impl->model->num_parameters();
-  info.eos_token_ids = model.eos_token_ids;
-  info.kv_pages = pages;
-  info.weight_bytes = impl->model->bytes();
-  info.kv_bytes = pages * page_bytes;
-  return std::unique_ptr<Backend>(new Backend(std::move(impl)));
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  // Before the weights are read.
+  DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
+  if (config.model.device == "cpu") return LoadCpuBackend(config, std::move(model));
+#ifdef DORAD_CUDA
+  return LoadCudaBackend(config, std::move(model));
+#else
+  return MakeInvalid("model", {{"model.device", "DEVICE_NOT_BUILT",
+                                "this binary was built without CUDA (no nvcc was found)"}});
+#endif
 }
 
-const Backend::Info& Backend::info() const { return impl_->info; }
-const adapter::BaseModules& Backend::modules() const { return impl_->model->modules(); }
-adapter::BaseWeightSource* Backend::base_weights() { return impl_->model.get(); }
-int64_t Backend::norm_bytes() const { return impl_->model->norm_cache_bytes(); }
+absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,
+                               int64_t page_bytes) {
+  DORAD_ASSIGN_OR_RETURN(info_.context_length, ContextLength(model, config.model.max_context));
+  DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, page_bytes));
+  info_.kv_bytes = info_.kv_pages * page_bytes;
+  info_.model_type = model.model_type;
+  info_.name = FolderName(config.model.path);
+  info_.vocab_size = model.vocab_size;
+  info_.hidden_size = model.hidden_size;
+  info_.num_layers = model.num_layers;
+  info_.eos_token_ids = model.eos_token_ids;
+  return absl::OkStatus();
+}
 
-std::unique_ptr<engine::ModelRunner> Backend::MakeRunner() const {
-  return engine::MakeCpuModelRunner(*impl_->model, impl_->info.kv_pages,
-                                    impl_->info.context_length);
+bool FactorsInBf16(const Config& config) {
+  return config.adapters.dtype == "bf16" ||
+         (config.adapters.dtype == "auto" && config.model.compute_dtype == "bf16");
 }
 
 }  // namespace dorad

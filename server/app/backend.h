@@ -1,5 +1,5 @@
-// The base model and its device, behind a header without torch: what App needs to build adapters
-// and the engine on. Owned by App; outlives both. Thread-safe after Load.
+// The base model and its device, behind a header without torch and CUDA: what App needs to build
+// adapters and the engine on. Owned by App; outlives both. Thread-safe after Load.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,12 @@
 
 #include "absl/status/statusor.h"
 #include "server/adapter/base_modules.h"
+#include "server/adapter/builder.h"
 #include "server/base/config.h"
 #include "server/engine/model_runner.h"
+#include "server/model/model_config.h"
 
 namespace dorad {
-
-namespace adapter {
-class BaseWeightSource;
-}
 
 class Backend {
  public:
@@ -35,23 +33,33 @@ class Backend {
     int64_t kv_bytes = 0;
   };
 
-  // Reads the weights. Statuses of model::ReadModelConfig and LoadedModel::Load, and
-  // INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE).
+  // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
+  // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
-  ~Backend();
+  virtual ~Backend() = default;
 
-  const Info& info() const;
-  const adapter::BaseModules& modules() const;
-  adapter::BaseWeightSource* base_weights();
+  const Info& info() const { return info_; }
+  virtual const adapter::BaseModules& modules() const = 0;
+  virtual adapter::AdapterBuilder* adapter_builder() = 0;
   // Bytes of the base weights' cached squared norms so far.
-  int64_t norm_bytes() const;
+  virtual int64_t norm_bytes() const = 0;
   // Allocates the KV cache. Once.
-  std::unique_ptr<engine::ModelRunner> MakeRunner() const;
+  virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
 
- private:
-  struct Impl;
-  explicit Backend(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+ protected:
+  // What every backend's Load does last: info() of a loaded model whose KV pages take page_bytes.
+  absl::Status Describe(const Config& config, const model::ModelConfig& model, int64_t page_bytes);
+
+  Info info_;
 };
+
+// Whether fp32 factors of adapters are rounded to bf16 for serving (adapters.dtype).
+bool FactorsInBf16(const Config& config);
+
+// The devices' own Load. REQUIRES: model is that of config.model.path.
+absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
+                                                        model::ModelConfig model);
+absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
+                                                         model::ModelConfig model);
 
 }  // namespace dorad

@@ -73,14 +73,14 @@ std::vector<ConfigKey> ModelKeys() {
   const auto at = [](auto member) { return At(&Config::model, member); };
   return {
       {"model", "path", ConfigType::kText, at(&Model::path), 0, 0, {}, false},
-      {"model", "device", ConfigType::kChoice, at(&Model::device), 0, 0, {"cpu"}, false},
+      {"model", "device", ConfigType::kChoice, at(&Model::device), 0, 0, {"cpu", "cuda"}, false},
       {"model",
        "compute_dtype",
        ConfigType::kChoice,
        at(&Model::compute_dtype),
        0,
        0,
-       {"fp32", "bf16"},
+       {"auto", "fp32", "bf16"},
        false},
       {"model",
        "max_context",

@@ -1,0 +1,55 @@
+#include <ATen/Parallel.h>
+
+#include <utility>
+
+#include "server/adapter/cpu_builder.h"
+#include "server/app/backend.h"
+#include "server/base/error.h"
+#include "server/engine/cpu_model_runner.h"
+#include "server/model/weights.h"
+
+namespace dorad {
+namespace {
+
+class CpuBackend final : public Backend {
+ public:
+  absl::Status Load(const Config& config, model::ModelConfig model_config) {
+    // The server's own thread team does the heavy work; torch's threads would spin beside it.
+    at::set_num_threads(1);
+    const auto compute =
+        config.model.compute_dtype == "bf16" ? ops::ComputeDType::kBF16 : ops::ComputeDType::kF32;
+    const int64_t budget = config.adapters.norm_chunk_bytes;
+    DORAD_ASSIGN_OR_RETURN(
+        model_, model::LoadedModel::Load(config.model.path, std::move(model_config), compute,
+                                         ops::NormOptions{budget}));
+    DORAD_RETURN_IF_ERROR(Describe(config, model_->config(), engine::CpuKvPageBytes(*model_)));
+    info_.digest = model_->digest();
+    info_.num_parameters = model_->num_parameters();
+    info_.weight_bytes = model_->bytes();
+    builder_ = adapter::MakeCpuAdapterBuilder(&model_->modules(), model_.get(),
+                                              {budget, FactorsInBf16(config)});
+    return absl::OkStatus();
+  }
+
+  const adapter::BaseModules& modules() const override { return model_->modules(); }
+  adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
+  int64_t norm_bytes() const override { return model_->norm_cache_bytes(); }
+  absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
+    return engine::MakeCpuModelRunner(*model_, info_.kv_pages, info_.context_length);
+  }
+
+ private:
+  std::unique_ptr<model::LoadedModel> model_;
+  std::unique_ptr<adapter::AdapterBuilder> builder_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
+                                                        model::ModelConfig model) {
+  auto backend = std::make_unique<CpuBackend>();
+  DORAD_RETURN_IF_ERROR(backend->Load(config, std::move(model)));
+  return backend;
+}
+
+}  // namespace dorad
