@@ -50,11 +50,11 @@ lint: setup-dev ## clang-format, clang-tidy, ruff, mypy and the proto rules
 format: setup-dev ## rewrite sources in the project's format
 	@tools/format.sh
 
-sanitize: setup ## unit tests under SAN=address, undefined or thread
+sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread
 	@tools/sanitize.sh $(SAN)
 
 bench: build assets ## benchmarks against peers; prints ratios
 	@tools/bench.sh $(ARGS)
 
 clean: ## remove build folders (keeps .venv and .cache)
-	@rm -rf build build-{debug,asan,ubsan,tsan,fuzz} compile_commands.json
+	@rm -rf build build-{debug,asan,tsan,fuzz} compile_commands.json

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the unit tests with a sanitizer and runs them: tools/sanitize.sh address|undefined|thread
+# Builds the unit tests with a sanitizer and runs them: tools/sanitize.sh address|thread
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 dir=$ROOT/tools/sanitizers
@@ -8,16 +8,13 @@ case ${1:-} in
     preset=asan
     export ASAN_OPTIONS="detect_stack_use_after_return=1:strict_string_checks=1:check_initialization_order=1"
     export LSAN_OPTIONS="suppressions=$dir/lsan.supp:print_suppressions=0"
-    ;;
-  undefined)
-    preset=ubsan
     export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:suppressions=$dir/ubsan.supp"
     ;;
   thread)
     preset=tsan
     export TSAN_OPTIONS="suppressions=$dir/tsan.supp:second_deadlock_stack=1:ignore_noninstrumented_modules=1:history_size=4"
     ;;
-  *) die "usage: make sanitize SAN=address|undefined|thread" ;;
+  *) die "usage: make sanitize SAN=address|thread" ;;
 esac
 
 CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" all
