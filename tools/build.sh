@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Configures and builds: tools/build.sh [BUILD_DIR [TARGET...]], default build and everything.
-# CUDA parts are built when nvcc is found and the tree has them.
+# CUDA parts are built when nvcc is found, unless DORAD_NO_CUDA=1.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 build=${1:-build}
@@ -13,7 +13,7 @@ flags=(-G Ninja)
 # shellcheck disable=SC2206
 flags+=(${CMAKE_FLAGS:-})
 nvcc=$(find_nvcc)
-if [[ -n $nvcc && -f kernels/CMakeLists.txt ]]; then
+if [[ -n $nvcc && ! ${DORAD_NO_CUDA:-} ]]; then
   flags+=(-DDORAD_CUDA=ON -DCMAKE_CUDA_COMPILER="$nvcc")
   kind="C++ and CUDA"
 else

@@ -17,5 +17,6 @@ case ${1:-} in
   *) die "usage: make sanitize SAN=address|thread" ;;
 esac
 
-CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" all
+# compute-sanitizer checks what runs on a GPU.
+DORAD_NO_CUDA=1 CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" all
 BUILD_DIR=build-$preset UNIT_ONLY=1 tools/test.sh

@@ -24,7 +24,7 @@ struct ServerConfig {
 };
 
 struct ModelOptions {
-  std::string path;  // Hugging Face folder
+  std::string path;                    // Hugging Face folder
   std::string device = "cpu";          // "cpu" or "cuda"
   std::string compute_dtype = "auto";  // "fp32", "bf16"; "auto": fp32 on the CPU, else bf16
   int64_t max_context = 0;             // 0 = the model's own

@@ -9,10 +9,10 @@
 
 namespace dorad::kernels {
 
-#define DORAD_ASSERT_CUDA(expression)                                   \
-  do {                                                                  \
-    const cudaError_t status_ = (expression);                           \
-    ASSERT_EQ(status_, cudaSuccess) << cudaGetErrorString(status_);     \
+#define DORAD_ASSERT_CUDA(expression)                               \
+  do {                                                              \
+    const cudaError_t status_ = (expression);                       \
+    ASSERT_EQ(status_, cudaSuccess) << cudaGetErrorString(status_); \
   } while (false)
 
 // Base of the fixtures.
