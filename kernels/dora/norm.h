@@ -1,0 +1,87 @@
+// Row norms ||W + s·B·A|| of an adapted linear and g = m / norm (paper, sections "Factored Norm
+// Computation" and "Norm Assembly Kernel"); the CPU's counterpart is server/ops/dora_norm.h.
+//
+// Two forms of the same number. *Direct*: one tensor-core product B·A, tile by tile, whose epilogue
+// adds the tile of W, squares and sums the rows: nothing cancels and no product is stored.
+// *Factored*: the paper's Algorithm 1, ||W||² + 2s·Σ_l B∘(W Aᵀ) + s²·Σ_l (B G)∘B with G = A Aᵀ. The
+// direct form is the default: it is faster and more exact (tests/bench/kernels_norm_bench.cc).
+//
+// Results are deterministic: partial sums are added in an order that depends on the shape alone.
+// Functions only enqueue work on the stream, allocate nothing, are thread-safe and can be captured
+// in graphs. All pointers are to device memory.
+//
+// Shape suffixes: I in_features, O out_features, R rank.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// out[row] = Σ_column w², fp32 [rows]. w: [rows, columns] contiguous. Any sizes; the fast path
+// needs w 16-byte aligned and rows of a multiple of 16 bytes. NaN and infinity come through.
+// cudaErrorInvalidValue: negative sizes or more than 2^31 - 1 rows.
+cudaError_t SquaredRowNorms(const __nv_bfloat16* w, int64_t rows, int64_t columns, float* out,
+                            cudaStream_t stream);
+cudaError_t SquaredRowNorms(const float* w, int64_t rows, int64_t columns, float* out,
+                            cudaStream_t stream);
+
+// norm = sqrt(max(base_sq + 2s·cross + s²·ba_sq, 0)). 2s and s² are computed in double and rounded
+// to fp32; every fp32 operation is rounded on its own (no FMA contraction), the root to nearest.
+// NaN stays NaN. s = 0: cross and ba_sq are not read and may be nullptr. norm may be any of the
+// inputs.
+struct NormAssemblyParams {
+  const float* base_sq = nullptr;  // [size]
+  const float* cross = nullptr;    // [size], Σ_l B∘(W Aᵀ)
+  const float* ba_sq = nullptr;    // [size], Σ_l (B G)∘B
+  float* norm = nullptr;           // [size]
+  int64_t size = 0;
+  double scale = 0.0;  // s
+};
+cudaError_t AssembleNorms(const NormAssemblyParams& params, cudaStream_t stream);
+
+// g = magnitude / max(norm, eps), fp32 [size], division rounded to nearest. NaN in norm or
+// magnitude stays NaN. eps: 1e-12 for fp32 base weights, 1e-6 for bf16 and fp16 ones (paper).
+cudaError_t MagnitudeScale(const float* magnitude, const float* norm, float eps, int64_t size,
+                           float* g, cudaStream_t stream);
+
+// The largest rank that the functions below take.
+constexpr int64_t kMostRank = 4096;
+
+// One module. workspace: 256-byte aligned, workspace_bytes as the form's function says; its content
+// before and after means nothing, and calls on one stream may share it.
+struct DoraNormParams {
+  const __nv_bfloat16* w = nullptr;  // [O, I], contiguous
+  const __nv_bfloat16* a = nullptr;  // [R, I], contiguous
+  const __nv_bfloat16* b = nullptr;  // [O, R], leading dimension ldb >= R
+  const float* base_sq = nullptr;    // [O], ||W||²: the factored form, and s = 0
+  const float* magnitude = nullptr;  // [O], m; nullptr: g is not wanted
+  float* norm = nullptr;             // [O]
+  float* g = nullptr;                // [O], m / max(norm, eps), as MagnitudeScale gives it
+  void* workspace = nullptr;
+  size_t workspace_bytes = 0;
+  int64_t out = 0;   // O
+  int64_t in = 0;    // I
+  int64_t rank = 0;  // R, 0 to kMostRank; 0 is s = 0
+  int64_t ldb = 0;
+  double scale = 0.0;  // s
+  float eps = 1e-6f;
+};
+
+// The direct form. Fast path: w, a and b 16-byte aligned, I and ldb multiples of 8; anything else
+// takes a plain kernel, right at any size and some hundred times slower. base_sq is needed for s =
+// 0 or rank 0 only. cudaErrorInvalidValue: negative sizes, O or I beyond 2^31 - 1, ldb < R, a
+// workspace too small.
+size_t DirectNormWorkspace(int64_t out, int64_t in, int64_t rank);
+cudaError_t DirectNorm(const DoraNormParams& params, cudaStream_t stream);
+
+// The factored form. Gram matrix and W Aᵀ on tensor cores with fp32 sums; G enters B·G as two bf16
+// terms (hi + lo, together 16 bits of mantissa and more). cudaErrorInvalidValue: as the direct
+// form, and shapes that its fast path would not take.
+size_t FactoredNormWorkspace(int64_t out, int64_t in, int64_t rank);
+cudaError_t FactoredNorm(const DoraNormParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels

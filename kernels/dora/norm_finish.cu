@@ -1,0 +1,103 @@
+#include <limits>
+
+#include "kernels/common/status.h"
+#include "kernels/dora/norm_finish.h"
+#include "kernels/dora/norm_hopper.cuh"
+#include "kernels/dora/norm_launch.h"
+#include "kernels/dora/norm_row.cuh"
+
+namespace dorad::kernels::norm {
+namespace {
+
+constexpr int kRows = 32;  // of a block, one a lane: rows are contiguous
+constexpr int kParts = 8;  // that sum every eighth partial sum of a row
+constexpr int kThreads = kRows * kParts;
+
+struct Totals {
+  double value[kParts][kRows];
+};
+
+// The total of this thread's row, the same in each of its parts.
+__device__ float Total(PartialSums partial, int64_t row, int64_t rows, Totals& shared) {
+  const int lane = threadIdx.x % kRows;
+  const int part = threadIdx.x / kRows;
+  double sum = 0.0;
+  if (row < rows) {
+#pragma unroll 4
+    for (int64_t i = part; i < partial.count; i += kParts) {
+      sum += static_cast<double>(partial.sums[i * rows + row]);
+    }
+  }
+  shared.value[part][lane] = sum;
+  __syncthreads();
+  double total = 0.0;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) total += shared.value[i][lane];
+  __syncthreads();
+  return static_cast<float>(total);
+}
+
+__device__ void Write(const DoraNormParams& p, int64_t row, float norm) {
+  p.norm[row] = norm;
+  if (p.magnitude != nullptr) p.g[row] = ScaleOf(p.magnitude[row], norm, p.eps);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    FinishDirectKernel(PartialSums squares, DoraNormParams p) {
+  __shared__ Totals shared;
+  LetLaterKernelsStart();
+  WaitForEarlierKernels();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x % kRows;
+  const float squared = Total(squares, row, p.out, shared);
+  if (threadIdx.x < kRows && row < p.out) Write(p, row, RootOfSquared(squared));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    FinishFactoredKernel(PartialSums cross, PartialSums ba_sq, DoraNormParams p, float two_s,
+                         float s2) {
+  __shared__ Totals shared;
+  LetLaterKernelsStart();
+  WaitForEarlierKernels();
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x % kRows;
+  const float c = Total(cross, row, p.out, shared);
+  const float b = Total(ba_sq, row, p.out, shared);
+  if (threadIdx.x < kRows && row < p.out) {
+    Write(p, row, RootOfSquared(AssembledSquare(p.base_sq[row], two_s, c, s2, b)));
+  }
+}
+
+unsigned BlocksFor(int64_t rows) { return static_cast<unsigned>((rows + kRows - 1) / kRows); }
+
+}  // namespace
+
+cudaError_t FinishDirect(PartialSums squares, const DoraNormParams& params, cudaStream_t stream) {
+  return LaunchEarly(FinishDirectKernel, BlocksFor(params.out), kThreads, 0, stream, squares,
+                     params);
+}
+
+cudaError_t FinishFactored(PartialSums cross, PartialSums ba_sq, const DoraNormParams& params,
+                           cudaStream_t stream) {
+  return LaunchEarly(FinishFactoredKernel, BlocksFor(params.out), kThreads, 0, stream, cross, ba_sq,
+                     params, static_cast<float>(2.0 * params.scale),
+                     static_cast<float>(params.scale * params.scale));
+}
+
+bool Valid(const DoraNormParams& params, size_t workspace_bytes) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  return params.out >= 0 && params.out <= kMost && params.in >= 0 && params.in <= kMost &&
+         params.rank >= 0 && params.rank <= kMostRank && params.ldb >= params.rank &&
+         (params.magnitude == nullptr || params.g != nullptr) &&
+         params.workspace_bytes >= workspace_bytes;
+}
+
+cudaError_t BaseNorm(const DoraNormParams& params, cudaStream_t stream) {
+  NormAssemblyParams assembly;
+  assembly.base_sq = params.base_sq;
+  assembly.norm = params.norm;
+  assembly.size = params.out;
+  DORAD_CUDA_RETURN_IF_ERROR(AssembleNorms(assembly, stream));
+  if (params.magnitude == nullptr) return cudaSuccess;
+  return MagnitudeScale(params.magnitude, params.norm, params.eps, params.out, params.g, stream);
+}
+
+}  // namespace dorad::kernels::norm

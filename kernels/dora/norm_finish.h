@@ -1,0 +1,33 @@
+// From partial row sums to norms: the kernels that end both forms. Internal to
+// kernels/dora/norm*.cu.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/dora/norm.h"
+
+namespace dorad::kernels::norm {
+
+// Row sums [count, O] of which the total over count is wanted.
+struct PartialSums {
+  const float* sums = nullptr;
+  int64_t count = 0;
+};
+
+// norm = sqrt(max(Σ squares, 0)) and g. Sums are in double, in an
+// order that depends on count alone.
+cudaError_t FinishDirect(PartialSums squares, const DoraNormParams& params, cudaStream_t stream);
+
+// norm by the assembly of AssembleNorms, from the totals of cross and ba_sq, and g.
+cudaError_t FinishFactored(PartialSums cross, PartialSums ba_sq, const DoraNormParams& params,
+                           cudaStream_t stream);
+
+// Whether sizes, scale and workspace make sense: what both forms refuse.
+bool Valid(const DoraNormParams& params, size_t workspace_bytes);
+
+// norm and g of a module without adaptation (s = 0 or rank 0), from base_sq.
+cudaError_t BaseNorm(const DoraNormParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels::norm

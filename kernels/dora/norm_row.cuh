@@ -1,0 +1,22 @@
+// The last steps of a norm, shared so that every path gives the same bits. Device only.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace dorad::kernels {
+
+// sqrt(max(x, 0)), NaN kept.
+__device__ inline float RootOfSquared(float x) { return __fsqrt_rn(x < 0.0f ? 0.0f : x); }
+
+// base_sq + two_s·cross + s2·ba_sq without FMA contraction.
+__device__ inline float AssembledSquare(float base_sq, float two_s, float cross, float s2,
+                                        float ba_sq) {
+  return __fadd_rn(__fadd_rn(base_sq, __fmul_rn(two_s, cross)), __fmul_rn(s2, ba_sq));
+}
+
+// m / max(norm, eps), NaN kept.
+__device__ inline float ScaleOf(float magnitude, float norm, float eps) {
+  return __fdiv_rn(magnitude, norm < eps ? eps : norm);
+}
+
+}  // namespace dorad::kernels
