@@ -1,0 +1,170 @@
+// Compose and Apply against the copy bandwidth of the same run: microseconds a call and the share
+// of the bandwidth over the bytes they must move (two tensors read, one written). Calls are
+// replayed from a graph and walk through buffers that together exceed the L2.
+//
+//   kernels_compose_bench
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <vector>
+
+#include "kernels/dora/compose.h"
+
+namespace {
+
+using dorad::kernels::ApplyParams;
+using dorad::kernels::ComposeParams;
+using dorad::kernels::FloatType;
+
+constexpr int64_t kPoolBytes = int64_t{6} << 30;
+
+void Check(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
+  std::exit(1);
+}
+
+// TB/s of a copy between halves of the pool, bytes read plus bytes written: the median.
+double CopyBandwidth(char* pool, cudaStream_t stream) {
+  const size_t half = size_t{2} << 30;
+  cudaEvent_t begin, end;
+  Check(cudaEventCreate(&begin));
+  Check(cudaEventCreate(&end));
+  std::vector<double> rates;
+  for (int i = 0; i < 9; ++i) {
+    Check(cudaEventRecord(begin, stream));
+    Check(cudaMemcpyAsync(pool, pool + half, half, cudaMemcpyDeviceToDevice, stream));
+    Check(cudaEventRecord(end, stream));
+    Check(cudaEventSynchronize(end));
+    float milliseconds;
+    Check(cudaEventElapsedTime(&milliseconds, begin, end));
+    rates.push_back(2e-9 * static_cast<double>(half) / milliseconds);
+  }
+  Check(cudaEventDestroy(begin));
+  Check(cudaEventDestroy(end));
+  std::sort(rates.begin(), rates.end());
+  return rates[rates.size() / 2];
+}
+
+// Microseconds of one call of work(0), work(1), …: the median over replays of a graph of `calls`.
+double Microseconds(cudaStream_t stream, int calls, const std::function<void(int)>& work) {
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) work(i);
+  Check(cudaStreamEndCapture(stream, &graph));
+  Check(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin, end;
+  Check(cudaEventCreate(&begin));
+  Check(cudaEventCreate(&end));
+  for (int i = 0; i < 3; ++i) Check(cudaGraphLaunch(executable, stream));
+  std::vector<double> times;
+  for (int i = 0; i < 15; ++i) {
+    Check(cudaEventRecord(begin, stream));
+    Check(cudaGraphLaunch(executable, stream));
+    Check(cudaEventRecord(end, stream));
+    Check(cudaEventSynchronize(end));
+    float milliseconds;
+    Check(cudaEventElapsedTime(&milliseconds, begin, end));
+    times.push_back(1e3 * milliseconds / calls);
+  }
+  Check(cudaEventDestroy(begin));
+  Check(cudaEventDestroy(end));
+  Check(cudaGraphExecDestroy(executable));
+  Check(cudaGraphDestroy(graph));
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+// Random bf16 numbers in (-1, 1), which are finite fp32 numbers, too, pair by pair.
+std::vector<uint16_t> RandomBits(size_t size) {
+  std::vector<uint16_t> values(size);
+  uint64_t state = 0x9E3779B97F4A7C15ull;
+  for (uint16_t& value : values) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    const uint32_t bits = static_cast<uint32_t>(state >> 33);
+    value = static_cast<uint16_t>(((bits & 1) << 15) | ((120 + (bits >> 8) % 7) << 7) |
+                                  ((bits >> 16) & 0x7F));
+  }
+  return values;
+}
+
+struct Shape {
+  int64_t rows, out;
+};
+
+const Shape kShapes[] = {{1, 4096},    {32, 4096},   {128, 4096},   {512, 2048},   {512, 4096},
+                         {512, 8192},  {1024, 4096}, {2048, 2048},  {2048, 4096},  {2048, 6144},
+                         {2048, 8192}, {4096, 2048}, {4096, 4096},  {4096, 8192},  {4096, 12288},
+                         {8192, 4096}, {8192, 8192}, {16384, 4096}, {16384, 8192}, {8192, 28672},
+                         {8192, 8191}};
+
+}  // namespace
+
+int main() {
+  cudaStream_t stream;
+  Check(cudaStreamCreate(&stream));
+  char* pool;
+  Check(cudaMalloc(reinterpret_cast<void**>(&pool), kPoolBytes));
+  const std::vector<uint16_t> random = RandomBits(size_t{32} << 20);
+  const auto block = static_cast<int64_t>(random.size() * 2);
+  for (int64_t at = 0; at < kPoolBytes; at += block) {
+    Check(cudaMemcpy(pool + at, random.data(), block, cudaMemcpyHostToDevice));
+  }
+  float* vectors;
+  Check(cudaMalloc(reinterpret_cast<void**>(&vectors), size_t{1} << 20));
+  std::vector<float> g(size_t{1} << 18);
+  for (size_t i = 0; i < g.size(); ++i) g[i] = 1.0f + 0.002f * static_cast<float>(i % 17 - 8);
+  Check(cudaMemcpy(vectors, g.data(), size_t{1} << 20, cudaMemcpyHostToDevice));
+
+  const double copy = CopyBandwidth(pool, stream);
+  std::printf("copy %.2f TB/s\n", copy);
+  std::printf("%-14s %22s %22s %22s\n", "rows x out", "bf16 us (of copy)", "fp32 us (of copy)",
+              "apply f32->bf16 us");
+
+  for (const Shape& shape : kShapes) {
+    const int64_t elements = shape.rows * shape.out;
+    std::printf("%6ld x %-6ld", shape.rows, shape.out);
+    for (const FloatType type : {FloatType::kBF16, FloatType::kF32}) {
+      const int64_t bytes = (elements * (type == FloatType::kF32 ? 4 : 2) + 255) / 256 * 256;
+      const int sets = static_cast<int>(std::min<int64_t>(64, kPoolBytes / (3 * bytes)));
+      const double us = Microseconds(stream, std::max(sets, 8), [&](int i) {
+        char* const at = pool + 3 * bytes * (i % sets);
+        ComposeParams p;
+        p.base = at;
+        p.lora = at + bytes;
+        p.delta = at + 2 * bytes;
+        p.g = vectors;
+        p.rows = shape.rows;
+        p.out = shape.out;
+        p.scale = 1.5f;
+        p.type = type;
+        Check(dorad::kernels::Compose(p, stream));
+      });
+      std::printf("   %9.2f (%5.1f %%)", us, 100.0 * 3e-6 * static_cast<double>(bytes) / us / copy);
+    }
+    const int64_t bytes = (elements * 4 + 255) / 256 * 256;
+    const int sets = static_cast<int>(std::min<int64_t>(64, kPoolBytes / (3 * bytes)));
+    const double us = Microseconds(stream, std::max(sets, 8), [&](int i) {
+      char* const at = pool + 3 * bytes * (i % sets);
+      ApplyParams p;
+      p.base = reinterpret_cast<const float*>(at);
+      p.lora = reinterpret_cast<const float*>(at + bytes);
+      p.y = at + 2 * bytes;
+      p.g = vectors;
+      p.bias = vectors;
+      p.base_ld = p.lora_ld = p.y_ld = p.out = shape.out;
+      p.rows = shape.rows;
+      p.scale = 1.5f;
+      Check(dorad::kernels::Apply(p, stream));
+    });
+    std::printf("   %9.2f (%5.1f %%)\n", us,
+                100.0 * 2.5e-6 * static_cast<double>(bytes) / us / copy);
+  }
+  return 0;
+}
