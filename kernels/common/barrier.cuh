@@ -1,0 +1,135 @@
+// Hopper's asynchronous copies into shared memory and the barriers they complete on (sm_90a).
+// Shared-memory addresses are 32-bit, from SharedAddress. All functions are for one thread unless
+// they say otherwise.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ inline void BarrierInit(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// Makes barriers visible to the copy engine; once, after the last BarrierInit.
+__device__ inline void BarrierInitFence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void BarrierArrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and makes the phase wait for `bytes` more from the copy engine.
+__device__ inline void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// Holds the barrier's phase open until this thread's CopyAsync16 so far have landed; counts for no
+// arrival of its own.
+__device__ inline void BarrierHoldForCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Blocks until the phase of the given parity is complete.
+__device__ inline void BarrierWait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+
+// 16 bytes, global to shared; with `valid` false, 16 zero bytes (source must still be an address).
+__device__ inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Until this thread's CopyAsync16 so far have landed.
+__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// One box of a two-dimensional tensor, its corner at (column, row); out of bounds reads as zero.
+__device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* map, int column,
+                                     int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// Into L2 only; completes on nothing.
+__device__ inline void PrefetchTensorBox(const CUtensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
+               "r"(row)
+               : "memory");
+}
+
+__device__ inline void PrefetchL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+__device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Orders ordinary accesses to shared memory before those of the tensor cores and the copy engine.
+__device__ inline void FenceProxyAsync() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Programmatic dependent launch: the next kernel of the stream may take free room from now on.
+__device__ inline void LaunchDependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernels before this one are complete and their writes are visible.
+__device__ inline void WaitForPrevious() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// All threads of `threads` / 32 whole warps; `id` 1..15 (0 is __syncthreads').
+__device__ inline void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <int kRegisters>
+__device__ inline void IncreaseRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ inline void DecreaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// A counter in device memory by which blocks of one launch wait for each other.
+__device__ inline void SignalRelease(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ inline uint32_t LoadAcquire(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+__device__ inline void SpinUntil(const uint32_t* counter, uint32_t value) {
+  while (LoadAcquire(counter) != value) __nanosleep(32);
+}
+
+}  // namespace dorad::kernels

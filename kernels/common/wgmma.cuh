@@ -1,0 +1,96 @@
+// wgmma (sm_90a): D[64, N] += A[64, 16] B[N, 16]ᵀ by one warpgroup, bf16 operands in shared memory,
+// fp32 accumulators. Operand tiles are rows of 64 elements (128 bytes) in the copy engine's
+// 128-byte swizzle, 1024-byte aligned. Warp w holds rows 16 w + lane / 4 (+ 8) of D; its register
+// 4 i + 2 j + c is row + 8 j, column 8 i + 2 (lane % 4) + c.
+#pragma once
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// Descriptor of a swizzled tile; + 2 moves on by 16 elements of K.
+__device__ inline uint64_t WgmmaTile(uint32_t shared_address) {
+  constexpr uint64_t kEightRows = 1024 >> 4;  // from one group of 8 rows to the next, in 16 bytes
+  constexpr uint64_t kSwizzle128 = 1;
+  return (kSwizzle128 << 62) | (kEightRows << 32) | (uint64_t{1} << 16) |
+         ((shared_address & 0x3FFFF) >> 4);
+}
+
+// Before the first wgmma after the accumulators or the shared memory changed; whole warpgroup.
+__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void WgmmaCommit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until at most `kPending` committed groups are still running.
+template <int kPending>
+__device__ inline void WgmmaWait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+#define DORAD_P4 "%0,%1,%2,%3"
+#define DORAD_P8 DORAD_P4 ",%4,%5,%6,%7"
+#define DORAD_P16 DORAD_P8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define DORAD_P32 DORAD_P16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DORAD_P64                                                                    \
+  DORAD_P32                                                                          \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51" \
+  ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define DORAD_P128                                                                           \
+  DORAD_P64                                                                                  \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85" \
+  ",%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105"   \
+  ",%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122"    \
+  ",%123,%124,%125,%126,%127"
+#define DORAD_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define DORAD_D8(i) DORAD_D4(i), DORAD_D4(i + 4)
+#define DORAD_D16(i) DORAD_D8(i), DORAD_D8(i + 8)
+#define DORAD_D32(i) DORAD_D16(i), DORAD_D16(i + 16)
+#define DORAD_D64(i) DORAD_D32(i), DORAD_D32(i + 32)
+#define DORAD_D128(i) DORAD_D64(i), DORAD_D64(i + 64)
+// The three operands after the accumulators are numbered from `a`, `b`, `s`.
+#define DORAD_WGMMA(n, places, registers, a, b, s)                                           \
+  asm volatile(                                                                              \
+      "{\n"                                                                                  \
+      ".reg .pred p;\n"                                                                      \
+      "setp.ne.b32 p, %" #s                                                                  \
+      ", 0;\n"                                                                               \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" places "}, %" #a ", %" #b \
+      ", p, 1, 1, 0, 0;\n"                                                                   \
+      "}\n"                                                                                  \
+      : registers                                                                            \
+      : "l"(a_tile), "l"(b_tile), "r"(accumulate))
+
+// Starts one step of K = 16; with `accumulate` 0, D is overwritten. Whole warpgroup.
+template <int kN>
+__device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int accumulate) {
+  if constexpr (kN == 8) {
+    DORAD_WGMMA(8, DORAD_P4, DORAD_D4(0), 4, 5, 6);
+  } else if constexpr (kN == 16) {
+    DORAD_WGMMA(16, DORAD_P8, DORAD_D8(0), 8, 9, 10);
+  } else if constexpr (kN == 32) {
+    DORAD_WGMMA(32, DORAD_P16, DORAD_D16(0), 16, 17, 18);
+  } else if constexpr (kN == 64) {
+    DORAD_WGMMA(64, DORAD_P32, DORAD_D32(0), 32, 33, 34);
+  } else if constexpr (kN == 128) {
+    DORAD_WGMMA(128, DORAD_P64, DORAD_D64(0), 64, 65, 66);
+  } else {
+    static_assert(kN == 256);
+    DORAD_WGMMA(256, DORAD_P128, DORAD_D128(0), 128, 129, 130);
+  }
+}
+
+#undef DORAD_WGMMA
+#undef DORAD_P4
+#undef DORAD_P8
+#undef DORAD_P16
+#undef DORAD_P32
+#undef DORAD_P64
+#undef DORAD_P128
+#undef DORAD_D4
+#undef DORAD_D8
+#undef DORAD_D16
+#undef DORAD_D32
+#undef DORAD_D64
+#undef DORAD_D128
+
+}  // namespace dorad::kernels

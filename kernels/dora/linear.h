@@ -1,0 +1,63 @@
+// The K-extended projection: y = g ⊙ (W x + s·B(A x)) + bias for a batch whose rows belong to
+// different adapters, in one launch (paper: the DoRA forward, unmerged). W is read once, A and B of
+// each distinct slot once; fp32 accumulation; h = s·(A x) is rounded to bf16 between A and B.
+//
+// A row's bits depend on its x, its adapter and the module's shape alone: not on `rows`, nor on
+// what the other rows are.
+//
+// Capturable in CUDA graphs: rows of the batch are described by device memory read at run time. The
+// launch carries the attribute of programmatic dependent launch: it starts streaming weights while
+// the kernels before it still run. So W, the table, its factors and the segments must not be
+// written by kernels of the same chain (writes by copies, or by launches without the attribute that
+// everything later waits for, are safe), and x may be. Its blocks wait for each other: no two of
+// these launches may run at once on one device unless ordered in one stream.
+//
+// Thread-safe, as long as concurrent calls have workspaces of their own.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/dora/factors.h"
+
+namespace dorad::kernels {
+
+inline constexpr int kDoraLinearMaxRows = 256;
+inline constexpr int kDoraLinearMaxParts = 3;
+// The head of a workspace, zeroed by its owner once, before its first use.
+inline constexpr size_t kDoraLinearCounterBytes = 16384;
+
+// `parts` modules that share x, stacked in W: q, k, v or gate, up.
+struct DoraLinearShape {
+  int32_t in = 0;  // multiple of 8
+  int32_t parts = 1;
+  int32_t out[kDoraLinearMaxParts] = {};  // all but the last multiples of 16
+};
+
+struct DoraLinearParams {
+  DoraLinearShape shape;
+  int32_t rows = 0;                  // 1..kDoraLinearMaxRows
+  int32_t max_rank = 0;              // no rank in the table is larger
+  const __nv_bfloat16* x = nullptr;  // [rows, in], 16-byte aligned
+  const __nv_bfloat16* w = nullptr;  // [sum(out), in], 16-byte aligned
+  const float* bias = nullptr;       // [sum(out)] or nullptr
+  AdapterTable table;
+  int32_t first_module = 0;               // part p is module first_module + p
+  const RowSegment* segments = nullptr;   // covers [0, rows)
+  const int32_t* num_segments = nullptr;  // [1]
+  void* y = nullptr;                      // [rows, sum(out)]
+  bool y_fp32 = false;                    // else bf16
+  void* workspace = nullptr;              // 256-byte aligned, any contents after the counters
+  size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
+};
+
+// Serves every batch of up to `rows` rows. Workspaces may be shared by launches of one stream.
+size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank);
+
+// cudaErrorInvalidValue: shape, rows or alignment outside of the above, or a small workspace.
+cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels
