@@ -1,0 +1,16 @@
+// Gated activation. Thread-safe.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// out[t, f] = silu(gate_up[t, f]) · gate_up[t, size + f]; gate_up is [rows, 2·size], out [rows,
+// size].
+cudaError_t SiluMul(const float* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
+                    cudaStream_t stream);
+
+}  // namespace dorad::kernels

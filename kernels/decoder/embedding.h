@@ -1,0 +1,28 @@
+// Token embedding of a mixed batch: y = g ⊙ (E[x] + s·B A[x]) (PEFT `DoraEmbeddingLayer`; LoRA: no
+// g). Thread-safe.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include "kernels/decoder/rows.h"
+#include "kernels/dora/factors.h"
+
+namespace dorad::kernels {
+
+struct EmbedParams {
+  StepRows rows;
+  const __nv_bfloat16* weight = nullptr;  // [vocabulary, size]
+  int32_t size = 0;
+  // Of the embedding's module: a is [vocabulary, rank] (a token's row is contiguous), b [size,
+  // ldb], g [size].
+  AdapterTable adapters;
+  int32_t module = 0;
+  const RowSegment* segments = nullptr;
+  const int32_t* num_segments = nullptr;
+  float* out = nullptr;  // [rows, size]
+};
+
+cudaError_t Embed(const EmbedParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels

@@ -1,0 +1,27 @@
+// Root-mean-square norms in fp32 (Llama, Mistral, Qwen2, Qwen3: `*RMSNorm`). Thread-safe.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// residual += delta (if not null), then out = round(residual / sqrt(mean(residual²) + eps) ·
+// weight). A row's result does not depend on the other rows.
+struct AddRmsNormParams {
+  int32_t rows = 0;
+  int32_t size = 0;
+  float* residual = nullptr;      // [rows, size]
+  const float* delta = nullptr;   // [rows, size]
+  const float* weight = nullptr;  // [size]
+  float eps = 0.0f;
+  // Row of the residual that row i of `out` is made of; null: i. With it delta must be null.
+  const int32_t* gather = nullptr;
+  __nv_bfloat16* out = nullptr;  // [rows, size]
+};
+
+cudaError_t AddRmsNorm(const AddRmsNormParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels

@@ -1,0 +1,21 @@
+// The rows of one step as the decoder's kernels see them: plain pointers to device memory.
+#pragma once
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// Tokens of one page of the key/value cache.
+inline constexpr int32_t kKvPageTokens = 16;
+
+struct StepRows {
+  int32_t rows = 0;
+  const int32_t* token_ids = nullptr;  // [rows]
+  const int32_t* positions = nullptr;  // [rows], of the row's token in its sequence
+  const int32_t* sequences = nullptr;  // [rows], index of the row's sequence in this step
+  // Pages of sequence s: pages[page_begin[s] ...]; position p lies in its page p / kKvPageTokens.
+  const int32_t* page_begin = nullptr;  // [sequences]
+  const int32_t* pages = nullptr;
+};
+
+}  // namespace dorad::kernels

@@ -1,0 +1,58 @@
+#include <utility>
+
+#include "server/app/backend.h"
+#include "server/base/error.h"
+#include "server/cuda/adapter.h"
+#include "server/cuda/cuda_model_runner.h"
+#include "server/cuda/decoder.h"
+#include "server/cuda/model.h"
+
+namespace dorad {
+namespace {
+
+class CudaBackend final : public Backend {
+ public:
+  absl::Status Load(const Config& config, model::ModelConfig model_config) {
+    if (config.model.compute_dtype != "bf16" || !FactorsInBf16(config)) {
+      return MakeInvalid("model", {{"model.compute_dtype", "COMPUTE_DTYPE_UNSUPPORTED",
+                                    "a GPU computes in bf16: model.compute_dtype and "
+                                    "adapters.dtype must be auto or bf16"}});
+    }
+    DORAD_RETURN_IF_ERROR(cuda::OpenDevice());
+    const int64_t page_bytes = cuda::KvPageBytes(model_config);
+    DORAD_RETURN_IF_ERROR(Describe(config, model_config, page_bytes));
+    DORAD_ASSIGN_OR_RETURN(
+        model_, cuda::CudaModel::Load(config.model.path, std::move(model_config), &ledger_));
+    info_.digest = model_->digest();
+    info_.num_parameters = model_->num_parameters();
+    info_.weight_bytes = model_->bytes();
+    builder_ = cuda::MakeCudaAdapterBuilder(model_.get(), &ledger_);
+    max_rows_ = config.engine.max_step_tokens;
+    return absl::OkStatus();
+  }
+
+  const adapter::BaseModules& modules() const override { return model_->modules(); }
+  adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
+  int64_t norm_bytes() const override { return 0; }
+  absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
+    return cuda::MakeCudaModelRunner(model_.get(),
+                                     {info_.kv_pages, info_.context_length, max_rows_}, &ledger_);
+  }
+
+ private:
+  cuda::MemoryLedger ledger_;  // outlives all that it accounts for
+  std::unique_ptr<cuda::CudaModel> model_;
+  std::unique_ptr<adapter::AdapterBuilder> builder_;
+  int64_t max_rows_ = 0;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
+                                                         model::ModelConfig model) {
+  auto backend = std::make_unique<CudaBackend>();
+  DORAD_RETURN_IF_ERROR(backend->Load(config, std::move(model)));
+  return backend;
+}
+
+}  // namespace dorad

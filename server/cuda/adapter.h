@@ -1,0 +1,37 @@
+// One adapter version on the GPU, and how it gets there. Torch-free.
+// Weights are immutable and owned by the registry's versions; the builder is owned by the backend
+// and thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels/dora/factors.h"
+#include "server/adapter/builder.h"
+#include "server/cuda/device.h"
+#include "server/cuda/model.h"
+
+namespace dorad::cuda {
+
+class CudaAdapterWeights final : public adapter::AdapterWeights {
+ public:
+  CudaAdapterWeights(DeviceBuffer memory, std::vector<kernels::DoraFactors> modules)
+      : memory_(std::move(memory)), modules_(std::move(modules)) {}
+
+  // By module id; pointers are to device memory. rank 0 where the module is not adapted. Linear
+  // modules: a [R, in], b [out, ldb]. The embedding: a [V, R], b [D, ldb].
+  const std::vector<kernels::DoraFactors>& modules() const { return modules_; }
+  int64_t bytes() const { return memory_.bytes(); }
+
+ private:
+  const DeviceBuffer memory_;
+  const std::vector<kernels::DoraFactors> modules_;
+};
+
+// model and ledger are borrowed and outlive the builder and its weights. Factors are served in
+// bf16; the norms see them as the file has them. Kind "adapters".
+std::unique_ptr<adapter::AdapterBuilder> MakeCudaAdapterBuilder(const CudaModel* model,
+                                                                MemoryLedger* ledger);
+
+}  // namespace dorad::cuda

@@ -1,0 +1,107 @@
+#include "server/cuda/cuda_model_runner.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "server/base/error.h"
+#include "server/cuda/batch.h"
+#include "server/cuda/decoder.h"
+#include "server/engine/row_sampling.h"
+#include "server/engine/step_batch.h"
+
+namespace dorad::cuda {
+namespace {
+
+using engine::StepOutput;
+using engine::StepSequence;
+using engine::WantedRow;
+
+constexpr char kStep[] = "the step";
+
+class CudaModelRunner final : public engine::ModelRunner {
+ public:
+  CudaModelRunner(const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger,
+                  Stream stream)
+      : vocab_size_(model->config().vocab_size),
+        options_(options),
+        stream_(std::move(stream)),
+        batch_(ledger, model->modules().size()) {}
+
+  absl::Status Allocate(const CudaModel* model, MemoryLedger* ledger) {
+    CudaDecoder::Options options;
+    options.kv_pages = options_.kv_pages;
+    options.max_positions = options_.max_positions;
+    options.max_rows = options_.max_rows;
+    options.max_logits_rows = engine::kLogitsRows;
+    DORAD_ASSIGN_OR_RETURN(decoder_, CudaDecoder::Create(model, options, ledger, &stream_));
+    DORAD_ASSIGN_OR_RETURN(logits_, PinnedBuffer::Allocate(engine::kLogitsRows * vocab_size_ * 4));
+    DORAD_ASSIGN_OR_RETURN(wanted_host_, PinnedBuffer::Allocate(engine::kLogitsRows * 4));
+    DORAD_ASSIGN_OR_RETURN(wanted_,
+                           DeviceBuffer::Allocate(ledger, "workspace", engine::kLogitsRows * 4));
+    return absl::OkStatus();
+  }
+
+  int64_t kv_pages() const override { return options_.kv_pages; }
+
+  absl::StatusOr<std::vector<StepOutput>> Run(absl::Span<const StepSequence> sequences) override {
+    const engine::StepBatch batch(sequences);
+    DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_));
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_));
+    std::vector<StepOutput> outputs(sequences.size());
+    DORAD_RETURN_IF_ERROR(ForEachBlock(batch.samples, sequences, engine::SampleRows, &outputs));
+    DORAD_RETURN_IF_ERROR(ForEachBlock(batch.scores, sequences, engine::ScoreRows, &outputs));
+    DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
+    return outputs;
+  }
+
+ private:
+  template <typename Use>
+  absl::Status ForEachBlock(absl::Span<const WantedRow> rows,
+                            absl::Span<const StepSequence> sequences, Use use,
+                            std::vector<StepOutput>* outputs) {
+    for (size_t begin = 0; begin < rows.size(); begin += engine::kLogitsRows) {
+      const absl::Span<const WantedRow> block = rows.subspan(begin, engine::kLogitsRows);
+      const auto count = static_cast<int64_t>(block.size());
+      std::vector<engine::StepBatch::AdapterRows> adapters;
+      for (int64_t i = 0; i < count; ++i) {
+        wanted_host_.as<int32_t>()[i] = static_cast<int32_t>(block[i].row);
+        engine::AppendRows(sequences[block[i].sequence].adapter, i, 1, &adapters);
+      }
+      DORAD_RETURN_IF_CUDA_ERROR(
+          cudaMemcpyAsync(wanted_.as<>(), wanted_host_.as<>(), count * sizeof(int32_t),
+                          cudaMemcpyHostToDevice, stream_.get()),
+          kStep);
+      DORAD_ASSIGN_OR_RETURN(const float* logits,
+                             decoder_->Logits(wanted_.as<int32_t>(), count, ToRanges(adapters)));
+      DORAD_RETURN_IF_CUDA_ERROR(
+          cudaMemcpyAsync(logits_.as<>(), logits, count * vocab_size_ * sizeof(float),
+                          cudaMemcpyDeviceToHost, stream_.get()),
+          kStep);
+      DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
+      use(block, logits_.as<float>(), vocab_size_, sequences, outputs);
+    }
+    return absl::OkStatus();
+  }
+
+  const int64_t vocab_size_;
+  const RunnerOptions options_;
+  const Stream stream_;
+  DeviceBatch batch_;
+  std::unique_ptr<CudaDecoder> decoder_;
+  PinnedBuffer logits_;       // [kLogitsRows, vocabulary] fp32
+  PinnedBuffer wanted_host_;  // [kLogitsRows] int32
+  DeviceBuffer wanted_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
+    const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger) {
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
+  auto runner = std::make_unique<CudaModelRunner>(model, options, ledger, std::move(stream));
+  DORAD_RETURN_IF_ERROR(runner->Allocate(model, ledger));
+  return runner;
+}
+
+}  // namespace dorad::cuda

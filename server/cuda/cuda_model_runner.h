@@ -1,0 +1,25 @@
+// The CUDA backend of ModelRunner. Confined to the engine thread.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "server/cuda/device.h"
+#include "server/cuda/model.h"
+#include "server/engine/model_runner.h"
+
+namespace dorad::cuda {
+
+struct RunnerOptions {
+  int64_t kv_pages = 0;
+  int64_t max_positions = 0;  // the longest sequence that will be run
+  int64_t max_rows = 0;       // of one step
+};
+
+// model and ledger are borrowed and outlive the runner. Allocates the KV cache and the workspace:
+// OUT_OF_MEMORY names what did not fit.
+absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
+    const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger);
+
+}  // namespace dorad::cuda

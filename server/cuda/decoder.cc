@@ -1,0 +1,184 @@
+#include "server/cuda/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "kernels/decoder/activation.h"
+#include "kernels/decoder/embedding.h"
+#include "kernels/decoder/rms_norm.h"
+#include "server/base/check.h"
+
+namespace dorad::cuda {
+namespace {
+
+constexpr char kStep[] = "the step";
+// The largest rank that an adapter may have.
+constexpr int64_t kMaxRank = 1024;
+
+}  // namespace
+
+int64_t KvPageBytes(const model::ModelConfig& config) {
+  return 2 * config.num_layers * config.kv_size() * kernels::kKvPageTokens *
+         static_cast<int64_t>(sizeof(__nv_bfloat16));
+}
+
+absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel* model,
+                                                                 const Options& options,
+                                                                 MemoryLedger* ledger,
+                                                                 const Stream* stream) {
+  DORAD_ASSIGN_OR_RETURN(LibraryLinear linear, LibraryLinear::Create(*stream));
+  std::unique_ptr<CudaDecoder> decoder(new CudaDecoder(model, options, stream, std::move(linear)));
+  DORAD_RETURN_IF_ERROR(decoder->AllocateAll(ledger));
+  DORAD_RETURN_IF_ERROR(decoder->UploadRope());
+  return decoder;
+}
+
+absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
+  const model::ModelConfig& config = model_.config();
+  DORAD_ASSIGN_OR_RETURN(
+      kv_memory_, DeviceBuffer::Allocate(ledger, "kv", options_.kv_pages * KvPageBytes(config)));
+  const int64_t plane = options_.kv_pages * config.kv_size() * kernels::kKvPageTokens;
+  for (int64_t i = 0; i < config.num_layers; ++i) {
+    __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
+    kv_.push_back({k, k + plane});
+  }
+
+  const int64_t rows = options_.max_rows;
+  const int64_t rope = options_.max_positions * (config.head_dim / 2) * 4;
+  const int64_t widest = std::max(
+      {config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size, config.hidden_size});
+  const int64_t narrow = std::max(config.q_size(), config.intermediate_size);
+  Layout layout;
+  const int64_t cos_at = layout.Add(rope);
+  const int64_t sin_at = layout.Add(rope);
+  const int64_t residual_at = layout.Add(rows * config.hidden_size * 4);
+  const int64_t normed_at =
+      layout.Add(std::max(rows, options_.max_logits_rows) * config.hidden_size * 2);
+  const int64_t wide_at = layout.Add(rows * widest * 4);
+  const int64_t narrow_at = layout.Add(rows * narrow * 2);
+  const int64_t q_at = layout.Add(rows * config.q_size() * 2);
+  const int64_t h_at = layout.Add(std::max(rows, options_.max_logits_rows) * kMaxRank * 2);
+  const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
+  DORAD_ASSIGN_OR_RETURN(workspace_, DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
+  cos_ = workspace_.as<float>(cos_at);
+  sin_ = workspace_.as<float>(sin_at);
+  residual_ = workspace_.as<float>(residual_at);
+  normed_ = workspace_.as<__nv_bfloat16>(normed_at);
+  wide_ = workspace_.as<float>(wide_at);
+  narrow_ = workspace_.as<__nv_bfloat16>(narrow_at);
+  q_ = workspace_.as<__nv_bfloat16>(q_at);
+  h_ = workspace_.as<__nv_bfloat16>(h_at);
+  logits_ = workspace_.as<float>(logits_at);
+  return absl::OkStatus();
+}
+
+absl::Status CudaDecoder::UploadRope() {
+  const int64_t half = model_.config().head_dim / 2;
+  std::vector<float> cos(static_cast<size_t>(options_.max_positions * half));
+  std::vector<float> sin(cos.size());
+  model::FillRopeTable(model_.config(), options_.max_positions, cos.data(), sin.data());
+  const size_t bytes = cos.size() * sizeof(float);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpy(cos_, cos.data(), bytes, cudaMemcpyHostToDevice), kStep);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpy(sin_, sin.data(), bytes, cudaMemcpyHostToDevice), kStep);
+  return absl::OkStatus();
+}
+
+kernels::AttentionShape CudaDecoder::Shape() const {
+  const model::ModelConfig& config = model_.config();
+  return {static_cast<int32_t>(config.num_heads), static_cast<int32_t>(config.num_kv_heads),
+          static_cast<int32_t>(config.head_dim)};
+}
+
+absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* weight) {
+  kernels::AddRmsNormParams params;
+  params.rows = static_cast<int32_t>(rows);
+  params.size = static_cast<int32_t>(model_.config().hidden_size);
+  params.residual = residual_;
+  params.delta = delta;
+  params.weight = weight;
+  params.eps = static_cast<float>(model_.config().rms_norm_eps);
+  params.out = normed_;
+  return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kStep);
+}
+
+absl::Status CudaDecoder::Layer(int64_t index, const DeviceBatch& batch, const float* pending) {
+  const model::ModelConfig& config = model_.config();
+  const LayerWeights& w = model_.layers()[index];
+  const kernels::StepRows& rows = batch.rows();
+  const absl::Span<const AdapterRange> ranges = batch.ranges();
+
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, rows.rows, ranges, normed_, h_, wide_));
+  kernels::RopeAppendParams rope;
+  rope.rows = rows;
+  rope.shape = Shape();
+  rope.qkv = wide_;
+  rope.q_norm = w.q_norm;
+  rope.k_norm = w.k_norm;
+  rope.eps = static_cast<float>(config.rms_norm_eps);
+  rope.cos = cos_;
+  rope.sin = sin_;
+  rope.q = q_;
+  rope.cache = kv_[index];
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
+  kernels::PagedAttentionParams attention;
+  attention.rows = rows;
+  attention.shape = rope.shape;
+  attention.q = q_;
+  attention.cache = kv_[index];
+  attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
+  attention.window = static_cast<int32_t>(config.windows[index]);
+  attention.out = narrow_;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, rows.rows, ranges, narrow_, h_, wide_));
+
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, wide_, w.post_attention_norm));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, rows.rows, ranges, normed_, h_, wide_));
+  DORAD_RETURN_IF_CUDA_ERROR(
+      kernels::SiluMul(wide_, rows.rows, static_cast<int32_t>(config.intermediate_size), narrow_,
+                       stream_.get()),
+      kStep);
+  return linear_.Run(w.down, rows.rows, ranges, narrow_, h_, wide_);
+}
+
+absl::Status CudaDecoder::Forward(const DeviceBatch& batch) {
+  const model::ModelConfig& config = model_.config();
+  DORAD_CHECK(batch.rows().rows <= options_.max_rows);
+  kernels::EmbedParams embed;
+  embed.rows = batch.rows();
+  embed.weight = model_.embedding();
+  embed.size = static_cast<int32_t>(config.hidden_size);
+  embed.adapters = batch.adapters();
+  embed.module = model::EmbeddingId(config);
+  embed.segments = batch.segments();
+  embed.num_segments = batch.num_segments();
+  embed.out = residual_;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
+  // The output of the last projection, not yet added to the residual.
+  const float* pending = nullptr;
+  for (int64_t layer = 0; layer < config.num_layers; ++layer) {
+    DORAD_RETURN_IF_ERROR(Layer(layer, batch, pending));
+    pending = wide_;
+  }
+  // Adds what is pending; Logits norms the rows that are wanted.
+  return Norm(batch.rows().rows, pending, model_.final_norm());
+}
+
+absl::StatusOr<const float*> CudaDecoder::Logits(const int32_t* rows, int64_t count,
+                                                 absl::Span<const AdapterRange> ranges) {
+  DORAD_CHECK(count <= options_.max_logits_rows);
+  kernels::AddRmsNormParams norm;
+  norm.rows = static_cast<int32_t>(count);
+  norm.size = static_cast<int32_t>(model_.config().hidden_size);
+  norm.residual = residual_;
+  norm.weight = model_.final_norm();
+  norm.eps = static_cast<float>(model_.config().rms_norm_eps);
+  norm.gather = rows;
+  norm.out = normed_;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::AddRmsNorm(norm, stream_.get()), kStep);
+  DORAD_RETURN_IF_ERROR(linear_.Run(model_.head(), count, ranges, normed_, h_, logits_));
+  return logits_;
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,76 @@
+// The decoder of all supported families on the GPU: kernel launches over buffers that are made
+// once. Differences between families are data (ModelConfig, null pointers in LayerWeights). Owned
+// by the runner; confined to the engine thread.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/decoder/attention.h"
+#include "server/cuda/batch.h"
+#include "server/cuda/device.h"
+#include "server/cuda/linear.h"
+#include "server/cuda/model.h"
+
+namespace dorad::cuda {
+
+// Bytes of one KV page over all layers.
+int64_t KvPageBytes(const model::ModelConfig& config);
+
+class CudaDecoder {
+ public:
+  struct Options {
+    int64_t kv_pages = 0;
+    int64_t max_positions = 0;
+    int64_t max_rows = 0;         // of one step
+    int64_t max_logits_rows = 0;  // of one call of Logits
+  };
+  // model, ledger and stream are borrowed. OUT_OF_MEMORY names what did not fit.
+  static absl::StatusOr<std::unique_ptr<CudaDecoder>> Create(const CudaModel* model,
+                                                             const Options& options,
+                                                             MemoryLedger* ledger,
+                                                             const Stream* stream);
+
+  // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
+  absl::Status Forward(const DeviceBatch& batch);
+  // Launches the final norm and the head for some rows of the last Forward. rows: device memory;
+  // ranges: over those rows. Returns device memory [count, vocabulary] fp32, valid until the next
+  // call.
+  absl::StatusOr<const float*> Logits(const int32_t* rows, int64_t count,
+                                      absl::Span<const AdapterRange> ranges);
+
+ private:
+  CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream,
+              LibraryLinear linear)
+      : model_(*model), options_(options), stream_(*stream), linear_(std::move(linear)) {}
+
+  absl::Status AllocateAll(MemoryLedger* ledger);
+  absl::Status UploadRope();
+  absl::Status Layer(int64_t index, const DeviceBatch& batch, const float* pending);
+  absl::Status Norm(int64_t rows, const float* delta, const float* weight);
+  kernels::AttentionShape Shape() const;
+
+  const CudaModel& model_;
+  const Options options_;
+  const Stream& stream_;
+  LibraryLinear linear_;
+  DeviceBuffer kv_memory_;
+  DeviceBuffer workspace_;
+  std::vector<kernels::KvCache> kv_;  // by layer
+  // Parts of the workspace.
+  float* cos_ = nullptr;  // [max_positions, head_dim / 2]
+  float* sin_ = nullptr;
+  float* residual_ = nullptr;        // [max_rows, hidden]
+  __nv_bfloat16* normed_ = nullptr;  // [max_rows, hidden]
+  float* wide_ = nullptr;            // [max_rows, the widest projection]
+  __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the widest input of o and down]
+  __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
+  __nv_bfloat16* h_ = nullptr;       // [max_rows, 1024]
+  float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
+};
+
+}  // namespace dorad::cuda

@@ -1,0 +1,136 @@
+// The GPU: statuses of CUDA calls, streams, and memory with an account of what it is for.
+// Objects are owned by whoever makes them; thread-safe where a comment says so.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+
+namespace dorad::cuda {
+
+// RESOURCE_EXHAUSTED (OUT_OF_MEMORY) or INTERNAL (CUDA_ERROR); OK for cudaSuccess. `what` begins
+// the message: "the step".
+absl::Status ToStatus(cudaError_t error, std::string_view what);
+
+// FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless there is a GPU that the kernels were built for.
+absl::Status OpenDevice();
+
+// A non-blocking stream of its own. Move-only.
+class Stream {
+ public:
+  static absl::StatusOr<Stream> Create();
+  Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
+  Stream& operator=(Stream&&) = delete;
+  ~Stream();
+
+  cudaStream_t get() const { return stream_; }
+  absl::Status Synchronize(std::string_view what) const;
+
+ private:
+  explicit Stream(cudaStream_t stream) : stream_(stream) {}
+  cudaStream_t stream_;
+};
+
+// Bytes on the device by kind. Thread-safe; outlives the buffers that it accounts for.
+class MemoryLedger {
+ public:
+  void Add(const std::string& kind, int64_t bytes);
+  std::map<std::string, int64_t> by_kind() const;
+  int64_t bytes(const std::string& kind) const;
+
+ private:
+  mutable absl::Mutex mu_;
+  std::map<std::string, int64_t> by_kind_ ABSL_GUARDED_BY(mu_);
+};
+
+// Device memory, 256-byte aligned, not initialised. Move-only. Taken from and given back to CUDA's
+// stream-ordered pool, so that neither waits for the work of other streams; whoever frees it knows
+// that no work still uses it.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) naming kind and size.
+  static absl::StatusOr<DeviceBuffer> Allocate(MemoryLedger* ledger, std::string kind,
+                                               int64_t bytes);
+  DeviceBuffer(DeviceBuffer&& other) noexcept { Swap(other); }
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+    DeviceBuffer taken(std::move(other));
+    Swap(taken);
+    return *this;
+  }
+  ~DeviceBuffer();
+
+  template <typename T = void>
+  T* as(int64_t offset_bytes = 0) const {
+    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset_bytes);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void Swap(DeviceBuffer& other) noexcept;
+
+  MemoryLedger* ledger_ = nullptr;
+  std::string kind_;
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Page-locked host memory, so that copies are asynchronous. Move-only.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  static absl::StatusOr<PinnedBuffer> Allocate(int64_t bytes);
+  PinnedBuffer(PinnedBuffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  PinnedBuffer& operator=(PinnedBuffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+  ~PinnedBuffer();
+
+  template <typename T = std::byte>
+  T* as(int64_t offset_bytes = 0) const {
+    return reinterpret_cast<T*>(static_cast<char*>(data_) + offset_bytes);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Packs arrays into one buffer, each 256-byte aligned: add all, allocate, then ask for offsets.
+class Layout {
+ public:
+  // Returns the array's offset in bytes.
+  int64_t Add(int64_t bytes) {
+    const int64_t offset = bytes_;
+    bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return offset;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  static constexpr int64_t kAlignment = 256;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace dorad::cuda
+
+// Returns from the enclosing function with ToStatus when a CUDA call fails.
+#define DORAD_RETURN_IF_CUDA_ERROR(expression, what)                                \
+  do {                                                                              \
+    if (const cudaError_t cuda_error_ = (expression); cuda_error_ != cudaSuccess) { \
+      return ::dorad::cuda::ToStatus(cuda_error_, what);                            \
+    }                                                                               \
+  } while (false)

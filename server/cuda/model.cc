@@ -1,0 +1,190 @@
+#include "server/cuda/model.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/cuda/elements.h"
+#include "server/model/weight_import.h"
+
+namespace dorad::cuda {
+
+using model::WeightKind;
+using model::WeightSlot;
+
+// Converts blocks into one of two pinned buffers while the other is being copied.
+class CudaModel::Sink final : public model::WeightSink {
+ public:
+  Sink(CudaModel* model, MemoryLedger* ledger, Stream stream)
+      : model_(*model), config_(model->config_), ledger_(ledger), stream_(std::move(stream)) {}
+
+  absl::Status Allocate(const model::WeightSlots& slots) override {
+    Layout layout;
+    Place(layout, 0);
+    DORAD_ASSIGN_OR_RETURN(model_.memory_,
+                           DeviceBuffer::Allocate(ledger_, "weights", layout.bytes()));
+    Layout again;
+    Place(again, reinterpret_cast<uintptr_t>(model_.memory_.as<>()));
+    DORAD_CHECK(again.bytes() == layout.bytes());
+    for (const auto& [name, slot] : slots) DORAD_CHECK(places_.count(KeyOf(slot)) == 1);
+    for (Staging& staging : stagings_) {
+      DORAD_ASSIGN_OR_RETURN(staging.buffer, PinnedBuffer::Allocate(kStagingBytes));
+      DORAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&staging.copied, cudaEventDisableTiming),
+                                 "making an event");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
+                             absl::Span<const std::byte> block) override {
+    const bool matrix = slot.kind == WeightKind::kMatrix;
+    const auto from_size = static_cast<int64_t>(SizeOf(slot.dtype));
+    const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
+    char* to = places_.at(KeyOf(slot)) + first_element * to_size;
+    bool finite = true;
+    auto elements = static_cast<int64_t>(block.size()) / from_size;
+    while (elements > 0) {
+      const int64_t count = std::min(elements, kStagingBytes / to_size);
+      Staging& staging = stagings_[next_];
+      next_ = 1 - next_;
+      DORAD_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(staging.copied), "loading weights");
+      const auto part = block.subspan(0, static_cast<size_t>(count * from_size));
+      if (matrix) {
+        ToBf16(slot.dtype, part, staging.buffer.as<__nv_bfloat16>());
+        // A finite fp32 value near the limit becomes infinite in bf16.
+        if (slot.dtype == DType::kF32) {
+          finite = finite &&
+                   !model::HasNonFinite(
+                       {staging.buffer.as<>(), static_cast<size_t>(count * to_size)}, DType::kBF16);
+        }
+      } else {
+        ToFloat(slot.dtype, part, staging.buffer.as<float>());
+      }
+      DORAD_RETURN_IF_CUDA_ERROR(
+          cudaMemcpyAsync(to, staging.buffer.as<>(), static_cast<size_t>(count * to_size),
+                          cudaMemcpyHostToDevice, stream_.get()),
+          "loading weights");
+      DORAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(staging.copied, stream_.get()), "loading weights");
+      to += count * to_size;
+      block.remove_prefix(part.size());
+      elements -= count;
+    }
+    return finite;
+  }
+
+  absl::Status Finish() { return stream_.Synchronize("loading weights"); }
+
+  ~Sink() override {
+    (void)cudaStreamSynchronize(stream_.get());  // copies read the staging buffers
+    for (Staging& staging : stagings_) {
+      if (staging.copied != nullptr) cudaEventDestroy(staging.copied);
+    }
+  }
+
+ private:
+  using Key = std::pair<WeightKind, int>;
+  static constexpr int64_t kStagingBytes = 4 << 20;
+
+  struct Staging {
+    PinnedBuffer buffer;
+    cudaEvent_t copied = nullptr;
+  };
+
+  static char* At(uintptr_t base, int64_t offset) {
+    return reinterpret_cast<char*>(base + static_cast<uintptr_t>(offset));
+  }
+  static Key KeyOf(const WeightSlot& slot) { return {slot.kind, slot.index}; }
+
+  // Lays the weights out behind `base` and points the model at them. Called with 0 first, to
+  // learn the size.
+  void Place(Layout& layout, uintptr_t base) {
+    const auto vector = [&](WeightKind kind, int index, int64_t size) {
+      char* at = At(base, layout.Add(size * 4));
+      places_[{kind, index}] = at;
+      return reinterpret_cast<const float*>(at);
+    };
+    model_.layers_.resize(config_.num_layers);
+    for (int64_t i = 0; i < config_.num_layers; ++i) {
+      LayerWeights& layer = model_.layers_[i];
+      const auto id = [i](model::LayerModule module) { return model::LayerModuleId(i, module); };
+      layer.qkv = Group(layout, base, id(model::kQ), 3, config_.qkv_bias);
+      layer.o = Group(layout, base, id(model::kO), 1, config_.output_bias);
+      layer.gate_up = Group(layout, base, id(model::kGate), 2, config_.mlp_bias);
+      layer.down = Group(layout, base, id(model::kDown), 1, config_.mlp_bias);
+      const auto index = static_cast<int>(i);
+      layer.input_norm = vector(WeightKind::kInputNorm, index, config_.hidden_size);
+      layer.post_attention_norm =
+          vector(WeightKind::kPostAttentionNorm, index, config_.hidden_size);
+      if (config_.qk_norm) {
+        layer.q_norm = vector(WeightKind::kQueryNorm, index, config_.head_dim);
+        layer.k_norm = vector(WeightKind::kKeyNorm, index, config_.head_dim);
+      }
+    }
+    const int embedding = model::EmbeddingId(config_);
+    const int head = model::HeadId(config_);
+    (void)Group(layout, base, embedding, 1, /*bias=*/false);
+    if (config_.tied_embeddings) {
+      model_.matrices_[head] = model_.matrices_[embedding];
+      model_.head_ = {model_.matrices_[head], nullptr, config_.hidden_size,
+                      config_.vocab_size,     head,    {config_.vocab_size}};
+    } else {
+      model_.head_ = Group(layout, base, head, 1, /*bias=*/false);
+    }
+    model_.final_norm_ = vector(WeightKind::kFinalNorm, 0, config_.hidden_size);
+  }
+
+  LinearGroup Group(Layout& layout, uintptr_t base, int first, int count, bool bias) {
+    LinearGroup group;
+    group.first_module = first;
+    for (int id = first; id < first + count; ++id) {
+      const adapter::BaseModule& module = model_.modules_.all()[id];
+      group.in = module.cols;
+      group.out += module.rows;
+      group.outs.push_back(module.rows);
+    }
+    char* weight = At(base, layout.Add(group.out * group.in * 2));
+    group.weight = reinterpret_cast<const __nv_bfloat16*>(weight);
+    char* biases = bias ? At(base, layout.Add(group.out * 4)) : nullptr;
+    group.bias = reinterpret_cast<const float*>(biases);
+    for (int i = 0; i < count; ++i) {
+      places_[{WeightKind::kMatrix, first + i}] = weight;
+      model_.matrices_[first + i] = reinterpret_cast<const __nv_bfloat16*>(weight);
+      weight += group.outs[i] * group.in * 2;
+      if (!bias) continue;
+      places_[{WeightKind::kBias, first + i}] = biases;
+      biases += group.outs[i] * 4;
+    }
+    return group;
+  }
+
+  CudaModel& model_;
+  const model::ModelConfig& config_;
+  MemoryLedger* const ledger_;
+  const Stream stream_;
+  std::map<Key, char*> places_;
+  std::array<Staging, 2> stagings_;
+  size_t next_ = 0;
+};
+
+CudaModel::CudaModel(model::ModelConfig config)
+    : config_(std::move(config)), modules_(ListModules(config_)), matrices_(modules_.size()) {}
+
+absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& dir,
+                                                           model::ModelConfig config,
+                                                           MemoryLedger* ledger) {
+  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
+  Sink sink(model.get(), ledger, std::move(stream));
+  DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
+                         model::ImportWeights(dir, model->config_, sink));
+  DORAD_RETURN_IF_ERROR(sink.Finish());
+  model->dtypes_ = std::move(imported.dtypes);
+  model->digest_ = std::move(imported.digest);
+  model->num_parameters_ = imported.num_parameters;
+  return model;
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,77 @@
+// The base model's weights on the GPU, read once from a Hugging Face folder. Matrices are bf16 in
+// the files' row-major layout; those that share their input lie behind each other (q, k, v; gate,
+// up), so that they are one product. Biases and norms are fp32.
+// Owned by the CUDA backend. Immutable after loading, hence thread-safe.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/adapter/base_modules.h"
+#include "server/base/safetensors.h"
+#include "server/cuda/device.h"
+#include "server/model/model_config.h"
+
+namespace dorad::cuda {
+
+// Linear modules of consecutive ids that share their input, stacked by rows.
+struct LinearGroup {
+  const __nv_bfloat16* weight = nullptr;  // [out, in]
+  const float* bias = nullptr;            // [out], or null
+  int64_t in = 0;
+  int64_t out = 0;
+  int first_module = 0;
+  std::vector<int64_t> outs;  // of the modules, in order
+};
+
+struct LayerWeights {
+  LinearGroup qkv, o, gate_up, down;
+  const float* input_norm = nullptr;
+  const float* post_attention_norm = nullptr;
+  const float* q_norm = nullptr;  // null where the family has none
+  const float* k_norm = nullptr;
+};
+
+class CudaModel {
+ public:
+  // model::ImportWeights' statuses and OUT_OF_MEMORY. The ledger is borrowed; kind "weights".
+  static absl::StatusOr<std::unique_ptr<CudaModel>> Load(const std::string& dir,
+                                                         model::ModelConfig config,
+                                                         MemoryLedger* ledger);
+
+  const model::ModelConfig& config() const { return config_; }
+  const adapter::BaseModules& modules() const { return modules_; }
+  const std::vector<LayerWeights>& layers() const { return layers_; }
+  const LinearGroup& head() const { return head_; }
+  const __nv_bfloat16* embedding() const { return matrices_[model::EmbeddingId(config_)]; }
+  const float* final_norm() const { return final_norm_; }
+  // [rows, cols] of the module.
+  const __nv_bfloat16* Weight(int module_id) const { return matrices_[module_id]; }
+  DType CheckpointDtype(int module_id) const { return dtypes_[module_id]; }
+
+  const std::string& digest() const { return digest_; }
+  int64_t num_parameters() const { return num_parameters_; }
+  int64_t bytes() const { return memory_.bytes(); }
+
+ private:
+  class Sink;
+  explicit CudaModel(model::ModelConfig config);
+
+  const model::ModelConfig config_;
+  const adapter::BaseModules modules_;
+  DeviceBuffer memory_;
+  std::vector<LayerWeights> layers_;
+  LinearGroup head_;
+  const float* final_norm_ = nullptr;
+  std::vector<const __nv_bfloat16*> matrices_;  // by module id
+  std::vector<DType> dtypes_;                   // by module id
+  std::string digest_;
+  int64_t num_parameters_ = 0;
+};
+
+}  // namespace dorad::cuda
