@@ -98,7 +98,7 @@ def test_adapters_differ_from_base(served: Served) -> None:
         assert np.abs(score.logprobs[1:] - base).max() > 0.05, kind
 
 
-@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen3_tied"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_is_no_worse_than_peft_in_bf16(zoo, figures, family: str) -> None:
     """Mean |Δlogprob| over the vocabulary and all positions, against the same fp32 oracle."""
     import torch

@@ -1,4 +1,7 @@
-"""Starts the real binary, waits for its ready line, and ends it by its own pid."""
+"""Starts the real binary, waits for its ready line, and ends it by its own pid.
+
+DORAD_BINARY names another binary than build/dorad, DORAD_TEST_DEVICE its model.device.
+"""
 
 import os
 import re
@@ -38,6 +41,8 @@ def command(
 ) -> list[str]:
     """The command line; ports are picked by the kernel unless settings say otherwise."""
     values = {"server.grpc_listen": "127.0.0.1:0", "server.metrics_listen": "127.0.0.1:0"}
+    if device := os.environ.get("DORAD_TEST_DEVICE"):
+        values["model.device"] = device
     values |= settings or {}
     line = [str(binary()), "serve"]
     line += ["--model", str(model)] if model is not None else []

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# A relocatable archive for a GPU host whose only other part is the same torch: dist/dorad-bundle
+# (and .tar.xz beside it) with the server, the kernels' test and bench programs, and the libraries
+# of this distribution that they need.
+#
+#   tools/bundle.sh [BUILD_DIR]     default build
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+build=${1:-build}
+out=dist/dorad-bundle
+[[ -x $build/dorad ]] || die "$build/dorad is missing: run \`make build\` first"
+
+# What the host has itself: glibc, the C++ runtime, and everything that torch's wheel brings.
+is_host_library() {
+  case $1 in
+    ld-linux* | libc.so* | libm.so* | libdl.so* | librt.so* | libpthread.so*) return 0 ;;
+    libtorch* | libc10* | libgomp* | libcublas* | libcudart* | libcuda.so* | libcudnn* | libnv* | libcupti*) return 0 ;;
+  esac
+  return 1
+}
+
+rm -rf "$out"
+mkdir -p "$out/bin" "$out/lib"
+programs=("$build/dorad" "$build"/tests/unit/kernels_*_test "$build"/tests/bench/kernels_*_bench)
+for program in "${programs[@]}"; do
+  [[ -x $program ]] || continue
+  strip -o "$out/bin/$(basename "$program")" "$program"
+  while read -r name path; do
+    is_host_library "$name" || cp -Lu "$path" "$out/lib/"
+  done < <(ldd "$program" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}')
+done
+rm -f "$out/lib/libstdc++.so.6" "$out/lib/libgcc_s.so.1"
+
+# Starts a program of the bundle with the host's torch: the one that `python3` finds, or
+# DORAD_TORCH, the folder of the torch package.
+cat >"$out/run" <<'RUN'
+#!/usr/bin/env bash
+# usage: run PROGRAM [ARGUMENTS...]; programs are in bin/
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+torch=${DORAD_TORCH:-$(python3 -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')}
+libraries=$here/lib:$torch/lib
+for folder in "$torch"/../nvidia/*/lib; do libraries+=:$(cd "$folder" && pwd); done
+program=$1
+shift
+LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} exec "$here/bin/$program" "$@"
+RUN
+printf '#!/usr/bin/env bash\nexec "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/run" dorad "$@"\n' >"$out/dorad"
+chmod +x "$out/run" "$out/dorad"
+git describe --always --dirty >"$out/COMMIT" 2>/dev/null || true
+tar -C dist -cJf "$out.tar.xz" dorad-bundle
+du -h "$out.tar.xz" | awk '{print "bundle:", $2, $1}'
