@@ -3,9 +3,8 @@
 
 #include <algorithm>
 
-#include "kernels/common/status.h"
+#include "kernels/common/barrier.cuh"
 #include "kernels/dora/compose.h"
-#include "kernels/dora/norm_hopper.cuh"
 #include "kernels/dora/norm_launch.h"
 
 namespace dorad::kernels {
@@ -65,8 +64,8 @@ dim3 GridFor(dim3 block, int64_t vectors, int64_t rows, int rows_each) {
 template <typename T, int size, int rows_each>
 __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
   using V = Vector<T, size>;
-  norm::LetLaterKernelsStart();
-  norm::WaitForEarlierKernels();
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * size;
   if (column >= p.out) return;
   const auto gs = *reinterpret_cast<const Vector<float, size>*>(p.g + column);
@@ -105,8 +104,8 @@ __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
 template <typename T, int size, int rows_each>
 __global__ void __launch_bounds__(kThreads) ApplyKernel(ApplyParams p) {
   using F = Vector<float, size>;
-  norm::LetLaterKernelsStart();
-  norm::WaitForEarlierKernels();
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * size;
   if (column >= p.out) return;
   F gs;

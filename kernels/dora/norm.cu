@@ -1,9 +1,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "kernels/common/status.h"
+#include "kernels/common/barrier.cuh"
 #include "kernels/dora/norm.h"
-#include "kernels/dora/norm_hopper.cuh"
 #include "kernels/dora/norm_launch.h"
 #include "kernels/dora/norm_row.cuh"
 
@@ -72,8 +71,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     AssembleNormsKernel(const float* base_sq, const float* cross, const float* ba_sq, float* norm,
                         int64_t size, float two_s, float s2, bool adapted) {
-  norm::LetLaterKernelsStart();
-  norm::WaitForEarlierKernels();
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= size) return;
   float squared = base_sq[i];
@@ -84,8 +83,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     MagnitudeScaleKernel(const float* magnitude, const float* norm, float eps, int64_t size,
                          float* g) {
-  norm::LetLaterKernelsStart();
-  norm::WaitForEarlierKernels();
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < size) g[i] = ScaleOf(magnitude[i], norm[i], eps);
 }

@@ -77,6 +77,10 @@ struct DoraNormParams {
 // workspace too small.
 size_t DirectNormWorkspace(int64_t out, int64_t in, int64_t rank);
 cudaError_t DirectNorm(const DoraNormParams& params, cudaStream_t stream);
+// The same, to the last bit, of many modules, eight to a launch: the linears of a layer cost less
+// together than one by one. Their workspaces must not overlap. `modules` is read during the call
+// only. One that is refused refuses all, before anything is enqueued.
+cudaError_t DirectNorms(const DoraNormParams* modules, int count, cudaStream_t stream);
 
 // The factored form. Gram matrix and W Aᵀ on tensor cores with fp32 sums; G enters B·G as two bf16
 // terms (hi + lo, together 16 bits of mantissa and more). cudaErrorInvalidValue: as the direct

@@ -65,6 +65,53 @@ norm::RowGemm GemmOf(const DoraNormParams& p) {
   return gemm;
 }
 
+bool Fast(const DoraNormParams& p) {
+  const norm::RowGemm gemm = GemmOf(p);
+  return p.in > 0 && norm::FitsTensorCores(gemm.x) && norm::FitsTensorCores(gemm.y) &&
+         norm::FitsTensorCores(gemm.z);
+}
+
+cudaError_t PlainNorm(const DoraNormParams& p, cudaStream_t stream) {
+  auto* const squares = static_cast<float*>(p.workspace);
+  const auto blocks = static_cast<unsigned>((p.out + kPlainRows - 1) / kPlainRows);
+  const size_t shared = sizeof(float) * kPlainRows * static_cast<size_t>(p.rank);
+  if (shared > 32 << 10) {
+    DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+        PlainSquaresKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  }
+  PlainSquaresKernel<<<blocks, kPlainThreads, shared, stream>>>(p, static_cast<float>(p.scale),
+                                                                squares);
+  DORAD_CUDA_RETURN_IF_ERROR(cudaGetLastError());
+  const norm::PartialSums sums = {squares, 1};
+  return norm::FinishDirect(&sums, &p, 1, stream);
+}
+
+// Modules that share one launch.
+class Group {
+ public:
+  void Add(const DoraNormParams& p) {
+    modules_[count_] = p;
+    gemms_[count_] = GemmOf(p);
+    sums_[count_] = {gemms_[count_].partial, norm::Partials(gemms_[count_])};
+    ++count_;
+  }
+  bool full() const { return count_ == norm::kMostGemms; }
+  // Empties the group.
+  cudaError_t Launch(cudaStream_t stream) {
+    const int count = count_;
+    count_ = 0;
+    if (count == 0) return cudaSuccess;
+    DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(gemms_, count, stream));
+    return norm::FinishDirect(sums_, modules_, count, stream);
+  }
+
+ private:
+  DoraNormParams modules_[norm::kMostGemms];
+  norm::RowGemm gemms_[norm::kMostGemms];
+  norm::PartialSums sums_[norm::kMostGemms];
+  int count_ = 0;
+};
+
 }  // namespace
 
 size_t DirectNormWorkspace(int64_t out, int64_t in, int64_t rank) {
@@ -77,28 +124,31 @@ size_t DirectNormWorkspace(int64_t out, int64_t in, int64_t rank) {
 }
 
 cudaError_t DirectNorm(const DoraNormParams& params, cudaStream_t stream) {
-  if (params.out < 0 || params.in < 0) return cudaErrorInvalidValue;
-  if (!norm::Valid(params, DirectNormWorkspace(params.out, params.in, params.rank))) {
-    return cudaErrorInvalidValue;
+  return DirectNorms(&params, 1, stream);
+}
+
+cudaError_t DirectNorms(const DoraNormParams* modules, int count, cudaStream_t stream) {
+  for (int i = 0; i < count; ++i) {
+    const DoraNormParams& p = modules[i];
+    if (p.out < 0 || p.in < 0 || p.rank < 0 ||
+        !norm::Valid(p, DirectNormWorkspace(p.out, p.in, p.rank))) {
+      return cudaErrorInvalidValue;
+    }
   }
-  if (params.out == 0) return cudaSuccess;
-  if (params.scale == 0.0 || params.rank == 0) return norm::BaseNorm(params, stream);
-  const norm::RowGemm gemm = GemmOf(params);
-  if (params.in > 0 && norm::FitsTensorCores(gemm.x) && norm::FitsTensorCores(gemm.y) &&
-      norm::FitsTensorCores(gemm.z)) {
-    DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(gemm, stream));
-    return norm::FinishDirect({gemm.partial, norm::Partials(gemm)}, params, stream);
+  Group group;
+  for (int i = 0; i < count; ++i) {
+    const DoraNormParams& p = modules[i];
+    if (p.out == 0) continue;
+    if (p.scale == 0.0 || p.rank == 0) {
+      DORAD_CUDA_RETURN_IF_ERROR(norm::BaseNorm(p, stream));
+    } else if (!Fast(p)) {
+      DORAD_CUDA_RETURN_IF_ERROR(PlainNorm(p, stream));
+    } else {
+      group.Add(p);
+      if (group.full()) DORAD_CUDA_RETURN_IF_ERROR(group.Launch(stream));
+    }
   }
-  const auto blocks = static_cast<unsigned>((params.out + kPlainRows - 1) / kPlainRows);
-  const size_t shared = sizeof(float) * kPlainRows * static_cast<size_t>(params.rank);
-  if (shared > 32 << 10) {
-    DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-        PlainSquaresKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-  }
-  PlainSquaresKernel<<<blocks, kPlainThreads, shared, stream>>>(
-      params, static_cast<float>(params.scale), gemm.partial);
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetLastError());
-  return norm::FinishDirect({gemm.partial, 1}, params, stream);
+  return group.Launch(stream);
 }
 
 }  // namespace dorad::kernels

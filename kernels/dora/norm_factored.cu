@@ -1,10 +1,10 @@
 #include <algorithm>
 
+#include "kernels/common/barrier.cuh"
 #include "kernels/common/status.h"
 #include "kernels/dora/norm.h"
 #include "kernels/dora/norm_finish.h"
 #include "kernels/dora/norm_gemm.h"
-#include "kernels/dora/norm_hopper.cuh"
 #include "kernels/dora/norm_launch.h"
 
 namespace dorad::kernels {
@@ -22,8 +22,8 @@ int64_t RoundUp(int64_t value, int64_t to) { return (value + to - 1) / to * to; 
 __global__ void __launch_bounds__(kThreads)
     GramTermsKernel(const float* __restrict__ partial, int64_t splits, int64_t rank, int64_t half,
                     __nv_bfloat16* __restrict__ terms) {
-  norm::LetLaterKernelsStart();
-  norm::WaitForEarlierKernels();
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= rank * half) return;
   const int64_t row = i / half;
@@ -124,10 +124,10 @@ cudaError_t FactoredNorm(const DoraNormParams& params, cudaStream_t stream) {
       !norm::FitsTensorCores(plan.cross.y) || !norm::FitsTensorCores(plan.cross.z)) {
     return cudaErrorInvalidValue;
   }
-  DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(plan.gram, stream));
+  DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(&plan.gram, 1, stream));
   DORAD_CUDA_RETURN_IF_ERROR(LaunchGramTerms(plan, params.rank, stream));
-  DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(plan.ba_sq, stream));
-  DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(plan.cross, stream));
+  DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(&plan.ba_sq, 1, stream));
+  DORAD_CUDA_RETURN_IF_ERROR(norm::Launch(&plan.cross, 1, stream));
   return norm::FinishFactored({plan.cross.partial, norm::Partials(plan.cross)},
                               {plan.ba_sq.partial, norm::Partials(plan.ba_sq)}, params, stream);
 }

@@ -1,8 +1,9 @@
 #include <limits>
 
+#include "kernels/common/barrier.cuh"
 #include "kernels/common/status.h"
 #include "kernels/dora/norm_finish.h"
-#include "kernels/dora/norm_hopper.cuh"
+#include "kernels/dora/norm_gemm.h"
 #include "kernels/dora/norm_launch.h"
 #include "kernels/dora/norm_row.cuh"
 
@@ -37,32 +38,59 @@ __device__ float Total(PartialSums partial, int64_t row, int64_t rows, Totals& s
   return static_cast<float>(total);
 }
 
-__device__ void Write(const DoraNormParams& p, int64_t row, float norm) {
-  p.norm[row] = norm;
-  if (p.magnitude != nullptr) p.g[row] = ScaleOf(p.magnitude[row], norm, p.eps);
+// What is written of a module.
+struct Target {
+  const float* base_sq;
+  const float* magnitude;
+  float* norm;
+  float* g;
+  int64_t rows;
+  float eps;
+  uint32_t first_block;
+};
+
+Target TargetOf(const DoraNormParams& p) {
+  return {p.base_sq, p.magnitude, p.norm, p.g, p.out, p.eps, 0};
 }
 
+__device__ void Write(const Target& target, int64_t row, float norm) {
+  target.norm[row] = norm;
+  if (target.magnitude != nullptr) {
+    target.g[row] = ScaleOf(target.magnitude[row], norm, target.eps);
+  }
+}
+
+struct DirectParams {
+  PartialSums squares[kMostGemms];
+  Target targets[kMostGemms];
+  int32_t count;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    FinishDirectKernel(PartialSums squares, DoraNormParams p) {
+    FinishDirectKernel(const __grid_constant__ DirectParams p) {
   __shared__ Totals shared;
-  LetLaterKernelsStart();
-  WaitForEarlierKernels();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x % kRows;
-  const float squared = Total(squares, row, p.out, shared);
-  if (threadIdx.x < kRows && row < p.out) Write(p, row, RootOfSquared(squared));
+  LaunchDependents();
+  WaitForPrevious();
+  int32_t i = 0;
+  while (i + 1 < p.count && blockIdx.x >= p.targets[i + 1].first_block) ++i;
+  const Target& target = p.targets[i];
+  const int64_t row =
+      static_cast<int64_t>(blockIdx.x - target.first_block) * kRows + threadIdx.x % kRows;
+  const float squared = Total(p.squares[i], row, target.rows, shared);
+  if (threadIdx.x < kRows && row < target.rows) Write(target, row, RootOfSquared(squared));
 }
 
 __global__ void __launch_bounds__(kThreads)
-    FinishFactoredKernel(PartialSums cross, PartialSums ba_sq, DoraNormParams p, float two_s,
+    FinishFactoredKernel(PartialSums cross, PartialSums ba_sq, Target target, float two_s,
                          float s2) {
   __shared__ Totals shared;
-  LetLaterKernelsStart();
-  WaitForEarlierKernels();
+  LaunchDependents();
+  WaitForPrevious();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x % kRows;
-  const float c = Total(cross, row, p.out, shared);
-  const float b = Total(ba_sq, row, p.out, shared);
-  if (threadIdx.x < kRows && row < p.out) {
-    Write(p, row, RootOfSquared(AssembledSquare(p.base_sq[row], two_s, c, s2, b)));
+  const float c = Total(cross, row, target.rows, shared);
+  const float b = Total(ba_sq, row, target.rows, shared);
+  if (threadIdx.x < kRows && row < target.rows) {
+    Write(target, row, RootOfSquared(AssembledSquare(target.base_sq[row], two_s, c, s2, b)));
   }
 }
 
@@ -70,15 +98,25 @@ unsigned BlocksFor(int64_t rows) { return static_cast<unsigned>((rows + kRows - 
 
 }  // namespace
 
-cudaError_t FinishDirect(PartialSums squares, const DoraNormParams& params, cudaStream_t stream) {
-  return LaunchEarly(FinishDirectKernel, BlocksFor(params.out), kThreads, 0, stream, squares,
-                     params);
+cudaError_t FinishDirect(const PartialSums* squares, const DoraNormParams* modules, int count,
+                         cudaStream_t stream) {
+  if (count < 1 || count > kMostGemms) return cudaErrorInvalidValue;
+  DirectParams params;
+  params.count = count;
+  unsigned blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    params.squares[i] = squares[i];
+    params.targets[i] = TargetOf(modules[i]);
+    params.targets[i].first_block = blocks;
+    blocks += BlocksFor(modules[i].out);
+  }
+  return LaunchEarly(FinishDirectKernel, blocks, kThreads, 0, stream, params);
 }
 
 cudaError_t FinishFactored(PartialSums cross, PartialSums ba_sq, const DoraNormParams& params,
                            cudaStream_t stream) {
   return LaunchEarly(FinishFactoredKernel, BlocksFor(params.out), kThreads, 0, stream, cross, ba_sq,
-                     params, static_cast<float>(2.0 * params.scale),
+                     TargetOf(params), static_cast<float>(2.0 * params.scale),
                      static_cast<float>(params.scale * params.scale));
 }
 

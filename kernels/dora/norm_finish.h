@@ -16,9 +16,10 @@ struct PartialSums {
   int64_t count = 0;
 };
 
-// norm = sqrt(max(Σ squares, 0)) and g. Sums are in double, in an
-// order that depends on count alone.
-cudaError_t FinishDirect(PartialSums squares, const DoraNormParams& params, cudaStream_t stream);
+// norm = sqrt(max(Σ squares, 0)) and g, of 1 to kMostGemms modules. Sums are in double, in an order
+// that depends on count alone.
+cudaError_t FinishDirect(const PartialSums* squares, const DoraNormParams* modules, int count,
+                         cudaStream_t stream);
 
 // norm by the assembly of AssembleNorms, from the totals of cross and ba_sq, and g.
 cudaError_t FinishFactored(PartialSums cross, PartialSums ba_sq, const DoraNormParams& params,

@@ -45,8 +45,12 @@ int64_t Partials(const RowGemm& gemm);
 // The number of splits that fills the GPU, at most `most`. Depends on the shape alone.
 int64_t SplitsFor(const RowGemm& gemm, int64_t most);
 
-// Enqueues the product; the launch lets the next kernel start early (programmatic dependent
+// Products of one launch.
+constexpr int kMostGemms = 8;
+
+// Enqueues 1 to kMostGemms products as one launch, so that none waits for the tail of another; more
+// than one must all be kSquare. The launch lets the next kernel start early (programmatic dependent
 // launch).
-cudaError_t Launch(const RowGemm& gemm, cudaStream_t stream);
+cudaError_t Launch(const RowGemm* gemms, int count, cudaStream_t stream);
 
 }  // namespace dorad::kernels::norm

@@ -266,14 +266,29 @@ int main(int argc, char** argv) {
   }
   std::printf("Qwen3-8B, %zu modules; the weights' bytes alone take %.2f ms\n", modules.size(),
               2e-9 * elements / copy);
-  for (const Form& form : kForms) {
+  const auto print = [&](const char* name, const std::function<void()>& work) {
     for (const bool as_graph : {false, true}) {
-      const double us = Microseconds(stream, 5, as_graph, [&] {
-        for (const DoraNormParams& p : modules) Check(form.run(p, stream));
-      });
-      std::printf("  %-8s %-6s %7.2f ms, %4.0f TFLOP/s\n", form.name, as_graph ? "graph" : "stream",
+      const double us = Microseconds(stream, 5, as_graph, work);
+      std::printf("  %-15s %-6s %7.2f ms, %4.0f TFLOP/s\n", name, as_graph ? "graph" : "stream",
                   1e-3 * us, 2e-6 * elements * static_cast<double>(rank) / us);
     }
+  };
+  for (const Form& form : kForms) {
+    print(form.name, [&] {
+      for (const DoraNormParams& p : modules) Check(form.run(p, stream));
+    });
   }
+  // A layer's modules side by side, with parts of the workspace of their own.
+  constexpr int kOfLayer = 7;
+  for (int i = 0; i < static_cast<int>(modules.size()); ++i) {
+    modules[i].workspace_bytes = workspace_bytes / kOfLayer / 256 * 256;
+    modules[i].workspace =
+        static_cast<char*>(workspace) + modules[i].workspace_bytes * (i % kOfLayer);
+  }
+  print("direct by layer", [&] {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      Check(dorad::kernels::DirectNorms(modules.data() + layer * kOfLayer, kOfLayer, stream));
+    }
+  });
   return 0;
 }

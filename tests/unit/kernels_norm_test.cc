@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -165,7 +166,11 @@ class Module {
   }
 
   const Shape& shape() const { return shape_; }
+  const std::vector<Bf16>& w() const { return w_; }
   std::vector<Bf16>& w() { return w_; }
+  const std::vector<Bf16>& a() const { return a_; }
+  const std::vector<Bf16>& b() const { return b_; }
+  const std::vector<float>& magnitude() const { return magnitude_; }
 
   // s·B·A of one row, in double.
   std::vector<double> Update(int64_t row, double scale) const {
@@ -196,31 +201,7 @@ class Module {
     std::vector<float> norm;
     std::vector<float> g;
   };
-  Result Run(Form form, Workspace workspace, double scale) const {
-    const DeviceBuffer<Bf16> w(w_), a(a_), b(b_);
-    const DeviceBuffer<float> base_sq(shape_.out), magnitude(magnitude_), norm(shape_.out),
-        g(shape_.out);
-    DoraNormParams params;
-    params.w = w.get();
-    params.a = a.get();
-    params.b = b.get();
-    params.base_sq = base_sq.get();
-    params.magnitude = magnitude.get();
-    params.norm = norm.get();
-    params.g = g.get();
-    params.out = shape_.out;
-    params.in = shape_.in;
-    params.rank = shape_.rank;
-    params.ldb = shape_.ldb;
-    params.scale = scale;
-    params.workspace_bytes = workspace(shape_.out, shape_.in, shape_.rank);
-    const DeviceBuffer<char> space(params.workspace_bytes);
-    params.workspace = space.get();
-    cudaError_t status = SquaredRowNorms(w.get(), shape_.out, shape_.in, base_sq.get(), nullptr);
-    if (status == cudaSuccess) status = form(params, nullptr);
-    if (status == cudaSuccess) status = cudaDeviceSynchronize();
-    return {status, norm.Read(), g.Read()};
-  }
+  Result Run(Form form, Workspace workspace, double scale) const;
   void Check(Form form, Workspace workspace, double scale, double tolerance) const {
     const Result got = Run(form, workspace, scale);
     ASSERT_EQ(got.status, cudaSuccess) << cudaGetErrorString(got.status);
@@ -235,12 +216,59 @@ class Module {
   }
 
  private:
-  const Shape shape_;
+  Shape shape_;
   std::vector<Bf16> w_;
   std::vector<Bf16> a_;
   std::vector<Bf16> b_;
   std::vector<float> magnitude_;
 };
+
+class DeviceModule {
+ public:
+  DeviceModule(const Module& module, Workspace workspace, double scale)
+      : w_(module.w()),
+        a_(module.a()),
+        b_(module.b()),
+        magnitude_(module.magnitude()),
+        base_sq_(module.shape().out),
+        norm_(module.shape().out),
+        g_(module.shape().out),
+        workspace_(workspace(module.shape().out, module.shape().in, module.shape().rank)) {
+    params_.w = w_.get();
+    params_.a = a_.get();
+    params_.b = b_.get();
+    params_.base_sq = base_sq_.get();
+    params_.magnitude = magnitude_.get();
+    params_.norm = norm_.get();
+    params_.g = g_.get();
+    params_.workspace = workspace_.get();
+    params_.workspace_bytes = workspace_.size();
+    params_.out = module.shape().out;
+    params_.in = module.shape().in;
+    params_.rank = module.shape().rank;
+    params_.ldb = module.shape().ldb;
+    params_.scale = scale;
+    EXPECT_EQ(SquaredRowNorms(w_.get(), params_.out, params_.in, base_sq_.get(), nullptr),
+              cudaSuccess);
+  }
+
+  const DoraNormParams& params() const { return params_; }
+  std::vector<float> norm() const { return norm_.Read(); }
+  std::vector<float> g() const { return g_.Read(); }
+
+ private:
+  const DeviceBuffer<Bf16> w_, a_, b_;
+  const DeviceBuffer<float> magnitude_, base_sq_, norm_, g_;
+  const DeviceBuffer<char> workspace_;
+  DoraNormParams params_;
+};
+
+Module::Result Module::Run(Form form, Workspace workspace, double scale) const {
+  const DeviceModule device(*this, workspace, scale);
+  cudaError_t status = form(device.params(), nullptr);
+  if (status == cudaSuccess) status = cudaDeviceSynchronize();
+  return {status, device.norm(), device.g()};
+}
 
 // Whole tiles and tails of every size, more tiles than multiprocessors, ranks up to 1024.
 const Shape kAlignedShapes[] = {
@@ -313,6 +341,29 @@ TEST_F(NormTest, BothFormsRepeatToTheLastBit) {
   }
 }
 
+// More modules than a launch takes, fast, plain and without adaptation.
+TEST_F(NormTest, ManyModulesAreAsOneByOne) {
+  const std::vector<Shape> shapes = {{130, 264, 16, 16},  {33, 37, 5, 5},     {64, 2048, 64, 64},
+                                     {257, 520, 8, 8},    {1, 8, 1, 8},       {128, 256, 64, 64},
+                                     {96, 320, 320, 320}, {70, 256, 0, 0},    {40, 64, 3, 3},
+                                     {600, 1032, 40, 40}, {32, 64, 512, 512}, {300, 512, 90, 96}};
+  std::vector<Module> modules;
+  std::vector<std::unique_ptr<DeviceModule>> device;
+  std::vector<DoraNormParams> params;
+  for (const Shape& shape : shapes) {
+    modules.emplace_back(shape);
+    device.push_back(std::make_unique<DeviceModule>(modules.back(), DirectNormWorkspace, kScale));
+    params.push_back(device.back()->params());
+  }
+  DORAD_ASSERT_CUDA(DirectNorms(params.data(), static_cast<int>(params.size()), nullptr));
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto alone = modules[i].Run(DirectNorm, DirectNormWorkspace, kScale);
+    ASSERT_EQ(alone.status, cudaSuccess);
+    EXPECT_TRUE(SameBits(device[i]->norm(), alone.norm)) << i;
+    EXPECT_TRUE(SameBits(device[i]->g(), alone.g)) << i;
+  }
+}
+
 TEST_F(NormTest, NanOfAWeightStaysInItsRow) {
   Module module({130, 264, 16, 16});
   module.w()[5 * 264 + 100] = __float2bfloat16_rn(kNan);
@@ -324,41 +375,22 @@ TEST_F(NormTest, NanOfAWeightStaysInItsRow) {
 }
 
 TEST_F(NormTest, CanBeCapturedInAGraph) {
-  const Shape shape = {256, 512, 64, 64};
-  const DeviceBuffer<Bf16> w(Rounded(Random(shape.out * shape.in, 0.02f, 20)));
-  const DeviceBuffer<Bf16> a(Rounded(Random(shape.rank * shape.in, 0.02f, 21)));
-  const DeviceBuffer<Bf16> b(Rounded(Random(shape.out * shape.rank, 0.02f, 22)));
-  const DeviceBuffer<float> base_sq(shape.out), eager(shape.out), replayed(shape.out);
-  DoraNormParams params;
-  params.w = w.get();
-  params.a = a.get();
-  params.b = b.get();
-  params.base_sq = base_sq.get();
-  params.out = shape.out;
-  params.in = shape.in;
-  params.rank = params.ldb = shape.rank;
-  params.scale = kScale;
-  params.workspace_bytes = std::max(DirectNormWorkspace(shape.out, shape.in, shape.rank),
-                                    FactoredNormWorkspace(shape.out, shape.in, shape.rank));
-  const DeviceBuffer<char> space(params.workspace_bytes);
-  params.workspace = space.get();
+  const Module module({256, 512, 64, 64});
   cudaStream_t stream;
   DORAD_ASSERT_CUDA(cudaStreamCreate(&stream));
-  for (const Form form : {DirectNorm, FactoredNorm}) {
-    params.norm = eager.get();
-    DORAD_ASSERT_CUDA(SquaredRowNorms(w.get(), shape.out, shape.in, base_sq.get(), stream));
-    DORAD_ASSERT_CUDA(form(params, stream));
-    params.norm = replayed.get();
+  for (const auto& [form, workspace] : std::vector<std::pair<Form, Workspace>>{
+           {DirectNorm, DirectNormWorkspace}, {FactoredNorm, FactoredNormWorkspace}}) {
+    const DeviceModule device(module, workspace, kScale);
+    DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
     cudaGraph_t graph;
     cudaGraphExec_t executable;
     DORAD_ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    DORAD_ASSERT_CUDA(form(params, stream));
+    DORAD_ASSERT_CUDA(form(device.params(), stream));
     DORAD_ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
     DORAD_ASSERT_CUDA(cudaGraphInstantiate(&executable, graph, 0));
-    DORAD_ASSERT_CUDA(cudaMemset(replayed.get(), 0xFF, shape.out * sizeof(float)));
     DORAD_ASSERT_CUDA(cudaGraphLaunch(executable, stream));
     DORAD_ASSERT_CUDA(cudaGraphLaunch(executable, stream));
-    EXPECT_TRUE(SameBits(replayed.Read(), eager.Read()));
+    EXPECT_TRUE(SameBits(device.norm(), module.Run(form, workspace, kScale).norm));
     DORAD_ASSERT_CUDA(cudaGraphExecDestroy(executable));
     DORAD_ASSERT_CUDA(cudaGraphDestroy(graph));
   }

@@ -1,0 +1,330 @@
+// One producer warp feeds shared memory with the bulk copy engine; two warpgroups, each with half
+// of the tile's rows, multiply and reduce. The steps over K go through a ring of stages, the tile
+// of Z through room of its own, so that during the product Z arrives from afar, and during the
+// reduction the first steps of the next tile. CTAs walk the tiles of all products with a fixed
+// stride. Internal to norm_gemm.cu; sm_90a.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/common/wgmma.cuh"
+#include "kernels/dora/norm_gemm.h"
+#include "kernels/dora/norm_wgmma.cuh"
+
+namespace dorad::kernels::norm {
+
+constexpr int kTileM = 128;
+constexpr int kStepK = 64;      // 128 bytes: the width of the swizzle
+constexpr int kBoxBytes = 128;  // of a box's row
+constexpr int kConsumers = 256;
+constexpr int kThreads = 128 + kConsumers;
+constexpr int kRegistersProducer = 40;
+constexpr int kRegistersConsumer = 232;
+constexpr int kAlignment = 1024;  // of the swizzle's atoms; made by hand
+constexpr int kSharedBytes = 226 * 1024 - kAlignment;
+
+// tile_n: columns of D a CTA works on at a time.
+template <Reduction kind_, int tile_n_>
+struct Config {
+  static constexpr Reduction kind = kind_;
+  static constexpr int tile_n = tile_n_;
+  // Y as [K, N]: N is contiguous.
+  static constexpr bool y_by_k = kind == Reduction::kSquare;
+  static constexpr int x_bytes = kTileM * kBoxBytes;
+  static constexpr int y_bytes = tile_n * kBoxBytes;
+  static constexpr int stage_bytes = x_bytes + y_bytes;
+  // Z: boxes of 64 columns, each with a place of its own.
+  static constexpr int z_box_bytes = kTileM * kBoxBytes;
+  static constexpr int z_boxes = kind == Reduction::kStore ? 0 : tile_n / 64;
+  static constexpr int z_bytes = z_boxes * z_box_bytes;
+  static constexpr int stages = std::min(6, (kSharedBytes - z_bytes) / stage_bytes);
+  static constexpr int shared_bytes = stages * stage_bytes + z_bytes + kAlignment;
+};
+
+struct Maps {
+  CUtensorMap x;
+  CUtensorMap y;
+  CUtensorMap z;
+};
+
+struct Problem {
+  float* partial;
+  float scale;
+  uint32_t m;
+  uint32_t n;
+  uint32_t tiles_n;
+  uint32_t splits;
+  uint32_t steps;         // over K
+  uint32_t period_steps;  // of X
+  uint32_t first_item;
+};
+
+// By value: a launch needs no table in memory.
+struct Params {
+  Maps maps[kMostGemms];
+  Problem problems[kMostGemms];
+  int32_t count;
+  uint32_t items;  // tile of columns, split, tile of rows
+};
+static_assert(sizeof(Params) <= 4096);
+
+// What a CTA does next.
+struct Item {
+  int32_t problem;
+  uint32_t m;
+  uint32_t n;
+  uint32_t split;
+  uint32_t partial;  // row of the partial sums
+  uint32_t step_begin;
+  uint32_t step_end;
+};
+
+template <typename C>
+__device__ inline Item ItemOf(const Params& p, uint32_t index) {
+  int32_t i = 0;
+  while (i + 1 < p.count && index >= p.problems[i + 1].first_item) ++i;
+  const Problem& problem = p.problems[i];
+  index -= problem.first_item;
+  const uint32_t tile_n = index % problem.tiles_n;
+  const uint32_t rest = index / problem.tiles_n;
+  Item item;
+  item.problem = i;
+  item.split = rest % problem.splits;
+  item.m = rest / problem.splits * kTileM;
+  item.n = tile_n * C::tile_n;
+  item.partial = tile_n * problem.splits + item.split;
+  item.step_begin = item.split * problem.steps / problem.splits;
+  item.step_end = (item.split + 1) * problem.steps / problem.splits;
+  return item;
+}
+
+// A place in the ring and the phase of its barriers.
+template <int stages>
+struct Ring {
+  uint32_t stage = 0;
+  uint32_t phase = 0;
+  __device__ void Next() {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Shared memory. Barriers of a stage or box follow each other in steps of 8 bytes.
+struct Shared {
+  uint32_t stages;
+  uint32_t z;
+  uint32_t full;
+  uint32_t empty;
+  uint32_t z_full;
+  uint32_t z_empty;
+};
+
+template <typename C>
+__device__ void Produce(const Params& p, const Shared& shared) {
+  Ring<C::stages> ring;
+  uint32_t z_phase = 0;
+  for (uint32_t index = blockIdx.x; index < p.items; index += gridDim.x) {
+    const Item item = ItemOf<C>(p, index);
+    const Maps& maps = p.maps[item.problem];
+    const uint32_t period_steps = p.problems[item.problem].period_steps;
+    const auto n = static_cast<int>(item.n);
+    const auto m = static_cast<int>(item.m);
+    uint32_t box = 0;
+    for (uint32_t k = item.step_begin; k < item.step_end; ++k) {
+      const uint32_t full = shared.full + 8 * ring.stage;
+      BarrierWait(shared.empty + 8 * ring.stage, ring.phase ^ 1);
+      BarrierArriveExpect(full, C::stage_bytes);
+      const uint32_t x = shared.stages + ring.stage * C::stage_bytes;
+      const uint32_t y = x + C::x_bytes;
+      CopyTensorBox(x, &maps.x, static_cast<int>(k % period_steps * kStepK), m, full);
+      const auto from = static_cast<int>(k * kStepK);
+      if constexpr (C::y_by_k) {
+#pragma unroll
+        for (int part = 0; part < C::tile_n / 64; ++part) {
+          CopyTensorBox(y + part * kStepK * kBoxBytes, &maps.y, n + 64 * part, from, full);
+        }
+      } else {
+        CopyTensorBox(y, &maps.y, from, n, full);
+      }
+      ring.Next();
+      // Z after the steps that fit while the tile before is reduced (until then its room is taken),
+      // and bit by bit: a whole tile at once would hold up the steps that follow.
+      const uint32_t done = k + 1 - item.step_begin;
+      constexpr uint32_t kBoxes = C::z_boxes;
+      uint32_t due = 0;
+      if (k + 1 == item.step_end) {
+        due = kBoxes;
+      } else if (done >= C::stages) {
+        due = std::min(kBoxes, done + 1 - C::stages);
+      }
+      for (; box < due; ++box) {
+        const uint32_t z_full = shared.z_full + 8 * box;
+        BarrierWait(shared.z_empty + 8 * box, z_phase ^ 1);
+        BarrierArriveExpect(z_full, C::z_box_bytes);
+        CopyTensorBox(shared.z + box * C::z_box_bytes, &maps.z, n + static_cast<int>(64 * box), m,
+                      z_full);
+      }
+    }
+    z_phase ^= 1;
+  }
+}
+
+// A pair of z and its two places of D.
+template <Reduction kind>
+__device__ void Reduce(uint32_t pair, float d0, float d1, float scale, float& sum0, float& sum1) {
+  const float z0 = __uint_as_float(pair << 16);
+  const float z1 = __uint_as_float(pair & 0xFFFF0000u);
+  if constexpr (kind == Reduction::kSquare) {
+    const float t0 = fmaf(scale, d0, z0);
+    const float t1 = fmaf(scale, d1, z1);
+    sum0 = fmaf(t0, t0, sum0);
+    sum1 = fmaf(t1, t1, sum1);
+  } else {
+    sum0 = fmaf(z0, d0, sum0);
+    sum1 = fmaf(z1, d1, sum1);
+  }
+}
+
+template <typename C>
+__device__ void Consume(const Params& p, const Shared& shared) {
+  const int thread = threadIdx.x - 128;
+  const int group = thread / 128;
+  const int lane = thread % 32;
+  const int row = group * 64 + thread % 128 / 32 * 16;  // of the tile, this warp's first
+  // The lane's row of Z for ldmatrix, and which of two groups of 8 columns.
+  const int z_row = row + lane % 16;
+  const int z_group = lane / 16;
+  const uint32_t z_at = shared.z + z_row * kBoxBytes;
+  Ring<C::stages> ring;
+  uint32_t z_phase = 0;
+  const auto release = [&](uint32_t barrier) {
+    if (lane == 0) BarrierArrive(barrier);
+  };
+  float d[C::tile_n / 2];
+  uint32_t index = blockIdx.x;
+  Item next = ItemOf<C>(p, index);
+  while (index < p.items) {
+    const Item item = next;
+    uint32_t previous = 0;
+    for (uint32_t k = item.step_begin; k < item.step_end; ++k) {
+      BarrierWait(shared.full + 8 * ring.stage, ring.phase);
+      const uint32_t x = shared.stages + ring.stage * C::stage_bytes + group * 64 * kBoxBytes;
+      const uint32_t y = shared.stages + ring.stage * C::stage_bytes + C::x_bytes;
+      WgmmaFence();
+#pragma unroll
+      for (int i = 0; i < kStepK / 16; ++i) {
+        const int accumulate = k > item.step_begin || i > 0;
+        const uint64_t a = WgmmaTile(x + 32 * i);
+        if constexpr (C::y_by_k) {
+          WgmmaByK(d, a, WgmmaTileByK(y + 16 * kBoxBytes * i, kStepK * kBoxBytes), accumulate);
+        } else {
+          Wgmma<C::tile_n>(d, a, WgmmaTile(y + 32 * i), accumulate);
+        }
+      }
+      WgmmaCommit();
+      WgmmaWait<1>();
+      if (k > item.step_begin) release(shared.empty + 8 * previous);
+      previous = ring.stage;
+      ring.Next();
+    }
+    index += gridDim.x;
+    // While the last step is still running.
+    next = ItemOf<C>(p, index < p.items ? index : 0);
+    const Problem& problem = p.problems[item.problem];
+    float* const partial = problem.partial;
+    const float scale = problem.scale;
+    const uint32_t rows = problem.m;
+    asm volatile("" ::"r"(next.m), "r"(next.step_end), "l"(partial), "f"(scale), "r"(rows));
+    WgmmaWait<0>();
+    release(shared.empty + 8 * previous);
+
+    const uint32_t low = item.m + row + lane / 4;
+    if constexpr (C::kind == Reduction::kStore) {
+      const uint32_t columns = problem.n;
+      float* const to = partial + static_cast<int64_t>(item.split) * rows * columns;
+#pragma unroll
+      for (int i = 0; i < C::tile_n / 2; ++i) {
+        const uint32_t column = item.n + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const uint32_t m = low + i / 2 % 2 * 8;
+        if (m < rows && column < columns) to[static_cast<int64_t>(m) * columns + column] = d[i];
+      }
+    } else {
+      // Two sums a row, for shorter chains.
+      float sum[2][2] = {};
+#pragma unroll
+      for (int box = 0; box < C::z_boxes; ++box) {
+        BarrierWait(shared.z_full + 8 * box, z_phase);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {  // 16 columns
+          uint32_t pairs[4];
+          LoadMatrices(z_at + box * C::z_box_bytes + ((2 * c + z_group) ^ (z_row % 8)) * 16, pairs);
+          const int at = (box * 8 + 2 * c) * 4;
+          Reduce<C::kind>(pairs[0], d[at], d[at + 1], scale, sum[0][0], sum[0][1]);
+          Reduce<C::kind>(pairs[1], d[at + 2], d[at + 3], scale, sum[1][0], sum[1][1]);
+          Reduce<C::kind>(pairs[2], d[at + 4], d[at + 5], scale, sum[0][0], sum[0][1]);
+          Reduce<C::kind>(pairs[3], d[at + 6], d[at + 7], scale, sum[1][0], sum[1][1]);
+        }
+        __syncwarp();
+        release(shared.z_empty + 8 * box);
+      }
+      z_phase ^= 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float total = sum[half][0] + sum[half][1];
+        total += __shfl_xor_sync(0xFFFFFFFFu, total, 1);
+        total += __shfl_xor_sync(0xFFFFFFFFu, total, 2);
+        const uint32_t m = low + 8 * half;
+        if (lane % 4 == 0 && m < rows) {
+          partial[static_cast<int64_t>(item.partial) * rows + m] = total;
+        }
+      }
+    }
+  }
+}
+
+template <typename C>
+__global__ void __launch_bounds__(kThreads, 1) RowGemmKernel(const __grid_constant__ Params p) {
+  extern __shared__ uint8_t raw[];
+  __shared__ alignas(8) uint64_t barriers[2 * (C::stages + C::z_boxes)];
+  Shared shared;
+  shared.stages = (SharedAddress(raw) + kAlignment - 1) / kAlignment * kAlignment;
+  shared.z = shared.stages + C::stages * C::stage_bytes;
+  shared.full = SharedAddress(barriers);
+  shared.empty = shared.full + 8 * C::stages;
+  shared.z_full = shared.empty + 8 * C::stages;
+  shared.z_empty = shared.z_full + 8 * C::z_boxes;
+  LaunchDependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < p.count; ++i) {
+      PrefetchTensorMap(&p.maps[i].x);
+      PrefetchTensorMap(&p.maps[i].y);
+      if (C::z_boxes > 0) PrefetchTensorMap(&p.maps[i].z);
+    }
+    for (int i = 0; i < C::stages; ++i) {
+      BarrierInit(shared.full + 8 * i, 1);
+      BarrierInit(shared.empty + 8 * i, kConsumers / 32);
+    }
+    for (int i = 0; i < C::z_boxes; ++i) {
+      BarrierInit(shared.z_full + 8 * i, 1);
+      BarrierInit(shared.z_empty + 8 * i, kConsumers / 32);
+    }
+    BarrierInitFence();
+  }
+  __syncthreads();
+  WaitForPrevious();
+  if (threadIdx.x < 128) {
+    DecreaseRegisters<kRegistersProducer>();
+    if (threadIdx.x == 0) Produce<C>(p, shared);
+  } else {
+    IncreaseRegisters<kRegistersConsumer>();
+    Consume<C>(p, shared);
+  }
+}
+
+}  // namespace dorad::kernels::norm
