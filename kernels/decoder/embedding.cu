@@ -6,10 +6,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ int SlotOf(const EmbedParams& p, int row) {
-  const int segments = *p.num_segments;
-  for (int i = 0; i < segments; ++i) {
-    if (row < p.segments[i].end) return p.segments[i].slot;
+__device__ int SlotOf(const RowSegments& segments, int row) {
+  const int block = row / kSegmentBlockRows;
+  const RowSegment* list = segments.blocks + block * kSegmentBlockRows;
+  for (int i = 0; i < segments.counts[block]; ++i) {
+    if (row % kSegmentBlockRows < list[i].end) return list[i].slot;
   }
   return -1;
 }
@@ -20,7 +21,7 @@ __global__ void EmbedKernel(const EmbedParams p) {
   const int token = p.rows.token_ids[row];
   const __nv_bfloat16* weight = p.weight + int64_t{token} * p.size;
   float* out = p.out + int64_t{row} * p.size;
-  const int slot = SlotOf(p, row);
+  const int slot = SlotOf(p.segments, row);
   const DoraFactors* factors =
       slot < 0 ? nullptr : &p.adapters.factors[int64_t{slot} * p.adapters.modules + p.module];
   const int rank = factors == nullptr ? 0 : factors->rank;

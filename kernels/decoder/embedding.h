@@ -18,8 +18,7 @@ struct EmbedParams {
   // ldb], g [size].
   AdapterTable adapters;
   int32_t module = 0;
-  const RowSegment* segments = nullptr;
-  const int32_t* num_segments = nullptr;
+  RowSegments segments;
   float* out = nullptr;  // [rows, size]
 };
 

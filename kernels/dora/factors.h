@@ -29,6 +29,14 @@ struct RowSegment {
   int32_t end = 0;
 };
 
+// The segments of a batch of any size: rows [256 b, 256 (b + 1)), block b, are described by
+// counts[b] segments at blocks[256 b], whose begin and end count from the block's first row.
+inline constexpr int32_t kSegmentBlockRows = 256;
+struct RowSegments {
+  const RowSegment* blocks = nullptr;
+  const int32_t* counts = nullptr;
+};
+
 // The table of adapters: factors of slot s, module m at [s * modules + m].
 struct AdapterTable {
   const DoraFactors* factors = nullptr;

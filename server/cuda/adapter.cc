@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/random/fill.h"
 #include "kernels/reference/row_norms.h"
 #include "server/adapter/violations.h"
 #include "server/base/error.h"
@@ -264,6 +265,43 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
 };
 
 }  // namespace
+
+absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
+                                                                            int rank, uint32_t seed,
+                                                                            MemoryLedger* ledger) {
+  const int count = model::EmbeddingId(model.config());  // the layers' modules
+  if (rank % 8 != 0) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "RANK_UNSUPPORTED",
+                     "random adapters have a rank that is a multiple of 8");
+  }
+  Layout layout;
+  std::vector<int64_t> offsets;
+  for (int id = 0; id < count; ++id) {
+    const BaseModule& module = model.modules().all()[id];
+    offsets.push_back(layout.Add(rank * module.cols * 2));
+    offsets.push_back(layout.Add(module.rows * rank * 2));
+    offsets.push_back(layout.Add(module.rows * 4));
+  }
+  DORAD_ASSIGN_OR_RETURN(DeviceBuffer memory,
+                         DeviceBuffer::Allocate(ledger, "adapters", layout.bytes()));
+  DORAD_ASSIGN_OR_RETURN(const Stream stream, Stream::Create());
+  std::vector<DoraFactors> modules(static_cast<size_t>(model.modules().size()));
+  for (int id = 0; id < count; ++id) {
+    const BaseModule& module = model.modules().all()[id];
+    auto* a = memory.as<__nv_bfloat16>(offsets[3 * id]);
+    auto* b = memory.as<__nv_bfloat16>(offsets[3 * id + 1]);
+    auto* g = memory.as<float>(offsets[3 * id + 2]);
+    modules[id] = {a, b, g, 0.5f, rank, rank, 0};
+    DORAD_RETURN_IF_CUDA_ERROR(
+        kernels::FillRandom(a, rank * module.cols, 0.035f, seed++, stream.get()), kLoading);
+    DORAD_RETURN_IF_CUDA_ERROR(
+        kernels::FillRandom(b, module.rows * rank, 0.035f, seed++, stream.get()), kLoading);
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::FillConstant(g, module.rows, 1.01f, stream.get()),
+                               kLoading);
+  }
+  DORAD_RETURN_IF_ERROR(stream.Synchronize(kLoading));
+  return std::make_shared<const CudaAdapterWeights>(std::move(memory), std::move(modules));
+}
 
 std::unique_ptr<adapter::AdapterBuilder> MakeCudaAdapterBuilder(const CudaModel* model,
                                                                 MemoryLedger* ledger) {

@@ -34,4 +34,10 @@ class CudaAdapterWeights final : public adapter::AdapterWeights {
 std::unique_ptr<adapter::AdapterBuilder> MakeCudaAdapterBuilder(const CudaModel* model,
                                                                 MemoryLedger* ledger);
 
+// A DoRA adapter of one rank on all linear modules of the layers with random factors, for
+// benchmarks; g is near 1.
+absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
+                                                                            int rank, uint32_t seed,
+                                                                            MemoryLedger* ledger);
+
 }  // namespace dorad::cuda

@@ -2,16 +2,22 @@
 
 #include <algorithm>
 
+#include "server/base/check.h"
+
 namespace dorad::cuda {
 namespace {
 
+using engine::StepBatch;
+using engine::StepSequence;
+using engine::WantedRow;
+using kernels::kSegmentBlockRows;
+using kernels::RowSegment;
+
 constexpr char kStep[] = "the step";
 
-}  // namespace
-
-std::vector<AdapterRange> ToRanges(absl::Span<const engine::StepBatch::AdapterRows> rows) {
+std::vector<AdapterRange> ToRanges(absl::Span<const StepBatch::AdapterRows> rows) {
   std::vector<AdapterRange> ranges;
-  for (const engine::StepBatch::AdapterRows& range : rows) {
+  for (const StepBatch::AdapterRows& range : rows) {
     const auto* weights = range.adapter == nullptr
                               ? nullptr
                               : static_cast<const CudaAdapterWeights*>(&range.adapter->weights());
@@ -20,65 +26,147 @@ std::vector<AdapterRange> ToRanges(absl::Span<const engine::StepBatch::AdapterRo
   return ranges;
 }
 
-absl::Status DeviceBatch::Upload(const engine::StepBatch& batch,
-                                 absl::Span<const engine::StepSequence> sequences,
+}  // namespace
+
+// Packs arrays into the host's buffer and knows where they will be on the device. Everything is
+// written twice: without memory, to learn the size, and then for good.
+class DeviceBatch::Writer {
+ public:
+  Writer(PinnedBuffer* host, DeviceBuffer* device) : host_(host), device_(device) {}
+
+  bool writing() const { return host_ != nullptr; }
+  int64_t bytes() const { return layout_.bytes(); }
+
+  // Where to write on the host (null in the first pass), and the array's address on the device.
+  template <typename T>
+  T* Array(int64_t size, const T** on_device) {
+    const int64_t offset = layout_.Add(size * static_cast<int64_t>(sizeof(T)));
+    if (!writing()) return nullptr;
+    *on_device = device_->as<T>(offset);
+    return host_->as<T>(offset);
+  }
+
+ private:
+  PinnedBuffer* const host_;
+  DeviceBuffer* const device_;
+  Layout layout_;
+};
+
+namespace {
+
+template <typename Writer>
+void WriteSegments(const std::vector<AdapterRange>& slots, LinearRows* linear, Writer& writer) {
+  const int64_t blocks = (linear->rows + kSegmentBlockRows - 1) / kSegmentBlockRows;
+  RowSegment* segments = writer.Array(blocks * kSegmentBlockRows, &linear->segments.blocks);
+  int32_t* counts = writer.Array(blocks, &linear->segments.counts);
+  if (!writer.writing()) return;
+  std::fill_n(counts, blocks, 0);
+  for (const AdapterRange& range : linear->ranges) {
+    const auto slot = std::find_if(slots.begin(), slots.end(), [&](const AdapterRange& s) {
+      return s.weights == range.weights;
+    });
+    DORAD_CHECK(slot != slots.end());
+    const int32_t index =
+        range.weights == nullptr ? -1 : static_cast<int32_t>(slot - slots.begin());
+    for (int64_t begin = range.begin; begin < range.end;) {
+      const int64_t block = begin / kSegmentBlockRows;
+      const int64_t first = block * kSegmentBlockRows;
+      const int64_t end = std::min(range.end, first + kSegmentBlockRows);
+      segments[first + counts[block]++] = {index, static_cast<int32_t>(begin - first),
+                                           static_cast<int32_t>(end - first)};
+      begin = end;
+    }
+  }
+}
+
+}  // namespace
+
+absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSequence> sequences,
                                  const Stream& stream) {
-  ranges_ = ToRanges(batch.adapters);
-  int64_t pages = 0;
-  for (const engine::StepSequence& s : sequences) pages += static_cast<int64_t>(s.pages.size());
   const auto count = static_cast<int64_t>(sequences.size());
-  const auto slots = static_cast<int64_t>(ranges_.size());
-  Layout layout;
-  const int64_t ids_at = layout.Add(batch.rows * 4);
-  const int64_t positions_at = layout.Add(batch.rows * 4);
-  const int64_t sequences_at = layout.Add(batch.rows * 4);
-  const int64_t page_begin_at = layout.Add(count * 4);
-  const int64_t pages_at = layout.Add(pages * 4);
-  const int64_t segments_at = layout.Add(slots * static_cast<int64_t>(sizeof(kernels::RowSegment)));
-  const int64_t num_segments_at = layout.Add(4);
-  const int64_t factors_at =
-      layout.Add(slots * modules_ * static_cast<int64_t>(sizeof(kernels::DoraFactors)));
-  // The last step's copy has ended: its results have been read.
-  if (layout.bytes() > host_.bytes()) {
-    const int64_t bytes = std::max(2 * host_.bytes(), layout.bytes());
+  const std::vector<AdapterRange> slots = ToRanges(batch.adapters);
+  int64_t num_pages = 0;
+  for (const StepSequence& s : sequences) num_pages += static_cast<int64_t>(s.pages.size());
+
+  const auto write_rows = [&](Writer& writer) {
+    int32_t* ids = writer.Array(batch.rows, &rows_.token_ids);
+    int32_t* positions = writer.Array(batch.rows, &rows_.positions);
+    int32_t* owners = writer.Array(batch.rows, &rows_.sequences);
+    int32_t* page_begin = writer.Array(count, &rows_.page_begin);
+    int32_t* pages = writer.Array(num_pages, &rows_.pages);
+    if (!writer.writing()) return;
+    rows_.rows = static_cast<int32_t>(batch.rows);
+    int32_t page = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const StepSequence& s = sequences[batch.order[i]];
+      const auto tokens = static_cast<int64_t>(s.tokens.size());
+      const int64_t row = batch.row_begin[i];
+      std::copy(s.tokens.begin(), s.tokens.end(), ids + row);
+      for (int64_t r = 0; r < tokens; ++r) {
+        positions[row + r] = static_cast<int32_t>(s.position + r);
+      }
+      std::fill_n(owners + row, tokens, static_cast<int32_t>(i));
+      page_begin[i] = page;
+      std::copy(s.pages.begin(), s.pages.end(), pages + page);
+      page += static_cast<int32_t>(s.pages.size());
+    }
+  };
+  const auto write_table = [&](Writer& writer) {
+    kernels::AdapterTable table{nullptr, modules_};
+    const auto num_slots = static_cast<int64_t>(slots.size());
+    kernels::DoraFactors* factors = writer.Array(num_slots * modules_, &table.factors);
+    if (!writer.writing()) return table;
+    for (const AdapterRange& slot : slots) {
+      if (slot.weights != nullptr) {
+        std::copy_n(slot.weights->modules().begin(), modules_, factors);
+      }
+      factors += modules_;
+    }
+    return table;
+  };
+  const auto write_blocks = [&](Writer& writer, absl::Span<const WantedRow> rows,
+                                const kernels::AdapterTable& table,
+                                std::vector<LogitsBlock>* blocks) {
+    blocks->clear();
+    for (int64_t begin = 0; begin < static_cast<int64_t>(rows.size()); begin += max_logits_rows_) {
+      LogitsBlock block;
+      block.wanted = rows.subspan(begin, max_logits_rows_);
+      block.linear.rows = static_cast<int64_t>(block.wanted.size());
+      block.linear.table = table;
+      std::vector<StepBatch::AdapterRows> adapters;
+      int32_t* indices = writer.Array(block.linear.rows, &block.row_indices);
+      for (int64_t i = 0; i < block.linear.rows; ++i) {
+        const WantedRow& row = block.wanted[i];
+        engine::AppendRows(sequences[row.sequence].adapter, i, 1, &adapters);
+        if (writer.writing()) indices[i] = static_cast<int32_t>(row.row);
+      }
+      block.linear.ranges = ToRanges(adapters);
+      WriteSegments(slots, &block.linear, writer);
+      blocks->push_back(std::move(block));
+    }
+  };
+  const auto write_all = [&](Writer& writer) {
+    write_rows(writer);
+    linear_.rows = batch.rows;
+    linear_.ranges = slots;
+    linear_.table = write_table(writer);
+    WriteSegments(slots, &linear_, writer);
+    write_blocks(writer, batch.samples, linear_.table, &samples_);
+    write_blocks(writer, batch.scores, linear_.table, &scores_);
+  };
+
+  Writer measure(nullptr, nullptr);
+  write_all(measure);
+  if (measure.bytes() > host_.bytes()) {
+    const int64_t bytes = std::max(2 * host_.bytes(), measure.bytes());
     DORAD_ASSIGN_OR_RETURN(host_, PinnedBuffer::Allocate(bytes));
     DORAD_ASSIGN_OR_RETURN(device_, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
   }
-
-  int32_t page = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const engine::StepSequence& s = sequences[batch.order[i]];
-    const auto tokens = static_cast<int64_t>(s.tokens.size());
-    for (int64_t r = 0; r < tokens; ++r) {
-      const int64_t row = batch.row_begin[i] + r;
-      host_.as<int32_t>(ids_at)[row] = s.tokens[r];
-      host_.as<int32_t>(positions_at)[row] = static_cast<int32_t>(s.position + r);
-      host_.as<int32_t>(sequences_at)[row] = static_cast<int32_t>(i);
-    }
-    host_.as<int32_t>(page_begin_at)[i] = page;
-    std::copy(s.pages.begin(), s.pages.end(), host_.as<int32_t>(pages_at) + page);
-    page += static_cast<int32_t>(s.pages.size());
-  }
-  for (int64_t i = 0; i < slots; ++i) {
-    const AdapterRange& range = ranges_[i];
-    const bool base = range.weights == nullptr;
-    host_.as<kernels::RowSegment>(segments_at)[i] = {base ? -1 : static_cast<int32_t>(i),
-                                                     static_cast<int32_t>(range.begin),
-                                                     static_cast<int32_t>(range.end)};
-    auto* factors = host_.as<kernels::DoraFactors>(factors_at) + i * modules_;
-    if (!base) std::copy_n(range.weights->modules().begin(), modules_, factors);
-  }
-  *host_.as<int32_t>(num_segments_at) = static_cast<int32_t>(slots);
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(device_.as<>(), host_.as<>(), layout.bytes(),
-                                             cudaMemcpyHostToDevice, stream.get()),
-                             kStep);
-  rows_ = {static_cast<int32_t>(batch.rows),   device_.as<int32_t>(ids_at),
-           device_.as<int32_t>(positions_at),  device_.as<int32_t>(sequences_at),
-           device_.as<int32_t>(page_begin_at), device_.as<int32_t>(pages_at)};
-  adapters_ = {device_.as<kernels::DoraFactors>(factors_at), modules_};
-  segments_ = device_.as<kernels::RowSegment>(segments_at);
-  num_segments_ = device_.as<int32_t>(num_segments_at);
-  return absl::OkStatus();
+  Writer writer(&host_, &device_);
+  write_all(writer);
+  return ToStatus(cudaMemcpyAsync(device_.as<>(), host_.as<>(), writer.bytes(),
+                                  cudaMemcpyHostToDevice, stream.get()),
+                  kStep);
 }
 
 }  // namespace dorad::cuda

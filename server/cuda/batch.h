@@ -16,42 +16,56 @@
 
 namespace dorad::cuda {
 
-// Rows [begin, end) of a product use one adapter's factors (null: the base model). On the host: for
-// the forms that launch once for each range.
+// Rows [begin, end) of a product use one adapter's factors (null: the base model).
 struct AdapterRange {
   const CudaAdapterWeights* weights = nullptr;
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-std::vector<AdapterRange> ToRanges(absl::Span<const engine::StepBatch::AdapterRows> rows);
+// The rows of a product and their adapters, on the host and on the device.
+struct LinearRows {
+  int64_t rows = 0;
+  std::vector<AdapterRange> ranges;
+  kernels::AdapterTable table;
+  kernels::RowSegments segments;
+};
+
+// Rows whose logits are wanted, in pieces that are computed one after another.
+struct LogitsBlock {
+  absl::Span<const engine::WantedRow> wanted;
+  const int32_t* row_indices = nullptr;  // device, of the step's rows
+  LinearRows linear;
+};
 
 class DeviceBatch {
  public:
-  // modules: of the base model.
-  DeviceBatch(MemoryLedger* ledger, int modules) : ledger_(ledger), modules_(modules) {}
+  // modules: of the base model. max_logits_rows: of one LogitsBlock.
+  DeviceBatch(MemoryLedger* ledger, int modules, int64_t max_logits_rows)
+      : ledger_(ledger), modules_(modules), max_logits_rows_(max_logits_rows) {}
 
-  // Copies the step's arrays to the device, in order with `stream`'s work. The pages and tokens are
-  // read before this returns.
+  // Copies the step's arrays to the device, in order with `stream`'s work. REQUIRES: the work of
+  // the upload before has ended. Borrows `batch` until the next upload.
   absl::Status Upload(const engine::StepBatch& batch,
                       absl::Span<const engine::StepSequence> sequences, const Stream& stream);
 
   const kernels::StepRows& rows() const { return rows_; }
-  const kernels::AdapterTable& adapters() const { return adapters_; }
-  const kernels::RowSegment* segments() const { return segments_; }
-  const int32_t* num_segments() const { return num_segments_; }
-  const std::vector<AdapterRange>& ranges() const { return ranges_; }
+  const LinearRows& linear() const { return linear_; }
+  const std::vector<LogitsBlock>& samples() const { return samples_; }
+  const std::vector<LogitsBlock>& scores() const { return scores_; }
 
  private:
+  class Writer;
+
   MemoryLedger* const ledger_;
   const int modules_;
+  const int64_t max_logits_rows_;
   PinnedBuffer host_;
   DeviceBuffer device_;
   kernels::StepRows rows_;
-  kernels::AdapterTable adapters_;
-  const kernels::RowSegment* segments_ = nullptr;
-  const int32_t* num_segments_ = nullptr;
-  std::vector<AdapterRange> ranges_;
+  LinearRows linear_;
+  std::vector<LogitsBlock> samples_;
+  std::vector<LogitsBlock> scores_;
 };
 
 }  // namespace dorad::cuda

@@ -15,7 +15,6 @@ namespace {
 
 using engine::StepOutput;
 using engine::StepSequence;
-using engine::WantedRow;
 
 constexpr char kStep[] = "the step";
 
@@ -26,7 +25,7 @@ class CudaModelRunner final : public engine::ModelRunner {
       : vocab_size_(model->config().vocab_size),
         options_(options),
         stream_(std::move(stream)),
-        batch_(ledger, model->modules().size()) {}
+        batch_(ledger, model->modules().size(), engine::kLogitsRows) {}
 
   absl::Status Allocate(const CudaModel* model, MemoryLedger* ledger) {
     CudaDecoder::Options options;
@@ -36,9 +35,6 @@ class CudaModelRunner final : public engine::ModelRunner {
     options.max_logits_rows = engine::kLogitsRows;
     DORAD_ASSIGN_OR_RETURN(decoder_, CudaDecoder::Create(model, options, ledger, &stream_));
     DORAD_ASSIGN_OR_RETURN(logits_, PinnedBuffer::Allocate(engine::kLogitsRows * vocab_size_ * 4));
-    DORAD_ASSIGN_OR_RETURN(wanted_host_, PinnedBuffer::Allocate(engine::kLogitsRows * 4));
-    DORAD_ASSIGN_OR_RETURN(wanted_,
-                           DeviceBuffer::Allocate(ledger, "workspace", engine::kLogitsRows * 4));
     return absl::OkStatus();
   }
 
@@ -49,37 +45,25 @@ class CudaModelRunner final : public engine::ModelRunner {
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_));
     DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_));
     std::vector<StepOutput> outputs(sequences.size());
-    DORAD_RETURN_IF_ERROR(ForEachBlock(batch.samples, sequences, engine::SampleRows, &outputs));
-    DORAD_RETURN_IF_ERROR(ForEachBlock(batch.scores, sequences, engine::ScoreRows, &outputs));
+    DORAD_RETURN_IF_ERROR(ForEachBlock(batch_.samples(), sequences, engine::SampleRows, &outputs));
+    DORAD_RETURN_IF_ERROR(ForEachBlock(batch_.scores(), sequences, engine::ScoreRows, &outputs));
     DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
     return outputs;
   }
 
  private:
   template <typename Use>
-  absl::Status ForEachBlock(absl::Span<const WantedRow> rows,
+  absl::Status ForEachBlock(const std::vector<LogitsBlock>& blocks,
                             absl::Span<const StepSequence> sequences, Use use,
                             std::vector<StepOutput>* outputs) {
-    for (size_t begin = 0; begin < rows.size(); begin += engine::kLogitsRows) {
-      const absl::Span<const WantedRow> block = rows.subspan(begin, engine::kLogitsRows);
-      const auto count = static_cast<int64_t>(block.size());
-      std::vector<engine::StepBatch::AdapterRows> adapters;
-      for (int64_t i = 0; i < count; ++i) {
-        wanted_host_.as<int32_t>()[i] = static_cast<int32_t>(block[i].row);
-        engine::AppendRows(sequences[block[i].sequence].adapter, i, 1, &adapters);
-      }
+    for (const LogitsBlock& block : blocks) {
+      DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
       DORAD_RETURN_IF_CUDA_ERROR(
-          cudaMemcpyAsync(wanted_.as<>(), wanted_host_.as<>(), count * sizeof(int32_t),
-                          cudaMemcpyHostToDevice, stream_.get()),
-          kStep);
-      DORAD_ASSIGN_OR_RETURN(const float* logits,
-                             decoder_->Logits(wanted_.as<int32_t>(), count, ToRanges(adapters)));
-      DORAD_RETURN_IF_CUDA_ERROR(
-          cudaMemcpyAsync(logits_.as<>(), logits, count * vocab_size_ * sizeof(float),
+          cudaMemcpyAsync(logits_.as<>(), logits, block.linear.rows * vocab_size_ * sizeof(float),
                           cudaMemcpyDeviceToHost, stream_.get()),
           kStep);
       DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
-      use(block, logits_.as<float>(), vocab_size_, sequences, outputs);
+      use(block.wanted, logits_.as<float>(), vocab_size_, sequences, outputs);
     }
     return absl::OkStatus();
   }
@@ -89,9 +73,7 @@ class CudaModelRunner final : public engine::ModelRunner {
   const Stream stream_;
   DeviceBatch batch_;
   std::unique_ptr<CudaDecoder> decoder_;
-  PinnedBuffer logits_;       // [kLogitsRows, vocabulary] fp32
-  PinnedBuffer wanted_host_;  // [kLogitsRows] int32
-  DeviceBuffer wanted_;
+  PinnedBuffer logits_;  // [kLogitsRows, vocabulary] fp32
 };
 
 }  // namespace

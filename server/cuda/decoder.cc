@@ -13,8 +13,6 @@ namespace dorad::cuda {
 namespace {
 
 constexpr char kStep[] = "the step";
-// The largest rank that an adapter may have.
-constexpr int64_t kMaxRank = 1024;
 
 }  // namespace
 
@@ -27,7 +25,12 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
                                                                  const Options& options,
                                                                  MemoryLedger* ledger,
                                                                  const Stream* stream) {
-  DORAD_ASSIGN_OR_RETURN(LibraryLinear linear, LibraryLinear::Create(*stream));
+  std::vector<const LinearGroup*> groups = {&model->head()};
+  for (const LayerWeights& layer : model->layers()) {
+    groups.insert(groups.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  }
+  const int64_t most_rows = std::max(options.max_rows, options.max_logits_rows);
+  DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, most_rows, ledger, stream));
   std::unique_ptr<CudaDecoder> decoder(new CudaDecoder(model, options, stream, std::move(linear)));
   DORAD_RETURN_IF_ERROR(decoder->AllocateAll(ledger));
   DORAD_RETURN_IF_ERROR(decoder->UploadRope());
@@ -58,7 +61,6 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const int64_t wide_at = layout.Add(rows * widest * 4);
   const int64_t narrow_at = layout.Add(rows * narrow * 2);
   const int64_t q_at = layout.Add(rows * config.q_size() * 2);
-  const int64_t h_at = layout.Add(std::max(rows, options_.max_logits_rows) * kMaxRank * 2);
   const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
   DORAD_ASSIGN_OR_RETURN(workspace_, DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
   cos_ = workspace_.as<float>(cos_at);
@@ -68,7 +70,6 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   wide_ = workspace_.as<float>(wide_at);
   narrow_ = workspace_.as<__nv_bfloat16>(narrow_at);
   q_ = workspace_.as<__nv_bfloat16>(q_at);
-  h_ = workspace_.as<__nv_bfloat16>(h_at);
   logits_ = workspace_.as<float>(logits_at);
   return absl::OkStatus();
 }
@@ -106,10 +107,10 @@ absl::Status CudaDecoder::Layer(int64_t index, const DeviceBatch& batch, const f
   const model::ModelConfig& config = model_.config();
   const LayerWeights& w = model_.layers()[index];
   const kernels::StepRows& rows = batch.rows();
-  const absl::Span<const AdapterRange> ranges = batch.ranges();
+  const LinearRows& linear = batch.linear();
 
   DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm));
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, rows.rows, ranges, normed_, h_, wide_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_));
   kernels::RopeAppendParams rope;
   rope.rows = rows;
   rope.shape = Shape();
@@ -131,15 +132,15 @@ absl::Status CudaDecoder::Layer(int64_t index, const DeviceBatch& batch, const f
   attention.window = static_cast<int32_t>(config.windows[index]);
   attention.out = narrow_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, rows.rows, ranges, narrow_, h_, wide_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, wide_));
 
   DORAD_RETURN_IF_ERROR(Norm(rows.rows, wide_, w.post_attention_norm));
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, rows.rows, ranges, normed_, h_, wide_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_));
   DORAD_RETURN_IF_CUDA_ERROR(
       kernels::SiluMul(wide_, rows.rows, static_cast<int32_t>(config.intermediate_size), narrow_,
                        stream_.get()),
       kStep);
-  return linear_.Run(w.down, rows.rows, ranges, narrow_, h_, wide_);
+  return linear_.Run(w.down, linear, narrow_, wide_);
 }
 
 absl::Status CudaDecoder::Forward(const DeviceBatch& batch) {
@@ -149,10 +150,9 @@ absl::Status CudaDecoder::Forward(const DeviceBatch& batch) {
   embed.rows = batch.rows();
   embed.weight = model_.embedding();
   embed.size = static_cast<int32_t>(config.hidden_size);
-  embed.adapters = batch.adapters();
+  embed.adapters = batch.linear().table;
   embed.module = model::EmbeddingId(config);
-  embed.segments = batch.segments();
-  embed.num_segments = batch.num_segments();
+  embed.segments = batch.linear().segments;
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
   // The output of the last projection, not yet added to the residual.
@@ -165,19 +165,18 @@ absl::Status CudaDecoder::Forward(const DeviceBatch& batch) {
   return Norm(batch.rows().rows, pending, model_.final_norm());
 }
 
-absl::StatusOr<const float*> CudaDecoder::Logits(const int32_t* rows, int64_t count,
-                                                 absl::Span<const AdapterRange> ranges) {
-  DORAD_CHECK(count <= options_.max_logits_rows);
+absl::StatusOr<const float*> CudaDecoder::Logits(const LogitsBlock& block) {
+  DORAD_CHECK(block.linear.rows <= options_.max_logits_rows);
   kernels::AddRmsNormParams norm;
-  norm.rows = static_cast<int32_t>(count);
+  norm.rows = static_cast<int32_t>(block.linear.rows);
   norm.size = static_cast<int32_t>(model_.config().hidden_size);
   norm.residual = residual_;
   norm.weight = model_.final_norm();
   norm.eps = static_cast<float>(model_.config().rms_norm_eps);
-  norm.gather = rows;
+  norm.gather = block.row_indices;
   norm.out = normed_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::AddRmsNorm(norm, stream_.get()), kStep);
-  DORAD_RETURN_IF_ERROR(linear_.Run(model_.head(), count, ranges, normed_, h_, logits_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(model_.head(), block.linear, normed_, logits_));
   return logits_;
 }
 

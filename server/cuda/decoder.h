@@ -37,15 +37,12 @@ class CudaDecoder {
 
   // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
   absl::Status Forward(const DeviceBatch& batch);
-  // Launches the final norm and the head for some rows of the last Forward. rows: device memory;
-  // ranges: over those rows. Returns device memory [count, vocabulary] fp32, valid until the next
-  // call.
-  absl::StatusOr<const float*> Logits(const int32_t* rows, int64_t count,
-                                      absl::Span<const AdapterRange> ranges);
+  // Launches the final norm and the head for some rows of the last Forward. Returns device memory
+  // [rows, vocabulary] fp32, valid until the next call.
+  absl::StatusOr<const float*> Logits(const LogitsBlock& block);
 
  private:
-  CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream,
-              LibraryLinear linear)
+  CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
       : model_(*model), options_(options), stream_(*stream), linear_(std::move(linear)) {}
 
   absl::Status AllocateAll(MemoryLedger* ledger);
@@ -57,7 +54,7 @@ class CudaDecoder {
   const CudaModel& model_;
   const Options options_;
   const Stream& stream_;
-  LibraryLinear linear_;
+  Linear linear_;
   DeviceBuffer kv_memory_;
   DeviceBuffer workspace_;
   std::vector<kernels::KvCache> kv_;  // by layer
@@ -69,7 +66,6 @@ class CudaDecoder {
   float* wide_ = nullptr;            // [max_rows, the widest projection]
   __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the widest input of o and down]
   __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
-  __nv_bfloat16* h_ = nullptr;       // [max_rows, 1024]
   float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
 };
 

@@ -1,73 +1,74 @@
 #include "server/cuda/linear.h"
 
-#include "absl/strings/str_cat.h"
-#include "kernels/reference/scale_bias.h"
-#include "server/base/error.h"
+#include <algorithm>
+
+#include "kernels/dora/linear.h"
 
 namespace dorad::cuda {
 namespace {
 
-absl::Status ToStatus(cublasStatus_t status) {
-  if (status == CUBLAS_STATUS_SUCCESS) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kInternal, "CUDA_ERROR",
-                   absl::StrCat("a matrix product failed: ", cublasGetStatusString(status)));
+static_assert(kernels::kDoraLinearMaxRows == kernels::kSegmentBlockRows);
+
+constexpr char kStep[] = "the step";
+
+kernels::DoraLinearShape ShapeOf(const LinearGroup& group) {
+  kernels::DoraLinearShape shape;
+  shape.in = static_cast<int32_t>(group.in);
+  shape.parts = static_cast<int32_t>(group.outs.size());
+  for (size_t i = 0; i < group.outs.size(); ++i) {
+    shape.out[i] = static_cast<int32_t>(group.outs[i]);
+  }
+  return shape;
 }
 
-// out [rows, n] = alpha · x [rows, k] · wᵀ (w: [n, k]) + beta · out. Row-major; leading dimensions
-// in elements. cuBLAS thinks in columns, so the operands trade places.
-absl::Status Multiply(cublasHandle_t handle, int64_t rows, int64_t n, int64_t k, float alpha,
-                      const __nv_bfloat16* x, int64_t ldx, const __nv_bfloat16* w, int64_t ldw,
-                      float beta, void* out, cudaDataType out_type, int64_t ldo) {
-  return ToStatus(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, static_cast<int>(n),
-                               static_cast<int>(rows), static_cast<int>(k), &alpha, w, CUDA_R_16BF,
-                               static_cast<int>(ldw), x, CUDA_R_16BF, static_cast<int>(ldx), &beta,
-                               out, out_type, static_cast<int>(ldo), CUBLAS_COMPUTE_32F,
-                               CUBLAS_GEMM_DEFAULT));
+// 0 for shapes that the kernel does not take.
+size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
+  const int64_t block = std::min<int64_t>(rows, kernels::kDoraLinearMaxRows);
+  return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), static_cast<int>(block), kMaxRank);
 }
 
 }  // namespace
 
-absl::StatusOr<LibraryLinear> LibraryLinear::Create(const Stream& stream) {
-  cublasHandle_t handle = nullptr;
-  DORAD_RETURN_IF_ERROR(ToStatus(cublasCreate(&handle)));
-  LibraryLinear linear(handle, &stream);
-  DORAD_RETURN_IF_ERROR(ToStatus(cublasSetStream(handle, stream.get())));
+absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
+                                      MemoryLedger* ledger, const Stream* stream) {
+  DORAD_ASSIGN_OR_RETURN(LibraryLinear library, LibraryLinear::Create(*stream, max_rows, ledger));
+  Linear linear(std::move(library), stream);
+  size_t bytes = kernels::kDoraLinearCounterBytes;
+  for (const LinearGroup* group : groups) {
+    for (int64_t rows = 1; rows <= kernels::kDoraLinearMaxRows; rows *= 2) {
+      bytes = std::max(bytes, WorkspaceBytes(*group, rows));
+    }
+  }
+  DORAD_ASSIGN_OR_RETURN(linear.workspace_,
+                         DeviceBuffer::Allocate(ledger, "workspace", static_cast<int64_t>(bytes)));
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemsetAsync(linear.workspace_.as<>(), 0, kernels::kDoraLinearCounterBytes, stream->get()),
+      kStep);
   return linear;
 }
 
-LibraryLinear::~LibraryLinear() {
-  if (handle_ != nullptr) cublasDestroy(handle_);
-}
-
-absl::Status LibraryLinear::Run(const LinearGroup& group, int64_t rows,
-                                absl::Span<const AdapterRange> ranges, const __nv_bfloat16* x,
-                                __nv_bfloat16* h, float* y) {
-  DORAD_RETURN_IF_ERROR(Multiply(handle_, rows, group.out, group.in, 1.0f, x, group.in,
-                                 group.weight, group.in, 0.0f, y, CUDA_R_32F, group.out));
-  for (const AdapterRange& range : ranges) {
-    const int64_t count = range.end - range.begin;
-    int64_t column = 0;
-    for (size_t part = 0; part < group.outs.size(); ++part) {
-      const int64_t out = group.outs[part];
-      float* to = y + range.begin * group.out + column;
-      const kernels::DoraFactors factors =
-          range.weights == nullptr ? kernels::DoraFactors()
-                                   : range.weights->modules()[group.first_module + part];
-      if (factors.rank > 0) {
-        DORAD_RETURN_IF_ERROR(Multiply(handle_, count, factors.rank, group.in, 1.0f,
-                                       x + range.begin * group.in, group.in, factors.a, group.in,
-                                       0.0f, h, CUDA_R_16BF, factors.rank));
-        DORAD_RETURN_IF_ERROR(Multiply(handle_, count, out, factors.rank, factors.scale, h,
-                                       factors.rank, factors.b, factors.ldb, 1.0f, to, CUDA_R_32F,
-                                       group.out));
-      }
-      const float* bias = group.bias == nullptr ? nullptr : group.bias + column;
-      DORAD_RETURN_IF_CUDA_ERROR(
-          kernels::ScaleBias(to, group.out, static_cast<int32_t>(count), static_cast<int32_t>(out),
-                             factors.g, bias, stream_->get()),
-          "the step");
-      column += out;
-    }
+absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                         float* y) {
+  if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
+  kernels::DoraLinearParams params;
+  params.shape = ShapeOf(group);
+  params.max_rank = kMaxRank;
+  params.w = group.weight;
+  params.bias = group.bias;
+  params.table = rows.table;
+  params.first_module = group.first_module;
+  params.y_fp32 = true;
+  params.workspace = workspace_.as<>();
+  params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
+  for (int64_t begin = 0; begin < rows.rows; begin += kernels::kSegmentBlockRows) {
+    const int64_t block = begin / kernels::kSegmentBlockRows;
+    params.rows =
+        static_cast<int32_t>(std::min<int64_t>(rows.rows - begin, kernels::kSegmentBlockRows));
+    params.x = x + begin * group.in;
+    params.y = y + begin * group.out;
+    params.segments = rows.segments.blocks + begin;
+    params.num_segments = rows.segments.counts + block;
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::DoraLinear(params, stream_->get()), kStep);
   }
   return absl::OkStatus();
 }

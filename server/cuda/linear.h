@@ -1,39 +1,41 @@
-// The adapted linear layer on the GPU in its simple form: library products, one after another for
-// each adapter, and one kernel at the end. The reference for the fused form.
-// Confined to the engine thread.
+// The adapted linear layers of a step: the fused kernel where it takes the shape, library products
+// where it does not. Confined to the engine thread.
 #pragma once
 
-#include <cublas_v2.h>
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/cuda/batch.h"
 #include "server/cuda/device.h"
+#include "server/cuda/library_linear.h"
 #include "server/cuda/model.h"
 
 namespace dorad::cuda {
 
-class LibraryLinear {
+class Linear {
  public:
-  // Products run on the stream, which is borrowed.
-  static absl::StatusOr<LibraryLinear> Create(const Stream& stream);
-  LibraryLinear(LibraryLinear&& other) noexcept
-      : handle_(std::exchange(other.handle_, nullptr)), stream_(other.stream_) {}
-  ~LibraryLinear();
+  // groups: all that will be run, for the size of the workspace. The stream is borrowed.
+  static absl::StatusOr<Linear> Create(absl::Span<const LinearGroup* const> groups,
+                                       int64_t max_rows, MemoryLedger* ledger,
+                                       const Stream* stream);
 
-  // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out] fp32; h: scratch of
-  // rows · 1024 bf16. A x is rounded to bf16, sums are fp32.
-  absl::Status Run(const LinearGroup& group, int64_t rows, absl::Span<const AdapterRange> ranges,
-                   const __nv_bfloat16* x, __nv_bfloat16* h, float* y);
+  // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out] fp32. Launches only. With
+  // the fused kernel a row's bits do not depend on the other rows.
+  absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                   float* y);
 
  private:
-  LibraryLinear(cublasHandle_t handle, const Stream* stream) : handle_(handle), stream_(stream) {}
+  Linear(LibraryLinear library, const Stream* stream)
+      : library_(std::move(library)), stream_(stream) {}
 
-  cublasHandle_t handle_;
+  LibraryLinear library_;
   const Stream* stream_;
+  DeviceBuffer workspace_;
 };
 
 }  // namespace dorad::cuda

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/random/fill.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/cuda/elements.h"
@@ -73,6 +74,37 @@ class CudaModel::Sink final : public model::WeightSink {
       elements -= count;
     }
     return finite;
+  }
+
+  absl::Status Randomise(uint32_t seed) {
+    for (const auto& [key, place] : places_) {
+      const auto [kind, index] = key;
+      const adapter::BaseModule& module =
+          model_.modules_
+              .all()[kind == WeightKind::kMatrix || kind == WeightKind::kBias ? index : 0];
+      cudaError_t error = cudaSuccess;
+      switch (kind) {
+        case WeightKind::kMatrix:
+          error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place),
+                                      module.rows * module.cols, 0.035f, seed++, stream_.get());
+          break;
+        case WeightKind::kBias:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), module.rows, 0.0f,
+                                        stream_.get());
+          break;
+        case WeightKind::kQueryNorm:
+        case WeightKind::kKeyNorm:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), config_.head_dim, 1.0f,
+                                        stream_.get());
+          break;
+        default:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), config_.hidden_size, 1.0f,
+                                        stream_.get());
+          break;
+      }
+      DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
+    }
+    return absl::OkStatus();
   }
 
   absl::Status Finish() { return stream_.Synchronize("loading weights"); }
@@ -184,6 +216,22 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
   model->dtypes_ = std::move(imported.dtypes);
   model->digest_ = std::move(imported.digest);
   model->num_parameters_ = imported.num_parameters;
+  return model;
+}
+
+absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig config,
+                                                             uint32_t seed, MemoryLedger* ledger) {
+  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
+  Sink sink(model.get(), ledger, std::move(stream));
+  DORAD_RETURN_IF_ERROR(sink.Allocate({}));
+  DORAD_RETURN_IF_ERROR(sink.Randomise(seed));
+  DORAD_RETURN_IF_ERROR(sink.Finish());
+  model->dtypes_.assign(model->matrices_.size(), DType::kBF16);
+  model->digest_ = absl::StrCat("random-", seed);
+  for (const adapter::BaseModule& module : model->modules_.all()) {
+    model->num_parameters_ += module.rows * module.cols;
+  }
   return model;
 }
 
