@@ -61,9 +61,6 @@ __device__ inline void CopyAsync16(uint32_t destination, const void* source, boo
                : "memory");
 }
 
-// Until this thread's CopyAsync16 so far have landed.
-__device__ inline void WaitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
 // One box of a two-dimensional tensor, its corner at (column, row); out of bounds reads as zero.
 __device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* map, int column,
                                      int row, uint32_t barrier) {
@@ -72,13 +69,6 @@ __device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* ma
       "[%0], [%1, {%2, %3}], [%4];" ::"r"(destination),
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
-}
-
-// Into L2 only; completes on nothing.
-__device__ inline void PrefetchTensorBox(const CUtensorMap* map, int column, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column),
-               "r"(row)
-               : "memory");
 }
 
 __device__ inline void PrefetchL2(const void* address) {
@@ -107,14 +97,32 @@ __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-template <int kRegisters>
-__device__ inline void IncreaseRegisters() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// All threads of the cluster that have not exited; orders their accesses to shared memory.
+__device__ inline void ClusterBarrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-template <int kRegisters>
-__device__ inline void DecreaseRegisters() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// The same place in the shared memory of block `rank` of the cluster, for StoreRemote.
+__device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
+  return address;
+}
+
+__device__ inline void StoreRemote(uint32_t address, float4 value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
+__device__ inline float4 LoadShared(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
 }
 
 // A counter in device memory by which blocks of one launch wait for each other.

@@ -65,8 +65,9 @@ cudaError_t Processors(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// [rows, columns] of bf16, fetched in boxes of [box_rows, kLinearStageK] into the 128-byte swizzle.
-cudaError_t MakeMap(const __nv_bfloat16* data, int rows, int columns, int box_rows,
+// [rows, columns] of bf16 with a leading dimension, fetched in boxes of [box_rows, kLinearStageK]
+// into the 128-byte swizzle.
+cudaError_t MakeMap(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows,
                     CUtensorMap* map) {
   void* symbol = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -74,7 +75,7 @@ cudaError_t MakeMap(const __nv_bfloat16* data, int rows, int columns, int box_ro
                                                               12000, cudaEnableDefault, &found));
   if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(columns) * sizeof(__nv_bfloat16)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(ld) * sizeof(__nv_bfloat16)};
   const cuuint32_t box[] = {kLinearStageK, static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[] = {1, 1};
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol)(
@@ -92,16 +93,24 @@ size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_
   return LayOut(shape, PlanLinear(shape, processors, BatchColumns(rows)), rows, max_rank).bytes;
 }
 
+cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]) {
+  maps[0] = maps[1] = CUtensorMap{};
+  if (factors.rank == 0) return cudaSuccess;
+  DORAD_CUDA_RETURN_IF_ERROR(MakeMap(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
+  return MakeMap(factors.b, out, (factors.rank + 7) / 8 * 8, factors.ldb, kLinearBoxRows, &maps[1]);
+}
+
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   const DoraLinearShape& shape = params.shape;
   if (!Valid(shape, params.rows, params.max_rank) || !IsAligned(params.x, 16) ||
       !IsAligned(params.w, 16) || !IsAligned(params.workspace, kAlignment) || params.y == nullptr ||
-      params.segments == nullptr || params.num_segments == nullptr) {
+      params.segments == nullptr || params.num_segments == nullptr ||
+      (params.max_rank > 0 && !IsAligned(params.maps, 64))) {
     return cudaErrorInvalidValue;
   }
   int processors = 0;
   DORAD_CUDA_RETURN_IF_ERROR(Processors(&processors));
-  LinearArgs args;
+  LinearArgs args = {};
   args.p = params;
   const int columns = BatchColumns(params.rows);
   args.plan = PlanLinear(shape, processors, columns);
@@ -121,8 +130,8 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   CUtensorMap w_map;
   CUtensorMap x_map;
   DORAD_CUDA_RETURN_IF_ERROR(
-      MakeMap(params.w, OutFeatures(shape), shape.in, args.plan.PanelRows(), &w_map));
-  DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, columns, &x_map));
+      MakeMap(params.w, OutFeatures(shape), shape.in, shape.in, args.plan.PanelRows(), &w_map));
+  DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, shape.in, columns, &x_map));
   const LinearLaunch launch = {w_map, x_map, args, processors, stream};
   switch (columns) {
     case 8:

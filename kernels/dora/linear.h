@@ -15,6 +15,7 @@
 // Thread-safe, as long as concurrent calls have workspaces of their own.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
@@ -45,14 +46,20 @@ struct DoraLinearParams {
   const __nv_bfloat16* w = nullptr;  // [sum(out), in], 16-byte aligned
   const float* bias = nullptr;       // [sum(out)] or nullptr
   AdapterTable table;
-  int32_t first_module = 0;               // part p is module first_module + p
-  const RowSegment* segments = nullptr;   // covers [0, rows)
+  const CUtensorMap* maps = nullptr;     // device; of the table's factors, two each: EncodeDoraMaps
+  int32_t first_module = 0;              // part p is module first_module + p
+  const RowSegment* segments = nullptr;  // covers [0, rows)
   const int32_t* num_segments = nullptr;  // [1]
   void* y = nullptr;                      // [rows, sum(out)]
   bool y_fp32 = false;                    // else bf16
   void* workspace = nullptr;              // 256-byte aligned, any contents after the counters
   size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
 };
+
+// How the copy engine finds A (maps[0]) and B (maps[1]) of a module with in and out features. The
+// owner of the table keeps them beside it on the device, 64-byte aligned: those of factors[i] at
+// 2 i. Rank 0 gives maps that are never used.
+cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]);
 
 // Serves every batch of up to `rows` rows. Workspaces may be shared by launches of one stream.
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank);

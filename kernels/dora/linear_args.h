@@ -13,7 +13,7 @@ namespace dorad::kernels {
 
 // Waiting counters at the head of the workspace; all are zero between launches.
 struct LinearCounters {
-  uint32_t shrunk;   // warpgroups done with a piece of the shrink
+  uint32_t shrunk;   // blocks done with their pieces of the shrink
   uint32_t reduced;  // blocks done with their share of h
   uint32_t left;     // blocks that need the two above no longer
   uint32_t unused[61];
@@ -24,6 +24,7 @@ static_assert(sizeof(LinearCounters) == kDoraLinearCounterBytes);
 struct LinearArgs {
   DoraLinearParams p;
   LinearPlan plan;
+  bool clusters;                                // the splits of a panel are one cluster of blocks
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
   int32_t ldh;                                  // max_rank, rounded up to 8
   LinearCounters* counters;

@@ -3,18 +3,19 @@
 // A block streams (weight tile, activation tile) pairs of 64 elements of K through a ring of shared
 // memory into wgmma, the weight tile as the M operand (64 rows a warpgroup), the batch as N. What
 // the pairs are is known to the producers alone:
-//   pieces of the shrink:  (A of a slot, x), summed over pieces of K by the reducer into h
+//   pieces of the shrink:  (A of a slot, x), later summed over pieces of K into h
 //   its tile of W:         (W, x) over K = in, then (B of a slot, h masked to the slot's rows) over
 //                          K = rank, into the same accumulators
 // Rows outside of a segment see products with zero, which change no bit of an fp32 sum.
 //
-// Warps: consumers | 2 weight producers | activation producer | reducer. Weights depend on no
-// kernel before this one, so their producers run ahead as far as the ring reaches.
+// Warps: consumers | weight producer | activation producer. Weights depend on no kernel before this
+// one, so their producer runs ahead as far as the ring reaches.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <climits>
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
@@ -27,25 +28,19 @@ template <int kGroups, int kN>
 struct LinearConfig {
   static constexpr int kPanelRows = 64 * kGroups;
   static constexpr int kConsumerWarps = 4 * kGroups;
-  static constexpr int kThreads = 128 * kGroups + 128;
+  static constexpr int kThreads = 128 * kGroups + 64;
   static constexpr int kWeightBytes = kPanelRows * 2 * kLinearStageK;
   static constexpr int kStageBytes = kWeightBytes + kN * 2 * kLinearStageK;
-  // Two to a multiprocessor: the next launch's blocks load weights while this one's finish.
-  static constexpr int kBlocksPerProcessor = kN <= 64 ? 2 : 1;
-  static constexpr int kTableBytes = 5120;  // static shared memory, rounded up
-  static constexpr int kRingBytes = 233472 / kBlocksPerProcessor - 1024 - 1024 - kTableBytes;
+  static constexpr int kTableBytes = 8192;  // static shared memory, rounded up
+  static constexpr int kRingBytes = 227 * 1024 - 1024 - kTableBytes;
   static constexpr int kStages = kRingBytes / kStageBytes;
   static constexpr int kDynamicBytes = kStages * kStageBytes + 1024;  // for alignment
-  static constexpr int kRegisters = 65536 / kThreads / kBlocksPerProcessor / 8 * 8;
-  // Registers move from the last four warps to the consumers where the accumulators need them.
-  static constexpr bool kMoveRegisters = kN == 32 || kN == 64 || kN == 256;
-  static constexpr int kAuxRegisters = kN <= 64 ? 40 : 56;
-  static constexpr int kConsumerRegisters =
-      (kRegisters * (kGroups + 1) - kAuxRegisters) / kGroups / 8 * 8;
 };
 
 // What all roles of a block know about the batch.
 struct LinearTables {
+  static constexpr int kCached = 32;
+  DoraFactors factors[kDoraLinearMaxParts][kCached];  // of the first segments
   int32_t segments;
   int32_t pieces;  // of the shrink, in all blocks
   int32_t slot[kDoraLinearMaxRows];
@@ -55,9 +50,17 @@ struct LinearTables {
   uint8_t segment_of[kDoraLinearMaxRows];                 // of a row of the batch
 };
 
-__device__ inline const DoraFactors& FactorsOf(const LinearArgs& args, int slot, int part) {
-  return args.p.table
-      .factors[static_cast<int64_t>(slot) * args.p.table.modules + args.p.first_module + part];
+__device__ inline const DoraFactors& FactorsOf(const LinearArgs& args, const LinearTables& tables,
+                                               int segment, int part) {
+  if (segment < LinearTables::kCached) return tables.factors[part][segment];
+  return args.p.table.factors[static_cast<int64_t>(tables.slot[segment]) * args.p.table.modules +
+                              args.p.first_module + part];
+}
+
+// Of A, then B.
+__device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, int part) {
+  return args.p.maps +
+         2 * (static_cast<int64_t>(slot) * args.p.table.modules + args.p.first_module + part);
 }
 
 // Whole block. `tables.pieces` is 0 and visible on entry.
@@ -74,7 +77,17 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) 
     int pieces = 0;
     for (int part = 0; part < args.p.shape.parts; ++part) {
       int rank = 0;
-      if (segment.slot >= 0 && end > begin) rank = FactorsOf(args, segment.slot, part).rank;
+      if (segment.slot >= 0 && end > begin) {
+        const DoraFactors factors =
+            args.p.table.factors[static_cast<int64_t>(segment.slot) * args.p.table.modules +
+                                 args.p.first_module + part];
+        if (i < LinearTables::kCached) {
+          tables.factors[part][i] = factors;
+          PrefetchTensorMap(MapsOf(args, segment.slot, part));
+          PrefetchTensorMap(MapsOf(args, segment.slot, part) + 1);
+        }
+        rank = factors.rank;
+      }
       tables.rank[part][i] = static_cast<int16_t>((rank + 7) / 8 * 8);
       pieces += (rank + args.plan.PanelRows() - 1) / args.plan.PanelRows() * args.plan.a_splits;
     }
@@ -102,7 +115,7 @@ __device__ inline void ForEachPiece(const LinearArgs& args, const LinearTables& 
   }
 }
 
-// f(segment, part, first column of B, columns): columns is a multiple of 16, up to 64.
+// f(segment, part, chunk): columns of B from chunk * kLinearStageK on.
 template <typename F>
 __device__ inline void ForEachRankStage(const LinearArgs& args, const LinearTables& tables,
                                         int panel, int split, F f) {
@@ -112,10 +125,10 @@ __device__ inline void ForEachRankStage(const LinearArgs& args, const LinearTabl
     for (int part = 0; part < args.p.shape.parts; ++part) {
       if (row >= args.part_begin[part + 1]) continue;
       if (row + args.plan.PanelRows() <= args.part_begin[part]) break;
-      const int steps = (tables.rank[part][segment] + 15) / 16;
-      const int end = steps * (split + 1) / args.plan.splits * 16;
-      for (int k = steps * split / args.plan.splits * 16; k < end; k += kLinearStageK) {
-        f(segment, part, k, min(end - k, kLinearStageK));
+      const int chunks = (tables.rank[part][segment] + kLinearStageK - 1) / kLinearStageK;
+      const int end = chunks * (split + 1) / args.plan.splits;
+      for (int chunk = chunks * split / args.plan.splits; chunk < end; ++chunk) {
+        f(segment, part, chunk);
       }
     }
   }
@@ -155,8 +168,7 @@ class LinearBlock {
  public:
   using Config = LinearConfig<kGroups, kN>;
   using Cursor = RingCursor<Config::kStages>;
-  static constexpr int kProducerWarps = 2;
-  static constexpr int kFullArrivals = kProducerWarps + 1;
+  static constexpr int kFullArrivals = 2;
 
   __device__ LinearBlock(const LinearArgs& args, const LinearTables& tables, uint32_t ring,
                          uint32_t full, uint32_t empty)
@@ -167,63 +179,33 @@ class LinearBlock {
         empty_(empty),
         lane_(threadIdx.x % 32) {}
 
-  // Weight producers: `half` 0 or 1. Both write their rows of what threads copy; the first one
-  // tells the copy engine to fetch W.
-  __device__ void ProduceWeights(const CUtensorMap* w_map, int half) {
+  // One thread.
+  __device__ void ProduceWeights(const CUtensorMap* w_map) {
     ForEachPiece(args_, tables_, [&](int segment, int part, int panel, int piece) {
-      const DoraFactors& factors = FactorsOf(args_, tables_.slot[segment], part);
-      const int first_row = panel * Config::kPanelRows;
-      const int padded = min(tables_.rank[part][segment] - first_row, Config::kPanelRows);
-      const int rows = factors.rank - first_row;
-      const int in = args_.p.shape.in;
-      const __nv_bfloat16* a = factors.a + static_cast<int64_t>(first_row) * in;
-      const int end = min((piece + 1) * args_.plan.a_chunks, args_.plan.chunks);
-      for (int chunk = piece * args_.plan.a_chunks; chunk < end; ++chunk) {
-        const uint32_t tile = WaitEmpty();
-        const int unit = lane_ % 8;
-        const int k = chunk * kLinearStageK + unit * 8;
-        // Rows beyond `padded` keep old contents: nobody reads their sums.
-#pragma unroll 4
-        for (int row = half * 4 + lane_ / 8; row < padded; row += 8) {
-          const bool valid = row < rows && k < in;
-          CopyAsync16(tile + SwizzledOffset(row, unit),
-                      valid ? a + static_cast<int64_t>(row) * in + k : a, valid);
-        }
-        ArriveCopies();
+      const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part);
+      const int row = panel * Config::kPanelRows;
+      const int rows = min(tables_.rank[part][segment] - row, Config::kPanelRows);
+      const int first = piece * args_.plan.a_chunks;
+      const int end = min(first + args_.plan.a_chunks, args_.plan.chunks);
+      // Rows beyond the last box keep old contents: nobody reads their sums.
+      for (int chunk = first; chunk < end; ++chunk) {
+        ProduceBoxes(map, chunk, row, (rows + kLinearBoxRows - 1) / kLinearBoxRows);
       }
     });
     ForEachTile(args_.plan, [&](int panel, int split) {
-      const int first_row = panel * Config::kPanelRows;
+      const int row = panel * Config::kPanelRows;
       const int end = FirstChunk(args_.plan, split + 1);
       for (int chunk = FirstChunk(args_.plan, split); chunk < end; ++chunk) {
         const uint32_t tile = WaitEmpty();
-        if (lane_ == 0) {
-          if (half == 0) {
-            BarrierArriveExpect(full_ + 8 * cursor_.stage, Config::kWeightBytes);
-            CopyTensorBox(tile, w_map, chunk * kLinearStageK, first_row, full_ + 8 * cursor_.stage);
-          } else {
-            BarrierArrive(full_ + 8 * cursor_.stage);
-          }
-        }
+        const uint32_t full = full_ + 8 * cursor_.stage;
+        BarrierArriveExpect(full, Config::kWeightBytes);
+        CopyTensorBox(tile, w_map, chunk * kLinearStageK, row, full);
         cursor_.Advance();
       }
-      ForEachRankStage(args_, tables_, panel, split, [&](int segment, int part, int k0, int width) {
-        const DoraFactors& factors = FactorsOf(args_, tables_.slot[segment], part);
-        const int begin = args_.part_begin[part] - first_row;
-        const int end_row = args_.part_begin[part + 1] - first_row;
-        const int unit = lane_ % 8;
-        const int k = k0 + unit * 8;
-        const int ldb = factors.ldb;
-        const __nv_bfloat16* b = factors.b;
-        const bool in_rank = unit * 8 < width && k < tables_.rank[part][segment];
-        const uint32_t tile = WaitEmpty();
-#pragma unroll 4
-        for (int row = half * 4 + lane_ / 8; row < Config::kPanelRows; row += 8) {
-          const bool valid = in_rank && row >= begin && row < end_row;
-          CopyAsync16(tile + SwizzledOffset(row, unit),
-                      valid ? b + static_cast<int64_t>(row - begin) * ldb + k : b, valid);
-        }
-        ArriveCopies();
+      ForEachRankStage(args_, tables_, panel, split, [&](int segment, int part, int chunk) {
+        // Rows of other parts are out of bounds: zero.
+        ProduceBoxes(MapsOf(args_, tables_.slot[segment], part) + 1, chunk,
+                     row - args_.part_begin[part], kGroups);
       });
     });
   }
@@ -247,24 +229,13 @@ class LinearBlock {
     ForEachTile(args_.plan, [&](int panel, int split) {
       const int end = FirstChunk(args_.plan, split + 1);
       for (int chunk = FirstChunk(args_.plan, split); chunk < end; ++chunk) produce_x(chunk);
-      ForEachRankStage(args_, tables_, panel, split, [&](int segment, int part, int k0, int width) {
+      ForEachRankStage(args_, tables_, panel, split, [&](int segment, int part, int chunk) {
         const uint32_t tile = WaitEmpty() + Config::kWeightBytes;
         if (!h_ready) {
           WaitForH();
           h_ready = true;
         }
-        const int begin = tables_.begin[segment];
-        const int end_row = tables_.end[segment];
-        const int unit = lane_ % 8;
-        const int k = k0 + unit * 8;
-        const bool in_rank = unit * 8 < width && k < tables_.rank[part][segment];
-        const __nv_bfloat16* h = args_.h + static_cast<int64_t>(part) * args_.p.rows * args_.ldh;
-#pragma unroll 4
-        for (int row = lane_ / 8; row < kN; row += 4) {
-          const bool valid = in_rank && row >= begin && row < end_row;
-          CopyAsync16(tile + SwizzledOffset(row, unit),
-                      valid ? h + static_cast<int64_t>(row) * args_.ldh + k : h, valid);
-        }
+        CopyH(tile, segment, part, chunk * kLinearStageK);
         ArriveCopies();
       });
     });
@@ -278,77 +249,85 @@ class LinearBlock {
     }
   }
 
-  // One warp: h = s · (sum of the shrink's pieces, in order), as bf16.
-  __device__ void Reduce() {
-    if (tables_.pieces == 0) return;
-    WaitForPrevious();
-    if (lane_ == 0) SpinUntil(&args_.counters->shrunk, tables_.pieces * kGroups);
-    __syncwarp();
-    constexpr int kColumns = 32 * 4;
-    const int rows = args_.p.rows;
-    const int lines = args_.p.shape.parts * rows;
-    const int tasks = (args_.ldh + kColumns - 1) / kColumns * lines;
-    for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
-      const int line = task % lines;
-      const int part = line / rows;
-      const int segment = tables_.segment_of[line % rows];
-      const int column = task / lines * kColumns + lane_ * 4;
-      if (column >= tables_.rank[part][segment]) continue;
-      const int64_t offset = static_cast<int64_t>(line) * args_.ldh + column;
-      const int64_t stride = static_cast<int64_t>(lines) * args_.ldh / 4;
-      const float4* partial = reinterpret_cast<const float4*>(args_.h_partial + offset);
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-      for (int piece = 0; piece < args_.plan.a_splits; ++piece) {
-        const float4 value = __ldcg(partial + piece * stride);
-        sum.x += value.x;
-        sum.y += value.y;
-        sum.z += value.z;
-        sum.w += value.w;
-      }
-      const float scale = FactorsOf(args_, tables_.slot[segment], part).scale;
-      auto* h = reinterpret_cast<__nv_bfloat162*>(args_.h + offset);
-      h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
-      h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
-    }
-    __threadfence();
-    __syncwarp();
-    if (lane_ == 0) SignalRelease(&args_.counters->reduced);
-  }
-
   // Consumers: whole warpgroups.
   __device__ void Consume() {
     WaitForPrevious();
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int group = warp / 4;
     const int warp_row = warp * 16;
+    bool h_due = tables_.pieces != 0;
     ForEachPiece(args_, tables_, [&](int segment, int part, int panel, int piece) {
       float d[kN / 2];
       const int first = piece * args_.plan.a_chunks;
-      Accumulate(d, min(args_.plan.a_chunks, args_.plan.chunks - first), 0, group);
+      Clear(d);
+      Accumulate(d, 0, min(args_.plan.a_chunks, args_.plan.chunks - first), INT_MAX, group);
       StoreShrunk(d, segment, part, panel * Config::kPanelRows + warp_row, piece);
-      __threadfence();
-      NamedBarrier(1 + group, 128);
-      if (threadIdx.x % 128 == 0) SignalRelease(&args_.counters->shrunk);
     });
+    if (h_due) SignalAll(&args_.counters->shrunk);
     ForEachTile(args_.plan, [&](int panel, int split) {
       float d[kN / 2];
       const int row = panel * Config::kPanelRows + warp_row;
       const Epilogue epilogue = StartEpilogue(row);
       const int base = FirstChunk(args_.plan, split + 1) - FirstChunk(args_.plan, split);
       int stages = base;
-      ForEachRankStage(args_, tables_, panel, split, [&](int, int, int, int) { ++stages; });
-      Accumulate(d, stages, base, group);
+      ForEachRankStage(args_, tables_, panel, split, [&](int, int, int) { ++stages; });
+      // h is made in the middle of the first tile: late enough that all pieces of the shrink are
+      // there, early enough that h is before W ends.
+      const int middle = h_due ? max(base / 2, base - 6) : 0;
+      Clear(d);
+      if (h_due) {
+        Accumulate(d, 0, middle, base, group);
+        ReduceShrunk(warp);
+        h_due = false;
+      }
+      Accumulate(d, middle, stages, base, group);
       if (args_.plan.splits == 1 || MeetSplits(d, panel, split, warp)) Finish(d, epilogue, row);
     });
+    if (h_due) ReduceShrunk(warp);
   }
 
  private:
   // Loaded before the sums are there.
   struct Epilogue {
     float bias[2];
-    const float* g;  // of the lane-th segment; nullptr: 1
+    float g[2];  // of the first segment
   };
+
+  // Boxes of kLinearBoxRows rows each into the next stage.
+  __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes) {
+    const uint32_t tile = WaitEmpty();
+    const uint32_t full = full_ + 8 * cursor_.stage;
+    BarrierArriveExpect(full, boxes * kLinearBoxRows * 2 * kLinearStageK);
+    for (int box = 0; box < boxes; ++box) {
+      CopyTensorBox(tile + box * kLinearBoxRows * 2 * kLinearStageK, map, chunk * kLinearStageK,
+                    row + box * kLinearBoxRows, full);
+    }
+    cursor_.Advance();
+  }
+
+  // Columns k0.. of h, zero in rows outside of the segment. One warp.
+  __device__ void CopyH(uint32_t tile, int segment, int part, int k0) {
+    const int unit = lane_ % 8;
+    const int k = k0 + unit * 8;
+    const bool in_rank = k < tables_.rank[part][segment];
+    const int begin = tables_.begin[segment];
+    const int end = in_rank ? tables_.end[segment] : 0;
+    const __nv_bfloat16* h =
+        args_.h + static_cast<int64_t>(part) * args_.p.rows * args_.ldh + (in_rank ? k : 0);
+#pragma unroll 4
+    for (int row = lane_ / 8; row < kN; row += 4) {
+      const bool valid = row >= begin && row < end;
+      CopyAsync16(tile + SwizzledOffset(row, unit),
+                  valid ? h + static_cast<int64_t>(row) * args_.ldh : h, valid);
+    }
+  }
+
+  // One arrival for all consumers of the block, after all that they wrote.
+  __device__ void SignalAll(uint32_t* counter) {
+    __threadfence();
+    NamedBarrier(1, 32 * Config::kConsumerWarps);
+    if (threadIdx.x == 0) SignalRelease(counter);
+  }
 
   __device__ uint32_t WaitEmpty() {
     BarrierWait(empty_ + 8 * cursor_.stage, cursor_.parity ^ 1);
@@ -367,13 +346,18 @@ class LinearBlock {
     __syncwarp();
   }
 
-  // d = the sum over the next `stages` of the ring, those from `copied` on written by threads.
-  __device__ void Accumulate(float (&d)[kN / 2], int stages, int copied, int group) {
-    stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
+  __device__ static void Clear(float (&d)[kN / 2]) {
 #pragma unroll
     for (int i = 0; i < kN / 2; ++i) d[i] = 0.0f;
+  }
+
+  // Adds the next `end` - `begin` stages to d. Stages are counted within a tile: those from
+  // `copied` on are written by threads.
+  __device__ void Accumulate(float (&d)[kN / 2], int begin, int end, int copied, int group) {
+    begin = __shfl_sync(0xFFFFFFFF, begin, 0);  // tells the compiler that the warp agrees
+    end = __shfl_sync(0xFFFFFFFF, end, 0);
     int previous = 0;
-    for (int i = 0; i < stages; ++i) {
+    for (int i = begin; i < end; ++i) {
       BarrierWait(full_ + 8 * cursor_.stage, cursor_.parity);
       if (i >= copied) FenceProxyAsync();
       const uint32_t tile = ring_ + cursor_.stage * Config::kStageBytes;
@@ -387,15 +371,58 @@ class LinearBlock {
       WgmmaCommit();
       // The stage before this one can go back: its products are complete.
       WgmmaWait<1>();
-      if (i > 0 && lane_ == 0) BarrierArrive(empty_ + 8 * previous);
+      if (i > begin && lane_ == 0) BarrierArrive(empty_ + 8 * previous);
       previous = cursor_.stage;
       cursor_.Advance();
     }
     WgmmaWait<0>();
-    if (lane_ == 0) BarrierArrive(empty_ + 8 * previous);
+    if (begin < end && lane_ == 0) BarrierArrive(empty_ + 8 * previous);
   }
 
-  // Columns of the segment's rows; the reducer reads no others.
+  // This warp's share of h = s · (sum of the shrink's pieces, in order), as bf16.
+  __device__ void ReduceShrunk(int warp) {
+    if (lane_ == 0) SpinUntil(&args_.counters->shrunk, gridDim.x);
+    __syncwarp();
+    constexpr int kColumns = 32 * 4;
+    constexpr int kDeep = kN == 64 || kN == 256 ? 4 : 8;  // loads in flight
+    const int rows = args_.p.rows;
+    const int lines = args_.p.shape.parts * rows;
+    const int tasks = (args_.ldh + kColumns - 1) / kColumns * lines;
+    for (int task = warp * gridDim.x + blockIdx.x; task < tasks;
+         task += Config::kConsumerWarps * gridDim.x) {
+      const int line = task % lines;
+      const int part = line / rows;
+      const int segment = tables_.segment_of[line % rows];
+      const int column = task / lines * kColumns + lane_ * 4;
+      if (column >= tables_.rank[part][segment]) continue;
+      const int64_t offset = static_cast<int64_t>(line) * args_.ldh + column;
+      const int64_t stride = static_cast<int64_t>(lines) * args_.ldh / 4;
+      const float4* partial = reinterpret_cast<const float4*>(args_.h_partial + offset);
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int first = 0; first < args_.plan.a_splits; first += kDeep) {
+        float4 value[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+          value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (first + i < args_.plan.a_splits) value[i] = __ldcg(partial + (first + i) * stride);
+        }
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+          sum.x += value[i].x;
+          sum.y += value[i].y;
+          sum.z += value[i].z;
+          sum.w += value[i].w;
+        }
+      }
+      const float scale = FactorsOf(args_, tables_, segment, part).scale;
+      auto* h = reinterpret_cast<__nv_bfloat162*>(args_.h + offset);
+      h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
+      h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
+    }
+    SignalAll(&args_.counters->reduced);
+  }
+
+  // Columns of the segment's rows; the reduction reads no others.
   __device__ void StoreShrunk(const float (&d)[kN / 2], int segment, int part, int warp_row,
                               int piece) {
     const int begin = tables_.begin[segment];
@@ -427,6 +454,7 @@ class LinearBlock {
     float4* partial = args_.y_partial + static_cast<int64_t>(rows16) * (kN / 8) * 32 + lane_;
     uint32_t* counter = &args_.counters->split[rows16];
     const int owner = rows16 % splits;
+    if (args_.clusters) return MeetCluster(d, split, owner, warp);
     if (split != owner) {
 #pragma unroll
       for (int i = 0; i < kN / 8; ++i) {
@@ -474,6 +502,35 @@ class LinearBlock {
     return true;
   }
 
+  // The same by way of the shared memory of the owner: the splits of a panel are one cluster.
+  __device__ bool MeetCluster(float (&d)[kN / 2], int split, int owner, int warp) {
+    const int splits = args_.plan.splits;
+    const uint32_t buffer = ring_ + (warp / splits) * (splits - 1) * (kN / 8) * 512 + lane_ * 16;
+    ClusterBarrier();  // the products of all are done: their rings are free
+    if (split != owner) {
+      const uint32_t remote =
+          RemoteAddress(buffer + (split < owner ? split : split - 1) * (kN / 8) * 512, owner);
+#pragma unroll
+      for (int i = 0; i < kN / 8; ++i) {
+        StoreRemote(remote + i * 512,
+                    make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
+      }
+    }
+    ClusterBarrier();
+    if (split != owner) return false;
+    for (int j = 0; j < splits - 1; ++j) {
+#pragma unroll
+      for (int i = 0; i < kN / 8; ++i) {
+        const float4 value = LoadShared(buffer + (j * (kN / 8) + i) * 512);
+        d[4 * i] += value.x;
+        d[4 * i + 1] += value.y;
+        d[4 * i + 2] += value.z;
+        d[4 * i + 3] += value.w;
+      }
+    }
+    return true;
+  }
+
   // Parts end at multiples of 16 rows, so the 16 rows of a warp are of one part.
   __device__ int PartOf(int row) const {
     int part = 0;
@@ -483,19 +540,27 @@ class LinearBlock {
 
   __device__ const float* MagnitudesOf(int segment, int part) const {
     if (tables_.rank[part][segment] == 0) return nullptr;
-    const float* g = FactorsOf(args_, tables_.slot[segment], part).g;
+    const float* g = FactorsOf(args_, tables_, segment, part).g;
     return g == nullptr ? nullptr : g - args_.part_begin[part];
   }
 
   __device__ Epilogue StartEpilogue(int row) const {
-    Epilogue epilogue = {{0.0f, 0.0f}, nullptr};
+    Epilogue epilogue = {{0.0f, 0.0f}, {1.0f, 1.0f}};
     const int out = args_.part_begin[args_.p.shape.parts];
+    const int part = PartOf(row);
+    const float* g = tables_.segments > 0 ? MagnitudesOf(0, part) : nullptr;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int n = row + lane_ / 4 + 8 * j;
-      if (args_.p.bias != nullptr && n < out) epilogue.bias[j] = args_.p.bias[n];
+      if (n >= out) continue;
+      if (args_.p.bias != nullptr) epilogue.bias[j] = args_.p.bias[n];
+      if (g != nullptr) epilogue.g[j] = g[n];
     }
-    if (lane_ < tables_.segments) epilogue.g = MagnitudesOf(lane_, PartOf(row));
+    for (int segment = 1 + lane_; segment < tables_.segments; segment += 32) {
+      if (const float* other = MagnitudesOf(segment, part); other != nullptr && row < out) {
+        PrefetchL2(other + row);
+      }
+    }
     return epilogue;
   }
 
@@ -505,12 +570,14 @@ class LinearBlock {
     const int row = warp_row + lane_ / 4;
     const int part = PartOf(warp_row);
     for (int segment = 0; segment < tables_.segments; ++segment) {
-      const float* g = reinterpret_cast<const float*>(
-          __shfl_sync(0xFFFFFFFF, reinterpret_cast<uintptr_t>(epilogue.g), segment % 32));
-      if (segment >= 32) g = MagnitudesOf(segment, part);
+      const float* g = MagnitudesOf(segment, part);
       if (g == nullptr) continue;
-      const float g0 = row < out ? __ldg(g + row) : 0.0f;
-      const float g1 = row + 8 < out ? __ldg(g + row + 8) : 0.0f;
+      float g0 = epilogue.g[0];
+      float g1 = epilogue.g[1];
+      if (segment > 0) {
+        g0 = row < out ? __ldg(g + row) : 0.0f;
+        g1 = row + 8 < out ? __ldg(g + row + 8) : 0.0f;
+      }
       const int begin = tables_.begin[segment];
       const int end = tables_.end[segment];
 #pragma unroll
@@ -557,8 +624,7 @@ class LinearBlock {
 };
 
 template <int kGroups, int kN>
-__global__ void __launch_bounds__(LinearConfig<kGroups, kN>::kThreads,
-                                  LinearConfig<kGroups, kN>::kBlocksPerProcessor)
+__global__ void __launch_bounds__(LinearConfig<kGroups, kN>::kThreads, 1)
     LinearKernel(const __grid_constant__ CUtensorMap w_map,
                  const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ LinearArgs args) {
@@ -588,17 +654,11 @@ __global__ void __launch_bounds__(LinearConfig<kGroups, kN>::kThreads,
   Block block(args, tables, ring, full, empty);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
   if (warp < Config::kConsumerWarps) {
-    if constexpr (Config::kMoveRegisters) IncreaseRegisters<Config::kConsumerRegisters>();
     block.Consume();
+  } else if (warp == Config::kConsumerWarps) {
+    if (threadIdx.x % 32 == 0) block.ProduceWeights(&w_map);
   } else {
-    if constexpr (Config::kMoveRegisters) DecreaseRegisters<Config::kAuxRegisters>();
-    if (warp < Config::kConsumerWarps + 2) {
-      block.ProduceWeights(&w_map, warp - Config::kConsumerWarps);
-    } else if (warp == Config::kConsumerWarps + 2) {
-      block.ProduceActivations(&x_map);
-    } else {
-      block.Reduce();
-    }
+    block.ProduceActivations(&x_map);
   }
 }
 

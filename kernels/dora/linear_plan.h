@@ -8,7 +8,8 @@
 
 namespace dorad::kernels {
 
-inline constexpr int kLinearStageK = 64;  // one stage of the ring: 64 elements of K
+inline constexpr int kLinearStageK = 64;   // one stage of the ring: 64 elements of K
+inline constexpr int kLinearBoxRows = 64;  // of A and B, fetched at once
 
 // All but `groups` and `panels` are functions of the module's shape and the device alone, so that
 // the order of every sum is too.

@@ -129,6 +129,7 @@ class Model {
     }
     head_ = noise_.Make(size_t{kVocabulary} * 4096);
     std::vector<DoraFactors> table;
+    std::vector<CUtensorMap> maps;
     for (int slot = 0; slot < kAdapters; ++slot) {
       for (int layer = 0; layer < kLayers; ++layer) {
         for (const Projection& projection : kProjections) {
@@ -140,11 +141,15 @@ class Model {
             factors.scale = 1.0f;
             factors.rank = factors.ldb = kRank;
             table.push_back(factors);
+            maps.resize(2 * table.size());
+            CHECK_CUDA(EncodeDoraMaps(factors, projection.shape.in, projection.shape.out[p],
+                                      &maps[maps.size() - 2]));
           }
         }
       }
     }
     table_ = Upload(table);
+    maps_ = Upload(maps);
     x_ = noise_.Make(size_t{kDoraLinearMaxRows} * 12288);
     CHECK_CUDA(cudaMalloc(&y_, sizeof(float) * kDoraLinearMaxRows * kVocabulary));
     for (const Projection& projection : kProjections) {
@@ -194,6 +199,7 @@ class Model {
     params.max_rank = kRank;
     params.x = x_;
     params.table = {table_, kModules};
+    params.maps = maps_;
     params.segments = segments_;
     params.num_segments = num_segments_;
     params.y = y_;
@@ -207,6 +213,7 @@ class Model {
   __nv_bfloat16* head_ = nullptr;
   __nv_bfloat16* x_ = nullptr;
   DoraFactors* table_ = nullptr;
+  CUtensorMap* maps_ = nullptr;
   // The head is not adapted: every slot's factors are this one's.
   DoraFactors* zero_factors_ = Upload(std::vector<DoraFactors>(1));
   void* y_ = nullptr;

@@ -107,6 +107,13 @@ class Stack {
       }
     }
     table_ = std::make_unique<DeviceBuffer<DoraFactors>>(table);
+    std::vector<CUtensorMap> maps(2 * table.size());
+    for (size_t i = 0; i < table.size(); ++i) {
+      const size_t part = i % (shape.parts + 1);
+      if (part == 0) continue;
+      EXPECT_EQ(EncodeDoraMaps(table[i], shape.in, shape.out[part - 1], &maps[2 * i]), cudaSuccess);
+    }
+    maps_ = std::make_unique<DeviceBuffer<CUtensorMap>>(maps);
     workspace_bytes_ = DoraLinearWorkspaceBytes(shape, kDoraLinearMaxRows, max_rank_);
     workspace_ = std::make_unique<DeviceBuffer<uint8_t>>(workspace_bytes_);
     cudaMemset(workspace_->get(), 0, kDoraLinearCounterBytes);
@@ -132,6 +139,7 @@ class Stack {
     params.w = device_w_->get();
     params.bias = device_bias_ == nullptr ? nullptr : device_bias_->get();
     params.table = {table_->get(), shape_.parts + 1};
+    params.maps = maps_->get();
     params.first_module = 1;
     params.segments = segments_->get();
     params.num_segments = num_segments_->get();
@@ -253,6 +261,7 @@ class Stack {
   std::unique_ptr<DeviceBuffer<__nv_bfloat16>> device_x_, device_w_;
   std::unique_ptr<DeviceBuffer<float>> device_bias_;
   std::unique_ptr<DeviceBuffer<DoraFactors>> table_;
+  std::unique_ptr<DeviceBuffer<CUtensorMap>> maps_;
   std::unique_ptr<DeviceBuffer<uint8_t>> workspace_;
   size_t workspace_bytes_ = 0;
   std::unique_ptr<DeviceBuffer<RowSegment>> segments_;
