@@ -3,12 +3,15 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "kernels/dora/linear.h"
 #include "kernels/random/fill.h"
 #include "kernels/reference/row_norms.h"
 #include "server/adapter/violations.h"
@@ -29,6 +32,8 @@ using kernels::DoraFactors;
 constexpr char kSubject[] = "adapter_model.safetensors";
 constexpr char kLoading[] = "loading an adapter";
 
+std::atomic<uint64_t> next_id{1};
+
 int64_t RoundUp(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -40,6 +45,33 @@ std::vector<float> Floats(const TensorView& view) {
   std::vector<float> values(static_cast<size_t>(view.num_elements()));
   ToFloat(view.dtype, view.bytes, values.data());
   return values;
+}
+
+// Fills in what a slot needs and makes the weights. The stream's work is done on return.
+absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> Finish(const CudaModel& model,
+                                                                 DeviceBuffer memory,
+                                                                 int64_t image_at,
+                                                                 std::vector<DoraFactors> modules,
+                                                                 const Stream& stream) {
+  const int count = model.modules().size();
+  std::vector<std::byte> image(static_cast<size_t>(ImageBytes(count)));
+  std::memcpy(image.data(), modules.data(), count * sizeof(DoraFactors));
+  for (int id = 0; id < count; ++id) {
+    const BaseModule& module = model.modules().all()[id];
+    if (module.kind != ModuleKind::kLinear) continue;
+    alignas(64) CUtensorMap maps[2];
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::EncodeDoraMaps(modules[id], static_cast<int>(module.cols),
+                                                       static_cast<int>(module.rows), maps),
+                               kLoading);
+    std::memcpy(image.data() + ImageMapsOffset(count) + id * sizeof(maps), maps, sizeof(maps));
+  }
+  auto* on_device = memory.as<std::byte>(image_at);
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemcpyAsync(on_device, image.data(), image.size(), cudaMemcpyHostToDevice, stream.get()),
+      kLoading);
+  DORAD_RETURN_IF_ERROR(stream.Synchronize(kLoading));
+  return std::make_shared<const CudaAdapterWeights>(std::move(memory), std::move(modules),
+                                                    on_device);
 }
 
 // One adapter's build. The stream is its own: work of other streams goes on beside it.
@@ -54,6 +86,7 @@ class AdapterBuild {
     for (const ModuleTensors& module : tensors.modules) {
       offsets.push_back(Place(module, layout));
     }
+    const int64_t image_at = layout.Add(ImageBytes(model_.modules().size()));
     DORAD_ASSIGN_OR_RETURN(DeviceBuffer memory,
                            DeviceBuffer::Allocate(ledger_, "adapters", layout.bytes()));
     std::vector<DoraFactors> modules(static_cast<size_t>(model_.modules().size()));
@@ -64,7 +97,8 @@ class AdapterBuild {
     }
     DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
     built_.bytes = memory.bytes();
-    built_.weights = std::make_shared<CudaAdapterWeights>(std::move(memory), std::move(modules));
+    DORAD_ASSIGN_OR_RETURN(
+        built_.weights, Finish(model_, std::move(memory), image_at, std::move(modules), stream_));
     return std::move(built_);
   }
 
@@ -266,6 +300,18 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
 
 }  // namespace
 
+CudaAdapterWeights::CudaAdapterWeights(DeviceBuffer memory,
+                                       std::vector<kernels::DoraFactors> modules, const void* image)
+    : id_(next_id++), memory_(std::move(memory)), modules_(std::move(modules)), image_(image) {}
+
+int64_t ImageMapsOffset(int modules) {
+  return RoundUp(modules * static_cast<int64_t>(sizeof(DoraFactors)), 256);
+}
+
+int64_t ImageBytes(int modules) {
+  return ImageMapsOffset(modules) + modules * int64_t{2 * sizeof(CUtensorMap)};
+}
+
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
                                                                             int rank, uint32_t seed,
                                                                             MemoryLedger* ledger) {
@@ -282,6 +328,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(cons
     offsets.push_back(layout.Add(module.rows * rank * 2));
     offsets.push_back(layout.Add(module.rows * 4));
   }
+  const int64_t image_at = layout.Add(ImageBytes(model.modules().size()));
   DORAD_ASSIGN_OR_RETURN(DeviceBuffer memory,
                          DeviceBuffer::Allocate(ledger, "adapters", layout.bytes()));
   DORAD_ASSIGN_OR_RETURN(const Stream stream, Stream::Create());
@@ -299,8 +346,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(cons
     DORAD_RETURN_IF_CUDA_ERROR(kernels::FillConstant(g, module.rows, 1.01f, stream.get()),
                                kLoading);
   }
-  DORAD_RETURN_IF_ERROR(stream.Synchronize(kLoading));
-  return std::make_shared<const CudaAdapterWeights>(std::move(memory), std::move(modules));
+  return Finish(model, std::move(memory), image_at, std::move(modules), stream);
 }
 
 std::unique_ptr<adapter::AdapterBuilder> MakeCudaAdapterBuilder(const CudaModel* model,

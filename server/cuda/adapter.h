@@ -16,18 +16,30 @@ namespace dorad::cuda {
 
 class CudaAdapterWeights final : public adapter::AdapterWeights {
  public:
-  CudaAdapterWeights(DeviceBuffer memory, std::vector<kernels::DoraFactors> modules)
-      : memory_(std::move(memory)), modules_(std::move(modules)) {}
+  // image: device memory in `memory`, see below.
+  CudaAdapterWeights(DeviceBuffer memory, std::vector<kernels::DoraFactors> modules,
+                     const void* image);
 
+  // Different for every object of the process, so that it tells whether a slot holds this one.
+  uint64_t id() const { return id_; }
   // By module id; pointers are to device memory. rank 0 where the module is not adapted. Linear
   // modules: a [R, in], b [out, ldb]. The embedding: a [V, R], b [D, ldb].
   const std::vector<kernels::DoraFactors>& modules() const { return modules_; }
+  // On the device: modules(), and behind them (ImageMapsOffset) two tensor maps for each module.
+  // What a slot of the table of adapters is filled with.
+  const void* image() const { return image_; }
   int64_t bytes() const { return memory_.bytes(); }
 
  private:
+  const uint64_t id_;
   const DeviceBuffer memory_;
   const std::vector<kernels::DoraFactors> modules_;
+  const void* const image_;
 };
+
+// Layout of an image for a model with so many modules.
+int64_t ImageMapsOffset(int modules);
+int64_t ImageBytes(int modules);
 
 // model and ledger are borrowed and outlive the builder and its weights. Factors are served in
 // bf16; the norms see them as the file has them. Kind "adapters".

@@ -1,8 +1,7 @@
 #include "server/cuda/batch.h"
 
 #include <algorithm>
-
-#include "server/base/check.h"
+#include <utility>
 
 namespace dorad::cuda {
 namespace {
@@ -14,17 +13,6 @@ using kernels::kSegmentBlockRows;
 using kernels::RowSegment;
 
 constexpr char kStep[] = "the step";
-
-std::vector<AdapterRange> ToRanges(absl::Span<const StepBatch::AdapterRows> rows) {
-  std::vector<AdapterRange> ranges;
-  for (const StepBatch::AdapterRows& range : rows) {
-    const auto* weights = range.adapter == nullptr
-                              ? nullptr
-                              : static_cast<const CudaAdapterWeights*>(&range.adapter->weights());
-    ranges.push_back({weights, range.begin, range.end});
-  }
-  return ranges;
-}
 
 }  // namespace
 
@@ -55,24 +43,18 @@ class DeviceBatch::Writer {
 namespace {
 
 template <typename Writer>
-void WriteSegments(const std::vector<AdapterRange>& slots, LinearRows* linear, Writer& writer) {
+void WriteSegments(LinearRows* linear, Writer& writer) {
   const int64_t blocks = (linear->rows + kSegmentBlockRows - 1) / kSegmentBlockRows;
   RowSegment* segments = writer.Array(blocks * kSegmentBlockRows, &linear->segments.blocks);
   int32_t* counts = writer.Array(blocks, &linear->segments.counts);
   if (!writer.writing()) return;
   std::fill_n(counts, blocks, 0);
   for (const AdapterRange& range : linear->ranges) {
-    const auto slot = std::find_if(slots.begin(), slots.end(), [&](const AdapterRange& s) {
-      return s.weights == range.weights;
-    });
-    DORAD_CHECK(slot != slots.end());
-    const int32_t index =
-        range.weights == nullptr ? -1 : static_cast<int32_t>(slot - slots.begin());
     for (int64_t begin = range.begin; begin < range.end;) {
       const int64_t block = begin / kSegmentBlockRows;
       const int64_t first = block * kSegmentBlockRows;
       const int64_t end = std::min(range.end, first + kSegmentBlockRows);
-      segments[first + counts[block]++] = {index, static_cast<int32_t>(begin - first),
+      segments[first + counts[block]++] = {range.slot, static_cast<int32_t>(begin - first),
                                            static_cast<int32_t>(end - first)};
       begin = end;
     }
@@ -81,10 +63,49 @@ void WriteSegments(const std::vector<AdapterRange>& slots, LinearRows* linear, W
 
 }  // namespace
 
+absl::StatusOr<std::vector<AdapterRange>> DeviceBatch::ToRanges(
+    absl::Span<const StepBatch::AdapterRows> rows, const Stream& stream) {
+  std::vector<AdapterRange> ranges;
+  for (const StepBatch::AdapterRows& range : rows) {
+    AdapterRange to{nullptr, -1, range.begin, range.end};
+    if (range.adapter != nullptr) {
+      to.weights = static_cast<const CudaAdapterWeights*>(&range.adapter->weights());
+      DORAD_ASSIGN_OR_RETURN(to.slot, slots_.Assign(*to.weights, stream));
+    }
+    ranges.push_back(to);
+  }
+  return ranges;
+}
+
+absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
+                                     absl::Span<const StepSequence> sequences, const Stream& stream,
+                                     std::vector<LogitsBlock>* blocks) {
+  blocks->clear();
+  for (int64_t begin = 0; begin < static_cast<int64_t>(rows.size()); begin += max_logits_rows_) {
+    LogitsBlock block;
+    block.wanted = rows.subspan(begin, max_logits_rows_);
+    std::vector<StepBatch::AdapterRows> adapters;
+    for (const WantedRow& row : block.wanted) {
+      engine::AppendRows(sequences[row.sequence].adapter, block.linear.rows++, 1, &adapters);
+    }
+    DORAD_ASSIGN_OR_RETURN(block.linear.ranges, ToRanges(adapters, stream));
+    block.linear.table = slots_.table();
+    block.linear.maps = slots_.maps();
+    blocks->push_back(std::move(block));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSequence> sequences,
                                  const Stream& stream) {
   const auto count = static_cast<int64_t>(sequences.size());
-  const std::vector<AdapterRange> slots = ToRanges(batch.adapters);
+  slots_.BeginStep();
+  DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, stream));
+  linear_.rows = batch.rows;
+  linear_.table = slots_.table();
+  linear_.maps = slots_.maps();
+  DORAD_RETURN_IF_ERROR(MakeBlocks(batch.samples, sequences, stream, &samples_));
+  DORAD_RETURN_IF_ERROR(MakeBlocks(batch.scores, sequences, stream, &scores_));
   int64_t num_pages = 0;
   for (const StepSequence& s : sequences) num_pages += static_cast<int64_t>(s.pages.size());
 
@@ -111,48 +132,20 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       page += static_cast<int32_t>(s.pages.size());
     }
   };
-  const auto write_table = [&](Writer& writer) {
-    kernels::AdapterTable table{nullptr, modules_};
-    const auto num_slots = static_cast<int64_t>(slots.size());
-    kernels::DoraFactors* factors = writer.Array(num_slots * modules_, &table.factors);
-    if (!writer.writing()) return table;
-    for (const AdapterRange& slot : slots) {
-      if (slot.weights != nullptr) {
-        std::copy_n(slot.weights->modules().begin(), modules_, factors);
-      }
-      factors += modules_;
-    }
-    return table;
-  };
-  const auto write_blocks = [&](Writer& writer, absl::Span<const WantedRow> rows,
-                                const kernels::AdapterTable& table,
-                                std::vector<LogitsBlock>* blocks) {
-    blocks->clear();
-    for (int64_t begin = 0; begin < static_cast<int64_t>(rows.size()); begin += max_logits_rows_) {
-      LogitsBlock block;
-      block.wanted = rows.subspan(begin, max_logits_rows_);
-      block.linear.rows = static_cast<int64_t>(block.wanted.size());
-      block.linear.table = table;
-      std::vector<StepBatch::AdapterRows> adapters;
+  const auto write_blocks = [&](Writer& writer, std::vector<LogitsBlock>& blocks) {
+    for (LogitsBlock& block : blocks) {
       int32_t* indices = writer.Array(block.linear.rows, &block.row_indices);
-      for (int64_t i = 0; i < block.linear.rows; ++i) {
-        const WantedRow& row = block.wanted[i];
-        engine::AppendRows(sequences[row.sequence].adapter, i, 1, &adapters);
-        if (writer.writing()) indices[i] = static_cast<int32_t>(row.row);
+      for (int64_t i = 0; i < block.linear.rows && writer.writing(); ++i) {
+        indices[i] = static_cast<int32_t>(block.wanted[i].row);
       }
-      block.linear.ranges = ToRanges(adapters);
-      WriteSegments(slots, &block.linear, writer);
-      blocks->push_back(std::move(block));
+      WriteSegments(&block.linear, writer);
     }
   };
   const auto write_all = [&](Writer& writer) {
     write_rows(writer);
-    linear_.rows = batch.rows;
-    linear_.ranges = slots;
-    linear_.table = write_table(writer);
-    WriteSegments(slots, &linear_, writer);
-    write_blocks(writer, batch.samples, linear_.table, &samples_);
-    write_blocks(writer, batch.scores, linear_.table, &scores_);
+    WriteSegments(&linear_, writer);
+    write_blocks(writer, samples_);
+    write_blocks(writer, scores_);
   };
 
   Writer measure(nullptr, nullptr);

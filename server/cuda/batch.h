@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -10,15 +11,17 @@
 #include "kernels/decoder/rows.h"
 #include "kernels/dora/factors.h"
 #include "server/cuda/adapter.h"
+#include "server/cuda/adapter_slots.h"
 #include "server/cuda/device.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/step_batch.h"
 
 namespace dorad::cuda {
 
-// Rows [begin, end) of a product use one adapter's factors (null: the base model).
+// Rows [begin, end) of a product use one adapter's factors (null, slot -1: the base model).
 struct AdapterRange {
   const CudaAdapterWeights* weights = nullptr;
+  int slot = -1;
   int64_t begin = 0;
   int64_t end = 0;
 };
@@ -28,6 +31,7 @@ struct LinearRows {
   int64_t rows = 0;
   std::vector<AdapterRange> ranges;
   kernels::AdapterTable table;
+  const CUtensorMap* maps = nullptr;  // of the table
   kernels::RowSegments segments;
 };
 
@@ -40,9 +44,9 @@ struct LogitsBlock {
 
 class DeviceBatch {
  public:
-  // modules: of the base model. max_logits_rows: of one LogitsBlock.
-  DeviceBatch(MemoryLedger* ledger, int modules, int64_t max_logits_rows)
-      : ledger_(ledger), modules_(modules), max_logits_rows_(max_logits_rows) {}
+  // max_logits_rows: of one LogitsBlock.
+  DeviceBatch(MemoryLedger* ledger, AdapterSlots slots, int64_t max_logits_rows)
+      : ledger_(ledger), slots_(std::move(slots)), max_logits_rows_(max_logits_rows) {}
 
   // Copies the step's arrays to the device, in order with `stream`'s work. REQUIRES: the work of
   // the upload before has ended. Borrows `batch` until the next upload.
@@ -57,8 +61,14 @@ class DeviceBatch {
  private:
   class Writer;
 
+  absl::StatusOr<std::vector<AdapterRange>> ToRanges(
+      absl::Span<const engine::StepBatch::AdapterRows> rows, const Stream& stream);
+  absl::Status MakeBlocks(absl::Span<const engine::WantedRow> rows,
+                          absl::Span<const engine::StepSequence> sequences, const Stream& stream,
+                          std::vector<LogitsBlock>* blocks);
+
   MemoryLedger* const ledger_;
-  const int modules_;
+  AdapterSlots slots_;
   const int64_t max_logits_rows_;
   PinnedBuffer host_;
   DeviceBuffer device_;

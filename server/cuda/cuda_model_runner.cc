@@ -21,11 +21,11 @@ constexpr char kStep[] = "the step";
 class CudaModelRunner final : public engine::ModelRunner {
  public:
   CudaModelRunner(const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger,
-                  Stream stream)
+                  Stream stream, AdapterSlots slots)
       : vocab_size_(model->config().vocab_size),
         options_(options),
         stream_(std::move(stream)),
-        batch_(ledger, model->modules().size(), engine::kLogitsRows) {}
+        batch_(ledger, std::move(slots), engine::kLogitsRows) {}
 
   absl::Status Allocate(const CudaModel* model, MemoryLedger* ledger) {
     CudaDecoder::Options options;
@@ -81,7 +81,12 @@ class CudaModelRunner final : public engine::ModelRunner {
 absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
     const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger) {
   DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
-  auto runner = std::make_unique<CudaModelRunner>(model, options, ledger, std::move(stream));
+  // Every sequence of a step may have an adapter of its own.
+  DORAD_ASSIGN_OR_RETURN(
+      AdapterSlots slots,
+      AdapterSlots::Create(static_cast<int>(options.max_rows), model->modules().size(), ledger));
+  auto runner = std::make_unique<CudaModelRunner>(model, options, ledger, std::move(stream),
+                                                  std::move(slots));
   DORAD_RETURN_IF_ERROR(runner->Allocate(model, ledger));
   return runner;
 }

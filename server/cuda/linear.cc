@@ -56,6 +56,7 @@ absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const
   params.w = group.weight;
   params.bias = group.bias;
   params.table = rows.table;
+  params.maps = rows.maps;
   params.first_module = group.first_module;
   params.y_fp32 = true;
   params.workspace = workspace_.as<>();
