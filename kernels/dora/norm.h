@@ -54,7 +54,7 @@ constexpr int64_t kMostRank = 4096;
 // One module. workspace: 256-byte aligned, workspace_bytes as the form's function says; its content
 // before and after means nothing, and calls on one stream may share it.
 struct DoraNormParams {
-  const __nv_bfloat16* w = nullptr;  // [O, I], contiguous
+  const __nv_bfloat16* w = nullptr;  // [O, I], or [I, O] if w_by_in; contiguous
   const __nv_bfloat16* a = nullptr;  // [R, I], contiguous
   const __nv_bfloat16* b = nullptr;  // [O, R], leading dimension ldb >= R
   const float* base_sq = nullptr;    // [O], ||W||²: the factored form, and s = 0
@@ -69,12 +69,15 @@ struct DoraNormParams {
   int64_t ldb = 0;
   double scale = 0.0;  // s
   float eps = 1e-6f;
+  // W lies transposed, as an embedding [V, D] does, whose norm is over V: O = D, I = V, with
+  // a = lora_embedding_A and b = lora_embedding_B. The direct form only.
+  bool w_by_in = false;
 };
 
-// The direct form. Fast path: w, a and b 16-byte aligned, I and ldb multiples of 8; anything else
-// takes a plain kernel, right at any size and some hundred times slower. base_sq is needed for s =
-// 0 or rank 0 only. cudaErrorInvalidValue: negative sizes, O or I beyond 2^31 - 1, ldb < R, a
-// workspace too small.
+// The direct form. Fast path: w, a and b 16-byte aligned, I, ldb and (with w_by_in) O multiples of
+// 8; anything else takes a plain kernel, right at any size and some hundred times slower. base_sq
+// is needed where the update is nothing (s = 0 or rank 0) and W is not transposed.
+// cudaErrorInvalidValue: negative sizes, O or I beyond 2^31 - 1, ldb < R, a workspace too small.
 size_t DirectNormWorkspace(int64_t out, int64_t in, int64_t rank);
 cudaError_t DirectNorm(const DoraNormParams& params, cudaStream_t stream);
 // The same, to the last bit, of many modules, eight to a launch: the linears of a layer cost less
@@ -83,8 +86,8 @@ cudaError_t DirectNorm(const DoraNormParams& params, cudaStream_t stream);
 cudaError_t DirectNorms(const DoraNormParams* modules, int count, cudaStream_t stream);
 
 // The factored form. Gram matrix and W Aᵀ on tensor cores with fp32 sums; G enters B·G as two bf16
-// terms (hi + lo, together 16 bits of mantissa and more). cudaErrorInvalidValue: as the direct
-// form, and shapes that its fast path would not take.
+// terms (hi + lo, 16 bits of mantissa). cudaErrorInvalidValue: as the direct form, shapes that its
+// fast path would not take, and w_by_in.
 size_t FactoredNormWorkspace(int64_t out, int64_t in, int64_t rank);
 cudaError_t FactoredNorm(const DoraNormParams& params, cudaStream_t stream);
 

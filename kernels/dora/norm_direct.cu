@@ -33,7 +33,8 @@ __global__ void __launch_bounds__(kPlainThreads)
 #pragma unroll
     for (int i = 0; i < kPlainRows; ++i) {
       if (first + i >= p.out) break;
-      const float w = __bfloat162float(p.w[(first + i) * p.in + column]);
+      const float w = __bfloat162float(p.w_by_in ? p.w[column * p.out + first + i]
+                                                 : p.w[(first + i) * p.in + column]);
       const float t = fmaf(scale, product[i], w);
       sum[i] += static_cast<double>(t) * t;
     }
@@ -58,7 +59,8 @@ norm::RowGemm GemmOf(const DoraNormParams& p) {
   gemm.reduction = norm::Reduction::kSquare;
   gemm.x = {p.b, p.out, p.rank, p.ldb};
   gemm.y = {p.a, p.rank, p.in, p.in};
-  gemm.z = {p.w, p.out, p.in, p.in};
+  gemm.z = p.w_by_in ? norm::Matrix{p.w, p.in, p.out, p.out} : norm::Matrix{p.w, p.out, p.in, p.in};
+  gemm.z_by_n = p.w_by_in;
   gemm.k = p.rank;
   gemm.scale = static_cast<float>(p.scale);
   gemm.partial = static_cast<float*>(p.workspace);
@@ -86,6 +88,11 @@ cudaError_t PlainNorm(const DoraNormParams& p, cudaStream_t stream) {
   return norm::FinishDirect(&sums, &p, 1, stream);
 }
 
+DoraNormParams WithoutUpdate(DoraNormParams p) {
+  p.rank = 0;
+  return p;
+}
+
 // Modules that share one launch.
 class Group {
  public:
@@ -94,6 +101,10 @@ class Group {
     gemms_[count_] = GemmOf(p);
     sums_[count_] = {gemms_[count_].partial, norm::Partials(gemms_[count_])};
     ++count_;
+  }
+  // One launch, one layout of W.
+  bool Takes(const DoraNormParams& p) const {
+    return count_ == 0 || modules_[0].w_by_in == p.w_by_in;
   }
   bool full() const { return count_ == norm::kMostGemms; }
   // Empties the group.
@@ -140,10 +151,12 @@ cudaError_t DirectNorms(const DoraNormParams* modules, int count, cudaStream_t s
     const DoraNormParams& p = modules[i];
     if (p.out == 0) continue;
     if (p.scale == 0.0 || p.rank == 0) {
-      DORAD_CUDA_RETURN_IF_ERROR(norm::BaseNorm(p, stream));
+      DORAD_CUDA_RETURN_IF_ERROR(p.w_by_in ? PlainNorm(WithoutUpdate(p), stream)
+                                           : norm::BaseNorm(p, stream));
     } else if (!Fast(p)) {
       DORAD_CUDA_RETURN_IF_ERROR(PlainNorm(p, stream));
     } else {
+      if (!group.Takes(p)) DORAD_CUDA_RETURN_IF_ERROR(group.Launch(stream));
       group.Add(p);
       if (group.full()) DORAD_CUDA_RETURN_IF_ERROR(group.Launch(stream));
     }

@@ -113,7 +113,9 @@ size_t FactoredNormWorkspace(int64_t out, int64_t in, int64_t rank) {
 }
 
 cudaError_t FactoredNorm(const DoraNormParams& params, cudaStream_t stream) {
-  if (params.out < 0 || params.in < 0 || params.rank < 0) return cudaErrorInvalidValue;
+  if (params.out < 0 || params.in < 0 || params.rank < 0 || params.w_by_in) {
+    return cudaErrorInvalidValue;
+  }
   if (!norm::Valid(params, FactoredNormWorkspace(params.out, params.in, params.rank))) {
     return cudaErrorInvalidValue;
   }

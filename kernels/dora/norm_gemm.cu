@@ -90,7 +90,9 @@ cudaError_t LaunchAs(const RowGemm* gemms, int count, cudaStream_t stream) {
     if (items > kMost) return cudaErrorInvalidValue;
     DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.x, kTileM, &maps.x));
     DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.y, C::y_by_k ? kStepK : C::tile_n, &maps.y));
-    if (C::z_boxes > 0) DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.z, kTileM, &maps.z));
+    if (C::z_boxes > 0) {
+      DORAD_CUDA_RETURN_IF_ERROR(Encode(gemm.z, C::z_by_n ? 64 : kTileM, &maps.z));
+    }
   }
   params.items = static_cast<uint32_t>(items);
 
@@ -140,13 +142,16 @@ cudaError_t Launch(const RowGemm* gemms, int count, cudaStream_t stream) {
   if (count < 1 || count > kMostGemms) return cudaErrorInvalidValue;
   const Reduction reduction = gemms[0].reduction;
   for (int i = 1; i < count; ++i) {
-    if (reduction != Reduction::kSquare || gemms[i].reduction != reduction) {
+    if (reduction != Reduction::kSquare || gemms[i].reduction != reduction ||
+        gemms[i].z_by_n != gemms[0].z_by_n) {
       return cudaErrorInvalidValue;
     }
   }
   switch (reduction) {
     case Reduction::kSquare:
-      return LaunchAs<Config<Reduction::kSquare, 256>>(gemms, count, stream);
+      return gemms[0].z_by_n
+                 ? LaunchAs<Config<Reduction::kSquare, 256, /*z_by_n=*/true>>(gemms, count, stream)
+                 : LaunchAs<Config<Reduction::kSquare, 256>>(gemms, count, stream);
     case Reduction::kDot:
       return TileN(gemms[0]) == 128 ? LaunchAs<Config<Reduction::kDot, 128>>(gemms, count, stream)
                                     : LaunchAs<Config<Reduction::kDot, 256>>(gemms, count, stream);

@@ -27,17 +27,19 @@ constexpr int kRegistersConsumer = 232;
 constexpr int kAlignment = 1024;  // of the swizzle's atoms; made by hand
 constexpr int kSharedBytes = 226 * 1024 - kAlignment;
 
-// tile_n: columns of D a CTA works on at a time.
-template <Reduction kind_, int tile_n_>
+// tile_n: columns of D a CTA works on at a time. z_by_n: Z is stored [N, M].
+template <Reduction kind_, int tile_n_, bool z_by_n_ = false>
 struct Config {
   static constexpr Reduction kind = kind_;
   static constexpr int tile_n = tile_n_;
+  static constexpr bool z_by_n = z_by_n_;
   // Y as [K, N]: N is contiguous.
   static constexpr bool y_by_k = kind == Reduction::kSquare;
   static constexpr int x_bytes = kTileM * kBoxBytes;
   static constexpr int y_bytes = tile_n * kBoxBytes;
   static constexpr int stage_bytes = x_bytes + y_bytes;
-  // Z: boxes of 64 columns, each with a place of its own.
+  // Z: boxes of 64 columns, each with a place of its own. By N, a box is two, one for each
+  // warpgroup: 64 rows of N by 64 columns of M.
   static constexpr int z_box_bytes = kTileM * kBoxBytes;
   static constexpr int z_boxes = kind == Reduction::kStore ? 0 : tile_n / 64;
   static constexpr int z_bytes = z_boxes * z_box_bytes;
@@ -167,8 +169,14 @@ __device__ void Produce(const Params& p, const Shared& shared) {
         const uint32_t z_full = shared.z_full + 8 * box;
         BarrierWait(shared.z_empty + 8 * box, z_phase ^ 1);
         BarrierArriveExpect(z_full, C::z_box_bytes);
-        CopyTensorBox(shared.z + box * C::z_box_bytes, &maps.z, n + static_cast<int>(64 * box), m,
-                      z_full);
+        const uint32_t to = shared.z + box * C::z_box_bytes;
+        const int z_n = n + static_cast<int>(64 * box);
+        if constexpr (C::z_by_n) {
+          CopyTensorBox(to, &maps.z, m, z_n, z_full);
+          CopyTensorBox(to + C::z_box_bytes / 2, &maps.z, m + 64, z_n, z_full);
+        } else {
+          CopyTensorBox(to, &maps.z, z_n, m, z_full);
+        }
       }
     }
     z_phase ^= 1;
@@ -191,16 +199,43 @@ __device__ void Reduce(uint32_t pair, float d0, float d1, float scale, float& su
   }
 }
 
+// Where a lane finds its row of Z for ldmatrix: of a warp's 16 rows of D and 16 columns, the four
+// quarters (rows first) belong to eight lanes each.
+template <typename C>
+class ZAddress {
+ public:
+  __device__ ZAddress(uint32_t z, int group, int warp, int lane) {
+    const int low = lane / 8 % 2;  // of the two groups of 8 rows of D
+    const int high = lane / 16;    // of the two groups of 8 columns
+    swizzle_ = lane % 8;
+    if constexpr (C::z_by_n) {
+      at_ = z + group * (C::z_box_bytes / 2) + (high * 8 + lane % 8) * kBoxBytes +
+            ((warp * 2 + low) ^ swizzle_) * 16;
+    } else {
+      at_ = z + (group * 64 + warp * 16 + low * 8 + lane % 8) * kBoxBytes;
+      high_ = high;
+    }
+  }
+  // Columns [16·c, 16·c + 16) of a box.
+  __device__ uint32_t Of(int box, int c) const {
+    const uint32_t at = at_ + box * C::z_box_bytes;
+    if constexpr (C::z_by_n) return at + c * 16 * kBoxBytes;
+    return at + ((2 * c + high_) ^ swizzle_) * 16;
+  }
+
+ private:
+  uint32_t at_;
+  int swizzle_;
+  int high_ = 0;
+};
+
 template <typename C>
 __device__ void Consume(const Params& p, const Shared& shared) {
   const int thread = threadIdx.x - 128;
   const int group = thread / 128;
   const int lane = thread % 32;
   const int row = group * 64 + thread % 128 / 32 * 16;  // of the tile, this warp's first
-  // The lane's row of Z for ldmatrix, and which of two groups of 8 columns.
-  const int z_row = row + lane % 16;
-  const int z_group = lane / 16;
-  const uint32_t z_at = shared.z + z_row * kBoxBytes;
+  const ZAddress<C> z_address(shared.z, group, thread % 128 / 32, lane);
   Ring<C::stages> ring;
   uint32_t z_phase = 0;
   const auto release = [&](uint32_t barrier) {
@@ -263,7 +298,7 @@ __device__ void Consume(const Params& p, const Shared& shared) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {  // 16 columns
           uint32_t pairs[4];
-          LoadMatrices(z_at + box * C::z_box_bytes + ((2 * c + z_group) ^ (z_row % 8)) * 16, pairs);
+          LoadMatrices<C::z_by_n>(z_address.Of(box, c), pairs);
           const int at = (box * 8 + 2 * c) * 4;
           Reduce<C::kind>(pairs[0], d[at], d[at + 1], scale, sum[0][0], sum[0][1]);
           Reduce<C::kind>(pairs[1], d[at + 2], d[at + 3], scale, sum[1][0], sum[1][1]);

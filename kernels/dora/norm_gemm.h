@@ -32,6 +32,7 @@ struct RowGemm {
   Matrix x;                  // [M, K]
   Matrix y;                  // [K, N] for kSquare, [N, K] for the others
   Matrix z;                  // [M, N]; not for kStore
+  bool z_by_n = false;       // z is stored as [N, M]; kSquare only
   int64_t k = 0;             // the length of the sum
   int64_t x_period = 0;      // x's columns are read modulo this multiple of 64; 0: K, no period
   int64_t splits = 1;        // parts of the sum over K, each a partial of its own
@@ -49,8 +50,8 @@ int64_t SplitsFor(const RowGemm& gemm, int64_t most);
 constexpr int kMostGemms = 8;
 
 // Enqueues 1 to kMostGemms products as one launch, so that none waits for the tail of another; more
-// than one must all be kSquare. The launch lets the next kernel start early (programmatic dependent
-// launch).
+// than one must all be kSquare with one layout of z. The launch lets the next kernel start early
+// (programmatic dependent launch).
 cudaError_t Launch(const RowGemm* gemms, int count, cudaStream_t stream);
 
 }  // namespace dorad::kernels::norm

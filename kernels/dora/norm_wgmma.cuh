@@ -28,12 +28,21 @@ __device__ inline void DecreaseRegisters() {
 }
 
 // Four 8 x 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8 and gets the
-// pair at row l / 4, columns 2·(l % 4) of each: an accumulator's places. Whole warp.
+// pair at row l / 4, columns 2·(l % 4) of each, or of its transpose: an accumulator's places. Whole
+// warp.
+template <bool transposed>
 __device__ inline void LoadMatrices(uint32_t address, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
+  if constexpr (transposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  }
 }
 
 // Starts one step of K = 16 on 64 x 256, b by K; with `accumulate` 0, D is overwritten. Whole

@@ -253,6 +253,16 @@ int main(int argc, char** argv) {
     std::printf("\n");
   }
 
+  {
+    pool.Reset();
+    DoraNormParams p = Module(pool, {4096, 151936}, rank, vectors, workspace, workspace_bytes);
+    p.w_by_in = true;
+    const double us =
+        Microseconds(stream, 5, true, [&] { Check(dorad::kernels::DirectNorm(p, stream)); });
+    std::printf("embedding 151936 x 4096: %.0f us (%.0f TFLOP/s)\n", us,
+                2e-6 * 4096 * 151936 * static_cast<double>(rank) / us);
+  }
+
   pool.Reset();
   std::vector<DoraNormParams> modules;
   double elements = 0.0;

@@ -225,8 +225,8 @@ class Module {
 
 class DeviceModule {
  public:
-  DeviceModule(const Module& module, Workspace workspace, double scale)
-      : w_(module.w()),
+  DeviceModule(const Module& module, Workspace workspace, double scale, bool w_by_in = false)
+      : w_(w_by_in ? Transposed(module) : module.w()),
         a_(module.a()),
         b_(module.b()),
         magnitude_(module.magnitude()),
@@ -248,6 +248,7 @@ class DeviceModule {
     params_.rank = module.shape().rank;
     params_.ldb = module.shape().ldb;
     params_.scale = scale;
+    params_.w_by_in = w_by_in;
     EXPECT_EQ(SquaredRowNorms(w_.get(), params_.out, params_.in, base_sq_.get(), nullptr),
               cudaSuccess);
   }
@@ -257,6 +258,15 @@ class DeviceModule {
   std::vector<float> g() const { return g_.Read(); }
 
  private:
+  static std::vector<Bf16> Transposed(const Module& module) {
+    const auto [out, in, rank, ldb] = module.shape();
+    std::vector<Bf16> w(module.w().size());
+    for (int64_t o = 0; o < out; ++o) {
+      for (int64_t i = 0; i < in; ++i) w[i * out + o] = module.w()[o * in + i];
+    }
+    return w;
+  }
+
   const DeviceBuffer<Bf16> w_, a_, b_;
   const DeviceBuffer<float> magnitude_, base_sq_, norm_, g_;
   const DeviceBuffer<char> workspace_;
@@ -338,6 +348,32 @@ TEST_F(NormTest, BothFormsRepeatToTheLastBit) {
     const auto second = module.Run(form, workspace, kScale);
     EXPECT_TRUE(SameBits(first.norm, second.norm));
     EXPECT_TRUE(SameBits(first.g, second.g));
+  }
+}
+
+// An embedding's weight lies transposed: on the fast path the same tiles, so the same bits.
+TEST_F(NormTest, DirectFormTakesATransposedWeight) {
+  for (const Shape& shape : std::vector<Shape>{
+           {128, 256, 64, 64}, {72, 1000, 16, 16}, {264, 520, 40, 40}, {8, 5000, 384, 384}}) {
+    SCOPED_TRACE(testing::Message() << shape.out << " x " << shape.in << ", r " << shape.rank);
+    const Module module(shape);
+    module.Check(DirectNorm, DirectNormWorkspace, kScale, 1e-6);
+    const DeviceModule transposed(module, DirectNormWorkspace, kScale, /*w_by_in=*/true);
+    DORAD_ASSERT_CUDA(DirectNorm(transposed.params(), nullptr));
+    EXPECT_TRUE(
+        SameBits(transposed.norm(), module.Run(DirectNorm, DirectNormWorkspace, kScale).norm));
+    EXPECT_EQ(FactoredNorm(transposed.params(), nullptr), cudaErrorInvalidValue);
+  }
+  // The plain kernel: odd sizes, and s = 0.
+  for (const double scale : {kScale, 0.0}) {
+    const Module module({33, 37, 5, 5});
+    const DeviceModule transposed(module, DirectNormWorkspace, scale, /*w_by_in=*/true);
+    DORAD_ASSERT_CUDA(DirectNorm(transposed.params(), nullptr));
+    const std::vector<float> norm = transposed.norm();
+    const std::vector<double> expected = module.Expected(scale);
+    for (size_t o = 0; o < norm.size(); ++o) {
+      EXPECT_NEAR(norm[o], expected[o], 1e-6 * expected[o]) << o;
+    }
   }
 }
 
