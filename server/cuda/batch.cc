@@ -16,6 +16,20 @@ constexpr char kStep[] = "the step";
 
 }  // namespace
 
+absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::AdapterRows> rows,
+                                                   AdapterSlots* slots, const Stream& stream) {
+  std::vector<AdapterRange> ranges;
+  for (const StepBatch::AdapterRows& range : rows) {
+    AdapterRange to{nullptr, -1, range.begin, range.end};
+    if (range.adapter != nullptr) {
+      to.weights = static_cast<const CudaAdapterWeights*>(&range.adapter->weights());
+      DORAD_ASSIGN_OR_RETURN(to.slot, slots->Assign(*to.weights, stream));
+    }
+    ranges.push_back(to);
+  }
+  return ranges;
+}
+
 // Packs arrays into the host's buffer and knows where they will be on the device. Everything is
 // written twice: without memory, to learn the size, and then for good.
 class DeviceBatch::Writer {
@@ -63,20 +77,6 @@ void WriteSegments(LinearRows* linear, Writer& writer) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<AdapterRange>> DeviceBatch::ToRanges(
-    absl::Span<const StepBatch::AdapterRows> rows, const Stream& stream) {
-  std::vector<AdapterRange> ranges;
-  for (const StepBatch::AdapterRows& range : rows) {
-    AdapterRange to{nullptr, -1, range.begin, range.end};
-    if (range.adapter != nullptr) {
-      to.weights = static_cast<const CudaAdapterWeights*>(&range.adapter->weights());
-      DORAD_ASSIGN_OR_RETURN(to.slot, slots_.Assign(*to.weights, stream));
-    }
-    ranges.push_back(to);
-  }
-  return ranges;
-}
-
 absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
                                      absl::Span<const StepSequence> sequences, const Stream& stream,
                                      std::vector<LogitsBlock>* blocks) {
@@ -88,7 +88,7 @@ absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
     for (const WantedRow& row : block.wanted) {
       engine::AppendRows(sequences[row.sequence].adapter, block.linear.rows++, 1, &adapters);
     }
-    DORAD_ASSIGN_OR_RETURN(block.linear.ranges, ToRanges(adapters, stream));
+    DORAD_ASSIGN_OR_RETURN(block.linear.ranges, ToRanges(adapters, &slots_, stream));
     block.linear.table = slots_.table();
     block.linear.maps = slots_.maps();
     blocks->push_back(std::move(block));
@@ -100,7 +100,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
                                  const Stream& stream) {
   const auto count = static_cast<int64_t>(sequences.size());
   slots_.BeginStep();
-  DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, stream));
+  DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, &slots_, stream));
   linear_.rows = batch.rows;
   linear_.table = slots_.table();
   linear_.maps = slots_.maps();

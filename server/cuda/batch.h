@@ -1,4 +1,4 @@
-// A step's rows on the device: what StepBatch says, as arrays that the kernels read.
+// Any step's rows on the device: what StepBatch says, as arrays that the kernels read.
 // Owned by the runner and reused for every step. Confined to the engine thread.
 #pragma once
 
@@ -38,15 +38,20 @@ struct LinearRows {
 // Rows whose logits are wanted, in pieces that are computed one after another.
 struct LogitsBlock {
   absl::Span<const engine::WantedRow> wanted;
-  const int32_t* row_indices = nullptr;  // device, of the step's rows
+  const int32_t* row_indices = nullptr;  // device, of the step's rows; null: all of them, in order
   LinearRows linear;
 };
 
+// Gives each adapter its slot; copies that fill slots are in order with the stream's work.
+absl::StatusOr<std::vector<AdapterRange>> ToRanges(
+    absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
+    const Stream& stream);
+
 class DeviceBatch {
  public:
-  // max_logits_rows: of one LogitsBlock.
-  DeviceBatch(MemoryLedger* ledger, AdapterSlots slots, int64_t max_logits_rows)
-      : ledger_(ledger), slots_(std::move(slots)), max_logits_rows_(max_logits_rows) {}
+  // slots is borrowed. max_logits_rows: of one LogitsBlock.
+  DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows)
+      : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows) {}
 
   // Copies the step's arrays to the device, in order with `stream`'s work. REQUIRES: the work of
   // the upload before has ended. Borrows `batch` until the next upload.
@@ -61,14 +66,12 @@ class DeviceBatch {
  private:
   class Writer;
 
-  absl::StatusOr<std::vector<AdapterRange>> ToRanges(
-      absl::Span<const engine::StepBatch::AdapterRows> rows, const Stream& stream);
   absl::Status MakeBlocks(absl::Span<const engine::WantedRow> rows,
                           absl::Span<const engine::StepSequence> sequences, const Stream& stream,
                           std::vector<LogitsBlock>* blocks);
 
   MemoryLedger* const ledger_;
-  AdapterSlots slots_;
+  AdapterSlots& slots_;
   const int64_t max_logits_rows_;
   PinnedBuffer host_;
   DeviceBuffer device_;

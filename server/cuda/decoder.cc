@@ -40,8 +40,9 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
 absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const model::ModelConfig& config = model_.config();
   DORAD_ASSIGN_OR_RETURN(
-      kv_memory_, DeviceBuffer::Allocate(ledger, "kv", options_.kv_pages * KvPageBytes(config)));
-  const int64_t plane = options_.kv_pages * config.kv_size() * kernels::kKvPageTokens;
+      kv_memory_,
+      DeviceBuffer::Allocate(ledger, "kv", (options_.kv_pages + 1) * KvPageBytes(config)));
+  const int64_t plane = (options_.kv_pages + 1) * config.kv_size() * kernels::kKvPageTokens;
   for (int64_t i = 0; i < config.num_layers; ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
     kv_.push_back({k, k + plane});
@@ -103,11 +104,10 @@ absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* we
   return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kStep);
 }
 
-absl::Status CudaDecoder::Layer(int64_t index, const DeviceBatch& batch, const float* pending) {
+absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
+                                const LinearRows& linear, const float* pending) {
   const model::ModelConfig& config = model_.config();
   const LayerWeights& w = model_.layers()[index];
-  const kernels::StepRows& rows = batch.rows();
-  const LinearRows& linear = batch.linear();
 
   DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm));
   DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_));
@@ -143,30 +143,34 @@ absl::Status CudaDecoder::Layer(int64_t index, const DeviceBatch& batch, const f
   return linear_.Run(w.down, linear, narrow_, wide_);
 }
 
-absl::Status CudaDecoder::Forward(const DeviceBatch& batch) {
+absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRows& linear) {
   const model::ModelConfig& config = model_.config();
-  DORAD_CHECK(batch.rows().rows <= options_.max_rows);
+  DORAD_CHECK(rows.rows <= options_.max_rows);
   kernels::EmbedParams embed;
-  embed.rows = batch.rows();
+  embed.rows = rows;
   embed.weight = model_.embedding();
   embed.size = static_cast<int32_t>(config.hidden_size);
-  embed.adapters = batch.linear().table;
+  embed.adapters = linear.table;
   embed.module = model::EmbeddingId(config);
-  embed.segments = batch.linear().segments;
+  embed.segments = linear.segments;
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
   // The output of the last projection, not yet added to the residual.
   const float* pending = nullptr;
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    DORAD_RETURN_IF_ERROR(Layer(layer, batch, pending));
+    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, pending));
     pending = wide_;
   }
-  // Adds what is pending; Logits norms the rows that are wanted.
-  return Norm(batch.rows().rows, pending, model_.final_norm());
+  // Adds what is pending and norms all rows; Logits norms again if it wants some of them only.
+  return Norm(rows.rows, pending, model_.final_norm());
 }
 
 absl::StatusOr<const float*> CudaDecoder::Logits(const LogitsBlock& block) {
   DORAD_CHECK(block.linear.rows <= options_.max_logits_rows);
+  if (block.row_indices == nullptr) {
+    DORAD_RETURN_IF_ERROR(linear_.Run(model_.head(), block.linear, normed_, logits_));
+    return logits_;
+  }
   kernels::AddRmsNormParams norm;
   norm.rows = static_cast<int32_t>(block.linear.rows);
   norm.size = static_cast<int32_t>(model_.config().hidden_size);

@@ -36,10 +36,13 @@ class CudaDecoder {
                                                              const Stream* stream);
 
   // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
-  absl::Status Forward(const DeviceBatch& batch);
+  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear);
   // Launches the final norm and the head for some rows of the last Forward. Returns device memory
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
+
+  // A page that no sequence has.
+  int32_t spare_page() const { return static_cast<int32_t>(options_.kv_pages); }
 
  private:
   CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
@@ -47,7 +50,8 @@ class CudaDecoder {
 
   absl::Status AllocateAll(MemoryLedger* ledger);
   absl::Status UploadRope();
-  absl::Status Layer(int64_t index, const DeviceBatch& batch, const float* pending);
+  absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
+                     const float* pending);
   absl::Status Norm(int64_t rows, const float* delta, const float* weight);
   kernels::AttentionShape Shape() const;
 

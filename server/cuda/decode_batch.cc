@@ -1,0 +1,108 @@
+#include "server/cuda/decode_batch.h"
+
+#include <algorithm>
+
+#include "server/base/check.h"
+
+namespace dorad::cuda {
+
+static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
+
+absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pages_per_sequence,
+                                                int32_t spare_page, MemoryLedger* ledger) {
+  DecodeBatch batch(slots, spare_page);
+  Layout layout;
+  batch.ids_at_ = layout.Add(kMaxRows * 4);
+  batch.positions_at_ = layout.Add(kMaxRows * 4);
+  batch.owners_at_ = layout.Add(kMaxRows * 4);
+  batch.page_begin_at_ = layout.Add(kMaxRows * 4);
+  batch.segments_at_ = layout.Add(kMaxRows * int64_t{sizeof(kernels::RowSegment)});
+  batch.count_at_ = layout.Add(4);
+  batch.pages_at_ = layout.Add((kMaxRows * pages_per_sequence + 1) * 4);
+  DORAD_ASSIGN_OR_RETURN(batch.host_, PinnedBuffer::Allocate(layout.bytes()));
+  DORAD_ASSIGN_OR_RETURN(batch.device_,
+                         DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
+  return batch;
+}
+
+bool DecodeBatch::Takes(absl::Span<const engine::StepSequence> sequences) {
+  return sequences.size() <= kMaxRows &&
+         std::all_of(sequences.begin(), sequences.end(), [](const engine::StepSequence& s) {
+           return s.sample != nullptr && s.tokens.size() == 1;
+         });
+}
+
+int DecodeBatch::SizeFor(int64_t rows) {
+  return *std::lower_bound(kSizes.begin(), kSizes.end(), rows);
+}
+
+absl::Status DecodeBatch::Fill(const Stream& stream) {
+  DORAD_RETURN_IF_ERROR(UploadPadded(engine::StepBatch({}), {}, kMaxRows, stream));
+  return stream.Synchronize("filling a batch");
+}
+
+absl::Status DecodeBatch::Upload(const engine::StepBatch& batch,
+                                 absl::Span<const engine::StepSequence> sequences,
+                                 const Stream& stream) {
+  DORAD_CHECK(batch.rows == static_cast<int64_t>(sequences.size()));
+  return UploadPadded(batch, sequences, SizeFor(batch.rows), stream);
+}
+
+absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
+                                       absl::Span<const engine::StepSequence> sequences,
+                                       int64_t size, const Stream& stream) {
+  const int64_t rows = batch.rows;
+  int32_t page = 0;
+  int32_t* pages = host_.as<int32_t>(pages_at_);
+  for (int64_t row = 0; row < size; ++row) {
+    host_.as<int32_t>(owners_at_)[row] = static_cast<int32_t>(row);
+    host_.as<int32_t>(page_begin_at_)[row] = page;
+    if (row < rows) {
+      const engine::StepSequence& s = sequences[batch.order[row]];
+      host_.as<int32_t>(ids_at_)[row] = s.tokens[0];
+      host_.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
+      std::copy(s.pages.begin(), s.pages.end(), pages + page);
+      page += static_cast<int32_t>(s.pages.size());
+    } else {
+      host_.as<int32_t>(ids_at_)[row] = 0;
+      host_.as<int32_t>(positions_at_)[row] = 0;
+      pages[page] = spare_page_;  // one for all padded rows
+    }
+  }
+  slots_->BeginStep();
+  DORAD_ASSIGN_OR_RETURN(const std::vector<AdapterRange> ranges,
+                         ToRanges(batch.adapters, slots_, stream));
+  auto* segments = host_.as<kernels::RowSegment>(segments_at_);
+  int32_t count = 0;
+  for (const AdapterRange& range : ranges) {
+    segments[count++] = {range.slot, static_cast<int32_t>(range.begin),
+                         static_cast<int32_t>(range.end)};
+  }
+  // Padded rows join the last segment: the weights that they use are read anyway.
+  if (count == 0) segments[count++] = {-1, 0, 0};
+  segments[count - 1].end = static_cast<int32_t>(size);
+  *host_.as<int32_t>(count_at_) = count;
+  return ToStatus(cudaMemcpyAsync(device_.as<>(), host_.as<>(), pages_at_ + (page + 1) * 4,
+                                  cudaMemcpyHostToDevice, stream.get()),
+                  "the step");
+}
+
+kernels::StepRows DecodeBatch::rows(int size) const {
+  return {size,
+          device_.as<int32_t>(ids_at_),
+          device_.as<int32_t>(positions_at_),
+          device_.as<int32_t>(owners_at_),
+          device_.as<int32_t>(page_begin_at_),
+          device_.as<int32_t>(pages_at_)};
+}
+
+LinearRows DecodeBatch::linear(int size) const {
+  LinearRows linear;
+  linear.rows = size;
+  linear.table = slots_->table();
+  linear.maps = slots_->maps();
+  linear.segments = {device_.as<kernels::RowSegment>(segments_at_), device_.as<int32_t>(count_at_)};
+  return linear;
+}
+
+}  // namespace dorad::cuda

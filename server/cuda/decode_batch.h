@@ -1,0 +1,62 @@
+// The rows of a step in which every sequence decodes one token, at addresses that never change, so
+// that captured graphs read them. A batch is padded to one of a few sizes; padded rows compute
+// something harmless on a page of their own.
+// Owned by the runner and reused for every step. Confined to the engine thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/cuda/batch.h"
+#include "server/cuda/device.h"
+#include "server/engine/step_batch.h"
+
+namespace dorad::cuda {
+
+class DecodeBatch {
+ public:
+  // The sizes that graphs are captured for, ascending.
+  static constexpr std::array<int, 19> kSizes = {1,  2,  4,  8,   16,  24,  32,  40,  48, 56,
+                                                 64, 80, 96, 112, 128, 160, 192, 224, 256};
+
+  // slots is borrowed. spare_page: what padded rows write to.
+  static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t pages_per_sequence,
+                                            int32_t spare_page, MemoryLedger* ledger);
+
+  // Whether a step is of this kind, and small enough.
+  static bool Takes(absl::Span<const engine::StepSequence> sequences);
+  // The smallest of kSizes that holds so many rows.
+  static int SizeFor(int64_t rows);
+
+  // Padded rows alone, as many as there can be.
+  absl::Status Fill(const Stream& stream);
+  // Copies the step's arrays to the device, in order with `stream`'s work. REQUIRES: Takes, and
+  // the work of the upload before has ended.
+  absl::Status Upload(const engine::StepBatch& batch,
+                      absl::Span<const engine::StepSequence> sequences, const Stream& stream);
+
+  // What a pass over `size` rows reads. The same for every step.
+  kernels::StepRows rows(int size) const;
+  LinearRows linear(int size) const;
+
+ private:
+  static constexpr int kMaxRows = kSizes.back();
+
+  absl::Status UploadPadded(const engine::StepBatch& batch,
+                            absl::Span<const engine::StepSequence> sequences, int64_t size,
+                            const Stream& stream);
+
+  DecodeBatch(AdapterSlots* slots, int32_t spare_page) : slots_(slots), spare_page_(spare_page) {}
+
+  AdapterSlots* slots_;
+  int32_t spare_page_;
+  PinnedBuffer host_;
+  DeviceBuffer device_;
+  // Offsets in both.
+  int64_t ids_at_ = 0, positions_at_ = 0, owners_at_ = 0, page_begin_at_ = 0;
+  int64_t segments_at_ = 0, count_at_ = 0, pages_at_ = 0;
+};
+
+}  // namespace dorad::cuda

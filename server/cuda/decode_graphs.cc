@@ -1,0 +1,52 @@
+#include "server/cuda/decode_graphs.h"
+
+#include <utility>
+
+#include "server/base/error.h"
+#include "server/cuda/decode_batch.h"
+
+namespace dorad::cuda {
+namespace {
+
+constexpr char kCapture[] = "capturing decode graphs";
+
+absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size,
+                                           absl::FunctionRef<absl::Status(int)> launch) {
+  DORAD_RETURN_IF_ERROR(launch(size));
+  DORAD_RETURN_IF_ERROR(stream.Synchronize(kCapture));
+  DORAD_RETURN_IF_CUDA_ERROR(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal),
+                             kCapture);
+  const absl::Status launched = launch(size);
+  cudaGraph_t graph = nullptr;
+  const cudaError_t ended = cudaStreamEndCapture(stream.get(), &graph);
+  DORAD_RETURN_IF_ERROR(launched);
+  DORAD_RETURN_IF_CUDA_ERROR(ended, kCapture);
+  cudaGraphExec_t executable = nullptr;
+  const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
+  cudaGraphDestroy(graph);
+  DORAD_RETURN_IF_CUDA_ERROR(made, kCapture);
+  return executable;
+}
+
+}  // namespace
+
+absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(
+    const Stream& stream, absl::FunctionRef<absl::Status(int size)> launch) {
+  DecodeGraphs graphs;
+  for (auto size = DecodeBatch::kSizes.rbegin(); size != DecodeBatch::kSizes.rend(); ++size) {
+    DORAD_ASSIGN_OR_RETURN(graphs.graphs_[*size], CaptureOne(stream, *size, launch));
+  }
+  return graphs;
+}
+
+DecodeGraphs::~DecodeGraphs() {
+  for (const auto& [size, graph] : graphs_) {
+    if (graph != nullptr) cudaGraphExecDestroy(graph);
+  }
+}
+
+absl::Status DecodeGraphs::Launch(int size, const Stream& stream) const {
+  return ToStatus(cudaGraphLaunch(graphs_.at(size), stream.get()), "the step");
+}
+
+}  // namespace dorad::cuda
