@@ -2,7 +2,7 @@
 
 #include "server/app/backend.h"
 #include "server/base/error.h"
-#include "server/cuda/adapter.h"
+#include "server/cuda/adapter_builder.h"
 #include "server/cuda/cuda_model_runner.h"
 #include "server/cuda/decoder.h"
 #include "server/cuda/model.h"
@@ -26,7 +26,7 @@ class CudaBackend final : public Backend {
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();
-    builder_ = cuda::MakeCudaAdapterBuilder(model_.get(), &ledger_);
+    DORAD_ASSIGN_OR_RETURN(builder_, cuda::MakeCudaAdapterBuilder(model_.get(), &ledger_));
     max_rows_ = config.engine.max_step_tokens;
     return absl::OkStatus();
   }

@@ -1,6 +1,4 @@
-// One adapter version on the GPU, and how it gets there. Torch-free.
-// Weights are immutable and owned by the registry's versions; the builder is owned by the backend
-// and thread-safe.
+// One adapter version on the GPU. Immutable, hence thread-safe; owned by the registry's versions.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +6,7 @@
 #include <vector>
 
 #include "kernels/dora/factors.h"
-#include "server/adapter/builder.h"
+#include "server/adapter/version.h"
 #include "server/cuda/device.h"
 #include "server/cuda/model.h"
 
@@ -41,10 +39,11 @@ class CudaAdapterWeights final : public adapter::AdapterWeights {
 int64_t ImageMapsOffset(int modules);
 int64_t ImageBytes(int modules);
 
-// model and ledger are borrowed and outlive the builder and its weights. Factors are served in
-// bf16; the norms see them as the file has them. Kind "adapters".
-std::unique_ptr<adapter::AdapterBuilder> MakeCudaAdapterBuilder(const CudaModel* model,
-                                                                MemoryLedger* ledger);
+// Fills in the image at image_at of `memory`, which holds the factors already. The stream's work is
+// done on return.
+absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(
+    const CudaModel& model, DeviceBuffer memory, int64_t image_at,
+    std::vector<kernels::DoraFactors> modules, const Stream& stream);
 
 // A DoRA adapter of one rank on all linear modules of the layers with random factors, for
 // benchmarks; g is near 1.

@@ -1,6 +1,7 @@
 #include "server/cuda/adapter_slots.h"
 
 #include "server/base/check.h"
+#include "server/base/error.h"
 
 namespace dorad::cuda {
 

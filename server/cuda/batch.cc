@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/base/error.h"
+
 namespace dorad::cuda {
 namespace {
 

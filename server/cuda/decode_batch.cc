@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "server/base/check.h"
+#include "server/base/error.h"
 
 namespace dorad::cuda {
 

@@ -8,6 +8,7 @@
 #include "kernels/decoder/embedding.h"
 #include "kernels/decoder/rms_norm.h"
 #include "server/base/check.h"
+#include "server/base/error.h"
 
 namespace dorad::cuda {
 namespace {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/dora/linear.h"
+#include "server/base/error.h"
 
 namespace dorad::cuda {
 namespace {

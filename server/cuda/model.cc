@@ -1,7 +1,5 @@
 #include "server/cuda/model.h"
 
-#include <algorithm>
-#include <array>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -9,6 +7,7 @@
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/cuda/elements.h"
+#include "server/cuda/staging.h"
 #include "server/model/weight_import.h"
 
 namespace dorad::cuda {
@@ -16,11 +15,14 @@ namespace dorad::cuda {
 using model::WeightKind;
 using model::WeightSlot;
 
-// Converts blocks into one of two pinned buffers while the other is being copied.
+// Converts blocks on their way to where they belong.
 class CudaModel::Sink final : public model::WeightSink {
  public:
-  Sink(CudaModel* model, MemoryLedger* ledger, Stream stream)
-      : model_(*model), config_(model->config_), ledger_(ledger), stream_(std::move(stream)) {}
+  static absl::StatusOr<Sink> Create(CudaModel* model, MemoryLedger* ledger) {
+    DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
+    DORAD_ASSIGN_OR_RETURN(StagingRing ring, StagingRing::Create(kPieceBytes));
+    return Sink(model, ledger, std::move(stream), std::move(ring));
+  }
 
   absl::Status Allocate(const model::WeightSlots& slots) override {
     Layout layout;
@@ -31,48 +33,31 @@ class CudaModel::Sink final : public model::WeightSink {
     Place(again, reinterpret_cast<uintptr_t>(model_.memory_.as<>()));
     DORAD_CHECK(again.bytes() == layout.bytes());
     for (const auto& [name, slot] : slots) DORAD_CHECK(places_.count(KeyOf(slot)) == 1);
-    for (Staging& staging : stagings_) {
-      DORAD_ASSIGN_OR_RETURN(staging.buffer, PinnedBuffer::Allocate(kStagingBytes));
-      DORAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&staging.copied, cudaEventDisableTiming),
-                                 "making an event");
-    }
     return absl::OkStatus();
   }
 
   absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                              absl::Span<const std::byte> block) override {
     const bool matrix = slot.kind == WeightKind::kMatrix;
-    const auto from_size = static_cast<int64_t>(SizeOf(slot.dtype));
+    const size_t from_size = SizeOf(slot.dtype);
     const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
-    char* to = places_.at(KeyOf(slot)) + first_element * to_size;
     bool finite = true;
-    auto elements = static_cast<int64_t>(block.size()) / from_size;
-    while (elements > 0) {
-      const int64_t count = std::min(elements, kStagingBytes / to_size);
-      Staging& staging = stagings_[next_];
-      next_ = 1 - next_;
-      DORAD_RETURN_IF_CUDA_ERROR(cudaEventSynchronize(staging.copied), "loading weights");
-      const auto part = block.subspan(0, static_cast<size_t>(count * from_size));
-      if (matrix) {
-        ToBf16(slot.dtype, part, staging.buffer.as<__nv_bfloat16>());
-        // A finite fp32 value near the limit becomes infinite in bf16.
-        if (slot.dtype == DType::kF32) {
-          finite = finite &&
-                   !model::HasNonFinite(
-                       {staging.buffer.as<>(), static_cast<size_t>(count * to_size)}, DType::kBF16);
-        }
-      } else {
-        ToFloat(slot.dtype, part, staging.buffer.as<float>());
+    const auto fill = [&](int64_t first, int64_t count, std::byte* out) {
+      const auto part = block.subspan(first * from_size, count * from_size);
+      if (!matrix) {
+        ToFloat(slot.dtype, part, reinterpret_cast<float*>(out));
+        return;
       }
-      DORAD_RETURN_IF_CUDA_ERROR(
-          cudaMemcpyAsync(to, staging.buffer.as<>(), static_cast<size_t>(count * to_size),
-                          cudaMemcpyHostToDevice, stream_.get()),
-          "loading weights");
-      DORAD_RETURN_IF_CUDA_ERROR(cudaEventRecord(staging.copied, stream_.get()), "loading weights");
-      to += count * to_size;
-      block.remove_prefix(part.size());
-      elements -= count;
-    }
+      ToBf16(slot.dtype, part, reinterpret_cast<__nv_bfloat16*>(out));
+      // A finite fp32 value near the limit becomes infinite in bf16.
+      if (slot.dtype == DType::kF32) {
+        const absl::Span<const std::byte> rounded(out, static_cast<size_t>(count * to_size));
+        finite = finite && !model::HasNonFinite(rounded, DType::kBF16);
+      }
+    };
+    DORAD_RETURN_IF_ERROR(ring_.Upload(places_.at(KeyOf(slot)) + first_element * to_size,
+                                       static_cast<int64_t>(block.size() / from_size), to_size,
+                                       fill, stream_));
     return finite;
   }
 
@@ -109,22 +94,17 @@ class CudaModel::Sink final : public model::WeightSink {
 
   absl::Status Finish() { return stream_.Synchronize("loading weights"); }
 
-  ~Sink() override {
-    (void)cudaStreamSynchronize(stream_.get());  // copies read the staging buffers
-    for (Staging& staging : stagings_) {
-      if (staging.copied != nullptr) cudaEventDestroy(staging.copied);
-    }
-  }
-
  private:
+  static constexpr int64_t kPieceBytes = 4 << 20;
+
+  Sink(CudaModel* model, MemoryLedger* ledger, Stream stream, StagingRing ring)
+      : model_(*model),
+        config_(model->config_),
+        ledger_(ledger),
+        stream_(std::move(stream)),
+        ring_(std::move(ring)) {}
+
   using Key = std::pair<WeightKind, int>;
-  static constexpr int64_t kStagingBytes = 4 << 20;
-
-  struct Staging {
-    PinnedBuffer buffer;
-    cudaEvent_t copied = nullptr;
-  };
-
   static char* At(uintptr_t base, int64_t offset) {
     return reinterpret_cast<char*>(base + static_cast<uintptr_t>(offset));
   }
@@ -195,10 +175,9 @@ class CudaModel::Sink final : public model::WeightSink {
   CudaModel& model_;
   const model::ModelConfig& config_;
   MemoryLedger* const ledger_;
-  const Stream stream_;
+  Stream stream_;
   std::map<Key, char*> places_;
-  std::array<Staging, 2> stagings_;
-  size_t next_ = 0;
+  StagingRing ring_;
 };
 
 CudaModel::CudaModel(model::ModelConfig config)
@@ -208,8 +187,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
                                                            model::ModelConfig config,
                                                            MemoryLedger* ledger) {
   std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
-  Sink sink(model.get(), ledger, std::move(stream));
+  DORAD_ASSIGN_OR_RETURN(Sink sink, Sink::Create(model.get(), ledger));
   DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
                          model::ImportWeights(dir, model->config_, sink));
   DORAD_RETURN_IF_ERROR(sink.Finish());
@@ -222,8 +200,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig config,
                                                              uint32_t seed, MemoryLedger* ledger) {
   std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
-  Sink sink(model.get(), ledger, std::move(stream));
+  DORAD_ASSIGN_OR_RETURN(Sink sink, Sink::Create(model.get(), ledger));
   DORAD_RETURN_IF_ERROR(sink.Allocate({}));
   DORAD_RETURN_IF_ERROR(sink.Randomise(seed));
   DORAD_RETURN_IF_ERROR(sink.Finish());
