@@ -6,6 +6,7 @@
 
 #include "kernels/dora/linear.h"
 #include "kernels/random/fill.h"
+#include "server/base/check.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
@@ -65,10 +66,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(cons
                                                                             int rank, uint32_t seed,
                                                                             MemoryLedger* ledger) {
   const int count = model::EmbeddingId(model.config());  // the layers' modules
-  if (rank % 8 != 0) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "RANK_UNSUPPORTED",
-                     "random adapters have a rank that is a multiple of 8");
-  }
+  DORAD_CHECK(rank % 8 == 0);
   Layout layout;
   std::vector<int64_t> offsets;
   for (int id = 0; id < count; ++id) {

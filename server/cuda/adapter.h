@@ -46,7 +46,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(
     std::vector<kernels::DoraFactors> modules, const Stream& stream);
 
 // A DoRA adapter of one rank on all linear modules of the layers with random factors, for
-// benchmarks; g is near 1.
+// benchmarks; g is near 1. REQUIRES: rank is a multiple of 8.
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
                                                                             int rank, uint32_t seed,
                                                                             MemoryLedger* ledger);
