@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
 
 #include <cstdint>
 
@@ -71,6 +72,18 @@ __device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* ma
       : "memory");
 }
 
+// The same for what is read once: it leaves L2 before anything else does.
+__device__ inline void CopyTensorBoxOnce(uint32_t destination, const CUtensorMap* map, int column,
+                                         int row, uint32_t barrier) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 __device__ inline void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -112,6 +125,22 @@ __device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
 
 __device__ inline void StoreRemote(uint32_t address, float4 value) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
+
+// Two 8 x 8 matrices in the layout of wgmma's accumulators, written as their columns. Lanes 0..7
+// and 8..15 name the 16 bytes of each column of the first and the second one. Whole warp.
+__device__ inline void StoreTransposed(uint32_t address, __nv_bfloat162 first,
+                                       __nv_bfloat162 second) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
+               "r"(*reinterpret_cast<const uint32_t*>(&first)),
+               "r"(*reinterpret_cast<const uint32_t*>(&second))
+               : "memory");
+}
+
+__device__ inline void StoreShared(uint32_t address, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
                "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }

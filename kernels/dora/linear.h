@@ -48,7 +48,7 @@ struct DoraLinearParams {
   AdapterTable table;
   const CUtensorMap* maps = nullptr;     // device; of the table's factors, two each: EncodeDoraMaps
   int32_t first_module = 0;              // part p is module first_module + p
-  const RowSegment* segments = nullptr;  // covers [0, rows)
+  const RowSegment* segments = nullptr;  // [rows], the first ones in use: they cover [0, rows)
   const int32_t* num_segments = nullptr;  // [1]
   void* y = nullptr;                      // [rows, sum(out)]
   bool y_fp32 = false;                    // else bf16

@@ -14,8 +14,9 @@ inline constexpr int kLinearBoxRows = 64;  // of A and B, fetched at once
 // All but `groups` and `panels` are functions of the module's shape and the device alone, so that
 // the order of every sum is too.
 struct LinearPlan {
-  int groups = 2;    // warpgroups of a block: a panel is 64 · groups rows of W
-  int splits = 1;    // pieces of K; their sums meet in the workspace
+  int groups = 2;  // warpgroups of a block: a panel is 64 · groups rows of W
+  int splits = 1;  // pieces of K, a power of 2; their sums meet
+  int log_splits = 0;
   int panels = 0;    // of all of W
   int chunks = 0;    // stages of K
   int a_splits = 1;  // pieces of K of the shrink
@@ -58,6 +59,7 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors, int c
       }
     }
   }
+  while (1 << best.log_splits < best.splits) ++best.log_splits;
   // A rank of a few hundred should keep every block busy with about one piece of A.
   constexpr int kUsualRank = 384;
   const int a_panels = shape.parts * CeilDiv(kUsualRank, best.PanelRows());
