@@ -1,0 +1,651 @@
+#include <algorithm>
+
+#include "kernels/common/status.h"
+#include "kernels/sampling/sampling.h"
+#include "kernels/sampling/select.cuh"
+
+namespace dorad::kernels {
+namespace {
+
+static_assert(kMostListed == kListed && kMostVocabulary == kMostChunks * kChunk);
+
+struct Launch {
+  const float* logits;
+  int64_t logits_ld;
+  const SampleRowSpec* samples;  // or
+  const ScoreRowSpec* scores;
+  const int32_t* banned;
+  const int32_t* chosen_ids;
+  const int32_t* rows_in_use;
+  SampleOutputs out;
+  int32_t vocabulary;
+  int32_t max_top;
+};
+
+// What a row asks for, sampling and scoring alike.
+struct Wanted {
+  uint64_t seed = 0, position = 0;
+  uint32_t sample_index = 0;
+  int32_t target = -1;
+  float temperature, top_p = 1.0f, min_p = 0.0f;
+  int32_t top_k = 0, top_logprobs;
+  const int32_t* banned = nullptr;
+  const int32_t* chosen;
+  float* chosen_logprobs;
+  int32_t num_banned = 0, num_chosen;
+  bool score, raw = false, processed = false, greedy = false, truncated = false;
+  bool logprobs;
+
+  __device__ Wanted(const Launch& p, int index) {
+    int32_t chosen_begin;
+    if (p.samples != nullptr) {
+      const SampleRowSpec& spec = p.samples[index];
+      score = false;
+      seed = spec.seed;
+      position = spec.position;
+      sample_index = spec.sample_index;
+      greedy = spec.temperature == 0.0f;
+      temperature = greedy ? 1.0f : spec.temperature;
+      top_p = spec.top_p;
+      min_p = fminf(spec.min_p, 1.0f);
+      top_k = spec.top_k > 0 && spec.top_k < p.vocabulary ? spec.top_k : 0;
+      truncated = !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
+      raw = spec.logprob_mode == LogprobMode::kRaw;
+      processed = spec.logprob_mode == LogprobMode::kProcessed;
+      logprobs = raw || processed;
+      top_logprobs = logprobs ? spec.top_logprobs : 0;
+      banned = p.banned + spec.banned_begin;
+      num_banned = spec.banned_count;
+      chosen_begin = spec.chosen_begin;
+      num_chosen = logprobs ? spec.chosen_count : 0;
+    } else {
+      const ScoreRowSpec& spec = p.scores[index];
+      score = logprobs = true;
+      target = spec.target < p.vocabulary ? spec.target : -1;
+      temperature = spec.temperature;
+      top_logprobs = spec.top_logprobs;
+      chosen_begin = spec.chosen_begin;
+      num_chosen = spec.chosen_count;
+    }
+    top_logprobs = min(top_logprobs, p.max_top);
+    chosen = p.chosen_ids + chosen_begin;
+    chosen_logprobs = p.out.chosen_logprobs + chosen_begin;
+  }
+};
+
+// Where a row's results go.
+struct Target {
+  int32_t* token;
+  float* logprob;
+  uint8_t* finite;
+  int32_t* top_ids;
+  float* top_logprobs;
+
+  __device__ Target(const SampleOutputs& out, int index, int max_top)
+      : token(out.tokens + index),
+        logprob(out.logprobs + index),
+        finite(out.finite + index),
+        top_ids(out.top_ids + static_cast<int64_t>(index) * max_top),
+        top_logprobs(out.top_logprobs + static_cast<int64_t>(index) * max_top) {}
+};
+
+// For the first block.
+__device__ void WriteUnusable(const Wanted& wanted, const Target& to) {
+  if (threadIdx.x == 0) {
+    *to.token = wanted.score ? wanted.target : -1;
+    *to.logprob = NotANumber();
+    *to.finite = 0;
+  }
+  for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+    to.top_ids[i] = -1;
+    to.top_logprobs[i] = NotANumber();
+  }
+  for (int i = threadIdx.x; i < wanted.num_chosen; i += blockDim.x) {
+    wanted.chosen_logprobs[i] = NotANumber();
+  }
+}
+
+__device__ float LogProb(float z, float maximum, double log_total) {
+  return static_cast<float>(static_cast<double>(z) - static_cast<double>(maximum) - log_total);
+}
+
+__device__ bool Banned(const Wanted& wanted, int32_t id) {
+  for (int i = 0; i < wanted.num_banned; ++i) {
+    if (wanted.banned[i] == id) return true;
+  }
+  return false;
+}
+
+// A logit as it takes part in the draw.
+__device__ float Processed(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                           int32_t id) {
+  return Banned(wanted, id) ? -Infinity() : tempered(row.x[id]);
+}
+
+// Top entries from the sorted list. Fewer than were asked for have id -1 and -inf; so do those of
+// logit -inf if they are no candidates. For the first block.
+__device__ void WriteTop(const Row& row, const Wanted& wanted, const Target& to, int present,
+                         float maximum, double log_total, bool keep_impossible) {
+  for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+    const float z = i < present ? ValueOf(Shared()->list[i]) : -Infinity();
+    const bool written = i < present && (keep_impossible || z > -Infinity());
+    to.top_ids[i] = written ? IdOf(Shared()->list[i]) : -1;
+    to.top_logprobs[i] = LogProb(z, maximum, log_total);
+  }
+}
+
+// The sum of the row's chunk sums, the same for all lanes. *before is that of the chunks before the
+// lane's own ones, of which there are `each`. For a warp of the first block.
+__device__ double Total(const Row& row, const float* sums, double* before, int* each) {
+  *each = (row.chunks + kWarp - 1) / kWarp;
+  double sum = 0.0;
+  for (int i = 0; i < *each; ++i) {
+    const int chunk = row.lane * *each + i;
+    if (chunk < row.chunks) sum += static_cast<double>(sums[chunk]);
+  }
+  const double inclusive = InclusiveScan(sum, row.lane);
+  const double previous = __shfl_up_sync(~0u, inclusive, 1);
+  *before = row.lane == 0 ? 0.0 : previous;
+  return __shfl_sync(~0u, inclusive, kWarp - 1);
+}
+__device__ double Total(const Row& row, const float* sums) {
+  double before;
+  int each;
+  return Total(row, sums, &before, &each);
+}
+
+// The first id at which the running sum of weights exceeds uniform · total. For a warp of the first
+// block.
+__device__ int32_t DrawById(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                            float maximum, double uniform, double* total) {
+  RowShared* const s = Shared();
+  double before;
+  int each;
+  *total = Total(row, s->sums, &before, &each);
+  const double target = uniform * *total;
+  int found = -1;
+  int last = -1;  // with any weight
+  for (int i = 0; i < each && found < 0; ++i) {
+    const int chunk = row.lane * each + i;
+    if (chunk >= row.chunks) break;
+    const double sum = static_cast<double>(s->sums[chunk]);
+    if (sum > 0.0) last = chunk;
+    if (before + sum > target) {
+      found = chunk;
+    } else {
+      before += sum;
+    }
+  }
+  const uint32_t lanes = __ballot_sync(~0u, found >= 0);
+  if (lanes != 0) {
+    found = __shfl_sync(~0u, found, __ffs(lanes) - 1);
+    before = __shfl_sync(~0u, before, __ffs(lanes) - 1);
+  } else {
+    // Rounding: the last possible id.
+    found = __reduce_max_sync(~0u, last);
+    before = *total;
+  }
+  // The chunk's weights again, from global memory: the others' shared memory is gone.
+  const int begin = found * kChunk;
+#pragma unroll 8
+  for (int i = 0; i < kWarp; ++i) {
+    const int id = begin + i * kWarp + row.lane;
+    const float x = id < row.vocabulary ? row.x[id] : -Infinity();
+    s->terms[i * (kWarp + 1) + row.lane] = Exp(tempered(x) - maximum);
+  }
+  __syncwarp();
+  for (int i = row.lane; i < wanted.num_banned; i += kWarp) {
+    const int at = wanted.banned[i] - begin;
+    if (at >= 0 && at < kChunk) s->terms[at + at / kWarp] = 0.0f;
+  }
+  __syncwarp();
+  const float* const own = s->terms + row.lane * (kWarp + 1);
+  double sum = 0.0;
+  for (int i = 0; i < kWarp; ++i) sum += static_cast<double>(own[i]);
+  const double inclusive = InclusiveScan(sum, row.lane);
+  const double previous = __shfl_up_sync(~0u, inclusive, 1);
+  double running = row.lane == 0 ? before : before + previous;
+  uint32_t id = ~0u;
+  uint32_t last_id = 0;
+  for (int i = 0; i < kWarp; ++i) {
+    running += static_cast<double>(own[i]);
+    const uint32_t at = static_cast<uint32_t>(begin + row.lane * kWarp + i);
+    if (id == ~0u && running > target) id = at;
+    if (own[i] > 0.0f) last_id = at;
+  }
+  id = __reduce_min_sync(~0u, id);
+  last_id = __reduce_max_sync(~0u, last_id);
+  return static_cast<int32_t>(id != ~0u ? id : last_id);
+}
+
+// The candidates that truncation keeps are those ranked at least `last`.
+struct Kept {
+  Ranked last;
+  double log_total;
+  int32_t token;
+};
+
+// Top-k, top-p, min-p and the draw over the first `count` candidates, sorted in the list. `total`:
+// of all weights of the row, for top-p without top-k. For the first block.
+__device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, float maximum,
+                                          double uniform, int count, double total) {
+  constexpr int kEach = kListed / kScanThreads;
+  RowShared* const s = Shared();
+  SortList(row, count);
+  if (wanted.top_k > 0) count = min(count, wanted.top_k);
+  const int begin = static_cast<int>(threadIdx.x) * kEach;
+  const int end = min(begin + kEach, count);  // may lie before begin
+  double sum = 0.0;
+  float weights[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    weights[i] = begin + i < end ? Exp(ValueOf(s->list[begin + i]) - maximum) : 0.0f;
+    sum += static_cast<double>(weights[i]);
+  }
+  if (threadIdx.x == 0) {
+    s->num_before = 0;
+    s->num_kept = 0;
+    s->last_kept = 0;
+  }
+  double all;
+  const double before = ExclusiveScan<double>(row, sum, s->scan_double, &all);
+
+  int kept = count;
+  if (wanted.top_p < 1.0f) {
+    // All before the first at which the running sum reaches the mass, and that one.
+    const double mass = static_cast<double>(wanted.top_p) * (wanted.top_k > 0 ? all : total);
+    double running = before;
+    int less = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      running += static_cast<double>(weights[i]);
+      less += begin + i < end && running < mass;
+    }
+    if (less > 0) atomicAdd(&s->num_kept, less);
+    __syncthreads();
+    kept = min(s->num_kept + 1, count);
+  }
+  // From the end on, those below min_p or without weight go; the first stays.
+  int last = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (begin + i < kept && weights[i] > 0.0f && !(weights[i] < wanted.min_p)) last = begin + i;
+  }
+  if (last > 0) atomicMax(&s->last_kept, last);
+  __syncthreads();
+  last = s->last_kept;
+  double running = before;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    running += static_cast<double>(weights[i]);
+    if (begin + i == last) s->total = running;
+  }
+  __syncthreads();
+  const double target = uniform * s->total;
+  running = before;
+  int not_over = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    running += static_cast<double>(weights[i]);
+    not_over += begin + i < last && running <= target;
+  }
+  if (not_over > 0) atomicAdd(&s->num_before, not_over);
+  __syncthreads();
+  s->num_kept = last + 1;
+  return {s->list[last], log(s->total), IdOf(s->list[s->num_before])};
+}
+
+// The same where too many can be kept for a list. For all blocks.
+__device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float maximum,
+                                          double uniform) {
+  Ranked bound = 0;
+  if (wanted.top_k > 0) bound = SelectByMeasure(row, maximum, false, wanted.top_k);
+  if (wanted.top_p < 1.0f) {
+    const Ranked units = SumSurvivors(row, maximum, bound, 0.0f).units;
+    const double mass = ceil(static_cast<double>(wanted.top_p) * static_cast<double>(units));
+    const Ranked need = mass < 1.0 ? 1 : min(static_cast<Ranked>(mass), units);
+    bound = SelectByMeasure(row, maximum, true, need);
+  }
+  const Survivors kept = SumSurvivors(row, maximum, bound, wanted.min_p);
+  const double total = static_cast<double>(kept.units);
+  const Ranked need = min(static_cast<Ranked>(uniform * total) + 1, kept.units);
+  const Ranked drawn = SelectByMeasure(row, maximum, true, need);
+  return {kept.last, log(total) - log(kUnits), IdOf(drawn)};
+}
+
+// z in place of x, and -inf in place of the banned.
+__device__ void Process(const Row& row, const Wanted& wanted, const Tempered& tempered) {
+  if (!tempered.identity) {
+    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
+      float2* at = reinterpret_cast<float2*>(Share() + chunk * kChunk) + row.lane;
+#pragma unroll 2
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 v = at[i * kWarp];
+        at[i * kWarp] = {tempered.Divide(v.x - tempered.maximum),
+                         tempered.Divide(v.y - tempered.maximum)};
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < wanted.num_banned; i += blockDim.x) {
+    const int32_t id = wanted.banned[i];
+    const int at = id - row.IdAt(0);
+    if (id < row.vocabulary && at >= 0 && at < row.own * kChunk) Share()[at] = -Infinity();
+  }
+  __syncthreads();
+}
+
+// What the first block writes at the end, for all that is not truncated: token, log-probabilities
+// of token and chosen. `maximum` is of z, `raw_maximum` of x.
+__device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                           float maximum, float raw_maximum, const Target& to) {
+  RowShared* const s = Shared();
+  if (row.warp == 0) {
+    int32_t token = wanted.target;
+    double total = 1.0;
+    if (wanted.greedy) {
+      token = static_cast<int32_t>(s->first_id);
+    } else if (wanted.score) {
+      total = Total(row, s->sums);
+    } else {
+      const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
+      token = DrawById(row, wanted, tempered, maximum, uniform, &total);
+    }
+    if (row.lane == 0) {
+      s->token = token;
+      s->log_total = log(total);
+    }
+    if (wanted.raw) {
+      const double raw_total = Total(row, s->raw_sums);
+      if (row.lane == 0) s->raw_log_total = log(raw_total);
+    }
+    __syncwarp();
+    if (row.lane == 0) {
+      float logprob = 0.0f;
+      if (wanted.raw) {
+        logprob = LogProb(row.x[token], raw_maximum, s->raw_log_total);
+      } else if (wanted.score || (wanted.processed && !wanted.greedy)) {
+        logprob = token < 0 ? NotANumber() : LogProb(tempered(row.x[token]), maximum, s->log_total);
+      }
+      *to.token = token;
+      *to.logprob = logprob;
+      *to.finite = 1;
+    }
+  }
+}
+
+// Chosen ids; kept: the truncated distribution, or nullptr. For the first block.
+__device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                            float maximum, float raw_maximum, const Kept* kept) {
+  RowShared* const s = Shared();
+  __syncthreads();
+  for (int i = threadIdx.x; i < wanted.num_chosen; i += blockDim.x) {
+    const int32_t id = wanted.chosen[i];
+    float logprob;
+    if (id < 0 || id >= row.vocabulary) {
+      logprob = NotANumber();
+    } else if (wanted.raw) {
+      logprob = LogProb(row.x[id], raw_maximum, s->raw_log_total);
+    } else if (wanted.greedy) {
+      logprob = id == s->token ? 0.0f : -Infinity();
+    } else {
+      const float z = Processed(row, wanted, tempered, id);
+      const bool possible = kept == nullptr || Rank(z, id) >= kept->last;
+      logprob = possible ? LogProb(z, maximum, s->log_total) : -Infinity();
+    }
+    wanted.chosen_logprobs[i] = logprob;
+  }
+}
+
+// Rows with banned ids, top lists or truncation. For all blocks.
+__device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Tempered& tempered,
+                                        float raw_maximum, const Target& to) {
+  RowShared* const s = Shared();
+  if (wanted.raw) {
+    SumExp(row, raw_maximum, s->raw_sums);
+    if (wanted.top_logprobs > 0) {
+      ListFirst(row, raw_maximum, wanted.top_logprobs);
+      if (row.rank == 0) {
+        if (row.warp == 0) {
+          const double total = Total(row, s->raw_sums);
+          if (row.lane == 0) s->raw_log_total = log(total);
+        }
+        __syncthreads();
+        WriteTop(row, wanted, to, row.vocabulary, raw_maximum, s->raw_log_total, true);
+      }
+    }
+    __syncthreads();
+  }
+  float maximum = tempered.identity ? raw_maximum : 0.0f;
+  if (!tempered.identity || wanted.num_banned > 0) Process(row, wanted, tempered);
+  if (wanted.num_banned > 0) {
+    maximum = RowMax(row, false);
+    if (!(maximum > -Infinity())) {
+      if (row.rank == 0) WriteUnusable(wanted, to);
+      return;
+    }
+  }
+
+  if (!wanted.truncated) {
+    if (wanted.greedy) {
+      FindFirst(row, maximum);
+    } else {
+      SumExp(row, maximum, s->sums);
+    }
+    const bool list = wanted.top_logprobs > 0 && !wanted.greedy && !wanted.raw;
+    if (list) ListFirst(row, maximum, wanted.top_logprobs);
+    ClusterSync();
+    if (row.rank != 0) return;
+    if (list) {
+      if (row.warp == 0) {
+        const double total = Total(row, s->sums);
+        if (row.lane == 0) s->log_total = log(total);
+      }
+      __syncthreads();
+      WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
+      __syncthreads();  // the list gives way to the draw's weights
+    }
+    FinishFull(row, wanted, tempered, maximum, raw_maximum, to);
+    WriteChosen(row, wanted, tempered, maximum, raw_maximum, nullptr);
+    if (wanted.greedy && wanted.processed) {
+      for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+        to.top_ids[i] = i == 0 ? s->token : -1;
+        to.top_logprobs[i] = i == 0 ? 0.0f : -Infinity();
+      }
+    }
+    return;
+  }
+
+  const bool mass_of_all = wanted.top_p < 1.0f && wanted.top_k == 0;
+  if (mass_of_all) SumExp(row, maximum, s->sums);
+  CountByDistance(row, maximum);
+  if (row.rank == 0) {
+    BinRule rule;
+    rule.last = BinOf(87.3f);  // beyond it weights are 0
+    if (wanted.top_k > 0) {
+      rule.count = static_cast<uint32_t>(wanted.top_k);
+    } else {
+      rule.count = ~0u;
+      if (mass_of_all) {
+        if (row.warp == 0) {
+          const double total = Total(row, s->sums);
+          if (row.lane == 0) s->total = total;
+        }
+        __syncthreads();
+        rule.by_mass = true;
+        rule.mass = static_cast<double>(wanted.top_p) * s->total;
+        // Candidates beyond this weigh less than 1 - top_p, were they all of the vocabulary (halved
+        // against rounding).
+        const double least = 0.5 * (1.0 - static_cast<double>(wanted.top_p)) * s->total /
+                             static_cast<double>(row.vocabulary);
+        rule.last = min(rule.last, BinOf(static_cast<float>(fmax(-log(least), 0.0)) + 1e-3f));
+      }
+      if (wanted.min_p > 0.0f) rule.last = min(rule.last, BinOf(-logf(0.5f * wanted.min_p)));
+    }
+    PickBin(row, rule);
+  }
+  ClusterSync();
+  const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
+  const int count = s->picked_count;
+  const bool list = count <= kListed;
+  Kept kept;
+  if (list) {
+    const int bin = s->picked_bin;
+    Gather(row, [&](float z, int) { return BinOf(maximum - z) <= bin; });
+    ClusterSync();
+    if (row.rank != 0) return;
+    kept = DrawFromList(row, wanted, maximum, uniform, count, s->total);
+  } else {
+    kept = DrawFromMany(row, wanted, maximum, uniform);
+    if (wanted.processed && wanted.top_logprobs > 0) {
+      ListFirst(row, maximum, wanted.top_logprobs);
+    }
+    if (row.rank != 0) return;
+  }
+  if (threadIdx.x == 0) {
+    s->log_total = kept.log_total;
+    s->token = kept.token;
+  }
+  if (wanted.raw && row.warp == 0) {
+    const double total = Total(row, s->raw_sums);
+    if (row.lane == 0) s->raw_log_total = log(total);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const float x = row.x[kept.token];
+    *to.token = kept.token;
+    *to.logprob = wanted.raw         ? LogProb(x, raw_maximum, s->raw_log_total)
+                  : wanted.processed ? LogProb(tempered(x), maximum, kept.log_total)
+                                     : 0.0f;
+    *to.finite = 1;
+  }
+  if (wanted.processed && wanted.top_logprobs > 0) {
+    int present = list ? s->num_kept : 0;
+    if (!list) {
+      while (present < min(wanted.top_logprobs, row.vocabulary) && s->list[present] >= kept.last) {
+        ++present;
+      }
+    }
+    WriteTop(row, wanted, to, present, maximum, kept.log_total, true);
+  }
+  WriteChosen(row, wanted, tempered, maximum, raw_maximum, &kept);
+}
+
+template <int kThreads, int kBlocks>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBlocks)
+    SampleKernel(const __grid_constant__ Launch p) {
+  const int index = static_cast<int>(blockIdx.x) / kCluster;
+  if (p.rows_in_use != nullptr && index >= *p.rows_in_use) return;  // a whole cluster
+  Row row;
+  row.x = p.logits + index * p.logits_ld;
+  row.vocabulary = p.vocabulary;
+  row.rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
+  row.chunks = (p.vocabulary + kChunk - 1) / kChunk;
+  const int share = (row.chunks + kCluster - 1) / kCluster;
+  row.first = row.rank * share;
+  row.own = max(min(share, row.chunks - row.first), 0);
+  row.lane = threadIdx.x % kWarp;
+  row.warp = threadIdx.x / kWarp;
+  row.warps = blockDim.x / kWarp;
+  StartLoad(row);
+
+  const Wanted wanted(p, index);
+  const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated;
+  RowShared* const s = Shared();
+  if (threadIdx.x == 0) s->first_id = ~0u;
+  if (!simple) {
+    for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
+  }
+  // All blocks have started, and the first one is ready to be written to.
+  ClusterSync();
+
+  const float maximum = RowMax(row, true);
+  const Target to(p.out, index, p.max_top);
+  if (!(maximum > -Infinity() && maximum < Infinity())) {
+    if (row.rank == 0) WriteUnusable(wanted, to);
+    return;
+  }
+  const Tempered tempered(maximum, wanted.temperature);
+  if (!simple) {
+    // Copies, so that what the other rows need can stay in registers.
+    Row general = row;
+    const Wanted all = wanted;
+    RunGeneral(general, all, tempered, maximum, to);
+    return;
+  }
+  if (wanted.greedy) FindFirst(row, maximum);
+  if (tempered.identity) {
+    if (wanted.raw) SumExp(row, maximum, s->raw_sums);
+    if (!wanted.greedy && !wanted.raw) SumExp(row, maximum, s->sums);
+  } else if (wanted.raw) {
+    SumExpTempered<true>(row, tempered);
+  } else {
+    SumExpTempered<false>(row, tempered);
+  }
+  ClusterSync();
+  if (row.rank != 0) return;
+  // At temperature 1 the raw sums are the sums.
+  if (tempered.identity && wanted.raw && !wanted.greedy) {
+    for (int i = threadIdx.x; i < row.chunks; i += blockDim.x) s->sums[i] = s->raw_sums[i];
+    __syncthreads();
+  }
+  FinishFull(row, wanted, tempered, tempered.identity ? maximum : 0.0f, maximum, to);
+  if (wanted.num_chosen > 0) {
+    WriteChosen(row, wanted, tempered, tempered.identity ? maximum : 0.0f, maximum, nullptr);
+  }
+}
+
+template <int kThreads, int kBlocks>
+cudaError_t Start(const Launch& p, int rows, int threads, size_t bytes, cudaStream_t stream) {
+  const auto kernel = SampleKernel<kThreads, kBlocks>;
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  kernel<<<rows * kCluster, threads, bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
+  if (rows < 0 || rows > (1 << 27) || p.vocabulary <= 0 || p.vocabulary > kMostVocabulary ||
+      p.logits_ld < p.vocabulary || p.max_top < 0 || p.max_top > kMostTopLogprobs) {
+    return cudaErrorInvalidValue;
+  }
+  if (rows == 0) return cudaSuccess;
+  const int chunks = (p.vocabulary + kChunk - 1) / kChunk;
+  const int share = (chunks + kCluster - 1) / kCluster;
+  const int threads = std::clamp(share * kWarp, kScanThreads, 1024);
+  const size_t bytes = kShareOffset + sizeof(float) * kChunk * share;
+  // Two blocks of an SM at a time where they fit.
+  if (threads <= 640) return Start<640, 2>(p, rows, threads, bytes, stream);
+  return Start<1024, 1>(p, rows, threads, bytes, stream);
+}
+
+}  // namespace
+
+cudaError_t Sample(const SampleParams& params, cudaStream_t stream) {
+  Launch p = {};
+  p.logits = params.logits;
+  p.logits_ld = params.logits_ld;
+  p.samples = params.specs;
+  p.banned = params.banned;
+  p.chosen_ids = params.chosen_ids;
+  p.rows_in_use = params.rows_in_use;
+  p.out = params.out;
+  p.vocabulary = params.vocabulary;
+  p.max_top = params.max_top;
+  return Run(p, params.rows, stream);
+}
+
+cudaError_t Score(const ScoreParams& params, cudaStream_t stream) {
+  Launch p = {};
+  p.logits = params.logits;
+  p.logits_ld = params.logits_ld;
+  p.scores = params.specs;
+  p.chosen_ids = params.chosen_ids;
+  p.rows_in_use = params.rows_in_use;
+  p.out = params.out;
+  p.vocabulary = params.vocabulary;
+  p.max_top = params.max_top;
+  return Run(p, params.rows, stream);
+}
+
+}  // namespace dorad::kernels

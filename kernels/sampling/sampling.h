@@ -1,0 +1,101 @@
+// From logits to tokens and log-probabilities, on the GPU. The CPU's counterpart, whose semantics
+// these functions share, is server/ops/sampling.h: the same order of processing (temperature,
+// top-k, top-p over what top-k left, min-p relative to the largest kept probability), candidates of
+// equal probability ranked by ascending id, the same Philox4x32-10 draw, the same inverse of the
+// distribution function (ids ascending without truncation, candidates from the likeliest on with
+// it). Exponentials and their sums are computed in the order of the CPU's AVX-512 kernels, sums of
+// them in double, so that both give the same token and the same log-probability for equal logits
+// but for the rounding of double sums. Where more than kMostListed candidates can survive
+// truncation their weights are added up as integers, multiples of 2^-45 of the largest.
+//
+// One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
+// read once. Everything but sizes and pointers is read on the device, so that one captured graph
+// serves greedy, plain and truncated rows mixed. Results of a row depend on that row only and are
+// reproducible to the last bit. Functions only enqueue work, allocate nothing, need no workspace,
+// are thread-safe and can be captured. All pointers are to device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+enum class LogprobMode : int32_t { kNone = 0, kRaw = 1, kProcessed = 2 };
+
+// How one row is sampled.
+struct SampleRowSpec {
+  uint64_t seed = 0;
+  uint64_t position = 0;
+  uint32_t sample_index = 0;
+  float temperature = 1.0f;  // 0: greedy (ties: smallest id); else positive and finite
+  float top_p = 1.0f;        // 1 and more: off
+  float min_p = 0.0f;        // 0 to 1
+  int32_t top_k = 0;         // 0: all
+  LogprobMode logprob_mode = LogprobMode::kNone;
+  int32_t top_logprobs = 0;  // the k most likely tokens, up to max_top
+  // Ranges of SampleParams' banned and chosen_ids. Ids outside of the vocabulary are ignored among
+  // the banned and have log-probability NaN among the chosen.
+  int32_t banned_begin = 0, banned_count = 0;
+  int32_t chosen_begin = 0, chosen_count = 0;
+};
+
+// log_softmax(logits / temperature) at a target, the k largest and chosen ids.
+struct ScoreRowSpec {
+  int32_t target = -1;  // -1: none wanted (its log-probability is NaN)
+  float temperature = 1.0f;
+  int32_t top_logprobs = 0;
+  int32_t chosen_begin = 0, chosen_count = 0;
+};
+
+// Top lists have the length that was asked for: missing candidates are id -1 with -inf. What was
+// not asked for is not written.
+struct SampleOutputs {
+  int32_t* tokens = nullptr;  // [rows]; -1 where not finite. Score: the target
+  float* logprobs = nullptr;  // [rows]; mode none: 0
+  uint8_t* finite = nullptr;  // [rows]; 0: the row has a NaN or +inf logit, or no candidate; all of
+                              // its log-probabilities are NaN
+  int32_t* top_ids = nullptr;        // [rows, max_top]
+  float* top_logprobs = nullptr;     // [rows, max_top]
+  float* chosen_logprobs = nullptr;  // [chosen_begin + i of the row], as chosen_ids
+};
+
+constexpr int32_t kMostTopLogprobs = 1024;
+constexpr int32_t kMostListed = 2048;
+constexpr int32_t kMostVocabulary = 8 * 48 * 1024;
+
+struct SampleParams {
+  const float* logits = nullptr;         // [rows, vocabulary], row r at logits + r · logits_ld
+  const SampleRowSpec* specs = nullptr;  // [rows]
+  const int32_t* banned = nullptr;       // flat
+  const int32_t* chosen_ids = nullptr;   // flat
+  const int32_t* rows_in_use = nullptr;  // optional: rows from *rows_in_use on are left alone
+  SampleOutputs out;
+  int64_t logits_ld = 0;
+  int32_t rows = 0;
+  int32_t vocabulary = 0;
+  int32_t max_top = 0;
+};
+
+// The fast path needs rows that are 16-byte aligned; others cost a slower copy.
+// cudaErrorInvalidValue: negative sizes, vocabulary 0 or beyond kMostVocabulary, max_top beyond
+// kMostTopLogprobs.
+cudaError_t Sample(const SampleParams& params, cudaStream_t stream);
+
+struct ScoreParams {
+  const float* logits = nullptr;
+  const ScoreRowSpec* specs = nullptr;
+  const int32_t* chosen_ids = nullptr;
+  const int32_t* rows_in_use = nullptr;
+  SampleOutputs out;
+  int64_t logits_ld = 0;
+  int32_t rows = 0;
+  int32_t vocabulary = 0;
+  int32_t max_top = 0;
+};
+
+// Raw mode of Sample and Score at temperature 1 give bitwise equal log-probabilities for equal
+// logits. Errors as Sample.
+cudaError_t Score(const ScoreParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels

@@ -1,0 +1,185 @@
+// Sampling and scoring on the GPU: microseconds a call in graph replays and the ratio to one read
+// of the logits at the copy bandwidth of the same run. Rows walk through memory beyond the L2.
+//
+//   kernels_sampling_bench [vocabulary, default 151936]
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "kernels/sampling/sampling.h"
+
+namespace {
+
+using dorad::kernels::LogprobMode;
+using dorad::kernels::SampleParams;
+using dorad::kernels::SampleRowSpec;
+
+constexpr int kPoolRows = 1024;
+constexpr int kMaxTop = 20;
+
+void Check(cudaError_t status) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
+  std::exit(1);
+}
+
+template <typename T>
+T* Allocate(size_t count) {
+  void* memory;
+  Check(cudaMalloc(&memory, count * sizeof(T)));
+  return static_cast<T*>(memory);
+}
+
+// Microseconds of one call of work(0), work(1), …: the median over replays of a graph of `calls`.
+double Microseconds(cudaStream_t stream, int calls, const std::function<void(int)>& work) {
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) work(i);
+  Check(cudaStreamEndCapture(stream, &graph));
+  Check(cudaGraphInstantiate(&executable, graph, 0));
+  cudaEvent_t begin, end;
+  Check(cudaEventCreate(&begin));
+  Check(cudaEventCreate(&end));
+  for (int i = 0; i < 2; ++i) Check(cudaGraphLaunch(executable, stream));
+  std::vector<double> times;
+  for (int i = 0; i < 11; ++i) {
+    Check(cudaEventRecord(begin, stream));
+    Check(cudaGraphLaunch(executable, stream));
+    Check(cudaEventRecord(end, stream));
+    Check(cudaEventSynchronize(end));
+    float milliseconds;
+    Check(cudaEventElapsedTime(&milliseconds, begin, end));
+    times.push_back(1e3 * milliseconds / calls);
+  }
+  Check(cudaEventDestroy(begin));
+  Check(cudaEventDestroy(end));
+  Check(cudaGraphExecDestroy(executable));
+  Check(cudaGraphDestroy(graph));
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+struct Setting {
+  const char* name;
+  float temperature, top_p, min_p;
+  int top_k;
+  LogprobMode mode;
+  int top;
+};
+
+constexpr auto kNone = LogprobMode::kNone;
+constexpr auto kRaw = LogprobMode::kRaw;
+constexpr auto kProcessed = LogprobMode::kProcessed;
+const Setting kSettings[] = {
+    {"greedy", 0.0f, 1.0f, 0.0f, 0, kNone, 0},
+    {"greedy, raw", 0.0f, 1.0f, 0.0f, 0, kRaw, 0},
+    {"plain, raw", 1.0f, 1.0f, 0.0f, 0, kRaw, 0},
+    {"t 0.7, raw", 0.7f, 1.0f, 0.0f, 0, kRaw, 0},
+    {"t 0.7, processed", 0.7f, 1.0f, 0.0f, 0, kProcessed, 0},
+    {"k 50 p .95", 1.0f, 0.95f, 0.0f, 50, kNone, 0},
+    {"k 50 p .95, raw", 1.0f, 0.95f, 0.0f, 50, kRaw, 0},
+    {"t 0.7 k 50 p .95, raw", 0.7f, 0.95f, 0.0f, 50, kRaw, 0},
+    {"p .95", 1.0f, 0.95f, 0.0f, 0, kNone, 0},
+    {"min_p .05", 1.0f, 1.0f, 0.05f, 0, kNone, 0},
+    {"plain, raw, top 20", 1.0f, 1.0f, 0.0f, 0, kRaw, 20},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int vocabulary = argc > 1 ? std::atoi(argv[1]) : 151936;
+  cudaStream_t stream;
+  Check(cudaStreamCreate(&stream));
+  const size_t size = static_cast<size_t>(kPoolRows) * vocabulary;
+  float* const logits = Allocate<float>(size);
+  const auto specs = Allocate<SampleRowSpec>(kPoolRows);
+  SampleParams p;
+  p.logits = logits;
+  p.specs = specs;
+  p.out = {Allocate<int32_t>(kPoolRows),         Allocate<float>(kPoolRows),
+           Allocate<uint8_t>(kPoolRows),         Allocate<int32_t>(kPoolRows * kMaxTop),
+           Allocate<float>(kPoolRows * kMaxTop), nullptr};
+  p.logits_ld = p.vocabulary = vocabulary;
+  p.max_top = kMaxTop;
+
+  cudaEvent_t begin, end;
+  Check(cudaEventCreate(&begin));
+  Check(cudaEventCreate(&end));
+
+  double copy = 0.0;
+  // Two distributions: a model that has a few dozen likely tokens, and one that hardly has any
+  // opinion (95 % of the probability on about half of the vocabulary).
+  for (const bool flat : {false, true}) {
+    constexpr int kDistinct = 16;
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal(0.0f, flat ? 1.0f : 1.5f);
+    std::vector<float> rows(static_cast<size_t>(kDistinct) * vocabulary);
+    for (float& x : rows) x = normal(random);
+    for (int r = 0; r < kDistinct && !flat; ++r) {
+      for (int i = 0; i < 40; ++i) {
+        rows[static_cast<size_t>(r) * vocabulary + random() % vocabulary] =
+            18.0f - 0.3f * static_cast<float>(i);
+      }
+    }
+    for (size_t at = 0; at < size; at += rows.size()) {
+      Check(cudaMemcpy(logits + at, rows.data(), rows.size() * sizeof(float),
+                       cudaMemcpyHostToDevice));
+    }
+    if (!flat) {
+      std::vector<double> rates;
+      for (int i = 0; i < 7; ++i) {
+        Check(cudaEventRecord(begin, stream));
+        Check(cudaMemcpyAsync(logits, logits + size / 2, size / 2 * sizeof(float),
+                              cudaMemcpyDeviceToDevice, stream));
+        Check(cudaEventRecord(end, stream));
+        Check(cudaEventSynchronize(end));
+        float milliseconds;
+        Check(cudaEventElapsedTime(&milliseconds, begin, end));
+        rates.push_back(1e-9 * static_cast<double>(size) * sizeof(float) / milliseconds);
+      }
+      std::sort(rates.begin(), rates.end());
+      copy = rates[rates.size() / 2];
+      std::printf("copy %.2f TB/s, vocabulary %d; us (times one read)\n", copy, vocabulary);
+      std::printf("%-30s", "");
+      for (int rows_of_call : {1, 32, 128, 256}) std::printf("%10d rows   ", rows_of_call);
+      std::printf("\n");
+    }
+    for (const Setting& s : kSettings) {
+      if (flat && (s.top_p == 1.0f || s.top_k > 0) && s.top == 0 && s.mode != kRaw) continue;
+      std::vector<SampleRowSpec> host(kPoolRows);
+      for (int r = 0; r < kPoolRows; ++r) {
+        host[r].seed = 5;
+        host[r].position = r;
+        host[r].temperature = s.temperature;
+        host[r].top_p = s.top_p;
+        host[r].min_p = s.min_p;
+        host[r].top_k = s.top_k;
+        host[r].logprob_mode = s.mode;
+        host[r].top_logprobs = s.top;
+      }
+      Check(cudaMemcpy(specs, host.data(), sizeof(SampleRowSpec) * kPoolRows,
+                       cudaMemcpyHostToDevice));
+      std::printf("%-5s %-24s", flat ? "flat" : "", s.name);
+      for (const int rows_of_call : {1, 32, 128, 256}) {
+        const int sets = kPoolRows / rows_of_call;
+        const double us = Microseconds(stream, std::clamp(sets, 16, 400), [&](int i) {
+          SampleParams call = p;
+          call.rows = rows_of_call;
+          call.logits = logits + static_cast<size_t>(i % sets) * rows_of_call * vocabulary;
+          Check(dorad::kernels::Sample(call, stream));
+        });
+        const double bytes = 4.0 * rows_of_call * vocabulary;
+        std::printf("%9.2f (%5.2f)", us, us * copy * 1e6 / bytes);
+      }
+      std::printf("\n");
+    }
+  }
+  return 0;
+}
