@@ -10,7 +10,7 @@
 #include "server/cuda/decode_batch.h"
 #include "server/cuda/decode_graphs.h"
 #include "server/cuda/decoder.h"
-#include "server/engine/row_sampling.h"
+#include "server/cuda/sampler.h"
 #include "server/engine/step_batch.h"
 
 namespace dorad::cuda {
@@ -18,7 +18,6 @@ namespace {
 
 using engine::StepOutput;
 using engine::StepSequence;
-using engine::WantedRow;
 
 constexpr char kStep[] = "the step";
 
@@ -29,11 +28,11 @@ class CudaModelRunner final : public engine::ModelRunner {
  public:
   CudaModelRunner(const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger,
                   Stream stream, AdapterSlots slots)
-      : vocab_size_(model->config().vocab_size),
-        options_(options),
+      : options_(options),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        batch_(ledger, &slots_, kDeviceLogitsRows) {}
+        batch_(ledger, &slots_, kDeviceLogitsRows),
+        sampler_(model->config().vocab_size, ledger, &stream_) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
     CudaDecoder::Options options;
@@ -42,7 +41,6 @@ class CudaModelRunner final : public engine::ModelRunner {
     options.max_rows = std::max(options_.max_rows, kDeviceLogitsRows);
     options.max_logits_rows = kDeviceLogitsRows;
     DORAD_ASSIGN_OR_RETURN(decoder_, CudaDecoder::Create(model, options, ledger, &stream_));
-    DORAD_ASSIGN_OR_RETURN(logits_, PinnedBuffer::Allocate(engine::kLogitsRows * vocab_size_ * 4));
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
@@ -65,14 +63,18 @@ class CudaModelRunner final : public engine::ModelRunner {
     if (DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, stream_));
       DORAD_RETURN_IF_ERROR(graphs_->Launch(DecodeBatch::SizeFor(batch.rows), stream_));
-      DORAD_RETURN_IF_ERROR(
-          OnHost(batch.samples, decode_logits_, sequences, engine::SampleRows, &outputs));
-    } else {
-      DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_));
-      DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear()));
-      DORAD_RETURN_IF_ERROR(
-          ForEachBlock(batch_.samples(), sequences, engine::SampleRows, &outputs));
-      DORAD_RETURN_IF_ERROR(ForEachBlock(batch_.scores(), sequences, engine::ScoreRows, &outputs));
+      DORAD_RETURN_IF_ERROR(sampler_.Sample(batch.samples, decode_logits_, sequences, &outputs));
+      return outputs;
+    }
+    DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_));
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear()));
+    for (const LogitsBlock& block : batch_.samples()) {
+      DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
+      DORAD_RETURN_IF_ERROR(sampler_.Sample(block.wanted, logits, sequences, &outputs));
+    }
+    for (const LogitsBlock& block : batch_.scores()) {
+      DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
+      DORAD_RETURN_IF_ERROR(sampler_.Score(block.wanted, logits, sequences, &outputs));
     }
     DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
     return outputs;
@@ -87,41 +89,12 @@ class CudaModelRunner final : public engine::ModelRunner {
     return absl::OkStatus();
   }
 
-  template <typename Use>
-  absl::Status ForEachBlock(const std::vector<LogitsBlock>& blocks,
-                            absl::Span<const StepSequence> sequences, Use use,
-                            std::vector<StepOutput>* outputs) {
-    for (const LogitsBlock& block : blocks) {
-      DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
-      DORAD_RETURN_IF_ERROR(OnHost(block.wanted, logits, sequences, use, outputs));
-    }
-    return absl::OkStatus();
-  }
-
-  // Brings rows of logits to the host, some at a time, and uses them there.
-  template <typename Use>
-  absl::Status OnHost(absl::Span<const WantedRow> wanted, const float* logits,
-                      absl::Span<const StepSequence> sequences, Use use,
-                      std::vector<StepOutput>* outputs) {
-    for (size_t begin = 0; begin < wanted.size(); begin += engine::kLogitsRows) {
-      const absl::Span<const WantedRow> rows = wanted.subspan(begin, engine::kLogitsRows);
-      DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(logits_.as<>(), logits + begin * vocab_size_,
-                                                 rows.size() * vocab_size_ * sizeof(float),
-                                                 cudaMemcpyDeviceToHost, stream_.get()),
-                                 kStep);
-      DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
-      use(rows, logits_.as<float>(), vocab_size_, sequences, outputs);
-    }
-    return absl::OkStatus();
-  }
-
-  const int64_t vocab_size_;
   const RunnerOptions options_;
   const Stream stream_;
   AdapterSlots slots_;
   DeviceBatch batch_;
+  Sampler sampler_;
   std::unique_ptr<CudaDecoder> decoder_;
-  PinnedBuffer logits_;  // [kLogitsRows, vocabulary] fp32
   std::optional<DecodeBatch> decode_;
   const float* decode_logits_ = nullptr;  // device: of a decode step's rows
   std::optional<DecodeGraphs> graphs_;

@@ -1,4 +1,4 @@
-// From rows of logits to what the engine asked of them: the model runners' last stage on the host.
+// From rows of logits to what the engine asked of them: the CPU model runner's last stage.
 // Torch stays in the .cc file. Thread-safe.
 #pragma once
 
