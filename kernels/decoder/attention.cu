@@ -1,187 +1,82 @@
+#include <algorithm>
+
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention.h"
+#include "kernels/decoder/attention_layout.h"
+#include "kernels/decoder/attention_simple.h"
 
 namespace dorad::kernels {
 namespace {
 
-constexpr int kMaxHeadDim = 256;
-constexpr int kWarps = 4;
+// Enough that even a few very long rows fill the GPU many times over.
+constexpr int64_t kMostSlots = 2048;
 
-__device__ float WarpSum(float value) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, offset);
-  }
-  return value;
+int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int64_t ListBytes(const AttentionShape& shape, int64_t rows, int64_t slots) {
+  return Aligned(sizeof(AttentionHeader)) + Aligned(slots * shape.kv_heads * 4) +
+         Aligned(rows * 4) + Aligned((rows + slots) * sizeof(AttentionItem)) +
+         Aligned(rows * sizeof(AttentionRowTile));
 }
 
-__device__ int64_t CacheOffset(const StepRows& rows, const AttentionShape& shape, int sequence,
-                               int position, int kv_head) {
-  const int64_t page = rows.pages[rows.page_begin[sequence] + position / kKvPageTokens];
-  return ((page * shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) *
-         shape.head_dim;
-}
-
-// One warp for each head of each row: first the query heads, then the keys', then the values'.
-__global__ void RopeAppendKernel(const RopeAppendParams p) {
-  const int heads = p.shape.heads + 2 * p.shape.kv_heads;
-  const int row = blockIdx.x;
-  const int head = blockIdx.y * kWarps + threadIdx.x / 32;
-  if (head >= heads) return;
-  const int lane = threadIdx.x % 32;
-  const int dim = p.shape.head_dim;
-  const int half = dim / 2;
-  const float* x = p.qkv + (int64_t{row} * heads + head) * dim;
-  const int position = p.rows.positions[row];
-  const bool is_query = head < p.shape.heads;
-  const bool is_value = head >= p.shape.heads + p.shape.kv_heads;
-
-  __nv_bfloat16* out;
-  if (is_query) {
-    out = p.q + (int64_t{row} * p.shape.heads + head) * dim;
-  } else {
-    const int kv_head = (head - p.shape.heads) % p.shape.kv_heads;
-    out = (is_value ? p.cache.v : p.cache.k) +
-          CacheOffset(p.rows, p.shape, p.rows.sequences[row], position, kv_head);
-  }
-  if (is_value) {
-    for (int i = lane; i < dim; i += 32) out[i] = __float2bfloat16_rn(x[i]);
-    return;
-  }
-
-  const float* norm = is_query ? p.q_norm : p.k_norm;
-  float scale = 1.0f;
-  if (norm != nullptr) {
-    float squares = 0.0f;
-    for (int i = lane; i < dim; i += 32) squares += x[i] * x[i];
-    scale = rsqrtf(WarpSum(squares) / static_cast<float>(dim) + p.eps);
-  }
-  const float* cos = p.cos + int64_t{position} * half;
-  const float* sin = p.sin + int64_t{position} * half;
-  for (int i = lane; i < half; i += 32) {
-    float a = x[i], b = x[i + half];
-    if (norm != nullptr) {
-      a = a * scale * norm[i];
-      b = b * scale * norm[i + half];
-    }
-    out[i] = __float2bfloat16_rn(a * cos[i] - b * sin[i]);
-    out[i + half] = __float2bfloat16_rn(b * cos[i] + a * sin[i]);
-  }
-}
-
-// One block for each query head of each row. Warp w takes the positions lo + w, lo + w + kWarps,
-// ... with an online softmax; the warps' parts are joined in their order. kPairs: pairs of elements
-// of a head that one lane holds.
-template <int kPairs>
-__global__ void PagedAttentionKernel(const PagedAttentionParams p) {
-  const int row = blockIdx.x;
-  const int head = blockIdx.y;
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const int dim = p.shape.head_dim;
-  const int kv_head = head / (p.shape.heads / p.shape.kv_heads);
-  const int sequence = p.rows.sequences[row];
-  const int position = p.rows.positions[row];
-  const int lo = p.window > 0 ? max(0, position - p.window + 1) : 0;
-
-  const int64_t q_offset = (int64_t{row} * p.shape.heads + head) * dim;
-  float2 q[kPairs], sum[kPairs];
-  for (int i = 0; i < kPairs; ++i) {
-    const int d = 2 * (lane + 32 * i);
-    sum[i] = {0.0f, 0.0f};
-    q[i] = {0.0f, 0.0f};
-    if (d < dim) {
-      q[i] = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p.q + q_offset + d));
-    }
-  }
-  float largest = -INFINITY, total = 0.0f;
-  for (int j = lo + warp; j <= position; j += kWarps) {
-    const int64_t offset = CacheOffset(p.rows, p.shape, sequence, j, kv_head);
-    float dot = 0.0f;
-    for (int i = 0; i < kPairs; ++i) {
-      const int d = 2 * (lane + 32 * i);
-      if (d >= dim) continue;
-      const float2 k =
-          __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p.cache.k + offset + d));
-      dot += q[i].x * k.x + q[i].y * k.y;
-    }
-    const float score = WarpSum(dot) * p.softmax_scale;
-    const float next = fmaxf(largest, score);
-    const float keep = expf(largest - next);
-    const float weight = expf(score - next);
-    largest = next;
-    total = total * keep + weight;
-    for (int i = 0; i < kPairs; ++i) {
-      const int d = 2 * (lane + 32 * i);
-      if (d >= dim) continue;
-      const float2 v =
-          __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p.cache.v + offset + d));
-      sum[i].x = sum[i].x * keep + weight * v.x;
-      sum[i].y = sum[i].y * keep + weight * v.y;
-    }
-  }
-
-  __shared__ float largests[kWarps], totals[kWarps];
-  __shared__ float sums[kWarps][kMaxHeadDim];
-  if (lane == 0) {
-    largests[warp] = largest;
-    totals[warp] = total;
-  }
-  for (int i = 0; i < kPairs; ++i) {
-    const int d = 2 * (lane + 32 * i);
-    if (d >= dim) continue;
-    sums[warp][d] = sum[i].x;
-    sums[warp][d + 1] = sum[i].y;
-  }
-  __syncthreads();
-  float most = largests[0];
-  for (int w = 1; w < kWarps; ++w) most = fmaxf(most, largests[w]);
-  float denominator = 0.0f;
-  float factors[kWarps];
-  for (int w = 0; w < kWarps; ++w) {
-    // A warp without positions has -inf here; a NaN query must stay one.
-    factors[w] = totals[w] == 0.0f ? 0.0f : expf(largests[w] - most);
-    denominator += totals[w] * factors[w];
-  }
-  for (int d = threadIdx.x; d < dim; d += 32 * kWarps) {
-    float value = 0.0f;
-    for (int w = 0; w < kWarps; ++w) value += sums[w][d] * factors[w];
-    p.out[q_offset + d] = __float2bfloat16_rn(value / denominator);
-  }
+int64_t PartBytes(const AttentionShape& shape) {
+  return int64_t{shape.kv_heads} * AttentionPartFloats(shape) * 4;
 }
 
 bool IsValid(const AttentionShape& shape, const StepRows& rows) {
-  return rows.rows > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0 &&
-         shape.head_dim > 0 && shape.head_dim % 2 == 0 && shape.head_dim <= kMaxHeadDim;
+  return rows.rows > 0 && shape.kv_heads > 0 && shape.heads > 0 &&
+         shape.heads % shape.kv_heads == 0 && shape.head_dim > 0 && shape.head_dim % 2 == 0 &&
+         shape.head_dim <= 256;
 }
 
 }  // namespace
 
-cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream) {
-  if (!IsValid(params.shape, params.rows)) return cudaErrorInvalidValue;
-  const int heads = params.shape.heads + 2 * params.shape.kv_heads;
-  const dim3 grid(params.rows.rows, (heads + kWarps - 1) / kWarps);
-  RopeAppendKernel<<<grid, 32 * kWarps, 0, stream>>>(params);
-  return cudaGetLastError();
+bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
+                     AttentionLayout* layout) {
+  const auto bytes = static_cast<int64_t>(workspace.bytes);
+  const int64_t rest = bytes - ListBytes(shape, rows, 0);
+  if (workspace.data == nullptr || rest < 0) return false;
+  // Alignment may cost two more pieces than the list without slots has.
+  const int64_t slot_bytes = PartBytes(shape) + shape.kv_heads * 4 + sizeof(AttentionItem);
+  const int64_t slots = std::clamp<int64_t>((rest - 512) / slot_bytes, 0, kMostSlots);
+  char* at = static_cast<char*>(workspace.data);
+  const auto take = [&at](int64_t size) {
+    char* const piece = at;
+    at += Aligned(size);
+    return piece;
+  };
+  layout->header = reinterpret_cast<AttentionHeader*>(take(sizeof(AttentionHeader)));
+  layout->arrived = reinterpret_cast<int32_t*>(take(slots * shape.kv_heads * 4));
+  layout->segment_starts = reinterpret_cast<int32_t*>(take(int64_t{rows} * 4));
+  layout->items = reinterpret_cast<AttentionItem*>(take((rows + slots) * sizeof(AttentionItem)));
+  layout->tiles = reinterpret_cast<AttentionRowTile*>(take(rows * sizeof(AttentionRowTile)));
+  layout->parts = reinterpret_cast<float*>(at);
+  layout->slots = static_cast<int32_t>(slots);
+  layout->part_floats = AttentionPartFloats(shape);
+  return true;
+}
+
+size_t AttentionWorkspaceBytes(const AttentionShape& shape, int32_t max_rows,
+                               int32_t max_positions) {
+  if (!IsFastAttention(shape)) return 0;
+  const int64_t chunks = (int64_t{max_positions} + kAttentionChunk - 1) / kAttentionChunk;
+  const int64_t slots = std::min<int64_t>(max_rows * chunks, kMostSlots);
+  return ListBytes(shape, max_rows, slots) + Aligned(slots * PartBytes(shape)) + 1024;
 }
 
 cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stream) {
   if (!IsValid(params.shape, params.rows)) return cudaErrorInvalidValue;
-  const dim3 grid(params.rows.rows, params.shape.heads);
-  switch ((params.shape.head_dim + 63) / 64) {
-    case 1:
-      PagedAttentionKernel<1><<<grid, 32 * kWarps, 0, stream>>>(params);
-      break;
-    case 2:
-      PagedAttentionKernel<2><<<grid, 32 * kWarps, 0, stream>>>(params);
-      break;
-    case 3:
-      PagedAttentionKernel<3><<<grid, 32 * kWarps, 0, stream>>>(params);
-      break;
-    default:
-      PagedAttentionKernel<4><<<grid, 32 * kWarps, 0, stream>>>(params);
-      break;
+  if (params.workspace.data == nullptr || !IsFastAttention(params.shape)) {
+    return SimplePagedAttention(params, stream);
   }
-  return cudaGetLastError();
+  AttentionLaunch launch{params, {}};
+  if (!LayOutAttention(params.shape, params.rows.rows, params.workspace, &launch.layout)) {
+    return cudaErrorInvalidValue;
+  }
+  if (params.row_tiles && HasTileAttention(params.shape)) {
+    DORAD_CUDA_RETURN_IF_ERROR(LaunchTileAttention(launch, stream));
+  }
+  return LaunchRowAttention(launch, stream);
 }
 
 }  // namespace dorad::kernels

@@ -2,13 +2,16 @@
 // rotary embedding, the paged cache, and causal attention over it.
 //
 // Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] bf16 each.
-// A row's result depends on its own query and on the cache at its positions only, to the last bit.
-// Functions are thread-safe for distinct pages.
+// A row's result depends on its own query and on the cache at its positions only, to the last bit:
+// positions are taken in tiles and chunks that are fixed by position (attention_layout.h), and
+// parts are joined in the order of positions, whoever computes them.
+// Functions are thread-safe for distinct pages and workspaces. All may be captured into graphs.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/decoder/rows.h"
@@ -40,17 +43,62 @@ struct RopeAppendParams {
   KvCache cache;               // out: the rows' positions
 };
 
+// cudaErrorInvalidValue: a shape out of bounds.
 cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream);
 
+// Device memory for the work list of a step and for parts of rows; 256-byte aligned, needs no
+// initialisation. Its size decides how many rows can be computed in parts, not the result.
+struct AttentionWorkspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+// What serves steps of up to `max_rows` rows at positions below `max_positions` well.
+size_t AttentionWorkspaceBytes(const AttentionShape& shape, int32_t max_rows,
+                               int32_t max_positions);
+
+enum class AttentionSplit {
+  kByLoad,  // as many parts as it takes to fill the GPU
+  kAlways,  // the results are the same for all three: for tests and benches
+  kNever,
+};
+
+// How the rows of a step are laid out over the GPU: once per step and window size, before the
+// layers' PagedAttention. Reads the positions on the device, so a captured graph may be replayed
+// while sequences grow.
+struct AttentionPlanParams {
+  StepRows rows;
+  AttentionShape shape;
+  int32_t window = 0;
+  // Runs of rows of one sequence at consecutive positions (prefill) are computed as tiles; costs
+  // one more launch per layer, so steps of decodes leave it out. The results are the same.
+  bool row_tiles = true;
+  AttentionSplit split = AttentionSplit::kByLoad;
+  AttentionWorkspace workspace;  // out
+};
+
+// cudaErrorInvalidValue: a shape out of bounds, or a workspace too small for its work list.
+cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream);
+
 // Attention of every row over its own sequence's positions [lo, p], where lo = 0, or p - window + 1
-// when window > 0.
+// when window > 0. `rows`, `shape`, `window`, `row_tiles` and the workspace as they were planned.
+// Fast: head_dim 64, 80, 96, 128, 256 and at most 16 query heads per key head. Other shapes, and
+// calls without a workspace, go to SimplePagedAttention.
 struct PagedAttentionParams {
   StepRows rows;
   AttentionShape shape;
-  const __nv_bfloat16* q = nullptr;
-  KvCache cache;
-  float softmax_scale = 0.0f;
+  const __nv_bfloat16* q = nullptr;  // [rows, heads · head_dim], 16-byte aligned
+  KvCache cache;                     // 16-byte aligned
+  float softmax_scale = 0.0f;        // positive
   int32_t window = 0;
+  bool row_tiles = true;
+  // A promise by which copies of the cache begin while the kernel before this one still runs:
+  // before that kernel let its dependents start, the plan was complete, and so was the cache below
+  // the first position of every run of rows (rows next to each other, of one sequence, at
+  // consecutive positions). It holds right after RopeAppend, if no sequence has pages that another
+  // one writes in this step, nor two runs.
+  bool is_settled = false;
+  AttentionWorkspace workspace;
   __nv_bfloat16* out = nullptr;  // [rows, heads · head_dim]
 };
 

@@ -1,0 +1,113 @@
+// What the attention kernels share: the tiles and chunks of positions that fix the order of a row's
+// arithmetic, and the workspace of a step.
+//
+// A row's positions are taken in chunks of kChunk and, inside of one, in tiles of kTile, all
+// aligned to multiples of their size. Inside a chunk the softmax is online over its tiles: maximum
+// m, numerators o += P V with P rounded to bf16, and denominator l += P 1 through the same tensor
+// cores. Chunks are joined in their order by JoinChunk. Kernels differ in who does this, not in
+// what is done.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/decoder/attention.h"
+
+namespace dorad::kernels {
+
+inline constexpr int kAttentionTile = 64;
+inline constexpr int kAttentionTilePages = kAttentionTile / kKvPageTokens;
+inline constexpr int kAttentionChunk = 128;
+inline constexpr int kAttentionMaxGroup = 16;
+// Query rows (tokens by the heads of one group) of one block of the tiled kernel.
+inline constexpr int kAttentionTileRows = 128;
+
+// Positions [begin, end) of one row, for every key head. One warp reads it, a word a lane.
+struct alignas(64) AttentionItem {
+  int32_t row;
+  int32_t begin;  // first position in reach, for a chunk's item inside that chunk
+  int32_t end;
+  int32_t slot;       // of the part in the workspace; -1: the item is the whole row
+  int32_t slots;      // parts of the row
+  int32_t first;      // slot of the row's first part
+  int32_t page_base;  // index in StepRows::pages of the sequence's first page
+  int32_t settled;    // positions below were written in earlier steps
+  // The first pages, from that of the first tile's first position; -1 where the item has none.
+  int32_t pages[2 * kAttentionTilePages];
+};
+static_assert(sizeof(AttentionItem) == 64);
+
+// Rows [row, row + tokens) of one sequence, the first at `position`.
+struct AttentionRowTile {
+  int32_t row;
+  int32_t tokens;
+  int32_t position;
+  int32_t page_base;
+};
+
+struct AttentionHeader {
+  int32_t items;
+  int32_t tiles;
+  // Counters of the running launch, zero between launches.
+  int32_t next;
+  int32_t done;
+};
+
+// The workspace by parts, for a step of `rows` rows.
+struct AttentionLayout {
+  AttentionHeader* header;
+  int32_t* arrived;  // [slots, kv_heads]: parts of a row that are complete, at its first slot
+  int32_t* segment_starts;  // [rows], of the plan
+  AttentionItem* items;     // [rows + slots]
+  AttentionRowTile* tiles;  // [rows]
+  float* parts;             // [slots, kv_heads, part_floats]
+  int32_t slots;
+  int32_t part_floats;
+};
+
+inline int32_t AttentionGroup(const AttentionShape& shape) { return shape.heads / shape.kv_heads; }
+
+inline bool IsFastAttention(const AttentionShape& shape) {
+  const int32_t dim = shape.head_dim;
+  return (dim == 64 || dim == 80 || dim == 96 || dim == 128 || dim == 256) &&
+         AttentionGroup(shape) <= kAttentionMaxGroup;
+}
+
+// Tokens of one AttentionRowTile.
+inline int32_t AttentionTileTokens(const AttentionShape& shape) {
+  return kAttentionTileRows / AttentionGroup(shape);
+}
+
+// Of a run that is computed in tiles: below half a tile, single rows in parts are faster.
+inline int32_t AttentionLeastTokens(const AttentionShape& shape) {
+  return (AttentionTileTokens(shape) + 1) / 2;
+}
+
+// Pairs of heads that a part holds of each eight: 1, 2 or 4.
+constexpr int32_t AttentionPartPairs(int32_t group) { return group > 4 ? 4 : (group + 1) / 2; }
+
+// A part: maximum and denominator of every head, then the numerators as the lanes hold them.
+inline int32_t AttentionPartFloats(const AttentionShape& shape) {
+  const int32_t group = AttentionGroup(shape);
+  const int32_t head_tiles = (group + 7) / 8;
+  return head_tiles * 16 + shape.head_dim / 16 * head_tiles * 32 * AttentionPartPairs(group);
+}
+
+// False: the workspace has no room for the work list.
+bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
+                     AttentionLayout* layout);
+
+// Blocks of the decode kernel that run at once on the current device.
+cudaError_t AttentionBlocks(const AttentionShape& shape, int32_t* blocks);
+
+struct AttentionLaunch {
+  PagedAttentionParams params;
+  AttentionLayout layout;
+};
+
+// The kernels behind PagedAttention: rows by themselves, and tiles of rows.
+cudaError_t LaunchRowAttention(const AttentionLaunch& launch, cudaStream_t stream);
+cudaError_t LaunchTileAttention(const AttentionLaunch& launch, cudaStream_t stream);
+bool HasTileAttention(const AttentionShape& shape);
+
+}  // namespace dorad::kernels

@@ -1,0 +1,16 @@
+// Attention over the paged cache, plainly: one block for each query head of each row, one warp for
+// each fourth position, fp32 throughout. Takes every shape; the reference of the fast kernels'
+// tests and the path of the shapes that they do not take.
+// A row's result depends on its own query and its own cache positions only, to the last bit.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/decoder/attention.h"
+
+namespace dorad::kernels {
+
+// Ignores params.workspace. head_dim: even, at most 256.
+cudaError_t SimplePagedAttention(const PagedAttentionParams& params, cudaStream_t stream);
+
+}  // namespace dorad::kernels
