@@ -1,7 +1,7 @@
 # Every command works alone on a fresh tree: what it needs is installed and built first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev server build test demo assets serve lint format sanitize bench clean
+.PHONY: help setup setup-dev server build test demo assets serve lint format sanitize bundle bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
@@ -52,6 +52,9 @@ format: setup-dev ## rewrite sources in the project's format
 
 sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread
 	@tools/sanitize.sh $(SAN)
+
+bundle: build ## dist/dorad-bundle.tar.xz for GPU hosts
+	@tools/bundle.sh
 
 bench: build assets ## benchmarks against peers; prints ratios
 	@tools/bench.sh $(ARGS)

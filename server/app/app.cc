@@ -176,10 +176,9 @@ struct App::Impl {
   }
 
   std::map<std::string, int64_t> MemoryByKind() const {
-    return {{"weights", backend->info().weight_bytes},
-            {"kv", backend->info().kv_bytes},
-            {"adapters", registry.resident_bytes()},
-            {"norms", backend->norm_bytes()}};
+    std::map<std::string, int64_t> kinds = backend->memory_by_kind();
+    kinds.try_emplace("adapters", registry.resident_bytes());
+    return kinds;
   }
 
   absl::Status Preload() {
@@ -190,7 +189,7 @@ struct App::Impl {
       absl::Status result;
       absl::Notification done;
       loader.PublishFromPath(std::move(options), folder, /*trusted=*/true,
-                             [&](absl::StatusOr<adapter::PublishResult> published) {
+                             [&](const absl::StatusOr<adapter::PublishResult>& published) {
                                result = published.status();
                                done.Notify();
                              });

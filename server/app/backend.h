@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -41,8 +42,9 @@ class Backend {
   const Info& info() const { return info_; }
   virtual const adapter::BaseModules& modules() const = 0;
   virtual adapter::AdapterBuilder* adapter_builder() = 0;
-  // Bytes of the base weights' cached squared norms so far.
-  virtual int64_t norm_bytes() const = 0;
+  // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
+  // is all there is to say.
+  virtual std::map<std::string, int64_t> memory_by_kind() const = 0;
   // Allocates the KV cache. Once.
   virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
 

@@ -33,7 +33,11 @@ class CpuBackend final : public Backend {
 
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
-  int64_t norm_bytes() const override { return model_->norm_cache_bytes(); }
+  std::map<std::string, int64_t> memory_by_kind() const override {
+    return {{"weights", info_.weight_bytes},
+            {"kv", info_.kv_bytes},
+            {"norms", model_->norm_cache_bytes()}};
+  }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
     return engine::MakeCpuModelRunner(*model_, info_.kv_pages, info_.context_length);
   }

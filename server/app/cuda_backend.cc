@@ -33,7 +33,7 @@ class CudaBackend final : public Backend {
 
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
-  int64_t norm_bytes() const override { return 0; }
+  std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
     return cuda::MakeCudaModelRunner(model_.get(),
                                      {info_.kv_pages, info_.context_length, max_rows_}, &ledger_);

@@ -23,7 +23,6 @@ namespace dorad {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using internal::HttpRequest;
 using internal::HttpResponse;
 
 constexpr size_t kMaxConnections = 64;

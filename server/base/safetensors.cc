@@ -22,12 +22,13 @@ std::string_view TextOf(const std::vector<std::byte>& image, size_t offset, size
   return {reinterpret_cast<const char*>(image.data()) + offset, size};
 }
 
-std::map<std::string, TensorView> MakeViews(SafetensorsHeader header, const std::byte* data) {
+std::map<std::string, TensorView> MakeViews(const SafetensorsHeader& header,
+                                            const std::byte* data) {
   std::map<std::string, TensorView> views;
-  for (auto& [name, entry] : header.tensors) {
+  for (const auto& [name, entry] : header.tensors) {
     views.emplace_hint(
         views.end(), name,
-        TensorView{entry.dtype, std::move(entry.shape),
+        TensorView{entry.dtype, entry.shape,
                    absl::MakeConstSpan(data + entry.begin, entry.end - entry.begin)});
   }
   return views;

@@ -35,7 +35,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(
   for (int id = 0; id < count; ++id) {
     const BaseModule& module = model.modules().all()[id];
     if (module.kind != ModuleKind::kLinear) continue;
-    alignas(64) CUtensorMap maps[2];
+    CUtensorMap maps[2];
     DORAD_RETURN_IF_CUDA_ERROR(kernels::EncodeDoraMaps(modules[id], static_cast<int>(module.cols),
                                                        static_cast<int>(module.rows), maps),
                                kLoading);

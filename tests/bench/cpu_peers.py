@@ -9,7 +9,7 @@ questions:
   single  base, and one unmerged DoRA adapter of r = 16, against `transformers.generate` of the
           base and of the merged model, at batch 1 and 16
 
-    python tests/bench/cpu_peers.py [--quick] [--json FILE]
+    python tests/bench/cpu_peers.py [--only single|mixed] [--ranks R...] [--json FILE]
 """
 # ruff: noqa: E402 - the threads are set before torch is imported
 
@@ -188,8 +188,15 @@ class Bench:
             )
             self.console.print(f"{dtype} DoRA r=16 costs {ratio:.2f} x of base at batch {batch}")
 
-    def mixed(self, dtype: str, server: Server, base: torch.nn.Module, peft_repeats: int) -> None:
-        for rank in (16, 256):
+    def mixed(
+        self,
+        dtype: str,
+        server: Server,
+        base: torch.nn.Module,
+        ranks: list[int],
+        peft_repeats: int,
+    ) -> None:
+        for rank in ranks:
             names = [f"r{rank}-{index}" for index in range(4)]
             model = self.peft(base, names)
             dorad_run(server, names * 4)
@@ -221,7 +228,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--peft-repeats", type=int, default=2)
-    parser.add_argument("--skip-peft", action="store_true", help="leave out the mixed batches")
+    parser.add_argument("--only", choices=["single", "mixed"], help="one of the two questions")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[16, 256], help="of mixed")
     parser.add_argument("--quick", action="store_true", help="one repeat, bf16 only")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
@@ -237,16 +245,17 @@ def main() -> None:
     console = Console()
     with tempfile.TemporaryDirectory(prefix="dorad-bench-") as scratch:
         bench = Bench(options.model, Path(scratch), options.repeats, console)
-        ranks = [] if options.skip_peft else [16, 256]
-        mixed = [f"r{rank}-{index}" for rank in ranks for index in range(4)]
-        bench.make_adapters(mixed or ["r16-0"])
+        mixed = [f"r{rank}-{index}" for rank in options.ranks for index in range(4)]
+        wanted = set() if options.only == "single" else set(mixed)
+        bench.make_adapters(sorted(wanted | {"r16-0"}))
         for dtype in options.dtypes:
             settings = {"model.compute_dtype": dtype, "engine.threads": THREADS}
             base = bench.load(DTYPES[dtype])
             with serve(options.model, bench.folders, settings, timeout=120) as server:
-                bench.single(dtype, server, base)
-                if not options.skip_peft:
-                    bench.mixed(dtype, server, base, options.peft_repeats)
+                if options.only != "mixed":
+                    bench.single(dtype, server, base)
+                if options.only != "single":
+                    bench.mixed(dtype, server, base, options.ranks, options.peft_repeats)
     console.print(bench.table())
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import dorad.aio
 import numpy as np
 import pytest
 from fake_server import image_of, overloaded, wait_for
+from lib.server import device
 
 
 def run(server, body, **options):
@@ -71,7 +72,7 @@ def test_publishes_and_manages_adapters(server, folder):
         assert await client.abort(all=True) == 3
         assert await client.pause("keep") == 2
         await client.resume()
-        assert (await client.info()).device == "cpu"
+        assert (await client.info()).device == device()
         assert await client.health() == "serving"
         await client.wait_ready(5)
 

@@ -23,7 +23,7 @@ def nursery():
         [sys.executable, "-m", "lib.victims"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*paths, *sys.path])},
         text=True,
     )
     yield process

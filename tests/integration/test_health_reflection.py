@@ -6,7 +6,7 @@ from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from lib.server import Server, serve
+from lib.server import Server, device, serve
 
 SERVICES = [
     "dorad.v1.InferenceService",
@@ -91,7 +91,7 @@ def test_admin_calls_can_have_a_listener_of_their_own(zoo, tmp_path) -> None:
         with grpc.insecure_channel(socket) as admin:
             assert len(channelz(admin)) > 4
             stub = control_pb2_grpc_stub(admin)
-            assert stub.GetInfo(control_pb2.GetInfoRequest(), timeout=10).device == "cpu"
+            assert stub.GetInfo(control_pb2.GetInfoRequest(), timeout=10).device == device()
         for call in (lambda: channelz(server.wire.channel), server.wire.pause):
             with pytest.raises(grpc.RpcError) as caught:
                 call()

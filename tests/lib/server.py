@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[2]
 READY = re.compile(r"^dorad ready grpc=(\S+)(?: metrics=(\S+))?$")
 
 
+def device() -> str:
+    return os.environ.get("DORAD_TEST_DEVICE", "cpu")
+
+
 def binary() -> Path:
     path = Path(os.environ.get("DORAD_BINARY", ROOT / "build" / "dorad"))
     assert path.exists(), f"{path} does not exist: run `make build` or set DORAD_BINARY"
@@ -41,8 +45,7 @@ def command(
 ) -> list[str]:
     """The command line; ports are picked by the kernel unless settings say otherwise."""
     values = {"server.grpc_listen": "127.0.0.1:0", "server.metrics_listen": "127.0.0.1:0"}
-    if device := os.environ.get("DORAD_TEST_DEVICE"):
-        values["model.device"] = device
+    values["model.device"] = device()
     values |= settings or {}
     line = [str(binary()), "serve"]
     line += ["--model", str(model)] if model is not None else []
