@@ -67,7 +67,7 @@ class CudaModelRunner final : public engine::ModelRunner {
       return outputs;
     }
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_));
-    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear()));
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), /*decode=*/false));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
       DORAD_RETURN_IF_ERROR(sampler_.Sample(block.wanted, logits, sequences, &outputs));
@@ -84,7 +84,7 @@ class CudaModelRunner final : public engine::ModelRunner {
   // A decode step of `size` rows over the fixed buffers.
   absl::Status LaunchDecode(int size) {
     const LinearRows linear = decode_->linear(size);
-    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear));
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear, /*decode=*/true));
     DORAD_ASSIGN_OR_RETURN(decode_logits_, decoder_->Logits({{}, nullptr, linear}));
     return absl::OkStatus();
   }

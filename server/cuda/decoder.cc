@@ -64,6 +64,14 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const int64_t narrow_at = layout.Add(rows * narrow * 2);
   const int64_t q_at = layout.Add(rows * config.q_size() * 2);
   const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
+  const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
+      Shape(), static_cast<int32_t>(rows), static_cast<int32_t>(options_.max_positions));
+  std::map<int64_t, int64_t> plans_at;
+  for (const int64_t window : config.windows) {
+    if (plans_at.count(window) == 0) {
+      plans_at[window] = layout.Add(static_cast<int64_t>(plan_bytes));
+    }
+  }
   DORAD_ASSIGN_OR_RETURN(workspace_, DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
   cos_ = workspace_.as<float>(cos_at);
   sin_ = workspace_.as<float>(sin_at);
@@ -73,6 +81,7 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   narrow_ = workspace_.as<__nv_bfloat16>(narrow_at);
   q_ = workspace_.as<__nv_bfloat16>(q_at);
   logits_ = workspace_.as<float>(logits_at);
+  for (const auto& [window, at] : plans_at) plans_[window] = {workspace_.as<>(at), plan_bytes};
   return absl::OkStatus();
 }
 
@@ -106,7 +115,7 @@ absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* we
 }
 
 absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
-                                const LinearRows& linear, const float* pending) {
+                                const LinearRows& linear, bool decode, const float* pending) {
   const model::ModelConfig& config = model_.config();
   const LayerWeights& w = model_.layers()[index];
 
@@ -131,6 +140,8 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   attention.cache = kv_[index];
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
   attention.window = static_cast<int32_t>(config.windows[index]);
+  attention.row_tiles = !decode;
+  attention.workspace = plans_.at(config.windows[index]);
   attention.out = narrow_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
   DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, wide_));
@@ -144,7 +155,21 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   return linear_.Run(w.down, linear, narrow_, wide_);
 }
 
-absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRows& linear) {
+absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {
+  for (const auto& [window, workspace] : plans_) {
+    kernels::AttentionPlanParams plan;
+    plan.rows = rows;
+    plan.shape = Shape();
+    plan.window = static_cast<int32_t>(window);
+    plan.row_tiles = !decode;
+    plan.workspace = workspace;
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::PlanAttention(plan, stream_.get()), kStep);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRows& linear,
+                                  bool decode) {
   const model::ModelConfig& config = model_.config();
   DORAD_CHECK(rows.rows <= options_.max_rows);
   kernels::EmbedParams embed;
@@ -156,10 +181,11 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
   embed.segments = linear.segments;
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
+  DORAD_RETURN_IF_ERROR(PlanAttention(rows, decode));
   // The output of the last projection, not yet added to the residual.
   const float* pending = nullptr;
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, pending));
+    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode, pending));
     pending = wide_;
   }
   // Adds what is pending and norms all rows; Logits norms again if it wants some of them only.

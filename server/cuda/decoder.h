@@ -6,6 +6,8 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -36,7 +38,8 @@ class CudaDecoder {
                                                              const Stream* stream);
 
   // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
-  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear);
+  // decode: no sequence has more than one row.
+  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear, bool decode);
   // Launches the final norm and the head for some rows of the last Forward. Returns device memory
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
@@ -51,7 +54,8 @@ class CudaDecoder {
   absl::Status AllocateAll(MemoryLedger* ledger);
   absl::Status UploadRope();
   absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
-                     const float* pending);
+                     bool decode, const float* pending);
+  absl::Status PlanAttention(const kernels::StepRows& rows, bool decode);
   absl::Status Norm(int64_t rows, const float* delta, const float* weight);
   kernels::AttentionShape Shape() const;
 
@@ -62,6 +66,8 @@ class CudaDecoder {
   DeviceBuffer kv_memory_;
   DeviceBuffer workspace_;
   std::vector<kernels::KvCache> kv_;  // by layer
+  // By window size (0: none): where a step's attention is planned.
+  std::map<int64_t, kernels::AttentionWorkspace> plans_;
   // Parts of the workspace.
   float* cos_ = nullptr;  // [max_positions, head_dim / 2]
   float* sin_ = nullptr;
