@@ -623,9 +623,8 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   args.scale = params.softmax_scale * 1.44269504088896340736f;
   int32_t blocks;
   DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(params.shape, &blocks));
-  static const cudaError_t raised = cudaFuncSetAttribute(
-      RowAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes);
-  DORAD_CUDA_RETURN_IF_ERROR(raised);
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      RowAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

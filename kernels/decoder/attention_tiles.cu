@@ -317,9 +317,8 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   args.group = AttentionGroup(params.shape);
   args.window = params.window;
   args.scale = params.softmax_scale * 1.44269504088896340736f;
-  static const cudaError_t raised = cudaFuncSetAttribute(
-      TileAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes);
-  DORAD_CUDA_RETURN_IF_ERROR(raised);
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+      TileAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
   const int64_t least_tokens = AttentionLeastTokens(params.shape);
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
