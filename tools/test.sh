@@ -13,7 +13,8 @@ export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 
 status=0
 STAGE_TAIL=80 stage "unit tests" "ctest-$(basename "$build")" ctest --test-dir "$build" \
-  --output-on-failure --output-junit "$results/unit.xml" --parallel "$(nproc)" || status=1
+  --output-on-failure --output-junit "$results/unit.xml" --parallel "$(nproc)" \
+  ${UNIT_REGEX:+-R "$UNIT_REGEX"} || status=1
 
 if [[ ! ${UNIT_ONLY:-} ]]; then
   echo "tests against $build/dorad"

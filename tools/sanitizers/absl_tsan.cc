@@ -10,17 +10,17 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <type_traits>
 
 #define DORAD_STRING_(x) #x
 #define DORAD_STRING(x) DORAD_STRING_(x)
 namespace {
 
-// The library's own member of absl::Mutex, by the rest of its mangled name.
+// The library's own function, by the rest of its mangled name after absl's inline namespace.
 void* Find(const char* member) {
   constexpr char kInline[] = DORAD_STRING(ABSL_OPTION_INLINE_NAMESPACE_NAME);
   char symbol[256];
-  std::snprintf(symbol, sizeof(symbol), "_ZN4absl%zu%s5Mutex%s", sizeof(kInline) - 1, kInline,
-                member);
+  std::snprintf(symbol, sizeof(symbol), "_ZN4absl%zu%s%s", sizeof(kInline) - 1, kInline, member);
   void* const found = dlsym(RTLD_NEXT, symbol);
   if (found == nullptr) {
     std::fprintf(stderr, "absl_tsan: %s not found\n", symbol);
@@ -29,10 +29,45 @@ void* Find(const char* member) {
   return found;
 }
 
-using Plain = void (*)(absl::Mutex*);
-using Try = bool (*)(absl::Mutex*);
-using When = void (*)(absl::Mutex*, const absl::Condition&);
-using WhenFor = bool (*)(absl::Mutex*, const absl::Condition&, absl::Duration);
+// The library's functions call each other: only the outermost one counts.
+thread_local bool inside = false;
+
+// Around a library call that leaves a mutex locked, or waits for something with it.
+template <typename Call>
+auto Locking(absl::Mutex* mutex, bool held, unsigned flags, Call call) -> decltype(call()) {
+  if (inside) return call();
+  if (held) {
+    __tsan_mutex_pre_unlock(mutex, flags);
+    __tsan_mutex_post_unlock(mutex, flags);
+  }
+  __tsan_mutex_pre_lock(mutex, flags);
+  inside = true;
+  if constexpr (std::is_void_v<decltype(call())>) {
+    call();
+    inside = false;
+    __tsan_mutex_post_lock(mutex, flags, 0);
+  } else {
+    const bool result = call();
+    inside = false;
+    __tsan_mutex_post_lock(mutex, flags, 0);
+    return result;
+  }
+}
+
+template <typename Call>
+void Unlocking(absl::Mutex* mutex, unsigned flags, Call call) {
+  if (inside) return call();
+  __tsan_mutex_pre_unlock(mutex, flags);
+  inside = true;
+  call();
+  inside = false;
+  __tsan_mutex_post_unlock(mutex, flags);
+}
+
+template <typename Function>
+Function As(const char* member) {
+  return reinterpret_cast<Function>(Find(member));
+}
 
 }  // namespace
 
@@ -40,21 +75,28 @@ namespace absl {
 ABSL_NAMESPACE_BEGIN
 
 void Mutex::Lock() {
-  static const auto real = reinterpret_cast<Plain>(Find("4LockEv"));
-  __tsan_mutex_pre_lock(this, 0);
-  real(this);
-  __tsan_mutex_post_lock(this, 0, 0);
+  static const auto real = As<void (*)(Mutex*)>("5Mutex4LockEv");
+  Locking(this, false, 0, [&] { real(this); });
 }
 
 void Mutex::Unlock() {
-  static const auto real = reinterpret_cast<Plain>(Find("6UnlockEv"));
-  __tsan_mutex_pre_unlock(this, 0);
-  real(this);
-  __tsan_mutex_post_unlock(this, 0);
+  static const auto real = As<void (*)(Mutex*)>("5Mutex6UnlockEv");
+  Unlocking(this, 0, [&] { real(this); });
+}
+
+void Mutex::ReaderLock() {
+  static const auto real = As<void (*)(Mutex*)>("5Mutex10ReaderLockEv");
+  Locking(this, false, __tsan_mutex_read_lock, [&] { real(this); });
+}
+
+void Mutex::ReaderUnlock() {
+  static const auto real = As<void (*)(Mutex*)>("5Mutex12ReaderUnlockEv");
+  Unlocking(this, __tsan_mutex_read_lock, [&] { real(this); });
 }
 
 bool Mutex::TryLock() {
-  static const auto real = reinterpret_cast<Try>(Find("7TryLockEv"));
+  static const auto real = As<bool (*)(Mutex*)>("5Mutex7TryLockEv");
+  if (inside) return real(this);
   __tsan_mutex_pre_lock(this, __tsan_mutex_try_lock);
   const bool locked = real(this);
   __tsan_mutex_post_lock(this, __tsan_mutex_try_lock | (locked ? 0 : __tsan_mutex_try_lock_failed),
@@ -62,54 +104,45 @@ bool Mutex::TryLock() {
   return locked;
 }
 
-void Mutex::ReaderLock() {
-  static const auto real = reinterpret_cast<Plain>(Find("10ReaderLockEv"));
-  __tsan_mutex_pre_lock(this, __tsan_mutex_read_lock);
-  real(this);
-  __tsan_mutex_post_lock(this, __tsan_mutex_read_lock, 0);
-}
-
-void Mutex::ReaderUnlock() {
-  static const auto real = reinterpret_cast<Plain>(Find("12ReaderUnlockEv"));
-  __tsan_mutex_pre_unlock(this, __tsan_mutex_read_lock);
-  real(this);
-  __tsan_mutex_post_unlock(this, __tsan_mutex_read_lock);
-}
-
 void Mutex::LockWhen(const Condition& condition) {
-  static const auto real = reinterpret_cast<When>(Find("8LockWhenERKNS0_9ConditionE"));
-  __tsan_mutex_pre_lock(this, 0);
-  real(this, condition);
-  __tsan_mutex_post_lock(this, 0, 0);
-}
-
-void Mutex::Await(const Condition& condition) {
-  static const auto real = reinterpret_cast<When>(Find("5AwaitERKNS0_9ConditionE"));
-  __tsan_mutex_pre_unlock(this, 0);
-  __tsan_mutex_post_unlock(this, 0);
-  __tsan_mutex_pre_lock(this, 0);
-  real(this, condition);
-  __tsan_mutex_post_lock(this, 0, 0);
-}
-
-bool Mutex::AwaitWithTimeout(const Condition& condition, Duration timeout) {
   static const auto real =
-      reinterpret_cast<WhenFor>(Find("16AwaitWithTimeoutERKNS0_9ConditionENS0_8DurationE"));
-  __tsan_mutex_pre_unlock(this, 0);
-  __tsan_mutex_post_unlock(this, 0);
-  __tsan_mutex_pre_lock(this, 0);
-  const bool reached = real(this, condition, timeout);
-  __tsan_mutex_post_lock(this, 0, 0);
-  return reached;
+      As<void (*)(Mutex*, const Condition&)>("5Mutex8LockWhenERKNS0_9ConditionE");
+  Locking(this, false, 0, [&] { real(this, condition); });
 }
 
 bool Mutex::LockWhenWithTimeout(const Condition& condition, Duration timeout) {
+  static const auto real = As<bool (*)(Mutex*, const Condition&, Duration)>(
+      "5Mutex19LockWhenWithTimeoutERKNS0_9ConditionENS0_8DurationE");
+  return Locking(this, false, 0, [&] { return real(this, condition, timeout); });
+}
+
+void Mutex::Await(const Condition& condition) {
+  static const auto real = As<void (*)(Mutex*, const Condition&)>("5Mutex5AwaitERKNS0_9ConditionE");
+  Locking(this, true, 0, [&] { real(this, condition); });
+}
+
+bool Mutex::AwaitWithTimeout(const Condition& condition, Duration timeout) {
+  static const auto real = As<bool (*)(Mutex*, const Condition&, Duration)>(
+      "5Mutex16AwaitWithTimeoutERKNS0_9ConditionENS0_8DurationE");
+  return Locking(this, true, 0, [&] { return real(this, condition, timeout); });
+}
+
+// gRPC waits so.
+void CondVar::Wait(Mutex* mutex) {
+  static const auto real = As<void (*)(CondVar*, Mutex*)>("7CondVar4WaitEPNS0_5MutexE");
+  Locking(mutex, true, 0, [&] { real(this, mutex); });
+}
+
+bool CondVar::WaitWithDeadline(Mutex* mutex, Time deadline) {
   static const auto real =
-      reinterpret_cast<WhenFor>(Find("19LockWhenWithTimeoutERKNS0_9ConditionENS0_8DurationE"));
-  __tsan_mutex_pre_lock(this, 0);
-  const bool reached = real(this, condition, timeout);
-  __tsan_mutex_post_lock(this, 0, 0);
-  return reached;
+      As<bool (*)(CondVar*, Mutex*, Time)>("7CondVar16WaitWithDeadlineEPNS0_5MutexENS0_4TimeE");
+  return Locking(mutex, true, 0, [&] { return real(this, mutex, deadline); });
+}
+
+bool CondVar::WaitWithTimeout(Mutex* mutex, Duration timeout) {
+  static const auto real = As<bool (*)(CondVar*, Mutex*, Duration)>(
+      "7CondVar15WaitWithTimeoutEPNS0_5MutexENS0_8DurationE");
+  return Locking(mutex, true, 0, [&] { return real(this, mutex, timeout); });
 }
 
 ABSL_NAMESPACE_END
