@@ -29,7 +29,7 @@ DORAD_INLINE VF Exp(VF x) {
   const VI half = e >> 1;
   const VF y = p * (VF)((half + 127) << 23) * (VF)((e - half + 127) << 23);
   const VF low = Select(x < Splat(-87.3f), VF{}, y);
-  return Select(x == x, Select(x > Splat(88.72283f), Splat(__builtin_inff()), low), x);
+  return Select(IsNumber(x), Select(x > Splat(88.72283f), Splat(__builtin_inff()), low), x);
 }
 
 // Loads up to kLanes elements; the rest is `fill`.

@@ -115,11 +115,16 @@ DORAD_INLINE VF LoadBf16Partial(const uint16_t* p, int64_t count) {
   return WidenBf16(h);
 }
 
+// Which elements are not NaN.
+DORAD_INLINE auto IsNumber(VF x) {
+  return x == x;  // NOLINT(misc-redundant-expression)
+}
+
 // fp32 whose value is the nearest bf16 (ties to even). NaN stays NaN.
 DORAD_INLINE VF RoundBf16(VF x) {
   const VU bits = (VU)x;
   const VU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & SplatU(0xffff0000u);
-  return Select(x == x, (VF)rounded, (VF)((bits | 0x400000u) & SplatU(0xffff0000u)));
+  return Select(IsNumber(x), (VF)rounded, (VF)((bits | 0x400000u) & SplatU(0xffff0000u)));
 }
 DORAD_INLINE VH NarrowBf16(VF rounded) { return __builtin_convertvector((VU)rounded >> 16, VH); }
 

@@ -13,6 +13,7 @@ namespace dorad::ops::cpu::DORAD_SIMD {
 #define DORAD_STRING(x) DORAD_STRING_(x)
 
 extern const Kernels kTable;
+// NOLINTNEXTLINE(misc-definitions-in-headers): each variant is one file that includes this
 const Kernels kTable = {
     .name = DORAD_STRING(DORAD_SIMD),
     .lanes = kLanes,
