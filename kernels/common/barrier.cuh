@@ -110,10 +110,9 @@ __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// All threads of the cluster that have not exited. Orders no memory accesses: a release at cluster
-// scope is compiled to a fence of the whole GPU.
+// All threads of the cluster that have not exited; orders their accesses to shared memory.
 __device__ inline void ClusterBarrier() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
@@ -124,13 +123,10 @@ __device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
   return address;
 }
 
-// 16 bytes that the barrier, in the same block as `address`, expects.
-__device__ inline void StoreRemote(uint32_t address, float4 value, uint32_t barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
-      "[%5];" ::"r"(address),
-      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
-      : "memory");
+__device__ inline void StoreRemote(uint32_t address, float4 value) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
 }
 
 // Two 8 x 8 matrices in the layout of wgmma's accumulators, written as their columns. Lanes 0..7

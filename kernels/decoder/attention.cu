@@ -16,7 +16,7 @@ int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t ListBytes(const AttentionShape& shape, int64_t rows, int64_t slots) {
   return Aligned(sizeof(AttentionHeader)) + Aligned(slots * shape.kv_heads * 4) +
          Aligned(rows * 4) + Aligned((rows + slots) * sizeof(AttentionItem)) +
-         Aligned(rows * sizeof(AttentionItem)) + Aligned(rows * sizeof(AttentionRowTile));
+         Aligned(rows * sizeof(AttentionRowTile));
 }
 
 int64_t PartBytes(const AttentionShape& shape) {
@@ -49,7 +49,6 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
   layout->arrived = reinterpret_cast<int32_t*>(take(slots * shape.kv_heads * 4));
   layout->segment_starts = reinterpret_cast<int32_t*>(take(int64_t{rows} * 4));
   layout->items = reinterpret_cast<AttentionItem*>(take((rows + slots) * sizeof(AttentionItem)));
-  layout->joins = reinterpret_cast<AttentionItem*>(take(rows * sizeof(AttentionItem)));
   layout->tiles = reinterpret_cast<AttentionRowTile*>(take(rows * sizeof(AttentionRowTile)));
   layout->parts = reinterpret_cast<float*>(at);
   layout->slots = static_cast<int32_t>(slots);

@@ -47,7 +47,6 @@ struct AttentionRowTile {
 
 struct AttentionHeader {
   int32_t items;
-  int32_t joins;
   int32_t tiles;
   // Counters of the running launch, zero between launches.
   int32_t next;
@@ -60,7 +59,6 @@ struct AttentionLayout {
   int32_t* arrived;  // [slots, kv_heads]: parts of a row that are complete, at its first slot
   int32_t* segment_starts;  // [rows], of the plan
   AttentionItem* items;     // [rows + slots]
-  AttentionItem* joins;     // [rows]: rows whose parts are to be joined, after all items
   AttentionRowTile* tiles;  // [rows]
   float* parts;             // [slots, kv_heads, part_floats]
   int32_t slots;

@@ -7,11 +7,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// A row is one item while it is at most this part, in percent, of a block's share of the work ...
+// A row is one item while it is at most this part, in percent, of a block's share of the work.
+// Parts have a price: with many rows, uneven blocks cost less.
 constexpr int64_t kSharePercent = 200;
-// ... and this part of the work, in percent, lies behind it: the rest is split so that the blocks
-// finish together.
-constexpr int64_t kTailPercent = 0;
 
 struct PlanArgs {
   StepRows rows;
@@ -163,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
   int64_t all_work;
   BlockScan(work, &all_work);
 
-  int64_t work_before = 0, slots_before = 0, items_before = 0, joins_before = 0, tiles_before = 0;
+  int64_t slots_before = 0, items_before = 0, tiles_before = 0;
   for (int base = 0; base < rows; base += kThreads) {
     const int row = base + static_cast<int>(threadIdx.x);
     const bool is_row = row < rows;
@@ -174,12 +172,9 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     const int64_t tiles = is_row && !is_tiled ? reach.Tiles() : 0;
     int64_t sum;
 
-    const int64_t begin = work_before + BlockScan(tiles, &sum);
-    work_before += sum;
     bool is_split = tiles > 0 && chunks > 1 && a.split != AttentionSplit::kNever;
     if (a.split == AttentionSplit::kByLoad) {
-      const bool is_small = 100 * tiles * a.blocks <= kSharePercent * all_work * a.kv_heads;
-      is_split = is_split && !(is_small && 100 * begin < (100 - kTailPercent) * all_work);
+      is_split = is_split && 100 * tiles * a.blocks > kSharePercent * all_work * a.kv_heads;
     }
     const int64_t first_slot = slots_before + BlockScan(is_split ? chunks : 0, &sum);
     slots_before += sum;
@@ -201,11 +196,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
                 settled,
                 {}},
                first_item);
-    const int64_t join = joins_before + BlockScan(is_split, &sum);
-    joins_before += sum;
     if (is_split) {
-      AttentionItem item{row, 0, 0, -1, chunks, static_cast<int32_t>(first_slot), 0, 0, {}};
-      a.layout.joins[join] = item;
       for (int head = 0; head < a.kv_heads; ++head) {
         a.layout.arrived[first_slot * a.kv_heads + head] = 0;
       }
@@ -223,8 +214,8 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     }
   }
   if (threadIdx.x == 0) {
-    *a.layout.header = {static_cast<int32_t>(items_before), static_cast<int32_t>(joins_before),
-                        static_cast<int32_t>(tiles_before), 0, 0};
+    *a.layout.header = {static_cast<int32_t>(items_before), static_cast<int32_t>(tiles_before), 0,
+                        0};
   }
 }
 

@@ -33,18 +33,19 @@ struct alignas(16) TileInfo {
   int32_t unused[3];
 };
 
-// A part that is stored and not yet announced.
-struct PartInfo {
-  int32_t first;  // -1: no more parts
+// A part that is stored and not yet counted.
+struct alignas(16) PartInfo {
+  int32_t row;
   int32_t head;
+  int32_t first;
+  int32_t slots;  // 0: no more parts
 };
 enum : int32_t {
   kItemBegins = 1,
   kItemEnds = 2,
   kChunkBegins = 4,
   kChunkEnds = 8,
-  kJoin = 16,  // `slots` parts in the place of keys and values
-  kStop = 32,
+  kStop = 16,
 };
 
 // Of one multiprocessor.
@@ -60,10 +61,7 @@ struct Config {
   static constexpr int query_bytes = 8 * kHeadTiles * kHeadDim * 2;
   static constexpr int stage_bytes = 2 * Tile::kBytes;
   static constexpr int blocks = BlocksOf(kHeadDim, kHeadTiles);
-  static constexpr int stages = (blocks == 1   ? 222000
-                                 : blocks == 2 ? 105000
-                                               : 70000) /
-                                (stage_bytes + query_bytes);
+  static constexpr int stages = (blocks == 1 ? 222000 : 105000) / (stage_bytes + query_bytes);
   static constexpr int dim_tiles = kHeadDim / 16;
   static constexpr int warp_dim_tiles = (dim_tiles + kWarps - 1) / kWarps;
 
@@ -93,50 +91,6 @@ struct Args {
 // Words of an AttentionItem, by the lanes that hold them.
 enum { kRow, kBegin, kEnd, kSlot, kSlots, kFirst, kPageBase, kSettled, kPages };
 
-// Parts of a row, once all are there, into as many stages as they take.
-template <typename C>
-__device__ void CopyParts(const Args& p, uint8_t* shared, uint32_t base, int row, int head,
-                          int first, int slots, int& stage, uint32_t& parity) {
-  const int lane = threadIdx.x % 32;
-  const uint32_t full = base + C::barrier_at, empty = full + 8 * C::stages;
-  int32_t* const arrived = p.layout.arrived + first * p.kv_heads + head;
-  if (lane == 0) {
-    const auto* const counter = reinterpret_cast<const uint32_t*>(arrived);
-    while (LoadAcquire(counter) != static_cast<uint32_t>(slots)) __nanosleep(64);
-    *arrived = 0;
-  }
-  __syncwarp();
-  // What others stored in the ordinary way is read by the copy engine.
-  asm volatile("fence.proxy.async;" ::: "memory");
-  const int part_bytes = p.layout.part_floats * 4;
-  const int in_stage = min(32, C::stage_bytes / part_bytes);
-  for (int part = 0; part < slots; part += in_stage) {
-    const int count = min(in_stage, slots - part);
-    BarrierWait(empty + 8 * stage, parity ^ 1);
-    if (lane == 0) {
-      TileInfo info = {};
-      info.flags = kJoin | (part == 0 ? kItemBegins : 0) | (part + count == slots ? kItemEnds : 0);
-      info.row = row;
-      info.head = head;
-      info.slots = count;
-      info.slot = -1;
-      reinterpret_cast<TileInfo*>(shared + C::info_at)[stage] = info;
-      BarrierArriveExpect(full + 8 * stage, count * part_bytes);
-    }
-    __syncwarp();
-    if (lane < count) {
-      CopyBytes(base + stage * C::stage_bytes + lane * part_bytes,
-                p.layout.parts +
-                    (int64_t{first + part + lane} * p.kv_heads + head) * p.layout.part_floats,
-                part_bytes, full + 8 * stage);
-    }
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-}
-
 // The copying warp. Items are taken in turns first, then as blocks come free; what is needed of an
 // item is loaded while the one before is copied.
 template <typename C>
@@ -157,37 +111,11 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
   };
   int work = blockIdx.x, next_work = work + grid;
   int item = load_item(work), next_item = load_item(next_work);
-  const int items = p.layout.header->items * p.kv_heads;
-  const int total = items + p.layout.header->joins * p.kv_heads;
-  const auto load_work = [&](int of) {
-    if (of < items || of >= total) return load_item(of);
-    return reinterpret_cast<const int32_t*>(p.layout.joins + (of - items) / p.kv_heads)[lane % 16];
-  };
-  if (work >= items) item = load_work(work);
-  if (next_work >= items) next_item = load_work(next_work);
+  const int total = p.layout.header->items * p.kv_heads;
   int stage = 0;
   uint32_t parity = 0;
-  const auto next_stage = [&] {
-    if (++stage == C::stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  };
   while (work < total) {
     const auto word = [item](int at) { return __shfl_sync(0xFFFFFFFF, item, at); };
-    if (work >= items) {
-      if (is_waiting) WaitForPrevious();
-      is_waiting = false;
-      int next = 0;
-      if (lane == 0) next = 2 * grid + atomicAdd(&p.layout.header->next, 1);
-      CopyParts<C>(p, shared, base, word(kRow), (work - items) % p.kv_heads, word(kFirst),
-                   word(kSlots), stage, parity);
-      work = next_work;
-      item = next_item;
-      next_work = __shfl_sync(0xFFFFFFFF, next, 0);
-      next_item = load_work(next_work);
-      continue;
-    }
     const int begin = word(kBegin), end = word(kEnd), row = word(kRow);
     const int slot = word(kSlot), slots = word(kSlots), first_slot = word(kFirst);
     const int head = work % p.kv_heads;
@@ -265,12 +193,15 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
       }
       __syncwarp();
       if (offset >= early_tiles) copy(tile, stage);
-      next_stage();
+      if (++stage == C::stages) {
+        stage = 0;
+        parity ^= 1;
+      }
     }
     work = next_work;
     item = next_item;
     next_work = __shfl_sync(0xFFFFFFFF, next, 0);
-    next_item = load_work(next_work);
+    next_item = load_item(next_work);
   }
   if (is_waiting) WaitForPrevious();
   LaunchDependents();
@@ -345,41 +276,73 @@ __device__ void JoinRows(Rows<C>& rows, SoftmaxState (&state)[C::head_tiles][2],
   }
 }
 
-// Joins the parts of a stage, in their order. Each warp has its dims.
+// Joins the parts of a row in their order and writes the row; one warp. `part` is the first one,
+// `stride` floats from one to the next.
 template <typename C>
-__device__ void JoinParts(Rows<C>& rows, SoftmaxState (&state)[C::head_tiles][2], float* parts,
-                          int part_floats, int count, int group, float scale) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int g = lane / 4, t = lane % 4;
+__device__ void JoinParts(float* part, int64_t stride, int parts, int group, float scale,
+                          __nv_bfloat16* out) {
+  constexpr int kAhead = 4;     // parts whose loads are under way together
+  constexpr int kTogether = 4;  // places of a lane, likewise
+  const int lane = threadIdx.x % 32;
   const int pairs = AttentionPartPairs(group);
-  for (int i = 0; i < count; ++i) {
-    float* const part = parts + i * part_floats;
-    Rows<C> chunk;
-    chunk.Clear();
-    float most[C::head_tiles][2];
-    for (int n = 0; n < C::head_tiles; ++n) {
-      const float4 ml = reinterpret_cast<const float4*>(part + n * 16)[t];
-      most[n][0] = ml.x;
-      most[n][1] = ml.z;
-      chunk.l[n][0] = ml.y;
-      chunk.l[n][1] = ml.w;
-      for (int d = 0; d < C::warp_dim_tiles; ++d) {
-        const int dim_tile = warp + kWarps * d;
-        if (dim_tile >= C::dim_tiles || t >= pairs) continue;
-        const float4 o = *PartNumerators<C>(part, pairs, dim_tile, n, g, t);
-        chunk.o[d][n][0] = o.x;
-        chunk.o[d][n][1] = o.y;
-        chunk.o[d][n][2] = o.z;
-        chunk.o[d][n][3] = o.w;
+  // A lane has one pair of heads, and dims in turns of the tiles that fit a warp.
+  const int tiles = 4 / pairs;
+  const int t = lane % pairs, g = lane / pairs % 8, first_tile = lane / (8 * pairs);
+  for (int n = 0; n < C::head_tiles; ++n) {
+    for (int from = first_tile; from < C::dim_tiles; from += tiles * kTogether) {
+      SoftmaxState state[2];
+      float4 rows[kTogether];
+      for (float4& x : rows) x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int first = 0; first < parts; first += kAhead) {
+        float4 ml[kAhead], o[kAhead][kTogether];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          if (first + a >= parts) break;
+          float* const at = part + (first + a) * stride;
+          ml[a] = __ldcg(reinterpret_cast<const float4*>(at + n * 16) + t);
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+            const int dim_tile = from + i * tiles;
+            if (dim_tile < C::dim_tiles) {
+              o[a][i] = __ldcg(PartNumerators<C>(at, pairs, dim_tile, n, g, t));
+            }
+          }
+        }
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          if (first + a >= parts) break;
+          const JoinFactors f0 = JoinChunk(state[0], ml[a].x, ml[a].y, scale);
+          const JoinFactors f1 = JoinChunk(state[1], ml[a].z, ml[a].w, scale);
+#pragma unroll
+          for (int i = 0; i < kTogether; ++i) {
+            rows[i].x = Join(rows[i].x, o[a][i].x, f0);
+            rows[i].y = Join(rows[i].y, o[a][i].y, f1);
+            rows[i].z = Join(rows[i].z, o[a][i].z, f0);
+            rows[i].w = Join(rows[i].w, o[a][i].w, f1);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int dim = 16 * (from + i * tiles) + g, head = 8 * n + 2 * t;
+        if (dim >= C::head_dim) continue;
+        __nv_bfloat16* const at = out + head * C::head_dim + dim;
+        if (head < group) {
+          at[0] = __float2bfloat16_rn(__fdiv_rn(rows[i].x, state[0].sum));
+          at[8] = __float2bfloat16_rn(__fdiv_rn(rows[i].z, state[0].sum));
+        }
+        if (head + 1 < group) {
+          at[C::head_dim] = __float2bfloat16_rn(__fdiv_rn(rows[i].y, state[1].sum));
+          at[C::head_dim + 8] = __float2bfloat16_rn(__fdiv_rn(rows[i].w, state[1].sum));
+        }
       }
     }
-    JoinRows<C>(rows, state, chunk, most, scale);
   }
 }
 
-// The announcing warp: whoever computes need not wait until a part has left the multiprocessor.
+// The joining warp. Takes all parts that are there at once: a fence costs as much as a tile.
 template <typename C>
-__device__ void Announce(const Args& p, const uint8_t* shared, uint32_t base) {
+__device__ void JoinAll(const Args& p, const uint8_t* shared, uint32_t base) {
   const uint32_t full = base + C::part_barrier_at, empty = full + 8 * kQueue;
   const int lane = threadIdx.x % 32;
   int done = 0;
@@ -387,18 +350,33 @@ __device__ void Announce(const Args& p, const uint8_t* shared, uint32_t base) {
     BarrierWait(full + 8 * (done % kQueue), done / kQueue % 2);
     const int mine = done + lane, at = mine % kQueue;
     const bool is_there = lane < kQueue && BarrierTest(full + 8 * at, mine / kQueue % 2);
-    // Lanes up to the first without a part: all that are there share a fence.
+    // Lanes up to the first without a part.
     const int count = __ffs(~__ballot_sync(0xFFFFFFFF, is_there)) - 1;
-    PartInfo part{0, 0};
+    PartInfo part{0, 0, 0, -1};
+    bool is_last = false;
     if (lane < count) {
       part = reinterpret_cast<const PartInfo*>(shared + C::part_at)[at];
       BarrierArrive(empty + 8 * at);
-      if (part.first >= 0) {
-        SignalRelease(
-            reinterpret_cast<uint32_t*>(p.layout.arrived + part.first * p.kv_heads + part.head));
-      }
     }
-    if (__any_sync(0xFFFFFFFF, part.first < 0)) return;
+    FenceDevice();
+    if (part.slots > 0) {
+      int32_t* const arrived = p.layout.arrived + part.first * p.kv_heads + part.head;
+      is_last = atomicAdd(arrived, 1) == part.slots - 1;
+      if (is_last) *arrived = 0;
+    }
+    uint32_t lasts = __ballot_sync(0xFFFFFFFF, is_last);
+    if (lasts != 0) FenceDevice();
+    for (; lasts != 0; lasts &= lasts - 1) {
+      const int owner = __ffs(lasts) - 1;
+      const int64_t row = __shfl_sync(0xFFFFFFFF, part.row, owner);
+      const int64_t head = __shfl_sync(0xFFFFFFFF, part.head, owner);
+      const int64_t first = __shfl_sync(0xFFFFFFFF, part.first, owner);
+      JoinParts<C>(p.layout.parts + (first * p.kv_heads + head) * p.layout.part_floats,
+                   int64_t{p.kv_heads} * p.layout.part_floats,
+                   __shfl_sync(0xFFFFFFFF, part.slots, owner), p.group, p.scale,
+                   p.out + (row * p.kv_heads + head) * p.group * C::head_dim);
+    }
+    if (__any_sync(0xFFFFFFFF, part.slots == 0)) return;
     done += count;
   }
 }
@@ -455,34 +433,10 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
     const TileInfo info = reinterpret_cast<const TileInfo*>(shared + C::info_at)[stage];
     if (info.flags & kStop) {
       BarrierWait(part_empty + 8 * (parts % kQueue), parts / kQueue % 2 ^ 1);
-      queue_part(parts, {-1, 0});
+      queue_part(parts, {0, 0, 0, 0});
       return;
     }
     const uint32_t k_at = base + stage * C::stage_bytes, v_at = k_at + Tile::kBytes;
-    const auto release_stage = [&] {
-      __syncwarp();
-      if (lane == 0) BarrierArrive(empty + 8 * stage);
-      if (++stage == C::stages) {
-        stage = 0;
-        parity ^= 1;
-      }
-    };
-    const auto store_rows = [&] {
-      StoreRows<C>(rows, state,
-                   p.out + (int64_t{info.row} * p.kv_heads + info.head) * p.group * C::head_dim,
-                   p.group);
-    };
-    if (info.flags & kJoin) {
-      if (info.flags & kItemBegins) {
-        rows.Clear();
-        for (int n = 0; n < kHeadTiles; ++n) state[n][0] = state[n][1] = SoftmaxState();
-      }
-      JoinParts<C>(rows, state, reinterpret_cast<float*>(shared + stage * C::stage_bytes),
-                   p.layout.part_floats, info.slots, p.group, p.scale);
-      release_stage();
-      if (info.flags & kItemEnds) store_rows();
-      continue;
-    }
     if (info.flags & kItemBegins) {
       rows.Clear();
       const uint8_t* const query = shared + C::query_at + stage * C::query_bytes;
@@ -586,8 +540,13 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
         }
       }
     }
-    release_stage();
+    __syncwarp();
+    if (lane == 0) BarrierArrive(empty + 8 * stage);
     turn ^= 1;
+    if (++stage == C::stages) {
+      stage = 0;
+      parity ^= 1;
+    }
 
     if ((info.flags & kChunkEnds) && info.slot < 0) {
       JoinRows<C>(rows, state, chunk, most, p.scale);
@@ -599,11 +558,13 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
           chunk, most,
           p.layout.parts + (int64_t{info.slot} * p.kv_heads + info.head) * p.layout.part_floats,
           p.group);
-      queue_part(parts, {info.first, info.head});
+      queue_part(parts, {info.row, info.head, info.first, info.slots});
       ++parts;
       continue;
     }
-    store_rows();
+    StoreRows<C>(rows, state,
+                 p.out + (int64_t{info.row} * p.kv_heads + info.head) * p.group * C::head_dim,
+                 p.group);
   }
 }
 
@@ -633,7 +594,7 @@ __global__ void __launch_bounds__(kThreads, C::blocks)
   } else if (threadIdx.x < 32 * (kWarps + 1)) {
     Produce<C>(p, shared, base);
   } else {
-    Announce<C>(p, shared, base);
+    JoinAll<C>(p, shared, base);
   }
 }
 
@@ -646,7 +607,7 @@ cudaError_t Multiprocessors(int32_t* count) {
 template <int kHeadDim, int kHeadTiles>
 cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   using C = Config<kHeadDim, kHeadTiles>;
-  static_assert(C::blocks * (C::shared_bytes + 1024) <= 228 * 1024 && C::stages >= 2);
+  static_assert(C::blocks * (C::shared_bytes + 1024) <= 228 * 1024 && C::stages >= 3);
   const PagedAttentionParams& params = launch.params;
   Args args;
   DORAD_CUDA_RETURN_IF_ERROR(EncodeCache<kHeadDim>(params.cache.k, kKvPageTokens, &args.k));

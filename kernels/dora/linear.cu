@@ -29,15 +29,16 @@ struct Workspace {
 };
 
 Workspace LayOut(const DoraLinearShape& shape, const LinearPlan& plan, int rows, int max_rank) {
-  const size_t columns = BatchColumns(rows);
-  const size_t h_lines = size_t{1} * shape.parts * ((max_rank + 15) / 16 * 16);
+  const size_t h_elements =
+      size_t{1} * shape.parts * rows * static_cast<size_t>((max_rank + 7) / 8 * 8);
   Workspace w;
   w.h = kDoraLinearCounterBytes;
-  w.h_partial = w.h + Aligned(h_lines * rows * sizeof(__nv_bfloat16));
-  w.y_partial = w.h_partial + Aligned(h_lines * columns * plan.a_splits * sizeof(float));
+  w.h_partial = w.h + Aligned(h_elements * sizeof(__nv_bfloat16));
+  w.y_partial = w.h_partial + Aligned(h_elements * plan.a_splits * sizeof(float));
   w.bytes = w.y_partial;
   if (plan.splits > 1) {
-    w.bytes += Aligned(size_t{1} * plan.Tiles() * plan.PanelRows() * columns * sizeof(float));
+    w.bytes +=
+        Aligned(size_t{1} * plan.Tiles() * plan.PanelRows() * BatchColumns(rows) * sizeof(float));
   }
   return w;
 }
@@ -119,11 +120,11 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   for (int p = 0; p < kDoraLinearMaxParts; ++p) {
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
   }
-  args.ldh = (params.max_rank + 15) / 16 * 16;
+  args.ldh = (params.max_rank + 7) / 8 * 8;
   auto* base = static_cast<uint8_t*>(params.workspace);
   args.counters = reinterpret_cast<LinearCounters*>(base);
   args.h = reinterpret_cast<__nv_bfloat16*>(base + workspace.h);
-  args.h_partial = reinterpret_cast<float4*>(base + workspace.h_partial);
+  args.h_partial = reinterpret_cast<float*>(base + workspace.h_partial);
   args.y_partial = reinterpret_cast<float4*>(base + workspace.y_partial);
 
   CUtensorMap w_map;

@@ -26,10 +26,10 @@ struct LinearArgs {
   LinearPlan plan;
   bool clusters;                                // the splits of a panel are one cluster of blocks
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
-  int32_t ldh;                                  // max_rank, rounded up to 16
+  int32_t ldh;                                  // max_rank, rounded up to 8
   LinearCounters* counters;
   __nv_bfloat16* h;   // [parts, rows, ldh]
-  float4* h_partial;  // [a_splits, parts, ldh / 16, N / 8, 32]
+  float* h_partial;   // [a_splits, parts, rows, ldh]
   float4* y_partial;  // [splits, panels, consumer warps, N / 8, 32]
 };
 

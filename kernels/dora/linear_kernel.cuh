@@ -25,6 +25,9 @@
 
 namespace dorad::kernels {
 
+#ifndef DORAD_FLIGHT_KB
+#define DORAD_FLIGHT_KB 96
+#endif
 template <int kGroups, int kN>
 struct LinearConfig {
   static constexpr int kPanelRows = 64 * kGroups;
@@ -36,10 +39,10 @@ struct LinearConfig {
   static constexpr int kStaticBytes = 20 * 1024;  // static shared memory, rounded up
   static constexpr int kStages = (227 * 1024 - 1024 - kStaticBytes) / kStageBytes;
   static constexpr int kDynamicBytes = kStages * kStageBytes + 1024;  // for alignment
-  // Stages of weights on their way at once: 96 KB, some three times what latency times bandwidth
-  // asks for.
-  static constexpr int kFlight =
-      96 * 1024 / kWeightBytes < kStages ? 96 * 1024 / kWeightBytes : kStages;
+  // Stages of weights on their way at once: twice what latency times bandwidth asks for.
+  static constexpr int kFlight = DORAD_FLIGHT_KB * 1024 / kWeightBytes < kStages
+                                     ? DORAD_FLIGHT_KB * 1024 / kWeightBytes
+                                     : kStages;
 };
 
 // What all roles of a block know about the batch.
@@ -70,10 +73,9 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) 
   RowSegment segment;
   if (threadIdx.x < rows) segment = args.p.segments[threadIdx.x];
   const int count = min(*args.p.num_segments, rows);
-  if (threadIdx.x == 0) tables.segments = max(count, 1);
+  if (threadIdx.x == 0) tables.segments = count;
   static_assert(kDoraLinearMaxRows <= 256);
-  if (count == 0) segment = {-1, 0, rows};
-  if (const int i = threadIdx.x; i < max(count, 1)) {
+  if (const int i = threadIdx.x; i < count) {
     const int begin = max(segment.begin, 0);
     const int end = min(segment.end, args.p.rows);
     tables.slot[i] = segment.slot;
@@ -194,9 +196,8 @@ class LinearBlock {
     uint64_t weights_full[Config::kStages];
     uint64_t batch_full[Config::kStages];
     uint64_t empty[Config::kStages];
-    uint64_t met;  // sums of the other splits have come
-    // Of each warp: 8 rows of the batch, 16 of W or A, and room against bank conflicts.
-    alignas(16) uint8_t turn[Config::kConsumerWarps + Config::kReducerWarps][8][48];
+    // Of each consumer warp: 8 rows of the batch, 16 of W, and room against bank conflicts.
+    alignas(16) uint8_t y[Config::kConsumerWarps][8][48];
   };
 
   __device__ LinearBlock(const LinearArgs& args, Shared& shared, uint32_t ring)
@@ -206,8 +207,7 @@ class LinearBlock {
         weights_full_(SharedAddress(shared.weights_full)),
         batch_full_(SharedAddress(shared.batch_full)),
         empty_(SharedAddress(shared.empty)),
-        met_(SharedAddress(&shared.met)),
-        turn_(SharedAddress(shared.turn)),
+        y_(SharedAddress(shared.y)),
         lane_(threadIdx.x % 32) {}
 
   // One thread, before the others start.
@@ -218,7 +218,6 @@ class LinearBlock {
       BarrierInit(SharedAddress(&shared.batch_full[stage]), 1);
       BarrierInit(SharedAddress(&shared.empty[stage]), Config::kConsumerWarps);
     }
-    BarrierInit(SharedAddress(&shared.met), 1);
     BarrierInitFence();
   }
 
@@ -267,7 +266,6 @@ class LinearBlock {
     WaitForPrevious();
     const auto produce_x = [&](int chunk) {
       WaitEmpty();
-      __syncwarp();  // no lane may miss a phase
       if (lane_ == 0) {
         BarrierArriveExpect(batch_full_ + 8 * stage_, kN * 2 * kLinearStageK);
         CopyTensorBox(Tile() + Config::kWeightBytes, x_map, chunk * kLinearStageK, 0,
@@ -311,112 +309,50 @@ class LinearBlock {
   // pieces, in order), as bf16.
   __device__ void Reduce(int reducer) {
     if (tables_.pieces == 0) return;
+    WaitForPrevious();
+    if (lane_ == 0) SpinUntil(&args_.counters->shrunk, gridDim.x);
+    __syncwarp();
+    constexpr int kColumns = 32 * 4;
     constexpr int kDeep = 16;  // loads in flight
     const int rows = args_.p.rows;
-    const int parts = args_.p.shape.parts;
-    const int groups = args_.ldh / 16;
-    const int64_t stride = int64_t{32} * parts * groups * (kN / 8);
-    const int tasks = parts * groups * (kN / 8);
+    const int lines = args_.p.shape.parts * rows;
+    const int tasks = CeilDivide(args_.ldh, kColumns) * lines;
 #pragma unroll 1
-    for (int round = 0; round < 2; ++round) {
-      const bool live = IsLive(round);
-      if (live) {
-        WaitForPrevious();
-        if (lane_ == 0) SpinUntil(&args_.counters->shrunk, gridDim.x);
-        __syncwarp();
+    for (int task = reducer * gridDim.x + blockIdx.x; task < tasks;
+         task += Config::kReducerWarps * gridDim.x) {
+      const int line = task % lines;
+      const int part = line / rows;
+      const int segment = tables_.segment_of[line % rows];
+      const int column = task / lines * kColumns + lane_ * 4;
+      if (column >= tables_.rank[part][segment]) continue;
+      const int64_t offset = static_cast<int64_t>(line) * args_.ldh + column;
+      const int64_t stride = static_cast<int64_t>(lines) * args_.ldh / 4;
+      const float4* partial = reinterpret_cast<const float4*>(args_.h_partial + offset);
+      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+      for (int first = 0; first < args_.plan.a_splits; first += kDeep) {
+        float4 value[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+          value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (first + i < args_.plan.a_splits) value[i] = __ldcg(partial + (first + i) * stride);
+        }
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) Add(sum, value[i]);
       }
-#pragma unroll 1
-      for (int task = reducer * gridDim.x + blockIdx.x; task < tasks;
-           task += Config::kReducerWarps * gridDim.x) {
-        const int t0 = task % (kN / 8) * 8;
-        const int part = task / (kN / 8) % parts;
-        const int row = task / (kN / 8) / parts * 16;  // of A
-        float scale[2];
-        bool valid = false;
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int t = t0 + 2 * (lane_ % 4) + c;
-          const int segment = t < rows ? tables_.segment_of[t] : 0;
-          valid = valid || (t < rows && row < tables_.rank[part][segment]);
-          scale[c] = tables_.scale[part][segment];
-        }
-        if (live && !__any_sync(0xFFFFFFFF, valid)) continue;
-        const float4* partial = Shrunk(0, part, row) + t0 / 8 * 32;
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-        for (int first = 0; first < args_.plan.a_splits; first += kDeep) {
-          float4 value[kDeep];
-#pragma unroll
-          for (int i = 0; i < kDeep; ++i) {
-            value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (first + i < args_.plan.a_splits) value[i] = __ldcg(partial + (first + i) * stride);
-          }
-#pragma unroll
-          for (int i = 0; i < kDeep; ++i) Add(sum, value[i]);
-        }
-        const float4 line = Transpose(Config::kConsumerWarps + reducer, scale[0] * sum.x,
-                                      scale[1] * sum.y, scale[0] * sum.z, scale[1] * sum.w);
-        const int t = t0 + lane_ / 2;
-        const int column = row + lane_ % 2 * 8;
-        if (live && lane_ < 16 && t < rows && column < tables_.rank[part][tables_.segment_of[t]]) {
-          *reinterpret_cast<float4*>(args_.h + (static_cast<int64_t>(part) * rows + t) * args_.ldh +
-                                     column) = line;
-        }
-        if (!live) break;
-      }
+      const float scale = tables_.scale[part][segment];
+      auto* h = reinterpret_cast<__nv_bfloat162*>(args_.h + offset);
+      h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
+      h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
     }
     SignalAll(&args_.counters->reduced, 2, Config::kReducerWarps, reducer);
   }
 
   // Consumers: whole warpgroups.
   __device__ void Consume() {
+    WaitForPrevious();
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int group = warp / 4;
-#pragma unroll 1
-    for (int round = 0; round < 2; ++round) {
-      const bool live = IsLive(round);
-      if (live) {
-        WaitForPrevious();
-        Shrink(warp, group);
-      }
-#pragma unroll 1
-      for (int tile = blockIdx.x; tile < args_.plan.Tiles(); tile += gridDim.x) {
-        const int panel = tile >> args_.plan.log_splits;
-        const int split = tile & (args_.plan.splits - 1);
-        float d[kN / 2];
-        Epilogue epilogue = StartEpilogue(panel * Config::kPanelRows + warp * 16);
-        Clear(d);
-        if (live) Project(d, panel, split, group);
-        if (args_.clusters || (args_.plan.Tiles() <= gridDim.x && args_.plan.splits == 1)) {
-          FinishThroughRing(d, epilogue, split, warp, live);
-        } else if (live && (args_.plan.splits == 1 || MeetInWorkspace(d, panel, split, warp))) {
-          Finish(d, epilogue, warp);
-        }
-        if (!live) break;
-      }
-    }
-  }
-
- private:
-  // What becomes of the 16 rows of W of a warp; loaded before the sums are there.
-  struct Epilogue {
-    int row;        // the first of the 16
-    int part;       // of all of them: parts end at multiples of 16 rows
-    int segment;    // the one whose g is held
-    float g[2];     // of the lane's two rows
-    float bias[2];  // likewise
-  };
-
-  // Code comes from memory too, and where it runs once a launch, after the last load, it is waited
-  // for: so consumers and reducers go through their last steps once while they wait for their first
-  // data, with nothing stored. The compiler must not tell the two rounds apart.
-  __device__ static bool IsLive(int round) {
-    asm volatile("" : "+r"(round));
-    return round == 1;
-  }
-
-  // This block's pieces of the shrink.
-  __device__ void Shrink(int warp, int group) {
     ForEachPiece<Config::kPanelRows>(
         args_, tables_, [&](int segment, int part, int panel, int piece) {
           float d[kN / 2];
@@ -428,20 +364,37 @@ class LinearBlock {
     if (tables_.pieces != 0) {
       SignalAll(&args_.counters->shrunk, 1, Config::kConsumerWarps, warp);
     }
-  }
-
-  // Adds this split's products of a panel: W x, then B h of every adapter.
-  __device__ void Project(float (&d)[kN / 2], int panel, int split, int group) {
-    Accumulate(d, FirstChunk(args_.plan, split + 1) - FirstChunk(args_.plan, split), group, false);
-    const int group_row = panel * Config::kPanelRows + 64 * group;
-    ForEachRankRun<Config::kPanelRows>(args_, tables_, panel, split, [&](int part, int stages) {
-      if (HasPart(group_row, part)) {
-        Accumulate(d, stages, group, true);
-      } else {
-        Skip(stages);
+    ForEachTile<Config::kPanelRows>(args_.plan, [&](int panel, int split) {
+      float d[kN / 2];
+      const Epilogue epilogue = StartEpilogue(panel * Config::kPanelRows + warp * 16);
+      Clear(d);
+      Accumulate(d, FirstChunk(args_.plan, split + 1) - FirstChunk(args_.plan, split), group,
+                 false);
+      const int group_row = panel * Config::kPanelRows + 64 * group;
+      ForEachRankRun<Config::kPanelRows>(args_, tables_, panel, split, [&](int part, int stages) {
+        if (HasPart(group_row, part)) {
+          Accumulate(d, stages, group, true);
+        } else {
+          Skip(stages);
+        }
+      });
+      if (args_.clusters || (args_.plan.Tiles() <= gridDim.x && args_.plan.splits == 1)) {
+        FinishThroughRing(d, epilogue, split, warp);
+      } else if (args_.plan.splits == 1 || MeetInWorkspace(d, panel, split, warp)) {
+        Finish(d, epilogue, warp);
       }
     });
   }
+
+ private:
+  // What becomes of the 16 rows of W of a warp; loaded before the sums are there.
+  struct Epilogue {
+    int row;        // the first of the 16
+    int part;       // of all of them: parts end at multiples of 16 rows
+    bool one_g;     // the batch is one segment
+    float g[2];     // then: of the lane's two rows
+    float bias[2];  // likewise
+  };
 
   __device__ static int CeilDivide(int a, int b) { return (a + b - 1) / b; }
 
@@ -515,10 +468,9 @@ class LinearBlock {
     }
   }
 
-  // One arrival for `warps` warps of the block, after all that they wrote: a barrier and a release
-  // order the writes of all. (A fence in every thread costs microseconds while loads are in
-  // flight.)
+  // One arrival for `warps` warps of the block, after all that they wrote.
   __device__ void SignalAll(uint32_t* counter, int barrier, int warps, int warp) {
+    __threadfence();
     NamedBarrier(barrier, 32 * warps);
     if (warp == 0 && lane_ == 0) SignalRelease(counter);
   }
@@ -561,63 +513,60 @@ class LinearBlock {
     for (int i = 0; i < stages; ++i) {
       BarrierWait(batch_full_ + 8 * stage_, parity_);
       BarrierWait(weights_full_ + 8 * stage_, parity_);
-      __syncwarp();  // no lane may miss a phase
       if (lane_ == 0) BarrierArrive(empty_ + 8 * stage_);
       Advance();
     }
   }
 
-  // Sums of a piece of K of the shrink for 16 rows of A: accumulators as the lanes hold them.
-  __device__ float4* Shrunk(int piece, int part, int row) {
-    const int64_t group =
-        (static_cast<int64_t>(piece) * args_.p.shape.parts + part) * (args_.ldh / 16) + row / 16;
-    return args_.h_partial + group * (kN / 8) * 32 + lane_;
-  }
-
-  // Of the segment's rows; the reducers use no others.
-  __device__ void StoreShrunk(const float (&d)[kN / 2], int segment, int part, int row, int piece) {
-    if (row >= tables_.rank[part][segment]) return;
+  // Columns of the segment's rows; the reducers read no others.
+  __device__ void StoreShrunk(const float (&d)[kN / 2], int segment, int part, int warp_row,
+                              int piece) {
     const int begin = tables_.begin[segment];
     const int end = tables_.end[segment];
-    float4* out = Shrunk(piece, part, row);
+    const int rank = tables_.rank[part][segment];
+    const int row = warp_row + lane_ / 4;
+    float* out = args_.h_partial + static_cast<int64_t>(piece * args_.p.shape.parts + part) *
+                                       args_.p.rows * args_.ldh;
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
-      const int t = 8 * i + 2 * (lane_ % 4);
-      const bool first = t >= begin && t < end;
-      const bool second = t + 1 >= begin && t + 1 < end;
-      if (first && second) {
-        __stcg(out + i * 32, make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
-      } else if (first || second) {
-        auto* one = reinterpret_cast<float*>(out + i * 32) + (second ? 1 : 0);
-        __stcg(one, second ? d[4 * i + 1] : d[4 * i]);
-        __stcg(one + 2, second ? d[4 * i + 3] : d[4 * i + 2]);
+      if (8 * i + 8 <= begin || 8 * i >= end) continue;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int t = 8 * i + 2 * (lane_ % 4) + c;
+        if (t < begin || t >= end) continue;
+        float* line = out + static_cast<int64_t>(t) * args_.ldh;
+        if (row < rank) __stcg(line + row, d[4 * i + c]);
+        if (row + 8 < rank) __stcg(line + row + 8, d[4 * i + 2 + c]);
       }
     }
   }
 
   __device__ Epilogue StartEpilogue(int row) const {
-    Epilogue epilogue = {row, 0, 0, {1.0f, 1.0f}, {0.0f, 0.0f}};
+    Epilogue epilogue = {row, 0, tables_.segments == 1, {1.0f, 1.0f}, {0.0f, 0.0f}};
     const int parts = args_.p.shape.parts;
 #pragma unroll 1
     while (epilogue.part + 1 < parts && row >= args_.part_begin[epilogue.part + 1]) {
       ++epilogue.part;
     }
-    const int out = args_.part_begin[parts];
-    if (row >= out) return epilogue;
-    LoadMagnitudes(epilogue, 0);
+    const float* g = epilogue.one_g ? tables_.g[epilogue.part][0] : nullptr;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int n = row + lane_ / 4 + 8 * j;
-      if (args_.p.bias != nullptr && n < out) epilogue.bias[j] = args_.p.bias[n];
+      if (n >= args_.part_begin[parts]) continue;
+      if (args_.p.bias != nullptr) epilogue.bias[j] = args_.p.bias[n];
+      if (g != nullptr) epilogue.g[j] = g[n];
     }
+    if (epilogue.one_g || row >= args_.part_begin[parts]) return epilogue;
 #pragma unroll 1
-    for (int segment = 1 + lane_; segment < tables_.segments; segment += 32) {
-      if (const float* g = tables_.g[epilogue.part][segment]; g != nullptr) PrefetchL2(g + row);
+    for (int segment = lane_; segment < tables_.segments; segment += 32) {
+      if (const float* other = tables_.g[epilogue.part][segment]; other != nullptr) {
+        PrefetchL2(other + row);
+      }
     }
     return epilogue;
   }
 
-  __device__ void Finish(float (&d)[kN / 2], Epilogue& epilogue, int warp) {
+  __device__ void Finish(float (&d)[kN / 2], const Epilogue& epilogue, int warp) {
 #pragma unroll
     for (int i = 0; i < kN / 8; ++i) {
       FinishRows(make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]), 8 * i, epilogue,
@@ -626,80 +575,52 @@ class LinearBlock {
   }
 
   // y = g · d + bias for rows t0.. t0 + 7 of the batch.
-  __device__ void FinishRows(float4 d, int t0, Epilogue& epilogue, int warp, bool live = true) {
-    const int rows = args_.p.rows;
-    if (t0 >= rows) return;
+  __device__ void FinishRows(const float4& d, int t0, const Epilogue& epilogue, int warp) {
+    if (t0 >= args_.p.rows) return;
     const int out = args_.part_begin[args_.p.shape.parts];
     const int row = epilogue.row + lane_ / 4;
-    const int segment = tables_.segment_of[t0];
-    if (t0 + 8 <= tables_.end[segment] || tables_.end[segment] == rows) {
-      if (segment != epilogue.segment) LoadMagnitudes(epilogue, segment);
-      d.x = fmaf(epilogue.g[0], d.x, epilogue.bias[0]);
-      d.y = fmaf(epilogue.g[0], d.y, epilogue.bias[0]);
-      d.z = fmaf(epilogue.g[1], d.z, epilogue.bias[1]);
-      d.w = fmaf(epilogue.g[1], d.w, epilogue.bias[1]);
-    } else {
-      const int t = t0 + 2 * (lane_ % 4);
-      const float2 first = Magnitudes(epilogue, t);
-      const float2 second = Magnitudes(epilogue, t + 1);
-      d.x = fmaf(first.x, d.x, epilogue.bias[0]);
-      d.y = fmaf(second.x, d.y, epilogue.bias[0]);
-      d.z = fmaf(first.y, d.z, epilogue.bias[1]);
-      d.w = fmaf(second.y, d.w, epilogue.bias[1]);
+    const float sums[2][2] = {{d.x, d.y}, {d.z, d.w}};
+    float y[2][2];  // of rows row + 8 j, t0 + 2 (lane % 4) + c
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float g[2] = {epilogue.g[0], epilogue.g[1]};
+      const int t = t0 + 2 * (lane_ % 4) + c;
+      if (!epilogue.one_g && t < args_.p.rows) {
+        const float* other = tables_.g[epilogue.part][tables_.segment_of[t]];
+        if (other != nullptr && row < out) g[0] = __ldg(other + row);
+        if (other != nullptr && row + 8 < out) g[1] = __ldg(other + row + 8);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) y[j][c] = fmaf(g[j], sums[j][c], epilogue.bias[j]);
     }
     if (args_.p.y_fp32 || out % 8 != 0 || epilogue.row + 16 > out) {
-      if (!live) return;
-      const int t = t0 + 2 * (lane_ % 4);
-      StoreOne(t, row, out, d.x);
-      StoreOne(t + 1, row, out, d.y);
-      StoreOne(t, row + 8, out, d.z);
-      StoreOne(t + 1, row + 8, out, d.w);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int t = t0 + 2 * (lane_ % 4) + c;
+        if (t >= args_.p.rows) continue;
+        StoreOne(t, row, out, y[0][c]);
+        StoreOne(t, row + 8, out, y[1][c]);
+      }
       return;
     }
-    // Each row of the batch has 32 bytes here: they go out together.
-    const float4 line = Transpose(warp, d.x, d.y, d.z, d.w);
-    const int t = t0 + lane_ / 2;
-    if (live && lane_ < 16 && t < rows) {
-      *reinterpret_cast<float4*>(static_cast<__nv_bfloat16*>(args_.p.y) +
-                                 static_cast<int64_t>(t) * out + epilogue.row + lane_ % 2 * 8) =
-          line;
-    }
-  }
-
-  // g of the lane's two rows of W for a segment.
-  __device__ void LoadMagnitudes(Epilogue& epilogue, int segment) const {
-    const int out = args_.part_begin[args_.p.shape.parts];
-    const float* g = tables_.g[epilogue.part][segment];
-    epilogue.segment = segment;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int n = epilogue.row + lane_ / 4 + 8 * j;
-      epilogue.g[j] = g != nullptr && n < out ? __ldg(g + n) : 1.0f;
-    }
-  }
-
-  // The same for a row of the batch.
-  __device__ float2 Magnitudes(const Epilogue& epilogue, int t) const {
-    const int out = args_.part_begin[args_.p.shape.parts];
-    const int n = epilogue.row + lane_ / 4;
-    const float* g = t < args_.p.rows ? tables_.g[epilogue.part][tables_.segment_of[t]] : nullptr;
-    return make_float2(g != nullptr && n < out ? __ldg(g + n) : 1.0f,
-                       g != nullptr && n + 8 < out ? __ldg(g + n + 8) : 1.0f);
-  }
-
-  // Takes accumulators of 16 rows of W (or A) by 8 of the batch. Lane 2 t + j < 16 gets, as bf16,
-  // row t of the batch by rows 8 j.. 8 j + 7. Whole warp, with room of its own.
-  __device__ float4 Transpose(int warp, float d0, float d1, float d2, float d3) {
-    const uint32_t tile = turn_ + warp * (8 * 48);
+    // 8 rows of the batch times 16 of W, turned over so that each row's 32 bytes go out together.
+    const uint32_t tile = y_ + warp * (8 * 48);
     __syncwarp();
-    StoreTransposed(tile + lane_ % 8 * 48 + lane_ / 8 % 2 * 16, __floats2bfloat162_rn(d0, d1),
-                    __floats2bfloat162_rn(d2, d3));
+    StoreTransposed(tile + lane_ % 8 * 48 + lane_ / 8 % 2 * 16,
+                    __floats2bfloat162_rn(y[0][0], y[0][1]),
+                    __floats2bfloat162_rn(y[1][0], y[1][1]));
     __syncwarp();
-    return LoadShared(tile + lane_ / 2 % 8 * 48 + lane_ % 2 * 16);
+    const int t = t0 + lane_ / 2 % 8;
+    if (lane_ < 16 && t < args_.p.rows) {
+      const float4 line = LoadShared(tile + lane_ / 2 * 48 + lane_ % 2 * 16);
+      auto* to = static_cast<__nv_bfloat16*>(args_.p.y) + static_cast<int64_t>(t) * out +
+                 epilogue.row + lane_ % 2 * 8;
+      *reinterpret_cast<float4*>(to) = line;
+    }
   }
 
   __device__ void StoreOne(int t, int row, int out, float value) {
-    if (row >= out || t >= args_.p.rows) return;
+    if (row >= out) return;
     const int64_t index = static_cast<int64_t>(t) * out + row;
     if (args_.p.y_fp32) {
       static_cast<float*>(args_.p.y)[index] = value;
@@ -713,8 +634,8 @@ class LinearBlock {
   // The splits of K of a panel are the blocks of a cluster. Every one of them finishes a share of
   // the panel: a range of the batch, or of 16 rows of W where the batch is small. Sums go to its
   // shared memory and are added in the order of K.
-  __device__ void FinishThroughRing(float (&d)[kN / 2], Epilogue& epilogue, int split, int warp,
-                                    bool live) {
+  __device__ void FinishThroughRing(float (&d)[kN / 2], const Epilogue& epilogue, int split,
+                                    int warp) {
     constexpr int kBlocks = kN / 8;
     const int splits = args_.plan.splits;
     const bool by_batch = kBlocks >= splits;
@@ -727,8 +648,7 @@ class LinearBlock {
     const uint32_t buffer = ring_ + slot * share * 512 + lane_ * 16;
     const int stride = slots * share * 512;
     // Once the products of all are done, the rings are free.
-    if (!live) {
-    } else if (splits == 1) {
+    if (splits == 1) {
       NamedBarrier(1, 32 * Config::kConsumerWarps);
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
@@ -737,34 +657,22 @@ class LinearBlock {
       }
     } else {
       ClusterBarrier();
-      if (threadIdx.x == 0) {
-        int warps = Config::kConsumerWarps;  // that finish something here
-        if (!by_batch) {
-          warps = 0;
-#pragma unroll 1
-          for (int i = 0; i < Config::kConsumerWarps; ++i) {
-            if ((epilogue.row / 16 + i & (splits - 1)) == split) ++warps;
-          }
-        }
-        BarrierArriveExpect(met_, warps * splits * share * 512);
-      }
 #pragma unroll
       for (int i = 0; i < kBlocks; ++i) {
         const int owner = by_batch ? i / share : row_owner;
         const uint32_t local = buffer + split * stride + (by_batch ? i % share : i) * 512;
         StoreRemote(RemoteAddress(local, owner),
-                    make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]),
-                    RemoteAddress(met_, owner));
+                    make_float4(d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]));
       }
+      ClusterBarrier();
       if (!by_batch && row_owner != split) return;
-      BarrierWait(met_, 0);  // used once: only a block with one tile comes here
     }
 #pragma unroll 1
-    for (int i = 0; i < (live ? share : 1); ++i) {
+    for (int i = 0; i < share; ++i) {
       float4 sum = LoadShared(buffer + i * 512);
 #pragma unroll 1
       for (int j = 1; j < splits; ++j) Add(sum, LoadShared(buffer + j * stride + i * 512));
-      FinishRows(sum, live ? 8 * ((by_batch ? split * share : 0) + i) : 0, epilogue, warp, live);
+      FinishRows(sum, 8 * ((by_batch ? split * share : 0) + i), epilogue, warp);
     }
   }
 
@@ -814,8 +722,7 @@ class LinearBlock {
   const uint32_t weights_full_;
   const uint32_t batch_full_;
   const uint32_t empty_;
-  const uint32_t met_;
-  const uint32_t turn_;
+  const uint32_t y_;
   const int lane_;
   // The next stage, and the parity of its phase.
   int stage_ = 0;

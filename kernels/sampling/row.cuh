@@ -23,31 +23,38 @@ constexpr int kListed = 2048;  // candidates that a list takes
 constexpr int kWarp = 32;
 constexpr int kScanThreads = 256;  // least threads of a block
 
-// Beside the logits in a block's shared memory.
+// Beside the logits in a block's shared memory. What only the first block of a cluster uses is
+// marked so; there all blocks write to it.
 struct RowShared {
   uint64_t landed[kMostShare];
   Ranked exchange[2][kCluster];
-  float chunk_max[kMostChunks];  // of the whole row, if asked for; else of the own chunks
-  float raw_sums[kMostChunks];
-  float sums[kMostChunks];
-  int32_t chunk_counts[kMostShare];
-  uint32_t counts[kBins];  // candidates by bin; zero between uses
+  float chunk_max[kMostShare];
+  float raw_sums[kMostChunks];  // first block
+  float sums[kMostChunks];      // first block
+  uint32_t counts[kBins];       // candidates by bin; zero between uses
   union {
-    Ranked list[kListed];  // first block: candidates, sorted by SortList
+    Ranked list[kListed];  // first block
     Ranked measure[kBins];
+    float terms[kChunk + kChunk / kWarp];  // first block
   };
   Ranked reduced[kWarp];
   double scan_double[kScanThreads / kWarp];
   Ranked scan_ranked[kScanThreads / kWarp];
-  Ranked crossed;  // set by the first block, with before_crossed
+  Ranked crossed;  // first block
   Ranked before_crossed;
-  uint32_t first_id[2];  // of even and odd turns
-  int32_t picked_bin;    // set by the first block
+  uint32_t listed;     // first block
+  uint32_t first_id;   // first block
+  int32_t picked_bin;  // set by the first block
+  int32_t picked_count;
   uint32_t equals, last_equal;
-  uint32_t found, last_found;
-  int32_t last_kept, num_kept, num_before;
-  float bound;
-  double total, log_total, raw_log_total;
+  int32_t last_kept;  // first block, as the rest
+  int32_t num_kept;
+  int32_t num_before;
+  double total;
+  double raw_log_total;
+  double log_total;
+  float token_logprob;
+  int32_t token;
 };
 
 // A kernel's dynamic shared memory: RowShared, then this block's logits; what is beyond the
@@ -61,12 +68,10 @@ struct Row {
   const float* x;
   int vocabulary;
   int chunks;     // of the row
-  int share;      // most chunks of a block
-  int own;        // chunks of this block
+  int own;        // of this block
   int first;      // index of its first chunk
   int rank;       // of this block in the cluster
   int phase = 0;  // of Exchange
-  int turn = 0;   // rows that the cluster has done
   int lane, warp, warps;
 
   // The first id of an own chunk.
@@ -115,19 +120,7 @@ __device__ inline float WarpMaxOrNan(float x) {
   return x;
 }
 
-// Once, before the first StartLoad. For a warp.
-__device__ inline void InitLoad(const Row& row) {
-  if (row.lane == 0) {
-    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-      BarrierInit(SharedAddress(&Shared()->landed[chunk]), 1);
-    }
-    BarrierInitFence();
-  }
-  __syncwarp();
-}
-
-// Starts the copy of the warp's chunks; whole ones of aligned rows by the copy engine. Nobody may
-// read what was there before, and what was written there has been fenced. For a warp.
+// Starts the copy of the warp's chunks; whole ones of aligned rows by the copy engine. For a warp.
 __device__ inline void StartLoad(const Row& row) {
   const bool aligned = (reinterpret_cast<uintptr_t>(row.x) & 15) == 0;
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -136,6 +129,8 @@ __device__ inline void StartLoad(const Row& row) {
     const uint32_t landed = SharedAddress(&Shared()->landed[chunk]);
     if (aligned && id + kChunk <= row.vocabulary) {
       if (row.lane == 0) {
+        BarrierInit(landed, 1);
+        BarrierInitFence();
         BarrierArriveExpect(landed, kChunk * sizeof(float));
         asm volatile(
             "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
@@ -145,6 +140,7 @@ __device__ inline void StartLoad(const Row& row) {
       }
       continue;
     }
+    if (row.lane == 0) BarrierInit(landed, 1);
     const int left = row.vocabulary - id;
 #pragma unroll 16
     for (int i = 0; i < kChunk; i += kWarp) {
@@ -183,19 +179,13 @@ __device__ inline const Ranked* Exchange(Row& row, Ranked value) {
   return slots;
 }
 
-// The row's maximum, NaN if there is any. chunk_max is filled: for all chunks with `tell_all`, or
-// else for the block's own. wait: for the chunks to land.
-__device__ inline float RowMax(Row& row, bool wait, bool tell_all) {
+// The row's maximum, NaN if there is any. chunk_max is filled. wait: for the chunks to land.
+__device__ inline float RowMax(Row& row, bool wait) {
   float warp_max = -Infinity();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    if (wait) BarrierWait(SharedAddress(&Shared()->landed[chunk]), row.turn & 1);
+    if (wait) BarrierWait(SharedAddress(&Shared()->landed[chunk]), 0);
     const float chunk_max = ChunkMax(row, chunk);
-    float* const to = &Shared()->chunk_max[row.first + chunk];
-    if (tell_all) {
-      if (row.lane < kCluster) *Remote(to, row.lane) = chunk_max;
-    } else if (row.lane == 0) {
-      *to = chunk_max;
-    }
+    if (row.lane == 0) Shared()->chunk_max[chunk] = chunk_max;
     warp_max = MaxOrNan(warp_max, chunk_max);
   }
   if (row.lane == 0) Shared()->reduced[row.warp] = __float_as_uint(warp_max);
@@ -225,7 +215,8 @@ __device__ inline float SumColumns(float a, float b) {
   return a + b;
 }
 
-// To all blocks' `sums`, for each chunk: Σ exp(z - maximum). Complete after the next ClusterSync.
+// To the first block's raw_sums or sums, for each chunk: Σ exp(z - maximum). Complete after the
+// next ClusterSync.
 __device__ inline void SumExp(const Row& row, float maximum, float* sums) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
     const float2* at = reinterpret_cast<const float2*>(Share() + chunk * kChunk) + row.lane;
@@ -238,11 +229,11 @@ __device__ inline void SumExp(const Row& row, float maximum, float* sums) {
       b += Exp(v.y - maximum);
     }
     const float sum = SumColumns(a, b);
-    if (row.lane < kCluster) *Remote(sums + row.first + chunk, row.lane) = sum;
+    if (row.lane == 0) *Remote(sums + row.first + chunk, 0) = sum;
   }
 }
 
-// The same over tempered logits, to `sums`; with kRaw that of the raw ones to raw_sums, too.
+// The same over tempered logits; with kRaw that of the raw ones to raw_sums, too.
 template <bool kRaw>
 __device__ inline void SumExpTempered(const Row& row, const Tempered& tempered) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -261,28 +252,25 @@ __device__ inline void SumExpTempered(const Row& row, const Tempered& tempered) 
       }
     }
     const float sum = SumColumns(a, b);
-    const int index = row.first + chunk;
-    if (row.lane < kCluster) *Remote(Shared()->sums + index, row.lane) = sum;
+    if (row.lane == 0) *Remote(Shared()->sums + row.first + chunk, 0) = sum;
     if constexpr (kRaw) {
       const float raw_sum = SumColumns(raw_a, raw_b);
-      if (row.lane < kCluster) *Remote(Shared()->raw_sums + index, row.lane) = raw_sum;
+      if (row.lane == 0) *Remote(Shared()->raw_sums + row.first + chunk, 0) = raw_sum;
     }
   }
 }
 
-// To all blocks' first_id of the turn: the smallest id with this logit, the row's maximum; needs
-// chunk_max. Complete after the next ClusterSync.
+// To the first block's first_id: the smallest id with this z, the row's maximum; needs chunk_max.
+// Complete after the next ClusterSync.
 __device__ inline void FindFirst(const Row& row, float maximum) {
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-    if (Shared()->chunk_max[row.first + chunk] != maximum) continue;
+    if (Shared()->chunk_max[chunk] != maximum) continue;
     uint32_t found = ~0u;
     ForLane(row, chunk, [&](float z, int id) {
       if (z == maximum) found = min(found, static_cast<uint32_t>(id));
     });
     found = __reduce_min_sync(~0u, found);
-    if (row.lane < kCluster) {
-      atomicMin(Remote(&Shared()->first_id[row.turn & 1], row.lane), found);
-    }
+    if (row.lane == 0) atomicMin(Remote(&Shared()->first_id, 0), found);
     break;  // later chunks of the warp have larger ids
   }
 }

@@ -18,7 +18,6 @@ struct Launch {
   const int32_t* chosen_ids;
   const int32_t* rows_in_use;
   SampleOutputs out;
-  int32_t rows;
   int32_t vocabulary;
   int32_t max_top;
 };
@@ -117,6 +116,12 @@ __device__ bool Banned(const Wanted& wanted, int32_t id) {
   return false;
 }
 
+// A logit as it takes part in the draw.
+__device__ float Processed(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                           int32_t id) {
+  return Banned(wanted, id) ? -Infinity() : tempered(row.x[id]);
+}
+
 // Top entries from the sorted list. Fewer than were asked for have id -1 and -inf; so do those of
 // logit -inf if they are no candidates. For the first block.
 __device__ void WriteTop(const Row& row, const Wanted& wanted, const Target& to, int present,
@@ -130,7 +135,7 @@ __device__ void WriteTop(const Row& row, const Wanted& wanted, const Target& to,
 }
 
 // The sum of the row's chunk sums, the same for all lanes. *before is that of the chunks before the
-// lane's own ones, of which there are *each. For a warp.
+// lane's own ones, of which there are `each`. For a warp of the first block.
 __device__ double Total(const Row& row, const float* sums, double* before, int* each) {
   *each = (row.chunks + kWarp - 1) / kWarp;
   double sum = 0.0;
@@ -149,19 +154,21 @@ __device__ double Total(const Row& row, const float* sums) {
   return Total(row, sums, &before, &each);
 }
 
-// The chunk in which the running sum of weights exceeds a target, and the sum before it.
-struct Place {
-  int chunk;
+// The first id at which the running sum of weights exceeds uniform · total. For a warp of the first
+// block.
+__device__ int32_t DrawById(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                            float maximum, double uniform, double* total) {
+  RowShared* const s = Shared();
   double before;
-};
-// `before` and `each` as from Total. For a warp.
-__device__ Place FindChunk(const Row& row, double target, double total, double before, int each) {
+  int each;
+  *total = Total(row, s->sums, &before, &each);
+  const double target = uniform * *total;
   int found = -1;
   int last = -1;  // with any weight
   for (int i = 0; i < each && found < 0; ++i) {
     const int chunk = row.lane * each + i;
     if (chunk >= row.chunks) break;
-    const double sum = static_cast<double>(Shared()->sums[chunk]);
+    const double sum = static_cast<double>(s->sums[chunk]);
     if (sum > 0.0) last = chunk;
     if (before + sum > target) {
       found = chunk;
@@ -170,54 +177,45 @@ __device__ Place FindChunk(const Row& row, double target, double total, double b
     }
   }
   const uint32_t lanes = __ballot_sync(~0u, found >= 0);
-  // Rounding: the last possible one.
-  if (lanes == 0) return {__reduce_max_sync(~0u, last), total};
-  const int lane = __ffs(lanes) - 1;
-  return {__shfl_sync(~0u, found, lane), __shfl_sync(~0u, before, lane)};
-}
-
-// The first id of an own chunk at which the running sum of weights exceeds the target; by rounding
-// there may be none, then the last with any weight. For all threads of a block.
-__device__ int32_t FindInChunk(const Row& row, const Tempered& live, float maximum, Place place,
-                               double target) {
-  constexpr int kEach = kChunk / kScanThreads;
-  static_assert(kEach == 4);
-  RowShared* const s = Shared();
-  float weights[kEach] = {};
+  if (lanes != 0) {
+    found = __shfl_sync(~0u, found, __ffs(lanes) - 1);
+    before = __shfl_sync(~0u, before, __ffs(lanes) - 1);
+  } else {
+    // Rounding: the last possible id.
+    found = __reduce_max_sync(~0u, last);
+    before = *total;
+  }
+  // The chunk's weights again, from global memory: the others' shared memory is gone.
+  const int begin = found * kChunk;
+#pragma unroll 8
+  for (int i = 0; i < kWarp; ++i) {
+    const int id = begin + i * kWarp + row.lane;
+    const float x = id < row.vocabulary ? row.x[id] : -Infinity();
+    s->terms[i * (kWarp + 1) + row.lane] = Exp(tempered(x) - maximum);
+  }
+  __syncwarp();
+  for (int i = row.lane; i < wanted.num_banned; i += kWarp) {
+    const int at = wanted.banned[i] - begin;
+    if (at >= 0 && at < kChunk) s->terms[at + at / kWarp] = 0.0f;
+  }
+  __syncwarp();
+  const float* const own = s->terms + row.lane * (kWarp + 1);
   double sum = 0.0;
-  if (threadIdx.x < kScanThreads) {
-    const float4 v =
-        reinterpret_cast<const float4*>(Share() + (place.chunk - row.first) * kChunk)[threadIdx.x];
-    weights[0] = Exp(live(v.x) - maximum);
-    weights[1] = Exp(live(v.y) - maximum);
-    weights[2] = Exp(live(v.z) - maximum);
-    weights[3] = Exp(live(v.w) - maximum);
-    for (const float weight : weights) sum += static_cast<double>(weight);
+  for (int i = 0; i < kWarp; ++i) sum += static_cast<double>(own[i]);
+  const double inclusive = InclusiveScan(sum, row.lane);
+  const double previous = __shfl_up_sync(~0u, inclusive, 1);
+  double running = row.lane == 0 ? before : before + previous;
+  uint32_t id = ~0u;
+  uint32_t last_id = 0;
+  for (int i = 0; i < kWarp; ++i) {
+    running += static_cast<double>(own[i]);
+    const uint32_t at = static_cast<uint32_t>(begin + row.lane * kWarp + i);
+    if (id == ~0u && running > target) id = at;
+    if (own[i] > 0.0f) last_id = at;
   }
-  if (threadIdx.x == 0) {
-    s->found = ~0u;
-    s->last_found = 0;
-  }
-  double all;
-  double running = place.before + ExclusiveScan<double>(row, sum, s->scan_double, &all);
-  uint32_t found = ~0u;
-  uint32_t last = 0;
-  for (int i = 0; i < kEach; ++i) {
-    running += static_cast<double>(weights[i]);
-    const uint32_t id = static_cast<uint32_t>(place.chunk * kChunk + threadIdx.x * kEach + i);
-    if (found == ~0u && weights[i] > 0.0f && running > target) found = id;
-    if (weights[i] > 0.0f) last = id;
-  }
-  if (row.warp < kScanThreads / kWarp) {
-    found = __reduce_min_sync(~0u, found);
-    last = __reduce_max_sync(~0u, last);
-    if (row.lane == 0) {
-      atomicMin(&s->found, found);
-      atomicMax(&s->last_found, last);
-    }
-  }
-  __syncthreads();
-  return static_cast<int32_t>(s->found != ~0u ? s->found : s->last_found);
+  id = __reduce_min_sync(~0u, id);
+  last_id = __reduce_max_sync(~0u, last_id);
+  return static_cast<int32_t>(id != ~0u ? id : last_id);
 }
 
 // The candidates that truncation keeps are those ranked at least `last`.
@@ -315,11 +313,72 @@ __device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float 
   return {kept.last, log(total) - log(kUnits), IdOf(drawn)};
 }
 
-// Chosen ids; kept: the truncated distribution, or nullptr. log_total is that of the processed
-// logits. For all threads of a block.
-__device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered& tempered,
-                            float maximum, float raw_maximum, int32_t token, const Kept* kept) {
+// z in place of x, and -inf in place of the banned.
+__device__ void Process(const Row& row, const Wanted& wanted, const Tempered& tempered) {
+  if (!tempered.identity) {
+    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
+      float2* at = reinterpret_cast<float2*>(Share() + chunk * kChunk) + row.lane;
+#pragma unroll 2
+      for (int i = 0; i < kPairs; ++i) {
+        const float2 v = at[i * kWarp];
+        at[i * kWarp] = {tempered.Divide(v.x - tempered.maximum),
+                         tempered.Divide(v.y - tempered.maximum)};
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < wanted.num_banned; i += blockDim.x) {
+    const int32_t id = wanted.banned[i];
+    const int at = id - row.IdAt(0);
+    if (id < row.vocabulary && at >= 0 && at < row.own * kChunk) Share()[at] = -Infinity();
+  }
+  __syncthreads();
+}
+
+// What the first block writes at the end, for all that is not truncated: token, log-probabilities
+// of token and chosen. `maximum` is of z, `raw_maximum` of x.
+__device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                           float maximum, float raw_maximum, const Target& to) {
   RowShared* const s = Shared();
+  if (row.warp == 0) {
+    int32_t token = wanted.target;
+    double total = 1.0;
+    if (wanted.greedy) {
+      token = static_cast<int32_t>(s->first_id);
+    } else if (wanted.score) {
+      total = Total(row, s->sums);
+    } else {
+      const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
+      token = DrawById(row, wanted, tempered, maximum, uniform, &total);
+    }
+    if (row.lane == 0) {
+      s->token = token;
+      s->log_total = log(total);
+    }
+    if (wanted.raw) {
+      const double raw_total = Total(row, s->raw_sums);
+      if (row.lane == 0) s->raw_log_total = log(raw_total);
+    }
+    __syncwarp();
+    if (row.lane == 0) {
+      float logprob = 0.0f;
+      if (wanted.raw) {
+        logprob = LogProb(row.x[token], raw_maximum, s->raw_log_total);
+      } else if (wanted.score || (wanted.processed && !wanted.greedy)) {
+        logprob = token < 0 ? NotANumber() : LogProb(tempered(row.x[token]), maximum, s->log_total);
+      }
+      *to.token = token;
+      *to.logprob = logprob;
+      *to.finite = 1;
+    }
+  }
+}
+
+// Chosen ids; kept: the truncated distribution, or nullptr. For the first block.
+__device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                            float maximum, float raw_maximum, const Kept* kept) {
+  RowShared* const s = Shared();
+  __syncthreads();
   for (int i = threadIdx.x; i < wanted.num_chosen; i += blockDim.x) {
     const int32_t id = wanted.chosen[i];
     float logprob;
@@ -328,9 +387,9 @@ __device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered
     } else if (wanted.raw) {
       logprob = LogProb(row.x[id], raw_maximum, s->raw_log_total);
     } else if (wanted.greedy) {
-      logprob = id == token ? 0.0f : -Infinity();
+      logprob = id == s->token ? 0.0f : -Infinity();
     } else {
-      const float z = Banned(wanted, id) ? -Infinity() : tempered(row.x[id]);
+      const float z = Processed(row, wanted, tempered, id);
       const bool possible = kept == nullptr || Rank(z, id) >= kept->last;
       logprob = possible ? LogProb(z, maximum, s->log_total) : -Infinity();
     }
@@ -338,153 +397,118 @@ __device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered
   }
 }
 
-// Token, log-probabilities of token and chosen of a row without truncation, by the block that holds
-// the token's logit. Sums (first_id for greedy) are complete. The row's logits in shared memory are
-// turned into what is drawn from by `live`, those in global memory by `tempered`; `maximum` is that
-// of z, `raw_maximum` that of x. For all blocks.
-__device__ inline void FinishFull(const Row& row, const Wanted& wanted, const Tempered& live,
-                                  const Tempered& tempered, float maximum, float raw_maximum,
-                                  const float* raw_sums, const Target& to) {
+// Rows with banned ids, top lists or truncation. For all blocks.
+__device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Tempered& tempered,
+                                        float raw_maximum, const Target& to) {
   RowShared* const s = Shared();
-  int32_t token = wanted.target;
-  double total = 1.0;
-  double target = 0.0;
-  Place place = {max(token, 0) / kChunk, 0.0};
-  if (wanted.greedy) {
-    token = static_cast<int32_t>(s->first_id[row.turn & 1]);
-    place.chunk = token / kChunk;
-  } else {
-    double before;
-    int each;
-    total = Total(row, s->sums, &before, &each);
-    if (!wanted.score) {
-      target = total * UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
-      place = FindChunk(row, target, total, before, each);
+  if (wanted.raw) {
+    SumExp(row, raw_maximum, s->raw_sums);
+    if (wanted.top_logprobs > 0) {
+      ListFirst(row, raw_maximum, wanted.top_logprobs);
+      if (row.rank == 0) {
+        if (row.warp == 0) {
+          const double total = Total(row, s->raw_sums);
+          if (row.lane == 0) s->raw_log_total = log(total);
+        }
+        __syncthreads();
+        WriteTop(row, wanted, to, row.vocabulary, raw_maximum, s->raw_log_total, true);
+      }
     }
-  }
-  if (place.chunk / row.share != row.rank) return;
-
-  // The last warps are free while the first ones search.
-  if (row.warp == row.warps - 1 && !wanted.greedy) {
-    const double log_total = log(total);
-    if (row.lane == 0) s->log_total = log_total;
-  }
-  if (row.warp == row.warps - 2 && wanted.raw) {
-    const double raw_log_total = log(Total(row, raw_sums));
-    if (row.lane == 0) s->raw_log_total = raw_log_total;
-  }
-  if (!wanted.greedy && !wanted.score) {
-    token = FindInChunk(row, live, maximum, place, target);
-  } else {
     __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    float logprob = 0.0f;
-    if (wanted.raw) {
-      logprob = LogProb(row.x[token], raw_maximum, s->raw_log_total);
-    } else if (wanted.score || (wanted.processed && !wanted.greedy)) {
-      logprob = token < 0 ? NotANumber() : LogProb(tempered(row.x[token]), maximum, s->log_total);
-    }
-    *to.token = token;
-    *to.logprob = logprob;
-    *to.finite = 1;
-  }
-  WriteChosen(row, wanted, tempered, maximum, raw_maximum, token, nullptr);
-  if (wanted.greedy && wanted.processed) {
-    for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
-      to.top_ids[i] = i == 0 ? token : -1;
-      to.top_logprobs[i] = i == 0 ? 0.0f : -Infinity();
+  float maximum = tempered.identity ? raw_maximum : 0.0f;
+  if (!tempered.identity || wanted.num_banned > 0) Process(row, wanted, tempered);
+  if (wanted.num_banned > 0) {
+    maximum = RowMax(row, false);
+    if (!(maximum > -Infinity())) {
+      if (row.rank == 0) WriteUnusable(wanted, to);
+      return;
     }
   }
-}
 
-// Top-k, top-p and min-p, the draw, and all that is written of such a row. raw_sums are complete.
-// For all blocks.
-__device__ __noinline__ void RunTruncated(Row& row, const Wanted& wanted, Tempered live,
-                                          const Tempered& tempered, float maximum,
-                                          float raw_maximum, const Target& to) {
-  RowShared* const s = Shared();
-  const bool mass_of_all = wanted.top_p < 1.0f && wanted.top_k == 0;
-  double total = 0.0;
-  if (mass_of_all) {
-    if (live.identity) {
-      SumExp(row, maximum, s->sums);
+  if (!wanted.truncated) {
+    if (wanted.greedy) {
+      FindFirst(row, maximum);
     } else {
-      SumExpTempered<false>(row, live);
+      SumExp(row, maximum, s->sums);
     }
-    ClusterSync();
-    total = Total(row, s->sums);
-  }
-  const double mass = mass_of_all ? static_cast<double>(wanted.top_p) * total : 0.0;
-
-  // In most rows few logits reach a bound that is had from the chunks' maxima, and these are
-  // enough.
-  int listed = kListed + 1;
-  const float least = wanted.min_p > 0.0f ? -logf(0.5f * wanted.min_p) : Infinity();
-  const float x_maximum = live.identity ? maximum : raw_maximum;
-  if (wanted.top_k > 0) {
-    if (wanted.top_k <= row.chunks) {
-      const float bound = Slackened(ChunkBound(row, wanted.top_k), live);
-      listed = Gather(row, live, maximum, 0.0, [&](float x, int) { return x >= bound; });
-    }
-  } else {
-    // Candidates below this do not reach min_p.
-    const float end = live.identity ? x_maximum - least : x_maximum - least * live.temperature;
-    const float min_p_bound = end - 1e-5f * fabsf(x_maximum - end) - 1e-6f * fabsf(x_maximum);
-    const float likely = mass_of_all ? ChunkBound(row, (row.chunks * 3 + 3) / 4) : min_p_bound;
-    const float bound = fmaxf(min_p_bound, likely);
-    listed = Gather(row, live, maximum, bound == min_p_bound ? 0.0 : mass,
-                    [&](float x, int) { return x >= bound; });
-  }
-  if (listed > kListed) {
-    if (!live.identity) {
-      Temper(row, live);
-      live.identity = true;
-    }
-    CountByDistance(row, maximum);
-    if (row.rank == 0) {
-      BinRule rule;
-      rule.last = BinOf(87.3f);  // beyond it weights are 0
-      if (wanted.top_k > 0) {
-        rule.count = static_cast<uint32_t>(wanted.top_k);
-      } else {
-        if (mass_of_all) {
-          rule.by_mass = true;
-          rule.mass = mass;
-          // Candidates beyond this weigh less than 1 - top_p, were they all of the vocabulary
-          // (halved against rounding).
-          const double last = 0.5 * (1.0 - static_cast<double>(wanted.top_p)) * total /
-                              static_cast<double>(row.vocabulary);
-          rule.last = min(rule.last, BinOf(static_cast<float>(fmax(-log(last), 0.0)) + 1e-3f));
-        }
-        if (wanted.min_p > 0.0f) rule.last = min(rule.last, BinOf(least));
-      }
-      PickBin(row, rule);
-    }
-    ClusterSync();
-    const int bin = s->picked_bin;
-    listed =
-        Gather(row, live, maximum, 0.0, [&](float z, int) { return BinOf(maximum - z) <= bin; });
-  }
-
-  const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
-  const bool list = listed <= kListed;
-  Kept kept;
-  if (list) {
+    const bool list = wanted.top_logprobs > 0 && !wanted.greedy && !wanted.raw;
+    if (list) ListFirst(row, maximum, wanted.top_logprobs);
     ClusterSync();
     if (row.rank != 0) return;
-    kept = DrawFromList(row, wanted, maximum, uniform, listed, total);
+    if (list) {
+      if (row.warp == 0) {
+        const double total = Total(row, s->sums);
+        if (row.lane == 0) s->log_total = log(total);
+      }
+      __syncthreads();
+      WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
+      __syncthreads();  // the list gives way to the draw's weights
+    }
+    FinishFull(row, wanted, tempered, maximum, raw_maximum, to);
+    WriteChosen(row, wanted, tempered, maximum, raw_maximum, nullptr);
+    if (wanted.greedy && wanted.processed) {
+      for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+        to.top_ids[i] = i == 0 ? s->token : -1;
+        to.top_logprobs[i] = i == 0 ? 0.0f : -Infinity();
+      }
+    }
+    return;
+  }
+
+  const bool mass_of_all = wanted.top_p < 1.0f && wanted.top_k == 0;
+  if (mass_of_all) SumExp(row, maximum, s->sums);
+  CountByDistance(row, maximum);
+  if (row.rank == 0) {
+    BinRule rule;
+    rule.last = BinOf(87.3f);  // beyond it weights are 0
+    if (wanted.top_k > 0) {
+      rule.count = static_cast<uint32_t>(wanted.top_k);
+    } else {
+      rule.count = ~0u;
+      if (mass_of_all) {
+        if (row.warp == 0) {
+          const double total = Total(row, s->sums);
+          if (row.lane == 0) s->total = total;
+        }
+        __syncthreads();
+        rule.by_mass = true;
+        rule.mass = static_cast<double>(wanted.top_p) * s->total;
+        // Candidates beyond this weigh less than 1 - top_p, were they all of the vocabulary (halved
+        // against rounding).
+        const double least = 0.5 * (1.0 - static_cast<double>(wanted.top_p)) * s->total /
+                             static_cast<double>(row.vocabulary);
+        rule.last = min(rule.last, BinOf(static_cast<float>(fmax(-log(least), 0.0)) + 1e-3f));
+      }
+      if (wanted.min_p > 0.0f) rule.last = min(rule.last, BinOf(-logf(0.5f * wanted.min_p)));
+    }
+    PickBin(row, rule);
+  }
+  ClusterSync();
+  const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
+  const int count = s->picked_count;
+  const bool list = count <= kListed;
+  Kept kept;
+  if (list) {
+    const int bin = s->picked_bin;
+    Gather(row, [&](float z, int) { return BinOf(maximum - z) <= bin; });
+    ClusterSync();
+    if (row.rank != 0) return;
+    kept = DrawFromList(row, wanted, maximum, uniform, count, s->total);
   } else {
     kept = DrawFromMany(row, wanted, maximum, uniform);
     if (wanted.processed && wanted.top_logprobs > 0) {
-      ListFirst(row, live, maximum, wanted.top_logprobs);
+      ListFirst(row, maximum, wanted.top_logprobs);
     }
     if (row.rank != 0) return;
   }
-  if (threadIdx.x == 0) s->log_total = kept.log_total;
-  if (row.warp == row.warps - 1 && wanted.raw) {
-    const double raw_log_total = log(Total(row, s->raw_sums));
-    if (row.lane == 0) s->raw_log_total = raw_log_total;
+  if (threadIdx.x == 0) {
+    s->log_total = kept.log_total;
+    s->token = kept.token;
+  }
+  if (wanted.raw && row.warp == 0) {
+    const double total = Total(row, s->raw_sums);
+    if (row.lane == 0) s->raw_log_total = log(total);
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -504,166 +528,95 @@ __device__ __noinline__ void RunTruncated(Row& row, const Wanted& wanted, Temper
     }
     WriteTop(row, wanted, to, present, maximum, kept.log_total, true);
   }
-  WriteChosen(row, wanted, tempered, maximum, raw_maximum, kept.token, &kept);
+  WriteChosen(row, wanted, tempered, maximum, raw_maximum, &kept);
 }
 
-// Rows with banned ids, top lists or truncation. For all blocks.
-__device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Tempered& tempered,
-                                        float raw_maximum, const Target& to) {
-  RowShared* const s = Shared();
-  if (wanted.raw) {
-    SumExp(row, raw_maximum, s->raw_sums);
-    if (wanted.top_logprobs > 0) {
-      Tempered raw(raw_maximum, 1.0f);
-      ListFirst(row, raw, raw_maximum, wanted.top_logprobs);
-      if (row.rank == 0) {
-        const double raw_log_total = log(Total(row, s->raw_sums));
-        WriteTop(row, wanted, to, row.vocabulary, raw_maximum, raw_log_total, true);
-      }
-      ClusterSync();  // the list is free
-    }
-  }
-  Tempered live = tempered;
-  float maximum = tempered.identity ? raw_maximum : 0.0f;
-  if (wanted.num_banned > 0) {
-    __syncthreads();
-    if (!live.identity) {
-      Temper(row, live);
-      live.identity = true;
-    }
-    for (int i = threadIdx.x; i < wanted.num_banned; i += blockDim.x) {
-      const int32_t id = wanted.banned[i];
-      const int at = id - row.IdAt(0);
-      if (id < row.vocabulary && at >= 0 && at < row.own * kChunk) Share()[at] = -Infinity();
-    }
-    __syncthreads();
-    maximum = RowMax(row, /*wait=*/false, /*tell_all=*/true);
-    if (!(maximum > -Infinity())) {
-      if (row.rank == 0) WriteUnusable(wanted, to);
-      return;
-    }
-  }
-  if (wanted.truncated) {
-    RunTruncated(row, wanted, live, tempered, maximum, raw_maximum, to);
-    return;
-  }
-  if (wanted.greedy) {
-    FindFirst(row, maximum);
-  } else if (live.identity) {
-    SumExp(row, maximum, s->sums);
-  } else {
-    SumExpTempered<false>(row, live);
-  }
-  if (wanted.top_logprobs > 0 && !wanted.greedy && !wanted.raw) {
-    ListFirst(row, live, maximum, wanted.top_logprobs);
-    if (row.rank == 0) {
-      const double log_total = log(Total(row, s->sums));
-      WriteTop(row, wanted, to, row.vocabulary, maximum, log_total, wanted.score);
-    }
-  } else {
-    ClusterSync();
-  }
-  FinishFull(row, wanted, live, tempered, maximum, raw_maximum, s->raw_sums, to);
-}
-
-// A cluster works on rows, each a grid's number of clusters after the one before.
 template <int kThreads, int kBlocks>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBlocks)
     SampleKernel(const __grid_constant__ Launch p) {
-  RowShared* const s = Shared();
-  int rows = p.rows;
-  if (p.rows_in_use != nullptr) rows = min(rows, *p.rows_in_use);
-  int index = static_cast<int>(blockIdx.x) / kCluster;
-  const int step = static_cast<int>(gridDim.x) / kCluster;
-  if (index >= rows) return;  // a whole cluster
+  const int index = static_cast<int>(blockIdx.x) / kCluster;
+  if (p.rows_in_use != nullptr && index >= *p.rows_in_use) return;  // a whole cluster
   Row row;
   row.x = p.logits + index * p.logits_ld;
   row.vocabulary = p.vocabulary;
   row.rank = static_cast<int>(cooperative_groups::this_cluster().block_rank());
   row.chunks = (p.vocabulary + kChunk - 1) / kChunk;
-  row.share = (row.chunks + kCluster - 1) / kCluster;
-  row.first = row.rank * row.share;
-  row.own = max(min(row.share, row.chunks - row.first), 0);
+  const int share = (row.chunks + kCluster - 1) / kCluster;
+  row.first = row.rank * share;
+  row.own = max(min(share, row.chunks - row.first), 0);
   row.lane = threadIdx.x % kWarp;
   row.warp = threadIdx.x / kWarp;
   row.warps = blockDim.x / kWarp;
-  InitLoad(row);
   StartLoad(row);
-  for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
-  // All blocks have started and can be written to.
+
+  const Wanted wanted(p, index);
+  const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated;
+  RowShared* const s = Shared();
+  if (threadIdx.x == 0) s->first_id = ~0u;
+  if (!simple) {
+    for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
+  }
+  // All blocks have started, and the first one is ready to be written to.
   ClusterSync();
 
-  for (; index < rows; index += step) {
-    const Wanted wanted(p, index);
-    const Target to(p.out, index, p.max_top);
-    const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated;
-    if (threadIdx.x == 0) s->first_id[row.turn & 1] = ~0u;
-    const float maximum = RowMax(row, /*wait=*/true, /*tell_all=*/!simple);
-    if (!(maximum > -Infinity() && maximum < Infinity())) {
-      if (row.rank == 0) WriteUnusable(wanted, to);
-    } else if (const Tempered tempered(maximum, wanted.temperature); simple) {
-      // The raw sums are the sums at temperature 1.
-      const bool same = tempered.identity && !wanted.greedy;
-      if (wanted.greedy) FindFirst(row, maximum);
-      if (same) {
-        SumExp(row, maximum, s->sums);
-      } else if (wanted.greedy) {
-        if (wanted.raw) SumExp(row, maximum, s->raw_sums);
-      } else if (wanted.raw) {
-        SumExpTempered<true>(row, tempered);
-      } else {
-        SumExpTempered<false>(row, tempered);
-      }
-      ClusterSync();
-      FinishFull(row, wanted, tempered, tempered, tempered.identity ? maximum : 0.0f, maximum,
-                 same ? s->sums : s->raw_sums, to);
-    } else {
-      // Copies, so that what the other rows need can stay in registers.
-      Row general = row;
-      const Wanted all = wanted;
-      const Target outputs = to;
-      const Tempered by = tempered;
-      RunGeneral(general, all, by, maximum, outputs);
-      row.phase = general.phase;
-    }
-    // The next row comes while the cluster's other blocks finish this one.
-    FenceProxyAsync();
+  const float maximum = RowMax(row, true);
+  const Target to(p.out, index, p.max_top);
+  if (!(maximum > -Infinity() && maximum < Infinity())) {
+    if (row.rank == 0) WriteUnusable(wanted, to);
+    return;
+  }
+  const Tempered tempered(maximum, wanted.temperature);
+  if (!simple) {
+    // Copies, so that what the other rows need can stay in registers.
+    Row general = row;
+    const Wanted all = wanted;
+    RunGeneral(general, all, tempered, maximum, to);
+    return;
+  }
+  if (wanted.greedy) FindFirst(row, maximum);
+  if (tempered.identity) {
+    if (wanted.raw) SumExp(row, maximum, s->raw_sums);
+    if (!wanted.greedy && !wanted.raw) SumExp(row, maximum, s->sums);
+  } else if (wanted.raw) {
+    SumExpTempered<true>(row, tempered);
+  } else {
+    SumExpTempered<false>(row, tempered);
+  }
+  ClusterSync();
+  if (row.rank != 0) return;
+  // At temperature 1 the raw sums are the sums.
+  if (tempered.identity && wanted.raw && !wanted.greedy) {
+    for (int i = threadIdx.x; i < row.chunks; i += blockDim.x) s->sums[i] = s->raw_sums[i];
     __syncthreads();
-    ++row.turn;
-    row.x += step * p.logits_ld;
-    if (index + step < rows) StartLoad(row);
+  }
+  FinishFull(row, wanted, tempered, tempered.identity ? maximum : 0.0f, maximum, to);
+  if (wanted.num_chosen > 0) {
+    WriteChosen(row, wanted, tempered, tempered.identity ? maximum : 0.0f, maximum, nullptr);
   }
 }
 
-// Clusters that run at a time; more would be right, too. Of the SMs that clusters of 8 can use.
-constexpr int kSmBytes = 227 * 1024;
-constexpr int kSmClusters = 128 / kCluster;
-
 template <int kThreads, int kBlocks>
-cudaError_t Start(const Launch& p, int threads, size_t bytes, cudaStream_t stream) {
+cudaError_t Start(const Launch& p, int rows, int threads, size_t bytes, cudaStream_t stream) {
   const auto kernel = SampleKernel<kThreads, kBlocks>;
   DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  const int by_bytes = kSmBytes / static_cast<int>(bytes + 1024);
-  const int resident = std::clamp(by_bytes, 1, kThreads * kBlocks / threads);
-  const int clusters = std::min(p.rows, resident * kSmClusters);
-  kernel<<<clusters * kCluster, threads, bytes, stream>>>(p);
+  kernel<<<rows * kCluster, threads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-cudaError_t Run(const Launch& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.vocabulary <= 0 || p.vocabulary > kMostVocabulary ||
+cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
+  if (rows < 0 || rows > (1 << 27) || p.vocabulary <= 0 || p.vocabulary > kMostVocabulary ||
       p.logits_ld < p.vocabulary || p.max_top < 0 || p.max_top > kMostTopLogprobs) {
     return cudaErrorInvalidValue;
   }
-  if (p.rows == 0) return cudaSuccess;
+  if (rows == 0) return cudaSuccess;
   const int chunks = (p.vocabulary + kChunk - 1) / kChunk;
   const int share = (chunks + kCluster - 1) / kCluster;
   const int threads = std::clamp(share * kWarp, kScanThreads, 1024);
   const size_t bytes = kShareOffset + sizeof(float) * kChunk * share;
   // Two blocks of an SM at a time where they fit.
-  if (threads <= 640) return Start<640, 2>(p, threads, bytes, stream);
-  return Start<1024, 1>(p, threads, bytes, stream);
+  if (threads <= 640) return Start<640, 2>(p, rows, threads, bytes, stream);
+  return Start<1024, 1>(p, rows, threads, bytes, stream);
 }
 
 }  // namespace
@@ -677,10 +630,9 @@ cudaError_t Sample(const SampleParams& params, cudaStream_t stream) {
   p.chosen_ids = params.chosen_ids;
   p.rows_in_use = params.rows_in_use;
   p.out = params.out;
-  p.rows = params.rows;
   p.vocabulary = params.vocabulary;
   p.max_top = params.max_top;
-  return Run(p, stream);
+  return Run(p, params.rows, stream);
 }
 
 cudaError_t Score(const ScoreParams& params, cudaStream_t stream) {
@@ -691,10 +643,9 @@ cudaError_t Score(const ScoreParams& params, cudaStream_t stream) {
   p.chosen_ids = params.chosen_ids;
   p.rows_in_use = params.rows_in_use;
   p.out = params.out;
-  p.rows = params.rows;
   p.vocabulary = params.vocabulary;
   p.max_top = params.max_top;
-  return Run(p, stream);
+  return Run(p, params.rows, stream);
 }
 
 }  // namespace dorad::kernels

@@ -8,12 +8,11 @@
 // but for the rounding of double sums. Where more than kMostListed candidates can survive
 // truncation their weights are added up as integers, multiples of 2^-45 of the largest.
 //
-// Clusters of blocks walk over the rows, each with a row's logits in its shared memory, so that
-// logits are read once; the next row is copied while the last one is finished. Everything but sizes
-// and pointers is read on the device, so that one captured graph serves greedy, plain and truncated
-// rows mixed. Results of a row depend on that row only and are reproducible to the last bit.
-// Functions only enqueue work, allocate nothing, need no workspace, are thread-safe and can be
-// captured. All pointers are to device memory.
+// One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
+// read once. Everything but sizes and pointers is read on the device, so that one captured graph
+// serves greedy, plain and truncated rows mixed. Results of a row depend on that row only and are
+// reproducible to the last bit. Functions only enqueue work, allocate nothing, need no workspace,
+// are thread-safe and can be captured. All pointers are to device memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
