@@ -3,8 +3,22 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "server/base/error.h"
 
 namespace dorad::adapter {
+
+absl::Status AdapterBuilder::CheckBaseCopies(const AdapterTensors& tensors) const {
+  Violations violations;
+  for (const BaseCopy& copy : tensors.base_copies) {
+    DORAD_ASSIGN_OR_RETURN(const bool equal, EqualsBase(copy));
+    if (equal) continue;
+    violations.Add(copy.key, "ADAPTER_BASE_DIFFERS",
+                   absl::StrCat("the file's copy of ", modules_.all()[copy.module_id].name,
+                                " differs from the base model's weight: the adapter was trained on "
+                                "other weights or with a resized vocabulary"));
+  }
+  return violations.ToStatus("adapter_model.safetensors");
+}
 
 void CheckNorms(const BaseModule& module, absl::Span<const float> magnitude,
                 absl::Span<const float> norms, absl::Span<const float> g, double eps,

@@ -23,16 +23,25 @@ struct BuiltAdapter {
 
 class AdapterBuilder {
  public:
+  // modules: of the base model; borrowed.
+  explicit AdapterBuilder(const BaseModules* modules) : modules_(*modules) {}
   virtual ~AdapterBuilder() = default;
   // Once on each thread that will call the functions below.
   virtual void PrepareThread() {}
   // INVALID_ARGUMENT (ADAPTER_BASE_DIFFERS) unless each copy of a base weight in the file equals
   // the base model's.
-  virtual absl::Status CheckBaseCopies(const AdapterTensors& tensors) = 0;
+  absl::Status CheckBaseCopies(const AdapterTensors& tensors) const;
   // Copies, row norms (paper, Algorithm 1) and g. INVALID_ARGUMENT listing every violation:
   // ADAPTER_NORM_DEGENERATE, ADAPTER_NOT_FINITE (a value beyond bf16's range when factors are
   // rounded to it). May throw what the backend's libraries throw.
   virtual absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) = 0;
+
+ protected:
+  // Equal after the roundings that lie between the trainer's copy and the server's: the file may be
+  // narrower than the server's weight, or that narrower than the checkpoint and the file.
+  virtual absl::StatusOr<bool> EqualsBase(const BaseCopy& copy) const = 0;
+
+  const BaseModules& modules_;
 };
 
 // Names the rows whose norm does not define g = m / max(norm, eps) as ADAPTER_NORM_DEGENERATE. A

@@ -134,9 +134,8 @@ class AdapterBuild {
   BuiltAdapter built_;
 };
 
-// Equal after the roundings that lie between the trainer's copy and ours: the file may be narrower
-// than our weight, or our weight narrower than the checkpoint and the file.
-bool EqualsBase(const TensorView& copy, const at::Tensor& weight, at::ScalarType checkpoint) {
+// The file's copy against the weight in its storage; see AdapterBuilder::EqualsBase.
+bool Equals(const TensorView& copy, const at::Tensor& weight, at::ScalarType checkpoint) {
   constexpr int64_t kRows = 1024;  // bounds the transient copies
   const at::ScalarType file_dtype = ScalarTypeOf(copy.dtype);
   const bool narrowed = weight.scalar_type() == at::kBFloat16 && checkpoint != at::kBFloat16;
@@ -157,7 +156,7 @@ bool EqualsBase(const TensorView& copy, const at::Tensor& weight, at::ScalarType
 class CpuAdapterBuilder final : public AdapterBuilder {
  public:
   CpuAdapterBuilder(const BaseModules* modules, BaseWeightSource* base, CpuBuilderOptions options)
-      : modules_(*modules), base_(*base), options_(options) {}
+      : AdapterBuilder(modules), base_(*base), options_(options) {}
 
   // A load must not take the cores that running streams use: parallel regions that the thread opens
   // run on it alone.
@@ -168,27 +167,16 @@ class CpuAdapterBuilder final : public AdapterBuilder {
     omp_set_num_threads(1);
   }
 
-  absl::Status CheckBaseCopies(const AdapterTensors& tensors) override {
-    Violations violations;
-    for (const BaseCopy& copy : tensors.base_copies) {
-      if (EqualsBase(*copy.tensor, base_.Weight(copy.module_id),
-                     base_.CheckpointDtype(copy.module_id))) {
-        continue;
-      }
-      violations.Add(copy.key, "ADAPTER_BASE_DIFFERS",
-                     absl::StrCat("the file's copy of ", modules_.all()[copy.module_id].name,
-                                  " differs from the base model's weight: the adapter was trained "
-                                  "on other weights or with a resized vocabulary"));
-    }
-    return violations.ToStatus(kSubject);
-  }
-
   absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) override {
     return AdapterBuild(modules_, base_, options_).Run(tensors);
   }
 
  private:
-  const BaseModules& modules_;
+  absl::StatusOr<bool> EqualsBase(const BaseCopy& copy) const override {
+    return Equals(*copy.tensor, base_.Weight(copy.module_id),
+                  base_.CheckpointDtype(copy.module_id));
+  }
+
   BaseWeightSource& base_;
   const CpuBuilderOptions options_;
 };

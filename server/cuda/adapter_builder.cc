@@ -310,21 +310,11 @@ class AdapterBuild {
 class CudaAdapterBuilder final : public adapter::AdapterBuilder {
  public:
   CudaAdapterBuilder(const CudaModel* model, MemoryLedger* ledger, StagingRing ring, Stream stream)
-      : model_(*model), ledger_(ledger), ring_(std::move(ring)), stream_(std::move(stream)) {}
-
-  absl::Status CheckBaseCopies(const AdapterTensors& tensors) override {
-    Violations violations;
-    for (const adapter::BaseCopy& copy : tensors.base_copies) {
-      DORAD_ASSIGN_OR_RETURN(const bool equal, EqualsBase(copy));
-      if (equal) continue;
-      violations.Add(
-          copy.key, "ADAPTER_BASE_DIFFERS",
-          absl::StrCat("the file's copy of ", model_.modules().all()[copy.module_id].name,
-                       " differs from the base model's weight: the adapter was trained "
-                       "on other weights or with a resized vocabulary"));
-    }
-    return violations.ToStatus(kSubject);
-  }
+      : adapter::AdapterBuilder(&model->modules()),
+        model_(*model),
+        ledger_(ledger),
+        ring_(std::move(ring)),
+        stream_(std::move(stream)) {}
 
   absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) override {
     absl::MutexLock lock(&mu_);
@@ -332,9 +322,8 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
   }
 
  private:
-  // Equal after the roundings that lie between the trainer's copy and ours, which is bf16: the file
-  // may be fp16, or the checkpoint finer than bf16.
-  absl::StatusOr<bool> EqualsBase(const adapter::BaseCopy& copy) const {
+  // Ours is bf16.
+  absl::StatusOr<bool> EqualsBase(const adapter::BaseCopy& copy) const override {
     constexpr int64_t kElements = 1 << 20;  // bounds the transient copies
     const TensorView& view = *copy.tensor;
     const bool narrowed = model_.CheckpointDtype(copy.module_id) != DType::kBF16;
