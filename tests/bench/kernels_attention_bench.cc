@@ -20,10 +20,14 @@
 #include <vector>
 
 #include "kernels/decoder/attention.h"
+#include "tests/bench/kernels_timing.h"
 
 namespace {
 
 using Bf16 = __nv_bfloat16;
+using dorad::bench::Check;
+using dorad::bench::CopyBandwidth;
+using dorad::bench::Microseconds;
 using dorad::kernels::AttentionShape;
 using dorad::kernels::AttentionSplit;
 using dorad::kernels::kKvPageTokens;
@@ -33,54 +37,6 @@ constexpr AttentionShape kShape{32, 8, 128};
 constexpr int64_t kPageElements = int64_t{8} * 16 * 128;  // of one layer's keys or values
 constexpr int64_t kPages = 13000;
 constexpr int kMaxPositions = 16384;
-
-void Check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(1);
-}
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-// Milliseconds of work(), as a graph or as launches: the median.
-double Milliseconds(cudaStream_t stream, int replays, bool as_graph,
-                    const std::function<void()>& work) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  if (as_graph) {
-    Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    work();
-    Check(cudaStreamEndCapture(stream, &graph));
-    Check(cudaGraphInstantiate(&executable, graph, 0));
-  }
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  std::vector<double> times;
-  for (int i = 0; i < replays + 2; ++i) {
-    Check(cudaEventRecord(begin, stream));
-    if (as_graph) {
-      Check(cudaGraphLaunch(executable, stream));
-    } else {
-      work();
-    }
-    Check(cudaEventRecord(end, stream));
-    Check(cudaEventSynchronize(end));
-    float milliseconds;
-    Check(cudaEventElapsedTime(&milliseconds, begin, end));
-    if (i >= 2) times.push_back(double{milliseconds});
-  }
-  Check(cudaEventDestroy(begin));
-  Check(cudaEventDestroy(end));
-  if (as_graph) {
-    Check(cudaGraphExecDestroy(executable));
-    Check(cudaGraphDestroy(graph));
-  }
-  return Median(times);
-}
 
 template <typename T>
 T* Allocate(int64_t elements) {
@@ -144,10 +100,7 @@ int main(int argc, char** argv) {
   Bf16* const cache = Allocate<Bf16>(2 * kLayers * plane);
   const size_t half = size_t{2} << 30;
   Fill(cache, 2 * kLayers * plane);
-  const double copy_ms = Milliseconds(stream, 9, false, [&] {
-    Check(cudaMemcpyAsync(cache, cache + half, half, cudaMemcpyDeviceToDevice, stream));
-  });
-  const double copy = 2e-9 * static_cast<double>(half) / copy_ms;
+  const double copy = CopyBandwidth(stream, cache, cache + half, half);
   std::printf("copy %.2f TB/s\n", copy);
 
   const int max_rows = 4096;
@@ -254,23 +207,23 @@ int main(int argc, char** argv) {
     const AttentionSplit splits[] = {AttentionSplit::kByLoad, AttentionSplit::kAlways,
                                      AttentionSplit::kNever};
     for (int i = 0; i < 3; ++i) {
-      ms[i] = Milliseconds(stream, replays, true, [&] {
-        plan(splits[i]);
-        for (int layer = 0; layer < kLayers; ++layer) attend(layer, false);
-      });
+      ms[i] = 1e-3 * Microseconds(stream, replays, true, [&] {
+                plan(splits[i]);
+                for (int layer = 0; layer < kLayers; ++layer) attend(layer, false);
+              });
     }
-    const double append_ms = Milliseconds(stream, replays, true, [&] {
-      for (int layer = 0; layer < kLayers; ++layer) append(layer);
-    });
+    const double append_ms = 1e-3 * Microseconds(stream, replays, true, [&] {
+                               for (int layer = 0; layer < kLayers; ++layer) append(layer);
+                             });
     double both_ms[2];
     for (const bool is_settled : {false, true}) {
-      both_ms[is_settled] = Milliseconds(stream, replays, true, [&] {
-        plan(AttentionSplit::kByLoad);
-        for (int layer = 0; layer < kLayers; ++layer) {
-          append(layer);
-          attend(layer, is_settled);
-        }
-      });
+      both_ms[is_settled] = 1e-3 * Microseconds(stream, replays, true, [&] {
+                              plan(AttentionSplit::kByLoad);
+                              for (int layer = 0; layer < kLayers; ++layer) {
+                                append(layer);
+                                attend(layer, is_settled);
+                              }
+                            });
     }
     const double floor = 1e-9 * static_cast<double>(bytes) * kLayers / copy;
     std::printf("%-20s %6.2f %9.3f %9.3f %9.3f %7.3f", c.name, c.goal, ms[0], ms[1], ms[2], floor);

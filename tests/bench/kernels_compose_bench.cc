@@ -14,72 +14,18 @@
 #include <vector>
 
 #include "kernels/dora/compose.h"
+#include "tests/bench/kernels_timing.h"
 
 namespace {
 
+using dorad::bench::Check;
+using dorad::bench::CopyBandwidth;
+using dorad::bench::MicrosecondsEach;
 using dorad::kernels::ApplyParams;
 using dorad::kernels::ComposeParams;
 using dorad::kernels::FloatType;
 
 constexpr int64_t kPoolBytes = int64_t{6} << 30;
-
-void Check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(1);
-}
-
-// TB/s of a copy between halves of the pool, bytes read plus bytes written: the median.
-double CopyBandwidth(char* pool, cudaStream_t stream) {
-  const size_t half = size_t{2} << 30;
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  std::vector<double> rates;
-  for (int i = 0; i < 9; ++i) {
-    Check(cudaEventRecord(begin, stream));
-    Check(cudaMemcpyAsync(pool, pool + half, half, cudaMemcpyDeviceToDevice, stream));
-    Check(cudaEventRecord(end, stream));
-    Check(cudaEventSynchronize(end));
-    float milliseconds;
-    Check(cudaEventElapsedTime(&milliseconds, begin, end));
-    rates.push_back(2e-9 * static_cast<double>(half) / milliseconds);
-  }
-  Check(cudaEventDestroy(begin));
-  Check(cudaEventDestroy(end));
-  std::sort(rates.begin(), rates.end());
-  return rates[rates.size() / 2];
-}
-
-// Microseconds of one call of work(0), work(1), …: the median over replays of a graph of `calls`.
-double Microseconds(cudaStream_t stream, int calls, const std::function<void(int)>& work) {
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < calls; ++i) work(i);
-  Check(cudaStreamEndCapture(stream, &graph));
-  Check(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  for (int i = 0; i < 3; ++i) Check(cudaGraphLaunch(executable, stream));
-  std::vector<double> times;
-  for (int i = 0; i < 15; ++i) {
-    Check(cudaEventRecord(begin, stream));
-    Check(cudaGraphLaunch(executable, stream));
-    Check(cudaEventRecord(end, stream));
-    Check(cudaEventSynchronize(end));
-    float milliseconds;
-    Check(cudaEventElapsedTime(&milliseconds, begin, end));
-    times.push_back(1e3 * milliseconds / calls);
-  }
-  Check(cudaEventDestroy(begin));
-  Check(cudaEventDestroy(end));
-  Check(cudaGraphExecDestroy(executable));
-  Check(cudaGraphDestroy(graph));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
 
 // Random bf16 numbers in (-1, 1), which are finite fp32 numbers, too, pair by pair.
 std::vector<uint16_t> RandomBits(size_t size) {
@@ -122,7 +68,7 @@ int main() {
   for (size_t i = 0; i < g.size(); ++i) g[i] = 1.0f + 0.002f * static_cast<float>(i % 17 - 8);
   Check(cudaMemcpy(vectors, g.data(), size_t{1} << 20, cudaMemcpyHostToDevice));
 
-  const double copy = CopyBandwidth(pool, stream);
+  const double copy = CopyBandwidth(stream, pool, pool + (size_t{2} << 30), size_t{2} << 30);
   std::printf("copy %.2f TB/s\n", copy);
   std::printf("%-14s %22s %22s %22s\n", "rows x out", "bf16 us (of copy)", "fp32 us (of copy)",
               "apply f32->bf16 us");
@@ -133,7 +79,7 @@ int main() {
     for (const FloatType type : {FloatType::kBF16, FloatType::kF32}) {
       const int64_t bytes = (elements * (type == FloatType::kF32 ? 4 : 2) + 255) / 256 * 256;
       const int sets = static_cast<int>(std::min<int64_t>(64, kPoolBytes / (3 * bytes)));
-      const double us = Microseconds(stream, std::max(sets, 8), [&](int i) {
+      const double us = MicrosecondsEach(stream, std::max(sets, 8), [&](int i) {
         char* const at = pool + 3 * bytes * (i % sets);
         ComposeParams p;
         p.base = at;
@@ -150,7 +96,7 @@ int main() {
     }
     const int64_t bytes = (elements * 4 + 255) / 256 * 256;
     const int sets = static_cast<int>(std::min<int64_t>(64, kPoolBytes / (3 * bytes)));
-    const double us = Microseconds(stream, std::max(sets, 8), [&](int i) {
+    const double us = MicrosecondsEach(stream, std::max(sets, 8), [&](int i) {
       char* const at = pool + 3 * bytes * (i % sets);
       ApplyParams p;
       p.base = reinterpret_cast<const float*>(at);

@@ -16,62 +16,18 @@
 #include <vector>
 
 #include "kernels/dora/norm.h"
+#include "tests/bench/kernels_timing.h"
 
 namespace {
 
 using Bf16 = __nv_bfloat16;
+using dorad::bench::Check;
+using dorad::bench::CopyBandwidth;
+using dorad::bench::Microseconds;
 using dorad::kernels::DoraNormParams;
 
 constexpr double kScale = 1.5;
 constexpr int kLayers = 36;
-
-void Check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(1);
-}
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-// Microseconds of work(), as a graph or as launches on the stream: the median of `replays`.
-double Microseconds(cudaStream_t stream, int replays, bool as_graph,
-                    const std::function<void()>& work) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t executable = nullptr;
-  if (as_graph) {
-    Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    work();
-    Check(cudaStreamEndCapture(stream, &graph));
-    Check(cudaGraphInstantiate(&executable, graph, 0));
-  }
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  std::vector<double> times;
-  for (int i = 0; i < replays + 2; ++i) {
-    Check(cudaEventRecord(begin, stream));
-    if (as_graph) {
-      Check(cudaGraphLaunch(executable, stream));
-    } else {
-      work();
-    }
-    Check(cudaEventRecord(end, stream));
-    Check(cudaEventSynchronize(end));
-    float milliseconds;
-    Check(cudaEventElapsedTime(&milliseconds, begin, end));
-    if (i >= 2) times.push_back(1e3 * milliseconds);
-  }
-  Check(cudaEventDestroy(begin));
-  Check(cudaEventDestroy(end));
-  if (as_graph) {
-    Check(cudaGraphExecDestroy(executable));
-    Check(cudaGraphDestroy(graph));
-  }
-  return Median(times);
-}
 
 // Device memory in one piece, filled with bf16 numbers of about N(0, 0.02²).
 class Pool {
@@ -191,10 +147,7 @@ int main(int argc, char** argv) {
   Check(cudaMalloc(&workspace, workspace_bytes));
 
   const size_t half = size_t{2} << 30;
-  const double copy_us = Microseconds(stream, 9, false, [&] {
-    Check(cudaMemcpyAsync(pool.data(), pool.data() + half, half, cudaMemcpyDeviceToDevice, stream));
-  });
-  const double copy = 2.0 * static_cast<double>(half) / copy_us * 1e-6;
+  const double copy = CopyBandwidth(stream, pool.data(), pool.data() + half, half);
   std::printf("copy %.2f TB/s; rank %ld\n", copy, rank);
 
   std::printf("squared row norms: us (share of the copy bandwidth)\n");

@@ -13,9 +13,13 @@
 #include <vector>
 
 #include "kernels/sampling/sampling.h"
+#include "tests/bench/kernels_timing.h"
 
 namespace {
 
+using dorad::bench::Check;
+using dorad::bench::CopyBandwidth;
+using dorad::bench::MicrosecondsEach;
 using dorad::kernels::LogprobMode;
 using dorad::kernels::SampleParams;
 using dorad::kernels::SampleRowSpec;
@@ -23,47 +27,11 @@ using dorad::kernels::SampleRowSpec;
 constexpr int kPoolRows = 1024;
 constexpr int kMaxTop = 20;
 
-void Check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "%s\n", cudaGetErrorString(status));
-  std::exit(1);
-}
-
 template <typename T>
 T* Allocate(size_t count) {
   void* memory;
   Check(cudaMalloc(&memory, count * sizeof(T)));
   return static_cast<T*>(memory);
-}
-
-// Microseconds of one call of work(0), work(1), …: the median over replays of a graph of `calls`.
-double Microseconds(cudaStream_t stream, int calls, const std::function<void(int)>& work) {
-  cudaGraph_t graph;
-  cudaGraphExec_t executable;
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < calls; ++i) work(i);
-  Check(cudaStreamEndCapture(stream, &graph));
-  Check(cudaGraphInstantiate(&executable, graph, 0));
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-  for (int i = 0; i < 2; ++i) Check(cudaGraphLaunch(executable, stream));
-  std::vector<double> times;
-  for (int i = 0; i < 11; ++i) {
-    Check(cudaEventRecord(begin, stream));
-    Check(cudaGraphLaunch(executable, stream));
-    Check(cudaEventRecord(end, stream));
-    Check(cudaEventSynchronize(end));
-    float milliseconds;
-    Check(cudaEventElapsedTime(&milliseconds, begin, end));
-    times.push_back(1e3 * milliseconds / calls);
-  }
-  Check(cudaEventDestroy(begin));
-  Check(cudaEventDestroy(end));
-  Check(cudaGraphExecDestroy(executable));
-  Check(cudaGraphDestroy(graph));
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
 }
 
 struct Setting {
@@ -109,10 +77,6 @@ int main(int argc, char** argv) {
   p.logits_ld = p.vocabulary = vocabulary;
   p.max_top = kMaxTop;
 
-  cudaEvent_t begin, end;
-  Check(cudaEventCreate(&begin));
-  Check(cudaEventCreate(&end));
-
   double copy = 0.0;
   // Two distributions: a model that has a few dozen likely tokens, and one that hardly has any
   // opinion (95 % of the probability on about half of the vocabulary).
@@ -133,19 +97,7 @@ int main(int argc, char** argv) {
                        cudaMemcpyHostToDevice));
     }
     if (!flat) {
-      std::vector<double> rates;
-      for (int i = 0; i < 7; ++i) {
-        Check(cudaEventRecord(begin, stream));
-        Check(cudaMemcpyAsync(logits, logits + size / 2, size / 2 * sizeof(float),
-                              cudaMemcpyDeviceToDevice, stream));
-        Check(cudaEventRecord(end, stream));
-        Check(cudaEventSynchronize(end));
-        float milliseconds;
-        Check(cudaEventElapsedTime(&milliseconds, begin, end));
-        rates.push_back(1e-9 * static_cast<double>(size) * sizeof(float) / milliseconds);
-      }
-      std::sort(rates.begin(), rates.end());
-      copy = rates[rates.size() / 2];
+      copy = CopyBandwidth(stream, logits, logits + size / 2, size / 2 * sizeof(float));
       std::printf("copy %.2f TB/s, vocabulary %d; us (times one read)\n", copy, vocabulary);
       std::printf("%-30s", "");
       for (int rows_of_call : {1, 32, 128, 256}) std::printf("%10d rows   ", rows_of_call);
@@ -169,7 +121,7 @@ int main(int argc, char** argv) {
       std::printf("%-5s %-24s", flat ? "flat" : "", s.name);
       for (const int rows_of_call : {1, 32, 128, 256}) {
         const int sets = kPoolRows / rows_of_call;
-        const double us = Microseconds(stream, std::clamp(sets, 16, 400), [&](int i) {
+        const double us = MicrosecondsEach(stream, std::clamp(sets, 16, 400), [&](int i) {
           SampleParams call = p;
           call.rows = rows_of_call;
           call.logits = logits + static_cast<size_t>(i % sets) * rows_of_call * vocabulary;
