@@ -27,7 +27,7 @@ class CudaBackend final : public Backend {
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();
     DORAD_ASSIGN_OR_RETURN(builder_, cuda::MakeCudaAdapterBuilder(model_.get(), &ledger_));
-    max_rows_ = config.engine.max_step_tokens;
+    engine_ = config.engine;
     return absl::OkStatus();
   }
 
@@ -36,14 +36,16 @@ class CudaBackend final : public Backend {
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
     return cuda::MakeCudaModelRunner(model_.get(),
-                                     {info_.kv_pages, info_.context_length, max_rows_}, &ledger_);
+                                     {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
+                                      engine_.max_running_sequences},
+                                     &ledger_);
   }
 
  private:
   cuda::MemoryLedger ledger_;  // outlives all that it accounts for
   std::unique_ptr<cuda::CudaModel> model_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
-  int64_t max_rows_ = 0;
+  EngineConfig engine_;
 };
 
 }  // namespace

@@ -1,11 +1,13 @@
 #include "server/cuda/cuda_model_runner.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "server/base/error.h"
+#include "server/base/log.h"
 #include "server/cuda/batch.h"
 #include "server/cuda/decode_batch.h"
 #include "server/cuda/decode_graphs.h"
@@ -58,6 +60,22 @@ class CudaModelRunner final : public engine::ModelRunner {
   int64_t kv_pages() const override { return options_.kv_pages; }
 
   absl::StatusOr<std::vector<StepOutput>> Run(absl::Span<const StepSequence> sequences) override {
+    absl::StatusOr<std::vector<StepOutput>> outputs = RunStep(sequences);
+    if (!outputs.ok()) EndIfUnusable();
+    return outputs;
+  }
+
+ private:
+  // After an illegal access or the like every call fails, and nothing but a new process helps:
+  // better none than one that answers all with errors.
+  static void EndIfUnusable() {
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error == cudaSuccess) return;
+    LogError("the GPU cannot be used any more: ending", {{"error", cudaGetErrorString(error)}});
+    std::abort();
+  }
+
+  absl::StatusOr<std::vector<StepOutput>> RunStep(absl::Span<const StepSequence> sequences) {
     const engine::StepBatch batch(sequences);
     std::vector<StepOutput> outputs(sequences.size());
     if (DecodeBatch::Takes(sequences)) {
@@ -80,7 +98,6 @@ class CudaModelRunner final : public engine::ModelRunner {
     return outputs;
   }
 
- private:
   // A decode step of `size` rows over the fixed buffers.
   absl::Status LaunchDecode(int size) {
     const LinearRows linear = decode_->linear(size);
@@ -105,10 +122,9 @@ class CudaModelRunner final : public engine::ModelRunner {
 absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
     const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger) {
   DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
-  // Every sequence of a step may have an adapter of its own.
-  DORAD_ASSIGN_OR_RETURN(
-      AdapterSlots slots,
-      AdapterSlots::Create(static_cast<int>(options.max_rows), model->modules().size(), ledger));
+  DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
+                         AdapterSlots::Create(static_cast<int>(options.max_sequences),
+                                              model->modules().size(), ledger));
   auto runner = std::make_unique<CudaModelRunner>(model, options, ledger, std::move(stream),
                                                   std::move(slots));
   DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));

@@ -15,6 +15,7 @@ struct RunnerOptions {
   int64_t kv_pages = 0;
   int64_t max_positions = 0;  // the longest sequence that will be run
   int64_t max_rows = 0;       // of one step
+  int64_t max_sequences = 0;  // of one step; each may have an adapter of its own
 };
 
 // model and ledger are borrowed and outlive the runner. Allocates the KV cache and the workspace:

@@ -115,7 +115,7 @@ class Bench {
     pages_ =
         (batch * (options_["context"][0] + 64) + options_["prefill"][0]) / engine::kKvPageTokens +
         2 * batch;
-    runner_ = Must(MakeCudaModelRunner(model_.get(), {pages_, 16384, rows}, &ledger_));
+    runner_ = Must(MakeCudaModelRunner(model_.get(), {pages_, 16384, rows, batch}, &ledger_));
     std::printf("{\"copy_TBps\": %.3f, \"weights_GB\": %.3f}\n", bandwidth_ / 1e12,
                 model_->bytes() / 1e9);
   }
