@@ -17,7 +17,7 @@ using ScoreCall = UnaryCall<v1::ScoreResponse>;
 
 // The ticket of a score: encodes the result on a courier, because the engine's thread, which
 // delivers it, has the next step to start.
-std::shared_ptr<engine::ScoreTicket> MakeTicket(std::shared_ptr<ScoreCall> call,
+std::shared_ptr<engine::ScoreTicket> MakeTicket(const std::shared_ptr<ScoreCall>& call,
                                                 ThreadPool* couriers, std::string request_id,
                                                 int32_t top_k) {
   return std::make_shared<engine::ScoreTicket>(

@@ -59,7 +59,7 @@ void PublishReactor::Load() {
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
   services_->publisher.from_bytes(
       std::move(options), std::move(config), std::move(image), upload->read_time(),
-      [self = shared_from_this(), upload](absl::StatusOr<adapter::PublishResult> result) {
+      [self = shared_from_this(), upload](const absl::StatusOr<adapter::PublishResult>& result) {
         self->Complete(result);
       });
 }

@@ -72,8 +72,7 @@ TEST_F(LogTest, TextOfStrangersStaysInItsString) {
       "tab\t cr\r esc\x1b[31m bell\x07 del\x7f",
       "quote\" slash\\",
       std::string("nul\0byte", 8),
-      "c1 \xc2\x9b"
-      "31m",
+      std::string("c1 \xc2\x9b") + "31m",
       "separators \xe2\x80\xa8 \xe2\x80\xa9",
       "caf\xc3\xa9 \xf0\x9f\x98\x80",
   };

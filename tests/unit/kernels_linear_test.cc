@@ -180,12 +180,13 @@ class Stack {
     for (int k = 0; k < in; ++k) x[k] = __bfloat162float(x_[size_t{1} * row * in + k]);
     int n0 = 0;
     for (int p = 0; p < shape_.parts; ++p) {
-      const HostFactors* factors = slot < 0 ? nullptr : &factors_[slot][p];
-      std::vector<double> h(factors == nullptr ? 0 : factors->rank);
+      const HostFactors none;
+      const HostFactors& factors = slot < 0 ? none : factors_[slot][p];
+      std::vector<double> h(factors.rank);
       for (size_t r = 0; r < h.size(); ++r) {
         double sum = 0.0;
-        for (int k = 0; k < in; ++k) sum += __bfloat162float(factors->a[r * in + k]) * x[k];
-        h[r] = factors->scale * sum;
+        for (int k = 0; k < in; ++k) sum += __bfloat162float(factors.a[r * in + k]) * x[k];
+        h[r] = factors.scale * sum;
       }
       for (int n = 0; n < shape_.out[p]; ++n) {
         double sum = 0.0;
@@ -193,9 +194,9 @@ class Stack {
           sum += __bfloat162float(w_[size_t{1} * (n0 + n) * in + k]) * x[k];
         }
         for (size_t r = 0; r < h.size(); ++r) {
-          sum += __bfloat162float(factors->b[size_t{1} * n * factors->ldb + r]) * h[r];
+          sum += __bfloat162float(factors.b[size_t{1} * n * factors.ldb + r]) * h[r];
         }
-        if (factors != nullptr && !factors->g.empty()) sum *= factors->g[n];
+        if (!factors.g.empty()) sum *= factors.g[n];
         if (!bias_.empty()) sum += bias_[n0 + n];
         y[n0 + n] = sum;
       }

@@ -12,7 +12,6 @@ namespace {
 using nlohmann::json;
 using testing::Contains;
 using testing::ElementsAre;
-using testing::HasSubstr;
 using testing::IsEmpty;
 
 constexpr char kInvalid[] = "MODEL_CONFIG_INVALID";
