@@ -69,7 +69,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Parse(
   std::unique_ptr<SafetensorsFile> file(new SafetensorsFile());
   file->image_ = std::move(image);
   file->metadata_ = std::move(header.metadata);
-  file->tensors_ = MakeViews(std::move(header), file->image_.data() + data_offset);
+  file->tensors_ = MakeViews(header, file->image_.data() + data_offset);
   return file;
 }
 
@@ -94,7 +94,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
   file->image_ = std::move(image);
   file->metadata_ = std::move(header.metadata);
   file->tensors_ =
-      MakeViews(std::move(header), file->image_.data() + kSafetensorsPrefixBytes + length);
+      MakeViews(header, file->image_.data() + kSafetensorsPrefixBytes + length);
   return file;
 }
 

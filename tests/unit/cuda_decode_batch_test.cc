@@ -18,8 +18,8 @@ class DecodeBatchTest : public ::testing::Test {
   }
 
   const std::vector<engine::TokenId> tokens_ = {1, 2};
-  const engine::SampleWant sample_;
-  const engine::ScoreWant score_;
+  const engine::SampleWant sample_{};
+  const engine::ScoreWant score_{};
 };
 
 TEST_F(DecodeBatchTest, TheSizeIsTheSmallestThatHoldsTheRows) {

@@ -28,8 +28,8 @@ class StepBatchTest : public ::testing::Test {
 
   std::vector<TokenId> tokens_ = std::vector<TokenId>(8);
   std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
-  const SampleWant sample_;
-  const ScoreWant score_;
+  const SampleWant sample_{};
+  const ScoreWant score_{};
 };
 
 TEST_F(StepBatchTest, PutsRowsOfOneAdapterNextToEachOtherAndKeepsArrivalWithin) {
