@@ -93,8 +93,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
   std::unique_ptr<SafetensorsFile> file(new SafetensorsFile());
   file->image_ = std::move(image);
   file->metadata_ = std::move(header.metadata);
-  file->tensors_ =
-      MakeViews(header, file->image_.data() + kSafetensorsPrefixBytes + length);
+  file->tensors_ = MakeViews(header, file->image_.data() + kSafetensorsPrefixBytes + length);
   return file;
 }
 
