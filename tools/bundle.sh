@@ -13,7 +13,7 @@ out=dist/dorad-bundle
 # What the host has itself: glibc, the C++ runtime, and everything that torch's wheel brings.
 is_host_library() {
   case $1 in
-    ld-linux* | libc.so* | libm.so* | libdl.so* | librt.so* | libpthread.so*) return 0 ;;
+    libstdc++* | libgcc_s* | ld-linux* | libc.so* | libm.so* | libdl.so* | librt.so* | libpthread.so*) return 0 ;;
     libtorch* | libc10* | libgomp* | libcublas* | libcudart* | libcuda.so* | libcudnn* | libnv* | libcupti*) return 0 ;;
   esac
   return 1
@@ -29,7 +29,6 @@ for program in "${programs[@]}"; do
     is_host_library "$name" || cp -Lu "$path" "$out/lib/"
   done < <(ldd "$program" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}')
 done
-rm -f "$out/lib/libstdc++.so.6" "$out/lib/libgcc_s.so.1"
 
 # Starts a program of the bundle with the host's torch: the one that `python3` finds, or
 # DORAD_TORCH, the folder of the torch package.

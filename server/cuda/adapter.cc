@@ -20,10 +20,6 @@ constexpr char kLoading[] = "loading an adapter";
 
 std::atomic<uint64_t> next_id{1};
 
-int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(

@@ -36,10 +36,6 @@ constexpr int64_t kPieceBytes = 16 << 20;
 // Modules whose norms are one launch: the linears of a layer.
 constexpr size_t kNormBatch = 7;
 
-int64_t RoundUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 // As ops::NormEpsilon: by the dtype of the base weight in the checkpoint.
 float NormEpsilon(DType dtype) { return dtype == DType::kF32 ? 1e-12f : 1e-6f; }
 

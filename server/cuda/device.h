@@ -109,13 +109,17 @@ class PinnedBuffer {
   int64_t bytes_ = 0;
 };
 
+inline int64_t RoundUp(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
 // Packs arrays into one buffer, each 256-byte aligned: add all, allocate, then ask for offsets.
 class Layout {
  public:
   // Returns the array's offset in bytes.
   int64_t Add(int64_t bytes) {
     const int64_t offset = bytes_;
-    bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    bytes_ += RoundUp(bytes, kAlignment);
     return offset;
   }
   int64_t bytes() const { return bytes_; }

@@ -72,8 +72,8 @@ def test_adapters_and_memory_are_gauged(server: Server, zoo) -> None:
     values = server.metrics()
     memory = {key: value for key, value in values.items() if key.startswith("dorad_memory_bytes{")}
     kinds = {re.search(r'kind="(\w+)"', key).group(1) for key in memory}
-    more = {"norms"} if device() == "cpu" else {"workspace"}
-    assert kinds >= {"weights", "kv", "adapters"} | more
+    more = {"norms"} if device() == "cpu" else {"workspace", "loading"}
+    assert kinds == {"weights", "kv", "adapters"} | more
     assert min(value for key, value in memory.items() if "loading" not in key) > 0
     assert any("load" in key and 'stage="norms"' in key for key in values)
 
