@@ -1,7 +1,7 @@
 #include "server/cuda/library_linear.h"
 
 #include "absl/strings/str_cat.h"
-#include "kernels/reference/scale_bias.h"
+#include "kernels/dora/compose.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
@@ -65,10 +65,18 @@ absl::Status LibraryLinear::Run(const LinearGroup& group, const LinearRows& rows
                                        group.out));
       }
       const float* bias = group.bias == nullptr ? nullptr : group.bias + column;
-      DORAD_RETURN_IF_CUDA_ERROR(
-          kernels::ScaleBias(to, group.out, static_cast<int32_t>(count), static_cast<int32_t>(out),
-                             factors.g, bias, stream_->get()),
-          "the step");
+      if (factors.g != nullptr || bias != nullptr) {
+        kernels::ApplyParams apply;
+        apply.base = to;
+        apply.g = factors.g;
+        apply.bias = bias;
+        apply.y = to;
+        apply.base_ld = apply.y_ld = group.out;
+        apply.rows = count;
+        apply.out = out;
+        apply.y_type = kernels::FloatType::kF32;
+        DORAD_RETURN_IF_CUDA_ERROR(kernels::Apply(apply, stream_->get()), "the step");
+      }
       column += out;
     }
   }
