@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/dora/compose.h"
-#include "kernels/dora/norm_launch.h"
 
 namespace dorad::kernels {
 namespace {

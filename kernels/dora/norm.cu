@@ -2,8 +2,8 @@
 #include <limits>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/dora/norm.h"
-#include "kernels/dora/norm_launch.h"
 #include "kernels/dora/norm_row.cuh"
 
 namespace dorad::kernels {

@@ -1,10 +1,10 @@
 #include <limits>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/norm_finish.h"
 #include "kernels/dora/norm_gemm.h"
-#include "kernels/dora/norm_launch.h"
 #include "kernels/dora/norm_row.cuh"
 
 namespace dorad::kernels::norm {

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/dora/norm_gemm.cuh"
 #include "kernels/dora/norm_gemm.h"
-#include "kernels/dora/norm_launch.h"
 
 namespace dorad::kernels::norm {
 namespace {

@@ -1,4 +1,4 @@
-// Launches by programmatic dependent launch. Internal to kernels/dora.
+// Launches by programmatic dependent launch. Thread-safe.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,10 @@
 
 namespace dorad::kernels {
 
-// Enqueues a kernel whose blocks may take their places while the stream's previous kernel ends: its
-// code must wait for earlier kernels (griddepcontrol.wait) before it touches memory.
+// Enqueues a kernel whose blocks may take their places as soon as all blocks of the stream's
+// previous kernel have begun and let their dependents start. Its code must wait for what came
+// before (WaitForPrevious) before it touches memory that earlier kernels write or read, and every
+// kernel must do so before it ends: the kernel after it relies on that.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
                         cudaStream_t stream, Arguments&&... arguments) {
