@@ -9,8 +9,8 @@
 namespace dorad::kernels {
 
 // out[t, f] = silu(gate_up[t, f]) · gate_up[t, size + f]; gate_up is [rows, 2·size], out [rows,
-// size].
-cudaError_t SiluMul(const float* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
+// size], both 16-byte aligned. cudaErrorInvalidValue: a size out of bounds, or bad alignment.
+cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
                     cudaStream_t stream);
 
 }  // namespace dorad::kernels

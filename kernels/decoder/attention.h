@@ -29,12 +29,14 @@ struct KvCache {
   __nv_bfloat16* v = nullptr;
 };
 
-// Pairs (i, i + head_dim / 2) are rotated, as in transformers' rotate_half.
+// Pairs (i, i + head_dim / 2) are rotated, as in transformers' rotate_half. `rows`, the norms and
+// the angles are read while earlier kernels of the stream may still run: none of them may write
+// these.
 struct RopeAppendParams {
   StepRows rows;
   AttentionShape shape;
-  const float* qkv = nullptr;     // [rows, (heads + 2·kv_heads) · head_dim]
-  const float* q_norm = nullptr;  // [head_dim]; null: the model has none (Qwen3 has both)
+  const __nv_bfloat16* qkv = nullptr;  // [rows, (heads + 2·kv_heads) · head_dim], 4-byte aligned
+  const float* q_norm = nullptr;       // [head_dim]; null: the model has none (Qwen3 has both)
   const float* k_norm = nullptr;
   float eps = 0.0f;
   const float* cos = nullptr;  // [positions, head_dim / 2]
@@ -92,11 +94,11 @@ struct PagedAttentionParams {
   float softmax_scale = 0.0f;        // positive
   int32_t window = 0;
   bool row_tiles = true;
-  // A promise by which copies of the cache begin while the kernel before this one still runs:
-  // before that kernel let its dependents start, the plan was complete, and so was the cache below
-  // the first position of every run of rows (rows next to each other, of one sequence, at
-  // consecutive positions). It holds right after RopeAppend, if no sequence has pages that another
-  // one writes in this step, nor two runs.
+  // A promise by which copies of the cache begin while kernels before this one still run: none of
+  // them writes the plan, nor the cache below the first position of any run of rows (rows next to
+  // each other, of one sequence, at consecutive positions). It holds after PlanAttention, which
+  // lets no kernel start before its end, if no sequence has pages that another one writes in this
+  // step, nor two runs.
   bool is_settled = false;
   AttentionWorkspace workspace;
   __nv_bfloat16* out = nullptr;  // [rows, heads · head_dim]

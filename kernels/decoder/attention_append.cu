@@ -1,58 +1,37 @@
 // Norms of query and key, rotary embedding, and the append to the cache.
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/decoder/attention.h"
+#include "kernels/decoder/attention_rotary.cuh"
 
 namespace dorad::kernels {
 namespace {
 
 constexpr int kWarps = 4;
 
-__device__ float WarpSum(float value) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, offset);
-  }
-  return value;
-}
-
 // One warp for kHeads heads of a row in succession: first the query heads, then the keys', then
-// the values'. A lane holds the pairs (2 i, 2 i + 1) of both halves for i = lane + 32 j.
-// kPairs: j at most; the head's half is even.
+// the values'. The head's half is even and at most 64 · kPairs.
 template <int kPairs, int kHeads>
 __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppendParams p) {
+  using Head = HeadPairs<kPairs>;
   const int heads = p.shape.heads + 2 * p.shape.kv_heads;
   const int row = blockIdx.x;
   const int first = (blockIdx.y * kWarps + threadIdx.x / 32) * kHeads;
-  const int lane = threadIdx.x % 32;
   const int dim = p.shape.head_dim;
   const int half = dim / 2;
-  WaitForPrevious();
   LaunchDependents();
-  if (first >= heads) return;
-  // All loads that depend on nothing, then those that depend on the position.
-  float2 a[kHeads][kPairs], b[kHeads][kPairs];
-#pragma unroll
-  for (int h = 0; h < kHeads; ++h) {
-    const float* x = p.qkv + (int64_t{row} * heads + first + h) * dim;
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      const int i = 2 * (lane + 32 * j);
-      a[h][j] = b[h][j] = make_float2(0.0f, 0.0f);
-      if (i < half && first + h < heads) {
-        a[h][j] = __ldcs(reinterpret_cast<const float2*>(x + i));
-        b[h][j] = __ldcs(reinterpret_cast<const float2*>(x + half + i));
-      }
-    }
-  }
   const int position = p.rows.positions[row];
   const int sequence = p.rows.sequences[row];
   const int64_t page = p.rows.pages[p.rows.page_begin[sequence] + position / kKvPageTokens];
-  float2 cos[kPairs], sin[kPairs];
+  const int64_t angles_at = int64_t{position} * half;
+  const Head angles = LoadHead<kPairs>(p.cos + angles_at, p.sin + angles_at, half);
+  WaitForPrevious();
+  Head x[kHeads];
 #pragma unroll
-  for (int j = 0; j < kPairs; ++j) {
-    const int i = 2 * (lane + 32 * j);
-    if (i >= half) continue;
-    cos[j] = *reinterpret_cast<const float2*>(p.cos + int64_t{position} * half + i);
-    sin[j] = *reinterpret_cast<const float2*>(p.sin + int64_t{position} * half + i);
+  for (int h = 0; h < kHeads; ++h) {
+    if (first + h < heads) {
+      x[h] = LoadHead<kPairs>(p.qkv + (int64_t{row} * heads + first + h) * dim, half);
+    }
   }
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
@@ -68,36 +47,12 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
       out = (is_value ? p.cache.v : p.cache.k) +
             ((page * p.shape.kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) * dim;
     }
-    const float* norm = is_value ? nullptr : is_query ? p.q_norm : p.k_norm;
-    float scale = 1.0f;
+    const float* const norm = is_value ? nullptr : is_query ? p.q_norm : p.k_norm;
     if (norm != nullptr) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        squares += a[h][j].x * a[h][j].x + a[h][j].y * a[h][j].y;
-        squares += b[h][j].x * b[h][j].x + b[h][j].y * b[h][j].y;
-      }
-      scale = rsqrtf(WarpSum(squares) / static_cast<float>(dim) + p.eps);
+      NormHead<kPairs>(x[h], LoadHead<kPairs>(norm, norm + half, half), half, p.eps);
     }
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      const int i = 2 * (lane + 32 * j);
-      if (i >= half) continue;
-      float2 x = a[h][j], y = b[h][j];
-      if (norm != nullptr) {
-        const float2 x_norm = *reinterpret_cast<const float2*>(norm + i);
-        const float2 y_norm = *reinterpret_cast<const float2*>(norm + half + i);
-        x = {x.x * scale * x_norm.x, x.y * scale * x_norm.y};
-        y = {y.x * scale * y_norm.x, y.y * scale * y_norm.y};
-      }
-      float2 u = x, w = y;
-      if (!is_value) {
-        u = {x.x * cos[j].x - y.x * sin[j].x, x.y * cos[j].y - y.y * sin[j].y};
-        w = {y.x * cos[j].x + x.x * sin[j].x, y.y * cos[j].y + x.y * sin[j].y};
-      }
-      *reinterpret_cast<__nv_bfloat162*>(out + i) = __floats2bfloat162_rn(u.x, u.y);
-      *reinterpret_cast<__nv_bfloat162*>(out + half + i) = __floats2bfloat162_rn(w.x, w.y);
-    }
+    if (!is_value) RotateHead<kPairs>(x[h], angles);
+    StoreHead<kPairs>(x[h], half, out);
   }
 }
 
@@ -106,12 +61,14 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeApp
   const int heads = p.shape.heads + 2 * p.shape.kv_heads;
   const int row = blockIdx.x;
   const int head = blockIdx.y * kWarps + threadIdx.x / 32;
+  LaunchDependents();
   WaitForPrevious();
   if (head >= heads) return;
   const int lane = threadIdx.x % 32;
   const int dim = p.shape.head_dim;
   const int half = dim / 2;
-  const float* x = p.qkv + (int64_t{row} * heads + head) * dim;
+  const __nv_bfloat16* x = p.qkv + (int64_t{row} * heads + head) * dim;
+  const auto at = [x](int i) { return __bfloat162float(x[i]); };
   const int position = p.rows.positions[row];
   const bool is_query = head < p.shape.heads;
   const bool is_value = head >= p.shape.heads + p.shape.kv_heads;
@@ -129,12 +86,15 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeApp
   float scale = 1.0f;
   if (norm != nullptr) {
     float squares = 0.0f;
-    for (int i = lane; i < dim; i += 32) squares += x[i] * x[i];
-    scale = rsqrtf(WarpSum(squares) / static_cast<float>(dim) + p.eps);
+    for (int i = lane; i < dim; i += 32) squares += at(i) * at(i);
+    for (int offset = 16; offset > 0; offset /= 2) {
+      squares += __shfl_xor_sync(0xFFFFFFFF, squares, offset);
+    }
+    scale = rsqrtf(squares / static_cast<float>(dim) + p.eps);
   }
   for (int i = lane; i < half; i += 32) {
-    const float a = norm == nullptr ? x[i] : x[i] * scale * norm[i];
-    const float b = norm == nullptr ? x[i + half] : x[i + half] * scale * norm[i + half];
+    const float a = norm == nullptr ? at(i) : at(i) * scale * norm[i];
+    const float b = norm == nullptr ? at(i + half) : at(i + half) * scale * norm[i + half];
     const float cos = is_value ? 1.0f : p.cos[int64_t{position} * half + i];
     const float sin = is_value ? 0.0f : p.sin[int64_t{position} * half + i];
     out[i] = __float2bfloat16_rn(a * cos - b * sin);
@@ -145,16 +105,8 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeApp
 cudaError_t Launch(void (*kernel)(RopeAppendParams), const RopeAppendParams& params, int heads,
                    cudaStream_t stream) {
   const int all = params.shape.heads + 2 * params.shape.kv_heads;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(params.rows.rows, (all + kWarps * heads - 1) / (kWarps * heads));
-  config.blockDim = 32 * kWarps;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  const dim3 grid(params.rows.rows, (all + kWarps * heads - 1) / (kWarps * heads));
+  return LaunchEarly(kernel, grid, 32 * kWarps, 0, stream, params);
 }
 
 }  // namespace

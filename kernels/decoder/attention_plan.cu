@@ -1,3 +1,5 @@
+#include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention.h"
 #include "kernels/decoder/attention_layout.h"
@@ -138,7 +140,10 @@ __device__ void WriteItems(const PlanArgs& a, const AttentionItem& whole, int64_
   }
 }
 
+// Lets no kernel start before its end, so that those after it may read the plan while kernels
+// between them still run.
 __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
+  WaitForPrevious();
   const int rows = a.rows.rows;
   const int32_t* const starts = a.layout.segment_starts;
   int32_t carry = -1;
@@ -217,6 +222,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     *a.layout.header = {static_cast<int32_t>(items_before), static_cast<int32_t>(tiles_before), 0,
                         0};
   }
+  __threadfence();
 }
 
 }  // namespace
@@ -240,8 +246,7 @@ cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream
   args.tile_tokens = tiles ? AttentionTileTokens(shape) : 0;
   args.least_tokens = AttentionLeastTokens(shape);
   args.split = params.split;
-  PlanKernel<<<1, kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return LaunchEarly(PlanKernel, 1, kThreads, 0, stream, args);
 }
 
 }  // namespace dorad::kernels

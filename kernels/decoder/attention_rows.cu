@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_device.cuh"
 
@@ -204,7 +205,6 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
     next_item = load_item(next_work);
   }
   if (is_waiting) WaitForPrevious();
-  LaunchDependents();
   BarrierWait(empty + 8 * stage, parity ^ 1);
   if (lane == 0) {
     reinterpret_cast<TileInfo*>(shared + C::info_at)[stage].flags = kStop;
@@ -571,6 +571,7 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
 template <typename C>
 __global__ void __launch_bounds__(kThreads, C::blocks)
     RowAttentionKernel(const __grid_constant__ Args p) {
+  LaunchDependents();
   extern __shared__ uint8_t dynamic[];
   uint8_t* const shared = dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024;
   const uint32_t base = SharedAddress(shared);
@@ -625,17 +626,7 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(params.shape, &blocks));
   DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       RowAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = blocks;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = C::shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, RowAttentionKernel<C>, args);
+  return LaunchEarly(RowAttentionKernel<C>, blocks, kThreads, C::shared_bytes, stream, args);
 }
 
 template <int kHeadDim>

@@ -4,6 +4,7 @@
 // have accumulators of their own and are added to the row's at the chunk's end.
 #include <cmath>
 
+#include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_device.cuh"
 #include "kernels/decoder/attention_wgmma.cuh"
@@ -265,6 +266,7 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
 
 template <typename C>
 __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_constant__ Args p) {
+  LaunchDependents();
   extern __shared__ uint8_t dynamic[];
   uint8_t* const shared = dynamic + (1024 - SharedAddress(dynamic) % 1024) % 1024;
   const uint32_t base = SharedAddress(shared);
@@ -283,7 +285,6 @@ __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_
   FenceProxyAsync();
   __syncthreads();
   WaitForPrevious();
-  LaunchDependents();
   // Later tiles of a run reach further: first.
   const int index = p.layout.header->tiles - 1 - static_cast<int>(blockIdx.x) / p.kv_heads;
   if (index < 0) return;
@@ -319,20 +320,11 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   args.scale = params.softmax_scale * 1.44269504088896340736f;
   DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       TileAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
-  const int64_t least_tokens = AttentionLeastTokens(params.shape);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
+  const int32_t least_tokens = AttentionLeastTokens(params.shape);
   // A run of n tokens makes at most n / least_tokens tiles.
-  config.gridDim = static_cast<unsigned>(params.rows.rows / least_tokens * args.kv_heads);
-  if (config.gridDim.x == 0) return cudaSuccess;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = C::shared_bytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, TileAttentionKernel<C>, args);
+  const int32_t blocks = params.rows.rows / least_tokens * args.kv_heads;
+  if (blocks == 0) return cudaSuccess;
+  return LaunchEarly(TileAttentionKernel<C>, blocks, kThreads, C::shared_bytes, stream, args);
 }
 
 }  // namespace

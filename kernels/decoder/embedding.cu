@@ -1,4 +1,6 @@
-#include "kernels/common/status.h"
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
 #include "kernels/decoder/embedding.h"
 
 namespace dorad::kernels {
@@ -15,35 +17,63 @@ __device__ int SlotOf(const RowSegments& segments, int row) {
   return -1;
 }
 
+// kWidth neighbouring elements.
+template <int kWidth>
+struct Group {
+  alignas(2 * kWidth) __nv_bfloat16 values[kWidth];
+};
+template <int kWidth>
+struct WideGroup {
+  alignas(kWidth == 1 ? 4 : 16) float values[kWidth];
+};
+
+__device__ float Adapted(const DoraFactors& factors, const __nv_bfloat16* a, int i, float base) {
+  const __nv_bfloat16* b = factors.b + int64_t{i} * factors.ldb;
+  float lora = 0.0f;
+  for (int r = 0; r < factors.rank; ++r) lora += __bfloat162float(b[r]) * __bfloat162float(a[r]);
+  const float y = base + factors.scale * lora;
+  return factors.g == nullptr ? y : y * factors.g[i];
+}
+
 // One block a row.
-__global__ void EmbedKernel(const EmbedParams p) {
+template <int kWidth>
+__global__ void __launch_bounds__(kThreads) EmbedKernel(const EmbedParams p) {
+  LaunchDependents();
   const int row = blockIdx.x;
   const int token = p.rows.token_ids[row];
   const __nv_bfloat16* weight = p.weight + int64_t{token} * p.size;
   float* out = p.out + int64_t{row} * p.size;
   const int slot = SlotOf(p.segments, row);
-  const DoraFactors* factors =
-      slot < 0 ? nullptr : &p.adapters.factors[int64_t{slot} * p.adapters.modules + p.module];
-  const int rank = factors == nullptr ? 0 : factors->rank;
-  const __nv_bfloat16* a = rank == 0 ? nullptr : factors->a + int64_t{token} * rank;
-  for (int i = threadIdx.x; i < p.size; i += kThreads) {
-    float y = __bfloat162float(weight[i]);
-    if (rank > 0) {
-      const __nv_bfloat16* b = factors->b + int64_t{i} * factors->ldb;
-      float lora = 0.0f;
-      for (int r = 0; r < rank; ++r) lora += __bfloat162float(b[r]) * __bfloat162float(a[r]);
-      y += factors->scale * lora;
-      if (factors->g != nullptr) y *= factors->g[i];
+  DoraFactors factors;
+  if (slot >= 0) factors = p.adapters.factors[int64_t{slot} * p.adapters.modules + p.module];
+  const __nv_bfloat16* a = factors.rank == 0 ? nullptr : factors.a + int64_t{token} * factors.rank;
+  for (int i = threadIdx.x * kWidth; i < p.size; i += kThreads * kWidth) {
+    const auto base = *reinterpret_cast<const Group<kWidth>*>(weight + i);
+    WideGroup<kWidth> y;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      y.values[j] = __bfloat162float(base.values[j]);
+      if (a != nullptr) y.values[j] = Adapted(factors, a, i + j, y.values[j]);
     }
-    out[i] = y;
+    *reinterpret_cast<WideGroup<kWidth>*>(out + i) = y;
   }
 }
+
+bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
 
 cudaError_t Embed(const EmbedParams& params, cudaStream_t stream) {
-  if (params.rows.rows <= 0 || params.size <= 0) return cudaErrorInvalidValue;
-  EmbedKernel<<<params.rows.rows, kThreads, 0, stream>>>(params);
+  if (params.rows.rows <= 0 || params.size <= 0 || !IsAligned(params.weight) ||
+      !IsAligned(params.out)) {
+    return cudaErrorInvalidValue;
+  }
+  // Not an early launch: what it writes may still be in use.
+  if (params.size % 8 == 0) {
+    EmbedKernel<8><<<params.rows.rows, kThreads, 0, stream>>>(params);
+  } else {
+    EmbedKernel<1><<<params.rows.rows, kThreads, 0, stream>>>(params);
+  }
   return cudaGetLastError();
 }
 

@@ -12,16 +12,17 @@ namespace dorad::kernels {
 
 struct EmbedParams {
   StepRows rows;
-  const __nv_bfloat16* weight = nullptr;  // [vocabulary, size]
+  const __nv_bfloat16* weight = nullptr;  // [vocabulary, size], 16-byte aligned
   int32_t size = 0;
   // Of the embedding's module: a is [vocabulary, rank] (a token's row is contiguous), b [size,
   // ldb], g [size].
   AdapterTable adapters;
   int32_t module = 0;
   RowSegments segments;
-  float* out = nullptr;  // [rows, size]
+  float* out = nullptr;  // [rows, size], 16-byte aligned
 };
 
+// Waits for all earlier kernels of the stream before it begins, and lets the next one begin early.
 cudaError_t Embed(const EmbedParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -1,54 +1,116 @@
-#include "kernels/common/status.h"
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
 #include "kernels/decoder/rms_norm.h"
 
 namespace dorad::kernels {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMaxThreads = 1024;
+
+// kWidth neighbouring elements.
+template <int kWidth>
+struct Group {
+  alignas(4 * kWidth) float values[kWidth];
+};
+template <int kWidth>
+struct RoundedGroup {
+  alignas(2 * kWidth) __nv_bfloat16 values[kWidth];
+};
 
 // The sum over the block, in every thread; the order of additions is fixed.
 __device__ float BlockSum(float value) {
-  __shared__ float warps[kWarps];
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_xor_sync(0xFFFFFFFF, value, offset);
-  }
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
+  __shared__ float warps[kMaxThreads / 32];
+  const auto sum_warp = [](float x) {
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xFFFFFFFF, x, offset);
+    return x;
+  };
+  value = sum_warp(value);
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) warps[threadIdx.x / 32] = value;
   __syncthreads();
-  float sum = 0.0f;
-  for (int i = 0; i < kWarps; ++i) sum += warps[i];
-  return sum;
+  return sum_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
 }
 
-// One block a row. Each thread comes back to its own elements only, so the second pass needs no
-// barrier beyond the sum's.
-__global__ void AddRmsNormKernel(const AddRmsNormParams p) {
+// One block a row, which its registers hold: kEach groups a thread. How a row is spread over
+// threads depends on its size alone, so its sum is the same in every batch.
+template <int kWidth, int kEach>
+__global__ void __launch_bounds__(kMaxThreads) AddRmsNormKernel(const AddRmsNormParams p) {
+  using Elements = Group<kWidth>;
+  const int groups = p.size / kWidth;
+  Elements weight[kEach], x[kEach], delta[kEach];
+  LaunchDependents();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at < groups) weight[i] = reinterpret_cast<const Elements*>(p.weight)[at];
+  }
+  WaitForPrevious();
   const int64_t row = blockIdx.x;
-  float* residual = p.residual + (p.gather == nullptr ? row : p.gather[row]) * p.size;
-  const float* delta = p.delta == nullptr ? nullptr : p.delta + row * p.size;
-  float squares = 0.0f;
-  for (int i = threadIdx.x; i < p.size; i += kThreads) {
-    float x = residual[i];
-    if (delta != nullptr) {
-      x += delta[i];
-      residual[i] = x;
+  auto* const residual = reinterpret_cast<Elements*>(
+      p.residual + (p.gather == nullptr ? row : p.gather[row]) * p.size);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    x[i] = delta[i] = {};
+    if (at >= groups) continue;
+    x[i] = residual[at];
+    if (p.delta != nullptr) {
+      delta[i] = reinterpret_cast<const Elements*>(p.delta + row * p.size)[at];
     }
-    squares += x * x;
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      x[i].values[j] += delta[i].values[j];
+      squares += x[i].values[j] * x[i].values[j];
+    }
+    if (at < groups && p.delta != nullptr) residual[at] = x[i];
   }
   const float scale = rsqrtf(BlockSum(squares) / static_cast<float>(p.size) + p.eps);
-  __nv_bfloat16* out = p.out + row * p.size;
-  for (int i = threadIdx.x; i < p.size; i += kThreads) {
-    out[i] = __float2bfloat16_rn(residual[i] * scale * p.weight[i]);
+  auto* const out = reinterpret_cast<RoundedGroup<kWidth>*>(p.out + row * p.size);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at >= groups) continue;
+    RoundedGroup<kWidth> rounded;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      rounded.values[j] = __float2bfloat16_rn(x[i].values[j] * scale * weight[i].values[j]);
+    }
+    out[at] = rounded;
   }
 }
+
+template <int kWidth>
+cudaError_t Launch(const AddRmsNormParams& params, cudaStream_t stream) {
+  constexpr int kFew = 2, kMany = 4;
+  const int groups = params.size / kWidth;
+  const bool is_long = groups > kFew * kMaxThreads;
+  const int each = is_long ? kMany : kFew;
+  const int threads = ((groups + each - 1) / each + 31) / 32 * 32;
+  if (threads > kMaxThreads) return cudaErrorInvalidValue;
+  return LaunchEarly(is_long ? AddRmsNormKernel<kWidth, kMany> : AddRmsNormKernel<kWidth, kFew>,
+                     params.rows, threads, 0, stream, params);
+}
+
+bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
 
 cudaError_t AddRmsNorm(const AddRmsNormParams& params, cudaStream_t stream) {
   if (params.rows <= 0 || params.size <= 0) return cudaErrorInvalidValue;
   if (params.gather != nullptr && params.delta != nullptr) return cudaErrorInvalidValue;
-  AddRmsNormKernel<<<params.rows, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  if (!IsAligned(params.residual) || !IsAligned(params.delta) || !IsAligned(params.weight) ||
+      !IsAligned(params.out)) {
+    return cudaErrorInvalidValue;
+  }
+  return params.size % 4 == 0 ? Launch<4>(params, stream) : Launch<1>(params, stream);
 }
 
 }  // namespace dorad::kernels

@@ -9,11 +9,12 @@
 namespace dorad::kernels {
 
 // residual += delta (if not null), then out = round(residual / sqrt(mean(residual²) + eps) ·
-// weight). A row's result does not depend on the other rows.
+// weight). A row's result does not depend on the other rows. `weight` is read while earlier kernels
+// of the stream may still run: none of them may write it.
 struct AddRmsNormParams {
   int32_t rows = 0;
-  int32_t size = 0;
-  float* residual = nullptr;      // [rows, size]
+  int32_t size = 0;               // at most 16384 if a multiple of 4, otherwise 4096
+  float* residual = nullptr;      // [rows, size], 16-byte aligned as all of these
   const float* delta = nullptr;   // [rows, size]
   const float* weight = nullptr;  // [size]
   float eps = 0.0f;
@@ -22,6 +23,7 @@ struct AddRmsNormParams {
   __nv_bfloat16* out = nullptr;  // [rows, size]
 };
 
+// cudaErrorInvalidValue: a size out of bounds, or bad alignment.
 cudaError_t AddRmsNorm(const AddRmsNormParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

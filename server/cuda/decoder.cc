@@ -51,8 +51,8 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
 
   const int64_t rows = options_.max_rows;
   const int64_t rope = options_.max_positions * (config.head_dim / 2) * 4;
-  const int64_t widest = std::max(
-      {config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size, config.hidden_size});
+  const int64_t wide =
+      std::max(config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size);
   const int64_t narrow = std::max(config.q_size(), config.intermediate_size);
   Layout layout;
   const int64_t cos_at = layout.Add(rope);
@@ -60,8 +60,9 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const int64_t residual_at = layout.Add(rows * config.hidden_size * 4);
   const int64_t normed_at =
       layout.Add(std::max(rows, options_.max_logits_rows) * config.hidden_size * 2);
-  const int64_t wide_at = layout.Add(rows * widest * 4);
+  const int64_t wide_at = layout.Add(rows * wide * 2);
   const int64_t narrow_at = layout.Add(rows * narrow * 2);
+  const int64_t delta_at = layout.Add(rows * config.hidden_size * 4);
   const int64_t q_at = layout.Add(rows * config.q_size() * 2);
   const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
   const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
@@ -77,8 +78,9 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   sin_ = workspace_.as<float>(sin_at);
   residual_ = workspace_.as<float>(residual_at);
   normed_ = workspace_.as<__nv_bfloat16>(normed_at);
-  wide_ = workspace_.as<float>(wide_at);
+  wide_ = workspace_.as<__nv_bfloat16>(wide_at);
   narrow_ = workspace_.as<__nv_bfloat16>(narrow_at);
+  delta_ = workspace_.as<float>(delta_at);
   q_ = workspace_.as<__nv_bfloat16>(q_at);
   logits_ = workspace_.as<float>(logits_at);
   for (const auto& [window, at] : plans_at) plans_[window] = {workspace_.as<>(at), plan_bytes};
@@ -141,18 +143,20 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
   attention.window = static_cast<int32_t>(config.windows[index]);
   attention.row_tiles = !decode;
+  // Sequences that decode write to pages of their own, each from one row.
+  attention.is_settled = decode;
   attention.workspace = plans_.at(config.windows[index]);
   attention.out = narrow_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, wide_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
 
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, wide_, w.post_attention_norm));
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm));
   DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_));
   DORAD_RETURN_IF_CUDA_ERROR(
       kernels::SiluMul(wide_, rows.rows, static_cast<int32_t>(config.intermediate_size), narrow_,
                        stream_.get()),
       kStep);
-  return linear_.Run(w.down, linear, narrow_, wide_);
+  return linear_.Run(w.down, linear, narrow_, delta_);
 }
 
 absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {
@@ -186,7 +190,7 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
   const float* pending = nullptr;
   for (int64_t layer = 0; layer < config.num_layers; ++layer) {
     DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode, pending));
-    pending = wide_;
+    pending = delta_;
   }
   // Adds what is pending and norms all rows; Logits norms again if it wants some of them only.
   return Norm(rows.rows, pending, model_.final_norm());

@@ -73,8 +73,9 @@ class CudaDecoder {
   float* sin_ = nullptr;
   float* residual_ = nullptr;        // [max_rows, hidden]
   __nv_bfloat16* normed_ = nullptr;  // [max_rows, hidden]
-  float* wide_ = nullptr;            // [max_rows, the widest projection]
-  __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the widest input of o and down]
+  __nv_bfloat16* wide_ = nullptr;    // [max_rows, the wider of qkv and gate_up]
+  __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the wider input of o and down]
+  float* delta_ = nullptr;           // [max_rows, hidden]: what o and down add to the residual
   __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
   float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
 };

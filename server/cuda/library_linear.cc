@@ -28,13 +28,15 @@ absl::Status Multiply(cublasHandle_t handle, int64_t rows, int64_t n, int64_t k,
 }  // namespace
 
 absl::StatusOr<LibraryLinear> LibraryLinear::Create(const Stream& stream, int64_t max_rows,
-                                                    MemoryLedger* ledger) {
+                                                    int64_t max_out, MemoryLedger* ledger) {
   cublasHandle_t handle = nullptr;
   DORAD_RETURN_IF_ERROR(ToStatus(cublasCreate(&handle)));
   LibraryLinear linear(handle, &stream);
   DORAD_RETURN_IF_ERROR(ToStatus(cublasSetStream(handle, stream.get())));
   DORAD_ASSIGN_OR_RETURN(linear.scratch_,
                          DeviceBuffer::Allocate(ledger, "workspace", max_rows * kMaxRank * 2));
+  DORAD_ASSIGN_OR_RETURN(linear.sums_,
+                         DeviceBuffer::Allocate(ledger, "workspace", max_rows * max_out * 4));
   return linear;
 }
 
@@ -81,6 +83,18 @@ absl::Status LibraryLinear::Run(const LinearGroup& group, const LinearRows& rows
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status LibraryLinear::Run(const LinearGroup& group, const LinearRows& rows,
+                                const __nv_bfloat16* x, __nv_bfloat16* y) {
+  DORAD_RETURN_IF_ERROR(Run(group, rows, x, sums_.as<float>()));
+  kernels::ApplyParams round;
+  round.base = sums_.as<float>();
+  round.y = y;
+  round.base_ld = round.y_ld = round.out = group.out;
+  round.rows = rows.rows;
+  round.y_type = kernels::FloatType::kBF16;
+  return dorad::cuda::ToStatus(kernels::Apply(round, stream_->get()), "the step");
 }
 
 }  // namespace dorad::cuda

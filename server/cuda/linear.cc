@@ -1,6 +1,7 @@
 #include "server/cuda/linear.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/dora/linear.h"
 #include "server/base/error.h"
@@ -32,14 +33,17 @@ size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
 
 absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
                                       MemoryLedger* ledger, const Stream* stream) {
-  DORAD_ASSIGN_OR_RETURN(LibraryLinear library, LibraryLinear::Create(*stream, max_rows, ledger));
-  Linear linear(std::move(library), stream);
   size_t bytes = kernels::kDoraLinearCounterBytes;
+  int64_t widest = 0;  // of the library's
   for (const LinearGroup* group : groups) {
+    if (WorkspaceBytes(*group, 1) == 0) widest = std::max(widest, group->out);
     for (int64_t rows = 1; rows <= kernels::kDoraLinearMaxRows; rows *= 2) {
       bytes = std::max(bytes, WorkspaceBytes(*group, rows));
     }
   }
+  DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
+                         LibraryLinear::Create(*stream, max_rows, widest, ledger));
+  Linear linear(std::move(library), stream);
   DORAD_ASSIGN_OR_RETURN(linear.workspace_,
                          DeviceBuffer::Allocate(ledger, "workspace", static_cast<int64_t>(bytes)));
   DORAD_RETURN_IF_CUDA_ERROR(
@@ -50,6 +54,17 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
 
 absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                          float* y) {
+  return RunAs(group, rows, x, y);
+}
+
+absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                         __nv_bfloat16* y) {
+  return RunAs(group, rows, x, y);
+}
+
+template <typename T>
+absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                           T* y) {
   if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
   kernels::DoraLinearParams params;
   params.shape = ShapeOf(group);
@@ -59,7 +74,7 @@ absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const
   params.table = rows.table;
   params.maps = rows.maps;
   params.first_module = group.first_module;
-  params.y_fp32 = true;
+  params.y_fp32 = std::is_same_v<T, float>;
   params.workspace = workspace_.as<>();
   params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
   for (int64_t begin = 0; begin < rows.rows; begin += kernels::kSegmentBlockRows) {

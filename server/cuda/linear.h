@@ -24,12 +24,18 @@ class Linear {
                                        int64_t max_rows, MemoryLedger* ledger,
                                        const Stream* stream);
 
-  // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out] fp32. Launches only. With
-  // the fused kernel a row's bits do not depend on the other rows.
+  // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out]. Launches only. With the
+  // fused kernel a row's bits do not depend on the other rows.
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                    float* y);
+  absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                   __nv_bfloat16* y);
 
  private:
+  template <typename T>
+  absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                     T* y);
+
   Linear(LibraryLinear library, const Stream* stream)
       : library_(std::move(library)), stream_(stream) {}
 

@@ -108,7 +108,7 @@ int main(int argc, char** argv) {
   const int64_t all = int64_t{kShape.heads + 2 * kShape.kv_heads} * kShape.head_dim;
   Bf16* const q = Allocate<Bf16>(max_rows * width);
   Bf16* const out = Allocate<Bf16>(max_rows * width);
-  float* const qkv = Allocate<float>(max_rows * all);
+  Bf16* const qkv = Allocate<Bf16>(max_rows * all);
   float* const angles = Allocate<float>(kMaxPositions * 64);
   Fill(q, max_rows * width);
   Fill(qkv, max_rows * all);

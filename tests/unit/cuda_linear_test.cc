@@ -72,6 +72,13 @@ class LinearTest : public kernels::KernelTest {
   std::unique_ptr<engine::StepBatch> step_;
 };
 
+void ExpectRounded(const std::vector<float>& values, const std::vector<__nv_bfloat16>& rounded) {
+  ASSERT_EQ(values.size(), rounded.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    ASSERT_EQ(__bfloat162float(__float2bfloat16_rn(values[i])), __bfloat162float(rounded[i])) << i;
+  }
+}
+
 TEST_F(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
   constexpr int64_t kMostRows = 600;
   const Stream stream = Must(Stream::Create());
@@ -81,7 +88,8 @@ TEST_F(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
   const std::vector<const LinearGroup*> groups = {&layer.qkv, &layer.o, &layer.gate_up,
                                                   &layer.down};
   Linear fused = Must(Linear::Create(groups, kMostRows, &ledger_, &stream));
-  LibraryLinear library = Must(LibraryLinear::Create(stream, kMostRows, &ledger_));
+  LibraryLinear library =
+      Must(LibraryLinear::Create(stream, kMostRows, layer.gate_up.out, &ledger_));
   for (const int64_t rows : {1, 5, 37, 256, 257, 600}) {
     const LinearRows linear = Rows(rows, &batch, stream);
     for (const LinearGroup* group : groups) {
@@ -102,6 +110,11 @@ TEST_F(LinearTest, TheFusedFormAgreesWithTheLibrarys) {
         size += std::pow(double{theirs[i]}, 2);
       }
       EXPECT_LT(std::sqrt(difference / size), 2e-3) << rows << " rows of " << group->out;
+      const kernels::DeviceBuffer<__nv_bfloat16> rounded(one.size());
+      ASSERT_TRUE(fused.Run(*group, linear, input.get(), rounded.get()).ok());
+      ExpectRounded(ours, rounded.Read());
+      ASSERT_TRUE(library.Run(*group, linear, input.get(), rounded.get()).ok());
+      ExpectRounded(theirs, rounded.Read());
     }
   }
 }

@@ -337,8 +337,9 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
         const int all = heads + 2 * kv_heads, half = dim / 2;
         std::mt19937 random(rows);
         std::normal_distribution<float> normal;
-        std::vector<float> qkv(int64_t{rows} * all * dim), q_norm(dim), k_norm(dim);
-        for (float& x : qkv) x = normal(random);
+        std::vector<Bf16> qkv(int64_t{rows} * all * dim);
+        std::vector<float> q_norm(dim), k_norm(dim);
+        for (Bf16& x : qkv) x = __float2bfloat16(normal(random));
         for (float& x : q_norm) x = normal(random);
         for (float& x : k_norm) x = normal(random);
         std::vector<int32_t> positions, sequences, page_begin, pages;
@@ -353,7 +354,8 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
           cos[i] = std::cos(0.1f * static_cast<float>(i));
           sin[i] = std::sin(0.1f * static_cast<float>(i));
         }
-        DeviceBuffer<float> d_qkv(qkv), d_q_norm(q_norm), d_k_norm(k_norm), d_cos(cos), d_sin(sin);
+        DeviceBuffer<Bf16> d_qkv(qkv);
+        DeviceBuffer<float> d_q_norm(q_norm), d_k_norm(k_norm), d_cos(cos), d_sin(sin);
         DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
             d_page_begin(page_begin), d_pages(pages);
         const int64_t plane = int64_t{3} * rows * kv_heads * kKvPageTokens * dim;
@@ -380,7 +382,9 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
           const int position = positions[r];
           const int64_t page = pages[page_begin[r] + position / kKvPageTokens];
           for (int head = 0; head < all; ++head) {
-            const float* x = qkv.data() + (int64_t{r} * all + head) * dim;
+            const auto x = [&](int i) {
+              return double{__bfloat162float(qkv[(int64_t{r} * all + head) * dim + i])};
+            };
             const bool is_query = head < heads;
             const int kv_head = (head - heads) % kv_heads;
             const int64_t at =
@@ -390,14 +394,14 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
                           dim;
             const Bf16* got = (is_query ? q : head < heads + kv_heads ? k : v).data() + at;
             double squares = 0.0;
-            for (int i = 0; i < dim; ++i) squares += double{x[i]} * double{x[i]};
+            for (int i = 0; i < dim; ++i) squares += x(i) * x(i);
             const double scale = has_norm ? 1.0 / std::sqrt(squares / dim + 1e-6) : 1.0;
             const std::vector<float>& norm = is_query ? q_norm : k_norm;
             for (int i = 0; i < dim; ++i) {
-              double expected = double{x[i]};
+              double expected = x(i);
               if (head < heads + kv_heads) {
                 const auto value = [&](int at_dim) {
-                  return double{x[at_dim]} * (has_norm ? scale * double{norm[at_dim]} : 1.0);
+                  return x(at_dim) * (has_norm ? scale * double{norm[at_dim]} : 1.0);
                 };
                 const double c = double{cos[position * half + i % half]};
                 const double s = double{sin[position * half + i % half]};

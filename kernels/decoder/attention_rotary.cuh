@@ -1,0 +1,107 @@
+// One head's norm and rotary embedding by one warp, the same arithmetic wherever it is done: every
+// operation is spelled out, so that no compiler's choice can tell two kernels' results apart.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// Of a head of 2 · half elements, half even and at most 64 · kPairs, a lane has the pairs
+// (i, i + 1) of both halves for i = 2 (lane + 32 j).
+template <int kPairs>
+struct HeadPairs {
+  float2 low[kPairs];   // at i
+  float2 high[kPairs];  // at half + i
+};
+
+// Fills with zeros where the head ends. `head`: 4-byte aligned.
+template <int kPairs>
+__device__ inline HeadPairs<kPairs> LoadHead(const __nv_bfloat16* head, int half) {
+  HeadPairs<kPairs> x;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int i = 2 * (threadIdx.x % 32 + 32 * j);
+    x.low[j] = x.high[j] = make_float2(0.0f, 0.0f);
+    if (i >= half) continue;
+    x.low[j] = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(head + i));
+    x.high[j] = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(head + half + i));
+  }
+  return x;
+}
+
+// The same of fp32; `values`: 8-byte aligned.
+template <int kPairs>
+__device__ inline HeadPairs<kPairs> LoadHead(const float* low, const float* high, int half) {
+  HeadPairs<kPairs> x;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int i = 2 * (threadIdx.x % 32 + 32 * j);
+    x.low[j] = x.high[j] = make_float2(0.0f, 0.0f);
+    if (i >= half) continue;
+    x.low[j] = *reinterpret_cast<const float2*>(low + i);
+    x.high[j] = *reinterpret_cast<const float2*>(high + i);
+  }
+  return x;
+}
+
+// x / sqrt(mean(x²) + eps) · weight.
+template <int kPairs>
+__device__ inline void NormHead(HeadPairs<kPairs>& x, const HeadPairs<kPairs>& weight, int half,
+                                float eps) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    squares = __fmaf_rn(x.low[j].x, x.low[j].x, squares);
+    squares = __fmaf_rn(x.low[j].y, x.low[j].y, squares);
+    squares = __fmaf_rn(x.high[j].x, x.high[j].x, squares);
+    squares = __fmaf_rn(x.high[j].y, x.high[j].y, squares);
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    squares = __fadd_rn(squares, __shfl_xor_sync(0xFFFFFFFF, squares, offset));
+  }
+  const float mean = __fdiv_rn(squares, static_cast<float>(2 * half));
+  const float scale = rsqrtf(__fadd_rn(mean, eps));
+  const auto apply = [scale](float value, float by) {
+    return __fmul_rn(__fmul_rn(value, scale), by);
+  };
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    x.low[j] = {apply(x.low[j].x, weight.low[j].x), apply(x.low[j].y, weight.low[j].y)};
+    x.high[j] = {apply(x.high[j].x, weight.high[j].x), apply(x.high[j].y, weight.high[j].y)};
+  }
+}
+
+// Turns the pairs (low, high) by the angles of the row's position: cosines low, sines high.
+template <int kPairs>
+__device__ inline void RotateHead(HeadPairs<kPairs>& x, const HeadPairs<kPairs>& angles) {
+  const auto first = [](float a, float b, float cos, float sin) {
+    return __fmaf_rn(a, cos, -__fmul_rn(b, sin));
+  };
+  const auto second = [](float a, float b, float cos, float sin) {
+    return __fmaf_rn(b, cos, __fmul_rn(a, sin));
+  };
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const float2 a = x.low[j], b = x.high[j], cos = angles.low[j], sin = angles.high[j];
+    x.low[j] = {first(a.x, b.x, cos.x, sin.x), first(a.y, b.y, cos.y, sin.y)};
+    x.high[j] = {second(a.x, b.x, cos.x, sin.x), second(a.y, b.y, cos.y, sin.y)};
+  }
+}
+
+// Rounds to bf16. `head`: 4-byte aligned.
+template <int kPairs>
+__device__ inline void StoreHead(const HeadPairs<kPairs>& x, int half, __nv_bfloat16* head) {
+#pragma unroll
+  for (int j = 0; j < kPairs; ++j) {
+    const int i = 2 * (threadIdx.x % 32 + 32 * j);
+    if (i >= half) continue;
+    *reinterpret_cast<__nv_bfloat162*>(head + i) = __floats2bfloat162_rn(x.low[j].x, x.low[j].y);
+    *reinterpret_cast<__nv_bfloat162*>(head + half + i) =
+        __floats2bfloat162_rn(x.high[j].x, x.high[j].y);
+  }
+}
+
+}  // namespace dorad::kernels
