@@ -27,6 +27,12 @@ __device__ inline void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// The same for a barrier of any block of the cluster, by its RemoteAddress. Orders nothing that this
+// thread wrote for the other block to read.
+__device__ inline void BarrierArriveRemote(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // Arrives, and makes the phase wait for `bytes` more from the copy engine.
 __device__ inline void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -72,7 +78,19 @@ __device__ inline void CopyTensorBox(uint32_t destination, const CUtensorMap* ma
       : "memory");
 }
 
-// The same for what is read once: it leaves L2 before anything else does.
+// The same into all blocks of a cluster that `blocks` has a bit for: to the same place, completing
+// on the barrier at the same place.
+__device__ inline void CopyTensorBoxToBlocks(uint32_t destination, const CUtensorMap* map,
+                                             int column, int row, uint32_t barrier,
+                                             uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// The same as CopyTensorBox for what is read once: it leaves L2 before anything else does.
 __device__ inline void CopyTensorBoxOnce(uint32_t destination, const CUtensorMap* map, int column,
                                          int row, uint32_t barrier) {
   uint64_t policy;
@@ -97,6 +115,11 @@ __device__ inline void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Orders what this thread has come to know of device memory before its reads by the copy engine.
+__device__ inline void FenceProxyAsyncGlobal() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Programmatic dependent launch: the next kernel of the stream may take free room from now on.
 __device__ inline void LaunchDependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -116,6 +139,13 @@ __device__ inline void ClusterBarrier() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// This block's place in its cluster.
+__device__ inline int ClusterRank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // The same place in the shared memory of block `rank` of the cluster, for StoreRemote.
 __device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
   uint32_t address;
@@ -123,10 +153,13 @@ __device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
   return address;
 }
 
-__device__ inline void StoreRemote(uint32_t address, float4 value) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
+// 16 bytes that the barrier, in the same block as `address`, expects.
+__device__ inline void StoreRemote(uint32_t address, float4 value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 }
 
 // Two 8 x 8 matrices in the layout of wgmma's accumulators, written as their columns. Lanes 0..7
@@ -145,6 +178,11 @@ __device__ inline void StoreShared(uint32_t address, float4 value) {
                : "memory");
 }
 
+__device__ inline void StoreShared(uint32_t address, float2 value) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
 __device__ inline float4 LoadShared(uint32_t address) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -159,6 +197,9 @@ __device__ inline void SignalRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+__device__ inline void StoreRelease(uint32_t* flag, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
 __device__ inline uint32_t LoadAcquire(const uint32_t* counter) {
   uint32_t value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");

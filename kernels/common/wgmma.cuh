@@ -8,6 +8,16 @@
 
 namespace dorad::kernels {
 
+// Registers of a thread from here on, of the block's share; whole warpgroup.
+template <int kRegisters>
+__device__ inline void IncreaseRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void DecreaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // Descriptor of a swizzled tile; + 2 moves on by 16 elements of K.
 __device__ inline uint64_t WgmmaTile(uint32_t shared_address) {
   constexpr uint64_t kEightRows = 1024 >> 4;  // from one group of 8 rows to the next, in 16 bytes
@@ -31,21 +41,25 @@ __device__ inline void WgmmaWait() {
 #define DORAD_P8 DORAD_P4 ",%4,%5,%6,%7"
 #define DORAD_P16 DORAD_P8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define DORAD_P32 DORAD_P16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define DORAD_P48 DORAD_P32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define DORAD_P64                                                                    \
   DORAD_P32                                                                          \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51" \
   ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define DORAD_P128                                                                           \
-  DORAD_P64                                                                                  \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85" \
-  ",%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105"   \
-  ",%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122"    \
-  ",%123,%124,%125,%126,%127"
+#define DORAD_P96                                                                        \
+  DORAD_P64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81"   \
+            ",%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define DORAD_P128                                                                       \
+  DORAD_P96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110"    \
+            ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125" \
+            ",%126,%127"
 #define DORAD_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DORAD_D8(i) DORAD_D4(i), DORAD_D4(i + 4)
 #define DORAD_D16(i) DORAD_D8(i), DORAD_D8(i + 8)
 #define DORAD_D32(i) DORAD_D16(i), DORAD_D16(i + 16)
+#define DORAD_D48(i) DORAD_D32(i), DORAD_D16(i + 32)
 #define DORAD_D64(i) DORAD_D32(i), DORAD_D32(i + 32)
+#define DORAD_D96(i) DORAD_D64(i), DORAD_D32(i + 64)
 #define DORAD_D128(i) DORAD_D64(i), DORAD_D64(i + 64)
 // The three operands after the accumulators are numbered from `a`, `b`, `s`.
 #define DORAD_WGMMA(n, places, registers, a, b, s)                                           \
@@ -71,8 +85,12 @@ __device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
     DORAD_WGMMA(32, DORAD_P16, DORAD_D16(0), 16, 17, 18);
   } else if constexpr (kN == 64) {
     DORAD_WGMMA(64, DORAD_P32, DORAD_D32(0), 32, 33, 34);
+  } else if constexpr (kN == 96) {
+    DORAD_WGMMA(96, DORAD_P48, DORAD_D48(0), 48, 49, 50);
   } else if constexpr (kN == 128) {
     DORAD_WGMMA(128, DORAD_P64, DORAD_D64(0), 64, 65, 66);
+  } else if constexpr (kN == 192) {
+    DORAD_WGMMA(192, DORAD_P96, DORAD_D96(0), 96, 97, 98);
   } else {
     static_assert(kN == 256);
     DORAD_WGMMA(256, DORAD_P128, DORAD_D128(0), 128, 129, 130);
@@ -84,13 +102,17 @@ __device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
 #undef DORAD_P8
 #undef DORAD_P16
 #undef DORAD_P32
+#undef DORAD_P48
 #undef DORAD_P64
+#undef DORAD_P96
 #undef DORAD_P128
 #undef DORAD_D4
 #undef DORAD_D8
 #undef DORAD_D16
 #undef DORAD_D32
+#undef DORAD_D48
 #undef DORAD_D64
+#undef DORAD_D96
 #undef DORAD_D128
 
 }  // namespace dorad::kernels

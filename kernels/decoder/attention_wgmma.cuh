@@ -9,16 +9,6 @@
 
 namespace dorad::kernels {
 
-// Registers of a thread, for whole warpgroups.
-template <int kRegisters>
-__device__ inline void IncreaseRegisters() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ inline void DecreaseRegisters() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
 // Descriptor of B[16, N] in rows of N elements (the copy engine's 128-byte swizzle): positions go
 // down the rows, `block_bytes` lie between blocks of 64 columns. Rows move on by 128 bytes each.
 __device__ inline uint64_t WgmmaRowsTile(uint32_t shared_address, uint32_t block_bytes) {

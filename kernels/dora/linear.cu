@@ -1,6 +1,9 @@
 #include <cuda.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/common/status.h"
 #include "kernels/dora/linear.h"
@@ -12,36 +15,13 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
-size_t Aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+// Of the batch: tiles of 64 rows, as kernels were built for.
+int BatchTiles(int rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
 
-// Columns of the batch that a kernel was built for.
-int BatchColumns(int rows) {
-  int columns = 8;
-  while (columns < rows) columns *= 2;
-  return columns;
-}
+// Panels that fetch x together. Clusters of more than two blocks would leave multiprocessors idle.
+int Siblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 2 : 1; }
 
-struct Workspace {
-  size_t h;  // offsets
-  size_t h_partial;
-  size_t y_partial;
-  size_t bytes;
-};
-
-Workspace LayOut(const DoraLinearShape& shape, const LinearPlan& plan, int rows, int max_rank) {
-  const size_t h_elements =
-      size_t{1} * shape.parts * rows * static_cast<size_t>((max_rank + 7) / 8 * 8);
-  Workspace w;
-  w.h = kDoraLinearCounterBytes;
-  w.h_partial = w.h + Aligned(h_elements * sizeof(__nv_bfloat16));
-  w.y_partial = w.h_partial + Aligned(h_elements * plan.a_splits * sizeof(float));
-  w.bytes = w.y_partial;
-  if (plan.splits > 1) {
-    w.bytes +=
-        Aligned(size_t{1} * plan.Tiles() * plan.PanelRows() * BatchColumns(rows) * sizeof(float));
-  }
-  return w;
-}
+int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
 
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   if (rows < 1 || rows > kDoraLinearMaxRows || max_rank < 0 || max_rank > INT16_MAX - 7) {
@@ -88,9 +68,10 @@ cudaError_t MakeMap(const __nv_bfloat16* data, int rows, int columns, int ld, in
 }  // namespace
 
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
-  int processors = 0;
-  if (!Valid(shape, rows, max_rank) || Processors(&processors) != cudaSuccess) return 0;
-  return LayOut(shape, PlanLinear(shape, processors, BatchColumns(rows)), rows, max_rank).bytes;
+  if (!Valid(shape, rows, max_rank)) return 0;
+  const size_t bytes =
+      sizeof(__nv_bfloat16) * shape.parts * rows * static_cast<size_t>(RoundUp(max_rank, 8));
+  return kDoraLinearSignalBytes + (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]) {
@@ -108,44 +89,52 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
       (params.max_rank > 0 && !IsAligned(params.maps, 64))) {
     return cudaErrorInvalidValue;
   }
-  int processors = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(Processors(&processors));
-  LinearArgs args = {};
+  if (params.workspace_bytes < DoraLinearWorkspaceBytes(shape, params.rows, params.max_rank)) {
+    return cudaErrorInvalidValue;
+  }
+  LinearLaunch launch = {};
+  launch.stream = stream;
+  DORAD_CUDA_RETURN_IF_ERROR(Processors(&launch.processors));
+  LinearArgs& args = launch.args;
   args.p = params;
-  const int columns = BatchColumns(params.rows);
-  args.plan = PlanLinear(shape, processors, columns);
-  const Workspace workspace = LayOut(shape, args.plan, params.rows, params.max_rank);
-  if (params.workspace_bytes < workspace.bytes) return cudaErrorInvalidValue;
+  args.plan = PlanLinear(shape, launch.processors);
   args.part_begin[0] = 0;
   for (int p = 0; p < kDoraLinearMaxParts; ++p) {
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
   }
-  args.ldh = (params.max_rank + 7) / 8 * 8;
-  auto* base = static_cast<uint8_t*>(params.workspace);
-  args.counters = reinterpret_cast<LinearCounters*>(base);
-  args.h = reinterpret_cast<__nv_bfloat16*>(base + workspace.h);
-  args.h_partial = reinterpret_cast<float*>(base + workspace.h_partial);
-  args.y_partial = reinterpret_cast<float4*>(base + workspace.y_partial);
-
-  CUtensorMap w_map;
-  CUtensorMap x_map;
-  DORAD_CUDA_RETURN_IF_ERROR(
-      MakeMap(params.w, OutFeatures(shape), shape.in, shape.in, args.plan.PanelRows(), &w_map));
-  DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, shape.in, columns, &x_map));
-  const LinearLaunch launch = {w_map, x_map, args, processors, stream};
-  switch (columns) {
-    case 8:
-      return LaunchLinear<8>(launch);
-    case 16:
-      return LaunchLinear<16>(launch);
-    case 32:
-      return LaunchLinear<32>(launch);
-    case 64:
-      return LaunchLinear<64>(launch);
-    case 128:
-      return LaunchLinear<128>(launch);
+  args.ldh = RoundUp(params.max_rank, 8);
+  if (params.max_rank > 0) {
+    args.shrinkers = std::max(launch.processors / kLinearSlices, 1) * kLinearSlices;
+  }
+  static std::atomic<uint32_t> launches = 0;
+  args.launch = launches.fetch_add(1) | 0x80000000;
+  args.signals = static_cast<LinearSignals*>(params.workspace);
+  args.h = reinterpret_cast<__nv_bfloat16*>(static_cast<uint8_t*>(params.workspace) +
+                                            kDoraLinearSignalBytes);
+  const auto launch_both = [&](auto tiles) -> cudaError_t {
+    constexpr int kM = decltype(tiles)::value;
+    if (params.max_rank > 0) {
+      args.siblings = 1;
+      args.x_rows = RoundUp(params.rows, params.rows <= 64 ? 8 : 64);
+      DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, shape.in,
+                                         std::min(args.x_rows, 64), &launch.x_map));
+      DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(launch));
+    }
+    args.siblings = Siblings(args.plan, params.rows);
+    args.x_rows = RoundUp(params.rows, 8 * args.siblings);
+    DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, shape.in,
+                                       args.x_rows / args.siblings, &launch.x_map));
+    DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.w, OutFeatures(shape), shape.in, shape.in,
+                                       args.plan.panel_rows, &launch.w_map));
+    return LaunchProject<kM>(launch);
+  };
+  switch (BatchTiles(params.rows)) {
+    case 1:
+      return launch_both(std::integral_constant<int, 1>());
+    case 2:
+      return launch_both(std::integral_constant<int, 2>());
     default:
-      return LaunchLinear<256>(launch);
+      return launch_both(std::integral_constant<int, 4>());
   }
 }
 

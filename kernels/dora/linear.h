@@ -1,16 +1,16 @@
 // The K-extended projection: y = g ⊙ (W x + s·B(A x)) + bias for a batch whose rows belong to
-// different adapters, in one launch (paper: the DoRA forward, unmerged). W is read once, A and B of
-// each distinct slot once; fp32 accumulation; h = s·(A x) is rounded to bf16 between A and B.
+// different adapters (paper: the DoRA forward, unmerged). Two launches: the shrink h = s·(A x),
+// rounded to bf16, and the projection, which goes on from W x over h and B into the same fp32
+// accumulators. W is read once, A and B of each distinct slot once.
 //
 // A row's bits depend on its x, its adapter and the module's shape alone: not on `rows`, nor on
 // what the other rows are.
 //
 // Capturable in CUDA graphs: rows of the batch are described by device memory read at run time. The
-// launch carries the attribute of programmatic dependent launch: it starts streaming weights while
-// the kernels before it still run. So W, the table, its factors and the segments must not be
+// launches carry the attribute of programmatic dependent launch: they start streaming weights while
+// the kernels before them still run. So W, the table, its factors and the segments must not be
 // written by kernels of the same chain (writes by copies, or by launches without the attribute that
-// everything later waits for, are safe), and x may be. Its blocks wait for each other: no two of
-// these launches may run at once on one device unless ordered in one stream.
+// everything later waits for, are safe), and x may be.
 //
 // Thread-safe, as long as concurrent calls have workspaces of their own.
 #pragma once
@@ -29,7 +29,7 @@ namespace dorad::kernels {
 inline constexpr int kDoraLinearMaxRows = 256;
 inline constexpr int kDoraLinearMaxParts = 3;
 // The head of a workspace, zeroed by its owner once, before its first use.
-inline constexpr size_t kDoraLinearCounterBytes = 16384;
+inline constexpr size_t kDoraLinearSignalBytes = 256;
 
 // `parts` modules that share x, stacked in W: q, k, v or gate, up.
 struct DoraLinearShape {
@@ -52,7 +52,7 @@ struct DoraLinearParams {
   const int32_t* num_segments = nullptr;  // [1]
   void* y = nullptr;                      // [rows, sum(out)]
   bool y_fp32 = false;                    // else bf16
-  void* workspace = nullptr;              // 256-byte aligned, any contents after the counters
+  void* workspace = nullptr;              // 256-byte aligned, any contents after the signals
   size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
 };
 

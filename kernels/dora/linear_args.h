@@ -1,8 +1,7 @@
-// What a launch of the K-extended projection passes to its kernel.
+// What the launches of a K-extended projection pass to their kernels.
 #pragma once
 
 #include <cuda_bf16.h>
-#include <vector_types.h>
 
 #include <cstdint>
 
@@ -11,26 +10,28 @@
 
 namespace dorad::kernels {
 
-// Waiting counters at the head of the workspace; all are zero between launches.
-struct LinearCounters {
-  uint32_t shrunk;   // blocks done with their pieces of the shrink
-  uint32_t reduced;  // blocks done with their share of h
-  uint32_t left;     // blocks that need the two above no longer
-  uint32_t unused[61];
-  uint32_t split[kDoraLinearCounterBytes / sizeof(uint32_t) - 64];  // of each 16 rows of W
+// By which the blocks of the projection follow the shrink. All are zero between launches; but a
+// projection may begin while the one before it still runs, and must not take its signals for its own.
+struct LinearSignals {
+  uint32_t x_ready;  // the launch before whose shrink all kernels are complete
+  uint32_t h_ready;  // blocks of the shrink that are done
+  uint32_t left;     // blocks of the projection that need the two above no longer
 };
-static_assert(sizeof(LinearCounters) == kDoraLinearCounterBytes);
+static_assert(sizeof(LinearSignals) <= kDoraLinearSignalBytes);
 
 struct LinearArgs {
   DoraLinearParams p;
   LinearPlan plan;
-  bool clusters;                                // the splits of a panel are one cluster of blocks
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
-  int32_t ldh;                                  // max_rank, rounded up to 8
-  LinearCounters* counters;
-  __nv_bfloat16* h;   // [parts, rows, ldh]
-  float* h_partial;   // [a_splits, parts, rows, ldh]
-  float4* y_partial;  // [splits, panels, consumer warps, N / 8, 32]
+  int32_t x_rows;                               // of the batch, padded, in a stage
+  int32_t siblings;  // blocks of a cluster that share x: panels next to each other
+  int32_t stages;    // of the ring
+  int32_t flight;    // stages of weights on their way at once
+  int32_t ldh;       // max_rank, rounded up to 8
+  int32_t shrinkers;  // blocks of the shrink; 0: there is none
+  uint32_t launch;    // not 0, and another one than that of the launches around it
+  LinearSignals* signals;
+  __nv_bfloat16* h;  // [parts, rows, ldh]; of a row, its own adapter's s·(A x)
 };
 
 }  // namespace dorad::kernels

@@ -1,4 +1,4 @@
-// One translation unit for each width of the batch: they take long to compile.
+// One translation unit for each size of the batch: they take long to compile.
 #pragma once
 
 #include <cuda.h>
@@ -9,14 +9,18 @@
 namespace dorad::kernels {
 
 struct LinearLaunch {
+  CUtensorMap x_map;  // boxes of min(64, args.x_rows) rows in the shrink, x_rows / siblings else
   CUtensorMap w_map;
-  CUtensorMap x_map;
-  LinearArgs args;
-  int blocks;
+  LinearArgs args;  // but for the number of stages
+  int processors;
   cudaStream_t stream;
 };
 
-template <int kN>
-cudaError_t LaunchLinear(const LinearLaunch& launch);
+// kM: tiles of 64 rows of the batch, 1, 2 or 4. args.h is written.
+template <int kM>
+cudaError_t LaunchShrink(const LinearLaunch& launch);
+
+template <int kM>
+cudaError_t LaunchProject(const LinearLaunch& launch);
 
 }  // namespace dorad::kernels

@@ -1,4 +1,5 @@
-// How a K-extended projection is cut over the blocks of a launch. Pure.
+// How a K-extended projection is cut over the blocks of its launches. Pure. All of it is a function
+// of the module's shape and the device alone, so that the order of every sum is too.
 #pragma once
 
 #include <cstddef>
@@ -8,21 +9,19 @@
 
 namespace dorad::kernels {
 
-inline constexpr int kLinearStageK = 64;   // one stage of the ring: 64 elements of K
-inline constexpr int kLinearBoxRows = 64;  // of A and B, fetched at once
+inline constexpr int kLinearStageK = 64;   // one stage of a ring: 64 elements of K
+inline constexpr int kLinearBoxRows = 32;  // of A and B, fetched at once
+inline constexpr int kLinearSlices = 8;    // of K in the shrink: the blocks of a cluster
 
-// All but `groups` and `panels` are functions of the module's shape and the device alone, so that
-// the order of every sum is too.
 struct LinearPlan {
-  int groups = 2;  // warpgroups of a block: a panel is 64 · groups rows of W
-  int splits = 1;  // pieces of K, a power of 2; their sums meet
+  int panel_rows = 64;  // rows of W that a block computes at once: 32, 64, 96, 128 or 192
+  int splits = 1;       // pieces of K, 1 or 2; their sums meet
   int log_splits = 0;
   int panels = 0;    // of all of W
   int chunks = 0;    // stages of K
-  int a_splits = 1;  // pieces of K of the shrink
+  int a_splits = 1;  // pieces of K of the shrink, at most kLinearSlices
   int a_chunks = 0;  // stages of each but the last
 
-  constexpr int PanelRows() const { return 64 * groups; }
   constexpr int Tiles() const { return panels * splits; }
 };
 
@@ -34,43 +33,36 @@ inline int OutFeatures(const DoraLinearShape& shape) {
   return out;
 }
 
-// `columns`: of the batch, padded.
-inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors, int columns) {
-  // Stages that meeting in the workspace costs: some 2 µs of streaming.
-  constexpr int kSplitCost = 3;
-  constexpr int kMinChunks = 4;
+inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
+  // Each stage of a panel brings the batch too: as much as some rows of W.
+  constexpr int kBatchRows = 32;
+  constexpr int kMinChunks = 4;  // of a split
   const int out = OutFeatures(shape);
-  LinearPlan best;
-  best.chunks = CeilDiv(shape.in, kLinearStageK);
-  int64_t best_cost = INT64_MAX;
-  for (const int groups : {3, 2}) {
-    const int panels = CeilDiv(out, 64 * groups);
-    for (const int splits : {1, 2, 4, 8}) {
+  LinearPlan plan;
+  plan.chunks = CeilDiv(shape.in, kLinearStageK);
+  int64_t best = INT64_MAX;
+  for (const int panel_rows : {192, 128, 96, 64, 32}) {
+    for (const int splits : {1, 2}) {
+      const int panels = CeilDiv(out, panel_rows);
       const int waves = CeilDiv(panels * splits, processors);
-      const int chunks = CeilDiv(best.chunks, splits);
-      if (splits > 1 && (waves > 1 || chunks < kMinChunks)) continue;
+      // Two blocks meet in shared memory, whose room wide panels take.
+      if (splits > 1 && (waves > 1 || plan.chunks < splits * kMinChunks || panel_rows > 128)) {
+        continue;
+      }
       const int64_t cost =
-          int64_t{waves} * groups * chunks + (splits > 1 ? int64_t{groups} * kSplitCost : 0);
-      if (cost < best_cost) {
-        best_cost = cost;
-        best.groups = groups;
-        best.splits = splits;
-        best.panels = panels;
+          int64_t{waves} * (panel_rows + kBatchRows) * CeilDiv(plan.chunks, splits);
+      if (cost < best) {
+        best = cost;
+        plan.panel_rows = panel_rows;
+        plan.splits = splits;
+        plan.log_splits = splits - 1;
+        plan.panels = panels;
       }
     }
   }
-  while (1 << best.log_splits < best.splits) ++best.log_splits;
-  // A rank of a few hundred should keep every block busy with about one piece of A.
-  constexpr int kUsualRank = 384;
-  const int a_panels = shape.parts * CeilDiv(kUsualRank, best.PanelRows());
-  best.a_chunks = CeilDiv(best.chunks, CeilDiv(processors, a_panels));
-  if (best.a_chunks < 2) best.a_chunks = 2;
-  best.a_splits = CeilDiv(best.chunks, best.a_chunks);
-  if (columns > 128) {  // accumulators of three warpgroups do not fit the registers
-    best.groups = 2;
-    best.panels = CeilDiv(out, best.PanelRows());
-  }
-  return best;
+  plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
+  plan.a_splits = CeilDiv(plan.chunks, plan.a_chunks);
+  return plan;
 }
 
 }  // namespace dorad::kernels

@@ -1,6 +1,5 @@
 // What kernels/common lacks for the norms: an operand B whose rows run along N, tiles of bf16 in
-// the layout of the accumulators, registers moved between warpgroups. Internal to
-// kernels/dora/norm*; sm_90a.
+// the layout of the accumulators. Internal to kernels/dora/norm*; sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +14,6 @@ __device__ inline uint64_t WgmmaTileByK(uint32_t shared_address, uint32_t block)
   constexpr uint64_t kSwizzle128 = 1;
   return (kSwizzle128 << 62) | (kEightRows << 32) | (static_cast<uint64_t>(block >> 4) << 16) |
          ((shared_address & 0x3FFFF) >> 4);
-}
-
-// Whole warpgroup.
-template <int registers>
-__device__ inline void IncreaseRegisters() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
-}
-template <int registers>
-__device__ inline void DecreaseRegisters() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
 // Four 8 x 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8 and gets the

@@ -33,7 +33,7 @@ size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
 
 absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
                                       MemoryLedger* ledger, const Stream* stream) {
-  size_t bytes = kernels::kDoraLinearCounterBytes;
+  size_t bytes = kernels::kDoraLinearSignalBytes;
   int64_t widest = 0;  // of the library's
   for (const LinearGroup* group : groups) {
     if (WorkspaceBytes(*group, 1) == 0) widest = std::max(widest, group->out);
@@ -47,7 +47,7 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   DORAD_ASSIGN_OR_RETURN(linear.workspace_,
                          DeviceBuffer::Allocate(ledger, "workspace", static_cast<int64_t>(bytes)));
   DORAD_RETURN_IF_CUDA_ERROR(
-      cudaMemsetAsync(linear.workspace_.as<>(), 0, kernels::kDoraLinearCounterBytes, stream->get()),
+      cudaMemsetAsync(linear.workspace_.as<>(), 0, kernels::kDoraLinearSignalBytes, stream->get()),
       kStep);
   return linear;
 }

@@ -157,7 +157,7 @@ class Model {
           workspace_bytes_, DoraLinearWorkspaceBytes(projection.shape, kDoraLinearMaxRows, kRank));
     }
     CHECK_CUDA(cudaMalloc(&workspace_, workspace_bytes_));
-    CHECK_CUDA(cudaMemset(workspace_, 0, kDoraLinearCounterBytes));
+    CHECK_CUDA(cudaMemset(workspace_, 0, kDoraLinearSignalBytes));
     segments_ = Allocate<RowSegment>(kDoraLinearMaxRows);
     num_segments_ = Allocate<int32_t>(1);
   }

@@ -1,7 +1,0 @@
-#include "kernels/dora/linear_instance.cuh"
-
-namespace dorad::kernels {
-
-template cudaError_t LaunchLinear<256>(const LinearLaunch& launch);
-
-}  // namespace dorad::kernels

@@ -1,0 +1,120 @@
+// What a block knows about the adapters of the batch, and the walks over them that all roles of a
+// block take alike.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/dora/linear_args.h"
+
+namespace dorad::kernels {
+
+struct LinearTables {
+  int32_t segments;  // at least 1
+  int32_t slot[kDoraLinearMaxRows];
+  int16_t begin[kDoraLinearMaxRows];
+  int16_t end[kDoraLinearMaxRows];
+  int16_t rank[kDoraLinearMaxParts][kDoraLinearMaxRows];  // rounded up to 8
+};
+
+__device__ inline int64_t ModuleIndex(const LinearArgs& args, int slot, int part) {
+  return static_cast<int64_t>(slot) * args.p.table.modules + args.p.first_module + part;
+}
+
+// Of A, then B.
+__device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, int part) {
+  return args.p.maps + 2 * ModuleIndex(args, slot, part);
+}
+
+// The first kThreads threads of a block. Whether this thread found an adapter.
+template <int kThreads>
+__device__ inline bool FillTables(const LinearArgs& args, LinearTables& tables) {
+  const int rows = args.p.rows;
+  // Loaded before it is known whether there are that many: one wait less.
+  RowSegment segment;
+  if (threadIdx.x < rows) segment = args.p.segments[threadIdx.x];
+  const int count = max(min(*args.p.num_segments, rows), 1);
+  if (threadIdx.x == 0) tables.segments = count;
+  bool adapted = false;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    if (i >= kThreads) segment = args.p.segments[i];
+    const int begin = max(segment.begin, 0);
+    const int end = min(segment.end, rows);
+    tables.slot[i] = segment.slot;
+    tables.begin[i] = static_cast<int16_t>(begin);
+    tables.end[i] = static_cast<int16_t>(end);
+    const bool used = segment.slot >= 0 && end > begin && args.p.max_rank > 0;
+#pragma unroll 1
+    for (int part = 0; part < args.p.shape.parts; ++part) {
+      int rank = 0;
+      if (used) rank = args.p.table.factors[ModuleIndex(args, segment.slot, part)].rank;
+      tables.rank[part][i] = static_cast<int16_t>((rank + 7) / 8 * 8);
+      adapted = adapted || rank != 0;
+    }
+  }
+  return adapted;
+}
+
+// The segment that a row of the batch is of.
+__device__ inline int SegmentOf(const LinearTables& tables, int row) {
+  int first = 0;
+  int count = tables.segments;
+#pragma unroll 1
+  while (count > 1) {
+    const int half = count / 2;
+    if (tables.begin[first + half] <= row) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+// The shrink is units of kLinearBoxRows rows of A of one segment and part, dealt to the clusters.
+// f(segment, part, first row of A).
+template <typename F>
+__device__ inline void ForEachUnit(const LinearArgs& args, const LinearTables& tables, int cluster,
+                                   int clusters, F f) {
+  int next = cluster;
+  int base = 0;
+#pragma unroll 1
+  for (int part = 0; part < args.p.shape.parts; ++part) {
+#pragma unroll 1
+    for (int segment = 0; segment < tables.segments; ++segment) {
+      const int units = (tables.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows;
+#pragma unroll 1
+      for (; next < base + units; next += clusters) {
+        f(segment, part, (next - base) * kLinearBoxRows);
+      }
+      base += units;
+    }
+  }
+}
+
+// The stages of B of rows [row, row_end) of W: f(segment, part, first chunk, end).
+template <typename F>
+__device__ inline void ForEachRankRange(const LinearArgs& args, const LinearTables& tables, int row,
+                                        int row_end, int split, F f) {
+#pragma unroll 1
+  for (int segment = 0; segment < tables.segments; ++segment) {
+#pragma unroll 1
+    for (int part = 0; part < args.p.shape.parts; ++part) {
+      if (row >= args.part_begin[part + 1]) continue;
+      if (row_end <= args.part_begin[part]) break;
+      const int chunks = (tables.rank[part][segment] + kLinearStageK - 1) / kLinearStageK;
+      f(segment, part, chunks * split >> args.plan.log_splits,
+        chunks * (split + 1) >> args.plan.log_splits);
+    }
+  }
+}
+
+__device__ inline int FirstChunk(const LinearPlan& plan, int split) {
+  return plan.chunks * split >> plan.log_splits;
+}
+
+}  // namespace dorad::kernels
