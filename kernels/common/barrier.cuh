@@ -27,8 +27,8 @@ __device__ inline void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same for a barrier of any block of the cluster, by its RemoteAddress. Orders nothing that this
-// thread wrote for the other block to read.
+// The same for a barrier of any block of the cluster, by its RemoteAddress. Orders nothing that
+// this thread wrote for the other block to read.
 __device__ inline void BarrierArriveRemote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -15,7 +15,9 @@ inline constexpr int kAlignBytes = 1024;         // of the ring
 
 // The shrink leaves room beside it: blocks of the projection come early and fetch weights.
 template <int kM>
-inline constexpr int kShrinkRingBytes = kM == 1 ? 48 * 1024 : kM == 2 ? 60 * 1024 : 108 * 1024;
+inline constexpr int kShrinkRingBytes = kM == 1   ? 48 * 1024
+                                        : kM == 2 ? 60 * 1024
+                                                  : 108 * 1024;
 template <int kM>
 inline constexpr int kProjectRingBytes = kM == 1 ? 140 * 1024 : 212 * 1024;
 
@@ -38,8 +40,8 @@ int DynamicBytes(int weight_bytes, int exchange_bytes, int ring_bytes, LinearArg
 template <typename... Args>
 cudaError_t LaunchEarly(void (*kernel)(Args...), int blocks, int threads, int cluster,
                         int dynamic_bytes, cudaStream_t stream, const Args&... args) {
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
+  DORAD_CUDA_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -72,13 +74,12 @@ cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
   using Config = ProjectConfig<kM, kPanel>;
   LinearArgs args = launch.args;
   const int exchange = args.plan.splits > 1 ? Config::kExchangeBytes : 0;
-  const int ring = std::min(
-      kProjectRingBytes<kM>,
-      kSharedBytes - kAlignBytes - exchange -
-          static_cast<int>(sizeof(typename ProjectBlock<kM, kPanel>::Shared)) - 1024);
-  const int dynamic =
-      DynamicBytes<kM, Config::kMaxStages, Config::kStageChunks>(Config::kWeightBytes, exchange,
-                                                                 ring, &args);
+  const int ring =
+      std::min(kProjectRingBytes<kM>,
+               kSharedBytes - kAlignBytes - exchange -
+                   static_cast<int>(sizeof(typename ProjectBlock<kM, kPanel>::Shared)) - 1024);
+  const int dynamic = DynamicBytes<kM, Config::kMaxStages, Config::kStageChunks>(
+      Config::kWeightBytes, exchange, ring, &args);
   args.flight = std::min(args.stages, std::max(kFlightBytes / Config::kWeightBytes, 2));
   const int cluster = args.siblings * args.plan.splits;
   const int groups = CeilDiv(args.plan.panels, args.siblings);

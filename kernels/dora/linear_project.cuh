@@ -1,18 +1,18 @@
 // y = g ⊙ (W x + B h) + bias, h made by the shrink before it: see linear.h for what is computed and
 // linear_plan.h for the cut.
 //
-// A block takes a panel of W, and of K all or one of two splits. It streams (weight tile, batch tile)
-// pairs of 64 elements of K through a ring of shared memory into wgmma, the batch as the M operand,
-// the panel as N: (W, x) over K = in, then (B of a slot, h masked to the slot's rows) over K = rank,
-// into the same accumulators. Rows outside of a segment see products with zero, which change no bit
-// of an fp32 sum.
+// A block takes a panel of W, and of K all or one of two splits. It streams (weight tile, batch
+// tile) pairs of 64 elements of K through a ring of shared memory into wgmma, the batch as the M
+// operand, the panel as N: (W, x) over K = in, then (B of a slot, h masked to the slot's rows) over
+// K = rank, into the same accumulators. Rows outside of a segment see products with zero, which
+// change no bit of an fp32 sum.
 //
-// A cluster is the splits of a panel, whose sums meet, and siblings: panels next to each other, which
-// fetch x together, each a share of the rows for all.
+// A cluster is the splits of a panel, whose sums meet, and siblings: panels next to each other,
+// which fetch x together, each a share of the rows for all.
 //
-// Warps: consumers | producer of weights | producers of the batch. Weights depend on no kernel before
-// this one, so their producer runs ahead as far as the ring reaches; but what is in flight is
-// bounded, or what the chain x -> h -> y waits for would queue behind it.
+// Warps: consumers | producer of weights | producers of the batch. Weights depend on no kernel
+// before this one, so their producer runs ahead as far as the ring reaches; but what is in flight
+// is bounded, or what the chain x -> h -> y waits for would queue behind it.
 #pragma once
 
 #include <cuda.h>
@@ -72,8 +72,7 @@ class ProjectBlock {
         x_bytes_(args.x_rows * 2 * kLinearStageK),
         ring_(shared.ring, dynamic, args.stages, Config::kWeightBytes,
               Config::kWeightBytes + Config::kStageChunks * x_bytes_),
-        exchange_(dynamic +
-                  args.stages * (Config::kWeightBytes + Config::kStageChunks * x_bytes_)),
+        exchange_(dynamic + args.stages * (Config::kWeightBytes + Config::kStageChunks * x_bytes_)),
         split_(blockIdx.x & (args.plan.splits - 1)),
         sibling_((blockIdx.x >> args.plan.log_splits) % args.siblings),
         lane_(threadIdx.x % 32) {}
@@ -87,9 +86,9 @@ class ProjectBlock {
   // One thread, as soon as barriers are made: the first weights.
   __device__ void StartWeights(const CUtensorMap* w_map) {
     const int first = FirstChunk(args_.plan, split_);
-    const int row = ((blockIdx.x >> args_.plan.log_splits) / args_.siblings * args_.siblings +
-                     sibling_) *
-                    kPanel;
+    const int row =
+        ((blockIdx.x >> args_.plan.log_splits) / args_.siblings * args_.siblings + sibling_) *
+        kPanel;
     ForEachStage(first, FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
       if (started_ == args_.flight) return;
       FetchWeights(w_map, chunk, count, row);
@@ -127,8 +126,7 @@ class ProjectBlock {
             for (int box = 0; box < count * kPanel; box += kLinearBoxRows) {
               CopyTensorBoxOnce(ring_.weights() + box * 2 * kLinearStageK, map,
                                 (chunk + box / kPanel) * kLinearStageK,
-                                row + box % kPanel - args_.part_begin[part],
-                                ring_.weights_full());
+                                row + box % kPanel - args_.part_begin[part], ring_.weights_full());
             }
           } else {
             BarrierArrive(ring_.weights_full());
@@ -160,28 +158,28 @@ class ProjectBlock {
     bool h_ready = false;
     // All warps arrive in every phase: who only looked on could miss some.
     ForEachPanel([&](int group, int row) {
-      ForEachStage(
-          FirstChunk(args_.plan, split_), FirstChunk(args_.plan, split_ + 1),
-          [&](int chunk, int count) {
-            ring_.WaitEmpty();
-            __syncwarp();
-            if (lane_ == 0 && producer > 0) BarrierArrive(ring_.batch_full());
-            if (lane_ == 0 && producer == 0) {
-              BarrierArriveExpect(ring_.batch_full(), count * x_bytes_);
+      ForEachStage(FirstChunk(args_.plan, split_), FirstChunk(args_.plan, split_ + 1),
+                   [&](int chunk, int count) {
+                     ring_.WaitEmpty();
+                     __syncwarp();
+                     if (lane_ == 0 && producer > 0) BarrierArrive(ring_.batch_full());
+                     if (lane_ == 0 && producer == 0) {
+                       BarrierArriveExpect(ring_.batch_full(), count * x_bytes_);
 #pragma unroll 1
-              for (int i = 0; i < count; ++i) {
-                const uint32_t to = ring_.batch() + i * x_bytes_;
-                const int column = (chunk + i) * kLinearStageK;
-                if (args_.siblings == 1) {
-                  CopyTensorBox(to, x_map, column, 0, ring_.batch_full());
-                } else {
-                  CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK, x_map, column,
-                                        sibling_ * box_rows, ring_.batch_full(), blocks);
-                }
-              }
-            }
-            ring_.Advance();
-          });
+                       for (int i = 0; i < count; ++i) {
+                         const uint32_t to = ring_.batch() + i * x_bytes_;
+                         const int column = (chunk + i) * kLinearStageK;
+                         if (args_.siblings == 1) {
+                           CopyTensorBox(to, x_map, column, 0, ring_.batch_full());
+                         } else {
+                           CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK,
+                                                 x_map, column, sibling_ * box_rows,
+                                                 ring_.batch_full(), blocks);
+                         }
+                       }
+                     }
+                     ring_.Advance();
+                   });
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         const bool has_part = HasPart(row, part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
@@ -472,9 +470,11 @@ class ProjectBlock {
     return exchange_ + tile * (kPanel / 16) * 2048 + threadIdx.x % 128 * 16;
   }
 
-  // y = g · d + bias for a warp's 16 rows of the batch from batch_row on, and columns [first_column,
-  // + kColumns) of the panel at `row`. Sums are turned over in shared memory, 16 columns at a time, so
-  // that one short loop does the rest: code comes from memory too, and what runs once is waited for.
+  // y = g · d + bias for a warp's 16 rows of the batch from batch_row on, and columns
+  // [first_column,
+  // + kColumns) of the panel at `row`. Sums are turned over in shared memory, 16 columns at a time,
+  // so that one short loop does the rest: code comes from memory too, and what runs once is waited
+  // for.
   template <int kColumns>
   __device__ void Finish(const float (&d)[kColumns / 2], int batch_row, int row, int first_column,
                          int warp) {

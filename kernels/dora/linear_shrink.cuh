@@ -1,8 +1,8 @@
 // h = s · (A x) for all adapters of a batch, before the projection: see linear.h.
 //
-// A cluster of kLinearSlices blocks takes a unit, kLinearBoxRows rows of A of one segment; each block
-// a slice of K. The batch is the M operand of wgmma, A the N operand. The blocks' sums meet in
-// shared memory, 8 rows of every 64 of the batch in each block, and are added in the order of K.
+// A cluster of kLinearSlices blocks takes a unit, kLinearBoxRows rows of A of one segment; each
+// block a slice of K. The batch is the M operand of wgmma, A the N operand. The blocks' sums meet
+// in shared memory, 8 rows of every 64 of the batch in each block, and are added in the order of K.
 //
 // Warps: 4 consumers | producer of A | producer of x.
 #pragma once
@@ -50,8 +50,7 @@ class ShrinkBlock {
               Config::kFactorBytes + args.x_rows * 2 * kLinearStageK),
         met_(SharedAddress(&shared.met)),
         free_(SharedAddress(&shared.free)),
-        exchange_(dynamic +
-                  args.stages * (Config::kFactorBytes + args.x_rows * 2 * kLinearStageK)),
+        exchange_(dynamic + args.stages * (Config::kFactorBytes + args.x_rows * 2 * kLinearStageK)),
         slice_(blockIdx.x % kLinearSlices),
         first_(slice_ * args.plan.a_chunks),
         end_(min(first_ + args.plan.a_chunks, args.plan.chunks)),
@@ -183,7 +182,8 @@ class ShrinkBlock {
     if (stages > 0 && lane_ == 0) BarrierArrive(ring_.empty(previous));
     if (tiles.later) BarrierWait(free_, tiles.parity ^ 1);
     if (threadIdx.x == 0) {
-      BarrierArriveExpect(met_, kLinearSlices * (tiles.last - tiles.first + 1) * Config::kShareBytes);
+      BarrierArriveExpect(met_,
+                          kLinearSlices * (tiles.last - tiles.first + 1) * Config::kShareBytes);
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

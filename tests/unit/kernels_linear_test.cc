@@ -247,7 +247,6 @@ class Stack {
     return -1;
   }
 
-
  private:
   const DoraLinearShape shape_;
   std::mt19937 random_;
