@@ -15,7 +15,7 @@ int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 int64_t ListBytes(const AttentionShape& shape, int64_t rows, int64_t slots) {
   return Aligned(sizeof(AttentionHeader)) + Aligned(slots * shape.kv_heads * 4) +
-         Aligned(rows * 4) + Aligned((rows + slots) * sizeof(AttentionItem)) +
+         Aligned(rows * 4) + Aligned((2 * rows + slots) * sizeof(AttentionItem)) +
          Aligned(rows * sizeof(AttentionRowTile));
 }
 
@@ -48,7 +48,9 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
   layout->header = reinterpret_cast<AttentionHeader*>(take(sizeof(AttentionHeader)));
   layout->arrived = reinterpret_cast<int32_t*>(take(slots * shape.kv_heads * 4));
   layout->segment_starts = reinterpret_cast<int32_t*>(take(int64_t{rows} * 4));
-  layout->items = reinterpret_cast<AttentionItem*>(take((rows + slots) * sizeof(AttentionItem)));
+  layout->items_room = static_cast<int32_t>(2 * rows + slots);
+  layout->items =
+      reinterpret_cast<AttentionItem*>(take(layout->items_room * sizeof(AttentionItem)));
   layout->tiles = reinterpret_cast<AttentionRowTile*>(take(rows * sizeof(AttentionRowTile)));
   layout->parts = reinterpret_cast<float*>(at);
   layout->slots = static_cast<int32_t>(slots);
@@ -75,6 +77,22 @@ cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stre
   }
   if (params.row_tiles && HasTileAttention(params.shape)) {
     DORAD_CUDA_RETURN_IF_ERROR(LaunchTileAttention(launch, stream));
+  }
+  return LaunchRowAttention(launch, stream);
+}
+
+cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
+                            cudaStream_t stream) {
+  if (attention.workspace.data == nullptr || !IsFastAttention(attention.shape)) {
+    DORAD_CUDA_RETURN_IF_ERROR(RopeAppend(append, stream));
+    return PagedAttention(attention, stream);
+  }
+  if (!IsValid(attention.shape, attention.rows) || attention.row_tiles || append.qkv == nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  AttentionLaunch launch{attention, {}, &append};
+  if (!LayOutAttention(attention.shape, attention.rows.rows, attention.workspace, &launch.layout)) {
+    return cudaErrorInvalidValue;
   }
   return LaunchRowAttention(launch, stream);
 }

@@ -94,16 +94,19 @@ struct PagedAttentionParams {
   float softmax_scale = 0.0f;        // positive
   int32_t window = 0;
   bool row_tiles = true;
-  // A promise by which copies of the cache begin while kernels before this one still run: none of
-  // them writes the plan, nor the cache below the first position of any run of rows (rows next to
-  // each other, of one sequence, at consecutive positions). It holds after PlanAttention, which
-  // lets no kernel start before its end, if no sequence has pages that another one writes in this
-  // step, nor two runs.
-  bool is_settled = false;
   AttentionWorkspace workspace;
   __nv_bfloat16* out = nullptr;  // [rows, heads · head_dim]
 };
 
 cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stream);
+
+// RopeAppend and PagedAttention, in one launch where the shape is fast, with the same results in
+// `out` and in the cache; append.q may be left as it was. Both are to be of the same rows, shape
+// and cache, append.q and attention.q the same memory, qkv 16-byte aligned, and row_tiles false. No
+// sequence may have more than one row, or pages that another one writes. Copies of the cache begin
+// while kernels before this one still run: none of them may write the plan, nor the cache below the
+// rows' positions. It is so after PlanAttention, which lets no kernel start before its end.
+cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
+                            cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
       NormHead<kPairs>(x[h], LoadHead<kPairs>(norm, norm + half, half), half, p.eps);
     }
     if (!is_value) RotateHead<kPairs>(x[h], angles);
-    StoreHead<kPairs>(x[h], half, out);
+    StoreHead<kPairs>(x[h], half, [out](int i) { return out + i; });
   }
 }
 

@@ -89,6 +89,9 @@ struct SoftmaxState {
   float sum = 0.0f;
 };
 
+// What numerators are multiplied by in the end.
+__device__ inline float Share(const SoftmaxState& state) { return __frcp_rn(state.sum); }
+
 // Factors by which a chunk is joined to what lies before it.
 struct JoinFactors {
   float before, chunk;
@@ -121,9 +124,6 @@ __device__ inline bool BarrierTest(uint32_t barrier, uint32_t parity) {
       : "memory");
   return done != 0;
 }
-
-// Releases what this thread knows of to the device, and acquires; lighter than __threadfence.
-__device__ inline void FenceDevice() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // A box of a cache page that is read once: L2 should not keep it.
 __device__ inline void CopyCacheBox(uint32_t destination, const CUtensorMap* map, int column,

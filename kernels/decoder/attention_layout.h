@@ -31,7 +31,7 @@ struct alignas(64) AttentionItem {
   int32_t slots;      // parts of the row
   int32_t first;      // slot of the row's first part
   int32_t page_base;  // index in StepRows::pages of the sequence's first page
-  int32_t settled;    // positions below were written in earlier steps
+  int32_t position;   // of the row
   // The first pages, from that of the first tile's first position; -1 where the item has none.
   int32_t pages[2 * kAttentionTilePages];
 };
@@ -47,6 +47,7 @@ struct AttentionRowTile {
 
 struct AttentionHeader {
   int32_t items;
+  int32_t joins;
   int32_t tiles;
   // Counters of the running launch, zero between launches.
   int32_t next;
@@ -58,9 +59,12 @@ struct AttentionLayout {
   AttentionHeader* header;
   int32_t* arrived;  // [slots, kv_heads]: parts of a row that are complete, at its first slot
   int32_t* segment_starts;  // [rows], of the plan
-  AttentionItem* items;     // [rows + slots]
+  // [items_room]: from the first one on, the items; from the last one down, the rows whose parts
+  // are to be joined, which come after all items.
+  AttentionItem* items;
   AttentionRowTile* tiles;  // [rows]
   float* parts;             // [slots, kv_heads, part_floats]
+  int32_t items_room;
   int32_t slots;
   int32_t part_floats;
 };
@@ -103,6 +107,7 @@ cudaError_t AttentionBlocks(const AttentionShape& shape, int32_t* blocks);
 struct AttentionLaunch {
   PagedAttentionParams params;
   AttentionLayout layout;
+  const RopeAppendParams* append = nullptr;  // or the rows are appended already
 };
 
 // The kernels behind PagedAttention: rows by themselves, and tiles of rows.

@@ -119,7 +119,7 @@ __device__ void WriteItems(const PlanArgs& a, const AttentionItem& whole, int64_
     item.slots = of_owner(whole.slots);
     item.first = of_owner(whole.first);
     item.page_base = of_owner(whole.page_base);
-    item.settled = of_owner(whole.settled);
+    item.position = of_owner(whole.position);
     const int i = index - (of_owner(end) - item.slots);
     const int64_t at = __shfl_sync(0xFFFFFFFF, first_item, owner) + i;
     if (index >= total) continue;
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
   int64_t all_work;
   BlockScan(work, &all_work);
 
-  int64_t slots_before = 0, items_before = 0, tiles_before = 0;
+  int64_t slots_before = 0, items_before = 0, joins_before = 0, tiles_before = 0;
   for (int base = 0; base < rows; base += kThreads) {
     const int row = base + static_cast<int>(threadIdx.x);
     const bool is_row = row < rows;
@@ -189,7 +189,6 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     const int64_t first_item = items_before + BlockScan(items, &sum);
     items_before += sum;
     const int32_t page_base = is_row ? a.rows.page_begin[a.rows.sequences[row]] : 0;
-    const int32_t settled = is_row ? a.rows.positions[starts[row]] : 0;
     WriteItems(a,
                {row,
                 reach.begin,
@@ -198,10 +197,14 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
                 static_cast<int32_t>(items),
                 static_cast<int32_t>(first_slot),
                 page_base,
-                settled,
+                reach.end - 1,
                 {}},
                first_item);
+    const int64_t join = joins_before + BlockScan(is_split, &sum);
+    joins_before += sum;
     if (is_split) {
+      AttentionItem item{row, 0, 0, -1, chunks, static_cast<int32_t>(first_slot), 0, 0, {}};
+      a.layout.items[a.layout.items_room - 1 - join] = item;
       for (int head = 0; head < a.kv_heads; ++head) {
         a.layout.arrived[first_slot * a.kv_heads + head] = 0;
       }
@@ -219,8 +222,8 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     }
   }
   if (threadIdx.x == 0) {
-    *a.layout.header = {static_cast<int32_t>(items_before), static_cast<int32_t>(tiles_before), 0,
-                        0};
+    *a.layout.header = {static_cast<int32_t>(items_before), static_cast<int32_t>(joins_before),
+                        static_cast<int32_t>(tiles_before), 0, 0};
   }
   __threadfence();
 }

@@ -91,15 +91,15 @@ __device__ inline void RotateHead(HeadPairs<kPairs>& x, const HeadPairs<kPairs>&
   }
 }
 
-// Rounds to bf16. `head`: 4-byte aligned.
-template <int kPairs>
-__device__ inline void StoreHead(const HeadPairs<kPairs>& x, int half, __nv_bfloat16* head) {
+// Rounds to bf16. `at` tells where element i goes, i even; 4-byte aligned.
+template <int kPairs, typename At>
+__device__ inline void StoreHead(const HeadPairs<kPairs>& x, int half, At at) {
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
     const int i = 2 * (threadIdx.x % 32 + 32 * j);
     if (i >= half) continue;
-    *reinterpret_cast<__nv_bfloat162*>(head + i) = __floats2bfloat162_rn(x.low[j].x, x.low[j].y);
-    *reinterpret_cast<__nv_bfloat162*>(head + half + i) =
+    *reinterpret_cast<__nv_bfloat162*>(at(i)) = __floats2bfloat162_rn(x.low[j].x, x.low[j].y);
+    *reinterpret_cast<__nv_bfloat162*>(at(half + i)) =
         __floats2bfloat162_rn(x.high[j].x, x.high[j].y);
   }
 }

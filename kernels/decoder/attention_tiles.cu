@@ -253,13 +253,13 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   for (int j = 0; j < 2; ++j) {
     const int row = 64 * group + 16 * warp + g + 8 * j;
     if (row >= tile_rows) continue;
+    const float share = Share(state[j]);
     __nv_bfloat16* const out =
         p.out + first_at + row / p.group * token_stride + row % p.group * kDim;
 #pragma unroll
     for (int i = 0; i < kDim / 8; ++i) {
-      *reinterpret_cast<uint32_t*>(out + 8 * i + 2 * t) =
-          PackBf16(__fdiv_rn(rows[4 * i + 2 * j], state[j].sum),
-                   __fdiv_rn(rows[4 * i + 2 * j + 1], state[j].sum));
+      *reinterpret_cast<uint32_t*>(out + 8 * i + 2 * t) = PackBf16(
+          __fmul_rn(rows[4 * i + 2 * j], share), __fmul_rn(rows[4 * i + 2 * j + 1], share));
     }
   }
 }

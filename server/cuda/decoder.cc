@@ -134,7 +134,6 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   rope.sin = sin_;
   rope.q = q_;
   rope.cache = kv_[index];
-  DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
   kernels::PagedAttentionParams attention;
   attention.rows = rows;
   attention.shape = rope.shape;
@@ -143,11 +142,15 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
   attention.window = static_cast<int32_t>(config.windows[index]);
   attention.row_tiles = !decode;
-  // Sequences that decode write to pages of their own, each from one row.
-  attention.is_settled = decode;
   attention.workspace = plans_.at(config.windows[index]);
   attention.out = narrow_;
-  DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
+  if (decode) {
+    // Every sequence has one row, and writes to a page of its own.
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::AppendAttention(rope, attention, stream_.get()), kStep);
+  } else {
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
+  }
   DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
 
   DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm));

@@ -1,7 +1,7 @@
 // Paged attention at Qwen3-8B's shape: graphs of one plan and 36 layers, each with a cache of its
 // own, pages shuffled; against the time that the caches' bytes take at the copy bandwidth of the
 // same run (prefill: in TFLOP/s). Rows split by load, always and never; the norms, rotation and
-// append before it, and both together without and with early copies (is_settled).
+// append before it, both after each other, and in one launch (decodes).
 //
 //   kernels_attention_bench [filter: a part of the case's name]
 #include <cuda_bf16.h>
@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
       {"mixed 64 and 448", Join(Decodes(64, 400, 912), {{0, 448}}), 0.0},
   };
   std::printf("%-20s %6s %9s %9s %9s %7s %9s %9s %9s %9s\n", "36 layers, ms", "goal", "attention",
-              "split", "whole", "floor", "share", "append", "both", "settled");
+              "split", "whole", "floor", "share", "append", "both", "in one");
   for (const Case& c : cases) {
     if (std::string(c.name).find(filter) == std::string::npos) continue;
     std::vector<int32_t> positions, sequences, page_begin;
@@ -177,7 +177,7 @@ int main(int argc, char** argv) {
       params.workspace = {workspace, workspace_bytes};
       Check(PlanAttention(params, stream));
     };
-    const auto attend = [&](int layer, bool is_settled) {
+    const auto attention_of = [&](int layer) {
       dorad::kernels::PagedAttentionParams params;
       params.rows = rows;
       params.shape = kShape;
@@ -185,12 +185,11 @@ int main(int argc, char** argv) {
       params.cache = {cache + 2 * layer * plane, cache + (2 * layer + 1) * plane};
       params.softmax_scale = 1.0f / std::sqrt(128.0f);
       params.row_tiles = has_runs;
-      params.is_settled = is_settled;
       params.workspace = {workspace, workspace_bytes};
       params.out = out;
-      Check(PagedAttention(params, stream));
+      return params;
     };
-    const auto append = [&](int layer) {
+    const auto append_of = [&](int layer) {
       dorad::kernels::RopeAppendParams params;
       params.rows = rows;
       params.shape = kShape;
@@ -200,7 +199,7 @@ int main(int argc, char** argv) {
       params.cos = params.sin = angles;
       params.q = q;
       params.cache = {cache + 2 * layer * plane, cache + (2 * layer + 1) * plane};
-      Check(RopeAppend(params, stream));
+      return params;
     };
     const int replays = has_runs ? 3 : 9;
     double ms[3];
@@ -209,21 +208,30 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 3; ++i) {
       ms[i] = 1e-3 * Microseconds(stream, replays, true, [&] {
                 plan(splits[i]);
-                for (int layer = 0; layer < kLayers; ++layer) attend(layer, false);
+                for (int layer = 0; layer < kLayers; ++layer) {
+                  Check(PagedAttention(attention_of(layer), stream));
+                }
               });
     }
     const double append_ms = 1e-3 * Microseconds(stream, replays, true, [&] {
-                               for (int layer = 0; layer < kLayers; ++layer) append(layer);
+                               for (int layer = 0; layer < kLayers; ++layer) {
+                                 Check(RopeAppend(append_of(layer), stream));
+                               }
                              });
-    double both_ms[2];
-    for (const bool is_settled : {false, true}) {
-      both_ms[is_settled] = 1e-3 * Microseconds(stream, replays, true, [&] {
-                              plan(AttentionSplit::kByLoad);
-                              for (int layer = 0; layer < kLayers; ++layer) {
-                                append(layer);
-                                attend(layer, is_settled);
-                              }
-                            });
+    double both_ms[2] = {};
+    for (const bool in_one : {false, true}) {
+      if (in_one && has_runs) continue;
+      both_ms[in_one] = 1e-3 * Microseconds(stream, replays, true, [&] {
+                          plan(AttentionSplit::kByLoad);
+                          for (int layer = 0; layer < kLayers; ++layer) {
+                            if (in_one) {
+                              Check(AppendAttention(append_of(layer), attention_of(layer), stream));
+                            } else {
+                              Check(RopeAppend(append_of(layer), stream));
+                              Check(PagedAttention(attention_of(layer), stream));
+                            }
+                          }
+                        });
     }
     const double floor = 1e-9 * static_cast<double>(bytes) * kLayers / copy;
     std::printf("%-20s %6.2f %9.3f %9.3f %9.3f %7.3f", c.name, c.goal, ms[0], ms[1], ms[2], floor);
