@@ -13,9 +13,9 @@ constexpr int64_t kMostSlots = 2048;
 
 int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-int64_t ListBytes(const AttentionShape& shape, int64_t rows, int64_t slots) {
-  return Aligned(sizeof(AttentionHeader)) + Aligned(slots * shape.kv_heads * 4) +
-         Aligned(rows * 4) + Aligned((2 * rows + slots) * sizeof(AttentionItem)) +
+int64_t ListBytes(int64_t rows, int64_t slots) {
+  return Aligned(sizeof(AttentionHeader)) + Aligned(rows * 4) +
+         Aligned((2 * rows + slots) * sizeof(AttentionItem)) +
          Aligned(rows * sizeof(AttentionRowTile));
 }
 
@@ -33,12 +33,12 @@ bool IsValid(const AttentionShape& shape, const StepRows& rows) {
 
 bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
                      AttentionLayout* layout) {
-  const auto bytes = static_cast<int64_t>(workspace.bytes);
-  const int64_t rest = bytes - ListBytes(shape, rows, 0);
-  if (workspace.data == nullptr || rest < 0) return false;
-  // Alignment may cost two more pieces than the list without slots has.
-  const int64_t slot_bytes = PartBytes(shape) + shape.kv_heads * 4 + sizeof(AttentionItem);
-  const int64_t slots = std::clamp<int64_t>((rest - 512) / slot_bytes, 0, kMostSlots);
+  const int64_t max_rows = workspace.max_rows;
+  const int64_t rest = static_cast<int64_t>(workspace.bytes) - ListBytes(max_rows, 0);
+  if (workspace.data == nullptr || rows > max_rows || rest < 0) return false;
+  // Alignment may cost one more piece than the list without slots has.
+  const int64_t slot_bytes = PartBytes(shape) + static_cast<int64_t>(sizeof(AttentionItem));
+  const int64_t slots = std::clamp<int64_t>((rest - 256) / slot_bytes, 0, kMostSlots);
   char* at = static_cast<char*>(workspace.data);
   const auto take = [&at](int64_t size) {
     char* const piece = at;
@@ -46,12 +46,11 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
     return piece;
   };
   layout->header = reinterpret_cast<AttentionHeader*>(take(sizeof(AttentionHeader)));
-  layout->arrived = reinterpret_cast<int32_t*>(take(slots * shape.kv_heads * 4));
-  layout->segment_starts = reinterpret_cast<int32_t*>(take(int64_t{rows} * 4));
-  layout->items_room = static_cast<int32_t>(2 * rows + slots);
+  layout->segment_starts = reinterpret_cast<int32_t*>(take(max_rows * 4));
+  layout->items_room = static_cast<int32_t>(2 * max_rows + slots);
   layout->items =
       reinterpret_cast<AttentionItem*>(take(layout->items_room * sizeof(AttentionItem)));
-  layout->tiles = reinterpret_cast<AttentionRowTile*>(take(rows * sizeof(AttentionRowTile)));
+  layout->tiles = reinterpret_cast<AttentionRowTile*>(take(max_rows * sizeof(AttentionRowTile)));
   layout->parts = reinterpret_cast<float*>(at);
   layout->slots = static_cast<int32_t>(slots);
   layout->part_floats = AttentionPartFloats(shape);
@@ -63,7 +62,7 @@ size_t AttentionWorkspaceBytes(const AttentionShape& shape, int32_t max_rows,
   if (!IsFastAttention(shape)) return 0;
   const int64_t chunks = (int64_t{max_positions} + kAttentionChunk - 1) / kAttentionChunk;
   const int64_t slots = std::min<int64_t>(max_rows * chunks, kMostSlots);
-  return ListBytes(shape, max_rows, slots) + Aligned(slots * PartBytes(shape)) + 1024;
+  return ListBytes(max_rows, slots) + Aligned(slots * PartBytes(shape)) + 1024;
 }
 
 cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stream) {

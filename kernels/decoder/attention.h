@@ -48,11 +48,13 @@ struct RopeAppendParams {
 // cudaErrorInvalidValue: a shape out of bounds.
 cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream);
 
-// Device memory for the work list of a step and for parts of rows; 256-byte aligned, needs no
-// initialisation. Its size decides how many rows can be computed in parts, not the result.
+// Device memory for the work list of a step and for parts of rows; 256-byte aligned. Its owner sets
+// all bytes to 0xFF once, before the first use. Its size decides how many rows can be computed in
+// parts, not the result.
 struct AttentionWorkspace {
   void* data = nullptr;
   size_t bytes = 0;
+  int32_t max_rows = 0;  // of a step
 };
 
 // What serves steps of up to `max_rows` rows at positions below `max_positions` well.
@@ -79,7 +81,8 @@ struct AttentionPlanParams {
   AttentionWorkspace workspace;  // out
 };
 
-// cudaErrorInvalidValue: a shape out of bounds, or a workspace too small for its work list.
+// cudaErrorInvalidValue: a shape out of bounds, more rows than the workspace is for, or a workspace
+// too small for its work list.
 cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream);
 
 // Attention of every row over its own sequence's positions [lo, p], where lo = 0, or p - window + 1

@@ -110,21 +110,6 @@ __device__ inline JoinFactors JoinChunk(SoftmaxState& state, float most, float s
   return f;
 }
 
-// Whether the phase of the given parity is complete.
-__device__ inline bool BarrierTest(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // A box of a cache page that is read once: L2 should not keep it.
 __device__ inline void CopyCacheBox(uint32_t destination, const CUtensorMap* map, int column,
                                     int row, uint32_t barrier, uint64_t policy) {

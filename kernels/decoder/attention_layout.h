@@ -45,6 +45,10 @@ struct AttentionRowTile {
   int32_t page_base;
 };
 
+// Bits of a place in a part that holds nothing: a NaN that no part has. Who joins a part takes its
+// numbers as they appear, and leaves these.
+inline constexpr uint32_t kNoPart = 0xFFFFFFFF;
+
 struct AttentionHeader {
   int32_t items;
   int32_t joins;
@@ -54,16 +58,15 @@ struct AttentionHeader {
   int32_t done;
 };
 
-// The workspace by parts, for a step of `rows` rows.
+// The workspace by parts: the same for all steps.
 struct AttentionLayout {
   AttentionHeader* header;
-  int32_t* arrived;  // [slots, kv_heads]: parts of a row that are complete, at its first slot
-  int32_t* segment_starts;  // [rows], of the plan
+  int32_t* segment_starts;  // [max_rows], of the plan
   // [items_room]: from the first one on, the items; from the last one down, the rows whose parts
   // are to be joined, which come after all items.
   AttentionItem* items;
-  AttentionRowTile* tiles;  // [rows]
-  float* parts;             // [slots, kv_heads, part_floats]
+  AttentionRowTile* tiles;  // [max_rows]
+  float* parts;             // [slots, kv_heads, part_floats]; kNoPart where none is on its way
   int32_t items_room;
   int32_t slots;
   int32_t part_floats;
@@ -97,7 +100,7 @@ inline int32_t AttentionPartFloats(const AttentionShape& shape) {
   return head_tiles * 16 + shape.head_dim / 16 * head_tiles * 32 * AttentionPartPairs(group);
 }
 
-// False: the workspace has no room for the work list.
+// False: the workspace has no room for the work list, or was not made for so many rows.
 bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
                      AttentionLayout* layout);
 

@@ -205,9 +205,6 @@ __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
     if (is_split) {
       AttentionItem item{row, 0, 0, -1, chunks, static_cast<int32_t>(first_slot), 0, 0, {}};
       a.layout.items[a.layout.items_room - 1 - join] = item;
-      for (int head = 0; head < a.kv_heads; ++head) {
-        a.layout.arrived[first_slot * a.kv_heads + head] = 0;
-      }
     }
 
     const bool is_tile = is_tiled && (row - starts[row]) % a.tile_tokens == 0;

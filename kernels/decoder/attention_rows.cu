@@ -1,6 +1,6 @@
 // Rows by themselves (decode). Persistent blocks take (item, key head) pairs, then what joins the
-// parts of rows that were split: one warp copies into a ring of stages, ahead over item boundaries,
-// four warps compute, one announces parts.
+// parts of rows that were split: one warp copies tiles into a ring of stages, ahead over item
+// boundaries, four warps compute.
 #include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_rows_compute.cuh"
@@ -24,20 +24,13 @@ __global__ void __launch_bounds__(kThreads, C::blocks)
       BarrierInit(base + C::barrier_at + 8 * i, 1);
       BarrierInit(base + C::barrier_at + 8 * (C::stages + i), kWarps);
     }
-    for (int i = 0; i < kQueue; ++i) {
-      BarrierInit(base + C::part_barrier_at + 8 * i, kWarps);
-      BarrierInit(base + C::part_barrier_at + 8 * (kQueue + i), 1);
-    }
     BarrierInitFence();
   }
   __syncthreads();
-  // The copying warp waits for the kernel before, and the others for it, directly or not.
   if (threadIdx.x < 32 * kWarps) {
     Consume<C>(p, shared, base);
-  } else if (threadIdx.x < 32 * (kWarps + 1)) {
-    Produce<C>(p, shared, base);
   } else {
-    Announce<C>(p, shared, base);
+    Produce<C>(p, shared, base);
   }
 }
 
@@ -50,7 +43,7 @@ cudaError_t Multiprocessors(int32_t* count) {
 template <int kHeadDim, int kHeadTiles>
 cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   using C = Config<kHeadDim, kHeadTiles>;
-  static_assert(C::blocks * (C::shared_bytes + 1024) <= 228 * 1024 && C::stages >= 2);
+  static_assert(C::blocks * (C::shared_bytes + 1024) <= 228 * 1024 && C::stages >= 3);
   const PagedAttentionParams& params = launch.params;
   Args args;
   DORAD_CUDA_RETURN_IF_ERROR(EncodeCache<kHeadDim>(params.cache.k, kKvPageTokens, &args.k));

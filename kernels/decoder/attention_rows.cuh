@@ -14,8 +14,7 @@ namespace dorad::kernels::row_attention {
 constexpr int kTile = kAttentionTile;
 constexpr int kTilePages = kAttentionTilePages;
 constexpr int kWarps = 4;  // that compute
-constexpr int kThreads = 32 * (kWarps + 2);
-constexpr int kQueue = 4;                          // parts that wait to be announced
+constexpr int kThreads = 32 * (kWarps + 1);
 constexpr int kProbabilityPitch = 2 * kTile + 16;  // bytes of a head's row, bank-free
 constexpr int kConsumerBarrier = 1;
 
@@ -24,7 +23,7 @@ enum : int32_t {
   kItemEnds = 2,
   kChunkBegins = 4,
   kChunkEnds = 8,
-  kJoin = 16,  // `slots` parts in the place of keys and values
+  kJoin = 16,  // not a tile but `slots` parts to be joined
   kStop = 32,
 };
 
@@ -37,14 +36,9 @@ struct alignas(16) TileInfo {
   int32_t head;  // key head
   int32_t slot, first;
   int32_t slots;
-  int32_t page;  // of the row's own position, if it is to be appended from this tile; else -1
-  int32_t unused[2];
-};
-
-// A part that is stored and not yet announced.
-struct PartInfo {
-  int32_t first;  // -1: no more parts
-  int32_t head;
+  int32_t own;   // the row's own position
+  int32_t page;  // of that, if it is to be appended and lies in this tile; else -1
+  int32_t unused;
 };
 
 // Of one multiprocessor.
@@ -52,32 +46,25 @@ constexpr int BlocksOf(int head_dim, int head_tiles) {
   return head_dim == 256 || head_tiles > 1 ? 1 : 2;
 }
 
-// Shared memory: stages of keys and values; for each stage what is fresh, the row's queries and,
-// where the row is appended, its key and value and the angles of its position; and small things.
+// Shared memory: stages of keys and values, and small things.
 template <int kHeadDim, int kHeadTiles>
 struct Config {
   using Tile = CacheTile<kHeadDim>;
   static constexpr int head_dim = kHeadDim;
   static constexpr int head_tiles = kHeadTiles;
-  static constexpr int key_offset = 8 * kHeadTiles * kHeadDim;  // in elements of what is fresh
-  static constexpr int value_offset = key_offset + kHeadDim;
-  static constexpr int angles_offset = value_offset + kHeadDim;
-  static constexpr int fresh_bytes = angles_offset * 2 + kHeadDim * 4;
   static constexpr int stage_bytes = 2 * Tile::kBytes;
   static constexpr int blocks = BlocksOf(kHeadDim, kHeadTiles);
-  static constexpr int stages = (blocks == 1 ? 222000 : 108000) / (stage_bytes + fresh_bytes);
+  static constexpr int stages = (blocks == 1 ? 212000 : 105000) / stage_bytes;
   static constexpr int dim_tiles = kHeadDim / 16;
   static constexpr int warp_dim_tiles = (dim_tiles + kWarps - 1) / kWarps;
 
-  static constexpr int fresh_at = stages * stage_bytes;
-  static constexpr int norms_at = fresh_at + stages * fresh_bytes;  // weights, query's and key's
+  static constexpr int query_at = stages * stage_bytes;                      // of the running item
+  static constexpr int norms_at = query_at + 8 * kHeadTiles * kHeadDim * 2;  // weights: query, key
   static constexpr int probability_at = norms_at + 2 * kHeadDim * 4;
   static constexpr int most_at = probability_at + 2 * 8 * kHeadTiles * kProbabilityPitch;
   static constexpr int info_at = most_at + 2 * kWarps * 8 * kHeadTiles * 4;
   static constexpr int barrier_at = info_at + stages * static_cast<int>(sizeof(TileInfo));
-  static constexpr int part_at = barrier_at + 2 * stages * 8;
-  static constexpr int part_barrier_at = part_at + kQueue * static_cast<int>(sizeof(PartInfo));
-  static constexpr int shared_bytes = part_barrier_at + 2 * kQueue * 8 + 1024;  // to align stages
+  static constexpr int shared_bytes = barrier_at + 2 * stages * 8 + 1024;  // to align stages
 };
 
 struct Args {

@@ -31,6 +31,24 @@ __device__ float4* PartNumerators(float* part, int pairs, int dim_tile, int n, i
          ((dim_tile * C::head_tiles + n) * 8 + g) * pairs + t;
 }
 
+// Sixteen bytes of a part, for others to take as they appear.
+__device__ inline void StorePlace(float4* place, const float (&values)[4]) {
+  uint32_t bits[4];
+  for (int i = 0; i < 4; ++i) bits[i] = min(__float_as_uint(values[i]), kNoPart - 1);
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(bits[0]),
+               "r"(bits[1]), "r"(bits[2]), "r"(bits[3])
+               : "memory");
+}
+
+__device__ inline uint4 LoadPlace(const uint4* place) {
+  uint4 bits;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "l"(place)
+               : "memory");
+  return bits;
+}
+
 template <typename C>
 __device__ void StorePart(const Rows<C>& chunk, const float (&most)[C::head_tiles][2], float* part,
                           int group) {
@@ -39,15 +57,14 @@ __device__ void StorePart(const Rows<C>& chunk, const float (&most)[C::head_tile
   const int pairs = AttentionPartPairs(group);
   for (int n = 0; n < C::head_tiles; ++n) {
     if (warp == 0 && g == 0) {
-      __stcg(reinterpret_cast<float4*>(part + n * 16) + t,
-             make_float4(most[n][0], chunk.l[n][0], most[n][1], chunk.l[n][1]));
+      StorePlace(reinterpret_cast<float4*>(part + n * 16) + t,
+                 {most[n][0], chunk.l[n][0], most[n][1], chunk.l[n][1]});
     }
     for (int i = 0; i < C::warp_dim_tiles; ++i) {
       const int dim_tile = warp + kWarps * i;
       if (dim_tile >= C::dim_tiles || t >= pairs) continue;
       const float(&o)[4] = chunk.o[i][n];
-      __stcg(PartNumerators<C>(part, pairs, dim_tile, n, g, t),
-             make_float4(o[0], o[1], o[2], o[3]));
+      StorePlace(PartNumerators<C>(part, pairs, dim_tile, n, g, t), {o[0], o[1], o[2], o[3]});
     }
   }
 }
@@ -122,7 +139,60 @@ __device__ void StoreRows(const Rows<C>& rows, const SoftmaxState (&state)[C::he
   }
 }
 
-// The weights of the norms of query and key, where AppendRow reads them.
+// Brings `count` parts of `places` times 16 bytes, `stride` places from one to the next, to shared
+// memory as they appear, and leaves nothing in their places. All computing threads.
+__device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int count, uint4* to) {
+  constexpr int kDeep = 8;  // loads under way together
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int part = warp; part < count; part += kWarps) {
+    uint4* const from = parts + part * stride;
+#pragma unroll 1
+    for (int base = lane; base < places; base += 32 * kDeep) {
+      uint4 bits[kDeep];
+#pragma unroll
+      for (int i = 0; i < kDeep; ++i) {
+        if (base + 32 * i < places) bits[i] = LoadPlace(from + base + 32 * i);
+      }
+#pragma unroll
+      for (int i = 0; i < kDeep; ++i) {
+        const int place = base + 32 * i;
+        if (place >= places) break;
+        while (bits[i].x == kNoPart || bits[i].y == kNoPart || bits[i].z == kNoPart ||
+               bits[i].w == kNoPart) {
+          bits[i] = LoadPlace(from + place);
+        }
+        to[part * places + place] = bits[i];
+        from[place] = make_uint4(kNoPart, kNoPart, kNoPart, kNoPart);
+      }
+    }
+  }
+  NamedBarrier(kConsumerBarrier, 32 * kWarps);
+}
+
+// Joins all parts of a row by way of the memory of one stage.
+template <typename C>
+__device__ void JoinAll(const Args& p, const TileInfo& info, uint8_t* stage, Rows<C>& rows,
+                        SoftmaxState (&state)[C::head_tiles][2]) {
+  const int part_floats = p.layout.part_floats;
+  const int together = C::stage_bytes / (part_floats * 4);
+  float* const parts =
+      p.layout.parts + (int64_t{info.first} * p.kv_heads + info.head) * part_floats;
+  const int64_t stride = int64_t{p.kv_heads} * part_floats;
+#pragma unroll 1
+  for (int part = 0; part < info.slots; part += together) {
+    const int count = min(together, info.slots - part);
+    TakeParts(reinterpret_cast<uint4*>(parts + part * stride), stride / 4, part_floats / 4, count,
+              reinterpret_cast<uint4*>(stage));
+    JoinParts<C>(rows, state, reinterpret_cast<float*>(stage), part_floats, count, p.group,
+                 p.scale);
+    NamedBarrier(kConsumerBarrier, 32 * kWarps);
+  }
+  // The copy engine will write there again.
+  FenceProxyAsync();
+}
+
+// The weights of the norms of query and key, where StartRow reads them.
 template <typename C>
 __device__ void LoadNorms(const Args& p, uint8_t* shared) {
   auto* const norms = reinterpret_cast<float*>(shared + C::norms_at);
@@ -133,53 +203,67 @@ __device__ void LoadNorms(const Args& p, uint8_t* shared) {
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
 }
 
-// Norms and rotates the queries of an item that begins, in place, and the key of the row's own
-// position where the tile has it, and appends that key and value to the tile and to the cache.
+// Brings the queries of an item that begins to shared memory. Where rows are appended here, norms
+// and rotates them, and the key of the row's own position if the tile has it, and writes that key
+// and value to the tile and to the cache.
 template <typename C>
-__device__ void AppendRow(const Args& p, const TileInfo& info, uint8_t* shared, int stage) {
+__device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, int stage,
+                         bool is_waiting) {
   using Tile = typename C::Tile;
   constexpr int kHalf = C::head_dim / 2;
   constexpr int kPairs = kHalf > 64 ? 2 : 1;
+  constexpr int kKeyWarp = kWarps - 2;
   using Head = HeadPairs<kPairs>;
   const int warp = threadIdx.x / 32;
-  auto* const fresh =
-      reinterpret_cast<__nv_bfloat16*>(shared + C::fresh_at + stage * C::fresh_bytes);
-  const auto* const cosines = reinterpret_cast<const float*>(fresh + C::angles_offset);
+  const RopeAppendParams& append = p.append;
+  const bool is_appending = append.qkv != nullptr;
+  const int heads = p.kv_heads * p.group;
+  Head angles;
+  const __nv_bfloat16* row = p.q + int64_t{info.row} * heads * C::head_dim;
+  if (is_appending) {
+    row = append.qkv + int64_t{info.row} * (heads + 2 * p.kv_heads) * C::head_dim;
+    const int64_t at = int64_t{info.own} * kHalf;
+    angles = LoadHead<kPairs>(append.cos + at, append.sin + at, kHalf);
+  }
+  if (is_waiting) WaitForPrevious();
   const auto* const norms = reinterpret_cast<const float*>(shared + C::norms_at);
-  const Head angles = LoadHead<kPairs>(cosines, cosines + kHalf, kHalf);
   const auto turn = [&](Head& x, bool has_norm, const float* norm) {
     if (has_norm) {
-      NormHead<kPairs>(x, LoadHead<kPairs>(norm, norm + kHalf, kHalf), kHalf, p.append.eps);
+      NormHead<kPairs>(x, LoadHead<kPairs>(norm, norm + kHalf, kHalf), kHalf, append.eps);
     }
     RotateHead<kPairs>(x, angles);
   };
+  const bool is_key = warp == kKeyWarp;
+  const bool appends = info.page >= 0 && warp >= kKeyWarp;
+  Head fresh;
+  if (appends) {
+    const int head = heads + (is_key ? 0 : p.kv_heads) + info.head;
+    fresh = LoadHead<kPairs>(row + head * C::head_dim, kHalf);
+  }
   if (info.flags & kItemBegins) {
+    auto* const queries = reinterpret_cast<__nv_bfloat16*>(shared + C::query_at);
+#pragma unroll 1
     for (int head = warp; head < p.group; head += kWarps) {
-      __nv_bfloat16* const at = fresh + head * C::head_dim;
-      Head query = LoadHead<kPairs>(at, kHalf);
-      turn(query, p.append.q_norm != nullptr, norms);
-      StoreHead<kPairs>(query, kHalf, [at](int i) { return at + i; });
+      Head query = LoadHead<kPairs>(row + (info.head * p.group + head) * C::head_dim, kHalf);
+      if (is_appending) turn(query, append.q_norm != nullptr, norms);
+      StoreHead<kPairs>(query, kHalf, [&](int i) { return queries + head * C::head_dim + i; });
     }
   }
-  constexpr int kKeyWarp = kWarps - 2;
-  if (info.page >= 0 && warp >= kKeyWarp) {
-    const bool is_key = warp == kKeyWarp;
-    Head x = LoadHead<kPairs>(fresh + (is_key ? C::key_offset : C::value_offset), kHalf);
-    if (is_key) turn(x, p.append.k_norm != nullptr, norms + C::head_dim);
-    const int position = info.end - 1;
+  if (appends) {
+    if (is_key) turn(fresh, append.k_norm != nullptr, norms + C::head_dim);
     uint8_t* const tile = shared + stage * C::stage_bytes + (is_key ? 0 : Tile::kBytes);
-    StoreHead<kPairs>(x, kHalf, [&](int i) {
-      return reinterpret_cast<__nv_bfloat16*>(tile + Tile::Offset(position - info.position, i)) +
+    StoreHead<kPairs>(fresh, kHalf, [&](int i) {
+      return reinterpret_cast<__nv_bfloat16*>(tile + Tile::Offset(info.own - info.position, i)) +
              i % 8;
     });
     __nv_bfloat16* const at =
-        (is_key ? p.append.cache.k : p.append.cache.v) +
-        ((int64_t{info.page} * p.kv_heads + info.head) * kKvPageTokens + position % kKvPageTokens) *
+        (is_key ? append.cache.k : append.cache.v) +
+        ((int64_t{info.page} * p.kv_heads + info.head) * kKvPageTokens + info.own % kKvPageTokens) *
             C::head_dim;
-    StoreHead<kPairs>(x, kHalf, [at](int i) { return at + i; });
+    StoreHead<kPairs>(fresh, kHalf, [at](int i) { return at + i; });
+    // The copy engine will write there again.
+    FenceProxyAsync();
   }
-  // The copy engine will write there again.
-  FenceProxyAsync();
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
 }
 
@@ -214,24 +298,14 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
   Rows<C> rows, chunk;
   SoftmaxState state[kHeadTiles][2];
   float most[kHeadTiles][2];
-  const uint32_t part_full = base + C::part_barrier_at, part_empty = part_full + 8 * kQueue;
-  const auto queue_part = [&](int index, const PartInfo& part) {
-    __syncwarp();
-    if (lane != 0) return;
-    if (warp == 0) reinterpret_cast<PartInfo*>(shared + C::part_at)[index % kQueue] = part;
-    BarrierArrive(part_full + 8 * (index % kQueue));
-  };
-  int stage = 0, turn = 0, parts = 0;
+  int stage = 0, turn = 0;
   uint32_t parity = 0;
+  bool is_waiting = true;  // for the kernels before
   if (p.append.qkv != nullptr) LoadNorms<C>(p, shared);
   while (true) {
     BarrierWait(full + 8 * stage, parity);
     const TileInfo info = reinterpret_cast<const TileInfo*>(shared + C::info_at)[stage];
-    if (info.flags & kStop) {
-      BarrierWait(part_empty + 8 * (parts % kQueue), parts / kQueue % 2 ^ 1);
-      queue_part(parts, {-1, 0});
-      return;
-    }
+    if (info.flags & kStop) return;
     const uint32_t k_at = base + stage * C::stage_bytes, v_at = k_at + Tile::kBytes;
     const auto release_stage = [&] {
       __syncwarp();
@@ -246,25 +320,25 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
                    p.out + (int64_t{info.row} * p.kv_heads + info.head) * p.group * C::head_dim,
                    p.group);
     };
+    if (info.flags & (kItemBegins | kJoin)) {
+      rows.Clear();
+      for (int n = 0; n < kHeadTiles; ++n) state[n][0] = state[n][1] = SoftmaxState();
+    }
     if (info.flags & kJoin) {
-      if (info.flags & kItemBegins) {
-        rows.Clear();
-        for (int n = 0; n < kHeadTiles; ++n) state[n][0] = state[n][1] = SoftmaxState();
-      }
-      JoinParts<C>(rows, state, reinterpret_cast<float*>(shared + stage * C::stage_bytes),
-                   p.layout.part_floats, info.slots, p.group, p.scale);
+      if (is_waiting) WaitForPrevious();
+      is_waiting = false;
+      JoinAll<C>(p, info, shared + stage * C::stage_bytes, rows, state);
       release_stage();
-      if (info.flags & kItemEnds) store_rows();
+      store_rows();
       continue;
     }
-    if (p.append.qkv != nullptr && ((info.flags & kItemBegins) || info.page >= 0)) {
-      AppendRow<C>(p, info, shared, stage);
+    if ((info.flags & kItemBegins) || info.page >= 0) {
+      StartRow<C>(p, info, shared, stage, is_waiting);
+      is_waiting = false;
     }
     if (info.flags & kItemBegins) {
-      rows.Clear();
-      const uint8_t* const query = shared + C::fresh_at + stage * C::fresh_bytes;
+      const uint8_t* const query = shared + C::query_at;
       for (int n = 0; n < kHeadTiles; ++n) {
-        state[n][0] = state[n][1] = SoftmaxState();
         // Columns past the group repeat a head: any number does but one that was never written.
         const int head = min(8 * n + g, p.group - 1);
         for (int s = 0; s < kSteps; ++s) {
@@ -364,13 +438,10 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
     }
     if (!(info.flags & kItemEnds)) continue;
     if (info.slot >= 0) {
-      BarrierWait(part_empty + 8 * (parts % kQueue), parts / kQueue % 2 ^ 1);
       StorePart<C>(
           chunk, most,
           p.layout.parts + (int64_t{info.slot} * p.kv_heads + info.head) * p.layout.part_floats,
           p.group);
-      queue_part(parts, {info.first, info.head});
-      ++parts;
       continue;
     }
     store_rows();

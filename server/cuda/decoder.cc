@@ -83,7 +83,11 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   delta_ = workspace_.as<float>(delta_at);
   q_ = workspace_.as<__nv_bfloat16>(q_at);
   logits_ = workspace_.as<float>(logits_at);
-  for (const auto& [window, at] : plans_at) plans_[window] = {workspace_.as<>(at), plan_bytes};
+  for (const auto& [window, at] : plans_at) {
+    plans_[window] = {workspace_.as<>(at), plan_bytes, static_cast<int32_t>(rows)};
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(workspace_.as<>(at), 0xFF, plan_bytes, stream_.get()), kStep);
+  }
   return absl::OkStatus();
 }
 

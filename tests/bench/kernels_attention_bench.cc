@@ -122,6 +122,8 @@ int main(int argc, char** argv) {
   std::printf("workspace %.1f MB\n", 1e-6 * static_cast<double>(workspace_bytes));
   char* const workspace = Allocate<char>(static_cast<int64_t>(workspace_bytes));
 
+  Check(cudaMemset(workspace, 0xFF, workspace_bytes));
+
   const Case cases[] = {
       {"decode 1", Decodes(1, 656, 656), 0.3},
       {"decode 8", Decodes(8, 400, 912), 0.0},
@@ -174,7 +176,7 @@ int main(int argc, char** argv) {
       params.shape = kShape;
       params.row_tiles = has_runs;
       params.split = split;
-      params.workspace = {workspace, workspace_bytes};
+      params.workspace = {workspace, workspace_bytes, max_rows};
       Check(PlanAttention(params, stream));
     };
     const auto attention_of = [&](int layer) {
@@ -185,7 +187,7 @@ int main(int argc, char** argv) {
       params.cache = {cache + 2 * layer * plane, cache + (2 * layer + 1) * plane};
       params.softmax_scale = 1.0f / std::sqrt(128.0f);
       params.row_tiles = has_runs;
-      params.workspace = {workspace, workspace_bytes};
+      params.workspace = {workspace, workspace_bytes, max_rows};
       params.out = out;
       return params;
     };

@@ -128,7 +128,7 @@ class Step {
     params.row_tiles = how.row_tiles;
     params.out = device_out.get();
     if (!how.simple && bytes > 0) {
-      params.workspace = {workspace.get(), bytes};
+      params.workspace = {workspace.get(), bytes, rows};
       AttentionPlanParams plan;
       plan.rows = params.rows;
       plan.shape = params.shape;
@@ -323,7 +323,7 @@ TEST_F(AttentionEdges, RefusesWhatItCannotHold) {
   plan.rows.rows = 1000;
   plan.shape = {4, 4, 128};
   DeviceBuffer<char> small(1000);
-  plan.workspace = {small.get(), 1000};
+  plan.workspace = {small.get(), 1000, 1000};
   EXPECT_EQ(PlanAttention(plan, nullptr), cudaErrorInvalidValue);
 }
 
@@ -430,100 +430,104 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
                                      {16, 1, 128},
                                      {2, 1, 18}}) {
     for (const bool has_norm : {true, false}) {
-      for (const int window : {0, 100}) {
-        for (const size_t rows : {size_t{1}, lengths.size(), size_t{90}}) {
-          const auto [heads, kv_heads, dim] = shape;
-          const int all = heads + 2 * kv_heads, half = dim / 2;
-          std::mt19937 random(static_cast<uint32_t>(rows) + dim);
-          std::normal_distribution<float> normal;
-          std::vector<int32_t> positions, sequences, page_begin, pages;
-          for (size_t r = 0; r < rows; ++r) {
-            const int length = rows == 1 ? 656 : lengths[r % lengths.size()];
-            positions.push_back(length - 1);
-            sequences.push_back(static_cast<int32_t>(r));
-            page_begin.push_back(static_cast<int32_t>(pages.size()));
-            for (int at = 0; at < length; at += kKvPageTokens) {
-              pages.push_back(static_cast<int32_t>(pages.size()));
-            }
+      const int window = has_norm ? 0 : 100;
+      for (const size_t rows : {size_t{1}, lengths.size(), size_t{90}}) {
+        const auto [heads, kv_heads, dim] = shape;
+        const int all = heads + 2 * kv_heads, half = dim / 2;
+        std::mt19937 random(static_cast<uint32_t>(rows) + dim);
+        std::normal_distribution<float> normal;
+        std::vector<int32_t> positions, sequences, page_begin, pages;
+        for (size_t r = 0; r < rows; ++r) {
+          const int length = rows == 1 ? 656 : lengths[r % lengths.size()];
+          positions.push_back(length - 1);
+          sequences.push_back(static_cast<int32_t>(r));
+          page_begin.push_back(static_cast<int32_t>(pages.size()));
+          for (int at = 0; at < length; at += kKvPageTokens) {
+            pages.push_back(static_cast<int32_t>(pages.size()));
           }
-          std::shuffle(pages.begin(), pages.end(), random);
-          const auto normals = [&](int64_t size) {
-            std::vector<float> values(size);
-            for (float& x : values) x = normal(random);
-            return values;
-          };
-          const auto rounded = [&](int64_t size) {
-            std::vector<Bf16> values(size);
-            for (Bf16& x : values) x = __float2bfloat16(normal(random));
-            return values;
-          };
-          const int64_t plane = static_cast<int64_t>(pages.size()) * kv_heads * kKvPageTokens * dim;
-          const std::vector<Bf16> cache = rounded(plane);
-          const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * all * dim));
-          const DeviceBuffer<float> q_norm(normals(dim)), k_norm(normals(dim)),
-              cos(normals(int64_t{1500} * half)), sin(normals(int64_t{1500} * half));
-          const DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
-              d_page_begin(page_begin), d_pages(pages);
-          const size_t bytes = AttentionWorkspaceBytes(shape, static_cast<int32_t>(rows), 1500);
-          const DeviceBuffer<char> workspace(std::max<size_t>(bytes, 1));
-          std::vector<std::vector<Bf16>> results;
-          for (const bool in_one : {false, true}) {
-            for (const AttentionSplit split : {AttentionSplit::kByLoad, AttentionSplit::kAlways}) {
-              const DeviceBuffer<Bf16> k(cache), v(cache), q(rows * heads * dim),
-                  out(rows * heads * dim);
-              RopeAppendParams append;
-              append.rows = {static_cast<int32_t>(rows), nullptr,
-                             d_positions.get(),          d_sequences.get(),
-                             d_page_begin.get(),         d_pages.get()};
-              append.shape = shape;
-              append.qkv = qkv.get();
-              append.q_norm = has_norm ? q_norm.get() : nullptr;
-              append.k_norm = has_norm ? k_norm.get() : nullptr;
-              append.eps = 1e-6f;
-              append.cos = cos.get();
-              append.sin = sin.get();
-              append.q = q.get();
-              append.cache = {k.get(), v.get()};
-              AttentionPlanParams plan;
-              plan.rows = append.rows;
-              plan.shape = shape;
-              plan.window = window;
-              plan.row_tiles = false;
-              plan.split = split;
-              plan.workspace = {bytes == 0 ? nullptr : workspace.get(), bytes};
-              DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
-              PagedAttentionParams params;
-              params.rows = append.rows;
-              params.shape = shape;
-              params.q = q.get();
-              params.cache = append.cache;
-              params.softmax_scale = 0.1f;
-              params.window = window;
-              params.row_tiles = false;
-              params.workspace = plan.workspace;
-              params.out = out.get();
+        }
+        std::shuffle(pages.begin(), pages.end(), random);
+        const auto normals = [&](int64_t size) {
+          std::vector<float> values(size);
+          for (float& x : values) x = normal(random);
+          return values;
+        };
+        const auto rounded = [&](int64_t size) {
+          std::vector<Bf16> values(size);
+          for (Bf16& x : values) x = __float2bfloat16(normal(random));
+          return values;
+        };
+        const int64_t plane = static_cast<int64_t>(pages.size()) * kv_heads * kKvPageTokens * dim;
+        const std::vector<Bf16> cache = rounded(plane);
+        const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * all * dim));
+        const DeviceBuffer<Bf16> other_qkv(rounded(static_cast<int64_t>(rows) * all * dim));
+        const DeviceBuffer<float> q_norm(normals(dim)), k_norm(normals(dim)),
+            cos(normals(int64_t{1500} * half)), sin(normals(int64_t{1500} * half));
+        const DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
+            d_page_begin(page_begin), d_pages(pages);
+        const size_t bytes = AttentionWorkspaceBytes(shape, static_cast<int32_t>(rows), 1500);
+        const DeviceBuffer<char> workspace(std::max<size_t>(bytes, 1));
+        std::vector<std::vector<Bf16>> results;
+        for (const bool in_one : {false, true}) {
+          for (const AttentionSplit split : {AttentionSplit::kByLoad, AttentionSplit::kAlways}) {
+            const DeviceBuffer<Bf16> k(cache), v(cache), q(rows * heads * dim),
+                out(rows * heads * dim);
+            RopeAppendParams append;
+            append.rows = {static_cast<int32_t>(rows), nullptr,
+                           d_positions.get(),          d_sequences.get(),
+                           d_page_begin.get(),         d_pages.get()};
+            append.shape = shape;
+            append.q_norm = has_norm ? q_norm.get() : nullptr;
+            append.k_norm = has_norm ? k_norm.get() : nullptr;
+            append.eps = 1e-6f;
+            append.cos = cos.get();
+            append.sin = sin.get();
+            append.q = q.get();
+            append.cache = {k.get(), v.get()};
+            AttentionPlanParams plan;
+            plan.rows = append.rows;
+            plan.shape = shape;
+            plan.window = window;
+            plan.row_tiles = false;
+            plan.split = split;
+            plan.workspace = {bytes == 0 ? nullptr : workspace.get(), bytes,
+                              static_cast<int32_t>(rows)};
+            DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
+            PagedAttentionParams params;
+            params.rows = append.rows;
+            params.shape = shape;
+            params.q = q.get();
+            params.cache = append.cache;
+            params.softmax_scale = 0.1f;
+            params.window = window;
+            params.row_tiles = false;
+            params.workspace = plan.workspace;
+            params.out = out.get();
+            // The second time, nothing of the first may be left.
+            for (const auto* input : {&other_qkv, &qkv}) {
+              append.qkv = input->get();
               if (in_one) {
                 DORAD_ASSERT_CUDA(AppendAttention(append, params, nullptr));
               } else {
                 DORAD_ASSERT_CUDA(RopeAppend(append, nullptr));
                 DORAD_ASSERT_CUDA(PagedAttention(params, nullptr));
               }
-              DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
-              std::vector<Bf16> result = out.Read();
-              for (const auto* buffer : {&k, &v}) {
-                const std::vector<Bf16> values = buffer->Read();
-                result.insert(result.end(), values.begin(), values.end());
-              }
-              results.push_back(std::move(result));
             }
+            DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
+            std::vector<Bf16> result = out.Read();
+            for (const auto* buffer : {&k, &v}) {
+              const std::vector<Bf16> values = buffer->Read();
+              result.insert(result.end(), values.begin(), values.end());
+            }
+            results.push_back(std::move(result));
           }
-          for (size_t i = 1; i < results.size(); ++i) {
-            ASSERT_EQ(
-                std::memcmp(results[i].data(), results[0].data(), results[0].size() * sizeof(Bf16)),
-                0)
-                << "head_dim " << dim << ", " << rows << " rows, norm " << has_norm << ", window "
-                << window << ", way " << i;
-          }
+        }
+        for (size_t i = 1; i < results.size(); ++i) {
+          ASSERT_EQ(
+              std::memcmp(results[i].data(), results[0].data(), results[0].size() * sizeof(Bf16)),
+              0)
+              << "head_dim " << dim << ", " << rows << " rows, norm " << has_norm << ", window "
+              << window << ", way " << i;
         }
       }
     }
