@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/decoder/feed.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
@@ -99,8 +100,9 @@ absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
 }
 
 absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSequence> sequences,
-                                 const Stream& stream) {
+                                 const Stream& stream, const SampledTokens& previous) {
   const auto count = static_cast<int64_t>(sequences.size());
+  bool feed = false;
   slots_.BeginStep();
   DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, &slots_, stream));
   linear_.rows = batch.rows;
@@ -125,6 +127,10 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       const auto tokens = static_cast<int64_t>(s.tokens.size());
       const int64_t row = batch.row_begin[i];
       std::copy(s.tokens.begin(), s.tokens.end(), ids + row);
+      if (s.follows >= 0) {
+        ids[row] = FedToken(s, previous);
+        feed = true;
+      }
       for (int64_t r = 0; r < tokens; ++r) {
         positions[row + r] = static_cast<int32_t>(s.position + r);
       }
@@ -150,17 +156,23 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
     write_blocks(writer, scores_);
   };
 
+  Buffers& buffers = buffers_[next_];
+  next_ = (next_ + 1) % buffers_.size();
   Writer measure(nullptr, nullptr);
   write_all(measure);
-  if (measure.bytes() > host_.bytes()) {
-    const int64_t bytes = std::max(2 * host_.bytes(), measure.bytes());
-    DORAD_ASSIGN_OR_RETURN(host_, PinnedBuffer::Allocate(bytes));
-    DORAD_ASSIGN_OR_RETURN(device_, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
+  if (measure.bytes() > buffers.host.bytes()) {
+    const int64_t bytes = std::max(2 * buffers.host.bytes(), measure.bytes());
+    DORAD_ASSIGN_OR_RETURN(buffers.device, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
+    DORAD_ASSIGN_OR_RETURN(buffers.host, PinnedBuffer::Allocate(bytes));
   }
-  Writer writer(&host_, &device_);
+  Writer writer(&buffers.host, &buffers.device);
   write_all(writer);
-  return ToStatus(cudaMemcpyAsync(device_.as<>(), host_.as<>(), writer.bytes(),
-                                  cudaMemcpyHostToDevice, stream.get()),
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(buffers.device.as<>(), buffers.host.as<>(),
+                                             writer.bytes(), cudaMemcpyHostToDevice, stream.get()),
+                             kStep);
+  if (!feed) return absl::OkStatus();
+  return ToStatus(kernels::FeedTokens(const_cast<int32_t*>(rows_.token_ids), rows_.rows,
+                                      previous.tokens, stream.get()),
                   kStep);
 }
 

@@ -2,6 +2,7 @@
 // Owned by the runner and reused for every step. Confined to the engine thread.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -47,17 +48,36 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
+// Steps that may have begun and not finished: what the host writes for one must stay while the one
+// before it is under way.
+inline constexpr int kStepsInFlight = 2;
+
+// Where the tokens of the step that began last will be.
+struct SampledTokens {
+  const int32_t* tokens = nullptr;  // device
+  std::vector<int32_t> index;  // of the token of a sequence, by the caller's order in that step
+};
+
+// What stands for the token of a sequence of one row until kernels::FeedTokens has run: the token
+// itself where it is known.
+inline int32_t FedToken(const engine::StepSequence& sequence, const SampledTokens& previous) {
+  return sequence.follows < 0 ? sequence.tokens[0] : -1 - previous.index[sequence.follows];
+}
+
 class DeviceBatch {
  public:
   // slots is borrowed. max_logits_rows: of one LogitsBlock.
   DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows)
       : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows) {}
 
-  // Copies the step's arrays to the device, in order with `stream`'s work. REQUIRES: the work of
-  // the upload before has ended. Borrows `batch` until the next upload.
+  // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
+  // that `previous` brings. REQUIRES: the work of the upload before the last has ended. Borrows
+  // `batch` until the next upload.
   absl::Status Upload(const engine::StepBatch& batch,
-                      absl::Span<const engine::StepSequence> sequences, const Stream& stream);
+                      absl::Span<const engine::StepSequence> sequences, const Stream& stream,
+                      const SampledTokens& previous = {});
 
+  // Of the last upload.
   const kernels::StepRows& rows() const { return rows_; }
   const LinearRows& linear() const { return linear_; }
   const std::vector<LogitsBlock>& samples() const { return samples_; }
@@ -73,8 +93,12 @@ class DeviceBatch {
   MemoryLedger* const ledger_;
   AdapterSlots& slots_;
   const int64_t max_logits_rows_;
-  PinnedBuffer host_;
-  DeviceBuffer device_;
+  struct Buffers {
+    PinnedBuffer host;
+    DeviceBuffer device;
+  };
+  std::array<Buffers, kStepsInFlight> buffers_;
+  size_t next_ = 0;
   kernels::StepRows rows_;
   LinearRows linear_;
   std::vector<LogitsBlock> samples_;

@@ -21,20 +21,17 @@ namespace {
 using engine::StepOutput;
 using engine::StepSequence;
 
-constexpr char kStep[] = "the step";
-
 // Rows of logits on the device at once: a whole decode step's.
 constexpr int64_t kDeviceLogitsRows = DecodeBatch::kSizes.back();
 
 class CudaModelRunner final : public engine::ModelRunner {
  public:
-  CudaModelRunner(const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger,
-                  Stream stream, AdapterSlots slots)
+  CudaModelRunner(const RunnerOptions& options, MemoryLedger* ledger, Stream stream,
+                  AdapterSlots slots)
       : options_(options),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        batch_(ledger, &slots_, kDeviceLogitsRows),
-        sampler_(model->config().vocab_size, ledger, &stream_) {}
+        batch_(ledger, &slots_, kDeviceLogitsRows) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
     CudaDecoder::Options options;
@@ -43,6 +40,9 @@ class CudaModelRunner final : public engine::ModelRunner {
     options.max_rows = std::max(options_.max_rows, kDeviceLogitsRows);
     options.max_logits_rows = kDeviceLogitsRows;
     DORAD_ASSIGN_OR_RETURN(decoder_, CudaDecoder::Create(model, options, ledger, &stream_));
+    DORAD_ASSIGN_OR_RETURN(Sampler sampler,
+                           Sampler::Create(model->config().vocab_size, ledger, &stream_));
+    sampler_.emplace(std::move(sampler));
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
@@ -59,43 +59,52 @@ class CudaModelRunner final : public engine::ModelRunner {
 
   int64_t kv_pages() const override { return options_.kv_pages; }
 
-  absl::StatusOr<std::vector<StepOutput>> Run(absl::Span<const StepSequence> sequences) override {
-    absl::StatusOr<std::vector<StepOutput>> outputs = RunStep(sequences);
-    if (!outputs.ok()) EndIfUnusable();
+  int max_steps_in_flight() const override { return kStepsInFlight; }
+
+  absl::Status Begin(absl::Span<const StepSequence> sequences) override {
+    absl::Status status = BeginStep(sequences);
+    if (!status.ok()) AwaitAfterFailure();
+    return status;
+  }
+
+  absl::StatusOr<std::vector<StepOutput>> Finish() override {
+    absl::StatusOr<std::vector<StepOutput>> outputs = sampler_->Finish();
+    if (!outputs.ok()) AwaitAfterFailure();
     return outputs;
   }
 
  private:
-  // After an illegal access or the like every call fails, and nothing but a new process helps:
-  // better none than one that answers all with errors.
-  static void EndIfUnusable() {
+  // Nothing that was launched for a step that failed is under way any more when this returns. After
+  // an illegal access or the like every call fails, and nothing but a new process helps: better
+  // none than one that answers all with errors.
+  static void AwaitAfterFailure() {
     const cudaError_t error = cudaDeviceSynchronize();
     if (error == cudaSuccess) return;
     LogError("the GPU cannot be used any more: ending", {{"error", cudaGetErrorString(error)}});
     std::abort();
   }
 
-  absl::StatusOr<std::vector<StepOutput>> RunStep(absl::Span<const StepSequence> sequences) {
+  absl::Status BeginStep(absl::Span<const StepSequence> sequences) {
     const engine::StepBatch batch(sequences);
-    std::vector<StepOutput> outputs(sequences.size());
+    const SampledTokens& previous = sampler_->sampled();
+    DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
     if (DecodeBatch::Takes(sequences)) {
-      DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, stream_));
+      DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
       DORAD_RETURN_IF_ERROR(graphs_->Launch(DecodeBatch::SizeFor(batch.rows), stream_));
-      DORAD_RETURN_IF_ERROR(sampler_.Sample(batch.samples, decode_logits_, sequences, &outputs));
-      return outputs;
+      DORAD_RETURN_IF_ERROR(sampler_->Sample(batch.rows, decode_logits_));
+      return sampler_->End();
     }
-    DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_));
+    DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
     DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), /*decode=*/false));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
-      DORAD_RETURN_IF_ERROR(sampler_.Sample(block.wanted, logits, sequences, &outputs));
+      DORAD_RETURN_IF_ERROR(sampler_->Sample(block.linear.rows, logits));
     }
     for (const LogitsBlock& block : batch_.scores()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
-      DORAD_RETURN_IF_ERROR(sampler_.Score(block.wanted, logits, sequences, &outputs));
+      DORAD_RETURN_IF_ERROR(sampler_->Score(block.linear.rows, logits));
     }
-    DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
-    return outputs;
+    return sampler_->End();
   }
 
   // A decode step of `size` rows over the fixed buffers.
@@ -110,7 +119,7 @@ class CudaModelRunner final : public engine::ModelRunner {
   const Stream stream_;
   AdapterSlots slots_;
   DeviceBatch batch_;
-  Sampler sampler_;
+  std::optional<Sampler> sampler_;
   std::unique_ptr<CudaDecoder> decoder_;
   std::optional<DecodeBatch> decode_;
   const float* decode_logits_ = nullptr;  // device: of a decode step's rows
@@ -125,8 +134,8 @@ absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
   DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
                          AdapterSlots::Create(static_cast<int>(options.max_sequences),
                                               model->modules().size(), ledger));
-  auto runner = std::make_unique<CudaModelRunner>(model, options, ledger, std::move(stream),
-                                                  std::move(slots));
+  auto runner =
+      std::make_unique<CudaModelRunner>(options, ledger, std::move(stream), std::move(slots));
   DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));
   return runner;
 }

@@ -2,10 +2,17 @@
 
 #include <algorithm>
 
+#include "kernels/decoder/feed.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
+
+namespace {
+
+constexpr char kStep[] = "the step";
+
+}  // namespace
 
 static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
 
@@ -20,7 +27,9 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pag
   batch.segments_at_ = layout.Add(kMaxRows * int64_t{sizeof(kernels::RowSegment)});
   batch.count_at_ = layout.Add(4);
   batch.pages_at_ = layout.Add((kMaxRows * pages_per_sequence + 1) * 4);
-  DORAD_ASSIGN_OR_RETURN(batch.host_, PinnedBuffer::Allocate(layout.bytes()));
+  for (PinnedBuffer& host : batch.hosts_) {
+    DORAD_ASSIGN_OR_RETURN(host, PinnedBuffer::Allocate(layout.bytes()));
+  }
   DORAD_ASSIGN_OR_RETURN(batch.device_,
                          DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
   return batch;
@@ -38,42 +47,47 @@ int DecodeBatch::SizeFor(int64_t rows) {
 }
 
 absl::Status DecodeBatch::Fill(const Stream& stream) {
-  DORAD_RETURN_IF_ERROR(UploadPadded(engine::StepBatch({}), {}, kMaxRows, stream));
+  DORAD_RETURN_IF_ERROR(UploadPadded(engine::StepBatch({}), {}, kMaxRows, {}, stream));
   return stream.Synchronize("filling a batch");
 }
 
 absl::Status DecodeBatch::Upload(const engine::StepBatch& batch,
                                  absl::Span<const engine::StepSequence> sequences,
-                                 const Stream& stream) {
+                                 const SampledTokens& previous, const Stream& stream) {
   DORAD_CHECK(batch.rows == static_cast<int64_t>(sequences.size()));
-  return UploadPadded(batch, sequences, SizeFor(batch.rows), stream);
+  return UploadPadded(batch, sequences, SizeFor(batch.rows), previous, stream);
 }
 
 absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
                                        absl::Span<const engine::StepSequence> sequences,
-                                       int64_t size, const Stream& stream) {
+                                       int64_t size, const SampledTokens& previous,
+                                       const Stream& stream) {
+  const PinnedBuffer& host = hosts_[next_];
+  next_ = (next_ + 1) % hosts_.size();
   const int64_t rows = batch.rows;
+  bool feed = false;
   int32_t page = 0;
-  int32_t* pages = host_.as<int32_t>(pages_at_);
+  int32_t* pages = host.as<int32_t>(pages_at_);
   for (int64_t row = 0; row < size; ++row) {
-    host_.as<int32_t>(owners_at_)[row] = static_cast<int32_t>(row);
-    host_.as<int32_t>(page_begin_at_)[row] = page;
+    host.as<int32_t>(owners_at_)[row] = static_cast<int32_t>(row);
+    host.as<int32_t>(page_begin_at_)[row] = page;
     if (row < rows) {
       const engine::StepSequence& s = sequences[batch.order[row]];
-      host_.as<int32_t>(ids_at_)[row] = s.tokens[0];
-      host_.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
+      host.as<int32_t>(ids_at_)[row] = FedToken(s, previous);
+      feed = feed || s.follows >= 0;
+      host.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
       std::copy(s.pages.begin(), s.pages.end(), pages + page);
       page += static_cast<int32_t>(s.pages.size());
     } else {
-      host_.as<int32_t>(ids_at_)[row] = 0;
-      host_.as<int32_t>(positions_at_)[row] = 0;
+      host.as<int32_t>(ids_at_)[row] = 0;
+      host.as<int32_t>(positions_at_)[row] = 0;
       pages[page] = spare_page_;  // one for all padded rows
     }
   }
   slots_->BeginStep();
   DORAD_ASSIGN_OR_RETURN(const std::vector<AdapterRange> ranges,
                          ToRanges(batch.adapters, slots_, stream));
-  auto* segments = host_.as<kernels::RowSegment>(segments_at_);
+  auto* segments = host.as<kernels::RowSegment>(segments_at_);
   int32_t count = 0;
   for (const AdapterRange& range : ranges) {
     segments[count++] = {range.slot, static_cast<int32_t>(range.begin),
@@ -82,10 +96,15 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
   // Padded rows join the last segment: the weights that they use are read anyway.
   if (count == 0) segments[count++] = {-1, 0, 0};
   segments[count - 1].end = static_cast<int32_t>(size);
-  *host_.as<int32_t>(count_at_) = count;
-  return ToStatus(cudaMemcpyAsync(device_.as<>(), host_.as<>(), pages_at_ + (page + 1) * 4,
-                                  cudaMemcpyHostToDevice, stream.get()),
-                  "the step");
+  *host.as<int32_t>(count_at_) = count;
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemcpyAsync(device_.as<>(), host.as<>(), pages_at_ + (page + 1) * 4,
+                      cudaMemcpyHostToDevice, stream.get()),
+      kStep);
+  if (!feed) return absl::OkStatus();
+  return ToStatus(kernels::FeedTokens(device_.as<int32_t>(ids_at_), static_cast<int32_t>(rows),
+                                      previous.tokens, stream.get()),
+                  kStep);
 }
 
 kernels::StepRows DecodeBatch::rows(int size) const {

@@ -32,10 +32,11 @@ class DecodeBatch {
 
   // Padded rows alone, as many as there can be.
   absl::Status Fill(const Stream& stream);
-  // Copies the step's arrays to the device, in order with `stream`'s work. REQUIRES: Takes, and
-  // the work of the upload before has ended.
+  // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
+  // that `previous` brings. REQUIRES: Takes, and the work of the upload before the last has ended.
   absl::Status Upload(const engine::StepBatch& batch,
-                      absl::Span<const engine::StepSequence> sequences, const Stream& stream);
+                      absl::Span<const engine::StepSequence> sequences,
+                      const SampledTokens& previous, const Stream& stream);
 
   // What a pass over `size` rows reads. The same for every step.
   kernels::StepRows rows(int size) const;
@@ -46,15 +47,16 @@ class DecodeBatch {
 
   absl::Status UploadPadded(const engine::StepBatch& batch,
                             absl::Span<const engine::StepSequence> sequences, int64_t size,
-                            const Stream& stream);
+                            const SampledTokens& previous, const Stream& stream);
 
   DecodeBatch(AdapterSlots* slots, int32_t spare_page) : slots_(slots), spare_page_(spare_page) {}
 
   AdapterSlots* slots_;
   int32_t spare_page_;
-  PinnedBuffer host_;
+  std::array<PinnedBuffer, kStepsInFlight> hosts_;
+  size_t next_ = 0;
   DeviceBuffer device_;
-  // Offsets in both.
+  // Offsets in all of them.
   int64_t ids_at_ = 0, positions_at_ = 0, owners_at_ = 0, page_begin_at_ = 0;
   int64_t segments_at_ = 0, count_at_ = 0, pages_at_ = 0;
 };

@@ -67,6 +67,27 @@ absl::Status Stream::Synchronize(std::string_view what) const {
   return ToStatus(cudaStreamSynchronize(stream_), what);
 }
 
+absl::StatusOr<Event> Event::Create() {
+  cudaEvent_t event = nullptr;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                             "making an event");
+  return Event(event);
+}
+
+Event::~Event() {
+  if (event_ == nullptr) return;
+  (void)cudaEventSynchronize(event_);
+  cudaEventDestroy(event_);
+}
+
+absl::Status Event::Record(const Stream& stream, std::string_view what) const {
+  return ToStatus(cudaEventRecord(event_, stream.get()), what);
+}
+
+absl::Status Event::Synchronize(std::string_view what) const {
+  return ToStatus(cudaEventSynchronize(event_), what);
+}
+
 void MemoryLedger::Add(const std::string& kind, int64_t bytes) {
   absl::MutexLock lock(&mu_);
   by_kind_[kind] += bytes;

@@ -40,6 +40,24 @@ class Stream {
   cudaStream_t stream_;
 };
 
+// A place in a stream's work that the host can wait for. Move-only; waits before it goes.
+class Event {
+ public:
+  static absl::StatusOr<Event> Create();
+  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(Event&&) = delete;
+  ~Event();
+
+  // After all that `stream` has been given so far.
+  absl::Status Record(const Stream& stream, std::string_view what) const;
+  // Returns at once when nothing was recorded.
+  absl::Status Synchronize(std::string_view what) const;
+
+ private:
+  explicit Event(cudaEvent_t event) : event_(event) {}
+  cudaEvent_t event_;
+};
+
 // Bytes on the device by kind. Thread-safe; outlives the buffers that it accounts for.
 class MemoryLedger {
  public:

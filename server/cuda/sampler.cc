@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "kernels/sampling/sampling.h"
+#include "server/base/check.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
@@ -29,113 +29,26 @@ kernels::LogprobMode ToKernels(engine::LogprobMode mode) {
   return kernels::LogprobMode::kNone;
 }
 
-}  // namespace
-
-struct Sampler::Wanted {
-  bool token = false;  // else a score
-  bool logprob = false;
-  int32_t top = 0;
-  absl::Span<const TokenId> chosen;
-  absl::Span<const TokenId> banned;
-};
-
-// Offsets of a call's arrays: what goes to the device, then what comes back.
-struct Sampler::Places {
-  int64_t specs, chosen, banned;
-  int64_t in_bytes;
-  int64_t tokens, logprobs, finite, top_ids, top_logprobs, chosen_logprobs;
-  int64_t bytes;
-};
-
-template <typename Spec, typename Launch>
-absl::Status Sampler::Run(absl::Span<const WantedRow> rows, const std::vector<Wanted>& wanted,
-                          std::vector<Spec>& specs, Launch launch,
-                          std::vector<StepOutput>* outputs) {
-  const auto count = static_cast<int64_t>(rows.size());
-  int64_t chosen = 0, banned = 0;
-  int32_t max_top = 0;
-  for (const Wanted& want : wanted) {
-    chosen += static_cast<int64_t>(want.chosen.size());
-    banned += static_cast<int64_t>(want.banned.size());
-    max_top = std::max(max_top, want.top);
-  }
-  Layout layout;
-  Places at;
-  at.specs = layout.Add(count * static_cast<int64_t>(sizeof(Spec)));
-  at.chosen = layout.Add(chosen * 4);
-  at.banned = layout.Add(banned * 4);
-  at.in_bytes = layout.bytes();
-  at.tokens = layout.Add(count * 4);
-  at.logprobs = layout.Add(count * 4);
-  at.finite = layout.Add(count);
-  at.top_ids = layout.Add(count * max_top * 4);
-  at.top_logprobs = layout.Add(count * max_top * 4);
-  at.chosen_logprobs = layout.Add(chosen * 4);
-  at.bytes = layout.bytes();
-  if (at.bytes > host_.bytes()) {
-    const int64_t bytes = std::max(2 * host_.bytes(), at.bytes);
-    DORAD_ASSIGN_OR_RETURN(host_, PinnedBuffer::Allocate(bytes));
-    DORAD_ASSIGN_OR_RETURN(device_, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
-  }
-
-  int32_t next_chosen = 0, next_banned = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const Wanted& want = wanted[i];
-    specs[i].top_logprobs = want.top;
-    specs[i].chosen_begin = next_chosen;
-    specs[i].chosen_count = static_cast<int32_t>(want.chosen.size());
-    std::copy(want.chosen.begin(), want.chosen.end(), host_.as<int32_t>(at.chosen) + next_chosen);
-    next_chosen += specs[i].chosen_count;
-    if constexpr (std::is_same_v<Spec, kernels::SampleRowSpec>) {
-      specs[i].banned_begin = next_banned;
-      specs[i].banned_count = static_cast<int32_t>(want.banned.size());
-      std::copy(want.banned.begin(), want.banned.end(), host_.as<int32_t>(at.banned) + next_banned);
-      next_banned += specs[i].banned_count;
-    }
-  }
-  std::copy(specs.begin(), specs.end(), host_.as<Spec>(at.specs));
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(device_.as<>(), host_.as<>(), at.in_bytes,
-                                             cudaMemcpyHostToDevice, stream_.get()),
-                             kStep);
-  kernels::SampleOutputs out;
-  out.tokens = device_.as<int32_t>(at.tokens);
-  out.logprobs = device_.as<float>(at.logprobs);
-  out.finite = device_.as<uint8_t>(at.finite);
-  out.top_ids = device_.as<int32_t>(at.top_ids);
-  out.top_logprobs = device_.as<float>(at.top_logprobs);
-  out.chosen_logprobs = device_.as<float>(at.chosen_logprobs);
-  DORAD_RETURN_IF_CUDA_ERROR(launch(at, out, max_top), kStep);
-  DORAD_RETURN_IF_CUDA_ERROR(
-      cudaMemcpyAsync(host_.as<>(at.tokens), device_.as<>(at.tokens), at.bytes - at.tokens,
-                      cudaMemcpyDeviceToHost, stream_.get()),
-      kStep);
-  DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
-
-  for (int64_t i = 0; i < count; ++i) {
-    const Wanted& want = wanted[i];
-    StepOutput& output = (*outputs)[rows[i].sequence];
-    if (want.token) output.token = host_.as<int32_t>(at.tokens)[i];
-    output.finite = output.finite && host_.as<uint8_t>(at.finite)[i] != 0;
-    engine::Logprobs& to = output.logprobs;
-    if (want.logprob) to.logprobs.push_back(host_.as<float>(at.logprobs)[i]);
-    const int32_t* top_ids = host_.as<int32_t>(at.top_ids) + i * max_top;
-    const float* top_logprobs = host_.as<float>(at.top_logprobs) + i * max_top;
-    to.top_ids.insert(to.top_ids.end(), top_ids, top_ids + want.top);
-    to.top_logprobs.insert(to.top_logprobs.end(), top_logprobs, top_logprobs + want.top);
-    const float* chosen_logprobs = host_.as<float>(at.chosen_logprobs) + specs[i].chosen_begin;
-    to.chosen.insert(to.chosen.end(), chosen_logprobs, chosen_logprobs + specs[i].chosen_count);
-  }
-  return absl::OkStatus();
+// Appends to a list that the device gets and returns the range's begin.
+int32_t AppendTo(std::vector<TokenId>* list, absl::Span<const TokenId> ids) {
+  const auto begin = static_cast<int32_t>(list->size());
+  list->insert(list->end(), ids.begin(), ids.end());
+  return begin;
 }
 
-absl::Status Sampler::Sample(absl::Span<const WantedRow> rows, const float* logits,
-                             absl::Span<const StepSequence> sequences,
-                             std::vector<StepOutput>* outputs) {
-  std::vector<Wanted> wanted;
-  std::vector<kernels::SampleRowSpec> specs;
-  for (const WantedRow& row : rows) {
-    const engine::SampleWant& want = *sequences[row.sequence].sample;
-    kernels::SampleRowSpec spec;
+}  // namespace
+
+// What the device is told of a step's rows.
+struct Sampler::Specs {
+  std::vector<kernels::SampleRowSpec> samples;
+  std::vector<kernels::ScoreRowSpec> scores;
+  std::vector<TokenId> chosen;
+  std::vector<TokenId> banned;
+
+  Row Add(const engine::SampleWant& want) {
+    Row row;
+    row.token = true;
+    kernels::SampleRowSpec& spec = samples.emplace_back();
     spec.seed = want.sampling.seed;
     spec.position = static_cast<uint64_t>(want.position);
     spec.sample_index = want.sample_index;
@@ -143,64 +56,178 @@ absl::Status Sampler::Sample(absl::Span<const WantedRow> rows, const float* logi
     spec.top_p = want.sampling.top_p;
     spec.min_p = want.sampling.min_p;
     spec.top_k = want.sampling.top_k;
-    Wanted asked;
-    asked.token = true;
-    asked.banned = want.banned;
+    spec.banned_begin = AppendTo(&banned, want.banned);
+    spec.banned_count = static_cast<int32_t>(want.banned.size());
     if (want.logprobs != nullptr && want.logprobs->mode != engine::LogprobMode::kNone) {
       spec.logprob_mode = ToKernels(want.logprobs->mode);
-      asked.logprob = true;
-      asked.top = want.logprobs->top_k;
-      asked.chosen = want.logprobs->chosen_ids;
+      AddLogprobs(want.logprobs->top_k, want.logprobs->chosen_ids, &spec, &row);
     }
-    specs.push_back(spec);
-    wanted.push_back(asked);
+    return row;
   }
-  const auto launch = [&](const Places& at, const kernels::SampleOutputs& out, int32_t max_top) {
-    kernels::SampleParams params;
-    params.logits = logits;
-    params.specs = device_.as<kernels::SampleRowSpec>(at.specs);
-    params.banned = device_.as<int32_t>(at.banned);
-    params.chosen_ids = device_.as<int32_t>(at.chosen);
-    params.out = out;
-    params.logits_ld = vocab_size_;
-    params.rows = static_cast<int32_t>(rows.size());
-    params.vocabulary = static_cast<int32_t>(vocab_size_);
-    params.max_top = max_top;
-    return kernels::Sample(params, stream_.get());
-  };
-  return Run(rows, wanted, specs, launch, outputs);
+
+  Row Add(const engine::ScoreWant& want, int64_t chunk_row) {
+    Row row;
+    kernels::ScoreRowSpec& spec = scores.emplace_back();
+    spec.target = want.targets[chunk_row];
+    spec.temperature = want.temperature;
+    AddLogprobs(want.top_k, want.chosen_ids, &spec, &row);
+    return row;
+  }
+
+ private:
+  template <typename Spec>
+  void AddLogprobs(int32_t top, absl::Span<const TokenId> chosen_ids, Spec* spec, Row* row) {
+    row->logprob = true;
+    row->top = spec->top_logprobs = top;
+    row->chosen_begin = spec->chosen_begin = AppendTo(&chosen, chosen_ids);
+    row->chosen_count = spec->chosen_count = static_cast<int32_t>(chosen_ids.size());
+  }
+};
+
+absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, MemoryLedger* ledger,
+                                        const Stream* stream) {
+  static_assert(kStepsInFlight == 2);
+  DORAD_ASSIGN_OR_RETURN(Event first, Event::Create());
+  DORAD_ASSIGN_OR_RETURN(Event second, Event::Create());
+  return Sampler(vocab_size, ledger, stream, std::move(first), std::move(second));
 }
 
-absl::Status Sampler::Score(absl::Span<const WantedRow> rows, const float* logits,
-                            absl::Span<const StepSequence> sequences,
-                            std::vector<StepOutput>* outputs) {
-  std::vector<Wanted> wanted;
-  std::vector<kernels::ScoreRowSpec> specs;
-  for (const WantedRow& row : rows) {
-    const engine::ScoreWant& want = *sequences[row.sequence].score;
-    kernels::ScoreRowSpec spec;
-    spec.target = want.targets[row.chunk_row];
-    spec.temperature = want.temperature;
-    specs.push_back(spec);
-    Wanted asked;
-    asked.logprob = true;
-    asked.top = want.top_k;
-    asked.chosen = want.chosen_ids;
-    wanted.push_back(asked);
+absl::Status Sampler::Begin(const engine::StepBatch& batch,
+                            absl::Span<const StepSequence> sequences) {
+  DORAD_CHECK(ended_ - finished_ < kStepsInFlight);
+  Step& step = begun();
+  step.sequences = sequences.size();
+  step.samples = static_cast<int64_t>(batch.samples.size());
+  step.launched = 0;
+  step.max_top = 0;
+  step.rows.clear();
+  step.sampled.index.assign(sequences.size(), -1);
+  Specs specs;
+  for (const WantedRow& wanted : batch.samples) {
+    step.sampled.index[wanted.sequence] = static_cast<int32_t>(step.rows.size());
+    step.rows.push_back(specs.Add(*sequences[wanted.sequence].sample));
+    step.rows.back().sequence = wanted.sequence;
   }
-  const auto launch = [&](const Places& at, const kernels::SampleOutputs& out, int32_t max_top) {
-    kernels::ScoreParams params;
-    params.logits = logits;
-    params.specs = device_.as<kernels::ScoreRowSpec>(at.specs);
-    params.chosen_ids = device_.as<int32_t>(at.chosen);
-    params.out = out;
-    params.logits_ld = vocab_size_;
-    params.rows = static_cast<int32_t>(rows.size());
-    params.vocabulary = static_cast<int32_t>(vocab_size_);
-    params.max_top = max_top;
-    return kernels::Score(params, stream_.get());
+  for (const WantedRow& wanted : batch.scores) {
+    step.rows.push_back(specs.Add(*sequences[wanted.sequence].score, wanted.chunk_row));
+    step.rows.back().sequence = wanted.sequence;
+  }
+  for (const Row& row : step.rows) step.max_top = std::max(step.max_top, row.top);
+
+  const auto rows = static_cast<int64_t>(step.rows.size());
+  const auto chosen = static_cast<int64_t>(specs.chosen.size());
+  Layout layout;
+  const auto add = [&layout](const auto& list) {
+    return layout.Add(static_cast<int64_t>(list.size() * sizeof(list[0])));
   };
-  return Run(rows, wanted, specs, launch, outputs);
+  Places& at = step.at;
+  at.samples = add(specs.samples);
+  at.scores = add(specs.scores);
+  at.chosen = add(specs.chosen);
+  at.banned = add(specs.banned);
+  at.in_bytes = layout.bytes();
+  at.tokens = layout.Add(rows * 4);
+  at.logprobs = layout.Add(rows * 4);
+  at.finite = layout.Add(rows);
+  at.top_ids = layout.Add(rows * step.max_top * 4);
+  at.top_logprobs = layout.Add(rows * step.max_top * 4);
+  at.chosen_logprobs = layout.Add(chosen * 4);
+  at.bytes = layout.bytes();
+  if (at.bytes > step.host.bytes()) {
+    const int64_t bytes = std::max(2 * step.host.bytes(), at.bytes);
+    DORAD_ASSIGN_OR_RETURN(step.device, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
+    DORAD_ASSIGN_OR_RETURN(step.host, PinnedBuffer::Allocate(bytes));
+  }
+  step.sampled.tokens = step.device.as<int32_t>(at.tokens);
+  std::copy(specs.samples.begin(), specs.samples.end(),
+            step.host.as<kernels::SampleRowSpec>(at.samples));
+  std::copy(specs.scores.begin(), specs.scores.end(),
+            step.host.as<kernels::ScoreRowSpec>(at.scores));
+  std::copy(specs.chosen.begin(), specs.chosen.end(), step.host.as<TokenId>(at.chosen));
+  std::copy(specs.banned.begin(), specs.banned.end(), step.host.as<TokenId>(at.banned));
+  if (at.in_bytes == 0) return absl::OkStatus();
+  return ToStatus(cudaMemcpyAsync(step.device.as<>(), step.host.as<>(), at.in_bytes,
+                                  cudaMemcpyHostToDevice, stream_.get()),
+                  kStep);
+}
+
+// What both kernels are told of the next rows.
+template <typename Params>
+Params Sampler::NextRows(int64_t rows, const float* logits) {
+  Step& step = begun();
+  const DeviceBuffer& device = step.device;
+  const Places& at = step.at;
+  const int64_t first = step.launched;
+  Params params;
+  params.logits = logits;
+  params.chosen_ids = device.as<int32_t>(at.chosen);
+  params.out.tokens = device.as<int32_t>(at.tokens) + first;
+  params.out.logprobs = device.as<float>(at.logprobs) + first;
+  params.out.finite = device.as<uint8_t>(at.finite) + first;
+  params.out.top_ids = device.as<int32_t>(at.top_ids) + first * step.max_top;
+  params.out.top_logprobs = device.as<float>(at.top_logprobs) + first * step.max_top;
+  params.out.chosen_logprobs = device.as<float>(at.chosen_logprobs);
+  params.logits_ld = vocab_size_;
+  params.rows = static_cast<int32_t>(rows);
+  params.vocabulary = static_cast<int32_t>(vocab_size_);
+  params.max_top = step.max_top;
+  step.launched += rows;
+  return params;
+}
+
+absl::Status Sampler::Sample(int64_t rows, const float* logits) {
+  const Step& step = begun();
+  const int64_t first = step.launched;
+  auto params = NextRows<kernels::SampleParams>(rows, logits);
+  params.specs = step.device.as<kernels::SampleRowSpec>(step.at.samples) + first;
+  params.banned = step.device.as<int32_t>(step.at.banned);
+  return ToStatus(kernels::Sample(params, stream_.get()), kStep);
+}
+
+absl::Status Sampler::Score(int64_t rows, const float* logits) {
+  const Step& step = begun();
+  const int64_t first = step.launched - step.samples;
+  auto params = NextRows<kernels::ScoreParams>(rows, logits);
+  params.specs = step.device.as<kernels::ScoreRowSpec>(step.at.scores) + first;
+  return ToStatus(kernels::Score(params, stream_.get()), kStep);
+}
+
+absl::Status Sampler::End() {
+  const Step& step = begun();
+  DORAD_CHECK(step.launched == static_cast<int64_t>(step.rows.size()));
+  if (step.at.bytes > step.at.tokens) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(step.host.as<>(step.at.tokens), step.device.as<>(step.at.tokens),
+                        step.at.bytes - step.at.tokens, cudaMemcpyDeviceToHost, stream_.get()),
+        kStep);
+  }
+  DORAD_RETURN_IF_ERROR(step.done.Record(stream_, kStep));
+  ++ended_;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<StepOutput>> Sampler::Finish() {
+  DORAD_CHECK(finished_ < ended_);
+  const Step& step = steps_[finished_++ % kStepsInFlight];
+  DORAD_RETURN_IF_ERROR(step.done.Synchronize(kStep));
+  const PinnedBuffer& host = step.host;
+  const Places& at = step.at;
+  std::vector<StepOutput> outputs(step.sequences);
+  for (size_t i = 0; i < step.rows.size(); ++i) {
+    const Row& row = step.rows[i];
+    StepOutput& output = outputs[row.sequence];
+    if (row.token) output.token = host.as<int32_t>(at.tokens)[i];
+    output.finite = output.finite && host.as<uint8_t>(at.finite)[i] != 0;
+    engine::Logprobs& to = output.logprobs;
+    if (row.logprob) to.logprobs.push_back(host.as<float>(at.logprobs)[i]);
+    const int32_t* top_ids = host.as<int32_t>(at.top_ids) + i * step.max_top;
+    const float* top_logprobs = host.as<float>(at.top_logprobs) + i * step.max_top;
+    to.top_ids.insert(to.top_ids.end(), top_ids, top_ids + row.top);
+    to.top_logprobs.insert(to.top_logprobs.end(), top_logprobs, top_logprobs + row.top);
+    const float* chosen = host.as<float>(at.chosen_logprobs) + row.chosen_begin;
+    to.chosen.insert(to.chosen.end(), chosen, chosen + row.chosen_count);
+  }
+  return outputs;
 }
 
 }  // namespace dorad::cuda

@@ -37,14 +37,20 @@ class CpuModelRunner final : public ModelRunner {
 
   int64_t kv_pages() const override { return kv_pages_; }
 
-  absl::StatusOr<std::vector<StepOutput>> Run(absl::Span<const StepSequence> sequences) override {
+  // It computes on the engine's thread: whatever the order, nothing would overlap.
+  int max_steps_in_flight() const override { return 1; }
+
+  absl::Status Begin(absl::Span<const StepSequence> sequences) override {
     // The one place where exceptions of libtorch end.
     try {
-      return RunUnchecked(sequences);
+      outputs_ = RunUnchecked(sequences);
     } catch (...) {
       return ops::FromTorchException("the step", "STEP_FAILED");
     }
+    return absl::OkStatus();
   }
+
+  absl::StatusOr<std::vector<StepOutput>> Finish() override { return std::move(outputs_); }
 
  private:
   std::vector<StepOutput> RunUnchecked(absl::Span<const StepSequence> sequences) {
@@ -86,6 +92,7 @@ class CpuModelRunner final : public ModelRunner {
   const int64_t vocab_size_;
   std::vector<ops::PagedKv> kv_;
   const int64_t kv_pages_;
+  std::vector<StepOutput> outputs_;  // of the step in flight
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "server/engine/engine.h"
 
 #include <algorithm>
+#include <deque>
 #include <set>
 #include <string>
 #include <thread>
@@ -62,6 +63,8 @@ struct Engine::Impl {
         rules{options.eos_token_ids, limits.context_length},
         pages(runner->kv_pages()),
         scheduler({options.max_step_tokens, options.max_running_sequences}, &pages) {
+    // A third step could not tell which of two others samples the token that it follows.
+    DORAD_CHECK(runner->max_steps_in_flight() == 1 || runner->max_steps_in_flight() == 2);
     PublishStats();
     thread = std::thread([this] { Loop(); });
   }
@@ -144,6 +147,7 @@ struct Engine::Impl {
       graveyard.clear();
       PublishStats();
     }
+    FinishAll();
     while (!requests.empty()) {
       EndRequest(requests.begin()->second.get(), ShuttingDown());
     }
@@ -174,6 +178,8 @@ struct Engine::Impl {
     requests.emplace(request->base().request_id, std::move(owned));
     if (request->deadline != Instant::max()) deadlines.insert({request->deadline, request});
     request->Enter(&next_arrival);
+    // The note of a cancel may have come before the request.
+    cancels_noted = cancels_noted || request->cancelled();
     if (request->unfinished_sequences == 0) {
       NoteStarted(request, SteadyNow());
       EndRequest(request, absl::OkStatus());
@@ -186,10 +192,14 @@ struct Engine::Impl {
 
   void EndDeadRequests() {
     const Instant now = SteadyNow();
+    const bool late = !deadlines.empty() && deadlines.begin()->first <= now;
+    if (!late && !cancels_noted) return;
+    FinishAll();
     while (!deadlines.empty() && deadlines.begin()->first <= now) {
       EndRequest(deadlines.begin()->second, MakeError(absl::StatusCode::kDeadlineExceeded,
                                                       "DEADLINE_EXCEEDED", "the deadline passed"));
     }
+    cancels_noted = false;
     std::vector<Request*> cancelled;
     for (const auto& [id, request] : requests) {
       if (request->cancelled()) cancelled.push_back(request.get());
@@ -200,47 +210,86 @@ struct Engine::Impl {
     }
   }
 
+  // Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
+  // the step before brought is delivered.
   void Step() {
+    while (static_cast<int>(in_flight.size()) < runner->max_steps_in_flight() && BeginStep()) {
+    }
+    if (!in_flight.empty()) FinishStep();
+  }
+
+  // False when nothing has begun.
+  bool BeginStep() {
     const uint64_t preemptions = scheduler.preemptions();
-    const std::vector<Scheduler::Chunk> chunks = scheduler.Schedule();
+    std::vector<Chunk> chunks = scheduler.Schedule();
     metrics->Preemptions(static_cast<int64_t>(scheduler.preemptions() - preemptions));
     if (chunks.empty()) {
-      DORAD_CHECK(scheduler.running() + scheduler.waiting() == 0);
-      return;
+      DORAD_CHECK(!in_flight.empty() || scheduler.running() + scheduler.waiting() == 0);
+      return false;
     }
-    const Instant begin = SteadyNow();
+    const Instant now = SteadyNow();
     std::vector<Request::Want> wants;
     std::vector<StepSequence> rows;
     wants.reserve(chunks.size());  // rows point into it
-    for (const Scheduler::Chunk& chunk : chunks) {
-      NoteStarted(chunk.sequence->request, begin);
+    rows.reserve(chunks.size());
+    for (const Chunk& chunk : chunks) {
+      NoteStarted(chunk.sequence->request, now);
       rows.push_back(RowsOf(chunk, &wants));
     }
-    absl::StatusOr<std::vector<StepOutput>> outputs = runner->Run(rows);
-    const Instant end = SteadyNow();
-    ++steps;
-    if (!outputs.ok()) {
-      FailStep(chunks, outputs.status());
-      return;
+    const absl::Status status = runner->Begin(rows);
+    if (!status.ok()) {
+      for (const Chunk& chunk : chunks) scheduler.Landed(chunk);
+      FinishAll();  // what began before does not depend on it
+      Fail(chunks, status);
+      return false;
     }
-    RecordStep(chunks, Between(begin, end));
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      Deliver(chunks[i], std::move((*outputs)[i]), end);
-    }
+    in_flight.push_back({std::move(chunks), now});
+    return true;
   }
 
-  static StepSequence RowsOf(const Scheduler::Chunk& chunk, std::vector<Request::Want>* wants) {
+  static StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
+    static constexpr TokenId kUnknown = -1;
     const Sequence& s = *chunk.sequence;
-    wants->push_back(s.request->WantOf(s, chunk.count));
+    wants->push_back(s.request->WantOf(chunk));
     StepSequence rows;
-    rows.tokens = absl::MakeConstSpan(s.tokens).subspan(s.computed, chunk.count);
-    rows.position = s.computed;
+    rows.tokens = chunk.follows >= 0
+                      ? absl::MakeConstSpan(&kUnknown, 1)
+                      : absl::MakeConstSpan(s.tokens).subspan(chunk.position, chunk.count);
+    rows.follows = chunk.follows;
+    rows.position = chunk.position;
     rows.pages = s.pages;
     rows.adapter = s.adapter;
     const Request::Want& want = wants->back();
     rows.sample = want.sample ? &*want.sample : nullptr;
     rows.score = want.score ? &*want.score : nullptr;
     return rows;
+  }
+
+  void FinishStep() {
+    StepInFlight step = std::move(in_flight.front());
+    in_flight.pop_front();
+    absl::StatusOr<std::vector<StepOutput>> outputs = runner->Finish();
+    ++steps;
+    if (!outputs.ok()) {
+      // The steps behind it stand on what it did not compute.
+      for (StepInFlight& behind : std::exchange(in_flight, {})) {
+        (void)runner->Finish();
+        step.chunks.insert(step.chunks.end(), behind.chunks.begin(), behind.chunks.end());
+      }
+      for (const Chunk& chunk : step.chunks) Land(chunk);
+      Fail(step.chunks, outputs.status());
+      return;
+    }
+    const Instant now = SteadyNow();
+    RecordStep(step.chunks, Between(std::max(step.begun, last_finished), now));
+    last_finished = now;
+    for (size_t i = 0; i < step.chunks.size(); ++i) {
+      Deliver(step.chunks[i], std::move((*outputs)[i]), now);
+    }
+  }
+
+  void FinishAll() {
+    while (!in_flight.empty()) FinishStep();
   }
 
   void NoteStarted(Request* request, Instant now) {
@@ -256,14 +305,15 @@ struct Engine::Impl {
     queued_tokens -= request.load_tokens();
   }
 
-  void RecordStep(const std::vector<Scheduler::Chunk>& chunks, absl::Duration time) {
+  void RecordStep(const std::vector<Chunk>& chunks, absl::Duration time) {
     Metrics::Step step;
     step.time = time;
     absl::flat_hash_set<const adapter::LoadedAdapter*> adapters;
     int64_t scored = 0;
-    for (const Scheduler::Chunk& chunk : chunks) {
+    for (const Chunk& chunk : chunks) {
       const Sequence& s = *chunk.sequence;
-      (s.generated() > 0 && chunk.count == 1 ? step.decode_rows : step.prefill_rows) += chunk.count;
+      const bool decode = !s.is_score && chunk.position >= s.prompt_tokens;
+      (decode ? step.decode_rows : step.prefill_rows) += chunk.count;
       if (s.is_score) scored += chunk.count;
       if (s.adapter != nullptr) adapters.insert(s.adapter);
     }
@@ -272,42 +322,59 @@ struct Engine::Impl {
     metrics->ScoredTokens(scored);
   }
 
-  void Deliver(const Scheduler::Chunk& chunk, StepOutput output, Instant now) {
+  void Deliver(const Chunk& chunk, StepOutput output, Instant now) {
     Sequence* const sequence = chunk.sequence;
     Request* const request = sequence->request;
-    const bool prompt_was_done = sequence->prompt_done();
-    scheduler.Computed(chunk);
-    if (!sequence->is_score && !prompt_was_done && sequence->prompt_done() &&
-        sequence->generated() == 0) {
-      metrics->PromptTokens(sequence->prompt_tokens - sequence->cached_tokens,
-                            sequence->cached_tokens);
-      metrics->PrefixCache(sequence->prompt_tokens, sequence->cached_tokens);
+    // A row of a sequence that ended meanwhile was computed in vain.
+    if (sequence->state != Sequence::State::kEnded) {
+      scheduler.Computed(chunk);
+      const int64_t generated = sequence->generated();
+      if (chunk.samples && generated == 0) {
+        metrics->PromptTokens(sequence->prompt_tokens - sequence->cached_tokens,
+                              sequence->cached_tokens);
+        metrics->PrefixCache(sequence->prompt_tokens, sequence->cached_tokens);
+      }
+      if (request->Accept(chunk, std::move(output), rules, now, metrics)) {
+        scheduler.Remove(sequence);
+      }
+      metrics->GeneratedTokens(sequence->generated() - generated);
     }
-    const int64_t generated = sequence->generated();
-    const bool ended =
-        request->Accept(sequence, chunk.count, std::move(output), rules, now, metrics);
-    metrics->GeneratedTokens(sequence->generated() - generated);
-    if (!ended) return;
-    scheduler.Remove(sequence);
+    Land(chunk);
+  }
+
+  // Ends the request when this was the last of all its chunks: its leases must outlast them.
+  void Land(const Chunk& chunk) {
+    const Sequence& sequence = *chunk.sequence;
+    Request* const request = sequence.request;
+    scheduler.Landed(chunk);
+    if (sequence.state != Sequence::State::kEnded || sequence.in_flight > 0) return;
     if (--request->unfinished_sequences == 0) EndRequest(request, absl::OkStatus());
   }
 
-  void FailStep(const std::vector<Scheduler::Chunk>& chunks, const absl::Status& status) {
+  // Ends the requests whose chunks are lost, but for sequences that have ended without them.
+  // REQUIRES: no step is in flight.
+  void Fail(const std::vector<Chunk>& chunks, const absl::Status& status) {
     LogError("step failed", {{"error", std::string(status.message())}});
     std::set<Request*> failed;
-    for (const Scheduler::Chunk& chunk : chunks) failed.insert(chunk.sequence->request);
+    for (const Chunk& chunk : chunks) {
+      if (chunk.sequence->state != Sequence::State::kEnded) failed.insert(chunk.sequence->request);
+    }
     for (Request* request : failed) EndRequest(request, status);
   }
 
   // Every way out of the engine. Pages and leases are back before the client learns of the end. The
   // request stays allocated until the end of the turn: the step at hand may still refer to it.
+  // REQUIRES: none of its chunks is in flight.
   template <typename Ending>
   void EndWith(Request* request, Ending ending) {
     if (!request->started) {
       request->started = SteadyNow();
       LeaveQueue(*request);
     }
-    for (const auto& sequence : request->sequences) scheduler.Remove(sequence.get());
+    for (const auto& sequence : request->sequences) {
+      DORAD_CHECK(sequence->in_flight == 0);
+      scheduler.Remove(sequence.get());
+    }
     auto node = requests.extract(request->base().request_id);
     DORAD_CHECK(!node.empty());
     graveyard.push_back(std::move(node.mapped()));
@@ -330,6 +397,7 @@ struct Engine::Impl {
   // --- Messages, on the engine thread.
 
   int Abort(const AbortTarget& target, const std::string& detail) {
+    FinishAll();
     std::vector<Request*> matching;
     for (const auto& [id, request] : requests) {
       if (target.all || (!target.adapter.is_base() && request->Holds(target.adapter)) ||
@@ -353,6 +421,7 @@ struct Engine::Impl {
       }
       case PauseMode::kKeep:
         Supersede();
+        FinishAll();
         paused = true;
         Answer(done, static_cast<int>(requests.size()));
         return;
@@ -413,6 +482,10 @@ struct Engine::Impl {
     PauseDone done;
     int requests = 0;
   };
+  struct StepInFlight {
+    std::vector<Chunk> chunks;
+    Instant begun;
+  };
 
   const EngineOptions options;
   const std::unique_ptr<ModelRunner> runner;
@@ -427,6 +500,9 @@ struct Engine::Impl {
   std::set<std::pair<Instant, Request*>> deadlines;
   std::vector<std::unique_ptr<Request>> graveyard;
   std::vector<PendingPause> pauses_waiting;
+  std::deque<StepInFlight> in_flight;  // oldest first
+  Instant last_finished;               // of a step
+  bool cancels_noted = false;          // since cancelled requests were last looked for
   uint64_t next_arrival = 0;
   uint64_t steps = 0;
   bool paused = false;
@@ -461,7 +537,7 @@ absl::Status Engine::Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticke
 }
 
 void Engine::NoteCancelled() {
-  impl_->Post([] {});
+  impl_->Post([impl = impl_.get()] { impl->cancels_noted = true; });
 }
 
 void Engine::Abort(AbortTarget target, std::string detail, std::function<void(int)> done) {

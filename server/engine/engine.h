@@ -1,9 +1,11 @@
 // The engine: continuous batching of generation and scoring over one model.
 //
 // One thread owns the scheduler, the KV pages and the model runner; everything else talks to it by
-// messages. Every accepted request ends in exactly one TokenStream::Close or ScoreTicket::Finish.
-// Owned by App. All public functions are thread-safe and never wait for a step, except the
-// destructor.
+// messages. While the runner computes a step, the next one is scheduled and begun, and what the
+// last one brought is delivered; a sequence that turns out to have ended then has one row more in
+// flight, whose output is dropped, and its request's leases are held until that has finished. Every
+// accepted request ends in exactly one TokenStream::Close or ScoreTicket::Finish. Owned by App. All
+// public functions are thread-safe and never wait for a step, except the destructor.
 #pragma once
 
 #include <cstdint>
@@ -49,10 +51,11 @@ class Engine {
   absl::Status Submit(GenerateInput input, std::shared_ptr<TokenStream> stream);
   absl::Status Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket);
 
-  // Wakes the engine so that it notices a cancelled stream even when idle.
+  // To be called after a stream or ticket was cancelled: the engine looks for it then.
   void NoteCancelled();
 
-  // Ends matching requests within one step; `done` gets their number, on the engine thread.
+  // Ends matching requests when the steps at hand have finished; `done` gets their number, on the
+  // engine thread.
   void Abort(AbortTarget target, std::string detail, std::function<void(int)> done);
   // `done` runs on the engine thread when the pause is in effect, with the number of requests that
   // were ended (kAbort), have finished (kWait) or are frozen (kKeep). kWait lets frozen requests

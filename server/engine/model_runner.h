@@ -1,5 +1,9 @@
-// What the engine needs of a model: one forward pass over the rows of many sequences. The seam
+// What the engine needs of a model: forward passes over the rows of many sequences. The seam
 // between scheduling (no torch) and computing, and the place where tests put a fake.
+//
+// A step has two ends: the engine begins it and asks for its outputs later. A runner that computes
+// elsewhere (a GPU) takes the next step while the last one is being computed, so that the engine
+// schedules and delivers meanwhile; one that computes on the engine's thread takes one at a time.
 // Confined to the engine thread.
 #pragma once
 
@@ -34,9 +38,13 @@ struct ScoreWant {
   absl::Span<const TokenId> chosen_ids;
 };
 
-// The rows of one sequence in a step. Spans are valid for the call.
+// The rows of one sequence in a step. Spans and pointers are valid for the call of Begin; the
+// adapter until the step has finished.
 struct StepSequence {
   absl::Span<const TokenId> tokens;
+  // >= 0: the one token is what the sequence of this index sampled in the step that began last and
+  // has not finished; tokens[0] says nothing.
+  int32_t follows = -1;
   int64_t position = 0;                             // of tokens[0]
   absl::Span<const int32_t> pages;                  // page of position p: pages[p / kKvPageTokens]
   const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: base
@@ -56,9 +64,16 @@ class ModelRunner {
   virtual ~ModelRunner() = default;
   // Pages of the KV cache, ids [0, kv_pages()).
   virtual int64_t kv_pages() const = 0;
-  // One output for each sequence, in order. A failure fails every sequence of the step; the KV
-  // pages that it wrote are undefined.
-  virtual absl::StatusOr<std::vector<StepOutput>> Run(absl::Span<const StepSequence> sequences) = 0;
+  // How many steps may have begun and not finished: 1 or 2. REQUIRES of Begin: fewer have.
+  virtual int max_steps_in_flight() const = 0;
+  // Begins a step. Steps are computed one after another in the order in which they begin: one that
+  // begins later may use pages that an earlier one still reads and writes. A failure fails every
+  // sequence of the step, which then has not begun.
+  virtual absl::Status Begin(absl::Span<const StepSequence> sequences) = 0;
+  // Waits for the oldest step. One output for each of its sequences, in order; what follows a row
+  // that was not finite is undefined. A failure fails every sequence of the step and of the steps
+  // that began behind it; the KV pages that they wrote are undefined. REQUIRES: one has begun.
+  virtual absl::StatusOr<std::vector<StepOutput>> Finish() = 0;
 };
 
 }  // namespace dorad::engine

@@ -86,8 +86,9 @@ int64_t Request::load_tokens() const {
   return tokens * static_cast<int64_t>(score->leases.size());
 }
 
-void Request::AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
-                          const PrefixNode& root, bool use_prefix_cache) {
+Sequence* Request::AddSequence(const std::vector<TokenId>& tokens,
+                               const adapter::LoadedAdapter* adapter, const PrefixNode& root,
+                               bool use_prefix_cache) {
   auto sequence = std::make_unique<Sequence>();
   sequence->request = this;
   sequence->index = static_cast<int32_t>(sequences.size());
@@ -99,15 +100,19 @@ void Request::AddSequence(const std::vector<TokenId>& tokens, const adapter::Loa
   sequence->use_prefix_cache = use_prefix_cache;
   sequence->root = root;
   sequences.push_back(std::move(sequence));
+  return sequences.back().get();
 }
 
 void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   if (generate) {
     const PrefixNode root = RootOf(generate->lease, generate->cache_salt);
+    const auto prompt_tokens = static_cast<int64_t>(generate->prompt.size());
     for (int32_t i = 0; i < generate->n; ++i) {
-      AddSequence(generate->prompt, generate->lease.get(), root,
-                  prefix_cache && !generate->bypass_prefix_cache);
-      if (i > 0) sequences.back()->leader = sequences.front().get();
+      Sequence* const sequence = AddSequence(generate->prompt, generate->lease.get(), root,
+                                             prefix_cache && !generate->bypass_prefix_cache);
+      sequence->most_tokens = std::max(
+          prompt_tokens + 1, std::min(prompt_tokens + generate->stop.max_tokens, rules.max_length));
+      if (i > 0) sequence->leader = sequences.front().get();
       Sample sample;
       if (generate->stop.min_tokens > 0) {
         sample.banned = generate->stop.stop_token_ids;
@@ -129,12 +134,14 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   }
   for (size_t i = 0; i < score->sequences.size(); ++i) {
     for (size_t j = 0; j < score->leases.size(); ++j) {
-      AddSequence(score->sequences[i], score->leases[j].get(), roots[j], prefix_cache);
+      Sequence* const sequence =
+          AddSequence(score->sequences[i], score->leases[j].get(), roots[j], prefix_cache);
+      sequence->most_tokens = sequence->prompt_tokens;
       result_.scores[i].push_back(FirstRow(*score));
-      if (sequences.back()->goal() > 0) {
+      if (sequence->goal() > 0) {
         ++unfinished_sequences;
       } else {
-        sequences.back()->state = Sequence::State::kEnded;
+        sequence->state = Sequence::State::kEnded;
       }
     }
   }
@@ -144,23 +151,24 @@ void Request::Enter(uint64_t* arrival) {
   for (const auto& sequence : sequences) sequence->arrival = (*arrival)++;
 }
 
-Request::Want Request::WantOf(const Sequence& sequence, int64_t count) const {
+Request::Want Request::WantOf(const Chunk& chunk) const {
+  const Sequence& sequence = *chunk.sequence;
   Want want;
   if (score) {
-    if (sequence.computed < sequence.scored) return want;
+    if (chunk.position < sequence.scored) return want;
     ScoreWant rows;
-    rows.targets = absl::MakeConstSpan(sequence.tokens).subspan(sequence.computed + 1, count);
+    rows.targets = absl::MakeConstSpan(sequence.tokens).subspan(chunk.position + 1, chunk.count);
     rows.temperature = score->temperature;
     rows.top_k = score->top_k;
     rows.chosen_ids = score->chosen_ids;
     want.score = rows;
-  } else if (sequence.computed + count == sequence.goal()) {
+  } else if (chunk.samples) {
     SampleWant sample;
     sample.sampling = generate->sampling;
     sample.sample_index = static_cast<uint32_t>(sequence.index);
-    sample.position = sequence.goal();
+    sample.position = chunk.end();
     sample.logprobs = &generate->logprobs;
-    if (sequence.generated() < generate->stop.min_tokens) {
+    if (chunk.end() - sequence.prompt_tokens < generate->stop.min_tokens) {
       sample.banned = samples_[sequence.index].banned;
     }
     want.sample = sample;
@@ -168,10 +176,10 @@ Request::Want Request::WantOf(const Sequence& sequence, int64_t count) const {
   return want;
 }
 
-bool Request::Accept(Sequence* sequence, int64_t count, StepOutput output, const StopRules& rules,
-                     Instant now, Metrics* metrics) {
-  return generate ? AcceptToken(sequence, std::move(output), rules, now, metrics)
-                  : AcceptScores(sequence, count, std::move(output));
+bool Request::Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
+                     Metrics* metrics) {
+  if (score) return AcceptScores(chunk, std::move(output));
+  return chunk.samples && AcceptToken(chunk.sequence, std::move(output), rules, now, metrics);
 }
 
 FinishReason Request::StopReason(const Sequence& sequence, const StopRules& rules) const {
@@ -181,11 +189,8 @@ FinishReason Request::StopReason(const Sequence& sequence, const StopRules& rule
       (!stop.ignore_eos && Contains(rules.eos_token_ids, token))) {
     return FinishReason::kStop;
   }
-  if (sequence.generated() >= stop.max_tokens ||
-      static_cast<int64_t>(sequence.tokens.size()) >= rules.max_length) {
-    return FinishReason::kLength;
-  }
-  return FinishReason::kNone;
+  const bool full = static_cast<int64_t>(sequence.tokens.size()) >= sequence.most_tokens;
+  return full ? FinishReason::kLength : FinishReason::kNone;
 }
 
 Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const {
@@ -204,7 +209,6 @@ Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instan
 
 bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules,
                           Instant now, Metrics* metrics) {
-  if (sequence->pending() > 0) return false;  // more of the prompt is to come
   SampleDelta delta;
   delta.sample_index = sequence->index;
   if (!output.finite) {
@@ -234,17 +238,18 @@ bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules
   return finished;
 }
 
-bool Request::AcceptScores(Sequence* sequence, int64_t count, StepOutput output) {
+bool Request::AcceptScores(const Chunk& chunk, StepOutput output) {
+  Sequence& sequence = *chunk.sequence;
   // Rows that were only recomputed after a preemption bring no results.
-  if (sequence->computed > sequence->scored) {
-    DORAD_CHECK(sequence->computed - sequence->scored == count);
+  if (chunk.end() > sequence.scored) {
+    DORAD_CHECK(chunk.position == sequence.scored);
     score_finite_ = score_finite_ && output.finite;
     const size_t adapters = score->leases.size();
-    result_.scores[sequence->index / adapters][sequence->index % adapters].Append(
+    result_.scores[sequence.index / adapters][sequence.index % adapters].Append(
         std::move(output.logprobs));
-    sequence->scored = sequence->computed;
+    sequence.scored = chunk.end();
   }
-  return sequence->pending() == 0;
+  return sequence.scored == sequence.goal();
 }
 
 void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {

@@ -51,17 +51,17 @@ struct Request {
   // Prompt tokens times samples, or sequence tokens times adapters: what the queue limit counts.
   int64_t load_tokens() const;
 
-  // What the engine asks of the runner for a chunk of one of the sequences, kept until the step's
-  // end. neither sample nor score: the chunk only fills the KV cache.
+  // What the engine asks of the runner for a chunk of one of the sequences. neither sample nor
+  // score: the chunk only fills the KV cache.
   struct Want {
     std::optional<SampleWant> sample;
     std::optional<ScoreWant> score;
   };
-  Want WantOf(const Sequence& sequence, int64_t count) const;
+  Want WantOf(const Chunk& chunk) const;
 
   // Takes a chunk's output. True when the sequence has ended by it.
-  bool Accept(Sequence* sequence, int64_t count, StepOutput output, const StopRules& rules,
-              Instant now, Metrics* metrics);
+  bool Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
+              Metrics* metrics);
 
   // OK: all samples have finished. Otherwise the stream fails with the status.
   void End(const absl::Status& status, Instant now, Metrics* metrics);
@@ -75,6 +75,7 @@ struct Request {
   std::shared_ptr<ScoreTicket> ticket;
 
   std::vector<std::unique_ptr<Sequence>> sequences;
+  // Sequences that have not ended, or of which a chunk is still in flight.
   int64_t unfinished_sequences = 0;
 
   Instant admitted;
@@ -90,13 +91,13 @@ struct Request {
     bool finished = false;
   };
 
-  void AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
-                   const PrefixNode& root, bool use_prefix_cache);
+  Sequence* AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
+                        const PrefixNode& root, bool use_prefix_cache);
   FinishReason StopReason(const Sequence& sequence, const StopRules& rules) const;
   Finish MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const;
   bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,
                    Metrics* metrics);
-  bool AcceptScores(Sequence* sequence, int64_t count, StepOutput output);
+  bool AcceptScores(const Chunk& chunk, StepOutput output);
   void LogEnd(const std::string& outcome, Instant now) const;
 
   std::vector<Sample> samples_;

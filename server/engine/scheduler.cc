@@ -29,7 +29,7 @@ void Scheduler::Remove(Sequence* sequence) {
   sequence->state = Sequence::State::kEnded;
 }
 
-std::vector<Scheduler::Chunk> Scheduler::Schedule() {
+std::vector<Chunk> Scheduler::Schedule() {
   Plan plan;
   plan.budget = options_.max_step_tokens;
   // Preemption takes sequences from the end of running_, so walk over a copy.
@@ -40,22 +40,40 @@ std::vector<Scheduler::Chunk> Scheduler::Schedule() {
   for (Sequence* s : candidates) {
     if (s->state == Sequence::State::kRunning && s->pending() > 1) Continue(s, &plan);
   }
-  if (plan.preempted) return std::move(plan.chunks);
-  const int64_t max_running = std::min<int64_t>(options_.max_running, options_.max_step_tokens);
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    Sequence* const s = *it++;  // admission erases it from waiting_
-    if (plan.budget == 0 || running() >= max_running) break;
-    if (WaitsForLeader(*s)) continue;
-    if (!Admit(s, &plan)) break;
+  if (!plan.preempted) AdmitWaiting(&plan);
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    const Chunk& chunk = plan.chunks[i];
+    Sequence& s = *chunk.sequence;
+    s.computed = chunk.end();
+    s.sampling += chunk.samples ? 1 : 0;
+    s.chunk_index = static_cast<int32_t>(i);
+    ++s.in_flight;
   }
   return std::move(plan.chunks);
 }
 
+void Scheduler::AdmitWaiting(Plan* plan) {
+  const int64_t max_running = std::min<int64_t>(options_.max_running, options_.max_step_tokens);
+  for (auto it = waiting_.begin(); it != waiting_.end();) {
+    Sequence* const s = *it++;  // admission erases it from waiting_
+    if (plan->budget == 0 || running() >= max_running) break;
+    if (WaitsForLeader(*s)) continue;
+    // A step that it was in when it was preempted may still bring a token.
+    if (s->in_flight > 0 || !Admit(s, plan)) break;
+  }
+}
+
+void Scheduler::Landed(const Chunk& chunk) {
+  Sequence& s = *chunk.sequence;
+  --s.in_flight;
+  s.sampling -= chunk.samples ? 1 : 0;
+}
+
 void Scheduler::Computed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
-  s.computed += chunk.count;
-  if (!s.use_prefix_cache) return;
-  while ((s.registered_pages + 1) * kKvPageTokens <= s.computed) {
+  // Preempted since: the pages are gone.
+  if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
+  while ((s.registered_pages + 1) * kKvPageTokens <= chunk.end()) {
     const absl::Span<const TokenId> tokens =
         absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
     s.node = pages_->Register(s.node, tokens, s.pages[s.registered_pages]);
@@ -78,6 +96,21 @@ int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
   return count;
 }
 
+void Scheduler::Append(Sequence* sequence, Plan* plan) {
+  Chunk chunk;
+  chunk.sequence = sequence;
+  chunk.position = sequence->computed;
+  chunk.count = ChunkSize(*sequence, plan->budget);
+  chunk.samples = !sequence->is_score && chunk.end() == sequence->goal();
+  const auto known = static_cast<int64_t>(sequence->tokens.size());
+  if (chunk.end() > known) {
+    DORAD_CHECK(chunk.position == known && chunk.count == 1);
+    chunk.follows = sequence->chunk_index;
+  }
+  plan->chunks.push_back(chunk);
+  plan->budget -= chunk.count;
+}
+
 void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   const int64_t count = ChunkSize(*sequence, plan->budget);
   if (count == 0) return;
@@ -88,8 +121,7 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
     Preempt(victim, plan);
     if (victim == sequence) return;
   }
-  plan->chunks.push_back({sequence, count});
-  plan->budget -= count;
+  Append(sequence, plan);
 }
 
 bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
@@ -107,9 +139,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   sequence->state = Sequence::State::kRunning;
   waiting_.erase(sequence);
   running_.insert(sequence);
-  const int64_t count = ChunkSize(*sequence, plan->budget);
-  plan->chunks.push_back({sequence, count});
-  plan->budget -= count;
+  Append(sequence, plan);
   return true;
 }
 

@@ -1,6 +1,8 @@
 // Which rows the next step computes: decodes first, then prefill chunks, under a token budget, with
-// admission by KV pages and preemption by recomputation. Pure logic: no torch, no clock, no I/O.
-// Confined to the engine thread.
+// admission by KV pages and preemption by recomputation. A step may be scheduled before the last
+// one has finished: its decodes then follow tokens that nobody has seen yet. Pages that a sequence
+// gives back go to others at once, since steps are computed in order. Pure logic: no torch, no
+// clock, no I/O. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +20,6 @@ class Scheduler {
     int64_t max_step_tokens = 512;
     int32_t max_running = 256;
   };
-  // The next `count` tokens of a sequence, from `sequence->computed` on.
-  struct Chunk {
-    Sequence* sequence = nullptr;
-    int64_t count = 0;
-  };
 
   // pages is borrowed.
   Scheduler(Options options, KvPages* pages);
@@ -32,11 +29,14 @@ class Scheduler {
   // Takes a sequence out of wherever it is and gives its pages back.
   void Remove(Sequence* sequence);
 
-  // Chooses the next step's chunks; every chunk's pages are allocated. May preempt. Empty when
-  // nothing can run.
+  // Chooses the next step's chunks and counts them as in flight; every chunk's pages are allocated.
+  // May preempt. Empty when nothing can run before a step finishes. REQUIRES: at most one step is
+  // in flight.
   std::vector<Chunk> Schedule();
-  // After a chunk's rows are in its pages: advances the sequence and registers full pages.
+  // A chunk of a sequence that has not ended is in its pages: registers full ones.
   void Computed(const Chunk& chunk);
+  // A chunk is in flight no more: its step has finished or failed.
+  void Landed(const Chunk& chunk);
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
   int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
@@ -60,7 +60,9 @@ class Scheduler {
 
   static bool WaitsForLeader(const Sequence& sequence);
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
+  static void Append(Sequence* sequence, Plan* plan);
   void Continue(Sequence* sequence, Plan* plan);
+  void AdmitWaiting(Plan* plan);
   bool Admit(Sequence* sequence, Plan* plan);
   void ReusePrefix(Sequence* sequence);
   void Preempt(Sequence* sequence, Plan* plan);

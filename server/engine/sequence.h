@@ -2,7 +2,9 @@
 // Score. Confined to the engine thread; owned by its Request.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "server/engine/kv_pages.h"
@@ -26,10 +28,17 @@ struct Sequence {
 
   std::vector<TokenId> tokens;  // prompt, then what was generated
   int64_t prompt_tokens = 0;
+  int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it ends when it has so many
   bool is_score = false;
-  int64_t scored = 0;    // rows of a score that are done
-  int64_t computed = 0;  // positions whose keys and values are in pages
+  int64_t scored = 0;  // rows of a score whose results have come
+  int64_t computed =
+      0;  // positions whose keys and values are in pages when all steps have finished
   std::vector<int32_t> pages;
+
+  // Of steps that have begun and not finished:
+  int in_flight = 0;        // chunks of this sequence
+  int64_t sampling = 0;     // tokens that they will bring
+  int32_t chunk_index = 0;  // of its chunk in the step that began last with it
 
   // Sample 0 of the request when this is another sample: it computes the prompt for all.
   const Sequence* leader = nullptr;
@@ -42,15 +51,29 @@ struct Sequence {
   uint32_t preemptions = 0;
   int64_t cached_tokens = 0;  // of the first admission
 
-  // Positions that must be computed before the next token can be sampled (the last token of a
-  // score predicts nothing).
-  int64_t goal() const { return static_cast<int64_t>(tokens.size()) - (is_score ? 1 : 0); }
+  // Positions to compute for all tokens that are there or on their way. The last token of all
+  // predicts nothing that is wanted.
+  int64_t goal() const {
+    return std::min(static_cast<int64_t>(tokens.size()) + sampling, most_tokens - 1);
+  }
   int64_t pending() const { return goal() - computed; }
   int64_t generated() const { return static_cast<int64_t>(tokens.size()) - prompt_tokens; }
   bool prompt_done() const { return computed >= prompt_tokens; }
   // Positions whose rows produce nothing that is still wanted, so that their keys and values may
-  // come from elsewhere.
+  // come from elsewhere. REQUIRES: nothing is in flight.
   int64_t reusable() const { return is_score ? scored : goal() - 1; }
+};
+
+// Some tokens of a sequence in a step.
+struct Chunk {
+  Sequence* sequence = nullptr;
+  int64_t position = 0;  // of the first
+  int64_t count = 0;
+  bool samples = false;  // the last row samples the sequence's next token
+  // >= 0: the one token is not there yet; the chunk of this index in the step before samples it.
+  int32_t follows = -1;
+
+  int64_t end() const { return position + count; }
 };
 
 }  // namespace dorad::engine

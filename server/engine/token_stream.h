@@ -26,7 +26,7 @@ class TokenStream {
   void Push(SampleDelta delta);
   // The last call of the engine, exactly once. OK after the last sample's finish.
   void Close(absl::Status status);
-  // True once the consumer has gone; the engine then drops the request at its next step.
+  // True once the consumer has gone; the engine drops the request when it is told to look.
   bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
 
   // --- Consumer side.

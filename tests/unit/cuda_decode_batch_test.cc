@@ -47,5 +47,15 @@ TEST_F(DecodeBatchTest, LeavesPrefillAndScoresToOtherBatches) {
   EXPECT_FALSE(DecodeBatch::Takes(sequences));
 }
 
+TEST_F(DecodeBatchTest, ATokenThatIsNotThereYetIsNamedByWhereItWillBe) {
+  const SampledTokens previous{nullptr, {4, 0, 7}};
+  StepSequence sequence = Decoding();
+  EXPECT_EQ(FedToken(sequence, previous), 1);
+  for (int32_t i = 0; i < 3; ++i) {
+    sequence.follows = i;
+    EXPECT_EQ(FedToken(sequence, previous), -1 - previous.index[i]);
+  }
+}
+
 }  // namespace
 }  // namespace dorad::cuda

@@ -64,8 +64,8 @@ class EngineTest : public ::testing::Test {
     return options;
   }
 
-  void Start(EngineOptions options, int64_t pages) {
-    auto runner = std::make_unique<FakeModelRunner>(pages);
+  void Start(EngineOptions options, int64_t pages, int max_steps_in_flight = 2) {
+    auto runner = std::make_unique<FakeModelRunner>(pages, max_steps_in_flight);
     runner_ = runner.get();
     engine_ = std::make_unique<Engine>(options, std::move(runner), &metrics_);
   }
@@ -211,6 +211,18 @@ TEST_F(EngineTest, DoesNotSampleStopTokensBeforeMinTokens) {
   EXPECT_GE(outcome.samples.at(0).tokens.size(), 2u);
 }
 
+TEST_F(EngineTest, MinTokensCountsWhatIsOnItsWay) {
+  Start(DefaultOptions(), 64);
+  GenerateInput input = Input(Prompt(4), 6);
+  const std::vector<TokenId> free_run = Expected(input, 0, 512).tokens;
+  ASSERT_EQ(std::count(free_run.begin(), free_run.end(), free_run[3]), 1);
+  input.stop.stop_token_ids = {free_run[3]};
+  input.stop.min_tokens = 3;
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  EXPECT_EQ(outcome.samples.at(0).tokens.size(), 4u);
+  EXPECT_EQ(outcome.samples.at(0).finish.reason, FinishReason::kStop);
+}
+
 TEST_F(EngineTest, EndsWithLengthWhenTheContextIsFull) {
   EngineOptions options = DefaultOptions();
   options.context_length = 20;
@@ -333,11 +345,24 @@ TEST_F(EngineTest, CancelReturnsEverythingAndOthersGoOn) {
   ExpectEverythingBack();
 }
 
+TEST_F(EngineTest, ACancelThatComesBeforeItsRequestCounts) {
+  Start(DefaultOptions(), 64);
+  auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+  stream->Cancel();
+  engine_->NoteCancelled();
+  absl::Notification looked;
+  engine_->Abort({}, "", [&](int) { looked.Notify(); });
+  looked.WaitForNotification();
+  ASSERT_TRUE(engine_->Submit(Input(Prompt(4), 500), stream).ok());
+  EXPECT_EQ(Wait(*stream).status.code(), absl::StatusCode::kCancelled);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, AbortReturnsThePartialTokens) {
   Start(DefaultOptions(), 64);
   absl::Notification running;
   std::atomic<int> steps{0};
-  runner_->on_step = [&](auto) {
+  runner_->on_step = [&] {
     if (++steps == 5) running.Notify();
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
@@ -370,7 +395,7 @@ TEST_F(EngineTest, ADeadlineEndsQueuedAndRunningRequests) {
   EngineOptions options = DefaultOptions();
   options.max_running_sequences = 1;
   Start(options, 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(2));
     return absl::OkStatus();
   };
@@ -391,7 +416,7 @@ TEST_F(EngineTest, RefusesWhatDoesNotFitTheQueueWithARetryHint) {
   options.max_running_sequences = 1;
   Start(options, 64);
   absl::Notification go;
-  runner_->on_step = [&](auto) {
+  runner_->on_step = [&] {
     go.WaitForNotification();
     return absl::OkStatus();
   };
@@ -412,7 +437,7 @@ TEST_F(EngineTest, RefusesWhatDoesNotFitTheQueueWithARetryHint) {
 TEST_F(EngineTest, RefusesARequestIdInUse) {
   Start(DefaultOptions(), 64);
   absl::Notification go;
-  runner_->on_step = [&](auto) {
+  runner_->on_step = [&] {
     go.WaitForNotification();
     return absl::OkStatus();
   };
@@ -430,11 +455,117 @@ TEST_F(EngineTest, RefusesARequestIdInUse) {
 TEST_F(EngineTest, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
   Start(DefaultOptions(), 64);
   std::atomic<bool> fail{true};
-  runner_->on_step = [&](auto) {
+  runner_->on_step = [&] {
     return fail.exchange(false) ? absl::InternalError("boom") : absl::OkStatus();
   };
   EXPECT_EQ(Wait(*Submit(Input(Prompt(4), 2))).status.code(), absl::StatusCode::kInternal);
   EXPECT_TRUE(Wait(*Submit(Input(Prompt(4), 2))).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, AStepThatDoesNotBeginFailsItsRequestsOnly) {
+  EngineOptions options = DefaultOptions();
+  options.max_running_sequences = 1;
+  Start(options, 64);
+  std::atomic<int> begun{0};
+  runner_->on_begin = [&](auto) {
+    return ++begun == 4 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  GenerateInput input = Input(Prompt(4), 20, MakeAdapter("a", 1));
+  const SampleText expected = Expected(input, 0, 512);
+  auto first = Submit(std::move(input));
+  auto second = Submit(Input(Prompt(4, 9), 20));
+  const Outcome outcome = Wait(*first);
+  EXPECT_EQ(outcome.status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(outcome.samples.at(0).tokens,
+            std::vector<TokenId>(expected.tokens.begin(), expected.tokens.begin() + 3))
+      << "the steps before it count";
+  EXPECT_TRUE(Wait(*second).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, AFailedStepTakesTheOneBehindItAlong) {
+  Start(DefaultOptions(), 64);
+  std::atomic<int> finished{0};
+  runner_->on_step = [&] {
+    return ++finished == 3 ? absl::InternalError("boom") : absl::OkStatus();
+  };
+  const Outcome outcome = Wait(*Submit(Input(Prompt(4), 20)));
+  EXPECT_EQ(outcome.status.code(), absl::StatusCode::kInternal);
+  EXPECT_EQ(outcome.samples.at(0).tokens.size(), 2u);
+  EXPECT_EQ(finished, 4) << "asked for, so that the runner is rid of it";
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(4), 20))).status.ok());
+  ExpectEverythingBack();
+}
+
+// A sequence that stops has one row in the step behind, which still reads the adapter.
+TEST_F(EngineTest, ALeaseOutlastsTheRowsThatAreComputedInVain) {
+  Start(DefaultOptions(), 64);
+  GenerateInput input = Input(Prompt(4), 100, MakeAdapter("a", 1));
+  const std::vector<TokenId> free_run = Expected(input, 0, 512).tokens;
+  input.stop.stop_token_ids = {free_run[3]};
+  std::atomic<int> finished{0};
+  runner_->on_step = [&] {
+    ++finished;
+    EXPECT_EQ(leases_.held(), 1);
+    return absl::OkStatus();
+  };
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  EXPECT_EQ(outcome.samples.at(0).finish.reason, FinishReason::kStop);
+  EXPECT_EQ(finished, static_cast<int>(outcome.samples.at(0).tokens.size()) + 1);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, ComputesNothingInVainWhenTheLengthEndsIt) {
+  Start(DefaultOptions(), 64);
+  std::atomic<int> finished{0};
+  runner_->on_step = [&] {
+    ++finished;
+    return absl::OkStatus();
+  };
+  Wait(*Submit(Input(Prompt(4), 7)));
+  EXPECT_EQ(finished, 7);
+}
+
+// In chunks, each begun while the one before is in flight, and again after a preemption.
+TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
+  EngineOptions options = DefaultOptions();
+  options.max_step_tokens = 4;
+  options.prefix_cache = false;
+  Start(options, 14);
+  engine_->Pause(PauseMode::kKeep, [](auto) {});  // so that all begin together
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < 3; ++i) {
+    GenerateInput input = Input(Prompt(4, 50 * i), 60);
+    input.priority = -1;
+    streams.push_back(Submit(std::move(input)));
+  }
+  ScoreInput input;
+  input.request_id = "score";
+  input.sequences = {Prompt(100)};
+  input.leases.push_back(leases_.Take(MakeAdapter("a", 1)));
+  const uint64_t seed = FakeSeed(input.leases[0].get());
+  absl::Notification done;
+  absl::StatusOr<ScoreResult> result;
+  auto ticket = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
+    result = std::move(r);
+    done.Notify();
+  });
+  ASSERT_TRUE(engine_->Submit(std::move(input), ticket).ok());
+  engine_->Resume([] {});
+  done.WaitForNotification();
+  ASSERT_TRUE(result.ok()) << result.status();
+  const std::vector<float>& logprobs = result->scores[0][0].logprobs;
+  const std::vector<TokenId> tokens = Prompt(100);
+  ASSERT_EQ(logprobs.size(), tokens.size());
+  uint64_t hash = seed;
+  for (size_t t = 1; t < tokens.size(); ++t) {
+    hash = FakeMix(hash, static_cast<uint64_t>(tokens[t - 1]));
+    EXPECT_EQ(logprobs[t], FakeLogprob(hash, tokens[t])) << t;
+  }
+  for (auto& stream : streams) EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 60u);
+  EXPECT_EQ(metrics_.Render().find("dorad_engine_preemptions_total 0\n"), std::string::npos)
+      << "the test meant to force a preemption";
   ExpectEverythingBack();
 }
 
@@ -452,7 +583,7 @@ TEST_F(EngineTest, NonFiniteLogitsEndThatSampleOnly) {
 
 TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
   Start(DefaultOptions(), 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
   };
@@ -477,7 +608,7 @@ TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
 
 TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
   Start(DefaultOptions(), 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
   };
@@ -497,7 +628,7 @@ TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
 
 TEST_F(EngineTest, PauseWaitLetsFrozenRequestsFinish) {
   Start(DefaultOptions(), 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
   };
@@ -514,7 +645,7 @@ TEST_F(EngineTest, PauseWaitLetsFrozenRequestsFinish) {
 
 TEST_F(EngineTest, APauseThatWaitsIsToldWhenItIsOvertaken) {
   Start(DefaultOptions(), 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
   };
@@ -542,7 +673,7 @@ TEST_F(EngineTest, WithoutThePrefixCacheNothingIsReused) {
 
 TEST_F(EngineTest, PauseAbortEndsEverything) {
   Start(DefaultOptions(), 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
   };
@@ -559,7 +690,7 @@ TEST_F(EngineTest, PauseAbortEndsEverything) {
 
 TEST_F(EngineTest, ShutdownEndsEveryRequestOnce) {
   Start(DefaultOptions(), 64);
-  runner_->on_step = [](auto) {
+  runner_->on_step = [] {
     absl::SleepFor(absl::Milliseconds(1));
     return absl::OkStatus();
   };
@@ -581,7 +712,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
     options.max_step_tokens = 1 + random() % 60;
     options.max_running_sequences = 1 + random() % 12;
     const int64_t pages = 6 + random() % 20;
-    Start(options, pages);
+    Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2);
     const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
         nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1)};
     struct Pending {
@@ -634,6 +765,75 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
         EXPECT_EQ(outcome.samples.size(), p.expected.size());
       }
     }
+    ExpectEverythingBack();
+    engine_.reset();
+  }
+}
+
+// Steps that do not begin, steps that fail with another behind them, rows that are not finite and
+// clients that leave: what is delivered is right as far as it goes, and everything comes back.
+TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
+  for (uint32_t seed = 0; seed < 8; ++seed) {
+    std::mt19937 random(seed + 100);
+    EngineOptions options = DefaultOptions();
+    options.max_step_tokens = 4 + random() % 60;
+    options.max_running_sequences = 2 + random() % 12;
+    Start(options, 8 + random() % 20, /*max_steps_in_flight=*/1 + seed % 2);
+    auto faults = std::make_shared<std::mt19937>(seed);  // the engine's thread
+    runner_->on_begin = [faults](auto) {
+      return (*faults)() % 60 == 0 ? absl::InternalError("begin") : absl::OkStatus();
+    };
+    runner_->on_step = [faults] {
+      return (*faults)() % 60 == 0 ? absl::InternalError("finish") : absl::OkStatus();
+    };
+    runner_->poison = 77;
+    const auto adapter = MakeAdapter("a", 1);
+    struct Pending {
+      std::shared_ptr<TokenStream> stream;
+      std::vector<SampleText> expected;
+      bool cancelled = false;
+    };
+    std::vector<Pending> pending;
+    for (int i = 0; i < 100; ++i) {
+      GenerateInput input = Input(Prompt(1 + random() % 50, random() % 3), 1 + random() % 40,
+                                  random() % 2 == 0 ? adapter : nullptr);
+      input.n = 1 + random() % 3;
+      input.sampling.temperature = random() % 2;
+      input.sampling.seed = random();
+      input.stop.ignore_eos = false;
+      Pending p;
+      for (int s = 0; s < input.n; ++s) {
+        p.expected.push_back(
+            Expected(input, s, engine_->limits().context_length, /*stop_at_eos=*/true));
+      }
+      p.stream = Submit(std::move(input));
+      if (random() % 10 == 0) {
+        p.stream->Cancel();
+        engine_->NoteCancelled();
+        p.cancelled = true;
+      }
+      pending.push_back(std::move(p));
+      if (random() % 5 == 0) absl::SleepFor(absl::Microseconds(random() % 1000));
+    }
+    int failed = 0;
+    for (Pending& p : pending) {
+      const Outcome outcome = Wait(*p.stream);
+      failed += outcome.status.code() == absl::StatusCode::kInternal ? 1 : 0;
+      EXPECT_TRUE(outcome.status.ok() || outcome.status.code() == absl::StatusCode::kInternal ||
+                  (p.cancelled && outcome.status.code() == absl::StatusCode::kCancelled))
+          << outcome.status;
+      for (const auto& [index, sample] : outcome.samples) {
+        const std::vector<TokenId>& expected = p.expected[index].tokens;
+        ASSERT_LE(sample.tokens.size(), expected.size());
+        EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
+        if (sample.finish.reason == FinishReason::kLength ||
+            sample.finish.reason == FinishReason::kStop) {
+          EXPECT_EQ(sample.tokens, expected);
+        }
+      }
+    }
+    EXPECT_GT(failed, 0) << "the test meant to fail steps";
+    EXPECT_LT(failed, 100);
     ExpectEverythingBack();
     engine_.reset();
   }

@@ -37,21 +37,23 @@ class SchedulerTest : public ::testing::Test {
   }
 
   // One step: every chunk is computed and complete sequences get a token.
-  std::vector<Scheduler::Chunk> Step() {
-    const std::vector<Scheduler::Chunk> chunks = scheduler_->Schedule();
-    for (const Scheduler::Chunk& chunk : chunks) {
-      scheduler_->Computed(chunk);
-      Sequence& s = *chunk.sequence;
-      if (s.is_score) {
-        s.scored = std::max(s.scored, s.computed);
-      } else if (s.pending() == 0) {
-        s.tokens.push_back(1);
-      }
-    }
+  std::vector<Chunk> Step() {
+    const std::vector<Chunk> chunks = scheduler_->Schedule();
+    Finish(chunks);
     return chunks;
   }
 
-  static int64_t Rows(const std::vector<Scheduler::Chunk>& chunks) {
+  void Finish(const std::vector<Chunk>& chunks) {
+    for (const Chunk& chunk : chunks) {
+      scheduler_->Computed(chunk);
+      Sequence& s = *chunk.sequence;
+      if (s.is_score) s.scored = std::max(s.scored, chunk.end());
+      if (chunk.samples) s.tokens.push_back(1);
+      scheduler_->Landed(chunk);
+    }
+  }
+
+  static int64_t Rows(const std::vector<Chunk>& chunks) {
     int64_t rows = 0;
     for (const auto& chunk : chunks) rows += chunk.count;
     return rows;
@@ -143,6 +145,7 @@ TEST_F(SchedulerTest, ChunksOfAScoreDoNotMixDoneAndNewRows) {
   scheduler_->Remove(score);
   score->state = Sequence::State::kWaiting;
   score->is_score = true;
+  score->most_tokens = 40;
   score->scored = 17;  // as after a preemption
   scheduler_->Add(score);
   std::vector<int64_t> counts;
@@ -160,6 +163,83 @@ TEST_F(SchedulerTest, LimitsRunningSequences) {
   Step();
   EXPECT_EQ(scheduler_->running(), 3);
   EXPECT_EQ(scheduler_->waiting(), 2);
+}
+
+TEST_F(SchedulerTest, DecodesFollowTokensThatHaveNotComeYet) {
+  Make(64, 32);
+  Sequence* a = Add(4);
+  Sequence* b = Add(4);
+  const auto first = scheduler_->Schedule();
+  const auto second = scheduler_->Schedule();
+  ASSERT_EQ(second.size(), 2u);
+  EXPECT_EQ(second[0].sequence, a);
+  EXPECT_EQ(second[0].position, 4);
+  EXPECT_EQ(second[0].follows, 0);
+  EXPECT_TRUE(second[0].samples);
+  EXPECT_EQ(second[1].sequence, b);
+  EXPECT_EQ(second[1].follows, 1);
+  Finish(first);
+  const auto third = scheduler_->Schedule();
+  EXPECT_EQ(third[0].position, 5);
+  EXPECT_EQ(third[0].follows, 0);
+  Finish(second);
+  Finish(third);
+  const auto fourth = scheduler_->Schedule();
+  EXPECT_EQ(fourth[0].position, 6);
+  EXPECT_EQ(fourth[0].follows, -1) << "its token has come";
+  Finish(fourth);
+}
+
+TEST_F(SchedulerTest, SchedulesNoRowBehindTheLastToken) {
+  Make(64, 32);
+  Sequence* s = Add(4);
+  s->most_tokens = 6;
+  const auto first = scheduler_->Schedule();
+  const auto second = scheduler_->Schedule();
+  ASSERT_EQ(second.size(), 1u);
+  EXPECT_TRUE(second[0].samples);
+  Finish(first);
+  EXPECT_TRUE(scheduler_->Schedule().empty()) << "the second token is on its way and is the last";
+  Finish(second);
+}
+
+TEST_F(SchedulerTest, APreemptedSequenceWaitsForWhatIsInFlight) {
+  Make(3, 64);
+  Sequence* first = Add(16);
+  Sequence* second = Add(15);
+  Finish(scheduler_->Schedule());
+  const auto before = scheduler_->Schedule();
+  ASSERT_EQ(before.size(), 2u);
+  const auto preempting = scheduler_->Schedule();
+  ASSERT_EQ(preempting.size(), 1u) << "second needs another page, and first has the two others";
+  EXPECT_EQ(preempting[0].sequence, first);
+  EXPECT_EQ(second->state, Sequence::State::kWaiting);
+  EXPECT_EQ(second->computed, 0);
+  Finish(before);
+  EXPECT_EQ(second->tokens.size(), 17u) << "the token counts, though its pages are gone";
+  EXPECT_TRUE(second->pages.empty());
+  Finish(preempting);
+  scheduler_->Remove(first);
+  const auto again = scheduler_->Schedule();
+  ASSERT_EQ(again.size(), 1u);
+  EXPECT_EQ(again[0].sequence, second);
+  EXPECT_EQ(again[0].follows, -1);
+  EXPECT_EQ(again[0].end(), 17);
+  Finish(again);
+}
+
+TEST_F(SchedulerTest, AWaitingSequenceWithAChunkInFlightIsNotAdmitted) {
+  Make(8, 64);
+  Sequence* s = Add(16);
+  const auto before = scheduler_->Schedule();
+  // As if it had been preempted for others, who are gone since.
+  scheduler_->Remove(s);
+  s->state = Sequence::State::kWaiting;
+  s->computed = 0;
+  scheduler_->Add(s);
+  EXPECT_TRUE(scheduler_->Schedule().empty());
+  Finish(before);
+  EXPECT_EQ(scheduler_->Schedule().size(), 1u);
 }
 
 }  // namespace

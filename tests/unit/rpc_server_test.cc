@@ -36,13 +36,17 @@ class CountingRunner final : public engine::ModelRunner {
  public:
   int64_t kv_pages() const override { return 512; }
 
-  absl::StatusOr<std::vector<engine::StepOutput>> Run(
-      absl::Span<const engine::StepSequence> sequences) override {
+  int max_steps_in_flight() const override { return 1; }
+
+  absl::Status Begin(absl::Span<const engine::StepSequence> sequences) override {
     if (step_time > 0) absl::SleepFor(absl::Milliseconds(step_time.load()));
     if (fail) return MakeError(absl::StatusCode::kInternal, "STEP_FAILED", "as told");
-    std::vector<engine::StepOutput> outputs;
-    for (const engine::StepSequence& s : sequences) outputs.push_back(Output(s));
-    return outputs;
+    for (const engine::StepSequence& s : sequences) outputs_.push_back(Output(s));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::vector<engine::StepOutput>> Finish() override {
+    return std::exchange(outputs_, {});
   }
 
   std::atomic<int> step_time{0};  // milliseconds
@@ -69,6 +73,8 @@ class CountingRunner final : public engine::ModelRunner {
     }
     return output;
   }
+
+  std::vector<engine::StepOutput> outputs_;  // of the step in flight
 };
 
 // Loads nothing: publishes an adapter of the given name at once, or as `status` says.

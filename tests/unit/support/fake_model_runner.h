@@ -3,14 +3,18 @@
 // the tokens that come out, so tests of the scheduler see such faults.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "server/base/check.h"
 #include "server/engine/model_runner.h"
 
 namespace dorad::engine {
@@ -44,32 +48,85 @@ inline float FakeLogprob(uint64_t hash, TokenId token) {
   return -static_cast<float>(FakeMix(hash, static_cast<uint64_t>(token)) % 10000) / 1000.0f;
 }
 
+// Computes a step when it is asked for its outputs, as late as its contract allows, from copies of
+// what Begin was given.
 class FakeModelRunner final : public ModelRunner {
  public:
-  explicit FakeModelRunner(int64_t pages) : kv_(static_cast<size_t>(pages * kKvPageTokens), 0) {}
+  explicit FakeModelRunner(int64_t pages, int max_steps_in_flight = 2)
+      : kv_(static_cast<size_t>(pages * kKvPageTokens), 0),
+        max_steps_in_flight_(max_steps_in_flight) {}
 
   int64_t kv_pages() const override { return static_cast<int64_t>(kv_.size()) / kKvPageTokens; }
+  int max_steps_in_flight() const override { return max_steps_in_flight_; }
 
-  absl::StatusOr<std::vector<StepOutput>> Run(absl::Span<const StepSequence> sequences) override {
-    if (on_step) {
-      if (absl::Status status = on_step(sequences); !status.ok()) return status;
+  absl::Status Begin(absl::Span<const StepSequence> sequences) override {
+    DORAD_CHECK(static_cast<int>(in_flight_.size()) < max_steps_in_flight_);
+    if (on_begin) {
+      if (absl::Status status = on_begin(sequences); !status.ok()) return status;
     }
-    std::vector<StepOutput> outputs(sequences.size());
-    for (size_t i = 0; i < sequences.size(); ++i) RunOne(sequences[i], &outputs[i]);
+    std::vector<Rows>& step = in_flight_.emplace_back();
+    for (const StepSequence& s : sequences) step.push_back(Rows(s));
+    if (in_flight_.size() == 1) previous_.clear();
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::vector<StepOutput>> Finish() override {
+    DORAD_CHECK(!in_flight_.empty());
+    std::vector<Rows> step = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    std::vector<StepOutput> outputs(step.size());
+    for (size_t i = 0; i < step.size(); ++i) {
+      Rows& rows = step[i];
+      if (rows.follows >= 0) rows.tokens = {previous_.at(rows.follows)};
+      RunOne(rows, &outputs[i]);
+    }
+    previous_.clear();
+    for (const StepOutput& output : outputs) previous_.push_back(output.token);
+    if (on_step) {
+      if (absl::Status status = on_step(); !status.ok()) return status;
+    }
     return outputs;
   }
 
-  // Called before each step; a failure fails the step.
-  std::function<absl::Status(absl::Span<const StepSequence>)> on_step;
+  // Called when a step begins and when its outputs are asked for; a failure fails it.
+  std::function<absl::Status(absl::Span<const StepSequence>)> on_begin;
+  std::function<absl::Status()> on_step;
   // This token's appearance in a row makes its logits non-finite.
   TokenId poison = -1;
 
  private:
-  uint64_t& At(const StepSequence& s, int64_t position) {
+  // A StepSequence that owns what it names.
+  struct Rows {
+    explicit Rows(const StepSequence& s)
+        : tokens(s.tokens.begin(), s.tokens.end()),
+          follows(s.follows),
+          position(s.position),
+          pages(s.pages.begin(), s.pages.end()),
+          adapter(s.adapter) {
+      if (s.sample != nullptr) {
+        sample = *s.sample;
+        banned.assign(s.sample->banned.begin(), s.sample->banned.end());
+        logprobs = s.sample->logprobs->mode != LogprobMode::kNone;
+      }
+      if (s.score != nullptr) targets.assign(s.score->targets.begin(), s.score->targets.end());
+    }
+
+    std::vector<TokenId> tokens;
+    int32_t follows;
+    int64_t position;
+    std::vector<int32_t> pages;
+    const adapter::LoadedAdapter* adapter;
+    std::optional<SampleWant> sample;
+    std::vector<TokenId> banned;
+    bool logprobs = false;
+    std::vector<TokenId> targets;
+  };
+
+  uint64_t& At(const Rows& s, int64_t position) {
     return kv_[s.pages[position / kKvPageTokens] * kKvPageTokens + position % kKvPageTokens];
   }
 
-  void RunOne(const StepSequence& s, StepOutput* output) {
+  void RunOne(const Rows& s, StepOutput* output) {
     const int64_t count = static_cast<int64_t>(s.tokens.size());
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = s.position + i;
@@ -77,24 +134,21 @@ class FakeModelRunner final : public ModelRunner {
       const uint64_t hash = FakeMix(before, static_cast<uint64_t>(s.tokens[i]));
       At(s, position) = hash;
       if (s.tokens[i] == poison) output->finite = false;
-      if (s.score != nullptr) {
-        output->logprobs.logprobs.push_back(FakeLogprob(hash, s.score->targets[i]));
-      }
+      if (!s.targets.empty()) output->logprobs.logprobs.push_back(FakeLogprob(hash, s.targets[i]));
     }
-    if (s.sample == nullptr || !output->finite) return;
+    if (!s.sample || !output->finite) return;
     const uint64_t hash = At(s, s.position + count - 1);
     output->token = FakeNext(hash, s.sample->sampling, s.sample->sample_index);
-    const auto banned = [&](TokenId id) {
-      return std::find(s.sample->banned.begin(), s.sample->banned.end(), id) !=
-             s.sample->banned.end();
-    };
-    while (banned(output->token)) output->token = (output->token + 1) % kFakeVocab;
-    if (s.sample->logprobs->mode != LogprobMode::kNone) {
-      output->logprobs.logprobs.push_back(FakeLogprob(hash, output->token));
+    while (std::find(s.banned.begin(), s.banned.end(), output->token) != s.banned.end()) {
+      output->token = (output->token + 1) % kFakeVocab;
     }
+    if (s.logprobs) output->logprobs.logprobs.push_back(FakeLogprob(hash, output->token));
   }
 
   std::vector<uint64_t> kv_;
+  const int max_steps_in_flight_;
+  std::deque<std::vector<Rows>> in_flight_;
+  std::vector<TokenId> previous_;  // what the step that finished last sampled
 };
 
 }  // namespace dorad::engine
