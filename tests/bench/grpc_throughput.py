@@ -1,0 +1,149 @@
+"""Tokens a second through gRPC: streaming requests of one adapter against a server of its own, with
+random weights, and what the times of its steps would allow.
+
+    dorad-bundle/run cuda_step_bench --adapters 1 --context 640 --prefill 2048 > steps.jsonl
+    DORAD_BINARY=dorad-bundle/dorad DORAD_TEST_DEVICE=cuda \\
+        python tests/bench/grpc_throughput.py --steps steps.jsonl
+
+Each number of sequences is one batch that starts together. One JSON line each: `bound` is the
+tokens over (one decode step for each token, at the mean context, and the prompts' prefill), both
+taken from --steps; `busy` is the share of the time in which the server had a step under way.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src"), str(ROOT / "tools")]
+
+import make_random_model  # noqa: E402
+from dorad import load  # noqa: E402
+from lib.server import Server, device, serve  # noqa: E402
+
+# Sequences that one client process reads.
+SEQUENCES_A_CLIENT = 32
+
+
+def client(target: str, plan: load.Plan, ready, results) -> None:
+    ready.wait()
+    start = time.monotonic()
+    report = asyncio.run(load.run(target, plan))
+    results.put((start, time.monotonic(), report))
+
+
+def drive(target: str, plans: list[load.Plan]) -> tuple[float, list[dict]]:
+    """Seconds from the first client's start to the last one's end, and the reports."""
+    context = multiprocessing.get_context("spawn")
+    ready, results = context.Barrier(len(plans)), context.Queue()
+    processes = [
+        context.Process(target=client, args=(target, plan, ready, results)) for plan in plans
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=600) for _ in processes]
+    for process in processes:
+        process.join()
+    seconds = max(end for _, end, _ in found) - min(start for start, _, _ in found)
+    return seconds, [report for _, _, report in found]
+
+
+def make_plans(sequences: int, prompt: int, tokens: int) -> list[load.Plan]:
+    plans = []
+    for first in range(0, sequences, SEQUENCES_A_CLIENT):
+        count = min(SEQUENCES_A_CLIENT, sequences - first)
+        plans.append(
+            load.Plan(
+                prompt=load.Lengths.parse(str(prompt)),
+                output=load.Lengths.parse(str(tokens)),
+                popularity=load.Popularity.parse(["policy"], None),
+                concurrency=count,
+                requests=count,
+                seed=first + sequences,
+            )
+        )
+    return plans
+
+
+def read_steps(path: Path) -> tuple[dict[int, float], float]:
+    """From cuda_step_bench's lines: seconds of a decode step by batch, and of prefill by token."""
+    decode, prefill = {}, 0.0
+    for line in path.read_text().splitlines():
+        case = json.loads(line)
+        if case.get("work") == "decode":
+            decode[case["batch"]] = case["ms"] / 1e3
+        elif case.get("work") == "prefill":
+            prefill = case["ms"] / 1e3 / case["tokens"]
+    return decode, prefill
+
+
+def bound(sequences: int, args: argparse.Namespace) -> float:
+    decode, prefill = read_steps(args.steps)
+    seconds = (args.tokens - 1) * decode[sequences] + sequences * args.prompt * prefill
+    return sequences * args.tokens / seconds
+
+
+def measure(server: Server, sequences: int, args: argparse.Namespace) -> dict:
+    before = server.metric("dorad_engine_step_seconds_sum")
+    steps = server.metric("dorad_engine_step_seconds_count")
+    seconds, reports = drive(server.grpc, make_plans(sequences, args.prompt, args.tokens))
+    stepping = server.metric("dorad_engine_step_seconds_sum") - before
+    steps = server.metric("dorad_engine_step_seconds_count") - steps
+    failed = sum(report["failed"] for report in reports)
+    assert failed == 0, [report["errors"] for report in reports]
+    tokens = sum(report["generated_tokens"] for report in reports)
+    assert tokens == sequences * args.tokens
+    result = {
+        "sequences": sequences,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "steps": int(steps),
+        "busy": round(stepping / seconds, 3),
+        "p50_gap_ms": round(max(report["itl_ms"]["p50"] for report in reports), 2),
+        "p99_gap_ms": round(max(report["itl_ms"]["p99"] for report in reports), 2),
+    }
+    if args.steps:
+        result["bound"] = round(bound(sequences, args), 1)
+        result["share"] = round(result["tokens_per_second"] / result["bound"], 3)
+    return result
+
+
+def main() -> None:
+    shapes = make_random_model.SHAPES
+    on_gpu = device() == "cuda"
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--shape", choices=shapes, default="qwen3-8b" if on_gpu else "tiny")
+    parser.add_argument("--rank", type=int, default=384 if on_gpu else 16)
+    parser.add_argument("--sequences", default="1,32,128,256")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens in")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens out, of each sequence")
+    parser.add_argument("--steps", type=Path, help="cuda_step_bench's output of the same machine")
+    parser.add_argument("--kv-bytes", type=int, default=48_000_000_000 if on_gpu else 1 << 30)
+    parser.add_argument("--step-tokens", type=int, default=2048)
+    args = parser.parse_args()
+    counts = [int(n) for n in args.sequences.split(",")]
+    settings = {
+        "engine.kv_bytes": args.kv_bytes,
+        "engine.max_step_tokens": args.step_tokens,
+        "engine.max_running_sequences": max(counts),
+    }
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="dorad-bench-", dir=in_memory) as scratch:
+        model, adapter = Path(scratch) / "model", Path(scratch) / "adapter"
+        make_random_model.write_model(shapes[args.shape], model)
+        make_random_model.write_adapter(shapes[args.shape], args.rank, adapter)
+        began = time.monotonic()
+        with serve(model, {"policy": adapter}, settings, timeout=300) as server:
+            print(json.dumps({"ready_seconds": round(time.monotonic() - began, 2)}), flush=True)
+            drive(server.grpc, make_plans(1, args.prompt, 16))  # warms up
+            for sequences in counts:
+                print(json.dumps(measure(server, sequences, args)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Writes a Hugging Face folder of a named shape with random weights, or an adapter for it, as fast
+as the disk takes them: for benchmarks on a machine that has no model.
+
+    python tools/make_random_model.py --shape qwen3-8b --out /dev/shm/model
+    python tools/make_random_model.py --shape qwen3-8b --adapter --rank 384 --out /dev/shm/adapter
+
+Matrices are uniform in ±0.035 (standard deviation 0.02), norms 1. Every tensor is another stretch
+of one pool of random numbers. The adapter is DoRA on the seven linears of every layer, with A and B
+such that s·B·A is about half of W, and magnitudes near the norms, so that g is near 1.
+"""
+
+import argparse
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+STD = 0.02
+POOL_ELEMENTS = (1 << 25) - 39  # odd, so that stretches differ in alignment too
+SHARD_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int = 40960
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """[rows, cols] by the name within a layer."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "self_attn.q_proj": (q, self.hidden),
+            "self_attn.k_proj": (kv, self.hidden),
+            "self_attn.v_proj": (kv, self.hidden),
+            "self_attn.o_proj": (self.hidden, q),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "eos_token_id": 2,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936),
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936),
+    "tiny": Shape(64, 192, 2, 4, 2, 32, 512, context=2048),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    std: float = 0.0  # of random elements
+    value: float = 0.0  # of constant ones
+
+    @property
+    def elements(self) -> int:
+        return int(np.prod(self.shape))
+
+
+def model_tensors(shape: Shape) -> list[Tensor]:
+    tensors = [Tensor("model.embed_tokens.weight", (shape.vocab, shape.hidden), STD)]
+    for i in range(shape.layers):
+        prefix = f"model.layers.{i}."
+        for name, size in shape.linears().items():
+            tensors.append(Tensor(f"{prefix}{name}.weight", size, STD))
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors.append(Tensor(f"{prefix}{name}.weight", (shape.hidden,), value=1.0))
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            tensors.append(Tensor(f"{prefix}{name}.weight", (shape.head_dim,), value=1.0))
+    tensors.append(Tensor("model.norm.weight", (shape.hidden,), value=1.0))
+    tensors.append(Tensor("lm_head.weight", (shape.vocab, shape.hidden), STD))
+    return tensors
+
+
+def adapter_tensors(shape: Shape, rank: int) -> list[Tensor]:
+    tensors = []
+    for i in range(shape.layers):
+        for name, (rows, cols) in shape.linears().items():
+            prefix = f"base_model.model.model.layers.{i}.{name}."
+            tensors.append(Tensor(prefix + "lora_A.weight", (rank, cols), STD))
+            std_b = 0.5 / rank**0.5
+            tensors.append(Tensor(prefix + "lora_B.weight", (rows, rank), std_b))
+            norm = STD * (1.25 * cols) ** 0.5
+            tensors.append(Tensor(prefix + "lora_magnitude_vector", (rows,), value=norm))
+    return tensors
+
+
+def adapter_config(rank: int) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": rank,
+        "use_dora": True,
+        "bias": "none",
+        "target_modules": [n.split(".")[1] for n in SHAPES["tiny"].linears()],
+    }
+
+
+def to_bf16(values: npt.ArrayLike) -> npt.NDArray[np.uint16]:
+    """Cut off: which way random numbers are rounded does not matter."""
+    return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+class Pool:
+    """Stretches of bf16 numbers, uniform with given standard deviations."""
+
+    def __init__(self, seed: int, stds: set[float]) -> None:
+        uniform = np.random.default_rng(seed).random(POOL_ELEMENTS, dtype=np.float32) * 2 - 1
+        self._scaled = {std: to_bf16(uniform * (std * 3**0.5)) for std in stds}
+
+    def write(self, file: BinaryIO, tensor: Tensor, offset: int) -> None:
+        if not tensor.std:
+            file.write(to_bf16(np.full(tensor.elements, tensor.value)).tobytes())
+            return
+        pool, left, at = self._scaled[tensor.std], tensor.elements, offset % POOL_ELEMENTS
+        while left:
+            count = min(left, POOL_ELEMENTS - at)
+            file.write(pool[at : at + count].data)
+            left, at = left - count, 0
+
+
+def write_safetensors(path: Path, tensors: list[Tensor], pool: Pool, first: int) -> None:
+    header: dict[str, Any] = {}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + 2 * tensor.elements
+        header[tensor.name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for i, tensor in enumerate(tensors):
+            pool.write(file, tensor, (first + i) * 7919 * 4099)
+
+
+def shards_of(tensors: list[Tensor]) -> list[list[Tensor]]:
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + 2 * tensor.elements > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += 2 * tensor.elements
+    return shards
+
+
+def write_model(shape: Shape, out: Path, seed: int = 0) -> None:
+    shards = shards_of(model_tensors(shape))
+    if len(shards) == 1:
+        write_shards(out, {"model.safetensors": shards[0]}, seed)
+    else:
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        write_shards(out, dict(zip(names, shards, strict=True)), seed)
+        index = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+        total = sum(2 * t.elements for shard in shards for t in shard)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+        (out / "model.safetensors.index.json").write_text(text)
+    (out / "config.json").write_text(json.dumps(shape.config(), indent=2))
+
+
+def write_adapter(shape: Shape, rank: int, out: Path, seed: int = 0) -> None:
+    write_shards(out, {"adapter_model.safetensors": adapter_tensors(shape, rank)}, seed + 1)
+    (out / "adapter_config.json").write_text(json.dumps(adapter_config(rank), indent=2))
+
+
+def write_shards(out: Path, shards: dict[str, list[Tensor]], seed: int) -> None:
+    """Files by name, several at once."""
+    out.mkdir(parents=True, exist_ok=True)
+    pool = Pool(seed, {t.std for tensors in shards.values() for t in tensors if t.std})
+    first = 0
+    with ThreadPoolExecutor(8) as threads:
+        written = []
+        for name, tensors in shards.items():
+            written.append(threads.submit(write_safetensors, out / name, tensors, pool, first))
+            first += len(tensors)
+        for one in written:
+            one.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--adapter", action="store_true", help="an adapter instead of the model")
+    parser.add_argument("--rank", type=int, default=384)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.adapter:
+        write_adapter(SHAPES[args.shape], args.rank, args.out, args.seed)
+    else:
+        write_model(SHAPES[args.shape], args.out, args.seed)
+
+
+if __name__ == "__main__":
+    main()
