@@ -5,26 +5,47 @@
 
 #include <utility>
 
+#include "kernels/common/status.h"
+
 namespace dorad::kernels {
 
 // Enqueues a kernel whose blocks may take their places as soon as all blocks of the stream's
 // previous kernel have begun and let their dependents start. Its code must wait for what came
 // before (WaitForPrevious) before it touches memory that earlier kernels write or read, and every
-// kernel must do so before it ends: the kernel after it relies on that.
+// kernel must do so before it ends: the kernel after it relies on that. Clusters of `cluster`
+// blocks, along x.
 template <typename... Parameters, typename... Arguments>
-cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                        cudaStream_t stream, Arguments&&... arguments) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+cudaError_t LaunchEarlyInClusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 block,
+                                  size_t shared_bytes, cudaStream_t stream,
+                                  Arguments&&... arguments) {
+  constexpr size_t kUsualSharedBytes = 48 * 1024;  // more must be asked for, on every device
+  if (shared_bytes > kUsualSharedBytes) {
+    DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+  }
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// The same without clusters.
+template <typename... Parameters, typename... Arguments>
+cudaError_t LaunchEarly(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                        cudaStream_t stream, Arguments&&... arguments) {
+  return LaunchEarlyInClusters(kernel, /*cluster=*/1, grid, block, shared_bytes, stream,
+                               std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace dorad::kernels

@@ -387,7 +387,23 @@ TEST_F(LinearTest, ARowHasTheSameBitsAloneAndInEveryBatch) {
   }
 }
 
-// A captured launch serves another mix, and leaves its counters as it found them.
+// Panels of every width, and every number of rows, of which none is what rings are laid out for.
+TEST_F(LinearTest, EveryNumberOfRowsGivesTheSameBits) {
+  for (const DoraLinearShape& shape :
+       {Shape(128, {4224}), Shape(128, {8448}), Shape(128, {12672}), Shape(128, {16896}),
+        Shape(128, {25344}), Shape(1024, {1536}), Shape(1024, {6144})}) {
+    Stack stack(shape, {{{40}}}, false);
+    for (int rows = 1; rows <= kDoraLinearMaxRows; ++rows) {
+      const std::vector<float> y = stack.Run(0, rows, {{0, 0, rows}});
+      const std::vector<float> alone = stack.Run(rows - 1, 1, {{0, 0, 1}});
+      ExpectSameBits(y.data() + size_t{1} * (rows - 1) * stack.out(), alone.data(), stack.out(),
+                     "out " + std::to_string(stack.out()) + " rows " + std::to_string(rows));
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// A captured launch serves one mix after the other.
 TEST_F(LinearTest, AGraphServesAnyMix) {
   Stack stack(Shape(1024, {1024, 256, 256}), ManyAdapters(3), true);
   constexpr int kRows = 48;
