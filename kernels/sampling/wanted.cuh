@@ -1,0 +1,136 @@
+// What a row of a call asks for, and where its results go. Internal to kernels/sampling.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/sampling/row.cuh"
+#include "kernels/sampling/sampling.h"
+
+namespace dorad::kernels {
+
+struct Launch {
+  const float* logits;
+  int64_t logits_ld;
+  const SampleRowSpec* samples;  // or
+  const ScoreRowSpec* scores;
+  const int32_t* banned;
+  const int32_t* chosen_ids;
+  const int32_t* rows_in_use;
+  SampleOutputs out;
+  int32_t vocabulary;
+  int32_t max_top;
+};
+
+// What a row asks for, sampling and scoring alike.
+struct Wanted {
+  uint64_t seed = 0, position = 0;
+  uint32_t sample_index = 0;
+  int32_t target = -1;
+  float temperature, top_p = 1.0f, min_p = 0.0f;
+  int32_t top_k = 0, top_logprobs;
+  const int32_t* banned = nullptr;
+  const int32_t* chosen;
+  float* chosen_logprobs;
+  int32_t num_banned = 0, num_chosen;
+  bool score, raw = false, processed = false, greedy = false, truncated = false;
+  bool logprobs;
+
+  __device__ Wanted(const Launch& p, int index) {
+    int32_t chosen_begin;
+    if (p.samples != nullptr) {
+      const SampleRowSpec& spec = p.samples[index];
+      score = false;
+      seed = spec.seed;
+      position = spec.position;
+      sample_index = spec.sample_index;
+      greedy = spec.temperature == 0.0f;
+      temperature = greedy ? 1.0f : spec.temperature;
+      top_p = spec.top_p;
+      min_p = fminf(spec.min_p, 1.0f);
+      top_k = spec.top_k > 0 && spec.top_k < p.vocabulary ? spec.top_k : 0;
+      truncated = !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
+      raw = spec.logprob_mode == LogprobMode::kRaw;
+      processed = spec.logprob_mode == LogprobMode::kProcessed;
+      logprobs = raw || processed;
+      top_logprobs = logprobs ? spec.top_logprobs : 0;
+      banned = p.banned + spec.banned_begin;
+      num_banned = spec.banned_count;
+      chosen_begin = spec.chosen_begin;
+      num_chosen = logprobs ? spec.chosen_count : 0;
+    } else {
+      const ScoreRowSpec& spec = p.scores[index];
+      score = logprobs = true;
+      target = spec.target < p.vocabulary ? spec.target : -1;
+      temperature = spec.temperature;
+      top_logprobs = spec.top_logprobs;
+      chosen_begin = spec.chosen_begin;
+      num_chosen = spec.chosen_count;
+    }
+    top_logprobs = min(top_logprobs, p.max_top);
+    chosen = p.chosen_ids + chosen_begin;
+    chosen_logprobs = p.out.chosen_logprobs + chosen_begin;
+  }
+};
+
+// Where a row's results go.
+struct Target {
+  int32_t* token;
+  float* logprob;
+  uint8_t* finite;
+  int32_t* top_ids;
+  float* top_logprobs;
+
+  __device__ Target(const SampleOutputs& out, int index, int max_top)
+      : token(out.tokens + index),
+        logprob(out.logprobs + index),
+        finite(out.finite + index),
+        top_ids(out.top_ids + static_cast<int64_t>(index) * max_top),
+        top_logprobs(out.top_logprobs + static_cast<int64_t>(index) * max_top) {}
+};
+
+// For the first block.
+__device__ inline void WriteUnusable(const Wanted& wanted, const Target& to) {
+  if (threadIdx.x == 0) {
+    *to.token = wanted.score ? wanted.target : -1;
+    *to.logprob = NotANumber();
+    *to.finite = 0;
+  }
+  for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+    to.top_ids[i] = -1;
+    to.top_logprobs[i] = NotANumber();
+  }
+  for (int i = threadIdx.x; i < wanted.num_chosen; i += blockDim.x) {
+    wanted.chosen_logprobs[i] = NotANumber();
+  }
+}
+
+__device__ inline float LogProb(float z, float maximum, double log_total) {
+  return static_cast<float>(static_cast<double>(z) - static_cast<double>(maximum) - log_total);
+}
+
+__device__ inline bool Banned(const Wanted& wanted, int32_t id) {
+  for (int i = 0; i < wanted.num_banned; ++i) {
+    if (wanted.banned[i] == id) return true;
+  }
+  return false;
+}
+
+// A logit as it takes part in the draw.
+__device__ inline float Processed(const Row& row, const Wanted& wanted, const Tempered& tempered,
+                                  int32_t id) {
+  return Banned(wanted, id) ? -Infinity() : tempered(row.x[id]);
+}
+
+// Top entries from the sorted list. Fewer than were asked for have id -1 and -inf; so do those of
+// logit -inf if they are no candidates. For the first block.
+__device__ inline void WriteTop(const Row& row, const Wanted& wanted, const Target& to, int present,
+                                float maximum, double log_total, bool keep_impossible) {
+  for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
+    const float z = i < present ? ValueOf(Shared()->list[i]) : -Infinity();
+    const bool written = i < present && (keep_impossible || z > -Infinity());
+    to.top_ids[i] = written ? IdOf(Shared()->list[i]) : -1;
+    to.top_logprobs[i] = LogProb(z, maximum, log_total);
+  }
+}
+
+}  // namespace dorad::kernels
