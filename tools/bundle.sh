@@ -29,6 +29,8 @@ for program in "${programs[@]}"; do
     is_host_library "$name" || cp -Lu "$path" "$out/lib/"
   done < <(ldd "$program" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}')
 done
+trace=$build/tests/bench/libkernel_trace.so
+[[ ! -f $trace ]] || strip -o "$out/lib/$(basename "$trace")" "$trace"
 
 # Starts a program of the bundle with the host's torch: the one that `python3` finds, or
 # DORAD_TORCH, the folder of the torch package.
