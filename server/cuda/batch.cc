@@ -33,6 +33,11 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::A
   return ranges;
 }
 
+bool IsAdapted(absl::Span<const AdapterRange> ranges) {
+  return std::any_of(ranges.begin(), ranges.end(),
+                     [](const AdapterRange& range) { return range.slot >= 0; });
+}
+
 // Packs arrays into the host's buffer and knows where they will be on the device. Everything is
 // written twice: without memory, to learn the size, and then for good.
 class DeviceBatch::Writer {
@@ -92,6 +97,7 @@ absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
       engine::AppendRows(sequences[row.sequence].adapter, block.linear.rows++, 1, &adapters);
     }
     DORAD_ASSIGN_OR_RETURN(block.linear.ranges, ToRanges(adapters, &slots_, stream));
+    block.linear.adapted = IsAdapted(block.linear.ranges);
     block.linear.table = slots_.table();
     block.linear.maps = slots_.maps();
     blocks->push_back(std::move(block));
@@ -105,6 +111,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
   bool feed = false;
   slots_.BeginStep();
   DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, &slots_, stream));
+  linear_.adapted = IsAdapted(linear_.ranges);
   linear_.rows = batch.rows;
   linear_.table = slots_.table();
   linear_.maps = slots_.maps();

@@ -30,6 +30,7 @@ struct AdapterRange {
 // The rows of a product and their adapters, on the host and on the device.
 struct LinearRows {
   int64_t rows = 0;
+  bool adapted = true;  // false: promises that no row has an adapter
   std::vector<AdapterRange> ranges;
   kernels::AdapterTable table;
   const CUtensorMap* maps = nullptr;  // of the table
@@ -42,6 +43,9 @@ struct LogitsBlock {
   const int32_t* row_indices = nullptr;  // device, of the step's rows; null: all of them, in order
   LinearRows linear;
 };
+
+// Whether any of the ranges is an adapter's.
+bool IsAdapted(absl::Span<const AdapterRange> ranges);
 
 // Gives each adapter its slot; copies that fill slots are in order with the stream's work.
 absl::StatusOr<std::vector<AdapterRange>> ToRanges(

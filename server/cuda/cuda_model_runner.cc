@@ -50,8 +50,9 @@ class CudaModelRunner final : public engine::ModelRunner {
     decode_.emplace(std::move(decode));
     // Harmless contents for the passes that captures begin with.
     DORAD_RETURN_IF_ERROR(decode_->Fill(stream_));
-    DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs, DecodeGraphs::Capture(stream_, [this](int size) {
-                             return LaunchDecode(size);
+    DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs,
+                           DecodeGraphs::Capture(stream_, [this](int size, bool adapted) {
+                             return LaunchDecode(size, adapted);
                            }));
     graphs_.emplace(std::move(graphs));
     return absl::OkStatus();
@@ -90,7 +91,9 @@ class CudaModelRunner final : public engine::ModelRunner {
     DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
     if (DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
-      DORAD_RETURN_IF_ERROR(graphs_->Launch(DecodeBatch::SizeFor(batch.rows), stream_));
+      const bool adapted = std::any_of(batch.adapters.begin(), batch.adapters.end(),
+                                       [](const auto& range) { return range.adapter != nullptr; });
+      DORAD_RETURN_IF_ERROR(graphs_->Launch(DecodeBatch::SizeFor(batch.rows), adapted, stream_));
       DORAD_RETURN_IF_ERROR(sampler_->Sample(batch.rows, decode_logits_));
       return sampler_->End();
     }
@@ -108,8 +111,8 @@ class CudaModelRunner final : public engine::ModelRunner {
   }
 
   // A decode step of `size` rows over the fixed buffers.
-  absl::Status LaunchDecode(int size) {
-    const LinearRows linear = decode_->linear(size);
+  absl::Status LaunchDecode(int size, bool adapted) {
+    const LinearRows linear = decode_->linear(size, adapted);
     DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear, /*decode=*/true));
     DORAD_ASSIGN_OR_RETURN(decode_logits_, decoder_->Logits({{}, nullptr, linear}));
     return absl::OkStatus();

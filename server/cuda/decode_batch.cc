@@ -116,9 +116,10 @@ kernels::StepRows DecodeBatch::rows(int size) const {
           device_.as<int32_t>(pages_at_)};
 }
 
-LinearRows DecodeBatch::linear(int size) const {
+LinearRows DecodeBatch::linear(int size, bool adapted) const {
   LinearRows linear;
   linear.rows = size;
+  linear.adapted = adapted;
   linear.table = slots_->table();
   linear.maps = slots_->maps();
   linear.segments = {device_.as<kernels::RowSegment>(segments_at_), device_.as<int32_t>(count_at_)};

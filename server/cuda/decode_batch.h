@@ -40,7 +40,7 @@ class DecodeBatch {
 
   // What a pass over `size` rows reads. The same for every step.
   kernels::StepRows rows(int size) const;
-  LinearRows linear(int size) const;
+  LinearRows linear(int size, bool adapted) const;
 
  private:
   static constexpr int kMaxRows = kSizes.back();

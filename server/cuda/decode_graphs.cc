@@ -10,13 +10,13 @@ namespace {
 
 constexpr char kCapture[] = "capturing decode graphs";
 
-absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size,
-                                           absl::FunctionRef<absl::Status(int)> launch) {
-  DORAD_RETURN_IF_ERROR(launch(size));
+absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size, bool adapted,
+                                           DecodeGraphs::LaunchStep launch) {
+  DORAD_RETURN_IF_ERROR(launch(size, adapted));
   DORAD_RETURN_IF_ERROR(stream.Synchronize(kCapture));
   DORAD_RETURN_IF_CUDA_ERROR(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal),
                              kCapture);
-  const absl::Status launched = launch(size);
+  const absl::Status launched = launch(size, adapted);
   cudaGraph_t graph = nullptr;
   const cudaError_t ended = cudaStreamEndCapture(stream.get(), &graph);
   DORAD_RETURN_IF_ERROR(launched);
@@ -30,23 +30,25 @@ absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size,
 
 }  // namespace
 
-absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(
-    const Stream& stream, absl::FunctionRef<absl::Status(int size)> launch) {
+absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(const Stream& stream, LaunchStep launch) {
   DecodeGraphs graphs;
   for (auto size = DecodeBatch::kSizes.rbegin(); size != DecodeBatch::kSizes.rend(); ++size) {
-    DORAD_ASSIGN_OR_RETURN(graphs.graphs_[*size], CaptureOne(stream, *size, launch));
+    for (const bool adapted : {true, false}) {
+      DORAD_ASSIGN_OR_RETURN((graphs.graphs_[{*size, adapted}]),
+                             CaptureOne(stream, *size, adapted, launch));
+    }
   }
   return graphs;
 }
 
 DecodeGraphs::~DecodeGraphs() {
-  for (const auto& [size, graph] : graphs_) {
+  for (const auto& [kind, graph] : graphs_) {
     if (graph != nullptr) cudaGraphExecDestroy(graph);
   }
 }
 
-absl::Status DecodeGraphs::Launch(int size, const Stream& stream) const {
-  return ToStatus(cudaGraphLaunch(graphs_.at(size), stream.get()), "the step");
+absl::Status DecodeGraphs::Launch(int size, bool adapted, const Stream& stream) const {
+  return ToStatus(cudaGraphLaunch(graphs_.at({size, adapted}), stream.get()), "the step");
 }
 
 }  // namespace dorad::cuda

@@ -1,12 +1,13 @@
-// Decode steps as CUDA graphs: one for each size of DecodeBatch, captured at start, largest first.
-// A launch costs one call instead of hundreds. Adapters are reached through the table on the
-// device, so graphs survive their coming and going.
+// Decode steps as CUDA graphs: two for each size of DecodeBatch, with and without kernels for
+// adapters, captured at start, largest first. A launch costs one call instead of hundreds. Adapters
+// are reached through the table on the device, so graphs survive their coming and going.
 // Confined to the engine thread.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <map>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -16,21 +17,23 @@ namespace dorad::cuda {
 
 class DecodeGraphs {
  public:
-  // `launch` enqueues a step of a size on the stream. It runs twice for each size: once for real,
+  using LaunchStep = absl::FunctionRef<absl::Status(int size, bool adapted)>;
+
+  // `launch` enqueues a step of a size on the stream. It runs twice for each graph: once for real,
   // because libraries set themselves up at the first use, and once while the stream records.
-  static absl::StatusOr<DecodeGraphs> Capture(const Stream& stream,
-                                              absl::FunctionRef<absl::Status(int size)> launch);
+  static absl::StatusOr<DecodeGraphs> Capture(const Stream& stream, LaunchStep launch);
   DecodeGraphs(DecodeGraphs&& other) noexcept : graphs_(std::move(other.graphs_)) {
     other.graphs_.clear();
   }
   ~DecodeGraphs();
 
-  absl::Status Launch(int size, const Stream& stream) const;
+  // adapted: some row of the step has an adapter.
+  absl::Status Launch(int size, bool adapted, const Stream& stream) const;
 
  private:
   DecodeGraphs() = default;
 
-  std::map<int, cudaGraphExec_t> graphs_;
+  std::map<std::pair<int, bool>, cudaGraphExec_t> graphs_;  // by size and `adapted`
 };
 
 }  // namespace dorad::cuda

@@ -68,7 +68,7 @@ absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, con
   if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
   kernels::DoraLinearParams params;
   params.shape = ShapeOf(group);
-  params.max_rank = kMaxRank;
+  params.max_rank = rows.adapted ? kMaxRank : 0;
   params.w = group.weight;
   params.bias = group.bias;
   params.table = rows.table;
