@@ -82,11 +82,14 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     MagnitudeScaleKernel(const float* magnitude, const float* norm, float eps, int64_t size,
-                         float* g) {
+                         float* g, uint32_t* degenerate) {
   LaunchDependents();
   WaitForPrevious();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < size) g[i] = ScaleOf(magnitude[i], norm[i], eps);
+  if (i >= size) return;
+  const float scale = ScaleOf(magnitude[i], norm[i], eps);
+  g[i] = scale;
+  if (degenerate != nullptr && Degenerate(magnitude[i], norm[i], scale, eps)) *degenerate = 1;
 }
 
 constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
@@ -131,11 +134,11 @@ cudaError_t AssembleNorms(const NormAssemblyParams& params, cudaStream_t stream)
 }
 
 cudaError_t MagnitudeScale(const float* magnitude, const float* norm, float eps, int64_t size,
-                           float* g, cudaStream_t stream) {
+                           float* g, uint32_t* degenerate, cudaStream_t stream) {
   if (size < 0 || size > kMostRows) return cudaErrorInvalidValue;
   if (size == 0) return cudaSuccess;
   return LaunchEarly(MagnitudeScaleKernel, BlocksFor(size), kThreads, 0, stream, magnitude, norm,
-                     eps, size, g);
+                     eps, size, g, degenerate);
 }
 
 }  // namespace dorad::kernels

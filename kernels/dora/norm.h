@@ -45,8 +45,10 @@ cudaError_t AssembleNorms(const NormAssemblyParams& params, cudaStream_t stream)
 
 // g = magnitude / max(norm, eps), fp32 [size], division rounded to nearest. NaN in norm or
 // magnitude stays NaN. eps: 1e-12 for fp32 base weights, 1e-6 for bf16 and fp16 ones (paper).
+// degenerate: [1] or nullptr, set to 1 if a row's norm does not define its g: norm or g is not
+// finite, or a magnitude other than zero stands on a norm of at most eps.
 cudaError_t MagnitudeScale(const float* magnitude, const float* norm, float eps, int64_t size,
-                           float* g, cudaStream_t stream);
+                           float* g, uint32_t* degenerate, cudaStream_t stream);
 
 // The largest rank that the functions below take.
 constexpr int64_t kMostRank = 4096;
@@ -61,6 +63,7 @@ struct DoraNormParams {
   const float* magnitude = nullptr;  // [O], m; nullptr: g is not wanted
   float* norm = nullptr;             // [O]
   float* g = nullptr;                // [O], m / max(norm, eps), as MagnitudeScale gives it
+  uint32_t* degenerate = nullptr;    // [1] or nullptr, as of MagnitudeScale
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
   int64_t out = 0;   // O

@@ -44,19 +44,24 @@ struct Target {
   const float* magnitude;
   float* norm;
   float* g;
+  uint32_t* degenerate;
   int64_t rows;
   float eps;
   uint32_t first_block;
 };
 
 Target TargetOf(const DoraNormParams& p) {
-  return {p.base_sq, p.magnitude, p.norm, p.g, p.out, p.eps, 0};
+  return {p.base_sq, p.magnitude, p.norm, p.g, p.degenerate, p.out, p.eps, 0};
 }
 
 __device__ void Write(const Target& target, int64_t row, float norm) {
   target.norm[row] = norm;
-  if (target.magnitude != nullptr) {
-    target.g[row] = ScaleOf(target.magnitude[row], norm, target.eps);
+  if (target.magnitude == nullptr) return;
+  const float magnitude = target.magnitude[row];
+  const float g = ScaleOf(magnitude, norm, target.eps);
+  target.g[row] = g;
+  if (target.degenerate != nullptr && Degenerate(magnitude, norm, g, target.eps)) {
+    *target.degenerate = 1;
   }
 }
 
@@ -135,7 +140,8 @@ cudaError_t BaseNorm(const DoraNormParams& params, cudaStream_t stream) {
   assembly.size = params.out;
   DORAD_CUDA_RETURN_IF_ERROR(AssembleNorms(assembly, stream));
   if (params.magnitude == nullptr) return cudaSuccess;
-  return MagnitudeScale(params.magnitude, params.norm, params.eps, params.out, params.g, stream);
+  return MagnitudeScale(params.magnitude, params.norm, params.eps, params.out, params.g,
+                        params.degenerate, stream);
 }
 
 }  // namespace dorad::kernels::norm

@@ -132,13 +132,39 @@ TEST_F(NormTest, DividesTheMagnitude) {
   const std::vector<float> magnitude = {1.0f, 2.0f, kNan, 3.0f, 1.0f};
   const std::vector<float> norms = {3.0f, 0.0f, 1.0f, kNan, 1e-7f};
   const DeviceBuffer<float> m(magnitude), n(norms), g(norms.size());
-  DORAD_ASSERT_CUDA(MagnitudeScale(m.get(), n.get(), 1e-6f, norms.size(), g.get(), nullptr));
+  DORAD_ASSERT_CUDA(
+      MagnitudeScale(m.get(), n.get(), 1e-6f, norms.size(), g.get(), nullptr, nullptr));
   const auto got = g.Read();
   EXPECT_EQ(got[0], 1.0f / 3.0f);
   EXPECT_EQ(got[1], 2.0f / 1e-6f);
   EXPECT_TRUE(std::isnan(got[2]));
   EXPECT_TRUE(std::isnan(got[3]));
   EXPECT_EQ(got[4], 1.0f / 1e-6f);
+}
+
+TEST_F(NormTest, MarksNormsThatDefineNoScale) {
+  struct Case {
+    float magnitude, norm;
+    bool degenerate;
+  };
+  for (const Case& c : std::vector<Case>{{1.0f, 3.0f, false},
+                                         {0.0f, 0.0f, false},  // a padded row
+                                         {1.0f, 0.0f, true},
+                                         {1.0f, 1e-6f, true},  // eps itself
+                                         {1.0f, 1.1e-6f, false},
+                                         {1.0f, kNan, true},
+                                         {kNan, 1.0f, true},
+                                         {1.0f, INFINITY, true},
+                                         {3e38f, 1e-3f, true}}) {  // g overflows
+    std::vector<float> magnitude(300, 1.0f), norms(300, 2.0f);
+    magnitude[270] = c.magnitude;
+    norms[270] = c.norm;
+    const DeviceBuffer<float> m(magnitude), n(norms), g(norms.size());
+    const DeviceBuffer<uint32_t> flag(std::vector<uint32_t>{0});
+    DORAD_ASSERT_CUDA(
+        MagnitudeScale(m.get(), n.get(), 1e-6f, norms.size(), g.get(), flag.get(), nullptr));
+    EXPECT_EQ(flag.Read()[0], c.degenerate ? 1u : 0u) << c.magnitude << " on " << c.norm;
+  }
 }
 
 using Form = cudaError_t (*)(const DoraNormParams&, cudaStream_t);
@@ -407,6 +433,27 @@ TEST_F(NormTest, NanOfAWeightStaysInItsRow) {
            {DirectNorm, DirectNormWorkspace}, {FactoredNorm, FactoredNormWorkspace}}) {
     const auto got = module.Run(form, workspace, kScale);
     for (int64_t o = 0; o < 130; ++o) EXPECT_EQ(std::isnan(got.norm[o]), o == 5) << o;
+  }
+}
+
+TEST_F(NormTest, EveryFormMarksADegenerateModule) {
+  for (const bool planted : {false, true}) {
+    // Fast, plain, and without adaptation.
+    for (const Shape& shape :
+         {Shape{130, 264, 16, 16}, Shape{33, 37, 5, 5}, Shape{70, 256, 0, 0}}) {
+      Module module(shape);
+      if (planted) module.w()[5 * shape.in + 7] = __float2bfloat16_rn(kNan);
+      for (const auto& [form, workspace] : std::vector<std::pair<Form, Workspace>>{
+               {DirectNorm, DirectNormWorkspace}, {FactoredNorm, FactoredNormWorkspace}}) {
+        if (form == FactoredNorm && shape.in % 8 != 0) continue;
+        const DeviceModule device(module, workspace, kScale);
+        const DeviceBuffer<uint32_t> flag(std::vector<uint32_t>{0});
+        DoraNormParams params = device.params();
+        params.degenerate = flag.get();
+        DORAD_ASSERT_CUDA(form(params, nullptr));
+        EXPECT_EQ(flag.Read()[0], planted ? 1u : 0u) << shape.out << " x " << shape.in;
+      }
+    }
   }
 }
 
