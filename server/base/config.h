@@ -40,6 +40,10 @@ struct EngineConfig {
   double watchdog_seconds = 120.0;  // no sign of life from the engine: health NOT_SERVING, exit
 };
 
+struct MemoryConfig {
+  std::string vram_limit = "0.95";  // bytes or a share of the GPU's memory; see ByteLimit
+};
+
 struct LimitsConfig {
   int64_t max_tokens = 0;  // 0 = the context length
   int64_t max_n = 128;
@@ -71,10 +75,14 @@ struct Config {
   ServerConfig server;
   ModelOptions model;
   EngineConfig engine;
+  MemoryConfig memory;
   LimitsConfig limits;
   AdaptersConfig adapters;
   LogConfig log;
 };
+
+// A limit in bytes or as a share of `total`: "40GiB", "0.5". REQUIRES: LoadConfig took the value.
+int64_t ByteLimit(const std::string& value, int64_t total);
 
 // file: path of a YAML file, or "" for defaults only. overrides: "section.key=value"; a list or a
 // map is given in YAML's flow form, one entry of a map also as "adapters.preload.NAME=DIR".

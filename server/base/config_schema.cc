@@ -25,6 +25,7 @@ std::function<ConfigField(Config&)> At(Section Config::*section, T Section::*mem
 using Server = ServerConfig;
 using Model = ModelOptions;
 using Engine = EngineConfig;
+using Memory = MemoryConfig;
 using Limits = LimitsConfig;
 using Adapters = AdaptersConfig;
 
@@ -131,6 +132,13 @@ std::vector<ConfigKey> EngineKeys() {
        kDay,
        {},
        false},
+  };
+}
+
+std::vector<ConfigKey> MemoryKeys() {
+  const auto at = [](auto member) { return At(&Config::memory, member); };
+  return {
+      {"memory", "vram_limit", ConfigType::kByteLimit, at(&Memory::vram_limit), 0, 0, {}, false},
   };
 }
 
@@ -247,7 +255,8 @@ std::string Number(ConfigType type, double value) {
 const std::vector<ConfigKey>& ConfigKeys() {
   static const std::vector<ConfigKey>* const keys = [] {
     auto* all = new std::vector<ConfigKey>();
-    for (auto section : {ServerKeys, ModelKeys, EngineKeys, LimitsKeys, AdaptersKeys, LogKeys}) {
+    for (auto section :
+         {ServerKeys, ModelKeys, EngineKeys, MemoryKeys, LimitsKeys, AdaptersKeys, LogKeys}) {
       for (ConfigKey& key : section()) all->push_back(std::move(key));
     }
     return all;
@@ -280,6 +289,8 @@ std::string DescribeValues(const ConfigKey& key) {
       return absl::StrCat("integer, ", range());
     case ConfigType::kBytes:
       return absl::StrCat("bytes (512MiB, 2GiB or a plain number), ", range());
+    case ConfigType::kByteLimit:
+      return "bytes (512MiB, 2GiB or a plain number), or a share above 0.0 and up to 1.0";
     case ConfigType::kSeconds:
       return absl::StrCat("seconds, ", range());
     case ConfigType::kBoolean:

@@ -25,8 +25,9 @@ enum class ConfigType {
   kListen,  // host:port, [v6]:port or unix:PATH
   kTcp,     // host:port or [v6]:port
   kInteger,
-  kBytes,    // 1048576, 512MiB, 2GiB
-  kSeconds,  // a decimal number
+  kBytes,      // 1048576, 512MiB, 2GiB
+  kByteLimit,  // the same, or a share of what there is: 0.5
+  kSeconds,    // a decimal number
   kBoolean,
   kFolders,  // list of absolute paths
   kMap,      // name: text

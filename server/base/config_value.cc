@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
+#include "server/base/check.h"
 #include "server/base/listen_address.h"
 #include "server/base/utf8.h"
 #include "server/base/yaml_document.h"
@@ -52,6 +53,11 @@ bool ParseBytes(const std::string& text, int64_t* value) {
   return !__builtin_mul_overflow(count, int64_t{1} << shift, value);
 }
 
+// A share has a point, so that 1 is a byte.
+bool ParseShare(const std::string& text, double* value) {
+  return absl::StrContains(text, '.') && absl::SimpleAtod(text, value) && *value > 0 && *value <= 1;
+}
+
 std::string SetNumber(const ConfigKey& key, const std::string& text, int64_t* field) {
   int64_t value = 0;
   const bool parsed =
@@ -89,6 +95,12 @@ std::string SetString(const ConfigKey& key, const std::string& text, std::string
     if (key.type == ConfigType::kTcp && address->host.empty()) return Expected(key, text);
   }
   if (key.type == ConfigType::kChoice && !absl::c_linear_search(key.choices, text)) {
+    return Expected(key, text);
+  }
+  double share = 0;
+  int64_t bytes = 0;
+  if (key.type == ConfigType::kByteLimit && !ParseShare(text, &share) &&
+      !(ParseBytes(text, &bytes) && bytes > 0)) {
     return Expected(key, text);
   }
   *field = text;
@@ -149,6 +161,14 @@ std::string FormatMap(const ConfigStringMap& map) {
 }
 
 }  // namespace
+
+int64_t ByteLimit(const std::string& value, int64_t total) {
+  double share = 0;
+  if (ParseShare(value, &share)) return static_cast<int64_t>(share * static_cast<double>(total));
+  int64_t bytes = 0;
+  DORAD_CHECK(ParseBytes(value, &bytes));
+  return bytes;
+}
 
 std::string SetFromText(const ConfigKey& key, const std::string& text, Config* config) {
   const ConfigField field = key.field(*config);

@@ -166,6 +166,11 @@ std::vector<Bad> BadValues() {
       {"two units", "", {"engine.kv_bytes=1MiBKiB"}, value, "bytes"},
       {"bytes overflow", "", {"engine.kv_bytes=9223372036854775807TiB"}, value, "bytes"},
       {"unit of a count", "", {"limits.max_n=1KiB"}, value, "integer"},
+      {"no bytes", "", {"memory.vram_limit=0"}, value, "bytes"},
+      {"a share of nothing", "", {"memory.vram_limit=0.0"}, value, "a share above 0.0"},
+      {"a share of more than all", "", {"memory.vram_limit=1.01"}, value, "up to 1.0"},
+      {"a share that is no number", "", {"memory.vram_limit=.x"}, value, "a share"},
+      {"a share with a unit", "", {"memory.vram_limit=0.5GiB"}, value, "a share"},
       {"not a number of seconds", "", {"server.drain_timeout_seconds=30s"}, value, "seconds"},
       {"NaN seconds", "", {"server.drain_timeout_seconds=nan"}, value, "seconds, 0 to 86400"},
       {"endless seconds", "", {"server.drain_timeout_seconds=inf"}, value, "seconds"},
@@ -241,6 +246,15 @@ TEST(ConfigTest, AcceptsTheEndsOfEveryRange) {
           << key.path();
     }
   }
+}
+
+TEST(ConfigTest, ALimitIsBytesOrAShare) {
+  EXPECT_EQ(ByteLimit(Parse("memory: {vram_limit: 40GiB}").memory.vram_limit, 1000),
+            int64_t{40} << 30);
+  EXPECT_EQ(ByteLimit(Parse("memory: {vram_limit: 1}").memory.vram_limit, 1000), 1);
+  EXPECT_EQ(ByteLimit(Parse("memory: {vram_limit: 1.0}").memory.vram_limit, 1000), 1000);
+  EXPECT_EQ(ByteLimit(Parse("memory: {vram_limit: .25}").memory.vram_limit, 1000), 250);
+  EXPECT_EQ(ByteLimit(Config().memory.vram_limit, 1000), 950);
 }
 
 TEST(ConfigTest, YamlReadsBackToTheSameValues) {
