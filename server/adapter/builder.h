@@ -18,6 +18,7 @@ namespace dorad::adapter {
 struct BuiltAdapter {
   std::shared_ptr<const AdapterWeights> weights;
   int64_t bytes = 0;
+  // Where both go on at once, copy ends with the last tensor's and norms is the rest.
   absl::Duration copy, norms;
 };
 

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "server/adapter/cpu_weights.h"
 #include "server/adapter/violations.h"
+#include "server/base/check.h"
 #include "server/ops/dora_norm.h"
 
 namespace dorad::adapter {
@@ -68,6 +69,7 @@ class AdapterBuild {
       : modules_(modules), base_(base), options_(options) {}
 
   absl::StatusOr<BuiltAdapter> Run(const AdapterTensors& tensors) {
+    DORAD_CHECK(tensors.place != TensorPlace::kDevice);
     auto weights = std::make_shared<CpuAdapterWeights>();
     weights->modules.resize(static_cast<size_t>(modules_.size()));
     for (const ModuleTensors& module : tensors.modules) {

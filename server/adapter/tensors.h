@@ -29,9 +29,19 @@ struct BaseCopy {
   const TensorView* tensor = nullptr;
 };
 
+// Where the bytes of an adapter's tensors lie. What is read from files and uploads is in kHost;
+// the other places spare a builder for a GPU copies.
+enum class TensorPlace {
+  kHost,
+  kPinned,  // page-locked host memory
+  kDevice,  // the GPU's memory; views are aligned to their elements and cannot be read here
+};
+
 struct AdapterTensors {
-  std::vector<ModuleTensors> modules;  // ascending by module id
-  // The loader compares them with the base model: an adapter of other weights is refused.
+  TensorPlace place = TensorPlace::kHost;  // of the modules' tensors
+  std::vector<ModuleTensors> modules;      // ascending by module id
+  // The loader compares them with the base model: an adapter of other weights is refused. Always
+  // readable here.
   std::vector<BaseCopy> base_copies;
 };
 

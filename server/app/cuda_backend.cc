@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include "server/app/backend.h"
@@ -6,6 +7,7 @@
 #include "server/cuda/cuda_model_runner.h"
 #include "server/cuda/decoder.h"
 #include "server/cuda/model.h"
+#include "server/cuda/step_gaps.h"
 
 namespace dorad {
 namespace {
@@ -18,15 +20,21 @@ class CudaBackend final : public Backend {
                                     "a GPU computes in bf16: model.compute_dtype and "
                                     "adapters.dtype must be auto or bf16"}});
     }
-    DORAD_RETURN_IF_ERROR(cuda::OpenDevice());
+    DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory memory, cuda::OpenDevice());
+    ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
     const int64_t page_bytes = cuda::KvPageBytes(model_config);
     DORAD_RETURN_IF_ERROR(Describe(config, model_config, page_bytes));
+    // Before the weights are read.
+    DORAD_RETURN_IF_ERROR(ledger_.CheckPlan(
+        {{"weights", cuda::CudaModel::BytesFor(model_config)}, {"kv", info_.kv_bytes}}, memory));
+    DORAD_ASSIGN_OR_RETURN(gaps_, cuda::StepGaps::Create());
     DORAD_ASSIGN_OR_RETURN(
         model_, cuda::CudaModel::Load(config.model.path, std::move(model_config), &ledger_));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();
-    DORAD_ASSIGN_OR_RETURN(builder_, cuda::MakeCudaAdapterBuilder(model_.get(), &ledger_));
+    DORAD_ASSIGN_OR_RETURN(builder_,
+                           cuda::MakeCudaAdapterBuilder(model_.get(), gaps_.get(), &ledger_));
     engine_ = config.engine;
     return absl::OkStatus();
   }
@@ -35,15 +43,25 @@ class CudaBackend final : public Backend {
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
-    return cuda::MakeCudaModelRunner(model_.get(),
-                                     {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
-                                      engine_.max_running_sequences},
-                                     &ledger_);
+    DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory before, cuda::MemoryOfDevice());
+    const int64_t held = ledger_.total();
+    DORAD_ASSIGN_OR_RETURN(
+        std::unique_ptr<engine::ModelRunner> runner,
+        cuda::MakeCudaModelRunner(model_.get(),
+                                  {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
+                                   engine_.max_running_sequences, gaps_.get()},
+                                  &ledger_));
+    // CUDA does not tell what graphs take (nor libraries): it is what else is gone.
+    DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory after, cuda::MemoryOfDevice());
+    const int64_t graphs = before.free - after.free - (ledger_.total() - held);
+    DORAD_RETURN_IF_ERROR(ledger_.Reserve("graphs", std::max<int64_t>(0, graphs)));
+    return runner;
   }
 
  private:
   cuda::MemoryLedger ledger_;  // outlives all that it accounts for
   std::unique_ptr<cuda::CudaModel> model_;
+  std::unique_ptr<cuda::StepGaps> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
   EngineConfig engine_;
 };

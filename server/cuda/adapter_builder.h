@@ -1,4 +1,5 @@
-// The CUDA backend's AdapterBuilder: factors through pinned buffers, norms on the GPU.
+// The CUDA backend's AdapterBuilder: factors come to the GPU as they are, and their layout, their
+// rounding and the norms are made there, a few modules at a time, while the next ones are copied.
 #pragma once
 
 #include <memory>
@@ -7,14 +8,18 @@
 #include "server/adapter/builder.h"
 #include "server/cuda/device.h"
 #include "server/cuda/model.h"
+#include "server/cuda/staging.h"
+#include "server/cuda/step_gaps.h"
 
 namespace dorad::cuda {
 
-// model and ledger are borrowed and outlive the builder and its weights, which are
-// CudaAdapterWeights. Factors are rounded to bf16, and the norms are those of the rounded factors:
-// of what is served. Works on a stream of its own, beside the decoder's; builds one adapter at a
-// time. Kinds "adapters" and, while it works, "loading".
+// model, gaps and ledger are borrowed and outlive the builder and its weights, which are
+// CudaAdapterWeights. Takes tensors from wherever they lie (adapter::TensorPlace). Factors are
+// rounded to bf16, and the norms are those of the rounded factors: of what is served. Works on
+// streams of its own, the norms in `gaps`; builds one adapter at a time. Kinds "adapters" and,
+// while it works, "loading": both are reserved before anything is copied.
 absl::StatusOr<std::unique_ptr<adapter::AdapterBuilder>> MakeCudaAdapterBuilder(
-    const CudaModel* model, MemoryLedger* ledger);
+    const CudaModel* model, StepGaps* gaps, MemoryLedger* ledger,
+    const Uploader::Options& upload = Uploader::DefaultOptions());
 
 }  // namespace dorad::cuda

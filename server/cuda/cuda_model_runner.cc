@@ -63,13 +63,18 @@ class CudaModelRunner final : public engine::ModelRunner {
   int max_steps_in_flight() const override { return kStepsInFlight; }
 
   absl::Status Begin(absl::Span<const StepSequence> sequences) override {
+    if (options_.gaps != nullptr) options_.gaps->BeginStep(stream_);
     absl::Status status = BeginStep(sequences);
-    if (!status.ok()) AwaitAfterFailure();
+    if (!status.ok()) {
+      if (options_.gaps != nullptr) options_.gaps->EndStep();
+      AwaitAfterFailure();
+    }
     return status;
   }
 
   absl::StatusOr<std::vector<StepOutput>> Finish() override {
     absl::StatusOr<std::vector<StepOutput>> outputs = sampler_->Finish();
+    if (options_.gaps != nullptr) options_.gaps->EndStep();
     if (!outputs.ok()) AwaitAfterFailure();
     return outputs;
   }

@@ -7,6 +7,7 @@
 #include "absl/status/statusor.h"
 #include "server/cuda/device.h"
 #include "server/cuda/model.h"
+#include "server/cuda/step_gaps.h"
 #include "server/engine/model_runner.h"
 
 namespace dorad::cuda {
@@ -16,6 +17,7 @@ struct RunnerOptions {
   int64_t max_positions = 0;  // the longest sequence that will be run
   int64_t max_rows = 0;       // of one step
   int64_t max_sequences = 0;  // of one step; each may have an adapter of its own
+  StepGaps* gaps = nullptr;   // is told of every step; borrowed, may be nullptr
 };
 
 // model and ledger are borrowed and outlive the runner. Allocates the KV cache and the workspace:

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "server/base/error.h"
 #include "server/base/log.h"
 
@@ -11,6 +12,18 @@ namespace {
 
 // Kernels are compiled for this compute capability only (sm_90a).
 constexpr int kMajor = 9;
+
+std::string Gigabytes(int64_t bytes) { return absl::StrFormat("%.2f GB", 1e-9 * bytes); }
+
+// " (kv 40.00 GB, weights 16.38 GB)", or nothing.
+std::string List(const MemoryLedger::Kinds& kinds) {
+  std::string list;
+  for (const auto& [kind, bytes] : kinds) {
+    if (bytes == 0) continue;
+    absl::StrAppend(&list, list.empty() ? " (" : ", ", kind, " ", Gigabytes(bytes));
+  }
+  return list.empty() ? list : list + ")";
+}
 
 }  // namespace
 
@@ -27,7 +40,13 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
                    absl::StrCat(std::string(what), " failed on the GPU: ", text));
 }
 
-absl::Status OpenDevice() {
+absl::StatusOr<DeviceMemory> MemoryOfDevice() {
+  size_t free = 0, total = 0;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free, &total), "asking for the GPU's memory");
+  return DeviceMemory{static_cast<int64_t>(free), static_cast<int64_t>(total)};
+}
+
+absl::StatusOr<DeviceMemory> OpenDevice() {
   const auto unavailable = [](const std::string& why) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "DEVICE_UNAVAILABLE",
                      absl::StrCat("model.device is cuda, but ", why));
@@ -49,13 +68,18 @@ absl::Status OpenDevice() {
   uint64_t keep = UINT64_MAX;
   DORAD_RETURN_IF_CUDA_ERROR(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep),
                              "opening the GPU");
-  return absl::OkStatus();
+  return MemoryOfDevice();
 }
 
-absl::StatusOr<Stream> Stream::Create() {
+absl::StatusOr<Stream> Stream::Create(Priority priority) {
+  constexpr char kWhat[] = "making a stream";
+  int least = 0, greatest = 0;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest), kWhat);
   cudaStream_t stream = nullptr;
-  DORAD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking),
-                             "making a stream");
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                   priority == Priority::kSteps ? greatest : least),
+      kWhat);
   return Stream(stream);
 }
 
@@ -67,10 +91,11 @@ absl::Status Stream::Synchronize(std::string_view what) const {
   return ToStatus(cudaStreamSynchronize(stream_), what);
 }
 
-absl::StatusOr<Event> Event::Create() {
+absl::StatusOr<Event> Event::Create(Wait wait) {
   cudaEvent_t event = nullptr;
-  DORAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
-                             "making an event");
+  const unsigned flags =
+      cudaEventDisableTiming | (wait == Wait::kSleeping ? cudaEventBlockingSync : 0);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaEventCreateWithFlags(&event, flags), "making an event");
   return Event(event);
 }
 
@@ -88,12 +113,55 @@ absl::Status Event::Synchronize(std::string_view what) const {
   return ToStatus(cudaEventSynchronize(event_), what);
 }
 
+absl::Status Event::Hold(const Stream& stream, std::string_view what) const {
+  return ToStatus(cudaStreamWaitEvent(stream.get(), event_), what);
+}
+
+void MemoryLedger::set_limit(int64_t limit) {
+  absl::MutexLock lock(&mu_);
+  limit_ = limit;
+}
+
+int64_t MemoryLedger::Sum() const {
+  int64_t sum = 0;
+  for (const auto& [kind, bytes] : by_kind_) sum += bytes;
+  return sum;
+}
+
+absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  const int64_t held = Sum();
+  // Not held + bytes, which may overflow.
+  if (bytes > limit_ - held) {
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+        absl::StrCat(kind, " need ", Gigabytes(bytes), " of GPU memory, but memory.vram_limit is ",
+                     Gigabytes(limit_), " and ", Gigabytes(held), " are held", List(by_kind_)));
+  }
+  by_kind_[kind] += bytes;
+  return absl::OkStatus();
+}
+
+void MemoryLedger::Release(const std::string& kind, int64_t bytes) { Add(kind, -bytes); }
+
 void MemoryLedger::Add(const std::string& kind, int64_t bytes) {
   absl::MutexLock lock(&mu_);
   by_kind_[kind] += bytes;
 }
 
-std::map<std::string, int64_t> MemoryLedger::by_kind() const {
+absl::Status MemoryLedger::CheckPlan(const Kinds& plan, const DeviceMemory& device) const {
+  absl::MutexLock lock(&mu_);
+  int64_t needed = 0;
+  for (const auto& [kind, bytes] : plan) needed += bytes;
+  if (needed <= limit_ - Sum() && needed <= device.free) return absl::OkStatus();
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+      absl::StrCat("at least ", Gigabytes(needed), " of GPU memory are needed", List(plan),
+                   "; memory.vram_limit is ", Gigabytes(limit_), ", and ", Gigabytes(device.free),
+                   " of the GPU's ", Gigabytes(device.total), " are free"));
+}
+
+MemoryLedger::Kinds MemoryLedger::by_kind() const {
   absl::MutexLock lock(&mu_);
   return by_kind_;
 }
@@ -104,17 +172,36 @@ int64_t MemoryLedger::bytes(const std::string& kind) const {
   return found == by_kind_.end() ? 0 : found->second;
 }
 
+int64_t MemoryLedger::total() const {
+  absl::MutexLock lock(&mu_);
+  return Sum();
+}
+
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, std::string kind,
                                                     int64_t bytes) {
+  DORAD_RETURN_IF_ERROR(ledger->Reserve(kind, bytes));
   DeviceBuffer buffer;
-  const std::string what = absl::StrCat("allocating ", bytes, " bytes for ", kind);
   // The per-thread stream has no other work, so the wait is for the pool alone.
-  DORAD_RETURN_IF_CUDA_ERROR(
-      cudaMallocAsync(&buffer.data_, std::max<int64_t>(bytes, 1), cudaStreamPerThread), what);
+  cudaError_t error =
+      cudaMallocAsync(&buffer.data_, std::max<int64_t>(bytes, 1), cudaStreamPerThread);
+  if (error == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();  // not sticky: later calls may succeed
+    ledger->Release(kind, bytes);
+    DORAD_ASSIGN_OR_RETURN(const DeviceMemory device, MemoryOfDevice());
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+        absl::StrCat(kind, " need ", Gigabytes(bytes), ", but the GPU has ", Gigabytes(device.free),
+                     " free of ", Gigabytes(device.total), " and this server holds ",
+                     Gigabytes(ledger->total()), List(ledger->by_kind())));
+  }
+  const std::string what = absl::StrCat("allocating ", bytes, " bytes for ", kind);
+  if (error != cudaSuccess) {
+    ledger->Release(kind, bytes);
+    return ToStatus(error, what);
+  }
   buffer.ledger_ = ledger;
   buffer.kind_ = std::move(kind);
   buffer.bytes_ = bytes;
-  ledger->Add(buffer.kind_, bytes);
   DORAD_RETURN_IF_CUDA_ERROR(cudaStreamSynchronize(cudaStreamPerThread), what);
   return buffer;
 }
@@ -122,7 +209,7 @@ absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, std::s
 DeviceBuffer::~DeviceBuffer() {
   if (data_ == nullptr) return;
   (void)ToStatus(cudaFreeAsync(data_, cudaStreamPerThread), "freeing GPU memory");
-  ledger_->Add(kind_, -bytes_);
+  ledger_->Release(kind_, bytes_);
 }
 
 void DeviceBuffer::Swap(DeviceBuffer& other) noexcept {

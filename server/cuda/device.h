@@ -21,13 +21,25 @@ namespace dorad::cuda {
 // the message: "the step".
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
-// FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless there is a GPU that the kernels were built for.
-absl::Status OpenDevice();
+// Bytes of a GPU, as whoever else uses it leaves them.
+struct DeviceMemory {
+  int64_t free = 0;
+  int64_t total = 0;
+};
+
+absl::StatusOr<DeviceMemory> MemoryOfDevice();
+
+// Makes the GPU this process's. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless there is one that
+// the kernels were built for.
+absl::StatusOr<DeviceMemory> OpenDevice();
+
+// Whose kernels get free multiprocessors first.
+enum class Priority { kSteps, kLoading };
 
 // A non-blocking stream of its own. Move-only.
 class Stream {
  public:
-  static absl::StatusOr<Stream> Create();
+  static absl::StatusOr<Stream> Create(Priority priority = Priority::kSteps);
   Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
   Stream& operator=(Stream&&) = delete;
   ~Stream();
@@ -40,34 +52,60 @@ class Stream {
   cudaStream_t stream_;
 };
 
-// A place in a stream's work that the host can wait for. Move-only; waits before it goes.
+// A place in a stream's work that the host can wait for, or another stream. Move-only; waits
+// before it goes.
 class Event {
  public:
-  static absl::StatusOr<Event> Create();
+  // How a thread waits: a sleeping one leaves its core to others and wakes up some 50 µs late.
+  enum class Wait { kSpinning, kSleeping };
+  static absl::StatusOr<Event> Create(Wait wait = Wait::kSpinning);
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
   Event& operator=(Event&&) = delete;
   ~Event();
 
+  cudaEvent_t get() const { return event_; }
   // After all that `stream` has been given so far.
   absl::Status Record(const Stream& stream, std::string_view what) const;
   // Returns at once when nothing was recorded.
   absl::Status Synchronize(std::string_view what) const;
+  // What `stream` is given from now on waits.
+  absl::Status Hold(const Stream& stream, std::string_view what) const;
 
  private:
   explicit Event(cudaEvent_t event) : event_(event) {}
   cudaEvent_t event_;
 };
 
-// Bytes on the device by kind. Thread-safe; outlives the buffers that it accounts for.
+// Bytes on the device by kind, within a limit: what would exceed it is refused before memory is
+// asked for. Thread-safe; outlives the buffers that it accounts for.
 class MemoryLedger {
  public:
+  using Kinds = std::map<std::string, int64_t>;
+  static constexpr int64_t kNoLimit = INT64_MAX;
+
+  explicit MemoryLedger(int64_t limit = kNoLimit) : limit_(limit) {}
+
+  // Whatever is held already: only what comes is measured by it.
+  void set_limit(int64_t limit);
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) telling what is needed, what each kind holds and the limit.
+  absl::Status Reserve(const std::string& kind, int64_t bytes);
+  void Release(const std::string& kind, int64_t bytes);
+  // For what is on the device already, whatever the limit says.
   void Add(const std::string& kind, int64_t bytes);
-  std::map<std::string, int64_t> by_kind() const;
+  // Whether all of `plan` would fit, on a device with so much memory; otherwise OUT_OF_MEMORY that
+  // lists the plan.
+  absl::Status CheckPlan(const Kinds& plan, const DeviceMemory& device) const;
+
+  Kinds by_kind() const;
   int64_t bytes(const std::string& kind) const;
+  int64_t total() const;
 
  private:
+  int64_t Sum() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   mutable absl::Mutex mu_;
-  std::map<std::string, int64_t> by_kind_ ABSL_GUARDED_BY(mu_);
+  int64_t limit_ ABSL_GUARDED_BY(mu_);
+  Kinds by_kind_ ABSL_GUARDED_BY(mu_);
 };
 
 // Device memory, 256-byte aligned, not initialised. Move-only. Taken from and given back to CUDA's
@@ -76,7 +114,7 @@ class MemoryLedger {
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) naming kind and size.
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) as MemoryLedger::Reserve, and when the device has no more.
   static absl::StatusOr<DeviceBuffer> Allocate(MemoryLedger* ledger, std::string kind,
                                                int64_t bytes);
   DeviceBuffer(DeviceBuffer&& other) noexcept { Swap(other); }

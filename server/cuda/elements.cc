@@ -4,6 +4,8 @@
 
 #include <cstring>
 
+#include "server/base/check.h"
+
 namespace dorad::cuda {
 namespace {
 
@@ -18,6 +20,18 @@ void ConvertAll(absl::Span<const std::byte> bytes, To* out, Convert convert) {
 }
 
 }  // namespace
+
+kernels::FloatType TypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return kernels::FloatType::kF32;
+    case DType::kF16:
+      return kernels::FloatType::kF16;
+    case DType::kBF16:
+      return kernels::FloatType::kBF16;
+  }
+  DORAD_CHECK(false);
+}
 
 void ToFloat(DType dtype, absl::Span<const std::byte> bytes, float* out) {
   switch (dtype) {

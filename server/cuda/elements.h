@@ -7,9 +7,13 @@
 #include <cstdint>
 
 #include "absl/types/span.h"
+#include "kernels/dora/compose.h"
 #include "server/base/safetensors.h"
 
 namespace dorad::cuda {
+
+// As the kernels call it.
+kernels::FloatType TypeOf(DType dtype);
 
 // The file's bytes may be unaligned. `out` has as many elements as `bytes`.
 void ToFloat(DType dtype, absl::Span<const std::byte> bytes, float* out);

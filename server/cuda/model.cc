@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/dora/import.h"
 #include "kernels/random/fill.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
@@ -15,104 +16,35 @@ namespace dorad::cuda {
 using model::WeightKind;
 using model::WeightSlot;
 
-// Converts blocks on their way to where they belong.
-class CudaModel::Sink final : public model::WeightSink {
+namespace {
+
+constexpr char kLoading[] = "loading weights";
+
+}  // namespace
+
+// Where everything goes.
+class CudaModel::Places {
  public:
-  static absl::StatusOr<Sink> Create(CudaModel* model, MemoryLedger* ledger) {
-    DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
-    DORAD_ASSIGN_OR_RETURN(StagingRing ring, StagingRing::Create(kPieceBytes));
-    return Sink(model, ledger, std::move(stream), std::move(ring));
-  }
+  explicit Places(CudaModel* model) : model_(*model), config_(model->config_) {}
 
-  absl::Status Allocate(const model::WeightSlots& slots) override {
+  // Lays the weights out behind `base`, points the model at them and returns their size. Called
+  // with 0 first, to learn it.
+  int64_t Place(uintptr_t base) {
     Layout layout;
-    Place(layout, 0);
-    DORAD_ASSIGN_OR_RETURN(model_.memory_,
-                           DeviceBuffer::Allocate(ledger_, "weights", layout.bytes()));
-    Layout again;
-    Place(again, reinterpret_cast<uintptr_t>(model_.memory_.as<>()));
-    DORAD_CHECK(again.bytes() == layout.bytes());
-    for (const auto& [name, slot] : slots) DORAD_CHECK(places_.count(KeyOf(slot)) == 1);
-    return absl::OkStatus();
+    PlaceAll(layout, base);
+    return layout.bytes();
   }
-
-  absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
-                             absl::Span<const std::byte> block) override {
-    const bool matrix = slot.kind == WeightKind::kMatrix;
-    const size_t from_size = SizeOf(slot.dtype);
-    const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
-    bool finite = true;
-    const auto fill = [&](int64_t first, int64_t count, std::byte* out) {
-      const auto part = block.subspan(first * from_size, count * from_size);
-      if (!matrix) {
-        ToFloat(slot.dtype, part, reinterpret_cast<float*>(out));
-        return;
-      }
-      ToBf16(slot.dtype, part, reinterpret_cast<__nv_bfloat16*>(out));
-      // A finite fp32 value near the limit becomes infinite in bf16.
-      if (slot.dtype == DType::kF32) {
-        const absl::Span<const std::byte> rounded(out, static_cast<size_t>(count * to_size));
-        finite = finite && !model::HasNonFinite(rounded, DType::kBF16);
-      }
-    };
-    DORAD_RETURN_IF_ERROR(ring_.Upload(places_.at(KeyOf(slot)) + first_element * to_size,
-                                       static_cast<int64_t>(block.size() / from_size), to_size,
-                                       fill, stream_));
-    return finite;
-  }
-
-  absl::Status Randomise(uint32_t seed) {
-    for (const auto& [key, place] : places_) {
-      const auto [kind, index] = key;
-      const adapter::BaseModule& module =
-          model_.modules_
-              .all()[kind == WeightKind::kMatrix || kind == WeightKind::kBias ? index : 0];
-      cudaError_t error = cudaSuccess;
-      switch (kind) {
-        case WeightKind::kMatrix:
-          error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place),
-                                      module.rows * module.cols, 0.035f, seed++, stream_.get());
-          break;
-        case WeightKind::kBias:
-          error = kernels::FillConstant(reinterpret_cast<float*>(place), module.rows, 0.0f,
-                                        stream_.get());
-          break;
-        case WeightKind::kQueryNorm:
-        case WeightKind::kKeyNorm:
-          error = kernels::FillConstant(reinterpret_cast<float*>(place), config_.head_dim, 1.0f,
-                                        stream_.get());
-          break;
-        default:
-          error = kernels::FillConstant(reinterpret_cast<float*>(place), config_.hidden_size, 1.0f,
-                                        stream_.get());
-          break;
-      }
-      DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status Finish() { return stream_.Synchronize("loading weights"); }
-
- private:
-  static constexpr int64_t kPieceBytes = 4 << 20;
-
-  Sink(CudaModel* model, MemoryLedger* ledger, Stream stream, StagingRing ring)
-      : model_(*model),
-        config_(model->config_),
-        ledger_(ledger),
-        stream_(std::move(stream)),
-        ring_(std::move(ring)) {}
 
   using Key = std::pair<WeightKind, int>;
+  static Key KeyOf(const WeightSlot& slot) { return {slot.kind, slot.index}; }
+  const std::map<Key, char*>& all() const { return places_; }
+
+ private:
   static char* At(uintptr_t base, int64_t offset) {
     return reinterpret_cast<char*>(base + static_cast<uintptr_t>(offset));
   }
-  static Key KeyOf(const WeightSlot& slot) { return {slot.kind, slot.index}; }
 
-  // Lays the weights out behind `base` and points the model at them. Called with 0 first, to
-  // learn the size.
-  void Place(Layout& layout, uintptr_t base) {
+  void PlaceAll(Layout& layout, uintptr_t base) {
     const auto vector = [&](WeightKind kind, int index, int64_t size) {
       char* at = At(base, layout.Add(size * 4));
       places_[{kind, index}] = at;
@@ -174,23 +106,148 @@ class CudaModel::Sink final : public model::WeightSink {
 
   CudaModel& model_;
   const model::ModelConfig& config_;
-  MemoryLedger* const ledger_;
-  Stream stream_;
   std::map<Key, char*> places_;
-  StagingRing ring_;
+};
+
+// Brings blocks to the device as they are, and converts them there.
+class CudaModel::Sink final : public model::WeightSink {
+ public:
+  static absl::StatusOr<std::unique_ptr<Sink>> Create(CudaModel* model, MemoryLedger* ledger) {
+    DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader,
+                           Uploader::Create(Uploader::DefaultOptions()));
+    return std::unique_ptr<Sink>(new Sink(model, ledger, std::move(uploader)));
+  }
+
+  // After a failure kernels may still read what goes now.
+  ~Sink() override { (void)Finish(); }
+
+  absl::Status Allocate(const model::WeightSlots& slots) override {
+    const int64_t bytes = places_.Place(0);
+    DORAD_ASSIGN_OR_RETURN(model_.memory_, DeviceBuffer::Allocate(ledger_, "weights", bytes));
+    DORAD_CHECK(places_.Place(reinterpret_cast<uintptr_t>(model_.memory_.as<>())) == bytes);
+    for (const auto& [name, slot] : slots) {
+      DORAD_CHECK(places_.all().count(Places::KeyOf(slot)) == 1);
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
+                             absl::Span<const std::byte> block) override {
+    const bool matrix = slot.kind == WeightKind::kMatrix;
+    const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
+    char* const to = places_.all().at(Places::KeyOf(slot)) + first_element * to_size;
+    const auto bytes = static_cast<int64_t>(block.size());
+    if (slot.dtype == (matrix ? DType::kBF16 : DType::kF32)) {
+      DORAD_RETURN_IF_ERROR(Copy(block, to));
+      return true;
+    }
+    DORAD_RETURN_IF_ERROR(MakeRoom(bytes));
+    DORAD_RETURN_IF_ERROR(Copy(block, raw_.as<>()));
+    const int64_t count = bytes / static_cast<int64_t>(SizeOf(slot.dtype));
+    if (!matrix) {
+      DORAD_RETURN_IF_CUDA_ERROR(
+          kernels::ImportVector(raw_.as<>(), TypeOf(slot.dtype), count,
+                                reinterpret_cast<float*>(to), stream().get()),
+          kLoading);
+      return true;
+    }
+    kernels::ImportParams params;
+    params.from = raw_.as<>();
+    params.type = TypeOf(slot.dtype);
+    params.count = params.columns = params.ld = count;
+    params.to = reinterpret_cast<__nv_bfloat16*>(to);
+    params.not_finite = not_finite_.as<uint32_t>();
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(params.not_finite, 0, sizeof(uint32_t), stream().get()), kLoading);
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::ImportFactor(params, stream().get()), kLoading);
+    // A finite fp32 value near the limit becomes infinite in bf16.
+    uint32_t not_finite = 0;
+    DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(&not_finite, params.not_finite, sizeof(not_finite),
+                                               cudaMemcpyDeviceToHost, stream().get()),
+                               kLoading);
+    DORAD_RETURN_IF_ERROR(Finish());
+    return not_finite == 0;
+  }
+
+  absl::Status Randomise(uint32_t seed) {
+    for (const auto& [key, place] : places_.all()) {
+      const auto [kind, index] = key;
+      const model::ModelConfig& config = model_.config_;
+      const adapter::BaseModule& module =
+          model_.modules_
+              .all()[kind == WeightKind::kMatrix || kind == WeightKind::kBias ? index : 0];
+      cudaError_t error = cudaSuccess;
+      switch (kind) {
+        case WeightKind::kMatrix:
+          error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place),
+                                      module.rows * module.cols, 0.035f, seed++, stream().get());
+          break;
+        case WeightKind::kBias:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), module.rows, 0.0f,
+                                        stream().get());
+          break;
+        case WeightKind::kQueryNorm:
+        case WeightKind::kKeyNorm:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), config.head_dim, 1.0f,
+                                        stream().get());
+          break;
+        default:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), config.hidden_size, 1.0f,
+                                        stream().get());
+          break;
+      }
+      DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Finish() { return stream().Synchronize(kLoading); }
+
+ private:
+  Sink(CudaModel* model, MemoryLedger* ledger, std::unique_ptr<Uploader> uploader)
+      : model_(*model), ledger_(ledger), places_(model), uploader_(std::move(uploader)) {}
+
+  const Stream& stream() const { return uploader_->stream(); }
+
+  absl::Status Copy(absl::Span<const std::byte> block, void* to) {
+    return uploader_->Wait(*uploader_->Start(
+        {{block.data(), to, static_cast<int64_t>(block.size())}}, /*pinned=*/false));
+  }
+
+  // For a block that is not served as it is.
+  absl::Status MakeRoom(int64_t bytes) {
+    if (raw_.bytes() >= bytes) return absl::OkStatus();
+    DORAD_RETURN_IF_ERROR(Finish());
+    DORAD_ASSIGN_OR_RETURN(raw_, DeviceBuffer::Allocate(ledger_, "loading", bytes));
+    DORAD_ASSIGN_OR_RETURN(not_finite_,
+                           DeviceBuffer::Allocate(ledger_, "loading", sizeof(uint32_t)));
+    return absl::OkStatus();
+  }
+
+  CudaModel& model_;
+  MemoryLedger* const ledger_;
+  Places places_;
+  DeviceBuffer raw_;
+  DeviceBuffer not_finite_;
+  std::unique_ptr<Uploader> uploader_;  // ends first
 };
 
 CudaModel::CudaModel(model::ModelConfig config)
     : config_(std::move(config)), modules_(ListModules(config_)), matrices_(modules_.size()) {}
 
+int64_t CudaModel::BytesFor(model::ModelConfig config) {
+  CudaModel model(std::move(config));
+  return Places(&model).Place(0);
+}
+
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& dir,
                                                            model::ModelConfig config,
                                                            MemoryLedger* ledger) {
   std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
-  DORAD_ASSIGN_OR_RETURN(Sink sink, Sink::Create(model.get(), ledger));
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
   DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
-                         model::ImportWeights(dir, model->config_, sink));
-  DORAD_RETURN_IF_ERROR(sink.Finish());
+                         model::ImportWeights(dir, model->config_, *sink));
+  DORAD_RETURN_IF_ERROR(sink->Finish());
   model->dtypes_ = std::move(imported.dtypes);
   model->digest_ = std::move(imported.digest);
   model->num_parameters_ = imported.num_parameters;
@@ -200,10 +257,10 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig config,
                                                              uint32_t seed, MemoryLedger* ledger) {
   std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
-  DORAD_ASSIGN_OR_RETURN(Sink sink, Sink::Create(model.get(), ledger));
-  DORAD_RETURN_IF_ERROR(sink.Allocate({}));
-  DORAD_RETURN_IF_ERROR(sink.Randomise(seed));
-  DORAD_RETURN_IF_ERROR(sink.Finish());
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
+  DORAD_RETURN_IF_ERROR(sink->Allocate({}));
+  DORAD_RETURN_IF_ERROR(sink->Randomise(seed));
+  DORAD_RETURN_IF_ERROR(sink->Finish());
   model->dtypes_.assign(model->matrices_.size(), DType::kBF16);
   model->digest_ = absl::StrCat("random-", seed);
   for (const adapter::BaseModule& module : model->modules_.all()) {

@@ -39,6 +39,8 @@ struct LayerWeights {
 
 class CudaModel {
  public:
+  // Of a configuration's weights on the device.
+  static int64_t BytesFor(model::ModelConfig config);
   // model::ImportWeights' statuses and OUT_OF_MEMORY. The ledger is borrowed; kind "weights".
   static absl::StatusOr<std::unique_ptr<CudaModel>> Load(const std::string& dir,
                                                          model::ModelConfig config,
@@ -64,6 +66,7 @@ class CudaModel {
   int64_t bytes() const { return memory_.bytes(); }
 
  private:
+  class Places;
   class Sink;
   explicit CudaModel(model::ModelConfig config);
 

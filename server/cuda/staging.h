@@ -1,54 +1,81 @@
-// Page-locked buffers through which host data reaches the device, so that copies run beside other
-// work and the host prepares the next piece while the last one is on its way. Pinning is slow
-// (0.3 s a GiB): made once, used for everything.
-// Thread-compatible: one user at a time.
+// Host data on its way to the device, in pieces: a few threads copy them into page-locked buffers
+// while earlier pieces are on their way. What is page-locked already goes straight.
+//
+// Only a few pieces are given to the copy engine at a time: it serves its queue in order, and the
+// few bytes that a decode step uploads must not wait behind gigabytes. Pinning is slow (0.3 s a
+// GiB): the buffers are made once and used for everything.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
 
-#include "absl/functional/function_ref.h"
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "server/base/thread_pool.h"
 #include "server/cuda/device.h"
 
 namespace dorad::cuda {
 
-class StagingRing {
+// Thread-safe.
+class Uploader {
  public:
-  // piece_bytes: of each of the two buffers.
-  static absl::StatusOr<StagingRing> Create(int64_t piece_bytes);
-  StagingRing(StagingRing&&) = default;
-  StagingRing& operator=(StagingRing&&) = default;
+  struct Options {
+    int threads = 4;
+    int64_t piece_bytes = 2 << 20;
+    int window = 16;  // pieces that the copy engine has at a time
+  };
+  // threads: one for each two cores, up to what a GPU's link can use.
+  static Options DefaultOptions();
 
-  // Writes rows [first, first + count) of row_bytes each.
-  using Fill = absl::FunctionRef<void(int64_t first, int64_t count, std::byte* out)>;
-  // Brings `rows` rows to device memory, in pieces, in order with `stream`'s work. Returns when the
-  // last piece is on its way. REQUIRES: row_bytes <= piece_bytes.
-  absl::Status Upload(void* to, int64_t rows, int64_t row_bytes, Fill fill, const Stream& stream);
+  static absl::StatusOr<std::unique_ptr<Uploader>> Create(const Options& options);
+  // Waits for what is under way.
+  ~Uploader();
+
+  struct Copy {
+    const void* from = nullptr;  // host
+    void* to = nullptr;          // device
+    int64_t bytes = 0;
+  };
+  class Batch;  // copies that were started together
+  // Begins copies, which run in no particular order. Returns at once. pinned: the sources are
+  // page-locked, and stay until the stream's work is done.
+  std::shared_ptr<Batch> Start(absl::Span<const Copy> copies, bool pinned);
+  // Waits until all of the batch is on its way: it is in order with what stream() is given next,
+  // and sources that are not page-locked may go.
+  absl::Status Wait(const Batch& batch);
+
+  // What the copies run on.
+  const Stream& stream() const { return stream_; }
 
  private:
-  struct Event {
-    Event() = default;
-    Event(Event&& other) noexcept : event(std::exchange(other.event, nullptr)) {}
-    Event& operator=(Event&& other) noexcept {
-      std::swap(event, other.event);
-      return *this;
-    }
-    ~Event();
-    cudaEvent_t event = nullptr;
-  };
-  struct Piece {
-    PinnedBuffer buffer;
-    Event copied;  // goes first, and waits for the buffer's last use
+  struct Buffer {
+    Buffer(PinnedBuffer pinned, Event event)
+        : memory(std::move(pinned)), copied(std::move(event)) {}
+    PinnedBuffer memory;
+    Event copied;  // goes first, and waits for the last copy from `memory`
   };
 
-  StagingRing() = default;
+  Uploader(const Options& options, Stream stream);
+  absl::Status AllocateAll();
+  absl::Status Bring(const Copy& piece, bool pinned);
+  // Hands one piece to the copy engine. `copied`, where there is one, is recorded behind it.
+  absl::Status Send(const Copy& piece, const Event* copied);
 
-  std::array<Piece, 2> pieces_;
-  size_t next_ = 0;
+  const Options options_;
+  const Stream stream_;
+  absl::Mutex mu_;
+  std::deque<Buffer*> free_ ABSL_GUARDED_BY(mu_);  // least recently used first
+  absl::Mutex send_mu_;
+  std::vector<Event> window_ ABSL_GUARDED_BY(send_mu_);
+  int64_t sent_ ABSL_GUARDED_BY(send_mu_) = 0;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+  ThreadPool pool_;  // ends first
 };
 
 }  // namespace dorad::cuda

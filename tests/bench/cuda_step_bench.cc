@@ -26,40 +26,15 @@
 #include "server/cuda/device.h"
 #include "server/cuda/model.h"
 #include "server/engine/model_runner.h"
+#include "tests/bench/cuda_model.h"
 
 namespace dorad::cuda {
 namespace {
 
+using bench::Must;
+using bench::Qwen3_8B;
 using engine::StepSequence;
 using Lists = std::map<std::string, std::vector<int64_t>>;
-
-model::ModelConfig Qwen3_8B(int64_t layers) {
-  model::ModelConfig config;
-  config.model_type = "qwen3";
-  config.vocab_size = 151936;
-  config.hidden_size = 4096;
-  config.intermediate_size = 12288;
-  config.num_layers = layers;
-  config.num_heads = 32;
-  config.num_kv_heads = 8;
-  config.head_dim = 128;
-  config.context_length = 40960;
-  config.qk_norm = true;
-  config.windows.assign(layers, 0);
-  config.rope.theta = 1e6;
-  return config;
-}
-
-template <typename T>
-T Must(absl::StatusOr<T> value) {
-  if (!value.ok()) {
-    std::fprintf(stderr, "%s\n", value.status().ToString().c_str());
-    std::exit(1);
-  }
-  return *std::move(value);
-}
-
-void Must(const absl::Status& status) { Must(status.ok() ? absl::StatusOr<int>(0) : status); }
 
 double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -100,7 +75,7 @@ struct Case {
 class Bench {
  public:
   explicit Bench(Lists options) : options_(std::move(options)) {
-    Must(OpenDevice());
+    Must(OpenDevice().status());
     bandwidth_ = CopyBandwidth();
     model_ = Must(CudaModel::Random(Qwen3_8B(options_["layers"][0]), 1, &ledger_));
     const int64_t most =

@@ -72,9 +72,11 @@ def test_adapters_and_memory_are_gauged(server: Server, zoo) -> None:
     values = server.metrics()
     memory = {key: value for key, value in values.items() if key.startswith("dorad_memory_bytes{")}
     kinds = {re.search(r'kind="(\w+)"', key).group(1) for key in memory}
-    more = {"norms"} if device() == "cpu" else {"workspace", "loading"}
+    more = {"norms"} if device() == "cpu" else {"workspace", "loading", "graphs"}
     assert kinds == {"weights", "kv", "adapters"} | more
-    assert min(value for key, value in memory.items() if "loading" not in key) > 0
+    # A load is over, and graphs of a tiny model may fit into what CUDA has anyway.
+    rest = [value for key, value in memory.items() if not re.search("loading|graphs", key)]
+    assert min(rest) > 0
     assert any("load" in key and 'stage="norms"' in key for key in values)
 
 

@@ -1,0 +1,62 @@
+#include "server/cuda/step_gaps.h"
+
+#include "absl/time/clock.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+
+namespace dorad::cuda {
+namespace {
+
+constexpr char kLoading[] = "loading an adapter";
+// Between the steps of running streams the host needs less; after it nobody is in the way.
+constexpr absl::Duration kIdle = absl::Milliseconds(3);
+// A longer step (a prefill) does not notice.
+constexpr absl::Duration kPatience = absl::Milliseconds(20);
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<StepGaps>> StepGaps::Create() {
+  DORAD_ASSIGN_OR_RETURN(Event done, Event::Create(Event::Wait::kSleeping));
+  return std::unique_ptr<StepGaps>(new StepGaps(std::move(done)));
+}
+
+bool StepGaps::Stepping() const { return steps_ > 0 || absl::Now() - last_end_ < kIdle; }
+
+absl::Status StepGaps::Run(const Stream& stream, Work work) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!Stepping()) return work(stream.get());
+  }
+  // The step's stream must find everything ready.
+  DORAD_RETURN_IF_ERROR(stream.Synchronize(kLoading));
+  Waiting waiting{work};
+  {
+    absl::MutexLock lock(&mu_);
+    DORAD_CHECK(waiting_ == nullptr);
+    waiting_ = &waiting;
+    mu_.AwaitWithTimeout(absl::Condition(&waiting.launched), kPatience);
+    waiting_ = nullptr;
+    if (!waiting.launched) return work(stream.get());
+  }
+  // Also after a failure: some of the kernels may have been launched.
+  waiting.status.Update(done_.Synchronize(kLoading));
+  return waiting.status;
+}
+
+void StepGaps::BeginStep(const Stream& stream) {
+  absl::MutexLock lock(&mu_);
+  ++steps_;
+  if (waiting_ == nullptr || waiting_->launched) return;
+  waiting_->launched = true;
+  waiting_->status = waiting_->work(stream.get());
+  waiting_->status.Update(done_.Record(stream, kLoading));
+}
+
+void StepGaps::EndStep() {
+  absl::MutexLock lock(&mu_);
+  DORAD_CHECK(steps_ > 0);
+  --steps_;
+  last_end_ = absl::Now();
+}
+
+}  // namespace dorad::cuda

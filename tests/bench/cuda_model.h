@@ -1,0 +1,91 @@
+// What the benches of whole models share: Qwen3-8B's shape and a batch that decodes.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/engine/model_runner.h"
+#include "server/model/model_config.h"
+
+namespace dorad::bench {
+
+inline model::ModelConfig Qwen3_8B(int64_t layers) {
+  model::ModelConfig config;
+  config.model_type = "qwen3";
+  config.vocab_size = 151936;
+  config.hidden_size = 4096;
+  config.intermediate_size = 12288;
+  config.num_layers = layers;
+  config.num_heads = 32;
+  config.num_kv_heads = 8;
+  config.head_dim = 128;
+  config.context_length = 40960;
+  config.qk_norm = true;
+  config.windows.assign(layers, 0);
+  config.rope.theta = 1e6;
+  return config;
+}
+
+// Ends the program unless all is well.
+template <typename T>
+T Must(absl::StatusOr<T> value) {
+  if (!value.ok()) {
+    std::fprintf(stderr, "%s\n", value.status().ToString().c_str());
+    std::exit(1);
+  }
+  return *std::move(value);
+}
+
+inline void Must(const absl::Status& status) {
+  Must(status.ok() ? absl::StatusOr<int>(0) : absl::StatusOr<int>(status));
+}
+
+// A step in which every sequence of a batch decodes one token behind a context.
+class DecodeStep {
+ public:
+  // adapter: of all sequences, borrowed; nullptr: base.
+  DecodeStep(int64_t batch, int64_t context, const adapter::LoadedAdapter* adapter) {
+    rows_.resize(static_cast<size_t>(batch));
+    int32_t page = 0;
+    for (int64_t i = 0; i < batch; ++i) {
+      Row& row = rows_[i];
+      row.tokens = {static_cast<engine::TokenId>(i * 7919 % 151936)};
+      for (int64_t p = 0; p * engine::kKvPageTokens < context + 1; ++p) row.pages.push_back(page++);
+      row.want.sampling.temperature = 0.0f;
+      row.want.position = context + 1;
+      engine::StepSequence sequence;
+      sequence.tokens = row.tokens;
+      sequence.position = context;
+      sequence.pages = row.pages;
+      sequence.sample = &row.want;
+      sequence.adapter = adapter;
+      sequences_.push_back(sequence);
+    }
+  }
+  DecodeStep(const DecodeStep&) = delete;
+  DecodeStep& operator=(const DecodeStep&) = delete;
+
+  // Of a step behind one that has not finished, whose tokens it takes; else one of its own.
+  absl::Span<const engine::StepSequence> sequences(bool behind) {
+    for (size_t i = 0; i < sequences_.size(); ++i) {
+      sequences_[i].follows = behind ? static_cast<int32_t>(i) : -1;
+    }
+    return sequences_;
+  }
+
+ private:
+  struct Row {
+    std::vector<engine::TokenId> tokens;
+    std::vector<int32_t> pages;
+    engine::SampleWant want;
+  };
+  std::vector<Row> rows_;
+  std::vector<engine::StepSequence> sequences_;
+};
+
+}  // namespace dorad::bench
