@@ -59,8 +59,9 @@ int main() {
   Check(cudaMalloc(reinterpret_cast<void**>(&pool), kPoolBytes));
   const std::vector<uint16_t> random = RandomBits(size_t{32} << 20);
   const auto block = static_cast<int64_t>(random.size() * 2);
-  for (int64_t at = 0; at < kPoolBytes; at += block) {
-    Check(cudaMemcpy(pool + at, random.data(), block, cudaMemcpyHostToDevice));
+  Check(cudaMemcpy(pool, random.data(), block, cudaMemcpyHostToDevice));
+  for (int64_t at = block; at < kPoolBytes; at += block) {
+    Check(cudaMemcpy(pool + at, pool, block, cudaMemcpyDeviceToDevice));
   }
   float* vectors;
   Check(cudaMalloc(reinterpret_cast<void**>(&vectors), size_t{1} << 20));
