@@ -39,17 +39,20 @@ __device__ __half FromFloat<__half>(float x) {
 }
 
 // A block's shape: x over a row's vectors, y over rows. Wide enough for the row, so that few
-// threads idle at small `out`.
-dim3 BlockFor(int64_t vectors) {
+// threads idle at small `out`. threads: at most kThreads.
+dim3 BlockFor(int64_t vectors, unsigned threads = kThreads) {
   unsigned x = 32;
-  while (x < kThreads && x < vectors) x *= 2;
-  return dim3(x, kThreads / x);
+  while (x < threads && x < vectors) x *= 2;
+  return dim3(x, threads / x);
 }
 
 // Rows a thread walks, loading all of them before it uses the first. More rows amortise the load of
 // g; fewer keep every multiprocessor busy at small sizes.
 constexpr int kRowsLarge = 4;
 constexpr int64_t kLargeVectors = 1 << 19;
+// Up to this size a call is as long as its start and its end: its inputs are asked for while the
+// kernel before it ends.
+constexpr int64_t kPrefetchVectors = 1 << 20;
 
 // The grid; y is walked in steps of gridDim.y where rows need more than a grid has.
 dim3 GridFor(dim3 block, int64_t vectors, int64_t rows, int rows_each) {
@@ -59,15 +62,32 @@ dim3 GridFor(dim3 block, int64_t vectors, int64_t rows, int rows_each) {
   return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
 }
 
+// Brings what a block loads first into L2. Harmless while earlier kernels still write it: all their
+// writes go through L2 as well.
+template <typename T, int size, int rows_each>
+__device__ void PrefetchInputs(const ComposeParams& p, int64_t column) {
+  constexpr int kLanesOfLine = std::max<int>(1, 128 / (size * sizeof(T)));
+  if (threadIdx.x % kLanesOfLine != 0) return;
+  const int64_t first = blockIdx.y * static_cast<int64_t>(blockDim.y) * rows_each + threadIdx.y;
+#pragma unroll
+  for (int i = 0; i < rows_each; ++i) {
+    const int64_t row = first + i * blockDim.y;
+    if (row >= p.rows) return;
+    PrefetchL2(static_cast<const T*>(p.base) + row * p.out + column);
+    PrefetchL2(static_cast<const T*>(p.lora) + row * p.out + column);
+  }
+}
+
 // Pointers are not __restrict__ on purpose: delta may be base or lora. A thread reads all that it
 // overwrites before it writes.
-template <typename T, int size, int rows_each>
+template <typename T, int size, int rows_each, bool prefetch>
 __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
   using V = Vector<T, size>;
   LaunchDependents();
-  WaitForPrevious();
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * size;
   if (column >= p.out) return;
+  if constexpr (prefetch) PrefetchInputs<T, size, rows_each>(p, column);
+  WaitForPrevious();
   const auto gs = *reinterpret_cast<const Vector<float, size>*>(p.g + column);
   const int64_t step = static_cast<int64_t>(blockDim.y) * rows_each;
   const T* const base = static_cast<const T*>(p.base) + column;
@@ -150,13 +170,17 @@ bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) 
 template <typename T, int size>
 cudaError_t LaunchCompose(const ComposeParams& p, cudaStream_t stream) {
   const int64_t vectors = p.out / size;
-  const dim3 block = BlockFor(vectors);
-  if (vectors * p.rows >= kLargeVectors) {
-    const dim3 grid = GridFor(block, vectors, p.rows, kRowsLarge);
-    return LaunchEarly(ComposeKernel<T, size, kRowsLarge>, grid, block, 0, stream, p);
+  const int64_t all = vectors * p.rows;
+  // Small blocks leave sooner, and the next ones start sooner; single elements need many threads.
+  const dim3 block = BlockFor(vectors, size > 1 ? 128 : kThreads);
+  if (all < kLargeVectors) {
+    const dim3 grid = GridFor(block, vectors, p.rows, 1);
+    return LaunchEarly(ComposeKernel<T, size, 1, true>, grid, block, 0, stream, p);
   }
-  const dim3 grid = GridFor(block, vectors, p.rows, 1);
-  return LaunchEarly(ComposeKernel<T, size, 1>, grid, block, 0, stream, p);
+  const dim3 grid = GridFor(block, vectors, p.rows, kRowsLarge);
+  return LaunchEarly(all < kPrefetchVectors ? ComposeKernel<T, size, kRowsLarge, true>
+                                            : ComposeKernel<T, size, kRowsLarge, false>,
+                     grid, block, 0, stream, p);
 }
 
 template <typename T>
