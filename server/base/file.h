@@ -35,6 +35,11 @@ class RegularFile {
   std::string path_;
 };
 
+// As out->reserve(bytes), in huge pages where the system has them: a large buffer then costs some
+// hundred page faults instead of some hundred thousand, and giving it back does not hold up the
+// process's other threads.
+void ReserveBytes(uint64_t bytes, std::vector<std::byte>* out);
+
 // The bytes of a regular file; statuses as of RegularFile.
 absl::StatusOr<std::vector<std::byte>> ReadFileBytes(const std::string& path, uint64_t max_bytes);
 

@@ -88,7 +88,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
   DORAD_ASSIGN_OR_RETURN(
       SafetensorsHeader header,
       ParseSafetensorsHeader(TextOf(image, kSafetensorsPrefixBytes, length), data_bytes, path));
-  image.reserve(source.size());
+  ReserveBytes(source.size(), &image);
   DORAD_RETURN_IF_ERROR(source.Append(data_bytes, &image));
   std::unique_ptr<SafetensorsFile> file(new SafetensorsFile());
   file->image_ = std::move(image);

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/base/file.h"
 #include "server/rpc/convert.h"
 
 namespace dorad::rpc {
@@ -152,7 +153,7 @@ absl::Status Upload::Grow(size_t bytes) {
   }
   reserved_ += more;
   try {
-    image_.reserve(capacity);
+    ReserveBytes(capacity, &image_);
   } catch (const std::bad_alloc&) {
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
                      absl::StrCat("no memory for ", capacity, " bytes of an adapter"));

@@ -29,6 +29,17 @@ TEST_F(FileTest, ReadsAllBytesOfSeveralBlocks) {
   EXPECT_EQ(bytes->size(), text.size());
 }
 
+TEST(ReserveBytes, KeepsTheContentAndMakesRoom) {
+  for (const uint64_t room : {uint64_t{0}, uint64_t{100}, uint64_t{20} << 20}) {
+    std::vector<std::byte> bytes = {std::byte{1}, std::byte{2}};
+    ReserveBytes(room, &bytes);
+    EXPECT_GE(bytes.capacity(), room);
+    EXPECT_EQ(bytes, (std::vector<std::byte>{std::byte{1}, std::byte{2}}));
+    bytes.resize(std::max<uint64_t>(room, 2), std::byte{3});
+    EXPECT_EQ(bytes.back(), room > 2 ? std::byte{3} : std::byte{2});
+  }
+}
+
 TEST_F(FileTest, ReadsAnEmptyFile) {
   Write("");
   const auto read = ReadFileText(path_, 0);
