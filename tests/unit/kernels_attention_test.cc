@@ -382,9 +382,8 @@ TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
           const int position = positions[r];
           const int64_t page = pages[page_begin[r] + position / kKvPageTokens];
           for (int head = 0; head < all; ++head) {
-            const auto x = [&](int i) {
-              return double{__bfloat162float(qkv[(int64_t{r} * all + head) * dim + i])};
-            };
+            const Bf16* const row = qkv.data() + (int64_t{r} * all + head) * dim;
+            const auto x = [row](int i) { return double{__bfloat162float(row[i])}; };
             const bool is_query = head < heads;
             const int kv_head = (head - heads) % kv_heads;
             const int64_t at =
