@@ -76,7 +76,8 @@ absl::Status RegularFile::Append(uint64_t bytes, std::vector<std::byte>* out) {
 
 void ReserveBytes(uint64_t bytes, std::vector<std::byte>* out) {
   constexpr uintptr_t kPage = 4096;
-  constexpr uint64_t kWorthIt = 8 << 20;  // a few huge pages
+  // What malloc maps on its own, whatever it has learnt: the hint must not stick to its heap.
+  constexpr uint64_t kWorthIt = 64 << 20;
   out->reserve(bytes);
   if (out->capacity() < kWorthIt) return;
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(out->data()) + kPage - 1) / kPage * kPage;
