@@ -1,7 +1,8 @@
-// wgmma (sm_90a): D[64, N] += A[64, 16] B[N, 16]ᵀ by one warpgroup, bf16 operands in shared memory,
-// fp32 accumulators. Operand tiles are rows of 64 elements (128 bytes) in the copy engine's
-// 128-byte swizzle, 1024-byte aligned. Warp w holds rows 16 w + lane / 4 (+ 8) of D; its register
-// 4 i + 2 j + c is row + 8 j, column 8 i + 2 (lane % 4) + c.
+// wgmma (sm_90a): D[64, N] += A[64, 16] B[16, N] by one warpgroup; bf16 operands, fp32 sums.
+// Operands in shared memory are rows of 64 elements (128 bytes) in the copy engine's 128-byte
+// swizzle, 1024-byte aligned: of A along K, of B along K (WgmmaTile) or along N (WgmmaTileByK).
+// Warp w holds rows 16 w + lane / 4 (+ 8) of D; its register 4 i + 2 j + c is row + 8 j, column
+// 8 i + 2 (lane % 4) + c. A in registers is as mma.m16n8k16 has it, warp w with the same rows.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +27,15 @@ __device__ inline uint64_t WgmmaTile(uint32_t shared_address) {
          ((shared_address & 0x3FFFF) >> 4);
 }
 
+// Descriptor of a B whose rows run along N, in blocks of 64 columns that lie `block_bytes` apart;
+// 16 rows of K lie 2048 bytes on.
+__device__ inline uint64_t WgmmaTileByK(uint32_t shared_address, uint32_t block_bytes) {
+  constexpr uint64_t kEightRows = 1024 >> 4;
+  constexpr uint64_t kSwizzle128 = 1;
+  return (kSwizzle128 << 62) | (kEightRows << 32) | (uint64_t{block_bytes >> 4} << 16) |
+         ((shared_address & 0x3FFFF) >> 4);
+}
+
 // Before the first wgmma after the accumulators or the shared memory changed; whole warpgroup.
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void WgmmaCommit() {
@@ -35,6 +45,21 @@ __device__ inline void WgmmaCommit() {
 template <int kPending>
 __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 × 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8 and gets the
+// pair at row l / 4, columns 2 (l % 4) of each, or of its transpose. Whole warp.
+__device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
 }
 
 #define DORAD_P4 "%0,%1,%2,%3"
@@ -75,6 +100,12 @@ __device__ inline void WgmmaWait() {
       "}\n"                                                                                  \
       : registers                                                                            \
       : "l"(a_tile), "l"(b_tile), "r"(accumulate))
+// A in registers; accumulates.
+#define DORAD_WGMMA_A(n, places, registers, a0, a1, a2, a3, b, by_k)                           \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" places "}, {%" #a0 \
+               ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", 1, 1, 1, " #by_k ";\n"                  \
+               : registers                                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile))
 
 // Starts one step of K = 16; with `accumulate` 0, D is overwritten. Whole warpgroup.
 template <int kN>
@@ -99,6 +130,36 @@ __device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
   }
 }
 
+// The same with a B of WgmmaTileByK.
+__device__ inline void WgmmaByK(float (&d)[128], uint64_t a_tile, uint64_t b_tile, int accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" DORAD_P128
+      "}, %128, %129, p, 1, 1, 0, 1;\n"
+      "}\n"
+      : DORAD_D128(0)
+      : "l"(a_tile), "l"(b_tile), "r"(accumulate));
+}
+
+// The same with A in registers and a B of WgmmaTileByK; adds to D.
+template <int kN>
+__device__ inline void WgmmaByK(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b_tile) {
+  if constexpr (kN == 64) {
+    DORAD_WGMMA_A(64, DORAD_P32, DORAD_D32(0), 32, 33, 34, 35, 36, 1);
+  } else {
+    static_assert(kN == 128);
+    DORAD_WGMMA_A(128, DORAD_P64, DORAD_D64(0), 64, 65, 66, 67, 68, 1);
+  }
+}
+
+// The same for 8 columns and a B of WgmmaTile.
+__device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64_t b_tile) {
+  DORAD_WGMMA_A(8, DORAD_P4, DORAD_D4(0), 4, 5, 6, 7, 8, 0);
+}
+
+#undef DORAD_WGMMA_A
 #undef DORAD_WGMMA
 #undef DORAD_P4
 #undef DORAD_P8

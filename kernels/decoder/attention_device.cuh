@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/wgmma.cuh"
 #include "kernels/decoder/attention_layout.h"
 
 namespace dorad::kernels {
@@ -34,20 +35,6 @@ struct CacheTile {
     return column / kColumns * kBlockBytes + row * kRowBytes + ((unit ^ turn) * 16);
   }
 };
-
-__device__ inline void LoadMatrices(uint32_t (&a)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address)
-               : "memory");
-}
-
-__device__ inline void LoadMatricesTransposed(uint32_t (&a)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(address)
-               : "memory");
-}
 
 // Transposes an 8 × 8 matrix of bf16 that the warp holds.
 __device__ inline uint32_t Transpose(uint32_t value) {

@@ -7,7 +7,6 @@
 #include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_device.cuh"
-#include "kernels/decoder/attention_wgmma.cuh"
 
 namespace dorad::kernels {
 namespace {
@@ -212,8 +211,8 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
     const uint32_t v_at = base + stage * C::stage_bytes + Tile::kBytes;
 #pragma unroll
     for (int s = 0; s < kTile / 16; ++s) {
-      WgmmaRows<kDim>(chunk, probabilities[s],
-                      WgmmaRowsTile(v_at + s * 16 * Tile::kRowBytes, Tile::kBlockBytes));
+      WgmmaByK<kDim>(chunk, probabilities[s],
+                     WgmmaTileByK(v_at + s * 16 * Tile::kRowBytes, Tile::kBlockBytes));
       WgmmaNarrow(sums, probabilities[s], WgmmaTile(base + C::ones_at));
     }
   };

@@ -13,7 +13,6 @@
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/wgmma.cuh"
 #include "kernels/dora/norm_gemm.h"
-#include "kernels/dora/norm_wgmma.cuh"
 
 namespace dorad::kernels::norm {
 
@@ -298,7 +297,11 @@ __device__ void Consume(const Params& p, const Shared& shared) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {  // 16 columns
           uint32_t pairs[4];
-          LoadMatrices<C::z_by_n>(z_address.Of(box, c), pairs);
+          if constexpr (C::z_by_n) {
+            LoadMatricesTransposed(pairs, z_address.Of(box, c));
+          } else {
+            LoadMatrices(pairs, z_address.Of(box, c));
+          }
           const int at = (box * 8 + 2 * c) * 4;
           Reduce<C::kind>(pairs[0], d[at], d[at + 1], scale, sum[0][0], sum[0][1]);
           Reduce<C::kind>(pairs[1], d[at + 2], d[at + 3], scale, sum[1][0], sum[1][1]);
