@@ -115,7 +115,8 @@ __device__ inline void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Orders what this thread has come to know of device memory before its reads by the copy engine.
+// The same for device memory: what this thread wrote before reads by the copy engine of those who
+// come to know of it, and what it has come to know of before its own.
 __device__ inline void FenceProxyAsyncGlobal() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -180,6 +181,12 @@ __device__ inline void StoreShared(uint32_t address, float4 value) {
 
 __device__ inline void StoreShared(uint32_t address, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y)
+               : "memory");
+}
+
+__device__ inline void StoreShared(uint32_t address, __nv_bfloat162 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address),
+               "r"(*reinterpret_cast<const uint32_t*>(&value))
                : "memory");
 }
 

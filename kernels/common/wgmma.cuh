@@ -71,21 +71,23 @@ __device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address
   DORAD_P32                                                                          \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51" \
   ",%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define DORAD_P96                                                                \
-  DORAD_P64                                                                      \
-      ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81" \
-      ",%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define DORAD_P128                                                                  \
-  DORAD_P96                                                                         \
-      ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110"     \
-      ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125" \
-      ",%126,%127"
+#define DORAD_P88                                                            \
+  DORAD_P64                                                                  \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81" \
+  ",%82,%83,%84,%85,%86,%87"
+#define DORAD_P96 DORAD_P88 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define DORAD_P128                                                              \
+  DORAD_P96                                                                     \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110"     \
+  ",%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125" \
+  ",%126,%127"
 #define DORAD_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define DORAD_D8(i) DORAD_D4(i), DORAD_D4(i + 4)
 #define DORAD_D16(i) DORAD_D8(i), DORAD_D8(i + 8)
 #define DORAD_D32(i) DORAD_D16(i), DORAD_D16(i + 16)
 #define DORAD_D48(i) DORAD_D32(i), DORAD_D16(i + 32)
 #define DORAD_D64(i) DORAD_D32(i), DORAD_D32(i + 32)
+#define DORAD_D88(i) DORAD_D64(i), DORAD_D16(i + 64), DORAD_D8(i + 80)
 #define DORAD_D96(i) DORAD_D64(i), DORAD_D32(i + 64)
 #define DORAD_D128(i) DORAD_D64(i), DORAD_D64(i + 64)
 // The three operands after the accumulators are numbered from `a`, `b`, `s`.
@@ -122,6 +124,8 @@ __device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_til
     DORAD_WGMMA(96, DORAD_P48, DORAD_D48(0), 48, 49, 50);
   } else if constexpr (kN == 128) {
     DORAD_WGMMA(128, DORAD_P64, DORAD_D64(0), 64, 65, 66);
+  } else if constexpr (kN == 176) {
+    DORAD_WGMMA(176, DORAD_P88, DORAD_D88(0), 88, 89, 90);
   } else if constexpr (kN == 192) {
     DORAD_WGMMA(192, DORAD_P96, DORAD_D96(0), 96, 97, 98);
   } else {
@@ -167,6 +171,7 @@ __device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64
 #undef DORAD_P32
 #undef DORAD_P48
 #undef DORAD_P64
+#undef DORAD_P88
 #undef DORAD_P96
 #undef DORAD_P128
 #undef DORAD_D4
@@ -175,6 +180,7 @@ __device__ inline void WgmmaNarrow(float (&d)[4], const uint32_t (&a)[4], uint64
 #undef DORAD_D32
 #undef DORAD_D48
 #undef DORAD_D64
+#undef DORAD_D88
 #undef DORAD_D96
 #undef DORAD_D128
 

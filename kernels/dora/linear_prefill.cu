@@ -1,0 +1,155 @@
+#include <cuda.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+
+#include "kernels/common/launch.h"
+#include "kernels/common/status.h"
+#include "kernels/common/tensor_map.h"
+#include "kernels/dora/linear_plan.h"
+#include "kernels/dora/linear_prefill.h"
+#include "kernels/dora/linear_prefill_kernel.cuh"
+
+namespace dorad::kernels {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr int kCluster = 2;  // blocks
+
+int RankRoom(int max_rank) { return CeilDiv(max_rank, kLinearStageK) * kLinearStageK; }
+
+bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
+  if (rows < 1 || max_rank < 0 || max_rank > INT16_MAX - kLinearStageK) return false;
+  if (shape.in < 8 || shape.in % 8 != 0) return false;
+  if (shape.parts < 1 || shape.parts > kDoraLinearMaxParts) return false;
+  for (int p = 0; p < shape.parts; ++p) {
+    if (shape.out[p] < 1 || (p + 1 < shape.parts && shape.out[p] % 64 != 0)) return false;
+  }
+  return OutFeatures(shape) % 8 == 0;
+}
+
+bool IsAligned(const void* pointer, size_t alignment) {
+  return pointer != nullptr && reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
+struct Maps {
+  CUtensorMap w;
+  CUtensorMap x;
+  CUtensorMap h = {};
+  CUtensorMap h_row = {};
+};
+
+// Clusters that the device holds at once: blocks wait for each other, so no more may be launched.
+template <typename... Parameters>
+cudaError_t CountResident(void (*kernel)(Parameters...), int shared_bytes, int* clusters) {
+  DORAD_CUDA_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kCluster;
+  config.blockDim = kPrefillThreads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(clusters, kernel, &config));
+  return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
+}
+
+template <int kN>
+cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
+  using Config = PrefillConfig<kN>;
+  const DoraLinearPrefillParams& p = args.p;
+  const int in = p.shape.in;
+  const int out = OutFeatures(p.shape);
+  args.panels = CeilDiv(out, kN);
+  Maps maps;
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(p.w, out, in, in, kN / 2, &maps.w));
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(p.x, p.rows, in, in, kPrefillTileRows, &maps.x));
+  if (args.ldh > 0) {
+    const int columns = p.shape.parts * args.ldh;
+    DORAD_CUDA_RETURN_IF_ERROR(
+        EncodeTensorMap(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
+    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(args.h, p.rows, columns, columns, 1, &maps.h_row));
+  }
+  static std::atomic<int> known = 0;
+  int clusters = known;
+  if (clusters == 0) {
+    DORAD_CUDA_RETURN_IF_ERROR(CountResident(PrefillKernel<kN>, Config::kDynamicBytes, &clusters));
+    known = clusters;
+  }
+  return LaunchEarlyInClusters(PrefillKernel<kN>, kCluster, kCluster * clusters, kPrefillThreads,
+                               Config::kDynamicBytes, stream, maps.w, maps.x, maps.h, maps.h_row,
+                               args);
+}
+
+// About how long it takes to walk all tiles with panels of `columns` rows of W. Narrow ones ask
+// more of shared memory for each product.
+int64_t Cost(const PrefillArgs& args, int columns, int clusters) {
+  constexpr int kEachPanel = 24;
+  const int64_t tiles = int64_t{args.bands} * CeilDiv(OutFeatures(args.p.shape), columns);
+  return (tiles + clusters - 1) / clusters * (columns + kEachPanel);
+}
+
+}  // namespace
+
+size_t DoraLinearPrefillWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
+  if (!Valid(shape, rows, max_rank)) return 0;
+  return kDoraLinearSignalBytes +
+         size_t{1} * shape.parts * rows * RankRoom(max_rank) * sizeof(__nv_bfloat16);
+}
+
+cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_t stream) {
+  const DoraLinearShape& shape = params.shape;
+  if (!Valid(shape, params.rows, params.max_rank) || params.num_segments < 1 ||
+      params.num_segments > kPrefillMaxSegments || params.segments == nullptr ||
+      !IsAligned(params.x, 16) || !IsAligned(params.w, 16) || !IsAligned(params.y, 16) ||
+      (params.bias != nullptr && !IsAligned(params.bias, 8)) ||
+      !IsAligned(params.workspace, kAlignment) ||
+      params.workspace_bytes <
+          DoraLinearPrefillWorkspaceBytes(shape, params.rows, params.max_rank) ||
+      (params.max_rank > 0 && !IsAligned(params.maps, 64))) {
+    return cudaErrorInvalidValue;
+  }
+  int device = 0;
+  int processors = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  DORAD_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  PrefillArgs args = {};
+  args.p = params;
+  args.plan = PlanLinear(shape, processors);
+  for (int p = 0; p < kDoraLinearMaxParts; ++p) {
+    args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
+  }
+  args.bands = CeilDiv(params.rows, kPrefillBandRows);
+  args.group = std::min(args.bands, 8);
+  args.ldh = RankRoom(params.max_rank);
+  args.counters = static_cast<PrefillCounters*>(params.workspace);
+  args.h = reinterpret_cast<__nv_bfloat16*>(static_cast<uint8_t*>(params.workspace) +
+                                            kDoraLinearSignalBytes);
+  const int clusters = processors / 2;
+  // Parts have to begin at a multiple of 64 rows of a panel, or be one; and wide panels leave no
+  // registers for the sums of several pieces.
+  constexpr int64_t kNever = INT64_MAX;
+  const int64_t costs[] = {
+      Cost(args, 192, clusters), shape.parts == 1 ? Cost(args, 176, clusters) : kNever,
+      Cost(args, 128, clusters), args.plan.splits == 1 ? Cost(args, 256, clusters) : kNever};
+  switch (std::min_element(std::begin(costs), std::end(costs)) - costs) {
+    case 0:
+      return Launch<192>(args, stream);
+    case 1:
+      return Launch<176>(args, stream);
+    case 2:
+      return Launch<128>(args, stream);
+    default:
+      return Launch<256>(args, stream);
+  }
+}
+
+}  // namespace dorad::kernels
