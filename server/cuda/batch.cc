@@ -69,9 +69,12 @@ void WriteSegments(LinearRows* linear, Writer& writer) {
   const int64_t blocks = (linear->rows + kSegmentBlockRows - 1) / kSegmentBlockRows;
   RowSegment* segments = writer.Array(blocks * kSegmentBlockRows, &linear->segments.blocks);
   int32_t* counts = writer.Array(blocks, &linear->segments.counts);
+  RowSegment* whole =
+      writer.Array(static_cast<int64_t>(linear->ranges.size()), &linear->range_segments);
   if (!writer.writing()) return;
   std::fill_n(counts, blocks, 0);
   for (const AdapterRange& range : linear->ranges) {
+    *whole++ = {range.slot, static_cast<int32_t>(range.begin), static_cast<int32_t>(range.end)};
     for (int64_t begin = range.begin; begin < range.end;) {
       const int64_t block = begin / kSegmentBlockRows;
       const int64_t first = block * kSegmentBlockRows;

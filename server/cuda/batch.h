@@ -35,6 +35,7 @@ struct LinearRows {
   kernels::AdapterTable table;
   const CUtensorMap* maps = nullptr;  // of the table
   kernels::RowSegments segments;
+  const kernels::RowSegment* range_segments = nullptr;  // device: `ranges`; null in decode graphs
 };
 
 // Rows whose logits are wanted, in pieces that are computed one after another.

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "kernels/dora/linear.h"
+#include "kernels/dora/linear_prefill.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
@@ -29,6 +30,14 @@ size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
   return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), static_cast<int>(block), kMaxRank);
 }
 
+// Whether all rows can go through one launch.
+bool TakenAtOnce(const LinearGroup& group, const LinearRows& rows) {
+  return rows.rows > kernels::kDoraLinearMaxRows &&
+         rows.ranges.size() <= kernels::kPrefillMaxSegments &&
+         kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows.rows),
+                                                  kMaxRank) > 0;
+}
+
 }  // namespace
 
 absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
@@ -40,6 +49,8 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
     for (int64_t rows = 1; rows <= kernels::kDoraLinearMaxRows; rows *= 2) {
       bytes = std::max(bytes, WorkspaceBytes(*group, rows));
     }
+    bytes = std::max(bytes, kernels::DoraLinearPrefillWorkspaceBytes(
+                                ShapeOf(*group), static_cast<int>(max_rows), kMaxRank));
   }
   DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
                          LibraryLinear::Create(*stream, max_rows, widest, ledger));
@@ -66,6 +77,25 @@ template <typename T>
 absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                            T* y) {
   if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
+  if (TakenAtOnce(group, rows)) {
+    kernels::DoraLinearPrefillParams params;
+    params.shape = ShapeOf(group);
+    params.rows = static_cast<int32_t>(rows.rows);
+    params.max_rank = rows.adapted ? kMaxRank : 0;
+    params.x = x;
+    params.w = group.weight;
+    params.bias = group.bias;
+    params.table = rows.table;
+    params.maps = rows.maps;
+    params.first_module = group.first_module;
+    params.segments = rows.range_segments;
+    params.num_segments = static_cast<int32_t>(rows.ranges.size());
+    params.y = y;
+    params.y_fp32 = std::is_same_v<T, float>;
+    params.workspace = workspace_.as<>();
+    params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
+    return ToStatus(kernels::DoraLinearPrefill(params, stream_->get()), kStep);
+  }
   kernels::DoraLinearParams params;
   params.shape = ShapeOf(group);
   params.max_rank = rows.adapted ? kMaxRank : 0;
