@@ -4,7 +4,8 @@ as the disk takes them: for benchmarks on a machine that has no model.
     python tools/make_random_model.py --shape qwen3-8b --out /dev/shm/model
     python tools/make_random_model.py --shape qwen3-8b --adapter --rank 384 --out /dev/shm/adapter
 
-Matrices are uniform in ±0.035 (standard deviation 0.02), norms 1. Every tensor is another stretch
+The shapes are those of model_shapes.json; tests/bench/model_shapes.h says more about them. Matrices
+are uniform in ±0.035 (standard deviation 0.02), norms 1, biases 0. Every tensor is another stretch
 of one pool of random numbers. The adapter is DoRA on the seven linears of every layer, with A and B
 such that s·B·A is about half of W, and magnitudes near the norms, so that g is near 1.
 """
@@ -13,6 +14,7 @@ import argparse
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,55 +28,36 @@ SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    context: int = 40960
+    config: dict[str, Any]  # a config.json
+
+    @classmethod
+    def read(cls, name: str, layers: int = 0) -> "Shape":
+        """The table's shape of that name; layers: 0 for as many as it has."""
+        config = dict(_TABLE[name], hidden_act="silu", torch_dtype="bfloat16", eos_token_id=2)
+        count = config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+        if "layer_types" in config:  # repeated until every layer has one
+            config["layer_types"] = list(islice(cycle(config["layer_types"]), count))
+        return cls(config)
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """[rows, cols] by the name within a layer."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        c = self.config
+        hidden, inner = c["hidden_size"], c["intermediate_size"]
+        q = c["num_attention_heads"] * c["head_dim"]
+        kv = c["num_key_value_heads"] * c["head_dim"]
         return {
-            "self_attn.q_proj": (q, self.hidden),
-            "self_attn.k_proj": (kv, self.hidden),
-            "self_attn.v_proj": (kv, self.hidden),
-            "self_attn.o_proj": (self.hidden, q),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
-        }
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab,
-            "max_position_embeddings": self.context,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1000000.0,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-            "eos_token_id": 2,
-            "torch_dtype": "bfloat16",
+            "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
         }
 
 
-SHAPES = {
-    "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936),
-    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936),
-    "tiny": Shape(64, 192, 2, 4, 2, 32, 512, context=2048),
-}
+_TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("model_shapes.json").read_text())
+SHAPES = {name: Shape.read(name) for name in _TABLE}
 
 
 @dataclass(frozen=True)
@@ -90,42 +73,50 @@ class Tensor:
 
 
 def model_tensors(shape: Shape) -> list[Tensor]:
-    tensors = [Tensor("model.embed_tokens.weight", (shape.vocab, shape.hidden), STD)]
-    for i in range(shape.layers):
+    c = shape.config
+    hidden = c["hidden_size"]
+    embedding = (c["vocab_size"], hidden)
+    tensors = [Tensor("model.embed_tokens.weight", embedding, STD)]
+    for i in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
         for name, size in shape.linears().items():
             tensors.append(Tensor(f"{prefix}{name}.weight", size, STD))
+            if c["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
+                tensors.append(Tensor(f"{prefix}{name}.bias", size[:1]))
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors.append(Tensor(f"{prefix}{name}.weight", (shape.hidden,), value=1.0))
-        for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            tensors.append(Tensor(f"{prefix}{name}.weight", (shape.head_dim,), value=1.0))
-    tensors.append(Tensor("model.norm.weight", (shape.hidden,), value=1.0))
-    tensors.append(Tensor("lm_head.weight", (shape.vocab, shape.hidden), STD))
+            tensors.append(Tensor(f"{prefix}{name}.weight", (hidden,), value=1.0))
+        if c["model_type"] == "qwen3":
+            for name in ("self_attn.q_norm", "self_attn.k_norm"):
+                tensors.append(Tensor(f"{prefix}{name}.weight", (c["head_dim"],), value=1.0))
+    tensors.append(Tensor("model.norm.weight", (hidden,), value=1.0))
+    if not c["tie_word_embeddings"]:
+        tensors.append(Tensor("lm_head.weight", embedding, STD))
     return tensors
 
 
-def adapter_tensors(shape: Shape, rank: int) -> list[Tensor]:
+def adapter_tensors(shape: Shape, rank: int, dora: bool) -> list[Tensor]:
     tensors = []
-    for i in range(shape.layers):
+    for i in range(shape.config["num_hidden_layers"]):
         for name, (rows, cols) in shape.linears().items():
             prefix = f"base_model.model.model.layers.{i}.{name}."
             tensors.append(Tensor(prefix + "lora_A.weight", (rank, cols), STD))
             std_b = 0.5 / rank**0.5
             tensors.append(Tensor(prefix + "lora_B.weight", (rows, rank), std_b))
-            norm = STD * (1.25 * cols) ** 0.5
-            tensors.append(Tensor(prefix + "lora_magnitude_vector", (rows,), value=norm))
+            if dora:
+                norm = STD * (1.25 * cols) ** 0.5
+                tensors.append(Tensor(prefix + "lora_magnitude_vector", (rows,), value=norm))
     return tensors
 
 
-def adapter_config(rank: int) -> dict[str, Any]:
+def adapter_config(shape: Shape, rank: int, dora: bool) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": rank,
         "lora_alpha": rank,
-        "use_dora": True,
+        "use_dora": dora,
         "bias": "none",
-        "target_modules": [n.split(".")[1] for n in SHAPES["tiny"].linears()],
+        "target_modules": [name.split(".")[1] for name in shape.linears()],
     }
 
 
@@ -193,12 +184,14 @@ def write_model(shape: Shape, out: Path, seed: int = 0) -> None:
         total = sum(2 * t.elements for shard in shards for t in shard)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
         (out / "model.safetensors.index.json").write_text(text)
-    (out / "config.json").write_text(json.dumps(shape.config(), indent=2))
+    (out / "config.json").write_text(json.dumps(shape.config, indent=2))
 
 
-def write_adapter(shape: Shape, rank: int, out: Path, seed: int = 0) -> None:
-    write_shards(out, {"adapter_model.safetensors": adapter_tensors(shape, rank)}, seed + 1)
-    (out / "adapter_config.json").write_text(json.dumps(adapter_config(rank), indent=2))
+def write_adapter(shape: Shape, rank: int, out: Path, seed: int = 0, dora: bool = True) -> None:
+    write_shards(out, {"adapter_model.safetensors": adapter_tensors(shape, rank, dora)}, seed + 1)
+    (out / "adapter_config.json").write_text(
+        json.dumps(adapter_config(shape, rank, dora), indent=2)
+    )
 
 
 def write_shards(out: Path, shards: dict[str, list[Tensor]], seed: int) -> None:
@@ -218,15 +211,17 @@ def write_shards(out: Path, shards: dict[str, list[Tensor]], seed: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=0, help="so many of its layers (all)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--adapter", action="store_true", help="an adapter instead of the model")
     parser.add_argument("--rank", type=int, default=384)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    shape = Shape.read(args.shape, args.layers)
     if args.adapter:
-        write_adapter(SHAPES[args.shape], args.rank, args.out, args.seed)
+        write_adapter(shape, args.rank, args.out, args.seed)
     else:
-        write_model(SHAPES[args.shape], args.out, args.seed)
+        write_model(shape, args.out, args.seed)
 
 
 if __name__ == "__main__":

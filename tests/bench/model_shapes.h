@@ -1,0 +1,28 @@
+// The shapes of public models that benchmarks run with random weights: tools/model_shapes.json,
+// which tools/make_random_model.py reads too. Each is a config.json as the server reads it, but for
+// layer_types, which is repeated until every layer has one.
+//
+// Of the vision-language models there is the text part. gemma3-27b-plain has Gemma 3's sizes, heads
+// and windows in the decoder of this server, which serves no Gemma: SiLU, two norms a layer instead
+// of four, one rotary base. Qwen3.5-27B has no entry: three quarters of its layers are linear
+// attention with other projections, so that no decoder of this server does the same work.
+// Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/model/model_config.h"
+
+namespace dorad::bench {
+
+// In alphabetical order.
+std::vector<std::string> ModelShapeNames();
+
+// layers: 0 for as many as the shape has. INVALID_ARGUMENT for an unknown name, and
+// model::ReadModelConfig's statuses.
+absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64_t layers);
+
+}  // namespace dorad::bench
