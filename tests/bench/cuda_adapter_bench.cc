@@ -40,6 +40,7 @@
 #include "server/cuda/device.h"
 #include "server/cuda/model.h"
 #include "tests/bench/cuda_model.h"
+#include "tests/bench/model_shapes.h"
 
 namespace dorad::cuda {
 namespace {
@@ -231,7 +232,8 @@ class Bench {
  public:
   explicit Bench(const Options& options) : options_(options) {
     Must(OpenDevice().status());
-    model_ = Must(CudaModel::Random(bench::Qwen3_8B(options_.at("layers")), 1, &ledger_));
+    model_ = Must(CudaModel::Random(Must(bench::ReadModelShape("qwen3-8b", options_.at("layers"))),
+                                    1, &ledger_));
     gaps_ = Must(StepGaps::Create());
     Uploader::Options upload = Uploader::DefaultOptions();
     if (options_.at("threads") > 0) upload.threads = static_cast<int>(options_.at("threads"));

@@ -1,4 +1,4 @@
-// What the benches of whole models share: Qwen3-8B's shape and a batch that decodes.
+// What the benches of whole models share, beside their shapes: a batch that decodes.
 #pragma once
 
 #include <cstdint>
@@ -10,26 +10,8 @@
 
 #include "absl/status/statusor.h"
 #include "server/engine/model_runner.h"
-#include "server/model/model_config.h"
 
 namespace dorad::bench {
-
-inline model::ModelConfig Qwen3_8B(int64_t layers) {
-  model::ModelConfig config;
-  config.model_type = "qwen3";
-  config.vocab_size = 151936;
-  config.hidden_size = 4096;
-  config.intermediate_size = 12288;
-  config.num_layers = layers;
-  config.num_heads = 32;
-  config.num_kv_heads = 8;
-  config.head_dim = 128;
-  config.context_length = 40960;
-  config.qk_norm = true;
-  config.windows.assign(layers, 0);
-  config.rope.theta = 1e6;
-  return config;
-}
 
 // Ends the program unless all is well.
 template <typename T>

@@ -1,9 +1,7 @@
-// Steps of a whole model on the GPU through the model runner, with random weights of Qwen3-8B's
-// shape: what the engine waits for, the building of batches and sampling included. As the engine
-// does, each step begins while the one before it is computed and decodes what that one samples.
-//
-//   cuda_step_bench [--batch 1,32,128,256] [--adapters 0,1,4,8] [--rank 384] [--context 656]
-//                   [--prefill 4096] [--layers 36]
+// Steps of a whole model on the GPU through the model runner, with random weights of a named shape:
+// what the engine waits for, the building of batches and sampling included. As the engine does,
+// each step begins while the one before it is computed and decodes what that one samples. --help
+// tells the options.
 //
 // One JSON line a case: ms is the median step, floor_ms the bytes that must move over the copy
 // bandwidth measured in the same run (decode only).
@@ -13,12 +11,13 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <set>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "server/cuda/adapter.h"
 #include "server/cuda/cuda_model_runner.h"
@@ -27,14 +26,13 @@
 #include "server/cuda/model.h"
 #include "server/engine/model_runner.h"
 #include "tests/bench/cuda_model.h"
+#include "tests/bench/model_shapes.h"
 
 namespace dorad::cuda {
 namespace {
 
 using bench::Must;
-using bench::Qwen3_8B;
 using engine::StepSequence;
-using Lists = std::map<std::string, std::vector<int64_t>>;
 
 double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -65,63 +63,214 @@ double CopyBandwidth() {
   return 2.0 * kBytes / Median(times);
 }
 
+struct Options {
+  std::string shape = "qwen3-8b";
+  int64_t layers = 0;  // 0: as many as the shape has
+  std::vector<int64_t> batch = {1, 32, 128, 256};
+  std::vector<int64_t> adapters = {0, 1, 4, 8};
+  int64_t rank = 384;
+  std::vector<int64_t> ranks;
+  int64_t context = 656;
+  int64_t prefill = 4096;
+};
+
+std::string Usage() {
+  return absl::StrCat(R"(usage: cuda_step_bench [OPTION VALUE]...
+
+Times steps of a model with random weights on the GPU; prints a JSON line for each case.
+
+  --shape NAME         the model's sizes (qwen3-8b)
+  --layers N           so many of its layers (all)
+  --batch N,...        rows of a decode step (1,32,128,256)
+  --adapters N,...     adapters that a step's rows are dealt to, 0 for the base alone (0,1,4,8);
+                       batches with fewer rows than adapters are left out
+  --rank R             of these adapters, a multiple of 8 (384)
+  --ranks R,...        beside these cases one step whose rows are dealt to an adapter of each of
+                       these ranks, 0 for the base: 16,64,384,768,0 (no such case)
+  --context N          tokens before each row of a decode step (656)
+  --prefill N          tokens of the prefill step, 0 for none (4096)
+
+Shapes: )",
+                      absl::StrJoin(bench::ModelShapeNames(), ", "), "\n");
+}
+
+[[noreturn]] void Refuse(const std::string& why) {
+  std::fprintf(stderr, "cuda_step_bench: %s; --help tells the options\n", why.c_str());
+  std::exit(2);
+}
+
+std::vector<int64_t> ParseList(const std::string& option, const std::string& text, int64_t least,
+                               int64_t multiple_of) {
+  std::vector<int64_t> values;
+  for (const absl::string_view part : absl::StrSplit(text, ',')) {
+    int64_t value = 0;
+    if (!absl::SimpleAtoi(part, &value) || value < least || value % multiple_of != 0) {
+      Refuse(absl::StrCat(option, " ", text, ": ", part, " is not a number from ", least, " on",
+                          multiple_of > 1 ? absl::StrCat(" that ", multiple_of, " divides") : ""));
+    }
+    values.push_back(value);
+  }
+  return values;
+}
+
+int64_t ParseOne(const std::string& option, const std::string& text, int64_t least,
+                 int64_t multiple_of) {
+  const std::vector<int64_t> values = ParseList(option, text, least, multiple_of);
+  if (values.size() != 1) Refuse(absl::StrCat(option, " takes one number, not ", text));
+  return values.front();
+}
+
+Options Parse(const std::vector<std::string>& arguments) {
+  Options options;
+  for (size_t i = 0; i < arguments.size(); i += 2) {
+    const std::string& name = arguments[i];
+    if (name == "--help") {
+      std::fputs(Usage().c_str(), stdout);
+      std::exit(0);
+    }
+    const bool last = i + 1 == arguments.size();
+    const std::string value = last ? "" : arguments[i + 1];
+    if (name == "--shape") {
+      options.shape = value;
+    } else if (name == "--layers") {
+      options.layers = ParseOne(name, value, 1, 1);
+    } else if (name == "--batch") {
+      options.batch = ParseList(name, value, 1, 1);
+    } else if (name == "--adapters") {
+      options.adapters = ParseList(name, value, 0, 1);
+    } else if (name == "--rank") {
+      options.rank = ParseOne(name, value, 8, 8);
+    } else if (name == "--ranks") {
+      options.ranks = ParseList(name, value, 0, 8);
+    } else if (name == "--context") {
+      options.context = ParseOne(name, value, 1, 1);
+    } else if (name == "--prefill") {
+      options.prefill = ParseOne(name, value, 0, 1);
+    } else {
+      Refuse(absl::StrCat("unknown option ", name));
+    }
+  }
+  return options;
+}
+
+using Adapters = std::vector<std::unique_ptr<adapter::LoadedAdapter>>;
+
 struct Case {
   int64_t batch = 1;
-  int64_t adapters = 0;
   int64_t tokens = 1;  // of each sequence
   int64_t context = 0;
+  // Dealt to the sequences in turns; null: the base. Not empty.
+  std::vector<const adapter::LoadedAdapter*> deal = {nullptr};
+  std::string label;  // what the JSON line says of the deal
 };
 
 class Bench {
  public:
-  explicit Bench(Lists options) : options_(std::move(options)) {
+  explicit Bench(Options options) : options_(std::move(options)) {
+    const model::ModelConfig config = Must(bench::ReadModelShape(options_.shape, options_.layers));
     Must(OpenDevice().status());
     bandwidth_ = CopyBandwidth();
-    model_ = Must(CudaModel::Random(Qwen3_8B(options_["layers"][0]), 1, &ledger_));
-    const int64_t most =
-        *std::max_element(options_["adapters"].begin(), options_["adapters"].end());
-    for (int64_t i = 0; i < most; ++i) {
-      adapters_.push_back(std::make_unique<adapter::LoadedAdapter>(
-          "bench", i + 1, adapter::AdapterSummary(),
-          Must(MakeRandomAdapter(*model_, static_cast<int>(options_["rank"][0]),
-                                 static_cast<uint32_t>(1000 * i + 7), &ledger_))));
+    model_ = Must(CudaModel::Random(config, 1, &ledger_));
+    const int64_t most = *std::max_element(options_.adapters.begin(), options_.adapters.end());
+    for (int64_t i = 0; i < most; ++i) adapters_.push_back(MakeAdapter(options_.rank));
+    for (const int64_t rank : options_.ranks) {
+      mixed_.push_back(rank > 0 ? MakeAdapter(rank) : nullptr);
     }
-    const int64_t batch = *std::max_element(options_["batch"].begin(), options_["batch"].end());
-    const int64_t rows = std::max(batch, options_["prefill"][0]);
-    pages_ =
-        (batch * (options_["context"][0] + 64) + options_["prefill"][0]) / engine::kKvPageTokens +
-        2 * batch;
-    runner_ = Must(MakeCudaModelRunner(model_.get(), {pages_, 16384, rows, batch}, &ledger_));
-    std::printf("{\"copy_TBps\": %.3f, \"weights_GB\": %.3f}\n", bandwidth_ / 1e12,
-                model_->bytes() / 1e9);
+    const int64_t batch = *std::max_element(options_.batch.begin(), options_.batch.end());
+    const int64_t rows = std::max(batch, options_.prefill);
+    const int64_t pages =
+        (batch * (options_.context + 64) + options_.prefill) / engine::kKvPageTokens + 2 * batch;
+    const int64_t positions = std::max<int64_t>(16384, options_.context + 64);
+    runner_ = Must(MakeCudaModelRunner(
+        model_.get(), {pages, std::max(positions, options_.prefill), rows, batch}, &ledger_));
+    std::printf(
+        "{\"shape\": \"%s\", \"layers\": %lld, \"copy_TBps\": %.3f, \"weights_GB\": %.3f}\n",
+        options_.shape.c_str(), static_cast<long long>(config.num_layers), bandwidth_ / 1e12,
+        model_->bytes() / 1e9);
   }
 
   void Run() {
-    for (const int64_t adapters : options_["adapters"]) {
-      for (const int64_t batch : options_["batch"]) {
-        if (adapters > batch) continue;
-        Report(Case{batch, adapters, 1, options_["context"][0]});
-      }
-      if (options_["prefill"][0] > 0 && adapters <= 1) {
-        Report(Case{1, adapters, options_["prefill"][0], 0});
-      }
+    for (const int64_t adapters : options_.adapters) {
+      Case c;
+      if (adapters > 0) c.deal = Deal(adapters_, adapters);
+      c.label = absl::StrCat("\"adapters\": ", adapters);
+      if (adapters > 0) absl::StrAppend(&c.label, ", \"rank\": ", options_.rank);
+      Decode("decode", c);
+      if (options_.prefill > 0 && adapters <= 1) Prefill(c);
+    }
+    if (!mixed_.empty()) {
+      Case c;
+      c.deal = Deal(mixed_, mixed_.size());
+      c.label = absl::StrCat("\"ranks\": [", absl::StrJoin(options_.ranks, ", "), "]");
+      Decode("mixed decode", c);
     }
   }
 
  private:
-  // Weights and adapters once, keys and values of the context.
+  std::unique_ptr<adapter::LoadedAdapter> MakeAdapter(int64_t rank) {
+    ++made_;
+    return std::make_unique<adapter::LoadedAdapter>(
+        "bench", made_, adapter::AdapterSummary(),
+        Must(MakeRandomAdapter(*model_, static_cast<int>(rank),
+                               static_cast<uint32_t>(1000 * made_ + 7), &ledger_)));
+  }
+
+  static std::vector<const adapter::LoadedAdapter*> Deal(const Adapters& adapters, size_t count) {
+    std::vector<const adapter::LoadedAdapter*> deal;
+    for (size_t i = 0; i < count; ++i) deal.push_back(adapters[i].get());
+    return deal;
+  }
+
+  // Of the keys and values that one row of a decode step reads and writes.
+  double CacheBytes(int64_t context) const {
+    const model::ModelConfig& config = model_->config();
+    double rows = 0.0;
+    for (const int64_t window : config.windows) {
+      rows += window > 0 ? std::min(window, context + 1) : context + 1;
+    }
+    return rows * KvPageBytes(config) / engine::kKvPageTokens / config.num_layers;
+  }
+
+  // Weights and the adapters of the case once, keys and values of the context.
   double Floor(const Case& c) const {
     const model::ModelConfig& config = model_->config();
-    double bytes = model_->bytes() - 2.0 * config.vocab_size * config.hidden_size;
-    for (int64_t i = 0; i < c.adapters; ++i) {
-      bytes += static_cast<const CudaAdapterWeights&>(adapters_[i]->weights()).bytes();
+    double bytes = model_->bytes();
+    // Of an embedding that is not the head, too, a few rows are read.
+    if (!config.tied_embeddings) bytes -= 2.0 * config.vocab_size * config.hidden_size;
+    for (const adapter::LoadedAdapter* adapter : c.deal) {
+      if (adapter == nullptr) continue;
+      bytes += static_cast<const CudaAdapterWeights&>(adapter->weights()).bytes();
     }
-    bytes += c.batch * (c.context + 1) * double(KvPageBytes(config)) / engine::kKvPageTokens;
+    bytes += c.batch * CacheBytes(c.context);
     // Bandwidth counts a copy's reads and writes; reads alone go as fast.
     return bytes / bandwidth_;
   }
 
-  void Report(const Case& c) {
+  void Decode(const char* work, Case c) {
+    c.context = options_.context;
+    for (const int64_t batch : options_.batch) {
+      if (c.deal.size() > static_cast<size_t>(batch)) continue;
+      c.batch = batch;
+      const double ms = 1e3 * Measure(c);
+      const double floor = 1e3 * Floor(c);
+      std::printf(
+          "{\"work\": \"%s\", \"batch\": %lld, %s, \"context\": %lld, \"ms\": %.3f, "
+          "\"floor_ms\": %.3f, \"share\": %.2f}\n",
+          work, static_cast<long long>(batch), c.label.c_str(), static_cast<long long>(c.context),
+          ms, floor, floor / ms);
+      std::fflush(stdout);
+    }
+  }
+
+  void Prefill(Case c) {
+    c.tokens = options_.prefill;
+    std::printf("{\"work\": \"prefill\", \"tokens\": %lld, %s, \"ms\": %.2f}\n",
+                static_cast<long long>(c.tokens), c.label.c_str(), 1e3 * Measure(c));
+    std::fflush(stdout);
+  }
+
+  // Seconds of the median step.
+  double Measure(const Case& c) {
     std::vector<std::vector<engine::TokenId>> tokens(c.batch);
     std::vector<std::vector<int32_t>> pages(c.batch);
     std::vector<engine::SampleWant> wants(c.batch);
@@ -130,7 +279,8 @@ class Bench {
     int32_t page = 0;
     for (int64_t i = 0; i < c.batch; ++i) {
       for (int64_t t = 0; t < c.tokens; ++t) {
-        tokens[i].push_back(static_cast<int32_t>((i * 7919 + t * 104729) % 151936));
+        tokens[i].push_back(
+            static_cast<int32_t>((i * 7919 + t * 104729) % model_->config().vocab_size));
       }
       for (int64_t p = 0; p * engine::kKvPageTokens < length; ++p) pages[i].push_back(page++);
       wants[i].sampling.temperature = 0.0f;
@@ -139,7 +289,7 @@ class Bench {
       sequences[i].position = c.context;
       sequences[i].pages = pages[i];
       sequences[i].sample = &wants[i];
-      if (c.adapters > 0) sequences[i].adapter = adapters_[i % c.adapters].get();
+      sequences[i].adapter = c.deal[i % c.deal.size()];
     }
     std::vector<double> times;
     Must(runner_->Begin(sequences));
@@ -156,27 +306,16 @@ class Bench {
       last = now;
     }
     Must(runner_->Finish().status());
-    const double ms = 1e3 * Median({times.begin() + 3, times.end()});
-    if (c.tokens == 1) {
-      const double floor = 1e3 * Floor(c);
-      std::printf(
-          "{\"work\": \"decode\", \"batch\": %lld, \"adapters\": %lld, \"context\": %lld, "
-          "\"ms\": %.3f, \"floor_ms\": %.3f, \"share\": %.2f}\n",
-          static_cast<long long>(c.batch), static_cast<long long>(c.adapters),
-          static_cast<long long>(c.context), ms, floor, floor / ms);
-    } else {
-      std::printf("{\"work\": \"prefill\", \"tokens\": %lld, \"adapters\": %lld, \"ms\": %.2f}\n",
-                  static_cast<long long>(c.tokens), static_cast<long long>(c.adapters), ms);
-    }
-    std::fflush(stdout);
+    return Median({times.begin() + 3, times.end()});
   }
 
-  Lists options_;
+  const Options options_;
   MemoryLedger ledger_;
   double bandwidth_ = 0.0;
   std::unique_ptr<CudaModel> model_;
-  std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
-  int64_t pages_ = 0;
+  Adapters adapters_;
+  Adapters mixed_;  // as options_.ranks; null where that is 0
+  int made_ = 0;
   std::unique_ptr<engine::ModelRunner> runner_;
 };
 
@@ -184,20 +323,6 @@ class Bench {
 }  // namespace dorad::cuda
 
 int main(int argc, char** argv) {
-  dorad::cuda::Lists options = {
-      {"batch", {1, 32, 128, 256}}, {"adapters", {0, 1, 4, 8}}, {"rank", {384}},
-      {"context", {656}},           {"prefill", {4096}},        {"layers", {36}}};
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = std::string(argv[i]).substr(2);
-    if (options.count(name) == 0) {
-      std::fprintf(stderr, "unknown option %s\n", argv[i]);
-      return 1;
-    }
-    options[name].clear();
-    for (const auto& part : absl::StrSplit(argv[i + 1], ',')) {
-      options[name].push_back(std::atoll(std::string(part).c_str()));
-    }
-  }
-  dorad::cuda::Bench(std::move(options)).Run();
+  dorad::cuda::Bench(dorad::cuda::Parse({argv + 1, argv + argc})).Run();
   return 0;
 }
