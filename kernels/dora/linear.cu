@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "kernels/common/status.h"
+#include "kernels/common/tensor_map.h"
 #include "kernels/dora/linear.h"
 #include "kernels/dora/linear_launch.h"
 #include "kernels/dora/linear_plan.h"
@@ -45,26 +46,6 @@ cudaError_t Processors(int* count) {
   return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
-// [rows, columns] of bf16 with a leading dimension, fetched in boxes of [box_rows, kLinearStageK]
-// into the 128-byte swizzle.
-cudaError_t MakeMap(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows,
-                    CUtensorMap* map) {
-  void* symbol = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &symbol,
-                                                              12000, cudaEnableDefault, &found));
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[] = {static_cast<cuuint64_t>(ld) * sizeof(__nv_bfloat16)};
-  const cuuint32_t box[] = {kLinearStageK, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[] = {1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(symbol)(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(data), sizes, strides,
-      box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
@@ -77,8 +58,10 @@ size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]) {
   maps[0] = maps[1] = CUtensorMap{};
   if (factors.rank == 0) return cudaSuccess;
-  DORAD_CUDA_RETURN_IF_ERROR(MakeMap(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
-  return MakeMap(factors.b, out, (factors.rank + 7) / 8 * 8, factors.ldb, kLinearBoxRows, &maps[1]);
+  DORAD_CUDA_RETURN_IF_ERROR(
+      EncodeTensorMap(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
+  return EncodeTensorMap(factors.b, out, (factors.rank + 7) / 8 * 8, factors.ldb, kLinearBoxRows,
+                         &maps[1]);
 }
 
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
@@ -116,16 +99,16 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
     if (params.max_rank > 0) {
       args.siblings = 1;
       args.x_rows = RoundUp(params.rows, params.rows <= 64 ? 8 : 64);
-      DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, shape.in,
-                                         std::min(args.x_rows, 64), &launch.x_map));
+      DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
+                                                 std::min(args.x_rows, 64), &launch.x_map));
       DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(launch));
     }
     args.siblings = Siblings(args.plan, params.rows);
     args.x_rows = RoundUp(params.rows, 8 * args.siblings);
-    DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.x, params.rows, shape.in, shape.in,
-                                       args.x_rows / args.siblings, &launch.x_map));
-    DORAD_CUDA_RETURN_IF_ERROR(MakeMap(params.w, OutFeatures(shape), shape.in, shape.in,
-                                       args.plan.panel_rows, &launch.w_map));
+    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
+                                               args.x_rows / args.siblings, &launch.x_map));
+    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
+                                               args.plan.panel_rows, &launch.w_map));
     return LaunchProject<kM>(launch);
   };
   switch (BatchTiles(params.rows)) {
