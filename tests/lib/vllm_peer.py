@@ -1,0 +1,96 @@
+"""vLLM as a peer: its engine in this process, a model folder without weights (they are random), and
+a LoRA adapter with random ones. Imported only by the process that runs it."""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+# Before vLLM is imported.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from make_random_model import Shape, write_adapter
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+SHORT, LONG = 32, 256  # tokens out; a decode step is the difference over the tokens between
+REPEATS = 3
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what max_lora_rank may be
+
+
+class Engine:
+    def __init__(self, peer: str, options: argparse.Namespace, folder: Path) -> None:
+        self.shape = Shape.read(options.shape, options.layers)
+        self.prompt = max(options.context - (SHORT + LONG) // 2, 1)
+        self.adapter = None
+        lora: dict = {}
+        if peer == "vllm-lora":
+            rank = next((rank for rank in RANKS if rank >= options.rank), None)
+            if rank is None:
+                raise ValueError(f"vLLM takes ranks up to {RANKS[-1]}, not {options.rank}")
+            write_adapter(self.shape, options.rank, folder / "adapter", dora=False)
+            self.adapter = LoRARequest("adapter", 1, str(folder / "adapter"))
+            lora = dict(enable_lora=True, max_loras=1, max_lora_rank=rank)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(self.shape.config))
+        tokens = max(self.prompt + LONG, options.prefill + 1) + 16
+        self.llm = LLM(
+            model=str(folder / "model"),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=tokens,
+            max_num_seqs=max(options.batch),
+            max_num_batched_tokens=max(8192, tokens),
+            enable_prefix_caching=False,
+            # Each batch has a graph of its own size; more would only take longer to start.
+            compilation_config={"cudagraph_capture_sizes": sorted({1, *options.batch})},
+            seed=0,
+            **lora,
+        )
+        self.random = torch.Generator().manual_seed(1)
+
+    def generate(self, rows: int, prompt: int, tokens: int) -> float:
+        """Seconds."""
+        size = (rows, prompt)
+        ids = torch.randint(10, self.shape.config["vocab_size"], size, generator=self.random)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        begin = time.perf_counter()
+        answers = self.llm.generate(
+            [{"prompt_token_ids": row} for row in ids.tolist()],
+            sampling,
+            use_tqdm=False,
+            lora_request=self.adapter,
+        )
+        seconds = time.perf_counter() - begin
+        assert all(len(answer.outputs[0].token_ids) == tokens for answer in answers)
+        return seconds
+
+    def decode(self, batch: int) -> float:
+        self.generate(batch, self.prompt, 4)  # compiles, and loads the adapter
+        short, long = (
+            statistics.median(self.generate(batch, self.prompt, tokens) for _ in range(REPEATS))
+            for tokens in (SHORT, LONG)
+        )
+        return 1e3 * (long - short) / (LONG - SHORT)
+
+    def prefill(self, tokens: int) -> float:
+        times = [self.generate(1, tokens, 1) for _ in range(REPEATS + 2)]
+        return 1e3 * statistics.median(times[2:])
+
+
+def measure(peer: str, options: argparse.Namespace, report) -> None:
+    with tempfile.TemporaryDirectory(prefix="dorad-vllm-") as folder:
+        engine = Engine(peer, options, Path(folder))
+        for batch in options.batch:
+            report.attempt(("decode", batch), lambda batch=batch: engine.decode(batch))
+        if options.prefill:
+            report.attempt(("prefill", options.prefill), lambda: engine.prefill(options.prefill))
