@@ -221,7 +221,7 @@ class Bench {
     return deal;
   }
 
-  // Of the keys and values that one row of a decode step reads and writes.
+  // Of the keys and values that one row of a decode step attends to, its own included.
   double CacheBytes(int64_t context) const {
     const model::ModelConfig& config = model_->config();
     double rows = 0.0;
@@ -235,7 +235,7 @@ class Bench {
   double Floor(const Case& c) const {
     const model::ModelConfig& config = model_->config();
     double bytes = model_->bytes();
-    // Of an embedding that is not the head, too, a few rows are read.
+    // Of an embedding that is not the head as well a step reads a few rows only.
     if (!config.tied_embeddings) bytes -= 2.0 * config.vocab_size * config.hidden_size;
     for (const adapter::LoadedAdapter* adapter : c.deal) {
       if (adapter == nullptr) continue;
