@@ -110,6 +110,12 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// A tensor map in device memory may have become another one since this multiprocessor used it:
+// makes the copy engine, at this thread's copies from here on, read it anew.
+__device__ inline void AcquireTensorMap(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
+
 // Orders ordinary accesses to shared memory before those of the tensor cores and the copy engine.
 __device__ inline void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

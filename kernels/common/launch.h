@@ -9,6 +9,21 @@
 
 namespace dorad::kernels {
 
+// Lets a kernel have as much shared memory as there is, on the current device: without it 48 KB.
+// The same for every launch, so that concurrent ones do not take it from each other.
+template <typename... Parameters>
+cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
+  int device = 0;
+  int most = 0;
+  cudaFuncAttributes attributes;
+  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  DORAD_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              most - static_cast<int>(attributes.sharedSizeBytes));
+}
+
 // Enqueues a kernel whose blocks may take their places as soon as all blocks of the stream's
 // previous kernel have begun and let their dependents start. Its code must wait for what came
 // before (WaitForPrevious) before it touches memory that earlier kernels write or read, and every
@@ -18,11 +33,7 @@ template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchEarlyInClusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 block,
                                   size_t shared_bytes, cudaStream_t stream,
                                   Arguments&&... arguments) {
-  constexpr size_t kUsualSharedBytes = 48 * 1024;  // more must be asked for, on every device
-  if (shared_bytes > kUsualSharedBytes) {
-    DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
-  }
+  if (shared_bytes > 0) DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

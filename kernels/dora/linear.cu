@@ -57,7 +57,7 @@ size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_
 
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]) {
   maps[0] = maps[1] = CUtensorMap{};
-  if (factors.rank == 0) return cudaSuccess;
+  if (factors.rank == 0 || in % 8 != 0) return cudaSuccess;
   DORAD_CUDA_RETURN_IF_ERROR(
       EncodeTensorMap(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
   return EncodeTensorMap(factors.b, out, (factors.rank + 7) / 8 * 8, factors.ldb, kLinearBoxRows,
@@ -67,8 +67,8 @@ cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensor
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   const DoraLinearShape& shape = params.shape;
   if (!Valid(shape, params.rows, params.max_rank) || !IsAligned(params.x, 16) ||
-      !IsAligned(params.w, 16) || !IsAligned(params.workspace, kAlignment) || params.y == nullptr ||
-      params.segments == nullptr || params.num_segments == nullptr ||
+      !IsAligned(params.w, 16) || !IsAligned(params.workspace, kAlignment) ||
+      !IsAligned(params.y, 16) || params.segments == nullptr || params.num_segments == nullptr ||
       (params.max_rank > 0 && !IsAligned(params.maps, 64))) {
     return cudaErrorInvalidValue;
   }
@@ -96,20 +96,24 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
                                             kDoraLinearSignalBytes);
   const auto launch_both = [&](auto tiles) -> cudaError_t {
     constexpr int kM = decltype(tiles)::value;
-    if (params.max_rank > 0) {
-      args.siblings = 1;
-      args.x_rows = RoundUp(params.rows, params.rows <= 64 ? 8 : 64);
-      DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
-                                                 std::min(args.x_rows, 64), &launch.x_map));
-      DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(launch));
-    }
+    LinearLaunch shrink = launch;
+    shrink.args.siblings = 1;
+    shrink.args.x_rows = RoundUp(params.rows, params.rows <= 64 ? 8 : 64);
+    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
+                                               std::min(shrink.args.x_rows, 64), &shrink.x_map));
     args.siblings = Siblings(args.plan, params.rows);
     args.x_rows = RoundUp(params.rows, 8 * args.siblings);
     DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
                                                args.x_rows / args.siblings, &launch.x_map));
     DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
                                                args.plan.panel_rows, &launch.w_map));
-    return LaunchProject<kM>(launch);
+    if (params.max_rank > 0) DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(shrink));
+    const cudaError_t status = LaunchProject<kM>(launch);
+    if (status != cudaSuccess && params.max_rank > 0) {
+      // The shrink has signalled, and no projection will clear it.
+      cudaMemsetAsync(args.signals, 0, kDoraLinearSignalBytes, stream);
+    }
+    return status;
   };
   switch (BatchTiles(params.rows)) {
     case 1:

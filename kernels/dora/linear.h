@@ -8,9 +8,9 @@
 //
 // Capturable in CUDA graphs: rows of the batch are described by device memory read at run time. The
 // launches carry the attribute of programmatic dependent launch: they start streaming weights while
-// the kernels before them still run. So W, the table, its factors and the segments must not be
-// written by kernels of the same chain (writes by copies, or by launches without the attribute that
-// everything later waits for, are safe), and x may be.
+// the kernels before them still run. So W, the bias, the table, its factors and maps and the
+// segments must not be written by kernels of the same chain (writes by copies, or by launches
+// without the attribute that everything later waits for, are safe), and x may be.
 //
 // Thread-safe, as long as concurrent calls have workspaces of their own.
 #pragma once
@@ -50,7 +50,7 @@ struct DoraLinearParams {
   int32_t first_module = 0;              // part p is module first_module + p
   const RowSegment* segments = nullptr;  // [rows], the first ones in use: they cover [0, rows)
   const int32_t* num_segments = nullptr;  // [1]
-  void* y = nullptr;                      // [rows, sum(out)]
+  void* y = nullptr;                      // [rows, sum(out)], 16-byte aligned
   bool y_fp32 = false;                    // else bf16
   void* workspace = nullptr;              // 256-byte aligned, any contents after the signals
   size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
@@ -58,7 +58,7 @@ struct DoraLinearParams {
 
 // How the copy engine finds A (maps[0]) and B (maps[1]) of a module with in and out features. The
 // owner of the table keeps them beside it on the device, 64-byte aligned: those of factors[i] at
-// 2 i. Rank 0 gives maps that are never used.
+// 2 i. Rank 0, and an `in` that DoraLinear does not take, give maps that are never used.
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]);
 
 // Serves every batch of up to `rows` rows. Workspaces may be shared by launches of one stream.

@@ -144,6 +144,7 @@ class PrefillBlock {
     constexpr int kHalf = kN / 2;
     const int first_tile = ForEachShrink([&](int, int segment, int part, int panel) {
       const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part);
+      AcquireTensorMap(map);
       const int row = panel * Config::kShrinkN;
       // Rows beyond the last box keep old contents: nobody reads their sums.
       const int boxes = min(CeilDivide(Config::kShrinkN, kLinearBoxRows),
@@ -167,6 +168,7 @@ class PrefillBlock {
         }
         ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
           const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
+          AcquireTensorMap(map);
           // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
           for (int chunk = first; chunk < end; ++chunk) {

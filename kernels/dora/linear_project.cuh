@@ -117,6 +117,7 @@ class ProjectBlock {
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         const bool has_part = HasPart(row, part);
         const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
+        if (has_part) AcquireTensorMap(map);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           wait_for_room();
           if (has_part) {

@@ -67,6 +67,7 @@ class ShrinkBlock {
   __device__ void ProduceFactors() {
     ForEach([&](int segment, int part, int row) {
       const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part);
+      AcquireTensorMap(map);
 #pragma unroll 1
       for (int chunk = first_; chunk < end_; ++chunk) {
         ring_.WaitEmpty();

@@ -33,7 +33,7 @@ template <int kThreads>
 __device__ inline bool FillTables(const LinearArgs& args, LinearTables& tables) {
   const int rows = args.p.rows;
   // Loaded before it is known whether there are that many: one wait less.
-  RowSegment segment;
+  RowSegment segment = {-1, 0, 0};
   if (threadIdx.x < rows) segment = args.p.segments[threadIdx.x];
   const int count = max(min(*args.p.num_segments, rows), 1);
   if (threadIdx.x == 0) tables.segments = count;

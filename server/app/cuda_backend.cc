@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "server/app/backend.h"
 #include "server/base/error.h"
 #include "server/cuda/adapter_builder.h"
 #include "server/cuda/cuda_model_runner.h"
 #include "server/cuda/decoder.h"
+#include "server/cuda/library_linear.h"
 #include "server/cuda/model.h"
 #include "server/cuda/step_gaps.h"
 
@@ -19,6 +21,10 @@ class CudaBackend final : public Backend {
       return MakeInvalid("model", {{"model.compute_dtype", "COMPUTE_DTYPE_UNSUPPORTED",
                                     "a GPU computes in bf16: model.compute_dtype and "
                                     "adapters.dtype must be auto or bf16"}});
+    }
+    if (config.adapters.max_rank > cuda::kMaxRank) {
+      return MakeInvalid("adapters", {{"adapters.max_rank", "MAX_RANK_UNSUPPORTED",
+                                       absl::StrCat("on a GPU at most ", cuda::kMaxRank)}});
     }
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory memory, cuda::OpenDevice());
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));

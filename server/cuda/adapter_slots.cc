@@ -26,7 +26,6 @@ absl::StatusOr<int> AdapterSlots::Assign(const CudaAdapterWeights& weights, cons
     if (slots_[i].step < slots_[oldest].step) oldest = i;
   }
   DORAD_CHECK(slots_[oldest].step < step_);
-  slots_[oldest] = {weights.id(), step_};
   const auto slot = static_cast<int64_t>(oldest);
   const int64_t factors = modules_ * static_cast<int64_t>(sizeof(kernels::DoraFactors));
   const int64_t maps = modules_ * int64_t{2 * sizeof(CUtensorMap)};
@@ -38,6 +37,7 @@ absl::StatusOr<int> AdapterSlots::Assign(const CudaAdapterWeights& weights, cons
       cudaMemcpyAsync(memory_.as<>(maps_at_ + slot * maps), image + ImageMapsOffset(modules_), maps,
                       cudaMemcpyDeviceToDevice, stream.get()),
       "filling an adapter slot");
+  slots_[oldest] = {weights.id(), step_};
   return static_cast<int>(slot);
 }
 

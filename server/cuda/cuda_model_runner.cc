@@ -43,6 +43,8 @@ class CudaModelRunner final : public engine::ModelRunner {
     DORAD_ASSIGN_OR_RETURN(Sampler sampler,
                            Sampler::Create(model->config().vocab_size, ledger, &stream_));
     sampler_.emplace(std::move(sampler));
+    // Other steps can do all that decode steps can.
+    if (!decoder_->is_capturable()) return absl::OkStatus();
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
@@ -94,7 +96,7 @@ class CudaModelRunner final : public engine::ModelRunner {
     const engine::StepBatch batch(sequences);
     const SampledTokens& previous = sampler_->sampled();
     DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
-    if (DecodeBatch::Takes(sequences)) {
+    if (graphs_.has_value() && DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
       const bool adapted = std::any_of(batch.adapters.begin(), batch.adapters.end(),
                                        [](const auto& range) { return range.adapter != nullptr; });
@@ -129,6 +131,7 @@ class CudaModelRunner final : public engine::ModelRunner {
   DeviceBatch batch_;
   std::optional<Sampler> sampler_;
   std::unique_ptr<CudaDecoder> decoder_;
+  // Of decode steps; none where the decoder cannot be captured.
   std::optional<DecodeBatch> decode_;
   const float* decode_logits_ = nullptr;  // device: of a decode step's rows
   std::optional<DecodeGraphs> graphs_;

@@ -44,6 +44,9 @@ class CudaDecoder {
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
 
+  // Whether passes may be captured and replayed for other rows.
+  bool is_capturable() const { return linear_.is_capturable(); }
+
   // A page that no sequence has.
   int32_t spare_page() const { return static_cast<int32_t>(options_.kv_pages); }
 

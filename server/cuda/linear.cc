@@ -55,6 +55,7 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
                          LibraryLinear::Create(*stream, max_rows, widest, ledger));
   Linear linear(std::move(library), stream);
+  linear.is_capturable_ = widest == 0;
   DORAD_ASSIGN_OR_RETURN(linear.workspace_,
                          DeviceBuffer::Allocate(ledger, "workspace", static_cast<int64_t>(bytes)));
   DORAD_RETURN_IF_CUDA_ERROR(

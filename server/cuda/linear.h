@@ -31,6 +31,10 @@ class Linear {
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                    __nv_bfloat16* y);
 
+  // Whether launches may be captured and replayed for other rows: library products look at the
+  // adapters of a batch when they are launched.
+  bool is_capturable() const { return is_capturable_; }
+
  private:
   template <typename T>
   absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
@@ -42,6 +46,7 @@ class Linear {
   LibraryLinear library_;
   const Stream* stream_;
   DeviceBuffer workspace_;
+  bool is_capturable_ = true;
 };
 
 }  // namespace dorad::cuda

@@ -92,7 +92,12 @@ FAMILIES = [
         ),
         dtype=torch.bfloat16,
     ),
-    Family("llama_linear", _llama(rope_parameters=_rope("linear", factor=2.5)), legacy_config=True),
+    # Gate and up stacked end at no multiple of 16: a GPU multiplies them by library products.
+    Family(
+        "llama_linear",
+        _llama(rope_parameters=_rope("linear", factor=2.5), intermediate_size=120),
+        legacy_config=True,
+    ),
     Family(
         "llama_dynamic",
         _llama(rope_parameters=_rope("dynamic", factor=2.0), num_key_value_heads=2),

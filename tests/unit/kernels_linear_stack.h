@@ -132,6 +132,22 @@ class Stack {
     cudaMemcpy(num_segments_->get(), &count, sizeof(count), cudaMemcpyHostToDevice);
   }
 
+  // On the device, where the table and its maps lie; the reference still knows them by their old
+  // names.
+  void SwapSlots(int a, int b) {
+    std::vector<DoraFactors> table = table_->Read();
+    std::vector<CUtensorMap> maps = maps_->Read();
+    const int modules = shape_.parts + 1;
+    std::swap_ranges(table.begin() + a * modules, table.begin() + (a + 1) * modules,
+                     table.begin() + b * modules);
+    std::swap_ranges(maps.begin() + 2 * a * modules, maps.begin() + 2 * (a + 1) * modules,
+                     maps.begin() + 2 * b * modules);
+    cudaMemcpy(table_->get(), table.data(), table.size() * sizeof(DoraFactors),
+               cudaMemcpyHostToDevice);
+    cudaMemcpy(maps_->get(), maps.data(), maps.size() * sizeof(CUtensorMap),
+               cudaMemcpyHostToDevice);
+  }
+
   DoraLinearParams Params(int first_row, int rows, void* y, bool y_fp32) const {
     DoraLinearParams params;
     params.shape = shape_;

@@ -133,6 +133,35 @@ TEST_F(LinearTest, AGraphServesAnyMix) {
   cudaStreamDestroy(stream);
 }
 
+// The tensor maps of a slot change in place: the copy engine must not go by what it remembers.
+TEST_F(LinearTest, ASlotServesWhoeverFillsIt) {
+  Stack stack(Shape(1024, {1024, 256}), {{{64}, {48}}, {{64}, {48}}}, false);
+  constexpr int kRows = 24;
+  const std::vector<float> expected[] = {stack.Run(0, kRows, {{0, 0, kRows}}),
+                                         stack.Run(0, kRows, {{1, 0, kRows}})};
+  DeviceBuffer<float> y(expected[0].size());
+  cudaStream_t stream;
+  DORAD_ASSERT_CUDA(cudaStreamCreate(&stream));
+  stack.SetSegments({{0, 0, kRows}});
+  cudaGraph_t graph;
+  DORAD_ASSERT_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  DORAD_ASSERT_CUDA(DoraLinear(stack.Params(0, kRows, y.get(), true), stream));
+  DORAD_ASSERT_CUDA(cudaStreamEndCapture(stream, &graph));
+  cudaGraphExec_t exec;
+  DORAD_ASSERT_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  for (int i = 0; i < 50; ++i) {
+    DORAD_ASSERT_CUDA(cudaGraphLaunch(exec, stream));
+    DORAD_ASSERT_CUDA(cudaStreamSynchronize(stream));
+    ExpectSameBits(y.Read().data(), expected[i % 2].data(), static_cast<int>(expected[0].size()),
+                   "round " + std::to_string(i));
+    if (HasFailure()) break;
+    stack.SwapSlots(0, 1);
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
 TEST_F(LinearTest, RefusesWhatItCannotTake) {
   Stack stack(Shape(64, {32}), {{{8}}}, false);
   stack.SetSegments({{0, 0, 1}});
