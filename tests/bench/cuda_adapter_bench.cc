@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -55,7 +56,7 @@ double Milliseconds(absl::Duration duration) { return absl::ToDoubleMilliseconds
 
 double Quantile(std::vector<double> values, double share) {
   std::sort(values.begin(), values.end());
-  return values[static_cast<size_t>(share * static_cast<double>(values.size() - 1) + 0.5)];
+  return values[std::lround(share * static_cast<double>(values.size() - 1))];
 }
 
 // The tensors of one adapter at `base`, one behind the other, as a file has them.

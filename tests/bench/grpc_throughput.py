@@ -104,9 +104,11 @@ def measure(server: Server, sequences: int, args: argparse.Namespace) -> dict:
         "tokens_per_second": round(tokens / seconds, 1),
         "steps": int(steps),
         "busy": round(stepping / seconds, 3),
-        "p50_gap_ms": round(max(report["itl_ms"]["p50"] for report in reports), 2),
-        "p99_gap_ms": round(max(report["itl_ms"]["p99"] for report in reports), 2),
     }
+    # Answers of few tokens may come in one message, and have no gaps.
+    if gaps := [report["itl_ms"] for report in reports if report["itl_ms"] is not None]:
+        result["p50_gap_ms"] = round(max(gap["p50"] for gap in gaps), 2)
+        result["p99_gap_ms"] = round(max(gap["p99"] for gap in gaps), 2)
     if args.steps:
         result["bound"] = round(bound(sequences, args), 1)
         result["share"] = round(result["tokens_per_second"] / result["bound"], 3)
