@@ -18,38 +18,36 @@ struct Sequence {
   enum class State { kWaiting, kRunning, kEnded };
 
   Request* request = nullptr;
-  int32_t index = 0;  // of the sample, or of the score cell
   const adapter::LoadedAdapter* adapter = nullptr;
-
   // Order of scheduling: lower priority values first, then arrival.
-  int32_t priority = 0;
   uint64_t arrival = 0;
+  int32_t priority = 0;
+  int32_t index = 0;  // of the sample, or of the score cell
   State state = State::kWaiting;
+  bool is_score = false;
+  bool use_prefix_cache = true;
+
+  // Of steps that have begun and not finished:
+  int32_t chunk_index = 0;  // of its chunk in the step that began last with it
+  int in_flight = 0;        // chunks of this sequence
+  int64_t sampling = 0;     // tokens that they will bring
 
   std::vector<TokenId> tokens;  // prompt, then what was generated
   int64_t prompt_tokens = 0;
   int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it ends when it has so many
-  bool is_score = false;
   int64_t scored = 0;  // rows of a score whose results have come
-  int64_t computed =
-      0;  // positions whose keys and values are in pages when all steps have finished
+  // Positions whose keys and values are in pages when all steps have finished.
+  int64_t computed = 0;
   std::vector<int32_t> pages;
-
-  // Of steps that have begun and not finished:
-  int in_flight = 0;        // chunks of this sequence
-  int64_t sampling = 0;     // tokens that they will bring
-  int32_t chunk_index = 0;  // of its chunk in the step that began last with it
 
   // Sample 0 of the request when this is another sample: it computes the prompt for all.
   const Sequence* leader = nullptr;
 
-  bool use_prefix_cache = true;
   PrefixNode root;
   PrefixNode node;               // of the last registered page
   int64_t registered_pages = 0;  // of `pages`, from the front
-
+  int64_t cached_tokens = 0;     // of the first admission
   uint32_t preemptions = 0;
-  int64_t cached_tokens = 0;  // of the first admission
 
   // Positions to compute for all tokens that are there or on their way. The last token of all
   // predicts nothing that is wanted.
