@@ -17,11 +17,9 @@ inline constexpr int kAlignBytes = 1024;  // of the ring
 
 // The shrink leaves room beside it: blocks of the projection come early and fetch weights.
 template <int kM>
-inline constexpr int kShrinkRingBytes = kM == 1   ? 48 * 1024
-                                        : kM == 2 ? 60 * 1024
-                                                  : 108 * 1024;
+inline constexpr int kShrinkRingBytes = kM == 1 ? 40 * 1024 : kM == 2 ? 96 * 1024 : 108 * 1024;
 template <int kM>
-inline constexpr int kProjectRingBytes = kM == 1 ? 140 * 1024 : 212 * 1024;
+inline constexpr int kProjectRingBytes = kM == 1 ? 130 * 1024 : 212 * 1024;
 
 // Weights on their way to a block at once: some three times what latency times bandwidth asks for.
 inline constexpr int kFlightBytes = 96 * 1024;

@@ -75,27 +75,6 @@ __device__ inline int SegmentOf(const LinearTables& tables, int row) {
   return first;
 }
 
-// The shrink is units of kLinearBoxRows rows of A of one segment and part, dealt to the clusters.
-// f(segment, part, first row of A).
-template <typename F>
-__device__ inline void ForEachUnit(const LinearArgs& args, const LinearTables& tables, int cluster,
-                                   int clusters, F f) {
-  int next = cluster;
-  int base = 0;
-#pragma unroll 1
-  for (int part = 0; part < args.p.shape.parts; ++part) {
-#pragma unroll 1
-    for (int segment = 0; segment < tables.segments; ++segment) {
-      const int units = (tables.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows;
-#pragma unroll 1
-      for (; next < base + units; next += clusters) {
-        f(segment, part, (next - base) * kLinearBoxRows);
-      }
-      base += units;
-    }
-  }
-}
-
 // The stages of B of rows [row, row_end) of W: f(segment, part, first chunk, end).
 template <typename F>
 __device__ inline void ForEachRankRange(const LinearArgs& args, const LinearTables& tables, int row,
