@@ -210,6 +210,12 @@ __device__ inline void SignalRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+// All threads of a block, after all that they wrote: counts the block, if there is a counter.
+__device__ inline void SignalBlock(uint32_t* counter) {
+  if (counter == nullptr) return;
+  __syncthreads();
+  if (threadIdx.x == 0) SignalRelease(counter);
+}
 __device__ inline void StoreRelease(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

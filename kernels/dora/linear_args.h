@@ -14,7 +14,7 @@ namespace dorad::kernels {
 // projection may begin while the one before it still runs, and must not take its signals for its
 // own.
 struct LinearSignals {
-  uint32_t x_ready;  // the launch before whose shrink all kernels are complete
+  uint32_t x_ready;  // without params.x_ready: the launch before whose shrink all kernels are complete
   uint32_t h_ready;  // blocks of the shrink that are done
   uint32_t left;     // blocks of the projection that need the two above no longer
 };

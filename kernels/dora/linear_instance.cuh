@@ -17,7 +17,9 @@ inline constexpr int kAlignBytes = 1024;  // of the ring
 
 // The shrink leaves room beside it: blocks of the projection come early and fetch weights.
 template <int kM>
-inline constexpr int kShrinkRingBytes = kM == 1 ? 40 * 1024 : kM == 2 ? 96 * 1024 : 108 * 1024;
+inline constexpr int kShrinkRingBytes = kM == 1   ? 40 * 1024
+                                        : kM == 2 ? 96 * 1024
+                                                  : 108 * 1024;
 template <int kM>
 inline constexpr int kProjectRingBytes = kM == 1 ? 130 * 1024 : 212 * 1024;
 

@@ -140,14 +140,10 @@ class ProjectBlock {
 
   // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows.
   __device__ void ProduceBatch(const CUtensorMap* x_map, int producer) {
-    if (args_.shrinkers == 0) {
+    if (!FollowsSignals()) {
       WaitForPrevious();
     } else {
-      // The shrink need not be complete, what is before it must.
-      if (lane_ == 0) {
-        SpinUntil(&args_.signals->x_ready, args_.launch);
-        FenceProxyAsyncGlobal();
-      }
+      if (lane_ == 0) WaitForX(args_);
       __syncwarp();
     }
     const int box_rows = args_.x_rows / args_.siblings;
@@ -201,12 +197,13 @@ class ProjectBlock {
         });
       });
     });
-    if (args_.shrinkers == 0 || lane_ != 0) return;
+    if (!FollowsSignals() || lane_ != 0) return;
     // Who waits for this kernel waits for all before it.
     WaitForPrevious();
     // The last warp to come here leaves the signals as it found them.
     if (atomicAdd(&args_.signals->left, 1) == Config::kBatchWarps * gridDim.x - 1) {
       *args_.signals = LinearSignals();
+      if (args_.p.x_ready != nullptr) *args_.p.x_ready = 0;
     }
   }
 
@@ -267,6 +264,11 @@ class ProjectBlock {
                         (chunk + i) * kLinearStageK, row, ring_.weights_full());
     }
     ring_.Advance();
+  }
+
+  // Kernels before this one need not be complete for it to begin: they signal what they made.
+  __device__ bool FollowsSignals() const {
+    return args_.shrinkers > 0 || args_.p.x_ready != nullptr;
   }
 
   __device__ void WaitForH() const {

@@ -354,10 +354,15 @@ class ShrinkBlock {
   const int lane_;
 };
 
-// Waits for the kernels before the shrink, and lets the projection know.
+// Waits for x: without params.x_ready by waiting for the kernels before the shrink, which it lets
+// the projection know.
 __device__ inline void FollowPrevious(const LinearArgs& args) {
-  WaitForPrevious();
-  if (blockIdx.x == 0) StoreRelease(&args.signals->x_ready, args.launch);
+  if (args.p.x_ready == nullptr) {
+    WaitForPrevious();
+    if (blockIdx.x == 0) StoreRelease(&args.signals->x_ready, args.launch);
+  } else {
+    WaitForX(args);
+  }
 }
 
 template <int kM>
@@ -380,7 +385,10 @@ __global__ void __launch_bounds__(ShrinkConfig<kM>::kThreads)
   const bool is_batch_producer =
       warp == Config::kMultipliers + Config::kAdders + 1 && threadIdx.x % 32 == 0;
   if (__syncthreads_or(adapted) == 0) {
-    if (is_batch_producer) FollowPrevious(args);
+    if (is_batch_producer) {
+      FollowPrevious(args);
+      WaitForPrevious();  // who waits for this kernel waits for all before it
+    }
     return;
   }
   ClusterBarrier();

@@ -58,6 +58,16 @@ __device__ inline bool FillTables(const LinearArgs& args, LinearTables& tables) 
   return adapted;
 }
 
+// Waits until x may be read, by this thread's copies too.
+__device__ inline void WaitForX(const LinearArgs& args) {
+  if (args.p.x_ready != nullptr) {
+    SpinUntil(args.p.x_ready, args.p.x_blocks);
+  } else {
+    SpinUntil(&args.signals->x_ready, args.launch);
+  }
+  FenceProxyAsyncGlobal();
+}
+
 // The segment that a row of the batch is of.
 __device__ inline int SegmentOf(const LinearTables& tables, int row) {
   int first = 0;
