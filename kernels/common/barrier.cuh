@@ -102,6 +102,13 @@ __device__ inline void CopyTensorBoxOnce(uint32_t destination, const CUtensorMap
       : "memory");
 }
 
+// Brings a box into L2.
+__device__ inline void PrefetchTensorBox(const CUtensorMap* map, int column, int row) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
 __device__ inline void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }

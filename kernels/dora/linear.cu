@@ -107,6 +107,12 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
                                                args.x_rows / args.siblings, &launch.x_map));
     DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
                                                args.plan.panel_rows, &launch.w_map));
+    if (params.next_w != nullptr) {
+      const DoraLinearShape& next = params.next_shape;
+      args.next_plan = PlanLinear(next, launch.processors);
+      DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.next_w, OutFeatures(next), next.in, next.in,
+                                                 args.next_plan.panel_rows, &launch.next_map));
+    }
     if (params.max_rank > 0) DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(shrink));
     const cudaError_t status = LaunchProject<kM>(launch);
     if (status != cudaSuccess && params.max_rank > 0) {

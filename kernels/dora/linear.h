@@ -58,6 +58,10 @@ struct DoraLinearParams {
   // that may be under way at once. nullptr: x is taken when earlier kernels are complete.
   uint32_t* x_ready = nullptr;
   uint32_t x_blocks = 0;
+  // The call that comes next in the stream, if known: when the last weights of this one are on
+  // their way, the first of that one are brought into L2.
+  DoraLinearShape next_shape;
+  const __nv_bfloat16* next_w = nullptr;
   void* workspace = nullptr;   // 256-byte aligned, any contents after the signals
   size_t workspace_bytes = 0;  // at least DoraLinearWorkspaceBytes
 };

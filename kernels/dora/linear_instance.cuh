@@ -98,7 +98,7 @@ cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
       args.plan.splits > 1 ? groups : std::min(groups, std::max(launch.processors / cluster, 1));
   return LaunchEarlyInClusters(ProjectKernel<kM, kPanel>, cluster, clusters * cluster,
                                Config::kThreads, fit.dynamic_bytes, launch.stream, launch.w_map,
-                               launch.x_map, args);
+                               launch.next_map, launch.x_map, args);
 }
 
 template <int kM>

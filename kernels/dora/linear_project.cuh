@@ -27,6 +27,9 @@
 
 namespace dorad::kernels {
 
+// Of the next launch's weights, for each block.
+inline constexpr int kNextBytes = 64 * 1024;
+
 // kM: tiles of 64 rows of the batch; kPanel: rows of W.
 template <int kM, int kPanel>
 struct ProjectConfig {
@@ -136,6 +139,21 @@ class ProjectBlock {
         });
       });
     });
+  }
+
+  // The same thread: what this block's place in the next launch fetches first.
+  __device__ void PrefetchNext(const CUtensorMap* map) const {
+    const LinearPlan& next = args_.next_plan;
+    if (static_cast<int>(blockIdx.x) >= next.Tiles()) return;
+    const int split = blockIdx.x & (next.splits - 1);
+    const int first = FirstChunk(next, split);
+    const int end = min(FirstChunk(next, split + 1),
+                        first + kNextBytes / (next.panel_rows * 2 * kLinearStageK));
+#pragma unroll 1
+    for (int chunk = first; chunk < end; ++chunk) {
+      PrefetchTensorBox(map, chunk * kLinearStageK,
+                        (blockIdx.x >> next.log_splits) * next.panel_rows);
+    }
   }
 
   // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows.
@@ -576,6 +594,7 @@ class ProjectBlock {
 template <int kM, int kPanel>
 __global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
     ProjectKernel(const __grid_constant__ CUtensorMap w_map,
+                  const __grid_constant__ CUtensorMap next_map,
                   const __grid_constant__ CUtensorMap x_map,
                   const __grid_constant__ LinearArgs args) {
   using Config = ProjectConfig<kM, kPanel>;
@@ -603,6 +622,7 @@ __global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
     if (is_weight_producer) {
       block.ProduceWeights(&w_map);
+      block.PrefetchNext(&next_map);
     } else if (warp > Config::kConsumerWarps) {
       block.ProduceBatch(&x_map, warp - Config::kConsumerWarps - 1);
     }

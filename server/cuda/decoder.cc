@@ -140,7 +140,7 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   const uint32_t norm_blocks = kernels::AddRmsNormBlocks(rows.rows);
   const BlockCount qkv_ready = Ready(w.qkv, linear, 3 * index, norm_blocks);
   DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm, qkv_ready));
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_, qkv_ready));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_, qkv_ready, &w.o));
   kernels::RopeAppendParams rope;
   rope.rows = rows;
   rope.shape = Shape();
@@ -169,18 +169,20 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
     DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
   }
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_, {}, &w.gate_up));
 
   const BlockCount gate_up_ready = Ready(w.gate_up, linear, 3 * index + 1, norm_blocks);
   DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm, gate_up_ready));
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_, gate_up_ready));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_, gate_up_ready, &w.down));
   const auto intermediate = static_cast<int32_t>(config.intermediate_size);
   const BlockCount down_ready =
       Ready(w.down, linear, 3 * index + 2, kernels::SiluMulBlocks(rows.rows, intermediate));
   DORAD_RETURN_IF_CUDA_ERROR(
       kernels::SiluMul(wide_, rows.rows, intermediate, narrow_, down_ready.count, stream_.get()),
       kStep);
-  return linear_.Run(w.down, linear, narrow_, delta_, down_ready);
+  const LinearGroup& next =
+      index + 1 < config.num_layers ? model_.layers()[index + 1].qkv : model_.head();
+  return linear_.Run(w.down, linear, narrow_, delta_, down_ready, &next);
 }
 
 absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {

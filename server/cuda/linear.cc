@@ -70,18 +70,18 @@ bool Linear::Counts(const LinearGroup& group, const LinearRows& rows) {
 }
 
 absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                         float* y, const BlockCount& x_ready) {
-  return RunAs(group, rows, x, y, x_ready);
+                         float* y, const BlockCount& x_ready, const LinearGroup* next) {
+  return RunAs(group, rows, x, y, x_ready, next);
 }
 
 absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                         __nv_bfloat16* y, const BlockCount& x_ready) {
-  return RunAs(group, rows, x, y, x_ready);
+                         __nv_bfloat16* y, const BlockCount& x_ready, const LinearGroup* next) {
+  return RunAs(group, rows, x, y, x_ready, next);
 }
 
 template <typename T>
 absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                           T* y, const BlockCount& x_ready) {
+                           T* y, const BlockCount& x_ready, const LinearGroup* next) {
   DORAD_CHECK(x_ready.count == nullptr || Counts(group, rows));
   if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
   if (TakenAtOnce(group, rows)) {
@@ -112,6 +112,10 @@ absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, con
   params.maps = rows.maps;
   params.first_module = group.first_module;
   params.y_fp32 = std::is_same_v<T, float>;
+  if (next != nullptr && WorkspaceBytes(*next, rows.rows) != 0) {
+    params.next_shape = ShapeOf(*next);
+    params.next_w = next->weight;
+  }
   params.x_ready = x_ready.count;
   params.x_blocks = x_ready.blocks;
   params.workspace = workspace_.as<>();

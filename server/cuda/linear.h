@@ -32,11 +32,13 @@ class Linear {
                                        const Stream* stream);
 
   // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out]. Launches only. With the
-  // fused kernel a row's bits do not depend on the other rows.
+  // fused kernel a row's bits do not depend on the other rows. next: the product that will be run
+  // after this one, so that its first weights come early.
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                   float* y, const BlockCount& x_ready = {});
+                   float* y, const BlockCount& x_ready = {}, const LinearGroup* next = nullptr);
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                   __nv_bfloat16* y, const BlockCount& x_ready = {});
+                   __nv_bfloat16* y, const BlockCount& x_ready = {},
+                   const LinearGroup* next = nullptr);
   // Whether a product uses x_ready; otherwise nobody clears the count.
   static bool Counts(const LinearGroup& group, const LinearRows& rows);
 
@@ -47,7 +49,7 @@ class Linear {
  private:
   template <typename T>
   absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x, T* y,
-                     const BlockCount& x_ready);
+                     const BlockCount& x_ready, const LinearGroup* next);
 
   Linear(LibraryLinear library, const Stream* stream)
       : library_(std::move(library)), stream_(stream) {}
