@@ -111,12 +111,15 @@ cudaError_t LaunchProject(const LinearLaunch& launch) {
     case 96:
       return LaunchProjectPanel<kM, 96>(launch);
     case 128:
-      return LaunchProjectPanel<kM, 128>(launch);
+      if constexpr (kM < 4) return LaunchProjectPanel<kM, 128>(launch);
+      break;
     case 192:
-      return LaunchProjectPanel<kM, 192>(launch);
+      if constexpr (kM < 4) return LaunchProjectPanel<kM, 192>(launch);
+      break;
     default:
-      return cudaErrorInvalidValue;
+      break;
   }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace dorad::kernels

@@ -43,9 +43,6 @@ struct ProjectConfig {
   static constexpr int kStageChunks = kPanel <= 96 && kM < 4 ? 2 : 1;
   static constexpr int kChunkBytes = kPanel * 2 * kLinearStageK;
   static constexpr int kWeightBytes = kStageChunks * kChunkBytes;
-  static constexpr int kAccumulators = kTiles * kPanel / 2;
-  // More than an even share of the registers.
-  static constexpr bool kMovesRegisters = kAccumulators > 128;
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
   // Where a warp turns over 16 rows of 16 sums: bytes from one row to the next, room against bank
@@ -616,10 +613,8 @@ __global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
   const bool is_cluster = args.siblings << args.plan.log_splits > 1;
   if (is_cluster) ClusterBarrier();
   if (warp < Config::kConsumerWarps) {
-    if constexpr (Config::kMovesRegisters) IncreaseRegisters<232>();
     block.Consume();
   } else {
-    if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
     if (is_weight_producer) {
       block.ProduceWeights(&w_map);
       block.PrefetchNext(&next_map);
