@@ -571,23 +571,21 @@ class ProjectBlock {
   int started_ = 0;  // stages of the first panel that StartWeights fetched
 };
 
+// The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
 template <int kM, int kPanel>
-__global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
-    ProjectKernel(const __grid_constant__ CUtensorMap w_map,
-                  const __grid_constant__ CUtensorMap x_map,
-                  const __grid_constant__ LinearArgs args) {
+__device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
+                           const LinearArgs& args,
+                           typename ProjectBlock<kM, kPanel>::Shared& shared, uint32_t dynamic) {
   using Config = ProjectConfig<kM, kPanel>;
   using Block = ProjectBlock<kM, kPanel>;
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename Block::Shared shared;
   LaunchDependents();
-  Block block(args, shared, (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  Block block(args, shared, dynamic);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
   const bool is_weight_producer = warp == Config::kConsumerWarps && threadIdx.x % 32 == 0;
   if (is_weight_producer) {
     Block::InitBarriers(args, shared);
-    block.StartWeights(&w_map);
-    PrefetchTensorMap(&x_map);
+    block.StartWeights(w_map);
+    PrefetchTensorMap(x_map);
   } else if (warp < Config::kConsumerWarps) {
     FillTables<32 * Config::kConsumerWarps>(args, shared.tables);
   }
@@ -600,13 +598,24 @@ __global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
   } else {
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
     if (is_weight_producer) {
-      block.ProduceWeights(&w_map);
+      block.ProduceWeights(w_map);
     } else if (warp > Config::kConsumerWarps) {
-      block.ProduceBatch(&x_map, warp - Config::kConsumerWarps - 1);
+      block.ProduceBatch(x_map, warp - Config::kConsumerWarps - 1);
     }
   }
   __syncwarp();
   if (is_cluster) ClusterBarrier();  // others still reach into this block's shared memory
+}
+
+template <int kM, int kPanel>
+__global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
+    ProjectKernel(const __grid_constant__ CUtensorMap w_map,
+                  const __grid_constant__ CUtensorMap x_map,
+                  const __grid_constant__ LinearArgs args) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ typename ProjectBlock<kM, kPanel>::Shared shared;
+  RunProject<kM, kPanel>(&w_map, &x_map, args, shared,
+                         (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels

@@ -261,17 +261,15 @@ __device__ inline void FollowPrevious(const LinearArgs& args) {
   if (blockIdx.x == 0) StoreRelease(&args.signals->x_ready, args.launch);
 }
 
+// The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
 template <int kM>
-__global__ void __launch_bounds__(ShrinkConfig<kM>::kThreads)
-    ShrinkKernel(const __grid_constant__ CUtensorMap x_map,
-                 const __grid_constant__ LinearArgs args) {
+__device__ void RunShrink(const CUtensorMap* x_map, const LinearArgs& args,
+                          typename ShrinkBlock<kM>::Shared& shared, uint32_t dynamic) {
   using Config = ShrinkConfig<kM>;
   using Block = ShrinkBlock<kM>;
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename Block::Shared shared;
   LaunchDependents();
   if (threadIdx.x == 0) {
-    PrefetchTensorMap(&x_map);
+    PrefetchTensorMap(x_map);
     Block::InitBarriers(args, shared);
   }
   const bool adapted = FillTables<Config::kThreads>(args, shared.tables);
@@ -282,17 +280,26 @@ __global__ void __launch_bounds__(ShrinkConfig<kM>::kThreads)
     return;
   }
   ClusterBarrier();
-  Block block(args, shared, (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  Block block(args, shared, dynamic);
   if (warp < Config::kConsumerWarps) {
     block.Consume();
   } else if (warp == Config::kConsumerWarps && threadIdx.x % 32 == 0) {
     block.ProduceFactors();
   } else if (is_batch_producer) {
     FollowPrevious(args);
-    block.ProduceBatch(&x_map);
+    block.ProduceBatch(x_map);
   }
   __syncwarp();
   ClusterBarrier();  // others still write to this block's shared memory
+}
+
+template <int kM>
+__global__ void __launch_bounds__(ShrinkConfig<kM>::kThreads)
+    ShrinkKernel(const __grid_constant__ CUtensorMap x_map,
+                 const __grid_constant__ LinearArgs args) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ typename ShrinkBlock<kM>::Shared shared;
+  RunShrink<kM>(&x_map, args, shared, (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels

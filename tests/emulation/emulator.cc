@@ -1,0 +1,179 @@
+#include "tests/emulation/emulator.h"
+
+#include <stdexcept>
+
+namespace dorad::emulation {
+namespace {
+
+// Rounds without progress after which all wait for each other.
+constexpr int kPatience = 4000;
+// Now and then a warp of a block is left out for some rounds.
+constexpr int kSleepEvery = 200;
+constexpr int kMostSleep = 500;
+constexpr size_t kStackBytes = 96 * 1024;
+
+}  // namespace
+
+Emulator* Emulator::current_ = nullptr;
+
+void Fail(const std::string& what) { throw std::runtime_error(what); }
+
+unsigned char* Block::At(uint32_t address) {
+  if (address >= shared_bytes) Fail("shared address " + std::to_string(address));
+  return shared + address;
+}
+
+Barrier& Block::BarrierAt(uint32_t address) {
+  const auto found = barriers.find(address);
+  if (found == barriers.end()) Fail("no barrier at " + std::to_string(address));
+  return found->second;
+}
+
+Grid::Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
+           std::function<bool()> may_follow, std::function<void()> body)
+    : may_follow_(std::move(may_follow)),
+      body_(std::move(body)),
+      blocks_(blocks),
+      clusters_(blocks / cluster),
+      meetings_(blocks / cluster),
+      threads_(static_cast<size_t>(blocks) * threads),
+      left_(threads_.size()) {
+  constexpr size_t kAlignment = 1024;
+  for (int i = 0; i < blocks; ++i) {
+    Block& block = blocks_[i];
+    block.index = i;
+    block.rank = i % cluster;
+    block.threads = block.alive = threads;
+    block.grid = this;
+    block.cluster = &clusters_[i / cluster];
+    block.cluster_meeting = &meetings_[i / cluster];
+    block.cluster->push_back(&block);
+    block.memory.assign(shared_bytes + kAlignment, 0xFF);  // NaN, should anybody use it
+    const auto base = reinterpret_cast<uintptr_t>(block.memory.data());
+    block.shared = block.memory.data() + (kAlignment - base % kAlignment) % kAlignment;
+    block.shared_bytes = shared_bytes;
+    block.warps.resize(threads / 32);
+  }
+  for (size_t i = 0; i < threads_.size(); ++i) {
+    Thread& thread = threads_[i];
+    thread.block = &blocks_[i / threads];
+    thread.index = static_cast<unsigned>(i % threads);
+    thread.stack.resize(kStackBytes);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.data();
+    thread.context.uc_stack.ss_size = thread.stack.size();
+    makecontext(&thread.context, &Grid::Enter, 0);
+  }
+}
+
+void Grid::Enter() {
+  Emulator& emulator = Emulator::Get();
+  Thread& thread = emulator.thread();
+  std::string failure;
+  try {
+    thread.block->grid->body_();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  if (!failure.empty()) {
+    // Nothing can be thrown from one stack to another.
+    emulator.Later([failure] { Fail(failure); });
+  }
+  thread.done = true;
+  --thread.block->alive;
+  emulator.Progress();
+  emulator.Yield();
+}
+
+void Emulator::Run(const std::vector<Grid*>& grids) {
+  int64_t last = -1;
+  int64_t round = 0;
+  int idle = 0;
+  const auto running = [&] {
+    return std::any_of(grids.begin(), grids.end(), [](const Grid* grid) { return !grid->done(); });
+  };
+  while (running()) {
+    for (Grid* grid : grids) {
+      if (random_() % 4 == 0) continue;
+      for (Block& block : grid->blocks_) {
+        if (random_() % kSleepEvery != 0) continue;
+        block.warps[random_() % block.warps.size()].asleep_until = round + random_() % kMostSleep;
+      }
+      const size_t count = grid->threads_.size();
+      const size_t first = random_() % count;
+      for (size_t i = 0; i < count; ++i) {
+        Thread& thread = grid->threads_[(first + i) % count];
+        if (thread.done) continue;
+        if (thread.block->warps[thread.index / 32].asleep_until > round) continue;
+        thread_ = &thread;
+        swapcontext(&scheduler_, &thread.context);
+        if (thread.done) --grid->left_;
+      }
+    }
+    for (int i = 0; i < 64; ++i) {
+      while (!later_.empty() && random_() % 3 != 0) {
+        const std::function<void()> work = std::move(later_.front());
+        later_.pop_front();
+        work();
+        ++progress_;
+      }
+    }
+    idle = progress_ == last ? idle + 1 : 0;
+    last = progress_;
+    ++round;
+    if (idle > kPatience) Fail("all threads wait for each other");
+  }
+  for (const Grid* grid : grids) {
+    for (const Block& block : grid->blocks_) {
+      for (const auto& [address, barrier] : block.barriers) {
+        if (barrier.bytes != 0) Fail("a barrier was left with bytes to come");
+      }
+    }
+  }
+}
+
+void Meet(Meeting& meeting, int count) {
+  const int generation = meeting.generation;
+  if (++meeting.arrived == count) {
+    meeting.arrived = 0;
+    ++meeting.generation;
+    Emulator::Get().Progress();
+  } else {
+    while (meeting.generation == generation) Emulator::Get().Yield();
+  }
+}
+
+void CheckPhase(Barrier& barrier) {
+  if (barrier.pending < 0) Fail("more arrivals than a phase takes");
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  barrier.phase ^= 1;
+  barrier.pending = barrier.arrivals;
+  Emulator::Get().Progress();
+}
+
+}  // namespace dorad::emulation
+
+using dorad::emulation::Emulator;
+using dorad::emulation::ThisBlock;
+
+void __syncwarp() {
+  dorad::emulation::Meet(ThisBlock().warps[Emulator::Get().thread().index / 32].meeting, 32);
+}
+
+void __syncthreads() { dorad::emulation::Meet(ThisBlock().named[0], ThisBlock().threads); }
+
+int __syncthreads_or(int value) {
+  if (value != 0) ThisBlock().any = 1;
+  __syncthreads();
+  const int any = ThisBlock().any;
+  __syncthreads();
+  ThisBlock().any = 0;
+  __syncthreads();
+  return any;
+}
+
+uint32_t atomicAdd(uint32_t* to, uint32_t value) {
+  const uint32_t before = *to;
+  *to += value;
+  return before;
+}

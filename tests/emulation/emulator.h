@@ -1,0 +1,189 @@
+// Runs the device code of a kernel on a CPU: every thread of every block is a fiber, switched at
+// waits and barriers in a random but repeatable order. Finds wrong indices, missing or surplus
+// arrivals, phases that are missed, copies to blocks that have left, deadlocks. Knows nothing of
+// memory ordering (every write is seen at once) nor of time.
+//
+// The device headers kernels/common/{barrier,wgmma}.cuh are shadowed by the ones beside this file.
+// One Emulator at a time; single-threaded.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <ucontext.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+// The language's words for the compiler of device code.
+#undef __launch_bounds__
+#undef __grid_constant__
+#undef __global__
+#undef __shared__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __global__
+#define __shared__
+
+namespace dorad::emulation {
+
+class Grid;
+
+// Ends the run: what it found goes to the test.
+[[noreturn]] void Fail(const std::string& what);
+
+// An mbarrier.
+struct Barrier {
+  int arrivals = 0;  // of a phase
+  int pending = 0;
+  int64_t bytes = 0;  // that copies still owe
+  int phase = 0;
+};
+
+// A barrier of a number of threads, by who came.
+struct Meeting {
+  int arrived = 0;
+  int generation = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  int64_t asleep_until = 0;                 // in rounds: others run ahead
+  alignas(16) unsigned char slots[32][64];  // what lanes show each other
+};
+
+struct Block {
+  unsigned char* At(uint32_t address);
+  Barrier& BarrierAt(uint32_t address);
+
+  int index = 0;
+  int rank = 0;  // in its cluster
+  int threads = 0;
+  int alive = 0;
+  int any = 0;  // of __syncthreads_or
+  Grid* grid = nullptr;
+  std::vector<Block*>* cluster = nullptr;
+  Meeting* cluster_meeting = nullptr;
+  std::vector<unsigned char> memory;
+  unsigned char* shared = nullptr;  // address 0 of the block's shared memory
+  uint32_t shared_bytes = 0;
+  std::vector<Warp> warps;
+  std::map<uint32_t, Barrier> barriers;  // by address
+  Meeting named[16];
+};
+
+struct Thread {
+  ucontext_t context;
+  std::vector<unsigned char> stack;
+  Block* block = nullptr;
+  unsigned index = 0;
+  bool done = false;
+};
+
+// One launch.
+class Grid {
+ public:
+  // shared_bytes: of a block, static and dynamic. may_follow: whether the launches before it are
+  // complete. body: the kernel, once a thread.
+  Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
+       std::function<bool()> may_follow, std::function<void()> body);
+  bool done() const { return left_ == 0; }
+  bool CanFollow() const { return may_follow_(); }
+  int blocks() const { return static_cast<int>(blocks_.size()); }
+
+ private:
+  friend class Emulator;
+  static void Enter();
+
+  std::function<bool()> may_follow_;
+  std::function<void()> body_;
+  std::vector<Block> blocks_;
+  std::vector<std::vector<Block*>> clusters_;
+  std::vector<Meeting> meetings_;
+  std::vector<Thread> threads_;
+  size_t left_ = 0;
+};
+
+// The state of a run.
+class Emulator {
+ public:
+  explicit Emulator(uint32_t seed) : random_(seed) { current_ = this; }
+  ~Emulator() { current_ = nullptr; }
+
+  // Until all are done, side by side.
+  void Run(const std::vector<Grid*>& grids);
+  // Something that the copy engine does some time later.
+  void Later(std::function<void()> work) { later_.push_back(std::move(work)); }
+  void Progress() { ++progress_; }
+  void Yield() { swapcontext(&thread_->context, &scheduler_); }
+  Thread& thread() { return *thread_; }
+  std::mt19937& random() { return random_; }
+  static Emulator& Get() { return *current_; }
+
+ private:
+  friend class Grid;
+
+  static Emulator* current_;
+  std::mt19937 random_;
+  Thread* thread_ = nullptr;
+  ucontext_t scheduler_;
+  std::deque<std::function<void()>> later_;
+  int64_t progress_ = 0;
+};
+
+inline Block& ThisBlock() { return *Emulator::Get().thread().block; }
+// Until `count` threads have come.
+void Meet(Meeting& meeting, int count);
+// A phase ends when nobody is awaited and no copy owes bytes.
+void CheckPhase(Barrier& barrier);
+
+// All lanes show a value; f of all 32 is what each of them gets.
+template <typename T, typename F>
+auto Exchange(const T& value, F f) {
+  static_assert(sizeof(T) <= sizeof(Warp::slots[0]));
+  const unsigned thread = Emulator::Get().thread().index;
+  Warp& warp = ThisBlock().warps[thread / 32];
+  std::memcpy(warp.slots[thread % 32], &value, sizeof(T));
+  Meet(warp.meeting, 32);
+  T all[32];
+  for (int i = 0; i < 32; ++i) std::memcpy(&all[i], warp.slots[i], sizeof(T));
+  Meet(warp.meeting, 32);
+  return f(all);
+}
+
+struct Index {
+  unsigned x;
+};
+
+}  // namespace dorad::emulation
+
+// What device code finds in the language.
+#define threadIdx (dorad::emulation::Index{dorad::emulation::Emulator::Get().thread().index})
+#define blockIdx \
+  (dorad::emulation::Index{static_cast<unsigned>(dorad::emulation::ThisBlock().index)})
+#define gridDim \
+  (dorad::emulation::Index{static_cast<unsigned>(dorad::emulation::ThisBlock().grid->blocks())})
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return dorad::emulation::Exchange(value, [lane](const T* all) { return all[lane]; });
+}
+void __syncwarp();
+void __syncthreads();
+int __syncthreads_or(int value);
+uint32_t atomicAdd(uint32_t* to, uint32_t value);
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+inline int min(int a, int b) { return std::min(a, b); }
+inline int max(int a, int b) { return std::max(a, b); }

@@ -1,0 +1,352 @@
+// The shrink and the projection side by side in the emulator, against a double reference: every cut
+// of W and K, every number of tiles of the batch, mixed adapters, rings of few stages.
+#include <cmath>
+
+#include "gtest/gtest.h"
+#include "kernels/dora/linear_project.cuh"
+#include "kernels/dora/linear_shrink.cuh"
+#include "tests/emulation/emulator.h"
+
+namespace dorad::kernels {
+namespace {
+
+using emulation::Emulator;
+using emulation::Grid;
+
+int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
+
+CUtensorMap MapOf(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows) {
+  const FakeMap fake = {data, rows, columns, ld, box_rows};
+  CUtensorMap map = {};
+  std::memcpy(&map, &fake, sizeof(fake));
+  return map;
+}
+
+struct Cut {
+  int panel_rows;
+  int splits;
+  int shrinkers;  // clusters of the shrink
+};
+
+struct Case {
+  const char* name;
+  DoraLinearShape shape;
+  Cut cut;
+  std::vector<std::vector<int>> ranks;  // [slot][part]
+};
+
+class Layer {
+ public:
+  Layer(const Case& c, std::mt19937* random) : case_(c), random_(*random) {
+    const DoraLinearShape& shape = c.shape;
+    out_ = OutFeatures(shape);
+    x_ = Random(size_t{kDoraLinearMaxRows} * shape.in, 1.0f);
+    w_ = Random(size_t{1} * out_ * shape.in, 0.05f);
+    for (int i = 0; i < out_; ++i) bias_.push_back(Normal(1.0f));
+    for (size_t slot = 0; slot < c.ranks.size(); ++slot) {
+      for (int part = 0; part < shape.parts; ++part) {
+        const int rank = c.ranks[slot][part];
+        max_rank_ = std::max(max_rank_, rank);
+        DoraFactors factors;
+        factors.rank = rank;
+        factors.ldb = RoundUp(rank, 8);
+        factors.scale = 0.5f + 0.1f * static_cast<float>(factors_.size());
+        tensors_.push_back(Random(size_t{1} * rank * shape.in, 0.05f));
+        factors.a = tensors_.back().data();
+        tensors_.push_back(Random(size_t{1} * shape.out[part] * factors.ldb, 0.05f));
+        for (int n = 0; n < shape.out[part]; ++n) {
+          for (int k = rank; k < factors.ldb; ++k) {
+            tensors_.back()[size_t{1} * n * factors.ldb + k] = __float2bfloat16(0.0f);
+          }
+        }
+        factors.b = tensors_.back().data();
+        magnitudes_.emplace_back();
+        for (int n = 0; n < shape.out[part]; ++n) magnitudes_.back().push_back(1 + Normal(0.2f));
+        // Some of them plain LoRA.
+        if (factors_.size() % 4 != 3) factors.g = magnitudes_.back().data();
+        factors_.push_back(factors);
+        maps_.push_back(MapOf(factors.a, rank, shape.in, shape.in, kLinearBoxRows));
+        maps_.push_back(
+            MapOf(factors.b, shape.out[part], factors.ldb, factors.ldb, kLinearBoxRows));
+      }
+    }
+  }
+
+  int out() const { return out_; }
+
+  // Rows 0.. of x under `segments`: y, as fp32.
+  std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32) {
+    const int rows = segments.back().end;
+    const int tiles = rows <= 64 ? 1 : rows <= 128 ? 2 : 4;
+    std::vector<float> y(size_t{1} * rows * out_, NAN);
+    std::vector<__nv_bfloat16> rounded(y.size());
+    LinearArgs args = Args(segments);
+    args.p.y_fp32 = y_fp32;
+    args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
+    std::vector<__nv_bfloat16> h(size_t{1} * case_.shape.parts * rows * args.ldh,
+                                 __float2bfloat16(NAN));
+    args.h = h.data();
+    if (tiles == 1) {
+      RunTiles<1>(args);
+    } else if (tiles == 2) {
+      RunTiles<2>(args);
+    } else {
+      RunTiles<4>(args);
+    }
+    EXPECT_EQ(signals_.x_ready | signals_.h_ready | signals_.left, 0u);
+    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
+    return y;
+  }
+
+  std::vector<double> Reference(int row, int slot) const {
+    std::vector<double> y;
+    const int in = case_.shape.in;
+    const auto dot = [&](const __nv_bfloat16* line) {
+      double sum = 0.0;
+      for (int k = 0; k < in; ++k) {
+        sum += static_cast<double>(__bfloat162float(line[k])) *
+               __bfloat162float(x_[size_t{1} * row * in + k]);
+      }
+      return sum;
+    };
+    for (int part = 0, first = 0; part < case_.shape.parts; first += case_.shape.out[part++]) {
+      const DoraFactors factors =
+          slot < 0 ? DoraFactors() : factors_[slot * case_.shape.parts + part];
+      std::vector<double> h;
+      for (int r = 0; r < factors.rank; ++r) {
+        h.push_back(factors.scale * dot(factors.a + size_t{1} * r * in));
+      }
+      for (int n = 0; n < case_.shape.out[part]; ++n) {
+        double sum = dot(w_.data() + size_t{1} * (first + n) * in);
+        for (int r = 0; r < factors.rank; ++r) {
+          sum += h[r] * __bfloat162float(factors.b[size_t{1} * n * factors.ldb + r]);
+        }
+        if (factors.rank > 0 && factors.g != nullptr) sum *= factors.g[n];
+        y.push_back(sum + bias_[first + n]);
+      }
+    }
+    return y;
+  }
+
+ private:
+  float Normal(float deviation) { return std::normal_distribution<float>(0, deviation)(random_); }
+
+  std::vector<__nv_bfloat16> Random(size_t size, float deviation) {
+    std::vector<__nv_bfloat16> values(size);
+    for (__nv_bfloat16& value : values) value = __float2bfloat16(Normal(deviation));
+    return values;
+  }
+
+  LinearArgs Args(const std::vector<RowSegment>& segments) {
+    segments_ = segments;
+    num_segments_ = static_cast<int32_t>(segments.size());
+    segments_.resize(kDoraLinearMaxRows);
+    LinearArgs args = {};
+    args.p.shape = case_.shape;
+    args.p.rows = segments.back().end;
+    args.p.max_rank = max_rank_;
+    args.p.x = x_.data();
+    args.p.w = w_.data();
+    args.p.bias = bias_.data();
+    args.p.table = {factors_.data(), case_.shape.parts};
+    args.p.maps = maps_.data();
+    args.p.segments = segments_.data();
+    args.p.num_segments = &num_segments_;
+    args.plan.panel_rows = case_.cut.panel_rows;
+    args.plan.splits = case_.cut.splits;
+    args.plan.log_splits = case_.cut.splits - 1;
+    args.plan.panels = CeilDiv(out_, case_.cut.panel_rows);
+    args.plan.chunks = CeilDiv(case_.shape.in, kLinearStageK);
+    args.plan.a_chunks = CeilDiv(args.plan.chunks, kLinearSlices);
+    args.plan.a_splits = CeilDiv(args.plan.chunks, args.plan.a_chunks);
+    for (int part = 0; part < kDoraLinearMaxParts; ++part) {
+      args.part_begin[part + 1] =
+          args.part_begin[part] + (part < case_.shape.parts ? case_.shape.out[part] : 0);
+    }
+    args.ldh = RoundUp(max_rank_, 8);
+    args.signals = &signals_;
+    args.shrinkers = case_.cut.shrinkers * kLinearSlices;
+    args.launch = ++launches_;
+    return args;
+  }
+
+  int FewStages() { return 2 + static_cast<int>(random_() % 3); }
+
+  template <int kM>
+  void RunTiles(const LinearArgs& args) {
+    const int rows = args.p.rows;
+    const int in = case_.shape.in;
+    LinearArgs shrink_args = args;
+    shrink_args.siblings = 1;
+    shrink_args.x_rows = RoundUp(rows, kM == 1 ? 8 : 64);
+    shrink_args.stages = FewStages();
+    LinearArgs project_args = args;
+    project_args.siblings = args.plan.splits == 1 && kM > 1 ? 2 : 1;
+    project_args.x_rows = RoundUp(rows, 8 * project_args.siblings);
+    project_args.stages = FewStages();
+    project_args.flight = 1 + static_cast<int>(random_() % project_args.stages);
+    const CUtensorMap shrink_map = MapOf(x_.data(), rows, in, in, std::min(64, shrink_args.x_rows));
+    const CUtensorMap project_map =
+        MapOf(x_.data(), rows, in, in, project_args.x_rows / project_args.siblings);
+    const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, args.plan.panel_rows);
+
+    int delay = static_cast<int>(random_() % 200);  // until x is there
+    Grid shrink = MakeShrink<kM>(shrink_args, shrink_map, [&delay] { return --delay < 0; });
+    Grid project =
+        MakeProject<kM>(project_args, w_map, project_map, [&shrink] { return shrink.done(); });
+    Emulator::Get().Run({&shrink, &project});
+  }
+
+  // Where dynamic shared memory begins behind the static one.
+  template <typename Shared>
+  static constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
+
+  // What follows a ring whose last tiles reach beyond it.
+  template <int kM>
+  static int After(const LinearArgs& args, int exchange_bytes) {
+    return std::max(exchange_bytes, (64 * kM - args.x_rows) * 2 * kLinearStageK);
+  }
+
+  template <int kM>
+  static Grid MakeShrink(const LinearArgs& args, const CUtensorMap& map,
+                         std::function<bool()> may_follow) {
+    using Config = ShrinkConfig<kM>;
+    using Shared = typename ShrinkBlock<kM>::Shared;
+    const int bytes = args.stages * (Config::kFactorBytes + args.x_rows * 2 * kLinearStageK) +
+                      After<kM>(args, Config::kExchangeBytes);
+    return Grid(args.shrinkers, Config::kThreads, kLinearSlices, kDynamic<Shared> + bytes,
+                std::move(may_follow), [&args, &map] {
+                  auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
+                  RunShrink<kM>(&map, args, shared, kDynamic<Shared>);
+                });
+  }
+
+  template <int kM>
+  static Grid MakeProject(const LinearArgs& args, const CUtensorMap& w_map,
+                          const CUtensorMap& x_map, std::function<bool()> may_follow) {
+    switch (args.plan.panel_rows) {
+      case 32:
+        return MakeProjectPanel<kM, 32>(args, w_map, x_map, std::move(may_follow));
+      case 64:
+        return MakeProjectPanel<kM, 64>(args, w_map, x_map, std::move(may_follow));
+      case 96:
+        return MakeProjectPanel<kM, 96>(args, w_map, x_map, std::move(may_follow));
+      default:
+        return MakeProjectPanel<kM, 192>(args, w_map, x_map, std::move(may_follow));
+    }
+  }
+
+  template <int kM, int kPanel>
+  static Grid MakeProjectPanel(const LinearArgs& args, const CUtensorMap& w_map,
+                               const CUtensorMap& x_map, std::function<bool()> may_follow) {
+    using Config = ProjectConfig<kM, kPanel>;
+    using Shared = typename ProjectBlock<kM, kPanel>::Shared;
+    const int bytes = args.stages * (Config::kWeightBytes +
+                                     Config::kStageChunks * args.x_rows * 2 * kLinearStageK) +
+                      After<kM>(args, args.plan.splits > 1 ? Config::kExchangeBytes : 0);
+    const int cluster = args.siblings * args.plan.splits;
+    int clusters = CeilDiv(args.plan.panels, args.siblings);
+    if (args.plan.splits == 1) clusters = std::min(clusters, 2);  // several panels a block
+    return Grid(clusters * cluster, Config::kThreads, cluster, kDynamic<Shared> + bytes,
+                std::move(may_follow), [&args, &w_map, &x_map] {
+                  auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
+                  RunProject<kM, kPanel>(&w_map, &x_map, args, shared, kDynamic<Shared>);
+                });
+  }
+
+  const Case case_;
+  std::mt19937& random_;
+  int out_ = 0;
+  int max_rank_ = 0;
+  std::vector<__nv_bfloat16> x_, w_;
+  std::vector<float> bias_;
+  std::vector<std::vector<__nv_bfloat16>> tensors_;
+  std::vector<std::vector<float>> magnitudes_;
+  std::vector<DoraFactors> factors_;
+  std::vector<CUtensorMap> maps_;
+  std::vector<RowSegment> segments_;
+  int32_t num_segments_ = 0;
+  LinearSignals signals_ = {};
+  uint32_t launches_ = 0;
+};
+
+// The base, then slots 0, 2 and 1.
+std::vector<RowSegment> Deal(int rows) {
+  if (rows < 4) return {{1, 0, rows}};
+  return {{-1, 0, rows / 5},
+          {0, rows / 5, rows / 3},
+          {2, rows / 3, rows * 2 / 3},
+          {1, rows * 2 / 3, rows}};
+}
+
+class EmulatedLinearTest : public ::testing::TestWithParam<Case> {
+ protected:
+  Emulator emulator_{7};
+};
+
+TEST_P(EmulatedLinearTest, MatchesTheReferenceWithTheSameBitsInEveryBatch) {
+  Layer layer(GetParam(), &emulator_.random());
+  std::map<std::pair<int, int>, std::vector<float>> seen;  // by row and slot
+  for (const int rows : {1, 13, 70, 130}) {
+    SCOPED_TRACE(testing::Message() << rows << " rows");
+    const std::vector<RowSegment> segments = Deal(rows);
+    std::vector<float> y;
+    std::vector<float> rounded;
+    ASSERT_NO_THROW(y = layer.Run(segments, /*y_fp32=*/true));
+    if (rows < 64) {
+      ASSERT_NO_THROW(rounded = layer.Run(segments, /*y_fp32=*/false));
+    }
+    for (const RowSegment& segment : segments) {
+      for (int row = segment.begin; row < segment.end; ++row) {
+        const auto line = y.begin() + size_t{1} * row * layer.out();
+        const std::vector<float> got(line, line + layer.out());
+        const auto [first, is_new] = seen.try_emplace({row, segment.slot}, got);
+        EXPECT_EQ(std::memcmp(first->second.data(), got.data(), got.size() * sizeof(float)), 0)
+            << "row " << row;
+        if (!is_new || (rows > 64 && row % 9 != 0)) continue;
+        const std::vector<double> expected = layer.Reference(row, segment.slot);
+        double difference = 0.0;
+        double size = 0.0;
+        for (int n = 0; n < layer.out(); ++n) {
+          difference += std::pow(got[n] - expected[n], 2);
+          size += std::pow(expected[n], 2);
+          if (!rounded.empty()) {
+            EXPECT_EQ(rounded[size_t{1} * row * layer.out() + n],
+                      __bfloat162float(__float2bfloat16(got[n])));
+          }
+        }
+        // h is rounded to bf16.
+        EXPECT_LT(std::sqrt(difference / size), 2e-3) << "row " << row << " slot " << segment.slot;
+      }
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(EmulatedLinearTest, ServesABatchOfTheBaseAlone) {
+  Layer layer(GetParam(), &emulator_.random());
+  std::vector<float> y;
+  ASSERT_NO_THROW(y = layer.Run({{-1, 0, 9}}, /*y_fp32=*/true));
+  for (int row = 0; row < 9; ++row) {
+    const std::vector<double> expected = layer.Reference(row, -1);
+    for (int n = 0; n < layer.out(); ++n) {
+      EXPECT_NEAR(y[size_t{1} * row * layer.out() + n], expected[n], 1e-4);
+    }
+  }
+}
+
+const Case kCases[] = {
+    {"ThreePartsAndTwoSplits",
+     {1024, 3, {64, 16, 32}},
+     {64, 2, 2},
+     {{40, 8, 16}, {0, 100, 5}, {200, 16, 64}}},
+    {"NarrowPanelsAndAnOddWidth", {576, 1, {72}}, {32, 1, 1}, {{24}, {100}, {8}}},
+    {"PartsThatEndInAPanel", {200, 2, {112, 100}}, {96, 1, 3}, {{24, 8}, {100, 7}, {72, 300}}},
+    {"WidePanels", {128, 1, {250}}, {192, 1, 2}, {{16}, {24}, {130}}},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cuts, EmulatedLinearTest, testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace dorad::kernels
