@@ -11,7 +11,8 @@ namespace dorad::kernels {
 struct LinearLaunch {
   CUtensorMap x_map;  // boxes of min(64, args.x_rows) rows in the shrink, x_rows / siblings else
   CUtensorMap w_map;
-  LinearArgs args;  // but for the number of stages
+  CUtensorMap next_map;  // of args.next_plan's weights
+  LinearArgs args;       // but for the number of stages
   int processors;
   cudaStream_t stream;
 };
