@@ -102,13 +102,6 @@ __device__ inline void CopyTensorBoxOnce(uint32_t destination, const CUtensorMap
       : "memory");
 }
 
-// Brings a box into L2.
-__device__ inline void PrefetchTensorBox(const CUtensorMap* map, int column, int row) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
-               "r"(column), "r"(row)
-               : "memory");
-}
-
 __device__ inline void PrefetchL2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
@@ -217,12 +210,6 @@ __device__ inline void SignalRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-// All threads of a block, after all that they wrote: counts the block, if there is a counter.
-__device__ inline void SignalBlock(uint32_t* counter) {
-  if (counter == nullptr) return;
-  __syncthreads();
-  if (threadIdx.x == 0) SignalRelease(counter);
-}
 __device__ inline void StoreRelease(uint32_t* flag, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }

@@ -9,10 +9,8 @@
 namespace dorad::kernels {
 
 // out[t, f] = silu(gate_up[t, f]) · gate_up[t, size + f]; gate_up is [rows, 2·size], out [rows,
-// size], both 16-byte aligned. ready: if not null, counts the blocks that are done.
-// cudaErrorInvalidValue: a size out of bounds, or bad alignment.
+// size], both 16-byte aligned. cudaErrorInvalidValue: a size out of bounds, or bad alignment.
 cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
-                    uint32_t* ready, cudaStream_t stream);
-uint32_t SiluMulBlocks(int32_t rows, int32_t size);
+                    cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -85,7 +85,6 @@ __global__ void __launch_bounds__(kMaxThreads) AddRmsNormKernel(const AddRmsNorm
     }
     out[at] = rounded;
   }
-  SignalBlock(p.ready);
 }
 
 template <int kWidth>
@@ -103,8 +102,6 @@ cudaError_t Launch(const AddRmsNormParams& params, cudaStream_t stream) {
 bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
-
-uint32_t AddRmsNormBlocks(int32_t rows) { return static_cast<uint32_t>(rows); }
 
 cudaError_t AddRmsNorm(const AddRmsNormParams& params, cudaStream_t stream) {
   if (params.rows <= 0 || params.size <= 0) return cudaErrorInvalidValue;

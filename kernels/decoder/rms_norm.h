@@ -21,10 +21,7 @@ struct AddRmsNormParams {
   // Row of the residual that row i of `out` is made of; null: i. With it delta must be null.
   const int32_t* gather = nullptr;
   __nv_bfloat16* out = nullptr;  // [rows, size]
-  uint32_t* ready = nullptr;     // counts the blocks (AddRmsNormBlocks) whose rows are done
 };
-
-uint32_t AddRmsNormBlocks(int32_t rows);
 
 // cudaErrorInvalidValue: a size out of bounds, or bad alignment.
 cudaError_t AddRmsNorm(const AddRmsNormParams& params, cudaStream_t stream);

@@ -22,10 +22,6 @@ int BatchTiles(int rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
 // Panels that fetch x together. Clusters of more than two blocks would leave multiprocessors idle.
 int Siblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 2 : 1; }
 
-// Where the batch takes four tiles of 64 rows: of wider panels and the batch too few stages would
-// fit into shared memory. Does not concern the order of sums.
-constexpr int kWidestPanelOfMany = 96;
-
 int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
 
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
@@ -85,10 +81,6 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   LinearArgs& args = launch.args;
   args.p = params;
   args.plan = PlanLinear(shape, launch.processors);
-  if (BatchTiles(params.rows) == 4 && args.plan.panel_rows > kWidestPanelOfMany) {
-    args.plan.panel_rows = kWidestPanelOfMany;
-    args.plan.panels = CeilDiv(OutFeatures(shape), kWidestPanelOfMany);
-  }
   args.part_begin[0] = 0;
   for (int p = 0; p < kDoraLinearMaxParts; ++p) {
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
@@ -115,13 +107,6 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
                                                args.x_rows / args.siblings, &launch.x_map));
     DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
                                                args.plan.panel_rows, &launch.w_map));
-    // Larger batches keep the memory busy with keys and values between projections.
-    if (params.next_w != nullptr && kM == 1) {
-      const DoraLinearShape& next = params.next_shape;
-      args.next_plan = PlanLinear(next, launch.processors);
-      DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.next_w, OutFeatures(next), next.in, next.in,
-                                                 args.next_plan.panel_rows, &launch.next_map));
-    }
     if (params.max_rank > 0) DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(shrink));
     const cudaError_t status = LaunchProject<kM>(launch);
     if (status != cudaSuccess && params.max_rank > 0) {

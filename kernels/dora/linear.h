@@ -52,18 +52,8 @@ struct DoraLinearParams {
   const int32_t* num_segments = nullptr;  // [1]
   void* y = nullptr;                      // [rows, sum(out)], 16-byte aligned
   bool y_fp32 = false;                    // else bf16
-  // Which x is made by a kernel right before this call that counts its blocks here, each after all
-  // that it wrote (SignalRelease): then x is taken when the count is x_blocks, sooner than that
-  // kernel's end is known. Set to zero in the end; zero at first, and another one for every call
-  // that may be under way at once. nullptr: x is taken when earlier kernels are complete.
-  uint32_t* x_ready = nullptr;
-  uint32_t x_blocks = 0;
-  // The call that comes next in the stream, if known: when the last weights of this one are on
-  // their way, the first of that one are brought into L2.
-  DoraLinearShape next_shape;
-  const __nv_bfloat16* next_w = nullptr;
-  void* workspace = nullptr;   // 256-byte aligned, any contents after the signals
-  size_t workspace_bytes = 0;  // at least DoraLinearWorkspaceBytes
+  void* workspace = nullptr;              // 256-byte aligned, any contents after the signals
+  size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
 };
 
 // How the copy engine finds A (maps[0]) and B (maps[1]) of a module with in and out features. The

@@ -14,8 +14,7 @@ namespace dorad::kernels {
 // projection may begin while the one before it still runs, and must not take its signals for its
 // own.
 struct LinearSignals {
-  uint32_t
-      x_ready;  // without params.x_ready: the launch before whose shrink all kernels are complete
+  uint32_t x_ready;  // the launch before whose shrink all kernels are complete
   uint32_t h_ready;  // blocks of the shrink that are done
   uint32_t left;     // blocks of the projection that need the two above no longer
 };
@@ -24,7 +23,6 @@ static_assert(sizeof(LinearSignals) <= kDoraLinearSignalBytes);
 struct LinearArgs {
   DoraLinearParams p;
   LinearPlan plan;
-  LinearPlan next_plan;                         // no panels: unknown
   int32_t part_begin[kDoraLinearMaxParts + 1];  // in rows of W
   int32_t x_rows;                               // of the batch, padded, in a stage
   int32_t siblings;   // blocks of a cluster that share x: panels next to each other

@@ -17,11 +17,11 @@ inline constexpr int kAlignBytes = 1024;  // of the ring
 
 // The shrink leaves room beside it: blocks of the projection come early and fetch weights.
 template <int kM>
-inline constexpr int kShrinkRingBytes = kM == 1   ? 40 * 1024
-                                        : kM == 2 ? 96 * 1024
+inline constexpr int kShrinkRingBytes = kM == 1   ? 48 * 1024
+                                        : kM == 2 ? 60 * 1024
                                                   : 108 * 1024;
 template <int kM>
-inline constexpr int kProjectRingBytes = kM == 1 ? 130 * 1024 : 212 * 1024;
+inline constexpr int kProjectRingBytes = kM == 1 ? 140 * 1024 : 212 * 1024;
 
 // Weights on their way to a block at once: some three times what latency times bandwidth asks for.
 inline constexpr int kFlightBytes = 96 * 1024;
@@ -98,7 +98,7 @@ cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
       args.plan.splits > 1 ? groups : std::min(groups, std::max(launch.processors / cluster, 1));
   return LaunchEarlyInClusters(ProjectKernel<kM, kPanel>, cluster, clusters * cluster,
                                Config::kThreads, fit.dynamic_bytes, launch.stream, launch.w_map,
-                               launch.next_map, launch.x_map, args);
+                               launch.x_map, args);
 }
 
 template <int kM>
@@ -111,15 +111,12 @@ cudaError_t LaunchProject(const LinearLaunch& launch) {
     case 96:
       return LaunchProjectPanel<kM, 96>(launch);
     case 128:
-      if constexpr (kM < 4) return LaunchProjectPanel<kM, 128>(launch);
-      break;
+      return LaunchProjectPanel<kM, 128>(launch);
     case 192:
-      if constexpr (kM < 4) return LaunchProjectPanel<kM, 192>(launch);
-      break;
+      return LaunchProjectPanel<kM, 192>(launch);
     default:
-      break;
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace dorad::kernels

@@ -11,8 +11,7 @@ namespace dorad::kernels {
 struct LinearLaunch {
   CUtensorMap x_map;  // boxes of min(64, args.x_rows) rows in the shrink, x_rows / siblings else
   CUtensorMap w_map;
-  CUtensorMap next_map;  // of args.next_plan's weights
-  LinearArgs args;       // but for the number of stages
+  LinearArgs args;  // but for the number of stages
   int processors;
   cudaStream_t stream;
 };

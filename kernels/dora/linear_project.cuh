@@ -27,9 +27,6 @@
 
 namespace dorad::kernels {
 
-// Of the next launch's weights, for each block.
-inline constexpr int kNextBytes = 64 * 1024;
-
 // kM: tiles of 64 rows of the batch; kPanel: rows of W.
 template <int kM, int kPanel>
 struct ProjectConfig {
@@ -43,6 +40,9 @@ struct ProjectConfig {
   static constexpr int kStageChunks = kPanel <= 96 && kM < 4 ? 2 : 1;
   static constexpr int kChunkBytes = kPanel * 2 * kLinearStageK;
   static constexpr int kWeightBytes = kStageChunks * kChunkBytes;
+  static constexpr int kAccumulators = kTiles * kPanel / 2;
+  // More than an even share of the registers.
+  static constexpr bool kMovesRegisters = kAccumulators > 128;
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
   // Where a warp turns over 16 rows of 16 sums: bytes from one row to the next, room against bank
@@ -138,27 +138,16 @@ class ProjectBlock {
     });
   }
 
-  // The same thread: what this block's place in the next launch fetches first.
-  __device__ void PrefetchNext(const CUtensorMap* map) const {
-    const LinearPlan& next = args_.next_plan;
-    if (static_cast<int>(blockIdx.x) >= next.Tiles()) return;
-    const int split = blockIdx.x & (next.splits - 1);
-    const int first = FirstChunk(next, split);
-    const int end = min(FirstChunk(next, split + 1),
-                        first + kNextBytes / (next.panel_rows * 2 * kLinearStageK));
-#pragma unroll 1
-    for (int chunk = first; chunk < end; ++chunk) {
-      PrefetchTensorBox(map, chunk * kLinearStageK,
-                        (blockIdx.x >> next.log_splits) * next.panel_rows);
-    }
-  }
-
   // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows.
   __device__ void ProduceBatch(const CUtensorMap* x_map, int producer) {
-    if (!FollowsSignals()) {
+    if (args_.shrinkers == 0) {
       WaitForPrevious();
     } else {
-      if (lane_ == 0) WaitForX(args_);
+      // The shrink need not be complete, what is before it must.
+      if (lane_ == 0) {
+        SpinUntil(&args_.signals->x_ready, args_.launch);
+        FenceProxyAsyncGlobal();
+      }
       __syncwarp();
     }
     const int box_rows = args_.x_rows / args_.siblings;
@@ -212,13 +201,12 @@ class ProjectBlock {
         });
       });
     });
-    if (!FollowsSignals() || lane_ != 0) return;
+    if (args_.shrinkers == 0 || lane_ != 0) return;
     // Who waits for this kernel waits for all before it.
     WaitForPrevious();
     // The last warp to come here leaves the signals as it found them.
     if (atomicAdd(&args_.signals->left, 1) == Config::kBatchWarps * gridDim.x - 1) {
       *args_.signals = LinearSignals();
-      if (args_.p.x_ready != nullptr) *args_.p.x_ready = 0;
     }
   }
 
@@ -279,11 +267,6 @@ class ProjectBlock {
                         (chunk + i) * kLinearStageK, row, ring_.weights_full());
     }
     ring_.Advance();
-  }
-
-  // Kernels before this one need not be complete for it to begin: they signal what they made.
-  __device__ bool FollowsSignals() const {
-    return args_.shrinkers > 0 || args_.p.x_ready != nullptr;
   }
 
   __device__ void WaitForH() const {
@@ -590,8 +573,8 @@ class ProjectBlock {
 
 // The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
 template <int kM, int kPanel>
-__device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* next_map,
-                           const CUtensorMap* x_map, const LinearArgs& args,
+__device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
+                           const LinearArgs& args,
                            typename ProjectBlock<kM, kPanel>::Shared& shared, uint32_t dynamic) {
   using Config = ProjectConfig<kM, kPanel>;
   using Block = ProjectBlock<kM, kPanel>;
@@ -610,11 +593,12 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* next_map
   const bool is_cluster = args.siblings << args.plan.log_splits > 1;
   if (is_cluster) ClusterBarrier();
   if (warp < Config::kConsumerWarps) {
+    if constexpr (Config::kMovesRegisters) IncreaseRegisters<232>();
     block.Consume();
   } else {
+    if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
     if (is_weight_producer) {
       block.ProduceWeights(w_map);
-      block.PrefetchNext(next_map);
     } else if (warp > Config::kConsumerWarps) {
       block.ProduceBatch(x_map, warp - Config::kConsumerWarps - 1);
     }
@@ -626,12 +610,11 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* next_map
 template <int kM, int kPanel>
 __global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
     ProjectKernel(const __grid_constant__ CUtensorMap w_map,
-                  const __grid_constant__ CUtensorMap next_map,
                   const __grid_constant__ CUtensorMap x_map,
                   const __grid_constant__ LinearArgs args) {
   extern __shared__ uint8_t dynamic[];
   __shared__ typename ProjectBlock<kM, kPanel>::Shared shared;
-  RunProject<kM, kPanel>(&w_map, &next_map, &x_map, args, shared,
+  RunProject<kM, kPanel>(&w_map, &x_map, args, shared,
                          (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 

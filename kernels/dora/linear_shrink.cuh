@@ -1,12 +1,10 @@
 // h = s · (A x) for all adapters of a batch, before the projection: see linear.h.
 //
-// Boxes of kLinearBoxRows rows of A, of all segments and parts, are dealt evenly to clusters of
-// kLinearSlices blocks, each of which has a slice of K. A cluster takes a few boxes at once, so
-// that x is fetched once for them: the batch is the M operand of wgmma, the boxes side by side the
-// N operand. The blocks' sums meet in shared memory, 8 rows of every 64 of the batch in each block,
-// and are added in the order of K while the next boxes are multiplied.
+// A cluster of kLinearSlices blocks takes a unit, kLinearBoxRows rows of A of one segment; each
+// block a slice of K. The batch is the M operand of wgmma, A the N operand. The blocks' sums meet
+// in shared memory, 8 rows of every 64 of the batch in each block, and are added in the order of K.
 //
-// Warps: 4 multiply | 4 add | producer of A | producer of x.
+// Warps: 4 consumers | producer of A | producer of x.
 #pragma once
 
 #include <cuda.h>
@@ -24,42 +22,25 @@ namespace dorad::kernels {
 // kM: tiles of 64 rows of the batch.
 template <int kM>
 struct ShrinkConfig {
-  static constexpr int kMultipliers = 4;  // warps
-  static constexpr int kAdders = 4;
-  static constexpr int kThreads = 32 * (kMultipliers + kAdders + 2);
+  static constexpr int kConsumerWarps = 4;
+  static constexpr int kThreads = 32 * (kConsumerWarps + 2);
   static constexpr int kMaxStages = 8;
-  static constexpr int kMaxBoxes = kM <= 2 ? 2 : 1;  // at once
-  static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
-  static constexpr int kFactorBytes = kMaxBoxes * kBoxBytes;  // of a stage
-  // Of one block, a box and 64 rows of the batch, in one other block: 8 rows of sums.
+  static constexpr int kFactorBytes = kLinearBoxRows * 2 * kLinearStageK;
+  // Of one block and 64 rows of the batch, in one other block: 8 rows of sums.
   static constexpr int kShareBytes = 8 * kLinearBoxRows * 4;
-  static constexpr int kSliceBytes = kM * kMaxBoxes * kShareBytes;
-  static constexpr int kExchanges = 2;  // one is written while the other one is added
-  static constexpr int kExchangeBytes = kExchanges * kLinearSlices * kSliceBytes;
-};
-
-// Boxes that a cluster takes at once.
-template <int kMaxBoxes>
-struct ShrinkGroup {
-  int boxes = 0;
-  int segment[kMaxBoxes];
-  int part[kMaxBoxes];
-  int row[kMaxBoxes];  // of A, the first one
-  int first_tile;      // of the batch, of all boxes' segments
-  int last_tile;
+  static constexpr int kExchangeBytes = kLinearSlices * kM * kShareBytes;
 };
 
 template <int kM>
 class ShrinkBlock {
  public:
   using Config = ShrinkConfig<kM>;
-  using Group = ShrinkGroup<Config::kMaxBoxes>;
 
   struct Shared {
     LinearTables tables;
     LinearRingBarriers<Config::kMaxStages> ring;
-    uint64_t met[Config::kExchanges];    // the sums of all slices have come
-    uint64_t added[Config::kExchanges];  // all blocks have added theirs: it may be written again
+    uint64_t met;   // the sums of all slices have come
+    uint64_t free;  // all blocks have added theirs: the exchange may be written again
   };
 
   __device__ ShrinkBlock(const LinearArgs& args, Shared& shared, uint32_t dynamic)
@@ -67,8 +48,8 @@ class ShrinkBlock {
         tables_(shared.tables),
         ring_(shared.ring, dynamic, args.stages, Config::kFactorBytes,
               Config::kFactorBytes + args.x_rows * 2 * kLinearStageK),
-        met_(SharedAddress(shared.met)),
-        added_(SharedAddress(shared.added)),
+        met_(SharedAddress(&shared.met)),
+        free_(SharedAddress(&shared.free)),
         exchange_(dynamic + args.stages * (Config::kFactorBytes + args.x_rows * 2 * kLinearStageK)),
         slice_(blockIdx.x % kLinearSlices),
         first_(slice_ * args.plan.a_chunks),
@@ -76,34 +57,22 @@ class ShrinkBlock {
         lane_(threadIdx.x % 32) {}
 
   __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
-    shared.ring.Init(args.stages, 1, Config::kMultipliers);
-#pragma unroll
-    for (int i = 0; i < Config::kExchanges; ++i) {
-      BarrierInit(SharedAddress(&shared.met[i]), 1);
-      BarrierInit(SharedAddress(&shared.added[i]), kLinearSlices * Config::kAdders);
-    }
+    shared.ring.Init(args.stages, 1, Config::kConsumerWarps);
+    BarrierInit(SharedAddress(&shared.met), 1);
+    BarrierInit(SharedAddress(&shared.free), kLinearSlices * Config::kConsumerWarps);
     BarrierInitFence();
   }
 
   // One thread.
   __device__ void ProduceFactors() {
-    ForEachGroup([&](const Group& group) {
-#pragma unroll
-      for (int i = 0; i < Config::kMaxBoxes; ++i) {
-        if (i >= group.boxes) break;
-        AcquireTensorMap(MapsOf(args_, tables_.slot[group.segment[i]], group.part[i]));
-      }
+    ForEach([&](int segment, int part, int row) {
+      const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part);
+      AcquireTensorMap(map);
 #pragma unroll 1
       for (int chunk = first_; chunk < end_; ++chunk) {
         ring_.WaitEmpty();
-        BarrierArriveExpect(ring_.weights_full(), group.boxes * Config::kBoxBytes);
-#pragma unroll
-        for (int i = 0; i < Config::kMaxBoxes; ++i) {
-          if (i >= group.boxes) break;
-          CopyTensorBoxOnce(ring_.weights() + i * Config::kBoxBytes,
-                            MapsOf(args_, tables_.slot[group.segment[i]], group.part[i]),
-                            chunk * kLinearStageK, group.row[i], ring_.weights_full());
-        }
+        BarrierArriveExpect(ring_.weights_full(), Config::kFactorBytes);
+        CopyTensorBoxOnce(ring_.weights(), map, chunk * kLinearStageK, row, ring_.weights_full());
         ring_.Advance();
       }
     });
@@ -112,14 +81,15 @@ class ShrinkBlock {
   // One thread. x_map has boxes of min(64, x_rows) rows. Earlier kernels are complete.
   __device__ void ProduceBatch(const CUtensorMap* x_map) {
     const int box_bytes = min(64, args_.x_rows) * 2 * kLinearStageK;
-    ForEachGroup([&](const Group& group) {
+    ForEach([&](int segment, int, int) {
+      const int first_tile = tables_.begin[segment] / 64;
+      const int last_tile = (tables_.end[segment] - 1) / 64;
 #pragma unroll 1
       for (int chunk = first_; chunk < end_; ++chunk) {
         ring_.WaitEmpty();
-        BarrierArriveExpect(ring_.batch_full(),
-                            (group.last_tile - group.first_tile + 1) * box_bytes);
+        BarrierArriveExpect(ring_.batch_full(), (last_tile - first_tile + 1) * box_bytes);
 #pragma unroll 1
-        for (int tile = group.first_tile; tile <= group.last_tile; ++tile) {
+        for (int tile = first_tile; tile <= last_tile; ++tile) {
           CopyTensorBox(ring_.batch() + tile * 8192, x_map, chunk * kLinearStageK, tile * 64,
                         ring_.batch_full());
         }
@@ -128,126 +98,64 @@ class ShrinkBlock {
     });
   }
 
-  // A whole warpgroup.
-  __device__ void Multiply() {
-    int round = 0;
-    ForEachGroup([&](const Group& group) {
-      // Tensor-core code wants to know its registers: one loop for each case.
-      const int boxes = __shfl_sync(0xFFFFFFFF, group.boxes, 0);
-      if (boxes == 1) {
-        MultiplyBoxes<1>(group, round);
-      } else if (boxes == 2) {
-        MultiplyBoxes<(Config::kMaxBoxes >= 2 ? 2 : 1)>(group, round);
+  // Consumers: a whole warpgroup.
+  __device__ void Consume() {
+    uint32_t parity = 0;  // of the phases that this unit completes
+    bool later = false;
+    ForEach([&](int segment, int part, int row) {
+      const int first_tile = tables_.begin[segment] / 64;
+      const int last_tile = (tables_.end[segment] - 1) / 64;
+      const Span tiles = {first_tile, last_tile, later, parity};
+      // Tensor-core code wants to know its registers: one loop for each number of tiles.
+      const int count = __shfl_sync(0xFFFFFFFF, last_tile - first_tile + 1, 0);
+      if (count == 1) {
+        MultiplyAndSend<1>(tiles);
+      } else if (kM == 2 || (kM > 2 && count == 2)) {
+        MultiplyAndSend<(kM > 1 ? 2 : 1)>(tiles);
       } else {
-        MultiplyBoxes<Config::kMaxBoxes>(group, round);
+        MultiplyAndSend<kM>(tiles);
       }
-      ++round;
-    });
-  }
-
-  // kAdders warps, `adder` one of them.
-  __device__ void Add(int adder) {
-    int round = 0;
-    ForEachGroup([&](const Group& group) {
-      const int exchange = round % Config::kExchanges;
-      BarrierWait(met_ + 8 * exchange, round / Config::kExchanges & 1);
-      const int tiles = group.last_tile - group.first_tile + 1;
-#pragma unroll 1
-      for (int i = adder; i < tiles * group.boxes; i += Config::kAdders) {
-        const int box = i / tiles;
-        int segment = group.segment[0];
-        int part = group.part[0];
-        int row = group.row[0];
-#pragma unroll
-        for (int j = 1; j < Config::kMaxBoxes; ++j) {
-          if (j != box) continue;
-          segment = group.segment[j];
-          part = group.part[j];
-          row = group.row[j];
-        }
-        Finish(exchange, group.first_tile + i % tiles, box, segment, part, row);
+      const int tile = static_cast<int>(threadIdx.x / 32);
+      if (tile >= first_tile && tile <= last_tile) {
+        BarrierWait(met_, parity);
+        Finish(tile, segment, part, row);
       }
       __syncwarp();
-      if (lane_ < kLinearSlices) {
-        BarrierArriveRemote(RemoteAddress(added_ + 8 * exchange, lane_));
-      }
-      ++round;
+      if (lane_ < kLinearSlices) BarrierArriveRemote(RemoteAddress(free_, lane_));
+      parity ^= 1;
+      later = true;
     });
-    NamedBarrier(1, 32 * Config::kAdders);
-    if (adder == 0 && lane_ == 0) {
-      WaitForPrevious();  // blocks without a box have not; the projection before clears signals
+    NamedBarrier(1, 32 * Config::kConsumerWarps);
+    if (threadIdx.x == 0) {
+      WaitForPrevious();  // blocks without a unit have not; the projection before clears signals
       SignalRelease(&args_.signals->h_ready);
     }
   }
 
  private:
-  // f(group) for the boxes of this cluster: the same in all blocks and roles.
   template <typename F>
-  __device__ void ForEachGroup(F f) const {
-    const int cluster = blockIdx.x / kLinearSlices;
-    const int clusters = gridDim.x / kLinearSlices;
-    int total = 0;
-    ForEachFactor([&](int, int, int boxes) { total += boxes; });
-    const int begin = total * cluster / clusters;
-    const int end = total * (cluster + 1) / clusters;
-    Group group;
-    int base = 0;
-    int taken = begin;
-    ForEachFactor([&](int segment, int part, int boxes) {
-#pragma unroll 1
-      for (int box = max(taken - base, 0); box < boxes && taken < end; ++box, ++taken) {
-        const int first_tile = tables_.begin[segment] / 64;
-        const int last_tile = (tables_.end[segment] - 1) / 64;
-#pragma unroll
-        for (int i = 0; i < Config::kMaxBoxes; ++i) {
-          if (i != group.boxes) continue;
-          group.segment[i] = segment;
-          group.part[i] = part;
-          group.row[i] = box * kLinearBoxRows;
-        }
-        group.first_tile = group.boxes == 0 ? first_tile : min(group.first_tile, first_tile);
-        group.last_tile = group.boxes == 0 ? last_tile : max(group.last_tile, last_tile);
-        if (++group.boxes == Config::kMaxBoxes || taken + 1 == end) {
-          f(group);
-          group.boxes = 0;
-        }
-      }
-      base += boxes;
-    });
+  __device__ void ForEach(F f) const {
+    ForEachUnit(args_, tables_, blockIdx.x / kLinearSlices, gridDim.x / kLinearSlices, f);
   }
 
-  // f(segment, part, boxes of its A)
-  template <typename F>
-  __device__ void ForEachFactor(F f) const {
-#pragma unroll 1
-    for (int part = 0; part < args_.p.shape.parts; ++part) {
-#pragma unroll 1
-      for (int segment = 0; segment < tables_.segments; ++segment) {
-        f(segment, part, (tables_.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows);
-      }
-    }
-  }
+  // Tiles [first, last] of the batch have rows of a unit.
+  struct Span {
+    int first;
+    int last;
+    bool later;  // not this cluster's first unit
+    uint32_t parity;
+  };
 
-  template <int kBoxes>
-  __device__ void MultiplyBoxes(const Group& group, int round) {
-    if (kM == 1 || __shfl_sync(0xFFFFFFFF, group.first_tile == group.last_tile, 0) != 0) {
-      MultiplyTiles<kBoxes, 1>(group, round);
-    } else {
-      MultiplyTiles<kBoxes, kM>(group, round);
-    }
-  }
-
-  // The products of this block's slice, of one tile of the batch or of all of them.
-  template <int kBoxes, int kTiles>
-  __device__ void MultiplyTiles(const Group& group, int round) {
-    constexpr int kN = kBoxes * kLinearBoxRows;
+  // The products of this block's slice for a unit, at most kCount tiles.
+  template <int kCount>
+  __device__ void MultiplyAndSend(const Span& tiles) {
     // What is computed of tiles that were not fetched is not used.
-    const int base = kTiles == kM ? 0 : __shfl_sync(0xFFFFFFFF, group.first_tile, 0);
-    float d[kTiles][kN / 2];
+    const int base = __shfl_sync(0xFFFFFFFF, min(tiles.first, kM - kCount), 0);
+    float d[kCount][kLinearBoxRows / 2];
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
+    for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-      for (int j = 0; j < kN / 2; ++j) d[i][j] = 0.0f;
+      for (int j = 0; j < kLinearBoxRows / 2; ++j) d[i][j] = 0.0f;
     }
     int previous = 0;
     const int stages = __shfl_sync(0xFFFFFFFF, end_ - first_, 0);
@@ -258,10 +166,11 @@ class ShrinkBlock {
       const uint32_t batch = ring_.batch() + base * 8192;
       WgmmaFence();
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
+      for (int i = 0; i < kCount; ++i) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          Wgmma<kN>(d[i], WgmmaTile(batch + i * 8192) + 2 * step, factors + 2 * step, 1);
+          Wgmma<kLinearBoxRows>(d[i], WgmmaTile(batch + i * 8192) + 2 * step, factors + 2 * step,
+                                1);
         }
       }
       WgmmaCommit();
@@ -272,37 +181,29 @@ class ShrinkBlock {
     }
     WgmmaWait<0>();
     if (stages > 0 && lane_ == 0) BarrierArrive(ring_.empty(previous));
-    const int exchange = round % Config::kExchanges;
-    const int uses = round / Config::kExchanges;  // of it before
-    if (uses > 0) BarrierWait(added_ + 8 * exchange, (uses - 1) & 1);
+    if (tiles.later) BarrierWait(free_, tiles.parity ^ 1);
     if (threadIdx.x == 0) {
-      BarrierArriveExpect(
-          met_ + 8 * exchange,
-          kLinearSlices * kBoxes * (group.last_tile - group.first_tile + 1) * Config::kShareBytes);
+      BarrierArriveExpect(met_,
+                          kLinearSlices * (tiles.last - tiles.first + 1) * Config::kShareBytes);
     }
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      if (base + i < group.first_tile || base + i > group.last_tile) continue;
-#pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        Send(&d[i][box * kLinearBoxRows / 2], exchange, base + i, box);
-      }
+    for (int i = 0; i < kCount; ++i) {
+      if (base + i >= tiles.first && base + i <= tiles.last) Send(d[i], base + i);
     }
   }
 
-  // Where a block's sums for this lane lie.
-  __device__ uint32_t Share(int exchange, int slice, int tile, int box) const {
-    return exchange_ + (exchange * kLinearSlices + slice) * Config::kSliceBytes +
-           (tile * Config::kMaxBoxes + box) * Config::kShareBytes + lane_ * 16;
+  // Where the sums of a slice for this lane lie in a block.
+  __device__ uint32_t Share(int slice, int tile) const {
+    return exchange_ + (slice * kM + tile) * Config::kShareBytes + lane_ * 16;
   }
 
   // Warp w holds rows 16 w.. + 15 of the tile: 8 of block 2 w and 8 of the next one.
-  __device__ void Send(const float* d, int exchange, int tile, int box) {
+  __device__ void Send(const float (&d)[kLinearBoxRows / 2], int tile) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const uint32_t to = RemoteAddress(Share(exchange, slice_, tile, box), 2 * warp + j);
-      const uint32_t barrier = RemoteAddress(met_ + 8 * exchange, 2 * warp + j);
+      const uint32_t to = RemoteAddress(Share(slice_, tile), 2 * warp + j);
+      const uint32_t barrier = RemoteAddress(met_, 2 * warp + j);
 #pragma unroll
       for (int i = 0; i < kLinearBoxRows / 16; ++i) {
         const int at = 8 * i + 2 * j;
@@ -311,8 +212,8 @@ class ShrinkBlock {
     }
   }
 
-  // One warp: this block's 8 rows of a tile and a box.
-  __device__ void Finish(int exchange, int tile, int box, int segment, int part, int factor_row) {
+  // One warp: this block's 8 rows of a tile.
+  __device__ void Finish(int tile, int segment, int part, int factor_row) {
     const int row = 64 * tile + 8 * slice_ + lane_ / 4;
     const bool valid = row >= tables_.begin[segment] && row < tables_.end[segment];
     const int rank = tables_.rank[part][segment];
@@ -324,7 +225,7 @@ class ShrinkBlock {
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
       for (int slice = 0; slice < kLinearSlices; ++slice) {
-        const float4 value = LoadShared(Share(exchange, slice, tile, box) + i * 512);
+        const float4 value = LoadShared(Share(slice, tile) + i * 512);
         sum.x += value.x;
         sum.y += value.y;
         sum.z += value.z;
@@ -346,7 +247,7 @@ class ShrinkBlock {
   const LinearTables& tables_;
   LinearRing ring_;
   const uint32_t met_;
-  const uint32_t added_;
+  const uint32_t free_;
   const uint32_t exchange_;
   const int slice_;
   const int first_;  // chunks of the slice
@@ -354,15 +255,10 @@ class ShrinkBlock {
   const int lane_;
 };
 
-// Waits for x: without params.x_ready by waiting for the kernels before the shrink, which it lets
-// the projection know.
+// Waits for the kernels before the shrink, and lets the projection know.
 __device__ inline void FollowPrevious(const LinearArgs& args) {
-  if (args.p.x_ready == nullptr) {
-    WaitForPrevious();
-    if (blockIdx.x == 0) StoreRelease(&args.signals->x_ready, args.launch);
-  } else {
-    WaitForX(args);
-  }
+  WaitForPrevious();
+  if (blockIdx.x == 0) StoreRelease(&args.signals->x_ready, args.launch);
 }
 
 // The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
@@ -378,24 +274,16 @@ __device__ void RunShrink(const CUtensorMap* x_map, const LinearArgs& args,
   }
   const bool adapted = FillTables<Config::kThreads>(args, shared.tables);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-  const bool is_factor_producer =
-      warp == Config::kMultipliers + Config::kAdders && threadIdx.x % 32 == 0;
-  const bool is_batch_producer =
-      warp == Config::kMultipliers + Config::kAdders + 1 && threadIdx.x % 32 == 0;
+  const bool is_batch_producer = warp == Config::kConsumerWarps + 1 && threadIdx.x % 32 == 0;
   if (__syncthreads_or(adapted) == 0) {
-    if (is_batch_producer) {
-      FollowPrevious(args);
-      WaitForPrevious();  // who waits for this kernel waits for all before it
-    }
+    if (is_batch_producer) FollowPrevious(args);
     return;
   }
   ClusterBarrier();
   Block block(args, shared, dynamic);
-  if (warp < Config::kMultipliers) {
-    block.Multiply();
-  } else if (warp < Config::kMultipliers + Config::kAdders) {
-    block.Add(warp - Config::kMultipliers);
-  } else if (is_factor_producer) {
+  if (warp < Config::kConsumerWarps) {
+    block.Consume();
+  } else if (warp == Config::kConsumerWarps && threadIdx.x % 32 == 0) {
     block.ProduceFactors();
   } else if (is_batch_producer) {
     FollowPrevious(args);

@@ -58,16 +58,6 @@ __device__ inline bool FillTables(const LinearArgs& args, LinearTables& tables) 
   return adapted;
 }
 
-// Waits until x may be read, by this thread's copies too.
-__device__ inline void WaitForX(const LinearArgs& args) {
-  if (args.p.x_ready != nullptr) {
-    SpinUntil(args.p.x_ready, args.p.x_blocks);
-  } else {
-    SpinUntil(&args.signals->x_ready, args.launch);
-  }
-  FenceProxyAsyncGlobal();
-}
-
 // The segment that a row of the batch is of.
 __device__ inline int SegmentOf(const LinearTables& tables, int row) {
   int first = 0;
@@ -83,6 +73,27 @@ __device__ inline int SegmentOf(const LinearTables& tables, int row) {
     }
   }
   return first;
+}
+
+// The shrink is units of kLinearBoxRows rows of A of one segment and part, dealt to the clusters.
+// f(segment, part, first row of A).
+template <typename F>
+__device__ inline void ForEachUnit(const LinearArgs& args, const LinearTables& tables, int cluster,
+                                   int clusters, F f) {
+  int next = cluster;
+  int base = 0;
+#pragma unroll 1
+  for (int part = 0; part < args.p.shape.parts; ++part) {
+#pragma unroll 1
+    for (int segment = 0; segment < tables.segments; ++segment) {
+      const int units = (tables.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows;
+#pragma unroll 1
+      for (; next < base + units; next += clusters) {
+        f(segment, part, (next - base) * kLinearBoxRows);
+      }
+      base += units;
+    }
+  }
 }
 
 // The stages of B of rows [row, row_end) of W: f(segment, part, first chunk, end).

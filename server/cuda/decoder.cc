@@ -65,8 +65,6 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const int64_t delta_at = layout.Add(rows * config.hidden_size * 4);
   const int64_t q_at = layout.Add(rows * config.q_size() * 2);
   const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
-  const int64_t ready_bytes = 3 * config.num_layers * 4;
-  const int64_t ready_at = layout.Add(ready_bytes);
   const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
       Shape(), static_cast<int32_t>(rows), static_cast<int32_t>(options_.max_positions));
   std::map<int64_t, int64_t> plans_at;
@@ -85,8 +83,6 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   delta_ = workspace_.as<float>(delta_at);
   q_ = workspace_.as<__nv_bfloat16>(q_at);
   logits_ = workspace_.as<float>(logits_at);
-  ready_ = workspace_.as<uint32_t>(ready_at);
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemsetAsync(ready_, 0, ready_bytes, stream_.get()), kStep);
   for (const auto& [window, at] : plans_at) {
     plans_[window] = {workspace_.as<>(at), plan_bytes, static_cast<int32_t>(rows)};
     DORAD_RETURN_IF_CUDA_ERROR(
@@ -112,14 +108,7 @@ kernels::AttentionShape CudaDecoder::Shape() const {
           static_cast<int32_t>(config.head_dim)};
 }
 
-BlockCount CudaDecoder::Ready(const LinearGroup& group, const LinearRows& linear, int64_t which,
-                              uint32_t blocks) const {
-  if (!Linear::Counts(group, linear)) return {};
-  return {ready_ + which, blocks};
-}
-
-absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* weight,
-                               const BlockCount& ready) {
+absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* weight) {
   kernels::AddRmsNormParams params;
   params.rows = static_cast<int32_t>(rows);
   params.size = static_cast<int32_t>(model_.config().hidden_size);
@@ -128,7 +117,6 @@ absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* we
   params.weight = weight;
   params.eps = static_cast<float>(model_.config().rms_norm_eps);
   params.out = normed_;
-  params.ready = ready.count;
   return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kStep);
 }
 
@@ -137,10 +125,8 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   const model::ModelConfig& config = model_.config();
   const LayerWeights& w = model_.layers()[index];
 
-  const uint32_t norm_blocks = kernels::AddRmsNormBlocks(rows.rows);
-  const BlockCount qkv_ready = Ready(w.qkv, linear, 3 * index, norm_blocks);
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm, qkv_ready));
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_, qkv_ready, &w.o));
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_));
   kernels::RopeAppendParams rope;
   rope.rows = rows;
   rope.shape = Shape();
@@ -169,20 +155,15 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
     DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
     DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
   }
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_, {}, &w.gate_up));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
 
-  const BlockCount gate_up_ready = Ready(w.gate_up, linear, 3 * index + 1, norm_blocks);
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm, gate_up_ready));
-  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_, gate_up_ready, &w.down));
-  const auto intermediate = static_cast<int32_t>(config.intermediate_size);
-  const BlockCount down_ready =
-      Ready(w.down, linear, 3 * index + 2, kernels::SiluMulBlocks(rows.rows, intermediate));
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_));
   DORAD_RETURN_IF_CUDA_ERROR(
-      kernels::SiluMul(wide_, rows.rows, intermediate, narrow_, down_ready.count, stream_.get()),
+      kernels::SiluMul(wide_, rows.rows, static_cast<int32_t>(config.intermediate_size), narrow_,
+                       stream_.get()),
       kStep);
-  const LinearGroup& next =
-      index + 1 < config.num_layers ? model_.layers()[index + 1].qkv : model_.head();
-  return linear_.Run(w.down, linear, narrow_, delta_, down_ready, &next);
+  return linear_.Run(w.down, linear, narrow_, delta_);
 }
 
 absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {

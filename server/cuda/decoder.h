@@ -59,11 +59,7 @@ class CudaDecoder {
   absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
                      bool decode, const float* pending);
   absl::Status PlanAttention(const kernels::StepRows& rows, bool decode);
-  absl::Status Norm(int64_t rows, const float* delta, const float* weight,
-                    const BlockCount& ready = {});
-  // The count of the kernel that makes the input of `group`, the `which`-th product of a step.
-  BlockCount Ready(const LinearGroup& group, const LinearRows& linear, int64_t which,
-                   uint32_t blocks) const;
+  absl::Status Norm(int64_t rows, const float* delta, const float* weight);
   kernels::AttentionShape Shape() const;
 
   const CudaModel& model_;
@@ -85,7 +81,6 @@ class CudaDecoder {
   float* delta_ = nullptr;           // [max_rows, hidden]: what o and down add to the residual
   __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
   float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
-  uint32_t* ready_ = nullptr;        // [3 · layers]: zero between steps
 };
 
 }  // namespace dorad::cuda

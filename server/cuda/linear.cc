@@ -5,7 +5,6 @@
 
 #include "kernels/dora/linear.h"
 #include "kernels/dora/linear_prefill.h"
-#include "server/base/check.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
@@ -65,24 +64,19 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   return linear;
 }
 
-bool Linear::Counts(const LinearGroup& group, const LinearRows& rows) {
-  return rows.rows <= kernels::kDoraLinearMaxRows && WorkspaceBytes(group, rows.rows) != 0;
+absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                         float* y) {
+  return RunAs(group, rows, x, y);
 }
 
 absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                         float* y, const BlockCount& x_ready, const LinearGroup* next) {
-  return RunAs(group, rows, x, y, x_ready, next);
-}
-
-absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                         __nv_bfloat16* y, const BlockCount& x_ready, const LinearGroup* next) {
-  return RunAs(group, rows, x, y, x_ready, next);
+                         __nv_bfloat16* y) {
+  return RunAs(group, rows, x, y);
 }
 
 template <typename T>
 absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                           T* y, const BlockCount& x_ready, const LinearGroup* next) {
-  DORAD_CHECK(x_ready.count == nullptr || Counts(group, rows));
+                           T* y) {
   if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
   if (TakenAtOnce(group, rows)) {
     kernels::DoraLinearPrefillParams params;
@@ -112,12 +106,6 @@ absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, con
   params.maps = rows.maps;
   params.first_module = group.first_module;
   params.y_fp32 = std::is_same_v<T, float>;
-  if (next != nullptr && WorkspaceBytes(*next, rows.rows) != 0) {
-    params.next_shape = ShapeOf(*next);
-    params.next_w = next->weight;
-  }
-  params.x_ready = x_ready.count;
-  params.x_blocks = x_ready.blocks;
   params.workspace = workspace_.as<>();
   params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
   for (int64_t begin = 0; begin < rows.rows; begin += kernels::kSegmentBlockRows) {

@@ -17,13 +17,6 @@
 
 namespace dorad::cuda {
 
-// How a product learns that x is there while the kernel that makes it still ends: its blocks count
-// themselves. No count: by that kernel's end.
-struct BlockCount {
-  uint32_t* count = nullptr;  // device; zero before, and again after the product
-  uint32_t blocks = 0;
-};
-
 class Linear {
  public:
   // groups: all that will be run, for the size of the workspace. The stream is borrowed.
@@ -32,15 +25,11 @@ class Linear {
                                        const Stream* stream);
 
   // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out]. Launches only. With the
-  // fused kernel a row's bits do not depend on the other rows. next: the product that will be run
-  // after this one, so that its first weights come early.
+  // fused kernel a row's bits do not depend on the other rows.
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                   float* y, const BlockCount& x_ready = {}, const LinearGroup* next = nullptr);
+                   float* y);
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
-                   __nv_bfloat16* y, const BlockCount& x_ready = {},
-                   const LinearGroup* next = nullptr);
-  // Whether a product uses x_ready; otherwise nobody clears the count.
-  static bool Counts(const LinearGroup& group, const LinearRows& rows);
+                   __nv_bfloat16* y);
 
   // Whether launches may be captured and replayed for other rows: library products look at the
   // adapters of a batch when they are launched.
@@ -48,8 +37,8 @@ class Linear {
 
  private:
   template <typename T>
-  absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x, T* y,
-                     const BlockCount& x_ready, const LinearGroup* next);
+  absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                     T* y);
 
   Linear(LibraryLinear library, const Stream* stream)
       : library_(std::move(library)), stream_(stream) {}

@@ -152,12 +152,10 @@ class Layer {
     args.p.maps = maps_.data();
     args.p.segments = segments_.data();
     args.p.num_segments = &num_segments_;
-    // Large batches have no wider ones.
-    args.plan.panel_rows =
-        args.p.rows > 128 ? std::min(case_.cut.panel_rows, 96) : case_.cut.panel_rows;
+    args.plan.panel_rows = case_.cut.panel_rows;
     args.plan.splits = case_.cut.splits;
     args.plan.log_splits = case_.cut.splits - 1;
-    args.plan.panels = CeilDiv(out_, args.plan.panel_rows);
+    args.plan.panels = CeilDiv(out_, case_.cut.panel_rows);
     args.plan.chunks = CeilDiv(case_.shape.in, kLinearStageK);
     args.plan.a_chunks = CeilDiv(args.plan.chunks, kLinearSlices);
     args.plan.a_splits = CeilDiv(args.plan.chunks, args.plan.a_chunks);
@@ -234,7 +232,7 @@ class Layer {
       case 96:
         return MakeProjectPanel<kM, 96>(args, w_map, x_map, std::move(may_follow));
       default:
-        return MakeProjectPanel<(kM < 4 ? kM : 2), 192>(args, w_map, x_map, std::move(may_follow));
+        return MakeProjectPanel<kM, 192>(args, w_map, x_map, std::move(may_follow));
     }
   }
 
@@ -252,7 +250,7 @@ class Layer {
     return Grid(clusters * cluster, Config::kThreads, cluster, kDynamic<Shared> + bytes,
                 std::move(may_follow), [&args, &w_map, &x_map] {
                   auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-                  RunProject<kM, kPanel>(&w_map, &w_map, &x_map, args, shared, kDynamic<Shared>);
+                  RunProject<kM, kPanel>(&w_map, &x_map, args, shared, kDynamic<Shared>);
                 });
   }
 

@@ -122,7 +122,7 @@ TEST_F(PointwiseTest, SiluMulIsGated) {
       if (size > 5) gate_up[size - static_cast<int>(std::abs(x)) % 5 - 1] = __float2bfloat16_rn(x);
     }
     const DeviceBuffer<Bf16> d_gate_up(gate_up), d_out(size_t{3} * size);
-    DORAD_ASSERT_CUDA(SiluMul(d_gate_up.get(), rows, size, d_out.get(), nullptr, nullptr));
+    DORAD_ASSERT_CUDA(SiluMul(d_gate_up.get(), rows, size, d_out.get(), nullptr));
     const auto out = d_out.Read();
     for (int row = 0; row < rows; ++row) {
       for (int i = 0; i < size; ++i) {
@@ -211,10 +211,10 @@ TEST_F(PointwiseTest, AChainOfEarlyLaunchesIsAsOneAtATime) {
         params.out = d_normed.get();
         DORAD_ASSERT_CUDA(AddRmsNorm(params, nullptr));
         if (!at_once) DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
-        DORAD_ASSERT_CUDA(SiluMul(d_normed.get(), rows, kSize / 2, d_out.get(), nullptr, nullptr));
+        DORAD_ASSERT_CUDA(SiluMul(d_normed.get(), rows, kSize / 2, d_out.get(), nullptr));
         if (!at_once) DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
         // Overwrites what the launch before reads.
-        DORAD_ASSERT_CUDA(SiluMul(d_out.get(), rows, kSize / 4, d_normed.get(), nullptr, nullptr));
+        DORAD_ASSERT_CUDA(SiluMul(d_out.get(), rows, kSize / 4, d_normed.get(), nullptr));
         if (!at_once) DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
       }
       results[at_once] = d_normed.Read();

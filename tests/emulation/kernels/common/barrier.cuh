@@ -106,7 +106,6 @@ inline void CopyTensorBoxToBlocks(uint32_t destination, const CUtensorMap* map, 
   }
 }
 inline void PrefetchTensorMap(const CUtensorMap*) {}
-inline void PrefetchTensorBox(const CUtensorMap*, int, int) {}
 inline void AcquireTensorMap(const CUtensorMap*) {}
 
 inline void StoreRemote(uint32_t address, float4 value, uint32_t barrier) {
