@@ -169,22 +169,6 @@ __device__ inline void StoreRemote(uint32_t address, float4 value, uint32_t barr
       : "memory");
 }
 
-// Two 8 x 8 matrices in the layout of wgmma's accumulators, written as their columns. Lanes 0..7
-// and 8..15 name the 16 bytes of each column of the first and the second one. Whole warp.
-__device__ inline void StoreTransposed(uint32_t address, __nv_bfloat162 first,
-                                       __nv_bfloat162 second) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address),
-               "r"(*reinterpret_cast<const uint32_t*>(&first)),
-               "r"(*reinterpret_cast<const uint32_t*>(&second))
-               : "memory");
-}
-
-__device__ inline void StoreShared(uint32_t address, float4 value) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
-}
-
 __device__ inline void StoreShared(uint32_t address, float2 value) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y)
                : "memory");

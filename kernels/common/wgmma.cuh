@@ -112,11 +112,7 @@ __device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address
 // Starts one step of K = 16; with `accumulate` 0, D is overwritten. Whole warpgroup.
 template <int kN>
 __device__ inline void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int accumulate) {
-  if constexpr (kN == 8) {
-    DORAD_WGMMA(8, DORAD_P4, DORAD_D4(0), 4, 5, 6);
-  } else if constexpr (kN == 16) {
-    DORAD_WGMMA(16, DORAD_P8, DORAD_D8(0), 8, 9, 10);
-  } else if constexpr (kN == 32) {
+  if constexpr (kN == 32) {
     DORAD_WGMMA(32, DORAD_P16, DORAD_D16(0), 16, 17, 18);
   } else if constexpr (kN == 64) {
     DORAD_WGMMA(64, DORAD_P32, DORAD_D32(0), 32, 33, 34);

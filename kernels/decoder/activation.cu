@@ -1,4 +1,5 @@
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/decoder/activation.h"
 
@@ -41,8 +42,6 @@ cudaError_t Launch(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __n
   const dim3 grid((size / kWidth + kThreads - 1) / kThreads, rows);
   return LaunchEarly(SiluMulKernel<kWidth>, grid, kThreads, 0, stream, gate_up, size, out);
 }
-
-bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
 

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/tensor_map.h"
 #include "kernels/common/wgmma.cuh"
 #include "kernels/decoder/attention_layout.h"
 
@@ -155,16 +156,7 @@ __device__ inline uint64_t EvictLast() {
 // `rows` rows by one CacheTile block.
 template <int kHeadDim>
 cudaError_t EncodeCache(const __nv_bfloat16* cache, int rows, CUtensorMap* map) {
-  // The driver's encoder, looked up once: nothing here links to the driver.
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &result);
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
-  }();
-  if (encode == nullptr) return cudaErrorNotSupported;
+  if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   using Tile = CacheTile<kHeadDim>;
   // The number of pages is the caller's affair: page lists name valid ones only.
   const cuuint64_t sizes[2] = {kHeadDim, cuuint64_t{1} << 31};
@@ -174,10 +166,10 @@ cudaError_t EncodeCache(const __nv_bfloat16* cache, int rows, CUtensorMap* map) 
   const CUtensorMapSwizzle swizzle = Tile::kColumns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : Tile::kColumns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                             : CU_TENSOR_MAP_SWIZZLE_32B;
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(cache), sizes,
-             strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = TensorMapEncoder()(
+      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(cache), sizes, strides,
+      box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -1,6 +1,7 @@
 // Rows by themselves (decode). Persistent blocks take (item, key head) pairs, then what joins the
 // parts of rows that were split: one warp copies tiles into a ring of stages, ahead over item
 // boundaries, four warps compute.
+#include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/decoder/attention_rows_compute.cuh"
@@ -34,12 +35,6 @@ __global__ void __launch_bounds__(kThreads, C::blocks)
   }
 }
 
-cudaError_t Multiprocessors(int32_t* count) {
-  int device;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
 template <int kHeadDim, int kHeadTiles>
 cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   using C = Config<kHeadDim, kHeadTiles>;
@@ -59,8 +54,6 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   if (launch.append != nullptr) args.append = *launch.append;
   int32_t blocks;
   DORAD_CUDA_RETURN_IF_ERROR(AttentionBlocks(params.shape, &blocks));
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      RowAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
   return LaunchEarly(RowAttentionKernel<C>, blocks, kThreads, C::shared_bytes, stream, args);
 }
 
@@ -74,7 +67,7 @@ cudaError_t LaunchGroup(const AttentionLaunch& launch, cudaStream_t stream) {
 }  // namespace row_attention
 
 cudaError_t AttentionBlocks(const AttentionShape& shape, int32_t* blocks) {
-  DORAD_CUDA_RETURN_IF_ERROR(row_attention::Multiprocessors(blocks));
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(blocks));
   *blocks *= row_attention::BlocksOf(shape.head_dim, (AttentionGroup(shape) + 7) / 8);
   return cudaSuccess;
 }

@@ -317,8 +317,6 @@ cudaError_t Launch(const AttentionLaunch& launch, cudaStream_t stream) {
   args.group = AttentionGroup(params.shape);
   args.window = params.window;
   args.scale = params.softmax_scale * 1.44269504088896340736f;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      TileAttentionKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
   const int32_t least_tokens = AttentionLeastTokens(params.shape);
   // A run of n tokens makes at most n / least_tokens tiles.
   const int32_t blocks = params.rows.rows / least_tokens * args.kv_heads;

@@ -1,6 +1,7 @@
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/host.h"
 #include "kernels/decoder/embedding.h"
 
 namespace dorad::kernels {
@@ -58,8 +59,6 @@ __global__ void __launch_bounds__(kThreads) EmbedKernel(const EmbedParams p) {
     *reinterpret_cast<WideGroup<kWidth>*>(out + i) = y;
   }
 }
-
-bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/decoder/rms_norm.h"
 
@@ -98,8 +99,6 @@ cudaError_t Launch(const AddRmsNormParams& params, cudaStream_t stream) {
   return LaunchEarly(is_long ? AddRmsNormKernel<kWidth, kMany> : AddRmsNormKernel<kWidth, kFew>,
                      params.rows, threads, 0, stream, params);
 }
-
-bool IsAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 }  // namespace
 

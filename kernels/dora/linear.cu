@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/common/host.h"
 #include "kernels/common/status.h"
 #include "kernels/common/tensor_map.h"
 #include "kernels/dora/linear.h"
@@ -22,8 +23,6 @@ int BatchTiles(int rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
 // Panels that fetch x together. Clusters of more than two blocks would leave multiprocessors idle.
 int Siblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 2 : 1; }
 
-int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
-
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   if (rows < 1 || rows > kDoraLinearMaxRows || max_rank < 0 || max_rank > INT16_MAX - 7) {
     return false;
@@ -34,16 +33,6 @@ bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
     if (shape.out[p] < 1 || (p + 1 < shape.parts && shape.out[p] % 16 != 0)) return false;
   }
   return true;
-}
-
-bool IsAligned(const void* pointer, size_t alignment) {
-  return pointer != nullptr && reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
-}
-
-cudaError_t Processors(int* count) {
-  int device = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
 }  // namespace
@@ -60,16 +49,16 @@ cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensor
   if (factors.rank == 0 || in % 8 != 0) return cudaSuccess;
   DORAD_CUDA_RETURN_IF_ERROR(
       EncodeTensorMap(factors.a, factors.rank, in, in, kLinearBoxRows, &maps[0]));
-  return EncodeTensorMap(factors.b, out, (factors.rank + 7) / 8 * 8, factors.ldb, kLinearBoxRows,
+  return EncodeTensorMap(factors.b, out, RoundUp(factors.rank, 8), factors.ldb, kLinearBoxRows,
                          &maps[1]);
 }
 
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   const DoraLinearShape& shape = params.shape;
-  if (!Valid(shape, params.rows, params.max_rank) || !IsAligned(params.x, 16) ||
-      !IsAligned(params.w, 16) || !IsAligned(params.workspace, kAlignment) ||
-      !IsAligned(params.y, 16) || params.segments == nullptr || params.num_segments == nullptr ||
-      (params.max_rank > 0 && !IsAligned(params.maps, 64))) {
+  if (!Valid(shape, params.rows, params.max_rank) || !IsThere(params.x, 16) ||
+      !IsThere(params.w, 16) || !IsThere(params.workspace, kAlignment) || !IsThere(params.y, 16) ||
+      params.segments == nullptr || params.num_segments == nullptr ||
+      (params.max_rank > 0 && !IsThere(params.maps, 64))) {
     return cudaErrorInvalidValue;
   }
   if (params.workspace_bytes < DoraLinearWorkspaceBytes(shape, params.rows, params.max_rank)) {
@@ -77,7 +66,7 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
   }
   LinearLaunch launch = {};
   launch.stream = stream;
-  DORAD_CUDA_RETURN_IF_ERROR(Processors(&launch.processors));
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&launch.processors));
   LinearArgs& args = launch.args;
   args.p = params;
   args.plan = PlanLinear(shape, launch.processors);

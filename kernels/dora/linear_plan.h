@@ -26,6 +26,7 @@ struct LinearPlan {
 };
 
 inline int CeilDiv(int a, int b) { return (a + b - 1) / b; }
+inline int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
 
 inline int OutFeatures(const DoraLinearShape& shape) {
   int out = 0;

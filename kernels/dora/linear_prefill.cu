@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <iterator>
 
+#include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/status.h"
 #include "kernels/common/tensor_map.h"
@@ -18,7 +19,7 @@ namespace {
 constexpr size_t kAlignment = 256;
 constexpr int kCluster = 2;  // blocks
 
-int RankRoom(int max_rank) { return CeilDiv(max_rank, kLinearStageK) * kLinearStageK; }
+int RankRoom(int max_rank) { return RoundUp(max_rank, kLinearStageK); }
 
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   if (rows < 1 || max_rank < 0 || max_rank > INT16_MAX - kLinearStageK) return false;
@@ -28,10 +29,6 @@ bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
     if (shape.out[p] < 1 || (p + 1 < shape.parts && shape.out[p] % 64 != 0)) return false;
   }
   return OutFeatures(shape) % 8 == 0;
-}
-
-bool IsAligned(const void* pointer, size_t alignment) {
-  return pointer != nullptr && reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
 }
 
 struct Maps {
@@ -44,8 +41,7 @@ struct Maps {
 // Clusters that the device holds at once: blocks wait for each other, so no more may be launched.
 template <typename... Parameters>
 cudaError_t CountResident(void (*kernel)(Parameters...), int shared_bytes, int* clusters) {
-  DORAD_CUDA_RETURN_IF_ERROR(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = kCluster;
@@ -108,19 +104,15 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   const DoraLinearShape& shape = params.shape;
   if (!Valid(shape, params.rows, params.max_rank) || params.num_segments < 1 ||
       params.num_segments > kPrefillMaxSegments || params.segments == nullptr ||
-      !IsAligned(params.x, 16) || !IsAligned(params.w, 16) || !IsAligned(params.y, 16) ||
-      (params.bias != nullptr && !IsAligned(params.bias, 8)) ||
-      !IsAligned(params.workspace, kAlignment) ||
+      !IsThere(params.x, 16) || !IsThere(params.w, 16) || !IsThere(params.y, 16) ||
+      !IsAligned(params.bias, 8) || !IsThere(params.workspace, kAlignment) ||
       params.workspace_bytes <
           DoraLinearPrefillWorkspaceBytes(shape, params.rows, params.max_rank) ||
-      (params.max_rank > 0 && !IsAligned(params.maps, 64))) {
+      (params.max_rank > 0 && !IsThere(params.maps, 64))) {
     return cudaErrorInvalidValue;
   }
-  int device = 0;
   int processors = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  DORAD_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&processors));
   PrefillArgs args = {};
   args.p = params;
   args.plan = PlanLinear(shape, processors);

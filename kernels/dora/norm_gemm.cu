@@ -3,42 +3,18 @@
 #include <algorithm>
 #include <limits>
 
+#include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/status.h"
+#include "kernels/common/tensor_map.h"
 #include "kernels/dora/norm_gemm.cuh"
 #include "kernels/dora/norm_gemm.h"
 
 namespace dorad::kernels::norm {
 namespace {
 
-using EncodeFunction = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's encoder, looked up once: nothing here links to the driver.
-EncodeFunction Encoder() {
-  static const EncodeFunction encoder = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                                12000, cudaEnableDefault, &result);
-    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<EncodeFunction>(function);
-  }();
-  return encoder;
-}
-
-// Boxes of 64 columns by `rows` rows.
-cudaError_t Encode(const Matrix& matrix, int rows, CUtensorMap* map) {
-  if (Encoder() == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(matrix.columns),
-                               static_cast<cuuint64_t>(matrix.rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(matrix.ld) * 2};
-  const cuuint32_t box[2] = {kBoxBytes / 2, static_cast<cuuint32_t>(rows)};
-  const cuuint32_t element_strides[2] = {1, 1};
-  const CUresult result = Encoder()(
-      map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<__nv_bfloat16*>(matrix.data), sizes,
-      strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+cudaError_t Encode(const Matrix& matrix, int box_rows, CUtensorMap* map) {
+  return EncodeTensorMap(matrix.data, matrix.rows, matrix.columns, matrix.ld, box_rows, map);
 }
 
 int64_t TilesOf(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
@@ -96,13 +72,8 @@ cudaError_t LaunchAs(const RowGemm* gemms, int count, cudaStream_t stream) {
   }
   params.items = static_cast<uint32_t>(items);
 
-  int device = 0;
   int multiprocessors = 0;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
-  DORAD_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
-  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
-      RowGemmKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::shared_bytes));
+  DORAD_CUDA_RETURN_IF_ERROR(Multiprocessors(&multiprocessors));
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(items, multiprocessors));
   return LaunchEarly(RowGemmKernel<C>, blocks, kThreads, C::shared_bytes, stream, params);
 }

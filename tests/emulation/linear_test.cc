@@ -13,8 +13,6 @@ namespace {
 using emulation::Emulator;
 using emulation::Grid;
 
-int RoundUp(int value, int multiple) { return CeilDiv(value, multiple) * multiple; }
-
 CUtensorMap MapOf(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows) {
   const FakeMap fake = {data, rows, columns, ld, box_rows};
   CUtensorMap map = {};
