@@ -33,9 +33,9 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::A
   return ranges;
 }
 
-bool IsAdapted(absl::Span<const AdapterRange> ranges) {
-  return std::any_of(ranges.begin(), ranges.end(),
-                     [](const AdapterRange& range) { return range.slot >= 0; });
+bool IsAdapted(absl::Span<const StepBatch::AdapterRows> rows) {
+  return std::any_of(rows.begin(), rows.end(),
+                     [](const StepBatch::AdapterRows& range) { return range.adapter != nullptr; });
 }
 
 // Packs arrays into the host's buffer and knows where they will be on the device. Everything is
@@ -100,7 +100,7 @@ absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
       engine::AppendRows(sequences[row.sequence].adapter, block.linear.rows++, 1, &adapters);
     }
     DORAD_ASSIGN_OR_RETURN(block.linear.ranges, ToRanges(adapters, &slots_, stream));
-    block.linear.adapted = IsAdapted(block.linear.ranges);
+    block.linear.adapted = IsAdapted(adapters);
     block.linear.table = slots_.table();
     block.linear.maps = slots_.maps();
     blocks->push_back(std::move(block));
@@ -114,7 +114,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
   bool feed = false;
   slots_.BeginStep();
   DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, &slots_, stream));
-  linear_.adapted = IsAdapted(linear_.ranges);
+  linear_.adapted = IsAdapted(batch.adapters);
   linear_.rows = batch.rows;
   linear_.table = slots_.table();
   linear_.maps = slots_.maps();

@@ -45,8 +45,8 @@ struct LogitsBlock {
   LinearRows linear;
 };
 
-// Whether any of the ranges is an adapter's.
-bool IsAdapted(absl::Span<const AdapterRange> ranges);
+// Whether any of the rows has an adapter.
+bool IsAdapted(absl::Span<const engine::StepBatch::AdapterRows> rows);
 
 // Gives each adapter its slot; copies that fill slots are in order with the stream's work.
 absl::StatusOr<std::vector<AdapterRange>> ToRanges(

@@ -98,9 +98,8 @@ class CudaModelRunner final : public engine::ModelRunner {
     DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
     if (graphs_.has_value() && DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
-      const bool adapted = std::any_of(batch.adapters.begin(), batch.adapters.end(),
-                                       [](const auto& range) { return range.adapter != nullptr; });
-      DORAD_RETURN_IF_ERROR(graphs_->Launch(DecodeBatch::SizeFor(batch.rows), adapted, stream_));
+      DORAD_RETURN_IF_ERROR(
+          graphs_->Launch(DecodeBatch::SizeFor(batch.rows), IsAdapted(batch.adapters), stream_));
       DORAD_RETURN_IF_ERROR(sampler_->Sample(batch.rows, decode_logits_));
       return sampler_->End();
     }
