@@ -13,6 +13,7 @@
 #include "server/cuda/adapter.h"
 #include "server/cuda/adapter_builder.h"
 #include "server/cuda/elements.h"
+#include "tests/unit/cuda_small_model.h"
 #include "tests/unit/kernels_device.h"
 
 namespace dorad::cuda {
@@ -24,27 +25,6 @@ using adapter::BuiltAdapter;
 using adapter::ModuleKind;
 using adapter::TensorPlace;
 using ::testing::HasSubstr;
-
-template <typename T>
-T Must(absl::StatusOr<T> value) {
-  EXPECT_TRUE(value.ok()) << value.status();
-  return *std::move(value);
-}
-
-model::ModelConfig SmallModel() {
-  model::ModelConfig config;
-  config.model_type = "qwen2";
-  config.vocab_size = 1000;
-  config.hidden_size = 256;
-  config.intermediate_size = 640;
-  config.num_layers = 3;
-  config.num_heads = 8;
-  config.num_kv_heads = 2;
-  config.head_dim = 32;
-  config.qkv_bias = true;
-  config.windows = {0, 0, 0};
-  return config;
-}
 
 // An adapter's tensors in one piece of memory, anywhere.
 class Tensors {
@@ -157,7 +137,7 @@ class AdapterBuilderTest : public kernels::KernelTest {
     kernels::KernelTest::SetUp();
     if (IsSkipped()) return;
     ASSERT_TRUE(OpenDevice().ok());
-    model_ = Must(CudaModel::Random(SmallModel(), 1, &ledger_));
+    model_ = Must(CudaModel::Random(SmallModel(3), 1, &ledger_));
     gaps_ = Must(StepGaps::Create());
     // Pieces smaller than most tensors.
     builder_ = Must(MakeCudaAdapterBuilder(model_.get(), gaps_.get(), &ledger_, {3, 4096, 2}));

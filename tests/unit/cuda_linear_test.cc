@@ -8,31 +8,11 @@
 #include "server/cuda/library_linear.h"
 #include "server/cuda/linear.h"
 #include "server/engine/step_batch.h"
+#include "tests/unit/cuda_small_model.h"
 #include "tests/unit/kernels_device.h"
 
 namespace dorad::cuda {
 namespace {
-
-template <typename T>
-T Must(absl::StatusOr<T> value) {
-  EXPECT_TRUE(value.ok()) << value.status();
-  return *std::move(value);
-}
-
-model::ModelConfig SmallModel() {
-  model::ModelConfig config;
-  config.model_type = "qwen2";
-  config.vocab_size = 1000;
-  config.hidden_size = 256;
-  config.intermediate_size = 640;
-  config.num_layers = 1;
-  config.num_heads = 8;
-  config.num_kv_heads = 2;
-  config.head_dim = 32;
-  config.qkv_bias = true;
-  config.windows = {0};
-  return config;
-}
 
 // The fused form against the library's, on rows of the base and of adapters with different ranks.
 class LinearTest : public kernels::KernelTest {
@@ -40,7 +20,7 @@ class LinearTest : public kernels::KernelTest {
   void SetUp() override {
     kernels::KernelTest::SetUp();
     if (IsSkipped()) return;
-    model_ = Must(CudaModel::Random(SmallModel(), 1, &ledger_));
+    model_ = Must(CudaModel::Random(SmallModel(1), 1, &ledger_));
     for (const int rank : {8, 64, 200}) {
       adapters_.push_back(std::make_unique<adapter::LoadedAdapter>(
           "a", rank, adapter::AdapterSummary(),

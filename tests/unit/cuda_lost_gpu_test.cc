@@ -4,24 +4,11 @@
 #include "gtest/gtest.h"
 #include "kernels/random/fill.h"
 #include "server/cuda/cuda_model_runner.h"
+#include "tests/unit/cuda_small_model.h"
 #include "tests/unit/kernels_device.h"
 
 namespace dorad::cuda {
 namespace {
-
-model::ModelConfig SmallModel() {
-  model::ModelConfig config;
-  config.model_type = "qwen2";
-  config.vocab_size = 1000;
-  config.hidden_size = 256;
-  config.intermediate_size = 640;
-  config.num_layers = 1;
-  config.num_heads = 4;
-  config.num_kv_heads = 2;
-  config.head_dim = 64;
-  config.windows = {0};
-  return config;
-}
 
 class LostGpuTest : public kernels::KernelTest {};
 
@@ -29,7 +16,7 @@ class LostGpuTest : public kernels::KernelTest {};
 void StepAfterAnIllegalAccess() {
   MemoryLedger ledger;
   if (!OpenDevice().ok()) return;
-  const auto model = CudaModel::Random(SmallModel(), 1, &ledger);
+  const auto model = CudaModel::Random(SmallModel(1), 1, &ledger);
   const auto runner = MakeCudaModelRunner(model->get(), {8, 128, 16, 4}, &ledger);
   if (!runner.ok()) return;
   const std::vector<engine::TokenId> tokens = {1, 2, 3};

@@ -8,6 +8,7 @@
 #include "gtest/gtest.h"
 #include "server/cuda/adapter.h"
 #include "server/cuda/decoder.h"
+#include "tests/unit/cuda_small_model.h"
 #include "tests/unit/kernels_device.h"
 
 namespace dorad::cuda {
@@ -20,25 +21,15 @@ using engine::TokenId;
 constexpr int64_t kPages = 64;
 constexpr int64_t kMostPages = 8;  // of a sequence
 
-template <typename T>
-T Must(absl::StatusOr<T> value) {
-  EXPECT_TRUE(value.ok()) << value.status();
-  return *std::move(value);
-}
-
-model::ModelConfig SmallModel() {
-  model::ModelConfig config;
+// With norms of queries and keys, and heads of the attention kernel's own size.
+model::ModelConfig SmallQwen3() {
+  model::ModelConfig config = SmallModel(2);
   config.model_type = "qwen3";
-  config.vocab_size = 1000;
-  config.hidden_size = 256;
-  config.intermediate_size = 640;
-  config.num_layers = 2;
   config.num_heads = 4;
-  config.num_kv_heads = 2;
   config.head_dim = 64;
   config.context_length = kMostPages * engine::kKvPageTokens;
+  config.qkv_bias = false;
   config.qk_norm = true;
-  config.windows = {0, 0};
   return config;
 }
 
@@ -59,7 +50,7 @@ class CudaModelRunnerTest : public kernels::KernelTest {
   void SetUp() override {
     kernels::KernelTest::SetUp();
     if (IsSkipped()) return;
-    model_ = Must(CudaModel::Random(SmallModel(), 1, &ledger_));
+    model_ = Must(CudaModel::Random(SmallQwen3(), 1, &ledger_));
     for (const int rank : {8, 64}) {
       adapters_.push_back(std::make_unique<adapter::LoadedAdapter>(
           "a", rank, adapter::AdapterSummary(),

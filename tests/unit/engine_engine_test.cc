@@ -703,6 +703,26 @@ TEST_F(EngineTest, ShutdownEndsEveryRequestOnce) {
   EXPECT_EQ(leases_.held(), 0);
 }
 
+// A request of random traffic, and what a run of its own gives.
+struct Pending {
+  std::shared_ptr<TokenStream> stream;
+  std::vector<SampleText> expected;
+  bool cancelled = false;
+};
+
+// What has come is right, and complete where the sample ended by itself.
+void ExpectRightAsFarAsItGoes(const Outcome& outcome, const std::vector<SampleText>& all) {
+  for (const auto& [index, sample] : outcome.samples) {
+    const std::vector<TokenId>& expected = all[index].tokens;
+    ASSERT_LE(sample.tokens.size(), expected.size());
+    EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
+    if (sample.finish.reason == FinishReason::kLength ||
+        sample.finish.reason == FinishReason::kStop) {
+      EXPECT_EQ(sample.tokens, expected);
+    }
+  }
+}
+
 // Random arrivals, cancels and aborts over few pages: whatever finishes has exactly the tokens of
 // a run of its own, and everything is given back.
 TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
@@ -715,11 +735,6 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
     Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2);
     const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
         nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1)};
-    struct Pending {
-      std::shared_ptr<TokenStream> stream;
-      std::vector<SampleText> expected;
-      bool cancelled = false;
-    };
     std::vector<Pending> pending;
     for (int i = 0; i < 120; ++i) {
       GenerateInput input = Input(Prompt(1 + random() % 70, random() % 3), 1 + random() % 30,
@@ -751,15 +766,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
     for (Pending& p : pending) {
       const Outcome outcome = Wait(*p.stream);
       ASSERT_NE(outcome.status.code(), absl::StatusCode::kDeadlineExceeded);
-      for (const auto& [index, sample] : outcome.samples) {
-        const std::vector<TokenId>& expected = p.expected[index].tokens;
-        ASSERT_LE(sample.tokens.size(), expected.size());
-        EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
-        if (sample.finish.reason == FinishReason::kLength ||
-            sample.finish.reason == FinishReason::kStop) {
-          EXPECT_EQ(sample.tokens, expected);
-        }
-      }
+      ASSERT_NO_FATAL_FAILURE(ExpectRightAsFarAsItGoes(outcome, p.expected));
       if (!p.cancelled) {
         EXPECT_TRUE(outcome.status.ok()) << outcome.status;
         EXPECT_EQ(outcome.samples.size(), p.expected.size());
@@ -788,11 +795,6 @@ TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
     };
     runner_->poison = 77;
     const auto adapter = MakeAdapter("a", 1);
-    struct Pending {
-      std::shared_ptr<TokenStream> stream;
-      std::vector<SampleText> expected;
-      bool cancelled = false;
-    };
     std::vector<Pending> pending;
     for (int i = 0; i < 100; ++i) {
       GenerateInput input = Input(Prompt(1 + random() % 50, random() % 3), 1 + random() % 40,
@@ -822,15 +824,7 @@ TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
       EXPECT_TRUE(outcome.status.ok() || outcome.status.code() == absl::StatusCode::kInternal ||
                   (p.cancelled && outcome.status.code() == absl::StatusCode::kCancelled))
           << outcome.status;
-      for (const auto& [index, sample] : outcome.samples) {
-        const std::vector<TokenId>& expected = p.expected[index].tokens;
-        ASSERT_LE(sample.tokens.size(), expected.size());
-        EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
-        if (sample.finish.reason == FinishReason::kLength ||
-            sample.finish.reason == FinishReason::kStop) {
-          EXPECT_EQ(sample.tokens, expected);
-        }
-      }
+      ASSERT_NO_FATAL_FAILURE(ExpectRightAsFarAsItGoes(outcome, p.expected));
     }
     EXPECT_GT(failed, 0) << "the test meant to fail steps";
     EXPECT_LT(failed, 100);
