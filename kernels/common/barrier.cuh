@@ -174,9 +174,9 @@ __device__ inline void StoreShared(uint32_t address, float2 value) {
                : "memory");
 }
 
-__device__ inline void StoreShared(uint32_t address, __nv_bfloat162 value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address),
-               "r"(*reinterpret_cast<const uint32_t*>(&value))
+__device__ inline void StoreShared(uint32_t address, float4 value) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
                : "memory");
 }
 
@@ -184,6 +184,15 @@ __device__ inline float4 LoadShared(uint32_t address) {
   float4 value;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ inline float2 LoadSharedPair(uint32_t address) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
                : "r"(address)
                : "memory");
   return value;

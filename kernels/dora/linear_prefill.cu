@@ -126,12 +126,8 @@ cudaError_t DoraLinearPrefill(const DoraLinearPrefillParams& params, cudaStream_
   args.h = reinterpret_cast<__nv_bfloat16*>(static_cast<uint8_t*>(params.workspace) +
                                             kDoraLinearSignalBytes);
   const int clusters = processors / 2;
-  // Parts have to begin at a multiple of 64 rows of a panel, or be one; and wide panels leave no
-  // registers for the sums of several pieces.
-  constexpr int64_t kNever = INT64_MAX;
-  const int64_t costs[] = {
-      Cost(args, 192, clusters), shape.parts == 1 ? Cost(args, 176, clusters) : kNever,
-      Cost(args, 128, clusters), args.plan.splits == 1 ? Cost(args, 256, clusters) : kNever};
+  const int64_t costs[] = {Cost(args, 192, clusters), Cost(args, 176, clusters),
+                           Cost(args, 128, clusters), Cost(args, 256, clusters)};
   switch (std::min_element(std::begin(costs), std::end(costs)) - costs) {
     case 0:
       return Launch<192>(args, stream);

@@ -7,9 +7,10 @@
 //   panels of the shrink: (x, A of a slot), summed in pieces of K, as DoraLinear's, into h
 //   tiles of y:           for each of the plan's pieces of K: (x, W), then its share of
 //                         (h masked to a segment's rows, B of its slot), into the same accumulators
-// All clusters shrink first, then walk their tiles. Sums of pieces are added in registers of their
-// own, and so y is stored while the products of the next tile run; panels of 256 rows leave no room
-// for that, and are for shapes whose K is one piece.
+// All clusters shrink first, then walk their tiles. Sums of pieces are added, and wait to be
+// stored, in places of their own: half of a tile's in registers, half in shared memory. So y is
+// stored while the products of the next tile run, by a short loop over shared memory: code comes
+// from memory too, and what is unrolled over a tile is waited for at every tile.
 //
 // Warps: two warpgroups of consumers | weight producer | batch producer | two idle.
 #pragma once
@@ -18,7 +19,6 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
-#include <utility>
 
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/wgmma.cuh"
@@ -53,20 +53,22 @@ struct PrefillArgs {
 // kN: rows of W in a panel.
 template <int kN>
 struct PrefillConfig {
-  // Whether there are registers to add several pieces of K.
-  static constexpr bool kPieces = kN <= 192;
   static constexpr int kShrinkN = 96;  // rows of A in a panel
   static constexpr int kConsumerWarps = 8;
   static constexpr int kBoxes = (kN + kLinearBoxRows - 1) / kLinearBoxRows;  // of B, in a panel
   static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
   static constexpr int kBatchBytes = kPrefillTileRows * 2 * kLinearStageK;
   static constexpr int kStageBytes = kBatchBytes + kBoxes * kBoxBytes;
-  static constexpr int kStoreBytes = 8 * 128;    // of a warp: 8 rows of y, some columns
+  // Sums in shared memory: of a warp, 8 columns of its 16 rows, so far apart that 8 such blocks
+  // begin in different banks.
+  static constexpr int kParkedBlocks = kN / 16;
+  static constexpr int kParkedBlockBytes = 32 * 16 + 16;
+  static constexpr int kParkedBytes = kParkedBlocks * kParkedBlockBytes;
   static constexpr int kStaticBytes = 8 * 1024;  // static shared memory, rounded up
   static constexpr int kStages =
-      (227 * 1024 - 1024 - kStaticBytes - kConsumerWarps * kStoreBytes) / kStageBytes;
+      (227 * 1024 - 1024 - kStaticBytes - kConsumerWarps * kParkedBytes) / kStageBytes;
   static constexpr int kDynamicBytes =
-      kStages * kStageBytes + kConsumerWarps * kStoreBytes + 1024;  // for alignment
+      kStages * kStageBytes + kConsumerWarps * kParkedBytes + 1024;  // for alignment
   static constexpr int kRegistersProducer = 40;
   static constexpr int kRegistersConsumer = 232;
 };
@@ -117,15 +119,18 @@ class PrefillBlock {
 
   struct Shared {
     PrefillTables tables;
-    uint64_t full[Config::kStages];   // both producers of the block
-    uint64_t empty[Config::kStages];  // the consumers of both blocks
+    uint8_t acquired[kPrefillMaxSegments];  // the weight producer's: a bit for each map
+    uint64_t full[Config::kStages];         // both producers of the block
+    uint64_t empty[Config::kStages];        // the consumers of both blocks
   };
 
   __device__ PrefillBlock(const PrefillArgs& args, Shared& shared, uint32_t ring)
       : args_(args),
         tables_(shared.tables),
+        acquired_(shared.acquired),
         ring_(ring),
-        store_(ring + Config::kStages * Config::kStageBytes),
+        parked_(ring + Config::kStages * Config::kStageBytes +
+                threadIdx.x / 32 * Config::kParkedBytes),
         full_(SharedAddress(shared.full)),
         empty_(SharedAddress(shared.empty)) {}
 
@@ -143,8 +148,7 @@ class PrefillBlock {
   __device__ void ProduceWeights(const CUtensorMap* w_map) {
     constexpr int kHalf = kN / 2;
     const int first_tile = ForEachShrink([&](int, int segment, int part, int panel) {
-      const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part);
-      AcquireTensorMap(map);
+      const CUtensorMap* map = Acquired(segment, part, 0);
       const int row = panel * Config::kShrinkN;
       // Rows beyond the last box keep old contents: nobody reads their sums.
       const int boxes = min(CeilDivide(Config::kShrinkN, kLinearBoxRows),
@@ -167,8 +171,7 @@ class PrefillBlock {
           Advance();
         }
         ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
-          const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
-          AcquireTensorMap(map);
+          const CUtensorMap* map = Acquired(segment, part, 1);
           // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
           for (int chunk = first; chunk < end; ++chunk) {
@@ -247,7 +250,8 @@ class PrefillBlock {
         Multiply<Config::kShrinkN>(d, min(args_.plan.a_chunks, args_.plan.chunks - chunk), true,
                                    [](int) {});
         Drain();
-        Add<Config::kShrinkN>(sum, d);
+#pragma unroll
+        for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
       }
       StoreShrunk(sum, FirstRow(band), segment, part, panel * Config::kShrinkN);
     });
@@ -257,54 +261,36 @@ class PrefillBlock {
       NamedBarrier(1, 32 * Config::kConsumerWarps);
       if (threadIdx.x == 0) SignalRelease(&args_.counters->shrunk);
     }
-    if constexpr (Config::kPieces) {
-      ConsumeTilesInPieces(first_tile);
-    } else {
-      ConsumeTiles(first_tile);
-    }
+    ConsumeTiles(first_tile);
   }
 
  private:
   static constexpr uint16_t kBothBlocks = 3;
-  static constexpr uint32_t kSliceRow = 128;  // bytes of a row of y that are stored at once
 
-  // Tiles whose sums are one piece of K.
+  // A tile is stored during the first piece of the next one.
   __device__ void ConsumeTiles(int first_tile) {
     float d[kN / 2];
-    ForEachTile(first_tile, [&](int band, int panel) {
-      Multiply<kN>(d, args_.plan.chunks, true, [](int) {});
-      MultiplyRanks(d, band, panel, 0);
-      Drain();
-      SetStored(band, panel);
-      StoreSlices(d, 0, Slices());
-    });
-  }
-
-  // Tiles whose sums are of any number of pieces. A tile is stored during the next one's first
-  // piece.
-  __device__ void ConsumeTilesInPieces(int first_tile) {
-    float d[kN / 2];
-    float sum[kN / 2];
+    float kept[kN / 4];
     ForEachTile(first_tile, [&](int band, int panel) {
 #pragma unroll 1
       for (int split = 0; split < args_.plan.splits; ++split) {
         const int stages = FirstChunk(split + 1) - FirstChunk(split);
-        const int slices = CeilDivide(Slices(), stages);
-        const int storing = split == 0 ? CeilDivide(Slices(), slices) : 0;
+        const int steps = CeilDivide(Steps(), stages);  // of the tile before, at each stage
+        const int end = split == 0 && stored_row_ >= 0 ? Steps() : 0;
         Multiply<kN>(d, stages, true, [&](int stage) {
-          if (stage < storing) StoreSlices(sum, stage * slices, (stage + 1) * slices);
+          if (stage * steps < end) StoreSteps(kept, stage * steps, (stage + 1) * steps);
         });
         MultiplyRanks(d, band, panel, split);
         Drain();
         if (split == 0) {
-#pragma unroll
-          for (int i = 0; i < kN / 2; ++i) sum[i] = 0.0f;
+          Keep(kept, d);
+        } else {
+          Add(kept, d);
         }
-        Add<kN>(sum, d);
       }
       SetStored(band, panel);
     });
-    StoreSlices(sum, 0, Slices());
+    if (stored_row_ >= 0) StoreSteps(kept, 0, Steps());
   }
 
   // Goes on over the split's share of the ranks.
@@ -435,6 +421,17 @@ class PrefillBlock {
 
   __device__ void WaitEmpty() const { BarrierWait(empty_ + 8 * stage_, parity_ ^ 1); }
 
+  // The map of a segment's A (factor 0) or B (1). The weight producer.
+  __device__ const CUtensorMap* Acquired(int segment, int part, int factor) {
+    const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + factor;
+    const uint32_t bit = 1 << (2 * part + factor);
+    if ((acquired_[segment] & bit) == 0) {
+      AcquireTensorMap(map);
+      acquired_[segment] |= bit;
+    }
+    return map;
+  }
+
   // Boxes of kLinearBoxRows rows into the next stage of both blocks; each block fetches half.
   __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes) {
     WaitEmpty();
@@ -522,10 +519,39 @@ class PrefillBlock {
     if (Lane() < 2) BarrierArriveRemote(RemoteAddress(empty_ + 8 * stage, Lane()));
   }
 
-  template <int kColumns>
-  __device__ static void Add(float (&sum)[kColumns / 2], const float (&d)[kColumns / 2]) {
+  // Where this thread's sums of 8 columns of a tile's second half are parked.
+  __device__ uint32_t ParkedAt(int block) const {
+    return parked_ + block * Config::kParkedBlockBytes + Lane() * 16;
+  }
+
+  // The first piece's sums: half of them stay in registers.
+  __device__ void Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) sum[i] += d[i];
+    for (int i = 0; i < kN / 4; ++i) kept[i] = d[i];
+    Park(&d[kN / 4]);
+  }
+
+  __device__ void Add(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) kept[i] += d[i];
+#pragma unroll
+    for (int i = 0; i < Config::kParkedBlocks; ++i) {
+      const float* more = &d[kN / 4 + 4 * i];
+      float4 sum = LoadShared(ParkedAt(i));
+      sum.x += more[0];
+      sum.y += more[1];
+      sum.z += more[2];
+      sum.w += more[3];
+      StoreShared(ParkedAt(i), sum);
+    }
+  }
+
+  __device__ void Park(const float* sums) const {
+#pragma unroll
+    for (int i = 0; i < Config::kParkedBlocks; ++i) {
+      StoreShared(ParkedAt(i),
+                  make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+    }
   }
 
   // h = s · sum for the segment's rows.
@@ -573,78 +599,75 @@ class PrefillBlock {
     return g == nullptr ? nullptr : g - args_.part_begin[part];
   }
 
-  // A slice is 8 of the 16 rows of a warp and kSliceRow bytes of each.
+  // A step stores 4 of a warp's 16 rows, 128 bytes of each. First those of the parked sums.
   template <typename T>
-  static constexpr int kSlices = 2 * ((kN * sizeof(T) + kSliceRow - 1) / kSliceRow);
-  __device__ int Slices() const { return args_.p.y_fp32 ? kSlices<float> : kSlices<__nv_bfloat16>; }
+  static constexpr int kUnit = 16 / sizeof(T);  // columns that a lane stores
+  template <typename T>
+  static constexpr int kHalfSteps = 4 * ((kN / 2 + 8 * kUnit<T> - 1) / (8 * kUnit<T>));
 
-  // Slices [first, end) of the tile whose sums these are.
-  __device__ void StoreSlices(const float (&sum)[kN / 2], int first, int end) const {
-    if (stored_row_ < 0) return;
-    // Nothing of this is to be computed ahead of time, into registers that the sums need.
-    int row = stored_row_;
-    int column = stored_column_;
-    asm volatile("" : "+r"(row), "+r"(column));
+  __device__ int Steps() const {
+    return 2 * (args_.p.y_fp32 ? kHalfSteps<float> : kHalfSteps<__nv_bfloat16>);
+  }
+
+  // Steps [first, end) of the last tile, but no more than there are.
+  __device__ void StoreSteps(const float (&kept)[kN / 4], int first, int end) const {
     if (args_.p.y_fp32) {
-      StoreSlicesOf<float>(sum, first, end, row, column,
-                           std::make_integer_sequence<int, kSlices<float>>());
+      StoreStepsOf<float>(kept, first, end);
     } else {
-      StoreSlicesOf<__nv_bfloat16>(sum, first, end, row, column,
-                                   std::make_integer_sequence<int, kSlices<__nv_bfloat16>>());
+      StoreStepsOf<__nv_bfloat16>(kept, first, end);
     }
-    __syncwarp();
   }
 
-  // Registers have no run-time index.
-  template <typename T, int... kSlice>
-  __device__ void StoreSlicesOf(const float (&sum)[kN / 2], int first, int end, int row, int column,
-                                std::integer_sequence<int, kSlice...>) const {
-    ((kSlice >= first && kSlice < end ? StoreSlice<T, kSlice>(sum, row, column) : void()), ...);
-  }
-
-  // y = g · sum + bias for a slice of the warp's tile, whose first place is (row0, column0).
-  // Turned over in shared memory, so that whole lines go out.
-  template <typename T, int kSlice>
-  __device__ void StoreSlice(const float (&sum)[kN / 2], int row0, int column0) const {
-    constexpr int kHalf = kSlice % 2;
-    constexpr int kBlocks = kSliceRow / (8 * sizeof(T));  // of 8 columns
-    constexpr int kFirst = kSlice / 2 * kBlocks;
-    constexpr int kEnd = kFirst + kBlocks < kN / 8 ? kFirst + kBlocks : kN / 8;
-    const int out = args_.part_begin[args_.p.shape.parts];
-    row0 += 8 * kHalf;
-    if (row0 >= args_.p.rows || column0 + 8 * kFirst >= out) return;
-    const uint32_t room = store_ + threadIdx.x / 32 * Config::kStoreBytes;
-    const int lane_row = Lane() / 4;
-    // Of all columns: parts begin where slices do.
-    const float* g =
-        Magnitudes(SegmentOf(min(row0 + lane_row, args_.p.rows - 1)), PartOf(column0 + 8 * kFirst));
-    __syncwarp();  // the slice before this one has left the room
-#pragma unroll
-    for (int i = kFirst; i < kEnd; ++i) {
-      const int column = min(column0 + 8 * i + 2 * (Lane() % 4), out - 2);
-      const float2 scale = g == nullptr ? make_float2(1.0f, 1.0f) : Pair(g + column);
-      const float2 bias =
-          args_.p.bias == nullptr ? make_float2(0.0f, 0.0f) : Pair(args_.p.bias + column);
-      const float first = fmaf(scale.x, sum[4 * i + 2 * kHalf], bias.x);
-      const float second = fmaf(scale.y, sum[4 * i + 2 * kHalf + 1], bias.y);
-      const uint32_t at = (8 * (i - kFirst) + 2 * (Lane() % 4)) * sizeof(T);  // in the row
-      const uint32_t to = room + lane_row * kSliceRow + (at ^ (lane_row << 4));
-      if constexpr (sizeof(T) == 4) {
-        StoreShared(to, make_float2(first, second));
-      } else {
-        StoreShared(to, __floats2bfloat162_rn(first, second));
+  template <typename T>
+  __device__ void StoreStepsOf(const float (&kept)[kN / 4], int first, int end) const {
+    end = min(end, 2 * kHalfSteps<T>);
+#pragma unroll 1
+    for (int step = first; step < end; ++step) {
+      __syncwarp();
+      if (step == kHalfSteps<T>) {
+        Park(kept);
+        __syncwarp();
       }
+      const bool is_second = step < kHalfSteps<T>;
+      StoreStep<T>(is_second ? step : step - kHalfSteps<T>, is_second ? kN / 2 : 0);
     }
     __syncwarp();
-    constexpr int kUnit = 16 / sizeof(T);  // columns that a lane stores
-    const int column = 8 * kFirst + Lane() % 8 * kUnit;
+  }
+
+  // y = g · sum + bias; the parked sums are of the tile's columns from first_column on.
+  template <typename T>
+  __device__ void StoreStep(int step, int first_column) const {
+    constexpr int kUnits = 8 / kUnit<T>;  // of a block
+    const int unit = step / 4 * 8 + Lane() % 8;
+    const int block = unit / kUnits;
+    const int lane_row = step % 4 * 4 + Lane() / 8;
+    const int row = stored_row_ + lane_row;
+    const int column = stored_column_ + first_column + unit * kUnit<T>;
+    const int out = args_.part_begin[args_.p.shape.parts];
+    if (block >= Config::kParkedBlocks || row >= args_.p.rows || column >= out) return;
+    // Of the lanes that have this row's sums, the first one of the unit's.
+    const uint32_t from = parked_ + block * Config::kParkedBlockBytes +
+                          (lane_row % 8 * 4 + unit % kUnits * 2) * 16 + lane_row / 8 * 8;
+    const float* g = Magnitudes(SegmentOf(row), PartOf(column));
+    float2 y[kUnit<T> / 2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int r = i * 4 + Lane() / 8;
-      if (row0 + r >= args_.p.rows || column >= 8 * kEnd || column0 + column >= out) continue;
-      const float4 line = LoadShared(room + r * kSliceRow + ((Lane() % 8 ^ r) << 4));
-      *reinterpret_cast<float4*>(static_cast<T*>(args_.p.y) + static_cast<int64_t>(row0 + r) * out +
-                                 column0 + column) = line;
+    for (int i = 0; i < kUnit<T> / 2; ++i) {
+      const float2 sum = LoadSharedPair(from + 16 * i);
+      const float2 scale = g == nullptr ? make_float2(1.0f, 1.0f) : Pair(g + column + 2 * i);
+      const float2 bias =
+          args_.p.bias == nullptr ? make_float2(0.0f, 0.0f) : Pair(args_.p.bias + column + 2 * i);
+      y[i] = make_float2(fmaf(scale.x, sum.x, bias.x), fmaf(scale.y, sum.y, bias.y));
+    }
+    const int64_t to = static_cast<int64_t>(row) * out + column;
+    if constexpr (sizeof(T) == 4) {
+      *reinterpret_cast<float4*>(static_cast<float*>(args_.p.y) + to) =
+          make_float4(y[0].x, y[0].y, y[1].x, y[1].y);
+    } else {
+      __nv_bfloat162 pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(y[i].x, y[i].y);
+      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args_.p.y) + to) =
+          *reinterpret_cast<const uint4*>(pairs);
     }
   }
 
@@ -659,8 +682,9 @@ class PrefillBlock {
 
   const PrefillArgs& args_;
   const PrefillTables& tables_;
+  uint8_t* const acquired_;
   const uint32_t ring_;
-  const uint32_t store_;
+  const uint32_t parked_;  // consumers: the warp's
   const uint32_t full_;
   const uint32_t empty_;
   // The next stage, and the parity of its phase.
@@ -695,6 +719,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   }
   __syncthreads();
   FillTables(args, shared.tables);
+  for (int i = threadIdx.x; i < args.p.num_segments; i += kPrefillThreads) shared.acquired[i] = 0;
   __syncthreads();
   ClusterBarrier();
   LaunchDependents();
