@@ -26,6 +26,10 @@ __device__ inline void BarrierInitFence() {
 __device__ inline void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+__device__ inline void BarrierArrive(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals)
+               : "memory");
+}
 
 // The same for a barrier of any block of the cluster, by its RemoteAddress. Orders nothing that
 // this thread wrote for the other block to read.

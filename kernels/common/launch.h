@@ -24,6 +24,28 @@ cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
                               most - static_cast<int>(attributes.sharedSizeBytes));
 }
 
+// How many clusters of `cluster` blocks run at once where nothing else does, of blocks that take
+// all shared memory that AllowSharedMemory gives them.
+template <typename... Parameters>
+cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 block,
+                               int* clusters) {
+  cudaFuncAttributes attributes;
+  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
+  DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
+  cudaLaunchAttribute dimension;
+  dimension.id = cudaLaunchAttributeClusterDimension;
+  dimension.val.clusterDim.x = cluster;
+  dimension.val.clusterDim.y = 1;
+  dimension.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = cluster;
+  config.blockDim = block;
+  config.dynamicSmemBytes = attributes.maxDynamicSharedSizeBytes;
+  config.attrs = &dimension;
+  config.numAttrs = 1;
+  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+}
+
 // Enqueues a kernel whose blocks may take their places as soon as all blocks of the stream's
 // previous kernel have begun and let their dependents start. Its code must wait for what came
 // before (WaitForPrevious) before it touches memory that earlier kernels write or read, and every

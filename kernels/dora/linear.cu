@@ -1,9 +1,7 @@
 #include <cuda.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/common/host.h"
 #include "kernels/common/status.h"
@@ -35,13 +33,24 @@ bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   return true;
 }
 
+// Values of h.
+size_t HSize(const DoraLinearShape& shape, int rows, int max_rank) {
+  return static_cast<size_t>(shape.parts) * rows * RoundUp(max_rank, 8);
+}
+size_t HBytes(const DoraLinearShape& shape, int rows, int max_rank) {
+  const size_t bytes = sizeof(__nv_bfloat16) * HSize(shape, rows, max_rank);
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+size_t SharesBytes(const DoraLinearShape& shape, int rows, int max_rank) {
+  return sizeof(float) * kLinearSlices * HSize(shape, rows, max_rank);
+}
+
 }  // namespace
 
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank) {
   if (!Valid(shape, rows, max_rank)) return 0;
-  const size_t bytes =
-      sizeof(__nv_bfloat16) * shape.parts * rows * static_cast<size_t>(RoundUp(max_rank, 8));
-  return kDoraLinearSignalBytes + (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return kDoraLinearSignalBytes + HBytes(shape, rows, max_rank) +
+         SharesBytes(shape, rows, max_rank);
 }
 
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]) {
@@ -75,42 +84,29 @@ cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream) {
     args.part_begin[p + 1] = args.part_begin[p] + (p < shape.parts ? shape.out[p] : 0);
   }
   args.ldh = RoundUp(params.max_rank, 8);
-  if (params.max_rank > 0) {
-    args.shrinkers = std::max(launch.processors / kLinearSlices, 1) * kLinearSlices;
-  }
-  static std::atomic<uint32_t> launches = 0;
-  args.launch = launches.fetch_add(1) | 0x80000000;
   args.signals = static_cast<LinearSignals*>(params.workspace);
-  args.h = reinterpret_cast<__nv_bfloat16*>(static_cast<uint8_t*>(params.workspace) +
-                                            kDoraLinearSignalBytes);
-  const auto launch_both = [&](auto tiles) -> cudaError_t {
-    constexpr int kM = decltype(tiles)::value;
-    LinearLaunch shrink = launch;
-    shrink.args.siblings = 1;
-    shrink.args.x_rows = RoundUp(params.rows, params.rows <= 64 ? 8 : 64);
-    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
-                                               std::min(shrink.args.x_rows, 64), &shrink.x_map));
-    args.siblings = Siblings(args.plan, params.rows);
-    args.x_rows = RoundUp(params.rows, 8 * args.siblings);
-    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.x, params.rows, shape.in, shape.in,
-                                               args.x_rows / args.siblings, &launch.x_map));
-    DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
-                                               args.plan.panel_rows, &launch.w_map));
-    if (params.max_rank > 0) DORAD_CUDA_RETURN_IF_ERROR(LaunchShrink<kM>(shrink));
-    const cudaError_t status = LaunchProject<kM>(launch);
-    if (status != cudaSuccess && params.max_rank > 0) {
-      // The shrink has signalled, and no projection will clear it.
-      cudaMemsetAsync(args.signals, 0, kDoraLinearSignalBytes, stream);
-    }
-    return status;
+  uint8_t* h = static_cast<uint8_t*>(params.workspace) + kDoraLinearSignalBytes;
+  args.h = reinterpret_cast<__nv_bfloat16*>(h);
+  args.shares = reinterpret_cast<float*>(h + HBytes(shape, params.rows, params.max_rank));
+  args.siblings = Siblings(args.plan, params.rows);
+  // The shrink fetches tiles of 64 rows.
+  args.x_rows =
+      RoundUp(params.rows, params.rows > 64 && params.max_rank > 0 ? 64 : 8 * args.siblings);
+  const auto encode_x = [&](int box_rows, CUtensorMap* map) {
+    return EncodeTensorMap(params.x, params.rows, shape.in, shape.in, box_rows, map);
   };
+  DORAD_CUDA_RETURN_IF_ERROR(encode_x(args.x_rows / args.siblings, &launch.x_map));
+  DORAD_CUDA_RETURN_IF_ERROR(encode_x(std::min(args.x_rows, 64), &launch.x_tile_map));
+  DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(params.w, OutFeatures(shape), shape.in, shape.in,
+                                             args.plan.panel_rows, &launch.w_map));
+  const bool adapted = params.max_rank > 0;
   switch (BatchTiles(params.rows)) {
     case 1:
-      return launch_both(std::integral_constant<int, 1>());
+      return adapted ? LaunchProject<1, true>(launch) : LaunchProject<1, false>(launch);
     case 2:
-      return launch_both(std::integral_constant<int, 2>());
+      return adapted ? LaunchProject<2, true>(launch) : LaunchProject<2, false>(launch);
     default:
-      return launch_both(std::integral_constant<int, 4>());
+      return adapted ? LaunchProject<4, true>(launch) : LaunchProject<4, false>(launch);
   }
 }
 

@@ -1,7 +1,7 @@
 // The K-extended projection: y = g ⊙ (W x + s·B(A x)) + bias for a batch whose rows belong to
-// different adapters (paper: the DoRA forward, unmerged). Two launches: the shrink h = s·(A x),
-// rounded to bf16, and the projection, which goes on from W x over h and B into the same fp32
-// accumulators. W is read once, A and B of each distinct slot once.
+// different adapters (paper: the DoRA forward, unmerged). One launch: its blocks share the shrink
+// h = s·(A x), rounded to bf16, and go on from W x over h and B into the same fp32 accumulators. W
+// is read once, A and B of each distinct slot once.
 //
 // A row's bits depend on its x, its adapter and the module's shape alone: not on `rows`, nor on
 // what the other rows are.
@@ -11,6 +11,11 @@
 // the kernels before them still run. So W, the bias, the table, its factors and maps and the
 // segments must not be written by kernels of the same chain (writes by copies, or by launches
 // without the attribute that everything later waits for, are safe), and x may be.
+//
+// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor. Two
+// such launches at the same time, on streams of their own or in processes that share the GPU
+// through MPS, could each hold multiprocessors that the other one waits for, for ever: keep them in
+// one stream. Kernels that end without them may run beside them.
 //
 // Thread-safe, as long as concurrent calls have workspaces of their own.
 #pragma once
@@ -65,6 +70,7 @@ cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensor
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank);
 
 // cudaErrorInvalidValue: shape, rows or alignment outside of the above, or a small workspace.
+// cudaErrorCooperativeLaunchTooLarge: the device does not run all blocks at once.
 cudaError_t DoraLinear(const DoraLinearParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -1,4 +1,5 @@
-// One translation unit for each size of the batch: they take long to compile.
+// One translation unit for each size of the batch, without and with adapters: they take long to
+// compile.
 #pragma once
 
 #include <cuda.h>
@@ -9,18 +10,17 @@
 namespace dorad::kernels {
 
 struct LinearLaunch {
-  CUtensorMap x_map;  // boxes of min(64, args.x_rows) rows in the shrink, x_rows / siblings else
+  CUtensorMap x_map;       // boxes of args.x_rows / siblings rows
+  CUtensorMap x_tile_map;  // boxes of min(64, args.x_rows) rows
   CUtensorMap w_map;
   LinearArgs args;  // but for the number of stages
   int processors;
   cudaStream_t stream;
 };
 
-// kM: tiles of 64 rows of the batch, 1, 2 or 4. args.h is written.
-template <int kM>
-cudaError_t LaunchShrink(const LinearLaunch& launch);
-
-template <int kM>
+// kM: tiles of 64 rows of the batch, 1, 2 or 4. kAdapted: whether args.p.max_rank > 0; then
+// args.shares and args.h are written.
+template <int kM, bool kAdapted>
 cudaError_t LaunchProject(const LinearLaunch& launch);
 
 }  // namespace dorad::kernels

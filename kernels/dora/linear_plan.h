@@ -1,4 +1,4 @@
-// How a K-extended projection is cut over the blocks of its launches. Pure. All of it is a function
+// How a K-extended projection is cut over the blocks of its launch. Pure. All of it is a function
 // of the module's shape and the device alone, so that the order of every sum is too.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace dorad::kernels {
 
 inline constexpr int kLinearStageK = 64;   // one stage of a ring: 64 elements of K
 inline constexpr int kLinearBoxRows = 32;  // of A and B, fetched at once
-inline constexpr int kLinearSlices = 8;    // of K in the shrink: the blocks of a cluster
+inline constexpr int kLinearSlices = 8;    // of K in the shrink: the blocks of a team
 
 struct LinearPlan {
   int panel_rows = 64;  // rows of W that a block computes at once: 32, 64, 96, 128 or 192
@@ -19,8 +19,7 @@ struct LinearPlan {
   int log_splits = 0;
   int panels = 0;    // of all of W
   int chunks = 0;    // stages of K
-  int a_splits = 1;  // pieces of K of the shrink, at most kLinearSlices
-  int a_chunks = 0;  // stages of each but the last
+  int a_chunks = 0;  // of a slice of the shrink; the last slices may have less, or nothing
 
   constexpr int Tiles() const { return panels * splits; }
 };
@@ -62,7 +61,6 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
     }
   }
   plan.a_chunks = CeilDiv(plan.chunks, kLinearSlices);
-  plan.a_splits = CeilDiv(plan.chunks, plan.a_chunks);
   return plan;
 }
 

@@ -1,5 +1,5 @@
-// y = g ⊙ (W x + B h) + bias, h made by the shrink before it: see linear.h for what is computed and
-// linear_plan.h for the cut.
+// h = s·(A x), y = g ⊙ (W x + B h) + bias: see linear.h for what is computed and linear_plan.h for
+// the cut.
 //
 // A block takes a panel of W, and of K all or one of two splits. It streams (weight tile, batch
 // tile) pairs of 64 elements of K through a ring of shared memory into wgmma, the batch as the M
@@ -7,60 +7,75 @@
 // K = rank, into the same accumulators. Rows outside of a segment see products with zero, which
 // change no bit of an fp32 sum.
 //
+// First, or after a few stages of W, the same ring brings the block's share of the shrink, (A, x),
+// which it multiplies and leaves in device memory; while it goes on with W, the shares of all
+// blocks are added up: linear_shrink.cuh.
+//
 // A cluster is the splits of a panel, whose sums meet, and siblings: panels next to each other,
 // which fetch x together, each a share of the rows for all.
 //
-// Warps: consumers | producer of weights | producers of the batch. Weights depend on no kernel
-// before this one, so their producer runs ahead as far as the ring reaches; but what is in flight
-// is bounded, or what the chain x -> h -> y waits for would queue behind it.
+// Warps: consumers | producer of weights | producers of the batch. The first of these fetches x;
+// the others add up h meanwhile; all copy h. Weights depend on no kernel before this one, so their
+// producer runs ahead as far as the ring reaches.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/wgmma.cuh"
 #include "kernels/dora/linear_ring.cuh"
+#include "kernels/dora/linear_shrink.cuh"
 #include "kernels/dora/linear_tables.cuh"
 
 namespace dorad::kernels {
 
-// kM: tiles of 64 rows of the batch; kPanel: rows of W.
-template <int kM, int kPanel>
+// kM: tiles of 64 rows of the batch; kPanel: rows of W; kAdapted: whether there may be adapters.
+template <int kM, int kPanel, bool kAdapted>
 struct ProjectConfig {
   static constexpr int kGroups = kM == 1 ? 1 : 2;  // warpgroups that compute
   static constexpr int kTiles = kM / kGroups;      // of each
   static constexpr int kConsumerWarps = 4 * kGroups;
-  static constexpr int kBatchWarps = 3;
+  static constexpr int kBatchWarps = kM == 2 && kAdapted ? 7 : 3;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
   static constexpr int kMaxStages = 24;
   // Chunks of K that a stage holds: where they are small, what a stage costs would count.
   static constexpr int kStageChunks = kPanel <= 96 && kM < 4 ? 2 : 1;
   static constexpr int kChunkBytes = kPanel * 2 * kLinearStageK;
   static constexpr int kWeightBytes = kStageChunks * kChunkBytes;
-  static constexpr int kAccumulators = kTiles * kPanel / 2;
-  // More than an even share of the registers.
-  static constexpr bool kMovesRegisters = kAccumulators > 128;
+  // Boxes of A that a block takes at once.
+  static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
+  static constexpr int kMaxBoxes = std::min(kPanel / kLinearBoxRows, kM == 4 ? 3 : 4);
+  // Of weights, before the shrink: what comes while the block finds out which adapters there are.
+  // Only where registers hold the sums of both; with larger batches the batch takes longer to come.
+  static constexpr int kLeadStages =
+      kM == 1 && kAdapted ? std::max(48 * 1024 / kWeightBytes, 1) : 0;
+  // More than an even share of the registers for consumers; the others have the rest.
+  static constexpr bool kMovesRegisters = kGroups == 2;
+  static constexpr int kConsumerRegisters = kThreads == 512 ? 168 : 232;
+  static constexpr int kProducerRegisters = kThreads == 512 ? 88 : 40;
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
-  // Where a warp turns over 16 rows of 16 sums: bytes from one row to the next, room against bank
+  // Where a warp turns over 16 rows of 32 sums: bytes from one row to the next, room against bank
   // conflicts included.
-  static constexpr int kTurnBytes = 24 * 4;
+  static constexpr int kTurnBytes = 36 * 4;
   static constexpr int kStaged = 8;  // segments whose magnitudes are kept in shared memory
 };
 
-template <int kM, int kPanel>
+template <int kM, int kPanel, bool kAdapted>
 class ProjectBlock {
  public:
-  using Config = ProjectConfig<kM, kPanel>;
+  using Config = ProjectConfig<kM, kPanel, kAdapted>;
 
   struct Shared {
     LinearTables tables;
     LinearRingBarriers<Config::kMaxStages> ring;
-    uint64_t met;  // the other split's sums have come
-    alignas(16) float g[Config::kStaged][kPanel];
+    uint64_t met;    // the other split's sums have come
+    uint64_t share;  // this block's share of the shrink is in device memory
+    alignas(16) float g[kAdapted ? Config::kStaged : 1][kPanel];
     alignas(16) float bias[kPanel];
     alignas(16) uint8_t turn[Config::kConsumerWarps][16 * Config::kTurnBytes];
   };
@@ -77,23 +92,45 @@ class ProjectBlock {
         sibling_((blockIdx.x >> args.plan.log_splits) % args.siblings),
         lane_(threadIdx.x % 32) {}
 
+  // One warp.
   __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
     shared.ring.Init(args.stages, Config::kBatchWarps, args.siblings * Config::kConsumerWarps);
-    BarrierInit(SharedAddress(&shared.met), 1);
+    if (threadIdx.x % 32 == 0) {
+      BarrierInit(SharedAddress(&shared.met), 1);
+      BarrierInit(SharedAddress(&shared.share), Config::kConsumerWarps);
+    }
     BarrierInitFence();
+    __syncwarp();
   }
 
   // One thread, as soon as barriers are made: the first weights.
   __device__ void StartWeights(const CUtensorMap* w_map) {
+    if (!HasPanel()) return;
+    const int most = kAdapted ? LeadStages() : args_.flight;
     const int first = FirstChunk(args_.plan, split_);
-    const int row =
-        ((blockIdx.x >> args_.plan.log_splits) / args_.siblings * args_.siblings + sibling_) *
-        kPanel;
+    const int row = (Cluster() * args_.siblings + sibling_) * kPanel;
     ForEachStage(first, FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
-      if (started_ == args_.flight) return;
+      if (started_ == most) return;
       FetchWeights(w_map, chunk, count, row);
       ++started_;
     });
+  }
+
+  // All threads, once the tables are filled: some adapters have no factors here.
+  __device__ void PlaceShare() {
+    const bool adapted = tables_.boxes > 0;
+    shares_first_ = adapted && (Config::kLeadStages == 0 || !HasPanel());
+    shares_later_ = adapted && !shares_first_;
+  }
+
+  // The whole warp of that thread, before the rest: makes the copy engine read the maps of this
+  // block's factors anew, side by side.
+  __device__ void AcquireFactorMaps() const {
+#pragma unroll 1
+    for (int i = tables_.share[0] + lane_; i < tables_.share[1]; i += 32) {
+      AcquireTensorMap(FactorMap(BoxAt(args_, tables_, i)));
+    }
+    __syncwarp();
   }
 
   // The same thread: all others.
@@ -107,13 +144,41 @@ class ProjectBlock {
       }
       ring_.WaitEmpty();
     };
-    ForEachPanel([&](int group, int row) {
+    const auto produce_share = [&] {
+      ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
+        const CUtensorMap* maps[Config::kMaxBoxes] = {};
+#pragma unroll
+        for (int i = 0; i < Config::kMaxBoxes; ++i) {
+          if (i >= group.boxes) break;
+          maps[i] = FactorMap(group.box[i]);
+        }
+        ForEachShareStage([&](int chunk, int count) {
+          wait_for_room();
+          BarrierArriveExpect(ring_.weights_full(), count * group.boxes * Config::kBoxBytes);
+#pragma unroll
+          for (int i = 0; i < Config::kMaxBoxes; ++i) {
+            if (i >= group.boxes) break;
+#pragma unroll 1
+            for (int j = 0; j < count; ++j) {
+              CopyTensorBoxOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
+                                maps[i], (chunk + j) * kLinearStageK, group.box[i].row,
+                                ring_.weights_full());
+            }
+          }
+          ring_.Advance();
+        });
+      });
+    };
+    if (kAdapted && shares_first_) produce_share();
+    ForEachPanel([&](int group, int row, bool first) {
+      if (kAdapted && shares_later_ && first) produce_share();
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
                      FetchWeights(w_map, chunk, count, row);
                    });
       started_ = 0;
+      if constexpr (!kAdapted) return;
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         const bool has_part = HasPart(row, part);
         const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
@@ -138,54 +203,86 @@ class ProjectBlock {
     });
   }
 
-  // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows.
-  __device__ void ProduceBatch(const CUtensorMap* x_map, int producer) {
-    if (args_.shrinkers == 0) {
-      WaitForPrevious();
-    } else {
-      // The shrink need not be complete, what is before it must.
-      if (lane_ == 0) {
-        SpinUntil(&args_.signals->x_ready, args_.launch);
-        FenceProxyAsyncGlobal();
+  // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows, x_tile_map those of
+  // min(64, x_rows).
+  __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* x_tile_map,
+                               int producer) {
+    WaitForPrevious();
+    // A stage of x: the first warp's, who arrives for the others too.
+    const auto produce = [&](uint32_t bytes, auto copy) {
+      if (producer == 0) {
+        ring_.WaitEmpty();
+        __syncwarp();
+        if (lane_ == 0) {
+          BarrierArriveExpect(ring_.batch_full(), bytes);
+          BarrierArrive(ring_.batch_full(), Config::kBatchWarps - 1);
+          copy();
+        }
       }
-      __syncwarp();
-    }
+      ring_.Advance();
+    };
+    const auto produce_share = [&] {
+      const int box_bytes = min(64, args_.x_rows) * 2 * kLinearStageK;
+      ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
+        const int tiles = group.last_tile - group.first_tile + 1;
+        ForEachShareStage([&](int chunk, int count) {
+          produce(count * tiles * box_bytes, [&] {
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+#pragma unroll 1
+              for (int tile = group.first_tile; tile <= group.last_tile; ++tile) {
+                CopyTensorBox(ring_.batch() + i * x_bytes_ + tile * kTileBytes, x_tile_map,
+                              (chunk + i) * kLinearStageK, tile * 64, ring_.batch_full());
+              }
+            }
+          });
+        });
+      });
+    };
     const int box_rows = args_.x_rows / args_.siblings;
     uint16_t blocks = 0;
 #pragma unroll 1
     for (int i = 0; i < args_.siblings; ++i) {
       blocks |= 1 << (i << args_.plan.log_splits | split_);
     }
-    bool h_ready = false;
-    // All warps arrive in every phase: who only looked on could miss some.
-    ForEachPanel([&](int group, int row) {
-      ForEachStage(FirstChunk(args_.plan, split_), FirstChunk(args_.plan, split_ + 1),
-                   [&](int chunk, int count) {
-                     ring_.WaitEmpty();
-                     __syncwarp();
-                     if (lane_ == 0 && producer > 0) BarrierArrive(ring_.batch_full());
-                     if (lane_ == 0 && producer == 0) {
-                       BarrierArriveExpect(ring_.batch_full(), count * x_bytes_);
+    const auto produce_x = [&](int begin, int end) {
+      ForEachStage(begin, end, [&](int chunk, int count) {
+        produce(count * x_bytes_, [&] {
 #pragma unroll 1
-                       for (int i = 0; i < count; ++i) {
-                         const uint32_t to = ring_.batch() + i * x_bytes_;
-                         const int column = (chunk + i) * kLinearStageK;
-                         if (args_.siblings == 1) {
-                           CopyTensorBox(to, x_map, column, 0, ring_.batch_full());
-                         } else {
-                           CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK,
-                                                 x_map, column, sibling_ * box_rows,
-                                                 ring_.batch_full(), blocks);
-                         }
-                       }
-                     }
-                     ring_.Advance();
-                   });
+          for (int i = 0; i < count; ++i) {
+            const uint32_t to = ring_.batch() + i * x_bytes_;
+            const int column = (chunk + i) * kLinearStageK;
+            if (args_.siblings == 1) {
+              CopyTensorBox(to, x_map, column, 0, ring_.batch_full());
+            } else {
+              CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK, x_map, column,
+                                    sibling_ * box_rows, ring_.batch_full(), blocks);
+            }
+          }
+        });
+      });
+    };
+    if (kAdapted && shares_first_) {
+      produce_share();
+      if (producer > 0) AddH(producer - 1);
+    }
+    ForEachPanel([&](int group, int row, bool first) {
+      const int begin = FirstChunk(args_.plan, split_);
+      const int end = FirstChunk(args_.plan, split_ + 1);
+      const int lead = kAdapted && shares_later_ && first ? LeadChunks() : 0;
+      if (lead > 0) {
+        produce_x(begin, begin + lead);
+        produce_share();
+        if (producer > 0) AddH(producer - 1);
+      }
+      produce_x(begin + lead, end);
+      if constexpr (!kAdapted) return;
+      bool has_met = false;
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         const bool has_part = HasPart(row, part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
-          if (!h_ready) WaitForH();
-          h_ready = true;
+          if (!has_met) MeetForH(producer);
+          has_met = true;
           ring_.WaitEmpty();
           if (has_part) {
 #pragma unroll 1
@@ -201,13 +298,7 @@ class ProjectBlock {
         });
       });
     });
-    if (args_.shrinkers == 0 || lane_ != 0) return;
-    // Who waits for this kernel waits for all before it.
-    WaitForPrevious();
-    // The last warp to come here leaves the signals as it found them.
-    if (atomicAdd(&args_.signals->left, 1) == Config::kBatchWarps * gridDim.x - 1) {
-      *args_.signals = LinearSignals();
-    }
+    if (kAdapted && (shares_first_ || shares_later_) && lane_ == 0) Leave();
   }
 
   // Consumers: whole warpgroups.
@@ -215,28 +306,37 @@ class ProjectBlock {
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int first_tile = warp / 4 * Config::kTiles;
     const int tiles = (args_.p.rows + 63) / 64;
-    bool first = true;
-    ForEachPanel([&](int group, int row) {
-      if (!first) NamedBarrier(1, 32 * Config::kConsumerWarps);  // the last panel's are read
-      first = false;
-      StageMagnitudes(row);
-      float d[Config::kTiles][kPanel / 2];
-#pragma unroll
-      for (int tile = 0; tile < Config::kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < kPanel / 2; ++i) d[tile][i] = 0.0f;
+    // While x is on its way.
+    if (HasPanel()) StageMagnitudes((Cluster() * args_.siblings + sibling_) * kPanel);
+    if (kAdapted && shares_first_) MultiplyShare(first_tile, warp);
+    ForEachPanel([&](int group, int row, bool first) {
+      if (!first) {
+        NamedBarrier(1, 32 * Config::kConsumerWarps);  // the last panel's are read
+        StageMagnitudes(row);
       }
-      Accumulate(d, FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_), first_tile,
-                 0, min(Config::kTiles, tiles - first_tile), false);
-      ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
-        const int begin = max(tables_.begin[segment] / 64 - first_tile, 0);
-        const int end = min((tables_.end[segment] + 63) / 64 - first_tile, Config::kTiles);
-        if (begin < end && HasPart(row, part)) {
-          Accumulate(d, end_chunk - first_chunk, first_tile, begin, end, true);
-        } else {
-          Skip(end_chunk - first_chunk);
+      float d[Config::kTiles][kPanel / 2];
+      Clear(d);
+      const int chunks = FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_);
+      const int lead = kAdapted && shares_later_ && first ? LeadChunks() : 0;
+#pragma unroll 1
+      for (int i = lead > 0 ? 0 : 1; i < 2; ++i) {
+        Accumulate(d, i == 0 ? lead : chunks - lead, first_tile, 0,
+                   min(Config::kTiles, tiles - first_tile), false);
+        if constexpr (Config::kLeadStages > 0) {
+          if (i == 0) MultiplyShare(first_tile, warp);
         }
-      });
+      }
+      if constexpr (kAdapted) {
+        ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
+          const int begin = max(tables_.begin[segment] / 64 - first_tile, 0);
+          const int end = min((tables_.end[segment] + 63) / 64 - first_tile, Config::kTiles);
+          if (begin < end && HasPart(row, part)) {
+            Accumulate(d, end_chunk - first_chunk, first_tile, begin, end, true);
+          } else {
+            Skip(end_chunk - first_chunk);
+          }
+        });
+      }
       NamedBarrier(1, 32 * Config::kConsumerWarps);  // magnitudes are there
       if (args_.plan.splits == 1) {
 #pragma unroll
@@ -250,6 +350,9 @@ class ProjectBlock {
   }
 
  private:
+  using Group = ShrinkGroup<Config::kMaxBoxes>;
+  static constexpr int kTileBytes = 64 * 2 * kLinearStageK;  // of the batch, 64 rows of a chunk
+
   // f(first chunk, number of chunks) for every stage of chunks [first, end).
   template <typename F>
   __device__ static void ForEachStage(int first, int end, F f) {
@@ -257,6 +360,10 @@ class ProjectBlock {
     for (int chunk = first; chunk < end; chunk += Config::kStageChunks) {
       f(chunk, min(Config::kStageChunks, end - chunk));
     }
+  }
+
+  __device__ const CUtensorMap* FactorMap(const LinearBox& box) const {
+    return MapsOf(args_, tables_.slot[box.segment], box.part);
   }
 
   __device__ void FetchWeights(const CUtensorMap* w_map, int chunk, int count, int row) {
@@ -269,22 +376,68 @@ class ProjectBlock {
     ring_.Advance();
   }
 
-  __device__ void WaitForH() const {
-    if (lane_ == 0) SpinUntil(&args_.signals->h_ready, args_.shrinkers);
-    __syncwarp();
+  // The stages of this block's slice of K in the shrink, of one group. Chunks beyond K are zero.
+  template <typename F>
+  __device__ void ForEachShareStage(F f) const {
+    const int first = static_cast<int>(blockIdx.x) % kLinearSlices * args_.plan.a_chunks;
+    ForEachStage(first, first + args_.plan.a_chunks, f);
   }
 
-  // f(panel's cluster as its first row of W, the block's own first row). Blocks of a cluster go
-  // through the same number of panels and the same stages.
+  // Of W, before the shrink.
+  __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
+  __device__ int LeadChunks() const {
+    return min(LeadStages() * Config::kStageChunks,
+               FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_));
+  }
+
+  // Warp `adder` of kAdders: this block's part of h, once all shares are there.
+  __device__ void AddH(int adder) const {
+    constexpr int kAdders = Config::kBatchWarps - 1;
+    const bool leads = adder == 0 && lane_ == 0;
+    if (leads) {
+      BarrierWait(SharedAddress(&shared_.share), 0);
+      SignalRelease(&args_.signals->shares);
+      SpinUntil(&args_.signals->shares, gridDim.x);
+    }
+    NamedBarrier(2, 32 * kAdders);
+    AddShares(args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
+              static_cast<int>(gridDim.x) * kAdders);
+    NamedBarrier(2, 32 * kAdders);
+    if (leads) SignalRelease(&args_.signals->h);
+  }
+
+  // All producers of the batch, before a panel's first stage of h: until all of h is there, and the
+  // one who fetches x has come this far. The others waited for no stage since, and a barrier tells
+  // the last two phases apart only.
+  __device__ void MeetForH(int producer) const {
+    if (producer == 1 && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
+    NamedBarrier(3, 32 * Config::kBatchWarps);
+  }
+
+  // One thread of a warp that needs no signals any more: the last one leaves them as it found them.
+  __device__ void Leave() const {
+    if (atomicAdd(&args_.signals->left, 1) == Config::kBatchWarps * gridDim.x - 1) {
+      *args_.signals = LinearSignals();
+    }
+  }
+
+  __device__ int Cluster() const {
+    return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
+  }
+  // A launch may have more blocks than panels, for the shrink.
+  __device__ bool HasPanel() const { return Cluster() * args_.siblings < args_.plan.panels; }
+
+  // f(panel's cluster as its first row of W, the block's own first row, whether it is the block's
+  // first panel). Blocks of a cluster go through the same number of panels and the same stages.
   template <typename F>
   __device__ void ForEachPanel(F f) const {
-    const int shift = args_.plan.log_splits;
-    const int cluster = (blockIdx.x >> shift) / args_.siblings;
-    const int clusters = (gridDim.x >> shift) / args_.siblings;
+    const int clusters = static_cast<int>(gridDim.x >> args_.plan.log_splits) / args_.siblings;
     const int group_rows = args_.siblings * kPanel;
+    bool first = true;
 #pragma unroll 1
-    for (int group = cluster; group * args_.siblings < args_.plan.panels; group += clusters) {
-      f(group * group_rows, group * group_rows + sibling_ * kPanel);
+    for (int group = Cluster(); group * args_.siblings < args_.plan.panels; group += clusters) {
+      f(group * group_rows, group * group_rows + sibling_ * kPanel, first);
+      first = false;
     }
   }
 
@@ -329,48 +482,97 @@ class ProjectBlock {
     }
   }
 
+  template <int kSize>
+  __device__ static void Clear(float (&d)[Config::kTiles][kSize]) {
+#pragma unroll
+    for (int tile = 0; tile < Config::kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) d[tile][i] = 0.0f;
+    }
+  }
+
+  // This warpgroup's part of the block's share of the shrink: of its tiles of the batch.
+  __device__ void MultiplyShare(int first_tile, int warp) {
+    ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
+      // Tensor-core code wants to know its registers: one loop for each case.
+      const int boxes = __shfl_sync(0xFFFFFFFF, group.boxes, 0);
+      if (group.first_tile >= first_tile + Config::kTiles || group.last_tile < first_tile) {
+        Skip(args_.plan.a_chunks);
+      } else if (boxes == 1) {
+        MultiplyBoxes<1>(group, first_tile, warp);
+      } else if (Config::kMaxBoxes == 2 || boxes == 2) {
+        MultiplyBoxes<std::min(2, Config::kMaxBoxes)>(group, first_tile, warp);
+      } else if (Config::kMaxBoxes == 3 || boxes == 3) {
+        MultiplyBoxes<std::min(3, Config::kMaxBoxes)>(group, first_tile, warp);
+      } else {
+        MultiplyBoxes<std::min(4, Config::kMaxBoxes)>(group, first_tile, warp);
+      }
+    });
+    __syncwarp();
+    if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.share));
+  }
+
+  template <int kBoxes>
+  __device__ void MultiplyBoxes(const Group& group, int first_tile, int warp) {
+    float sums[Config::kTiles][kBoxes * kLinearBoxRows / 2];
+    Clear(sums);
+    // What is computed of tiles that were not fetched is not used.
+    AccumulateTiles<kBoxes * kLinearBoxRows, 0, Config::kTiles>(sums, args_.plan.a_chunks,
+                                                                first_tile, false);
+#pragma unroll
+    for (int tile = 0; tile < Config::kTiles; ++tile) {
+      if (first_tile + tile < group.first_tile || first_tile + tile > group.last_tile) continue;
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        StoreShare(args_, tables_, &sums[tile][i * kLinearBoxRows / 2],
+                   64 * (first_tile + tile) + 16 * (warp % 4), group.box[i]);
+      }
+    }
+  }
+
   // Adds the products of the next `chunks` to tiles [begin, end) of the warpgroup's, which begin at
   // the batch's tile `first_tile`; `copied`: threads wrote their batch tiles.
   __device__ void Accumulate(float (&d)[Config::kTiles][kPanel / 2], int chunks, int first_tile,
                              int begin, int end, bool copied) {
     // Tensor-core code wants to know its registers: one loop for each case.
     if (Config::kTiles == 1 || (begin == 0 && end == Config::kTiles)) {
-      AccumulateTiles<0, Config::kTiles>(d, chunks, first_tile, copied);
+      AccumulateTiles<kPanel, 0, Config::kTiles>(d, chunks, first_tile, copied);
     } else if (begin == 0) {
-      AccumulateTiles<0, 1>(d, chunks, first_tile, copied);
+      AccumulateTiles<kPanel, 0, 1>(d, chunks, first_tile, copied);
     } else {
-      AccumulateTiles<Config::kTiles - 1, 1>(d, chunks, first_tile, copied);
+      AccumulateTiles<kPanel, Config::kTiles - 1, 1>(d, chunks, first_tile, copied);
     }
   }
 
-  template <int kFirst, int kCount>
-  __device__ void AccumulateTiles(float (&d)[Config::kTiles][kPanel / 2], int chunks,
-                                  int first_tile, bool copied) {
+  // kN: rows of W, or of A.
+  template <int kN, int kFirst, int kCount>
+  __device__ void AccumulateTiles(float (&d)[Config::kTiles][kN / 2], int chunks, int first_tile,
+                                  bool copied) {
     chunks = __shfl_sync(0xFFFFFFFF, chunks, 0);  // tells the compiler that the warp agrees
 #pragma unroll 1
     for (; chunks >= Config::kStageChunks; chunks -= Config::kStageChunks) {
-      AccumulateStage<kFirst, kCount, Config::kStageChunks>(d, first_tile, copied);
+      AccumulateStage<kN, kFirst, kCount, Config::kStageChunks>(d, first_tile, copied);
     }
     if (Config::kStageChunks > 1 && chunks > 0) {
-      AccumulateStage<kFirst, kCount, 1>(d, first_tile, copied);
+      AccumulateStage<kN, kFirst, kCount, 1>(d, first_tile, copied);
     }
   }
 
-  template <int kFirst, int kCount, int kChunks>
-  __device__ void AccumulateStage(float (&d)[Config::kTiles][kPanel / 2], int first_tile,
-                                  bool copied) {
+  template <int kN, int kFirst, int kCount, int kChunks>
+  __device__ void AccumulateStage(float (&d)[Config::kTiles][kN / 2], int first_tile, bool copied) {
     ring_.WaitFull();
     if (copied) FenceProxyAsync();
     WgmmaFence();
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const uint64_t weights = WgmmaTile(ring_.weights() + chunk * Config::kChunkBytes);
-      const uint32_t batch = ring_.batch() + chunk * x_bytes_ + first_tile * 8192;
+      const uint32_t batch = ring_.batch() + chunk * x_bytes_ + first_tile * kTileBytes;
 #pragma unroll
       for (int tile = kFirst; tile < kFirst + kCount; ++tile) {
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
-          Wgmma<kPanel>(d[tile], WgmmaTile(batch + tile * 8192) + 2 * step, weights + 2 * step, 1);
+          Wgmma<kN>(d[tile], WgmmaTile(batch + tile * kTileBytes) + 2 * step, weights + 2 * step,
+                    1);
         }
       }
     }
@@ -401,20 +603,21 @@ class ProjectBlock {
     return g == nullptr ? nullptr : g + (row - args_.part_begin[part]);
   }
 
-  // All consumers: g of the first segments, and the bias, of a panel.
+  // All consumers: the bias, and g of the first segments, of a panel.
   __device__ void StageMagnitudes(int row) const {
     const int out = args_.part_begin[args_.p.shape.parts];
-    const int lines = min(tables_.segments, Config::kStaged);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < (lines + 1) * kPanel; i += 32 * Config::kConsumerWarps) {
-      const int line = i / kPanel;
-      const int column = i % kPanel;
+    for (int column = threadIdx.x; column < kPanel; column += 32 * Config::kConsumerWarps) {
       const int n = row + column;
-      if (line == lines) {
-        shared_.bias[column] = args_.p.bias != nullptr && n < out ? args_.p.bias[n] : 0.0f;
-      } else {
-        const float* g = n < out ? MagnitudesOf(line, n) : nullptr;
-        shared_.g[line][column] = g != nullptr ? *g : 1.0f;
+      shared_.bias[column] = args_.p.bias != nullptr && n < out ? args_.p.bias[n] : 0.0f;
+    }
+    if constexpr (kAdapted) {
+      const int segments = min(tables_.segments, Config::kStaged);
+#pragma unroll 1
+      for (int i = threadIdx.x; i < segments * kPanel; i += 32 * Config::kConsumerWarps) {
+        const int n = row + i % kPanel;
+        const float* g = n < out ? MagnitudesOf(i / kPanel, n) : nullptr;
+        shared_.g[i / kPanel][i % kPanel] = g != nullptr ? *g : 1.0f;
       }
     }
   }
@@ -472,34 +675,40 @@ class ProjectBlock {
   }
 
   // y = g · d + bias for a warp's 16 rows of the batch from batch_row on, and columns
-  // [first_column,
-  // + kColumns) of the panel at `row`. Sums are turned over in shared memory, 16 columns at a time,
-  // so that one short loop does the rest: code comes from memory too, and what runs once is waited
-  // for.
+  // [first_column, + kColumns) of the panel at `row`. Sums are turned over in shared memory, some
+  // columns at a time, so that one short loop does the rest: code comes from memory too, and what
+  // runs once is waited for.
   template <int kColumns>
   __device__ void Finish(const float (&d)[kColumns / 2], int batch_row, int row, int first_column,
                          int warp) {
+    constexpr int kWidth = kColumns % 32 == 0 ? 32 : 16;  // at a time
     const int rows = args_.p.rows;
     if (batch_row >= rows) return;
     const uint32_t sums = SharedAddress(shared_.turn[warp]);
     const int t = batch_row + lane_ / 2;
-    const int segment = tables_.segments > 1 ? SegmentOf(tables_, t) : 0;
+    const int segment = kAdapted && tables_.segments > 1 ? SegmentOf(tables_, t) : 0;
 #pragma unroll 1
-    for (int step = 0; step < kColumns / 16; ++step) {
+    for (int step = 0; step < kColumns / kWidth; ++step) {
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kColumns / 16; ++i) {
+      for (int i = 0; i < kColumns / kWidth; ++i) {
         if (i != step) continue;
-        const uint32_t to = sums + lane_ / 4 * Config::kTurnBytes + lane_ % 4 * 8;
-        StoreShared(to, make_float2(d[8 * i], d[8 * i + 1]));
-        StoreShared(to + 32, make_float2(d[8 * i + 4], d[8 * i + 5]));
-        StoreShared(to + 8 * Config::kTurnBytes, make_float2(d[8 * i + 2], d[8 * i + 3]));
-        StoreShared(to + 8 * Config::kTurnBytes + 32, make_float2(d[8 * i + 6], d[8 * i + 7]));
+#pragma unroll
+        for (int j = 0; j < kWidth / 8; ++j) {
+          const int at = i * kWidth / 2 + 4 * j;
+          const uint32_t to = sums + lane_ / 4 * Config::kTurnBytes + 32 * j + lane_ % 4 * 8;
+          StoreShared(to, make_float2(d[at], d[at + 1]));
+          StoreShared(to + 8 * Config::kTurnBytes, make_float2(d[at + 2], d[at + 3]));
+        }
       }
       __syncwarp();
       if (t < rows) {
-        FinishEight(sums + lane_ / 2 * Config::kTurnBytes + lane_ % 2 * 32, t, segment, row,
-                    first_column + 16 * step + lane_ % 2 * 8);
+#pragma unroll
+        for (int j = 0; j < kWidth / 16; ++j) {
+          const int column = lane_ % 2 * kWidth / 2 + 8 * j;
+          FinishEight(sums + lane_ / 2 * Config::kTurnBytes + column * 4, t, segment, row,
+                      first_column + step * kWidth + column);
+        }
       }
     }
   }
@@ -513,7 +722,10 @@ class ProjectBlock {
     float bias[8];
     LoadEight(SharedAddress(&shared_.bias[column]), bias);
     float g[8];
-    if (segment < Config::kStaged) {
+    if constexpr (!kAdapted) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) g[i] = 1.0f;
+    } else if (segment < Config::kStaged) {
       LoadEight(SharedAddress(&shared_.g[segment][column]), g);
     } else {
       const float* from = n < out ? MagnitudesOf(segment, n) : nullptr;
@@ -568,54 +780,65 @@ class ProjectBlock {
   const int split_;
   const int sibling_;
   const int lane_;
+  // Where the block's share of the shrink comes: before its first panel, or after that one's lead.
+  bool shares_first_ = false;
+  bool shares_later_ = false;
   int started_ = 0;  // stages of the first panel that StartWeights fetched
 };
 
 // The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
-template <int kM, int kPanel>
+template <int kM, int kPanel, bool kAdapted>
 __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
-                           const LinearArgs& args,
-                           typename ProjectBlock<kM, kPanel>::Shared& shared, uint32_t dynamic) {
-  using Config = ProjectConfig<kM, kPanel>;
-  using Block = ProjectBlock<kM, kPanel>;
+                           const CUtensorMap* x_tile_map, const LinearArgs& args,
+                           typename ProjectBlock<kM, kPanel, kAdapted>::Shared& shared,
+                           uint32_t dynamic) {
+  using Config = ProjectConfig<kM, kPanel, kAdapted>;
+  using Block = ProjectBlock<kM, kPanel, kAdapted>;
   LaunchDependents();
   Block block(args, shared, dynamic);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
   const bool is_weight_producer = warp == Config::kConsumerWarps && threadIdx.x % 32 == 0;
-  if (is_weight_producer) {
+  if (warp == Config::kConsumerWarps) {
     Block::InitBarriers(args, shared);
-    block.StartWeights(w_map);
-    PrefetchTensorMap(x_map);
-  } else if (warp < Config::kConsumerWarps) {
+    if (is_weight_producer) {
+      block.StartWeights(w_map);
+      PrefetchTensorMap(x_map);
+    }
+  } else if (kAdapted && warp < Config::kConsumerWarps) {
     FillTables<32 * Config::kConsumerWarps>(args, shared.tables);
+    NamedBarrier(1, 32 * Config::kConsumerWarps);
+    if (warp == 0) NumberBoxes(args, shared.tables);
   }
   __syncthreads();
+  if constexpr (kAdapted) block.PlaceShare();
   const bool is_cluster = args.siblings << args.plan.log_splits > 1;
   if (is_cluster) ClusterBarrier();
   if (warp < Config::kConsumerWarps) {
-    if constexpr (Config::kMovesRegisters) IncreaseRegisters<232>();
+    if constexpr (Config::kMovesRegisters) IncreaseRegisters<Config::kConsumerRegisters>();
     block.Consume();
   } else {
-    if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
-    if (is_weight_producer) {
-      block.ProduceWeights(w_map);
+    if constexpr (Config::kMovesRegisters) DecreaseRegisters<Config::kProducerRegisters>();
+    if (warp == Config::kConsumerWarps) {
+      if constexpr (kAdapted) block.AcquireFactorMaps();
+      if (is_weight_producer) block.ProduceWeights(w_map);
     } else if (warp > Config::kConsumerWarps) {
-      block.ProduceBatch(x_map, warp - Config::kConsumerWarps - 1);
+      block.ProduceBatch(x_map, x_tile_map, warp - Config::kConsumerWarps - 1);
     }
   }
   __syncwarp();
   if (is_cluster) ClusterBarrier();  // others still reach into this block's shared memory
 }
 
-template <int kM, int kPanel>
-__global__ void __launch_bounds__(ProjectConfig<kM, kPanel>::kThreads, 1)
+template <int kM, int kPanel, bool kAdapted>
+__global__ void __launch_bounds__(ProjectConfig<kM, kPanel, kAdapted>::kThreads, 1)
     ProjectKernel(const __grid_constant__ CUtensorMap w_map,
                   const __grid_constant__ CUtensorMap x_map,
+                  const __grid_constant__ CUtensorMap x_tile_map,
                   const __grid_constant__ LinearArgs args) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ typename ProjectBlock<kM, kPanel>::Shared shared;
-  RunProject<kM, kPanel>(&w_map, &x_map, args, shared,
-                         (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  __shared__ typename ProjectBlock<kM, kPanel, kAdapted>::Shared shared;
+  RunProject<kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared,
+                                   (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels

@@ -14,10 +14,12 @@ struct LinearRingBarriers {
   uint64_t batch_full[kMaxStages];
   uint64_t empty[kMaxStages];
 
-  // One thread. Arrivals that bring a stage's batch, and that give a stage back.
+  // One warp: what a single thread does one after the other is waited for. Arrivals that bring a
+  // stage's batch, and that give a stage back.
   __device__ void Init(int stages, int producers, int users) {
-#pragma unroll 1
-    for (int i = 0; i < stages; ++i) {
+    static_assert(kMaxStages <= 32);
+    const int i = static_cast<int>(threadIdx.x % 32);
+    if (i < stages) {
       BarrierInit(SharedAddress(&weights_full[i]), 1);
       BarrierInit(SharedAddress(&batch_full[i]), producers);
       BarrierInit(SharedAddress(&empty[i]), users);

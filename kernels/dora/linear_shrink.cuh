@@ -1,305 +1,124 @@
-// h = s · (A x) for all adapters of a batch, before the projection: see linear.h.
+// h = s · (A x) for all adapters of a batch, made by the blocks of a projection before they need
+// it: see linear_project.cuh, which multiplies.
 //
-// A cluster of kLinearSlices blocks takes a unit, kLinearBoxRows rows of A of one segment; each
-// block a slice of K. The batch is the M operand of wgmma, A the N operand. The blocks' sums meet
-// in shared memory, 8 rows of every 64 of the batch in each block, and are added in the order of K.
-//
-// Warps: 4 consumers | producer of A | producer of x.
+// Boxes of kLinearBoxRows rows of A, of all parts and segments, are dealt evenly to teams of
+// kLinearSlices blocks, a slice of K for each. A block takes a few boxes at once, so that x is
+// fetched once for them, and leaves their sums in device memory. When all blocks have, each adds
+// the slices of some of h, in the order of K.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
-#include "kernels/common/wgmma.cuh"
-#include "kernels/dora/linear_ring.cuh"
 #include "kernels/dora/linear_tables.cuh"
 
 namespace dorad::kernels {
 
-// kM: tiles of 64 rows of the batch.
-template <int kM>
-struct ShrinkConfig {
-  static constexpr int kConsumerWarps = 4;
-  static constexpr int kThreads = 32 * (kConsumerWarps + 2);
-  static constexpr int kMaxStages = 8;
-  static constexpr int kFactorBytes = kLinearBoxRows * 2 * kLinearStageK;
-  // Of one block and 64 rows of the batch, in one other block: 8 rows of sums.
-  static constexpr int kShareBytes = 8 * kLinearBoxRows * 4;
-  static constexpr int kExchangeBytes = kLinearSlices * kM * kShareBytes;
+// Boxes that a block takes at once.
+template <int kMaxBoxes>
+struct ShrinkGroup {
+  int boxes = 0;
+  LinearBox box[kMaxBoxes];
+  int first_tile = 0;  // of 64 rows of the batch, of all boxes' segments
+  int last_tile = 0;
 };
 
-template <int kM>
-class ShrinkBlock {
- public:
-  using Config = ShrinkConfig<kM>;
-
-  struct Shared {
-    LinearTables tables;
-    LinearRingBarriers<Config::kMaxStages> ring;
-    uint64_t met;   // the sums of all slices have come
-    uint64_t free;  // all blocks have added theirs: the exchange may be written again
-  };
-
-  __device__ ShrinkBlock(const LinearArgs& args, Shared& shared, uint32_t dynamic)
-      : args_(args),
-        tables_(shared.tables),
-        ring_(shared.ring, dynamic, args.stages, Config::kFactorBytes,
-              Config::kFactorBytes + args.x_rows * 2 * kLinearStageK),
-        met_(SharedAddress(&shared.met)),
-        free_(SharedAddress(&shared.free)),
-        exchange_(dynamic + args.stages * (Config::kFactorBytes + args.x_rows * 2 * kLinearStageK)),
-        slice_(blockIdx.x % kLinearSlices),
-        first_(slice_ * args.plan.a_chunks),
-        end_(min(first_ + args.plan.a_chunks, args.plan.chunks)),
-        lane_(threadIdx.x % 32) {}
-
-  __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
-    shared.ring.Init(args.stages, 1, Config::kConsumerWarps);
-    BarrierInit(SharedAddress(&shared.met), 1);
-    BarrierInit(SharedAddress(&shared.free), kLinearSlices * Config::kConsumerWarps);
-    BarrierInitFence();
-  }
-
-  // One thread.
-  __device__ void ProduceFactors() {
-    ForEach([&](int segment, int part, int row) {
-      const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part);
-      AcquireTensorMap(map);
+// f(group) for the boxes of this block's team: the same in all of its blocks and their roles.
+template <int kMaxBoxes, typename F>
+__device__ inline void ForEachGroup(const LinearArgs& args, const LinearTables& tables, F f) {
+  const int end = tables.share[1];
+  ShrinkGroup<kMaxBoxes> group;
 #pragma unroll 1
-      for (int chunk = first_; chunk < end_; ++chunk) {
-        ring_.WaitEmpty();
-        BarrierArriveExpect(ring_.weights_full(), Config::kFactorBytes);
-        CopyTensorBoxOnce(ring_.weights(), map, chunk * kLinearStageK, row, ring_.weights_full());
-        ring_.Advance();
-      }
-    });
+  for (int next = tables.share[0]; next < end; next += kMaxBoxes) {
+    group.boxes = min(kMaxBoxes, end - next);
+#pragma unroll
+    for (int i = 0; i < kMaxBoxes; ++i) {
+      if (i >= group.boxes) break;
+      group.box[i] = BoxAt(args, tables, next + i);
+      const int segment = group.box[i].segment;
+      const int first_tile = tables.begin[segment] / 64;
+      const int last_tile = (tables.end[segment] - 1) / 64;
+      group.first_tile = i == 0 ? first_tile : min(group.first_tile, first_tile);
+      group.last_tile = i == 0 ? last_tile : max(group.last_tile, last_tile);
+    }
+    f(group);
   }
+}
 
-  // One thread. x_map has boxes of min(64, x_rows) rows. Earlier kernels are complete.
-  __device__ void ProduceBatch(const CUtensorMap* x_map) {
-    const int box_bytes = min(64, args_.x_rows) * 2 * kLinearStageK;
-    ForEach([&](int segment, int, int) {
-      const int first_tile = tables_.begin[segment] / 64;
-      const int last_tile = (tables_.end[segment] - 1) / 64;
+// A slice's sums of a row of the batch.
+__device__ inline float* ShareOf(const LinearArgs& args, int part, int row, int slice) {
+  const int64_t line = static_cast<int64_t>(part) * args.p.rows + row;
+  return args.shares + (line * kLinearSlices + slice) * args.ldh;
+}
+
+// Puts down the sums of a box and 16 rows of the batch from `batch_row` on. One warp, which has
+// them as wgmma leaves them.
+__device__ inline void StoreShare(const LinearArgs& args, const LinearTables& tables,
+                                  const float* sums, int batch_row, const LinearBox& box) {
+  const int segment = box.segment;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int row = batch_row + lane / 4 + 8 * j;
+    if (row < tables.begin[segment] || row >= tables.end[segment]) continue;
+    float* to = ShareOf(args, box.part, row, blockIdx.x % kLinearSlices);
+#pragma unroll
+    for (int i = 0; i < kLinearBoxRows / 8; ++i) {
+      const int column = box.row + 8 * i + 2 * (lane % 4);
+      if (column >= tables.rank[box.part][segment]) continue;
+      *reinterpret_cast<float2*>(to + column) =
+          make_float2(sums[4 * i + 2 * j], sums[4 * i + 2 * j + 1]);
+    }
+  }
+}
+
+// Adds up this warp's part of h. `warp` of `warps` of all blocks; all shares are there.
+__device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables, int warp,
+                                 int warps) {
+  constexpr int kRows = 4;  // of the batch, 32 columns each
+  const int lane = threadIdx.x % 32;
+  int next = warp;
+  int base = 0;
 #pragma unroll 1
-      for (int chunk = first_; chunk < end_; ++chunk) {
-        ring_.WaitEmpty();
-        BarrierArriveExpect(ring_.batch_full(), (last_tile - first_tile + 1) * box_bytes);
+  for (int factor = 0; factor < args.p.shape.parts * tables.segments; ++factor) {
+    const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
+    const int segment = factor - part * tables.segments;
+    const int boxes = (tables.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows;
+    const int begin = tables.begin[segment];
+    const int end = tables.end[segment];
+    const int groups = (end - begin + kRows - 1) / kRows;
 #pragma unroll 1
-        for (int tile = first_tile; tile <= last_tile; ++tile) {
-          CopyTensorBox(ring_.batch() + tile * 8192, x_map, chunk * kLinearStageK, tile * 64,
-                        ring_.batch_full());
-        }
-        ring_.Advance();
-      }
-    });
-  }
-
-  // Consumers: a whole warpgroup.
-  __device__ void Consume() {
-    uint32_t parity = 0;  // of the phases that this unit completes
-    bool later = false;
-    ForEach([&](int segment, int part, int row) {
-      const int first_tile = tables_.begin[segment] / 64;
-      const int last_tile = (tables_.end[segment] - 1) / 64;
-      const Span tiles = {first_tile, last_tile, later, parity};
-      // Tensor-core code wants to know its registers: one loop for each number of tiles.
-      const int count = __shfl_sync(0xFFFFFFFF, last_tile - first_tile + 1, 0);
-      if (count == 1) {
-        MultiplyAndSend<1>(tiles);
-      } else if (kM == 2 || (kM > 2 && count == 2)) {
-        MultiplyAndSend<(kM > 1 ? 2 : 1)>(tiles);
-      } else {
-        MultiplyAndSend<kM>(tiles);
-      }
-      const int tile = static_cast<int>(threadIdx.x / 32);
-      if (tile >= first_tile && tile <= last_tile) {
-        BarrierWait(met_, parity);
-        Finish(tile, segment, part, row);
-      }
-      __syncwarp();
-      if (lane_ < kLinearSlices) BarrierArriveRemote(RemoteAddress(free_, lane_));
-      parity ^= 1;
-      later = true;
-    });
-    NamedBarrier(1, 32 * Config::kConsumerWarps);
-    if (threadIdx.x == 0) {
-      WaitForPrevious();  // blocks without a unit have not; the projection before clears signals
-      SignalRelease(&args_.signals->h_ready);
-    }
-  }
-
- private:
-  template <typename F>
-  __device__ void ForEach(F f) const {
-    ForEachUnit(args_, tables_, blockIdx.x / kLinearSlices, gridDim.x / kLinearSlices, f);
-  }
-
-  // Tiles [first, last] of the batch have rows of a unit.
-  struct Span {
-    int first;
-    int last;
-    bool later;  // not this cluster's first unit
-    uint32_t parity;
-  };
-
-  // The products of this block's slice for a unit, at most kCount tiles.
-  template <int kCount>
-  __device__ void MultiplyAndSend(const Span& tiles) {
-    // What is computed of tiles that were not fetched is not used.
-    const int base = __shfl_sync(0xFFFFFFFF, min(tiles.first, kM - kCount), 0);
-    float d[kCount][kLinearBoxRows / 2];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (int j = 0; j < kLinearBoxRows / 2; ++j) d[i][j] = 0.0f;
-    }
-    int previous = 0;
-    const int stages = __shfl_sync(0xFFFFFFFF, end_ - first_, 0);
-#pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-      ring_.WaitFull();
-      const uint64_t factors = WgmmaTile(ring_.weights());
-      const uint32_t batch = ring_.batch() + base * 8192;
-      WgmmaFence();
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          Wgmma<kLinearBoxRows>(d[i], WgmmaTile(batch + i * 8192) + 2 * step, factors + 2 * step,
-                                1);
-        }
-      }
-      WgmmaCommit();
-      WgmmaWait<1>();
-      if (stage > 0 && lane_ == 0) BarrierArrive(ring_.empty(previous));
-      previous = ring_.stage();
-      ring_.Advance();
-    }
-    WgmmaWait<0>();
-    if (stages > 0 && lane_ == 0) BarrierArrive(ring_.empty(previous));
-    if (tiles.later) BarrierWait(free_, tiles.parity ^ 1);
-    if (threadIdx.x == 0) {
-      BarrierArriveExpect(met_,
-                          kLinearSlices * (tiles.last - tiles.first + 1) * Config::kShareBytes);
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (base + i >= tiles.first && base + i <= tiles.last) Send(d[i], base + i);
-    }
-  }
-
-  // Where the sums of a slice for this lane lie in a block.
-  __device__ uint32_t Share(int slice, int tile) const {
-    return exchange_ + (slice * kM + tile) * Config::kShareBytes + lane_ * 16;
-  }
-
-  // Warp w holds rows 16 w.. + 15 of the tile: 8 of block 2 w and 8 of the next one.
-  __device__ void Send(const float (&d)[kLinearBoxRows / 2], int tile) {
-    const int warp = threadIdx.x / 32;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32_t to = RemoteAddress(Share(slice_, tile), 2 * warp + j);
-      const uint32_t barrier = RemoteAddress(met_, 2 * warp + j);
-#pragma unroll
-      for (int i = 0; i < kLinearBoxRows / 16; ++i) {
-        const int at = 8 * i + 2 * j;
-        StoreRemote(to + i * 512, make_float4(d[at], d[at + 1], d[at + 4], d[at + 5]), barrier);
-      }
-    }
-  }
-
-  // One warp: this block's 8 rows of a tile.
-  __device__ void Finish(int tile, int segment, int part, int factor_row) {
-    const int row = 64 * tile + 8 * slice_ + lane_ / 4;
-    const bool valid = row >= tables_.begin[segment] && row < tables_.end[segment];
-    const int rank = tables_.rank[part][segment];
-    const float scale =
-        args_.p.table.factors[ModuleIndex(args_, tables_.slot[segment], part)].scale;
-    __nv_bfloat16* h = args_.h + (static_cast<int64_t>(part) * args_.p.rows + row) * args_.ldh;
-#pragma unroll
-    for (int i = 0; i < kLinearBoxRows / 16; ++i) {
+    for (; next < base + boxes * groups; next += warps) {
+      const int row = begin + (next - base) % groups * kRows + lane / 8;
+      const int column = (next - base) / groups * kLinearBoxRows + lane % 8 * 4;
+      if (row >= end || column >= tables.rank[part][segment]) continue;
+      const float scale = args.p.table.factors[ModuleIndex(args, tables.slot[segment], part)].scale;
+      constexpr int kAtOnce = 4;
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+      for (int slice = 0; slice < kLinearSlices; slice += kAtOnce) {
+        float4 values[kAtOnce];
 #pragma unroll
-      for (int slice = 0; slice < kLinearSlices; ++slice) {
-        const float4 value = LoadShared(Share(slice, tile) + i * 512);
-        sum.x += value.x;
-        sum.y += value.y;
-        sum.z += value.z;
-        sum.w += value.w;
+        for (int i = 0; i < kAtOnce; ++i) {
+          values[i] =
+              __ldcg(reinterpret_cast<const float4*>(ShareOf(args, part, row, slice + i) + column));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          sum.x += values[i].x;
+          sum.y += values[i].y;
+          sum.z += values[i].z;
+          sum.w += values[i].w;
+        }
       }
-      const int column = factor_row + 16 * i + 2 * (lane_ % 4);
-      if (valid && column < rank) {
-        *reinterpret_cast<__nv_bfloat162*>(h + column) =
-            __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
-      }
-      if (valid && column + 8 < rank) {
-        *reinterpret_cast<__nv_bfloat162*>(h + column + 8) =
-            __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
-      }
+      auto* h = reinterpret_cast<__nv_bfloat162*>(
+          args.h + (static_cast<int64_t>(part) * args.p.rows + row) * args.ldh + column);
+      h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
+      h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
     }
+    base += boxes * groups;
   }
-
-  const LinearArgs& args_;
-  const LinearTables& tables_;
-  LinearRing ring_;
-  const uint32_t met_;
-  const uint32_t free_;
-  const uint32_t exchange_;
-  const int slice_;
-  const int first_;  // chunks of the slice
-  const int end_;
-  const int lane_;
-};
-
-// Waits for the kernels before the shrink, and lets the projection know.
-__device__ inline void FollowPrevious(const LinearArgs& args) {
-  WaitForPrevious();
-  if (blockIdx.x == 0) StoreRelease(&args.signals->x_ready, args.launch);
-}
-
-// The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
-template <int kM>
-__device__ void RunShrink(const CUtensorMap* x_map, const LinearArgs& args,
-                          typename ShrinkBlock<kM>::Shared& shared, uint32_t dynamic) {
-  using Config = ShrinkConfig<kM>;
-  using Block = ShrinkBlock<kM>;
-  LaunchDependents();
-  if (threadIdx.x == 0) {
-    PrefetchTensorMap(x_map);
-    Block::InitBarriers(args, shared);
-  }
-  const bool adapted = FillTables<Config::kThreads>(args, shared.tables);
-  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-  const bool is_batch_producer = warp == Config::kConsumerWarps + 1 && threadIdx.x % 32 == 0;
-  if (__syncthreads_or(adapted) == 0) {
-    if (is_batch_producer) FollowPrevious(args);
-    return;
-  }
-  ClusterBarrier();
-  Block block(args, shared, dynamic);
-  if (warp < Config::kConsumerWarps) {
-    block.Consume();
-  } else if (warp == Config::kConsumerWarps && threadIdx.x % 32 == 0) {
-    block.ProduceFactors();
-  } else if (is_batch_producer) {
-    FollowPrevious(args);
-    block.ProduceBatch(x_map);
-  }
-  __syncwarp();
-  ClusterBarrier();  // others still write to this block's shared memory
-}
-
-template <int kM>
-__global__ void __launch_bounds__(ShrinkConfig<kM>::kThreads)
-    ShrinkKernel(const __grid_constant__ CUtensorMap x_map,
-                 const __grid_constant__ LinearArgs args) {
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename ShrinkBlock<kM>::Shared shared;
-  RunShrink<kM>(&x_map, args, shared, (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels

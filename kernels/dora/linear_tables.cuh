@@ -13,6 +13,10 @@ namespace dorad::kernels {
 
 struct LinearTables {
   int32_t segments;  // at least 1
+  // Boxes of kLinearBoxRows rows of A, of all factors: one of each part and segment, by part.
+  int32_t boxes;
+  int32_t share[2];                                             // [first, end) of this block's
+  int16_t first_box[kDoraLinearMaxParts * kDoraLinearMaxRows];  // of each factor
   int32_t slot[kDoraLinearMaxRows];
   int16_t begin[kDoraLinearMaxRows];
   int16_t end[kDoraLinearMaxRows];
@@ -28,16 +32,15 @@ __device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, in
   return args.p.maps + 2 * ModuleIndex(args, slot, part);
 }
 
-// The first kThreads threads of a block. Whether this thread found an adapter.
+// The first kThreads threads of a block. Leaves the boxes to NumberBoxes.
 template <int kThreads>
-__device__ inline bool FillTables(const LinearArgs& args, LinearTables& tables) {
+__device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) {
   const int rows = args.p.rows;
   // Loaded before it is known whether there are that many: one wait less.
   RowSegment segment = {-1, 0, 0};
   if (threadIdx.x < rows) segment = args.p.segments[threadIdx.x];
   const int count = max(min(*args.p.num_segments, rows), 1);
   if (threadIdx.x == 0) tables.segments = count;
-  bool adapted = false;
 #pragma unroll 1
   for (int i = threadIdx.x; i < count; i += kThreads) {
     if (i >= kThreads) segment = args.p.segments[i];
@@ -52,10 +55,62 @@ __device__ inline bool FillTables(const LinearArgs& args, LinearTables& tables) 
       int rank = 0;
       if (used) rank = args.p.table.factors[ModuleIndex(args, segment.slot, part)].rank;
       tables.rank[part][i] = static_cast<int16_t>((rank + 7) / 8 * 8);
-      adapted = adapted || rank != 0;
     }
   }
-  return adapted;
+}
+
+// One warp, when the rest is filled: numbers the boxes and deals them evenly to the launch's teams
+// of kLinearSlices blocks.
+__device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int factors = args.p.shape.parts * tables.segments;
+  int boxes = 0;  // of all factors so far
+#pragma unroll 1
+  for (int first = 0; first < factors; first += 32) {
+    const int factor = first + lane;
+    int own = 0;
+    if (factor < factors) {
+      const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
+      const int rank = tables.rank[part][factor - part * tables.segments];
+      own = (rank + kLinearBoxRows - 1) / kLinearBoxRows;
+    }
+    int sum = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(0xFFFFFFFF, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    if (factor < factors) tables.first_box[factor] = static_cast<int16_t>(boxes + sum - own);
+    boxes += __shfl_sync(0xFFFFFFFF, sum, 31);
+  }
+  if (lane == 0) tables.boxes = boxes;
+  const int teams = static_cast<int>(gridDim.x) / kLinearSlices;
+  const int team = static_cast<int>(blockIdx.x) / kLinearSlices;
+  if (lane < 2) tables.share[lane] = team < teams ? boxes * (team + lane) / teams : boxes;
+}
+
+// A box of A.
+struct LinearBox {
+  int segment;
+  int part;
+  int row;  // of A, the first one
+};
+
+__device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& tables, int box) {
+  int factor = 0;
+  int count = args.p.shape.parts * tables.segments;
+#pragma unroll 1
+  while (count > 1) {
+    const int half = count / 2;
+    if (tables.first_box[factor + half] <= box) {
+      factor += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
+  return {factor - part * tables.segments, part, (box - tables.first_box[factor]) * kLinearBoxRows};
 }
 
 // The segment that a row of the batch is of.
@@ -73,27 +128,6 @@ __device__ inline int SegmentOf(const LinearTables& tables, int row) {
     }
   }
   return first;
-}
-
-// The shrink is units of kLinearBoxRows rows of A of one segment and part, dealt to the clusters.
-// f(segment, part, first row of A).
-template <typename F>
-__device__ inline void ForEachUnit(const LinearArgs& args, const LinearTables& tables, int cluster,
-                                   int clusters, F f) {
-  int next = cluster;
-  int base = 0;
-#pragma unroll 1
-  for (int part = 0; part < args.p.shape.parts; ++part) {
-#pragma unroll 1
-    for (int segment = 0; segment < tables.segments; ++segment) {
-      const int units = (tables.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows;
-#pragma unroll 1
-      for (; next < base + units; next += clusters) {
-        f(segment, part, (next - base) * kLinearBoxRows);
-      }
-      base += units;
-    }
-  }
 }
 
 // The stages of B of rows [row, row_end) of W: f(segment, part, first chunk, end).

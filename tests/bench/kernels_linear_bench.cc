@@ -166,6 +166,7 @@ class Model {
   void SetAdapters(int rows, int adapters) {
     std::vector<RowSegment> segments;
     const int count = std::max(1, std::min(adapters, rows));
+    max_rank_ = adapters == 0 ? 0 : kRank;
     for (int i = 0; i < count; ++i) {
       segments.push_back({adapters == 0 ? -1 : i, rows * i / count, rows * (i + 1) / count});
     }
@@ -196,7 +197,7 @@ class Model {
   DoraLinearParams Common(int rows) const {
     DoraLinearParams params;
     params.rows = rows;
-    params.max_rank = kRank;
+    params.max_rank = max_rank_;
     params.x = x_;
     params.table = {table_, kModules};
     params.maps = maps_;
@@ -217,6 +218,7 @@ class Model {
   // The head is not adapted: every slot's factors are this one's.
   DoraFactors* zero_factors_ = Upload(std::vector<DoraFactors>(1));
   void* y_ = nullptr;
+  int max_rank_ = 0;
   void* workspace_ = nullptr;
   size_t workspace_bytes_ = 0;
   RowSegment* segments_ = nullptr;

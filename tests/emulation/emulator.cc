@@ -162,16 +162,6 @@ void __syncwarp() {
 
 void __syncthreads() { dorad::emulation::Meet(ThisBlock().named[0], ThisBlock().threads); }
 
-int __syncthreads_or(int value) {
-  if (value != 0) ThisBlock().any = 1;
-  __syncthreads();
-  const int any = ThisBlock().any;
-  __syncthreads();
-  ThisBlock().any = 0;
-  __syncthreads();
-  return any;
-}
-
 uint32_t atomicAdd(uint32_t* to, uint32_t value) {
   const uint32_t before = *to;
   *to += value;

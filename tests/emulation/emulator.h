@@ -69,7 +69,6 @@ struct Block {
   int rank = 0;  // in its cluster
   int threads = 0;
   int alive = 0;
-  int any = 0;  // of __syncthreads_or
   Grid* grid = nullptr;
   std::vector<Block*>* cluster = nullptr;
   Meeting* cluster_meeting = nullptr;
@@ -177,12 +176,21 @@ template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
   return dorad::emulation::Exchange(value, [lane](const T* all) { return all[lane]; });
 }
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+  const int lane = static_cast<int>(dorad::emulation::Emulator::Get().thread().index % 32);
+  return dorad::emulation::Exchange(
+      value, [=](const T* all) { return all[lane < distance ? lane : lane - distance]; });
+}
 void __syncwarp();
 void __syncthreads();
-int __syncthreads_or(int value);
 uint32_t atomicAdd(uint32_t* to, uint32_t value);
 template <typename T>
 T __ldg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcg(const T* from) {
   return *from;
 }
 inline int min(int a, int b) { return std::min(a, b); }

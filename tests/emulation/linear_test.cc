@@ -1,10 +1,9 @@
-// The shrink and the projection side by side in the emulator, against a double reference: every cut
-// of W and K, every number of tiles of the batch, mixed adapters, rings of few stages.
+// The projection in the emulator, against a double reference: every cut of W and K, every number of
+// tiles of the batch, mixed adapters, rings of few stages.
 #include <cmath>
 
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_project.cuh"
-#include "kernels/dora/linear_shrink.cuh"
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {
@@ -23,7 +22,7 @@ CUtensorMap MapOf(const __nv_bfloat16* data, int rows, int columns, int ld, int 
 struct Cut {
   int panel_rows;
   int splits;
-  int shrinkers;  // clusters of the shrink
+  int teams;  // of the shrink
 };
 
 struct Case {
@@ -72,18 +71,22 @@ class Layer {
 
   int out() const { return out_; }
 
-  // Rows 0.. of x under `segments`: y, as fp32.
-  std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32) {
+  // Rows 0.. of x under `segments`: y, as fp32. may_adapt: with the kernel that takes adapters.
+  std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32,
+                         bool may_adapt = true) {
     const int rows = segments.back().end;
     const int tiles = rows <= 64 ? 1 : rows <= 128 ? 2 : 4;
     std::vector<float> y(size_t{1} * rows * out_, NAN);
     std::vector<__nv_bfloat16> rounded(y.size());
     LinearArgs args = Args(segments);
+    if (!may_adapt) args.p.max_rank = 0;
     args.p.y_fp32 = y_fp32;
     args.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
     std::vector<__nv_bfloat16> h(size_t{1} * case_.shape.parts * rows * args.ldh,
                                  __float2bfloat16(NAN));
+    std::vector<float> shares(h.size() * kLinearSlices, NAN);
     args.h = h.data();
+    args.shares = shares.data();
     if (tiles == 1) {
       RunTiles<1>(args);
     } else if (tiles == 2) {
@@ -91,7 +94,7 @@ class Layer {
     } else {
       RunTiles<4>(args);
     }
-    EXPECT_EQ(signals_.x_ready | signals_.h_ready | signals_.left, 0u);
+    EXPECT_EQ(signals_.shares | signals_.h | signals_.left, 0u);
     if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
     return y;
   }
@@ -156,100 +159,75 @@ class Layer {
     args.plan.panels = CeilDiv(out_, case_.cut.panel_rows);
     args.plan.chunks = CeilDiv(case_.shape.in, kLinearStageK);
     args.plan.a_chunks = CeilDiv(args.plan.chunks, kLinearSlices);
-    args.plan.a_splits = CeilDiv(args.plan.chunks, args.plan.a_chunks);
     for (int part = 0; part < kDoraLinearMaxParts; ++part) {
       args.part_begin[part + 1] =
           args.part_begin[part] + (part < case_.shape.parts ? case_.shape.out[part] : 0);
     }
     args.ldh = RoundUp(max_rank_, 8);
     args.signals = &signals_;
-    args.shrinkers = case_.cut.shrinkers * kLinearSlices;
-    args.launch = ++launches_;
     return args;
   }
 
   int FewStages() { return 2 + static_cast<int>(random_() % 3); }
 
   template <int kM>
-  void RunTiles(const LinearArgs& args) {
+  void RunTiles(LinearArgs args) {
     const int rows = args.p.rows;
     const int in = case_.shape.in;
-    LinearArgs shrink_args = args;
-    shrink_args.siblings = 1;
-    shrink_args.x_rows = RoundUp(rows, kM == 1 ? 8 : 64);
-    shrink_args.stages = FewStages();
-    LinearArgs project_args = args;
-    project_args.siblings = args.plan.splits == 1 && kM > 1 ? 2 : 1;
-    project_args.x_rows = RoundUp(rows, 8 * project_args.siblings);
-    project_args.stages = FewStages();
-    project_args.flight = 1 + static_cast<int>(random_() % project_args.stages);
-    const CUtensorMap shrink_map = MapOf(x_.data(), rows, in, in, std::min(64, shrink_args.x_rows));
-    const CUtensorMap project_map =
-        MapOf(x_.data(), rows, in, in, project_args.x_rows / project_args.siblings);
+    args.siblings = args.plan.splits == 1 && kM > 1 ? 2 : 1;
+    args.x_rows = RoundUp(rows, kM == 1 ? 8 : 64);
+    const CUtensorMap x_map = MapOf(x_.data(), rows, in, in, args.x_rows / args.siblings);
+    const CUtensorMap x_tile_map = MapOf(x_.data(), rows, in, in, std::min(64, args.x_rows));
     const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, args.plan.panel_rows);
-
-    int delay = static_cast<int>(random_() % 200);  // until x is there
-    Grid shrink = MakeShrink<kM>(shrink_args, shrink_map, [&delay] { return --delay < 0; });
-    Grid project =
-        MakeProject<kM>(project_args, w_map, project_map, [&shrink] { return shrink.done(); });
-    Emulator::Get().Run({&shrink, &project});
-  }
-
-  // Where dynamic shared memory begins behind the static one.
-  template <typename Shared>
-  static constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
-
-  // What follows a ring whose last tiles reach beyond it.
-  template <int kM>
-  static int After(const LinearArgs& args, int exchange_bytes) {
-    return std::max(exchange_bytes, (64 * kM - args.x_rows) * 2 * kLinearStageK);
-  }
-
-  template <int kM>
-  static Grid MakeShrink(const LinearArgs& args, const CUtensorMap& map,
-                         std::function<bool()> may_follow) {
-    using Config = ShrinkConfig<kM>;
-    using Shared = typename ShrinkBlock<kM>::Shared;
-    const int bytes = args.stages * (Config::kFactorBytes + args.x_rows * 2 * kLinearStageK) +
-                      After<kM>(args, Config::kExchangeBytes);
-    return Grid(args.shrinkers, Config::kThreads, kLinearSlices, kDynamic<Shared> + bytes,
-                std::move(may_follow), [&args, &map] {
-                  auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-                  RunShrink<kM>(&map, args, shared, kDynamic<Shared>);
-                });
-  }
-
-  template <int kM>
-  static Grid MakeProject(const LinearArgs& args, const CUtensorMap& w_map,
-                          const CUtensorMap& x_map, std::function<bool()> may_follow) {
+    const auto run = [&](auto panel) {
+      constexpr int kPanel = decltype(panel)::value;
+      if (args.p.max_rank > 0) {
+        RunPanels<kM, kPanel, true>(args, w_map, x_map, x_tile_map);
+      } else {
+        RunPanels<kM, kPanel, false>(args, w_map, x_map, x_tile_map);
+      }
+    };
     switch (args.plan.panel_rows) {
       case 32:
-        return MakeProjectPanel<kM, 32>(args, w_map, x_map, std::move(may_follow));
+        return run(std::integral_constant<int, 32>());
       case 64:
-        return MakeProjectPanel<kM, 64>(args, w_map, x_map, std::move(may_follow));
+        return run(std::integral_constant<int, 64>());
       case 96:
-        return MakeProjectPanel<kM, 96>(args, w_map, x_map, std::move(may_follow));
+        return run(std::integral_constant<int, 96>());
       default:
-        return MakeProjectPanel<kM, 192>(args, w_map, x_map, std::move(may_follow));
+        return run(std::integral_constant<int, 192>());
     }
   }
 
-  template <int kM, int kPanel>
-  static Grid MakeProjectPanel(const LinearArgs& args, const CUtensorMap& w_map,
-                               const CUtensorMap& x_map, std::function<bool()> may_follow) {
-    using Config = ProjectConfig<kM, kPanel>;
-    using Shared = typename ProjectBlock<kM, kPanel>::Shared;
+  template <int kM, int kPanel, bool kAdapted>
+  void RunPanels(LinearArgs args, const CUtensorMap& w_map, const CUtensorMap& x_map,
+                 const CUtensorMap& x_tile_map) {
+    using Config = ProjectConfig<kM, kPanel, kAdapted>;
+    using Shared = typename ProjectBlock<kM, kPanel, kAdapted>::Shared;
+    args.stages = 2 + static_cast<int>(random_() % 3);
+    args.flight = 1 + static_cast<int>(random_() % args.stages);
+    // Where dynamic shared memory begins behind the static one.
+    constexpr uint32_t kDynamic = (sizeof(Shared) + 1023) / 1024 * 1024;
+    // What follows the ring, whose last tiles reach beyond it.
+    const int after = std::max(args.plan.splits > 1 ? Config::kExchangeBytes : 0,
+                               (64 * kM - args.x_rows) * 2 * kLinearStageK);
     const int bytes = args.stages * (Config::kWeightBytes +
                                      Config::kStageChunks * args.x_rows * 2 * kLinearStageK) +
-                      After<kM>(args, args.plan.splits > 1 ? Config::kExchangeBytes : 0);
+                      after;
     const int cluster = args.siblings * args.plan.splits;
     int clusters = CeilDiv(args.plan.panels, args.siblings);
     if (args.plan.splits == 1) clusters = std::min(clusters, 2);  // several panels a block
-    return Grid(clusters * cluster, Config::kThreads, cluster, kDynamic<Shared> + bytes,
-                std::move(may_follow), [&args, &w_map, &x_map] {
-                  auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
-                  RunProject<kM, kPanel>(&w_map, &x_map, args, shared, kDynamic<Shared>);
-                });
+    // Some blocks have no panel, and some no part of the shrink.
+    if (kAdapted) clusters = std::max(clusters, (case_.cut.teams * kLinearSlices + 2) / cluster);
+    int delay = static_cast<int>(random_() % 200);  // until x is there
+    Grid grid(
+        clusters * cluster, Config::kThreads, cluster, kDynamic + bytes,
+        [&delay] { return --delay < 0; },
+        [&] {
+          auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
+          RunProject<kM, kPanel, kAdapted>(&w_map, &x_map, &x_tile_map, args, shared, kDynamic);
+        });
+    Emulator::Get().Run({&grid});
   }
 
   const Case case_;
@@ -265,7 +243,6 @@ class Layer {
   std::vector<RowSegment> segments_;
   int32_t num_segments_ = 0;
   LinearSignals signals_ = {};
-  uint32_t launches_ = 0;
 };
 
 // The base, then slots 0, 2 and 1.
@@ -321,14 +298,19 @@ TEST_P(EmulatedLinearTest, MatchesTheReferenceWithTheSameBitsInEveryBatch) {
   }
 }
 
-TEST_P(EmulatedLinearTest, ServesABatchOfTheBaseAlone) {
+TEST_P(EmulatedLinearTest, ServesABatchOfTheBaseAloneWithTheSameBitsInBothForms) {
   Layer layer(GetParam(), &emulator_.random());
-  std::vector<float> y;
-  ASSERT_NO_THROW(y = layer.Run({{-1, 0, 9}}, /*y_fp32=*/true));
-  for (int row = 0; row < 9; ++row) {
-    const std::vector<double> expected = layer.Reference(row, -1);
-    for (int n = 0; n < layer.out(); ++n) {
-      EXPECT_NEAR(y[size_t{1} * row * layer.out() + n], expected[n], 1e-4);
+  for (const int rows : {9, 130}) {
+    std::vector<float> y;
+    std::vector<float> base;
+    ASSERT_NO_THROW(y = layer.Run({{-1, 0, rows}}, /*y_fp32=*/true));
+    ASSERT_NO_THROW(base = layer.Run({{-1, 0, rows}}, /*y_fp32=*/true, /*may_adapt=*/false));
+    EXPECT_EQ(std::memcmp(y.data(), base.data(), y.size() * sizeof(float)), 0);
+    for (int row = 0; row < rows; row += 8) {
+      const std::vector<double> expected = layer.Reference(row, -1);
+      for (int n = 0; n < layer.out(); ++n) {
+        EXPECT_NEAR(y[size_t{1} * row * layer.out() + n], expected[n], 1e-4);
+      }
     }
   }
 }

@@ -34,6 +34,24 @@ TEST_F(LinearTest, TheBaseAloneMatchesTheReference) {
   }
 }
 
+// Launches that take adapters, and those that do not, have kernels of their own.
+TEST_F(LinearTest, RowsOfTheBaseHaveTheSameBitsWhetherOrNotTheLaunchTakesAdapters) {
+  for (const DoraLinearShape& shape :
+       {Shape(1024, {1536}), Shape(576, {576, 192, 200}), Shape(128, {25344})}) {
+    Stack stack(shape, ManyAdapters(shape.parts), true);
+    for (const int rows : {1, 40, 65, 128, 200, 256}) {
+      const std::vector<float> among = stack.Run(0, rows, {{-1, 0, rows}});
+      DeviceBuffer<float> y(size_t{1} * rows * stack.out());
+      DoraLinearParams params = stack.Params(0, rows, y.get(), true);
+      params.max_rank = 0;
+      params.maps = nullptr;
+      ASSERT_EQ(DoraLinear(params, nullptr), cudaSuccess);
+      ExpectSameBits(y.Read().data(), among.data(), rows * stack.out(),
+                     "in " + std::to_string(shape.in) + " rows " + std::to_string(rows));
+    }
+  }
+}
+
 TEST_F(LinearTest, MixedBatchesMatchTheReference) {
   Stack stack(Shape(512, {576, 192, 208}), ManyAdapters(3), true);
   for (const int rows : {7, 16, 32, 61, 128, 256}) {

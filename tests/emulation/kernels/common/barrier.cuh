@@ -45,6 +45,9 @@ inline void ArriveAt(emulation::Barrier& barrier, int64_t bytes) {
 inline void BarrierArrive(uint32_t barrier) {
   ArriveAt(emulation::ThisBlock().BarrierAt(barrier), 0);
 }
+inline void BarrierArrive(uint32_t barrier, uint32_t arrivals) {
+  for (uint32_t i = 0; i < arrivals; ++i) BarrierArrive(barrier);
+}
 inline void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
   ArriveAt(emulation::ThisBlock().BarrierAt(barrier), bytes);
 }
