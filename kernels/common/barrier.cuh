@@ -65,6 +65,21 @@ __device__ inline void BarrierWait(uint32_t barrier, uint32_t parity) {
   } while (done == 0);
 }
 
+// Whether it is, without waiting.
+__device__ inline bool BarrierIsComplete(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // 16 bytes, global to shared; with `valid` false, 16 zero bytes (source must still be an address).
 __device__ inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),

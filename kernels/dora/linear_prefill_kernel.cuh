@@ -7,12 +7,16 @@
 //   panels of the shrink: (x, A of a slot), summed in pieces of K, as DoraLinear's, into h
 //   tiles of y:           for each of the plan's pieces of K: (x, W), then its share of
 //                         (h masked to a segment's rows, B of its slot), into the same accumulators
-// All clusters shrink first, then walk their tiles. Sums of pieces are added, and wait to be
-// stored, in places of their own: half of a tile's in registers, half in shared memory. So y is
-// stored while the products of the next tile run, by a short loop over shared memory: code comes
-// from memory too, and what is unrolled over a tile is waited for at every tile.
+// All clusters shrink first, then walk their tiles. The shrink has a ring of its own in the same
+// memory: its stages are smaller, and more of them have to be on their way.
 //
-// Warps: two warpgroups of consumers | weight producer | batch producer | two idle.
+// What consumers do between two products is time without any: so sums of pieces are added, and wait
+// to be stored, in places of their own, half of a tile's in registers and half in shared memory,
+// and other warps store them while the products of the next tile run. And code comes from memory
+// too: whatever is unrolled over a tile is waited for at every tile.
+//
+// Warps: two warpgroups of consumers | weight producer | batch producer | a storer for each
+// warpgroup.
 #pragma once
 
 #include <cuda.h>
@@ -55,22 +59,36 @@ template <int kN>
 struct PrefillConfig {
   static constexpr int kShrinkN = 96;  // rows of A in a panel
   static constexpr int kConsumerWarps = 8;
-  static constexpr int kBoxes = (kN + kLinearBoxRows - 1) / kLinearBoxRows;  // of B, in a panel
   static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
   static constexpr int kBatchBytes = kPrefillTileRows * 2 * kLinearStageK;
-  static constexpr int kStageBytes = kBatchBytes + kBoxes * kBoxBytes;
   // Sums in shared memory: of a warp, 8 columns of its 16 rows, so far apart that 8 such blocks
   // begin in different banks.
   static constexpr int kParkedBlocks = kN / 16;
   static constexpr int kParkedBlockBytes = 32 * 16 + 16;
   static constexpr int kParkedBytes = kParkedBlocks * kParkedBlockBytes;
-  static constexpr int kStaticBytes = 8 * 1024;  // static shared memory, rounded up
-  static constexpr int kStages =
-      (227 * 1024 - 1024 - kStaticBytes - kConsumerWarps * kParkedBytes) / kStageBytes;
-  static constexpr int kDynamicBytes =
-      kStages * kStageBytes + kConsumerWarps * kParkedBytes + 1024;  // for alignment
-  static constexpr int kRegistersProducer = 40;
-  static constexpr int kRegistersConsumer = 232;
+  static constexpr int kStaticBytes = 8 * 1024;                        // rounded up
+  static constexpr int kMostBytes = 227 * 1024 - kStaticBytes - 1024;  // for alignment
+  // Stages of the tiles of y; the sums come after them.
+  struct TileRing {
+    static constexpr int kBoxes = (kN + kLinearBoxRows - 1) / kLinearBoxRows;  // of B
+    static constexpr int kStageBytes = kBatchBytes + kBoxes * kBoxBytes;
+    static constexpr int kStages = (kMostBytes - kConsumerWarps * kParkedBytes) / kStageBytes;
+    static constexpr int kFirst = 0;  // of the barriers
+  };
+  // And of the shrink, over all of it.
+  struct ShrinkRing {
+    static constexpr int kBoxes = kShrinkN / kLinearBoxRows;  // of A
+    static constexpr int kStageBytes = kBatchBytes + kBoxes * kBoxBytes;
+    static constexpr int kStages = kMostBytes / kStageBytes;
+    static constexpr int kFirst = TileRing::kStages;
+  };
+  static constexpr int kBarriers = TileRing::kStages + ShrinkRing::kStages;
+  static constexpr int kDynamicBytes = kMostBytes + 1024;
+  static constexpr int kRegistersProducer = 56;
+  static constexpr int kRegistersConsumer = 224;
+  // What the block began with is what there is: more is waited for, without end.
+  static constexpr int kRegistersAtStart = 65536 / kPrefillThreads / 8 * 8;
+  static_assert(kRegistersProducer + 2 * kRegistersConsumer <= 3 * kRegistersAtStart);
 };
 
 // What all roles of a block know about the batch.
@@ -117,29 +135,40 @@ class PrefillBlock {
  public:
   using Config = PrefillConfig<kN>;
 
+  using TileRing = typename Config::TileRing;
+  using ShrinkRing = typename Config::ShrinkRing;
+
   struct Shared {
     PrefillTables tables;
     uint8_t acquired[kPrefillMaxSegments];  // the weight producer's: a bit for each map
-    uint64_t full[Config::kStages];         // both producers of the block
-    uint64_t empty[Config::kStages];        // the consumers of both blocks
+    uint64_t full[Config::kBarriers];       // of a stage: both producers of the block
+    uint64_t empty[Config::kBarriers];      // of a stage: the consumers of both blocks
+    uint64_t parked[2];                     // of a warpgroup: half of a tile's sums are there
+    uint64_t stored[2];                     // of a warpgroup: they are stored
   };
 
-  __device__ PrefillBlock(const PrefillArgs& args, Shared& shared, uint32_t ring)
+  __device__ PrefillBlock(const PrefillArgs& args, Shared& shared, uint32_t dynamic)
       : args_(args),
         tables_(shared.tables),
         acquired_(shared.acquired),
-        ring_(ring),
-        parked_(ring + Config::kStages * Config::kStageBytes +
-                threadIdx.x / 32 * Config::kParkedBytes),
+        ring_(dynamic),
         full_(SharedAddress(shared.full)),
-        empty_(SharedAddress(shared.empty)) {}
+        empty_(SharedAddress(shared.empty)),
+        sums_(dynamic + TileRing::kStages * TileRing::kStageBytes),
+        parked_(SharedAddress(shared.parked)),
+        stored_(SharedAddress(shared.stored)) {}
 
   // One thread, before the cluster starts.
   __device__ static void InitBarriers(Shared& shared) {
 #pragma unroll 1
-    for (int stage = 0; stage < Config::kStages; ++stage) {
+    for (int stage = 0; stage < Config::kBarriers; ++stage) {
       BarrierInit(SharedAddress(&shared.full[stage]), 2);
       BarrierInit(SharedAddress(&shared.empty[stage]), 2 * Config::kConsumerWarps);
+    }
+#pragma unroll 1
+    for (int group = 0; group < 2; ++group) {
+      BarrierInit(SharedAddress(&shared.parked[group]), Config::kConsumerWarps / 2);
+      BarrierInit(SharedAddress(&shared.stored[group]), 1);
     }
     BarrierInitFence();
   }
@@ -151,11 +180,14 @@ class PrefillBlock {
       const CUtensorMap* map = Acquired(segment, part, 0);
       const int row = panel * Config::kShrinkN;
       // Rows beyond the last box keep old contents: nobody reads their sums.
-      const int boxes = min(CeilDivide(Config::kShrinkN, kLinearBoxRows),
-                            CeilDivide(tables_.rank[part][segment] - row, kLinearBoxRows));
+      const int boxes =
+          min(ShrinkRing::kBoxes, CeilDivide(tables_.rank[part][segment] - row, kLinearBoxRows));
 #pragma unroll 1
-      for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) ProduceBoxes(map, chunk, row, boxes);
+      for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+        ProduceBoxes<ShrinkRing>(map, chunk, row, boxes);
+      }
     });
+    LeaveShrink();
     ForEachTile(first_tile, [&](int band, int panel) {
       const int row = panel * kN;
 #pragma unroll 1
@@ -163,19 +195,20 @@ class PrefillBlock {
         const int end = FirstChunk(split + 1);
 #pragma unroll 1
         for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
-          WaitEmpty();
-          BarrierArriveExpect(full_ + 8 * stage_, kN * 2 * kLinearStageK);
+          WaitEmpty<TileRing>();
+          BarrierArriveExpect(Full<TileRing>(), kN * 2 * kLinearStageK);
           CopyTensorBoxToBlocks(
-              Tile() + Config::kBatchBytes + BlockRank() * (kHalf * 2 * kLinearStageK), w_map,
-              chunk * kLinearStageK, row + BlockRank() * kHalf, full_ + 8 * stage_, kBothBlocks);
-          Advance();
+              Stage<TileRing>() + Config::kBatchBytes + BlockRank() * (kHalf * 2 * kLinearStageK),
+              w_map, chunk * kLinearStageK, row + BlockRank() * kHalf, Full<TileRing>(),
+              kBothBlocks);
+          Advance<TileRing>();
         }
         ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
           const CUtensorMap* map = Acquired(segment, part, 1);
           // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
           for (int chunk = first; chunk < end; ++chunk) {
-            ProduceBoxes(map, chunk, row - args_.part_begin[part], Config::kBoxes);
+            ProduceBoxes<TileRing>(map, chunk, row - args_.part_begin[part], TileRing::kBoxes);
           }
         });
       }
@@ -186,21 +219,13 @@ class PrefillBlock {
   __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map,
                                const CUtensorMap* h_row_map) {
     WaitForPrevious();
-    const auto produce = [&](const CUtensorMap* map, int column, int row) {
-      WaitEmpty();
-      __syncwarp();  // no lane may miss a phase
-      if (Lane() == 0) {
-        BarrierArriveExpect(full_ + 8 * stage_, Config::kBatchBytes);
-        CopyTensorBox(Tile(), map, column, row, full_ + 8 * stage_);
-      }
-      Advance();
-    };
     const int first_tile = ForEachShrink([&](int band, int, int, int) {
 #pragma unroll 1
       for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) {
-        produce(x_map, chunk * kLinearStageK, FirstRow(band));
+        ProduceBox<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(band));
       }
     });
+    LeaveShrink();
     bool h_ready = false;
     ForEachTile(first_tile, [&](int band, int panel) {
 #pragma unroll 1
@@ -208,7 +233,7 @@ class PrefillBlock {
         const int end = FirstChunk(split + 1);
 #pragma unroll 1
         for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
-          produce(x_map, chunk * kLinearStageK, FirstRow(band));
+          ProduceBox<TileRing>(x_map, chunk * kLinearStageK, FirstRow(band));
         }
         ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
           if (!h_ready) WaitForH();
@@ -221,14 +246,13 @@ class PrefillBlock {
           for (int chunk = first; chunk < end; ++chunk) {
             const int column = part * args_.ldh + chunk * kLinearStageK;
             if (whole || !HasRows(band, segment)) {
-              produce(h_map, column, row);
+              ProduceBox<TileRing>(h_map, column, row);
             } else {
               ProduceRows(h_row_map, column, row, segment);
             }
           }
         });
       }
-      WarmL1(band, panel);
     });
     if (!tables_.adapted) return;
     if (!h_ready) WaitForH();
@@ -247,9 +271,9 @@ class PrefillBlock {
       float sum[Config::kShrinkN / 2] = {};
 #pragma unroll 1
       for (int chunk = 0; chunk < args_.plan.chunks; chunk += args_.plan.a_chunks) {
-        Multiply<Config::kShrinkN>(d, min(args_.plan.a_chunks, args_.plan.chunks - chunk), true,
-                                   [](int) {});
-        Drain();
+        Multiply<ShrinkRing, Config::kShrinkN>(
+            d, min(args_.plan.a_chunks, args_.plan.chunks - chunk), true, [] {});
+        Drain<ShrinkRing>();
 #pragma unroll
         for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
       }
@@ -261,53 +285,74 @@ class PrefillBlock {
       NamedBarrier(1, 32 * Config::kConsumerWarps);
       if (threadIdx.x == 0) SignalRelease(&args_.counters->shrunk);
     }
+    stage_ = 0;
+    parity_ = 0;
     ConsumeTiles(first_tile);
+  }
+
+  // Whole warps, one for each warpgroup of consumers.
+  __device__ void Store(int group) {
+    WaitForPrevious();
+    const int first_tile = ForEachShrink([](int, int, int, int) {});
+    ForEachTile(first_tile, [&](int band, int panel) {
+      const int row = FirstRow(band) + 64 * group;
+      StoreHalf(group, row, panel * kN + kN / 2);
+      StoreHalf(group, row, panel * kN);
+    });
   }
 
  private:
   static constexpr uint16_t kBothBlocks = 3;
 
-  // A tile is stored during the first piece of the next one.
+  // A tile's first half is parked at its end, the second one as soon as the first is stored: while
+  // the first piece of the next tile is multiplied, or before what follows.
   __device__ void ConsumeTiles(int first_tile) {
     float d[kN / 2];
     float kept[kN / 4];
+    bool keeps = false;  // a second half
+    const auto park_kept = [&] {
+      Park(kept);
+      SignalParked();
+      keeps = false;
+    };
     ForEachTile(first_tile, [&](int band, int panel) {
 #pragma unroll 1
       for (int split = 0; split < args_.plan.splits; ++split) {
         const int stages = FirstChunk(split + 1) - FirstChunk(split);
-        const int steps = CeilDivide(Steps(), stages);  // of the tile before, at each stage
-        const int end = split == 0 && stored_row_ >= 0 ? Steps() : 0;
-        Multiply<kN>(d, stages, true, [&](int stage) {
-          if (stage * steps < end) StoreSteps(kept, stage * steps, (stage + 1) * steps);
+        Multiply<TileRing, kN>(d, stages, true, [&] {
+          if (keeps && IsStored()) park_kept();
         });
         MultiplyRanks(d, band, panel, split);
-        Drain();
-        if (split == 0) {
-          Keep(kept, d);
-        } else {
+        Drain<TileRing>();
+        if (split > 0) {
           Add(kept, d);
+          continue;
         }
+        if (keeps) {
+          WaitStored();
+          park_kept();
+        }
+        WaitStored();
+        Keep(kept, d);
       }
-      SetStored(band, panel);
+      SignalParked();
+      keeps = true;
     });
-    if (stored_row_ >= 0) StoreSteps(kept, 0, Steps());
+    if (keeps) {
+      WaitStored();
+      park_kept();
+    }
   }
 
   // Goes on over the split's share of the ranks.
   __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split) {
     ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
       if (HasRows(band, segment)) {
-        Multiply<kN>(d, end - first, false, [](int) {});
+        Multiply<TileRing, kN>(d, end - first, false, [] {});
       } else {
-        Skip(end - first);
+        Skip<TileRing>(end - first);
       }
     });
-  }
-
-  // The sums are those of this tile.
-  __device__ void SetStored(int band, int panel) {
-    stored_row_ = FirstRow(band) + threadIdx.x / 32 * 16;
-    stored_column_ = panel * kN;
   }
 
   __device__ static int CeilDivide(int a, int b) { return (a + b - 1) / b; }
@@ -410,16 +455,42 @@ class PrefillBlock {
     }
   }
 
-  __device__ uint32_t Tile() const { return ring_ + stage_ * Config::kStageBytes; }
+  template <typename Ring>
+  __device__ uint32_t Stage() const {
+    return ring_ + stage_ * Ring::kStageBytes;
+  }
+  template <typename Ring>
+  __device__ uint32_t Full() const {
+    return full_ + 8 * (Ring::kFirst + stage_);
+  }
+  template <typename Ring>
+  __device__ uint32_t Empty(int stage) const {
+    return empty_ + 8 * (Ring::kFirst + stage);
+  }
 
+  template <typename Ring>
   __device__ void Advance() {
-    if (++stage_ == Config::kStages) {
+    if (++stage_ == Ring::kStages) {
       stage_ = 0;
       parity_ ^= 1;
     }
   }
 
-  __device__ void WaitEmpty() const { BarrierWait(empty_ + 8 * stage_, parity_ ^ 1); }
+  template <typename Ring>
+  __device__ void WaitEmpty() const {
+    BarrierWait(Empty<Ring>(stage_), parity_ ^ 1);
+  }
+
+  // A producer: from the shrink's ring to the one that takes its place, when all is consumed.
+  __device__ void LeaveShrink() {
+#pragma unroll 1
+    for (int i = 0; i < ShrinkRing::kStages; ++i) {
+      WaitEmpty<ShrinkRing>();
+      Advance<ShrinkRing>();
+    }
+    stage_ = 0;
+    parity_ = 0;
+  }
 
   // The map of a segment's A (factor 0) or B (1). The weight producer.
   __device__ const CUtensorMap* Acquired(int segment, int part, int factor) {
@@ -433,16 +504,29 @@ class PrefillBlock {
   }
 
   // Boxes of kLinearBoxRows rows into the next stage of both blocks; each block fetches half.
+  template <typename Ring>
   __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes) {
-    WaitEmpty();
-    BarrierArriveExpect(full_ + 8 * stage_, boxes * Config::kBoxBytes);
+    WaitEmpty<Ring>();
+    BarrierArriveExpect(Full<Ring>(), boxes * Config::kBoxBytes);
 #pragma unroll 1
     for (int box = BlockRank(); box < boxes; box += 2) {
-      CopyTensorBoxToBlocks(Tile() + Config::kBatchBytes + box * Config::kBoxBytes, map,
-                            chunk * kLinearStageK, row + box * kLinearBoxRows, full_ + 8 * stage_,
+      CopyTensorBoxToBlocks(Stage<Ring>() + Config::kBatchBytes + box * Config::kBoxBytes, map,
+                            chunk * kLinearStageK, row + box * kLinearBoxRows, Full<Ring>(),
                             kBothBlocks);
     }
-    Advance();
+    Advance<Ring>();
+  }
+
+  // The block's rows of x or h. One warp.
+  template <typename Ring>
+  __device__ void ProduceBox(const CUtensorMap* map, int column, int row) {
+    WaitEmpty<Ring>();
+    __syncwarp();  // no lane may miss a phase
+    if (Lane() == 0) {
+      BarrierArriveExpect(Full<Ring>(), Config::kBatchBytes);
+      CopyTensorBox(Stage<Ring>(), map, column, row, Full<Ring>());
+    }
+    Advance<Ring>();
   }
 
   __device__ void WaitForH() const {
@@ -454,77 +538,97 @@ class PrefillBlock {
   // A tile of h whose rows are not all the segment's; the others' zeros come from out of
   // bounds. One warp.
   __device__ void ProduceRows(const CUtensorMap* h_row_map, int column, int row0, int segment) {
-    WaitEmpty();
+    WaitEmpty<TileRing>();
     __syncwarp();
-    if (Lane() == 0) BarrierArriveExpect(full_ + 8 * stage_, Config::kBatchBytes);
+    if (Lane() == 0) BarrierArriveExpect(Full<TileRing>(), Config::kBatchBytes);
     __syncwarp();
 #pragma unroll 1
     for (int i = Lane(); i < kPrefillTileRows; i += 32) {
       const int row = row0 + i;
       const bool mine = row >= tables_.begin[segment] && row < tables_.begin[segment + 1];
-      CopyTensorBox(Tile() + i * 2 * kLinearStageK, h_row_map, column, mine ? row : args_.p.rows,
-                    full_ + 8 * stage_);
+      CopyTensorBox(Stage<TileRing>() + i * 2 * kLinearStageK, h_row_map, column,
+                    mine ? row : args_.p.rows, Full<TileRing>());
     }
     __syncwarp();
-    Advance();
+    Advance<TileRing>();
   }
 
   // Starts the products of the next `stages`, `between` after those of each, and waits for all
   // but the last. fresh: d begins at zero.
-  template <int kColumns, typename F>
+  template <typename Ring, int kColumns, typename F>
   __device__ void Multiply(float (&d)[kColumns / 2], int stages, bool fresh, F between) {
     stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-      BarrierWait(full_ + 8 * stage_, parity_);
-      const uint64_t batch = WgmmaTile(Tile() + threadIdx.x / 128 * 8192);
-      const uint64_t weights = WgmmaTile(Tile() + Config::kBatchBytes);
+      BarrierWait(Full<Ring>(), parity_);
+      const uint64_t batch = WgmmaTile(Stage<Ring>() + threadIdx.x / 128 * 8192);
+      const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
       WgmmaFence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         Wgmma<kColumns>(d, batch + 2 * step, weights + 2 * step, step > 0 || i > 0 || !fresh);
       }
       WgmmaCommit();
-      between(i);
+      between();
       // The stage before this one can go back: its products are complete.
       WgmmaWait<1>();
-      if (previous_ >= 0) Release(previous_);
+      if (previous_ >= 0) Release<Ring>(previous_);
       previous_ = stage_;
-      Advance();
+      Advance<Ring>();
     }
   }
 
   // Waits for the products of the last stage.
+  template <typename Ring>
   __device__ void Drain() {
     WgmmaWait<0>();
-    if (previous_ >= 0) Release(previous_);
+    if (previous_ >= 0) Release<Ring>(previous_);
     previous_ = -1;
   }
 
   // Gives back stages that hold nothing for this block. They may be the whole ring: the one
   // before them has to go back first.
+  template <typename Ring>
   __device__ void Skip(int stages) {
-    Drain();
+    Drain<Ring>();
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-      BarrierWait(full_ + 8 * stage_, parity_);
+      BarrierWait(Full<Ring>(), parity_);
       __syncwarp();
-      Release(stage_);
-      Advance();
+      Release<Ring>(stage_);
+      Advance<Ring>();
     }
   }
 
   // The stage is this warp's no longer, in neither block: the other one writes here too.
+  template <typename Ring>
   __device__ void Release(int stage) const {
-    if (Lane() < 2) BarrierArriveRemote(RemoteAddress(empty_ + 8 * stage, Lane()));
+    if (Lane() < 2) BarrierArriveRemote(RemoteAddress(Empty<Ring>(stage), Lane()));
   }
 
-  // Where this thread's sums of 8 columns of a tile's second half are parked.
+  // Where this thread parks its sums of 8 columns.
   __device__ uint32_t ParkedAt(int block) const {
-    return parked_ + block * Config::kParkedBlockBytes + Lane() * 16;
+    return sums_ + threadIdx.x / 32 * Config::kParkedBytes + block * Config::kParkedBlockBytes +
+           Lane() * 16;
   }
 
-  // The first piece's sums: half of them stay in registers.
+  // Consumers: what this warp parked is for the storer, once its warpgroup's others have.
+  __device__ void SignalParked() {
+    __syncwarp();
+    if (Lane() == 0) BarrierArrive(parked_ + threadIdx.x / 128 * 8);
+    half_parity_ ^= 1;
+  }
+
+  // Consumers: the half that was parked last, if any, is stored.
+  __device__ void WaitStored() const {
+    BarrierWait(stored_ + threadIdx.x / 128 * 8, half_parity_ ^ 1);
+  }
+  __device__ bool IsStored() const {
+    return __all_sync(0xFFFFFFFF,
+                      BarrierIsComplete(stored_ + threadIdx.x / 128 * 8, half_parity_ ^ 1));
+  }
+
+  // The first piece's sums: half of them stay in registers. The room is free.
   __device__ void Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) kept[i] = d[i];
@@ -554,7 +658,8 @@ class PrefillBlock {
     }
   }
 
-  // h = s · sum for the segment's rows.
+  // h = s · sum for the segment's rows. Few wide stores: many narrow ones stand in the way of all
+  // that the multiprocessor's other warps ask of memory.
   __device__ void StoreShrunk(const float (&sum)[Config::kShrinkN / 2], int row0, int segment,
                               int part, int column0) const {
     const int rank = tables_.rank[part][segment];
@@ -562,34 +667,48 @@ class PrefillBlock {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int row = row0 + LaneRow() + 8 * j;
-      if (row < tables_.begin[segment] || row >= tables_.begin[segment + 1]) continue;
+      const bool mine = row >= tables_.begin[segment] && row < tables_.begin[segment + 1];
       __nv_bfloat16* line =
           args_.h + (static_cast<int64_t>(row) * args_.p.shape.parts + part) * args_.ldh;
 #pragma unroll
-      for (int i = 0; i < Config::kShrinkN / 8; ++i) {
-        const int column = column0 + 8 * i + 2 * (Lane() % 4);
-        if (column >= rank) continue;
-        *reinterpret_cast<__nv_bfloat162*>(line + column) =
-            __floats2bfloat162_rn(scale * sum[4 * i + 2 * j], scale * sum[4 * i + 2 * j + 1]);
+      for (int i = 0; i < Config::kShrinkN / 32; ++i) {
+        uint32_t pairs[4];  // columns 2 (lane % 4).. of 4 blocks of 8
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int at = 4 * (4 * i + k) + 2 * j;
+          pairs[k] = Pack(scale * sum[at], scale * sum[at + 1]);
+        }
+        TransposeInFours(pairs);
+        const int column = column0 + 8 * (4 * i + Lane() % 4);
+        if (!mine || column >= rank) continue;
+        *reinterpret_cast<uint4*>(line + column) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
   }
 
-  // Brings g and bias of a tile near, for the consumers.
-  __device__ void WarmL1(int band, int panel) const {
-    constexpr int kSector = 8;  // columns that come together
-    constexpr int kMostSegments = 8;
-    const int column = panel * kN + Lane() * kSector;
-    if (Lane() >= kN / kSector || column >= args_.part_begin[args_.p.shape.parts]) return;
-    const int part = PartOf(column);
-    float sum = args_.p.bias == nullptr ? 0.0f : __ldg(args_.p.bias + column);
-    int left = kMostSegments;
-#pragma unroll 1
-    for (int segment = SegmentOf(min(FirstRow(band), args_.p.rows - 1));
-         segment < args_.p.num_segments && HasRows(band, segment) && left > 0; ++segment, --left) {
-      if (const float* g = Magnitudes(segment, part); g != nullptr) sum += __ldg(g + column);
+  __device__ static uint32_t Pack(float first, float second) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+
+  // Lane q of every four gets what lane i of them has at q, as its i-th. Whole warp.
+  __device__ static void TransposeInFours(uint32_t (&values)[4]) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+      const bool is_upper = (Lane() & step) != 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if ((i & step) != 0) continue;
+        const uint32_t other =
+            __shfl_xor_sync(0xFFFFFFFF, is_upper ? values[i] : values[i + step], step);
+        if (is_upper) {
+          values[i] = other;
+        } else {
+          values[i + step] = other;
+        }
+      }
     }
-    asm volatile("" ::"f"(sum));
   }
 
   // To be indexed by rows of W; nullptr: 1.
@@ -599,76 +718,81 @@ class PrefillBlock {
     return g == nullptr ? nullptr : g - args_.part_begin[part];
   }
 
-  // A step stores 4 of a warp's 16 rows, 128 bytes of each. First those of the parked sums.
-  template <typename T>
-  static constexpr int kUnit = 16 / sizeof(T);  // columns that a lane stores
-  template <typename T>
-  static constexpr int kHalfSteps = 4 * ((kN / 2 + 8 * kUnit<T> - 1) / (8 * kUnit<T>));
-
-  __device__ int Steps() const {
-    return 2 * (args_.p.y_fp32 ? kHalfSteps<float> : kHalfSteps<__nv_bfloat16>);
-  }
-
-  // Steps [first, end) of the last tile, but no more than there are.
-  __device__ void StoreSteps(const float (&kept)[kN / 4], int first, int end) const {
+  // y = g · sum + bias for the parked sums of a warpgroup: 64 rows from row0 on, half of a panel's
+  // columns from column0 on. The storer.
+  __device__ void StoreHalf(int group, int row0, int column0) {
+    BarrierWait(parked_ + 8 * group, half_parity_);
+    const uint32_t sums = sums_ + group * (Config::kConsumerWarps / 2) * Config::kParkedBytes;
     if (args_.p.y_fp32) {
-      StoreStepsOf<float>(kept, first, end);
+      StoreColumns<float>(sums, row0, column0);
     } else {
-      StoreStepsOf<__nv_bfloat16>(kept, first, end);
-    }
-  }
-
-  template <typename T>
-  __device__ void StoreStepsOf(const float (&kept)[kN / 4], int first, int end) const {
-    end = min(end, 2 * kHalfSteps<T>);
-#pragma unroll 1
-    for (int step = first; step < end; ++step) {
-      __syncwarp();
-      if (step == kHalfSteps<T>) {
-        Park(kept);
-        __syncwarp();
-      }
-      const bool is_second = step < kHalfSteps<T>;
-      StoreStep<T>(is_second ? step : step - kHalfSteps<T>, is_second ? kN / 2 : 0);
+      StoreColumns<__nv_bfloat16>(sums, row0, column0);
     }
     __syncwarp();
+    if (Lane() == 0) BarrierArrive(stored_ + 8 * group);
+    half_parity_ ^= 1;
   }
 
-  // y = g · sum + bias; the parked sums are of the tile's columns from first_column on.
+  // 128 bytes of 4 rows at a time: a lane has 16 bytes, of the same columns in every fourth row.
   template <typename T>
-  __device__ void StoreStep(int step, int first_column) const {
-    constexpr int kUnits = 8 / kUnit<T>;  // of a block
-    const int unit = step / 4 * 8 + Lane() % 8;
-    const int block = unit / kUnits;
-    const int lane_row = step % 4 * 4 + Lane() / 8;
-    const int row = stored_row_ + lane_row;
-    const int column = stored_column_ + first_column + unit * kUnit<T>;
+  __device__ void StoreColumns(uint32_t sums, int row0, int column0) const {
+    constexpr int kUnit = 16 / sizeof(T);  // columns
+    constexpr int kUnits = 8 / kUnit;      // of a block
+    constexpr int kPairs = kUnit / 2;
     const int out = args_.part_begin[args_.p.shape.parts];
-    if (block >= Config::kParkedBlocks || row >= args_.p.rows || column >= out) return;
-    // Of the lanes that have this row's sums, the first one of the unit's.
-    const uint32_t from = parked_ + block * Config::kParkedBlockBytes +
-                          (lane_row % 8 * 4 + unit % kUnits * 2) * 16 + lane_row / 8 * 8;
-    const float* g = Magnitudes(SegmentOf(row), PartOf(column));
-    float2 y[kUnit<T> / 2];
+    row0 += Lane() / 8;
+#pragma unroll 1
+    for (int unit = Lane() % 8; unit < kN / 2 / kUnit; unit += 8) {
+      const int column = column0 + unit * kUnit;
+      if (column >= out || row0 >= args_.p.rows) break;
+      const int part = PartOf(column);
+      float2 bias[kPairs];
 #pragma unroll
-    for (int i = 0; i < kUnit<T> / 2; ++i) {
-      const float2 sum = LoadSharedPair(from + 16 * i);
-      const float2 scale = g == nullptr ? make_float2(1.0f, 1.0f) : Pair(g + column + 2 * i);
-      const float2 bias =
-          args_.p.bias == nullptr ? make_float2(0.0f, 0.0f) : Pair(args_.p.bias + column + 2 * i);
-      y[i] = make_float2(fmaf(scale.x, sum.x, bias.x), fmaf(scale.y, sum.y, bias.y));
-    }
-    const int64_t to = static_cast<int64_t>(row) * out + column;
-    if constexpr (sizeof(T) == 4) {
-      *reinterpret_cast<float4*>(static_cast<float*>(args_.p.y) + to) =
-          make_float4(y[0].x, y[0].y, y[1].x, y[1].y);
-    } else {
-      __nv_bfloat162 pairs[4];
+      for (int i = 0; i < kPairs; ++i) {
+        bias[i] =
+            args_.p.bias == nullptr ? make_float2(0.0f, 0.0f) : Pair(args_.p.bias + column + 2 * i);
+      }
+      // Of the lanes that have a row's sums, the first one of the unit's.
+      const uint32_t from = sums + unit / kUnits * Config::kParkedBlockBytes +
+                            (Lane() / 8 * 4 + unit % kUnits * 2) * 16;
+      int segment = SegmentOf(row0);
+      int end = row0;  // of the rows that `scale` is for
+      float2 scale[kPairs];
+#pragma unroll 1
+      for (int warp = 0; warp < Config::kConsumerWarps / 2; ++warp) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(y[i].x, y[i].y);
-      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args_.p.y) + to) =
-          *reinterpret_cast<const uint4*>(pairs);
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          const int row = row0 + 16 * warp + 4 * quarter;
+          if (row >= args_.p.rows) break;
+          if (row >= end) {
+            while (row >= tables_.begin[segment + 1]) ++segment;
+            end = tables_.begin[segment + 1];
+            const float* g = Magnitudes(segment, part);
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+              scale[i] = g == nullptr ? make_float2(1.0f, 1.0f) : Pair(g + column + 2 * i);
+            }
+          }
+          float2 y[kPairs];
+#pragma unroll
+          for (int i = 0; i < kPairs; ++i) {
+            const float2 sum = LoadSharedPair(from + warp * Config::kParkedBytes +
+                                              quarter % 2 * 256 + quarter / 2 * 8 + i * 16);
+            y[i] =
+                make_float2(fmaf(scale[i].x, sum.x, bias[i].x), fmaf(scale[i].y, sum.y, bias[i].y));
+          }
+          StoreUnit(static_cast<T*>(args_.p.y) + static_cast<int64_t>(row) * out + column, y);
+        }
+      }
     }
+  }
+
+  __device__ static void StoreUnit(float* to, const float2 (&y)[2]) {
+    *reinterpret_cast<float4*>(to) = make_float4(y[0].x, y[0].y, y[1].x, y[1].y);
+  }
+  __device__ static void StoreUnit(__nv_bfloat16* to, const float2 (&y)[4]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(Pack(y[0].x, y[0].y), Pack(y[1].x, y[1].y),
+                                               Pack(y[2].x, y[2].y), Pack(y[3].x, y[3].y));
   }
 
   // Of a row of W.
@@ -684,36 +808,33 @@ class PrefillBlock {
   const PrefillTables& tables_;
   uint8_t* const acquired_;
   const uint32_t ring_;
-  const uint32_t parked_;  // consumers: the warp's
   const uint32_t full_;
   const uint32_t empty_;
+  const uint32_t sums_;
+  const uint32_t parked_;
+  const uint32_t stored_;
   // The next stage, and the parity of its phase.
   int stage_ = 0;
   uint32_t parity_ = 0;
-  // Consumers: the stage whose products may be running, or -1; the tile whose sums are
-  // complete.
+  // Consumers and storers: of the phase that parks the next half.
+  uint32_t half_parity_ = 0;
+  // Consumers: the stage whose products may be running, or -1.
   int previous_ = -1;
-  int stored_row_ = -1;  // the warp's first, or -1
-  int stored_column_ = 0;
 };
 
-// In clusters of two blocks.
+// The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned. In
+// clusters of two blocks.
 template <int kN>
-__global__ void __launch_bounds__(kPrefillThreads, 1)
-    PrefillKernel(const __grid_constant__ CUtensorMap w_map,
-                  const __grid_constant__ CUtensorMap x_map,
-                  const __grid_constant__ CUtensorMap h_map,
-                  const __grid_constant__ CUtensorMap h_row_map,
-                  const __grid_constant__ PrefillArgs args) {
+__device__ void RunPrefill(const CUtensorMap* w_map, const CUtensorMap* x_map,
+                           const CUtensorMap* h_map, const CUtensorMap* h_row_map,
+                           const PrefillArgs& args, typename PrefillBlock<kN>::Shared& shared,
+                           uint32_t dynamic) {
   using Config = PrefillConfig<kN>;
   using Block = PrefillBlock<kN>;
-  extern __shared__ uint8_t dynamic[];
-  __shared__ typename Block::Shared shared;
-  static_assert(sizeof(shared) <= Config::kStaticBytes);
   if (threadIdx.x == 0) {
-    PrefetchTensorMap(&w_map);
-    PrefetchTensorMap(&x_map);
-    PrefetchTensorMap(&h_map);
+    PrefetchTensorMap(w_map);
+    PrefetchTensorMap(x_map);
+    PrefetchTensorMap(h_map);
     Block::InitBarriers(shared);
     shared.tables.adapted = 0;
   }
@@ -724,21 +845,37 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   ClusterBarrier();
   LaunchDependents();
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
-  Block block(args, shared, (SharedAddress(dynamic) + 1023) / 1024 * 1024);
+  Block block(args, shared, dynamic);
   if (warp < Config::kConsumerWarps) {
     IncreaseRegisters<Config::kRegistersConsumer>();
     block.Consume();
   } else {
     DecreaseRegisters<Config::kRegistersProducer>();
     if (warp == Config::kConsumerWarps) {
-      if (threadIdx.x % 32 == 0) block.ProduceWeights(&w_map);
+      if (threadIdx.x % 32 == 0) block.ProduceWeights(w_map);
     } else if (warp == Config::kConsumerWarps + 1) {
-      block.ProduceBatch(&x_map, &h_map, &h_row_map);
+      block.ProduceBatch(x_map, h_map, h_row_map);
+    } else {
+      block.Store(warp - Config::kConsumerWarps - 2);
     }
     __syncwarp();
   }
   // The other block may still be writing and arriving here.
   ClusterBarrier();
+}
+
+template <int kN>
+__global__ void __launch_bounds__(kPrefillThreads, 1)
+    PrefillKernel(const __grid_constant__ CUtensorMap w_map,
+                  const __grid_constant__ CUtensorMap x_map,
+                  const __grid_constant__ CUtensorMap h_map,
+                  const __grid_constant__ CUtensorMap h_row_map,
+                  const __grid_constant__ PrefillArgs args) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ typename PrefillBlock<kN>::Shared shared;
+  static_assert(sizeof(shared) <= PrefillConfig<kN>::kStaticBytes);
+  RunPrefill<kN>(&w_map, &x_map, &h_map, &h_row_map, args, shared,
+                 (SharedAddress(dynamic) + 1023) / 1024 * 1024);
 }
 
 }  // namespace dorad::kernels
