@@ -182,6 +182,16 @@ T __shfl_up_sync(unsigned, T value, int distance) {
   return dorad::emulation::Exchange(
       value, [=](const T* all) { return all[lane < distance ? lane : lane - distance]; });
 }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  const int other = static_cast<int>(threadIdx.x % 32) ^ mask;
+  return dorad::emulation::Exchange(value, [other](const T* all) { return all[other]; });
+}
+inline bool __all_sync(unsigned, bool value) {
+  return dorad::emulation::Exchange(value, [](const bool* all) {
+    return std::all_of(all, all + 32, [](bool each) { return each; });
+  });
+}
 void __syncwarp();
 void __syncthreads();
 uint32_t atomicAdd(uint32_t* to, uint32_t value);

@@ -62,6 +62,10 @@ inline void BarrierWait(uint32_t barrier, uint32_t parity) {
   while (awaited.phase == static_cast<int>(parity)) emulation::Emulator::Get().Yield();
 }
 
+inline bool BarrierIsComplete(uint32_t barrier, uint32_t parity) {
+  return emulation::ThisBlock().BarrierAt(barrier).phase != static_cast<int>(parity);
+}
+
 inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
   unsigned char* to = emulation::ThisBlock().At(destination);
   if (valid) {
@@ -84,7 +88,8 @@ inline void CopyBoxTo(emulation::Block* block, uint32_t destination, const CUten
         if (y >= 0 && y < from.rows && x >= 0 && x < from.columns) {
           value = from.data[static_cast<int64_t>(y) * from.ld + x];
         }
-        const uint32_t at = destination + r * 128 + ((c / 8 ^ r % 8) << 4) + c % 8 * 2;
+        const uint32_t line = destination + r * 128;
+        const uint32_t at = line + ((c / 8 ^ (line >> 7 & 7)) << 4) + c % 8 * 2;
         std::memcpy(block->At(at), &value, sizeof(value));
       }
     }
@@ -124,6 +129,14 @@ inline void StoreRemote(uint32_t address, float4 value, uint32_t barrier) {
 }
 inline void StoreShared(uint32_t address, float2 value) {
   std::memcpy(emulation::ThisBlock().At(address), &value, sizeof(value));
+}
+inline void StoreShared(uint32_t address, float4 value) {
+  std::memcpy(emulation::ThisBlock().At(address), &value, sizeof(value));
+}
+inline float2 LoadSharedPair(uint32_t address) {
+  float2 value;
+  std::memcpy(&value, emulation::ThisBlock().At(address), sizeof(value));
+  return value;
 }
 inline float4 LoadShared(uint32_t address) {
   float4 value;

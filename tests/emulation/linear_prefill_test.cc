@@ -1,0 +1,255 @@
+// The kernel of a prefill's projection in the emulator, bit for bit against the same sums in the
+// same order: pieces of K or none, several parts, mixed adapters, panels with and without a tail.
+#include <cmath>
+
+#include "gtest/gtest.h"
+#include "kernels/dora/linear_prefill_kernel.cuh"
+#include "tests/emulation/emulator.h"
+
+namespace dorad::kernels {
+namespace {
+
+using emulation::Emulator;
+using emulation::Grid;
+using Bf16 = __nv_bfloat16;
+
+CUtensorMap MapOf(const Bf16* data, int rows, int columns, int ld, int box_rows) {
+  const FakeMap fake = {data, rows, columns, ld, box_rows};
+  CUtensorMap map = {};
+  std::memcpy(&map, &fake, sizeof(fake));
+  return map;
+}
+
+struct Case {
+  const char* name;
+  DoraLinearShape shape;
+  int splits;
+  int clusters;
+  bool has_bias;
+  std::vector<std::vector<int>> ranks;  // [slot][part]
+  std::vector<RowSegment> segments;
+};
+
+class Layer {
+ public:
+  Layer(const Case& c, std::mt19937* random) : case_(c), random_(*random) {
+    const DoraLinearShape& shape = c.shape;
+    rows_ = c.segments.back().end;
+    out_ = OutFeatures(shape);
+    x_ = Random(size_t{1} * rows_ * shape.in, 1.0f);
+    w_ = Random(size_t{1} * out_ * shape.in, 0.05f);
+    for (int i = 0; i < out_; ++i) bias_.push_back(c.has_bias ? Normal(1.0f) : 0.0f);
+    for (size_t slot = 0; slot < c.ranks.size(); ++slot) {
+      for (int part = 0; part < shape.parts; ++part) AddFactors(c.ranks[slot][part], part);
+    }
+    args_.p.shape = shape;
+    args_.p.rows = rows_;
+    args_.p.max_rank = max_rank_;
+    args_.p.x = x_.data();
+    args_.p.w = w_.data();
+    args_.p.bias = c.has_bias ? bias_.data() : nullptr;
+    args_.p.table = {factors_.data(), shape.parts};
+    args_.p.maps = maps_.data();
+    args_.p.segments = case_.segments.data();
+    args_.p.num_segments = static_cast<int>(case_.segments.size());
+    args_.plan.splits = c.splits;
+    args_.plan.log_splits = c.splits - 1;
+    args_.plan.chunks = CeilDiv(shape.in, kLinearStageK);
+    args_.plan.a_chunks = CeilDiv(args_.plan.chunks, kLinearSlices);
+    for (int part = 0; part < kDoraLinearMaxParts; ++part) {
+      args_.part_begin[part + 1] = args_.part_begin[part] + shape.out[part];
+    }
+    args_.bands = CeilDiv(rows_, kPrefillBandRows);
+    args_.group = std::min(args_.bands, 8);
+    args_.ldh = RoundUp(max_rank_, kLinearStageK);
+    args_.counters = &counters_;
+  }
+
+  int out() const { return out_; }
+
+  template <int kN>
+  std::vector<float> Run(bool y_fp32) {
+    using Shared = typename PrefillBlock<kN>::Shared;
+    constexpr uint32_t kDynamic = PrefillConfig<kN>::kStaticBytes;
+    std::vector<float> y(size_t{1} * rows_ * out_, NAN);
+    std::vector<Bf16> rounded(y.size());
+    const int columns = case_.shape.parts * args_.ldh;
+    std::vector<Bf16> h(size_t{1} * rows_ * columns, __float2bfloat16(NAN));
+    args_.panels = CeilDiv(out_, kN);
+    args_.h = h.data();
+    args_.p.y_fp32 = y_fp32;
+    args_.p.y = y_fp32 ? static_cast<void*>(y.data()) : static_cast<void*>(rounded.data());
+    const int in = case_.shape.in;
+    const CUtensorMap w_map = MapOf(w_.data(), out_, in, in, kN / 2);
+    const CUtensorMap x_map = MapOf(x_.data(), rows_, in, in, kPrefillTileRows);
+    const CUtensorMap h_map = MapOf(h.data(), rows_, columns, columns, kPrefillTileRows);
+    const CUtensorMap h_row_map = MapOf(h.data(), rows_, columns, columns, 1);
+    int delay = static_cast<int>(random_() % 200);  // until x is there
+    Grid grid(
+        2 * case_.clusters, kPrefillThreads, 2, kDynamic + PrefillConfig<kN>::kDynamicBytes,
+        [&delay] { return --delay < 0; },
+        [&] {
+          auto& shared = *reinterpret_cast<Shared*>(emulation::ThisBlock().shared);
+          RunPrefill<kN>(&w_map, &x_map, &h_map, &h_row_map, args_, shared, kDynamic);
+        });
+    Emulator::Get().Run({&grid});
+    EXPECT_EQ(counters_.shrunk | counters_.left, 0u);
+    if (!y_fp32) std::transform(rounded.begin(), rounded.end(), y.begin(), __bfloat162float);
+    return y;
+  }
+
+  // What a row of y is to be, as fp32.
+  std::vector<float> Expected(int row, int slot) const {
+    const DoraLinearShape& shape = case_.shape;
+    const LinearPlan& plan = args_.plan;
+    const Bf16* x = &x_[size_t{1} * row * shape.in];
+    std::vector<float> y;
+    for (int part = 0; part < shape.parts; ++part) {
+      const DoraFactors f = slot < 0 ? DoraFactors() : factors_[slot * shape.parts + part];
+      std::vector<Bf16> h(f.ldb, __float2bfloat16(0.0f));
+      for (int r = 0; r < f.rank; ++r) {
+        float sum = 0.0f;
+        for (int chunk = 0; chunk < plan.chunks; chunk += plan.a_chunks) {
+          float piece = 0.0f;
+          AddProducts(&piece, x, f.a + size_t{1} * r * shape.in, shape.in, chunk,
+                      std::min(chunk + plan.a_chunks, plan.chunks));
+          sum += piece;
+        }
+        h[r] = __float2bfloat16(f.scale * sum);
+      }
+      const int chunks = CeilDiv(f.rank, kLinearStageK);
+      for (int n = 0; n < shape.out[part]; ++n) {
+        const int row_of_w = args_.part_begin[part] + n;
+        float sum = 0.0f;
+        for (int split = 0; split < plan.splits; ++split) {
+          const auto share = [&](int all, int i) { return all * i >> plan.log_splits; };
+          float piece = 0.0f;
+          AddProducts(&piece, x, &w_[size_t{1} * row_of_w * shape.in], shape.in,
+                      share(plan.chunks, split), share(plan.chunks, split + 1));
+          AddProducts(&piece, h.data(), f.b + size_t{1} * n * f.ldb, f.ldb, share(chunks, split),
+                      share(chunks, split + 1));
+          sum += piece;
+        }
+        y.push_back(std::fma(f.rank > 0 && f.g != nullptr ? f.g[n] : 1.0f, sum, bias_[row_of_w]));
+      }
+    }
+    return y;
+  }
+
+ private:
+  float Normal(float deviation) { return std::normal_distribution<float>(0, deviation)(random_); }
+
+  std::vector<Bf16> Random(size_t size, float deviation) {
+    std::vector<Bf16> values(size);
+    for (Bf16& value : values) value = __float2bfloat16(Normal(deviation));
+    return values;
+  }
+
+  void AddFactors(int rank, int part) {
+    const DoraLinearShape& shape = case_.shape;
+    max_rank_ = std::max(max_rank_, rank);
+    DoraFactors factors;
+    factors.rank = rank;
+    factors.ldb = RoundUp(rank, 8);
+    factors.scale = 0.5f + 0.1f * static_cast<float>(factors_.size());
+    tensors_.push_back(Random(size_t{1} * rank * shape.in, 0.05f));
+    factors.a = tensors_.back().data();
+    tensors_.push_back(Random(size_t{1} * shape.out[part] * factors.ldb, 0.05f));
+    for (int n = 0; n < shape.out[part]; ++n) {
+      for (int k = rank; k < factors.ldb; ++k) {
+        tensors_.back()[size_t{1} * n * factors.ldb + k] = __float2bfloat16(0.0f);
+      }
+    }
+    factors.b = tensors_.back().data();
+    magnitudes_.emplace_back();
+    for (int n = 0; n < shape.out[part]; ++n) magnitudes_.back().push_back(1 + Normal(0.2f));
+    // Some of them plain LoRA.
+    if (factors_.size() % 4 != 3) factors.g = magnitudes_.back().data();
+    factors_.push_back(factors);
+    maps_.push_back(MapOf(factors.a, rank, shape.in, shape.in, kLinearBoxRows));
+    maps_.push_back(MapOf(factors.b, shape.out[part], factors.ldb, factors.ldb, kLinearBoxRows));
+  }
+
+  // Stages [first, end) of two lines, as the emulated tensor cores add them.
+  static void AddProducts(float* sum, const Bf16* a, const Bf16* b, int size, int first, int end) {
+    for (int begin = first * kLinearStageK; begin < end * kLinearStageK; begin += 16) {
+      float products = 0.0f;
+      for (int k = begin; k < std::min(begin + 16, size); ++k) {
+        products += __bfloat162float(a[k]) * __bfloat162float(b[k]);
+      }
+      *sum += products;
+    }
+  }
+
+  const Case case_;
+  std::mt19937& random_;
+  int rows_ = 0;
+  int out_ = 0;
+  int max_rank_ = 0;
+  std::vector<Bf16> x_, w_;
+  std::vector<float> bias_;
+  std::vector<std::vector<Bf16>> tensors_;
+  std::vector<std::vector<float>> magnitudes_;
+  std::vector<DoraFactors> factors_;
+  std::vector<CUtensorMap> maps_;
+  PrefillCounters counters_ = {};
+  PrefillArgs args_ = {};
+};
+
+class EmulatedLinearPrefillTest : public ::testing::TestWithParam<Case> {
+ protected:
+  // y of some rows: the first and last of segments and tiles, and every seventh.
+  void ExpectTheSameBits(const Layer& layer, const std::vector<float>& y, bool y_fp32) {
+    for (const RowSegment& segment : GetParam().segments) {
+      for (int row = segment.begin; row < segment.end; ++row) {
+        if (row != segment.begin && row + 1 != segment.end && row % 128 != 0 && row % 7 != 0) {
+          continue;
+        }
+        std::vector<float> expected = layer.Expected(row, segment.slot);
+        if (!y_fp32) {
+          for (float& value : expected) value = __bfloat162float(__float2bfloat16(value));
+        }
+        ASSERT_EQ(std::memcmp(expected.data(), &y[size_t{1} * row * layer.out()],
+                              expected.size() * sizeof(float)),
+                  0)
+            << "row " << row;
+      }
+    }
+  }
+
+  Emulator emulator_{7};
+};
+
+TEST_P(EmulatedLinearPrefillTest, SumsAreThoseOfThePlan) {
+  Layer layer(GetParam(), &emulator_.random());
+  std::vector<float> y;
+  ASSERT_NO_THROW(y = layer.Run<256>(/*y_fp32=*/true));
+  ExpectTheSameBits(layer, y, /*y_fp32=*/true);
+  ASSERT_NO_THROW(y = layer.Run<176>(/*y_fp32=*/false));
+  ExpectTheSameBits(layer, y, /*y_fp32=*/false);
+}
+
+const Case kCases[] = {
+    {"TheBaseAloneInTwoPieces", {200, 1, {520}}, 2, 2, true, {}, {{-1, 0, 300}}},
+    {"OneAdapterOnOneCluster", {320, 1, {264}}, 1, 1, false, {{200}}, {{0, 0, 300}}},
+    {"ThreePartsAndFourSegments",
+     {704, 3, {256, 64, 72}},
+     2,
+     2,
+     true,
+     {{40, 8, 16}, {0, 100, 5}, {200, 16, 64}},
+     {{-1, 0, 100}, {0, 100, 103}, {2, 103, 400}, {1, 400, 513}}},
+    {"OneStageOfK",
+     {64, 2, {192, 320}},
+     1,
+     2,
+     true,
+     {{24, 300}, {10, 7}},
+     {{1, 0, 129}, {0, 129, 300}}},
+};
+
+INSTANTIATE_TEST_SUITE_P(Cuts, EmulatedLinearPrefillTest, testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace dorad::kernels
