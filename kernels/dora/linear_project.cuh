@@ -27,6 +27,7 @@
 
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/wgmma.cuh"
+#include "kernels/dora/linear_finish.cuh"
 #include "kernels/dora/linear_ring.cuh"
 #include "kernels/dora/linear_shrink.cuh"
 #include "kernels/dora/linear_tables.cuh"
@@ -59,31 +60,27 @@ struct ProjectConfig {
   static constexpr int kProducerRegisters = kThreads == 512 ? 88 : 40;
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
-  // Where a warp turns over 16 rows of 32 sums: bytes from one row to the next, room against bank
-  // conflicts included.
-  static constexpr int kTurnBytes = 36 * 4;
-  static constexpr int kStaged = 8;  // segments whose magnitudes are kept in shared memory
 };
 
 template <int kM, int kPanel, bool kAdapted>
 class ProjectBlock {
  public:
   using Config = ProjectConfig<kM, kPanel, kAdapted>;
+  using Finish = LinearFinish<kPanel, Config::kConsumerWarps, kAdapted>;
 
   struct Shared {
     LinearTables tables;
     LinearRingBarriers<Config::kMaxStages> ring;
     uint64_t met;    // the other split's sums have come
     uint64_t share;  // this block's share of the shrink is in device memory
-    alignas(16) float g[kAdapted ? Config::kStaged : 1][kPanel];
-    alignas(16) float bias[kPanel];
-    alignas(16) uint8_t turn[Config::kConsumerWarps][16 * Config::kTurnBytes];
+    typename Finish::Shared finish;
   };
 
   __device__ ProjectBlock(const LinearArgs& args, Shared& shared, uint32_t dynamic)
       : args_(args),
         shared_(shared),
         tables_(shared.tables),
+        finish_(args, shared.tables, shared.finish),
         x_bytes_(args.x_rows * 2 * kLinearStageK),
         ring_(shared.ring, dynamic, args.stages, Config::kWeightBytes,
               Config::kWeightBytes + Config::kStageChunks * x_bytes_),
@@ -307,12 +304,12 @@ class ProjectBlock {
     const int first_tile = warp / 4 * Config::kTiles;
     const int tiles = (args_.p.rows + 63) / 64;
     // While x is on its way.
-    if (HasPanel()) StageMagnitudes((Cluster() * args_.siblings + sibling_) * kPanel);
+    if (HasPanel()) finish_.Stage((Cluster() * args_.siblings + sibling_) * kPanel);
     if (kAdapted && shares_first_) MultiplyShare(first_tile, warp);
     ForEachPanel([&](int group, int row, bool first) {
       if (!first) {
         NamedBarrier(1, 32 * Config::kConsumerWarps);  // the last panel's are read
-        StageMagnitudes(row);
+        finish_.Stage(row);
       }
       float d[Config::kTiles][kPanel / 2];
       Clear(d);
@@ -341,7 +338,8 @@ class ProjectBlock {
       if (args_.plan.splits == 1) {
 #pragma unroll
         for (int tile = 0; tile < Config::kTiles; ++tile) {
-          Finish<kPanel>(d[tile], 64 * (first_tile + tile) + 16 * (warp % 4), row, 0, warp);
+          finish_.template Rows<kPanel>(d[tile], 64 * (first_tile + tile) + 16 * (warp % 4), row, 0,
+                                        warp);
         }
       } else if constexpr (Config::kExchangeBytes != 0) {
         Meet(d, first_tile, warp, row);
@@ -593,35 +591,6 @@ class ProjectBlock {
     }
   }
 
-  // The part of a row of W, and g of a segment there; nullptr: 1.
-  __device__ const float* MagnitudesOf(int segment, int row) const {
-    int part = 0;
-#pragma unroll 1
-    while (part + 1 < args_.p.shape.parts && row >= args_.part_begin[part + 1]) ++part;
-    if (tables_.rank[part][segment] == 0) return nullptr;
-    const float* g = args_.p.table.factors[ModuleIndex(args_, tables_.slot[segment], part)].g;
-    return g == nullptr ? nullptr : g + (row - args_.part_begin[part]);
-  }
-
-  // All consumers: the bias, and g of the first segments, of a panel.
-  __device__ void StageMagnitudes(int row) const {
-    const int out = args_.part_begin[args_.p.shape.parts];
-#pragma unroll 1
-    for (int column = threadIdx.x; column < kPanel; column += 32 * Config::kConsumerWarps) {
-      const int n = row + column;
-      shared_.bias[column] = args_.p.bias != nullptr && n < out ? args_.p.bias[n] : 0.0f;
-    }
-    if constexpr (kAdapted) {
-      const int segments = min(tables_.segments, Config::kStaged);
-#pragma unroll 1
-      for (int i = threadIdx.x; i < segments * kPanel; i += 32 * Config::kConsumerWarps) {
-        const int n = row + i % kPanel;
-        const float* g = n < out ? MagnitudesOf(i / kPanel, n) : nullptr;
-        shared_.g[i / kPanel][i % kPanel] = g != nullptr ? *g : 1.0f;
-      }
-    }
-  }
-
   // Each split finishes half of the panel's columns: it sends the sums of the other half to the
   // other one. p0 + p1 does not depend on who adds.
   __device__ void Meet(const float (&d)[Config::kTiles][kPanel / 2], int first_tile, int warp,
@@ -664,7 +633,7 @@ class ProjectBlock {
               (split_ == 0 ? d[tile][4 * i + j] : d[tile][kPanel / 4 + 4 * i + j]) + other[j];
         }
       }
-      Finish<kPanel / 2>(half, batch_row, row, split_ * kPanel / 2, warp);
+      finish_.template Rows<kPanel / 2>(half, batch_row, row, split_ * kPanel / 2, warp);
     }
   }
 
@@ -674,106 +643,10 @@ class ProjectBlock {
     return exchange_ + tile * (kPanel / 16) * 2048 + threadIdx.x % 128 * 16;
   }
 
-  // y = g · d + bias for a warp's 16 rows of the batch from batch_row on, and columns
-  // [first_column, + kColumns) of the panel at `row`. Sums are turned over in shared memory, some
-  // columns at a time, so that one short loop does the rest: code comes from memory too, and what
-  // runs once is waited for.
-  template <int kColumns>
-  __device__ void Finish(const float (&d)[kColumns / 2], int batch_row, int row, int first_column,
-                         int warp) {
-    constexpr int kWidth = kColumns % 32 == 0 ? 32 : 16;  // at a time
-    const int rows = args_.p.rows;
-    if (batch_row >= rows) return;
-    const uint32_t sums = SharedAddress(shared_.turn[warp]);
-    const int t = batch_row + lane_ / 2;
-    const int segment = kAdapted && tables_.segments > 1 ? SegmentOf(tables_, t) : 0;
-#pragma unroll 1
-    for (int step = 0; step < kColumns / kWidth; ++step) {
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kColumns / kWidth; ++i) {
-        if (i != step) continue;
-#pragma unroll
-        for (int j = 0; j < kWidth / 8; ++j) {
-          const int at = i * kWidth / 2 + 4 * j;
-          const uint32_t to = sums + lane_ / 4 * Config::kTurnBytes + 32 * j + lane_ % 4 * 8;
-          StoreShared(to, make_float2(d[at], d[at + 1]));
-          StoreShared(to + 8 * Config::kTurnBytes, make_float2(d[at + 2], d[at + 3]));
-        }
-      }
-      __syncwarp();
-      if (t < rows) {
-#pragma unroll
-        for (int j = 0; j < kWidth / 16; ++j) {
-          const int column = lane_ % 2 * kWidth / 2 + 8 * j;
-          FinishEight(sums + lane_ / 2 * Config::kTurnBytes + column * 4, t, segment, row,
-                      first_column + step * kWidth + column);
-        }
-      }
-    }
-  }
-
-  // Columns column.. + 7 of a row of the batch.
-  __device__ void FinishEight(uint32_t sums, int t, int segment, int row, int column) const {
-    const int out = args_.part_begin[args_.p.shape.parts];
-    const int n = row + column;
-    float y[8];
-    LoadEight(sums, y);
-    float bias[8];
-    LoadEight(SharedAddress(&shared_.bias[column]), bias);
-    float g[8];
-    if constexpr (!kAdapted) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) g[i] = 1.0f;
-    } else if (segment < Config::kStaged) {
-      LoadEight(SharedAddress(&shared_.g[segment][column]), g);
-    } else {
-      const float* from = n < out ? MagnitudesOf(segment, n) : nullptr;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) g[i] = from != nullptr && n + i < out ? __ldg(from + i) : 1.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = fmaf(g[i], y[i], bias[i]);
-    const int64_t at = static_cast<int64_t>(t) * out + n;
-    if (out % 8 != 0 || n + 8 > out) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (n + i >= out) continue;
-        if (args_.p.y_fp32) {
-          static_cast<float*>(args_.p.y)[at + i] = y[i];
-        } else {
-          static_cast<__nv_bfloat16*>(args_.p.y)[at + i] = __float2bfloat16_rn(y[i]);
-        }
-      }
-    } else if (args_.p.y_fp32) {
-      auto* to = reinterpret_cast<float4*>(static_cast<float*>(args_.p.y) + at);
-      to[0] = make_float4(y[0], y[1], y[2], y[3]);
-      to[1] = make_float4(y[4], y[5], y[6], y[7]);
-    } else {
-      __nv_bfloat162 pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = __floats2bfloat162_rn(y[2 * i], y[2 * i + 1]);
-      *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(args_.p.y) + at) =
-          *reinterpret_cast<const uint4*>(pairs);
-    }
-  }
-
-  __device__ static void LoadEight(uint32_t address, float (&values)[8]) {
-    const float4 first = LoadShared(address);
-    const float4 second = LoadShared(address + 16);
-    values[0] = first.x;
-    values[1] = first.y;
-    values[2] = first.z;
-    values[3] = first.w;
-    values[4] = second.x;
-    values[5] = second.y;
-    values[6] = second.z;
-    values[7] = second.w;
-  }
-
   const LinearArgs& args_;
   Shared& shared_;
   const LinearTables& tables_;
+  const Finish finish_;
   const int x_bytes_;  // of a chunk
   LinearRing ring_;
   const uint32_t exchange_;
