@@ -30,7 +30,8 @@ bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   for (int p = 0; p < shape.parts; ++p) {
     if (shape.out[p] < 1 || (p + 1 < shape.parts && shape.out[p] % 16 != 0)) return false;
   }
-  return true;
+  // Blocks number the boxes of A, of an adapter for each row at most.
+  return shape.parts * rows * CeilDiv(max_rank, kLinearBoxRows) <= INT16_MAX;
 }
 
 // Values of h.

@@ -12,12 +12,13 @@
 // segments must not be written by kernels of the same chain (writes by copies, or by launches
 // without the attribute that everything later waits for, are safe), and x may be.
 //
-// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor. Two
-// such launches at the same time, on streams of their own or in processes that share the GPU
-// through MPS, could each hold multiprocessors that the other one waits for, for ever: keep them in
-// one stream. Kernels that end without them may run beside them.
+// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor, and
+// so do those of DoraLinearPrefill. Two such launches at the same time, on streams of their own or
+// in processes that share the GPU through MPS, could each hold multiprocessors that the other one
+// waits for, for ever: keep them in one stream. Kernels that end without them may run beside them.
 //
-// Thread-safe, as long as concurrent calls have workspaces of their own.
+// Thread-safe, as long as concurrent calls have workspaces of their own. All devices of a process
+// that it is called for must be alike.
 #pragma once
 
 #include <cuda.h>

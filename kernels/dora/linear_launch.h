@@ -13,7 +13,7 @@ struct LinearLaunch {
   CUtensorMap x_map;       // boxes of args.x_rows / siblings rows
   CUtensorMap x_tile_map;  // boxes of min(64, args.x_rows) rows
   CUtensorMap w_map;
-  LinearArgs args;  // but for the number of stages
+  LinearArgs args;  // but for stages and flight
   int processors;
   cudaStream_t stream;
 };

@@ -20,8 +20,6 @@ struct LinearPlan {
   int panels = 0;    // of all of W
   int chunks = 0;    // stages of K
   int a_chunks = 0;  // of a slice of the shrink; the last slices may have less, or nothing
-
-  constexpr int Tiles() const { return panels * splits; }
 };
 
 inline int CeilDiv(int a, int b) { return (a + b - 1) / b; }

@@ -177,6 +177,7 @@ class ProjectBlock {
       started_ = 0;
       if constexpr (!kAdapted) return;
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
+        if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
         const bool has_part = HasPart(row, part);
         const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
         if (has_part) AcquireTensorMap(map);
@@ -678,7 +679,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
       PrefetchTensorMap(x_map);
     }
   } else if (kAdapted && warp < Config::kConsumerWarps) {
-    FillTables<32 * Config::kConsumerWarps>(args, shared.tables);
+    FillTables(args, shared.tables);
     NamedBarrier(1, 32 * Config::kConsumerWarps);
     if (warp == 0) NumberBoxes(args, shared.tables);
   }

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/barrier.cuh"
 #include "kernels/dora/linear_args.h"
 
 namespace dorad::kernels {
@@ -32,8 +31,8 @@ __device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, in
   return args.p.maps + 2 * ModuleIndex(args, slot, part);
 }
 
-// The first kThreads threads of a block. Leaves the boxes to NumberBoxes.
-template <int kThreads>
+// The first threads of a block, as many as the batch has rows at least. Leaves the boxes to
+// NumberBoxes.
 __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) {
   const int rows = args.p.rows;
   // Loaded before it is known whether there are that many: one wait less.
@@ -41,9 +40,8 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) 
   if (threadIdx.x < rows) segment = args.p.segments[threadIdx.x];
   const int count = max(min(*args.p.num_segments, rows), 1);
   if (threadIdx.x == 0) tables.segments = count;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    if (i >= kThreads) segment = args.p.segments[i];
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < count) {
     const int begin = max(segment.begin, 0);
     const int end = min(segment.end, rows);
     tables.slot[i] = segment.slot;

@@ -46,9 +46,7 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
   int64_t widest = 0;  // of the library's
   for (const LinearGroup* group : groups) {
     if (WorkspaceBytes(*group, 1) == 0) widest = std::max(widest, group->out);
-    for (int64_t rows = 1; rows <= kernels::kDoraLinearMaxRows; rows *= 2) {
-      bytes = std::max(bytes, WorkspaceBytes(*group, rows));
-    }
+    bytes = std::max(bytes, WorkspaceBytes(*group, kernels::kDoraLinearMaxRows));
     bytes = std::max(bytes, kernels::DoraLinearPrefillWorkspaceBytes(
                                 ShapeOf(*group), static_cast<int>(max_rows), kMaxRank));
   }

@@ -161,10 +161,6 @@ inline void SignalRelease(uint32_t* counter) {
   ++*counter;
   emulation::Emulator::Get().Progress();
 }
-inline void StoreRelease(uint32_t* flag, uint32_t value) {
-  *flag = value;
-  emulation::Emulator::Get().Progress();
-}
 inline void SpinUntil(const uint32_t* counter, uint32_t value) {
   while (*counter != value) emulation::Emulator::Get().Yield();
 }
