@@ -127,6 +127,7 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
     for (const Block& block : grid->blocks_) {
       for (const auto& [address, barrier] : block.barriers) {
         if (barrier.bytes != 0) Fail("a barrier was left with bytes to come");
+        if (barrier.pending != barrier.arrivals) Fail("a barrier was left within a phase");
       }
     }
   }

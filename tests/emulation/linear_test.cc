@@ -168,8 +168,6 @@ class Layer {
     return args;
   }
 
-  int FewStages() { return 2 + static_cast<int>(random_() % 3); }
-
   template <int kM>
   void RunTiles(LinearArgs args) {
     const int rows = args.p.rows;
@@ -192,6 +190,8 @@ class Layer {
         return run(std::integral_constant<int, 32>());
       case 64:
         return run(std::integral_constant<int, 64>());
+      case 128:
+        return run(std::integral_constant<int, 128>());
       case 96:
         return run(std::integral_constant<int, 96>());
       default:
@@ -272,6 +272,13 @@ TEST_P(EmulatedLinearTest, MatchesTheReferenceWithTheSameBitsInEveryBatch) {
       ASSERT_NO_THROW(rounded = layer.Run(segments, /*y_fp32=*/false));
     }
     for (const RowSegment& segment : segments) {
+      if (rows <= 70) {
+        // Alone with its adapter, which small batches fetch in another order.
+        const std::vector<float> alone = layer.Run({{segment.slot, 0, segment.end}}, true);
+        for (size_t i = size_t{1} * segment.begin * layer.out(); i < alone.size(); ++i) {
+          ASSERT_EQ(alone[i], y[i]) << "slot " << segment.slot << " value " << i;
+        }
+      }
       for (int row = segment.begin; row < segment.end; ++row) {
         const auto line = y.begin() + size_t{1} * row * layer.out();
         const std::vector<float> got(line, line + layer.out());
@@ -315,6 +322,28 @@ TEST_P(EmulatedLinearTest, ServesABatchOfTheBaseAloneWithTheSameBitsInBothForms)
   }
 }
 
+// More adapters than magnitudes are kept of, and than one round numbers.
+TEST(EmulatedLinear, ServesManyAdapters) {
+  Emulator emulator(11);
+  Case c = {"Many", {128, 3, {48, 16, 32}}, {32, 1, 1}, {}};
+  for (int slot = 0; slot < 40; ++slot) {
+    c.ranks.push_back({slot % 7 * 9, slot % 3 * 40, 5 + slot % 2 * 11});
+  }
+  Layer layer(c, &emulator.random());
+  std::vector<RowSegment> segments;
+  for (int row = 0; row < 43; ++row)
+    segments.push_back({row % 41 == 40 ? -1 : row % 41, row, row + 1});
+  std::vector<float> y;
+  ASSERT_NO_THROW(y = layer.Run(segments, /*y_fp32=*/true));
+  for (const RowSegment& segment : segments) {
+    const std::vector<double> expected = layer.Reference(segment.begin, segment.slot);
+    for (int n = 0; n < layer.out(); ++n) {
+      ASSERT_NEAR(y[size_t{1} * segment.begin * layer.out() + n], expected[n], 2e-2)
+          << "row " << segment.begin;
+    }
+  }
+}
+
 const Case kCases[] = {
     {"ThreePartsAndTwoSplits",
      {1024, 3, {64, 16, 32}},
@@ -322,6 +351,8 @@ const Case kCases[] = {
      {{40, 8, 16}, {0, 100, 5}, {200, 16, 64}}},
     {"NarrowPanelsAndAnOddWidth", {576, 1, {72}}, {32, 1, 1}, {{24}, {100}, {8}}},
     {"PartsThatEndInAPanel", {200, 2, {112, 100}}, {96, 1, 3}, {{24, 8}, {100, 7}, {72, 300}}},
+    {"SeveralPanelsABlock", {576, 2, {512, 300}}, {32, 1, 1}, {{24, 70}, {100, 0}, {8, 40}}},
+    {"HalvesOfUnevenWidth", {640, 1, {290}}, {96, 2, 1}, {{64}, {130}, {8}}},
     {"WidePanels", {128, 1, {250}}, {192, 1, 2}, {{16}, {24}, {130}}},
 };
 

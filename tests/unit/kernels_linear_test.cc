@@ -62,6 +62,16 @@ TEST_F(LinearTest, MixedBatchesMatchTheReference) {
   }
 }
 
+TEST_F(LinearTest, ASegmentForEveryRowMatchesTheReference) {
+  Stack stack(Shape(512, {576, 192, 208}), ManyAdapters(3), true);
+  for (const int rows : {64, 128, 256}) {
+    std::vector<RowSegment> segments;
+    for (int row = 0; row < rows; ++row) segments.push_back({row % 7 - 1, row, row + 1});
+    stack.ExpectClose(stack.Run(0, rows, segments), 0, rows, segments, kFp32Tolerance,
+                      "rows " + std::to_string(rows));
+  }
+}
+
 // Shapes that a launch cuts in every way: pieces of K that meet, several tiles a block, tails.
 TEST_F(LinearTest, EveryCutMatchesTheReference) {
   const DoraLinearShape shapes[] = {Shape(4096, {2048, 512, 512}), Shape(4096, {1024}),
