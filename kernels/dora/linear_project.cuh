@@ -113,6 +113,13 @@ class ProjectBlock {
     });
   }
 
+  // All threads, once the tables are filled: some adapters have no factors here.
+  __device__ void PlaceShare() {
+    const bool adapted = tables_.boxes > 0;
+    shares_first_ = adapted && (Config::kLeadStages == 0 || !HasPanel());
+    shares_later_ = adapted && !shares_first_;
+  }
+
   // The whole warp of that thread, before the rest: makes the copy engine read the maps of this
   // block's factors anew, side by side.
   __device__ void AcquireFactorMaps() const {
@@ -159,9 +166,9 @@ class ProjectBlock {
         });
       });
     };
+    if (kAdapted && shares_first_) produce_share();
     ForEachPanel([&](int group, int row, bool first) {
-      if (first && HasShares()) produce_share();
-      if (!HasPanel()) return;
+      if (kAdapted && shares_later_ && first) produce_share();
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
@@ -253,14 +260,20 @@ class ProjectBlock {
         });
       });
     };
+    if (kAdapted && shares_first_) {
+      produce_share();
+      if (producer > 0) AddH(producer - 1);
+    }
     ForEachPanel([&](int group, int row, bool first) {
-      ForEachPiece(first, [&](int begin, int end, bool is_lead) {
-        produce_x(begin, end);
-        if (!is_lead) return;
+      const int begin = FirstChunk(args_.plan, split_);
+      const int end = FirstChunk(args_.plan, split_ + 1);
+      const int lead = kAdapted && shares_later_ && first ? LeadChunks() : 0;
+      if (lead > 0) {
+        produce_x(begin, begin + lead);
         produce_share();
         if (producer > 0) AddH(producer - 1);
-      });
-      if (!HasPanel()) return;
+      }
+      produce_x(begin + lead, end);
       if constexpr (!kAdapted) return;
       bool has_met = false;
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
@@ -283,7 +296,7 @@ class ProjectBlock {
         });
       });
     });
-    if (HasShares() && lane_ == 0) Leave();
+    if (kAdapted && (shares_first_ || shares_later_) && lane_ == 0) Leave();
   }
 
   // Consumers: whole warpgroups.
@@ -293,7 +306,7 @@ class ProjectBlock {
     const int tiles = (args_.p.rows + 63) / 64;
     // While x is on its way.
     if (HasPanel()) finish_.Stage((Cluster() * args_.siblings + sibling_) * kPanel);
-    if (Config::kLeadStages == 0 && HasShares()) MultiplyShare(first_tile, warp);
+    if (kAdapted && shares_first_) MultiplyShare(first_tile, warp);
     ForEachPanel([&](int group, int row, bool first) {
       if (!first) {
         NamedBarrier(1, 32 * Config::kConsumerWarps);  // the last panel's are read
@@ -301,13 +314,16 @@ class ProjectBlock {
       }
       float d[Config::kTiles][kPanel / 2];
       Clear(d);
-      ForEachPiece(first, [&](int begin, int end, bool is_lead) {
-        Accumulate(d, end - begin, first_tile, 0, min(Config::kTiles, tiles - first_tile), false);
+      const int chunks = FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_);
+      const int lead = kAdapted && shares_later_ && first ? LeadChunks() : 0;
+#pragma unroll 1
+      for (int i = lead > 0 ? 0 : 1; i < 2; ++i) {
+        Accumulate(d, i == 0 ? lead : chunks - lead, first_tile, 0,
+                   min(Config::kTiles, tiles - first_tile), false);
         if constexpr (Config::kLeadStages > 0) {
-          if (is_lead) MultiplyShare(first_tile, warp);
+          if (i == 0) MultiplyShare(first_tile, warp);
         }
-      });
-      if (!HasPanel()) return;
+      }
       if constexpr (kAdapted) {
         ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
           const int begin = max(tables_.begin[segment] / 64 - first_tile, 0);
@@ -366,23 +382,11 @@ class ProjectBlock {
     ForEachStage(first, first + args_.plan.a_chunks, f);
   }
 
-  // Whether any of the adapters has factors here.
-  __device__ bool HasShares() const { return kAdapted && tables_.boxes > 0; }
-
+  // Of W, before the shrink.
   __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
-
-  // f(first chunk, end, is lead) of W over a panel of this block: of its first one what comes
-  // before the shrink, maybe nothing, then the rest. A block without a panel has chunks of neither.
-  template <typename F>
-  __device__ void ForEachPiece(bool first, F f) const {
-    const int begin = FirstChunk(args_.plan, split_);
-    const int end = HasPanel() ? FirstChunk(args_.plan, split_ + 1) : begin;
-    const bool has_lead = first && HasShares();
-    const int middle = has_lead ? min(begin + LeadStages() * Config::kStageChunks, end) : begin;
-#pragma unroll 1
-    for (int piece = has_lead ? 0 : 1; piece < 2; ++piece) {
-      f(piece == 0 ? begin : middle, piece == 0 ? middle : end, piece == 0);
-    }
+  __device__ int LeadChunks() const {
+    return min(LeadStages() * Config::kStageChunks,
+               FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_));
   }
 
   // Warp `adder` of kAdders: this block's part of h, once all shares are there.
@@ -419,22 +423,18 @@ class ProjectBlock {
   __device__ int Cluster() const {
     return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
   }
-  // A launch that takes adapters may have more blocks than panels, for the shrink.
-  __device__ bool HasPanel() const {
-    return !kAdapted || Cluster() * args_.siblings < args_.plan.panels;
-  }
+  // A launch may have more blocks than panels, for the shrink.
+  __device__ bool HasPanel() const { return Cluster() * args_.siblings < args_.plan.panels; }
 
   // f(panel's cluster as its first row of W, the block's own first row, whether it is the block's
-  // first panel), once for a block without one too. Blocks of a cluster go through the same number
-  // of panels and the same stages.
+  // first panel). Blocks of a cluster go through the same number of panels and the same stages.
   template <typename F>
   __device__ void ForEachPanel(F f) const {
     const int clusters = static_cast<int>(gridDim.x >> args_.plan.log_splits) / args_.siblings;
     const int group_rows = args_.siblings * kPanel;
     bool first = true;
 #pragma unroll 1
-    for (int group = Cluster(); first || group * args_.siblings < args_.plan.panels;
-         group += clusters) {
+    for (int group = Cluster(); group * args_.siblings < args_.plan.panels; group += clusters) {
       f(group * group_rows, group * group_rows + sibling_ * kPanel, first);
       first = false;
     }
@@ -493,16 +493,18 @@ class ProjectBlock {
   // This warpgroup's part of the block's share of the shrink: of its tiles of the batch.
   __device__ void MultiplyShare(int first_tile, int warp) {
     ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
-      // Tensor-core code wants to know its registers: one loop for each case. What it computes of
-      // boxes beyond the group's is not used.
-      constexpr int kFew = Config::kMaxBoxes == 4 && kM == 1 ? 2 : Config::kMaxBoxes;
+      // Tensor-core code wants to know its registers: one loop for each case.
       const int boxes = __shfl_sync(0xFFFFFFFF, group.boxes, 0);
       if (group.first_tile >= first_tile + Config::kTiles || group.last_tile < first_tile) {
         Skip(args_.plan.a_chunks);
-      } else if (boxes <= kFew) {
-        MultiplyBoxes<kFew>(group, first_tile, warp);
+      } else if (boxes == 1) {
+        MultiplyBoxes<1>(group, first_tile, warp);
+      } else if (Config::kMaxBoxes == 2 || boxes == 2) {
+        MultiplyBoxes<std::min(2, Config::kMaxBoxes)>(group, first_tile, warp);
+      } else if (Config::kMaxBoxes == 3 || boxes == 3) {
+        MultiplyBoxes<std::min(3, Config::kMaxBoxes)>(group, first_tile, warp);
       } else {
-        MultiplyBoxes<Config::kMaxBoxes>(group, first_tile, warp);
+        MultiplyBoxes<std::min(4, Config::kMaxBoxes)>(group, first_tile, warp);
       }
     });
     __syncwarp();
@@ -521,7 +523,6 @@ class ProjectBlock {
       if (first_tile + tile < group.first_tile || first_tile + tile > group.last_tile) continue;
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
-        if (i >= group.boxes) break;
         StoreShare(args_, tables_, &sums[tile][i * kLinearBoxRows / 2],
                    64 * (first_tile + tile) + 16 * (warp % 4), group.box[i]);
       }
@@ -653,6 +654,9 @@ class ProjectBlock {
   const int split_;
   const int sibling_;
   const int lane_;
+  // Where the block's share of the shrink comes: before its first panel, or after that one's lead.
+  bool shares_first_ = false;
+  bool shares_later_ = false;
   int started_ = 0;  // stages of the first panel that StartWeights fetched
 };
 
@@ -680,6 +684,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
     if (warp == 0) NumberBoxes(args, shared.tables);
   }
   __syncthreads();
+  if constexpr (kAdapted) block.PlaceShare();
   const bool is_cluster = args.siblings << args.plan.log_splits > 1;
   if (is_cluster) ClusterBarrier();
   if (warp < Config::kConsumerWarps) {
