@@ -25,7 +25,7 @@ cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
 }
 
 // How many clusters of `cluster` blocks run at once where nothing else does, of blocks that take
-// all shared memory that AllowSharedMemory gives them.
+// all shared memory that AllowSharedMemory gives them. cudaErrorLaunchOutOfResources: none does.
 template <typename... Parameters>
 cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 block,
                                int* clusters) {
@@ -43,7 +43,8 @@ cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 
   config.dynamicSmemBytes = attributes.maxDynamicSharedSizeBytes;
   config.attrs = &dimension;
   config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(clusters, kernel, &config);
+  DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(clusters, kernel, &config));
+  return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
 // Enqueues a kernel whose blocks may take their places as soon as all blocks of the stream's

@@ -38,25 +38,6 @@ struct Maps {
   CUtensorMap h_row = {};
 };
 
-// Clusters that the device holds at once: blocks wait for each other, so no more may be launched.
-template <typename... Parameters>
-cudaError_t CountResident(void (*kernel)(Parameters...), int shared_bytes, int* clusters) {
-  DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster;
-  attribute.val.clusterDim.y = 1;
-  attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = kCluster;
-  config.blockDim = kPrefillThreads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(clusters, kernel, &config));
-  return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
-}
-
 template <int kN>
 cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
   using Config = PrefillConfig<kN>;
@@ -73,10 +54,12 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
         EncodeTensorMap(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
     DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(args.h, p.rows, columns, columns, 1, &maps.h_row));
   }
+  // Blocks wait for each other, so no more may be launched than run at once.
   static std::atomic<int> known = 0;
   int clusters = known;
   if (clusters == 0) {
-    DORAD_CUDA_RETURN_IF_ERROR(CountResident(PrefillKernel<kN>, Config::kDynamicBytes, &clusters));
+    DORAD_CUDA_RETURN_IF_ERROR(
+        MostClustersAtOnce(PrefillKernel<kN>, kCluster, kPrefillThreads, &clusters));
     known = clusters;
   }
   return LaunchEarlyInClusters(PrefillKernel<kN>, kCluster, kCluster * clusters, kPrefillThreads,

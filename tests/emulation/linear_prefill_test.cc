@@ -5,6 +5,7 @@
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_prefill_kernel.cuh"
 #include "tests/emulation/emulator.h"
+#include "tests/emulation/random_layer.h"
 
 namespace dorad::kernels {
 namespace {
@@ -12,13 +13,6 @@ namespace {
 using emulation::Emulator;
 using emulation::Grid;
 using Bf16 = __nv_bfloat16;
-
-CUtensorMap MapOf(const Bf16* data, int rows, int columns, int ld, int box_rows) {
-  const FakeMap fake = {data, rows, columns, ld, box_rows};
-  CUtensorMap map = {};
-  std::memcpy(&map, &fake, sizeof(fake));
-  return map;
-}
 
 struct Case {
   const char* name;
@@ -30,18 +24,13 @@ struct Case {
   std::vector<RowSegment> segments;
 };
 
-class Layer {
+class Layer : public RandomLayer {
  public:
-  Layer(const Case& c, std::mt19937* random) : case_(c), random_(*random) {
+  Layer(const Case& c, std::mt19937* random)
+      : RandomLayer(c.shape, c.segments.back().end, c.has_bias, c.ranks, random),
+        case_(c),
+        rows_(c.segments.back().end) {
     const DoraLinearShape& shape = c.shape;
-    rows_ = c.segments.back().end;
-    out_ = OutFeatures(shape);
-    x_ = Random(size_t{1} * rows_ * shape.in, 1.0f);
-    w_ = Random(size_t{1} * out_ * shape.in, 0.05f);
-    for (int i = 0; i < out_; ++i) bias_.push_back(c.has_bias ? Normal(1.0f) : 0.0f);
-    for (size_t slot = 0; slot < c.ranks.size(); ++slot) {
-      for (int part = 0; part < shape.parts; ++part) AddFactors(c.ranks[slot][part], part);
-    }
     args_.p.shape = shape;
     args_.p.rows = rows_;
     args_.p.max_rank = max_rank_;
@@ -64,8 +53,6 @@ class Layer {
     args_.ldh = RoundUp(max_rank_, kLinearStageK);
     args_.counters = &counters_;
   }
-
-  int out() const { return out_; }
 
   template <int kN>
   std::vector<float> Run(bool y_fp32) {
@@ -137,39 +124,6 @@ class Layer {
   }
 
  private:
-  float Normal(float deviation) { return std::normal_distribution<float>(0, deviation)(random_); }
-
-  std::vector<Bf16> Random(size_t size, float deviation) {
-    std::vector<Bf16> values(size);
-    for (Bf16& value : values) value = __float2bfloat16(Normal(deviation));
-    return values;
-  }
-
-  void AddFactors(int rank, int part) {
-    const DoraLinearShape& shape = case_.shape;
-    max_rank_ = std::max(max_rank_, rank);
-    DoraFactors factors;
-    factors.rank = rank;
-    factors.ldb = RoundUp(rank, 8);
-    factors.scale = 0.5f + 0.1f * static_cast<float>(factors_.size());
-    tensors_.push_back(Random(size_t{1} * rank * shape.in, 0.05f));
-    factors.a = tensors_.back().data();
-    tensors_.push_back(Random(size_t{1} * shape.out[part] * factors.ldb, 0.05f));
-    for (int n = 0; n < shape.out[part]; ++n) {
-      for (int k = rank; k < factors.ldb; ++k) {
-        tensors_.back()[size_t{1} * n * factors.ldb + k] = __float2bfloat16(0.0f);
-      }
-    }
-    factors.b = tensors_.back().data();
-    magnitudes_.emplace_back();
-    for (int n = 0; n < shape.out[part]; ++n) magnitudes_.back().push_back(1 + Normal(0.2f));
-    // Some of them plain LoRA.
-    if (factors_.size() % 4 != 3) factors.g = magnitudes_.back().data();
-    factors_.push_back(factors);
-    maps_.push_back(MapOf(factors.a, rank, shape.in, shape.in, kLinearBoxRows));
-    maps_.push_back(MapOf(factors.b, shape.out[part], factors.ldb, factors.ldb, kLinearBoxRows));
-  }
-
   // Stages [first, end) of two lines, as the emulated tensor cores add them.
   static void AddProducts(float* sum, const Bf16* a, const Bf16* b, int size, int first, int end) {
     for (int begin = first * kLinearStageK; begin < end * kLinearStageK; begin += 16) {
@@ -182,16 +136,7 @@ class Layer {
   }
 
   const Case case_;
-  std::mt19937& random_;
-  int rows_ = 0;
-  int out_ = 0;
-  int max_rank_ = 0;
-  std::vector<Bf16> x_, w_;
-  std::vector<float> bias_;
-  std::vector<std::vector<Bf16>> tensors_;
-  std::vector<std::vector<float>> magnitudes_;
-  std::vector<DoraFactors> factors_;
-  std::vector<CUtensorMap> maps_;
+  const int rows_;
   PrefillCounters counters_ = {};
   PrefillArgs args_ = {};
 };

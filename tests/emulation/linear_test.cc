@@ -5,19 +5,13 @@
 #include "gtest/gtest.h"
 #include "kernels/dora/linear_project.cuh"
 #include "tests/emulation/emulator.h"
+#include "tests/emulation/random_layer.h"
 
 namespace dorad::kernels {
 namespace {
 
 using emulation::Emulator;
 using emulation::Grid;
-
-CUtensorMap MapOf(const __nv_bfloat16* data, int rows, int columns, int ld, int box_rows) {
-  const FakeMap fake = {data, rows, columns, ld, box_rows};
-  CUtensorMap map = {};
-  std::memcpy(&map, &fake, sizeof(fake));
-  return map;
-}
 
 struct Cut {
   int panel_rows;
@@ -32,44 +26,10 @@ struct Case {
   std::vector<std::vector<int>> ranks;  // [slot][part]
 };
 
-class Layer {
+class Layer : public RandomLayer {
  public:
-  Layer(const Case& c, std::mt19937* random) : case_(c), random_(*random) {
-    const DoraLinearShape& shape = c.shape;
-    out_ = OutFeatures(shape);
-    x_ = Random(size_t{kDoraLinearMaxRows} * shape.in, 1.0f);
-    w_ = Random(size_t{1} * out_ * shape.in, 0.05f);
-    for (int i = 0; i < out_; ++i) bias_.push_back(Normal(1.0f));
-    for (size_t slot = 0; slot < c.ranks.size(); ++slot) {
-      for (int part = 0; part < shape.parts; ++part) {
-        const int rank = c.ranks[slot][part];
-        max_rank_ = std::max(max_rank_, rank);
-        DoraFactors factors;
-        factors.rank = rank;
-        factors.ldb = RoundUp(rank, 8);
-        factors.scale = 0.5f + 0.1f * static_cast<float>(factors_.size());
-        tensors_.push_back(Random(size_t{1} * rank * shape.in, 0.05f));
-        factors.a = tensors_.back().data();
-        tensors_.push_back(Random(size_t{1} * shape.out[part] * factors.ldb, 0.05f));
-        for (int n = 0; n < shape.out[part]; ++n) {
-          for (int k = rank; k < factors.ldb; ++k) {
-            tensors_.back()[size_t{1} * n * factors.ldb + k] = __float2bfloat16(0.0f);
-          }
-        }
-        factors.b = tensors_.back().data();
-        magnitudes_.emplace_back();
-        for (int n = 0; n < shape.out[part]; ++n) magnitudes_.back().push_back(1 + Normal(0.2f));
-        // Some of them plain LoRA.
-        if (factors_.size() % 4 != 3) factors.g = magnitudes_.back().data();
-        factors_.push_back(factors);
-        maps_.push_back(MapOf(factors.a, rank, shape.in, shape.in, kLinearBoxRows));
-        maps_.push_back(
-            MapOf(factors.b, shape.out[part], factors.ldb, factors.ldb, kLinearBoxRows));
-      }
-    }
-  }
-
-  int out() const { return out_; }
+  Layer(const Case& c, std::mt19937* random)
+      : RandomLayer(c.shape, kDoraLinearMaxRows, /*has_bias=*/true, c.ranks, random), case_(c) {}
 
   // Rows 0.. of x under `segments`: y, as fp32. may_adapt: with the kernel that takes adapters.
   std::vector<float> Run(const std::vector<RowSegment>& segments, bool y_fp32,
@@ -130,14 +90,6 @@ class Layer {
   }
 
  private:
-  float Normal(float deviation) { return std::normal_distribution<float>(0, deviation)(random_); }
-
-  std::vector<__nv_bfloat16> Random(size_t size, float deviation) {
-    std::vector<__nv_bfloat16> values(size);
-    for (__nv_bfloat16& value : values) value = __float2bfloat16(Normal(deviation));
-    return values;
-  }
-
   LinearArgs Args(const std::vector<RowSegment>& segments) {
     segments_ = segments;
     num_segments_ = static_cast<int32_t>(segments.size());
@@ -231,15 +183,6 @@ class Layer {
   }
 
   const Case case_;
-  std::mt19937& random_;
-  int out_ = 0;
-  int max_rank_ = 0;
-  std::vector<__nv_bfloat16> x_, w_;
-  std::vector<float> bias_;
-  std::vector<std::vector<__nv_bfloat16>> tensors_;
-  std::vector<std::vector<float>> magnitudes_;
-  std::vector<DoraFactors> factors_;
-  std::vector<CUtensorMap> maps_;
   std::vector<RowSegment> segments_;
   int32_t num_segments_ = 0;
   LinearSignals signals_ = {};
