@@ -565,20 +565,14 @@ class PrefillBlock {
       const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
       WgmmaFence();
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
+      for (int step = 0; step < 4; ++step) {
         Wgmma<kColumns>(d, batch + 2 * step, weights + 2 * step, step > 0 || i > 0 || !fresh);
       }
       WgmmaCommit();
-      // The stage before this one can go back as soon as its products are complete.
+      between();
+      // The stage before this one can go back: its products are complete.
       WgmmaWait<1>();
       if (previous_ >= 0) Release<Ring>(previous_);
-      WgmmaFence();
-#pragma unroll
-      for (int step = 2; step < 4; ++step) {
-        Wgmma<kColumns>(d, batch + 2 * step, weights + 2 * step, 1);
-      }
-      WgmmaCommit();
-      between();
       previous_ = stage_;
       Advance<Ring>();
     }
