@@ -87,8 +87,8 @@ def test_streams_do_not_notice_publishes_and_retirements(zoo, folders, figures) 
         during = np.array([gap for s in streamers for at, gap in s.gaps if begin <= at <= end])
         quiet = np.array([gap for s in streamers for at, gap in s.gaps if at < begin])
         figures.append(
-            f"hot load: {ROUNDS * VERSIONS} versions in {end - begin:.2f} s, {STREAMS} streams; largest gap"
-            f" {during.max() * 1e3:.1f} ms, median {np.median(during) * 1e3:.1f} ms"
+            f"hot load: {ROUNDS * VERSIONS} versions in {end - begin:.2f} s, {STREAMS} streams;"
+            f" largest gap {during.max() * 1e3:.1f} ms, median {np.median(during) * 1e3:.1f} ms"
             f" (before: {quiet.max() * 1e3:.1f} and {np.median(quiet) * 1e3:.1f} ms)"
         )
         samples = [sample for s in streamers for sample in s.samples]
