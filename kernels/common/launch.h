@@ -24,6 +24,16 @@ cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
                               most - static_cast<int>(attributes.sharedSizeBytes));
 }
 
+// Clusters of `cluster` blocks, along x.
+inline cudaLaunchAttribute InClusters(int cluster) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 // How many clusters of `cluster` blocks run at once where nothing else does, of blocks that take
 // all shared memory that AllowSharedMemory gives them. cudaErrorLaunchOutOfResources: none does.
 template <typename... Parameters>
@@ -32,16 +42,12 @@ cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 
   cudaFuncAttributes attributes;
   DORAD_CUDA_RETURN_IF_ERROR(AllowSharedMemory(kernel));
   DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  cudaLaunchAttribute dimension;
-  dimension.id = cudaLaunchAttributeClusterDimension;
-  dimension.val.clusterDim.x = cluster;
-  dimension.val.clusterDim.y = 1;
-  dimension.val.clusterDim.z = 1;
+  cudaLaunchAttribute clusters_along_x = InClusters(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = cluster;
   config.blockDim = block;
   config.dynamicSmemBytes = attributes.maxDynamicSharedSizeBytes;
-  config.attrs = &dimension;
+  config.attrs = &clusters_along_x;
   config.numAttrs = 1;
   DORAD_CUDA_RETURN_IF_ERROR(cudaOccupancyMaxActiveClusters(clusters, kernel, &config));
   return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
@@ -60,10 +66,7 @@ cudaError_t LaunchEarlyInClusters(void (*kernel)(Parameters...), int cluster, di
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
+  attributes[1] = InClusters(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;

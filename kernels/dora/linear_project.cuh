@@ -695,7 +695,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
     if (warp == Config::kConsumerWarps) {
       if constexpr (kAdapted) block.AcquireFactorMaps();
       if (is_weight_producer) block.ProduceWeights(w_map);
-    } else if (warp > Config::kConsumerWarps) {
+    } else {
       block.ProduceBatch(x_map, x_tile_map, warp - Config::kConsumerWarps - 1);
     }
   }

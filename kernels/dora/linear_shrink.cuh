@@ -82,9 +82,10 @@ __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tab
   int base = 0;
 #pragma unroll 1
   for (int factor = 0; factor < args.p.shape.parts * tables.segments; ++factor) {
-    const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
-    const int segment = factor - part * tables.segments;
-    const int boxes = (tables.rank[part][segment] + kLinearBoxRows - 1) / kLinearBoxRows;
+    const LinearFactor at = FactorAt(tables, factor);
+    const int part = at.part;
+    const int segment = at.segment;
+    const int boxes = BoxesOf(tables, at);
     const int begin = tables.begin[segment];
     const int end = tables.end[segment];
     const int groups = (end - begin + kRows - 1) / kRows;

@@ -57,6 +57,21 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) 
   }
 }
 
+// Whose A and B: factors are counted by part, then by segment.
+struct LinearFactor {
+  int segment;
+  int part;
+};
+
+__device__ inline LinearFactor FactorAt(const LinearTables& tables, int factor) {
+  const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
+  return {factor - part * tables.segments, part};
+}
+
+__device__ inline int BoxesOf(const LinearTables& tables, const LinearFactor& factor) {
+  return (tables.rank[factor.part][factor.segment] + kLinearBoxRows - 1) / kLinearBoxRows;
+}
+
 // One warp, when the rest is filled: numbers the boxes and deals them evenly to the launch's teams
 // of kLinearSlices blocks.
 __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables) {
@@ -66,12 +81,7 @@ __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables)
 #pragma unroll 1
   for (int first = 0; first < factors; first += 32) {
     const int factor = first + lane;
-    int own = 0;
-    if (factor < factors) {
-      const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
-      const int rank = tables.rank[part][factor - part * tables.segments];
-      own = (rank + kLinearBoxRows - 1) / kLinearBoxRows;
-    }
+    const int own = factor < factors ? BoxesOf(tables, FactorAt(tables, factor)) : 0;
     int sum = own;
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -87,6 +97,22 @@ __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables)
   if (lane < 2) tables.share[lane] = team < teams ? boxes * (team + lane) / teams : boxes;
 }
 
+// The last of `count` ascending values that is not more than `value`; the first one is not.
+__device__ inline int LastNotAfter(const int16_t* values, int count, int value) {
+  int first = 0;
+#pragma unroll 1
+  while (count > 1) {
+    const int half = count / 2;
+    if (values[first + half] <= value) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
 // A box of A.
 struct LinearBox {
   int segment;
@@ -95,37 +121,14 @@ struct LinearBox {
 };
 
 __device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& tables, int box) {
-  int factor = 0;
-  int count = args.p.shape.parts * tables.segments;
-#pragma unroll 1
-  while (count > 1) {
-    const int half = count / 2;
-    if (tables.first_box[factor + half] <= box) {
-      factor += half;
-      count -= half;
-    } else {
-      count = half;
-    }
-  }
-  const int part = (factor >= tables.segments) + (factor >= 2 * tables.segments);
-  return {factor - part * tables.segments, part, (box - tables.first_box[factor]) * kLinearBoxRows};
+  const int factor = LastNotAfter(tables.first_box, args.p.shape.parts * tables.segments, box);
+  const LinearFactor at = FactorAt(tables, factor);
+  return {at.segment, at.part, (box - tables.first_box[factor]) * kLinearBoxRows};
 }
 
 // The segment that a row of the batch is of.
 __device__ inline int SegmentOf(const LinearTables& tables, int row) {
-  int first = 0;
-  int count = tables.segments;
-#pragma unroll 1
-  while (count > 1) {
-    const int half = count / 2;
-    if (tables.begin[first + half] <= row) {
-      first += half;
-      count -= half;
-    } else {
-      count = half;
-    }
-  }
-  return first;
+  return LastNotAfter(tables.begin, tables.segments, row);
 }
 
 // The stages of B of rows [row, row_end) of W: f(segment, part, first chunk, end).
