@@ -159,10 +159,22 @@ __device__ inline void NamedBarrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// All threads of the cluster that have not exited; orders their accesses to shared memory.
-__device__ inline void ClusterBarrier() {
+// The same without waiting for the others.
+__device__ inline void NamedBarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// All threads of the cluster that have not exited, whole warps: what they did before they arrive is
+// seen by those who wait. Arrivals and waits alternate.
+__device__ inline void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ inline void ClusterBarrier() {
+  ClusterArrive();
+  ClusterWait();
 }
 
 // This block's place in its cluster.

@@ -28,19 +28,19 @@ class LinearFinish {
   __device__ LinearFinish(const LinearArgs& args, const LinearTables& tables, Shared& shared)
       : args_(args), tables_(tables), shared_(shared) {}
 
-  // All consumers: keeps the bias, and g of the first segments, of the panel at `row`. To be read
-  // after a barrier.
-  __device__ void Stage(int row) const {
+  // Thread `thread` of `threads`: keeps the bias, and g of the first segments, of the panel at
+  // `row`. To be read after a barrier.
+  __device__ void Stage(int row, int thread, int threads) const {
     const int out = args_.part_begin[args_.p.shape.parts];
 #pragma unroll 1
-    for (int column = threadIdx.x; column < kPanel; column += 32 * kConsumerWarps) {
+    for (int column = thread; column < kPanel; column += threads) {
       const int n = row + column;
       shared_.bias[column] = args_.p.bias != nullptr && n < out ? args_.p.bias[n] : 0.0f;
     }
     if constexpr (kAdapted) {
       const int segments = min(tables_.segments, kStaged);
 #pragma unroll 1
-      for (int i = threadIdx.x; i < segments * kPanel; i += 32 * kConsumerWarps) {
+      for (int i = thread; i < segments * kPanel; i += threads) {
         const int n = row + i % kPanel;
         const float* g = n < out ? MagnitudesOf(i / kPanel, n) : nullptr;
         shared_.g[i / kPanel][i % kPanel] = g != nullptr ? *g : 1.0f;

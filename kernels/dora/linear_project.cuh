@@ -40,7 +40,7 @@ struct ProjectConfig {
   static constexpr int kGroups = kM == 1 ? 1 : 2;  // warpgroups that compute
   static constexpr int kTiles = kM / kGroups;      // of each
   static constexpr int kConsumerWarps = 4 * kGroups;
-  static constexpr int kBatchWarps = kM == 2 && kAdapted ? 7 : 3;
+  static constexpr int kBatchWarps = kM < 4 && kAdapted ? 7 : 3;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
   static constexpr int kMaxStages = 24;
   // Chunks of K that a stage holds: where they are small, what a stage costs would count.
@@ -55,9 +55,9 @@ struct ProjectConfig {
   static constexpr int kLeadStages =
       kM == 1 && kAdapted ? std::max(48 * 1024 / kWeightBytes, 1) : 0;
   // More than an even share of the registers for consumers; the others have the rest.
-  static constexpr bool kMovesRegisters = kGroups == 2;
+  static constexpr bool kMovesRegisters = kThreads > 256;
   static constexpr int kConsumerRegisters = kThreads == 512 ? 168 : 232;
-  static constexpr int kProducerRegisters = kThreads == 512 ? 88 : 40;
+  static constexpr int kProducerRegisters = kThreads == 512 ? 88 : kGroups == 1 ? 136 : 40;
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
 };
@@ -71,8 +71,11 @@ class ProjectBlock {
   struct Shared {
     LinearTables tables;
     LinearRingBarriers<Config::kMaxStages> ring;
-    uint64_t met;    // the other split's sums have come
-    uint64_t share;  // this block's share of the shrink is in device memory
+    uint64_t tables_filled;
+    uint64_t staged;    // bias and magnitudes of a panel are there
+    uint64_t finished;  // and are not needed any more
+    uint64_t share;     // this block's share of the shrink is in device memory
+    uint64_t met;       // the other split's sums have come
     typename Finish::Shared finish;
   };
 
@@ -91,10 +94,13 @@ class ProjectBlock {
 
   // One warp.
   __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
-    shared.ring.Init(args.stages, Config::kBatchWarps, args.siblings * Config::kConsumerWarps);
+    shared.ring.Init(args.stages, args.siblings * Config::kConsumerWarps);
     if (threadIdx.x % 32 == 0) {
-      BarrierInit(SharedAddress(&shared.met), 1);
+      BarrierInit(SharedAddress(&shared.tables_filled), 1);
+      BarrierInit(SharedAddress(&shared.staged), Config::kBatchWarps - 1);
+      BarrierInit(SharedAddress(&shared.finished), Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.share), Config::kConsumerWarps);
+      BarrierInit(SharedAddress(&shared.met), 1);
     }
     BarrierInitFence();
     __syncwarp();
@@ -113,32 +119,23 @@ class ProjectBlock {
     });
   }
 
-  // All threads, once the tables are filled: some adapters have no factors here.
-  __device__ void PlaceShare() {
-    const bool adapted = tables_.boxes > 0;
-    shares_first_ = adapted && (Config::kLeadStages == 0 || !HasPanel());
-    shares_later_ = adapted && !shares_first_;
-  }
-
   // The whole warp of that thread, before the rest: makes the copy engine read the maps of this
   // block's factors anew, side by side.
   __device__ void AcquireFactorMaps() const {
+    WaitForTables();
 #pragma unroll 1
     for (int i = tables_.share[0] + lane_; i < tables_.share[1]; i += 32) {
-      AcquireTensorMap(FactorMap(BoxAt(args_, tables_, i)));
+      AcquireTensorMap(FactorMap(OwnBox(args_, tables_, i)));
     }
     __syncwarp();
   }
 
   // The same thread: all others.
   __device__ void ProduceWeights(const CUtensorMap* w_map) {
-    int in_flight = started_;
+    int issued = started_;
     const auto wait_for_room = [&] {
-      if (in_flight == args_.flight) {
-        ring_.WaitArrived(args_.flight);
-      } else {
-        ++in_flight;
-      }
+      if (issued >= args_.flight) ring_.WaitArrived(args_.flight);
+      ++issued;
       ring_.WaitEmpty();
     };
     const auto produce_share = [&] {
@@ -149,8 +146,10 @@ class ProjectBlock {
           if (i >= group.boxes) break;
           maps[i] = FactorMap(group.box[i]);
         }
+        // Stages of a few boxes of A are small: as many as the ring takes.
         ForEachShareStage([&](int chunk, int count) {
-          wait_for_room();
+          ++issued;
+          ring_.WaitEmpty();
           BarrierArriveExpect(ring_.weights_full(), count * group.boxes * Config::kBoxBytes);
 #pragma unroll
           for (int i = 0; i < Config::kMaxBoxes; ++i) {
@@ -166,9 +165,9 @@ class ProjectBlock {
         });
       });
     };
-    if (kAdapted && shares_first_) produce_share();
     ForEachPanel([&](int group, int row, bool first) {
-      if (kAdapted && shares_later_ && first) produce_share();
+      if (first && HasShares()) produce_share();
+      if (!HasPanel()) return;
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
@@ -206,14 +205,13 @@ class ProjectBlock {
   __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* x_tile_map,
                                int producer) {
     WaitForPrevious();
-    // A stage of x: the first warp's, who arrives for the others too.
+    // A stage of x: the first warp's.
     const auto produce = [&](uint32_t bytes, auto copy) {
       if (producer == 0) {
         ring_.WaitEmpty();
         __syncwarp();
         if (lane_ == 0) {
           BarrierArriveExpect(ring_.batch_full(), bytes);
-          BarrierArrive(ring_.batch_full(), Config::kBatchWarps - 1);
           copy();
         }
       }
@@ -260,43 +258,46 @@ class ProjectBlock {
         });
       });
     };
-    if (kAdapted && shares_first_) {
-      produce_share();
-      if (producer > 0) AddH(producer - 1);
-    }
+    // Stages of h are the warps' in turns, at most one of each on its way.
+    const int turns = min(Config::kBatchWarps, args_.stages);
+    int panel = 0;
     ForEachPanel([&](int group, int row, bool first) {
-      const int begin = FirstChunk(args_.plan, split_);
-      const int end = FirstChunk(args_.plan, split_ + 1);
-      const int lead = kAdapted && shares_later_ && first ? LeadChunks() : 0;
-      if (lead > 0) {
-        produce_x(begin, begin + lead);
+      if (producer > 0 && HasPanel()) StageFinish(row, panel++, producer - 1);
+      ForEachPiece(first, [&](int begin, int end, bool is_lead) {
+        produce_x(begin, end);
+        if (!is_lead) return;
+        WaitForTables();
+        if (!HasShares()) return;
         produce_share();
         if (producer > 0) AddH(producer - 1);
-      }
-      produce_x(begin + lead, end);
+      });
+      if (!HasPanel()) return;
       if constexpr (!kAdapted) return;
       bool has_met = false;
+      int turn = 0;
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         const bool has_part = HasPart(row, part);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           if (!has_met) MeetForH(producer);
           has_met = true;
-          ring_.WaitEmpty();
-          if (has_part) {
+          if (turn == producer) {
+            ring_.WaitEmpty();
+            if (has_part) {
 #pragma unroll 1
-            for (int i = 0; i < count; ++i) {
-              CopyH(ring_.batch() + i * x_bytes_, segment, part, (chunk + i) * kLinearStageK,
-                    producer);
+              for (int i = 0; i < count; ++i) {
+                CopyH(ring_.batch() + i * x_bytes_, segment, part, (chunk + i) * kLinearStageK);
+              }
+              BarrierHoldForCopies(ring_.batch_full());
             }
-            BarrierHoldForCopies(ring_.batch_full());
+            __syncwarp();
+            if (lane_ == 0) BarrierArrive(ring_.batch_full());
           }
-          __syncwarp();
-          if (lane_ == 0) BarrierArrive(ring_.batch_full());
+          if (++turn == turns) turn = 0;
           ring_.Advance();
         });
       });
     });
-    if (kAdapted && (shares_first_ || shares_later_) && lane_ == 0) Leave();
+    if (HasShares() && producer == 1 && lane_ == 0) Leave();
   }
 
   // Consumers: whole warpgroups.
@@ -304,26 +305,23 @@ class ProjectBlock {
     const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
     const int first_tile = warp / 4 * Config::kTiles;
     const int tiles = (args_.p.rows + 63) / 64;
-    // While x is on its way.
-    if (HasPanel()) finish_.Stage((Cluster() * args_.siblings + sibling_) * kPanel);
-    if (kAdapted && shares_first_) MultiplyShare(first_tile, warp);
+    if constexpr (Config::kLeadStages == 0) {
+      WaitForTables();
+      if (HasShares()) MultiplyShare(first_tile, warp);
+    }
+    uint32_t parity = 0;
     ForEachPanel([&](int group, int row, bool first) {
-      if (!first) {
-        NamedBarrier(1, 32 * Config::kConsumerWarps);  // the last panel's are read
-        finish_.Stage(row);
-      }
       float d[Config::kTiles][kPanel / 2];
       Clear(d);
-      const int chunks = FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_);
-      const int lead = kAdapted && shares_later_ && first ? LeadChunks() : 0;
-#pragma unroll 1
-      for (int i = lead > 0 ? 0 : 1; i < 2; ++i) {
-        Accumulate(d, i == 0 ? lead : chunks - lead, first_tile, 0,
-                   min(Config::kTiles, tiles - first_tile), false);
+      ForEachPiece(first, [&](int begin, int end, bool is_lead) {
+        Accumulate(d, end - begin, first_tile, 0, min(Config::kTiles, tiles - first_tile), false);
         if constexpr (Config::kLeadStages > 0) {
-          if (i == 0) MultiplyShare(first_tile, warp);
+          if (!is_lead) return;
+          WaitForTables();
+          if (HasShares()) MultiplyShare(first_tile, warp);
         }
-      }
+      });
+      if (!HasPanel()) return;
       if constexpr (kAdapted) {
         ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
           const int begin = max(tables_.begin[segment] / 64 - first_tile, 0);
@@ -335,7 +333,8 @@ class ProjectBlock {
           }
         });
       }
-      NamedBarrier(1, 32 * Config::kConsumerWarps);  // magnitudes are there
+      BarrierWait(SharedAddress(&shared_.staged), parity);
+      parity ^= 1;
       if (args_.plan.splits == 1) {
 #pragma unroll
         for (int tile = 0; tile < Config::kTiles; ++tile) {
@@ -345,6 +344,8 @@ class ProjectBlock {
       } else if constexpr (Config::kExchangeBytes != 0) {
         Meet(d, first_tile, warp, row);
       }
+      __syncwarp();
+      if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.finished));
     });
   }
 
@@ -382,11 +383,38 @@ class ProjectBlock {
     ForEachStage(first, first + args_.plan.a_chunks, f);
   }
 
-  // Of W, before the shrink.
+  __device__ void WaitForTables() const {
+    if constexpr (kAdapted) BarrierWait(SharedAddress(&shared_.tables_filled), 0);
+  }
+
+  // Whether any of the adapters has factors here.
+  __device__ bool HasShares() const { return kAdapted && tables_.boxes > 0; }
+
   __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
-  __device__ int LeadChunks() const {
-    return min(LeadStages() * Config::kStageChunks,
-               FirstChunk(args_.plan, split_ + 1) - FirstChunk(args_.plan, split_));
+
+  // f(first chunk, end, is lead) of W over a panel of this block: of its first one what comes
+  // before the shrink, maybe nothing, then the rest. A block without a panel has chunks of neither.
+  // Which they are depends on no table, so that a batch's first stages need not wait for those.
+  template <typename F>
+  __device__ void ForEachPiece(bool first, F f) const {
+    const int begin = FirstChunk(args_.plan, split_);
+    const int end = HasPanel() ? FirstChunk(args_.plan, split_ + 1) : begin;
+    const bool has_lead = first && kAdapted;
+    const int middle = has_lead ? min(begin + LeadStages() * Config::kStageChunks, end) : begin;
+#pragma unroll 1
+    for (int piece = has_lead ? 0 : 1; piece < 2; ++piece) {
+      f(piece == 0 ? begin : middle, piece == 0 ? middle : end, piece == 0);
+    }
+  }
+
+  // Warp `stager` of kBatchWarps - 1: keeps what a panel's end needs.
+  __device__ void StageFinish(int row, int panel, int stager) const {
+    constexpr int kStagers = Config::kBatchWarps - 1;
+    if (panel > 0) BarrierWait(SharedAddress(&shared_.finished), (panel - 1) & 1);
+    WaitForTables();
+    finish_.Stage(row, 32 * stager + lane_, 32 * kStagers);
+    __syncwarp();
+    if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.staged));
   }
 
   // Warp `adder` of kAdders: this block's part of h, once all shares are there.
@@ -398,10 +426,10 @@ class ProjectBlock {
       SignalRelease(&args_.signals->shares);
       SpinUntil(&args_.signals->shares, gridDim.x);
     }
-    NamedBarrier(2, 32 * kAdders);
+    NamedBarrier(3, 32 * kAdders);
     AddShares(args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
               static_cast<int>(gridDim.x) * kAdders);
-    NamedBarrier(2, 32 * kAdders);
+    NamedBarrier(3, 32 * kAdders);
     if (leads) SignalRelease(&args_.signals->h);
   }
 
@@ -410,12 +438,13 @@ class ProjectBlock {
   // the last two phases apart only.
   __device__ void MeetForH(int producer) const {
     if (producer == 1 && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
-    NamedBarrier(3, 32 * Config::kBatchWarps);
+    NamedBarrier(4, 32 * Config::kBatchWarps);
   }
 
-  // One thread of a warp that needs no signals any more: the last one leaves them as it found them.
+  // The thread that waits for signals, when it needs none any more: the last block leaves them as
+  // it found them.
   __device__ void Leave() const {
-    if (atomicAdd(&args_.signals->left, 1) == Config::kBatchWarps * gridDim.x - 1) {
+    if (atomicAdd(&args_.signals->left, 1) == gridDim.x - 1) {
       *args_.signals = LinearSignals();
     }
   }
@@ -423,18 +452,22 @@ class ProjectBlock {
   __device__ int Cluster() const {
     return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
   }
-  // A launch may have more blocks than panels, for the shrink.
-  __device__ bool HasPanel() const { return Cluster() * args_.siblings < args_.plan.panels; }
+  // A launch that takes adapters may have more blocks than panels, for the shrink.
+  __device__ bool HasPanel() const {
+    return !kAdapted || Cluster() * args_.siblings < args_.plan.panels;
+  }
 
   // f(panel's cluster as its first row of W, the block's own first row, whether it is the block's
-  // first panel). Blocks of a cluster go through the same number of panels and the same stages.
+  // first panel), once for a block without one too. Blocks of a cluster go through the same number
+  // of panels and the same stages.
   template <typename F>
   __device__ void ForEachPanel(F f) const {
     const int clusters = static_cast<int>(gridDim.x >> args_.plan.log_splits) / args_.siblings;
     const int group_rows = args_.siblings * kPanel;
     bool first = true;
 #pragma unroll 1
-    for (int group = Cluster(); group * args_.siblings < args_.plan.panels; group += clusters) {
+    for (int group = Cluster(); first || group * args_.siblings < args_.plan.panels;
+         group += clusters) {
       f(group * group_rows, group * group_rows + sibling_ * kPanel, first);
       first = false;
     }
@@ -451,23 +484,27 @@ class ProjectBlock {
     return row < args_.part_begin[part + 1] && row + kPanel > args_.part_begin[part];
   }
 
-  // Columns k0.. of h, zero in rows outside of the segment: of the tiles that have rows of it. Each
-  // warp's share.
-  __device__ void CopyH(uint32_t tile, int segment, int part, int k0, int producer) const {
+  // Columns k0.. of h, zero in rows outside of the segment: of the tiles that have rows of it. One
+  // warp, four rows at a time.
+  __device__ void CopyH(uint32_t tile, int segment, int part, int k0) const {
     const int unit = lane_ % 8;
     const int k = k0 + unit * 8;
     const bool in_rank = k < tables_.rank[part][segment];
     const int begin = tables_.begin[segment];
-    const int end = tables_.end[segment];
-    const int first = begin / 64 * 64;
-    const int last = min((end + 63) / 64 * 64, args_.x_rows);
+    const uint32_t count = in_rank ? tables_.end[segment] - begin : 0;
+    const int last = min((tables_.end[segment] + 63) / 64 * 64, args_.x_rows);
     const __nv_bfloat16* h =
         args_.h + static_cast<int64_t>(part) * args_.p.rows * args_.ldh + (in_rank ? k : 0);
+    int row = begin / 64 * 64 + lane_ / 8;
+    const __nv_bfloat16* from = h + static_cast<int64_t>(row) * args_.ldh;
+    const int64_t step = 4 * static_cast<int64_t>(args_.ldh);
+    uint32_t to = tile + row * 128 + ((unit ^ row) % 8 << 4);
 #pragma unroll 4
-    for (int row = first + 4 * producer + lane_ / 8; row < last; row += 4 * Config::kBatchWarps) {
-      const bool valid = in_rank && row >= begin && row < end;
-      CopyAsync16(tile + row * 128 + ((unit ^ (row & 7)) << 4),
-                  valid ? h + static_cast<int64_t>(row) * args_.ldh : h, valid);
+    for (; row < last; row += 4) {
+      const bool valid = static_cast<uint32_t>(row - begin) < count;
+      CopyAsync16(to, valid ? from : h, valid);
+      from += step;
+      to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
     }
   }
 
@@ -493,18 +530,16 @@ class ProjectBlock {
   // This warpgroup's part of the block's share of the shrink: of its tiles of the batch.
   __device__ void MultiplyShare(int first_tile, int warp) {
     ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
-      // Tensor-core code wants to know its registers: one loop for each case.
+      // Tensor-core code wants to know its registers: one loop for each case. What it computes of
+      // boxes beyond the group's is not used.
+      constexpr int kFew = Config::kMaxBoxes == 4 && kM == 1 ? 2 : Config::kMaxBoxes;
       const int boxes = __shfl_sync(0xFFFFFFFF, group.boxes, 0);
       if (group.first_tile >= first_tile + Config::kTiles || group.last_tile < first_tile) {
         Skip(args_.plan.a_chunks);
-      } else if (boxes == 1) {
-        MultiplyBoxes<1>(group, first_tile, warp);
-      } else if (Config::kMaxBoxes == 2 || boxes == 2) {
-        MultiplyBoxes<std::min(2, Config::kMaxBoxes)>(group, first_tile, warp);
-      } else if (Config::kMaxBoxes == 3 || boxes == 3) {
-        MultiplyBoxes<std::min(3, Config::kMaxBoxes)>(group, first_tile, warp);
+      } else if (boxes <= kFew) {
+        MultiplyBoxes<kFew>(group, first_tile, warp);
       } else {
-        MultiplyBoxes<std::min(4, Config::kMaxBoxes)>(group, first_tile, warp);
+        MultiplyBoxes<Config::kMaxBoxes>(group, first_tile, warp);
       }
     });
     __syncwarp();
@@ -523,6 +558,7 @@ class ProjectBlock {
       if (first_tile + tile < group.first_tile || first_tile + tile > group.last_tile) continue;
 #pragma unroll
       for (int i = 0; i < kBoxes; ++i) {
+        if (i >= group.boxes) break;
         StoreShare(args_, tables_, &sums[tile][i * kLinearBoxRows / 2],
                    64 * (first_tile + tile) + 16 * (warp % 4), group.box[i]);
       }
@@ -654,9 +690,6 @@ class ProjectBlock {
   const int split_;
   const int sibling_;
   const int lane_;
-  // Where the block's share of the shrink comes: before its first panel, or after that one's lead.
-  bool shares_first_ = false;
-  bool shares_later_ = false;
   int started_ = 0;  // stages of the first panel that StartWeights fetched
 };
 
@@ -671,23 +704,35 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
   LaunchDependents();
   Block block(args, shared, dynamic);
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+  const bool is_consumer = warp < Config::kConsumerWarps;
   const bool is_weight_producer = warp == Config::kConsumerWarps && threadIdx.x % 32 == 0;
+  const bool is_cluster = args.siblings << args.plan.log_splits > 1;
   if (warp == Config::kConsumerWarps) {
     Block::InitBarriers(args, shared);
+    NamedBarrierArrive(1, Config::kThreads);
+    if (is_cluster) ClusterArrive();
     if (is_weight_producer) {
       block.StartWeights(w_map);
       PrefetchTensorMap(x_map);
     }
-  } else if (kAdapted && warp < Config::kConsumerWarps) {
-    FillTables(args, shared.tables);
-    NamedBarrier(1, 32 * Config::kConsumerWarps);
-    if (warp == 0) NumberBoxes(args, shared.tables);
+    __syncwarp();
+  } else {
+    LinearSegment segment;
+    if (kAdapted && is_consumer) segment = LoadSegment(args);
+    NamedBarrier(1, Config::kThreads);  // barriers are made
+    if (is_cluster) ClusterArrive();
+    if (kAdapted && is_consumer) {
+      FillTables(args, shared.tables, segment);
+      NamedBarrier(2, 32 * Config::kConsumerWarps);
+      if (warp == 0) {
+        NumberBoxes(args, shared.tables);
+        __syncwarp();
+        if (threadIdx.x == 0) BarrierArrive(SharedAddress(&shared.tables_filled));
+      }
+    }
   }
-  __syncthreads();
-  if constexpr (kAdapted) block.PlaceShare();
-  const bool is_cluster = args.siblings << args.plan.log_splits > 1;
-  if (is_cluster) ClusterBarrier();
-  if (warp < Config::kConsumerWarps) {
+  if (is_cluster) ClusterWait();
+  if (is_consumer) {
     if constexpr (Config::kMovesRegisters) IncreaseRegisters<Config::kConsumerRegisters>();
     block.Consume();
   } else {

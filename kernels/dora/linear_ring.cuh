@@ -14,14 +14,14 @@ struct LinearRingBarriers {
   uint64_t batch_full[kMaxStages];
   uint64_t empty[kMaxStages];
 
-  // One warp: what a single thread does one after the other is waited for. Arrivals that bring a
-  // stage's batch, and that give a stage back.
-  __device__ void Init(int stages, int producers, int users) {
+  // One warp: what a single thread does one after the other is waited for. One arrival brings a
+  // stage's weights, one its batch; `users` give it back.
+  __device__ void Init(int stages, int users) {
     static_assert(kMaxStages <= 32);
     const int i = static_cast<int>(threadIdx.x % 32);
     if (i < stages) {
       BarrierInit(SharedAddress(&weights_full[i]), 1);
-      BarrierInit(SharedAddress(&batch_full[i]), producers);
+      BarrierInit(SharedAddress(&batch_full[i]), 1);
       BarrierInit(SharedAddress(&empty[i]), users);
     }
   }

@@ -35,7 +35,7 @@ __device__ inline void ForEachGroup(const LinearArgs& args, const LinearTables& 
 #pragma unroll
     for (int i = 0; i < kMaxBoxes; ++i) {
       if (i >= group.boxes) break;
-      group.box[i] = BoxAt(args, tables, next + i);
+      group.box[i] = OwnBox(args, tables, next + i);
       const int segment = group.box[i].segment;
       const int first_tile = tables.begin[segment] / 64;
       const int last_tile = (tables.end[segment] - 1) / 64;

@@ -10,11 +10,21 @@
 
 namespace dorad::kernels {
 
+// A box of A.
+struct LinearBox {
+  int16_t segment;
+  int16_t part;
+  int32_t row;  // of A, the first one
+};
+
 struct LinearTables {
+  static constexpr int kOwnBoxes = 32;
+
   int32_t segments;  // at least 1
   // Boxes of kLinearBoxRows rows of A, of all factors: one of each part and segment, by part.
   int32_t boxes;
   int32_t share[2];                                             // [first, end) of this block's
+  LinearBox own[kOwnBoxes];                                     // the first ones of these
   int16_t first_box[kDoraLinearMaxParts * kDoraLinearMaxRows];  // of each factor
   int32_t slot[kDoraLinearMaxRows];
   int16_t begin[kDoraLinearMaxRows];
@@ -31,14 +41,27 @@ __device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, in
   return args.p.maps + 2 * ModuleIndex(args, slot, part);
 }
 
+// What a thread of FillTables asks for first of all: its segment and how many there are.
+struct LinearSegment {
+  RowSegment segment = {-1, 0, 0};
+  int count = 0;
+};
+
+__device__ inline LinearSegment LoadSegment(const LinearArgs& args) {
+  LinearSegment loaded;
+  // Before it is known whether there are that many: one wait less.
+  if (threadIdx.x < args.p.rows) loaded.segment = args.p.segments[threadIdx.x];
+  loaded.count = *args.p.num_segments;
+  return loaded;
+}
+
 // The first threads of a block, as many as the batch has rows at least. Leaves the boxes to
 // NumberBoxes.
-__device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) {
+__device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
+                                  const LinearSegment& loaded) {
   const int rows = args.p.rows;
-  // Loaded before it is known whether there are that many: one wait less.
-  RowSegment segment = {-1, 0, 0};
-  if (threadIdx.x < rows) segment = args.p.segments[threadIdx.x];
-  const int count = max(min(*args.p.num_segments, rows), 1);
+  const RowSegment& segment = loaded.segment;
+  const int count = max(min(loaded.count, rows), 1);
   if (threadIdx.x == 0) tables.segments = count;
   const int i = static_cast<int>(threadIdx.x);
   if (i < count) {
@@ -48,11 +71,16 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables) 
     tables.begin[i] = static_cast<int16_t>(begin);
     tables.end[i] = static_cast<int16_t>(end);
     const bool used = segment.slot >= 0 && end > begin && args.p.max_rank > 0;
-#pragma unroll 1
-    for (int part = 0; part < args.p.shape.parts; ++part) {
-      int rank = 0;
-      if (used) rank = args.p.table.factors[ModuleIndex(args, segment.slot, part)].rank;
-      tables.rank[part][i] = static_cast<int16_t>((rank + 7) / 8 * 8);
+    int rank[kDoraLinearMaxParts] = {};
+#pragma unroll
+    for (int part = 0; part < kDoraLinearMaxParts; ++part) {
+      if (used && part < args.p.shape.parts) {
+        rank[part] = args.p.table.factors[ModuleIndex(args, segment.slot, part)].rank;
+      }
+    }
+#pragma unroll
+    for (int part = 0; part < kDoraLinearMaxParts; ++part) {
+      tables.rank[part][i] = static_cast<int16_t>((rank[part] + 7) / 8 * 8);
     }
   }
 }
@@ -70,6 +98,30 @@ __device__ inline LinearFactor FactorAt(const LinearTables& tables, int factor) 
 
 __device__ inline int BoxesOf(const LinearTables& tables, const LinearFactor& factor) {
   return (tables.rank[factor.part][factor.segment] + kLinearBoxRows - 1) / kLinearBoxRows;
+}
+
+// The last of `count` ascending values that is not more than `value`; the first one is not.
+__device__ inline int LastNotAfter(const int16_t* values, int count, int value) {
+  int first = 0;
+#pragma unroll 1
+  while (count > 1) {
+    const int half = count / 2;
+    if (values[first + half] <= value) {
+      first += half;
+      count -= half;
+    } else {
+      count = half;
+    }
+  }
+  return first;
+}
+
+// A box by its number, of all.
+__device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& tables, int box) {
+  const int factor = LastNotAfter(tables.first_box, args.p.shape.parts * tables.segments, box);
+  const LinearFactor at = FactorAt(tables, factor);
+  return {static_cast<int16_t>(at.segment), static_cast<int16_t>(at.part),
+          (box - tables.first_box[factor]) * kLinearBoxRows};
 }
 
 // One warp, when the rest is filled: numbers the boxes and deals them evenly to the launch's teams
@@ -95,35 +147,17 @@ __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables)
   const int teams = static_cast<int>(gridDim.x) / kLinearSlices;
   const int team = static_cast<int>(blockIdx.x) / kLinearSlices;
   if (lane < 2) tables.share[lane] = team < teams ? boxes * (team + lane) / teams : boxes;
-}
-
-// The last of `count` ascending values that is not more than `value`; the first one is not.
-__device__ inline int LastNotAfter(const int16_t* values, int count, int value) {
-  int first = 0;
-#pragma unroll 1
-  while (count > 1) {
-    const int half = count / 2;
-    if (values[first + half] <= value) {
-      first += half;
-      count -= half;
-    } else {
-      count = half;
-    }
+  __syncwarp();
+  const int box = tables.share[0] + lane;
+  if (lane < LinearTables::kOwnBoxes && box < tables.share[1]) {
+    tables.own[lane] = BoxAt(args, tables, box);
   }
-  return first;
 }
 
-// A box of A.
-struct LinearBox {
-  int segment;
-  int part;
-  int row;  // of A, the first one
-};
-
-__device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& tables, int box) {
-  const int factor = LastNotAfter(tables.first_box, args.p.shape.parts * tables.segments, box);
-  const LinearFactor at = FactorAt(tables, factor);
-  return {at.segment, at.part, (box - tables.first_box[factor]) * kLinearBoxRows};
+// The same for one of this block's.
+__device__ inline LinearBox OwnBox(const LinearArgs& args, const LinearTables& tables, int box) {
+  const int i = box - tables.share[0];
+  return i < LinearTables::kOwnBoxes ? tables.own[i] : BoxAt(args, tables, box);
 }
 
 // The segment that a row of the batch is of.

@@ -133,16 +133,21 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
   }
 }
 
-void Meet(Meeting& meeting, int count) {
+int Arrive(Meeting& meeting, int count) {
   const int generation = meeting.generation;
   if (++meeting.arrived == count) {
     meeting.arrived = 0;
     ++meeting.generation;
     Emulator::Get().Progress();
-  } else {
-    while (meeting.generation == generation) Emulator::Get().Yield();
   }
+  return generation;
 }
+
+void Await(const Meeting& meeting, int generation) {
+  while (meeting.generation == generation) Emulator::Get().Yield();
+}
+
+void Meet(Meeting& meeting, int count) { Await(meeting, Arrive(meeting, count)); }
 
 void CheckPhase(Barrier& barrier) {
   if (barrier.pending < 0) Fail("more arrivals than a phase takes");

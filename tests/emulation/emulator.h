@@ -85,6 +85,7 @@ struct Thread {
   std::vector<unsigned char> stack;
   Block* block = nullptr;
   unsigned index = 0;
+  int cluster_arrival = 0;  // what ClusterWait waits for
   bool done = false;
 };
 
@@ -140,8 +141,10 @@ class Emulator {
 };
 
 inline Block& ThisBlock() { return *Emulator::Get().thread().block; }
-// Until `count` threads have come.
+// Until `count` threads have come; or in two steps, of which the first tells what to wait for.
 void Meet(Meeting& meeting, int count);
+int Arrive(Meeting& meeting, int count);
+void Await(const Meeting& meeting, int generation);
 // A phase ends when nobody is awaited and no copy owes bytes.
 void CheckPhase(Barrier& barrier);
 

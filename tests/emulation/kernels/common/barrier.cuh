@@ -153,9 +153,21 @@ inline void WaitForPrevious() {
 inline void NamedBarrier(int id, int threads) {
   emulation::Meet(emulation::ThisBlock().named[id], threads);
 }
-inline void ClusterBarrier() {
+inline void NamedBarrierArrive(int id, int threads) {
+  emulation::Arrive(emulation::ThisBlock().named[id], threads);
+}
+inline void ClusterArrive() {
   const emulation::Block& block = emulation::ThisBlock();
-  emulation::Meet(*block.cluster_meeting, block.threads * static_cast<int>(block.cluster->size()));
+  emulation::Emulator::Get().thread().cluster_arrival = emulation::Arrive(
+      *block.cluster_meeting, block.threads * static_cast<int>(block.cluster->size()));
+}
+inline void ClusterWait() {
+  emulation::Await(*emulation::ThisBlock().cluster_meeting,
+                   emulation::Emulator::Get().thread().cluster_arrival);
+}
+inline void ClusterBarrier() {
+  ClusterArrive();
+  ClusterWait();
 }
 inline void SignalRelease(uint32_t* counter) {
   ++*counter;
