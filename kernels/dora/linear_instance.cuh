@@ -15,8 +15,12 @@ namespace dorad::kernels {
 inline constexpr int kSharedBytes = 227 * 1024 - 256;
 inline constexpr int kAlignBytes = 1024;  // of the ring
 
-// Weights on their way to a block at once: some three times what latency times bandwidth asks for.
+// Weights on their way to a block at once. A launch that many weights keep busy is the faster the
+// more there are; one of few waits for h, whose ways are the shorter the fewer are queued before
+// them. Some 40 KB are what latency times bandwidth asks for.
 inline constexpr int kFlightBytes = 96 * 1024;
+inline constexpr int kShortFlightBytes = 48 * 1024;
+inline constexpr int kShortBytes = 512 * 1024;  // of weights, of a block
 
 // What a block has in dynamic shared memory: a ring of stages, and what follows it.
 struct RingFit {
@@ -72,7 +76,10 @@ cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
   static_assert(AlwaysFits<kM, kPanel, kAdapted>());
   const RingFit fit = FitRing<kM, kPanel, kAdapted>(args.plan.splits, args.x_rows);
   args.stages = fit.stages;
-  args.flight = std::min(args.stages, std::max(kFlightBytes / Config::kWeightBytes, 2));
+  const bool is_short = kAdapted && kM == 1 &&
+                        args.plan.chunks / args.plan.splits * Config::kChunkBytes < kShortBytes;
+  const int flight_bytes = is_short ? kShortFlightBytes : kFlightBytes;
+  args.flight = std::min(args.stages, std::max(flight_bytes / Config::kWeightBytes, 2));
   const int cluster = args.siblings * args.plan.splits;
   const int groups = CeilDiv(args.plan.panels, args.siblings);
   // With splits there is one panel for a block; else blocks go from one to the next.

@@ -41,6 +41,7 @@ struct ProjectConfig {
   static constexpr int kTiles = kM / kGroups;      // of each
   static constexpr int kConsumerWarps = 4 * kGroups;
   static constexpr int kBatchWarps = kM < 4 && kAdapted ? 7 : 3;
+  static constexpr int kAdders = kBatchWarps - 1;  // while the first one fetches x
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
   static constexpr int kMaxStages = 24;
   // Chunks of K that a stage holds: where they are small, what a stage costs would count.
@@ -53,7 +54,7 @@ struct ProjectConfig {
   // Of weights, before the shrink: what comes while the block finds out which adapters there are.
   // Only where registers hold the sums of both; with larger batches the batch takes longer to come.
   static constexpr int kLeadStages =
-      kM == 1 && kAdapted ? std::max(48 * 1024 / kWeightBytes, 1) : 0;
+      kM == 1 && kAdapted ? std::max(96 * 1024 / kWeightBytes, 1) : 0;
   // More than an even share of the registers for consumers; the others have the rest.
   static constexpr bool kMovesRegisters = kThreads > 256;
   static constexpr int kConsumerRegisters = kThreads == 512 ? 168 : 232;
@@ -97,7 +98,7 @@ class ProjectBlock {
     shared.ring.Init(args.stages, args.siblings * Config::kConsumerWarps);
     if (threadIdx.x % 32 == 0) {
       BarrierInit(SharedAddress(&shared.tables_filled), 1);
-      BarrierInit(SharedAddress(&shared.staged), Config::kBatchWarps - 1);
+      BarrierInit(SharedAddress(&shared.staged), Config::kAdders);
       BarrierInit(SharedAddress(&shared.finished), Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.share), Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.met), 1);
@@ -119,55 +120,23 @@ class ProjectBlock {
     });
   }
 
-  // The whole warp of that thread, before the rest: makes the copy engine read the maps of this
-  // block's factors anew, side by side.
-  __device__ void AcquireFactorMaps() const {
-    WaitForTables();
-#pragma unroll 1
-    for (int i = tables_.share[0] + lane_; i < tables_.share[1]; i += 32) {
-      AcquireTensorMap(FactorMap(OwnBox(args_, tables_, i)));
-    }
-    __syncwarp();
-  }
-
-  // The same thread: all others.
+  // The whole warp of that thread: all others.
   __device__ void ProduceWeights(const CUtensorMap* w_map) {
+    WaitForTables();
     int issued = started_;
     const auto wait_for_room = [&] {
       if (issued >= args_.flight) ring_.WaitArrived(args_.flight);
       ++issued;
       ring_.WaitEmpty();
     };
-    const auto produce_share = [&] {
-      ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
-        const CUtensorMap* maps[Config::kMaxBoxes] = {};
-#pragma unroll
-        for (int i = 0; i < Config::kMaxBoxes; ++i) {
-          if (i >= group.boxes) break;
-          maps[i] = FactorMap(group.box[i]);
-        }
-        // Stages of a few boxes of A are small: as many as the ring takes.
-        ForEachShareStage([&](int chunk, int count) {
-          ++issued;
-          ring_.WaitEmpty();
-          BarrierArriveExpect(ring_.weights_full(), count * group.boxes * Config::kBoxBytes);
-#pragma unroll
-          for (int i = 0; i < Config::kMaxBoxes; ++i) {
-            if (i >= group.boxes) break;
-#pragma unroll 1
-            for (int j = 0; j < count; ++j) {
-              CopyTensorBoxOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
-                                maps[i], (chunk + j) * kLinearStageK, group.box[i].row,
-                                ring_.weights_full());
-            }
-          }
-          ring_.Advance();
-        });
-      });
-    };
     ForEachPanel([&](int group, int row, bool first) {
-      if (first && HasShares()) produce_share();
+      if (kAdapted && first) {
+        AcquireShareMaps();
+        if (lane_ == 0) issued += ProduceShare();
+      }
       if (!HasPanel()) return;
+      if constexpr (kAdapted) AcquireRankMaps(row);
+      if (lane_ != 0) return;
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
@@ -179,7 +148,6 @@ class ProjectBlock {
         if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
         const bool has_part = HasPart(row, part);
         const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
-        if (has_part) AcquireTensorMap(map);
         ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
           wait_for_room();
           if (has_part) {
@@ -258,11 +226,16 @@ class ProjectBlock {
         });
       });
     };
-    // Stages of h are the warps' in turns, at most one of each on its way.
+    // Stages of h are all warps' in turns, at most one of each on its way.
     const int turns = min(Config::kBatchWarps, args_.stages);
     int panel = 0;
     ForEachPanel([&](int group, int row, bool first) {
-      if (producer > 0 && HasPanel()) StageFinish(row, panel++, producer - 1);
+      // No warp may run two rounds of the ring ahead: a barrier tells the last two phases apart
+      // only.
+      if (kAdapted && !first) NamedBarrier(4, 32 * Config::kBatchWarps);
+      if (producer > 0 && HasPanel()) {
+        StageFinish(row, panel++, producer - 1);
+      }
       ForEachPiece(first, [&](int begin, int end, bool is_lead) {
         produce_x(begin, end);
         if (!is_lead) return;
@@ -282,15 +255,15 @@ class ProjectBlock {
           has_met = true;
           if (turn == producer) {
             ring_.WaitEmpty();
-            if (has_part) {
 #pragma unroll 1
-              for (int i = 0; i < count; ++i) {
-                CopyH(ring_.batch() + i * x_bytes_, segment, part, (chunk + i) * kLinearStageK);
-              }
-              BarrierHoldForCopies(ring_.batch_full());
+            for (int i = 0; i < count && has_part; ++i) {
+              const int k = (chunk + i) * kLinearStageK + lane_ % 8 * 8;
+              CopyRows(ring_.batch() + i * x_bytes_,
+                       args_.h + static_cast<int64_t>(part) * args_.p.rows * args_.ldh + k,
+                       args_.ldh, k < tables_.rank[part][segment], tables_.begin[segment],
+                       tables_.end[segment]);
             }
-            __syncwarp();
-            if (lane_ == 0) BarrierArrive(ring_.batch_full());
+            ArriveCopied();
           }
           if (++turn == turns) turn = 0;
           ring_.Advance();
@@ -362,8 +335,57 @@ class ProjectBlock {
     }
   }
 
-  __device__ const CUtensorMap* FactorMap(const LinearBox& box) const {
-    return MapsOf(args_, tables_.slot[box.segment], box.part);
+  // The whole warp makes the copy engine read maps anew, those of this block's part of A,
+  __device__ void AcquireShareMaps() const {
+#pragma unroll 1
+    for (int i = tables_.share[0] + lane_; i < tables_.share[1]; i += 32) {
+      AcquireTensorMap(OwnBox(args_, tables_, i).map);
+    }
+    __syncwarp();
+  }
+
+  // and, while A is on its way, those of B that a panel needs.
+  __device__ void AcquireRankMaps(int row) const {
+#pragma unroll 1
+    for (int i = lane_; i < args_.p.shape.parts * tables_.segments; i += 32) {
+      const LinearFactor at = FactorAt(tables_, i);
+      if (tables_.rank[at.part][at.segment] == 0 || !HasPart(row, at.part)) continue;
+      AcquireTensorMap(MapsOf(args_, tables_.slot[at.segment], at.part) + 1);
+    }
+    __syncwarp();
+  }
+
+  // The thread that fetches weights: the block's part of A. Returns how many stages that were.
+  __device__ int ProduceShare() {
+    int stages = 0;
+    const int end = tables_.share[1];
+#pragma unroll 1
+    for (int next = tables_.share[0]; next < end; next += Config::kMaxBoxes) {
+      const int boxes = min(Config::kMaxBoxes, end - next);
+      LinearBox box[Config::kMaxBoxes];
+#pragma unroll
+      for (int i = 0; i < Config::kMaxBoxes; ++i) {
+        if (i < boxes) box[i] = OwnBox(args_, tables_, next + i);
+      }
+      // Stages of a few boxes are small: as many of them as the ring takes.
+      ForEachShareStage([&](int chunk, int count) {
+        ring_.WaitEmpty();
+        BarrierArriveExpect(ring_.weights_full(), count * boxes * Config::kBoxBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kMaxBoxes; ++i) {
+          if (i >= boxes) break;
+#pragma unroll 1
+          for (int j = 0; j < count; ++j) {
+            CopyTensorBoxOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
+                              box[i].map, (chunk + j) * kLinearStageK, box[i].row,
+                              ring_.weights_full());
+          }
+        }
+        ring_.Advance();
+        ++stages;
+      });
+    }
+    return stages;
   }
 
   __device__ void FetchWeights(const CUtensorMap* w_map, int chunk, int count, int row) {
@@ -407,19 +429,18 @@ class ProjectBlock {
     }
   }
 
-  // Warp `stager` of kBatchWarps - 1: keeps what a panel's end needs.
+  // Warp `stager` of kAdders: keeps what a panel's end needs.
   __device__ void StageFinish(int row, int panel, int stager) const {
-    constexpr int kStagers = Config::kBatchWarps - 1;
     if (panel > 0) BarrierWait(SharedAddress(&shared_.finished), (panel - 1) & 1);
     WaitForTables();
-    finish_.Stage(row, 32 * stager + lane_, 32 * kStagers);
+    finish_.Stage(row, 32 * stager + lane_, 32 * Config::kAdders);
     __syncwarp();
     if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.staged));
   }
 
   // Warp `adder` of kAdders: this block's part of h, once all shares are there.
   __device__ void AddH(int adder) const {
-    constexpr int kAdders = Config::kBatchWarps - 1;
+    constexpr int kAdders = Config::kAdders;
     const bool leads = adder == 0 && lane_ == 0;
     if (leads) {
       BarrierWait(SharedAddress(&shared_.share), 0);
@@ -484,28 +505,31 @@ class ProjectBlock {
     return row < args_.part_begin[part + 1] && row + kPanel > args_.part_begin[part];
   }
 
-  // Columns k0.. of h, zero in rows outside of the segment: of the tiles that have rows of it. One
-  // warp, four rows at a time.
-  __device__ void CopyH(uint32_t tile, int segment, int part, int k0) const {
-    const int unit = lane_ % 8;
-    const int k = k0 + unit * 8;
-    const bool in_rank = k < tables_.rank[part][segment];
-    const int begin = tables_.begin[segment];
-    const uint32_t count = in_rank ? tables_.end[segment] - begin : 0;
-    const int last = min((tables_.end[segment] + 63) / 64 * 64, args_.x_rows);
-    const __nv_bfloat16* h =
-        args_.h + static_cast<int64_t>(part) * args_.p.rows * args_.ldh + (in_rank ? k : 0);
+  // Eight columns for each lane, from `from` in row 0 on, of rows [begin, end) of a matrix of the
+  // batch; zeros in the other rows of their tiles, and if not `in_k`. One warp, four rows at a
+  // time.
+  __device__ void CopyRows(uint32_t tile, const __nv_bfloat16* from, int ld, bool in_k, int begin,
+                           int end) const {
+    const uint32_t count = in_k ? end - begin : 0;
+    const int last = min((end + 63) / 64 * 64, args_.x_rows);
     int row = begin / 64 * 64 + lane_ / 8;
-    const __nv_bfloat16* from = h + static_cast<int64_t>(row) * args_.ldh;
-    const int64_t step = 4 * static_cast<int64_t>(args_.ldh);
-    uint32_t to = tile + row * 128 + ((unit ^ row) % 8 << 4);
+    from += static_cast<int64_t>(row) * ld;
+    const int64_t step = 4 * static_cast<int64_t>(ld);
+    uint32_t to = tile + row * 128 + ((lane_ ^ row) % 8 << 4);
 #pragma unroll 4
     for (; row < last; row += 4) {
       const bool valid = static_cast<uint32_t>(row - begin) < count;
-      CopyAsync16(to, valid ? from : h, valid);
+      CopyAsync16(to, valid ? from : args_.p.x, valid);
       from += step;
       to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
     }
+  }
+
+  // One warp: the stage's batch is there when its copies are.
+  __device__ void ArriveCopied() const {
+    BarrierHoldForCopies(ring_.batch_full());
+    __syncwarp();
+    if (lane_ == 0) BarrierArrive(ring_.batch_full());
   }
 
   // Gives a stage back, to all who fetch into it. One warp.
@@ -738,8 +762,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
   } else {
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<Config::kProducerRegisters>();
     if (warp == Config::kConsumerWarps) {
-      if constexpr (kAdapted) block.AcquireFactorMaps();
-      if (is_weight_producer) block.ProduceWeights(w_map);
+      block.ProduceWeights(w_map);
     } else {
       block.ProduceBatch(x_map, x_tile_map, warp - Config::kConsumerWarps - 1);
     }

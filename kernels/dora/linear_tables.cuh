@@ -12,6 +12,7 @@ namespace dorad::kernels {
 
 // A box of A.
 struct LinearBox {
+  const CUtensorMap* map;
   int16_t segment;
   int16_t part;
   int32_t row;  // of A, the first one
@@ -120,8 +121,8 @@ __device__ inline int LastNotAfter(const int16_t* values, int count, int value) 
 __device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& tables, int box) {
   const int factor = LastNotAfter(tables.first_box, args.p.shape.parts * tables.segments, box);
   const LinearFactor at = FactorAt(tables, factor);
-  return {static_cast<int16_t>(at.segment), static_cast<int16_t>(at.part),
-          (box - tables.first_box[factor]) * kLinearBoxRows};
+  return {MapsOf(args, tables.slot[at.segment], at.part), static_cast<int16_t>(at.segment),
+          static_cast<int16_t>(at.part), (box - tables.first_box[factor]) * kLinearBoxRows};
 }
 
 // One warp, when the rest is filled: numbers the boxes and deals them evenly to the launch's teams
