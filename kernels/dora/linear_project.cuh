@@ -57,8 +57,11 @@ struct ProjectConfig {
       kM == 1 && kAdapted ? std::max(96 * 1024 / kWeightBytes, 1) : 0;
   // More than an even share of the registers for consumers; the others have the rest.
   static constexpr bool kMovesRegisters = kThreads > 256;
-  static constexpr int kConsumerRegisters = kThreads == 512 ? 168 : 232;
-  static constexpr int kProducerRegisters = kThreads == 512 ? 88 : kGroups == 1 ? 136 : 40;
+  static constexpr int kProducerRegisters = kM == 4 ? (kPanel <= 64 ? 56 : 40) : kM == 2 ? 88 : 136;
+  static constexpr int kEvenRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerGroups = kThreads / 128 - kGroups;
+  static constexpr int kConsumerRegisters =
+      (kThreads / 128 * kEvenRegisters - kProducerGroups * kProducerRegisters) / kGroups;
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
 };
@@ -75,6 +78,7 @@ class ProjectBlock {
     uint64_t tables_filled;
     uint64_t staged;    // bias and magnitudes of a panel are there
     uint64_t finished;  // and are not needed any more
+    uint64_t acquired;  // maps of B that a panel needs
     uint64_t share;     // this block's share of the shrink is in device memory
     uint64_t met;       // the other split's sums have come
     typename Finish::Shared finish;
@@ -100,6 +104,7 @@ class ProjectBlock {
       BarrierInit(SharedAddress(&shared.tables_filled), 1);
       BarrierInit(SharedAddress(&shared.staged), Config::kAdders);
       BarrierInit(SharedAddress(&shared.finished), Config::kConsumerWarps);
+      BarrierInit(SharedAddress(&shared.acquired), 1);
       BarrierInit(SharedAddress(&shared.share), Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.met), 1);
     }
@@ -124,6 +129,7 @@ class ProjectBlock {
   __device__ void ProduceWeights(const CUtensorMap* w_map) {
     WaitForTables();
     int issued = started_;
+    uint32_t parity = 0;
     const auto wait_for_room = [&] {
       if (issued >= args_.flight) ring_.WaitArrived(args_.flight);
       ++issued;
@@ -134,9 +140,7 @@ class ProjectBlock {
         AcquireShareMaps();
         if (lane_ == 0) issued += ProduceShare();
       }
-      if (!HasPanel()) return;
-      if constexpr (kAdapted) AcquireRankMaps(row);
-      if (lane_ != 0) return;
+      if (!HasPanel() || lane_ != 0) return;
       ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
                    FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
                      wait_for_room();
@@ -144,6 +148,8 @@ class ProjectBlock {
                    });
       started_ = 0;
       if constexpr (!kAdapted) return;
+      BarrierWait(SharedAddress(&shared_.acquired), parity);
+      parity ^= 1;
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
         const bool has_part = HasPart(row, part);
@@ -234,6 +240,7 @@ class ProjectBlock {
       // only.
       if (kAdapted && !first) NamedBarrier(4, 32 * Config::kBatchWarps);
       if (producer > 0 && HasPanel()) {
+        if (kAdapted && producer == 1) AcquireRankMaps(row);
         StageFinish(row, panel++, producer - 1);
       }
       ForEachPiece(first, [&](int begin, int end, bool is_lead) {
@@ -344,8 +351,9 @@ class ProjectBlock {
     __syncwarp();
   }
 
-  // and, while A is on its way, those of B that a panel needs.
+  // and, beside it, those of B that a panel needs.
   __device__ void AcquireRankMaps(int row) const {
+    WaitForTables();
 #pragma unroll 1
     for (int i = lane_; i < args_.p.shape.parts * tables_.segments; i += 32) {
       const LinearFactor at = FactorAt(tables_, i);
@@ -353,6 +361,7 @@ class ProjectBlock {
       AcquireTensorMap(MapsOf(args_, tables_.slot[at.segment], at.part) + 1);
     }
     __syncwarp();
+    if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.acquired));
   }
 
   // The thread that fetches weights: the block's part of A. Returns how many stages that were.
@@ -735,12 +744,10 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
     Block::InitBarriers(args, shared);
     NamedBarrierArrive(1, Config::kThreads);
     if (is_cluster) ClusterArrive();
-    if (is_weight_producer) {
-      block.StartWeights(w_map);
-      PrefetchTensorMap(x_map);
-    }
+    if (is_weight_producer) block.StartWeights(w_map);
     __syncwarp();
   } else {
+    if (threadIdx.x == 0) PrefetchTensorMap(x_map);
     LinearSegment segment;
     if (kAdapted && is_consumer) segment = LoadSegment(args);
     NamedBarrier(1, Config::kThreads);  // barriers are made
