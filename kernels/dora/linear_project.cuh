@@ -78,7 +78,7 @@ class ProjectBlock {
     uint64_t tables_filled;
     uint64_t staged;    // bias and magnitudes of a panel are there
     uint64_t finished;  // and are not needed any more
-    uint64_t acquired;  // maps of B that a panel needs
+    uint64_t acquired;  // the maps of B
     uint64_t share;     // this block's share of the shrink is in device memory
     uint64_t met;       // the other split's sums have come
     typename Finish::Shared finish;
@@ -101,7 +101,7 @@ class ProjectBlock {
   __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
     shared.ring.Init(args.stages, args.siblings * Config::kConsumerWarps);
     if (threadIdx.x % 32 == 0) {
-      BarrierInit(SharedAddress(&shared.tables_filled), 1);
+      BarrierInit(SharedAddress(&shared.tables_filled), 32);
       BarrierInit(SharedAddress(&shared.staged), Config::kAdders);
       BarrierInit(SharedAddress(&shared.finished), Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.acquired), 1);
@@ -129,7 +129,6 @@ class ProjectBlock {
   __device__ void ProduceWeights(const CUtensorMap* w_map) {
     WaitForTables();
     int issued = started_;
-    uint32_t parity = 0;
     const auto wait_for_room = [&] {
       if (issued >= args_.flight) ring_.WaitArrived(args_.flight);
       ++issued;
@@ -148,8 +147,7 @@ class ProjectBlock {
                    });
       started_ = 0;
       if constexpr (!kAdapted) return;
-      BarrierWait(SharedAddress(&shared_.acquired), parity);
-      parity ^= 1;
+      BarrierWait(SharedAddress(&shared_.acquired), 0);
       ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
         if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
         const bool has_part = HasPart(row, part);
@@ -240,7 +238,7 @@ class ProjectBlock {
       // only.
       if (kAdapted && !first) NamedBarrier(4, 32 * Config::kBatchWarps);
       if (producer > 0 && HasPanel()) {
-        if (kAdapted && producer == 1) AcquireRankMaps(row);
+        if (kAdapted && first && producer == 1) AcquireRankMaps();
         StageFinish(row, panel++, producer - 1);
       }
       ForEachPiece(first, [&](int begin, int end, bool is_lead) {
@@ -351,13 +349,13 @@ class ProjectBlock {
     __syncwarp();
   }
 
-  // and, beside it, those of B that a panel needs.
-  __device__ void AcquireRankMaps(int row) const {
+  // and, beside it, those of B, once for all panels.
+  __device__ void AcquireRankMaps() const {
     WaitForTables();
 #pragma unroll 1
     for (int i = lane_; i < args_.p.shape.parts * tables_.segments; i += 32) {
       const LinearFactor at = FactorAt(tables_, i);
-      if (tables_.rank[at.part][at.segment] == 0 || !HasPart(row, at.part)) continue;
+      if (tables_.rank[at.part][at.segment] == 0) continue;
       AcquireTensorMap(MapsOf(args_, tables_.slot[at.segment], at.part) + 1);
     }
     __syncwarp();
@@ -757,8 +755,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
       NamedBarrier(2, 32 * Config::kConsumerWarps);
       if (warp == 0) {
         NumberBoxes(args, shared.tables);
-        __syncwarp();
-        if (threadIdx.x == 0) BarrierArrive(SharedAddress(&shared.tables_filled));
+        BarrierArrive(SharedAddress(&shared.tables_filled));
       }
     }
   }
