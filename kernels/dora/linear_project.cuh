@@ -102,8 +102,8 @@ class ProjectBlock {
     shared.ring.Init(args.stages, args.siblings * Config::kConsumerWarps);
     if (threadIdx.x % 32 == 0) {
       BarrierInit(SharedAddress(&shared.tables_filled), 32);
-      BarrierInit(SharedAddress(&shared.staged), Config::kAdders);
-      BarrierInit(SharedAddress(&shared.finished), Config::kConsumerWarps);
+      BarrierInit(SharedAddress(&shared.staged), 32 * Config::kAdders);
+      BarrierInit(SharedAddress(&shared.finished), 32 * Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.acquired), 1);
       BarrierInit(SharedAddress(&shared.share), Config::kConsumerWarps);
       BarrierInit(SharedAddress(&shared.met), 1);
@@ -158,10 +158,10 @@ class ProjectBlock {
             BarrierArriveExpect(ring_.weights_full(), count * Config::kChunkBytes);
             // Rows of other parts are out of bounds: zero.
 #pragma unroll 1
-            for (int box = 0; box < count * kPanel; box += kLinearBoxRows) {
-              CopyTensorBoxOnce(ring_.weights() + box * 2 * kLinearStageK, map,
-                                (chunk + box / kPanel) * kLinearStageK,
-                                row + box % kPanel - args_.part_begin[part], ring_.weights_full());
+            for (int i = 0; i < count; ++i) {
+              FetchBoxes<kPanel / kLinearBoxRows>(ring_.weights() + i * Config::kChunkBytes, map,
+                                                  (chunk + i) * kLinearStageK,
+                                                  row - args_.part_begin[part]);
             }
           } else {
             BarrierArrive(ring_.weights_full());
@@ -322,8 +322,7 @@ class ProjectBlock {
       } else if constexpr (Config::kExchangeBytes != 0) {
         Meet(d, first_tile, warp, row);
       }
-      __syncwarp();
-      if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.finished));
+      BarrierArrive(SharedAddress(&shared_.finished));
     });
   }
 
@@ -405,6 +404,16 @@ class ProjectBlock {
     ring_.Advance();
   }
 
+  // So many boxes of B, below each other. Unrolled: one thread does this for all.
+  template <int kBoxes>
+  __device__ void FetchBoxes(uint32_t to, const CUtensorMap* map, int column, int row) const {
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      CopyTensorBoxOnce(to + i * Config::kBoxBytes, map, column, row + i * kLinearBoxRows,
+                        ring_.weights_full());
+    }
+  }
+
   // The stages of this block's slice of K in the shrink, of one group. Chunks beyond K are zero.
   template <typename F>
   __device__ void ForEachShareStage(F f) const {
@@ -441,8 +450,7 @@ class ProjectBlock {
     if (panel > 0) BarrierWait(SharedAddress(&shared_.finished), (panel - 1) & 1);
     WaitForTables();
     finish_.Stage(row, 32 * stager + lane_, 32 * Config::kAdders);
-    __syncwarp();
-    if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.staged));
+    BarrierArrive(SharedAddress(&shared_.staged));
   }
 
   // Warp `adder` of kAdders: this block's part of h, once all shares are there.
@@ -455,8 +463,9 @@ class ProjectBlock {
       SpinUntil(&args_.signals->shares, gridDim.x);
     }
     NamedBarrier(3, 32 * kAdders);
-    AddShares(args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
-              static_cast<int>(gridDim.x) * kAdders);
+    AddShares < Config::kProducerRegisters<88 ? 4 : 8>(
+                    args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
+                    static_cast<int>(gridDim.x) * kAdders);
     NamedBarrier(3, 32 * kAdders);
     if (leads) SignalRelease(&args_.signals->h);
   }

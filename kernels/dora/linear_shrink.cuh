@@ -73,7 +73,9 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
   }
 }
 
-// Adds up this warp's part of h. `warp` of `warps` of all blocks; all shares are there.
+// Adds up this warp's part of h, kAtOnce slices at once: each time is a way to L2 and back. `warp`
+// of `warps` of all blocks; all shares are there.
+template <int kAtOnce>
 __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables, int warp,
                                  int warps) {
   constexpr int kRows = 4;  // of the batch, 32 columns each
@@ -95,7 +97,6 @@ __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tab
       const int column = (next - base) / groups * kLinearBoxRows + lane % 8 * 4;
       if (row >= end || column >= tables.rank[part][segment]) continue;
       const float scale = args.p.table.factors[ModuleIndex(args, tables.slot[segment], part)].scale;
-      constexpr int kAtOnce = 4;
       float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
       for (int slice = 0; slice < kLinearSlices; slice += kAtOnce) {

@@ -43,7 +43,10 @@ def _score(client: "wire.Wire") -> None:
     call = client.inference.Score.future(request)
     time.sleep(0.05)
     _report()
-    call.result()
+    # A GPU may be done before the kill: then again.
+    while True:
+        call.result()
+        call = client.inference.Score.future(request)
 
 
 def _publish(client: "wire.Wire") -> None:
