@@ -1,5 +1,5 @@
 // h = s · (A x) for all adapters of a batch, made by the blocks of a projection before they need
-// it: see linear_project.cuh, which multiplies.
+// it: linear_consume.cuh multiplies.
 //
 // Boxes of kLinearBoxRows rows of A, of all parts and segments, are dealt evenly to teams of
 // kLinearSlices blocks, a slice of K for each. A block takes a few boxes at once, so that x is

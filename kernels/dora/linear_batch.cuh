@@ -1,0 +1,219 @@
+// The warps of a block that fetch x, add up h and copy it: linear_project.cuh.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include "kernels/dora/linear_block.cuh"
+
+namespace dorad::kernels {
+
+template <int kM, int kPanel, bool kAdapted>
+class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
+  using Block = ProjectBlock<kM, kPanel, kAdapted>;
+  using Config = typename Block::Config;
+  using Block::args_;
+  using Block::finish_;
+  using Block::ForEachPanel;
+  using Block::ForEachPiece;
+  using Block::ForEachRank;
+  using Block::ForEachShareStage;
+  using Block::ForEachStage;
+  using Group = typename Block::Group;
+  using Block::HasPanel;
+  using Block::HasPart;
+  using Block::HasShares;
+  using Block::kTileBytes;
+  using Block::lane_;
+  using Block::ring_;
+  using Block::shared_;
+  using Block::sibling_;
+  using Block::split_;
+  using Block::tables_;
+  using Block::WaitForTables;
+  using Block::x_bytes_;
+
+ public:
+  using Block::Block;
+
+  // Warp `producer` of kBatchWarps. x_map has boxes of x_rows / siblings rows, x_tile_map those of
+  // min(64, x_rows).
+  __device__ void Produce(const CUtensorMap* x_map, const CUtensorMap* x_tile_map, int producer) {
+    WaitForPrevious();
+    // A stage of x: the first warp's.
+    const auto produce = [&](uint32_t bytes, auto copy) {
+      if (producer == 0) {
+        ring_.WaitEmpty();
+        __syncwarp();
+        if (lane_ == 0) {
+          BarrierArriveExpect(ring_.batch_full(), bytes);
+          copy();
+        }
+      }
+      ring_.Advance();
+    };
+    const auto produce_share = [&] {
+      const int box_bytes = min(64, args_.x_rows) * 2 * kLinearStageK;
+      ForEachGroup<Config::kMaxBoxes>(args_, tables_, [&](const Group& group) {
+        const int tiles = group.last_tile - group.first_tile + 1;
+        ForEachShareStage([&](int chunk, int count) {
+          produce(count * tiles * box_bytes, [&] {
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+#pragma unroll 1
+              for (int tile = group.first_tile; tile <= group.last_tile; ++tile) {
+                CopyTensorBox(ring_.batch() + i * x_bytes_ + tile * kTileBytes, x_tile_map,
+                              (chunk + i) * kLinearStageK, tile * 64, ring_.batch_full());
+              }
+            }
+          });
+        });
+      });
+    };
+    const int box_rows = args_.x_rows / args_.siblings;
+    uint16_t blocks = 0;
+#pragma unroll 1
+    for (int i = 0; i < args_.siblings; ++i) {
+      blocks |= 1 << (i << args_.plan.log_splits | split_);
+    }
+    const auto produce_x = [&](int begin, int end) {
+      ForEachStage(begin, end, [&](int chunk, int count) {
+        produce(count * x_bytes_, [&] {
+#pragma unroll 1
+          for (int i = 0; i < count; ++i) {
+            const uint32_t to = ring_.batch() + i * x_bytes_;
+            const int column = (chunk + i) * kLinearStageK;
+            if (args_.siblings == 1) {
+              CopyTensorBox(to, x_map, column, 0, ring_.batch_full());
+            } else {
+              CopyTensorBoxToBlocks(to + sibling_ * box_rows * 2 * kLinearStageK, x_map, column,
+                                    sibling_ * box_rows, ring_.batch_full(), blocks);
+            }
+          }
+        });
+      });
+    };
+    // Stages of h are all warps' in turns, at most one of each on its way.
+    const int turns = min(Config::kBatchWarps, args_.stages);
+    int panel = 0;
+    ForEachPanel([&](int group, int row, bool first) {
+      // No warp may run two rounds of the ring ahead: a barrier tells the last two phases apart
+      // only.
+      if (kAdapted && !first) NamedBarrier(4, 32 * Config::kBatchWarps);
+      if (producer > 0 && HasPanel()) {
+        if (kAdapted && first && producer == 1) AcquireRankMaps();
+        StageFinish(row, panel++, producer - 1);
+      }
+      ForEachPiece(first, [&](int begin, int end, bool is_lead) {
+        produce_x(begin, end);
+        if (!is_lead) return;
+        WaitForTables();
+        if (!HasShares()) return;
+        produce_share();
+        if (producer > 0) AddH(producer - 1);
+      });
+      if (!HasPanel()) return;
+      if constexpr (!kAdapted) return;
+      bool has_met = false;
+      int turn = 0;
+      ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
+        const bool has_part = HasPart(row, part);
+        ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
+          if (!has_met) MeetForH(producer);
+          has_met = true;
+          if (turn == producer) {
+            ring_.WaitEmpty();
+#pragma unroll 1
+            for (int i = 0; i < count && has_part; ++i) {
+              CopyH(ring_.batch() + i * x_bytes_, segment, part, (chunk + i) * kLinearStageK);
+            }
+            BarrierHoldForCopies(ring_.batch_full());
+            __syncwarp();
+            if (lane_ == 0) BarrierArrive(ring_.batch_full());
+          }
+          if (++turn == turns) turn = 0;
+          ring_.Advance();
+        });
+      });
+    });
+    if (HasShares() && producer == 1 && lane_ == 0) Leave();
+  }
+
+ private:
+  // One warp makes the copy engine read the maps of B anew, once for all panels.
+  __device__ void AcquireRankMaps() const {
+    WaitForTables();
+#pragma unroll 1
+    for (int i = lane_; i < args_.p.shape.parts * tables_.segments; i += 32) {
+      const LinearFactor at = FactorAt(tables_, i);
+      if (tables_.rank[at.part][at.segment] == 0) continue;
+      AcquireTensorMap(MapsOf(args_, tables_.slot[at.segment], at.part) + 1);
+    }
+    __syncwarp();
+    if (lane_ == 0) BarrierArrive(SharedAddress(&shared_.acquired));
+  }
+
+  // Warp `stager` of kAdders: keeps what a panel's end needs.
+  __device__ void StageFinish(int row, int panel, int stager) const {
+    if (panel > 0) BarrierWait(SharedAddress(&shared_.finished), (panel - 1) & 1);
+    WaitForTables();
+    finish_.Stage(row, 32 * stager + lane_, 32 * Config::kAdders);
+    BarrierArrive(SharedAddress(&shared_.staged));
+  }
+
+  // Warp `adder` of kAdders: this block's part of h, once all shares are there.
+  __device__ void AddH(int adder) const {
+    constexpr int kAdders = Config::kAdders;
+    const bool leads = adder == 0 && lane_ == 0;
+    if (leads) {
+      BarrierWait(SharedAddress(&shared_.share), 0);
+      SignalRelease(&args_.signals->shares);
+      SpinUntil(&args_.signals->shares, gridDim.x);
+    }
+    NamedBarrier(3, 32 * kAdders);
+    AddShares<Config::kAddAtOnce>(args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
+                                  static_cast<int>(gridDim.x) * kAdders);
+    NamedBarrier(3, 32 * kAdders);
+    if (leads) SignalRelease(&args_.signals->h);
+  }
+
+  // All producers of the batch, before a panel's first stage of h: until all of h is there, and the
+  // one who fetches x has come this far. The others waited for no stage since, and a barrier tells
+  // the last two phases apart only.
+  __device__ void MeetForH(int producer) const {
+    if (producer == 1 && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
+    NamedBarrier(4, 32 * Config::kBatchWarps);
+  }
+
+  // The thread that waits for signals, when it needs none any more: the last block leaves them as
+  // it found them.
+  __device__ void Leave() const {
+    if (atomicAdd(&args_.signals->left, 1) == gridDim.x - 1) {
+      *args_.signals = LinearSignals();
+    }
+  }
+
+  // Columns k0.. of h, zero in rows outside of the segment: of the tiles that have rows of it. One
+  // warp, four rows at a time.
+  __device__ void CopyH(uint32_t tile, int segment, int part, int k0) const {
+    const int k = k0 + lane_ % 8 * 8;
+    const int begin = tables_.begin[segment];
+    const int end = tables_.end[segment];
+    const uint32_t count = k < tables_.rank[part][segment] ? end - begin : 0;
+    const int last = min((end + 63) / 64 * 64, args_.x_rows);
+    int row = begin / 64 * 64 + lane_ / 8;
+    const __nv_bfloat16* from =
+        args_.h + (static_cast<int64_t>(part) * args_.p.rows + row) * args_.ldh + k;
+    const int64_t step = 4 * static_cast<int64_t>(args_.ldh);
+    uint32_t to = tile + row * 128 + ((lane_ ^ row) % 8 << 4);
+#pragma unroll 4
+    for (; row < last; row += 4) {
+      const bool valid = static_cast<uint32_t>(row - begin) < count;
+      CopyAsync16(to, valid ? from : args_.h, valid);
+      from += step;
+      to = (to + 4 * 128) ^ 64;  // the swizzle of the row four further on
+    }
+  }
+};
+
+}  // namespace dorad::kernels

@@ -1,0 +1,186 @@
+// What all roles of a block of a projection know and the walks that they take alike:
+// linear_project.cuh.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/dora/linear_finish.cuh"
+#include "kernels/dora/linear_ring.cuh"
+#include "kernels/dora/linear_shrink.cuh"
+#include "kernels/dora/linear_tables.cuh"
+
+namespace dorad::kernels {
+
+// kM: tiles of 64 rows of the batch; kPanel: rows of W; kAdapted: whether there may be adapters.
+template <int kM, int kPanel, bool kAdapted>
+struct ProjectConfig {
+  static constexpr int kGroups = kM == 1 ? 1 : 2;  // warpgroups that compute
+  static constexpr int kTiles = kM / kGroups;      // of each
+  static constexpr int kConsumerWarps = 4 * kGroups;
+  static constexpr int kBatchWarps = kM < 4 && kAdapted ? 7 : 3;
+  static constexpr int kAdders = kBatchWarps - 1;  // while the first one fetches x
+  static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
+  static constexpr int kMaxStages = 24;
+  // Chunks of K that a stage holds: where they are small, what a stage costs would count.
+  static constexpr int kStageChunks = kPanel <= 96 && kM < 4 ? 2 : 1;
+  static constexpr int kChunkBytes = kPanel * 2 * kLinearStageK;
+  static constexpr int kWeightBytes = kStageChunks * kChunkBytes;
+  // Boxes of A that a block takes at once.
+  static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
+  static constexpr int kMaxBoxes = std::min(kPanel / kLinearBoxRows, kM == 4 ? 3 : 4);
+  // Of weights, before the shrink: what comes while the block finds out which adapters there are.
+  // Only where registers hold the sums of both; with larger batches the batch takes longer to come.
+  static constexpr int kLeadStages =
+      kM == 1 && kAdapted ? std::max(96 * 1024 / kWeightBytes, 1) : 0;
+  // More than an even share of the registers for consumers; the others have the rest.
+  static constexpr bool kMovesRegisters = kThreads > 256;
+  static constexpr int kProducerRegisters = kM == 4 ? (kPanel <= 64 ? 56 : 40) : kM == 2 ? 88 : 136;
+  static constexpr int kEvenRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerGroups = kThreads / 128 - kGroups;
+  static constexpr int kConsumerRegisters =
+      (kThreads / 128 * kEvenRegisters - kProducerGroups * kProducerRegisters) / kGroups;
+  static constexpr int kAddAtOnce = kM == 4 ? 4 : 8;  // slices of h, as registers allow
+  // What the other split sends: half of the panel's sums.
+  static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
+};
+
+template <int kM, int kPanel, bool kAdapted>
+class ProjectBlock {
+ public:
+  using Config = ProjectConfig<kM, kPanel, kAdapted>;
+  using Finish = LinearFinish<kPanel, Config::kConsumerWarps, kAdapted>;
+
+  struct Shared {
+    LinearTables tables;
+    LinearRingBarriers<Config::kMaxStages> ring;
+    uint64_t tables_filled;
+    uint64_t staged;    // bias and magnitudes of a panel are there
+    uint64_t finished;  // and are not needed any more
+    uint64_t acquired;  // the maps of B
+    uint64_t share;     // this block's share of the shrink is in device memory
+    uint64_t met;       // the other split's sums have come
+    typename Finish::Shared finish;
+  };
+
+  __device__ ProjectBlock(const LinearArgs& args, Shared& shared, uint32_t dynamic)
+      : args_(args),
+        shared_(shared),
+        tables_(shared.tables),
+        finish_(args, shared.tables, shared.finish),
+        x_bytes_(args.x_rows * 2 * kLinearStageK),
+        ring_(shared.ring, dynamic, args.stages, Config::kWeightBytes,
+              Config::kWeightBytes + Config::kStageChunks * x_bytes_),
+        exchange_(dynamic + args.stages * (Config::kWeightBytes + Config::kStageChunks * x_bytes_)),
+        split_(blockIdx.x & (args.plan.splits - 1)),
+        sibling_((blockIdx.x >> args.plan.log_splits) % args.siblings),
+        lane_(threadIdx.x % 32) {}
+
+  // One warp.
+  __device__ static void InitBarriers(const LinearArgs& args, Shared& shared) {
+    shared.ring.Init(args.stages, args.siblings * Config::kConsumerWarps);
+    if (threadIdx.x % 32 == 0) {
+      BarrierInit(SharedAddress(&shared.tables_filled), 32);
+      BarrierInit(SharedAddress(&shared.staged), 32 * Config::kAdders);
+      BarrierInit(SharedAddress(&shared.finished), 32 * Config::kConsumerWarps);
+      BarrierInit(SharedAddress(&shared.acquired), 1);
+      BarrierInit(SharedAddress(&shared.share), Config::kConsumerWarps);
+      BarrierInit(SharedAddress(&shared.met), 1);
+    }
+    BarrierInitFence();
+    __syncwarp();
+  }
+
+ protected:
+  using Group = ShrinkGroup<Config::kMaxBoxes>;
+  static constexpr int kTileBytes = 64 * 2 * kLinearStageK;  // of the batch, 64 rows of a chunk
+
+  // f(first chunk, number of chunks) for every stage of chunks [first, end).
+  template <typename F>
+  __device__ static void ForEachStage(int first, int end, F f) {
+#pragma unroll 1
+    for (int chunk = first; chunk < end; chunk += Config::kStageChunks) {
+      f(chunk, min(Config::kStageChunks, end - chunk));
+    }
+  }
+
+  // The stages of this block's slice of K in the shrink, of one group. Chunks beyond K are zero.
+  template <typename F>
+  __device__ void ForEachShareStage(F f) const {
+    const int first = static_cast<int>(blockIdx.x) % kLinearSlices * args_.plan.a_chunks;
+    ForEachStage(first, first + args_.plan.a_chunks, f);
+  }
+
+  __device__ void WaitForTables() const {
+    if constexpr (kAdapted) BarrierWait(SharedAddress(&shared_.tables_filled), 0);
+  }
+
+  // Whether any of the adapters has factors here.
+  __device__ bool HasShares() const { return kAdapted && tables_.boxes > 0; }
+
+  __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
+
+  // f(first chunk, end, is lead) of W over a panel of this block: of its first one what comes
+  // before the shrink, maybe nothing, then the rest. A block without a panel has chunks of neither.
+  // Which they are depends on no table, so that a batch's first stages need not wait for those.
+  template <typename F>
+  __device__ void ForEachPiece(bool first, F f) const {
+    const int begin = FirstChunk(args_.plan, split_);
+    const int end = HasPanel() ? FirstChunk(args_.plan, split_ + 1) : begin;
+    const bool has_lead = first && kAdapted;
+    const int middle = has_lead ? min(begin + LeadStages() * Config::kStageChunks, end) : begin;
+#pragma unroll 1
+    for (int piece = has_lead ? 0 : 1; piece < 2; ++piece) {
+      f(piece == 0 ? begin : middle, piece == 0 ? middle : end, piece == 0);
+    }
+  }
+
+  __device__ int Cluster() const {
+    return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
+  }
+  // A launch that takes adapters may have more blocks than panels, for the shrink.
+  __device__ bool HasPanel() const {
+    return !kAdapted || Cluster() * args_.siblings < args_.plan.panels;
+  }
+
+  // f(panel's cluster as its first row of W, the block's own first row, whether it is the block's
+  // first panel), once for a block without one too. Blocks of a cluster go through the same number
+  // of panels and the same stages.
+  template <typename F>
+  __device__ void ForEachPanel(F f) const {
+    const int clusters = static_cast<int>(gridDim.x >> args_.plan.log_splits) / args_.siblings;
+    const int group_rows = args_.siblings * kPanel;
+    bool first = true;
+#pragma unroll 1
+    for (int group = Cluster(); first || group * args_.siblings < args_.plan.panels;
+         group += clusters) {
+      f(group * group_rows, group * group_rows + sibling_ * kPanel, first);
+      first = false;
+    }
+  }
+
+  // The stages of the rank that a cluster goes through.
+  template <typename F>
+  __device__ void ForEachRank(int group, F f) const {
+    ForEachRankRange(args_, tables_, group, group + args_.siblings * kPanel, split_, f);
+  }
+
+  // Whether a panel has rows of the part.
+  __device__ bool HasPart(int row, int part) const {
+    return row < args_.part_begin[part + 1] && row + kPanel > args_.part_begin[part];
+  }
+
+  const LinearArgs& args_;
+  Shared& shared_;
+  const LinearTables& tables_;
+  const Finish finish_;
+  const int x_bytes_;  // of a chunk
+  LinearRing ring_;
+  const uint32_t exchange_;
+  const int split_;
+  const int sibling_;
+  const int lane_;
+};
+
+}  // namespace dorad::kernels

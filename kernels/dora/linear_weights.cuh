@@ -1,0 +1,160 @@
+// The warp of a block that fetches W, A and B: linear_project.cuh.
+#pragma once
+
+#include <cuda.h>
+
+#include "kernels/dora/linear_block.cuh"
+
+namespace dorad::kernels {
+
+template <int kM, int kPanel, bool kAdapted>
+class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
+  using Block = ProjectBlock<kM, kPanel, kAdapted>;
+  using Config = typename Block::Config;
+  using Block::args_;
+  using Block::Cluster;
+  using Block::ForEachPanel;
+  using Block::ForEachRank;
+  using Block::ForEachShareStage;
+  using Block::ForEachStage;
+  using Block::HasPanel;
+  using Block::HasPart;
+  using Block::lane_;
+  using Block::LeadStages;
+  using Block::ring_;
+  using Block::shared_;
+  using Block::sibling_;
+  using Block::split_;
+  using Block::tables_;
+  using Block::WaitForTables;
+
+ public:
+  using Block::Block;
+
+  // One thread, as soon as barriers are made: the first weights.
+  __device__ void Start(const CUtensorMap* w_map) {
+    if (!HasPanel()) return;
+    const int most = kAdapted ? LeadStages() : args_.flight;
+    const int first = FirstChunk(args_.plan, split_);
+    const int row = (Cluster() * args_.siblings + sibling_) * kPanel;
+    ForEachStage(first, FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
+      if (started_ == most) return;
+      FetchWeights(w_map, chunk, count, row);
+      ++started_;
+    });
+  }
+
+  // The whole warp of that thread: all others.
+  __device__ void Produce(const CUtensorMap* w_map) {
+    WaitForTables();
+    int issued = started_;
+    const auto wait_for_room = [&] {
+      if (issued >= args_.flight) ring_.WaitArrived(args_.flight);
+      ++issued;
+      ring_.WaitEmpty();
+    };
+    ForEachPanel([&](int group, int row, bool first) {
+      if (kAdapted && first) {
+        AcquireShareMaps();
+        if (lane_ == 0) issued += ProduceShare();
+      }
+      if (!HasPanel() || lane_ != 0) return;
+      ForEachStage(FirstChunk(args_.plan, split_) + started_ * Config::kStageChunks,
+                   FirstChunk(args_.plan, split_ + 1), [&](int chunk, int count) {
+                     wait_for_room();
+                     FetchWeights(w_map, chunk, count, row);
+                   });
+      started_ = 0;
+      if constexpr (!kAdapted) return;
+      BarrierWait(SharedAddress(&shared_.acquired), 0);
+      ForEachRank(group, [&](int segment, int part, int first_chunk, int end_chunk) {
+        if (first_chunk == end_chunk) return;  // no rank, so maybe no slot either
+        const bool has_part = HasPart(row, part);
+        const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + 1;
+        ForEachStage(first_chunk, end_chunk, [&](int chunk, int count) {
+          wait_for_room();
+          if (has_part) {
+            BarrierArriveExpect(ring_.weights_full(), count * Config::kChunkBytes);
+            // Rows of other parts are out of bounds: zero.
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+              FetchBoxes<kPanel / kLinearBoxRows>(ring_.weights() + i * Config::kChunkBytes, map,
+                                                  (chunk + i) * kLinearStageK,
+                                                  row - args_.part_begin[part]);
+            }
+          } else {
+            BarrierArrive(ring_.weights_full());
+          }
+          ring_.Advance();
+        });
+      });
+    });
+  }
+
+ private:
+  // The whole warp makes the copy engine read maps anew, those of this block's part of A.
+  __device__ void AcquireShareMaps() const {
+#pragma unroll 1
+    for (int i = tables_.share[0] + lane_; i < tables_.share[1]; i += 32) {
+      AcquireTensorMap(OwnBox(args_, tables_, i).map);
+    }
+    __syncwarp();
+  }
+
+  // The thread that fetches weights: the block's part of A. Returns how many stages that were.
+  __device__ int ProduceShare() {
+    int stages = 0;
+    const int end = tables_.share[1];
+#pragma unroll 1
+    for (int next = tables_.share[0]; next < end; next += Config::kMaxBoxes) {
+      const int boxes = min(Config::kMaxBoxes, end - next);
+      LinearBox box[Config::kMaxBoxes];
+#pragma unroll
+      for (int i = 0; i < Config::kMaxBoxes; ++i) {
+        if (i < boxes) box[i] = OwnBox(args_, tables_, next + i);
+      }
+      // Stages of a few boxes are small: as many of them as the ring takes.
+      ForEachShareStage([&](int chunk, int count) {
+        ring_.WaitEmpty();
+        BarrierArriveExpect(ring_.weights_full(), count * boxes * Config::kBoxBytes);
+#pragma unroll
+        for (int i = 0; i < Config::kMaxBoxes; ++i) {
+          if (i >= boxes) break;
+#pragma unroll 1
+          for (int j = 0; j < count; ++j) {
+            CopyTensorBoxOnce(ring_.weights() + j * Config::kChunkBytes + i * Config::kBoxBytes,
+                              box[i].map, (chunk + j) * kLinearStageK, box[i].row,
+                              ring_.weights_full());
+          }
+        }
+        ring_.Advance();
+        ++stages;
+      });
+    }
+    return stages;
+  }
+
+  __device__ void FetchWeights(const CUtensorMap* w_map, int chunk, int count, int row) {
+    BarrierArriveExpect(ring_.weights_full(), count * Config::kChunkBytes);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      CopyTensorBoxOnce(ring_.weights() + i * Config::kChunkBytes, w_map,
+                        (chunk + i) * kLinearStageK, row, ring_.weights_full());
+    }
+    ring_.Advance();
+  }
+
+  // So many boxes of B, below each other. Unrolled: one thread does this for all.
+  template <int kBoxes>
+  __device__ void FetchBoxes(uint32_t to, const CUtensorMap* map, int column, int row) const {
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      CopyTensorBoxOnce(to + i * Config::kBoxBytes, map, column, row + i * kLinearBoxRows,
+                        ring_.weights_full());
+    }
+  }
+
+  int started_ = 0;  // stages of the first panel that Start fetched
+};
+
+}  // namespace dorad::kernels
