@@ -12,6 +12,7 @@ template <int kM, int kPanel, bool kAdapted>
 class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
   using Block = ProjectBlock<kM, kPanel, kAdapted>;
   using Config = typename Block::Config;
+  using Group = typename Block::Group;
   using Block::args_;
   using Block::finish_;
   using Block::ForEachPanel;
@@ -19,7 +20,6 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
   using Block::ForEachRank;
   using Block::ForEachShareStage;
   using Block::ForEachStage;
-  using Group = typename Block::Group;
   using Block::HasPanel;
   using Block::HasPart;
   using Block::HasShares;

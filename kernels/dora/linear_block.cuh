@@ -1,5 +1,5 @@
-// What all roles of a block of a projection know and the walks that they take alike:
-// linear_project.cuh.
+// What all roles of a projection's block (linear_project.cuh) know, and the walks that they take
+// alike. Each thread has an object of its role, all of them the same shared memory.
 #pragma once
 
 #include <algorithm>

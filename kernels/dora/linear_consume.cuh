@@ -13,13 +13,13 @@ template <int kM, int kPanel, bool kAdapted>
 class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
   using Block = ProjectBlock<kM, kPanel, kAdapted>;
   using Config = typename Block::Config;
+  using Group = typename Block::Group;
   using Block::args_;
   using Block::exchange_;
   using Block::finish_;
   using Block::ForEachPanel;
   using Block::ForEachPiece;
   using Block::ForEachRank;
-  using Group = typename Block::Group;
   using Block::HasPanel;
   using Block::HasPart;
   using Block::HasShares;
