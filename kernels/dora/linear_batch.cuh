@@ -20,7 +20,6 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
   using Block::ForEachRank;
   using Block::ForEachShareStage;
   using Block::ForEachStage;
-  using Block::HasOwnH;
   using Block::HasPanel;
   using Block::HasPart;
   using Block::HasShares;
@@ -172,11 +171,8 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
       SpinUntil(&args_.signals->shares, gridDim.x);
     }
     NamedBarrier(3, 32 * kAdders);
-    const bool own = HasOwnH();
-    AddShares<Config::kAddAtOnce>(args_, tables_, own ? shared_.h : args_.h,
-                                  (own ? 0 : static_cast<int>(blockIdx.x) * kAdders) + adder,
-                                  (own ? 1 : static_cast<int>(gridDim.x)) * kAdders);
-    if (own) return;
+    AddShares<Config::kAddAtOnce>(args_, tables_, static_cast<int>(blockIdx.x) * kAdders + adder,
+                                  static_cast<int>(gridDim.x) * kAdders);
     NamedBarrier(3, 32 * kAdders);
     if (leads) SignalRelease(&args_.signals->h);
   }
@@ -185,7 +181,7 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
   // one who fetches x has come this far. The others waited for no stage since, and a barrier tells
   // the last two phases apart only.
   __device__ void MeetForH(int producer) const {
-    if (producer == 1 && lane_ == 0 && !HasOwnH()) SpinUntil(&args_.signals->h, gridDim.x);
+    if (producer == 1 && lane_ == 0) SpinUntil(&args_.signals->h, gridDim.x);
     NamedBarrier(4, 32 * Config::kBatchWarps);
   }
 
@@ -206,20 +202,10 @@ class ProjectBatch : public ProjectBlock<kM, kPanel, kAdapted> {
     const uint32_t count = k < tables_.rank[part][segment] ? end - begin : 0;
     const int last = min((end + 63) / 64 * 64, args_.x_rows);
     int row = begin / 64 * 64 + lane_ / 8;
-    const int64_t first = (static_cast<int64_t>(part) * args_.p.rows + row) * args_.ldh + k;
-    const __nv_bfloat16* from = args_.h + first;
+    const __nv_bfloat16* from =
+        args_.h + (static_cast<int64_t>(part) * args_.p.rows + row) * args_.ldh + k;
     const int64_t step = 4 * static_cast<int64_t>(args_.ldh);
     uint32_t to = tile + row * 128 + ((lane_ ^ row) % 8 << 4);
-    if (Config::kOwnH > 0 && HasOwnH()) {
-      const uint32_t own = SharedAddress(shared_.h) + 2 * static_cast<int>(first);
-#pragma unroll 1
-      for (int i = 0; row < last; row += 4, ++i) {
-        const bool valid = static_cast<uint32_t>(row - begin) < count;
-        StoreShared(to, valid ? LoadShared(own + 8 * i * args_.ldh) : float4());
-        to = (to + 4 * 128) ^ 64;
-      }
-      return;
-    }
 #pragma unroll 4
     for (; row < last; row += 4) {
       const bool valid = static_cast<uint32_t>(row - begin) < count;

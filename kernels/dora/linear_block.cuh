@@ -41,9 +41,6 @@ struct ProjectConfig {
   static constexpr int kProducerGroups = kThreads / 128 - kGroups;
   static constexpr int kConsumerRegisters =
       (kThreads / 128 * kEvenRegisters - kProducerGroups * kProducerRegisters) / kGroups;
-  // Values of h that each block adds up for itself, where there are no more: one way through L2
-  // less.
-  static constexpr int kOwnH = kM == 1 && kAdapted ? 4096 : 0;
   static constexpr int kAddAtOnce = kM == 4 ? 4 : 8;  // slices of h, as registers allow
   // What the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
@@ -65,7 +62,6 @@ class ProjectBlock {
     uint64_t share;     // this block's share of the shrink is in device memory
     uint64_t met;       // the other split's sums have come
     typename Finish::Shared finish;
-    alignas(16) __nv_bfloat16 h[std::max(Config::kOwnH, 1)];  // [parts, rows, ldh]
   };
 
   __device__ ProjectBlock(const LinearArgs& args, Shared& shared, uint32_t dynamic)
@@ -122,11 +118,6 @@ class ProjectBlock {
 
   // Whether any of the adapters has factors here.
   __device__ bool HasShares() const { return kAdapted && tables_.boxes > 0; }
-
-  // Whether h is in shared memory.
-  __device__ bool HasOwnH() const {
-    return Config::kOwnH > 0 && args_.p.shape.parts * args_.p.rows * args_.ldh <= Config::kOwnH;
-  }
 
   __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
 

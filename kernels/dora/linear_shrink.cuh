@@ -73,11 +73,11 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
   }
 }
 
-// Adds up this warp's part of h [parts, rows, ldh], kAtOnce slices at once: each time is a way to
-// L2 and back. `warp` of `warps` that do; all shares are there.
+// Adds up this warp's part of h, kAtOnce slices at once: each time is a way to L2 and back. `warp`
+// of `warps` of all blocks; all shares are there.
 template <int kAtOnce>
-__device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables,
-                                 __nv_bfloat16* h, int warp, int warps) {
+__device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables, int warp,
+                                 int warps) {
   constexpr int kRows = 4;  // of the batch, 32 columns each
   const int lane = threadIdx.x % 32;
   int next = warp;
@@ -114,10 +114,10 @@ __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tab
           sum.w += values[i].w;
         }
       }
-      auto* to = reinterpret_cast<__nv_bfloat162*>(
-          h + (static_cast<int64_t>(part) * args.p.rows + row) * args.ldh + column);
-      to[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
-      to[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
+      auto* h = reinterpret_cast<__nv_bfloat162*>(
+          args.h + (static_cast<int64_t>(part) * args.p.rows + row) * args.ldh + column);
+      h[0] = __floats2bfloat162_rn(scale * sum.x, scale * sum.y);
+      h[1] = __floats2bfloat162_rn(scale * sum.z, scale * sum.w);
     }
     base += boxes * groups;
   }
