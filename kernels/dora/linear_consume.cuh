@@ -1,7 +1,6 @@
 // The warpgroups of a block that multiply and finish: linear_project.cuh.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "kernels/common/wgmma.cuh"
@@ -112,7 +111,7 @@ class ProjectConsumers : public ProjectBlock<kM, kPanel, kAdapted> {
       const int boxes = __shfl_sync(0xFFFFFFFF, group.boxes, 0);
       if (group.first_tile >= first_tile + Config::kTiles || group.last_tile < first_tile) {
         Skip(args_.plan.a_chunks);
-      } else if (boxes <= kFew) {
+      } else if (kFew == Config::kMaxBoxes || boxes <= kFew) {
         MultiplyBoxes<kFew>(group, first_tile, warp);
       } else {
         MultiplyBoxes<Config::kMaxBoxes>(group, first_tile, warp);
