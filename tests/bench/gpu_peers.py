@@ -22,6 +22,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,9 @@ PEERS = {
     "vllm": ("vLLM, base", "dorad-base"),
     "vllm-lora": ("vLLM LoRA", "dorad-dora"),
 }
+
+# The last line of a traceback, maybe after the name of a rank or a thread.
+ERROR = re.compile(r"(\(\S+ \S+\) |\[\S+\]: ?)?[\w.]*(Error|Exception|Interrupt)\b")
 
 Case = tuple[str, int]  # decode and rows, or prefill and tokens
 
@@ -146,7 +150,10 @@ def run_peer(peer: str, options: argparse.Namespace, arguments: list[str], folde
     said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     found = report.read()
     if said and len(found) < len(cases(options)):
-        why = one_line(f"{why}: {said[-1]}")
+        # What it died of, which may be followed by what others say when they end.
+        errors = [line for line in said if ERROR.match(line)]
+        why = one_line(f"{why}: {(errors or said)[-1]}")
+        print(f"{peer}:", *said[-60:], sep="\n  ", file=sys.stderr)
     return {case: found.get(case, {"failed": why}) for case in cases(options)}
 
 
