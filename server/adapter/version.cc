@@ -22,6 +22,10 @@ bool IsValidAdapterName(std::string_view name) {
   return true;
 }
 
+std::string AdapterRef::ToString() const {
+  return version == 0 ? name : absl::StrCat(name, "@", version);
+}
+
 absl::StatusOr<AdapterRef> AdapterRef::Parse(std::string_view text) {
   AdapterRef ref;
   if (text.empty()) return ref;

@@ -27,6 +27,9 @@ struct AdapterRef {
   int64_t version = 0;
 
   bool is_base() const { return name.empty(); }
+  bool operator==(const AdapterRef&) const = default;
+  // As Parse reads it.
+  std::string ToString() const;
   // INVALID_ARGUMENT (ADAPTER_NAME_INVALID) for anything that is not of the three forms.
   static absl::StatusOr<AdapterRef> Parse(std::string_view text);
 };

@@ -143,7 +143,10 @@ struct App::Impl {
                }),
         engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics) {
     FillServices();
+    activations = registry.Subscribe([this] { engine.NoteActivated(); });
   }
+
+  ~Impl() { registry.Unsubscribe(activations); }
 
   adapter::AdapterRegistry::Options RegistryOptions() {
     adapter::AdapterRegistry::Options options;
@@ -270,6 +273,7 @@ struct App::Impl {
   adapter::AdapterRegistry registry;
   adapter::AdapterLoader loader;
   engine::Engine engine;
+  int64_t activations = 0;  // the engine's subscription of the registry's events
   rpc::Services services;
   std::atomic<bool> ready{false};
   std::unique_ptr<MetricsHttpServer> metrics_http;

@@ -134,6 +134,9 @@ struct EngineMetrics {
         preemptions(Counters(r, "dorad_engine_preemptions_total",
                              "Sequences put back into the queue to free their KV pages.")
                         .Add({})),
+        switches(Counters(r, "dorad_engine_version_switches_total",
+                          "Requests that went over to another version of their adapter.")
+                     .Add({})),
         running(Gauges(r, "dorad_engine_running_sequences", "Sequences being computed.").Add({})),
         queued(
             Gauges(r, "dorad_engine_queued_requests", "Requests waiting to be computed.").Add({})),
@@ -158,6 +161,7 @@ struct EngineMetrics {
   prometheus::Family<Histogram>& rows;
   Histogram &decode_rows, &prefill_rows, &adapters;
   Counter& preemptions;
+  Counter& switches;
   Gauge &running, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used, &pages_cached;
   Counter &queried, &hit, &nonfinite;
 };
@@ -286,6 +290,8 @@ void Metrics::StepDone(const Step& step) {
 void Metrics::Preemptions(int64_t count) {
   impl_->engine.preemptions.Increment(static_cast<double>(count));
 }
+
+void Metrics::VersionSwitched() { impl_->engine.switches.Increment(); }
 
 void Metrics::SetEngine(const EngineGauges& gauges) {
   EngineMetrics& engine = impl_->engine;

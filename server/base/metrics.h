@@ -48,6 +48,7 @@ class Metrics {
   };
   void StepDone(const Step& step);
   void Preemptions(int64_t count);
+  void VersionSwitched();
   struct EngineGauges {
     int running_sequences = 0;
     int queued_requests = 0;

@@ -18,6 +18,7 @@
 #include "server/base/log.h"
 #include "server/base/metrics.h"
 #include "server/engine/model_runner.h"
+#include "server/engine/pauses.h"
 #include "server/engine/request.h"
 #include "server/engine/scheduler.h"
 
@@ -104,12 +105,22 @@ struct Engine::Impl {
     inbox.push_back(std::move(message));
   }
 
+  void StopRefusing(const adapter::AdapterRef& scope) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    const auto is_meant = [&](const adapter::AdapterRef& ref) {
+      return scope.is_base() || ref == scope;
+    };
+    refusing.erase(std::remove_if(refusing.begin(), refusing.end(), is_meant), refusing.end());
+  }
+
   absl::Status CheckAdmission(const Request& request, int64_t tokens)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (closing || draining) {
       return ShuttingDown();
     }
-    if (refusing) {
+    const bool refused = std::any_of(
+        refusing.begin(), refusing.end(),
+        [&](const adapter::AdapterRef& ref) { return ref.is_base() || request.Holds(ref); });
+    if (refused) {
       return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
                                       "the engine is paused and refuses new requests"),
                             kRetryPaused);
@@ -142,7 +153,8 @@ struct Engine::Impl {
       for (Message& message : messages) message();
       if (stop) break;
       EndDeadRequests();
-      if (!paused) Step();
+      FollowActiveVersions();
+      if (!pauses.all()) Step();
       CompletePauses();
       graveyard.clear();
       PublishStats();
@@ -152,7 +164,7 @@ struct Engine::Impl {
       EndRequest(requests.begin()->second.get(), ShuttingDown());
     }
     graveyard.clear();
-    Supersede();
+    Supersede({});
     PublishStats();
   }
 
@@ -162,7 +174,7 @@ struct Engine::Impl {
     if (!deadlines.empty()) {
       patience = std::min(patience, Between(SteadyNow(), deadlines.begin()->first));
     }
-    const bool busy = !paused && !requests.empty();
+    const bool busy = !pauses.all() && static_cast<int64_t>(requests.size()) > frozen_requests;
     absl::MutexLock lock(&mu);
     if (!busy) {
       const auto wake = [this]()
@@ -178,6 +190,9 @@ struct Engine::Impl {
     requests.emplace(request->base().request_id, std::move(owned));
     if (request->deadline != Instant::max()) deadlines.insert({request->deadline, request});
     request->Enter(&next_arrival);
+    // So may the note of an activation.
+    Follow(request, request->NewerVersion());
+    FreezeOrThaw(request);
     // The note of a cancel may have come before the request.
     cancels_noted = cancels_noted || request->cancelled();
     if (request->unfinished_sequences == 0) {
@@ -210,6 +225,34 @@ struct Engine::Impl {
     }
   }
 
+  // Moves the requests that follow their name's active version over to it.
+  void FollowActiveVersions() {
+    if (!std::exchange(activations_noted, false)) return;
+    std::vector<std::pair<Request*, adapter::AdapterLease>> moving;
+    for (const auto& [id, request] : requests) {
+      adapter::AdapterLease lease = request->NewerVersion();
+      if (lease.get() != nullptr) moving.emplace_back(request.get(), std::move(lease));
+    }
+    if (moving.empty()) return;
+    FinishAll();  // which may end some of them
+    for (auto& [request, lease] : moving) {
+      if (IsHere(request)) Follow(request, std::move(lease));
+    }
+  }
+
+  // Without a lease there is nothing to follow.
+  void Follow(Request* request, adapter::AdapterLease lease) {
+    if (lease.get() == nullptr) return;
+    request->Switch(std::move(lease), &scheduler);
+    FreezeOrThaw(request);  // it may hold other versions now
+    metrics->VersionSwitched();
+  }
+
+  bool IsHere(const Request* request) const {
+    const auto it = requests.find(request->base().request_id);
+    return it != requests.end() && it->second.get() == request;
+  }
+
   // Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
   // the step before brought is delivered.
   void Step() {
@@ -224,7 +267,8 @@ struct Engine::Impl {
     std::vector<Chunk> chunks = scheduler.Schedule();
     metrics->Preemptions(static_cast<int64_t>(scheduler.preemptions() - preemptions));
     if (chunks.empty()) {
-      DORAD_CHECK(!in_flight.empty() || scheduler.running() + scheduler.waiting() == 0);
+      DORAD_CHECK(!in_flight.empty() ||
+                  scheduler.running() + scheduler.waiting() == scheduler.frozen());
       return false;
     }
     const Instant now = SteadyNow();
@@ -258,7 +302,7 @@ struct Engine::Impl {
     rows.follows = chunk.follows;
     rows.position = chunk.position;
     rows.pages = s.pages;
-    rows.adapter = s.adapter;
+    rows.adapter = s.adapter_at(chunk.position);
     const Request::Want& want = wants->back();
     rows.sample = want.sample ? &*want.sample : nullptr;
     rows.score = want.score ? &*want.score : nullptr;
@@ -315,7 +359,8 @@ struct Engine::Impl {
       const bool decode = !s.is_score && chunk.position >= s.prompt_tokens;
       (decode ? step.decode_rows : step.prefill_rows) += chunk.count;
       if (s.is_score) scored += chunk.count;
-      if (s.adapter != nullptr) adapters.insert(s.adapter);
+      const adapter::LoadedAdapter* const adapter = s.adapter_at(chunk.position);
+      if (adapter != nullptr) adapters.insert(adapter);
     }
     step.distinct_adapters = static_cast<int>(adapters.size());
     metrics->StepDone(step);
@@ -379,6 +424,7 @@ struct Engine::Impl {
     DORAD_CHECK(!node.empty());
     graveyard.push_back(std::move(node.mapped()));
     deadlines.erase({request->deadline, request});
+    frozen_requests -= request->frozen ? 1 : 0;
     {
       absl::MutexLock lock(&mu);
       ids.erase(request->base().request_id);
@@ -410,41 +456,63 @@ struct Engine::Impl {
     return static_cast<int>(matching.size());
   }
 
-  void Pause(PauseMode mode, PauseDone done) {
+  void Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done) {
+    const auto in_scope = [this, &scope] {
+      return std::count_if(requests.begin(), requests.end(), [&](const auto& entry) {
+        return scope.is_base() || entry.second->Holds(scope);
+      });
+    };
     switch (mode) {
       case PauseMode::kAbort: {
-        Supersede();
-        paused = true;
-        const int aborted = Abort({.all = true}, "the engine was paused");
+        Supersede(scope);
+        pauses.Begin(scope);
+        const int aborted =
+            Abort({.adapter = scope, .all = scope.is_base()}, "the engine was paused");
         Answer(done, aborted);
         return;
       }
       case PauseMode::kKeep:
-        Supersede();
+        Supersede(scope);
         FinishAll();
-        paused = true;
-        Answer(done, static_cast<int>(requests.size()));
+        pauses.Begin(scope);
+        FreezeAndThaw();
+        Answer(done, static_cast<int>(in_scope()));
         return;
       case PauseMode::kWait:
         // Frozen requests could never finish: a pause that waits lets them run.
-        paused = false;
-        pauses_waiting.push_back({std::move(done), static_cast<int>(requests.size())});
+        pauses.End(scope);
+        FreezeAndThaw();
+        pauses.Wait({scope, std::move(done), static_cast<int>(in_scope())});
         return;
     }
   }
 
-  void Resume(const std::function<void()>& done) {
-    paused = false;
-    Supersede();
+  void Resume(const adapter::AdapterRef& scope, const std::function<void()>& done) {
+    pauses.End(scope);
+    FreezeAndThaw();
+    Supersede(scope);
     Answer(done);
   }
 
   // Ends the pauses that still wait: another word has come in between.
-  void Supersede() {
-    for (PendingPause& pause : std::exchange(pauses_waiting, {})) {
+  void Supersede(const adapter::AdapterRef& scope) {
+    for (const Pauses::Waiting& pause : pauses.TakeOvertaken(scope)) {
       Answer(pause.done, MakeError(absl::StatusCode::kAborted, "PAUSE_SUPERSEDED",
                                    "another pause or a resume came before the engine was idle"));
     }
+  }
+
+  void FreezeAndThaw() {
+    for (const auto& [id, request] : requests) FreezeOrThaw(request.get());
+  }
+
+  // As pauses of adapters say; a pause of everything stops the engine instead.
+  void FreezeOrThaw(Request* request) {
+    const bool frozen = pauses.Freezes(*request);
+    if (frozen == request->frozen) return;
+    request->frozen = frozen;
+    frozen_requests += frozen ? 1 : -1;
+    for (const auto& sequence : request->sequences) scheduler.SetFrozen(sequence.get(), frozen);
   }
 
   // Who gets an answer also sees its effect in stats().
@@ -454,16 +522,22 @@ struct Engine::Impl {
     done(args...);
   }
 
-  // Pause(WAIT) is in effect when the last admitted request has ended.
+  // Pause(WAIT) is in effect when the last admitted request of its scope has ended.
   void CompletePauses() {
-    if (pauses_waiting.empty() || !requests.empty()) return;
+    if (!pauses.anyone_waits()) return;
     {
       absl::MutexLock lock(&mu);
       if (!inbox.empty()) return;  // requests admitted before the pause may be among them
     }
-    paused = true;
-    for (PendingPause& pause : std::exchange(pauses_waiting, {}))
+    const auto is_over = [this](const adapter::AdapterRef& scope) {
+      return std::none_of(requests.begin(), requests.end(), [&](const auto& entry) {
+        return scope.is_base() || entry.second->Holds(scope);
+      });
+    };
+    for (const Pauses::Waiting& pause : pauses.TakeOver(is_over)) {
+      pauses.Begin(pause.scope);
       Answer(pause.done, pause.requests);
+    }
   }
 
   void PublishStats() ABSL_LOCKS_EXCLUDED(mu) {
@@ -474,14 +548,12 @@ struct Engine::Impl {
     published.kv_pages_cached = pages.cached();
     published.kv_page_tokens = static_cast<int>(kKvPageTokens);
     published.steps = steps;
-    published.paused = paused;
+    published.paused = pauses.all();
+    published.paused_adapters = pauses.adapters();
+    published.frozen_requests = static_cast<int>(frozen_requests);
     heartbeat = SteadyNow();
   }
 
-  struct PendingPause {
-    PauseDone done;
-    int requests = 0;
-  };
   struct StepInFlight {
     std::vector<Chunk> chunks;
     Instant begun;
@@ -499,13 +571,14 @@ struct Engine::Impl {
   std::unordered_map<std::string, std::unique_ptr<Request>> requests;
   std::set<std::pair<Instant, Request*>> deadlines;
   std::vector<std::unique_ptr<Request>> graveyard;
-  std::vector<PendingPause> pauses_waiting;
+  Pauses pauses;
+  int64_t frozen_requests = 0;
   std::deque<StepInFlight> in_flight;  // oldest first
   Instant last_finished;               // of a step
   bool cancels_noted = false;          // since cancelled requests were last looked for
+  bool activations_noted = false;      // likewise, active versions
   uint64_t next_arrival = 0;
   uint64_t steps = 0;
-  bool paused = false;
 
   mutable absl::Mutex mu;
   std::vector<Message> inbox ABSL_GUARDED_BY(mu);
@@ -513,8 +586,8 @@ struct Engine::Impl {
   int64_t queued_requests ABSL_GUARDED_BY(mu) = 0;
   int64_t queued_tokens ABSL_GUARDED_BY(mu) = 0;
   bool closing ABSL_GUARDED_BY(mu) = false;
-  bool draining ABSL_GUARDED_BY(mu) = false;  // StopAdmission
-  bool refusing ABSL_GUARDED_BY(mu) = false;  // Pause(WAIT) until Resume
+  bool draining ABSL_GUARDED_BY(mu) = false;                      // StopAdmission
+  std::vector<adapter::AdapterRef> refusing ABSL_GUARDED_BY(mu);  // Pause(WAIT) until Resume
   EngineStats published ABSL_GUARDED_BY(mu);
   Instant heartbeat ABSL_GUARDED_BY(mu);
 
@@ -540,6 +613,10 @@ void Engine::NoteCancelled() {
   impl_->Post([impl = impl_.get()] { impl->cancels_noted = true; });
 }
 
+void Engine::NoteActivated() {
+  impl_->Post([impl = impl_.get()] { impl->activations_noted = true; });
+}
+
 void Engine::Abort(AbortTarget target, std::string detail, std::function<void(int)> done) {
   impl_->Post([impl = impl_.get(), target = std::move(target), detail = std::move(detail),
                done = std::move(done)] {
@@ -548,19 +625,22 @@ void Engine::Abort(AbortTarget target, std::string detail, std::function<void(in
   });
 }
 
-void Engine::Pause(PauseMode mode, PauseDone done) {
-  Message message = [impl = impl_.get(), mode, done = std::move(done)]() mutable {
-    impl->Pause(mode, std::move(done));
+void Engine::Pause(PauseMode mode, adapter::AdapterRef scope, PauseDone done) {
+  Message message = [impl = impl_.get(), mode, scope, done = std::move(done)]() mutable {
+    impl->Pause(mode, scope, std::move(done));
   };
   absl::MutexLock lock(&impl_->mu);
-  impl_->refusing = mode == PauseMode::kWait;
+  impl_->StopRefusing(scope);
+  if (mode == PauseMode::kWait) impl_->refusing.push_back(std::move(scope));
   impl_->inbox.push_back(std::move(message));
 }
 
-void Engine::Resume(std::function<void()> done) {
-  Message message = [impl = impl_.get(), done = std::move(done)] { impl->Resume(done); };
+void Engine::Resume(adapter::AdapterRef scope, std::function<void()> done) {
+  Message message = [impl = impl_.get(), scope, done = std::move(done)] {
+    impl->Resume(scope, done);
+  };
   absl::MutexLock lock(&impl_->mu);
-  impl_->refusing = false;
+  impl_->StopRefusing(scope);
   impl_->inbox.push_back(std::move(message));
 }
 

@@ -54,15 +54,22 @@ class Engine {
   // To be called after a stream or ticket was cancelled: the engine looks for it then.
   void NoteCancelled();
 
+  // To be called after a name's active version has moved: requests that follow it go over at the
+  // next step.
+  void NoteActivated();
+
   // Ends matching requests when the steps at hand have finished; `done` gets their number, on the
   // engine thread.
   void Abort(AbortTarget target, std::string detail, std::function<void(int)> done);
-  // `done` runs on the engine thread when the pause is in effect, with the number of requests that
-  // were ended (kAbort), have finished (kWait) or are frozen (kKeep). kWait lets frozen requests
-  // run. ABORTED (PAUSE_SUPERSEDED) for a kWait that another pause or a resume overtakes.
+  // Stops all requests (scope: the base's reference) or those that hold an adapter (version 0: any
+  // version); new ones are taken and wait, with kWait they are refused. `done` runs on the engine
+  // thread when the pause is in effect, with the number of requests that were ended (kAbort), have
+  // finished (kWait) or are frozen (kKeep). kWait lets frozen requests of its scope run. ABORTED
+  // (PAUSE_SUPERSEDED) for a kWait that another pause or a resume overtakes.
   using PauseDone = std::function<void(absl::StatusOr<int>)>;
-  void Pause(PauseMode mode, PauseDone done);
-  void Resume(std::function<void()> done);
+  void Pause(PauseMode mode, adapter::AdapterRef scope, PauseDone done);
+  // Undoes the pauses of the scope; of the base's reference all pauses.
+  void Resume(adapter::AdapterRef scope, std::function<void()> done);
 
   // As of the end of the last step.
   EngineStats stats() const;

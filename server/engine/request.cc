@@ -75,8 +75,45 @@ bool Request::Holds(const adapter::AdapterRef& adapter) const {
     return lease.get() != nullptr && lease.get()->name() == adapter.name &&
            (adapter.version == 0 || lease.get()->version() == adapter.version);
   };
-  if (generate) return matches(generate->lease);
-  return std::any_of(score->leases.begin(), score->leases.end(), matches);
+  const std::vector<adapter::AdapterLease>& others = generate ? earlier_ : score->leases;
+  return (generate && matches(generate->lease)) ||
+         std::any_of(others.begin(), others.end(), matches);
+}
+
+adapter::AdapterLease Request::NewerVersion() const {
+  if (!generate || !generate->follow) return {};
+  absl::StatusOr<adapter::AdapterLease> lease = generate->follow();
+  // Without an active version there is nothing to go over to.
+  if (!lease.ok() || lease->get() == generate->lease.get()) return {};
+  return *std::move(lease);
+}
+
+void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
+  const PrefixNode root = RootOf(lease, generate->cache_salt);
+  earlier_.push_back(std::exchange(generate->lease, std::move(lease)));
+  const adapter::LoadedAdapter* const adapter = generate->lease.get();
+  for (const auto& sequence : sequences) {
+    if (sequence->state == Sequence::State::kEnded) continue;
+    if (generate->in_flight == InFlightPolicy::kSwitchKeepKv && sequence->generated() > 0) {
+      sequence->SwitchKeepingKv(adapter);
+    } else {
+      scheduler->Restart(sequence.get(), adapter, root);
+    }
+  }
+  DropUnusedLeases();
+}
+
+void Request::DropUnusedLeases() {
+  const auto is_unused = [this](const adapter::AdapterLease& lease) {
+    for (const auto& sequence : sequences) {
+      if (sequence->state == Sequence::State::kEnded) continue;
+      for (const KvSpan& span : sequence->kv_spans) {
+        if (span.adapter == lease.get()) return false;
+      }
+    }
+    return true;
+  };
+  earlier_.erase(std::remove_if(earlier_.begin(), earlier_.end(), is_unused), earlier_.end());
 }
 
 int64_t Request::load_tokens() const {
@@ -92,7 +129,7 @@ Sequence* Request::AddSequence(const std::vector<TokenId>& tokens,
   auto sequence = std::make_unique<Sequence>();
   sequence->request = this;
   sequence->index = static_cast<int32_t>(sequences.size());
-  sequence->adapter = adapter;
+  sequence->kv_spans.front().adapter = adapter;
   sequence->priority = base().priority;
   sequence->tokens = tokens;
   sequence->prompt_tokens = static_cast<int64_t>(tokens.size());
@@ -227,7 +264,7 @@ bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules
     sample.last_token = now;
     delta.token_ids = {output.token};
     delta.logprobs = std::move(output.logprobs);
-    delta.spans = {SpanOf(sequence->adapter, position, position + 1)};
+    delta.spans = {SpanOf(sequence->adapter(), position, position + 1)};
     const FinishReason reason = StopReason(*sequence, rules);
     if (reason != FinishReason::kNone) delta.finish = MakeFinish(*sequence, reason, now);
   }
@@ -267,6 +304,7 @@ void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {
   // The leases go first: who sees the end of a request also sees them returned.
   if (generate) {
     generate->lease.Reset();
+    earlier_.clear();
     stream->Close(final_status);
   } else {
     score->leases.clear();

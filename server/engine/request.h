@@ -13,6 +13,7 @@
 
 #include "absl/status/status.h"
 #include "server/engine/model_runner.h"
+#include "server/engine/scheduler.h"
 #include "server/engine/sequence.h"
 #include "server/engine/token_stream.h"
 #include "server/engine/types.h"
@@ -47,7 +48,15 @@ struct Request {
     return generate ? static_cast<const RequestBase&>(*generate) : *score;
   }
   bool cancelled() const { return generate ? stream->cancelled() : ticket->cancelled(); }
+  // Whether tokens to come or keys and values stand on the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;
+
+  // A lease on the version that is active now, when the request follows the active one and it is
+  // another than the request's; else an empty one.
+  adapter::AdapterLease NewerVersion() const;
+  // Goes on under another version, as the request's policy says. REQUIRES: of none of its sequences
+  // is a chunk in flight.
+  void Switch(adapter::AdapterLease lease, Scheduler* scheduler);
   // Prompt tokens times samples, or sequence tokens times adapters: what the queue limit counts.
   int64_t load_tokens() const;
 
@@ -75,6 +84,7 @@ struct Request {
   std::shared_ptr<ScoreTicket> ticket;
 
   std::vector<std::unique_ptr<Sequence>> sequences;
+  bool frozen = false;  // by a pause of an adapter
   // Sequences that have not ended, or of which a chunk is still in flight.
   int64_t unfinished_sequences = 0;
 
@@ -100,7 +110,11 @@ struct Request {
   bool AcceptScores(const Chunk& chunk, StepOutput output);
   void LogEnd(const std::string& outcome, Instant now) const;
 
+  void DropUnusedLeases();
+
   std::vector<Sample> samples_;
+  // On earlier versions that keys and values still stand on.
+  std::vector<adapter::AdapterLease> earlier_;
   ScoreResult result_;
   bool score_finite_ = true;
 };

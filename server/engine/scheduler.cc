@@ -19,14 +19,48 @@ void Scheduler::Add(Sequence* sequence) {
   DORAD_CHECK(sequence->state == Sequence::State::kWaiting);
   DORAD_CHECK(PagesFor(sequence->goal()) <= pages_->total());
   sequence->node = sequence->root;
-  DORAD_CHECK(waiting_.insert(sequence).second);
+  Put(sequence, &waiting_);
 }
 
 void Scheduler::Remove(Sequence* sequence) {
-  waiting_.erase(sequence);
-  running_.erase(sequence);
+  Take(sequence, &waiting_);
+  Take(sequence, &running_);
   pages_->Release(&sequence->pages);
   sequence->state = Sequence::State::kEnded;
+}
+
+void Scheduler::Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter,
+                        const PrefixNode& root) {
+  DORAD_CHECK(sequence->state != Sequence::State::kEnded && sequence->in_flight == 0);
+  sequence->kv_spans.assign(1, {0, adapter});
+  sequence->root = root;
+  Rewind(sequence);
+  if (!Take(sequence, &running_)) return;
+  sequence->state = Sequence::State::kWaiting;
+  Put(sequence, &waiting_);
+}
+
+void Scheduler::SetFrozen(Sequence* sequence, bool frozen) {
+  const bool is_running = Take(sequence, &running_);
+  const bool is_waiting = Take(sequence, &waiting_);
+  sequence->frozen = frozen;
+  if (is_running) Put(sequence, &running_);
+  if (is_waiting) Put(sequence, &waiting_);
+}
+
+void Scheduler::Put(Sequence* sequence, Line* line) {
+  DORAD_CHECK(line->insert(sequence).second);
+  (line == &running_ ? frozen_running_ : frozen_waiting_) += sequence->frozen ? 1 : 0;
+}
+
+bool Scheduler::Take(Sequence* sequence, Line* line) {
+  if (line->erase(sequence) == 0) return false;
+  (line == &running_ ? frozen_running_ : frozen_waiting_) -= sequence->frozen ? 1 : 0;
+  return true;
+}
+
+bool Scheduler::CanContinue(const Sequence& sequence) {
+  return sequence.state == Sequence::State::kRunning && !sequence.frozen;
 }
 
 std::vector<Chunk> Scheduler::Schedule() {
@@ -35,10 +69,10 @@ std::vector<Chunk> Scheduler::Schedule() {
   // Preemption takes sequences from the end of running_, so walk over a copy.
   const std::vector<Sequence*> candidates(running_.begin(), running_.end());
   for (Sequence* s : candidates) {
-    if (s->state == Sequence::State::kRunning && s->pending() == 1) Continue(s, &plan);
+    if (CanContinue(*s) && s->pending() == 1) Continue(s, &plan);
   }
   for (Sequence* s : candidates) {
-    if (s->state == Sequence::State::kRunning && s->pending() > 1) Continue(s, &plan);
+    if (CanContinue(*s) && s->pending() > 1) Continue(s, &plan);
   }
   if (!plan.preempted) AdmitWaiting(&plan);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
@@ -56,11 +90,24 @@ void Scheduler::AdmitWaiting(Plan* plan) {
   const int64_t max_running = std::min<int64_t>(options_.max_running, options_.max_step_tokens);
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     Sequence* const s = *it++;  // admission erases it from waiting_
-    if (plan->budget == 0 || running() >= max_running) break;
+    if (plan->budget == 0 || running() - frozen_running_ >= max_running) break;
+    if (s->frozen) continue;
     if (WaitsForLeader(*s)) continue;
     // A step that it was in when it was preempted may still bring a token.
-    if (s->in_flight > 0 || !Admit(s, plan)) break;
+    if (s->in_flight > 0) break;
+    bool admitted = Admit(s, plan);
+    while (!admitted && PreemptFrozen(plan)) admitted = Admit(s, plan);
+    if (!admitted) break;
   }
+}
+
+// The one that would have run last.
+bool Scheduler::PreemptFrozen(Plan* plan) {
+  if (frozen_running_ == 0) return false;
+  const auto last =
+      std::find_if(running_.rbegin(), running_.rend(), [](const Sequence* s) { return s->frozen; });
+  Preempt(*last, plan);
+  return true;
 }
 
 void Scheduler::Landed(const Chunk& chunk) {
@@ -73,7 +120,9 @@ void Scheduler::Computed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   // Preempted since: the pages are gone.
   if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
-  while ((s.registered_pages + 1) * kKvPageTokens <= chunk.end()) {
+  // Pages that more than one version made are no other sequence's prefix.
+  const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
+  while ((s.registered_pages + 1) * kKvPageTokens <= end) {
     const absl::Span<const TokenId> tokens =
         absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
     s.node = pages_->Register(s.node, tokens, s.pages[s.registered_pages]);
@@ -81,9 +130,15 @@ void Scheduler::Computed(const Chunk& chunk) {
   }
 }
 
-bool Scheduler::WaitsForLeader(const Sequence& sequence) {
+// Whether its leader computes, or has computed, the same keys and values of the prompt.
+bool Scheduler::HasLeader(const Sequence& sequence) {
   const Sequence* leader = sequence.leader;
-  return leader != nullptr && leader->state != Sequence::State::kEnded && !leader->prompt_done();
+  return leader != nullptr && leader->state != Sequence::State::kEnded &&
+         leader->adapter_at(0) == sequence.adapter_at(0);
+}
+
+bool Scheduler::WaitsForLeader(const Sequence& sequence) {
+  return HasLeader(sequence) && !sequence.leader->prompt_done();
 }
 
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
@@ -93,7 +148,7 @@ int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
   if (sequence.is_score && sequence.computed < sequence.scored) {
     count = std::min(count, sequence.scored - sequence.computed);
   }
-  return count;
+  return std::min(count, sequence.same_adapter_until(sequence.computed) - sequence.computed);
 }
 
 void Scheduler::Append(Sequence* sequence, Plan* plan) {
@@ -135,10 +190,12 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
     Rewind(sequence);
     return false;
   }
-  if (sequence->preemptions == 0) sequence->cached_tokens = sequence->computed;
+  if (sequence->preemptions == 0 && sequence->generated() == 0) {
+    sequence->cached_tokens = sequence->computed;
+  }
   sequence->state = Sequence::State::kRunning;
-  waiting_.erase(sequence);
-  running_.insert(sequence);
+  Take(sequence, &waiting_);
+  Put(sequence, &running_);
   Append(sequence, plan);
   return true;
 }
@@ -146,7 +203,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
 void Scheduler::ReusePrefix(Sequence* sequence) {
   const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
   const Sequence* const leader = sequence->leader;
-  if (leader != nullptr && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
+  if (HasLeader(*sequence) && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
     // Only the prompt is common to both.
     const int64_t common = std::min(whole_pages, (leader->prompt_tokens - 1) / kKvPageTokens);
     pages_->Share(absl::MakeConstSpan(leader->pages).subspan(0, common), &sequence->pages);
@@ -167,9 +224,9 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
     plan->chunks.erase(chunk);
   }
   Rewind(sequence);
-  running_.erase(sequence);
+  Take(sequence, &running_);
   sequence->state = Sequence::State::kWaiting;
-  waiting_.insert(sequence);
+  Put(sequence, &waiting_);
   ++sequence->preemptions;
   ++preemptions_;
   plan->preempted = true;

@@ -28,6 +28,12 @@ class Scheduler {
   void Add(Sequence* sequence);
   // Takes a sequence out of wherever it is and gives its pages back.
   void Remove(Sequence* sequence);
+  // Gives the pages of a sequence back and puts it in line again, to be computed anew under one
+  // version with the root of its prefixes. REQUIRES: it has not ended and nothing of it is in
+  // flight.
+  void Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter, const PrefixNode& root);
+  // A frozen sequence keeps its place and its pages (until others need them) and gets no rows.
+  void SetFrozen(Sequence* sequence, bool frozen);
 
   // Chooses the next step's chunks and counts them as in flight; every chunk's pages are allocated.
   // May preempt. Empty when nothing can run before a step finishes. REQUIRES: at most one step is
@@ -40,6 +46,7 @@ class Scheduler {
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
   int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
+  int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
 
  private:
@@ -58,6 +65,8 @@ class Scheduler {
     bool preempted = false;
   };
 
+  static bool CanContinue(const Sequence& sequence);
+  static bool HasLeader(const Sequence& sequence);
   static bool WaitsForLeader(const Sequence& sequence);
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
   static void Append(Sequence* sequence, Plan* plan);
@@ -66,12 +75,17 @@ class Scheduler {
   bool Admit(Sequence* sequence, Plan* plan);
   void ReusePrefix(Sequence* sequence);
   void Preempt(Sequence* sequence, Plan* plan);
+  bool PreemptFrozen(Plan* plan);
+  void Put(Sequence* sequence, Line* line);
+  bool Take(Sequence* sequence, Line* line);
   void Rewind(Sequence* sequence);
 
   const Options options_;
   KvPages* const pages_;
   Line waiting_;
   Line running_;
+  int64_t frozen_running_ = 0;
+  int64_t frozen_waiting_ = 0;
   uint64_t preemptions_ = 0;
 };
 

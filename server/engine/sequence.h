@@ -7,6 +7,8 @@
 #include <limits>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
+#include "server/base/check.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/types.h"
 
@@ -14,17 +16,27 @@ namespace dorad::engine {
 
 struct Request;
 
+// The version that computes keys and values from a position on.
+struct KvSpan {
+  int64_t begin = 0;
+  const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: the base
+};
+
 struct Sequence {
   enum class State { kWaiting, kRunning, kEnded };
 
   Request* request = nullptr;
-  const adapter::LoadedAdapter* adapter = nullptr;
+  // Ascending, the first from position 0 on, each up to the next one. There are more than one after
+  // a switch of versions that kept the KV: pages that were given back are computed again as they
+  // were.
+  absl::InlinedVector<KvSpan, 1> kv_spans = {KvSpan()};
   // Order of scheduling: lower priority values first, then arrival.
   uint64_t arrival = 0;
   int32_t priority = 0;
   int32_t index = 0;  // of the sample, or of the score cell
   State state = State::kWaiting;
   bool is_score = false;
+  bool frozen = false;  // gets no rows until it thaws
   bool use_prefix_cache = true;
 
   // Of steps that have begun and not finished:
@@ -49,6 +61,27 @@ struct Sequence {
   int64_t cached_tokens = 0;     // of the first admission
   uint32_t preemptions = 0;
 
+  // The version of the next token.
+  const adapter::LoadedAdapter* adapter() const { return kv_spans.back().adapter; }
+  // The version of a position's row.
+  const adapter::LoadedAdapter* adapter_at(int64_t position) const {
+    return SpanAt(position)->adapter;
+  }
+  // Positions from this one up to the result have one version.
+  int64_t same_adapter_until(int64_t position) const {
+    const KvSpan* const next = SpanAt(position) + 1;
+    return next == kv_spans.data() + kv_spans.size() ? std::numeric_limits<int64_t>::max()
+                                                     : next->begin;
+  }
+  // The next token and all after it come from another version; the KV of those before stays.
+  // REQUIRES: the last token is sampled and its row not computed; nothing is in flight.
+  void SwitchKeepingKv(const adapter::LoadedAdapter* adapter) {
+    const int64_t begin = static_cast<int64_t>(tokens.size()) - 1;
+    DORAD_CHECK(in_flight == 0 && computed <= begin);
+    if (kv_spans.back().begin == begin) kv_spans.pop_back();
+    kv_spans.push_back({begin, adapter});
+  }
+
   // Positions to compute for all tokens that are there or on their way. The last token of all
   // predicts nothing that is wanted.
   int64_t goal() const {
@@ -59,7 +92,16 @@ struct Sequence {
   bool prompt_done() const { return computed >= prompt_tokens; }
   // Positions whose rows produce nothing that is still wanted, so that their keys and values may
   // come from elsewhere. REQUIRES: nothing is in flight.
-  int64_t reusable() const { return is_score ? scored : goal() - 1; }
+  int64_t reusable() const {
+    return std::min(is_score ? scored : goal() - 1, same_adapter_until(0));
+  }
+
+ private:
+  const KvSpan* SpanAt(int64_t position) const {
+    const KvSpan* span = &kv_spans.back();
+    while (span->begin > position) --span;
+    return span;
+  }
 };
 
 // Some tokens of a sequence in a step.

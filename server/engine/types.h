@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/adapter/version.h"
 
@@ -19,6 +21,11 @@ enum class FinishReason { kNone, kStop, kLength, kAborted, kNonFinite };
 const char* NameOf(FinishReason reason);  // "stop", "length", ...
 
 enum class LogprobMode { kNone, kRaw, kProcessed };
+
+// What a request does when the active version of its adapter's name moves: stays on the version
+// that it began with; or takes the new one from the next token on, and keeps the KV of the tokens
+// before or computes it anew. A sample without tokens yet begins anew in both.
+enum class InFlightPolicy { kPin, kSwitchKeepKv, kSwitchRecompute };
 
 struct SamplingParams {
   float temperature = 1.0f;
@@ -52,6 +59,10 @@ struct RequestBase {
 struct GenerateInput : RequestBase {
   std::vector<TokenId> prompt;
   adapter::AdapterLease lease;
+  InFlightPolicy in_flight = InFlightPolicy::kPin;
+  // A lease on the version that is active now. Set unless in_flight is kPin; called on the engine
+  // thread, must not block.
+  std::function<absl::StatusOr<adapter::AdapterLease>()> follow;
   int32_t n = 1;
   SamplingParams sampling;
   StopParams stop;
@@ -142,7 +153,9 @@ struct EngineStats {
   int64_t kv_pages_cached = 0;  // hold reusable prefixes only
   int kv_page_tokens = 0;
   uint64_t steps = 0;
-  bool paused = false;
+  bool paused = false;  // everything
+  std::vector<adapter::AdapterRef> paused_adapters;
+  int frozen_requests = 0;  // by pauses of adapters
 };
 
 }  // namespace dorad::engine

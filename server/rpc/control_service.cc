@@ -46,6 +46,10 @@ void FillEngine(const Services& services, v1::EngineInfo* to) {
   to->set_kv_page_tokens(static_cast<uint32_t>(stats.kv_page_tokens));
   to->set_steps(stats.steps);
   to->set_paused(stats.paused);
+  for (const adapter::AdapterRef& ref : stats.paused_adapters) {
+    to->add_paused_adapters(ref.ToString());
+  }
+  to->set_frozen_requests(static_cast<uint32_t>(stats.frozen_requests));
   to->set_deterministic(services.info.deterministic);
   to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
 }
@@ -85,26 +89,34 @@ grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* con
                                                 v1::PauseResponse* response) {
   return UnaryCall<v1::PauseResponse>::Run(
       "Pause", context, services_->metrics, response, [&](const auto& call) {
-        const absl::StatusOr<engine::PauseMode> mode = ParsePauseMode(request->mode());
-        if (!mode.ok()) {
-          call->End(mode.status());
+        absl::StatusOr<ParsedPause> pause = ParsePause(*request);
+        if (!pause.ok()) {
+          call->End(pause.status());
           return;
         }
-        services_->engine->Pause(*mode, [call](const absl::StatusOr<int>& affected) {
-          call->Complete([&affected](v1::PauseResponse* to) {
-            if (affected.ok()) to->set_affected(static_cast<uint32_t>(*affected));
-            return affected.status();
-          });
-        });
+        services_->engine->Pause(pause->mode, std::move(pause->scope),
+                                 [call](const absl::StatusOr<int>& affected) {
+                                   call->Complete([&affected](v1::PauseResponse* to) {
+                                     if (affected.ok()) {
+                                       to->set_affected(static_cast<uint32_t>(*affected));
+                                     }
+                                     return affected.status();
+                                   });
+                                 });
       });
 }
 
 grpc::ServerUnaryReactor* ControlService::Resume(grpc::CallbackServerContext* context,
-                                                 const v1::ResumeRequest*,
+                                                 const v1::ResumeRequest* request,
                                                  v1::ResumeResponse* response) {
   return UnaryCall<v1::ResumeResponse>::Run(
       "Resume", context, services_->metrics, response, [&](const auto& call) {
-        services_->engine->Resume([call] { call->End(absl::OkStatus()); });
+        absl::StatusOr<adapter::AdapterRef> scope = adapter::AdapterRef::Parse(request->adapter());
+        if (!scope.ok()) {
+          call->End(scope.status());
+          return;
+        }
+        services_->engine->Resume(*std::move(scope), [call] { call->End(absl::OkStatus()); });
       });
 }
 

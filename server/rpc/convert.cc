@@ -88,6 +88,32 @@ adapter::AdapterRef ReadAdapter(const std::string& field, const std::string& tex
   return {};
 }
 
+engine::InFlightPolicy ReadInFlightPolicy(v1::InFlightPolicy policy,
+                                          const adapter::AdapterRef& adapter,
+                                          Violations* violations) {
+  engine::InFlightPolicy read = engine::InFlightPolicy::kPin;
+  switch (policy) {
+    case v1::IN_FLIGHT_POLICY_UNSPECIFIED:
+    case v1::IN_FLIGHT_POLICY_PIN:
+      return read;
+    case v1::IN_FLIGHT_POLICY_SWITCH_KEEP_KV:
+      read = engine::InFlightPolicy::kSwitchKeepKv;
+      break;
+    case v1::IN_FLIGHT_POLICY_SWITCH_RECOMPUTE:
+      read = engine::InFlightPolicy::kSwitchRecompute;
+      break;
+    default:
+      Add(violations, "in_flight_policy", "IN_FLIGHT_POLICY_INVALID",
+          absl::StrCat("unknown policy ", static_cast<int>(policy)));
+      return read;
+  }
+  if (adapter.is_base() || adapter.version != 0) {
+    Add(violations, "in_flight_policy", "IN_FLIGHT_POLICY_INVALID",
+        "only a request that names an adapter without a version can follow its active one");
+  }
+  return read;
+}
+
 engine::SamplingParams ReadSampling(const v1::SamplingParams& wire, int32_t vocab_size,
                                     uint64_t default_seed, Violations* violations) {
   engine::SamplingParams sampling;
@@ -279,6 +305,7 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   input.request_id = ReadRequestId(request, std::move(defaults.request_id), &violations);
   input.prompt = ReadPrompt(request.prompt_token_ids(), limits.engine, &violations);
   input.adapter = ReadAdapter("adapter", request.adapter(), &violations);
+  input.in_flight = ReadInFlightPolicy(request.in_flight_policy(), input.adapter, &violations);
   const uint32_t n = request.has_n() ? request.n() : 1;
   if (n < 1 || n > static_cast<uint32_t>(limits.engine.max_n)) {
     Add(&violations, "n", "N_OUT_OF_RANGE",
@@ -377,19 +404,26 @@ absl::StatusOr<engine::AbortTarget> ParseAbort(const v1::AbortRequest& request) 
   return target;
 }
 
-absl::StatusOr<engine::PauseMode> ParsePauseMode(v1::PauseMode mode) {
-  switch (mode) {
+absl::StatusOr<ParsedPause> ParsePause(const v1::PauseRequest& request) {
+  Violations violations;
+  ParsedPause parsed;
+  switch (request.mode()) {
     case v1::PAUSE_MODE_ABORT:
-      return engine::PauseMode::kAbort;
+      parsed.mode = engine::PauseMode::kAbort;
+      break;
     case v1::PAUSE_MODE_WAIT:
-      return engine::PauseMode::kWait;
+      parsed.mode = engine::PauseMode::kWait;
+      break;
     case v1::PAUSE_MODE_UNSPECIFIED:
     case v1::PAUSE_MODE_KEEP:
-      return engine::PauseMode::kKeep;
+      break;
     default:
-      return MakeInvalid("PauseRequest", {{"mode", "PAUSE_MODE_INVALID",
-                                           absl::StrCat("unknown mode ", static_cast<int>(mode))}});
+      Add(&violations, "mode", "PAUSE_MODE_INVALID",
+          absl::StrCat("unknown mode ", static_cast<int>(request.mode())));
   }
+  parsed.scope = ReadAdapter("adapter", request.adapter(), &violations);
+  if (!violations.empty()) return MakeInvalid("PauseRequest", std::move(violations));
+  return parsed;
 }
 
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations) {

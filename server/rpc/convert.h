@@ -40,7 +40,7 @@ struct RequestDefaults {
   uint64_t seed = 0;
 };
 
-// Everything but the lease and the deadline.
+// Everything but the lease, what follows it, and the deadline.
 absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
                                                     const RequestLimits& limits,
                                                     RequestDefaults defaults);
@@ -54,7 +54,11 @@ absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const Re
 
 absl::StatusOr<engine::AbortTarget> ParseAbort(const v1::AbortRequest& request);
 
-absl::StatusOr<engine::PauseMode> ParsePauseMode(v1::PauseMode mode);
+struct ParsedPause {
+  engine::PauseMode mode = engine::PauseMode::kKeep;
+  adapter::AdapterRef scope;
+};
+absl::StatusOr<ParsedPause> ParsePause(const v1::PauseRequest& request);
 
 // "name", its version and its tags, as the Publish calls and Activate and Retire carry them.
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations);

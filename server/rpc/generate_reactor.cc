@@ -21,6 +21,11 @@ absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
     absl::StatusOr<adapter::AdapterLease> lease = services_->registry->Acquire(parsed->adapter);
     status = lease.status();
     if (status.ok()) parsed->lease = *std::move(lease);
+    if (parsed->in_flight != engine::InFlightPolicy::kPin) {
+      parsed->follow = [registry = services_->registry, name = parsed->adapter] {
+        return registry->Acquire(name);
+      };
+    }
   }
   if (!status.ok()) {
     services_->metrics->RequestRefused(RequestKind::kGenerate, ReasonOf(status));

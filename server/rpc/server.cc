@@ -135,8 +135,8 @@ struct Server::Impl {
   }
 
   // Generate calls end with their tokens so far.
-  void AbortAll() {
-    services->engine->Abort({.all = true}, "the server is shutting down", [](int) {});
+  void Abort(engine::AbortTarget target) {
+    services->engine->Abort(std::move(target), "the server is shutting down", [](int) {});
   }
 
   // False when `timeout` has passed before all requests were answered.
@@ -211,9 +211,11 @@ void Server::Drain(absl::Duration timeout, absl::Duration grace) {
   engine::Engine* const engine = impl_->services->engine;
   engine->StopAdmission();
   // Frozen requests would never finish.
-  if (engine->stats().paused) impl_->AbortAll();
+  const engine::EngineStats stats = engine->stats();
+  if (stats.paused) impl_->Abort({.all = true});
+  for (const adapter::AdapterRef& ref : stats.paused_adapters) impl_->Abort({.adapter = ref});
   if (impl_->AwaitQuiet(timeout)) return;
-  impl_->AbortAll();
+  impl_->Abort({.all = true});
   impl_->AwaitQuiet(grace);
 }
 

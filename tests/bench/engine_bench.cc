@@ -69,7 +69,7 @@ void Report(int step_us, int sequences) {
   const auto adapter =
       std::make_shared<const adapter::LoadedAdapter>("policy", 1, summary, nullptr);
   std::vector<std::shared_ptr<TokenStream>> streams;
-  engine.Pause(PauseMode::kKeep, [](auto) {});
+  engine.Pause(PauseMode::kKeep, {}, [](auto) {});
   for (int i = 0; i < sequences; ++i) {
     GenerateInput input;
     input.request_id = "request-" + std::to_string(i);
@@ -82,7 +82,7 @@ void Report(int step_us, int sequences) {
     if (!engine.Submit(std::move(input), streams.back()).ok()) std::exit(1);
   }
   const Clock::time_point begin = Clock::now();
-  engine.Resume([] {});
+  engine.Resume({}, [] {});
   while (!engine.idle()) absl::SleepFor(absl::Milliseconds(1));
   const std::chrono::duration<double, std::micro> took = Clock::now() - begin;
   std::printf("{\"sequences\": %d, \"step_us\": %d, \"from_step_to_step_us\": %.1f}\n", sequences,

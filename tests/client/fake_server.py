@@ -107,6 +107,7 @@ class FakeServer(
         self.events = []
         self.generation = 0
         self.paused = False
+        self.paused_adapters = []
         self.pause_modes = []
         self.generate_calls = []
         self.metadata = []
@@ -439,17 +440,24 @@ class FakeServer(
         info.engine.running_sequences = self.running
         info.engine.kv_pages_total, info.engine.kv_pages_used = 100, 25
         info.engine.paused = self.paused
+        info.engine.paused_adapters.extend(self.paused_adapters)
         info.uptime.FromSeconds(90)
         info.memory_bytes["weights"] = 1 << 20
         return info
 
     def Pause(self, request, context):
-        self.paused = True
+        if request.adapter:
+            self.paused_adapters.append(request.adapter)
+        else:
+            self.paused = True
         self.pause_modes.append(request.mode)
         return control_pb2.PauseResponse(affected=2)
 
     def Resume(self, request, context):
-        self.paused = False
+        if request.adapter:
+            self.paused_adapters.remove(request.adapter)
+        else:
+            self.paused = False
         return control_pb2.ResumeResponse()
 
 

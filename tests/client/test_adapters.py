@@ -245,6 +245,10 @@ def test_pauses_and_resumes(client, server):
     client.resume()
     assert server.pause_modes == [control_pb2.PAUSE_MODE_KEEP, control_pb2.PAUSE_MODE_WAIT]
     assert not client.info().engine.paused
+    client.pause(adapter="a@2")
+    assert client.info().engine.paused_adapters == ["a@2"] and not client.info().engine.paused
+    client.resume("a@2")
+    assert client.info().engine.paused_adapters == []
     with pytest.raises(ValueError, match="abort, wait, keep"):
         client.pause("sleep")
 

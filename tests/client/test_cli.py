@@ -192,6 +192,8 @@ def test_operates(doractl, server):
     assert json.loads(doractl("info", "-o", "json"))["model"]["vocab_size"] == 1000
     assert doractl("pause", "--mode", "wait") == "paused (wait); 2 requests affected\n"
     assert "paused" in doractl("info")
+    assert doractl("pause", "-a", "pirate") == "paused pirate (keep); 2 requests affected\n"
+    assert doractl("resume", "-a", "pirate") == "resumed\n"
     assert doractl("resume") == "resumed\n"
     assert doractl("abort", "r1", "r2") == "3 requests aborted\n"
     assert json.loads(doractl("abort", "--all", "-o", "json")) == {"aborted": 3}

@@ -1,6 +1,7 @@
 """What Generate and Score promise beyond the numbers: stopping, seeds, samples, log-probability
 modes, aborts, deadlines, pauses and the queue."""
 
+import signal
 import threading
 import time
 
@@ -423,6 +424,48 @@ def test_pause_wait_lets_running_requests_finish_and_refuses_new_ones(slow: Serv
     assert pause.result(timeout=60) is not None
     slow.wire.resume()
     assert len(greedy(slow, 3)) == 3
+
+
+def test_pause_of_one_adapter_leaves_the_others_running(slow: Server, zoo) -> None:
+    for name in ("one", "two"):
+        slow.wire.publish(name, zoo.adapter("slow", "lora"), activate=True)
+    options = dict(prompt=PROMPT, adapter="one", max_tokens=80, ignore_eos=True, seed=3)
+    (whole,) = slow.wire.generate(**options)
+    call = slow.wire.stream(**options)
+    messages = [next(call)]
+    assert slow.wire.pause(control_pb2.PAUSE_MODE_KEEP, "one") == 1
+    info = slow.wire.info().engine
+    assert not info.paused and list(info.paused_adapters) == ["one"] and info.frozen_requests == 1
+    # Publishing and activating go on; a new request waits.
+    slow.wire.publish("one", zoo.adapter("slow", "lora"), activate=True)
+    late = slow.wire.inference.Generate(generate_request(**options | dict(adapter="one@2")))
+    for adapter in ("two", ""):
+        assert len(greedy(slow, 3, adapter=adapter)) == 3
+    assert slow.wire.info().engine.frozen_requests == 2
+    slow.wire.resume("one")
+    (sample,) = finish(call, messages).values()
+    assert sample.tokens == whole.tokens == collect(late)[0].tokens
+    assert slow.wire.info().engine.frozen_requests == 0
+
+
+def test_pause_wait_of_one_adapter_refuses_it_alone(slow: Server, zoo) -> None:
+    slow.wire.publish("one", zoo.adapter("slow", "lora"), activate=True)
+    assert slow.wire.pause(control_pb2.PAUSE_MODE_WAIT, "one") == 0
+    with pytest.raises(grpc.RpcError) as caught:
+        slow.wire.generate(PROMPT, adapter="one", max_tokens=1)
+    assert failure(caught.value).reason == "ENGINE_PAUSED"
+    assert len(greedy(slow, 3)) == 3
+    slow.wire.resume()
+    assert len(greedy(slow, 3, adapter="one")) == 3
+
+
+def test_requests_frozen_by_a_pause_of_their_adapter_end_with_the_server(zoo) -> None:
+    with serve(zoo.model("slow"), {"one": zoo.adapter("slow", "lora")}) as server:
+        call, messages = started(server, adapter="one")
+        server.wire.pause(control_pb2.PAUSE_MODE_KEEP, "one")
+        server.process.send_signal(signal.SIGTERM)
+        assert finish(call, messages)[0].reason == ABORTED
+        assert server.process.wait(20) == 0, "it waited for the drain's timeout"
 
 
 # --- Queue and order.

@@ -160,6 +160,7 @@ def generate_request(
     salt: str = "",
     bypass: bool = False,
     priority: int | None = None,
+    in_flight: int = inference_pb2.IN_FLIGHT_POLICY_UNSPECIFIED,
 ) -> inference_pb2.GenerateRequest:
     """logprobs: a LogprobMode; None asks for none."""
     params = None
@@ -186,6 +187,7 @@ def generate_request(
         cache_salt=salt,
         bypass_prefix_cache=bypass,
         priority=priority,
+        in_flight_policy=in_flight,
     )
 
 
@@ -325,11 +327,17 @@ class Wire:
     def info(self) -> control_pb2.GetInfoResponse:
         return self.control.GetInfo(control_pb2.GetInfoRequest(), timeout=DEADLINE)
 
-    def pause(self, mode: int = control_pb2.PAUSE_MODE_KEEP, timeout: float = DEADLINE) -> int:
-        return self.control.Pause(control_pb2.PauseRequest(mode=mode), timeout=timeout).affected
+    def pause(
+        self,
+        mode: int = control_pb2.PAUSE_MODE_KEEP,
+        adapter: str = "",
+        timeout: float = DEADLINE,
+    ) -> int:
+        request = control_pb2.PauseRequest(mode=mode, adapter=adapter)
+        return self.control.Pause(request, timeout=timeout).affected
 
-    def resume(self) -> None:
-        self.control.Resume(control_pb2.ResumeRequest(), timeout=DEADLINE)
+    def resume(self, adapter: str = "") -> None:
+        self.control.Resume(control_pb2.ResumeRequest(adapter=adapter), timeout=DEADLINE)
 
 
 def publish_parts(

@@ -9,153 +9,10 @@
 
 #include "absl/synchronization/notification.h"
 #include "server/base/error.h"
-#include "server/base/metrics.h"
-#include "server/engine/model_runner.h"
-#include "tests/unit/support/fake_model_runner.h"
+#include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
 namespace {
-
-constexpr TokenId kEos = 7;
-
-std::shared_ptr<const adapter::LoadedAdapter> MakeAdapter(const std::string& name,
-                                                          int64_t version) {
-  adapter::AdapterSummary summary;
-  summary.digest = name + "#" + std::to_string(version);
-  return std::make_shared<adapter::LoadedAdapter>(name, version, summary, nullptr);
-}
-
-// Counts the leases that tests hand out.
-class Leases {
- public:
-  adapter::AdapterLease Take(std::shared_ptr<const adapter::LoadedAdapter> adapter) {
-    if (adapter == nullptr) return {};
-    ++held_;
-    return adapter::AdapterLease(std::move(adapter), [this] { --held_; });
-  }
-  int held() const { return held_; }
-
- private:
-  std::atomic<int> held_{0};
-};
-
-struct SampleText {
-  std::vector<TokenId> tokens;
-  std::vector<float> logprobs;
-  Finish finish;
-  std::vector<VersionSpan> spans;
-};
-
-// What a client would have received.
-struct Outcome {
-  absl::Status status;
-  std::map<int, SampleText> samples;
-};
-
-class EngineTest : public ::testing::Test {
- protected:
-  static EngineOptions DefaultOptions() {
-    EngineOptions options;
-    options.max_step_tokens = 64;
-    options.max_running_sequences = 16;
-    options.vocab_size = kFakeVocab;
-    options.context_length = 512;
-    options.eos_token_ids = {kEos};
-    return options;
-  }
-
-  void Start(EngineOptions options, int64_t pages, int max_steps_in_flight = 2) {
-    auto runner = std::make_unique<FakeModelRunner>(pages, max_steps_in_flight);
-    runner_ = runner.get();
-    engine_ = std::make_unique<Engine>(options, std::move(runner), &metrics_);
-  }
-
-  GenerateInput Input(std::vector<TokenId> prompt, int64_t max_tokens,
-                      std::shared_ptr<const adapter::LoadedAdapter> adapter = nullptr) {
-    GenerateInput input;
-    input.request_id = "r" + std::to_string(next_id_++);
-    input.prompt = std::move(prompt);
-    input.lease = leases_.Take(std::move(adapter));
-    input.sampling.temperature = 0;
-    input.stop.max_tokens = max_tokens;
-    input.stop.ignore_eos = true;
-    input.logprobs.mode = LogprobMode::kRaw;
-    return input;
-  }
-
-  std::shared_ptr<TokenStream> Submit(GenerateInput input) {
-    auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
-    const absl::Status status = engine_->Submit(std::move(input), stream);
-    EXPECT_TRUE(status.ok()) << status;
-    return stream;
-  }
-
-  static Outcome Wait(TokenStream& stream) {
-    Outcome outcome;
-    const absl::Time limit = absl::Now() + absl::Seconds(60);
-    while (absl::Now() < limit) {
-      while (std::optional<SampleDelta> delta = stream.Take()) {
-        SampleText& sample = outcome.samples[delta->sample_index];
-        EXPECT_EQ(sample.finish.reason, FinishReason::kNone) << "a delta after the last";
-        sample.tokens.insert(sample.tokens.end(), delta->token_ids.begin(), delta->token_ids.end());
-        sample.logprobs.insert(sample.logprobs.end(), delta->logprobs.logprobs.begin(),
-                               delta->logprobs.logprobs.end());
-        sample.finish = delta->finish;
-        for (const VersionSpan& span : delta->spans) sample.spans.push_back(span);
-      }
-      if (std::optional<absl::Status> ended = stream.Ended()) {
-        outcome.status = *ended;
-        return outcome;
-      }
-      absl::SleepFor(absl::Microseconds(100));
-    }
-    outcome.status = absl::DeadlineExceededError("the test waited too long");
-    return outcome;
-  }
-
-  // What the fake model says, computed without engine, pages or batches.
-  static SampleText Expected(const GenerateInput& input, uint32_t sample, int64_t max_length,
-                             bool stop_at_eos = false) {
-    SampleText expected;
-    std::vector<TokenId> tokens = input.prompt;
-    while (static_cast<int64_t>(expected.tokens.size()) < input.stop.max_tokens &&
-           static_cast<int64_t>(tokens.size()) < max_length) {
-      const uint64_t hash = FakeHash(input.lease.get(), tokens);
-      const TokenId token = FakeNext(hash, input.sampling, sample);
-      expected.tokens.push_back(token);
-      expected.logprobs.push_back(FakeLogprob(hash, token));
-      tokens.push_back(token);
-      if (stop_at_eos && token == kEos) break;
-    }
-    return expected;
-  }
-
-  void ExpectEverythingBack() {
-    const absl::Time limit = absl::Now() + absl::Seconds(10);
-    while (!engine_->idle() && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(1));
-    absl::Notification settled;  // an answer comes with current counts
-    engine_->Abort({}, "", [&](int) { settled.Notify(); });
-    settled.WaitForNotification();
-    const EngineStats stats = engine_->stats();
-    EXPECT_EQ(stats.kv_pages_used, 0);
-    EXPECT_EQ(stats.running_sequences, 0);
-    EXPECT_EQ(stats.queued_requests, 0);
-    EXPECT_EQ(stats.queued_tokens, 0);
-    EXPECT_EQ(leases_.held(), 0);
-  }
-
-  Metrics metrics_{Metrics::Info{"test", "fake", "fake", "cpu", "fp32"}};
-  Leases leases_;
-  FakeModelRunner* runner_ = nullptr;
-  std::unique_ptr<Engine> engine_;
-  int next_id_ = 0;
-};
-
-std::vector<TokenId> Prompt(int64_t length, TokenId first = 100) {
-  std::vector<TokenId> prompt;
-  for (int64_t i = 0; i < length; ++i) prompt.push_back((first + i * 31) % kFakeVocab);
-  return prompt;
-}
 
 TEST_F(EngineTest, GeneratesUntilMaxTokens) {
   Start(DefaultOptions(), 64);
@@ -533,7 +390,7 @@ TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
   options.max_step_tokens = 4;
   options.prefix_cache = false;
   Start(options, 14);
-  engine_->Pause(PauseMode::kKeep, [](auto) {});  // so that all begin together
+  engine_->Pause(PauseMode::kKeep, {}, [](auto) {});  // so that all begin together
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (int i = 0; i < 3; ++i) {
     GenerateInput input = Input(Prompt(4, 50 * i), 60);
@@ -544,7 +401,7 @@ TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
   input.request_id = "score";
   input.sequences = {Prompt(100)};
   input.leases.push_back(leases_.Take(MakeAdapter("a", 1)));
-  const uint64_t seed = FakeSeed(input.leases[0].get());
+  const std::shared_ptr<const adapter::LoadedAdapter> adapter = MakeAdapter("a", 1);
   absl::Notification done;
   absl::StatusOr<ScoreResult> result;
   auto ticket = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
@@ -552,15 +409,15 @@ TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
     done.Notify();
   });
   ASSERT_TRUE(engine_->Submit(std::move(input), ticket).ok());
-  engine_->Resume([] {});
+  engine_->Resume({}, [] {});
   done.WaitForNotification();
   ASSERT_TRUE(result.ok()) << result.status();
   const std::vector<float>& logprobs = result->scores[0][0].logprobs;
   const std::vector<TokenId> tokens = Prompt(100);
   ASSERT_EQ(logprobs.size(), tokens.size());
-  uint64_t hash = seed;
+  uint64_t hash = 0;
   for (size_t t = 1; t < tokens.size(); ++t) {
-    hash = FakeMix(hash, static_cast<uint64_t>(tokens[t - 1]));
+    hash = FakeKv(hash, tokens[t - 1], adapter.get());
     EXPECT_EQ(logprobs[t], FakeLogprob(hash, tokens[t])) << t;
   }
   for (auto& stream : streams) EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 60u);
@@ -591,7 +448,7 @@ TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
   const SampleText expected = Expected(input, 0, 512);
   auto stream = Submit(std::move(input));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kKeep, [&](absl::StatusOr<int> count) {
+  engine_->Pause(PauseMode::kKeep, {}, [&](absl::StatusOr<int> count) {
     EXPECT_EQ(count.value(), 1);
     paused.Notify();
   });
@@ -601,7 +458,7 @@ TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
   absl::SleepFor(absl::Milliseconds(20));
   EXPECT_EQ(engine_->stats().steps, steps);
   absl::Notification resumed;
-  engine_->Resume([&] { resumed.Notify(); });
+  engine_->Resume({}, [&] { resumed.Notify(); });
   resumed.WaitForNotification();
   EXPECT_EQ(Wait(*stream).samples.at(0).tokens, expected.tokens);
 }
@@ -614,14 +471,14 @@ TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
   };
   auto stream = Submit(Input(Prompt(4), 50));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kWait, [&](auto) { paused.Notify(); });
+  engine_->Pause(PauseMode::kWait, {}, [&](auto) { paused.Notify(); });
   auto refused = std::make_shared<TokenStream>(false);
   const absl::Status status = engine_->Submit(Input(Prompt(4), 2), refused);
   EXPECT_EQ(ReasonOf(status), "ENGINE_PAUSED");
   paused.WaitForNotification();
   EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 50u);
   absl::Notification resumed;
-  engine_->Resume([&] { resumed.Notify(); });
+  engine_->Resume({}, [&] { resumed.Notify(); });
   resumed.WaitForNotification();
   EXPECT_TRUE(Wait(*Submit(Input(Prompt(4), 2))).status.ok());
 }
@@ -634,10 +491,10 @@ TEST_F(EngineTest, PauseWaitLetsFrozenRequestsFinish) {
   };
   auto stream = Submit(Input(Prompt(4), 50));
   absl::Notification frozen;
-  engine_->Pause(PauseMode::kKeep, [&](auto) { frozen.Notify(); });
+  engine_->Pause(PauseMode::kKeep, {}, [&](auto) { frozen.Notify(); });
   frozen.WaitForNotification();
   absl::Notification drained;
-  engine_->Pause(PauseMode::kWait, [&](auto) { drained.Notify(); });
+  engine_->Pause(PauseMode::kWait, {}, [&](auto) { drained.Notify(); });
   EXPECT_TRUE(drained.WaitForNotificationWithTimeout(absl::Seconds(30)));
   EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 50u);
   EXPECT_TRUE(engine_->stats().paused);
@@ -651,11 +508,11 @@ TEST_F(EngineTest, APauseThatWaitsIsToldWhenItIsOvertaken) {
   };
   auto stream = Submit(Input(Prompt(4), 400));
   absl::Notification overtaken;
-  engine_->Pause(PauseMode::kWait, [&](absl::StatusOr<int> result) {
+  engine_->Pause(PauseMode::kWait, {}, [&](absl::StatusOr<int> result) {
     EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
     overtaken.Notify();
   });
-  engine_->Resume([] {});
+  engine_->Resume({}, [] {});
   EXPECT_TRUE(overtaken.WaitForNotificationWithTimeout(absl::Seconds(30)));
   EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
 }
@@ -679,7 +536,7 @@ TEST_F(EngineTest, PauseAbortEndsEverything) {
   };
   auto stream = Submit(Input(Prompt(4), 500));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kAbort, [&](absl::StatusOr<int> count) {
+  engine_->Pause(PauseMode::kAbort, {}, [&](absl::StatusOr<int> count) {
     EXPECT_EQ(count.value(), 1);
     paused.Notify();
   });

@@ -108,6 +108,17 @@ TEST(ParseGenerate, CarriesEveryField) {
   EXPECT_EQ(input->priority, -5);
 }
 
+TEST(ParseGenerate, ARequestByNameMayFollowTheActiveVersion) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_adapter("policy");
+  const auto in_flight = [&] { return ParseGenerate(request, Limits(), {"r", 1})->in_flight; };
+  EXPECT_EQ(in_flight(), engine::InFlightPolicy::kPin);
+  request.set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_KEEP_KV);
+  EXPECT_EQ(in_flight(), engine::InFlightPolicy::kSwitchKeepKv);
+  request.set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_RECOMPUTE);
+  EXPECT_EQ(in_flight(), engine::InFlightPolicy::kSwitchRecompute);
+}
+
 TEST(ParseGenerate, AsksForRawLogprobsUnlessSaidOtherwise) {
   v1::GenerateRequest request = GoodGenerate();
   request.mutable_logprobs();
@@ -206,6 +217,15 @@ std::vector<BadGenerate> BadGenerates() {
        }},
       {"response_mode RESPONSE_MODE_INVALID",
        [](R* r) { r->set_response_mode(static_cast<v1::ResponseMode>(5)); }},
+      {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
+       [](R* r) { r->set_in_flight_policy(static_cast<v1::InFlightPolicy>(9)); }},
+      {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
+       [](R* r) { r->set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_KEEP_KV); }},
+      {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
+       [](R* r) {
+         r->set_adapter("a@2");
+         r->set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_RECOMPUTE);
+       }},
       {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id(""); }},
       {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id("a b"); }},
       {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id("a\nb"); }},
@@ -390,12 +410,29 @@ TEST(ParseAbort, NeedsOneClearTarget) {
   EXPECT_THAT(ParseAbort(request)->request_ids, testing::ElementsAre("x"));
 }
 
-TEST(ParsePauseMode, KeepsByDefaultAndRefusesTheUnknown) {
-  EXPECT_EQ(*ParsePauseMode(v1::PAUSE_MODE_UNSPECIFIED), engine::PauseMode::kKeep);
-  EXPECT_EQ(*ParsePauseMode(v1::PAUSE_MODE_ABORT), engine::PauseMode::kAbort);
-  EXPECT_EQ(*ParsePauseMode(v1::PAUSE_MODE_WAIT), engine::PauseMode::kWait);
-  EXPECT_EQ(ReasonOf(ParsePauseMode(static_cast<v1::PauseMode>(17)).status()),
-            "PAUSE_MODE_INVALID");
+v1::PauseRequest PauseOf(v1::PauseMode mode, const std::string& adapter = "") {
+  v1::PauseRequest request;
+  request.set_mode(mode);
+  request.set_adapter(adapter);
+  return request;
+}
+
+TEST(ParsePause, KeepsEverythingByDefault) {
+  const ParsedPause parsed = *ParsePause(v1::PauseRequest());
+  EXPECT_EQ(parsed.mode, engine::PauseMode::kKeep);
+  EXPECT_TRUE(parsed.scope.is_base());
+}
+
+TEST(ParsePause, ReadsModeAndAdapter) {
+  EXPECT_EQ(ParsePause(PauseOf(v1::PAUSE_MODE_ABORT))->mode, engine::PauseMode::kAbort);
+  const ParsedPause parsed = *ParsePause(PauseOf(v1::PAUSE_MODE_WAIT, "policy@3"));
+  EXPECT_EQ(parsed.mode, engine::PauseMode::kWait);
+  EXPECT_EQ(parsed.scope, (adapter::AdapterRef{"policy", 3}));
+}
+
+TEST(ParsePause, RefusesTheUnknown) {
+  EXPECT_EQ(
+      ViolationsOf(ParsePause(PauseOf(static_cast<v1::PauseMode>(17), "No!")).status()).size(), 2u);
 }
 
 }  // namespace

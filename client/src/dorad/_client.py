@@ -468,19 +468,25 @@ class Client:
         return _wire.server_info(answer)
 
     def pause(
-        self, mode: Literal["keep", "wait", "abort"] = "keep", *, timeout: float | None = None
+        self,
+        mode: Literal["keep", "wait", "abort"] = "keep",
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> int:
-        """Stops the engine from starting steps; returns how many requests were frozen or ended.
+        """Stops the engine from starting steps, or with `adapter` ("name" or "name@version") the
+        requests that hold it; returns how many requests were frozen or ended.
 
-        "keep" freezes requests where they are, "wait" lets admitted ones finish first, "abort" ends
-        them now. Publishing and activating stay possible.
+        "keep" freezes requests where they are, "wait" lets admitted ones finish first and refuses
+        new ones, "abort" ends them now. Publishing and activating stay possible.
         """
-        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode))
+        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode), adapter=adapter or "")
         return int(self._call(self._control.Pause, message, timeout).affected)
 
-    def resume(self, *, timeout: float | None = None) -> None:
-        """Undoes `pause`."""
-        self._call(self._control.Resume, control_pb2.ResumeRequest(), timeout)
+    def resume(self, adapter: str | None = None, *, timeout: float | None = None) -> None:
+        """Undoes the `pause` of an adapter, or all pauses."""
+        message = control_pb2.ResumeRequest(adapter=adapter or "")
+        self._call(self._control.Resume, message, timeout)
 
     def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
         """The server (or one service by full name): "serving", "not_serving" or "unknown"."""

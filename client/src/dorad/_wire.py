@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 from dorad import types as t
 from dorad._stubs import adapters_pb2, control_pb2, inference_pb2, types_pb2
 from dorad.errors import Internal
+
+T = TypeVar("T")
 
 _UTC = datetime.UTC
 _LITTLE_INT32 = np.dtype("<i4")
@@ -90,7 +92,24 @@ def _enum_name(value: int, enum: Any, prefix: str) -> str:
         return str(value)
 
 
+def _one_of(value: str, known: Mapping[str, T], what: str) -> T:
+    if value not in known:
+        raise ValueError(f"{what} must be one of {', '.join(known)}, not {value!r}")
+    return known[value]
+
+
 # --- Generate -------------------------------------------------------------------------------------
+
+
+def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueType:
+    known = {
+        "pin": inference_pb2.IN_FLIGHT_POLICY_PIN,
+        "switch_keep_kv": inference_pb2.IN_FLIGHT_POLICY_SWITCH_KEEP_KV,
+        "switch_recompute": inference_pb2.IN_FLIGHT_POLICY_SWITCH_RECOMPUTE,
+    }
+    if policy is None:
+        return inference_pb2.IN_FLIGHT_POLICY_UNSPECIFIED
+    return _one_of(policy, known, "in_flight_policy")
 
 
 def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_pb2.GenerateRequest:
@@ -118,6 +137,7 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
         ),
         n=request.n,
         priority=request.priority,
+        in_flight_policy=_in_flight_policy(request.in_flight_policy),
         request_id=request.request_id,
     )
     chosen = request.chosen_token_ids
@@ -375,9 +395,7 @@ def pause_mode(mode: str) -> control_pb2.PauseMode.ValueType:
         "wait": control_pb2.PAUSE_MODE_WAIT,
         "keep": control_pb2.PAUSE_MODE_KEEP,
     }
-    if mode not in modes:
-        raise ValueError(f"pause mode must be one of {', '.join(modes)}, not {mode!r}")
-    return modes[mode]
+    return _one_of(mode, modes, "pause mode")
 
 
 def abort_request(
@@ -393,10 +411,13 @@ def abort_request(
     return inference_pb2.AbortRequest(all=True)
 
 
+REPEATED = ("eos_token_ids", "paused_adapters")
+
+
 def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:
     def plain(source: Any, cls: Any) -> Any:
         values = {name: getattr(source, name) for name in cls.__dataclass_fields__}
-        return cls(**{k: list(v) if k == "eos_token_ids" else v for k, v in values.items()})
+        return cls(**{k: list(v) if k in REPEATED else v for k, v in values.items()})
 
     return t.ServerInfo(
         version=message.version,

@@ -456,15 +456,25 @@ class Client:
         return _wire.server_info(answer)
 
     async def pause(
-        self, mode: Literal["keep", "wait", "abort"] = "keep", *, timeout: float | None = None
+        self,
+        mode: Literal["keep", "wait", "abort"] = "keep",
+        *,
+        adapter: str | None = None,
+        timeout: float | None = None,
     ) -> int:
-        """Stops the engine from starting steps; returns how many requests were affected."""
-        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode))
+        """Stops the engine from starting steps, or with `adapter` ("name" or "name@version") the
+        requests that hold it; returns how many requests were frozen or ended.
+
+        "keep" freezes requests where they are, "wait" lets admitted ones finish first and refuses
+        new ones, "abort" ends them now. Publishing and activating stay possible.
+        """
+        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode), adapter=adapter or "")
         return int((await self._call(self._control.Pause, message, timeout)).affected)
 
-    async def resume(self, *, timeout: float | None = None) -> None:
-        """Undoes `pause`."""
-        await self._call(self._control.Resume, control_pb2.ResumeRequest(), timeout)
+    async def resume(self, adapter: str | None = None, *, timeout: float | None = None) -> None:
+        """Undoes the `pause` of an adapter, or all pauses."""
+        message = control_pb2.ResumeRequest(adapter=adapter or "")
+        await self._call(self._control.Resume, message, timeout)
 
     async def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
         """The server (or one service by full name): "serving", "not_serving" or "unknown"."""

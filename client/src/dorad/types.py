@@ -20,6 +20,7 @@ FloatArray = npt.NDArray[np.float32]
 # Token ids a caller may pass: any one-dimensional sequence or array of integers.
 TokenIds = Sequence[int] | npt.NDArray[Any]
 LogprobMode = Literal["raw", "processed"]
+InFlightPolicy = Literal["pin", "switch_keep_kv", "switch_recompute"]
 
 
 class FinishReason(enum.StrEnum):
@@ -72,6 +73,11 @@ class GenerateOptions(TypedDict, total=False):
     """Neither read nor fill the prefix cache."""
     priority: int | None
     """Lower runs first; default 0."""
+    in_flight_policy: InFlightPolicy | None
+    """When the active version of the adapter moves: "pin" (default) ends on the version that the
+    request began with; "switch_keep_kv" and "switch_recompute" take the new one from the next token
+    on, with the KV of the tokens before as it is, or computed anew. Needs a name without version.
+    """
     request_id: str | None
     """Names the request in `abort` and in logs; default: the server's choice."""
 
@@ -98,6 +104,7 @@ class GenerateRequest:
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     priority: int | None = None
+    in_flight_policy: InFlightPolicy | None = None
     request_id: str | None = None
 
 
@@ -348,6 +355,10 @@ class EngineInfo:
     paused: bool
     deterministic: bool
     adapter_leases: int
+    paused_adapters: list[str]
+    """Each "name" or "name@version" whose requests a pause has stopped."""
+    frozen_requests: int
+    """Requests that these pauses have stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,15 @@ inline uint64_t FakeSeed(const adapter::LoadedAdapter* adapter) {
   return adapter == nullptr ? 1 : std::hash<std::string>()(adapter->digest());
 }
 
+// The "keys and values" of a position: of those before it (0: of none), its token and the version
+// that computes it.
+inline uint64_t FakeKv(uint64_t before, TokenId token, const adapter::LoadedAdapter* adapter) {
+  return FakeMix(FakeMix(before, static_cast<uint64_t>(token)), FakeSeed(adapter));
+}
+
 inline uint64_t FakeHash(const adapter::LoadedAdapter* adapter, absl::Span<const TokenId> tokens) {
-  uint64_t h = FakeSeed(adapter);
-  for (TokenId token : tokens) h = FakeMix(h, static_cast<uint64_t>(token));
+  uint64_t h = 0;
+  for (TokenId token : tokens) h = FakeKv(h, token, adapter);
   return h;
 }
 
@@ -130,8 +136,8 @@ class FakeModelRunner final : public ModelRunner {
     const int64_t count = static_cast<int64_t>(s.tokens.size());
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = s.position + i;
-      const uint64_t before = position == 0 ? FakeSeed(s.adapter) : At(s, position - 1);
-      const uint64_t hash = FakeMix(before, static_cast<uint64_t>(s.tokens[i]));
+      const uint64_t before = position == 0 ? 0 : At(s, position - 1);
+      const uint64_t hash = FakeKv(before, s.tokens[i], s.adapter);
       At(s, position) = hash;
       if (s.tokens[i] == poison) output->finite = false;
       if (!s.targets.empty()) output->logprobs.logprobs.push_back(FakeLogprob(hash, s.targets[i]));

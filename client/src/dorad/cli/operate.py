@@ -110,29 +110,36 @@ def pause(
         PauseMode,
         typer.Option(help="keep: freeze requests; wait: let them finish; abort: end them now."),
     ] = PauseMode.KEEP,
+    adapter: Annotated[
+        str, typer.Option("--adapter", "-a", help='Only requests of "name" or "name@version".')
+    ] = "",
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Stop the engine from starting steps, until `doractl resume`."""
+    """Stop all requests, or those of one adapter, until `doractl resume`."""
     with connect(target, admin_target, timeout) as client:
-        affected = client.pause(mode.value)
+        affected = client.pause(mode.value, adapter=adapter or None)
     if output is Output.JSON:
         print_json({"affected": affected})
     else:
-        print(f"paused ({mode.value}); {affected} requests affected")
+        what = f"paused {adapter}" if adapter else "paused"
+        print(f"{what} ({mode.value}); {affected} requests affected")
 
 
 def resume(
+    adapter: Annotated[
+        str, typer.Option("--adapter", "-a", help="Undo the pause of this adapter only.")
+    ] = "",
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Undo `doractl pause`."""
+    """Undo `doractl pause`: all pauses, or that of one adapter."""
     with connect(target, admin_target, timeout) as client:
-        client.resume()
+        client.resume(adapter or None)
     if output is Output.JSON:
         print_json({"resumed": True})
     else:

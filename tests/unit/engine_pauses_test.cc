@@ -1,0 +1,238 @@
+// Pauses of one adapter; those of everything are in engine_engine_test.cc.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "server/base/error.h"
+#include "tests/unit/support/engine_fixture.h"
+
+namespace dorad::engine {
+namespace {
+
+class PausesTest : public EngineTest {
+ protected:
+  int Pause(PauseMode mode, adapter::AdapterRef scope) {
+    absl::Notification done;
+    int affected = -1;
+    engine_->Pause(mode, std::move(scope), [&](absl::StatusOr<int> count) {
+      affected = count.value_or(-1);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return affected;
+  }
+
+  void Resume(adapter::AdapterRef scope) {
+    absl::Notification done;
+    engine_->Resume(std::move(scope), [&] { done.Notify(); });
+    done.WaitForNotification();
+  }
+
+  // Steps that take so long that a pause comes before the end of what runs.
+  void StartSlowly() {
+    Start(DefaultOptions(), 64);
+    runner_->on_step = [] {
+      absl::SleepFor(absl::Microseconds(200));
+      return absl::OkStatus();
+    };
+  }
+
+  // Nothing of the stream within the time in which others end.
+  void ExpectSilent(TokenStream& stream) {
+    while (stream.Take()) {
+    }
+    EXPECT_TRUE(Wait(*Submit(Input(Prompt(7), 30))).status.ok());
+    EXPECT_FALSE(stream.Take().has_value());
+    EXPECT_FALSE(stream.Ended().has_value());
+  }
+
+  const adapter::AdapterRef a_{"a", 0};
+  const adapter::AdapterRef a1_{"a", 1};
+};
+
+TEST_F(PausesTest, KeepFreezesTheRequestsOfOneAdapterOnly) {
+  StartSlowly();
+  GenerateInput input = Input(Prompt(5), 400, MakeAdapter("a", 1));
+  const SampleText expected = Expected(input, 0, 512);
+  auto frozen = Submit(std::move(input));
+  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 1);
+  const EngineStats stats = engine_->stats();
+  EXPECT_FALSE(stats.paused);
+  EXPECT_EQ(stats.frozen_requests, 1);
+  EXPECT_THAT(stats.paused_adapters, testing::ElementsAre(a_));
+  auto late = Submit(Input(Prompt(5), 3, MakeAdapter("a", 2)));
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 9, MakeAdapter("b", 1)))).status.ok());
+  ExpectSilent(*late);
+  Resume(a_);
+  EXPECT_EQ(Wait(*late).samples.at(0).tokens.size(), 3u);
+  EXPECT_EQ(Wait(*frozen).samples.at(0).tokens, expected.tokens);
+  EXPECT_EQ(engine_->stats().frozen_requests, 0);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AVersionIsPausedWithoutItsSiblings) {
+  Start(DefaultOptions(), 64);
+  ASSERT_EQ(Pause(PauseMode::kKeep, a1_), 0);
+  auto frozen = Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)));
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, MakeAdapter("a", 2)))).status.ok());
+  ExpectSilent(*frozen);
+  Resume(a_);  // another pause, of which there is none
+  ExpectSilent(*frozen);
+  Resume({});  // every pause
+  EXPECT_TRUE(Wait(*frozen).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AnEngineWithFrozenRequestsOnlyIsIdle) {
+  Start(DefaultOptions(), 64);
+  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 0);
+  auto frozen = Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)));
+  const uint64_t steps = engine_->stats().steps;
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_EQ(engine_->stats().steps, steps);
+  frozen->Cancel();
+  engine_->NoteCancelled();
+  EXPECT_EQ(Wait(*frozen).status.code(), absl::StatusCode::kCancelled);
+  Resume({});
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AbortEndsTheRequestsOfOneAdapterOnly) {
+  StartSlowly();
+  auto ended = Submit(Input(Prompt(5), 500, MakeAdapter("a", 1)));
+  auto other = Submit(Input(Prompt(5), 400, MakeAdapter("b", 1)));
+  EXPECT_EQ(Pause(PauseMode::kAbort, a_), 1);
+  EXPECT_TRUE(Wait(*ended).status.ok());
+  EXPECT_EQ(Wait(*other).samples.at(0).tokens.size(), 400u);
+  auto later = Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)));
+  ExpectSilent(*later);
+  Resume(a_);
+  EXPECT_TRUE(Wait(*later).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, WaitRefusesTheAdapterAndAnswersWhenItsRequestsHaveEnded) {
+  StartSlowly();
+  auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  auto other = Submit(Input(Prompt(5), 500, MakeAdapter("b", 1)));
+  EXPECT_EQ(Pause(PauseMode::kWait, a_), 1);
+  EXPECT_EQ(Wait(*running).samples.at(0).tokens.size(), 400u);
+  auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+  const absl::Status refused = engine_->Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)), stream);
+  EXPECT_EQ(ReasonOf(refused), "ENGINE_PAUSED");
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3))).status.ok());
+  Resume(a_);
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)))).status.ok());
+  EXPECT_TRUE(Wait(*other).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, FrozenRequestsGiveTheirPagesToOthersAndLoseNoToken) {
+  Start(DefaultOptions(), 24);  // 384 tokens
+  std::vector<std::shared_ptr<TokenStream>> frozen;
+  std::vector<std::vector<TokenId>> expected;
+  absl::Notification begun;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 10) begun.Notify();
+    return absl::OkStatus();
+  };
+  for (int i = 0; i < 3; ++i) {
+    GenerateInput input = Input(Prompt(60, 100 + i), 300, MakeAdapter("a", 1));
+    expected.push_back(Expected(input, 0, 384).tokens);
+    frozen.push_back(Submit(std::move(input)));
+  }
+  begun.WaitForNotification();
+  Pause(PauseMode::kKeep, a_);
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(Wait(*Submit(Input(Prompt(250, 500 + i), 60))).samples.at(0).tokens.size(), 60u);
+  }
+  Resume(a_);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(Wait(*frozen[i]).samples.at(0).tokens, expected[i]) << i;
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, ARequestThatGoesOverToAPausedVersionFreezes) {
+  Start(DefaultOptions(), 64);
+  const auto first = MakeAdapter("a", 1);
+  const auto second = MakeAdapter("a", 2);
+  std::atomic<bool> moved = false;
+  GenerateInput input = Input(Prompt(5), 300, first);
+  input.in_flight = InFlightPolicy::kSwitchRecompute;
+  input.follow = [&]() -> absl::StatusOr<adapter::AdapterLease> {
+    return leases_.Take(moved ? second : first);
+  };
+  ASSERT_EQ(Pause(PauseMode::kKeep, {"a", 2}), 0);
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 5) {
+      moved = true;
+      engine_->NoteActivated();
+    }
+    return absl::OkStatus();
+  };
+  auto stream = Submit(std::move(input));
+  const absl::Time limit = absl::Now() + absl::Seconds(20);
+  while (engine_->stats().frozen_requests == 0 && absl::Now() < limit) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  ASSERT_EQ(engine_->stats().frozen_requests, 1);
+  Resume({"a", 2});
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 300u);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, APauseThatWaitsIsOvertakenByItsOwnScopeAndByEverything) {
+  for (const adapter::AdapterRef& by : {a_, adapter::AdapterRef()}) {
+    StartSlowly();
+    auto stream = Submit(Input(Prompt(5), 300, MakeAdapter("a", 1)));
+    absl::Notification overtaken;
+    absl::StatusOr<int> result;
+    engine_->Pause(PauseMode::kWait, a_, [&](absl::StatusOr<int> r) {
+      result = std::move(r);
+      overtaken.Notify();
+    });
+    Resume({"b", 0});  // none of its business
+    EXPECT_FALSE(overtaken.HasBeenNotified());
+    Resume(by);
+    overtaken.WaitForNotification();
+    EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
+    Wait(*stream);
+  }
+}
+
+// Whoever pauses and resumes what, every request ends with its tokens.
+TEST_F(PausesTest, RandomPausesLoseNoToken) {
+  for (uint32_t seed = 1; seed <= 8; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](int n) { return static_cast<int>(random() % n); };
+    Start(DefaultOptions(), 30 + below(20));
+    const adapter::AdapterRef scopes[] = {{}, {"a", 0}, {"a", 1}, {"a", 2}, {"b", 0}};
+    std::vector<std::shared_ptr<TokenStream>> streams;
+    std::vector<SampleText> expected;
+    for (int i = 0; i < 60; ++i) {
+      GenerateInput input = Input(Prompt(1 + below(80), 100 + below(50)), 1 + below(60),
+                                  MakeAdapter(below(2) ? "a" : "b", 1 + below(2)));
+      const SampleText text = Expected(input, 0, 512);
+      auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+      if (engine_->Submit(std::move(input), stream).ok()) {
+        streams.push_back(stream);
+        expected.push_back(text);
+      }
+      const adapter::AdapterRef& scope = scopes[below(5)];
+      if (below(3) == 0) {
+        engine_->Pause(below(2) ? PauseMode::kKeep : PauseMode::kWait, scope, [](auto) {});
+      } else if (below(3) == 0) {
+        engine_->Resume(scope, [] {});
+      }
+    }
+    Resume({});
+    for (size_t i = 0; i < streams.size(); ++i) {
+      EXPECT_EQ(Wait(*streams[i]).samples.at(0).tokens, expected[i].tokens) << i;
+    }
+    ExpectEverythingBack();
+  }
+}
+
+}  // namespace
+}  // namespace dorad::engine

@@ -1,0 +1,163 @@
+// An engine over a model that is none (fake_model_runner.h), and what its clients would receive.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "server/base/metrics.h"
+#include "server/engine/engine.h"
+#include "tests/unit/support/fake_model_runner.h"
+
+namespace dorad::engine {
+
+inline constexpr TokenId kEos = 7;
+
+inline std::shared_ptr<const adapter::LoadedAdapter> MakeAdapter(const std::string& name,
+                                                                 int64_t version) {
+  adapter::AdapterSummary summary;
+  summary.digest = name + "#" + std::to_string(version);
+  return std::make_shared<adapter::LoadedAdapter>(name, version, summary, nullptr);
+}
+
+// Counts the leases that tests hand out.
+class Leases {
+ public:
+  adapter::AdapterLease Take(std::shared_ptr<const adapter::LoadedAdapter> adapter) {
+    if (adapter == nullptr) return {};
+    ++held_;
+    return adapter::AdapterLease(std::move(adapter), [this] { --held_; });
+  }
+  int held() const { return held_; }
+
+ private:
+  std::atomic<int> held_{0};
+};
+
+struct SampleText {
+  std::vector<TokenId> tokens;
+  std::vector<float> logprobs;
+  Finish finish;
+  std::vector<VersionSpan> spans;
+};
+
+// What a client would have received.
+struct Outcome {
+  absl::Status status;
+  std::map<int, SampleText> samples;
+};
+
+class EngineTest : public ::testing::Test {
+ protected:
+  static EngineOptions DefaultOptions() {
+    EngineOptions options;
+    options.max_step_tokens = 64;
+    options.max_running_sequences = 16;
+    options.vocab_size = kFakeVocab;
+    options.context_length = 512;
+    options.eos_token_ids = {kEos};
+    return options;
+  }
+
+  void Start(EngineOptions options, int64_t pages, int max_steps_in_flight = 2) {
+    auto runner = std::make_unique<FakeModelRunner>(pages, max_steps_in_flight);
+    runner_ = runner.get();
+    engine_ = std::make_unique<Engine>(options, std::move(runner), &metrics_);
+  }
+
+  GenerateInput Input(std::vector<TokenId> prompt, int64_t max_tokens,
+                      std::shared_ptr<const adapter::LoadedAdapter> adapter = nullptr) {
+    GenerateInput input;
+    input.request_id = "r" + std::to_string(next_id_++);
+    input.prompt = std::move(prompt);
+    input.lease = leases_.Take(std::move(adapter));
+    input.sampling.temperature = 0;
+    input.stop.max_tokens = max_tokens;
+    input.stop.ignore_eos = true;
+    input.logprobs.mode = LogprobMode::kRaw;
+    return input;
+  }
+
+  std::shared_ptr<TokenStream> Submit(GenerateInput input) {
+    auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+    const absl::Status status = engine_->Submit(std::move(input), stream);
+    EXPECT_TRUE(status.ok()) << status;
+    return stream;
+  }
+
+  static Outcome Wait(TokenStream& stream) {
+    Outcome outcome;
+    const absl::Time limit = absl::Now() + absl::Seconds(60);
+    while (absl::Now() < limit) {
+      while (std::optional<SampleDelta> delta = stream.Take()) {
+        SampleText& sample = outcome.samples[delta->sample_index];
+        EXPECT_EQ(sample.finish.reason, FinishReason::kNone) << "a delta after the last";
+        sample.tokens.insert(sample.tokens.end(), delta->token_ids.begin(), delta->token_ids.end());
+        sample.logprobs.insert(sample.logprobs.end(), delta->logprobs.logprobs.begin(),
+                               delta->logprobs.logprobs.end());
+        sample.finish = delta->finish;
+        for (const VersionSpan& span : delta->spans) sample.spans.push_back(span);
+      }
+      if (std::optional<absl::Status> ended = stream.Ended()) {
+        outcome.status = *ended;
+        return outcome;
+      }
+      absl::SleepFor(absl::Microseconds(100));
+    }
+    outcome.status = absl::DeadlineExceededError("the test waited too long");
+    return outcome;
+  }
+
+  // What the fake model says, computed without engine, pages or batches.
+  static SampleText Expected(const GenerateInput& input, uint32_t sample, int64_t max_length,
+                             bool stop_at_eos = false) {
+    SampleText expected;
+    std::vector<TokenId> tokens = input.prompt;
+    while (static_cast<int64_t>(expected.tokens.size()) < input.stop.max_tokens &&
+           static_cast<int64_t>(tokens.size()) < max_length) {
+      const uint64_t hash = FakeHash(input.lease.get(), tokens);
+      const TokenId token = FakeNext(hash, input.sampling, sample);
+      expected.tokens.push_back(token);
+      expected.logprobs.push_back(FakeLogprob(hash, token));
+      tokens.push_back(token);
+      if (stop_at_eos && token == kEos) break;
+    }
+    return expected;
+  }
+
+  void ExpectEverythingBack() {
+    const absl::Time limit = absl::Now() + absl::Seconds(10);
+    while (!engine_->idle() && absl::Now() < limit) absl::SleepFor(absl::Milliseconds(1));
+    absl::Notification settled;  // an answer comes with current counts
+    engine_->Abort({}, "", [&](int) { settled.Notify(); });
+    settled.WaitForNotification();
+    const EngineStats stats = engine_->stats();
+    EXPECT_EQ(stats.kv_pages_used, 0);
+    EXPECT_EQ(stats.running_sequences, 0);
+    EXPECT_EQ(stats.queued_requests, 0);
+    EXPECT_EQ(stats.queued_tokens, 0);
+    EXPECT_EQ(leases_.held(), 0);
+  }
+
+  Metrics metrics_{Metrics::Info{"test", "fake", "fake", "cpu", "fp32"}};
+  Leases leases_;
+  FakeModelRunner* runner_ = nullptr;
+  std::unique_ptr<Engine> engine_;
+  int next_id_ = 0;
+};
+
+inline std::vector<TokenId> Prompt(int64_t length, TokenId first = 100) {
+  std::vector<TokenId> prompt;
+  for (int64_t i = 0; i < length; ++i) prompt.push_back((first + i * 31) % kFakeVocab);
+  return prompt;
+}
+
+}  // namespace dorad::engine
