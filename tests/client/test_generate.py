@@ -67,11 +67,11 @@ def test_sends_every_option(client, server):
 
 
 def test_names_what_happens_when_the_active_version_moves(client, server):
-    client.generate([1], adapter="a", in_flight_policy="switch_keep_kv")
+    client.generate([1], in_flight_policy="switch_keep_kv")
     policy = server.generate_calls[0].in_flight_policy
     assert policy == inference_pb2.IN_FLIGHT_POLICY_SWITCH_KEEP_KV
     with pytest.raises(ValueError, match="pin, switch_keep_kv, switch_recompute"):
-        client.generate([1], adapter="a", in_flight_policy="switch")
+        client.generate([1], in_flight_policy="switch")
 
 
 def test_shapes_of_top_and_chosen_logprobs(client):
