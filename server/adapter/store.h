@@ -1,0 +1,88 @@
+// The durable side of the registry: a folder that holds what was published durably, so that it
+// survives a restart and any crash.
+//
+//   lock              held by the one process that uses the folder
+//   journal           the registry's changes, in order (change_log.h)
+//   objects/ab/abc…/  adapter_config.json and adapter_model.safetensors of one or more versions,
+//                     named by the SHA-256 of both; never changed, only added and removed whole
+//   tmp/              objects on their way in or out; emptied at start
+//
+// An object is on the disk before the journal names it, and the journal no longer names it before
+// it is removed: whatever the moment of a crash, each version is there wholly or not at all.
+// Owned by App. Thread-safe; calls may wait for the disk.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
+#include "server/adapter/change_log.h"
+#include "server/adapter/disk.h"
+#include "server/adapter/journal.h"
+#include "server/base/unique_fd.h"
+
+namespace dorad::adapter {
+
+class Store : public ChangeLog {
+ public:
+  // Opens the folder or makes it (its parent must be there), and begins a new run: the state's
+  // generation is above all that were given out before. Removes what nothing refers to.
+  // `base_digest` is the base model's; `disk` is borrowed.
+  // FAILED_PRECONDITION (STORE_LOCKED: another process uses it; STORE_OTHER_MODEL: its adapters
+  // were published over another base model), DATA_LOSS (STORE_DAMAGED), otherwise as DiskError.
+  static absl::StatusOr<std::unique_ptr<Store>> Open(const std::string& folder,
+                                                     const std::string& base_digest, Disk* disk);
+
+  // As it was when the store was opened, for AdapterRegistry::Restore.
+  const StoredState& opened() const { return opened_; }
+
+  // Writes an adapter's two files and returns their object. What is there already is read and
+  // compared instead, and replaced when it is damaged. Every call counts as one use of the object,
+  // and so does every version of opened(); each use is ended by Drop.
+  // RESOURCE_EXHAUSTED (STORE_FULL), UNAVAILABLE (STORE_UNAVAILABLE): nothing is left behind.
+  absl::StatusOr<std::string> Put(std::string_view config_json,
+                                  absl::Span<const std::byte> safetensors);
+
+  // A PEFT folder.
+  std::string ObjectPath(const std::string& object) const;
+
+  absl::Status Append(const Change& change) override;
+  // Removes the object when that was its last use.
+  void Drop(const std::string& object) override;
+
+ private:
+  Store(std::string folder, Disk* disk) : folder_(std::move(folder)), disk_(disk) {}
+  absl::Status MakeFolders();
+  absl::Status Lock();
+  absl::Status Begin(const std::string& base_digest);
+  absl::Status Replay(const std::vector<std::string>& records);
+  void RemoveUnused();
+  std::string NewTmpPath() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status PutInUse(const std::string& object, std::string_view config_json,
+                        std::string_view safetensors) ABSL_LOCKS_EXCLUDED(mu_);
+  // The object's files have the content that its name says.
+  bool IsWhole(const std::string& object) const;
+  // Puts the folder tmp in the place of the object.
+  absl::Status Install(const std::string& tmp, const std::string& object) ABSL_LOCKS_EXCLUDED(mu_);
+
+  const std::string folder_;
+  Disk* const disk_;
+  UniqueFd lock_;
+  StoredState opened_;
+  absl::Mutex mu_;
+  std::unique_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, int64_t> uses_ ABSL_GUARDED_BY(mu_);  // by object
+  int64_t next_tmp_ ABSL_GUARDED_BY(mu_) = 1;
+};
+
+}  // namespace dorad::adapter

@@ -1,0 +1,275 @@
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <thread>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "server/adapter/store.h"
+#include "server/base/error.h"
+#include "tests/unit/support/failing_disk.h"
+
+namespace dorad::adapter {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using Type = Change::Type;
+
+absl::Span<const std::byte> Bytes(const std::string& text) {
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+std::string ReadText(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+class StoreTest : public ::testing::Test {
+ protected:
+  StoreTest() { EXPECT_EQ(Open(), ""); }
+
+  // The reason for which it could not be opened.
+  std::string Open(const std::string& base = "base") {
+    store_.reset();
+    absl::StatusOr<std::unique_ptr<Store>> opened = Store::Open(path_, base, &disk_);
+    if (opened.ok()) store_ = *std::move(opened);
+    return ReasonOf(opened.status());
+  }
+
+  std::set<std::string> Objects() const {
+    std::set<std::string> names;
+    for (const auto& entry : fs::recursive_directory_iterator(path_ / "objects")) {
+      if (entry.path().filename().string().size() == 64) names.insert(entry.path().filename());
+    }
+    return names;
+  }
+
+  std::vector<fs::path> Temporary() const {
+    std::vector<fs::path> paths;
+    for (const auto& entry : fs::directory_iterator(path_ / "tmp")) paths.push_back(entry.path());
+    return paths;
+  }
+
+  // Puts an object and lets the journal name it.
+  std::string Publish(const std::string& name, int64_t version, const std::string& tensors,
+                      bool activate = false) {
+    const absl::StatusOr<std::string> object = store_->Put("{}", Bytes(tensors));
+    EXPECT_TRUE(object.ok()) << object.status();
+    Change change = {.type = Type::kPublished, .generation = ++generation_, .name = name};
+    change.version = version;
+    change.stored = {*object, "digest of " + tensors, absl::FromUnixNanos(12345), {{"k", "v"}}};
+    change.activate = activate;
+    EXPECT_TRUE(store_->Append(change).ok());
+    return *object;
+  }
+
+  void Note(Type type, const std::string& name, int64_t version) {
+    EXPECT_TRUE(
+        store_
+            ->Append({.type = type, .generation = ++generation_, .name = name, .version = version})
+            .ok());
+  }
+
+  test::ScratchFolder scratch_;
+  const fs::path path_ = scratch_.path() / "store";
+  test::FailingDisk disk_;
+  int64_t generation_ = 0;
+  std::unique_ptr<Store> store_;
+};
+
+TEST_F(StoreTest, KeepsWhatWasPublishedAndForgetsWhatWasRetired) {
+  const std::string one = Publish("a", 1, "one", true);
+  const std::string two = Publish("a", 2, "two");
+  Publish("b", 7, "three");
+  Note(Type::kActivated, "a", 2);
+  Note(Type::kRetired, "a", 1);
+  Note(Type::kReserved, "a", 9);
+  Note(Type::kReserved, "never-published", 3);
+  ASSERT_EQ(Open(), "");
+  const StoredState& state = store_->opened();
+  EXPECT_EQ(state.base, "base");
+  EXPECT_EQ(state.generation, generation_ + 1) << "the restart is a change, too";
+  ASSERT_EQ(state.names.size(), 3u);
+  const StoredState::Name& a = state.names.at("a");
+  EXPECT_EQ(a.last_version, 9);
+  EXPECT_EQ(a.active, 2);
+  ASSERT_EQ(a.versions.size(), 1u);
+  EXPECT_EQ(a.versions.at(2).object, two);
+  EXPECT_EQ(a.versions.at(2).digest, "digest of two");
+  EXPECT_EQ(a.versions.at(2).create_time, absl::FromUnixNanos(12345));
+  EXPECT_THAT(a.versions.at(2).tags, ElementsAre(std::make_pair("k", "v")));
+  EXPECT_EQ(state.names.at("never-published").last_version, 3);
+  EXPECT_EQ(ReadText(store_->ObjectPath(two) + "/adapter_model.safetensors"), "two");
+  EXPECT_EQ(ReadText(store_->ObjectPath(two) + "/adapter_config.json"), "{}");
+  EXPECT_EQ(Objects().count(one), 0u) << "nothing refers to it";
+}
+
+TEST_F(StoreTest, AnActiveVersionThatWasNotDurableIsActiveNoMore) {
+  Publish("a", 1, "one", true);
+  Note(Type::kReserved, "a", 2);
+  Note(Type::kActivated, "a", 2);
+  for (int restart = 0; restart < 2; ++restart) {
+    ASSERT_EQ(Open(), "");
+    EXPECT_EQ(store_->opened().names.at("a").active, 0);
+    EXPECT_EQ(store_->opened().names.at("a").last_version, 2);
+    EXPECT_EQ(store_->opened().names.at("a").versions.size(), 1u);
+  }
+}
+
+TEST_F(StoreTest, EqualContentIsStoredOnceAndRemovedWithItsLastUse) {
+  const std::string object = Publish("a", 1, "same");
+  EXPECT_EQ(Publish("a", 2, "same"), object);
+  const std::string other = Publish("a", 3, "other");
+  EXPECT_THAT(Objects(), ::testing::UnorderedElementsAre(object, other));
+  ASSERT_EQ(Open(), "") << "uses are counted again";
+  store_->Drop(object);
+  EXPECT_EQ(Objects().count(object), 1u);
+  store_->Drop(object);
+  EXPECT_THAT(Objects(), ElementsAre(other));
+  EXPECT_THAT(Temporary(), IsEmpty());
+}
+
+TEST_F(StoreTest, RemovesAtStartWhatNothingRefersTo) {
+  const std::string kept = Publish("a", 1, "kept");
+  ASSERT_TRUE(store_->Put("{}", Bytes("never journaled")).ok());
+  fs::create_directories(path_ / "tmp" / "5");
+  std::ofstream(path_ / "tmp" / "5" / "adapter_config.json") << "half";
+  EXPECT_EQ(Objects().size(), 2u);
+  ASSERT_EQ(Open(), "");
+  EXPECT_THAT(Objects(), ElementsAre(kept));
+  EXPECT_THAT(Temporary(), IsEmpty());
+}
+
+TEST_F(StoreTest, AFullDiskLeavesNothingBehind) {
+  Publish("a", 1, "one");
+  const std::set<std::string> before = Objects();
+  const std::string journal = ReadText(path_ / "journal");
+  for (const int error : {ENOSPC, EDQUOT, EIO}) {
+    for (const size_t written : {0, 1, 2, 4}) {
+      disk_.write_error = error;
+      disk_.bytes_before_write_error = written;
+      const absl::Status status = store_->Put("{}", Bytes("another")).status();
+      EXPECT_EQ(ReasonOf(status), error == EIO ? "STORE_UNAVAILABLE" : "STORE_FULL");
+      EXPECT_EQ(Objects(), before);
+      EXPECT_THAT(Temporary(), IsEmpty());
+    }
+  }
+  disk_.write_error = 0;
+  for (int* error : {&disk_.rename_error, &disk_.sync_error}) {
+    *error = EIO;
+    EXPECT_EQ(ReasonOf(store_->Put("{}", Bytes("another")).status()), "STORE_UNAVAILABLE");
+    *error = 0;
+    EXPECT_EQ(Objects(), before);
+    EXPECT_THAT(Temporary(), IsEmpty());
+  }
+  EXPECT_EQ(ReadText(path_ / "journal"), journal);
+  Publish("a", 2, "another");
+  EXPECT_EQ(Objects().size(), 2u);
+}
+
+TEST_F(StoreTest, ADamagedObjectIsReplacedByTheSameContent) {
+  const std::string object = Publish("a", 1, "content");
+  std::ofstream(store_->ObjectPath(object) + "/adapter_model.safetensors") << "CONTENT";
+  EXPECT_EQ(Publish("a", 2, "content"), object);
+  EXPECT_EQ(ReadText(store_->ObjectPath(object) + "/adapter_model.safetensors"), "content");
+  fs::remove_all(store_->ObjectPath(object));
+  EXPECT_EQ(Publish("a", 3, "content"), object);
+  EXPECT_EQ(ReadText(store_->ObjectPath(object) + "/adapter_model.safetensors"), "content");
+  EXPECT_THAT(Temporary(), IsEmpty());
+}
+
+TEST_F(StoreTest, KeepsTheObjectsOfChangesWhoseFateIsUnknown) {
+  const std::string object = *store_->Put("{}", Bytes("content"));
+  disk_.sync_error = EIO;
+  Change change = {.type = Type::kPublished, .generation = 1, .name = "a", .version = 1};
+  change.stored.object = object;
+  EXPECT_EQ(ReasonOf(store_->Append(change)), "STORE_UNAVAILABLE");
+  disk_.sync_error = 0;
+  store_->Drop(object);
+  EXPECT_EQ(Objects().count(object), 1u) << "the journal may name it";
+}
+
+TEST_F(StoreTest, OneProcessAtATime) {
+  const auto second = Store::Open(path_, "base", &disk_);
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(second.status()), "STORE_LOCKED");
+  EXPECT_THAT(second.status().message(), HasSubstr((path_ / "lock").string()));
+  EXPECT_EQ(Open(), "") << "free again";
+}
+
+TEST_F(StoreTest, BelongsToOneBaseModel) {
+  EXPECT_EQ(Open("another base"), "STORE_OTHER_MODEL");
+  EXPECT_EQ(Open(), "");
+}
+
+TEST_F(StoreTest, RefusesAJournalThatItDoesNotUnderstand) {
+  store_.reset();
+  const std::string started = ToJson({.base = "base"});
+  for (const std::string& record :
+       {std::string("[]"), std::string("{}"), std::string("{\"type\":\"moved\"}"),
+        std::string(R"({"type":"started","generation":1,"format":2,"base":"base"})"),
+        std::string(R"({"type":"retired","generation":1,"name":"a"})"),
+        std::string(R"({"type":"retired","generation":1,"name":"a","version":1,"more":1})"),
+        std::string(R"({"type":"retired","generation":1,"name":7,"version":1})")}) {
+    std::ofstream(path_ / "journal", std::ios::trunc) << Journal::Format({started, record});
+    EXPECT_EQ(Open(), "STORE_DAMAGED") << record;
+  }
+}
+
+TEST_F(StoreTest, RewritesALongJournalWithTheSameState) {
+  Publish("a", 1, "one", true);
+  Publish("a", 2, "two");
+  for (int i = 3; i < 100; ++i) Note(Type::kReserved, "a", i);
+  Note(Type::kReserved, "b", 5);
+  const auto before = fs::file_size(path_ / "journal");
+  ASSERT_EQ(Open(), "");
+  EXPECT_LT(fs::file_size(path_ / "journal"), before / 2);
+  StoredState state = store_->opened();
+  ASSERT_EQ(Open(), "");
+  ++state.generation;
+  EXPECT_EQ(store_->opened(), state);
+  EXPECT_EQ(state.names.at("a").last_version, 99);
+  EXPECT_EQ(state.names.at("a").active, 1);
+}
+
+TEST_F(StoreTest, ConcurrentPublishersOfFewContentsLeaveExactlyWhatIsUsed) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([this, t] {
+      for (int i = 0; i < 20; ++i) {
+        const std::string content = std::to_string((t + i) % 3);
+        const absl::StatusOr<std::string> object = store_->Put("{}", Bytes(content));
+        ASSERT_TRUE(object.ok()) << object.status();
+        EXPECT_EQ(ReadText(store_->ObjectPath(*object) + "/adapter_model.safetensors"), content);
+        store_->Drop(*object);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_THAT(Objects(), IsEmpty());
+  EXPECT_THAT(Temporary(), IsEmpty());
+}
+
+TEST(ChangeTest, EveryKindSurvivesItsJson) {
+  Change change = {.type = Type::kPublished, .generation = 7, .name = "a", .version = 3};
+  change.stored = {"object",
+                   "digest",
+                   absl::FromUnixNanos(1'700'000'000'123'456'789),
+                   {{"text", "ä\n\"\\\x01"}, {"", ""}}};
+  change.activate = true;
+  const std::string json = ToJson(change);
+  EXPECT_EQ(json.find('\n'), std::string::npos);
+  EXPECT_EQ(*ParseChange(json), change);
+  for (const Type type : {Type::kReserved, Type::kActivated, Type::kRetired}) {
+    const Change other = {.type = type, .generation = 1, .name = "b", .version = 2};
+    EXPECT_EQ(*ParseChange(ToJson(other)), other);
+  }
+  const Change started = {.generation = 4, .base = "0123"};
+  EXPECT_EQ(*ParseChange(ToJson(started)), started);
+}
+
+}  // namespace
+}  // namespace dorad::adapter

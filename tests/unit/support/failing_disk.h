@@ -1,0 +1,60 @@
+// A disk that fails when a test says so, and a folder that goes when the test ends.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <string>
+
+#include "gtest/gtest.h"
+#include "server/adapter/disk.h"
+
+namespace dorad::test {
+
+class FailingDisk : public adapter::Disk {
+ public:
+  // An errno; 0: the calls succeed.
+  int write_error = 0, sync_error = 0, truncate_error = 0, rename_error = 0;
+  size_t bytes_before_write_error = 0;
+
+  ssize_t Write(int fd, const void* data, size_t bytes) override {
+    if (write_error == 0) return Disk::Write(fd, data, bytes);
+    if (bytes_before_write_error == 0) return Fail(write_error);
+    const ssize_t n = Disk::Write(fd, data, std::min(bytes, bytes_before_write_error));
+    bytes_before_write_error -= static_cast<size_t>(n);
+    return n;
+  }
+  int Sync(int fd) override { return sync_error != 0 ? Fail(sync_error) : Disk::Sync(fd); }
+  int Truncate(int fd, int64_t bytes) override {
+    return truncate_error != 0 ? Fail(truncate_error) : Disk::Truncate(fd, bytes);
+  }
+  int Rename(const std::string& from, const std::string& to) override {
+    return rename_error != 0 ? Fail(rename_error) : Disk::Rename(from, to);
+  }
+
+ private:
+  static int Fail(int error) {
+    errno = error;
+    return -1;
+  }
+};
+
+class ScratchFolder {
+ public:
+  ScratchFolder()
+      : path_(std::filesystem::path(::testing::TempDir()) /
+              (std::to_string(getpid()) + "_" +
+               ::testing::UnitTest::GetInstance()->current_test_info()->name())) {
+    std::filesystem::create_directories(path_);
+  }
+  ~ScratchFolder() { std::filesystem::remove_all(path_); }
+
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace dorad::test
