@@ -16,6 +16,9 @@ namespace {
 constexpr int64_t kMaxVersion = 999'999'999'999'999'999;
 // Names without any record are forgotten beyond this number of names.
 constexpr size_t kMaxNames = 65536;
+// Generations that a version's own life can take: published or failed, retired, gone.
+constexpr int64_t kGenerationsOfVersion = 3;
+constexpr int64_t kGenerationsOfRetirement = 2;
 
 const char* NameOf(AdapterState state) {
   switch (state) {
@@ -44,6 +47,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     AdapterRecord record;
     // From READY to GONE.
     std::shared_ptr<const LoadedAdapter> adapter;
+    std::string object;  // of a durable version, to GONE
   };
   struct Name {
     std::map<int64_t, Version> versions;
@@ -54,9 +58,14 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     std::function<void()> on_event;
     int running = 0;
   };
-  // What a change leaves to be done when the lock is released.
+  // What a version leaves at its end.
+  struct Remains {
+    std::shared_ptr<const LoadedAdapter> adapter;
+    std::string object;
+  };
+  // What a change leaves to be done when the locks are released.
   struct After {
-    std::shared_ptr<const LoadedAdapter> freed;
+    std::vector<Remains> freed;
     bool notify = false;
   };
 
@@ -98,6 +107,15 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     return version;
   }
 
+  // READY, or not restored: nothing else can be done with such a one.
+  absl::StatusOr<Version*> ResolveRetirable(const AdapterRef& ref)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    DORAD_ASSIGN_OR_RETURN(Version * version, Resolve(ref));
+    const AdapterRecord& record = version->record;
+    if (record.durable && record.state == AdapterState::kFailed) return version;
+    return ResolveReady(ref);
+  }
+
   absl::Status CheckGeneration(std::optional<int64_t> expected) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (!expected || *expected == generation) return absl::OkStatus();
@@ -106,7 +124,27 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
         absl::StrCat("expected generation ", *expected, ", the registry is at ", generation));
   }
 
-  // --- Changes.
+  // --- Changes. Each checks, becomes durable (under change_mu alone, so that readers do not wait
+  // for the disk) and is applied; what has been checked still holds then, because nobody else
+  // changes anything and generations stand still meanwhile.
+
+  void BeginChange() ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu, mu) { changing = true; }
+
+  // Takes up to `generations` more of them.
+  absl::Status Log(Change change, int64_t generations) ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) {
+    if (options.log == nullptr) return absl::OkStatus();
+    change.generation = generation_limit + generations;
+    DORAD_RETURN_IF_ERROR(options.log->Append(change));
+    generation_limit = change.generation;
+    return absl::OkStatus();
+  }
+
+  void EndChange(After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu, mu) {
+    changing = false;
+    for (const auto& [name, number] : released) Gone(*Find(name, number), after);
+    released.clear();
+  }
+
   void Append(EventType type, const Version& version, After& after)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     events.push_back({generation, type, version.record});
@@ -124,6 +162,14 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     version.record.active = true;
   }
 
+  void MakeReady(Version& version, std::shared_ptr<const LoadedAdapter> adapter)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    version.record.state = AdapterState::kReady;
+    version.record.summary = adapter->summary();
+    version.adapter = std::move(adapter);
+    resident_bytes += version.record.summary.resident_bytes;
+  }
+
   void FailLoad(Version& version, absl::Status reason, After& after)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     version.record.state = AdapterState::kFailed;
@@ -137,7 +183,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     version.record.state = AdapterState::kGone;
     resident_bytes -= version.record.summary.resident_bytes;
     version.record.summary.resident_bytes = 0;
-    after.freed = std::move(version.adapter);
+    after.freed.push_back({std::move(version.adapter), std::move(version.object)});
     ++generation;
     Append(EventType::kGone, version, after);
     Ended(version);
@@ -150,6 +196,138 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
       names[ended.front().first].versions.erase(ended.front().second);
       ended.pop_front();
     }
+  }
+
+  // The number that a load may take: `wanted`, or the next one.
+  absl::StatusOr<int64_t> FreeNumber(const std::string& name, std::optional<int64_t> wanted)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    const auto known = names.find(name);
+    const int64_t last = known == names.end() ? forgotten_floor : known->second.last_version;
+    const int64_t number = wanted.value_or(last + 1);
+    if (number < 1 || number > kMaxVersion) {
+      return MakeInvalid(
+          "version", {{"version", "ADAPTER_VERSION_INVALID",
+                       absl::StrCat("version ", number, " is not within [1, ", kMaxVersion, "]")}});
+    }
+    if (number <= last) {
+      return MakeError(absl::StatusCode::kAborted, "ADAPTER_VERSION_TAKEN",
+                       absl::StrCat("version ", number, " of \"", name, "\" is not above ", last,
+                                    ", the highest one so far"));
+    }
+    return number;
+  }
+
+  absl::StatusOr<int64_t> Publish(std::shared_ptr<const LoadedAdapter> adapter, bool activate,
+                                  std::optional<int64_t> expected_generation,
+                                  const std::string& object, After& after)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) ABSL_LOCKS_EXCLUDED(mu) {
+    Change change = {.name = adapter->name(), .version = adapter->version()};
+    absl::Status status;
+    {
+      absl::MutexLock lock(&mu);
+      const Version* version = Find(change.name, change.version);
+      DORAD_CHECK(version != nullptr && version->record.state == AdapterState::kLoading);
+      if (activate) status = CheckGeneration(expected_generation);
+      change.stored.create_time = version->record.create_time;
+      change.stored.tags = version->record.tags;
+      BeginChange();
+    }
+    if (status.ok() && !object.empty()) {
+      change.type = Change::Type::kPublished;
+      change.stored.object = object;
+      change.stored.digest = adapter->digest();
+      change.activate = activate;
+      status = Log(std::move(change), 0);
+    } else if (status.ok() && activate) {
+      // An earlier version must not be active again after a restart.
+      status = Log({.type = Change::Type::kActivated,
+                    .name = adapter->name(),
+                    .version = adapter->version()},
+                   0);
+    }
+    absl::MutexLock lock(&mu);
+    Version& version = *Find(adapter->name(), adapter->version());
+    if (status.ok()) {
+      version.record.durable = !object.empty();
+      version.object = object;
+      MakeReady(version, std::move(adapter));
+      if (activate) MakeActive(version);
+      ++generation;
+      Append(EventType::kPublished, version, after);
+      if (activate) Append(EventType::kActivated, version, after);
+    } else {
+      FailLoad(version, status, after);
+      after.freed.push_back({std::move(adapter), ""});
+    }
+    const int64_t reached = generation;
+    EndChange(after);
+    if (!status.ok()) return status;
+    return reached;
+  }
+
+  absl::StatusOr<Activation> Activate(const std::string& name, int64_t number,
+                                      std::optional<int64_t> expected_generation, After& after)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) ABSL_LOCKS_EXCLUDED(mu) {
+    Activation activation;
+    {
+      absl::MutexLock lock(&mu);
+      DORAD_ASSIGN_OR_RETURN(Version * version, ResolveReady({name, number}));
+      DORAD_RETURN_IF_ERROR(CheckGeneration(expected_generation));
+      activation.previous_version = names[name].active;
+      activation.adapter = version->record;
+      activation.generation = generation;
+      if (activation.previous_version == number) return activation;
+      BeginChange();
+    }
+    const absl::Status logged =
+        Log({.type = Change::Type::kActivated, .name = name, .version = number}, 1);
+    absl::MutexLock lock(&mu);
+    if (logged.ok()) {
+      Version& version = *Find(name, number);
+      MakeActive(version);
+      ++generation;
+      Append(EventType::kActivated, version, after);
+      activation.adapter = version.record;
+      activation.generation = generation;
+    }
+    EndChange(after);
+    if (!logged.ok()) return logged;
+    return activation;
+  }
+
+  absl::StatusOr<Retirement> Retire(const std::string& name, int64_t number, After& after)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) ABSL_LOCKS_EXCLUDED(mu) {
+    bool outlives = false;
+    {
+      absl::MutexLock lock(&mu);
+      DORAD_ASSIGN_OR_RETURN(const Version* version, ResolveRetirable({name, number}));
+      // Of others a restart leaves nothing anyway.
+      outlives = version->record.durable || version->record.active;
+      BeginChange();
+    }
+    absl::Status logged;
+    if (outlives) {
+      logged = Log({.type = Change::Type::kRetired, .name = name, .version = number},
+                   kGenerationsOfRetirement);
+    }
+    absl::MutexLock lock(&mu);
+    Retirement retirement;
+    if (logged.ok()) {
+      Version& version = *Find(name, number);
+      version.record.state = AdapterState::kRetiring;
+      if (version.record.active) {
+        version.record.active = false;
+        names[name].active = 0;
+      }
+      ++generation;
+      Append(EventType::kRetired, version, after);
+      if (version.record.leases == 0) Gone(version, after);
+      retirement.adapter = version.record;
+      retirement.generation = generation;
+    }
+    EndChange(after);
+    if (!logged.ok()) return logged;
+    return retirement;
   }
 
   // A forgotten name may come back; it then starts above every number that was ever forgotten.
@@ -167,11 +345,11 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
 
   // Hands memory to the executor and wakes subscribers, under no lock.
   void Finish(After after) {
-    if (after.freed != nullptr) Free(std::move(after.freed));
+    for (Remains& remains : after.freed) Free(std::move(remains));
     if (after.notify) Notify();
   }
 
-  void Free(std::shared_ptr<const LoadedAdapter> adapter) {
+  void Free(Remains remains) {
     std::function<void(std::function<void()>)> executor;
     {
       absl::MutexLock lock(&mu);
@@ -183,8 +361,11 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     if (!executor) return;  // the registry is gone, and with it perhaps the executor's threads
     // std::function wants a copyable task, and a copy that outlives the run would free on the wrong
     // thread: the task empties a shared cell instead.
-    auto cell = std::make_shared<std::shared_ptr<const LoadedAdapter>>(std::move(adapter));
-    executor([cell] { cell->reset(); });
+    auto cell = std::make_shared<Remains>(std::move(remains));
+    executor([cell, log = options.log] {
+      cell->adapter.reset();
+      if (!cell->object.empty()) log->Drop(cell->object);
+    });
     absl::MutexLock lock(&mu);
     --posting;
   }
@@ -212,14 +393,25 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
       --version->record.leases;
       --total_leases;
       if (version->record.state == AdapterState::kRetiring && version->record.leases == 0) {
-        Gone(*version, after);
+        if (changing) {
+          released.emplace_back(name, number);
+        } else {
+          Gone(*version, after);
+        }
       }
     }
     Finish(std::move(after));
   }
 
   const Options options;
+  // Held through a whole change; taken before mu.
+  absl::Mutex change_mu;
+  // No greater one is given out before another change is durable.
+  int64_t generation_limit ABSL_GUARDED_BY(change_mu) = 0;
   mutable absl::Mutex mu;
+  bool changing ABSL_GUARDED_BY(mu) = false;
+  // RETIRING versions whose last lease ended during a change.
+  std::vector<std::pair<std::string, int64_t>> released ABSL_GUARDED_BY(mu);
   std::map<std::string, Name> names ABSL_GUARDED_BY(mu);
   int64_t generation ABSL_GUARDED_BY(mu) = 0;
   int64_t forgotten_floor ABSL_GUARDED_BY(mu) = 0;
@@ -251,6 +443,43 @@ AdapterRegistry::~AdapterRegistry() {
   state_->mu.Await(absl::Condition(&idle));
 }
 
+void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load) {
+  absl::MutexLock change(&state_->change_mu);
+  DORAD_CHECK(state_->options.log != nullptr);
+  state_->generation_limit = stored.generation;
+  {
+    absl::MutexLock lock(&state_->mu);
+    DORAD_CHECK(state_->names.empty() && state_->generation == 0);
+    state_->generation = state_->compacted = stored.generation;
+  }
+  for (const auto& [name, entry] : stored.names) {
+    {
+      absl::MutexLock lock(&state_->mu);
+      state_->names[name].last_version = entry.last_version;
+    }
+    for (const auto& [number, kept] : entry.versions) {
+      // Takes its time: others may look at the registry meanwhile.
+      const absl::StatusOr<std::shared_ptr<const LoadedAdapter>> adapter = load(name, number, kept);
+      absl::MutexLock lock(&state_->mu);
+      State::Version& version = state_->names[name].versions[number];
+      AdapterRecord& record = version.record;
+      record.name = name;
+      record.version = number;
+      record.durable = true;
+      record.create_time = kept.create_time;
+      record.tags = kept.tags;
+      version.object = kept.object;
+      if (!adapter.ok()) {
+        record.state = AdapterState::kFailed;
+        record.failure = adapter.status();
+        continue;
+      }
+      state_->MakeReady(version, *adapter);
+      if (number == entry.active) state_->MakeActive(version);
+    }
+  }
+}
+
 absl::StatusOr<int64_t> AdapterRegistry::Reserve(const std::string& name,
                                                  std::optional<int64_t> version,
                                                  std::map<std::string, std::string> tags) {
@@ -258,21 +487,15 @@ absl::StatusOr<int64_t> AdapterRegistry::Reserve(const std::string& name,
     return MakeInvalid("name", {{"name", "ADAPTER_NAME_INVALID",
                                  "a name is [a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?"}});
   }
+  absl::MutexLock change(&state_->change_mu);
+  int64_t number = 0;
+  {
+    absl::MutexLock lock(&state_->mu);
+    DORAD_ASSIGN_OR_RETURN(number, state_->FreeNumber(name, version));
+  }
+  DORAD_RETURN_IF_ERROR(state_->Log(
+      {.type = Change::Type::kReserved, .name = name, .version = number}, kGenerationsOfVersion));
   absl::MutexLock lock(&state_->mu);
-  const auto known = state_->names.find(name);
-  const int64_t last =
-      known == state_->names.end() ? state_->forgotten_floor : known->second.last_version;
-  const int64_t number = version.value_or(last + 1);
-  if (number < 1 || number > kMaxVersion) {
-    return MakeInvalid(
-        "version", {{"version", "ADAPTER_VERSION_INVALID",
-                     absl::StrCat("version ", number, " is not within [1, ", kMaxVersion, "]")}});
-  }
-  if (number <= last) {
-    return MakeError(absl::StatusCode::kAborted, "ADAPTER_VERSION_TAKEN",
-                     absl::StrCat("version ", number, " of \"", name, "\" is not above ", last,
-                                  ", the highest one so far"));
-  }
   state_->ForgetIdleNames();
   State::Name& entry = state_->names[name];
   entry.last_version = number;
@@ -286,38 +509,23 @@ absl::StatusOr<int64_t> AdapterRegistry::Reserve(const std::string& name,
 
 absl::StatusOr<int64_t> AdapterRegistry::Publish(std::shared_ptr<const LoadedAdapter> adapter,
                                                  bool activate,
-                                                 std::optional<int64_t> expected_generation) {
+                                                 std::optional<int64_t> expected_generation,
+                                                 const std::string& object) {
   State::After after;
-  absl::StatusOr<int64_t> result = 0;
+  absl::StatusOr<int64_t> generation = 0;
   {
-    absl::MutexLock lock(&state_->mu);
-    State::Version* version = state_->Find(adapter->name(), adapter->version());
-    DORAD_CHECK(version != nullptr && version->record.state == AdapterState::kLoading);
-    const absl::Status current =
-        activate ? state_->CheckGeneration(expected_generation) : absl::OkStatus();
-    if (!current.ok()) {
-      state_->FailLoad(*version, current, after);
-      after.freed = std::move(adapter);
-      result = current;
-    } else {
-      version->record.state = AdapterState::kReady;
-      version->record.summary = adapter->summary();
-      version->adapter = std::move(adapter);
-      state_->resident_bytes += version->record.summary.resident_bytes;
-      if (activate) state_->MakeActive(*version);
-      result = ++state_->generation;
-      state_->Append(EventType::kPublished, *version, after);
-      if (activate) state_->Append(EventType::kActivated, *version, after);
-    }
+    absl::MutexLock change(&state_->change_mu);
+    generation = state_->Publish(std::move(adapter), activate, expected_generation, object, after);
   }
   state_->Finish(std::move(after));
-  return result;
+  return generation;
 }
 
 void AdapterRegistry::Fail(const std::string& name, int64_t version, absl::Status reason) {
   DORAD_CHECK(!reason.ok());
   State::After after;
   {
+    absl::MutexLock change(&state_->change_mu);
     absl::MutexLock lock(&state_->mu);
     State::Version* found = state_->Find(name, version);
     DORAD_CHECK(found != nullptr && found->record.state == AdapterState::kLoading);
@@ -330,19 +538,10 @@ absl::StatusOr<AdapterRegistry::Activation> AdapterRegistry::Activate(
     const std::string& name, int64_t version, std::optional<int64_t> expected_generation) {
   if (version < 1) return NotFound(absl::StrCat("there is no version ", version));
   State::After after;
-  Activation activation;
+  absl::StatusOr<Activation> activation = Activation();
   {
-    absl::MutexLock lock(&state_->mu);
-    DORAD_ASSIGN_OR_RETURN(State::Version * found, state_->ResolveReady({name, version}));
-    DORAD_RETURN_IF_ERROR(state_->CheckGeneration(expected_generation));
-    activation.previous_version = state_->names[name].active;
-    if (activation.previous_version != version) {
-      state_->MakeActive(*found);
-      ++state_->generation;
-      state_->Append(EventType::kActivated, *found, after);
-    }
-    activation.adapter = found->record;
-    activation.generation = state_->generation;
+    absl::MutexLock change(&state_->change_mu);
+    activation = state_->Activate(name, version, expected_generation, after);
   }
   state_->Finish(std::move(after));
   return activation;
@@ -352,20 +551,10 @@ absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::Retire(const std::s
                                                                     int64_t version) {
   if (version < 1) return NotFound(absl::StrCat("there is no version ", version));
   State::After after;
-  Retirement retirement;
+  absl::StatusOr<Retirement> retirement = Retirement();
   {
-    absl::MutexLock lock(&state_->mu);
-    DORAD_ASSIGN_OR_RETURN(State::Version * found, state_->ResolveReady({name, version}));
-    found->record.state = AdapterState::kRetiring;
-    if (found->record.active) {
-      found->record.active = false;
-      state_->names[name].active = 0;
-    }
-    ++state_->generation;
-    state_->Append(EventType::kRetired, *found, after);
-    if (found->record.leases == 0) state_->Gone(*found, after);
-    retirement.adapter = found->record;
-    retirement.generation = state_->generation;
+    absl::MutexLock change(&state_->change_mu);
+    retirement = state_->Retire(name, version, after);
   }
   state_->Finish(std::move(after));
   return retirement;

@@ -2,7 +2,11 @@
 //
 // A version moves LOADING -> READY -> RETIRING -> GONE, or LOADING -> FAILED. Version numbers rise
 // per name and are never used twice. Every visible change takes the next number of one generation
-// counter and is appended to a bounded event log for watchers. Owned by App. Thread-safe.
+// counter and is appended to a bounded event log for watchers.
+//
+// With a ChangeLog, a change is durable before anyone sees it. Those who change something then wait
+// for the disk, one after the other; Acquire, the release of a lease and what only reads never do.
+// Owned by App. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -18,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/adapter/change_log.h"
 #include "server/adapter/version.h"
 
 namespace dorad::adapter {
@@ -29,6 +34,7 @@ struct AdapterRecord {
   AdapterState state = AdapterState::kLoading;
   absl::Status failure;  // set in kFailed
   bool active = false;
+  bool durable = false;    // survives a restart
   AdapterSummary summary;  // set from kReady on
   int leases = 0;
   absl::Time create_time;
@@ -48,12 +54,26 @@ class AdapterRegistry {
   struct Options {
     int max_events = 4096;        // kept for watchers
     int max_ended_records = 256;  // GONE and FAILED versions kept for Get and List
-    // Runs a task elsewhere (a loader thread): destruction of adapter memory goes through it.
+    // Runs a task elsewhere (a loader thread): destruction of adapter memory goes through it, and
+    // so does the removal of stored objects.
     std::function<void(std::function<void()>)> executor;
+    // Borrowed; outlives the executor's tasks. nullptr: nothing survives the process.
+    ChangeLog* log = nullptr;
   };
   explicit AdapterRegistry(Options options);
   // Leases may outlive the registry: the last one of a version then frees it where it ends.
   ~AdapterRegistry();
+
+  // Brings back what earlier runs left, before any other call. `load` gives a version's content;
+  // one for which it fails is FAILED with its status. Names whose active version is not READY have
+  // none. Generations and numbers go on above all that were ever given out; the events of earlier
+  // runs count as no longer kept.
+  using LoadStored = std::function<absl::StatusOr<std::shared_ptr<const LoadedAdapter>>(
+      const std::string& name, int64_t version, const StoredVersion& stored)>;
+  void Restore(const StoredState& stored, const LoadStored& load);
+
+  // All changes below, Fail apart, may also fail as ChangeLog::Append does; then nothing changes
+  // (but for the version that Publish was called for: it becomes FAILED).
 
   // Takes a version number for a load (LOADING). version nullopt: the next one.
   // INVALID_ARGUMENT (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID: not within [1, 10^18)),
@@ -62,9 +82,11 @@ class AdapterRegistry {
                                   std::map<std::string, std::string> tags);
   // LOADING -> READY; with activate it also becomes active, in the same generation step.
   // ABORTED (GENERATION_MISMATCH): nothing changes and the version becomes FAILED.
-  // Returns the new generation.
+  // `object` of the log's store makes the version durable (it is dropped when the version is GONE;
+  // after a failure it is still the caller's); empty: it is not. Returns the new generation.
   absl::StatusOr<int64_t> Publish(std::shared_ptr<const LoadedAdapter> adapter, bool activate,
-                                  std::optional<int64_t> expected_generation);
+                                  std::optional<int64_t> expected_generation,
+                                  const std::string& object = "");
   // LOADING -> FAILED.
   void Fail(const std::string& name, int64_t version, absl::Status reason);
 
@@ -83,7 +105,8 @@ class AdapterRegistry {
     int64_t generation = 0;
   };
   // READY -> RETIRING (and not active any more), -> GONE when the last lease ends, which without
-  // leases is now. Errors as Activate's; retiring twice is ADAPTER_NOT_READY.
+  // leases is now. Errors as Activate's; retiring twice is ADAPTER_NOT_READY. A durable version
+  // that could not be restored (FAILED) can be retired, too.
   absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version);
 
   // A lease on a READY version. The base gives an empty lease. NOT_FOUND (ADAPTER_NOT_FOUND;
