@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "server/adapter/digest.h"
 #include "server/adapter/folder.h"
@@ -18,6 +19,12 @@ namespace {
 
 constexpr char kSubject[] = "adapter_model.safetensors";
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
+
+// What a load makes.
+struct Loaded {
+  std::shared_ptr<const LoadedAdapter> adapter;
+  std::string object;  // of the store, in use; empty: the version is not durable
+};
 
 // One load from its submission on; its version is reserved.
 struct Job {
@@ -59,19 +66,24 @@ struct AdapterLoader::Impl {
   AdapterBuilder* builder;
   AdapterRegistry* registry;
   LoadObserver observer;
+  Store* store;
   std::shared_ptr<Queue> queue = std::make_shared<Queue>();
 
   absl::Status Enqueue(Job& job);
   void Submit(Job job);
   static void RunNext(Impl* impl, Queue& jobs);
   void Run(Job& job);
-  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> Load(Job& job);
-  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadCatching(Job& job);
+  absl::StatusOr<Loaded> Load(Job& job);
+  // On a thread of the pool; catches what libtorch throws.
+  absl::StatusOr<Loaded> LoadHere(Job& job);
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadStored(Job& job,
+                                                                  const StoredVersion& stored);
   void End(Job& job, const AdapterSummary* summary, absl::StatusOr<PublishResult> result);
 };
 
 // On success the job has moved to the queue.
 absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
+  if (job.options.durable && store == nullptr) return StoreNotConfigured();
   absl::MutexLock lock(&queue->mu);
   if (queue->jobs.size() >= static_cast<size_t>(options.max_queued_loads)) {
     return WithRetryAfter(
@@ -113,20 +125,19 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
 }
 
 void AdapterLoader::Impl::Run(Job& job) {
-  // Once in each thread of the pool.
-  static thread_local const bool prepared = (builder->PrepareThread(), true);
-  (void)prepared;
-  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> loaded = LoadCatching(job);
+  absl::StatusOr<Loaded> loaded = LoadHere(job);
   job.files = AdapterFiles();
   if (!loaded.ok()) {
     registry->Fail(job.options.name, job.version, loaded.status());
     End(job, nullptr, loaded.status());
     return;
   }
-  const AdapterSummary summary = (*loaded)->summary();
+  const AdapterSummary summary = loaded->adapter->summary();
   const absl::StatusOr<int64_t> generation =
-      registry->Publish(*std::move(loaded), job.options.activate, job.options.expected_generation);
+      registry->Publish(std::move(loaded->adapter), job.options.activate,
+                        job.options.expected_generation, loaded->object);
   if (!generation.ok()) {
+    if (!loaded->object.empty()) store->Drop(loaded->object);
     End(job, nullptr, generation.status());
     return;
   }
@@ -142,7 +153,10 @@ void AdapterLoader::Impl::Run(Job& job) {
   }
 }
 
-absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadCatching(Job& job) {
+absl::StatusOr<Loaded> AdapterLoader::Impl::LoadHere(Job& job) {
+  // Once in each thread of the pool.
+  static thread_local const bool prepared = (builder->PrepareThread(), true);
+  (void)prepared;
   try {
     return Load(job);
   } catch (...) {
@@ -150,7 +164,7 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadCa
   }
 }
 
-absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::Load(Job& job) {
+absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
   const absl::Time start = absl::Now();
   if (!job.path.empty()) {
     DORAD_ASSIGN_OR_RETURN(job.files,
@@ -177,9 +191,29 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::Load(J
   summary.timing.validate = validated - read;
   summary.timing.copy = built.copy;
   summary.timing.norms = built.norms;
+  Loaded loaded;
+  // Last: nothing is stored of a load that fails.
+  if (job.options.durable) {
+    DORAD_ASSIGN_OR_RETURN(loaded.object, store->Put(job.files.config_json, valid.file->image()));
+  }
   summary.timing.total = job.read + (absl::Now() - start);
-  return std::make_shared<const LoadedAdapter>(job.options.name, job.version, std::move(summary),
-                                               std::move(built.weights));
+  loaded.adapter = std::make_shared<const LoadedAdapter>(
+      job.options.name, job.version, std::move(summary), std::move(built.weights));
+  return loaded;
+}
+
+absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadStored(
+    Job& job, const StoredVersion& stored) {
+  absl::StatusOr<Loaded> loaded = LoadHere(job);
+  absl::Status status = loaded.status();
+  if (status.ok() && loaded->adapter->digest() != stored.digest) {
+    status = MakeError(absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
+                       absl::StrCat(job.path, " has the digest ", loaded->adapter->digest(),
+                                    ", not ", stored.digest));
+  }
+  if (observer) observer(status.ok() ? &loaded->adapter->summary() : nullptr, status);
+  if (!status.ok()) return status;
+  return std::move(loaded->adapter);
 }
 
 void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
@@ -190,8 +224,9 @@ void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
 
 AdapterLoader::AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
                              AdapterBuilder* builder, AdapterRegistry* registry,
-                             LoadObserver observer)
-    : impl_(new Impl{std::move(options), pool, modules, builder, registry, std::move(observer)}) {}
+                             LoadObserver observer, Store* store)
+    : impl_(new Impl{std::move(options), pool, modules, builder, registry, std::move(observer),
+                     store}) {}
 
 AdapterLoader::~AdapterLoader() {
   Impl::Queue& queue = *impl_->queue;
@@ -231,6 +266,24 @@ void AdapterLoader::PublishFromPath(PublishOptions options, std::string path, bo
   job.trusted = trusted;
   job.done = std::move(done);
   impl_->Submit(std::move(job));
+}
+
+absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::LoadStored(
+    const std::string& name, int64_t version, const StoredVersion& stored) {
+  DORAD_CHECK(impl_->store != nullptr);
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> result = nullptr;
+  absl::Notification done;
+  impl_->pool->Submit([&] {
+    Job job;
+    job.options.name = name;
+    job.version = version;
+    job.path = impl_->store->ObjectPath(stored.object);
+    job.trusted = true;
+    result = impl_->LoadStored(job, stored);
+    done.Notify();
+  });
+  done.WaitForNotification();
+  return result;
 }
 
 }  // namespace dorad::adapter

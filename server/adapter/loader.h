@@ -1,4 +1,5 @@
-// From a PEFT adapter's bytes to a published version: parse, validate, copy, norms, publish.
+// From a PEFT adapter's bytes to a published version: parse, validate, copy, norms, store (what is
+// to be durable), publish.
 //
 // Work runs on a thread pool that App owns. A failed load leaves everything as it was except for
 // the FAILED record. Owned by App. Thread-safe.
@@ -18,6 +19,7 @@
 #include "server/adapter/base_modules.h"
 #include "server/adapter/builder.h"
 #include "server/adapter/registry.h"
+#include "server/adapter/store.h"
 #include "server/base/thread_pool.h"
 
 namespace dorad::adapter {
@@ -35,6 +37,7 @@ struct PublishOptions {
   std::optional<int64_t> version;
   bool activate = false;
   std::optional<int64_t> expected_generation;
+  bool durable = false;  // survives a restart
   std::map<std::string, std::string> tags;
 };
 
@@ -49,14 +52,18 @@ using LoadObserver = std::function<void(const AdapterSummary* summary, const abs
 
 class AdapterLoader {
  public:
-  // All pointers are borrowed and outlive the loader. `pool` runs the loads.
+  // All pointers are borrowed and outlive the loader. `pool` runs the loads. `store` is the
+  // registry's log, or nullptr: then nothing can be published durably.
   AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
-                AdapterBuilder* builder, AdapterRegistry* registry, LoadObserver observer);
+                AdapterBuilder* builder, AdapterRegistry* registry, LoadObserver observer,
+                Store* store = nullptr);
   // Ends queued loads with CANCELLED and waits for the running ones.
   ~AdapterLoader();
 
-  // Both return at once; `done` runs exactly once, on a loader thread or (for what is refused
-  // immediately) on the caller's. RESOURCE_EXHAUSTED (LOAD_QUEUE_FULL) with a retry hint.
+  // Both return at once, or with a store after the disk has the version's number; `done` runs
+  // exactly once, on a loader thread or (for what is refused immediately) on the caller's.
+  // RESOURCE_EXHAUSTED (LOAD_QUEUE_FULL) with a retry hint, FAILED_PRECONDITION
+  // (STORE_NOT_CONFIGURED), statuses of Store.
   // `read` is the time the caller spent receiving the bytes.
   void PublishFromBytes(PublishOptions options, std::string adapter_config_json,
                         std::vector<std::byte> safetensors, absl::Duration read,
@@ -66,6 +73,13 @@ class AdapterLoader {
   // line).
   void PublishFromPath(PublishOptions options, std::string path, bool trusted,
                        PublishCallback done);
+
+  // The content of a stored version, loaded on a thread of the pool while the caller waits. Fails
+  // as a publish does; DATA_LOSS (STORE_OBJECT_DAMAGED) when its digest is not stored.digest.
+  // REQUIRES: a store.
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadStored(const std::string& name,
+                                                                  int64_t version,
+                                                                  const StoredVersion& stored);
 
  private:
   struct Impl;

@@ -78,6 +78,11 @@ std::vector<fs::path> EntriesOf(const fs::path& folder) {
 
 }  // namespace
 
+absl::Status StoreNotConfigured() {
+  return MakeError(absl::StatusCode::kFailedPrecondition, "STORE_NOT_CONFIGURED",
+                   "the server keeps nothing over a restart: adapters.store_path is not set");
+}
+
 absl::StatusOr<std::unique_ptr<Store>> Store::Open(const std::string& folder,
                                                    const std::string& base_digest, Disk* disk) {
   std::unique_ptr<Store> store(new Store(fs::absolute(folder).lexically_normal().string(), disk));

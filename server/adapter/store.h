@@ -33,6 +33,9 @@
 
 namespace dorad::adapter {
 
+// FAILED_PRECONDITION (STORE_NOT_CONFIGURED): something is to be durable, but there is no store.
+absl::Status StoreNotConfigured();
+
 class Store : public ChangeLog {
  public:
   // Opens the folder or makes it (its parent must be there), and begins a new run: the state's

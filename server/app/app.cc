@@ -13,6 +13,7 @@
 #include "absl/synchronization/notification.h"
 #include "server/adapter/loader.h"
 #include "server/adapter/registry.h"
+#include "server/adapter/store.h"
 #include "server/app/backend.h"
 #include "server/app/cli.h"
 #include "server/app/watchdog.h"
@@ -32,6 +33,7 @@ namespace {
 // Loads must not slow running streams down.
 constexpr int kLoaderNice = 10;
 constexpr int kCouriers = 2;
+constexpr int kRegistryWriters = 1;  // changes are made one after the other anyway
 // What has been computed still has to reach the clients; open Watch streams end with it.
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
 
@@ -128,19 +130,25 @@ absl::Status Annotate(const absl::Status& status, const std::string& part) {
 
 // Members stand on those above them and end before them.
 struct App::Impl {
+  // `opened` stands on `d`; nullptr: no store.
   Impl(const Config& c, std::unique_ptr<Backend> loaded,
-       std::unique_ptr<engine::ModelRunner> runner)
+       std::unique_ptr<engine::ModelRunner> runner, std::unique_ptr<adapter::Disk> d,
+       std::unique_ptr<adapter::Store> opened)
       : config(c),
         backend(std::move(loaded)),
+        disk(std::move(d)),
+        store(std::move(opened)),
         metrics(ToMetricsInfo(config, backend->info())),
         couriers(kCouriers, 0),
         load_pool(ToInt32(config.adapters.loader_threads), kLoaderNice),
         registry(RegistryOptions()),
-        loader(ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
-               &registry,
-               [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
-                 ObserveLoad(&metrics, summary, status);
-               }),
+        loader(
+            ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
+            &registry,
+            [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
+              ObserveLoad(&metrics, summary, status);
+            },
+            store.get()),
         engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics) {
     FillServices();
     activations = registry.Subscribe([this] { engine.NoteActivated(); });
@@ -151,6 +159,7 @@ struct App::Impl {
   adapter::AdapterRegistry::Options RegistryOptions() {
     adapter::AdapterRegistry::Options options;
     options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
+    options.log = store.get();
     return options;
   }
 
@@ -159,16 +168,29 @@ struct App::Impl {
     services.registry = &registry;
     services.metrics = &metrics;
     services.couriers = &couriers;
+    if (store != nullptr) {
+      registry_writer = std::make_unique<ThreadPool>(kRegistryWriters, 0);
+      services.has_store = true;
+      services.run_change = [this](std::function<void()> change) {
+        registry_writer->Submit(std::move(change));
+      };
+    }
     services.publisher.from_bytes = [this](adapter::PublishOptions options, std::string json,
                                            std::vector<std::byte> image, absl::Duration read,
                                            adapter::PublishCallback done) {
-      loader.PublishFromBytes(std::move(options), std::move(json), std::move(image), read,
-                              std::move(done));
+      // A change is copyable; an image is not to be copied.
+      auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
+      services.run_change([this, options = std::move(options), json = std::move(json), held, read,
+                           done = std::move(done)] {
+        loader.PublishFromBytes(options, json, std::move(*held), read, done);
+      });
     };
     services.publisher.from_path = [this](adapter::PublishOptions options, std::string path,
                                           adapter::PublishCallback done) {
-      loader.PublishFromPath(std::move(options), std::move(path), /*trusted=*/false,
-                             std::move(done));
+      services.run_change(
+          [this, options = std::move(options), path = std::move(path), done = std::move(done)] {
+            loader.PublishFromPath(options, path, /*trusted=*/false, done);
+          });
     };
     services.memory_by_kind = [this] { return MemoryByKind(); };
     services.info = ToServerInfo(config, backend->info());
@@ -182,6 +204,30 @@ struct App::Impl {
     std::map<std::string, int64_t> kinds = backend->memory_by_kind();
     kinds.try_emplace("adapters", registry.resident_bytes());
     return kinds;
+  }
+
+  // What earlier runs left in the store.
+  void Restore() {
+    if (store == nullptr) return;
+    int64_t restored = 0, failed = 0;
+    registry.Restore(store->opened(), [&](const std::string& name, int64_t version,
+                                          const adapter::StoredVersion& stored) {
+      auto loaded = loader.LoadStored(name, version, stored);
+      ++(loaded.ok() ? restored : failed);
+      if (!loaded.ok()) {
+        LogError("a durable adapter version cannot be restored",
+                 {{"adapter", name},
+                  {"version", version},
+                  {"object", stored.object},
+                  {"reason", ReasonOf(loaded.status())},
+                  {"error", std::string(loaded.status().message())}});
+      }
+      return loaded;
+    });
+    LogInfo("store opened", {{"path", config.adapters.store_path},
+                             {"restored", restored},
+                             {"failed", failed},
+                             {"generation", registry.generation()}});
   }
 
   absl::Status Preload() {
@@ -267,6 +313,8 @@ struct App::Impl {
 
   const Config config;
   const std::unique_ptr<Backend> backend;
+  const std::unique_ptr<adapter::Disk> disk;
+  const std::unique_ptr<adapter::Store> store;  // nullptr: none
   Metrics metrics;
   ThreadPool couriers;
   ThreadPool load_pool;
@@ -275,6 +323,8 @@ struct App::Impl {
   engine::Engine engine;
   int64_t activations = 0;  // the engine's subscription of the registry's events
   rpc::Services services;
+  // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
+  std::unique_ptr<ThreadPool> registry_writer;
   std::atomic<bool> ready{false};
   std::unique_ptr<MetricsHttpServer> metrics_http;
   std::unique_ptr<rpc::Server> server;
@@ -301,7 +351,19 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config) {
                            {"kv_pages", model.kv_pages},
                            {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<engine::ModelRunner> runner, (*backend)->MakeRunner());
-  auto impl = std::make_unique<Impl>(config, *std::move(backend), std::move(runner));
+  auto disk = std::make_unique<adapter::Disk>();
+  std::unique_ptr<adapter::Store> store;
+  if (!config.adapters.store_path.empty()) {
+    absl::StatusOr<std::unique_ptr<adapter::Store>> opened =
+        adapter::Store::Open(config.adapters.store_path, model.digest, disk.get());
+    if (!opened.ok()) {
+      return Annotate(opened.status(), "adapters.store_path " + config.adapters.store_path);
+    }
+    store = *std::move(opened);
+  }
+  auto impl = std::make_unique<Impl>(config, *std::move(backend), std::move(runner),
+                                     std::move(disk), std::move(store));
+  impl->Restore();
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
   return std::unique_ptr<App>(new App(std::move(impl)));

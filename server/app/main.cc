@@ -1,5 +1,6 @@
 // The program `dorad`.
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <string>
 #include <utility>
@@ -10,6 +11,7 @@
 #include "server/app/signals.h"
 #include "server/base/config.h"
 #include "server/base/error.h"
+#include "server/base/failpoint.h"
 #include "server/base/log.h"
 
 namespace dorad {
@@ -64,6 +66,11 @@ int Serve(const Command& command) {
   LogLevel level = LogLevel::kInfo;
   ParseLogLevel(config->log.level, &level);
   SetLogging(level, config->log.format == "json");
+  if (const char* failpoint = std::getenv("DORAD_FAILPOINT")) {
+    const absl::Status armed = ArmFailpoint(failpoint);
+    if (!armed.ok()) return Fail(armed, kExitUsage);
+    LogWarning("a failpoint is armed: the process will kill itself", {{"failpoint", failpoint}});
+  }
   absl::StatusOr<std::unique_ptr<App>> app = App::Start(*config);
   if (!app.ok()) return Fail(app.status(), kExitConfig);
   signals.BeginOrderlyEnd();

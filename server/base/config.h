@@ -59,6 +59,7 @@ struct AdaptersConfig {
   // name=DIR pairs loaded and activated before the server is ready (also --adapter).
   std::vector<std::pair<std::string, std::string>> preload;
   std::vector<std::string> allowed_roots;
+  std::string store_path;  // folder of the durable adapters; "" = none
   int64_t max_rank = 1024;
   int64_t max_bytes = int64_t{16} << 30;  // of one adapter
   int64_t norm_chunk_bytes = 64 << 20;

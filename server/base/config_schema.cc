@@ -171,6 +171,7 @@ std::vector<ConfigKey> AdaptersKeys() {
        0,
        {},
        false},
+      {"adapters", "store_path", ConfigType::kText, at(&Adapters::store_path), 0, 0, {}, true},
       {"adapters", "max_rank", ConfigType::kInteger, at(&Adapters::max_rank), 1, 65536, {}, false},
       {"adapters",
        "max_bytes",

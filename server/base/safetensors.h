@@ -47,6 +47,8 @@ class SafetensorsFile {
   // By name, in ascending order of names.
   const std::map<std::string, TensorView>& tensors() const { return tensors_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  // The whole file.
+  absl::Span<const std::byte> image() const { return image_; }
   // nullptr when absent.
   const TensorView* Find(const std::string& name) const;
 

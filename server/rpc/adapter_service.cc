@@ -34,6 +34,7 @@ absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRe
   if (request.has_expected_generation()) {
     options.expected_generation = request.expected_generation();
   }
+  options.durable = request.durable();
   options.tags.insert(request.tags().begin(), request.tags().end());
   return options;
 }
@@ -47,17 +48,13 @@ absl::Status CheckVersion(const char* subject, const std::string& name, int64_t 
   return MakeInvalid(subject, std::move(violations));
 }
 
-absl::Status Activate(adapter::AdapterRegistry* registry, const v1::ActivateRequest& request,
-                      v1::ActivateResponse* response) {
-  DORAD_RETURN_IF_ERROR(CheckVersion("ActivateRequest", request.name(), request.version()));
-  std::optional<int64_t> expected;
-  if (request.has_expected_generation()) expected = request.expected_generation();
-  DORAD_ASSIGN_OR_RETURN(const auto activation,
-                         registry->Activate(request.name(), request.version(), expected));
-  Encode(activation.adapter, response->mutable_adapter());
-  response->set_previous_version(activation.previous_version);
-  response->set_generation(activation.generation);
-  return absl::OkStatus();
+// Runs body() where changes of the registry run; the call ends with what it throws.
+template <typename Response, typename Body>
+void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& call, Body body) {
+  services->run_change([call, body = std::move(body)] {
+    Guarded(call->record().method(), body,
+            [&call](const absl::Status& status) { call->End(status); });
+  });
 }
 
 absl::Status Get(const adapter::AdapterRegistry& registry, const v1::GetRequest& request,
@@ -101,6 +98,29 @@ absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListReques
   return absl::OkStatus();
 }
 
+void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::RetireResponse>>& call,
+            const adapter::AdapterRef& ref, bool force) {
+  const auto retirement = services.registry->Retire(ref.name, ref.version);
+  const auto complete = [call, retirement] {
+    call->Complete([&](v1::RetireResponse* to) {
+      if (!retirement.ok()) return retirement.status();
+      Encode(retirement->adapter, to->mutable_adapter());
+      to->set_generation(retirement->generation);
+      return absl::OkStatus();
+    });
+  };
+  if (!retirement.ok() || !force) {
+    complete();
+    return;
+  }
+  engine::AbortTarget holders;
+  holders.adapter = {ref.name, ref.version};
+  services.engine->Abort(
+      std::move(holders),
+      absl::StrCat("adapter ", ref.name, "@", ref.version, " was retired by force"),
+      [complete](int) { complete(); });
+}
+
 }  // namespace
 
 grpc::ServerReadReactor<v1::PublishRequest>* AdapterService::Publish(
@@ -138,8 +158,29 @@ grpc::ServerUnaryReactor* AdapterService::Activate(grpc::CallbackServerContext* 
                                                    const v1::ActivateRequest* request,
                                                    v1::ActivateResponse* response) {
   return UnaryCall<v1::ActivateResponse>::Run(
-      "Activate", context, services_->metrics, response,
-      [&](const auto& call) { call->End(rpc::Activate(services_->registry, *request, response)); });
+      "Activate", context, services_->metrics, response, [&](const auto& call) {
+        const absl::Status valid =
+            CheckVersion("ActivateRequest", request->name(), request->version());
+        if (!valid.ok()) {
+          call->End(valid);
+          return;
+        }
+        std::optional<int64_t> expected;
+        if (request->has_expected_generation()) expected = request->expected_generation();
+        // gRPC's request and response may be gone before the change is made.
+        RunChange(services_, call,
+                  [call, registry = services_->registry, name = request->name(),
+                   version = request->version(), expected] {
+                    const auto activation = registry->Activate(name, version, expected);
+                    call->Complete([&](v1::ActivateResponse* to) {
+                      if (!activation.ok()) return activation.status();
+                      Encode(activation->adapter, to->mutable_adapter());
+                      to->set_previous_version(activation->previous_version);
+                      to->set_generation(activation->generation);
+                      return absl::OkStatus();
+                    });
+                  });
+      });
 }
 
 grpc::ServerUnaryReactor* AdapterService::Get(grpc::CallbackServerContext* context,
@@ -170,25 +211,15 @@ grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* co
       "Retire", context, services_->metrics, response, [&](const auto& call) {
         const absl::Status valid =
             CheckVersion("RetireRequest", request->name(), request->version());
-        absl::StatusOr<adapter::AdapterRegistry::Retirement> retirement =
-            valid.ok() ? services_->registry->Retire(request->name(), request->version())
-                       : absl::StatusOr<adapter::AdapterRegistry::Retirement>(valid);
-        if (!retirement.ok()) {
-          call->End(retirement.status());
+        if (!valid.ok()) {
+          call->End(valid);
           return;
         }
-        Encode(retirement->adapter, response->mutable_adapter());
-        response->set_generation(retirement->generation);
-        if (!request->force()) {
-          call->End(absl::OkStatus());
-          return;
-        }
-        engine::AbortTarget holders;
-        holders.adapter = {request->name(), request->version()};
-        services_->engine->Abort(std::move(holders),
-                                 absl::StrCat("adapter ", request->name(), "@", request->version(),
-                                              " was retired by force"),
-                                 [call](int) { call->End(absl::OkStatus()); });
+        RunChange(services_, call,
+                  [call, services = services_, name = request->name(), version = request->version(),
+                   force = request->force()] {
+                    rpc::Retire(*services, call, {name, version}, force);
+                  });
       });
 }
 

@@ -153,6 +153,7 @@ void Encode(const adapter::AdapterRecord& record, v1::AdapterVersion* to) {
     to->set_failure(Presentable(std::string(record.failure.message()), kMaxFailureBytes));
   }
   to->set_active(record.active);
+  to->set_durable(record.durable);
   const bool loaded = record.state == adapter::AdapterState::kReady ||
                       record.state == adapter::AdapterState::kRetiring ||
                       record.state == adapter::AdapterState::kGone;

@@ -29,7 +29,8 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
 PublishReactor::PublishReactor(Services* services, std::shared_ptr<UploadBudget> budget,
                                grpc::CallbackServerContext* context, v1::PublishResponse* response)
     : services_(services),
-      upload_(std::make_unique<Upload>(services->max_adapter_bytes, std::move(budget))),
+      upload_(std::make_unique<Upload>(services->max_adapter_bytes, services->has_store,
+                                       std::move(budget))),
       record_(kMethod, context, services->metrics),
       response_(response) {}
 

@@ -55,6 +55,11 @@ struct Services {
   // Carries results from the engine's thread to gRPC; outlives the engine.
   ThreadPool* couriers = nullptr;
   Publisher publisher;
+  bool has_store = false;  // versions can be durable
+  // Runs a change of the registry: here, or where it may wait for the store's disk.
+  std::function<void(std::function<void()>)> run_change = [](const std::function<void()>& change) {
+    change();
+  };
   std::function<std::map<std::string, int64_t>()> memory_by_kind;
 
   ServerInfo info;

@@ -86,6 +86,8 @@ absl::Status Upload::AcceptEnd() const {
 absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
   std::vector<Violation> violations = CheckBegin(*begin, max_bytes_);
   if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));
+  // Now, not when all the bytes have come.
+  if (begin->durable() && !has_store_) return adapter::StoreNotConfigured();
   size_ = begin->safetensors_size();
   start_ = absl::Now();
   options_.name = std::move(*begin->mutable_name());
@@ -94,6 +96,7 @@ absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
   if (begin->has_expected_generation()) {
     options_.expected_generation = begin->expected_generation();
   }
+  options_.durable = begin->durable();
   options_.tags.insert(begin->tags().begin(), begin->tags().end());
   config_ = std::move(*begin->mutable_adapter_config_json());
   expected_sha256_ = begin->safetensors_sha256();

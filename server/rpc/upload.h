@@ -39,16 +39,16 @@ class UploadBudget {
 
 class Upload {
  public:
-  // max_bytes: of one image.
-  Upload(int64_t max_bytes, std::shared_ptr<UploadBudget> budget)
-      : max_bytes_(max_bytes), budget_(std::move(budget)) {}
+  // max_bytes: of one image. has_store: durable versions can be had.
+  Upload(int64_t max_bytes, bool has_store, std::shared_ptr<UploadBudget> budget)
+      : max_bytes_(max_bytes), has_store_(has_store), budget_(std::move(budget)) {}
   ~Upload() { GiveBack(); }
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
 
   // Begin, then chunks in order, then Commit. After a failure or Commit nothing may follow.
-  // INVALID_ARGUMENT (PUBLISH_*), RESOURCE_EXHAUSTED (PUBLISH_BUSY with a retry hint,
-  // OUT_OF_MEMORY).
+  // INVALID_ARGUMENT (PUBLISH_*), FAILED_PRECONDITION (STORE_NOT_CONFIGURED), RESOURCE_EXHAUSTED
+  // (PUBLISH_BUSY with a retry hint, OUT_OF_MEMORY).
   absl::Status Accept(v1::PublishRequest* part);
   // The end of the caller's stream: fine only after Commit (PUBLISH_INCOMPLETE).
   absl::Status AcceptEnd() const;
@@ -73,6 +73,7 @@ class Upload {
   void GiveBack();
 
   const int64_t max_bytes_;
+  const bool has_store_;
   const std::shared_ptr<UploadBudget> budget_;
   int64_t reserved_ = 0;
   State state_ = State::kStart;

@@ -58,8 +58,19 @@ class UploadTest : public testing::Test {
   }
 
   std::shared_ptr<UploadBudget> budget_ = std::make_shared<UploadBudget>(2 * kMaxBytes);
-  std::unique_ptr<Upload> upload_ = std::make_unique<Upload>(kMaxBytes, budget_);
+  std::unique_ptr<Upload> upload_ = std::make_unique<Upload>(kMaxBytes, false, budget_);
 };
+
+TEST_F(UploadTest, RefusesADurableVersionAtOnceWhenThereIsNoStore) {
+  v1::PublishRequest begin = Begin(5);
+  begin.mutable_begin()->set_durable(true);
+  EXPECT_EQ(Feed(begin), "STORE_NOT_CONFIGURED");
+  Upload stored(kMaxBytes, /*has_store=*/true, budget_);
+  for (v1::PublishRequest part : {begin, Chunk(0, "hello"), Commit()}) {
+    EXPECT_TRUE(stored.Accept(&part).ok());
+  }
+  EXPECT_TRUE(stored.TakeOptions().durable);
+}
 
 TEST_F(UploadTest, JoinsChunksAndChecksTheDigest) {
   v1::PublishRequest begin = Begin(5, Sha("hello"));
@@ -147,9 +158,9 @@ TEST_F(UploadTest, EndsIncompleteWithoutCommit) {
 
 TEST_F(UploadTest, SharesOneBudgetAndGivesItBack) {
   EXPECT_EQ(Fill(upload_.get(), kMaxBytes), "");
-  auto second = std::make_unique<Upload>(kMaxBytes, budget_);
+  auto second = std::make_unique<Upload>(kMaxBytes, false, budget_);
   EXPECT_EQ(Fill(second.get(), kMaxBytes), "");
-  Upload third(kMaxBytes, budget_);
+  Upload third(kMaxBytes, false, budget_);
   v1::PublishRequest part = Begin(1);
   EXPECT_TRUE(third.Accept(&part).ok());
   part = Chunk(0, "x");
@@ -164,7 +175,7 @@ TEST_F(UploadTest, SharesOneBudgetAndGivesItBack) {
 TEST_F(UploadTest, LeavesTheBudgetToOthersUntilItsBytesCome) {
   std::vector<std::unique_ptr<Upload>> stalled;
   for (int i = 0; i < 8; ++i) {
-    stalled.push_back(std::make_unique<Upload>(kMaxBytes, budget_));
+    stalled.push_back(std::make_unique<Upload>(kMaxBytes, false, budget_));
     EXPECT_EQ(Fill(stalled.back().get(), kMaxBytes, /*come=*/kMaxChunkBytes), "");
   }
   EXPECT_EQ(Fill(upload_.get(), kMaxBytes), "");
