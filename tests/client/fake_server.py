@@ -339,6 +339,7 @@ class FakeServer(
                 min_rank=4,
                 max_rank=16,
                 resident_bytes=len(image),
+                durable=begin.durable,
                 tags=begin.tags,
             )
             adapter.timing.norms.FromMilliseconds(250)

@@ -50,6 +50,13 @@ def test_server_side_path(client, server):
     assert server.chunk_sizes == []
 
 
+def test_a_version_is_durable_only_when_asked_for(client, folder):
+    assert not client.publish("a", path=folder).durable
+    assert client.publish("a", path=folder, durable=True).durable
+    assert client.publish("a", path="/adapters/a", server_side=True, durable=True).durable
+    assert [version.durable for version in client.adapters("a")] == [False, True, True]
+
+
 def test_uploads_numpy_tensors_as_safetensors(client, server):
     tensors = {
         "a.lora_A.weight": np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32),

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import threading
 
 import numpy as np
@@ -145,13 +146,23 @@ def test_options_may_stand_before_the_command(doractl, server, monkeypatch):
     assert json.loads(out) == []
 
 
+def test_durable_versions_are_shown(doractl, folder):
+    out = doractl("adapters", "publish", "a", folder, "--durable")
+    assert re.search(r"durable +yes", out)
+    doractl("adapters", "publish", "a", folder, "--no-activate")
+    assert re.search(r"durable +no", doractl("adapters", "show", "a@2"))
+    header, *rows = [line.split() for line in doractl("adapters", "list").splitlines()]
+    assert header[2:4] == ["ACTIVE", "DURABLE"] and rows[0][2:4] == ["yes", "yes"]
+    assert "yes" not in rows[1]
+
+
 def test_adapters_life(doractl, server, folder):
     out = doractl("adapters", "publish", "a", folder, "--tag", "step=3", "--tag", "note=[red]x[/x]")
     assert "a@1 (active)" in out and "note=[red]x[/x], step=3" in out
     published = json.loads(
         doractl("adapters", "publish", "a", folder, "--no-activate", "-o", "json")
     )
-    assert published["version"] == 2 and not published["active"]
+    assert published["version"] == 2 and not published["active"] and not published["durable"]
     assert doractl("adapters", "activate", "a@2").startswith("a@2 is active (before: version 1")
     rows = doractl("adapters", "list").splitlines()
     assert rows[0].split()[:3] == ["NAME", "VERSION", "ACTIVE"] and len(rows) == 3

@@ -330,6 +330,7 @@ class Client:
         version: int | None = None,
         server_side: bool = False,
         expected_generation: int | None = None,
+        durable: bool = False,
         tags: Mapping[str, str] | None = None,
         progress: Progress | None = None,
         timeout: float | None = None,
@@ -347,12 +348,16 @@ class Client:
           version: must exceed every version the name ever had; default: the next one.
           server_side: path is a folder on the server, under one of its allowed roots.
           expected_generation: with activate, fail with Conflict unless the registry is there.
+          durable: the version survives a restart of the server, which must have a store
+            (adapters.store_path).
           tags: free text stored with the version.
           progress: called as progress(bytes sent, bytes in all), from another thread.
 
         Raises:
           InvalidArgument: the adapter is refused; `violations` lists every problem.
           Conflict: the version number is taken, or the generation has moved.
+          Unavailable, Overloaded: among others, the server's store cannot take a durable
+            version (reasons STORE_UNAVAILABLE, STORE_FULL); nothing of it is left.
           FileNotFoundError: the local folder or one of its files is missing.
         """
         if server_side:
@@ -364,6 +369,7 @@ class Client:
                 path=os.fspath(path),
                 activate=activate,
                 expected_generation=expected_generation,
+                durable=durable,
                 tags=tags,
             )
             answer = self._call(self._adapters.PublishFromPath, message, timeout)
@@ -376,6 +382,7 @@ class Client:
             activate=activate,
             version=version,
             expected_generation=expected_generation,
+            durable=durable,
             tags=tags,
             progress=progress,
         )

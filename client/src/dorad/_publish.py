@@ -144,6 +144,7 @@ class Upload:
         activate: bool,
         version: int | None,
         expected_generation: int | None,
+        durable: bool,
         tags: Mapping[str, str] | None,
         progress: Progress | None,
     ) -> None:
@@ -166,6 +167,7 @@ class Upload:
             safetensors_size=self._image.size,
             activate=activate,
             expected_generation=expected_generation,
+            durable=durable,
             tags=tags,
         )
         self.failure: BaseException | None = None

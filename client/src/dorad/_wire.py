@@ -345,6 +345,7 @@ def adapter_version(message: types_pb2.AdapterVersion, generation: int) -> t.Ada
         digest=message.digest,
         state=_enum_name(message.state, types_pb2.AdapterState, "ADAPTER_STATE_"),
         active=message.active,
+        durable=message.durable,
         kind=_enum_name(message.kind, types_pb2.AdapterKind, "ADAPTER_KIND_"),
         min_rank=message.min_rank,
         max_rank=message.max_rank,

@@ -324,6 +324,7 @@ class Client:
         version: int | None = None,
         server_side: bool = False,
         expected_generation: int | None = None,
+        durable: bool = False,
         tags: Mapping[str, str] | None = None,
         progress: Progress | None = None,
         timeout: float | None = None,
@@ -341,6 +342,7 @@ class Client:
                 path=os.fspath(path),
                 activate=activate,
                 expected_generation=expected_generation,
+                durable=durable,
                 tags=tags,
             )
             answer = await self._call(self._adapters.PublishFromPath, message, timeout)
@@ -353,6 +355,7 @@ class Client:
             activate=activate,
             version=version,
             expected_generation=expected_generation,
+            durable=durable,
             tags=tags,
             progress=progress,
         )

@@ -279,6 +279,8 @@ class AdapterVersion:
     leases: int = 0
     """Requests that hold the version now."""
     failure: str = ""
+    durable: bool = False
+    """True for a version that survives a restart of the server."""
     timing: LoadTiming = field(default_factory=LoadTiming)
     create_time: datetime.datetime | None = None
     tags: dict[str, str] = field(default_factory=dict)

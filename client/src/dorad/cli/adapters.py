@@ -55,13 +55,15 @@ def _rank(version: dorad.AdapterVersion) -> str:
 def versions_table(versions: Sequence[dorad.AdapterVersion]) -> Table:
     """One row for each version, as `adapters list` and `top` show them."""
     made = table(
-        "NAME", ">VERSION", "ACTIVE", "STATE", "KIND", ">RANK", ">SIZE", ">LEASES", "DIGEST"
-    )
+        "NAME", ">VERSION", "ACTIVE", "DURABLE", "STATE", "KIND", ">RANK", ">SIZE", ">LEASES",
+        "DIGEST",
+    )  # fmt: skip
     for v in versions:
         made.add_row(
             v.name,
             str(v.version),
             "yes" if v.active else "",
+            "yes" if v.durable else "",
             v.state,
             v.kind,
             _rank(v),
@@ -90,6 +92,7 @@ def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
         "leases": str(version.leases),
         "loaded in": f"{timing.total:.3f} s (read {timing.read:.3f}, validate "
         f"{timing.validate:.3f}, copy {timing.copy:.3f}, norms {timing.norms:.3f})",
+        "durable": "yes" if version.durable else "no",
         "created": version.create_time.isoformat() if version.create_time else "",
         "tags": ", ".join(f"{k}={v}" for k, v in sorted(version.tags.items())),
         "generation": str(version.generation),
@@ -152,6 +155,9 @@ def publish(
         bool, typer.Option("--server-side", help="PATH is on the server, under an allowed root.")
     ] = False,
     expected_generation: GenerationOption = None,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Survives a restart of the server.")
+    ] = False,
     tag: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, repeatable.")] = None,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
@@ -178,6 +184,7 @@ def publish(
             version=version,
             server_side=server_side,
             expected_generation=expected_generation,
+            durable=durable,
             tags=_tags(tag or []),
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
         )
