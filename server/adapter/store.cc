@@ -11,6 +11,7 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
+#include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/base/failpoint.h"
 #include "server/base/file.h"
@@ -85,7 +86,9 @@ absl::Status StoreNotConfigured() {
 
 absl::StatusOr<std::unique_ptr<Store>> Store::Open(const std::string& folder,
                                                    const std::string& base_digest, Disk* disk) {
-  std::unique_ptr<Store> store(new Store(fs::absolute(folder).lexically_normal().string(), disk));
+  fs::path path = fs::absolute(folder).lexically_normal();
+  if (!path.has_filename()) path = path.parent_path();  // "store/"
+  std::unique_ptr<Store> store(new Store(path.string(), disk));
   DORAD_RETURN_IF_ERROR(store->MakeFolders());
   DORAD_RETURN_IF_ERROR(store->Lock());
   DORAD_RETURN_IF_ERROR(store->Begin(base_digest));
@@ -258,6 +261,7 @@ void Store::Drop(const std::string& object) {
   {
     absl::MutexLock lock(&mu_);
     const auto found = uses_.find(object);
+    DORAD_CHECK(found != uses_.end());
     if (--found->second > 0) return;
     uses_.erase(found);
     // The journal may name it although the append failed.

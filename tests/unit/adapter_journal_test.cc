@@ -6,7 +6,7 @@
 #include "gtest/gtest.h"
 #include "server/adapter/journal.h"
 #include "server/base/error.h"
-#include "tests/unit/support/failing_disk.h"
+#include "tests/unit/support/fake_disk.h"
 
 namespace dorad::adapter {
 namespace {
@@ -37,7 +37,7 @@ class JournalTest : public ::testing::Test {
 
   test::ScratchFolder folder_;
   const std::string path_ = folder_.path() / "journal";
-  test::FailingDisk disk_;
+  test::FakeDisk disk_;
   std::vector<std::string> records_;
   std::unique_ptr<Journal> journal_;
 };

@@ -7,7 +7,7 @@
 #include "gtest/gtest.h"
 #include "server/adapter/store.h"
 #include "server/base/error.h"
-#include "tests/unit/support/failing_disk.h"
+#include "tests/unit/support/fake_disk.h"
 
 namespace dorad::adapter {
 namespace {
@@ -75,7 +75,7 @@ class StoreTest : public ::testing::Test {
 
   test::ScratchFolder scratch_;
   const fs::path path_ = scratch_.path() / "store";
-  test::FailingDisk disk_;
+  test::FakeDisk disk_;
   int64_t generation_ = 0;
   std::unique_ptr<Store> store_;
 };
@@ -105,6 +105,37 @@ TEST_F(StoreTest, KeepsWhatWasPublishedAndForgetsWhatWasRetired) {
   EXPECT_EQ(ReadText(store_->ObjectPath(two) + "/adapter_model.safetensors"), "two");
   EXPECT_EQ(ReadText(store_->ObjectPath(two) + "/adapter_config.json"), "{}");
   EXPECT_EQ(Objects().count(one), 0u) << "nothing refers to it";
+}
+
+// What no kill -9 can show: the order in which things reach the disk.
+TEST_F(StoreTest, SyncsEachStepBeforeTheNextOneReliesOnIt) {
+  disk_.note_calls = true;
+  const std::string object = Publish("a", 1, "one");
+  const std::string root = path_.string();
+  const std::string tmp = root + "/tmp/1", shard = root + "/objects/" + object.substr(0, 2);
+  EXPECT_THAT(disk_.calls, ElementsAre("write " + tmp + "/adapter_config.json",
+                                       "sync " + tmp + "/adapter_config.json",
+                                       "write " + tmp + "/adapter_model.safetensors",
+                                       "sync " + tmp + "/adapter_model.safetensors", "sync " + tmp,
+                                       "rename " + tmp + " " + shard + "/" + object,
+                                       "sync " + shard, "sync " + root + "/objects",
+                                       "write " + root + "/journal", "sync " + root + "/journal"));
+  disk_.calls.clear();
+  EXPECT_EQ(Publish("a", 2, "one"), object);
+  EXPECT_THAT(disk_.calls, ElementsAre("sync " + shard, "sync " + root + "/objects",
+                                       "write " + root + "/journal", "sync " + root + "/journal"))
+      << "another's rename may not have been synced yet";
+}
+
+TEST_F(StoreTest, SyncsARewrittenJournalBeforeItsNameAndThenTheName) {
+  for (int i = 1; i < 100; ++i) Note(Type::kReserved, "a", i);
+  disk_.note_calls = true;
+  ASSERT_EQ(Open(), "");
+  const std::string journal = (path_ / "journal").string(), fresh = journal + ".new";
+  ASSERT_GE(disk_.calls.size(), 4u);
+  EXPECT_THAT(std::vector<std::string>(disk_.calls.end() - 4, disk_.calls.end()),
+              ElementsAre("write " + fresh, "sync " + fresh, "rename " + fresh + " " + journal,
+                          "sync " + path_.string()));
 }
 
 TEST_F(StoreTest, AnActiveVersionThatWasNotDurableIsActiveNoMore) {

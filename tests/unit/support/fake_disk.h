@@ -1,4 +1,5 @@
-// A disk that fails when a test says so, and a folder that goes when the test ends.
+// A disk that notes what is asked of it and fails when a test says so, and a folder that goes when
+// the test ends.
 #pragma once
 
 #include <unistd.h>
@@ -7,34 +8,48 @@
 #include <cerrno>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "server/adapter/disk.h"
 
 namespace dorad::test {
 
-class FailingDisk : public adapter::Disk {
+class FakeDisk : public adapter::Disk {
  public:
   // An errno; 0: the calls succeed.
   int write_error = 0, sync_error = 0, truncate_error = 0, rename_error = 0;
   size_t bytes_before_write_error = 0;
+  // "write PATH", "sync PATH", "rename FROM TO" in order.
+  std::vector<std::string> calls;
+  bool note_calls = false;
 
   ssize_t Write(int fd, const void* data, size_t bytes) override {
+    Note("write ", fd);
     if (write_error == 0) return Disk::Write(fd, data, bytes);
     if (bytes_before_write_error == 0) return Fail(write_error);
     const ssize_t n = Disk::Write(fd, data, std::min(bytes, bytes_before_write_error));
     bytes_before_write_error -= static_cast<size_t>(n);
     return n;
   }
-  int Sync(int fd) override { return sync_error != 0 ? Fail(sync_error) : Disk::Sync(fd); }
+  int Sync(int fd) override {
+    Note("sync ", fd);
+    return sync_error != 0 ? Fail(sync_error) : Disk::Sync(fd);
+  }
   int Truncate(int fd, int64_t bytes) override {
     return truncate_error != 0 ? Fail(truncate_error) : Disk::Truncate(fd, bytes);
   }
   int Rename(const std::string& from, const std::string& to) override {
+    if (note_calls) calls.push_back("rename " + from + " " + to);
     return rename_error != 0 ? Fail(rename_error) : Disk::Rename(from, to);
   }
 
  private:
+  void Note(const char* call, int fd) {
+    if (!note_calls) return;
+    const auto path = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd));
+    calls.push_back(call + path.string());
+  }
   static int Fail(int error) {
     errno = error;
     return -1;
@@ -48,6 +63,8 @@ class ScratchFolder {
               (std::to_string(getpid()) + "_" +
                ::testing::UnitTest::GetInstance()->current_test_info()->name())) {
     std::filesystem::create_directories(path_);
+    // Temporary folders may themselves be reached through a link.
+    path_ = std::filesystem::canonical(path_);
   }
   ~ScratchFolder() { std::filesystem::remove_all(path_); }
 
