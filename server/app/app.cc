@@ -26,6 +26,7 @@
 #include "server/engine/engine.h"
 #include "server/ops/thread_team.h"
 #include "server/rpc/server.h"
+#include "server/rpc/upload_store.h"
 
 namespace dorad {
 namespace {
@@ -70,6 +71,15 @@ adapter::LoaderOptions ToLoaderOptions(const Config& config) {
   options.max_rank = ToInt32(config.adapters.max_rank);
   options.max_adapter_bytes = config.adapters.max_bytes;
   options.allowed_roots = config.adapters.allowed_roots;
+  return options;
+}
+
+rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store) {
+  rpc::UploadStore::Options options;
+  options.has_store = has_store;
+  options.max_image_bytes = config.adapters.max_bytes;
+  options.max_bytes = 2 * config.adapters.max_bytes;
+  options.time_to_live = absl::Seconds(config.adapters.upload_ttl_seconds);
   return options;
 }
 
@@ -142,6 +152,7 @@ struct App::Impl {
         couriers(kCouriers, 0),
         load_pool(ToInt32(config.adapters.loader_threads), kLoaderNice),
         registry(RegistryOptions()),
+        uploads(ToUploadOptions(config, store != nullptr)),
         loader(
             ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
             &registry,
@@ -170,11 +181,11 @@ struct App::Impl {
     services.couriers = &couriers;
     if (store != nullptr) {
       registry_writer = std::make_unique<ThreadPool>(kRegistryWriters, 0);
-      services.has_store = true;
       services.run_change = [this](std::function<void()> change) {
         registry_writer->Submit(std::move(change));
       };
     }
+    services.uploads = &uploads;
     services.publisher.from_bytes = [this](adapter::PublishOptions options, std::string json,
                                            std::vector<std::byte> image, absl::Duration read,
                                            adapter::PublishCallback done) {
@@ -308,6 +319,9 @@ struct App::Impl {
     gauges.resident_bytes = registry.resident_bytes();
     gauges.leases = registry.total_leases();
     gauges.generation = registry.generation();
+    const rpc::UploadStore::Idle idle = uploads.idle();
+    gauges.idle_uploads = idle.uploads;
+    gauges.idle_upload_bytes = idle.bytes;
     return gauges;
   }
 
@@ -319,6 +333,7 @@ struct App::Impl {
   ThreadPool couriers;
   ThreadPool load_pool;
   adapter::AdapterRegistry registry;
+  rpc::UploadStore uploads;
   adapter::AdapterLoader loader;
   engine::Engine engine;
   int64_t activations = 0;  // the engine's subscription of the registry's events

@@ -183,13 +183,20 @@ struct AdapterMetrics {
         leases(Gauges(r, "dorad_adapter_leases", "Leases on adapter versions.").Add({})),
         generation(Gauges(r, "dorad_adapter_generation",
                           "Generation of the server's active versions; rises with each change.")
-                       .Add({})) {}
+                       .Add({})),
+        idle_uploads(
+            Gauges(r, "dorad_adapter_idle_uploads", "Broken uploads that wait to be gone on with.")
+                .Add({})),
+        idle_upload_bytes(
+            Gauges(r, "dorad_adapter_idle_upload_bytes", "Bytes that have come of them.").Add({})) {
+  }
 
   Counter& loads;
   Labelled<Counter, 1> failures;
   Labelled<Histogram, 1> seconds;
   prometheus::Family<Gauge>& versions;
   Gauge &ready, &retiring, &loading, &bytes, &leases, &generation;
+  Gauge &idle_uploads, &idle_upload_bytes;
 };
 
 struct RpcMetrics {
@@ -330,6 +337,8 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.bytes.Set(static_cast<double>(gauges.resident_bytes));
   adapters.leases.Set(gauges.leases);
   adapters.generation.Set(static_cast<double>(gauges.generation));
+  adapters.idle_uploads.Set(gauges.idle_uploads);
+  adapters.idle_upload_bytes.Set(static_cast<double>(gauges.idle_upload_bytes));
 }
 
 void Metrics::SetMemory(const std::string& kind, int64_t bytes) {

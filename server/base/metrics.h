@@ -70,6 +70,8 @@ class Metrics {
     int64_t resident_bytes = 0;
     int leases = 0;
     int64_t generation = 0;
+    int idle_uploads = 0;
+    int64_t idle_upload_bytes = 0;
   };
   void SetAdapters(const AdapterGauges& gauges);
 

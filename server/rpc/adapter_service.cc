@@ -71,6 +71,19 @@ absl::Status Get(const adapter::AdapterRegistry& registry, const v1::GetRequest&
   return absl::OkStatus();
 }
 
+absl::Status GetUpload(const UploadStore& uploads, const v1::GetUploadRequest& request,
+                       v1::GetUploadResponse* response) {
+  std::vector<Violation> violations;
+  CheckUploadId(request.upload_id(), &violations);
+  if (!violations.empty()) return MakeInvalid("GetUploadRequest", std::move(violations));
+  DORAD_ASSIGN_OR_RETURN(const UploadStore::Progress progress, uploads.Find(request.upload_id()));
+  response->set_received_bytes(progress.received);
+  response->set_total_bytes(progress.total);
+  response->set_committed(progress.committed);
+  EncodeDuration(progress.time_left, response->mutable_time_left());
+  return absl::OkStatus();
+}
+
 absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListRequest& request,
                   v1::ListResponse* response) {
   std::vector<Violation> violations;
@@ -125,7 +138,16 @@ void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::Retire
 
 grpc::ServerReadReactor<v1::PublishRequest>* AdapterService::Publish(
     grpc::CallbackServerContext* context, v1::PublishResponse* response) {
-  return PublishReactor::Start(services_, upload_budget_, context, response);
+  return PublishReactor::Start(services_, context, response);
+}
+
+grpc::ServerUnaryReactor* AdapterService::GetUpload(grpc::CallbackServerContext* context,
+                                                    const v1::GetUploadRequest* request,
+                                                    v1::GetUploadResponse* response) {
+  return UnaryCall<v1::GetUploadResponse>::Run(
+      "GetUpload", context, services_->metrics, response, [&](const auto& call) {
+        call->End(rpc::GetUpload(*services_->uploads, *request, response));
+      });
 }
 
 grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerContext* context,

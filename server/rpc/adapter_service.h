@@ -1,22 +1,20 @@
 // dorad.v1.AdapterService over the registry and the loader. Owned by Server. Thread-safe.
 #pragma once
 
-#include <memory>
-
 #include "dorad/v1/adapters.grpc.pb.h"
 #include "server/rpc/services.h"
-#include "server/rpc/upload.h"
 
 namespace dorad::rpc {
 
 class AdapterService final : public v1::AdapterService::CallbackService {
  public:
-  explicit AdapterService(Services* services)
-      : services_(services),
-        upload_budget_(std::make_shared<UploadBudget>(2 * services->max_adapter_bytes)) {}
+  explicit AdapterService(Services* services) : services_(services) {}
 
   grpc::ServerReadReactor<v1::PublishRequest>* Publish(grpc::CallbackServerContext* context,
                                                        v1::PublishResponse* response) override;
+  grpc::ServerUnaryReactor* GetUpload(grpc::CallbackServerContext* context,
+                                      const v1::GetUploadRequest* request,
+                                      v1::GetUploadResponse* response) override;
   grpc::ServerUnaryReactor* PublishFromPath(grpc::CallbackServerContext* context,
                                             const v1::PublishFromPathRequest* request,
                                             v1::PublishFromPathResponse* response) override;
@@ -36,7 +34,6 @@ class AdapterService final : public v1::AdapterService::CallbackService {
 
  private:
   Services* const services_;
-  const std::shared_ptr<UploadBudget> upload_budget_;
 };
 
 }  // namespace dorad::rpc

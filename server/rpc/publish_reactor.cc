@@ -13,26 +13,35 @@ constexpr char kMethod[] = "Publish";
 }  // namespace
 
 grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
-    Services* services, std::shared_ptr<UploadBudget> budget, grpc::CallbackServerContext* context,
-    v1::PublishResponse* response) {
-  auto reactor = std::make_shared<PublishReactor>(services, std::move(budget), context, response);
+    Services* services, grpc::CallbackServerContext* context, v1::PublishResponse* response) {
+  auto reactor = std::make_shared<PublishReactor>(services, context, response);
   reactor->self_ = reactor;
   if (services->draining) {
     reactor->End(
         MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down"));
   } else {
+    reactor->OpenStream();
     reactor->StartRead(&reactor->part_);
   }
   return reactor.get();
 }
 
-PublishReactor::PublishReactor(Services* services, std::shared_ptr<UploadBudget> budget,
-                               grpc::CallbackServerContext* context, v1::PublishResponse* response)
-    : services_(services),
-      upload_(std::make_unique<Upload>(services->max_adapter_bytes, services->has_store,
-                                       std::move(budget))),
-      record_(kMethod, context, services->metrics),
-      response_(response) {}
+PublishReactor::PublishReactor(Services* services, grpc::CallbackServerContext* context,
+                               v1::PublishResponse* response)
+    : services_(services), record_(kMethod, context, services->metrics), response_(response) {}
+
+void PublishReactor::OpenStream() {
+  // The store calls back only while gRPC still holds the call.
+  const std::weak_ptr<PublishReactor> weak = weak_from_this();
+  stream_ = std::make_unique<UploadStream>(
+      services_->uploads,
+      [weak](const absl::Status& status) {
+        if (const auto self = weak.lock()) self->End(status);
+      },
+      [weak](const absl::StatusOr<adapter::PublishResult>& result) {
+        if (const auto self = weak.lock()) self->Complete(result);
+      });
+}
 
 void PublishReactor::OnReadDone(bool ok) {
   Guarded(
@@ -40,29 +49,49 @@ void PublishReactor::OnReadDone(bool ok) {
 }
 
 void PublishReactor::Read(bool ok) {
-  const absl::Status status = ok ? upload_->Accept(&part_) : upload_->AcceptEnd();
-  if (!status.ok()) {
-    upload_.reset();  // gives its memory back now
-    End(status);
-  } else if (upload_->committed()) {
-    Load();
-  } else {
-    absl::MutexLock lock(&mu_);
-    if (!ended_) StartRead(&part_);
+  if (!ok) {
+    return Break(MakeInvalid("PublishRequest",
+                             {{"part", "PUBLISH_INCOMPLETE", "the stream ended before commit"}}));
+  }
+  const absl::StatusOr<UploadStream::Next> next = stream_->Accept(&part_);
+  if (!next.ok()) return Break(next.status());
+  switch (*next) {
+    case UploadStream::Next::kRead: {
+      absl::MutexLock lock(&mu_);
+      if (!ended_) StartRead(&part_);
+      break;
+    }
+    case UploadStream::Next::kLoad:
+      Load();
+      break;
+    case UploadStream::Next::kAnswer:
+      break;
   }
 }
 
+void PublishReactor::Break(const absl::Status& status) {
+  // Before the client learns of the end: it may ask for the upload at once.
+  stream_->Leave();
+  End(status);
+}
+
 void PublishReactor::Load() {
-  std::shared_ptr<Upload> upload = std::move(upload_);
-  adapter::PublishOptions options = upload->TakeOptions();
-  std::string config = upload->TakeConfig();
-  std::vector<std::byte> image = upload->TakeImage();
+  const std::shared_ptr<Upload> upload = stream_->TakeUpload();
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
-  services_->publisher.from_bytes(
-      std::move(options), std::move(config), std::move(image), upload->read_time(),
-      [self = shared_from_this(), upload](const absl::StatusOr<adapter::PublishResult>& result) {
-        self->Complete(result);
-      });
+  const adapter::PublishCallback done =
+      [upload, complete = stream_->Completion()](const absl::StatusOr<adapter::PublishResult>& r) {
+        complete(r);
+      };
+  Guarded(
+      kMethod,
+      [&] {
+        adapter::PublishOptions options = upload->TakeOptions();
+        std::string config = upload->TakeConfig();
+        std::vector<std::byte> image = upload->TakeImage();
+        services_->publisher.from_bytes(std::move(options), std::move(config), std::move(image),
+                                        upload->read_time(), done);
+      },
+      [&](const absl::Status& status) { done(status); });
 }
 
 void PublishReactor::Complete(const absl::StatusOr<adapter::PublishResult>& result) {

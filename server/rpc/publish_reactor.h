@@ -1,7 +1,7 @@
-// One Publish call: feeds an Upload from the client's stream, then hands it to the loader.
+// One Publish call: feeds an upload from the client's stream, then hands it to the loader.
 //
-// A client that goes away before Commit leaves nothing behind; after Commit the load goes on
-// without it. Kept alive by gRPC until OnDone and by a load that is under way. Thread-safe.
+// A client that goes away before Commit leaves nothing behind but an upload that has an id; after
+// Commit the load goes on without it. Kept alive by gRPC until OnDone. Thread-safe.
 #pragma once
 
 #include <grpcpp/server_context.h>
@@ -14,7 +14,7 @@
 #include "dorad/v1/adapters.pb.h"
 #include "server/rpc/call.h"
 #include "server/rpc/services.h"
-#include "server/rpc/upload.h"
+#include "server/rpc/upload_store.h"
 
 namespace dorad::rpc {
 
@@ -22,19 +22,21 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
                              public std::enable_shared_from_this<PublishReactor> {
  public:
   static grpc::ServerReadReactor<v1::PublishRequest>* Start(Services* services,
-                                                            std::shared_ptr<UploadBudget> budget,
                                                             grpc::CallbackServerContext* context,
                                                             v1::PublishResponse* response);
 
-  PublishReactor(Services* services, std::shared_ptr<UploadBudget> budget,
-                 grpc::CallbackServerContext* context, v1::PublishResponse* response);
+  PublishReactor(Services* services, grpc::CallbackServerContext* context,
+                 v1::PublishResponse* response);
 
   void OnReadDone(bool ok) override;
   void OnCancel() override;
   void OnDone() override;
 
  private:
-  void Read(bool ok);
+  void OpenStream();
+  void Read(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
+  // The stream ends before Commit.
+  void Break(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void Load();
   void Complete(const absl::StatusOr<adapter::PublishResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
   void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
@@ -42,8 +44,8 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
 
   Services* const services_;
   std::shared_ptr<PublishReactor> self_;
-  v1::PublishRequest part_;         // of the outstanding read
-  std::unique_ptr<Upload> upload_;  // touched by reads only
+  v1::PublishRequest part_;               // of the outstanding read
+  std::unique_ptr<UploadStream> stream_;  // touched by reads only
 
   absl::Mutex mu_;
   CallRecord record_ ABSL_GUARDED_BY(mu_);

@@ -18,6 +18,7 @@
 #include "server/base/thread_pool.h"
 #include "server/engine/engine.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/upload_store.h"
 
 namespace dorad::rpc {
 
@@ -54,8 +55,8 @@ struct Services {
   Metrics* metrics = nullptr;
   // Carries results from the engine's thread to gRPC; outlives the engine.
   ThreadPool* couriers = nullptr;
+  UploadStore* uploads = nullptr;
   Publisher publisher;
-  bool has_store = false;  // versions can be durable
   // Runs a change of the registry: here, or where it may wait for the store's disk.
   std::function<void(std::function<void()>)> run_change = [](const std::function<void()>& change) {
     change();

@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 #include "server/base/file.h"
@@ -28,6 +29,7 @@ std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, int64_t max_byt
   CheckAdapterName(begin.name(), &violations);
   if (begin.has_version()) CheckAdapterVersion(begin.version(), &violations);
   CheckTags(begin.tags(), &violations);
+  if (begin.has_upload_id()) CheckUploadId(begin.upload_id(), &violations);
   if (begin.adapter_config_json().empty() ||
       begin.adapter_config_json().size() > kMaxAdapterConfigBytes) {
     violations.push_back({"adapter_config_json", "PUBLISH_CONFIG_SIZE",
@@ -50,7 +52,24 @@ std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, int64_t max_byt
 
 }  // namespace
 
+void CheckUploadId(const std::string& id, std::vector<Violation>* violations) {
+  constexpr size_t kMaxBytes = 128;
+  const bool known = std::all_of(id.begin(), id.end(), [](char c) {
+    return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '.' || c == '_' || c == '-';
+  });
+  if (known && !id.empty() && id.size() <= kMaxBytes) return;
+  violations->push_back(
+      {"upload_id", "UPLOAD_ID_INVALID", "an upload's id is 1 to 128 of [A-Za-z0-9._-]"});
+}
+
 bool UploadBudget::Reserve(int64_t bytes) {
+  while (!TryReserve(bytes)) {
+    if (!make_room_ || !make_room_()) return false;
+  }
+  return true;
+}
+
+bool UploadBudget::TryReserve(int64_t bytes) {
   int64_t used = used_.load();
   do {
     if (bytes > max_bytes_ - used) return false;
@@ -76,11 +95,6 @@ absl::Status Upload::Accept(v1::PublishRequest* part) {
   }
   return Broken("part", "PUBLISH_OUT_OF_ORDER",
                 "parts are one begin, then chunks, then one commit");
-}
-
-absl::Status Upload::AcceptEnd() const {
-  if (committed()) return absl::OkStatus();
-  return Broken("part", "PUBLISH_INCOMPLETE", "the stream ended before commit");
 }
 
 absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {

@@ -1,12 +1,13 @@
 // The receiving side of Publish, without gRPC: parts in, one complete and checked image out.
 //
 // Memory follows what has arrived, never what was announced; all uploads together share a byte
-// budget, of which each holds what its image takes. Confined to one call.
+// budget, of which each holds what its image takes. Confined to one call at a time.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -16,6 +17,7 @@
 #include "absl/time/time.h"
 #include "dorad/v1/adapters.pb.h"
 #include "server/adapter/loader.h"
+#include "server/base/error.h"
 #include "server/base/sha256.h"
 
 namespace dorad::rpc {
@@ -23,17 +25,25 @@ namespace dorad::rpc {
 inline constexpr size_t kMaxChunkBytes = 1 << 20;
 inline constexpr size_t kMaxAdapterConfigBytes = 1 << 20;
 
-// Bytes held by the images of all uploads that are under way; a stalled upload holds only what has
-// come of it. Shared by AdapterService and the uploads, some of which end after it. Thread-safe.
+// UPLOAD_ID_INVALID unless it is 1 to 128 of [A-Za-z0-9._-].
+void CheckUploadId(const std::string& id, std::vector<Violation>* violations);
+
+// Bytes held by the images of all uploads that are under way or kept; a stalled upload holds only
+// what has come of it. Shared by UploadStore and the uploads. Thread-safe.
 class UploadBudget {
  public:
-  explicit UploadBudget(int64_t max_bytes) : max_bytes_(max_bytes) {}
+  // make_room gives something back, or says that there is nothing; nullptr: there never is.
+  explicit UploadBudget(int64_t max_bytes, std::function<bool()> make_room = nullptr)
+      : max_bytes_(max_bytes), make_room_(std::move(make_room)) {}
   // False when there is no room.
   [[nodiscard]] bool Reserve(int64_t bytes);
   void Release(int64_t bytes);
 
  private:
+  bool TryReserve(int64_t bytes);
+
   const int64_t max_bytes_;
+  const std::function<bool()> make_room_;
   std::atomic<int64_t> used_{0};
 };
 
@@ -46,14 +56,15 @@ class Upload {
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
 
-  // Begin, then chunks in order, then Commit. After a failure or Commit nothing may follow.
-  // INVALID_ARGUMENT (PUBLISH_*), FAILED_PRECONDITION (STORE_NOT_CONFIGURED), RESOURCE_EXHAUSTED
+  // Begin, then chunks in order, then Commit. A refused chunk leaves the upload as it was; after
+  // any other failure or Commit nothing may follow. INVALID_ARGUMENT (PUBLISH_*,
+  // UPLOAD_ID_INVALID), FAILED_PRECONDITION (STORE_NOT_CONFIGURED), RESOURCE_EXHAUSTED
   // (PUBLISH_BUSY with a retry hint, OUT_OF_MEMORY).
   absl::Status Accept(v1::PublishRequest* part);
-  // The end of the caller's stream: fine only after Commit (PUBLISH_INCOMPLETE).
-  absl::Status AcceptEnd() const;
 
   bool committed() const { return state_ == State::kCommitted; }
+  // Bytes of the image so far.
+  uint64_t received() const { return image_.size(); }
 
   // After Commit, once.
   adapter::PublishOptions TakeOptions() { return std::move(options_); }

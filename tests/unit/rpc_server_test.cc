@@ -178,6 +178,7 @@ class ServerTest : public testing::Test {
     services_.registry = &registry_;
     services_.metrics = &metrics_;
     services_.couriers = &couriers_;
+    services_.uploads = &uploads_;
     services_.publisher.from_bytes = [this](adapter::PublishOptions options, std::string config,
                                             std::vector<std::byte> image, absl::Duration,
                                             adapter::PublishCallback done) {
@@ -235,10 +236,36 @@ class ServerTest : public testing::Test {
     return {status, response};
   }
 
+  static v1::PublishRequest BeginUpload(const std::string& id, uint64_t size) {
+    v1::PublishRequest part;
+    part.mutable_begin()->set_upload_id(id);
+    part.mutable_begin()->set_name("up");
+    part.mutable_begin()->set_adapter_config_json("{}");
+    part.mutable_begin()->set_safetensors_size(size);
+    return part;
+  }
+
+  // One mebibyte.
+  static v1::PublishRequest Chunk(uint64_t offset, char fill) {
+    v1::PublishRequest part;
+    part.mutable_chunk()->set_offset(offset);
+    part.mutable_chunk()->set_data(std::string(1 << 20, fill));
+    return part;
+  }
+
+  v1::GetUploadResponse Uploaded(const std::string& id) {
+    v1::GetUploadRequest request;
+    request.set_upload_id(id);
+    v1::GetUploadResponse response;
+    adapters_->GetUpload(Context().get(), request, &response);
+    return response;
+  }
+
   Metrics metrics_;
   ThreadPool couriers_;
   ThreadPool frees_;
   adapter::AdapterRegistry registry_;
+  UploadStore uploads_{{4 << 20, 8 << 20, absl::Minutes(1)}};
   CountingRunner* runner_ = nullptr;
   std::unique_ptr<engine::Engine> engine_;
   FakePublisher publisher_;
@@ -520,6 +547,98 @@ TEST_F(ServerTest, RefusesAnUploadThatEndsEarly) {
   writer->WritesDone();
   EXPECT_EQ(ReasonOfWire(writer->Finish()), "PUBLISH_INCOMPLETE");
   EXPECT_TRUE(registry_.List("", "", 0, 10).empty());
+}
+
+TEST_F(ServerTest, GoesOnWithAnUploadWhoseCallWasCancelled) {
+  const auto cancelled_context = Context();
+  v1::PublishResponse response;
+  const auto cancelled = adapters_->Publish(cancelled_context.get(), &response);
+  cancelled->Write(BeginUpload("u", 2 << 20));
+  cancelled->Write(Chunk(0, 'a'));
+  ASSERT_TRUE(Eventually([&] { return Uploaded("u").received_bytes() == 1 << 20; }));
+  cancelled_context->TryCancel();
+  EXPECT_EQ(cancelled->Finish().error_code(), grpc::StatusCode::CANCELLED);
+  EXPECT_TRUE(Eventually([&] { return uploads_.idle().uploads == 1; }));
+  EXPECT_EQ(Uploaded("u").total_bytes(), 2u << 20);
+  EXPECT_FALSE(Uploaded("u").committed());
+
+  const auto context = Context();
+  const auto writer = adapters_->Publish(context.get(), &response);
+  writer->Write(BeginUpload("u", 2 << 20));
+  writer->Write(Chunk(1 << 20, 'b'));
+  v1::PublishRequest commit;
+  commit.mutable_commit();
+  writer->Write(commit);
+  const grpc::Status status = writer->Finish();
+  ASSERT_TRUE(status.ok()) << status.error_message();
+  ASSERT_EQ(publisher_.image.size(), size_t{2} << 20);
+  EXPECT_EQ(publisher_.image.front(), std::byte{'a'});
+  EXPECT_EQ(publisher_.image.back(), std::byte{'b'});
+  EXPECT_TRUE(Uploaded("u").committed());
+}
+
+TEST_F(ServerTest, ANewerCallTakesAnUploadOver) {
+  const auto older_context = Context();
+  const auto newer_context = Context();
+  v1::PublishResponse ignored, response;
+  const auto older = adapters_->Publish(older_context.get(), &ignored);
+  older->Write(BeginUpload("u", 1 << 20));
+  ASSERT_TRUE(Eventually([&] { return Uploaded("u").total_bytes() == 1 << 20; }));
+  const auto newer = adapters_->Publish(newer_context.get(), &response);
+  newer->Write(BeginUpload("u", 1 << 20));
+  EXPECT_EQ(ReasonOfWire(older->Finish()), "UPLOAD_TAKEN_OVER");
+  newer->Write(Chunk(0, 'a'));
+  v1::PublishRequest commit;
+  commit.mutable_commit();
+  newer->Write(commit);
+  EXPECT_TRUE(newer->Finish().ok());
+  EXPECT_EQ(response.adapter().version(), 1);
+}
+
+TEST_F(ServerTest, ACommitWhoseAnswerWasLostIsNotPublishedTwice) {
+  int64_t generation = 0;
+  for (int i = 0; i < 3; ++i) {
+    const auto context = Context();
+    v1::PublishResponse response;
+    const auto writer = adapters_->Publish(context.get(), &response);
+    writer->Write(BeginUpload("u", 1 << 20));
+    writer->Write(Chunk(0, 'a'));
+    v1::PublishRequest commit;
+    commit.mutable_commit();
+    writer->Write(commit);
+    const grpc::Status status = writer->Finish();
+    ASSERT_TRUE(status.ok()) << status.error_message();
+    EXPECT_EQ(response.adapter().version(), 1);
+    if (i == 0) generation = response.generation();
+    EXPECT_EQ(response.generation(), generation);
+  }
+  EXPECT_EQ(registry_.List("", "", 0, 10).size(), 1u);
+}
+
+TEST_F(ServerTest, RemembersAnExceptionOfTheLoadAsItsResult) {
+  publisher_.throws = true;
+  for (int i = 0; i < 2; ++i) {
+    const auto context = Context();
+    v1::PublishResponse response;
+    const auto writer = adapters_->Publish(context.get(), &response);
+    writer->Write(BeginUpload("u", 1 << 20));
+    writer->Write(Chunk(0, 'a'));
+    v1::PublishRequest commit;
+    commit.mutable_commit();
+    writer->Write(commit);
+    EXPECT_EQ(ReasonOfWire(writer->Finish()), "INTERNAL_ERROR");
+  }
+}
+
+TEST_F(ServerTest, TellsWhichUploadsThereAreNot) {
+  v1::GetUploadRequest request;
+  v1::GetUploadResponse response;
+  EXPECT_EQ(ReasonOfWire(adapters_->GetUpload(Context().get(), request, &response)),
+            "UPLOAD_ID_INVALID");
+  request.set_upload_id("none");
+  const grpc::Status status = adapters_->GetUpload(Context().get(), request, &response);
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
+  EXPECT_EQ(ReasonOfWire(status), "UPLOAD_NOT_FOUND");
 }
 
 TEST_F(ServerTest, TurnsAnExceptionIntoInternalWithoutItsText) {

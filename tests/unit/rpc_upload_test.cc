@@ -84,7 +84,6 @@ TEST_F(UploadTest, JoinsChunksAndChecksTheDigest) {
   EXPECT_FALSE(upload_->committed());
   EXPECT_EQ(Feed(Commit()), "");
   ASSERT_TRUE(upload_->committed());
-  EXPECT_TRUE(upload_->AcceptEnd().ok());
   const adapter::PublishOptions options = upload_->TakeOptions();
   EXPECT_EQ(options.name, "a");
   EXPECT_EQ(options.version, 7);
@@ -147,13 +146,6 @@ TEST_F(UploadTest, ListsEverythingWrongWithBegin) {
             (std::set<std::string>{"ADAPTER_NAME_INVALID", "ADAPTER_VERSION_INVALID",
                                    "TAGS_INVALID", "PUBLISH_CONFIG_SIZE",
                                    "PUBLISH_SIZE_OUT_OF_RANGE", "PUBLISH_SHA256_INVALID"}));
-}
-
-TEST_F(UploadTest, EndsIncompleteWithoutCommit) {
-  EXPECT_EQ(ReasonOf(upload_->AcceptEnd()), "PUBLISH_INCOMPLETE");
-  EXPECT_EQ(Feed(Begin(1)), "");
-  EXPECT_EQ(Feed(Chunk(0, "x")), "");
-  EXPECT_EQ(ReasonOf(upload_->AcceptEnd()), "PUBLISH_INCOMPLETE");
 }
 
 TEST_F(UploadTest, SharesOneBudgetAndGivesItBack) {

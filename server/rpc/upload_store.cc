@@ -1,0 +1,365 @@
+#include "server/rpc/upload_store.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "server/base/error.h"
+#include "server/base/sha256.h"
+
+namespace dorad::rpc {
+namespace {
+
+// The digest of each field that a Begin sets: a configuration may have a mebibyte.
+using BeginFields = std::map<std::string, std::array<uint8_t, 32>>;
+
+BeginFields FieldsOf(v1::PublishBegin begin) {
+  BeginFields fields;
+  const google::protobuf::Reflection* reflection = begin.GetReflection();
+  std::vector<const google::protobuf::FieldDescriptor*> set;
+  reflection->ListFields(begin, &set);
+  for (const google::protobuf::FieldDescriptor* field : set) {
+    v1::PublishBegin one;
+    reflection->SwapFields(&begin, &one, {field});
+    std::string bytes;
+    {
+      google::protobuf::io::StringOutputStream out(&bytes);
+      google::protobuf::io::CodedOutputStream coded(&out);
+      coded.SetSerializationDeterministic(true);  // maps have no order
+      one.SerializeToCodedStream(&coded);
+    }
+    Sha256 sha;
+    sha.Update(bytes.data(), bytes.size());
+    fields[field->name()] = sha.Final();
+  }
+  return fields;
+}
+
+absl::Status CheckEqual(const BeginFields& kept, const BeginFields& now) {
+  std::vector<Violation> violations;
+  BeginFields all = kept;
+  all.insert(now.begin(), now.end());
+  for (const auto& [name, digest] : all) {
+    const auto was = kept.find(name);
+    const auto is = now.find(name);
+    if (was != kept.end() && is != now.end() && was->second == is->second) continue;
+    violations.push_back(
+        {name, "UPLOAD_BEGIN_DIFFERS", "is not what the upload with this upload_id began with"});
+  }
+  if (violations.empty()) return absl::OkStatus();
+  return MakeInvalid("PublishBegin", std::move(violations));
+}
+
+absl::Status NotFound(const std::string& id) {
+  return MakeError(
+      absl::StatusCode::kNotFound, "UPLOAD_NOT_FOUND",
+      absl::StrCat("there is no upload \"", id, "\": it never began, is too old or was dropped"));
+}
+
+absl::Status TakenOver(const std::string& id) {
+  return MakeError(absl::StatusCode::kAborted, "UPLOAD_TAKEN_OVER",
+                   absl::StrCat("a newer stream goes on with the upload \"", id, "\""));
+}
+
+}  // namespace
+
+// What is not const or atomic is guarded by the store's mutex, except where it says `feeding`.
+struct UploadStore::Record {
+  enum class State { kReceiving, kLoading, kEnded };
+
+  Record(std::string upload_id, BeginFields fields, uint64_t image_bytes, std::unique_ptr<Upload> u)
+      : id(std::move(upload_id)),
+        begin(std::move(fields)),
+        total(image_bytes),
+        upload(std::move(u)) {}
+
+  bool idle() const { return state == State::kReceiving && stream == 0; }
+  bool ended() const { return state == State::kEnded; }
+
+  const std::string id;  // empty: not in the store, and nobody else's
+  const BeginFields begin;
+  const uint64_t total;
+  // Held while a part is taken; acquired before the store's.
+  absl::Mutex feeding;
+  std::unique_ptr<Upload> upload ABSL_GUARDED_BY(feeding);  // until it is loaded
+  std::atomic<uint64_t> received{0};
+
+  State state = State::kReceiving;
+  uint64_t stream = 0;  // that feeds it; 0: none
+  std::function<void(absl::Status)> end_stream;
+  std::vector<adapter::PublishCallback> waiting;  // for the result
+  std::optional<absl::StatusOr<adapter::PublishResult>> result;
+  absl::Time expiry = absl::InfiniteFuture();
+};
+
+UploadStore::UploadStore(const Options& options)
+    : options_(options),
+      budget_(
+          std::make_shared<UploadBudget>(options.max_bytes, [this] { return DropOldestIdle(); })),
+      collector_([this] { Collect(); }) {}
+
+UploadStore::~UploadStore() {
+  {
+    absl::MutexLock lock(&mu_);
+    closing_ = true;
+    changed_.Signal();
+  }
+  collector_.join();
+}
+
+absl::StatusOr<UploadStore::Progress> UploadStore::Find(const std::string& id) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = records_.find(id);
+  if (found == records_.end()) return NotFound(id);
+  const Record& record = *found->second;
+  Progress progress;
+  progress.received = record.received;
+  progress.total = record.total;
+  progress.committed = record.state != Record::State::kReceiving;
+  progress.time_left =
+      std::clamp(record.expiry - absl::Now(), absl::ZeroDuration(), options_.time_to_live);
+  return progress;
+}
+
+UploadStore::Idle UploadStore::idle() const {
+  absl::MutexLock lock(&mu_);
+  Idle idle;
+  for (const auto& [id, record] : records_) {
+    if (!record->idle()) continue;
+    ++idle.uploads;
+    idle.bytes += static_cast<int64_t>(record->received);
+  }
+  return idle;
+}
+
+absl::StatusOr<std::shared_ptr<UploadStore::Record>> UploadStore::Open(
+    std::shared_ptr<Record> fresh, uint64_t stream, std::function<void(absl::Status)> end) {
+  std::shared_ptr<Record> record;
+  std::function<void(absl::Status)> end_older;
+  {
+    absl::MutexLock lock(&mu_);
+    record = records_.try_emplace(fresh->id, fresh).first->second;
+    DORAD_RETURN_IF_ERROR(CheckEqual(record->begin, fresh->begin));
+    if (record->state != Record::State::kReceiving) return record;
+    record->stream = stream;
+    record->expiry = absl::InfiniteFuture();
+    end_older = std::exchange(record->end_stream, std::move(end));
+  }
+  if (end_older) end_older(TakenOver(record->id));
+  return record;
+}
+
+uint64_t UploadStore::NextStream() {
+  absl::MutexLock lock(&mu_);
+  return ++last_stream_;
+}
+
+UploadStore::Turn UploadStore::TurnOf(const Record& record, uint64_t stream) const {
+  absl::MutexLock lock(&mu_);
+  if (record.state != Record::State::kReceiving) return Turn::kCommitted;
+  if (record.stream != stream) return Turn::kTakenOver;
+  return record.id.empty() || Holds(record) ? Turn::kMine : Turn::kDropped;
+}
+
+void UploadStore::Join(Record& record, adapter::PublishCallback answer) {
+  std::optional<absl::StatusOr<adapter::PublishResult>> result;
+  {
+    absl::MutexLock lock(&mu_);
+    if (record.ended()) {
+      result = record.result;
+    } else {
+      record.waiting.push_back(std::move(answer));
+    }
+  }
+  if (result) answer(*std::move(result));
+}
+
+void UploadStore::Commit(Record& record, adapter::PublishCallback answer) {
+  absl::MutexLock lock(&mu_);
+  record.state = Record::State::kLoading;
+  record.stream = 0;
+  record.end_stream = nullptr;
+  record.waiting.push_back(std::move(answer));
+}
+
+void UploadStore::Complete(Record& record, const absl::StatusOr<adapter::PublishResult>& result) {
+  std::vector<adapter::PublishCallback> waiting;
+  std::vector<std::shared_ptr<Record>> dropped;
+  {
+    absl::MutexLock lock(&mu_);
+    if (record.ended()) return;
+    record.state = Record::State::kEnded;
+    record.result = result;
+    record.expiry = absl::Now() + options_.time_to_live;
+    waiting.swap(record.waiting);
+    // What may succeed later must not be answered with today's refusal.
+    if (RetryAfterOf(result.status()) && Holds(record)) {
+      dropped.push_back(std::move(records_.extract(record.id).mapped()));
+    } else {
+      dropped = Thin([](const Record& r) { return r.ended(); }, kMaxResults);
+    }
+    changed_.Signal();
+  }
+  for (const adapter::PublishCallback& answer : waiting) answer(result);
+}
+
+void UploadStore::Leave(std::shared_ptr<Record> record, uint64_t stream) {
+  std::vector<std::shared_ptr<Record>> dropped;  // freed under no lock
+  absl::MutexLock lock(&mu_);
+  if (record->state == Record::State::kReceiving && record->stream == stream) {
+    record->stream = 0;
+    record->end_stream = nullptr;
+    record->expiry = absl::Now() + options_.time_to_live;
+    dropped = Thin([](const Record& r) { return r.idle(); }, kMaxIdle);
+    changed_.Signal();
+  }
+  // What is kept must not be held by anyone else, or dropping it would not give its memory back.
+  if (Holds(*record)) {
+    record.reset();
+  } else {
+    dropped.push_back(std::move(record));
+  }
+}
+
+void UploadStore::Drop(const Record& record) {
+  std::shared_ptr<Record> dropped;
+  absl::MutexLock lock(&mu_);
+  if (Holds(record)) dropped = std::move(records_.extract(record.id).mapped());
+}
+
+bool UploadStore::DropOldestIdle() {
+  std::vector<std::shared_ptr<Record>> dropped;
+  absl::MutexLock lock(&mu_);
+  const auto is_idle = [](const Record& r) { return r.idle(); };
+  const int idle = static_cast<int>(std::count_if(
+      records_.begin(), records_.end(), [&](const auto& item) { return is_idle(*item.second); }));
+  if (idle == 0) return false;
+  dropped = Thin(is_idle, idle - 1);
+  return true;
+}
+
+bool UploadStore::Holds(const Record& record) const {
+  const auto found = records_.find(record.id);
+  return found != records_.end() && found->second.get() == &record;
+}
+
+std::vector<std::shared_ptr<UploadStore::Record>> UploadStore::Thin(
+    const std::function<bool(const Record&)>& among, int most) {
+  std::vector<Records::iterator> found;
+  for (auto it = records_.begin(); it != records_.end(); ++it) {
+    if (among(*it->second)) found.push_back(it);
+  }
+  std::sort(found.begin(), found.end(), [](Records::iterator a, Records::iterator b) {
+    return a->second->expiry < b->second->expiry;
+  });
+  std::vector<std::shared_ptr<Record>> removed;
+  for (size_t i = 0; i + most < found.size(); ++i) {
+    removed.push_back(std::move(found[i]->second));
+    records_.erase(found[i]);
+  }
+  return removed;
+}
+
+void UploadStore::Collect() {
+  std::vector<std::shared_ptr<Record>> expired;
+  absl::MutexLock lock(&mu_);
+  while (!closing_) {
+    const absl::Time now = absl::Now();
+    absl::Time next = absl::InfiniteFuture();
+    for (auto it = records_.begin(); it != records_.end();) {
+      if (it->second->expiry <= now) {
+        expired.push_back(std::move(it->second));
+        it = records_.erase(it);
+      } else {
+        next = std::min(next, it->second->expiry);
+        ++it;
+      }
+    }
+    if (!expired.empty()) {
+      mu_.Unlock();
+      expired.clear();
+      mu_.Lock();
+    } else {
+      changed_.WaitWithDeadline(&mu_, next);
+    }
+  }
+}
+
+UploadStream::UploadStream(UploadStore* store, std::function<void(absl::Status)> end,
+                           adapter::PublishCallback answer)
+    : store_(store),
+      number_(store->NextStream()),
+      end_(std::move(end)),
+      answer_(std::move(answer)) {}
+
+absl::StatusOr<UploadStream::Next> UploadStream::Accept(v1::PublishRequest* part) {
+  if (record_ == nullptr) return Begin(part);
+  UploadStore::Record& record = *record_;
+  absl::MutexLock feeding(&record.feeding);
+  switch (store_->TurnOf(record, number_)) {
+    case UploadStore::Turn::kMine:
+      break;
+    case UploadStore::Turn::kTakenOver:
+      return TakenOver(record.id);
+    case UploadStore::Turn::kDropped:
+      return NotFound(record.id);
+    case UploadStore::Turn::kCommitted:  // by the stream before this one, as its last deed
+      store_->Join(record, answer_);
+      return Next::kAnswer;
+  }
+  const absl::Status status = record.upload->Accept(part);
+  record.received = record.upload->received();
+  if (!status.ok()) {
+    if (part->has_commit()) store_->Drop(record);
+    return status;
+  }
+  if (!record.upload->committed()) return Next::kRead;
+  store_->Commit(record, answer_);
+  return Next::kLoad;
+}
+
+absl::StatusOr<UploadStream::Next> UploadStream::Begin(v1::PublishRequest* part) {
+  auto upload = std::make_unique<Upload>(store_->options_.max_image_bytes,
+                                         store_->options_.has_store, store_->budget_);
+  const std::string id = part->begin().upload_id();
+  const uint64_t total = part->begin().safetensors_size();
+  BeginFields fields;
+  if (!id.empty()) fields = FieldsOf(part->begin());
+  DORAD_RETURN_IF_ERROR(upload->Accept(part));
+  record_ = std::make_shared<UploadStore::Record>(id, std::move(fields), total, std::move(upload));
+  if (id.empty()) {
+    record_->stream = number_;
+    return Next::kRead;
+  }
+  absl::StatusOr<std::shared_ptr<UploadStore::Record>> opened =
+      store_->Open(std::exchange(record_, nullptr), number_, end_);
+  if (!opened.ok()) return opened.status();
+  record_ = *std::move(opened);
+  if (store_->TurnOf(*record_, number_) != UploadStore::Turn::kCommitted) return Next::kRead;
+  store_->Join(*record_, answer_);
+  return Next::kAnswer;
+}
+
+std::unique_ptr<Upload> UploadStream::TakeUpload() {
+  absl::MutexLock feeding(&record_->feeding);
+  return std::move(record_->upload);
+}
+
+adapter::PublishCallback UploadStream::Completion() {
+  return [store = store_, record = record_](const absl::StatusOr<adapter::PublishResult>& result) {
+    store->Complete(*record, result);
+  };
+}
+
+void UploadStream::Leave() {
+  if (record_ != nullptr) store_->Leave(std::exchange(record_, nullptr), number_);
+}
+
+}  // namespace dorad::rpc

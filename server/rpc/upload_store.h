@@ -1,0 +1,146 @@
+// Uploads that outlive the streams that feed them: those with an upload_id.
+//
+// A stream that breaks before Commit leaves its upload here. A newer stream with an equal Begin
+// goes on with it, or takes it over from a stream whose client the server does not know to be gone:
+// only the client knows which of its connections lives, so the newest one wins. After Commit the
+// result is remembered, so that a client that has lost the answer cannot publish twice. What nobody
+// asks for within the time to live is dropped, and idle uploads make room for bytes that come.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "dorad/v1/adapters.pb.h"
+#include "server/adapter/loader.h"
+#include "server/rpc/upload.h"
+
+namespace dorad::rpc {
+
+// Owned by App; outlives streams and loads. Thread-safe.
+class UploadStore {
+ public:
+  // More idle uploads or results than these push the oldest out.
+  static constexpr int kMaxIdle = 64;
+  static constexpr int kMaxResults = 1024;
+
+  struct Options {
+    int64_t max_image_bytes = 0;                      // of one upload
+    int64_t max_bytes = 0;                            // of all uploads together
+    bool has_store = false;                           // versions can be durable
+    absl::Duration time_to_live = absl::Minutes(10);  // without a stream; of a result
+  };
+  explicit UploadStore(const Options& options);
+  // Drops everything. No stream may be left.
+  ~UploadStore();
+  UploadStore(const UploadStore&) = delete;
+  UploadStore& operator=(const UploadStore&) = delete;
+
+  struct Progress {
+    uint64_t received = 0;  // bytes
+    uint64_t total = 0;     // bytes
+    bool committed = false;
+    absl::Duration time_left;
+  };
+  // NOT_FOUND (UPLOAD_NOT_FOUND).
+  absl::StatusOr<Progress> Find(const std::string& id) const ABSL_LOCKS_EXCLUDED(mu_);
+
+  struct Idle {
+    int uploads = 0;
+    int64_t bytes = 0;
+  };
+  // Uploads that wait for a stream to go on with them.
+  Idle idle() const ABSL_LOCKS_EXCLUDED(mu_);
+
+ private:
+  friend class UploadStream;
+  struct Record;
+  using Records = std::map<std::string, std::shared_ptr<Record>>;
+
+  // Whose turn it is to feed an upload.
+  enum class Turn { kMine, kTakenOver, kCommitted, kDropped };
+
+  // The record of the id, made from `fresh` if there is none, with `stream` as the one that feeds
+  // it; whoever did that before ends. INVALID_ARGUMENT (UPLOAD_BEGIN_DIFFERS).
+  absl::StatusOr<std::shared_ptr<Record>> Open(std::shared_ptr<Record> fresh, uint64_t stream,
+                                               std::function<void(absl::Status)> end)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  uint64_t NextStream() ABSL_LOCKS_EXCLUDED(mu_);
+  Turn TurnOf(const Record& record, uint64_t stream) const ABSL_LOCKS_EXCLUDED(mu_);
+  // Gives `answer` the result of a committed upload, now or when it is there.
+  void Join(Record& record, adapter::PublishCallback answer) ABSL_LOCKS_EXCLUDED(mu_);
+  void Commit(Record& record, adapter::PublishCallback answer) ABSL_LOCKS_EXCLUDED(mu_);
+  void Complete(Record& record, const absl::StatusOr<adapter::PublishResult>& result)
+      ABSL_LOCKS_EXCLUDED(mu_);
+  // The stream has ended before Commit.
+  void Leave(std::shared_ptr<Record> record, uint64_t stream) ABSL_LOCKS_EXCLUDED(mu_);
+  void Drop(const Record& record) ABSL_LOCKS_EXCLUDED(mu_);
+  bool DropOldestIdle() ABSL_LOCKS_EXCLUDED(mu_);
+
+  bool Holds(const Record& record) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Removes the oldest of the records that `among` holds for while they are more than `most`.
+  std::vector<std::shared_ptr<Record>> Thin(const std::function<bool(const Record&)>& among,
+                                            int most) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Collect() ABSL_LOCKS_EXCLUDED(mu_);
+
+  const Options options_;
+  const std::shared_ptr<UploadBudget> budget_;
+  mutable absl::Mutex mu_;
+  Records records_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
+  bool closing_ ABSL_GUARDED_BY(mu_) = false;
+  absl::CondVar changed_;  // an expiry was set, or closing_
+  std::thread collector_;
+};
+
+// One Publish call's part in an upload: without an id the only one, with an id one of several.
+// Confined to one call.
+class UploadStream {
+ public:
+  enum class Next {
+    kRead,    // the next part
+    kLoad,    // TakeUpload, and its result to Completion()
+    kAnswer,  // nothing: `answer` gets the result of an earlier Commit
+  };
+
+  // end: runs on another thread, at most once, when a newer stream has taken the upload over
+  // (ABORTED, UPLOAD_TAKEN_OVER). answer: runs once, on any thread, after kLoad or kAnswer.
+  UploadStream(UploadStore* store, std::function<void(absl::Status)> end,
+               adapter::PublishCallback answer);
+  // Leaves the upload to its store.
+  ~UploadStream() { Leave(); }
+  UploadStream(const UploadStream&) = delete;
+  UploadStream& operator=(const UploadStream&) = delete;
+
+  // As Upload::Accept, and INVALID_ARGUMENT (UPLOAD_BEGIN_DIFFERS), ABORTED (UPLOAD_TAKEN_OVER),
+  // NOT_FOUND (UPLOAD_NOT_FOUND: dropped meanwhile). After a failure nothing may follow. A failed
+  // Commit drops the upload, any other failure leaves it as it was.
+  absl::StatusOr<Next> Accept(v1::PublishRequest* part);
+
+  // After kLoad.
+  std::unique_ptr<Upload> TakeUpload();
+  adapter::PublishCallback Completion();
+
+  // The stream has ended. Idempotent.
+  void Leave();
+
+ private:
+  absl::StatusOr<Next> Begin(v1::PublishRequest* part);
+
+  UploadStore* const store_;
+  const uint64_t number_;
+  const std::function<void(absl::Status)> end_;
+  const adapter::PublishCallback answer_;
+  std::shared_ptr<UploadStore::Record> record_;  // from Begin to the end
+};
+
+}  // namespace dorad::rpc
