@@ -104,6 +104,9 @@ class FakeServer(
         self.active = {}
         self.images = {}  # (name, version) -> (config, image)
         self.chunk_sizes = []
+        self.uploads = {}  # upload_id -> what has come
+        self.results = {}  # upload_id -> PublishResponse
+        self.publish_begins = []
         self.events = []
         self.generation = 0
         self.paused = False
@@ -122,6 +125,8 @@ class FakeServer(
         self.capacity = None  # Overloaded above so many running requests
         self.break_after = None  # UNAVAILABLE after this many messages
         self.page_size = None
+        self.break_uploads_at = []  # UNAVAILABLE when so many bytes have come, one for each call
+        self.lose_answers = 0  # UNAVAILABLE after so many commits
 
     def __enter__(self):
         self._server = grpc.server(
@@ -295,10 +300,15 @@ class FakeServer(
 
     def Publish(self, request_iterator, context):
         begin, image = None, bytearray()
+        break_at = self.break_uploads_at.pop(0) if self.break_uploads_at else None
         for request in request_iterator:
             part = request.WhichOneof("part")
             if part == "begin":
                 begin = request.begin
+                self.publish_begins.append(begin)
+                if begin.upload_id in self.results:
+                    return self._answer(context, begin)
+                image = self.uploads.setdefault(begin.upload_id, bytearray())
                 if "/" in begin.name:
                     fail(
                         context,
@@ -308,16 +318,37 @@ class FakeServer(
                         [("name", "BAD_NAME", "has a slash")],
                     )
             elif part == "chunk":
-                assert request.chunk.offset == len(image), "chunks out of order"
+                if request.chunk.offset != len(image):
+                    code = grpc.StatusCode.INVALID_ARGUMENT
+                    fail(context, code, "PUBLISH_OFFSET_MISMATCH", "chunks out of order")
                 self.chunk_sizes.append(len(request.chunk.data))
                 image += request.chunk.data
+                if break_at is not None and len(image) >= break_at:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "connection lost")
             else:
                 assert len(image) == begin.safetensors_size
                 if hashlib.sha256(image).digest() != begin.safetensors_sha256:
                     fail(context, grpc.StatusCode.INVALID_ARGUMENT, "SHA256_MISMATCH", "mismatch")
                 adapter = self.add(context, begin, bytes(image))
-                return adapters_pb2.PublishResponse(adapter=adapter, generation=self.generation)
+                self.results[begin.upload_id] = adapters_pb2.PublishResponse(
+                    adapter=adapter, generation=self.generation
+                )
+                return self._answer(context, begin)
         context.abort(grpc.StatusCode.CANCELLED, "no commit")
+
+    def _answer(self, context, begin):
+        if self.lose_answers > 0:
+            self.lose_answers -= 1
+            context.abort(grpc.StatusCode.UNAVAILABLE, "connection lost")
+        return self.results[begin.upload_id]
+
+    def GetUpload(self, request, context):
+        if request.upload_id not in self.uploads:
+            fail(context, grpc.StatusCode.NOT_FOUND, "UPLOAD_NOT_FOUND", "no such upload")
+        return adapters_pb2.GetUploadResponse(
+            received_bytes=len(self.uploads[request.upload_id]),
+            committed=request.upload_id in self.results,
+        )
 
     def PublishFromPath(self, request, context):
         adapter = self.add(context, request, request.path.encode())

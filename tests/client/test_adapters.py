@@ -1,6 +1,7 @@
 """Publishing, the registry and control calls of the sync client, against the fake server."""
 
 import enum
+import hashlib
 import json
 import threading
 
@@ -8,6 +9,7 @@ import dorad
 import numpy as np
 import pytest
 import safetensors.numpy
+from dorad import _publish
 from dorad.v1 import control_pb2
 from fake_server import image_of
 
@@ -153,6 +155,66 @@ def test_a_failure_while_reading_reaches_the_caller(client, folder):
     with pytest.raises(RuntimeError, match="stop here"):
         client.publish("a", path=folder, progress=explode)
     assert client.adapters() == []
+
+
+@pytest.mark.parametrize("source", ["folder", "tensors"])
+def test_goes_on_with_an_upload_that_breaks(client, server, folder, source):
+    server.break_uploads_at = [1, (1 << 20) + 1, 1]
+    seen = []
+    arguments = {"path": folder}
+    if source == "tensors":
+        arrays = {name: np.arange(200_000, dtype=np.float32) for name in "abcd"}
+        arguments = {"tensors": arrays, "config": {}}
+    version = client.publish("a", **arguments, progress=lambda *at: seen.append(at))
+    image = server.images["a", 1][1]
+    assert version.version == 1 and version.digest == hashlib.sha256(image).hexdigest()
+    # No byte was sent twice.
+    assert sum(server.chunk_sizes) == len(image)
+    assert seen[-1] == (len(image), len(image))
+    assert len({begin.upload_id for begin in server.publish_begins}) == 1
+    assert len(server.publish_begins) == 4
+
+
+def test_each_publish_has_an_upload_id_of_its_own(client, server, folder):
+    client.publish("a", path=folder)
+    client.publish("a", path=folder)
+    assert len({begin.upload_id for begin in server.publish_begins}) == 2
+
+
+def test_a_lost_answer_does_not_publish_twice(client, server, folder):
+    server.lose_answers = 2
+    assert client.publish("a", path=folder).version == 1
+    assert [v.ref for v in client.adapters()] == ["a@1"]
+    assert len(server.publish_begins) == 3
+
+
+def test_gives_up_when_nothing_comes_through(client, server, folder, monkeypatch):
+    monkeypatch.setattr(_publish, "_FIRST_DELAY", 0.001)
+    server.lose_answers = 1000
+    with pytest.raises(dorad.Unavailable):
+        client.publish("a", path=folder)
+    # The first failure was progress: all bytes had come.
+    assert len(server.publish_begins) <= _publish.ATTEMPTS + 1
+
+
+def test_no_retries_means_one_attempt(server, folder):
+    server.break_uploads_at = [1]
+    with dorad.Client(server.target, retries=False) as client, pytest.raises(dorad.Unavailable):
+        client.publish("a", path=folder)
+    assert len(server.publish_begins) == 1
+
+
+def test_the_timeout_spans_all_attempts(client, server, folder):
+    server.lose_answers = 1000
+    with pytest.raises((dorad.Unavailable, dorad.DeadlineExceeded)):
+        client.publish("a", path=folder, timeout=0.5)
+    assert 1 < len(server.publish_begins) < _publish.ATTEMPTS
+
+
+def test_a_refusal_is_not_tried_again(client, server, folder):
+    with pytest.raises(dorad.InvalidArgument):
+        client.publish("a/b", path=folder)
+    assert len(server.publish_begins) == 1
 
 
 def test_lists_every_page(client, server, folder):

@@ -95,6 +95,18 @@ def test_a_refused_upload_says_why(server, folder):
     run(server, body)
 
 
+def test_goes_on_with_an_upload_that_breaks(server, folder):
+    server.break_uploads_at, server.lose_answers = [1, (1 << 20) + 1], 1
+
+    async def body(client):
+        assert (await client.publish("a", path=folder)).version == 1
+        assert [v.ref for v in await client.adapters()] == ["a@1"]
+
+    run(server, body)
+    assert sum(server.chunk_sizes) == len(server.images["a", 1][1])
+    assert len({begin.upload_id for begin in server.publish_begins}) == 1
+
+
 def test_leaving_a_stream_cancels_it_on_the_server(server):
     server.endless, server.token_delay = True, 0.005
 

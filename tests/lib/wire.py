@@ -291,6 +291,16 @@ class Wire:
         )
         return self.adapters.Publish(parts, timeout=timeout)
 
+    def publish_rest(
+        self, begin: adapters_pb2.PublishBegin, image: bytes, offset: int
+    ) -> adapters_pb2.PublishResponse:
+        """Goes on with an upload of which `offset` bytes have come."""
+        return self.adapters.Publish(publish_parts(begin, image, offset), timeout=DEADLINE)
+
+    def upload(self, upload_id: str) -> adapters_pb2.GetUploadResponse:
+        request = adapters_pb2.GetUploadRequest(upload_id=upload_id)
+        return self.adapters.GetUpload(request, timeout=DEADLINE)
+
     def publish_path(
         self, name: str, path: Path, **options
     ) -> adapters_pb2.PublishFromPathResponse:
@@ -341,10 +351,10 @@ class Wire:
 
 
 def publish_parts(
-    begin: adapters_pb2.PublishBegin, image: bytes
+    begin: adapters_pb2.PublishBegin, image: bytes, start: int = 0
 ) -> Iterator[adapters_pb2.PublishRequest]:
     yield adapters_pb2.PublishRequest(begin=begin)
-    for offset in range(0, len(image), CHUNK):
+    for offset in range(start, len(image), CHUNK):
         chunk = adapters_pb2.PublishChunk(offset=offset, data=image[offset : offset + CHUNK])
         yield adapters_pb2.PublishRequest(chunk=chunk)
     yield adapters_pb2.PublishRequest(commit=adapters_pb2.PublishCommit())

@@ -14,11 +14,11 @@ MAX_MESSAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 
 # Calls that may be sent again without a second effect. gRPC itself never retries once the first
-# message of the answer has arrived, so a Generate stream is never spliced from two runs. Publish,
-# Activate and Retire are left out: UNAVAILABLE can hide a success.
+# message of the answer has arrived, so a Generate stream is never spliced from two runs.
+# Activate and Retire are left out: UNAVAILABLE can hide a success. Publish goes on by itself.
 _RETRYABLE = [
     ("dorad.v1.InferenceService", ("Generate", "Score", "Abort")),
-    ("dorad.v1.AdapterService", ("Get", "List", "Watch")),
+    ("dorad.v1.AdapterService", ("Get", "GetUpload", "List", "Watch")),
     ("dorad.v1.ControlService", ("GetInfo", "Pause", "Resume")),
 ]
 

@@ -22,7 +22,7 @@ from dorad._channel import (
     deadline,
     overload_delay,
 )
-from dorad._publish import Progress, Upload
+from dorad._publish import Attempts, Progress, Upload
 from dorad._stubs import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -30,7 +30,7 @@ from dorad._stubs import (
     control_pb2_grpc,
     inference_pb2_grpc,
 )
-from dorad.errors import DoradError, Overloaded, Unavailable, from_rpc_error
+from dorad.errors import DoradError, NotFound, Overloaded, Unavailable, from_rpc_error
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Client:
       admin_target: where the adapter and control services are, if the server has an admin listener.
       timeout: seconds a call may take unless it says otherwise; None or math.inf: no limit.
       retries: let gRPC retry UNAVAILABLE and RESOURCE_EXHAUSTED for calls that can be repeated, up
-        to 5 attempts, never after an answer's first message.
+        to 5 attempts, never after an answer's first message; and let uploads go on after a break.
       keepalive: seconds between pings while calls run, at least 30; math.inf: none.
       credentials: for TLS; default is an insecure channel.
       metadata: sent with every call, for example an authorization header for a proxy.
@@ -108,6 +108,7 @@ class Client:
     ) -> None:
         self.target = target
         self._timeout = timeout
+        self._retries = retries
         self._metadata = tuple(metadata)
         settings = channel_options(keepalive, retries, options)
 
@@ -337,6 +338,9 @@ class Client:
     ) -> t.AdapterVersion:
         """Publishes a new version of an adapter and returns when it is ready.
 
+        An upload whose connection breaks goes on from what the server has, and is published once,
+        also when only the answer was lost.
+
         Args:
           name: lower-case letters, digits, ".", "_" and "-".
           path: a PEFT folder (adapter_config.json, adapter_model.safetensors), uploaded from here.
@@ -351,7 +355,8 @@ class Client:
           durable: the version survives a restart of the server, which must have a store
             (adapters.store_path).
           tags: free text stored with the version.
-          progress: called as progress(bytes sent, bytes in all), from another thread.
+          progress: called as progress(bytes sent, bytes in all), from another thread; it steps
+            back when an upload goes on after a break.
 
         Raises:
           InvalidArgument: the adapter is refused; `violations` lists every problem.
@@ -386,13 +391,32 @@ class Client:
             tags=tags,
             progress=progress,
         )
-        try:
-            answer = self._call(self._adapters.Publish, iter(upload), timeout)
-        except DoradError:
-            if upload.failure is not None:
-                raise upload.failure from None
-            raise
+        answer = self._upload(upload, timeout)
         return _wire.adapter_version(answer.adapter, answer.generation)
+
+    def _upload(self, upload: Upload, timeout: float | None) -> Any:
+        attempts = Attempts(self._retries, deadline(timeout, self._timeout))
+        while True:
+            try:
+                if attempts.again:
+                    attempts.go_on_at(self._received(upload.id, attempts.left))
+                messages = upload.messages(attempts.offset)
+                return self._call(self._adapters.Publish, messages, attempts.left)
+            except DoradError as error:
+                if upload.failure is not None:
+                    raise upload.failure from None
+                delay = attempts.delay(error)
+                if delay is None:
+                    raise
+            time.sleep(delay)
+
+    def _received(self, upload_id: str, timeout: float) -> int:
+        """Bytes of an upload that the server has."""
+        try:
+            message = adapters_pb2.GetUploadRequest(upload_id=upload_id)
+            return int(self._call(self._adapters.GetUpload, message, timeout).received_bytes)
+        except NotFound:
+            return 0
 
     def activate(
         self,

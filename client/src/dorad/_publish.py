@@ -2,6 +2,10 @@
 
 Tensors are sent straight from their own memory; no second copy of the image is made (tensors on an
 accelerator are first copied to the host).
+
+An upload whose connection breaks goes on where it stood: it has an id of its own, under which the
+server keeps what has come and, after the commit, the result. Sending Begin again is therefore safe
+also when only the answer was lost.
 """
 
 from __future__ import annotations
@@ -9,9 +13,13 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 import os
 import pathlib
 import sys
+import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -19,6 +27,7 @@ import numpy as np
 
 from dorad._channel import CHUNK_BYTES
 from dorad._stubs import adapters_pb2
+from dorad.errors import DoradError, Unavailable
 
 Progress = Callable[[int, int], None]
 """Called as progress(bytes sent, bytes in all) while an upload runs."""
@@ -27,13 +36,19 @@ _CONFIG_FILE = "adapter_config.json"
 _TENSORS_FILE = "adapter_model.safetensors"
 
 
+ATTEMPTS = 8
+"""Failures in a row, without one byte of progress, that end an upload."""
+_FIRST_DELAY = 0.1
+_LONGEST_DELAY = 5.0
+
+
 class Image(Protocol):
-    """A safetensors image that can be read from the start more than once."""
+    """A safetensors image that can be read more than once."""
 
     size: int
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Consecutive parts of the image, each at most CHUNK_BYTES."""
+    def pieces(self, offset: int = 0) -> Iterator[memoryview]:
+        """Consecutive parts of the image from `offset` on, each at most CHUNK_BYTES."""
 
 
 class FileImage:
@@ -43,8 +58,9 @@ class FileImage:
         self._path = path
         self.size = path.stat().st_size
 
-    def pieces(self) -> Iterator[memoryview]:
+    def pieces(self, offset: int = 0) -> Iterator[memoryview]:
         with self._path.open("rb") as file:
+            file.seek(offset)
             while data := file.read(CHUNK_BYTES):
                 yield memoryview(data)
 
@@ -68,10 +84,11 @@ class TensorImage:
         self._views += [data for _, _, _, data in parts]
         self.size = sum(view.nbytes for view in self._views)
 
-    def pieces(self) -> Iterator[memoryview]:
+    def pieces(self, offset: int = 0) -> Iterator[memoryview]:
         for view in self._views:
-            for start in range(0, view.nbytes, CHUNK_BYTES):
+            for start in range(offset, view.nbytes, CHUNK_BYTES):
                 yield view[start : start + CHUNK_BYTES]
+            offset = max(0, offset - view.nbytes)
 
 
 _DTYPES = {
@@ -132,7 +149,7 @@ def _from_folder(path: str | os.PathLike[str]) -> tuple[str, Image]:
 
 
 class Upload:
-    """One Publish stream: Begin, chunks in order, Commit. Iterate once."""
+    """One publish: a Publish stream, and more of them when it breaks."""
 
     def __init__(
         self,
@@ -169,33 +186,89 @@ class Upload:
             expected_generation=expected_generation,
             durable=durable,
             tags=tags,
+            upload_id=uuid.uuid4().hex,
         )
+        self._lock = threading.Lock()
+        self._stream = 0  # Number of the newest stream; an older one reports nothing any more.
         self.failure: BaseException | None = None
         """What stopped the upload on this side: gRPC itself only says that iterating failed."""
 
     @property
-    def size(self) -> int:
-        """Bytes of the image."""
-        return self._image.size
+    def id(self) -> str:
+        """The upload_id."""
+        return self._begin.upload_id
 
-    def __iter__(self) -> Iterator[adapters_pb2.PublishRequest]:
+    def messages(self, offset: int) -> Iterator[adapters_pb2.PublishRequest]:
+        """Begin, the chunks from `offset` on, Commit."""
+        with self._lock:
+            self._stream += 1
+            stream = self._stream
+        return self._guarded(offset, stream)
+
+    def _guarded(self, offset: int, stream: int) -> Iterator[adapters_pb2.PublishRequest]:
         try:
-            yield from self._messages()
+            yield from self._messages(offset, stream)
         except Exception as error:
             self.failure = error
             raise
 
-    def _messages(self) -> Iterator[adapters_pb2.PublishRequest]:
-        digest = hashlib.sha256()
-        for piece in self._image.pieces():
-            digest.update(piece)
-        self._begin.safetensors_sha256 = digest.digest()
+    def _messages(self, offset: int, stream: int) -> Iterator[adapters_pb2.PublishRequest]:
+        if not self._begin.safetensors_sha256:
+            digest = hashlib.sha256()
+            for piece in self._image.pieces():
+                digest.update(piece)
+            self._begin.safetensors_sha256 = digest.digest()
         yield adapters_pb2.PublishRequest(begin=self._begin)
-        offset = 0
-        for piece in self._image.pieces():
+        for piece in self._image.pieces(offset):
             chunk = adapters_pb2.PublishChunk(offset=offset, data=bytes(piece))
             yield adapters_pb2.PublishRequest(chunk=chunk)
             offset += piece.nbytes
-            if self._progress is not None:
-                self._progress(offset, self.size)
+            self._report(offset, stream)
         yield adapters_pb2.PublishRequest(commit=adapters_pb2.PublishCommit())
+
+    def _report(self, sent: int, stream: int) -> None:
+        with self._lock:
+            if self._progress is not None and stream == self._stream:
+                self._progress(sent, self._image.size)
+
+
+class Attempts:
+    """When an upload is tried again, and from where. One object for each upload.
+
+    Args:
+      enabled: False: there is one attempt only.
+      timeout: seconds for all of them together; None: no limit.
+    """
+
+    def __init__(self, enabled: bool, timeout: float | None) -> None:
+        self._enabled = enabled
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._failures = 0
+        self.again = False
+        """There was an attempt before: the server may have some of the upload."""
+        self.offset = 0
+        """Where the next stream goes on."""
+
+    @property
+    def left(self) -> float:
+        """Seconds for the next call."""
+        return max(0.001, self._end - time.monotonic())
+
+    def delay(self, error: DoradError) -> float | None:
+        """Seconds to wait before the next attempt; None: `error` ends the upload."""
+        # What the broken stream had sent may still arrive after the server was asked.
+        moved = self.again and error.reason == "PUBLISH_OFFSET_MISMATCH"
+        if not self._enabled or not (isinstance(error, Unavailable) or moved):
+            return None
+        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**self._failures)
+        self._failures += 1
+        if self._failures >= ATTEMPTS or time.monotonic() + delay >= self._end:
+            return None
+        self.again = True
+        return delay
+
+    def go_on_at(self, offset: int) -> None:
+        """Takes over what the server has."""
+        if offset > self.offset:
+            self._failures = 0
+        self.offset = offset

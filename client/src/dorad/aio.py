@@ -16,7 +16,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
@@ -32,7 +32,7 @@ from dorad._channel import (
     overload_delay,
 )
 from dorad._client import _as_requests
-from dorad._publish import Progress, Upload
+from dorad._publish import Attempts, Progress, Upload
 from dorad._stubs import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -40,7 +40,7 @@ from dorad._stubs import (
     control_pb2_grpc,
     inference_pb2_grpc,
 )
-from dorad.errors import DoradError, Overloaded, Unavailable, from_rpc_error
+from dorad.errors import DoradError, NotFound, Overloaded, Unavailable, from_rpc_error
 
 T = TypeVar("T")
 
@@ -115,6 +115,7 @@ class Client:
         asyncio.get_running_loop()  # The channel binds to it: fail here rather than hang later.
         self.target = target
         self._timeout = timeout
+        self._retries = retries
         self._metadata = tuple(metadata)
         settings = channel_options(keepalive, retries, options)
 
@@ -369,26 +370,50 @@ class Client:
         reports INTERNAL instead, grpc issue 36066), which would hide why an adapter was refused.
         Disk reads and hashing stay off the event loop this way as well.
         """
-        loop = asyncio.get_running_loop()
-        done = asyncio.Event()
+        attempts = Attempts(self._retries, deadline(timeout, self._timeout))
         with self._connect_sync() as channel:
             stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
-            call = stub.Publish.future(
-                iter(upload), timeout=deadline(timeout, self._timeout), metadata=self._metadata
-            )
+            while True:
+                try:
+                    if attempts.again:
+                        attempts.go_on_at(await self._received(upload.id, attempts.left))
+                    return await self._send(stub, upload.messages(attempts.offset), attempts.left)
+                except DoradError as error:
+                    if upload.failure is not None:
+                        raise upload.failure from None
+                    delay = attempts.delay(error)
+                    if delay is None:
+                        raise
+                await asyncio.sleep(delay)
 
-            def wake(_: object) -> None:
-                with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
-                    loop.call_soon_threadsafe(done.set)
+    async def _send(self, stub: Any, messages: Iterator[Any], timeout: float) -> Any:
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        call = stub.Publish.future(
+            messages, timeout=deadline(timeout, None), metadata=self._metadata
+        )
 
-            call.add_done_callback(wake)
-            try:
-                await done.wait()
-                return call.result()
-            except grpc.RpcError as error:
-                raise (upload.failure or from_rpc_error(error)) from None
-            finally:
-                call.cancel()
+        def wake(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # The loop has been closed meanwhile.
+                loop.call_soon_threadsafe(done.set)
+
+        call.add_done_callback(wake)
+        try:
+            await done.wait()
+            return call.result()
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+    async def _received(self, upload_id: str, timeout: float) -> int:
+        """Bytes of an upload that the server has."""
+        try:
+            message = adapters_pb2.GetUploadRequest(upload_id=upload_id)
+            answer = await self._call(self._adapters.GetUpload, message, timeout)
+            return int(answer.received_bytes)
+        except NotFound:
+            return 0
 
     async def activate(
         self,
