@@ -4,6 +4,7 @@
 
 #include "server/base/error.h"
 #include "server/rpc/encode.h"
+#include "server/rpc/peft_config_json.h"
 
 namespace dorad::rpc {
 namespace {
@@ -79,8 +80,9 @@ void PublishReactor::Load() {
   const std::shared_ptr<Upload> upload = stream_->TakeUpload();
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
   const adapter::PublishCallback done =
-      [upload, complete = stream_->Completion()](const absl::StatusOr<adapter::PublishResult>& r) {
-        complete(r);
+      [upload, complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
+        if (!result.ok() && upload->typed_config()) result = NamePeftConfigFields(result.status());
+        complete(std::move(result));
       };
   Guarded(
       kMethod,

@@ -10,6 +10,7 @@
 #include "server/base/error.h"
 #include "server/base/file.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/peft_config_json.h"
 
 namespace dorad::rpc {
 namespace {
@@ -24,18 +25,26 @@ std::string ToBytes(const std::array<uint8_t, 32>& digest) {
   return std::string(digest.begin(), digest.end());
 }
 
-std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, int64_t max_bytes) {
+void CheckConfig(const v1::PublishBegin& begin, const std::string& json,
+                 std::vector<Violation>* violations) {
+  if (begin.has_peft_config() && !begin.adapter_config_json().empty()) {
+    violations->push_back({"peft_config", "PUBLISH_CONFIG_TWICE",
+                           "exactly one of adapter_config_json and peft_config is given"});
+  } else if (json.empty() || json.size() > kMaxAdapterConfigBytes) {
+    violations->push_back(
+        {begin.has_peft_config() ? "peft_config" : "adapter_config_json", "PUBLISH_CONFIG_SIZE",
+         absl::StrCat(json.size(), " bytes are not in [1, ", kMaxAdapterConfigBytes, "]")});
+  }
+}
+
+std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, const std::string& config_json,
+                                  int64_t max_bytes) {
   std::vector<Violation> violations;
   CheckAdapterName(begin.name(), &violations);
   if (begin.has_version()) CheckAdapterVersion(begin.version(), &violations);
   CheckTags(begin.tags(), &violations);
   if (begin.has_upload_id()) CheckUploadId(begin.upload_id(), &violations);
-  if (begin.adapter_config_json().empty() ||
-      begin.adapter_config_json().size() > kMaxAdapterConfigBytes) {
-    violations.push_back({"adapter_config_json", "PUBLISH_CONFIG_SIZE",
-                          absl::StrCat(begin.adapter_config_json().size(), " bytes are not in [1, ",
-                                       kMaxAdapterConfigBytes, "]")});
-  }
+  CheckConfig(begin, config_json, &violations);
   if (begin.safetensors_size() == 0 ||
       begin.safetensors_size() > static_cast<uint64_t>(max_bytes)) {
     violations.push_back(
@@ -98,7 +107,10 @@ absl::Status Upload::Accept(v1::PublishRequest* part) {
 }
 
 absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
-  std::vector<Violation> violations = CheckBegin(*begin, max_bytes_);
+  typed_config_ = begin->has_peft_config();
+  config_ = typed_config_ ? ToAdapterConfigJson(begin->peft_config())
+                          : std::move(*begin->mutable_adapter_config_json());
+  std::vector<Violation> violations = CheckBegin(*begin, config_, max_bytes_);
   if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));
   // Now, not when all the bytes have come.
   if (begin->durable() && !has_store_) return adapter::StoreNotConfigured();
@@ -112,7 +124,6 @@ absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
   }
   options_.durable = begin->durable();
   options_.tags.insert(begin->tags().begin(), begin->tags().end());
-  config_ = std::move(*begin->mutable_adapter_config_json());
   expected_sha256_ = begin->safetensors_sha256();
   state_ = State::kReceiving;
   return absl::OkStatus();

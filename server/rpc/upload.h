@@ -69,6 +69,8 @@ class Upload {
   // After Commit, once.
   adapter::PublishOptions TakeOptions() { return std::move(options_); }
   std::string TakeConfig() { return std::move(config_); }
+  // The configuration came as a PeftConfig.
+  bool typed_config() const { return typed_config_; }
   std::vector<std::byte> TakeImage() { return std::move(image_); }
   // From Begin to Commit.
   absl::Duration read_time() const { return read_time_; }
@@ -90,6 +92,7 @@ class Upload {
   State state_ = State::kStart;
   adapter::PublishOptions options_;
   std::string config_;
+  bool typed_config_ = false;
   uint64_t size_ = 0;
   std::string expected_sha256_;
   Sha256 sha256_;

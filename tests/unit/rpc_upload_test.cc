@@ -1,3 +1,4 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -146,6 +147,26 @@ TEST_F(UploadTest, ListsEverythingWrongWithBegin) {
             (std::set<std::string>{"ADAPTER_NAME_INVALID", "ADAPTER_VERSION_INVALID",
                                    "TAGS_INVALID", "PUBLISH_CONFIG_SIZE",
                                    "PUBLISH_SIZE_OUT_OF_RANGE", "PUBLISH_SHA256_INVALID"}));
+}
+
+TEST_F(UploadTest, TakesTheConfigurationAsFieldsOrAsJsonButNotBoth) {
+  v1::PublishRequest typed = Begin(1);
+  typed.mutable_begin()->mutable_peft_config()->set_r(4);
+  v1::PublishRequest both = typed;
+  EXPECT_EQ(Feed(both), "PUBLISH_CONFIG_TWICE");
+  typed.mutable_begin()->clear_adapter_config_json();
+  EXPECT_EQ(Feed(typed), "");
+  EXPECT_TRUE(upload_->typed_config());
+  EXPECT_THAT(upload_->TakeConfig(), testing::HasSubstr("\"r\":4"));
+}
+
+TEST_F(UploadTest, RefusesAConfigurationTooLargeAsJson) {
+  v1::PublishRequest part = Begin(1);
+  part.mutable_begin()->clear_adapter_config_json();
+  part.mutable_begin()->mutable_peft_config()->add_layers_pattern(std::string(1 << 20, 'x'));
+  const absl::Status refusal = upload_->Accept(&part);
+  EXPECT_EQ(ReasonOf(refusal), "PUBLISH_CONFIG_SIZE");
+  EXPECT_EQ(ViolationsOf(refusal)[0].field, "peft_config");
 }
 
 TEST_F(UploadTest, SharesOneBudgetAndGivesItBack) {
