@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "server/adapter/registry_errors.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 
@@ -20,21 +21,8 @@ constexpr size_t kMaxNames = 65536;
 constexpr int64_t kGenerationsOfVersion = 3;
 constexpr int64_t kGenerationsOfRetirement = 2;
 
-const char* NameOf(AdapterState state) {
-  switch (state) {
-    case AdapterState::kLoading:
-      return "loading";
-    case AdapterState::kReady:
-      return "ready";
-    case AdapterState::kRetiring:
-      return "retiring";
-    case AdapterState::kGone:
-      return "gone";
-    case AdapterState::kFailed:
-      return "failed";
-  }
-  return "unknown";
-}
+// Names before and after an unknown one that are looked at for what was meant.
+constexpr int kNearbyNames = 64;
 
 absl::Status NotFound(const std::string& text) {
   return MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", text);
@@ -79,31 +67,48 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     return found == it->second.versions.end() ? nullptr : &found->second;
   }
 
+  // Ascending, at most kListedVersions.
+  static std::vector<int64_t> NewestReady(const Name& name) {
+    std::vector<int64_t> ready;
+    for (auto it = name.versions.rbegin(); it != name.versions.rend(); ++it) {
+      if (ready.size() >= kListedVersions) break;
+      if (it->second.record.state == AdapterState::kReady) ready.push_back(it->first);
+    }
+    std::reverse(ready.begin(), ready.end());
+    return ready;
+  }
+
+  // Names with a READY version, next to an unknown one in their order.
+  std::vector<std::string> NamesAround(const std::string& unknown) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    auto it = names.lower_bound(unknown);
+    for (int i = 0; i < kNearbyNames && it != names.begin(); ++i) --it;
+    std::vector<std::string> around;
+    for (int i = 0; i < 2 * kNearbyNames && it != names.end(); ++i, ++it) {
+      if (!NewestReady(it->second).empty()) around.push_back(it->first);
+    }
+    return around;
+  }
+
   absl::StatusOr<Version*> Resolve(const AdapterRef& ref) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     const auto it = names.find(ref.name);
     if (it == names.end() || it->second.versions.empty()) {
-      return NotFound(absl::StrCat("there is no adapter named \"", ref.name, "\""));
+      return UnknownAdapter(ref.name, NamesAround(ref.name));
     }
     const int64_t number = ref.version == 0 ? it->second.active : ref.version;
     if (number == 0) {
-      return MakeError(absl::StatusCode::kNotFound, "ADAPTER_NO_ACTIVE_VERSION",
-                       absl::StrCat("adapter \"", ref.name, "\" has no active version"));
+      return NoActiveVersion(ref.name, NewestReady(it->second));
     }
     const auto found = it->second.versions.find(number);
     if (found == it->second.versions.end()) {
-      return NotFound(absl::StrCat("there is no adapter version ", ref.name, "@", number));
+      return UnknownVersion(ref.name, number, NewestReady(it->second));
     }
     return &found->second;
   }
 
   absl::StatusOr<Version*> ResolveReady(const AdapterRef& ref) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     DORAD_ASSIGN_OR_RETURN(Version * version, Resolve(ref));
-    const AdapterRecord& record = version->record;
-    if (record.state != AdapterState::kReady) {
-      return MakeError(absl::StatusCode::kFailedPrecondition, "ADAPTER_NOT_READY",
-                       absl::StrCat("adapter version ", record.name, "@", record.version, " is ",
-                                    NameOf(record.state), ", not ready"));
-    }
+    if (version->record.state != AdapterState::kReady) return NotReady(version->record);
     return version;
   }
 
@@ -119,9 +124,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
   absl::Status CheckGeneration(std::optional<int64_t> expected) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (!expected || *expected == generation) return absl::OkStatus();
-    return MakeError(
-        absl::StatusCode::kAborted, "GENERATION_MISMATCH",
-        absl::StrCat("expected generation ", *expected, ", the registry is at ", generation));
+    return GenerationMismatch(*expected, generation);
   }
 
   // --- Changes. Each checks, becomes durable (under change_mu alone, so that readers do not wait

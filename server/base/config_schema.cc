@@ -1,12 +1,11 @@
 #include "server/base/config_schema.h"
 
-#include <algorithm>
 #include <charconv>
 #include <cstdint>
-#include <numeric>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "server/base/edit_distance.h"
 
 namespace dorad {
 namespace {
@@ -231,28 +230,6 @@ std::vector<ConfigKey> LogKeys() {
   };
 }
 
-// Levenshtein, one row at a time.
-size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 1; i <= a.size(); ++i) {
-    size_t diagonal = row[0];
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); ++j) {
-      const size_t above = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
-      diagonal = above;
-    }
-  }
-  return row.back();
-}
-
-constexpr size_t kLongestName = 64;  // nothing longer resembles a key; bounds the work
-
-bool IsNear(size_t distance, std::string_view text) {
-  return distance <= std::max<size_t>(2, text.size() / 3);
-}
-
 std::string Number(ConfigType type, double value) {
   if (type == ConfigType::kBytes) return FormatBytes(static_cast<int64_t>(value));
   if (type == ConfigType::kSeconds) return FormatSeconds(value);
@@ -313,7 +290,7 @@ std::string DescribeValues(const ConfigKey& key) {
 }
 
 std::string NearestConfigKey(const std::string& section, const std::string& name) {
-  if (name.size() > kLongestName) return "";
+  if (name.size() > kLongestComparedName) return "";
   const ConfigKey* best = nullptr;
   size_t best_score = SIZE_MAX;
   for (const ConfigKey& key : ConfigKeys()) {
@@ -328,7 +305,7 @@ std::string NearestConfigKey(const std::string& section, const std::string& name
 }
 
 std::string NearestConfigSection(const std::string& section) {
-  if (section.size() > kLongestName) return "";
+  if (section.size() > kLongestComparedName) return "";
   std::string best;
   size_t best_distance = SIZE_MAX;
   for (const ConfigKey& key : ConfigKeys()) {

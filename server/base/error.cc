@@ -6,6 +6,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "server/base/check.h"
 
 namespace dorad {
@@ -13,6 +14,7 @@ namespace {
 
 constexpr char kReasonUrl[] = "dorad/reason";
 constexpr char kViolationsUrl[] = "dorad/violations";
+constexpr char kMetadataUrl[] = "dorad/metadata/";  // and the key
 constexpr char kRetryUrl[] = "dorad/retry_after_ns";
 
 // Violations are kept as fields separated by 0x1F and records by 0x1E; these two never survive in
@@ -70,6 +72,12 @@ absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after) {
   return status;
 }
 
+absl::Status WithMetadata(absl::Status status, std::string_view key, std::string_view value) {
+  status.SetPayload(absl::StrCat(kMetadataUrl, std::string(key)),
+                    absl::Cord(absl::string_view(value.data(), value.size())));
+  return status;
+}
+
 std::string ReasonOf(const absl::Status& status) { return Payload(status, kReasonUrl); }
 
 std::vector<Violation> ViolationsOf(const absl::Status& status) {
@@ -81,6 +89,14 @@ std::vector<Violation> ViolationsOf(const absl::Status& status) {
       out.push_back({std::move(fields[0]), std::move(fields[1]), std::move(fields[2])});
     }
   }
+  return out;
+}
+
+std::map<std::string, std::string> MetadataOf(const absl::Status& status) {
+  std::map<std::string, std::string> out;
+  status.ForEachPayload([&out](absl::string_view url, const absl::Cord& value) {
+    if (absl::ConsumePrefix(&url, kMetadataUrl)) out[std::string(url)] = std::string(value);
+  });
   return out;
 }
 

@@ -4,6 +4,7 @@
 // docs/errors.md. Functions are pure and thread-safe.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -34,9 +35,13 @@ absl::Status MakeInvalid(std::string_view subject, std::vector<Violation> violat
 // The same status with a hint when to try again.
 absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after);
 
-// Empty string, empty list, nullopt when the status carries none.
+// The same status with a fact for programs, of ErrorInfo's metadata. key: lower_snake.
+absl::Status WithMetadata(absl::Status status, std::string_view key, std::string_view value);
+
+// Empty string, empty list, empty map, nullopt when the status carries none.
 std::string ReasonOf(const absl::Status& status);
 std::vector<Violation> ViolationsOf(const absl::Status& status);
+std::map<std::string, std::string> MetadataOf(const absl::Status& status);
 std::optional<absl::Duration> RetryAfterOf(const absl::Status& status);
 
 }  // namespace dorad

@@ -24,8 +24,10 @@ google::rpc::ErrorInfo MakeErrorInfo(const absl::Status& status,
   const std::string reason = ReasonOf(status);
   info.set_reason(reason.empty() ? CodeName(status.code()) : reason);
   info.set_domain(kDomain);
-  for (const auto& [key, value] : metadata) {
-    (*info.mutable_metadata())[key] = Presentable(value, kMaxMetadataBytes);
+  for (const auto& facts : {MetadataOf(status), metadata}) {
+    for (const auto& [key, value] : facts) {
+      (*info.mutable_metadata())[key] = Presentable(value, kMaxMetadataBytes);
+    }
   }
   return info;
 }

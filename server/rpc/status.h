@@ -19,8 +19,8 @@ inline constexpr size_t kMaxMessageBytes = 1024;
 inline constexpr size_t kMaxDetailsBytes = 4096;
 
 // Details: ErrorInfo (always; a status without a reason gets its code's name), BadRequest with as
-// many violations as fit and then one that counts the rest, RetryInfo. `metadata` goes into
-// ErrorInfo. Texts become valid UTF-8 and are cut to their limits.
+// many violations as fit and then one that counts the rest, RetryInfo. The status's metadata and
+// `metadata` go into ErrorInfo. Texts become valid UTF-8 and are cut to their limits.
 grpc::Status ToGrpc(const absl::Status& status,
                     const std::map<std::string, std::string>& metadata = {});
 

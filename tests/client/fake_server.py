@@ -30,9 +30,12 @@ VOCAB = 1000
 EOS = 2
 
 
-def fail(context, code, reason, message, violations=(), retry_after=None, pushback_ms=None):
+def fail(
+    context, code, reason, message, violations=(), retry_after=None, pushback_ms=None, facts=None
+):
     """Ends the call with AIP-193 details, as the real server does."""
-    details = [error_details_pb2.ErrorInfo(reason=reason, domain="dorad", metadata={"k": "v"})]
+    facts = facts or {"k": "v"}
+    details = [error_details_pb2.ErrorInfo(reason=reason, domain="dorad", metadata=facts)]
     if violations:
         bad = error_details_pb2.BadRequest()
         for field, why, description in violations:
@@ -403,7 +406,9 @@ class FakeServer(
         with self.lock:
             wanted = request.expected_generation
             if request.HasField("expected_generation") and wanted != self.generation:
-                fail(context, grpc.StatusCode.ABORTED, "GENERATION_MOVED", "the registry moved")
+                facts = {"current_generation": str(self.generation)}
+                code = grpc.StatusCode.ABORTED
+                fail(context, code, "GENERATION_MOVED", "the registry moved", facts=facts)
             adapter = self.find(context, request.name, request.version)
             previous = self.active.get(request.name, 0)
             self.set_active(adapter)

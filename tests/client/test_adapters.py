@@ -43,7 +43,7 @@ def test_versions_rise_and_can_be_named(client, folder):
     assert client.adapter("a").version == 1 and not client.adapter("a@7").active
     with pytest.raises(dorad.Conflict) as caught:
         client.publish("a", path=folder, version=7)
-    assert caught.value.code == "ALREADY_EXISTS"
+    assert caught.value.code == "ALREADY_EXISTS" and caught.value.current_generation is None
 
 
 def test_server_side_path(client, server):
@@ -226,7 +226,7 @@ def test_lists_every_page(client, server, folder):
     assert [v.ref for v in client.adapters("b")] == ["b@1"]
 
 
-def test_activates_with_compare_and_set(client, folder):
+def test_activates_with_compare_and_set(client, server, folder):
     client.publish("a", path=folder)
     second = client.publish("a", path=folder, activate=False)
     done = client.activate("a@2", expected_generation=second.generation)
@@ -235,6 +235,7 @@ def test_activates_with_compare_and_set(client, folder):
     with pytest.raises(dorad.Conflict) as caught:
         client.activate("a", 2, expected_generation=second.generation)
     assert caught.value.code == "ABORTED" and caught.value.reason == "GENERATION_MOVED"
+    assert caught.value.current_generation == server.generation
     with pytest.raises(ValueError, match="which version of 'a'"):
         client.activate("a")
 

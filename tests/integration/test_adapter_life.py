@@ -77,6 +77,7 @@ def test_expected_generation_is_compared(server: Server, zoo) -> None:
     now = generation(server)
     refusal = refused(server.wire.activate, "g", 2, now - 1)
     assert refusal.code == grpc.StatusCode.ABORTED and refusal.reason == "GENERATION_MISMATCH"
+    assert refusal.metadata["current_generation"] == str(now) and str(now) in refusal.message
     assert server.wire.adapter("g").version == 1
     assert server.wire.activate("g", 2, now).generation > now
     refusal = refused(server.wire.publish, "g", folder, activate=True, expected_generation=now)
@@ -150,6 +151,36 @@ def test_unknown_names_and_versions(server: Server, zoo) -> None:
         assert ref.partition("@")[0] in refusal.message
     assert refused(server.wire.activate, "known", 5).reason == "ADAPTER_NOT_FOUND"
     assert refused(server.wire.retire, "nobody", 1).reason == "ADAPTER_NOT_FOUND"
+
+
+def test_refusals_name_what_there_is(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    for _ in range(3):
+        server.wire.publish("policy", folder)
+    server.wire.retire("policy", 2)
+    slip = refused(server.wire.generate, PROMPT, adapter="polcy")
+    assert "did you mean policy?" in slip.message and slip.metadata["nearest"] == "policy"
+    version = refused(server.wire.generate, PROMPT, adapter="policy@9")
+    assert version.metadata["ready_versions"] == "1,3" and "1, 3" in version.message
+    inactive = refused(server.wire.generate, PROMPT, adapter="policy")
+    assert inactive.metadata["ready_versions"] == "1,3"
+
+
+def test_a_version_that_cannot_serve_says_why(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    refused(server.wire.publish, "y", zoo.adapter("llama2", "lora"))
+    for failed in (
+        refused(server.wire.generate, PROMPT, adapter="y@1"),
+        refused(server.wire.score, [PROMPT], ["y@1"]),
+        refused(server.wire.activate, "y", 1),
+    ):
+        assert failed.reason == "ADAPTER_NOT_READY" and "failed to load" in failed.message
+        assert failed.metadata["state"] == "failed"
+        assert failed.metadata["failure_reason"] in failed.message
+    server.wire.publish("y", folder)
+    server.wire.retire("y", 2)
+    gone = refused(server.wire.generate, PROMPT, adapter="y@2")
+    assert "has been retired" in gone.message and gone.metadata["state"] == "gone"
 
 
 def test_list_pages_in_order(server: Server, zoo) -> None:

@@ -371,10 +371,12 @@ class Failure:
     # (field, reason, description)
     violations: list[tuple[str, str, str]]
     retry_after: float | None
+    metadata: dict[str, str]
 
 
 def failure(error: grpc.RpcError) -> Failure:
     reason, domain, violations, retry_after = "", "", [], None
+    metadata: dict[str, str] = {}
     status = rpc_status.from_call(error)
     for detail in status.details if status is not None else []:
         info, bad, retry = (
@@ -383,7 +385,7 @@ def failure(error: grpc.RpcError) -> Failure:
             error_details_pb2.RetryInfo(),
         )
         if detail.Unpack(info):
-            reason, domain = info.reason, info.domain
+            reason, domain, metadata = info.reason, info.domain, dict(info.metadata)
         elif detail.Unpack(bad):
             violations += [
                 (item.field, getattr(item, "reason", ""), item.description)
@@ -391,4 +393,5 @@ def failure(error: grpc.RpcError) -> Failure:
             ]
         elif detail.Unpack(retry):
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
-    return Failure(error.code(), error.details() or "", reason, domain, violations, retry_after)
+    message = error.details() or ""
+    return Failure(error.code(), message, reason, domain, violations, retry_after, metadata)

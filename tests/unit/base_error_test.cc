@@ -18,6 +18,14 @@ TEST(ErrorTest, CarriesItsReason) {
   EXPECT_FALSE(RetryAfterOf(status).has_value());
 }
 
+TEST(ErrorTest, CarriesFactsBesideItsReason) {
+  absl::Status status = MakeError(absl::StatusCode::kAborted, "GENERATION_MISMATCH", "moved");
+  EXPECT_TRUE(MetadataOf(status).empty());
+  status = WithMetadata(WithMetadata(status, "b", "1"), "a", "");
+  EXPECT_EQ(MetadataOf(status), (std::map<std::string, std::string>{{"a", ""}, {"b", "1"}}));
+  EXPECT_EQ(ReasonOf(status), "GENERATION_MISMATCH");
+}
+
 TEST(ErrorTest, OtherStatusesCarryNothing) {
   for (const absl::Status& status : {absl::OkStatus(), absl::InternalError("x")}) {
     EXPECT_EQ(ReasonOf(status), "");

@@ -35,15 +35,17 @@ Details DetailsOf(const grpc::Status& status) {
 TEST(ToGrpc, KeepsOkAsOk) { EXPECT_TRUE(ToGrpc(absl::OkStatus()).ok()); }
 
 TEST(ToGrpc, CarriesCodeMessageReasonAndMetadata) {
-  const grpc::Status status =
-      ToGrpc(MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", "no adapter x"),
-             {{"request_id", "r-1"}});
+  const grpc::Status status = ToGrpc(
+      WithMetadata(MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", "no adapter x"),
+                   "nearest", "y"),
+      {{"request_id", "r-1"}});
   EXPECT_EQ(status.error_code(), grpc::StatusCode::NOT_FOUND);
   EXPECT_EQ(status.error_message(), "no adapter x");
   const Details details = DetailsOf(status);
   EXPECT_EQ(details.info.reason(), "ADAPTER_NOT_FOUND");
   EXPECT_EQ(details.info.domain(), "dorad");
   EXPECT_EQ(details.info.metadata().at("request_id"), "r-1");
+  EXPECT_EQ(details.info.metadata().at("nearest"), "y");
   EXPECT_FALSE(details.has_bad);
   EXPECT_FALSE(details.has_retry);
 }

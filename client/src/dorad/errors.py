@@ -88,6 +88,12 @@ class NotFound(DoradError):
 class Conflict(DoradError):
     """The state of the server does not allow it (ABORTED, ALREADY_EXISTS, FAILED_PRECONDITION)."""
 
+    @property
+    def current_generation(self) -> int | None:
+        """Where the registry is, when `expected_generation` was another; else None."""
+        generation = self.metadata.get("current_generation")
+        return None if generation is None else int(generation)
+
 
 class Overloaded(DoradError):
     """A limit of the server is reached (RESOURCE_EXHAUSTED); try again after `retry_after`."""
