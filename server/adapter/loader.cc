@@ -12,6 +12,7 @@
 #include "server/adapter/validate.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
+#include "server/base/log.h"
 #include "server/ops/torch_error.h"
 
 namespace dorad::adapter {
@@ -144,6 +145,15 @@ void AdapterLoader::Impl::Run(Job& job) {
   PublishResult result;
   result.generation = *generation;
   const absl::StatusOr<AdapterRecord> record = registry->Get({job.options.name, job.version});
+  const int64_t keep_last = job.options.keep_last.value_or(options.keep_last);
+  if (keep_last > 0) {
+    const absl::Status retired = registry->RetireOlder(job.options.name, keep_last).status();
+    // The version is published; the next publish tries again.
+    if (!retired.ok()) {
+      LogWarning("older versions are kept", {{"adapter", job.options.name},
+                                             {"error", std::string(retired.message())}});
+    }
+  }
   if (record.ok()) {
     result.adapter = *record;
     End(job, &summary, std::move(result));

@@ -28,6 +28,7 @@ struct LoaderOptions {
   int max_rank = 1024;
   int64_t max_adapter_bytes = int64_t{16} << 30;
   int max_queued_loads = 64;
+  int64_t keep_last = 0;  // READY versions of a name after a publish; 0: all
   // Folders under which PublishFromPath may read; empty: none.
   std::vector<std::string> allowed_roots;
 };
@@ -39,6 +40,7 @@ struct PublishOptions {
   std::optional<int64_t> expected_generation;
   bool durable = false;  // survives a restart
   std::map<std::string, std::string> tags;
+  std::optional<int64_t> keep_last;  // instead of LoaderOptions'
 };
 
 struct PublishResult {

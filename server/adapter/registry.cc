@@ -192,6 +192,34 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     Ended(version);
   }
 
+  // READY -> RETIRING, -> GONE without leases.
+  void Withdraw(Version& version, After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    version.record.state = AdapterState::kRetiring;
+    if (version.record.active) {
+      version.record.active = false;
+      names[version.record.name].active = 0;
+    }
+    ++generation;
+    Append(EventType::kRetired, version, after);
+    if (version.record.leases == 0) Gone(version, after);
+  }
+
+  // The oldest READY version of the name that is not active and not among the newest `keep` READY
+  // ones; nullptr: there is none.
+  Version* OldestBeyond(const std::string& name, int64_t keep) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    const auto it = names.find(name);
+    if (it == names.end()) return nullptr;
+    Version* oldest = nullptr;
+    int64_t newer = 0;
+    for (auto version = it->second.versions.rbegin(); version != it->second.versions.rend();
+         ++version) {
+      const AdapterRecord& record = version->second.record;
+      if (record.state != AdapterState::kReady || ++newer <= keep) continue;
+      if (!record.active) oldest = &version->second;
+    }
+    return oldest;
+  }
+
   // Notes a version that has come to its end; older such records are dropped.
   void Ended(const Version& version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     ended.emplace_back(version.record.name, version.record.version);
@@ -317,14 +345,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     Retirement retirement;
     if (logged.ok()) {
       Version& version = *Find(name, number);
-      version.record.state = AdapterState::kRetiring;
-      if (version.record.active) {
-        version.record.active = false;
-        names[name].active = 0;
-      }
-      ++generation;
-      Append(EventType::kRetired, version, after);
-      if (version.record.leases == 0) Gone(version, after);
+      Withdraw(version, after);
       retirement.adapter = version.record;
       retirement.generation = generation;
     }
@@ -561,6 +582,26 @@ absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::Retire(const std::s
   }
   state_->Finish(std::move(after));
   return retirement;
+}
+
+absl::StatusOr<int> AdapterRegistry::RetireOlder(const std::string& name, int64_t keep) {
+  for (int retired = 0;; ++retired) {
+    State::After after;
+    absl::Status status;
+    {
+      absl::MutexLock change(&state_->change_mu);
+      int64_t oldest = 0;
+      {
+        absl::MutexLock lock(&state_->mu);
+        const State::Version* const version = state_->OldestBeyond(name, keep);
+        if (version == nullptr) return retired;
+        oldest = version->record.version;
+      }
+      status = state_->Retire(name, oldest, after).status();
+    }
+    state_->Finish(std::move(after));
+    if (!status.ok()) return status;
+  }
 }
 
 absl::StatusOr<AdapterLease> AdapterRegistry::Acquire(const AdapterRef& ref) {

@@ -71,6 +71,7 @@ adapter::LoaderOptions ToLoaderOptions(const Config& config) {
   options.max_rank = ToInt32(config.adapters.max_rank);
   options.max_adapter_bytes = config.adapters.max_bytes;
   options.allowed_roots = config.adapters.allowed_roots;
+  options.keep_last = config.adapters.keep_last;
   return options;
 }
 

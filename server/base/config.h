@@ -63,6 +63,7 @@ struct AdaptersConfig {
   int64_t max_rank = 1024;
   int64_t max_bytes = int64_t{16} << 30;  // of one adapter
   double upload_ttl_seconds = 600.0;      // of a broken upload, and of a result
+  int64_t keep_last = 0;                  // ready versions of a name after a publish; 0 = all
   int64_t norm_chunk_bytes = 64 << 20;
   int64_t loader_threads = 1;
   std::string dtype = "auto";  // "auto": as the file and compute_dtype say; "fp32"; "bf16"

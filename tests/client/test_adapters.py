@@ -226,6 +226,14 @@ def test_lists_every_page(client, server, folder):
     assert [v.ref for v in client.adapters("b")] == ["b@1"]
 
 
+def test_keep_last_is_sent_only_when_given(client, server, folder):
+    client.publish("a", path=folder)
+    client.publish("a", path=folder, keep_last=0)
+    client.publish("a", path=folder, keep_last=3)
+    sent = [b.keep_last if b.HasField("keep_last") else None for b in server.publish_begins]
+    assert sent == [None, 0, 3]
+
+
 def test_activates_with_compare_and_set(client, server, folder):
     client.publish("a", path=folder)
     second = client.publish("a", path=folder, activate=False)

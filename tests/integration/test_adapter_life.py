@@ -183,6 +183,61 @@ def test_a_version_that_cannot_serve_says_why(server: Server, zoo) -> None:
     assert "has been retired" in gone.message and gone.metadata["state"] == "gone"
 
 
+def states(server: Server, name: str) -> dict[int, str]:
+    prefix = len("ADAPTER_STATE_")
+    return {
+        item.version: types_pb2.AdapterState.Name(item.state)[prefix:].lower()
+        for item in server.wire.list_adapters(name)
+    }
+
+
+@pytest.mark.parametrize("how", ["publish", "publish_path"])
+def test_keep_last_retires_older_versions_but_not_the_active_one(
+    server: Server, zoo, how: str
+) -> None:
+    folder, name = zoo.adapter("slow", "lora_head"), how.replace("_", "-")
+    publish = getattr(server.wire, how)
+    publish(name, folder, activate=True)
+    for _ in range(3):
+        publish(name, folder)
+    assert set(states(server, name).values()) == {"ready"}
+    publish(name, folder, keep_last=2)
+    assert states(server, name) == {1: "ready", 2: "gone", 3: "gone", 4: "ready", 5: "ready"}
+    assert server.wire.adapter(name).version == 1
+    publish(name, folder, keep_last=2, activate=True)
+    assert [v for v, state in states(server, name).items() if state == "ready"] == [5, 6]
+
+
+def test_keep_last_waits_for_who_holds_a_version(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    server.wire.publish("held", folder)
+    call = server.wire.stream(PROMPT, adapter="held@1", max_tokens=150, ignore_eos=True)
+    messages = [next(call)]
+    server.wire.publish("held", folder, keep_last=1)
+    assert states(server, "held") == {1: "retiring", 2: "ready"}
+    (sample,) = collect([*messages, *call]).values()
+    assert sample.reason == LENGTH
+    wait_until(lambda: states(server, "held")[1] == "gone", what="the version to go")
+
+
+def test_a_refused_publish_retires_nothing(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    server.wire.publish("whole", folder)
+    server.wire.publish("whole", folder)
+    refused(server.wire.publish, "whole", zoo.adapter("llama2", "lora"), keep_last=1)
+    assert states(server, "whole") == {1: "ready", 2: "ready", 3: "failed"}
+
+
+def test_keep_last_of_the_server_can_be_overruled(zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    with serve(zoo.model("slow"), None, {"adapters.keep_last": 1}) as server:
+        server.wire.publish("k", folder)
+        server.wire.publish("k", folder, keep_last=0)
+        assert states(server, "k") == {1: "ready", 2: "ready"}
+        server.wire.publish("k", folder)
+        assert states(server, "k") == {1: "gone", 2: "gone", 3: "ready"}
+
+
 def test_list_pages_in_order(server: Server, zoo) -> None:
     folder = zoo.adapter("slow", "lora_head")
     for name in ("b", "a", "c"):

@@ -497,5 +497,39 @@ TEST_F(AdapterRegistryTest, AGenerationThatHasMovedIsTold) {
               ElementsAre(Pair("current_generation", absl::StrCat(now))));
 }
 
+TEST_F(AdapterRegistryTest, RetiresOlderVersionsButTheActiveOneAndWhatIsHeld) {
+  for (int i = 0; i < 6; ++i) Publish("a", /*activate=*/i == 1);
+  Publish("b", false);
+  AdapterLease held = *registry_->Acquire({"a", 3});
+  const int64_t before = registry_->generation();
+  EXPECT_EQ(*registry_->RetireOlder("a", 2), 3);  // 1, 3, 4; 2 is active
+  EXPECT_THAT(EventTypes(before),
+              ElementsAre(EventType::kRetired, EventType::kGone, EventType::kRetired,
+                          EventType::kRetired, EventType::kGone));
+  std::vector<AdapterState> states;
+  for (const AdapterRecord& record : registry_->List("a", "", 0, 10)) {
+    states.push_back(record.state);
+  }
+  using enum AdapterState;
+  EXPECT_THAT(states, ElementsAre(kGone, kReady, kRetiring, kGone, kReady, kReady));
+  EXPECT_TRUE(registry_->Get({"a", 2})->active);
+  EXPECT_EQ(registry_->Get({"b", 1})->state, kReady);
+  held.Reset();
+  EXPECT_EQ(registry_->Get({"a", 3})->state, kGone);
+  EXPECT_EQ(*registry_->RetireOlder("a", 2), 0);
+  EXPECT_EQ(*registry_->RetireOlder("nobody", 1), 0);
+  Drain();
+  EXPECT_EQ(memory_.alive, 4);
+}
+
+TEST_F(AdapterRegistryTest, VersionsThatAreNotReadyDoNotCountAsNewest) {
+  Publish("a", false);
+  *registry_->Reserve("a", std::nullopt, {});
+  const int64_t failed = *registry_->Reserve("a", std::nullopt, {});
+  registry_->Fail("a", failed, absl::InternalError("x"));
+  EXPECT_EQ(*registry_->RetireOlder("a", 1), 0);
+  EXPECT_EQ(registry_->Get({"a", 1})->state, AdapterState::kReady);
+}
+
 }  // namespace
 }  // namespace dorad::adapter

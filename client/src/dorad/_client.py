@@ -333,6 +333,7 @@ class Client:
         expected_generation: int | None = None,
         durable: bool = False,
         tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> t.AdapterVersion:
@@ -355,6 +356,8 @@ class Client:
           durable: the version survives a restart of the server, which must have a store
             (adapters.store_path).
           tags: free text stored with the version.
+          keep_last: afterwards, retire this name's ready versions that are neither active nor among
+            its newest so many ready ones; 0: none; default: the server's adapters.keep_last.
           progress: called as progress(bytes sent, bytes in all), from another thread; it steps
             back when an upload goes on after a break.
 
@@ -376,6 +379,7 @@ class Client:
                 expected_generation=expected_generation,
                 durable=durable,
                 tags=tags,
+                keep_last=keep_last,
             )
             answer = self._call(self._adapters.PublishFromPath, message, timeout)
             return _wire.adapter_version(answer.adapter, answer.generation)
@@ -389,6 +393,7 @@ class Client:
             expected_generation=expected_generation,
             durable=durable,
             tags=tags,
+            keep_last=keep_last,
             progress=progress,
         )
         answer = self._upload(upload, timeout)

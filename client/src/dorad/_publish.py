@@ -163,6 +163,7 @@ class Upload:
         expected_generation: int | None,
         durable: bool,
         tags: Mapping[str, str] | None,
+        keep_last: int | None,
         progress: Progress | None,
     ) -> None:
         if (path is None) == (tensors is None):
@@ -186,6 +187,7 @@ class Upload:
             expected_generation=expected_generation,
             durable=durable,
             tags=tags,
+            keep_last=keep_last,
             upload_id=uuid.uuid4().hex,
         )
         self._lock = threading.Lock()

@@ -327,6 +327,7 @@ class Client:
         expected_generation: int | None = None,
         durable: bool = False,
         tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> t.AdapterVersion:
@@ -345,6 +346,7 @@ class Client:
                 expected_generation=expected_generation,
                 durable=durable,
                 tags=tags,
+                keep_last=keep_last,
             )
             answer = await self._call(self._adapters.PublishFromPath, message, timeout)
             return _wire.adapter_version(answer.adapter, answer.generation)
@@ -358,6 +360,7 @@ class Client:
             expected_generation=expected_generation,
             durable=durable,
             tags=tags,
+            keep_last=keep_last,
             progress=progress,
         )
         answer = await self._upload(upload, timeout)

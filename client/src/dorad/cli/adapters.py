@@ -159,6 +159,10 @@ def publish(
         bool, typer.Option("--durable", help="Survives a restart of the server.")
     ] = False,
     tag: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, repeatable.")] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(help="Retire older ready versions, the active one apart; 0: none.", min=0),
+    ] = None,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
@@ -186,6 +190,7 @@ def publish(
             expected_generation=expected_generation,
             durable=durable,
             tags=_tags(tag or []),
+            keep_last=keep_last,
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
         )
     _print_one(done, output)
