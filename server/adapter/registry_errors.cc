@@ -24,6 +24,7 @@ std::vector<std::string> Nearest(const std::string& name, const std::vector<std:
   std::sort(near.begin(), near.end());
   near.resize(std::min(near.size(), kListedNames));
   std::vector<std::string> names;
+  names.reserve(near.size());
   for (auto& [distance, other] : near) names.push_back(std::move(other));
   return names;
 }

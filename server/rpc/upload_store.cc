@@ -172,13 +172,13 @@ void UploadStore::Join(Record& record, adapter::PublishCallback answer) {
   std::optional<absl::StatusOr<adapter::PublishResult>> result;
   {
     absl::MutexLock lock(&mu_);
-    if (record.ended()) {
-      result = record.result;
-    } else {
+    if (!record.ended()) {
       record.waiting.push_back(std::move(answer));
+      return;
     }
+    result = record.result;
   }
-  if (result) answer(*std::move(result));
+  answer(*std::move(result));
 }
 
 void UploadStore::Commit(Record& record, adapter::PublishCallback answer) {

@@ -160,8 +160,9 @@ def test_adapters_life(doractl, server, folder):
     out = doractl("adapters", "publish", "a", folder, "--tag", "step=3", "--tag", "note=[red]x[/x]")
     assert "a@1 (active)" in out and "note=[red]x[/x], step=3" in out
     published = json.loads(
-        doractl("adapters", "publish", "a", folder, "--no-activate", "-o", "json")
+        doractl("adapters", "publish", "a", folder, "--no-activate", "--keep-last", 2, "-o", "json")
     )
+    assert server.publish_begins[-1].keep_last == 2
     assert published["version"] == 2 and not published["active"] and not published["durable"]
     assert doractl("adapters", "activate", "a@2").startswith("a@2 is active (before: version 1")
     rows = doractl("adapters", "list").splitlines()
