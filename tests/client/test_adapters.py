@@ -111,6 +111,51 @@ def test_takes_a_peft_config_object(client, server):
     }
 
 
+@pytest.fixture(scope="module")
+def peft_model():
+    """A tiny model with the adapters "default" (DoRA, active) and "other" (LoRA)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    base = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=2))
+    dora = LoraConfig(r=2, target_modules=["q_proj"], use_dora=True, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=3, target_modules=["v_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(base, dora)
+    model.add_adapter("other", lora)
+    return model
+
+
+@pytest.mark.parametrize("adapter", [None, "default", "other"])
+def test_uploads_a_peft_model_as_it_saves_itself(client, server, peft_model, tmp_path, adapter):
+    from safetensors.torch import load, load_file
+
+    client.publish("a", model=peft_model, model_adapter=adapter)
+    name = adapter or "default"
+    peft_model.save_pretrained(tmp_path, selected_adapters=[name])
+    saved = tmp_path / name if name != "default" else tmp_path
+    config, image = server.images["a", 1]
+    sent, expected = load(image), load_file(saved / "adapter_model.safetensors")
+    assert sent.keys() == expected.keys() and len(sent) == {"default": 3, "other": 4}[name]
+    assert all(sent[key].equal(expected[key]) for key in expected)
+    file = json.loads((saved / "adapter_config.json").read_text())
+    differing = {key for key in file if json.loads(config)[key] != file[key]}
+    # save_pretrained marks its copy as not to be trained; lists made of sets have no order.
+    assert differing <= {"inference_mode", "target_modules"}
+    assert sorted(json.loads(config)["target_modules"]) == sorted(file["target_modules"])
+
+
+def test_refuses_an_adapter_that_the_model_does_not_have(client, peft_model):
+    with pytest.raises(ValueError, match=r"no adapter 'mine', only \['default', 'other'\]"):
+        client.publish("a", model=peft_model, model_adapter="mine")
+    peft_model.base_model.set_adapter(["default", "other"])
+    try:
+        with pytest.raises(ValueError, match="name one"):
+            client.publish("a", model=peft_model)
+    finally:
+        peft_model.set_adapter("default")
+
+
 def test_large_tensors_are_cut_at_one_mebibyte(client, server):
     client.publish("a", tensors={"w": np.zeros(600_000, np.float32)}, config={})
     assert max(server.chunk_sizes) == 1 << 20
@@ -120,7 +165,7 @@ def test_large_tensors_are_cut_at_one_mebibyte(client, server):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({}, ValueError, "exactly one of path and tensors"),
+        ({}, ValueError, "exactly one of path, tensors and model"),
         ({"path": "/x", "tensors": {"w": np.zeros(1)}}, ValueError, "exactly one"),
         ({"tensors": {"w": np.zeros(1)}}, ValueError, "needs config"),
         ({"tensors": {}, "config": {}}, ValueError, "empty"),
@@ -129,6 +174,10 @@ def test_large_tensors_are_cut_at_one_mebibyte(client, server):
         ({"tensors": {"w": np.zeros(1)}, "config": {"x": object()}}, TypeError, "object"),
         ({"path": "/nowhere/at/all"}, FileNotFoundError, "/nowhere/at/all"),
         ({"tensors": {"w": np.zeros(1)}, "server_side": True}, ValueError, "server_side"),
+        ({"path": "/x", "model": object(), "server_side": True}, ValueError, "server_side"),
+        ({"path": "/x", "model": object()}, ValueError, "exactly one"),
+        ({"path": "/x", "model_adapter": "a"}, ValueError, "model_adapter needs model"),
+        ({"model": object()}, TypeError, "PeftModel, not object"),
     ],
 )
 def test_refuses_what_cannot_be_published(client, arguments, error, words):

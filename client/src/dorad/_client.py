@@ -326,6 +326,8 @@ class Client:
         *,
         path: str | os.PathLike[str] | None = None,
         tensors: Mapping[str, Any] | None = None,
+        model: Any = None,
+        model_adapter: str | None = None,
         config: Any = None,
         activate: bool = True,
         version: int | None = None,
@@ -347,8 +349,10 @@ class Client:
           path: a PEFT folder (adapter_config.json, adapter_model.safetensors), uploaded from here.
           tensors: instead of path: name → torch tensor or numpy array, named as PEFT saves them.
             They must not change until this returns.
+          model: instead of path: a peft.PeftModel, which must not be trained until this returns.
+          model_adapter: with model: PEFT's name of the adapter to take; default: the active one.
           config: with tensors: adapter_config.json as a mapping, JSON text or PEFT config object.
-            With path it replaces the folder's file.
+            With path or model it replaces theirs.
           activate: requests that name just `name` use this version from now on.
           version: must exceed every version the name ever had; default: the next one.
           server_side: path is a folder on the server, under one of its allowed roots.
@@ -369,8 +373,8 @@ class Client:
           FileNotFoundError: the local folder or one of its files is missing.
         """
         if server_side:
-            if path is None or tensors is not None or config is not None:
-                raise ValueError("server_side takes path, and neither tensors nor config")
+            if path is None or any(x is not None for x in (tensors, model, model_adapter, config)):
+                raise ValueError("server_side takes path, and neither tensors, model nor config")
             message = adapters_pb2.PublishFromPathRequest(
                 name=name,
                 version=version,
@@ -387,6 +391,8 @@ class Client:
             name,
             path=path,
             tensors=tensors,
+            model=model,
+            model_adapter=model_adapter,
             config=config,
             activate=activate,
             version=version,

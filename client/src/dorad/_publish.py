@@ -134,6 +134,27 @@ def config_json(config: Any) -> str:
     return json.dumps(dict(config), default=_plain)
 
 
+def from_peft_model(model: Any, adapter: str | None) -> tuple[Mapping[str, Any], Any]:
+    """(tensors, config) of one adapter of a peft.PeftModel, as its save_pretrained writes them.
+
+    `adapter` is PEFT's name for it; None means the active one. The tensors are the model's own
+    memory, no copies.
+    """
+    from peft import PeftModel, get_peft_model_state_dict  # Slow, and an optional dependency.
+
+    if not isinstance(model, PeftModel):
+        raise TypeError(f"model must be a peft.PeftModel, not {type(model).__name__}")
+    if adapter is None:
+        active = list(model.active_adapters)
+        if len(active) != 1:
+            raise ValueError(f"name one of the model's adapters: active are {active}")
+        (adapter,) = active
+    if adapter not in model.peft_config:
+        raise ValueError(f"the model has no adapter {adapter!r}, only {sorted(model.peft_config)}")
+    tensors = get_peft_model_state_dict(model, adapter_name=adapter)
+    return tensors, model.peft_config[adapter]
+
+
 def _from_folder(path: str | os.PathLike[str]) -> tuple[str, Image]:
     folder = pathlib.Path(path)
     if not folder.is_dir():
@@ -157,6 +178,8 @@ class Upload:
         *,
         path: str | os.PathLike[str] | None,
         tensors: Mapping[str, Any] | None,
+        model: Any,
+        model_adapter: str | None,
         config: Any,
         activate: bool,
         version: int | None,
@@ -166,9 +189,14 @@ class Upload:
         keep_last: int | None,
         progress: Progress | None,
     ) -> None:
-        if (path is None) == (tensors is None):
-            raise ValueError("publish needs exactly one of path and tensors")
+        if sum(source is not None for source in (path, tensors, model)) != 1:
+            raise ValueError("publish needs exactly one of path, tensors and model")
+        if model_adapter is not None and model is None:
+            raise ValueError("model_adapter needs model")
         self._image: Image
+        if model is not None:
+            tensors, own = from_peft_model(model, model_adapter)
+            config = own if config is None else config
         if path is not None:
             text, self._image = _from_folder(path)
             text = text if config is None else config_json(config)

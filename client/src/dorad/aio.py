@@ -320,6 +320,8 @@ class Client:
         *,
         path: str | os.PathLike[str] | None = None,
         tensors: Mapping[str, Any] | None = None,
+        model: Any = None,
+        model_adapter: str | None = None,
         config: Any = None,
         activate: bool = True,
         version: int | None = None,
@@ -336,8 +338,8 @@ class Client:
         `progress` is called from another thread.
         """
         if server_side:
-            if path is None or tensors is not None or config is not None:
-                raise ValueError("server_side takes path, and neither tensors nor config")
+            if path is None or any(x is not None for x in (tensors, model, model_adapter, config)):
+                raise ValueError("server_side takes path, and neither tensors, model nor config")
             message = adapters_pb2.PublishFromPathRequest(
                 name=name,
                 version=version,
@@ -354,6 +356,8 @@ class Client:
             name,
             path=path,
             tensors=tensors,
+            model=model,
+            model_adapter=model_adapter,
             config=config,
             activate=activate,
             version=version,
