@@ -1,7 +1,7 @@
 # Every command works alone on a fresh tree: what it needs is installed and built first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev server build test demo assets serve lint format sanitize bundle bench clean
+.PHONY: help setup setup-dev server build test demo demo-rl assets serve lint format sanitize bundle bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
@@ -38,6 +38,10 @@ assets: setup ## the demo's model and adapters, in .cache
 
 demo: server assets ## a real model and two DoRA adapters in one batch, with a hot load
 	@$(PYTHON) demo/demo.py $(ARGS)
+
+demo-rl: server ## a GRPO loop: sample, train and publish a DoRA policy, step after step
+	@$(PYTHON) demo/convert_smollm2.py
+	@$(PYTHON) client/examples/grpo.py $(ARGS)
 
 serve: server ## run the server: MODEL=folder ARGS="--adapter name=folder"
 	@[[ "$(MODEL)" != .cache/models/SmolLM2-135M-Instruct ]] || $(PYTHON) demo/convert_smollm2.py
