@@ -1,0 +1,118 @@
+"""client/examples/grpo.py on a tiny random model: it agrees with the server, or it stops."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+
+import dorad
+import pytest
+from lib.server import ROOT, binary, environment, serve
+
+EXAMPLE = ROOT / "client" / "examples" / "grpo.py"
+TEMPLATE = "{% for m in messages %}<q>{{ m.content }}{% endfor %}<a>"
+
+
+@pytest.fixture(scope="module")
+def grpo():
+    spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["grpo"] = module  # Its dataclasses look there for their annotations.
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["grpo"]
+
+
+@pytest.fixture(scope="module")
+def model(zoo, tmp_path_factory):
+    """A bf16 checkpoint with a byte-level tokenizer and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("grpo") / "model"
+    shutil.copytree(zoo.model("llama3"), folder)
+    # As in the model, the first ids are special tokens.
+    alphabet = ["<a>", "<q>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bytewise = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.add_special_tokens(["<a>", "<q>", "<end>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=bytewise, eos_token="<end>", chat_template=TEMPLATE
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def client(model):
+    # fp32 on both sides, wherever the other tests run.
+    with (
+        serve(model, settings={"model.device": "cpu"}) as server,
+        dorad.Client(server.grpc) as client,
+    ):
+        yield client
+
+
+def test_every_step_samples_the_version_it_published_and_agrees_on_it(grpo, model, client):
+    steps = grpo.run(client, model, steps=2)
+    assert [step.version for step in steps] == ["policy@1", "policy@2"]
+    for step in steps:
+        assert 0 < step.mean_difference <= step.max_difference < 1e-4
+    versions = client.adapters("policy")
+    assert [v.version for v in versions] == [1, 2, 3]
+    assert [v.active for v in versions] == [False, False, True]
+    assert versions[2].state == "ready" and versions[0].state == versions[1].state == "gone"
+    assert len({v.digest for v in versions}) == 3, "a step did not change the adapter"
+
+
+def test_the_same_seed_gives_the_same_run(grpo, model, client):
+    first, second, other = (grpo.run(client, model, 1, seed)[0].reward for seed in (3, 3, 4))
+    assert first == second != other
+
+
+def test_tokens_of_an_unexpected_version_stop_it(grpo, model, client, monkeypatch):
+    publish = client.publish
+
+    def meddle(*arguments, **options):
+        published = publish(*arguments, **options)
+        publish(*arguments, **options)  # Somebody else's, which is active now.
+        return published
+
+    monkeypatch.setattr(client, "publish", meddle)
+    with pytest.raises(RuntimeError, match=r"expected tokens of policy@1 .*version=2"):
+        grpo.run(client, model, steps=1)
+
+
+def test_a_policy_that_is_not_the_published_one_stops_it(grpo, model, client, monkeypatch):
+    import torch
+
+    publish = client.publish
+
+    def publish_and_change(name, model):
+        published = publish(name, model=model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.3)
+        return published
+
+    monkeypatch.setattr(client, "publish", publish_and_change)
+    with pytest.raises(RuntimeError, match="trainer and server disagree"):
+        grpo.run(client, model, steps=1)
+
+
+def test_runs_a_server_of_its_own_and_prints_the_curve(model):
+    command = [sys.executable, EXAMPLE, "--model", model, "--steps", "2"]
+    path = f"{ROOT / 'client' / 'src'}"
+    run = subprocess.run(
+        command,
+        env=environment(DORAD_BINARY=str(binary()), PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:3]] == [["1", "policy@1"], ["2", "policy@2"]]
+    assert lines[-3].startswith("Mean reward of 8 prompts x 8 answers")
+    assert [line.split()[0] for line in lines[-2:]] == ["1", "2"]
