@@ -28,18 +28,26 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_has_the_methods_and_parameters_of_the_sync_client():
+@pytest.mark.parametrize("name", ["Client", "RolloutPool"])
+def test_has_the_methods_and_parameters_of_the_sync_form(name):
     def public(cls):
         return {n: f for n, f in inspect.getmembers(cls, inspect.isfunction) if n[0] != "_"}
 
-    sync, aio = public(dorad.Client), public(dorad.aio.Client)
-    assert sync.keys() == aio.keys()
-    for name, function in sync.items():
+    sync, aio = getattr(dorad, name), getattr(dorad.aio, name)
+    assert public(sync).keys() == public(aio).keys()
+    for method, function in public(sync).items():
         ours = inspect.signature(function).parameters
-        theirs = inspect.signature(aio[name]).parameters
-        assert list(ours) == list(theirs), name
-    init = inspect.signature(dorad.Client).parameters
-    assert list(init) == list(inspect.signature(dorad.aio.Client).parameters)
+        theirs = inspect.signature(public(aio)[method]).parameters
+        assert list(ours) == list(theirs), method
+    assert list(inspect.signature(sync).parameters) == list(inspect.signature(aio).parameters)
+
+
+def test_a_pool_publishes_what_a_client_does():
+    """Not the options that the pool decides about itself, nor what is for one upload alone."""
+    client = set(inspect.signature(dorad.Client.publish).parameters)
+    pool = set(dorad.PublishOptions.__annotations__) | {"activate", "timeout"}
+    assert client - pool == {"self", "name", "version", "expected_generation", "progress"}
+    assert pool <= client
 
 
 def test_generates_streams_and_scores(server):

@@ -1,10 +1,12 @@
 """Client of dorad, the server of one base model and many DoRA adapters. See docs/client.md.
 
-`Client` is for threads, `dorad.aio.Client` for asyncio; both have the same methods.
+`Client` is for threads, `dorad.aio.Client` for asyncio; both have the same methods. `RolloutPool`
+makes one of several servers, and is there in both forms as well.
 """
 
 from dorad import errors
 from dorad._client import Client, Stream
+from dorad._sync_pool import RolloutPool
 from dorad.errors import (
     Cancelled,
     Conflict,
@@ -15,7 +17,9 @@ from dorad.errors import (
     NotFound,
     Overloaded,
     PermissionDenied,
+    PoolError,
     Unavailable,
+    UnexpectedVersion,
     Unimplemented,
     Violation,
 )
@@ -31,10 +35,12 @@ from dorad.types import (
     Limits,
     LoadTiming,
     ModelInfo,
+    PublishOptions,
     Sample,
     ScoreResult,
     ServerInfo,
     Span,
+    TargetReport,
     TopLogprobs,
     Usage,
     WatchEvent,
@@ -64,13 +70,18 @@ __all__ = [
     "NotFound",
     "Overloaded",
     "PermissionDenied",
+    "PoolError",
+    "PublishOptions",
+    "RolloutPool",
     "Sample",
     "ScoreResult",
     "ServerInfo",
     "Span",
     "Stream",
+    "TargetReport",
     "TopLogprobs",
     "Unavailable",
+    "UnexpectedVersion",
     "Unimplemented",
     "Usage",
     "Violation",

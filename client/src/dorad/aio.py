@@ -7,6 +7,7 @@
                 ...
 
 Arguments, results and errors are those of the synchronous client, whose docstrings describe them.
+`RolloutPool` makes one of several servers.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from dorad import types as t
 from dorad._channel import (
     DEFAULT_TARGET,
     channel_options,
-    check_concurrency,
     deadline,
     overload_delay,
 )
 from dorad._client import _as_requests
+from dorad._many import run_many
+from dorad._pool import RolloutPool
 from dorad._publish import Attempts, Progress, Upload
 from dorad._stubs import (
     adapters_pb2,
@@ -41,6 +43,8 @@ from dorad._stubs import (
     inference_pb2_grpc,
 )
 from dorad.errors import DoradError, NotFound, Overloaded, Unavailable, from_rpc_error
+
+__all__ = ["Client", "RolloutPool", "Stream"]
 
 T = TypeVar("T")
 
@@ -231,33 +235,13 @@ class Client:
         **options: Unpack[t.GenerateOptions],
     ) -> Any:
         """Generates for many prompts, at most `concurrency` at once; results in order."""
-        todo = _as_requests(requests, options)
-        results: list[Any] = [None] * len(todo)
-        indices = iter(range(len(todo)))
-        done = 0
-
-        async def work() -> None:
-            nonlocal done
-            for index in indices:
-                try:
-                    results[index] = await self._insist(todo[index], timeout)
-                except DoradError as error:
-                    if not return_errors:
-                        raise
-                    results[index] = error
-                done += 1
-                if progress is not None:
-                    progress(done, len(todo))
-
-        count = min(check_concurrency(concurrency), len(todo))
-        workers = [asyncio.create_task(work()) for _ in range(count)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        return results
+        return await run_many(
+            _as_requests(requests, options),
+            lambda request: self._insist(request, timeout),
+            concurrency=concurrency,
+            return_errors=return_errors,
+            progress=progress,
+        )
 
     async def _insist(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
         """Generates, waiting for room while the server's queue is full."""

@@ -6,7 +6,7 @@ test it rather than the message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +121,37 @@ class Unimplemented(DoradError):
 
 class Internal(DoradError):
     """The server failed (INTERNAL, UNKNOWN, DATA_LOSS) or answered against its contract."""
+
+
+class UnexpectedVersion(DoradError):
+    """A server of a pool answered with another version than the one the pool has activated."""
+
+
+class PoolError(DoradError):
+    """Not every server of a pool did what was asked of all.
+
+    Attributes:
+      failures: why, for each target that failed or did not answer in time.
+      not_rolled_back: after an activation that failed: targets that could not be set back to the
+        version they had before, and why.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        failures: Mapping[str, DoradError] | None = None,
+        not_rolled_back: Mapping[str, DoradError] | None = None,
+    ) -> None:
+        super().__init__(message, code="ABORTED")
+        self.failures = dict(failures or {})
+        self.not_rolled_back = dict(not_rolled_back or {})
+
+    def __str__(self) -> str:
+        lines = [super().__str__()]
+        lines += [f"  {target}: {error}" for target, error in self.failures.items()]
+        for target, error in self.not_rolled_back.items():
+            lines.append(f"  {target} is not rolled back: {error}")
+        return "\n".join(lines)
 
 
 _BY_CODE: dict[str, type[DoradError]] = {

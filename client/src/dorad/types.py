@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import enum
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, overload
 
@@ -80,6 +81,18 @@ class GenerateOptions(TypedDict, total=False):
     """
     request_id: str | None
     """Names the request in `abort` and in logs; default: the server's choice."""
+
+
+class PublishOptions(TypedDict, total=False):
+    """What a pool publishes: keyword arguments of `Client.publish`, described there."""
+
+    path: str | os.PathLike[str] | None
+    tensors: Mapping[str, Any] | None
+    model: Any
+    model_adapter: str | None
+    config: Any
+    server_side: bool
+    tags: Mapping[str, str] | None
 
 
 @dataclass(slots=True)
@@ -379,6 +392,35 @@ class ServerInfo:
     """Seconds."""
     memory_bytes: dict[str, int]
     """Resident bytes by kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetReport:
+    """One server of a pool. Counts are of prompts, since the pool was made."""
+
+    target: str
+    state: str
+    """One of "ready", "unavailable" (no answer) or "stale" (other versions active than the pool's);
+    prompts go to ready servers only."""
+    versions: dict[str, int]
+    """The active version of each adapter name, as the server just said."""
+    outstanding: int
+    """Prompts that the pool waits for there."""
+    oldest: float
+    """For how long it has waited for the oldest of them, in seconds."""
+    completed: int
+    lost: int
+    """Prompts that went to another server, because this one became unavailable."""
+    unexpected_version: int
+    """Answers by a version that the pool did not take for the active one."""
+    latency: float
+    """Median seconds of the last 256 completed prompts; NaN before the first."""
+    straggler: bool
+    """Latency, or the oldest prompt's wait, is more than twice the pool's median latency."""
+    queued: int
+    """Requests of anybody in the server's queue."""
+    running: int
+    """Sequences of anybody that the server computes."""
 
 
 def to_jsonable(value: Any) -> Any:

@@ -1,0 +1,421 @@
+"""Several servers of one model as one: versions become active on all of them or on none. asyncio.
+
+What is expected of answers: for each adapter name the pool knows the version that it has activated
+(or found active everywhere when it first needed to know). Requests that name just the adapter must
+be answered by that version, or, while an activation runs beside them, by the one before or after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+
+from dorad import _wire
+from dorad import types as t
+from dorad._channel import deadline
+from dorad._client import _as_requests
+from dorad._many import run_many
+from dorad._pool_server import History, Server, conflict, gather
+from dorad.errors import (
+    DoradError,
+    NotFound,
+    PoolError,
+    Unavailable,
+    UnexpectedVersion,
+)
+
+if TYPE_CHECKING:
+    from dorad.aio import Client
+
+PROBE_SECONDS = 5.0
+"""How long a server may take to tell how it is."""
+STRAGGLER_FACTOR = 2.0
+
+
+def _connect(target: str) -> Client:
+    from dorad.aio import Client  # Not above: dorad.aio offers the pool, and imports this module.
+
+    return Client(target)
+
+
+class RolloutPool:
+    """Several servers of one model, for one event loop: make it inside a coroutine.
+
+    Args:
+      targets: one address for each server, as of `Client`.
+      connect: makes the client of a target, for TLS, other timeouts and the like.
+      timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
+        included; None or math.inf: no limit.
+
+    publish, activate and retire run one after the other, beside any number of generate_many.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[str],
+        *,
+        connect: Callable[[str], Client] = _connect,
+        timeout: float | None = 600.0,
+    ) -> None:
+        self._connect = connect
+        self._timeout = timeout
+        self._servers: dict[str, Server] = {}
+        self._change = asyncio.Lock()
+        self._history: dict[str, History] = {}  # by adapter name
+        self._highest: dict[str, int] = {}
+        for target in targets:
+            self.add(target)
+        if not self._servers:
+            raise ValueError("a pool needs at least one target")
+
+    @property
+    def targets(self) -> list[str]:
+        return list(self._servers)
+
+    def _clients(self) -> dict[str, Client]:
+        return {target: server.client for target, server in self._servers.items()}
+
+    def add(self, target: str) -> None:
+        """Takes a server in. It gets prompts when the pool's active versions are active there."""
+        if target in self._servers:
+            raise ValueError(f"{target} is in the pool already")
+        self._servers[target] = Server(target, self._connect(target))
+
+    async def remove(self, target: str) -> None:
+        """Goes on without a server. Prompts that are running there go to other ones."""
+        if self.targets == [target]:
+            raise ValueError(f"{target} is the pool's only server")
+        server = self._servers.pop(target)
+        server.removed = True
+        await server.client.close()
+
+    async def close(self) -> None:
+        """Closes all connections; running calls are cancelled. Idempotent."""
+        await asyncio.gather(*(server.client.close() for server in self._servers.values()))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # --- Versions ---------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        name: str,
+        *,
+        activate: bool = True,
+        timeout: float | None = None,
+        **options: Unpack[t.PublishOptions],
+    ) -> t.AdapterVersion:
+        """Publishes to all servers at the same time, under one number; returns when all are ready.
+
+        The number is the first one that is free on every server. With `activate` the version
+        becomes active when it is ready everywhere.
+
+        Raises:
+          PoolError: servers failed, or took longer than `timeout` seconds. Nothing is activated,
+            and the version is retired where it had become ready.
+        """
+        async with self._change:
+            known, failures = await gather(
+                {at: c.adapters(name) for at, c in self._clients().items()}
+            )
+            if failures:
+                raise PoolError(f"{name!r} was not published, servers do not answer", failures)
+            numbers = [version.version for versions in known.values() for version in versions]
+            number = 1 + max([self._highest.get(name, 0), *numbers])
+            self._highest[name] = number
+            clients = self._clients()
+            made, failures = await gather(
+                {
+                    at: c.publish(name, version=number, activate=False, timeout=timeout, **options)
+                    for at, c in clients.items()
+                }
+            )
+            if failures:
+                # Where only the answer was lost it stays: ready, but nobody names it.
+                await gather({at: clients[at].retire(name, number) for at in made})
+                raise PoolError(f"{name}@{number} was not published everywhere", failures)
+            if activate:
+                return await self._activate(name, number, timeout)
+            return next(iter(made.values()))
+
+    async def activate(
+        self, version: str | t.AdapterVersion, *, timeout: float | None = None
+    ) -> t.AdapterVersion:
+        """Makes a version ("name@version") active on all servers, if all have it ready.
+
+        Raises:
+          PoolError: a server does not have it ready, or failed to activate it; then those that had
+            done so are set back to the version that was active there before.
+        """
+        ref = version if isinstance(version, str) else version.ref
+        name, number = _wire.split_ref(ref, None)
+        async with self._change:
+            return await self._activate(name, number, timeout)
+
+    async def _activate(self, name: str, number: int, timeout: float | None) -> t.AdapterVersion:
+        ref = f"{name}@{number}"
+        clients = self._clients()
+        known, failures = await gather(
+            {at: c.adapters(name, timeout=timeout) for at, c in clients.items()}
+        )
+        before: dict[str, int] = {}
+        digests: dict[str, str] = {}
+        for target, versions in known.items():
+            before[target] = next((v.version for v in versions if v.active), 0)
+            found = next((v for v in versions if v.version == number), None)
+            if found is None:
+                failures[target] = NotFound(f"there is no {ref}", code="NOT_FOUND")
+            elif found.state != "ready":
+                failures[target] = conflict(f"{ref} is {found.state}, not ready")
+            else:
+                digests[target] = found.digest
+        if len(set(digests.values())) > 1:
+            failures |= {at: conflict(f"{ref} is {digest}") for at, digest in digests.items()}
+        if failures:
+            message = f"{ref} is not ready on every server, or not the same; nothing was activated"
+            raise PoolError(message, failures)
+
+        actives = {
+            (v.version, v.digest) for versions in known.values() for v in versions if v.active
+        }
+        if name not in self._history and len(actives) == 1 and all(before.values()):
+            self._history[name] = History(list(actives))
+        history = self._history.setdefault(name, History([]))
+        history.versions.append((number, next(iter(digests.values()))))
+        try:
+            done, failures = await gather(
+                {at: c.activate(name, number, timeout=timeout) for at, c in clients.items()}
+            )
+        except BaseException:
+            await self._roll_back(name, before)
+            raise
+        if failures:
+            stuck = await self._roll_back(name, before)
+            # What a server that does not answer has done is not known: it is in `failures`.
+            stuck = {target: error for target, error in stuck.items() if target in done}
+            raise PoolError(f"{ref} was not activated everywhere", failures, stuck)
+        history.settle()
+        return next(iter(done.values())).adapter
+
+    async def _roll_back(self, name: str, before: Mapping[str, int]) -> dict[str, DoradError]:
+        """Sets every server back to the version it had; returns those where that failed."""
+        clients = self._clients()
+        _, failures = await gather(
+            {
+                at: clients[at].activate(name, number, timeout=PROBE_SECONDS)
+                for at, number in before.items()
+                if number and at in clients
+            }
+        )
+        for target, number in before.items():
+            if not number:
+                failures[target] = conflict("no version was active before")
+        history = self._history[name]
+        if len(history.versions) > 1:
+            history.versions.append(history.versions[history.settled])
+            history.settle()
+        else:
+            del self._history[name]
+        return failures
+
+    async def retire(
+        self, version: str | t.AdapterVersion, *, force: bool = False, timeout: float | None = None
+    ) -> None:
+        """Unpublishes a version on all servers, as `Client.retire`. Raises PoolError."""
+        ref = version if isinstance(version, str) else version.ref
+        name, number = _wire.split_ref(ref, None)
+        async with self._change:
+            _, failures = await gather(
+                {
+                    at: c.retire(name, number, force=force, timeout=timeout)
+                    for at, c in self._clients().items()
+                }
+            )
+        if failures:
+            raise PoolError(f"{ref} was not retired everywhere", failures)
+
+    # --- Generation -------------------------------------------------------------------------------
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[False] = ...,
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample]]: ...
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[True],
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample] | DoradError]: ...
+
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = 512,
+        return_errors: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Any:
+        """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
+
+        Each prompt goes to the server with the fewest outstanding ones, and to another one when
+        that becomes unavailable before its samples are complete.
+
+        Raises:
+          UnexpectedVersion: a version that is not the active one made a token.
+          Unavailable: a prompt failed on every server.
+          PoolError: servers have different versions of an adapter active.
+        """
+        todo = _as_requests(requests, options)
+        await self._probe()
+        for name in {r.adapter for r in todo if r.adapter and "@" not in r.adapter}:
+            if name not in self._history:
+                await self._learn(name)
+        return await run_many(
+            todo,
+            lambda request: self._generate(request, timeout),
+            concurrency=concurrency,
+            return_errors=return_errors,
+            progress=progress,
+        )
+
+    async def _generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
+        budget = deadline(timeout, self._timeout)
+        end = math.inf if budget is None else time.monotonic() + budget
+        tried: set[Server] = set()
+        history = self._history.get(request.adapter or "")
+        mark = history.settled if history else 0
+        while True:
+            server = self._pick(tried)
+            try:
+                samples = await server.generate(request, max(0.001, end - time.monotonic()))
+            except Unavailable:
+                server.state = "unavailable"
+                tried.add(server)
+                if tried >= set(self._servers.values()):
+                    raise
+                server.lost += 1
+                continue
+            self._check(request, samples, server, mark)
+            return samples
+
+    def _pick(self, tried: set[Server]) -> Server:
+        """The server with the fewest outstanding prompts of those that can take one."""
+        left = [server for server in self._servers.values() if server not in tried]
+        ready = [server for server in left if server.state == "ready"]
+        if not ready:
+            # One that did not answer a moment ago may do so again; a stale one must not be asked.
+            ready = [server for server in left if server.state == "unavailable"]
+        if not ready:
+            raise Unavailable("no server of the pool is ready", code="UNAVAILABLE")
+        return min(ready, key=lambda server: server.outstanding)
+
+    def _check(
+        self, request: t.GenerateRequest, samples: list[t.Sample], server: Server, mark: int
+    ) -> None:
+        """Raises UnexpectedVersion unless the versions that made the samples were to be active."""
+        name, _, pinned = (request.adapter or "").partition("@")
+        history = self._history.get(name)
+        wanted = history.versions[mark:] if history else []
+        for span in (span for sample in samples for span in sample.spans):
+            fits = span.adapter == name
+            if pinned:
+                fits = fits and span.version == int(pinned)
+            elif name:
+                fits = fits and (span.version, span.digest) in wanted
+            if not fits:
+                server.unexpected += 1
+                server.state = "stale"
+                expected = [f"{name}@{version}" for version, _ in wanted if not pinned]
+                raise UnexpectedVersion(
+                    f"{server.target} answered with {span.ref or 'the base model'}"
+                    f" {span.digest[:12]} to a request for {request.adapter or 'the base model'}"
+                    + (f", which is {' or '.join(expected)}" if expected else ""),
+                    code="FAILED_PRECONDITION",
+                )
+
+    # --- State ------------------------------------------------------------------------------------
+
+    async def _probe(self) -> None:
+        """Looks whether servers that were not ready are so again."""
+        waiting = [server for server in self._servers.values() if server.state != "ready"]
+        states = await asyncio.gather(*(self._state(server) for server in waiting))
+        for server, state in zip(waiting, states, strict=True):
+            server.state = state
+
+    async def _state(self, server: Server) -> str:
+        try:
+            if await server.client.health(timeout=PROBE_SECONDS) != "serving":
+                return "unavailable"
+            for name, history in list(self._history.items()):
+                found = await server.client.adapter(name, timeout=PROBE_SECONDS)
+                if (found.version, found.digest) not in history.versions[history.settled :]:
+                    return "stale"
+        except NotFound:
+            return "stale"
+        except DoradError:
+            return "unavailable"
+        return "ready"
+
+    async def _learn(self, name: str) -> None:
+        """Takes the version that is active on all ready servers for the pool's own."""
+        ready = {at: s.client for at, s in self._servers.items() if s.state == "ready"}
+        found, failures = await gather({at: c.adapter(name) for at, c in ready.items()})
+        if not failures and len({(v.version, v.digest) for v in found.values()}) > 1:
+            failures = {target: conflict(f"{v.ref} is active") for target, v in found.items()}
+        if failures:
+            raise PoolError(f"the servers do not agree on the active version of {name!r}", failures)
+        for version in found.values():
+            self._history[name] = History([(version.version, version.digest)])
+
+    async def report(self) -> list[t.TargetReport]:
+        """How every server does: asks each for its state, its queue and its active versions."""
+        await self._probe()
+        servers = dict(self._servers)
+        (infos, failures), (versions, failed) = await asyncio.gather(
+            gather({at: s.client.info(timeout=PROBE_SECONDS) for at, s in servers.items()}),
+            gather({at: s.client.adapters(timeout=PROBE_SECONDS) for at, s in servers.items()}),
+        )
+        for target in failures | failed:
+            servers[target].state = "unavailable"
+        seen = [server.latency for server in servers.values() if server.latencies]
+        slow = STRAGGLER_FACTOR * statistics.median_low(seen) if seen else math.inf
+        return [
+            t.TargetReport(
+                target=target,
+                state=server.state,
+                versions={v.name: v.version for v in versions.get(target, ()) if v.active},
+                outstanding=server.outstanding,
+                oldest=server.oldest(),
+                completed=server.completed,
+                lost=server.lost,
+                unexpected_version=server.unexpected,
+                latency=server.latency,
+                straggler=server.latency > slow or server.oldest() > slow,
+                queued=infos[target].engine.queued_requests if target in infos else 0,
+                running=infos[target].engine.running_sequences if target in infos else 0,
+            )
+            for target, server in servers.items()
+        ]

@@ -1,0 +1,100 @@
+"""What a pool knows of each server and adapter, and calls to several servers at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from dorad import types as t
+from dorad.errors import Conflict, DoradError, Unavailable
+
+if TYPE_CHECKING:
+    from dorad.aio import Client
+
+T = TypeVar("T")
+
+
+@dataclass
+class History:
+    """Versions of one adapter that were to be active, in order, each as (version, digest).
+
+    While an activation runs, servers may have any of those from `settled` on; otherwise that is the
+    last one, which all have.
+    """
+
+    versions: list[tuple[int, str]]
+    settled: int = 0
+
+    def settle(self) -> None:
+        """All servers have the last version."""
+        self.settled = len(self.versions) - 1
+
+
+class Server:
+    """One server, and what the pool has seen of it."""
+
+    def __init__(self, target: str, client: Client) -> None:
+        self.target = target
+        self.client = client
+        self.state = "unavailable"  # Until it has been asked.
+        self.removed = False
+        self.completed = self.lost = self.unexpected = 0
+        self.latencies: deque[float] = deque(maxlen=256)
+        self._started: dict[int, float] = {}
+        self._numbers = itertools.count()
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._started)
+
+    @property
+    def latency(self) -> float:
+        return statistics.median(self.latencies) if self.latencies else math.nan
+
+    def oldest(self) -> float:
+        return time.monotonic() - min(self._started.values()) if self._started else 0.0
+
+    async def generate(self, request: t.GenerateRequest, timeout: float) -> list[t.Sample]:
+        number, began = next(self._numbers), time.monotonic()
+        self._started[number] = began
+        try:
+            samples = await self.client._insist(request, timeout)
+        except asyncio.CancelledError:
+            # Closing a channel cancels those who wait for its calls; their tasks go on.
+            task = asyncio.current_task()
+            if self.removed and task is not None and not task.cancelling():
+                raise Unavailable("removed from the pool", code="UNAVAILABLE") from None
+            raise
+        finally:
+            del self._started[number]
+        self.completed += 1
+        self.latencies.append(time.monotonic() - began)
+        return samples
+
+
+async def gather(
+    calls: Mapping[str, Awaitable[T]],
+) -> tuple[dict[str, T], dict[str, DoradError]]:
+    """Awaits all calls at the same time: (results, failures), each by target."""
+    answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+    results: dict[str, T] = {}
+    failures: dict[str, DoradError] = {}
+    for target, answer in zip(calls, answers, strict=True):
+        if isinstance(answer, DoradError):
+            failures[target] = answer
+        elif isinstance(answer, BaseException):  # A mistake of the caller, or a cancellation.
+            raise answer
+        else:
+            results[target] = answer
+    return results, failures
+
+
+def conflict(message: str) -> Conflict:
+    return Conflict(message, code="FAILED_PRECONDITION")

@@ -1,0 +1,169 @@
+"""The pool for threads: dorad.aio.RolloutPool on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+from dorad import _pool, aio
+from dorad import types as t
+from dorad.errors import DoradError
+
+T = TypeVar("T")
+
+
+class RolloutPool:
+    """Several servers of one model as one. Thread-safe; make one and share it.
+
+    A version is published to all servers under the same number, and becomes active on all of them
+    or on none. Prompts go to the server with the fewest outstanding ones. Arguments and errors are
+    those of `dorad.aio.RolloutPool`; `connect` is called on the pool's own event loop and makes a
+    `dorad.aio.Client`.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[str],
+        *,
+        connect: Callable[[str], aio.Client] = _pool._connect,
+        timeout: float | None = 600.0,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+        async def make() -> aio.RolloutPool:
+            return aio.RolloutPool(targets, connect=connect, timeout=timeout)
+
+        try:
+            self._pool = self._run(make())
+        except BaseException:
+            self._stop()
+            raise
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # KeyboardInterrupt, for one: the work must not go on.
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def close(self) -> None:
+        """Closes all connections; running calls are cancelled. Idempotent."""
+        if not self._loop.is_closed():
+            self._run(self._pool.close())
+            self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def targets(self) -> list[str]:
+        return self._pool.targets
+
+    def add(self, target: str) -> None:
+        """Takes a server in. It gets prompts when the pool's active versions are active there."""
+
+        async def work() -> None:
+            self._pool.add(target)
+
+        self._run(work())
+
+    def remove(self, target: str) -> None:
+        """Goes on without a server. Prompts that are running there go to other ones."""
+        self._run(self._pool.remove(target))
+
+    def publish(
+        self,
+        name: str,
+        *,
+        activate: bool = True,
+        timeout: float | None = None,
+        **options: Unpack[t.PublishOptions],
+    ) -> t.AdapterVersion:
+        """Publishes to all servers at the same time, under one number; returns when all are ready.
+
+        Raises PoolError when servers fail: then nothing is activated.
+        """
+        return self._run(self._pool.publish(name, activate=activate, timeout=timeout, **options))
+
+    def activate(
+        self, version: str | t.AdapterVersion, *, timeout: float | None = None
+    ) -> t.AdapterVersion:
+        """Makes a version ("name@version") active on all servers, if all have it ready.
+
+        Raises PoolError when servers fail: then the others are set back.
+        """
+        return self._run(self._pool.activate(version, timeout=timeout))
+
+    def retire(
+        self, version: str | t.AdapterVersion, *, force: bool = False, timeout: float | None = None
+    ) -> None:
+        """Unpublishes a version on all servers, as `Client.retire`. Raises PoolError."""
+        self._run(self._pool.retire(version, force=force, timeout=timeout))
+
+    @overload
+    def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[False] = ...,
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample]]: ...
+
+    @overload
+    def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[True],
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample] | DoradError]: ...
+
+    def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = 512,
+        return_errors: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Any:
+        """As `Client.generate_many`, over all servers; `progress` is called from another thread.
+
+        Raises UnexpectedVersion when another version than the active one made a token, and
+        Unavailable when a prompt failed on every server.
+        """
+        many: Any = self._pool.generate_many  # The overloads want a literal.
+        return self._run(
+            many(
+                requests,
+                concurrency=concurrency,
+                return_errors=return_errors,
+                progress=progress,
+                timeout=timeout,
+                **options,
+            )
+        )
+
+    def report(self) -> list[t.TargetReport]:
+        """How every server does: asks each for its state, its queue and its active versions."""
+        return self._run(self._pool.report())
