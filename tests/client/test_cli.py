@@ -5,11 +5,13 @@ import json
 import re
 import threading
 
+import dorad
 import numpy as np
 import pytest
 from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from dorad.cli.top import Rates, parse_metrics
+from dorad.v1 import types_pb2
 from fake_server import fail, image_of, wait_for
 from test_text import make_folder
 from typer.testing import CliRunner
@@ -177,14 +179,58 @@ def test_adapters_life(doractl, server, folder):
     assert server.images["b", 1][1] == b"/on/server"
 
 
+def test_rolls_back_to_the_newest_ready_version_below_the_active_one(doractl, server, folder):
+    for _ in range(4):
+        doractl("adapters", "publish", "a", folder)
+    server.versions["a", 3].state = types_pb2.ADAPTER_STATE_FAILED
+    assert doractl("adapters", "rollback", "a").startswith("a@2 is active (before: version 4")
+    done = json.loads(doractl("adapters", "rollback", "a", "-o", "json"))
+    assert done["adapter"]["version"] == 1 and done["previous_version"] == 2
+    assert "below the active one (1)" in doractl("adapters", "rollback", "a", code=1)
+    assert doractl("adapters", "rollback", "a", "--to", "4").startswith("a@4 is active")
+    assert "no adapter a@9" in doractl("adapters", "rollback", "a", "--to", "9", code=1)
+    assert server.active == {"a": 4}
+    assert "no adapter named 'b'" in doractl("adapters", "rollback", "b", code=1)
+    doractl("adapters", "publish", "c", folder, "--no-activate")
+    assert "no active version" in doractl("adapters", "rollback", "c", code=1)
+
+
+def test_a_rollback_that_is_overtaken_fails(doractl, server, folder, monkeypatch):
+    for _ in range(2):
+        doractl("adapters", "publish", "a", folder)
+    listing = dorad.Client.adapters
+
+    def list_and_move(client, name):
+        versions = listing(client, name)
+        client.activate(name, 1)
+        return versions
+
+    monkeypatch.setattr(dorad.Client, "adapters", list_and_move)
+    assert "GENERATION_MOVED" in doractl("adapters", "rollback", "a", code=1)
+
+
+def test_every_answer_about_adapters_is_json_on_request(doractl, folder):
+    def ask(*arguments):
+        return json.loads(doractl("adapters", *arguments, "--output", "json"))
+
+    assert ask("publish", "a", folder)["version"] == 1
+    assert ask("publish", "a", folder)["active"]
+    assert [version["version"] for version in ask("list")] == [1, 2]
+    assert ask("show", "a")["version"] == 2
+    assert ask("rollback", "a")["adapter"]["version"] == 1
+    assert ask("activate", "a@2")["previous_version"] == 1
+    assert ask("retire", "a@1")["state"] == "retiring"
+    assert ask("watch", "--from", "0", "--count", "1")["type"] == "published"
+
+
 def test_watch_prints_events(doractl, folder):
     doractl("adapters", "publish", "a", folder)
-    out = doractl("adapters", "watch", "--from-generation", "0", "--count", "2")
+    out = doractl("adapters", "watch", "--from", "0", "--count", "2")
     assert [line.split() for line in out.splitlines()] == [
         ["1", "published", "a@1"],
         ["2", "activated", "a@1"],
     ]
-    out = doractl("adapters", "watch", "--from-generation", "0", "--count", "2", "-o", "json")
+    out = doractl("adapters", "watch", "--from", "0", "--count", "2", "-o", "json")
     assert [json.loads(line)["type"] for line in out.splitlines()] == ["published", "activated"]
 
 

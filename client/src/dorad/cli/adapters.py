@@ -1,4 +1,4 @@
-"""`doractl adapters list | show | publish | activate | retire | watch`."""
+"""`doractl adapters list | show | publish | activate | rollback | retire | watch`."""
 
 from __future__ import annotations
 
@@ -207,12 +207,52 @@ def activate(
 ) -> None:
     """Make a version the one that requests naming just NAME use."""
     with connect(target, admin_target, timeout) as client:
-        done = client.activate(ref, expected_generation=expected_generation)
+        _print_activation(client.activate(ref, expected_generation=expected_generation), output)
+
+
+def _print_activation(done: dorad.Activation, output: Output) -> None:
     if output is Output.JSON:
         print_json(done)
-    else:
-        before = f"version {done.previous_version}" if done.previous_version else "none"
-        print(f"{done.adapter.ref} is active (before: {before}; generation {done.generation})")
+        return
+    before = f"version {done.previous_version}" if done.previous_version else "none"
+    print(f"{done.adapter.ref} is active (before: {before}; generation {done.generation})")
+
+
+def _version_below_active(name: str, versions: Sequence[dorad.AdapterVersion]) -> int:
+    active = next((v.version for v in versions if v.active), None)
+    if active is None:
+        message = (
+            f"{name!r} has no active version to go back from"
+            if versions
+            else (f"there is no adapter named {name!r}")
+        )
+        raise dorad.NotFound(message, code="NOT_FOUND")
+    ready = [v.version for v in versions if v.version < active and v.state == "ready"]
+    if not ready:
+        message = f"no version of {name!r} below the active one ({active}) is ready"
+        raise dorad.NotFound(message, code="NOT_FOUND")
+    return max(ready)
+
+
+@app.command()
+def rollback(
+    name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
+    to: Annotated[
+        int | None,
+        typer.Option(help="Version; default: the newest ready one below the active one.", min=1),
+    ] = None,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Go back to an earlier version. Fails when somebody changes the registry meanwhile."""
+    with connect(target, admin_target, timeout) as client:
+        versions = client.adapters(name)
+        number = _version_below_active(name, versions) if to is None else to
+        # Of the answer that the choice was made by. Without versions the server says what is wrong.
+        generation = versions[0].generation if versions else None
+        _print_activation(client.activate(name, number, expected_generation=generation), output)
 
 
 @app.command()
@@ -236,7 +276,8 @@ def retire(
 @app.command()
 def watch(
     from_generation: Annotated[
-        int | None, typer.Option(help="Also events after this generation; default: from now on.")
+        int | None,
+        typer.Option("--from", help="Also events after this generation; default: from now on."),
     ] = None,
     count: Annotated[int, typer.Option(help="Stop after so many events; 0: never.", min=0)] = 0,
     target: TargetOption = DEFAULT_TARGET,
