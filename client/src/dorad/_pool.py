@@ -201,6 +201,9 @@ class RolloutPool:
             stuck = await self._roll_back(name, before)
             # What a server that does not answer has done is not known: it is in `failures`.
             stuck = {target: error for target, error in stuck.items() if target in done}
+            for target in failures.keys() | stuck.keys():
+                if target in self._servers:
+                    self._servers[target].state = "unavailable"  # Until it has been asked.
             raise PoolError(f"{ref} was not activated everywhere", failures, stuck)
         history.settle()
         return next(iter(done.values())).adapter
