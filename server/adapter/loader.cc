@@ -150,8 +150,8 @@ void AdapterLoader::Impl::Run(Job& job) {
     const absl::Status retired = registry->RetireOlder(job.options.name, keep_last).status();
     // The version is published; the next publish tries again.
     if (!retired.ok()) {
-      LogWarning("older versions are kept", {{"adapter", job.options.name},
-                                             {"error", std::string(retired.message())}});
+      LogWarning("older versions are kept",
+                 {{"adapter", job.options.name}, {"error", std::string(retired.message())}});
     }
   }
   if (record.ok()) {

@@ -110,7 +110,8 @@ class AdapterRegistry {
   absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version);
 
   // Retires the READY versions of a name that are neither active nor among its newest `keep` READY
-  // ones, the oldest first; returns how many. Stops at one that the log refuses. REQUIRES: keep >= 1.
+  // ones, the oldest first; returns how many. Stops at one that the log refuses. REQUIRES: keep
+  // >= 1.
   absl::StatusOr<int> RetireOlder(const std::string& name, int64_t keep);
 
   // A lease on a READY version. The base gives an empty lease. NOT_FOUND (ADAPTER_NOT_FOUND;

@@ -36,8 +36,8 @@ class UploadStore {
   struct Options {
     int64_t max_image_bytes = 0;                      // of one upload
     int64_t max_bytes = 0;                            // of all uploads together
-    bool has_store = false;                           // versions can be durable
     absl::Duration time_to_live = absl::Minutes(10);  // without a stream; of a result
+    bool has_store = false;                           // versions can be durable
   };
   explicit UploadStore(const Options& options);
   // Drops everything. No stream may be left.

@@ -92,7 +92,9 @@ class PublishOptions(TypedDict, total=False):
     model_adapter: str | None
     config: Any
     server_side: bool
+    durable: bool
     tags: Mapping[str, str] | None
+    keep_last: int | None
 
 
 @dataclass(slots=True)
