@@ -1,0 +1,110 @@
+// Which versions' weights lie where the model is computed (RAM, or a GPU's memory), and which of
+// them make room for others.
+//
+// A version's weights are resident, away, or on their way back. Sequences use them from their first
+// row to their end; what is in use stays. When room is needed the least recently used ones of the
+// others go, if they can be recalled. Who wants weights that are away asks again, and again, until
+// they are back; they come in the order in which they were first asked for. Weights that are wanted
+// for longer than `patience` starve: then as many of those in use as must go, the longest resident
+// ones first, get no new users until they have gone. What has come back stays for the one who
+// wanted it, for `patience` at most.
+//
+// Owned by App; entries may outlive it. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+
+namespace dorad::adapter {
+
+class AdapterWeights;
+
+class Residency {
+ public:
+  // Builds a version's weights once more, the same ones. Runs on the executor.
+  using Recall = std::function<absl::StatusOr<std::shared_ptr<const AdapterWeights>>()>;
+  struct Options {
+    int64_t max_bytes = 0;  // of weights that are resident or on their way; 0: no limit
+    absl::Duration patience = absl::Seconds(2);
+    // Runs a task elsewhere (a loader thread): weights are freed and recalled there.
+    std::function<void(std::function<void()>)> executor;
+    std::function<absl::Time()> now = [] { return absl::Now(); };
+  };
+  explicit Residency(Options options);
+  // Waits for the recalls that are under way; what is wanted later stays away.
+  ~Residency();
+
+  class Entry;
+  // Takes weights that were just built and that nobody uses yet. recall: null for weights that
+  // never go. Without room beside what is in use they are away at once; if they can never go,
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
+  absl::StatusOr<std::unique_ptr<Entry>> Add(std::shared_ptr<const AdapterWeights> weights,
+                                             int64_t bytes, Recall recall);
+  // Frees the least recently used weights that nobody uses, on this thread. False: there are none.
+  bool EvictOne();
+
+  struct Stats {
+    int64_t bytes = 0;  // of what is resident or on its way
+    int resident = 0;
+    int away = 0;
+    int64_t evictions = 0;
+    int64_t recalls = 0;
+  };
+  Stats stats() const;
+
+ private:
+  friend class Entry;
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// The right to compute with one version's weights. Move-only. Thread-compatible.
+class WeightsUse {
+ public:
+  explicit WeightsUse(Residency::Entry* entry) : entry_(entry) {}
+  WeightsUse(WeightsUse&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
+  WeightsUse& operator=(WeightsUse&& other) noexcept {
+    std::swap(entry_, other.entry_);
+    return *this;
+  }
+  WeightsUse(const WeightsUse&) = delete;
+  WeightsUse& operator=(const WeightsUse&) = delete;
+  ~WeightsUse();
+
+ private:
+  Residency::Entry* entry_;
+};
+
+// One version's weights. To be destroyed when nobody uses them any more.
+class Residency::Entry {
+ public:
+  ~Entry();
+  Entry(const Entry&) = delete;
+  Entry& operator=(const Entry&) = delete;
+
+  // UNAVAILABLE (ADAPTER_AWAY) while the weights are away or held back for others that starve; they
+  // are wanted then. The error of a recall that has failed, once; the next call wants them again.
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) for weights that would not fit beside those that never go.
+  absl::StatusOr<WeightsUse> Use();
+  // REQUIRES: a use is held.
+  const AdapterWeights& weights() const;
+  bool resident() const;
+
+ private:
+  friend class Residency;
+  friend class WeightsUse;
+  struct Weights;
+  Entry(std::shared_ptr<State> state, std::shared_ptr<Weights> weights)
+      : state_(std::move(state)), weights_(std::move(weights)) {}
+
+  const std::shared_ptr<State> state_;
+  const std::shared_ptr<Weights> weights_;
+};
+
+}  // namespace dorad::adapter

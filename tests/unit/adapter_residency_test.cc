@@ -1,0 +1,279 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <map>
+#include <optional>
+#include <random>
+
+#include "server/adapter/residency.h"
+#include "server/adapter/version.h"
+#include "server/base/error.h"
+
+namespace dorad::adapter {
+namespace {
+
+// Weights that count themselves.
+struct Weights final : AdapterWeights {
+  Weights(int number, int* alive) : number(number), alive(alive) { ++*alive; }
+  ~Weights() override { --*alive; }
+  const int number;
+  int* const alive;
+};
+
+class ResidencyTest : public ::testing::Test {
+ protected:
+  using EntryPtr = std::unique_ptr<Residency::Entry>;
+
+  ~ResidencyTest() override {
+    RunTasks();
+    EXPECT_EQ(alive_, 0);
+  }
+
+  void Start(int64_t max_bytes) {
+    Residency::Options options;
+    options.max_bytes = max_bytes;
+    options.patience = absl::Seconds(2);
+    options.executor = [this](std::function<void()> task) { tasks_.push_back(std::move(task)); };
+    options.now = [this] { return now_; };
+    residency_ = std::make_unique<Residency>(std::move(options));
+  }
+
+  absl::StatusOr<EntryPtr> Add(int number, int64_t bytes, bool can_go = true) {
+    Residency::Recall recall;
+    if (can_go) {
+      recall = [this, number]() -> absl::StatusOr<std::shared_ptr<const AdapterWeights>> {
+        if (failing_) return absl::DataLossError("no longer there");
+        return std::make_shared<Weights>(number, &alive_);
+      };
+    }
+    return residency_->Add(std::make_shared<Weights>(number, &alive_), bytes, std::move(recall));
+  }
+
+  void RunTasks() {
+    while (!tasks_.empty()) {
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      task();
+    }
+  }
+
+  static std::string ReasonOfUse(Residency::Entry& entry) { return ReasonOf(entry.Use().status()); }
+  static int NumberOf(const Residency::Entry& entry) {
+    return static_cast<const Weights&>(entry.weights()).number;
+  }
+
+  int alive_ = 0;
+  bool failing_ = false;
+  absl::Time now_ = absl::UnixEpoch();
+  std::deque<std::function<void()>> tasks_;
+  std::unique_ptr<Residency> residency_;
+};
+
+TEST_F(ResidencyTest, KeepsEverythingWithoutALimit) {
+  Start(0);
+  std::vector<EntryPtr> entries;
+  for (int i = 0; i < 50; ++i) entries.push_back(*Add(i, int64_t{1} << 40));
+  for (const EntryPtr& entry : entries) EXPECT_TRUE(entry->Use().ok());
+  EXPECT_EQ(residency_->stats().resident, 50);
+}
+
+TEST_F(ResidencyTest, TheLeastRecentlyUsedMakesRoomAndComesBackWhenWanted) {
+  Start(20);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  EXPECT_TRUE(a->Use().ok());
+  const EntryPtr c = *Add(3, 10);
+  EXPECT_TRUE(a->resident());
+  EXPECT_FALSE(b->resident());
+  EXPECT_EQ(alive_, 2);
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY") << "asking twice brings it once";
+  EXPECT_EQ(tasks_.size(), 1u);
+  RunTasks();
+  EXPECT_FALSE(a->resident()) << "used before c came";
+  const auto use = b->Use();
+  ASSERT_TRUE(use.ok()) << use.status();
+  EXPECT_EQ(NumberOf(*b), 2);
+  EXPECT_EQ(residency_->stats().bytes, 20);
+  EXPECT_EQ(residency_->stats().recalls, 1);
+  EXPECT_EQ(residency_->stats().evictions, 2);
+}
+
+TEST_F(ResidencyTest, WhatIsInUseStays) {
+  Start(20);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  std::optional<WeightsUse> use_a = *a->Use(), use_b = *b->Use();
+  const EntryPtr c = *Add(3, 10);
+  EXPECT_FALSE(c->resident()) << "it is away at once";
+  EXPECT_EQ(ReasonOfUse(*c), "ADAPTER_AWAY");
+  RunTasks();
+  EXPECT_FALSE(c->resident());
+  use_a.reset();
+  RunTasks();
+  EXPECT_TRUE(c->resident());
+  EXPECT_FALSE(a->resident());
+  EXPECT_TRUE(b->resident());
+}
+
+TEST_F(ResidencyTest, WhatCannotComeBackNeverGoes) {
+  Start(20);
+  const EntryPtr a = *Add(1, 10, /*can_go=*/false);
+  const EntryPtr b = *Add(2, 10, /*can_go=*/false);
+  const auto c = Add(3, 10, /*can_go=*/false);
+  EXPECT_EQ(c.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(c.status()), "OUT_OF_MEMORY");
+  const EntryPtr d = *Add(4, 10);
+  EXPECT_EQ(ReasonOfUse(*d), "OUT_OF_MEMORY") << "there will never be room for it";
+  EXPECT_FALSE(residency_->EvictOne());
+}
+
+TEST_F(ResidencyTest, WeightsComeInTheOrderInWhichTheyWereWanted) {
+  Start(10);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10);
+  std::optional<WeightsUse> use = *c->Use();
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  use.reset();
+  RunTasks();
+  EXPECT_TRUE(b->resident());
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  EXPECT_TRUE(b->resident()) << "it stays for the one who wanted it";
+  EXPECT_TRUE(b->Use().ok());
+  RunTasks();
+  EXPECT_TRUE(a->resident());
+}
+
+TEST_F(ResidencyTest, WhatNobodyComesForMakesRoom) {
+  Start(10);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  RunTasks();
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  EXPECT_TRUE(tasks_.empty());
+  now_ += absl::Seconds(2);
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  RunTasks();
+  EXPECT_TRUE(b->resident());
+}
+
+TEST_F(ResidencyTest, AFailedRecallIsToldAndTriedAgain) {
+  Start(10);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  failing_ = true;
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  RunTasks();
+  EXPECT_EQ(a->Use().status().code(), absl::StatusCode::kDataLoss);
+  failing_ = false;
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  RunTasks();
+  EXPECT_TRUE(a->Use().ok());
+}
+
+TEST_F(ResidencyTest, TheStarvingGetTheRoomOfTheLongestResident) {
+  Start(20);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10);  // a is away
+  std::optional<WeightsUse> use_b = *b->Use(), use_c = *c->Use();
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  EXPECT_TRUE(b->Use().ok()) << "nobody starves yet";
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY") << "no new users";
+  EXPECT_TRUE(c->Use().ok()) << "one that goes is enough";
+  use_b.reset();
+  RunTasks();
+  EXPECT_TRUE(a->resident());
+  EXPECT_FALSE(b->resident());
+  EXPECT_TRUE(a->Use().ok());
+  RunTasks();  // b is wanted, too
+  EXPECT_TRUE(b->resident());
+  EXPECT_FALSE(a->resident());
+}
+
+TEST_F(ResidencyTest, UsersComeBackWhenNobodyStarvesAnyMore) {
+  Start(10);
+  const EntryPtr a = *Add(1, 10);
+  EntryPtr b = *Add(2, 10);
+  std::optional<WeightsUse> use = *b->Use();
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  EntryPtr c = *Add(3, 10);
+  now_ += absl::Seconds(3);
+  EXPECT_EQ(ReasonOfUse(*c), "ADAPTER_AWAY");
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  c.reset();
+  // a starves still.
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  use.reset();
+  RunTasks();
+  EXPECT_TRUE(b->resident() || a->resident());
+}
+
+TEST_F(ResidencyTest, AnEntryThatGoesWhileItIsRecalledFreesItsRoom) {
+  Start(10);
+  EntryPtr a = *Add(1, 10);
+  const EntryPtr b = *Add(2, 10);
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  a.reset();
+  RunTasks();
+  EXPECT_EQ(residency_->stats().bytes, 0);
+  EXPECT_EQ(ReasonOfUse(*b), "ADAPTER_AWAY");
+  RunTasks();
+  EXPECT_TRUE(b->resident());
+}
+
+TEST_F(ResidencyTest, EntriesMayOutliveIt) {
+  Start(10);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  std::optional<WeightsUse> use = *b->Use();
+  EXPECT_EQ(ReasonOfUse(*a), "ADAPTER_AWAY");
+  residency_.reset();
+  use.reset();
+  EXPECT_TRUE(tasks_.empty()) << "nothing is recalled any more";
+}
+
+// Random uses of more versions than fit: limits hold, the right weights are used, and everyone who
+// asks often enough gets his.
+TEST_F(ResidencyTest, RandomUseKeepsTheLimitAndStarvesNobody) {
+  for (uint32_t seed = 1; seed <= 30; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](int n) { return static_cast<int>(random() % n); };
+    const int64_t limit = 40 + below(60);
+    Start(limit);
+    std::vector<EntryPtr> entries;
+    for (int i = 0; i < 12; ++i) entries.push_back(*Add(i, 5 + below(30)));
+    std::vector<std::pair<int, WeightsUse>> uses;
+    std::map<int, int> waits;
+    for (int round = 0; round < 3000; ++round) {
+      now_ += absl::Milliseconds(50);
+      // Some names are asked for far more often than others.
+      const int i = below(3) == 0 ? below(12) : below(4);
+      auto use = entries[i]->Use();
+      if (use.ok()) {
+        EXPECT_EQ(NumberOf(*entries[i]), i);
+        uses.emplace_back(i, *std::move(use));
+        waits[i] = 0;
+      } else {
+        ASSERT_EQ(ReasonOf(use.status()), "ADAPTER_AWAY");
+        ASSERT_LT(++waits[i], 600) << i << " starves";
+      }
+      if (!uses.empty() && below(3) > 0) {
+        std::swap(uses[below(static_cast<int>(uses.size()))], uses.back());
+        uses.pop_back();
+      }
+      if (below(4) == 0) RunTasks();
+      ASSERT_LE(residency_->stats().bytes, limit);
+      if (uses.size() > 20) uses.clear();
+    }
+    uses.clear();
+    RunTasks();
+    entries.clear();
+    RunTasks();  // some were on their way
+    EXPECT_EQ(residency_->stats().bytes, 0);
+    ASSERT_EQ(alive_, 0);
+  }
+}
+
+}  // namespace
+}  // namespace dorad::adapter
