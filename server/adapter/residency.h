@@ -64,9 +64,11 @@ class Residency {
   std::shared_ptr<State> state_;
 };
 
-// The right to compute with one version's weights. Move-only. Thread-compatible.
+// The right to compute with one version's weights; an empty one is for weights that never go.
+// Move-only. Thread-compatible.
 class WeightsUse {
  public:
+  WeightsUse() = default;
   explicit WeightsUse(Residency::Entry* entry) : entry_(entry) {}
   WeightsUse(WeightsUse&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
   WeightsUse& operator=(WeightsUse&& other) noexcept {
@@ -78,7 +80,7 @@ class WeightsUse {
   ~WeightsUse();
 
  private:
-  Residency::Entry* entry_;
+  Residency::Entry* entry_ = nullptr;
 };
 
 // One version's weights. To be destroyed when nobody uses them any more.

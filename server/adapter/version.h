@@ -11,6 +11,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/adapter/residency.h"
 
 namespace dorad::adapter {
 
@@ -56,28 +57,41 @@ struct AdapterSummary {
   LoadTiming timing;
 };
 
-// A loaded version: immutable content plus a count of leases. Shared between the registry and the
-// leases; the last reference is always dropped on a loader thread (the registry sees to it).
+// A loaded version: immutable content, whose weights may be away at times. Shared between the
+// registry and the leases; the last reference is always dropped on a loader thread (the registry
+// sees to it).
 class LoadedAdapter {
  public:
+  // Weights that never go.
   LoadedAdapter(std::string name, int64_t version, AdapterSummary summary,
-                std::shared_ptr<const AdapterWeights> weights)
+                std::shared_ptr<const AdapterWeights> weights = nullptr)
       : name_(std::move(name)),
         version_(version),
         summary_(std::move(summary)),
         weights_(std::move(weights)) {}
+  LoadedAdapter(std::string name, int64_t version, AdapterSummary summary,
+                std::unique_ptr<Residency::Entry> entry)
+      : name_(std::move(name)),
+        version_(version),
+        summary_(std::move(summary)),
+        entry_(std::move(entry)) {}
 
   const std::string& name() const { return name_; }
   int64_t version() const { return version_; }
   const std::string& digest() const { return summary_.digest; }
   const AdapterSummary& summary() const { return summary_; }
-  const AdapterWeights& weights() const { return *weights_; }
+  // As Residency::Entry::Use.
+  absl::StatusOr<WeightsUse> Use() const { return entry_ ? entry_->Use() : WeightsUse(); }
+  // REQUIRES: a use is held.
+  const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
+  bool resident() const { return entry_ == nullptr || entry_->resident(); }
 
  private:
   const std::string name_;
   const int64_t version_;
   const AdapterSummary summary_;
   const std::shared_ptr<const AdapterWeights> weights_;
+  const std::unique_ptr<Residency::Entry> entry_;
 };
 
 // The right to use one version, held from admission to the end of a request and released exactly

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <set>
 #include <string>
 #include <thread>
@@ -26,6 +27,8 @@ namespace dorad::engine {
 namespace {
 
 constexpr absl::Duration kIdleHeartbeat = absl::Seconds(1);
+// Between two questions whether weights have come, when there is nothing else to do.
+constexpr absl::Duration kAskForWeights = absl::Milliseconds(2);
 constexpr absl::Duration kRetryQueueFull = absl::Milliseconds(200);
 constexpr absl::Duration kRetryPaused = absl::Seconds(1);
 
@@ -63,7 +66,9 @@ struct Engine::Impl {
         limits(LimitsOf(options, runner->kv_pages() * kKvPageTokens)),
         rules{options.eos_token_ids, limits.context_length},
         pages(runner->kv_pages()),
-        scheduler({options.max_step_tokens, options.max_running_sequences}, &pages) {
+        scheduler({options.max_step_tokens, options.max_running_sequences,
+                   [this](Sequence* sequence) { return MayRun(sequence); }},
+                  &pages) {
     // A third step could not tell which of two others samples the token that it follows.
     DORAD_CHECK(runner->max_steps_in_flight() == 1 || runner->max_steps_in_flight() == 2);
     PublishStats();
@@ -174,7 +179,9 @@ struct Engine::Impl {
     if (!deadlines.empty()) {
       patience = std::min(patience, Between(SteadyNow(), deadlines.begin()->first));
     }
-    const bool busy = !pauses.all() && static_cast<int64_t>(requests.size()) > frozen_requests;
+    if (stalled) patience = std::min(patience, kAskForWeights);
+    const bool busy =
+        !stalled && !pauses.all() && static_cast<int64_t>(requests.size()) > frozen_requests;
     absl::MutexLock lock(&mu);
     if (!busy) {
       const auto wake = [this]()
@@ -258,16 +265,51 @@ struct Engine::Impl {
   void Step() {
     while (static_cast<int>(in_flight.size()) < runner->max_steps_in_flight() && BeginStep()) {
     }
+    EndWithoutWeights();
+    stalled = in_flight.empty() && !away.empty();
     if (!in_flight.empty()) FinishStep();
+  }
+
+  // Whether the weights that a sequence's rows need are there; then it has a use of them.
+  bool MayRun(Sequence* sequence) {
+    if (sequence->has_uses) return true;
+    std::vector<adapter::WeightsUse> uses;
+    for (const KvSpan& span : sequence->kv_spans) {
+      if (span.adapter == nullptr) continue;
+      // Many may wait for the same: one of them asks in each step.
+      if (away.contains(span.adapter)) return false;
+      absl::StatusOr<adapter::WeightsUse> use = span.adapter->Use();
+      if (!use.ok()) {
+        away.insert(span.adapter);
+        if (ReasonOf(use.status()) != "ADAPTER_AWAY") {
+          without_weights.emplace(sequence->request, use.status());
+        }
+        return false;
+      }
+      uses.push_back(*std::move(use));
+    }
+    sequence->uses = std::move(uses);
+    sequence->has_uses = true;
+    return true;
+  }
+
+  // Ends the requests whose weights could not be brought.
+  void EndWithoutWeights() {
+    if (without_weights.empty()) return;
+    FinishAll();
+    for (const auto& [request, status] : std::exchange(without_weights, {})) {
+      if (IsHere(request)) EndRequest(request, status);
+    }
   }
 
   // False when nothing has begun.
   bool BeginStep() {
     const uint64_t preemptions = scheduler.preemptions();
+    away.clear();
     std::vector<Chunk> chunks = scheduler.Schedule();
     metrics->Preemptions(static_cast<int64_t>(scheduler.preemptions() - preemptions));
     if (chunks.empty()) {
-      DORAD_CHECK(!in_flight.empty() ||
+      DORAD_CHECK(!in_flight.empty() || !away.empty() ||
                   scheduler.running() + scheduler.waiting() == scheduler.frozen());
       return false;
     }
@@ -393,6 +435,7 @@ struct Engine::Impl {
     Request* const request = sequence.request;
     scheduler.Landed(chunk);
     if (sequence.state != Sequence::State::kEnded || sequence.in_flight > 0) return;
+    chunk.sequence->DropUses();
     if (--request->unfinished_sequences == 0) EndRequest(request, absl::OkStatus());
   }
 
@@ -419,6 +462,7 @@ struct Engine::Impl {
     for (const auto& sequence : request->sequences) {
       DORAD_CHECK(sequence->in_flight == 0);
       scheduler.Remove(sequence.get());
+      sequence->DropUses();
     }
     auto node = requests.extract(request->base().request_id);
     DORAD_CHECK(!node.empty());
@@ -572,6 +616,10 @@ struct Engine::Impl {
   std::set<std::pair<Instant, Request*>> deadlines;
   std::vector<std::unique_ptr<Request>> graveyard;
   Pauses pauses;
+  // In the step that is scheduled: adapters whose weights are not there.
+  absl::flat_hash_set<const adapter::LoadedAdapter*> away;
+  std::map<Request*, absl::Status> without_weights;  // could not be brought
+  bool stalled = false;                              // nobody can run before weights come
   int64_t frozen_requests = 0;
   std::deque<StepInFlight> in_flight;  // oldest first
   Instant last_finished;               // of a step

@@ -94,10 +94,19 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
   const adapter::LoadedAdapter* const adapter = generate->lease.get();
   for (const auto& sequence : sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
-    if (generate->in_flight == InFlightPolicy::kSwitchKeepKv && sequence->generated() > 0) {
-      sequence->SwitchKeepingKv(adapter);
-    } else {
+    if (generate->in_flight != InFlightPolicy::kSwitchKeepKv || sequence->generated() == 0) {
+      sequence->DropUses();
       scheduler->Restart(sequence.get(), adapter, root);
+      continue;
+    }
+    sequence->SwitchKeepingKv(adapter);
+    if (!sequence->has_uses) continue;
+    absl::StatusOr<adapter::WeightsUse> use = adapter->Use();
+    if (use.ok()) {
+      sequence->uses.push_back(*std::move(use));
+    } else {
+      sequence->DropUses();
+      scheduler->Suspend(sequence.get());
     }
   }
   DropUnusedLeases();

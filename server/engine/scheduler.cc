@@ -31,9 +31,13 @@ void Scheduler::Remove(Sequence* sequence) {
 
 void Scheduler::Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter,
                         const PrefixNode& root) {
-  DORAD_CHECK(sequence->state != Sequence::State::kEnded && sequence->in_flight == 0);
   sequence->kv_spans.assign(1, {0, adapter});
   sequence->root = root;
+  Suspend(sequence);
+}
+
+void Scheduler::Suspend(Sequence* sequence) {
+  DORAD_CHECK(sequence->state != Sequence::State::kEnded && sequence->in_flight == 0);
   Rewind(sequence);
   if (!Take(sequence, &running_)) return;
   sequence->state = Sequence::State::kWaiting;
@@ -93,6 +97,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     if (plan->budget == 0 || running() - frozen_running_ >= max_running) break;
     if (s->frozen) continue;
     if (WaitsForLeader(*s)) continue;
+    if (options_.may_run && !options_.may_run(s)) continue;
     // A step that it was in when it was preempted may still bring a token.
     if (s->in_flight > 0) break;
     bool admitted = Admit(s, plan);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <set>
 #include <vector>
 
@@ -19,6 +20,9 @@ class Scheduler {
   struct Options {
     int64_t max_step_tokens = 512;
     int32_t max_running = 256;
+    // Whether a sequence in line may get rows now. If not it keeps its place, and those behind it
+    // go first. Null: always.
+    std::function<bool(Sequence*)> may_run;
   };
 
   // pages is borrowed.
@@ -32,6 +36,9 @@ class Scheduler {
   // version with the root of its prefixes. REQUIRES: it has not ended and nothing of it is in
   // flight.
   void Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter, const PrefixNode& root);
+  // Gives the pages of a sequence back and puts it in line again, to be computed again as it was.
+  // REQUIRES: as Restart.
+  void Suspend(Sequence* sequence);
   // A frozen sequence keeps its place and its pages (until others need them) and gets no rows.
   void SetFrozen(Sequence* sequence, bool frozen);
 

@@ -37,6 +37,9 @@ struct Sequence {
   State state = State::kWaiting;
   bool is_score = false;
   bool frozen = false;  // gets no rows until it thaws
+  // Of the weights of all kv_spans, from its first rows to its end.
+  std::vector<adapter::WeightsUse> uses;
+  bool has_uses = false;
   bool use_prefix_cache = true;
 
   // Of steps that have begun and not finished:
@@ -72,6 +75,10 @@ struct Sequence {
     const KvSpan* const next = SpanAt(position) + 1;
     return next == kv_spans.data() + kv_spans.size() ? std::numeric_limits<int64_t>::max()
                                                      : next->begin;
+  }
+  void DropUses() {
+    uses.clear();
+    has_uses = false;
   }
   // The next token and all after it come from another version; the KV of those before stays.
   // REQUIRES: the last token is sampled and its row not computed; nothing is in flight.

@@ -14,7 +14,7 @@ class StepBatchTest : public ::testing::Test {
   StepBatchTest() {
     for (int i = 0; i < 2; ++i) {
       adapters_.push_back(
-          std::make_unique<adapter::LoadedAdapter>("a", i + 1, adapter::AdapterSummary(), nullptr));
+          std::make_unique<adapter::LoadedAdapter>("a", i + 1, adapter::AdapterSummary()));
     }
   }
 

@@ -86,7 +86,7 @@ struct FakePublisher {
                            registry->Reserve(options.name, options.version, options.tags));
     adapter::AdapterSummary summary;
     summary.digest = std::string(64, 'd');
-    auto loaded = std::make_shared<adapter::LoadedAdapter>(options.name, version, summary, nullptr);
+    auto loaded = std::make_shared<adapter::LoadedAdapter>(options.name, version, summary);
     DORAD_ASSIGN_OR_RETURN(
         const int64_t generation,
         registry->Publish(loaded, options.activate, options.expected_generation));

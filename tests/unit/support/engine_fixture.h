@@ -25,7 +25,7 @@ inline std::shared_ptr<const adapter::LoadedAdapter> MakeAdapter(const std::stri
                                                                  int64_t version) {
   adapter::AdapterSummary summary;
   summary.digest = name + "#" + std::to_string(version);
-  return std::make_shared<adapter::LoadedAdapter>(name, version, summary, nullptr);
+  return std::make_shared<adapter::LoadedAdapter>(name, version, summary);
 }
 
 // Counts the leases that tests hand out.
