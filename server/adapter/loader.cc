@@ -21,6 +21,13 @@ namespace {
 constexpr char kSubject[] = "adapter_model.safetensors";
 constexpr absl::Duration kRetryAfter = absl::Seconds(1);
 
+// What an adapter's files make.
+struct Content {
+  AdapterSummary summary;  // but for timing.total
+  std::shared_ptr<const AdapterWeights> weights;
+  std::shared_ptr<const SafetensorsFile> file;
+};
+
 // What a load makes.
 struct Loaded {
   std::shared_ptr<const LoadedAdapter> adapter;
@@ -65,6 +72,7 @@ struct AdapterLoader::Impl {
   ThreadPool* pool;
   const BaseModules* modules;
   AdapterBuilder* builder;
+  Residency* residency;
   AdapterRegistry* registry;
   LoadObserver observer;
   Store* store;
@@ -75,9 +83,15 @@ struct AdapterLoader::Impl {
   static void RunNext(Impl* impl, Queue& jobs);
   void Run(Job& job);
   absl::StatusOr<Loaded> Load(Job& job);
+  absl::StatusOr<Content> Read(Job& job);
   // On a thread of the pool; catches what libtorch throws.
-  absl::StatusOr<Loaded> LoadHere(Job& job);
-  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadStored(Job& job,
+  absl::StatusOr<Content> ReadHere(Job& job);
+  absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors);
+  // Of a version whose content is that object; "": it cannot come back.
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> MakeAdapter(const Job& job, Content content,
+                                                                   const std::string& object);
+  absl::StatusOr<Content> ReadStored(const std::string& object, const std::string& digest);
+  absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadStored(const Job& job,
                                                                   const StoredVersion& stored);
   void End(Job& job, const AdapterSummary* summary, absl::StatusOr<PublishResult> result);
 };
@@ -126,7 +140,7 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
 }
 
 void AdapterLoader::Impl::Run(Job& job) {
-  absl::StatusOr<Loaded> loaded = LoadHere(job);
+  absl::StatusOr<Loaded> loaded = Load(job);
   job.files = AdapterFiles();
   if (!loaded.ok()) {
     registry->Fail(job.options.name, job.version, loaded.status());
@@ -163,18 +177,18 @@ void AdapterLoader::Impl::Run(Job& job) {
   }
 }
 
-absl::StatusOr<Loaded> AdapterLoader::Impl::LoadHere(Job& job) {
+absl::StatusOr<Content> AdapterLoader::Impl::ReadHere(Job& job) {
   // Once in each thread of the pool.
   static thread_local const bool prepared = (builder->PrepareThread(), true);
   (void)prepared;
   try {
-    return Load(job);
+    return Read(job);
   } catch (...) {
     return ops::FromTorchException("the load of adapter " + job.options.name, "INTERNAL");
   }
 }
 
-absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
+absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
   const absl::Time start = absl::Now();
   if (!job.path.empty()) {
     DORAD_ASSIGN_OR_RETURN(job.files,
@@ -186,44 +200,94 @@ absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
                     absl::StrCat("the file has more than ", options.max_adapter_bytes, " bytes")}});
   }
   const absl::Time read = absl::Now();
-  DORAD_ASSIGN_OR_RETURN(const ValidAdapter valid,
+  DORAD_ASSIGN_OR_RETURN(ValidAdapter valid,
                          ValidateAdapter(job.files.config_json, std::move(job.files.safetensors),
                                          *modules, options.max_rank));
   const AdapterTensors& tensors = valid.tensors;
   DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
-  AdapterSummary summary;
+  Content content;
+  AdapterSummary& summary = content.summary;
   for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
   summary.digest = ContentDigest(tensors, *modules);
   const absl::Time validated = absl::Now();
-  DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, builder->Build(tensors));
+  DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, Build(tensors));
   summary.resident_bytes = built.bytes;
   summary.timing.read = job.read + (read - start);
   summary.timing.validate = validated - read;
   summary.timing.copy = built.copy;
   summary.timing.norms = built.norms;
+  content.weights = std::move(built.weights);
+  content.file = std::move(valid.file);
+  return content;
+}
+
+// Where memory is short, idle weights of other versions make room.
+absl::StatusOr<BuiltAdapter> AdapterLoader::Impl::Build(const AdapterTensors& tensors) {
+  while (true) {
+    absl::StatusOr<BuiltAdapter> built = builder->Build(tensors);
+    if (built.ok() || ReasonOf(built.status()) != "OUT_OF_MEMORY" || !residency->EvictOne()) {
+      return built;
+    }
+  }
+}
+
+absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
+  const absl::Time start = absl::Now();
+  DORAD_ASSIGN_OR_RETURN(Content content, ReadHere(job));
   Loaded loaded;
   // Last: nothing is stored of a load that fails.
   if (job.options.durable) {
-    DORAD_ASSIGN_OR_RETURN(loaded.object, store->Put(job.files.config_json, valid.file->image()));
+    DORAD_ASSIGN_OR_RETURN(loaded.object, store->Put(job.files.config_json, content.file->image()));
   }
-  summary.timing.total = job.read + (absl::Now() - start);
-  loaded.adapter = std::make_shared<const LoadedAdapter>(
-      job.options.name, job.version, std::move(summary), std::move(built.weights));
+  content.summary.timing.total = job.read + (absl::Now() - start);
+  auto adapter = MakeAdapter(job, std::move(content), loaded.object);
+  if (!adapter.ok()) {
+    if (!loaded.object.empty()) store->Drop(loaded.object);
+    return adapter.status();
+  }
+  loaded.adapter = *std::move(adapter);
   return loaded;
 }
 
-absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadStored(
-    Job& job, const StoredVersion& stored) {
-  absl::StatusOr<Loaded> loaded = LoadHere(job);
-  absl::Status status = loaded.status();
-  if (status.ok() && loaded->adapter->digest() != stored.digest) {
-    status = MakeError(absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
-                       absl::StrCat(job.path, " has the digest ", loaded->adapter->digest(),
-                                    ", not ", stored.digest));
+absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::MakeAdapter(
+    const Job& job, Content content, const std::string& object) {
+  Residency::Recall recall;
+  if (!object.empty() && !job.options.pinned) {
+    recall = [this, object, digest = content.summary.digest]()
+        -> absl::StatusOr<std::shared_ptr<const AdapterWeights>> {
+      DORAD_ASSIGN_OR_RETURN(const Content again, ReadStored(object, digest));
+      return again.weights;
+    };
   }
-  if (observer) observer(status.ok() ? &loaded->adapter->summary() : nullptr, status);
-  if (!status.ok()) return status;
-  return std::move(loaded->adapter);
+  DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Residency::Entry> entry,
+                         residency->Add(std::move(content.weights), content.summary.resident_bytes,
+                                        std::move(recall)));
+  return std::make_shared<const LoadedAdapter>(job.options.name, job.version,
+                                               std::move(content.summary), std::move(entry));
+}
+
+absl::StatusOr<Content> AdapterLoader::Impl::ReadStored(const std::string& object,
+                                                        const std::string& digest) {
+  Job job;
+  job.path = store->ObjectPath(object);
+  job.trusted = true;
+  const absl::Time start = absl::Now();
+  DORAD_ASSIGN_OR_RETURN(Content content, ReadHere(job));
+  if (content.summary.digest != digest) {
+    return MakeError(
+        absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
+        absl::StrCat(job.path, " has the digest ", content.summary.digest, ", not ", digest));
+  }
+  content.summary.timing.total = absl::Now() - start;
+  return content;
+}
+
+absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadStored(
+    const Job& job, const StoredVersion& stored) {
+  absl::StatusOr<Content> content = ReadStored(stored.object, stored.digest);
+  if (observer) observer(content.ok() ? &content->summary : nullptr, content.status());
+  if (!content.ok()) return content.status();
+  return MakeAdapter(job, *std::move(content), stored.object);
 }
 
 void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
@@ -233,12 +297,13 @@ void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
 }
 
 AdapterLoader::AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
-                             AdapterBuilder* builder, AdapterRegistry* registry,
-                             LoadObserver observer, Store* store)
-    : impl_(new Impl{std::move(options), pool, modules, builder, registry, std::move(observer),
-                     store}) {}
+                             AdapterBuilder* builder, Residency* residency,
+                             AdapterRegistry* registry, LoadObserver observer, Store* store)
+    : impl_(new Impl{std::move(options), pool, modules, builder, residency, registry,
+                     std::move(observer), store}) {}
 
 AdapterLoader::~AdapterLoader() {
+  impl_->residency->Close();
   Impl::Queue& queue = *impl_->queue;
   std::deque<Job> cancelled;
   {
@@ -287,8 +352,6 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::LoadStored(
     Job job;
     job.options.name = name;
     job.version = version;
-    job.path = impl_->store->ObjectPath(stored.object);
-    job.trusted = true;
     result = impl_->LoadStored(job, stored);
     done.Notify();
   });

@@ -39,6 +39,7 @@ struct PublishOptions {
   bool activate = false;
   std::optional<int64_t> expected_generation;
   bool durable = false;  // survives a restart
+  bool pinned = false;   // its weights stay resident
   std::map<std::string, std::string> tags;
   std::optional<int64_t> keep_last;  // instead of LoaderOptions'
 };
@@ -55,11 +56,12 @@ using LoadObserver = std::function<void(const AdapterSummary* summary, const abs
 class AdapterLoader {
  public:
   // All pointers are borrowed and outlive the loader. `pool` runs the loads. `store` is the
-  // registry's log, or nullptr: then nothing can be published durably.
+  // registry's log, or nullptr: then nothing can be published durably. Weights of durable versions
+  // may go from `residency` and come back from the store, as long as there is the loader.
   AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
-                AdapterBuilder* builder, AdapterRegistry* registry, LoadObserver observer,
-                Store* store = nullptr);
-  // Ends queued loads with CANCELLED and waits for the running ones.
+                AdapterBuilder* builder, Residency* residency, AdapterRegistry* registry,
+                LoadObserver observer, Store* store = nullptr);
+  // Ends queued loads with CANCELLED and waits for the running ones and for recalls.
   ~AdapterLoader();
 
   // Both return at once, or with a store after the disk has the version's number; `done` runs

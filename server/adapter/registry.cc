@@ -36,6 +36,12 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     // From READY to GONE.
     std::shared_ptr<const LoadedAdapter> adapter;
     std::string object;  // of a durable version, to GONE
+
+    AdapterRecord Copy() const {
+      AdapterRecord copy = record;
+      copy.resident = adapter != nullptr && adapter->resident();
+      return copy;
+    }
   };
   struct Name {
     std::map<int64_t, Version> versions;
@@ -170,7 +176,6 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     version.record.state = AdapterState::kReady;
     version.record.summary = adapter->summary();
     version.adapter = std::move(adapter);
-    resident_bytes += version.record.summary.resident_bytes;
   }
 
   void FailLoad(Version& version, absl::Status reason, After& after)
@@ -184,7 +189,6 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
 
   void Gone(Version& version, After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     version.record.state = AdapterState::kGone;
-    resident_bytes -= version.record.summary.resident_bytes;
     version.record.summary.resident_bytes = 0;
     after.freed.push_back({std::move(version.adapter), std::move(version.object)});
     ++generation;
@@ -443,7 +447,6 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
   // The generation of the newest event that is not kept any more.
   int64_t compacted ABSL_GUARDED_BY(mu) = 0;
   std::deque<std::pair<std::string, int64_t>> ended ABSL_GUARDED_BY(mu);
-  int64_t resident_bytes ABSL_GUARDED_BY(mu) = 0;
   int total_leases ABSL_GUARDED_BY(mu) = 0;
   std::map<int64_t, std::shared_ptr<Subscriber>> subscribers ABSL_GUARDED_BY(mu);
   int64_t next_subscriber ABSL_GUARDED_BY(mu) = 1;
@@ -619,7 +622,7 @@ absl::StatusOr<AdapterLease> AdapterRegistry::Acquire(const AdapterRef& ref) {
 absl::StatusOr<AdapterRecord> AdapterRegistry::Get(const AdapterRef& ref) const {
   absl::MutexLock lock(&state_->mu);
   DORAD_ASSIGN_OR_RETURN(State::Version * version, state_->Resolve(ref));
-  return version->record;
+  return version->Copy();
 }
 
 std::vector<AdapterRecord> AdapterRegistry::List(const std::string& name,
@@ -633,7 +636,7 @@ std::vector<AdapterRecord> AdapterRegistry::List(const std::string& name,
     auto version = it->first == after_name ? versions.upper_bound(after_version) : versions.begin();
     for (; version != versions.end(); ++version) {
       if (records.size() >= static_cast<size_t>(std::max(limit, 0))) return records;
-      records.push_back(version->second.record);
+      records.push_back(version->second.Copy());
     }
   }
   return records;
@@ -647,11 +650,6 @@ int64_t AdapterRegistry::generation() const {
 int AdapterRegistry::total_leases() const {
   absl::MutexLock lock(&state_->mu);
   return state_->total_leases;
-}
-
-int64_t AdapterRegistry::resident_bytes() const {
-  absl::MutexLock lock(&state_->mu);
-  return state_->resident_bytes;
 }
 
 absl::StatusOr<std::vector<RegistryEvent>> AdapterRegistry::EventsAfter(int64_t generation,

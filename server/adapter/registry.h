@@ -35,6 +35,7 @@ struct AdapterRecord {
   absl::Status failure;  // set in kFailed
   bool active = false;
   bool durable = false;    // survives a restart
+  bool resident = false;   // its weights are where the model is computed
   AdapterSummary summary;  // set from kReady on
   int leases = 0;
   absl::Time create_time;
@@ -125,8 +126,6 @@ class AdapterRegistry {
                                   int64_t after_version, int limit) const;
   int64_t generation() const;
   int total_leases() const;
-  // Bytes of all versions that are READY or RETIRING.
-  int64_t resident_bytes() const;
 
   // Events with a greater generation, in order, at most `limit` (one more where two events share
   // the last generation: publish-and-activate makes two). OUT_OF_RANGE: GENERATION_COMPACTED when

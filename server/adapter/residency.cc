@@ -193,7 +193,9 @@ Residency::Residency(Options options) : state_(std::make_shared<State>(std::move
   DORAD_CHECK(state_->options.executor != nullptr);
 }
 
-Residency::~Residency() {
+Residency::~Residency() { Close(); }
+
+void Residency::Close() {
   State* const state = state_.get();
   absl::MutexLock lock(&state->mu);
   state->closed = true;
@@ -262,7 +264,7 @@ Residency::Entry::~Entry() {
   state_->BringWanted();
 }
 
-absl::StatusOr<WeightsUse> Residency::Entry::Use() {
+absl::StatusOr<std::optional<WeightsUse>> Residency::Entry::Use() {
   absl::MutexLock lock(&state_->mu);
   Weights& weights = *weights_;
   if (weights.place == Weights::Place::kResident && !weights.draining) {
@@ -283,8 +285,7 @@ absl::StatusOr<WeightsUse> Residency::Entry::Use() {
     state_->Want(&weights);
     state_->BringWanted();
   }
-  return MakeError(absl::StatusCode::kUnavailable, "ADAPTER_AWAY",
-                   "the adapter's weights are on their way");
+  return std::nullopt;
 }
 
 const AdapterWeights& Residency::Entry::weights() const { return *weights_->here; }

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/status/statusor.h"
@@ -37,8 +38,9 @@ class Residency {
     std::function<absl::Time()> now = [] { return absl::Now(); };
   };
   explicit Residency(Options options);
-  // Waits for the recalls that are under way; what is wanted later stays away.
   ~Residency();
+  // From now on nothing comes back. Waits for the recalls that are under way.
+  void Close();
 
   class Entry;
   // Takes weights that were just built and that nobody uses yet. recall: null for weights that
@@ -90,10 +92,10 @@ class Residency::Entry {
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
 
-  // UNAVAILABLE (ADAPTER_AWAY) while the weights are away or held back for others that starve; they
-  // are wanted then. The error of a recall that has failed, once; the next call wants them again.
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) for weights that would not fit beside those that never go.
-  absl::StatusOr<WeightsUse> Use();
+  // nullopt while the weights are away or held back for others that starve; they are wanted then.
+  // The error of a recall that has failed, once; the next call wants them again. RESOURCE_EXHAUSTED
+  // (OUT_OF_MEMORY) for weights that would not fit beside those that never go.
+  absl::StatusOr<std::optional<WeightsUse>> Use();
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const;
   bool resident() const;

@@ -81,7 +81,10 @@ class LoadedAdapter {
   const std::string& digest() const { return summary_.digest; }
   const AdapterSummary& summary() const { return summary_; }
   // As Residency::Entry::Use.
-  absl::StatusOr<WeightsUse> Use() const { return entry_ ? entry_->Use() : WeightsUse(); }
+  absl::StatusOr<std::optional<WeightsUse>> Use() const {
+    if (entry_ == nullptr) return WeightsUse();
+    return entry_->Use();
+  }
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
   bool resident() const { return entry_ == nullptr || entry_->resident(); }

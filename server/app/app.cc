@@ -13,6 +13,7 @@
 #include "absl/synchronization/notification.h"
 #include "server/adapter/loader.h"
 #include "server/adapter/registry.h"
+#include "server/adapter/residency.h"
 #include "server/adapter/store.h"
 #include "server/app/backend.h"
 #include "server/app/cli.h"
@@ -152,11 +153,12 @@ struct App::Impl {
         metrics(ToMetricsInfo(config, backend->info())),
         couriers(kCouriers, 0),
         load_pool(ToInt32(config.adapters.loader_threads), kLoaderNice),
+        residency(ResidencyOptions()),
         registry(RegistryOptions()),
         uploads(ToUploadOptions(config, store != nullptr)),
         loader(
             ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
-            &registry,
+            &residency, &registry,
             [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
               ObserveLoad(&metrics, summary, status);
             },
@@ -167,6 +169,13 @@ struct App::Impl {
   }
 
   ~Impl() { registry.Unsubscribe(activations); }
+
+  adapter::Residency::Options ResidencyOptions() {
+    adapter::Residency::Options options;
+    options.max_bytes = config.adapters.resident_bytes;
+    options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
+    return options;
+  }
 
   adapter::AdapterRegistry::Options RegistryOptions() {
     adapter::AdapterRegistry::Options options;
@@ -214,7 +223,7 @@ struct App::Impl {
 
   std::map<std::string, int64_t> MemoryByKind() const {
     std::map<std::string, int64_t> kinds = backend->memory_by_kind();
-    kinds.try_emplace("adapters", registry.resident_bytes());
+    kinds.try_emplace("adapters", residency.stats().bytes);
     return kinds;
   }
 
@@ -317,7 +326,11 @@ struct App::Impl {
       gauges.retiring += record.state == adapter::AdapterState::kRetiring;
       gauges.loading += record.state == adapter::AdapterState::kLoading;
     }
-    gauges.resident_bytes = registry.resident_bytes();
+    const adapter::Residency::Stats resident = residency.stats();
+    gauges.resident_bytes = resident.bytes;
+    gauges.away = resident.away;
+    gauges.evictions = resident.evictions;
+    gauges.recalls = resident.recalls;
     gauges.leases = registry.total_leases();
     gauges.generation = registry.generation();
     const rpc::UploadStore::Idle idle = uploads.idle();
@@ -333,6 +346,7 @@ struct App::Impl {
   Metrics metrics;
   ThreadPool couriers;
   ThreadPool load_pool;
+  adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;
   adapter::AdapterLoader loader;

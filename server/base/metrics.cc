@@ -179,6 +179,15 @@ struct AdapterMetrics {
         ready(versions.Add({{"state", "ready"}})),
         retiring(versions.Add({{"state", "retiring"}})),
         loading(versions.Add({{"state", "loading"}})),
+        away(Gauges(r, "dorad_adapter_away_versions",
+                    "Adapter versions held whose weights are not resident.")
+                 .Add({})),
+        evictions(Counters(r, "dorad_adapter_evictions_total",
+                           "Times that the weights of an adapter made room for others.")
+                      .Add({})),
+        recalls(Counters(r, "dorad_adapter_recalls_total",
+                         "Times that the weights of an adapter came back.")
+                    .Add({})),
         bytes(Gauges(r, "dorad_adapter_resident_bytes", "Memory of the adapters held.").Add({})),
         leases(Gauges(r, "dorad_adapter_leases", "Leases on adapter versions.").Add({})),
         generation(Gauges(r, "dorad_adapter_generation",
@@ -195,7 +204,9 @@ struct AdapterMetrics {
   Labelled<Counter, 1> failures;
   Labelled<Histogram, 1> seconds;
   prometheus::Family<Gauge>& versions;
-  Gauge &ready, &retiring, &loading, &bytes, &leases, &generation;
+  Gauge &ready, &retiring, &loading, &away;
+  Counter &evictions, &recalls;
+  Gauge &bytes, &leases, &generation;
   Gauge &idle_uploads, &idle_upload_bytes;
 };
 
@@ -334,6 +345,9 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.ready.Set(gauges.ready);
   adapters.retiring.Set(gauges.retiring);
   adapters.loading.Set(gauges.loading);
+  adapters.away.Set(gauges.away);
+  adapters.evictions.Increment(static_cast<double>(gauges.evictions) - adapters.evictions.Value());
+  adapters.recalls.Increment(static_cast<double>(gauges.recalls) - adapters.recalls.Value());
   adapters.bytes.Set(static_cast<double>(gauges.resident_bytes));
   adapters.leases.Set(gauges.leases);
   adapters.generation.Set(static_cast<double>(gauges.generation));

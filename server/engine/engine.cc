@@ -278,15 +278,13 @@ struct Engine::Impl {
       if (span.adapter == nullptr) continue;
       // Many may wait for the same: one of them asks in each step.
       if (away.contains(span.adapter)) return false;
-      absl::StatusOr<adapter::WeightsUse> use = span.adapter->Use();
-      if (!use.ok()) {
+      absl::StatusOr<std::optional<adapter::WeightsUse>> use = span.adapter->Use();
+      if (!use.ok() || !use->has_value()) {
         away.insert(span.adapter);
-        if (ReasonOf(use.status()) != "ADAPTER_AWAY") {
-          without_weights.emplace(sequence->request, use.status());
-        }
+        if (!use.ok()) without_weights.emplace(sequence->request, use.status());
         return false;
       }
-      uses.push_back(*std::move(use));
+      uses.push_back(**std::move(use));
     }
     sequence->uses = std::move(uses);
     sequence->has_uses = true;

@@ -101,9 +101,9 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
     }
     sequence->SwitchKeepingKv(adapter);
     if (!sequence->has_uses) continue;
-    absl::StatusOr<adapter::WeightsUse> use = adapter->Use();
-    if (use.ok()) {
-      sequence->uses.push_back(*std::move(use));
+    absl::StatusOr<std::optional<adapter::WeightsUse>> use = adapter->Use();
+    if (use.ok() && use->has_value()) {
+      sequence->uses.push_back(**std::move(use));
     } else {
       sequence->DropUses();
       scheduler->Suspend(sequence.get());

@@ -35,6 +35,7 @@ absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRe
     options.expected_generation = request.expected_generation();
   }
   options.durable = request.durable();
+  options.pinned = request.pinned();
   if (request.has_keep_last()) options.keep_last = request.keep_last();
   options.tags.insert(request.tags().begin(), request.tags().end());
   return options;

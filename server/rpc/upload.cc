@@ -123,6 +123,7 @@ absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
     options_.expected_generation = begin->expected_generation();
   }
   options_.durable = begin->durable();
+  options_.pinned = begin->pinned();
   if (begin->has_keep_last()) options_.keep_last = begin->keep_last();
   options_.tags.insert(begin->tags().begin(), begin->tags().end());
   expected_sha256_ = begin->safetensors_sha256();

@@ -184,12 +184,17 @@ class Publisher {
  public:
   Publisher(const CudaModel* model, adapter::AdapterBuilder* builder)
       : pool_(1, /*nice=*/10),
+        residency_([this] {
+          adapter::Residency::Options options;
+          options.executor = [this](std::function<void()> task) { pool_.Submit(std::move(task)); };
+          return options;
+        }()),
         registry_([this] {
           adapter::AdapterRegistry::Options options;
           options.executor = [this](std::function<void()> task) { pool_.Submit(std::move(task)); };
           return options;
         }()),
-        loader_({}, &pool_, &model->modules(), builder, &registry_, nullptr) {
+        loader_({}, &pool_, &model->modules(), builder, &residency_, &registry_, nullptr) {
     char folder[] = "/dev/shm/cuda_adapter_bench_XXXXXX";
     if (mkdtemp(folder) == nullptr) std::exit(1);
     folder_ = folder;
@@ -223,6 +228,7 @@ class Publisher {
 
  private:
   ThreadPool pool_;
+  adapter::Residency residency_;
   adapter::AdapterRegistry registry_;
   adapter::AdapterLoader loader_;
   std::string folder_;

@@ -70,6 +70,9 @@ class AdapterLoaderTest : public ::testing::Test {
     AdapterRegistry::Options options;
     options.executor = [this](std::function<void()> task) { pool_.Submit(std::move(task)); };
     registry_ = std::make_unique<AdapterRegistry>(std::move(options));
+    Residency::Options residency;
+    residency.executor = [this](std::function<void()> task) { pool_.Submit(std::move(task)); };
+    residency_ = std::make_unique<Residency>(std::move(residency));
     folder_ = std::filesystem::path(::testing::TempDir()) /
               ("loader_" + std::to_string(getpid()) + "_" +
                ::testing::UnitTest::GetInstance()->current_test_info()->name());
@@ -89,7 +92,7 @@ class AdapterLoaderTest : public ::testing::Test {
     loader_.reset();
     builder_ = MakeCpuAdapterBuilder(&modules_, &base_, builder_options_);
     loader_ = std::make_unique<AdapterLoader>(
-        options_, &pool_, &modules_, builder_.get(), registry_.get(),
+        options_, &pool_, &modules_, builder_.get(), residency_.get(), registry_.get(),
         [this](const AdapterSummary* summary, const absl::Status& status) {
           absl::MutexLock lock(&mu_);
           (summary != nullptr ? observed_good_ : observed_bad_) += 1;
@@ -154,6 +157,7 @@ class AdapterLoaderTest : public ::testing::Test {
   LoaderOptions options_;
   CpuBuilderOptions builder_options_;
   std::filesystem::path folder_;
+  std::unique_ptr<Residency> residency_;
   std::unique_ptr<AdapterRegistry> registry_;
   absl::Mutex mu_;
   int observed_good_ ABSL_GUARDED_BY(mu_) = 0;
@@ -227,7 +231,7 @@ TEST_F(AdapterLoaderTest, PublishesWeightsInServingLayoutWithExactG) {
   }
   EXPECT_EQ(summary.num_parameters, parameters);
   EXPECT_EQ(summary.resident_bytes, parameters * 4);
-  EXPECT_EQ(registry_->resident_bytes(), parameters * 4);
+  EXPECT_EQ(residency_->stats().bytes, parameters * 4);
 }
 
 TEST_F(AdapterLoaderTest, PlainLoraHasNoG) {
@@ -392,7 +396,7 @@ TEST_F(AdapterLoaderTest, TheDigestIsOfTheContentAlone) {
 TEST_F(AdapterLoaderTest, AFailedLoadLeavesARecordAndNothingElse) {
   ASSERT_TRUE(
       Publish(MakeConfig(true, {"q_proj"}), MakeTensors(modules_, {"q_proj"}, 2, true)).ok());
-  const int64_t bytes = registry_->resident_bytes();
+  const int64_t bytes = residency_->stats().bytes;
   const auto refused =
       Publish(MakeConfig(true, {"q_proj"}, 3), MakeTensors(modules_, {"q_proj"}, 2, true));
   EXPECT_EQ(ReasonOf(refused.status()), "ADAPTER_RANK_MISMATCH");
@@ -400,7 +404,7 @@ TEST_F(AdapterLoaderTest, AFailedLoadLeavesARecordAndNothingElse) {
   const AdapterRecord failed = *registry_->Get({"a", 2});
   EXPECT_EQ(failed.state, AdapterState::kFailed);
   EXPECT_EQ(ReasonOf(failed.failure), "ADAPTER_RANK_MISMATCH");
-  EXPECT_EQ(registry_->resident_bytes(), bytes);
+  EXPECT_EQ(residency_->stats().bytes, bytes);
   absl::MutexLock lock(&mu_);
   EXPECT_EQ(observed_good_, 1);
   EXPECT_EQ(observed_bad_, 1);
@@ -411,7 +415,7 @@ TEST_F(AdapterLoaderTest, AStaleExpectationFailsThePublish) {
       Publish(MakeConfig(true, {"q_proj"}), MakeTensors(modules_, {"q_proj"}, 2, true),
               {.name = "a", .activate = true, .expected_generation = 41});
   EXPECT_EQ(ReasonOf(refused.status()), "GENERATION_MISMATCH");
-  EXPECT_EQ(registry_->resident_bytes(), 0);
+  EXPECT_EQ(residency_->stats().bytes, 0);
 }
 
 TEST_F(AdapterLoaderTest, RefusesABadNameWithoutALoad) {
@@ -554,9 +558,12 @@ TEST_F(AdapterLoaderTest, RetiringGivesAllMemoryBack) {
     ASSERT_TRUE(result.ok());
     AdapterLease lease = *registry_->Acquire({"a", 0});
     ASSERT_TRUE(registry_->Retire("a", result->adapter.version).ok());
-    EXPECT_GT(registry_->resident_bytes(), 0);
+    EXPECT_GT(residency_->stats().bytes, 0);
     lease.Reset();
-    EXPECT_EQ(registry_->resident_bytes(), 0);
+    absl::Notification freed;  // by the tasks before this one
+    pool_.Submit([&freed] { freed.Notify(); });
+    freed.WaitForNotification();
+    EXPECT_EQ(residency_->stats().bytes, 0);
   }
 }
 

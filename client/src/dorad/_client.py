@@ -336,6 +336,7 @@ class Client:
         durable: bool = False,
         tags: Mapping[str, str] | None = None,
         keep_last: int | None = None,
+        pinned: bool = False,
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> t.AdapterVersion:
@@ -362,6 +363,7 @@ class Client:
           tags: free text stored with the version.
           keep_last: afterwards, retire this name's ready versions that are neither active nor among
             its newest so many ready ones; 0: none; default: the server's adapters.keep_last.
+          pinned: its weights never make room for those of others (adapters.resident_bytes).
           progress: called as progress(bytes sent, bytes in all), from another thread; it steps
             back when an upload goes on after a break.
 
@@ -384,6 +386,7 @@ class Client:
                 durable=durable,
                 tags=tags,
                 keep_last=keep_last,
+                pinned=pinned,
             )
             answer = self._call(self._adapters.PublishFromPath, message, timeout)
             return _wire.adapter_version(answer.adapter, answer.generation)
@@ -400,6 +403,7 @@ class Client:
             durable=durable,
             tags=tags,
             keep_last=keep_last,
+            pinned=pinned,
             progress=progress,
         )
         answer = self._upload(upload, timeout)

@@ -187,6 +187,7 @@ class Upload:
         durable: bool,
         tags: Mapping[str, str] | None,
         keep_last: int | None,
+        pinned: bool,
         progress: Progress | None,
     ) -> None:
         if sum(source is not None for source in (path, tensors, model)) != 1:
@@ -216,6 +217,7 @@ class Upload:
             durable=durable,
             tags=tags,
             keep_last=keep_last,
+            pinned=pinned,
             upload_id=uuid.uuid4().hex,
         )
         self._lock = threading.Lock()

@@ -346,6 +346,7 @@ def adapter_version(message: types_pb2.AdapterVersion, generation: int) -> t.Ada
         state=_enum_name(message.state, types_pb2.AdapterState, "ADAPTER_STATE_"),
         active=message.active,
         durable=message.durable,
+        resident=message.resident,
         kind=_enum_name(message.kind, types_pb2.AdapterKind, "ADAPTER_KIND_"),
         min_rank=message.min_rank,
         max_rank=message.max_rank,

@@ -314,6 +314,7 @@ class Client:
         durable: bool = False,
         tags: Mapping[str, str] | None = None,
         keep_last: int | None = None,
+        pinned: bool = False,
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> t.AdapterVersion:
@@ -333,6 +334,7 @@ class Client:
                 durable=durable,
                 tags=tags,
                 keep_last=keep_last,
+                pinned=pinned,
             )
             answer = await self._call(self._adapters.PublishFromPath, message, timeout)
             return _wire.adapter_version(answer.adapter, answer.generation)
@@ -349,6 +351,7 @@ class Client:
             durable=durable,
             tags=tags,
             keep_last=keep_last,
+            pinned=pinned,
             progress=progress,
         )
         answer = await self._upload(upload, timeout)

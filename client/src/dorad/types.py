@@ -95,6 +95,7 @@ class PublishOptions(TypedDict, total=False):
     durable: bool
     tags: Mapping[str, str] | None
     keep_last: int | None
+    pinned: bool
 
 
 @dataclass(slots=True)
@@ -296,6 +297,8 @@ class AdapterVersion:
     failure: str = ""
     durable: bool = False
     """True for a version that survives a restart of the server."""
+    resident: bool = True
+    """False while the weights make room for others; a request brings them back."""
     timing: LoadTiming = field(default_factory=LoadTiming)
     create_time: datetime.datetime | None = None
     tags: dict[str, str] = field(default_factory=dict)

@@ -163,6 +163,9 @@ def publish(
         int | None,
         typer.Option(help="Retire older ready versions, the active one apart; 0: none.", min=0),
     ] = None,
+    pinned: Annotated[
+        bool, typer.Option("--pinned", help="Its weights never make room for those of others.")
+    ] = False,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
@@ -191,6 +194,7 @@ def publish(
             durable=durable,
             tags=_tags(tag or []),
             keep_last=keep_last,
+            pinned=pinned,
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
         )
     _print_one(done, output)
