@@ -230,23 +230,32 @@ absl::Status Store::Install(const std::string& tmp, const std::string& object) {
   const std::string path = ObjectPath(object);
   DORAD_RETURN_IF_ERROR(MakeFolder(ShardPath(folder_, object)));
   Failpoint("store_before_rename");
-  std::string old;
-  {
-    absl::MutexLock lock(&mu_);
-    if (disk_->Rename(tmp, path) != 0) {
-      if (errno != ENOTEMPTY && errno != EEXIST) return DiskError("rename " + tmp, errno);
-      // A damaged one, or one that was put meanwhile; this one is as good.
-      old = NewTmpPath();
-      if (disk_->Rename(path, old) != 0) return DiskError("rename " + path, errno);
-      if (disk_->Rename(tmp, path) != 0) {
-        const int error = errno;
-        (void)disk_->Rename(old, path);
-        return DiskError("rename " + tmp, error);
-      }
+  if (disk_->Rename(tmp, path) != 0) {
+    if (errno != ENOTEMPTY && errno != EEXIST) return DiskError("rename " + tmp, errno);
+    // One that was put meanwhile, which others may be reading, or a damaged one.
+    if (IsWhole(object)) {
+      RemoveFolder(tmp);
+    } else {
+      DORAD_RETURN_IF_ERROR(Replace(tmp, path));
     }
   }
   Failpoint("store_after_rename");
-  if (!old.empty()) RemoveFolder(old);
+  return absl::OkStatus();
+}
+
+absl::Status Store::Replace(const std::string& tmp, const std::string& path) {
+  std::string old;
+  {
+    absl::MutexLock lock(&mu_);
+    old = NewTmpPath();
+    if (disk_->Rename(path, old) != 0) return DiskError("rename " + path, errno);
+    if (disk_->Rename(tmp, path) != 0) {
+      const int error = errno;
+      (void)disk_->Rename(old, path);
+      return DiskError("rename " + tmp, error);
+    }
+  }
+  RemoveFolder(old);
   return absl::OkStatus();
 }
 

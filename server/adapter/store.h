@@ -75,8 +75,10 @@ class Store : public ChangeLog {
                         std::string_view safetensors) ABSL_LOCKS_EXCLUDED(mu_);
   // The object's files have the content that its name says.
   bool IsWhole(const std::string& object) const;
-  // Puts the folder tmp in the place of the object.
+  // Puts the folder tmp in the place of the object, or removes it if the object is there.
   absl::Status Install(const std::string& tmp, const std::string& object) ABSL_LOCKS_EXCLUDED(mu_);
+  // Of a damaged object.
+  absl::Status Replace(const std::string& tmp, const std::string& path) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string folder_;
   Disk* const disk_;
