@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -283,6 +285,7 @@ def main() -> None:
     parser.add_argument("--target", help="a running server of the same model, computing in fp32")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the server, too
     transformers.utils.logging.disable_progress_bar()  # of loading
     began = time.monotonic()
     where = nullcontext(options.target) if options.target else own_server(options.model)
