@@ -4,7 +4,7 @@ Each step: dorad samples groups of answers with the active version of the adapte
 rewards; one optimizer step moves the adapter; it is published from memory as the next version and
 activated. The log-probabilities of trainer and server are compared at every step.
 
-    python client/examples/grpo.py [--model DIR] [--steps 18] [--target HOST:PORT]
+    python client/examples/grpo.py [--model DIR] [--steps 12] [--target HOST:PORT]
 
 Without --target it runs a server of its own: build/dorad, or DORAD_BINARY.
 """
@@ -281,7 +281,7 @@ def own_server(model: Path) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL, help="the base, for both sides")
-    parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--target", help="a running server of the same model, computing in fp32")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -19,7 +19,7 @@ from lib.registry_model import FAILED, READY, RETIRING, RegistryModel
 from lib.server import Server, command, start, wait_until
 from lib.wire import ABORTED, LENGTH, Sample, collect, failure
 
-OPERATIONS = int(os.environ.get("DORAD_RANDOM_OPERATIONS", "1500"))
+OPERATIONS = int(os.environ.get("DORAD_RANDOM_OPERATIONS", "10000"))
 SEED = int(os.environ.get("DORAD_RANDOM_SEED", "1"))
 NAMES = ["a", "b", "c", "policy"]
 CONTENTS = 4
