@@ -303,7 +303,6 @@ AdapterLoader::AdapterLoader(LoaderOptions options, ThreadPool* pool, const Base
                      std::move(observer), store}) {}
 
 AdapterLoader::~AdapterLoader() {
-  impl_->residency->Close();
   Impl::Queue& queue = *impl_->queue;
   std::deque<Job> cancelled;
   {
@@ -316,6 +315,7 @@ AdapterLoader::~AdapterLoader() {
     impl_->registry->Fail(job.options.name, job.version, status);
     impl_->End(job, nullptr, status);
   }
+  impl_->residency->Close();  // recalls stand in the same line
   absl::MutexLock lock(&queue.mu);
   const auto idle = [&queue]()
                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(queue.mu) { return queue.running == 0; };

@@ -554,7 +554,11 @@ struct Engine::Impl {
     if (frozen == request->frozen) return;
     request->frozen = frozen;
     frozen_requests += frozen ? 1 : -1;
-    for (const auto& sequence : request->sequences) scheduler.SetFrozen(sequence.get(), frozen);
+    for (const auto& sequence : request->sequences) {
+      scheduler.SetFrozen(sequence.get(), frozen);
+      // Its weights may make room meanwhile.
+      if (frozen && sequence->in_flight == 0) sequence->DropUses();
+    }
   }
 
   // Who gets an answer also sees its effect in stats().

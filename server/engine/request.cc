@@ -105,8 +105,7 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
     if (use.ok() && use->has_value()) {
       sequence->uses.push_back(**std::move(use));
     } else {
-      sequence->DropUses();
-      scheduler->Suspend(sequence.get());
+      sequence->DropUses();  // it waits for all of them
     }
   }
   DropUnusedLeases();

@@ -31,13 +31,9 @@ void Scheduler::Remove(Sequence* sequence) {
 
 void Scheduler::Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter,
                         const PrefixNode& root) {
+  DORAD_CHECK(sequence->state != Sequence::State::kEnded && sequence->in_flight == 0);
   sequence->kv_spans.assign(1, {0, adapter});
   sequence->root = root;
-  Suspend(sequence);
-}
-
-void Scheduler::Suspend(Sequence* sequence) {
-  DORAD_CHECK(sequence->state != Sequence::State::kEnded && sequence->in_flight == 0);
   Rewind(sequence);
   if (!Take(sequence, &running_)) return;
   sequence->state = Sequence::State::kWaiting;
@@ -63,8 +59,9 @@ bool Scheduler::Take(Sequence* sequence, Line* line) {
   return true;
 }
 
-bool Scheduler::CanContinue(const Sequence& sequence) {
-  return sequence.state == Sequence::State::kRunning && !sequence.frozen;
+bool Scheduler::CanContinue(Sequence* sequence) const {
+  return sequence->state == Sequence::State::kRunning && !sequence->frozen &&
+         (!options_.may_run || options_.may_run(sequence));
 }
 
 std::vector<Chunk> Scheduler::Schedule() {
@@ -73,10 +70,10 @@ std::vector<Chunk> Scheduler::Schedule() {
   // Preemption takes sequences from the end of running_, so walk over a copy.
   const std::vector<Sequence*> candidates(running_.begin(), running_.end());
   for (Sequence* s : candidates) {
-    if (CanContinue(*s) && s->pending() == 1) Continue(s, &plan);
+    if (s->pending() == 1 && CanContinue(s)) Continue(s, &plan);
   }
   for (Sequence* s : candidates) {
-    if (CanContinue(*s) && s->pending() > 1) Continue(s, &plan);
+    if (s->pending() > 1 && CanContinue(s)) Continue(s, &plan);
   }
   if (!plan.preempted) AdmitWaiting(&plan);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
@@ -102,7 +99,10 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     if (s->in_flight > 0) break;
     bool admitted = Admit(s, plan);
     while (!admitted && PreemptFrozen(plan)) admitted = Admit(s, plan);
-    if (!admitted) break;
+    if (!admitted) {
+      s->DropUses();
+      break;
+    }
   }
 }
 
@@ -119,6 +119,7 @@ void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;
   s.sampling -= chunk.samples ? 1 : 0;
+  if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropUses();
 }
 
 void Scheduler::Computed(const Chunk& chunk) {
@@ -232,6 +233,8 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   Take(sequence, &running_);
   sequence->state = Sequence::State::kWaiting;
   Put(sequence, &waiting_);
+  // Who waits for pages holds no weights: others may wait for those, and have the pages.
+  if (sequence->in_flight == 0) sequence->DropUses();
   ++sequence->preemptions;
   ++preemptions_;
   plan->preempted = true;

@@ -20,8 +20,8 @@ class Scheduler {
   struct Options {
     int64_t max_step_tokens = 512;
     int32_t max_running = 256;
-    // Whether a sequence in line may get rows now. If not it keeps its place, and those behind it
-    // go first. Null: always.
+    // Whether a sequence may get rows now. If not it keeps its place and its pages, and others go
+    // first. Null: always.
     std::function<bool(Sequence*)> may_run;
   };
 
@@ -36,9 +36,6 @@ class Scheduler {
   // version with the root of its prefixes. REQUIRES: it has not ended and nothing of it is in
   // flight.
   void Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter, const PrefixNode& root);
-  // Gives the pages of a sequence back and puts it in line again, to be computed again as it was.
-  // REQUIRES: as Restart.
-  void Suspend(Sequence* sequence);
   // A frozen sequence keeps its place and its pages (until others need them) and gets no rows.
   void SetFrozen(Sequence* sequence, bool frozen);
 
@@ -72,7 +69,7 @@ class Scheduler {
     bool preempted = false;
   };
 
-  static bool CanContinue(const Sequence& sequence);
+  bool CanContinue(Sequence* sequence) const;
   static bool HasLeader(const Sequence& sequence);
   static bool WaitsForLeader(const Sequence& sequence);
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);

@@ -37,7 +37,7 @@ struct Sequence {
   State state = State::kWaiting;
   bool is_score = false;
   bool frozen = false;  // gets no rows until it thaws
-  // Of the weights of all kv_spans, from its first rows to its end.
+  // Of the weights of all kv_spans, while it runs or has rows in flight.
   std::vector<adapter::WeightsUse> uses;
   bool has_uses = false;
   bool use_prefix_cache = true;

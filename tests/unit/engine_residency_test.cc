@@ -173,6 +173,34 @@ TEST_F(EngineResidencyTest, ASwitchToWeightsThatAreAwayWaitsForThem) {
   }
 }
 
+TEST_F(EngineResidencyTest, TheWeightsOfAPausedAdapterMakeRoom) {
+  Limit(1);
+  Start(DefaultOptions(), 64);
+  runner_->on_step = [] {
+    absl::SleepFor(absl::Microseconds(200));
+    return absl::OkStatus();
+  };
+  const Adapter other = Resident("other");
+  const Adapter paused = Resident("paused");
+  GenerateInput input = Input(Prompt(20), 300, paused);
+  const SampleText expected = Expected(input, 0, 512);
+  auto stream = Submit(std::move(input));
+  const absl::Time limit = absl::Now() + absl::Seconds(20);
+  while (engine_->stats().running_sequences == 0 && absl::Now() < limit) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  absl::Notification done;
+  engine_->Pause(PauseMode::kKeep, {"paused", 0}, [&](auto) { done.Notify(); });
+  done.WaitForNotification();
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, other))).status.ok());
+  EXPECT_FALSE(paused->resident());
+  engine_->Resume({}, [] {});
+  const SampleText sample = Wait(*stream).samples.at(0);
+  EXPECT_EQ(sample.tokens, expected.tokens);
+  EXPECT_EQ(sample.finish.usage.preemptions, 0u) << "its pages stayed";
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineResidencyTest, RandomTrafficOverManyAdaptersKeepsResultsAndBooks) {
   for (uint32_t seed = 1; seed <= 6; ++seed) {
     SCOPED_TRACE(seed);
