@@ -98,6 +98,11 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   void BringWanted() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     for (auto it = wanted.begin(); it != wanted.end() && !closed;) {
       Weights* const weights = *it;
+      if (options.max_bytes > 0 && StayingBytes() + weights->bytes > options.max_bytes) {
+        weights->wanted = false;  // there will be no room; who asks is told
+        it = wanted.erase(it);
+        continue;
+      }
       if (weights->place == Place::kResident) {  // draining: it goes before it comes again
         ++it;
         continue;
@@ -264,27 +269,48 @@ Residency::Entry::~Entry() {
   state_->BringWanted();
 }
 
-absl::StatusOr<std::optional<WeightsUse>> Residency::Entry::Use() {
-  absl::MutexLock lock(&state_->mu);
-  Weights& weights = *weights_;
-  if (weights.place == Weights::Place::kResident && !weights.draining) {
-    ++weights.uses;
-    weights.last_use = ++state_->clock;
-    weights.kept_until = absl::InfinitePast();
-    return WeightsUse(this);
+absl::StatusOr<std::optional<Residency::Uses>> Residency::UseAll(absl::Span<Entry* const> entries) {
+  if (entries.empty()) return Uses();
+  State& state = *entries.front()->state_;
+  absl::MutexLock lock(&state.mu);
+  bool are_here = true;
+  int64_t movable = 0;  // bytes of those that can go
+  for (const Entry* entry : entries) {
+    Entry::Weights& weights = *entry->weights_;
+    are_here = are_here && weights.place == Entry::Weights::Place::kResident && !weights.draining;
+    movable += weights.recall == nullptr ? 0 : weights.bytes;
+    if (!weights.failure.ok()) return std::exchange(weights.failure, absl::OkStatus());
   }
-  if (!weights.failure.ok()) return std::exchange(weights.failure, absl::OkStatus());
-  const int64_t limit = state_->options.max_bytes;
-  const int64_t staying = state_->StayingBytes();
-  if (limit > 0 && staying + weights.bytes > limit) {
+  if (are_here) {
+    Uses uses;
+    for (Entry* entry : entries) {
+      Entry::Weights& weights = *entry->weights_;
+      ++weights.uses;
+      weights.last_use = ++state.clock;
+      weights.kept_until = absl::InfinitePast();
+      uses.emplace_back(entry);
+    }
+    return uses;
+  }
+  const int64_t limit = state.options.max_bytes;
+  const int64_t staying = state.StayingBytes();
+  if (limit > 0 && staying + movable > limit) {
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                     absl::StrCat("the adapter takes ", weights.bytes, " bytes; of ", limit,
+                     absl::StrCat("the adapter's weights take ", movable, " bytes; of ", limit,
                                   " for adapters, ", staying, " are held by others that stay"));
   }
-  if (weights.place != Weights::Place::kComing) {
-    state_->Want(&weights);
-    state_->BringWanted();
+  bool is_next = false;  // one of those that are missing
+  for (const Entry* entry : entries) {
+    Entry::Weights& weights = *entry->weights_;
+    const bool is_here = weights.place == Entry::Weights::Place::kResident && !weights.draining;
+    if (!is_here && weights.place != Entry::Weights::Place::kComing) state.Want(&weights);
+    is_next = is_next || weights.place == Entry::Weights::Place::kComing ||
+              (!state.wanted.empty() && state.wanted.front() == &weights);
   }
+  for (const Entry* entry : entries) {
+    if (is_next) entry->weights_->kept_until = state.options.now() + state.options.patience;
+  }
+  state.BringWanted();
   return std::nullopt;
 }
 

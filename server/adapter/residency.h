@@ -12,19 +12,22 @@
 // Owned by App; entries may outlive it. Thread-safe.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 
 namespace dorad::adapter {
 
 class AdapterWeights;
+class WeightsUse;
 
 class Residency {
  public:
@@ -35,7 +38,11 @@ class Residency {
     absl::Duration patience = absl::Seconds(2);
     // Runs a task elsewhere (a loader thread): weights are freed and recalled there.
     std::function<void(std::function<void()>)> executor;
-    std::function<absl::Time()> now = [] { return absl::Now(); };
+    // Of a clock that never jumps.
+    std::function<absl::Time()> now = [] {
+      return absl::UnixEpoch() +
+             absl::FromChrono(std::chrono::steady_clock::now().time_since_epoch());
+    };
   };
   explicit Residency(Options options);
   ~Residency();
@@ -43,6 +50,13 @@ class Residency {
   void Close();
 
   class Entry;
+  using Uses = std::vector<WeightsUse>;
+  // Uses of all of these, which are entries of one Residency, or nullopt while some of the weights
+  // are away or held back for others that starve; those are wanted then, and while they are the
+  // next to come the rest stays. The error of a recall that has failed, once; the next call wants
+  // the weights again. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) for weights that would not fit together
+  // beside those that never go.
+  static absl::StatusOr<std::optional<Uses>> UseAll(absl::Span<Entry* const> entries);
   // Takes weights that were just built and that nobody uses yet. recall: null for weights that
   // never go. Without room beside what is in use they are away at once; if they can never go,
   // RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
@@ -66,11 +80,9 @@ class Residency {
   std::shared_ptr<State> state_;
 };
 
-// The right to compute with one version's weights; an empty one is for weights that never go.
-// Move-only. Thread-compatible.
+// The right to compute with one version's weights. Move-only. Thread-compatible.
 class WeightsUse {
  public:
-  WeightsUse() = default;
   explicit WeightsUse(Residency::Entry* entry) : entry_(entry) {}
   WeightsUse(WeightsUse&& other) noexcept : entry_(std::exchange(other.entry_, nullptr)) {}
   WeightsUse& operator=(WeightsUse&& other) noexcept {
@@ -82,7 +94,7 @@ class WeightsUse {
   ~WeightsUse();
 
  private:
-  Residency::Entry* entry_ = nullptr;
+  Residency::Entry* entry_;
 };
 
 // One version's weights. To be destroyed when nobody uses them any more.
@@ -92,10 +104,6 @@ class Residency::Entry {
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
 
-  // nullopt while the weights are away or held back for others that starve; they are wanted then.
-  // The error of a recall that has failed, once; the next call wants them again. RESOURCE_EXHAUSTED
-  // (OUT_OF_MEMORY) for weights that would not fit beside those that never go.
-  absl::StatusOr<std::optional<WeightsUse>> Use();
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const;
   bool resident() const;

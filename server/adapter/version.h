@@ -80,11 +80,8 @@ class LoadedAdapter {
   int64_t version() const { return version_; }
   const std::string& digest() const { return summary_.digest; }
   const AdapterSummary& summary() const { return summary_; }
-  // As Residency::Entry::Use.
-  absl::StatusOr<std::optional<WeightsUse>> Use() const {
-    if (entry_ == nullptr) return WeightsUse();
-    return entry_->Use();
-  }
+  // For Residency::UseAll; nullptr: weights that never go.
+  Residency::Entry* entry() const { return entry_.get(); }
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
   bool resident() const { return entry_ == nullptr || entry_->resident(); }

@@ -83,6 +83,8 @@ struct Engine::Impl {
     thread.join();
   }
 
+  using Entries = std::vector<adapter::Residency::Entry*>;  // sorted
+
   // --- Any thread.
 
   absl::Status Admit(std::unique_ptr<Request> request) ABSL_LOCKS_EXCLUDED(mu) {
@@ -270,34 +272,56 @@ struct Engine::Impl {
     if (!in_flight.empty()) FinishStep();
   }
 
-  // Whether the weights that a sequence's rows need are there; then it has a use of them.
+  // Whether the weights that a sequence's rows need are there; then it has uses of them.
   bool MayRun(Sequence* sequence) {
     if (sequence->has_uses) return true;
-    std::vector<adapter::WeightsUse> uses;
+    Entries entries;
     for (const KvSpan& span : sequence->kv_spans) {
-      if (span.adapter == nullptr) continue;
-      // Many may wait for the same: one of them asks in each step.
-      if (away.contains(span.adapter)) return false;
-      absl::StatusOr<std::optional<adapter::WeightsUse>> use = span.adapter->Use();
-      if (!use.ok() || !use->has_value()) {
-        away.insert(span.adapter);
-        if (!use.ok()) without_weights.emplace(sequence->request, use.status());
-        return false;
-      }
-      uses.push_back(**std::move(use));
+      if (span.adapter == nullptr || span.adapter->entry() == nullptr) continue;
+      entries.push_back(span.adapter->entry());
     }
-    sequence->uses = std::move(uses);
+    std::sort(entries.begin(), entries.end());
+    entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
+    // Many may wait for the same: one of them asks in each step.
+    if (away.contains(entries)) return false;
+    absl::StatusOr<std::optional<adapter::Residency::Uses>> uses =
+        adapter::Residency::UseAll(entries);
+    if (!uses.ok() || !uses->has_value()) {
+      if (!uses.ok()) without_weights.emplace(entries, uses.status());
+      away.insert(std::move(entries));
+      return false;
+    }
+    sequence->uses = **std::move(uses);
     sequence->has_uses = true;
     return true;
   }
 
-  // Ends the requests whose weights could not be brought.
+  // Ends the requests that wait for weights which could not be brought.
   void EndWithoutWeights() {
     if (without_weights.empty()) return;
     FinishAll();
-    for (const auto& [request, status] : std::exchange(without_weights, {})) {
-      if (IsHere(request)) EndRequest(request, status);
+    for (const auto& [entries, status] : std::exchange(without_weights, {})) {
+      std::vector<Request*> waiting;
+      for (const auto& [id, request] : requests) {
+        if (WaitsForOneOf(*request, entries)) waiting.push_back(request.get());
+      }
+      for (Request* request : waiting) EndRequest(request, status);
     }
+  }
+
+  static bool WaitsForOneOf(const Request& request, const Entries& entries) {
+    for (const auto& sequence : request.sequences) {
+      if (sequence->state == Sequence::State::kEnded || sequence->has_uses || sequence->frozen) {
+        continue;
+      }
+      for (const KvSpan& span : sequence->kv_spans) {
+        if (span.adapter == nullptr) continue;
+        if (std::find(entries.begin(), entries.end(), span.adapter->entry()) != entries.end()) {
+          return true;
+        }
+      }
+    }
+    return false;
   }
 
   // False when nothing has begun.
@@ -618,10 +642,11 @@ struct Engine::Impl {
   std::set<std::pair<Instant, Request*>> deadlines;
   std::vector<std::unique_ptr<Request>> graveyard;
   Pauses pauses;
-  // In the step that is scheduled: adapters whose weights are not there.
-  absl::flat_hash_set<const adapter::LoadedAdapter*> away;
-  std::map<Request*, absl::Status> without_weights;  // could not be brought
-  bool stalled = false;                              // nobody can run before weights come
+  // In the step that is scheduled: weights that are not there, as some sequence needs them
+  // together.
+  std::set<Entries> away;
+  std::map<Entries, absl::Status> without_weights;  // could not be brought
+  bool stalled = false;                             // nobody can run before weights come
   int64_t frozen_requests = 0;
   std::deque<StepInFlight> in_flight;  // oldest first
   Instant last_finished;               // of a step

@@ -94,19 +94,12 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
   const adapter::LoadedAdapter* const adapter = generate->lease.get();
   for (const auto& sequence : sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
+    sequence->DropUses();  // of versions whose leases may go; it asks for those that it needs now
     if (generate->in_flight != InFlightPolicy::kSwitchKeepKv || sequence->generated() == 0) {
-      sequence->DropUses();
       scheduler->Restart(sequence.get(), adapter, root);
       continue;
     }
     sequence->SwitchKeepingKv(adapter);
-    if (!sequence->has_uses) continue;
-    absl::StatusOr<std::optional<adapter::WeightsUse>> use = adapter->Use();
-    if (use.ok() && use->has_value()) {
-      sequence->uses.push_back(**std::move(use));
-    } else {
-      sequence->DropUses();  // it waits for all of them
-    }
   }
   DropUnusedLeases();
 }

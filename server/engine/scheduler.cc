@@ -92,6 +92,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
   for (auto it = waiting_.begin(); it != waiting_.end();) {
     Sequence* const s = *it++;  // admission erases it from waiting_
     if (plan->budget == 0 || running() - frozen_running_ >= max_running) break;
+    if (static_cast<int64_t>(plan->chunks.size()) >= max_running) break;
     if (s->frozen) continue;
     if (WaitsForLeader(*s)) continue;
     if (options_.may_run && !options_.may_run(s)) continue;
@@ -174,10 +175,12 @@ void Scheduler::Append(Sequence* sequence, Plan* plan) {
 
 void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   const int64_t count = ChunkSize(*sequence, plan->budget);
-  if (count == 0) return;
+  // After a thaw more may be running.
+  if (count == 0 || static_cast<int64_t>(plan->chunks.size()) >= options_.max_running) return;
   const int64_t held = static_cast<int64_t>(sequence->pages.size());
   const int64_t missing = PagesFor(sequence->computed + count) - held;
   while (missing > 0 && !pages_->Allocate(missing, &sequence->pages)) {
+    if (PreemptFrozen(plan)) continue;
     Sequence* const victim = *running_.rbegin();
     Preempt(victim, plan);
     if (victim == sequence) return;

@@ -58,9 +58,15 @@ class ResidencyTest : public ::testing::Test {
     }
   }
 
+  static absl::StatusOr<std::optional<Residency::Uses>> Use(Residency::Entry& entry) {
+    Residency::Entry* const all[] = {&entry};
+    return Residency::UseAll(all);
+  }
+  static WeightsUse TakeUse(Residency::Entry& entry) { return std::move((**Use(entry))[0]); }
+
   // "away", the reason of a failure, or "" with a use that is given back at once.
   static std::string Try(Residency::Entry& entry) {
-    const auto use = entry.Use();
+    const auto use = Use(entry);
     if (!use.ok()) return ReasonOf(use.status());
     return use->has_value() ? "" : "away";
   }
@@ -96,7 +102,7 @@ TEST_F(ResidencyTest, TheLeastRecentlyUsedMakesRoomAndComesBackWhenWanted) {
   EXPECT_EQ(tasks_.size(), 1u);
   RunTasks();
   EXPECT_FALSE(a->resident()) << "used before c came";
-  const auto use = b->Use();
+  const auto use = Use(*b);
   ASSERT_TRUE(use.ok() && use->has_value());
   EXPECT_EQ(NumberOf(*b), 2);
   EXPECT_EQ(residency_->stats().bytes, 20);
@@ -107,7 +113,7 @@ TEST_F(ResidencyTest, TheLeastRecentlyUsedMakesRoomAndComesBackWhenWanted) {
 TEST_F(ResidencyTest, WhatIsInUseStays) {
   Start(20);
   const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
-  std::optional<WeightsUse> use_a = **a->Use(), use_b = **b->Use();
+  std::optional<WeightsUse> use_a = TakeUse(*a), use_b = TakeUse(*b);
   const EntryPtr c = *Add(3, 10);
   EXPECT_FALSE(c->resident()) << "it is away at once";
   EXPECT_EQ(Try(*c), "away");
@@ -135,7 +141,7 @@ TEST_F(ResidencyTest, WhatCannotComeBackNeverGoes) {
 TEST_F(ResidencyTest, WeightsComeInTheOrderInWhichTheyWereWanted) {
   Start(10);
   const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10);
-  std::optional<WeightsUse> use = **c->Use();
+  std::optional<WeightsUse> use = TakeUse(*c);
   EXPECT_EQ(Try(*b), "away");
   EXPECT_EQ(Try(*a), "away");
   use.reset();
@@ -167,7 +173,7 @@ TEST_F(ResidencyTest, AFailedRecallIsToldAndTriedAgain) {
   failing_ = true;
   EXPECT_EQ(Try(*a), "away");
   RunTasks();
-  EXPECT_EQ(a->Use().status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Use(*a).status().code(), absl::StatusCode::kDataLoss);
   failing_ = false;
   EXPECT_EQ(Try(*a), "away");
   RunTasks();
@@ -177,7 +183,7 @@ TEST_F(ResidencyTest, AFailedRecallIsToldAndTriedAgain) {
 TEST_F(ResidencyTest, TheStarvingGetTheRoomOfTheLongestResident) {
   Start(20);
   const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10);  // a is away
-  std::optional<WeightsUse> use_b = **b->Use(), use_c = **c->Use();
+  std::optional<WeightsUse> use_b = TakeUse(*b), use_c = TakeUse(*c);
   EXPECT_EQ(Try(*a), "away");
   now_ += absl::Seconds(1);
   EXPECT_EQ(Try(*a), "away");
@@ -200,7 +206,7 @@ TEST_F(ResidencyTest, UsersComeBackWhenNobodyStarvesAnyMore) {
   Start(10);
   const EntryPtr a = *Add(1, 10);
   EntryPtr b = *Add(2, 10);
-  std::optional<WeightsUse> use = **b->Use();
+  std::optional<WeightsUse> use = TakeUse(*b);
   EXPECT_EQ(Try(*a), "away");
   EntryPtr c = *Add(3, 10);
   now_ += absl::Seconds(3);
@@ -230,11 +236,57 @@ TEST_F(ResidencyTest, AnEntryThatGoesWhileItIsRecalledFreesItsRoom) {
 TEST_F(ResidencyTest, EntriesMayOutliveIt) {
   Start(10);
   const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
-  std::optional<WeightsUse> use = **b->Use();
+  std::optional<WeightsUse> use = TakeUse(*b);
   EXPECT_EQ(Try(*a), "away");
   residency_.reset();
   use.reset();
   EXPECT_TRUE(tasks_.empty()) << "nothing is recalled any more";
+}
+
+TEST_F(ResidencyTest, WhatIsNeededTogetherComesTogether) {
+  Start(20);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10), d = *Add(4, 10);
+  Residency::Entry* const pair[] = {a.get(), b.get()};
+  const auto try_pair = [&] {
+    const auto uses = Residency::UseAll(pair);
+    return uses.ok() && uses->has_value();
+  };
+  bool came = false;
+  for (int i = 0; i < 10 && !came; ++i) {
+    came = try_pair();
+    (void)Try(*c);  // somebody else asks all the time
+    RunTasks();
+  }
+  EXPECT_TRUE(came);
+}
+
+TEST_F(ResidencyTest, WhatCannotBeHereTogetherIsRefused) {
+  Start(15);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  Residency::Entry* const pair[] = {a.get(), b.get()};
+  EXPECT_EQ(ReasonOf(Residency::UseAll(pair).status()), "OUT_OF_MEMORY");
+  EXPECT_EQ(Try(*a), "away") << "each of them alone comes";
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+}
+
+TEST_F(ResidencyTest, WantsThatCanNoLongerBeMetHoldNobodyUp) {
+  Start(10);
+  const EntryPtr x = *Add(1, 5), w = *Add(2, 6), y = *Add(3, 4);
+  std::optional<WeightsUse> use = TakeUse(*y);
+  EXPECT_EQ(Try(*x), "away");
+  RunTasks();
+  std::optional<WeightsUse> other = TakeUse(*x);
+  EXPECT_EQ(Try(*w), "away");
+  use.reset();
+  const EntryPtr p = *Add(4, 5, /*can_go=*/false);
+  now_ += absl::Seconds(5);
+  EXPECT_EQ(Try(*w), "OUT_OF_MEMORY");
+  EXPECT_EQ(Try(*x), "") << "it drains for nobody";
+  other.reset();
+  EXPECT_EQ(Try(*y), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*y), "");
 }
 
 // Random uses of more versions than fit: limits hold, the right weights are used, and everyone who
@@ -254,11 +306,11 @@ TEST_F(ResidencyTest, RandomUseKeepsTheLimitAndStarvesNobody) {
       now_ += absl::Milliseconds(50);
       // Some names are asked for far more often than others.
       const int i = below(3) == 0 ? below(12) : below(4);
-      auto use = entries[i]->Use();
+      auto use = Use(*entries[i]);
       ASSERT_TRUE(use.ok()) << use.status();
       if (use->has_value()) {
         EXPECT_EQ(NumberOf(*entries[i]), i);
-        uses.emplace_back(i, **std::move(use));
+        uses.emplace_back(i, std::move((**use)[0]));
         waits[i] = 0;
       } else {
         ASSERT_LT(++waits[i], 600) << i << " starves";

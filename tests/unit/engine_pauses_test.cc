@@ -152,6 +152,27 @@ TEST_F(PausesTest, FrozenRequestsGiveTheirPagesToOthersAndLoseNoToken) {
   ExpectEverythingBack();
 }
 
+TEST_F(PausesTest, ARunningRequestTakesThePagesOfFrozenOnesBeforeItsOwn) {
+  Start(DefaultOptions(), 24, /*max_steps_in_flight=*/1);
+  absl::Notification begun;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 3) begun.Notify();
+    return absl::OkStatus();
+  };
+  GenerateInput input = Input(Prompt(90), 200, MakeAdapter("a", 1));
+  const SampleText expected = Expected(input, 0, 384);
+  auto frozen = Submit(std::move(input));
+  begun.WaitForNotification();
+  Pause(PauseMode::kKeep, a_);
+  // Together with the six pages of the frozen one it needs more than there are.
+  const SampleText sample = Wait(*Submit(Input(Prompt(250, 500), 60))).samples.at(0);
+  EXPECT_EQ(sample.tokens.size(), 60u);
+  EXPECT_EQ(sample.finish.usage.preemptions, 0u);
+  Resume(a_);
+  EXPECT_EQ(Wait(*frozen).samples.at(0).tokens, expected.tokens);
+  ExpectEverythingBack();
+}
+
 TEST_F(PausesTest, ARequestThatGoesOverToAPausedVersionFreezes) {
   Start(DefaultOptions(), 64);
   const auto first = MakeAdapter("a", 1);

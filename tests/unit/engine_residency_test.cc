@@ -173,6 +173,42 @@ TEST_F(EngineResidencyTest, ASwitchToWeightsThatAreAwayWaitsForThem) {
   }
 }
 
+TEST_F(EngineResidencyTest, AVersionThatWasActiveBetweenTwoTokensIsUsedNoMore) {
+  Limit(0);
+  Start(DefaultOptions(), 64);
+  std::vector<Adapter> versions = {Resident("first"), Resident("between"), Resident("last")};
+  std::atomic<size_t> active = 0;
+  GenerateInput input = Input(Prompt(20), 100, versions[0]);
+  input.in_flight = InFlightPolicy::kSwitchKeepKv;
+  input.follow = [&]() -> absl::StatusOr<adapter::AdapterLease> { return Lease(versions[active]); };
+  absl::Notification running;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 10) running.Notify();
+    absl::SleepFor(absl::Microseconds(200));
+    return absl::OkStatus();
+  };
+  auto stream = Submit(std::move(input));
+  running.WaitForNotification();
+  const auto pause = [&] {
+    absl::Notification done;
+    engine_->Pause(PauseMode::kKeep, {}, [&](auto) { done.Notify(); });
+    done.WaitForNotification();
+  };
+  pause();
+  for (size_t next : {1, 2}) {
+    active = next;
+    engine_->NoteActivated();
+    pause();  // answered when the note has been read
+  }
+  EXPECT_EQ(leases_.held(), 2) << "the one between has none";
+  versions[1].reset();  // checks that nobody uses it
+  engine_->Resume({}, [] {});
+  const SampleText sample = Wait(*stream).samples.at(0);
+  EXPECT_EQ(sample.spans.back().adapter, "last");
+  EXPECT_EQ(sample.tokens.size(), 100u);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineResidencyTest, TheWeightsOfAPausedAdapterMakeRoom) {
   Limit(1);
   Start(DefaultOptions(), 64);
