@@ -157,6 +157,7 @@ TEST_F(PausesTest, ARunningRequestTakesThePagesOfFrozenOnesBeforeItsOwn) {
   absl::Notification begun;
   runner_->on_step = [&, step = 0]() mutable {
     if (++step == 3) begun.Notify();
+    absl::SleepFor(absl::Microseconds(500));
     return absl::OkStatus();
   };
   GenerateInput input = Input(Prompt(90), 200, MakeAdapter("a", 1));

@@ -174,9 +174,11 @@ TEST_F(EngineResidencyTest, ASwitchToWeightsThatAreAwayWaitsForThem) {
 }
 
 TEST_F(EngineResidencyTest, AVersionThatWasActiveBetweenTwoTokensIsUsedNoMore) {
-  Limit(0);
+  Limit(2);
   Start(DefaultOptions(), 64);
-  std::vector<Adapter> versions = {Resident("first"), Resident("between"), Resident("last")};
+  std::vector<Adapter> versions(3);
+  for (int i : {2, 1, 0}) versions[i] = Resident(i == 0 ? "first" : i == 1 ? "between" : "last");
+  ASSERT_FALSE(versions[2]->resident());
   std::atomic<size_t> active = 0;
   GenerateInput input = Input(Prompt(20), 100, versions[0]);
   input.in_flight = InFlightPolicy::kSwitchKeepKv;

@@ -71,7 +71,10 @@ class FakeModelRunner final : public ModelRunner {
       if (absl::Status status = on_begin(sequences); !status.ok()) return status;
     }
     std::vector<Rows>& step = in_flight_.emplace_back();
-    for (const StepSequence& s : sequences) step.push_back(Rows(s));
+    for (const StepSequence& s : sequences) {
+      DORAD_CHECK(s.adapter == nullptr || s.adapter->resident());
+      step.push_back(Rows(s));
+    }
     if (in_flight_.size() == 1) previous_.clear();
     return absl::OkStatus();
   }
