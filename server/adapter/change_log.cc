@@ -85,6 +85,7 @@ std::string ToJson(const Change& change) {
     json["create_time_ns"] = absl::ToUnixNanos(change.stored.create_time);
     json["tags"] = Json::object();
     for (const auto& [key, value] : change.stored.tags) json["tags"][key] = value;
+    json["pinned"] = change.stored.pinned;
     json["activate"] = change.activate;
   }
   return json.dump();
@@ -117,6 +118,7 @@ absl::StatusOr<Change> ParseChange(std::string_view text) {
     members.Text("digest", &change.stored.digest);
     members.Integer("create_time_ns", &create_time_ns);
     members.Tags(&change.stored.tags);
+    members.Read("pinned", &Json::is_boolean, &change.stored.pinned);
     members.Read("activate", &Json::is_boolean, &change.activate);
     change.stored.create_time = absl::FromUnixNanos(create_time_ns);
   }

@@ -20,6 +20,7 @@ struct StoredVersion {
   std::string digest;  // as AdapterSummary's
   absl::Time create_time;
   std::map<std::string, std::string> tags;
+  bool pinned = false;  // its weights stay resident
 
   bool operator==(const StoredVersion&) const = default;
 };

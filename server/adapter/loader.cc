@@ -352,6 +352,7 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::LoadStored(
     Job job;
     job.options.name = name;
     job.version = version;
+    job.options.pinned = stored.pinned;
     result = impl_->LoadStored(job, stored);
     done.Notify();
   });

@@ -271,6 +271,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
       change.type = Change::Type::kPublished;
       change.stored.object = object;
       change.stored.digest = adapter->digest();
+      change.stored.pinned = !adapter->can_go();
       change.activate = activate;
       status = Log(std::move(change), 0);
     } else if (status.ok() && activate) {

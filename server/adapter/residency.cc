@@ -316,6 +316,8 @@ absl::StatusOr<std::optional<Residency::Uses>> Residency::UseAll(absl::Span<Entr
 
 const AdapterWeights& Residency::Entry::weights() const { return *weights_->here; }
 
+bool Residency::Entry::can_go() const { return weights_->recall != nullptr; }
+
 bool Residency::Entry::resident() const {
   absl::MutexLock lock(&state_->mu);
   return weights_->place == Weights::Place::kResident;

@@ -107,6 +107,8 @@ class Residency::Entry {
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const;
   bool resident() const;
+  // Whether they may make room for others.
+  bool can_go() const;
 
  private:
   friend class Residency;

@@ -85,6 +85,7 @@ class LoadedAdapter {
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
   bool resident() const { return entry_ == nullptr || entry_->resident(); }
+  bool can_go() const { return entry_ != nullptr && entry_->can_go(); }
 
  private:
   const std::string name_;

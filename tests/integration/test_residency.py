@@ -86,6 +86,19 @@ def test_more_than_fit_come_back_after_a_restart(zoo, folders, alone, tmp_path) 
             assert [answer(server.wire, f"a{i}") for i in range(3)] == answers[:3]
 
 
+def test_what_is_pinned_is_so_after_a_restart(zoo, folders, alone, tmp_path) -> None:
+    answers, size = alone
+    with serve(zoo.model("slow"), None, settings(tmp_path, 2.5, size)) as server:
+        server.wire.publish("pinned", folders[0], activate=True, durable=True, pinned=True)
+        for i in (1, 2):
+            server.wire.publish(f"a{i}", folders[i], activate=True, durable=True)
+    with serve(zoo.model("slow"), None, settings(tmp_path, 2.5, size)) as server:
+        for i in (1, 2, 1):
+            assert answer(server.wire, f"a{i}") == answers[i]
+            assert server.wire.adapter("pinned").resident
+        assert answer(server.wire, "pinned") == answers[0]
+
+
 def test_what_cannot_come_back_stays_and_is_refused_beyond_the_limit(
     zoo, folders, alone, tmp_path
 ) -> None:

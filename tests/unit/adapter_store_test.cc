@@ -289,7 +289,8 @@ TEST(ChangeTest, EveryKindSurvivesItsJson) {
   change.stored = {"object",
                    "digest",
                    absl::FromUnixNanos(1'700'000'000'123'456'789),
-                   {{"text", "ä\n\"\\\x01"}, {"", ""}}};
+                   {{"text", "ä\n\"\\\x01"}, {"", ""}},
+                   /*pinned=*/true};
   change.activate = true;
   const std::string json = ToJson(change);
   EXPECT_EQ(json.find('\n'), std::string::npos);
