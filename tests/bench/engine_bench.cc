@@ -66,8 +66,7 @@ void Report(int step_us, int sequences) {
                 &metrics);
   adapter::AdapterSummary summary;
   summary.digest = std::string(64, 'd');
-  const auto adapter =
-      std::make_shared<const adapter::LoadedAdapter>("policy", 1, summary);
+  const auto adapter = std::make_shared<const adapter::LoadedAdapter>("policy", 1, summary);
   std::vector<std::shared_ptr<TokenStream>> streams;
   engine.Pause(PauseMode::kKeep, {}, [](auto) {});
   for (int i = 0; i < sequences; ++i) {

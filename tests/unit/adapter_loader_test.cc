@@ -100,6 +100,14 @@ class AdapterLoaderTest : public ::testing::Test {
         });
   }
 
+  // Of the weights that are held, when what is being freed has gone.
+  int64_t Bytes() {
+    absl::Notification freed;  // by the tasks before this one
+    pool_.Submit([&freed] { freed.Notify(); });
+    freed.WaitForNotification();
+    return residency_->stats().bytes;
+  }
+
   absl::StatusOr<PublishResult> Wait(std::function<void(PublishCallback)> start) {
     absl::Notification done;
     absl::StatusOr<PublishResult> result = absl::UnknownError("not called");
@@ -231,7 +239,7 @@ TEST_F(AdapterLoaderTest, PublishesWeightsInServingLayoutWithExactG) {
   }
   EXPECT_EQ(summary.num_parameters, parameters);
   EXPECT_EQ(summary.resident_bytes, parameters * 4);
-  EXPECT_EQ(residency_->stats().bytes, parameters * 4);
+  EXPECT_EQ(Bytes(), parameters * 4);
 }
 
 TEST_F(AdapterLoaderTest, PlainLoraHasNoG) {
@@ -396,7 +404,7 @@ TEST_F(AdapterLoaderTest, TheDigestIsOfTheContentAlone) {
 TEST_F(AdapterLoaderTest, AFailedLoadLeavesARecordAndNothingElse) {
   ASSERT_TRUE(
       Publish(MakeConfig(true, {"q_proj"}), MakeTensors(modules_, {"q_proj"}, 2, true)).ok());
-  const int64_t bytes = residency_->stats().bytes;
+  const int64_t bytes = Bytes();
   const auto refused =
       Publish(MakeConfig(true, {"q_proj"}, 3), MakeTensors(modules_, {"q_proj"}, 2, true));
   EXPECT_EQ(ReasonOf(refused.status()), "ADAPTER_RANK_MISMATCH");
@@ -404,7 +412,7 @@ TEST_F(AdapterLoaderTest, AFailedLoadLeavesARecordAndNothingElse) {
   const AdapterRecord failed = *registry_->Get({"a", 2});
   EXPECT_EQ(failed.state, AdapterState::kFailed);
   EXPECT_EQ(ReasonOf(failed.failure), "ADAPTER_RANK_MISMATCH");
-  EXPECT_EQ(residency_->stats().bytes, bytes);
+  EXPECT_EQ(Bytes(), bytes);
   absl::MutexLock lock(&mu_);
   EXPECT_EQ(observed_good_, 1);
   EXPECT_EQ(observed_bad_, 1);
@@ -415,7 +423,7 @@ TEST_F(AdapterLoaderTest, AStaleExpectationFailsThePublish) {
       Publish(MakeConfig(true, {"q_proj"}), MakeTensors(modules_, {"q_proj"}, 2, true),
               {.name = "a", .activate = true, .expected_generation = 41});
   EXPECT_EQ(ReasonOf(refused.status()), "GENERATION_MISMATCH");
-  EXPECT_EQ(residency_->stats().bytes, 0);
+  EXPECT_EQ(Bytes(), 0);
 }
 
 TEST_F(AdapterLoaderTest, RefusesABadNameWithoutALoad) {
@@ -558,12 +566,9 @@ TEST_F(AdapterLoaderTest, RetiringGivesAllMemoryBack) {
     ASSERT_TRUE(result.ok());
     AdapterLease lease = *registry_->Acquire({"a", 0});
     ASSERT_TRUE(registry_->Retire("a", result->adapter.version).ok());
-    EXPECT_GT(residency_->stats().bytes, 0);
+    EXPECT_GT(Bytes(), 0);
     lease.Reset();
-    absl::Notification freed;  // by the tasks before this one
-    pool_.Submit([&freed] { freed.Notify(); });
-    freed.WaitForNotification();
-    EXPECT_EQ(residency_->stats().bytes, 0);
+    EXPECT_EQ(Bytes(), 0);
   }
 }
 
