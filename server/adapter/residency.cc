@@ -31,6 +31,8 @@ struct Residency::Entry::Weights {
   // Recalled for somebody who has not come for it yet: until then it stays.
   absl::Time kept_until = absl::InfinitePast();
   absl::Status failure;  // of the last recall, until somebody was told
+
+  bool takes_users() const { return place == Place::kResident && !draining; }
 };
 
 struct Residency::State : std::enable_shared_from_this<Residency::State> {
@@ -82,6 +84,11 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
     return staying;
   }
 
+  // Whether there can be no room for so many bytes of weights that can go.
+  bool NeverFits(int64_t more) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    return options.max_bytes > 0 && StayingBytes() + more > options.max_bytes;
+  }
+
   void Want(Weights* weights) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     if (weights->wanted) return;
     weights->wanted = true;
@@ -98,7 +105,7 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   void BringWanted() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
     for (auto it = wanted.begin(); it != wanted.end() && !closed;) {
       Weights* const weights = *it;
-      if (options.max_bytes > 0 && StayingBytes() + weights->bytes > options.max_bytes) {
+      if (NeverFits(weights->bytes)) {
         weights->wanted = false;  // there will be no room; who asks is told
         it = wanted.erase(it);
         continue;
@@ -277,7 +284,7 @@ absl::StatusOr<std::optional<Residency::Uses>> Residency::UseAll(absl::Span<Entr
   int64_t movable = 0;  // bytes of those that can go
   for (const Entry* entry : entries) {
     Entry::Weights& weights = *entry->weights_;
-    are_here = are_here && weights.place == Entry::Weights::Place::kResident && !weights.draining;
+    are_here = are_here && weights.takes_users();
     movable += weights.recall == nullptr ? 0 : weights.bytes;
     if (!weights.failure.ok()) return std::exchange(weights.failure, absl::OkStatus());
   }
@@ -292,20 +299,18 @@ absl::StatusOr<std::optional<Residency::Uses>> Residency::UseAll(absl::Span<Entr
     }
     return uses;
   }
-  const int64_t limit = state.options.max_bytes;
-  const int64_t staying = state.StayingBytes();
-  if (limit > 0 && staying + movable > limit) {
-    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                     absl::StrCat("the adapter's weights take ", movable, " bytes; of ", limit,
-                                  " for adapters, ", staying, " are held by others that stay"));
+  if (state.NeverFits(movable)) {
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+        absl::StrCat("the adapter's weights take ", movable, " bytes; of ", state.options.max_bytes,
+                     " for adapters, ", state.StayingBytes(), " are held by others that stay"));
   }
   bool is_next = false;  // one of those that are missing
   for (const Entry* entry : entries) {
     Entry::Weights& weights = *entry->weights_;
-    const bool is_here = weights.place == Entry::Weights::Place::kResident && !weights.draining;
-    if (!is_here && weights.place != Entry::Weights::Place::kComing) state.Want(&weights);
-    is_next = is_next || weights.place == Entry::Weights::Place::kComing ||
-              (!state.wanted.empty() && state.wanted.front() == &weights);
+    const bool is_coming = weights.place == Entry::Weights::Place::kComing;
+    if (!weights.takes_users() && !is_coming) state.Want(&weights);
+    is_next = is_next || is_coming || (!state.wanted.empty() && state.wanted.front() == &weights);
   }
   for (const Entry* entry : entries) {
     if (is_next) entry->weights_->kept_until = state.options.now() + state.options.patience;

@@ -126,7 +126,7 @@ struct Engine::Impl {
     }
     const bool refused = std::any_of(
         refusing.begin(), refusing.end(),
-        [&](const adapter::AdapterRef& ref) { return ref.is_base() || request.Holds(ref); });
+        [&](const adapter::AdapterRef& scope) { return Pauses::Covers(scope, request); });
     if (refused) {
       return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
                                       "the engine is paused and refuses new requests"),
@@ -524,9 +524,8 @@ struct Engine::Impl {
 
   void Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done) {
     const auto in_scope = [this, &scope] {
-      return std::count_if(requests.begin(), requests.end(), [&](const auto& entry) {
-        return scope.is_base() || entry.second->Holds(scope);
-      });
+      return std::count_if(requests.begin(), requests.end(),
+                           [&](const auto& entry) { return Pauses::Covers(scope, *entry.second); });
     };
     switch (mode) {
       case PauseMode::kAbort: {
@@ -600,9 +599,8 @@ struct Engine::Impl {
       if (!inbox.empty()) return;  // requests admitted before the pause may be among them
     }
     const auto is_over = [this](const adapter::AdapterRef& scope) {
-      return std::none_of(requests.begin(), requests.end(), [&](const auto& entry) {
-        return scope.is_base() || entry.second->Holds(scope);
-      });
+      return std::none_of(requests.begin(), requests.end(),
+                          [&](const auto& entry) { return Pauses::Covers(scope, *entry.second); });
     };
     for (const Pauses::Waiting& pause : pauses.TakeOver(is_over)) {
       pauses.Begin(pause.scope);

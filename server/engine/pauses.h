@@ -13,6 +13,11 @@ namespace dorad::engine {
 
 class Pauses {
  public:
+  // Whether a pause of the scope is about the request.
+  static bool Covers(const adapter::AdapterRef& scope, const Request& request) {
+    return scope.is_base() || request.Holds(scope);
+  }
+
   // As Engine::PauseDone.
   using Done = std::function<void(absl::StatusOr<int>)>;
   // A pause that waits for its requests to end.

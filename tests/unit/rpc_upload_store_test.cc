@@ -12,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "server/base/error.h"
 #include "server/rpc/upload_store.h"
+#include "tests/unit/support/publish_parts.h"
 
 namespace dorad::rpc {
 namespace {
@@ -23,24 +24,8 @@ using Next = UploadStream::Next;
 constexpr int64_t kMaxBytes = 4 << 20;  // of one upload
 
 v1::PublishRequest Begin(const std::string& id, uint64_t size) {
-  v1::PublishRequest part;
+  v1::PublishRequest part = rpc::Begin(size);
   if (!id.empty()) part.mutable_begin()->set_upload_id(id);
-  part.mutable_begin()->set_name("a");
-  part.mutable_begin()->set_adapter_config_json("{}");
-  part.mutable_begin()->set_safetensors_size(size);
-  return part;
-}
-
-v1::PublishRequest Chunk(uint64_t offset, const std::string& data) {
-  v1::PublishRequest part;
-  part.mutable_chunk()->set_offset(offset);
-  part.mutable_chunk()->set_data(data);
-  return part;
-}
-
-v1::PublishRequest Commit() {
-  v1::PublishRequest part;
-  part.mutable_commit();
   return part;
 }
 

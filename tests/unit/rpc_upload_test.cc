@@ -7,6 +7,7 @@
 
 #include "server/base/error.h"
 #include "server/rpc/upload.h"
+#include "tests/unit/support/publish_parts.h"
 
 namespace dorad::rpc {
 namespace {
@@ -14,24 +15,8 @@ namespace {
 constexpr int64_t kMaxBytes = 8 << 20;
 
 v1::PublishRequest Begin(uint64_t size, const std::string& sha256 = "") {
-  v1::PublishRequest part;
-  part.mutable_begin()->set_name("a");
-  part.mutable_begin()->set_adapter_config_json("{}");
-  part.mutable_begin()->set_safetensors_size(size);
+  v1::PublishRequest part = rpc::Begin(size);
   part.mutable_begin()->set_safetensors_sha256(sha256);
-  return part;
-}
-
-v1::PublishRequest Chunk(uint64_t offset, const std::string& data) {
-  v1::PublishRequest part;
-  part.mutable_chunk()->set_offset(offset);
-  part.mutable_chunk()->set_data(data);
-  return part;
-}
-
-v1::PublishRequest Commit() {
-  v1::PublishRequest part;
-  part.mutable_commit();
   return part;
 }
 
