@@ -223,12 +223,12 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
 
 // Where memory is short, idle weights of other versions make room.
 absl::StatusOr<BuiltAdapter> AdapterLoader::Impl::Build(const AdapterTensors& tensors) {
-  while (true) {
-    absl::StatusOr<BuiltAdapter> built = builder->Build(tensors);
-    if (built.ok() || ReasonOf(built.status()) != "OUT_OF_MEMORY" || !residency->EvictOne()) {
-      return built;
-    }
-  }
+  absl::StatusOr<BuiltAdapter> built;
+  (void)residency->WithRoom([&] {
+    built = builder->Build(tensors);
+    return built.status();
+  });
+  return built;
 }
 
 absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
@@ -252,7 +252,7 @@ absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
 absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::MakeAdapter(
     const Job& job, Content content, const std::string& object) {
   Residency::Recall recall;
-  if (!object.empty() && !job.options.pinned) {
+  if (!object.empty()) {
     recall = [this, object, digest = content.summary.digest]()
         -> absl::StatusOr<std::shared_ptr<const AdapterWeights>> {
       DORAD_ASSIGN_OR_RETURN(const Content again, ReadStored(object, digest));
@@ -261,7 +261,7 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::MakeAd
   }
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Residency::Entry> entry,
                          residency->Add(std::move(content.weights), content.summary.resident_bytes,
-                                        std::move(recall)));
+                                        std::move(recall), job.options.pinned));
   return std::make_shared<const LoadedAdapter>(job.options.name, job.version,
                                                std::move(content.summary), std::move(entry));
 }

@@ -56,8 +56,8 @@ using LoadObserver = std::function<void(const AdapterSummary* summary, const abs
 class AdapterLoader {
  public:
   // All pointers are borrowed and outlive the loader. `pool` runs the loads. `store` is the
-  // registry's log, or nullptr: then nothing can be published durably. Weights of durable versions
-  // may go from `residency` and come back from the store, as long as there is the loader.
+  // registry's log, or nullptr: then nothing can be published durably. What `residency` recalls
+  // from the store comes through the loader, as long as there is one.
   AdapterLoader(LoaderOptions options, ThreadPool* pool, const BaseModules* modules,
                 AdapterBuilder* builder, Residency* residency, AdapterRegistry* registry,
                 LoadObserver observer, Store* store = nullptr);

@@ -40,6 +40,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
     AdapterRecord Copy() const {
       AdapterRecord copy = record;
       copy.resident = adapter != nullptr && adapter->resident();
+      copy.in_host_memory = adapter != nullptr && adapter->in_host_memory();
       return copy;
     }
   };
@@ -271,7 +272,7 @@ struct AdapterRegistry::State : std::enable_shared_from_this<AdapterRegistry::St
       change.type = Change::Type::kPublished;
       change.stored.object = object;
       change.stored.digest = adapter->digest();
-      change.stored.pinned = !adapter->can_go();
+      change.stored.pinned = adapter->pinned();
       change.activate = activate;
       status = Log(std::move(change), 0);
     } else if (status.ok() && activate) {

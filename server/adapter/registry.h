@@ -34,9 +34,10 @@ struct AdapterRecord {
   AdapterState state = AdapterState::kLoading;
   absl::Status failure;  // set in kFailed
   bool active = false;
-  bool durable = false;    // survives a restart
-  bool resident = false;   // its weights are where the model is computed
-  AdapterSummary summary;  // set from kReady on
+  bool durable = false;         // survives a restart
+  bool resident = false;        // its weights are where the model is computed
+  bool in_host_memory = false;  // they can come back from there
+  AdapterSummary summary;       // set from kReady on
   int leases = 0;
   absl::Time create_time;
   std::map<std::string, std::string> tags;

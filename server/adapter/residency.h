@@ -1,13 +1,18 @@
 // Which versions' weights lie where the model is computed (RAM, or a GPU's memory), and which of
 // them make room for others.
 //
-// A version's weights are resident, away, or on their way back. Sequences use them from their first
-// row to their end; what is in use stays. When room is needed the least recently used ones of the
-// others go, if they can be recalled. Who wants weights that are away asks again, and again, until
-// they are back; they come in the order in which they were first asked for. Weights that are wanted
-// for longer than `patience` starve: then as many of those in use as must go, the longest resident
-// ones first, get no new users until they have gone. What has come back stays for the one who
-// wanted it, for `patience` at most.
+// A version's weights are resident, leaving, away, or on their way back. Sequences use them from
+// their first row to their end; what is in use stays. When room is needed the least recently used
+// ones of the others go, if they can come back: from an image in host memory, which is made when
+// they leave, or else from the store. Images are kept as long as there is room for them, also of
+// weights that have come back (they need not be saved again); those go first, then the least
+// recently used ones of what the store has.
+//
+// Who wants weights that are away asks again, and again, until they are back; they come in the
+// order in which they were first asked for. Weights that are wanted for longer than `patience`
+// starve: then as many of those in use as must go, the longest resident ones first, get no new
+// users until they have gone. What has come back stays for the one who wanted it, for `patience` at
+// most.
 //
 // Owned by App; entries may outlive it. Thread-safe.
 #pragma once
@@ -20,9 +25,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "server/adapter/weights_images.h"
 
 namespace dorad::adapter {
 
@@ -35,8 +43,10 @@ class Residency {
   using Recall = std::function<absl::StatusOr<std::shared_ptr<const AdapterWeights>>()>;
   struct Options {
     int64_t max_bytes = 0;  // of weights that are resident or on their way; 0: no limit
+    // Borrowed, outlives the entries. nullptr: there is no host memory for weights.
+    WeightsImages* images = nullptr;
     absl::Duration patience = absl::Seconds(2);
-    // Runs a task elsewhere (a loader thread): weights are freed and recalled there.
+    // Runs a task elsewhere (a loader thread): weights leave and come back there.
     std::function<void(std::function<void()>)> executor;
     // Of a clock that never jumps.
     std::function<absl::Time()> now = [] {
@@ -57,20 +67,25 @@ class Residency {
   // the weights again. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) for weights that would not fit together
   // beside those that never go.
   static absl::StatusOr<std::optional<Uses>> UseAll(absl::Span<Entry* const> entries);
-  // Takes weights that were just built and that nobody uses yet. recall: null for weights that
-  // never go. Without room beside what is in use they are away at once; if they can never go,
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
+  // Takes weights that were just built and that nobody uses yet. recall: null where only an image
+  // can bring them back. pinned: they never go. Without room beside what is in use they leave at
+  // once; if they cannot, RESOURCE_EXHAUSTED (OUT_OF_MEMORY). To be called on a thread on which
+  // weights may be saved.
   absl::StatusOr<std::unique_ptr<Entry>> Add(std::shared_ptr<const AdapterWeights> weights,
-                                             int64_t bytes, Recall recall);
-  // Frees the least recently used weights that nobody uses, on this thread. False: there are none.
-  bool EvictOne();
+                                             int64_t bytes, Recall recall, bool pinned = false);
+  // Tries something that needs memory where weights lie, and again while it is OUT_OF_MEMORY and
+  // idle weights can leave, which they do on this thread.
+  absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
   struct Stats {
-    int64_t bytes = 0;  // of what is resident or on its way
+    int64_t bytes = 0;       // of what is resident or on its way
+    int64_t host_bytes = 0;  // of images
     int resident = 0;
-    int away = 0;
+    int away = 0;    // all others
+    int images = 0;  // of resident weights, too
     int64_t evictions = 0;
-    int64_t recalls = 0;
+    int64_t recalls_from_host = 0;
+    int64_t recalls_from_store = 0;
   };
   Stats stats() const;
 
@@ -107,8 +122,9 @@ class Residency::Entry {
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const;
   bool resident() const;
-  // Whether they may make room for others.
-  bool can_go() const;
+  // Whether there is an image.
+  bool in_host_memory() const;
+  bool pinned() const;
 
  private:
   friend class Residency;

@@ -85,7 +85,8 @@ class LoadedAdapter {
   // REQUIRES: a use is held.
   const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
   bool resident() const { return entry_ == nullptr || entry_->resident(); }
-  bool can_go() const { return entry_ != nullptr && entry_->can_go(); }
+  bool in_host_memory() const { return entry_ != nullptr && entry_->in_host_memory(); }
+  bool pinned() const { return entry_ == nullptr || entry_->pinned(); }
 
  private:
   const std::string name_;

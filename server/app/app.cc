@@ -173,6 +173,7 @@ struct App::Impl {
   adapter::Residency::Options ResidencyOptions() {
     adapter::Residency::Options options;
     options.max_bytes = config.adapters.resident_bytes;
+    options.images = backend->weights_images();
     options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
     return options;
   }
@@ -330,7 +331,9 @@ struct App::Impl {
     gauges.resident_bytes = resident.bytes;
     gauges.away = resident.away;
     gauges.evictions = resident.evictions;
-    gauges.recalls = resident.recalls;
+    gauges.host_bytes = resident.host_bytes;
+    gauges.recalls_from_host = resident.recalls_from_host;
+    gauges.recalls_from_store = resident.recalls_from_store;
     gauges.leases = registry.total_leases();
     gauges.generation = registry.generation();
     const rpc::UploadStore::Idle idle = uploads.idle();

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "server/adapter/base_modules.h"
 #include "server/adapter/builder.h"
+#include "server/adapter/weights_images.h"
 #include "server/base/config.h"
 #include "server/engine/model_runner.h"
 #include "server/model/model_config.h"
@@ -42,6 +43,8 @@ class Backend {
   const Info& info() const { return info_; }
   virtual const adapter::BaseModules& modules() const = 0;
   virtual adapter::AdapterBuilder* adapter_builder() = 0;
+  // nullptr without adapters.host_bytes.
+  virtual adapter::WeightsImages* weights_images() = 0;
   // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
   // is all there is to say.
   virtual std::map<std::string, int64_t> memory_by_kind() const = 0;

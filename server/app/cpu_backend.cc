@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "server/adapter/cpu_builder.h"
+#include "server/adapter/cpu_images.h"
 #include "server/app/backend.h"
 #include "server/base/error.h"
 #include "server/engine/cpu_model_runner.h"
@@ -28,11 +29,15 @@ class CpuBackend final : public Backend {
     info_.weight_bytes = model_->bytes();
     builder_ = adapter::MakeCpuAdapterBuilder(&model_->modules(), model_.get(),
                                               {budget, FactorsInBf16(config)});
+    if (config.adapters.host_bytes > 0) {
+      images_ = adapter::MakeCpuWeightsImages(config.adapters.host_bytes);
+    }
     return absl::OkStatus();
   }
 
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
+  adapter::WeightsImages* weights_images() override { return images_.get(); }
   std::map<std::string, int64_t> memory_by_kind() const override {
     return {{"weights", info_.weight_bytes},
             {"kv", info_.kv_bytes},
@@ -45,6 +50,7 @@ class CpuBackend final : public Backend {
  private:
   std::unique_ptr<model::LoadedModel> model_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
+  std::unique_ptr<adapter::WeightsImages> images_;
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "server/app/backend.h"
 #include "server/base/error.h"
 #include "server/cuda/adapter_builder.h"
+#include "server/cuda/adapter_images.h"
 #include "server/cuda/cuda_model_runner.h"
 #include "server/cuda/decoder.h"
 #include "server/cuda/library_linear.h"
@@ -41,12 +42,17 @@ class CudaBackend final : public Backend {
     info_.weight_bytes = model_->bytes();
     DORAD_ASSIGN_OR_RETURN(builder_,
                            cuda::MakeCudaAdapterBuilder(model_.get(), gaps_.get(), &ledger_));
+    if (config.adapters.host_bytes > 0) {
+      DORAD_ASSIGN_OR_RETURN(
+          images_, cuda::MakeCudaWeightsImages(model_.get(), config.adapters.host_bytes, &ledger_));
+    }
     engine_ = config.engine;
     return absl::OkStatus();
   }
 
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
+  adapter::WeightsImages* weights_images() override { return images_.get(); }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory before, cuda::MemoryOfDevice());
@@ -69,6 +75,7 @@ class CudaBackend final : public Backend {
   std::unique_ptr<cuda::CudaModel> model_;
   std::unique_ptr<cuda::StepGaps> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
+  std::unique_ptr<adapter::WeightsImages> images_;
   EngineConfig engine_;
 };
 

@@ -61,6 +61,7 @@ struct AdaptersConfig {
   std::vector<std::string> allowed_roots;
   std::string store_path;      // folder of the durable adapters; "" = none
   int64_t resident_bytes = 0;  // of the weights of all adapters; 0 = no limit
+  int64_t host_bytes = 0;      // host memory for weights that are not resident; 0 = none
   int64_t max_rank = 1024;
   int64_t max_bytes = int64_t{16} << 30;  // of one adapter
   double upload_ttl_seconds = 600.0;      // of a broken upload, and of a result

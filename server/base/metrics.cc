@@ -186,9 +186,13 @@ struct AdapterMetrics {
                            "Times that the weights of an adapter made room for others.")
                       .Add({})),
         recalls(Counters(r, "dorad_adapter_recalls_total",
-                         "Times that the weights of an adapter came back.")
-                    .Add({})),
+                         "Times that the weights of an adapter came back.")),
+        recalls_from_host(recalls.Add({{"from", "host"}})),
+        recalls_from_store(recalls.Add({{"from", "store"}})),
         bytes(Gauges(r, "dorad_adapter_resident_bytes", "Memory of the adapters held.").Add({})),
+        host_bytes(Gauges(r, "dorad_adapter_host_bytes",
+                          "Host memory taken by copies of adapters' weights.")
+                       .Add({})),
         leases(Gauges(r, "dorad_adapter_leases", "Leases on adapter versions.").Add({})),
         generation(Gauges(r, "dorad_adapter_generation",
                           "Generation of the server's active versions; rises with each change.")
@@ -205,8 +209,10 @@ struct AdapterMetrics {
   Labelled<Histogram, 1> seconds;
   prometheus::Family<Gauge>& versions;
   Gauge &ready, &retiring, &loading, &away;
-  Counter &evictions, &recalls;
-  Gauge &bytes, &leases, &generation;
+  Counter& evictions;
+  prometheus::Family<Counter>& recalls;
+  Counter &recalls_from_host, &recalls_from_store;
+  Gauge &bytes, &host_bytes, &leases, &generation;
   Gauge &idle_uploads, &idle_upload_bytes;
 };
 
@@ -346,9 +352,14 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.retiring.Set(gauges.retiring);
   adapters.loading.Set(gauges.loading);
   adapters.away.Set(gauges.away);
-  adapters.evictions.Increment(static_cast<double>(gauges.evictions) - adapters.evictions.Value());
-  adapters.recalls.Increment(static_cast<double>(gauges.recalls) - adapters.recalls.Value());
+  const auto count = [](Counter& counter, int64_t total) {
+    counter.Increment(static_cast<double>(total) - counter.Value());
+  };
+  count(adapters.evictions, gauges.evictions);
+  count(adapters.recalls_from_host, gauges.recalls_from_host);
+  count(adapters.recalls_from_store, gauges.recalls_from_store);
   adapters.bytes.Set(static_cast<double>(gauges.resident_bytes));
+  adapters.host_bytes.Set(static_cast<double>(gauges.host_bytes));
   adapters.leases.Set(gauges.leases);
   adapters.generation.Set(static_cast<double>(gauges.generation));
   adapters.idle_uploads.Set(gauges.idle_uploads);

@@ -68,9 +68,11 @@ class Metrics {
   struct AdapterGauges {
     int ready = 0, retiring = 0, loading = 0;
     int64_t resident_bytes = 0;
+    int64_t host_bytes = 0;
     int away = 0;           // READY or RETIRING, and not resident
     int64_t evictions = 0;  // since the start
-    int64_t recalls = 0;
+    int64_t recalls_from_host = 0;
+    int64_t recalls_from_store = 0;
     int leases = 0;
     int64_t generation = 0;
     int idle_uploads = 0;

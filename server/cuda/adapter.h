@@ -27,6 +27,8 @@ class CudaAdapterWeights final : public adapter::AdapterWeights {
   // What a slot of the table of adapters is filled with.
   const void* image() const { return image_; }
   int64_t bytes() const { return memory_.bytes(); }
+  // All of the adapter: its factors, and behind them the image.
+  const std::byte* memory() const { return memory_.as<std::byte>(); }
 
  private:
   const uint64_t id_;

@@ -155,6 +155,7 @@ void Encode(const adapter::AdapterRecord& record, v1::AdapterVersion* to) {
   to->set_active(record.active);
   to->set_durable(record.durable);
   to->set_resident(record.resident);
+  to->set_in_host_memory(record.in_host_memory);
   const bool loaded = record.state == adapter::AdapterState::kReady ||
                       record.state == adapter::AdapterState::kRetiring ||
                       record.state == adapter::AdapterState::kGone;

@@ -37,9 +37,11 @@
 #include "server/base/thread_pool.h"
 #include "server/cuda/adapter.h"
 #include "server/cuda/adapter_builder.h"
+#include "server/cuda/adapter_images.h"
 #include "server/cuda/cuda_model_runner.h"
 #include "server/cuda/device.h"
 #include "server/cuda/model.h"
+#include "server/cuda/pinned_pages.h"
 #include "tests/bench/cuda_model.h"
 #include "tests/bench/model_shapes.h"
 
@@ -270,6 +272,7 @@ class Bench {
           cudaMemcpy(pinned.as<>(), device.as<>(), tensors.bytes(), cudaMemcpyDeviceToHost),
           "copying"));
       Load("pinned", tensors.At(pinned.as<>(), TensorPlace::kPinned), dtype);
+      TakeTurns(tensors.At(device.as<>(), TensorPlace::kDevice));
       if (options_.at("batch") > 0) Disturb(tensors, device.as<>(), pinned.as<>());
     }
   }
@@ -294,6 +297,32 @@ class Bench {
         place, NameOf(dtype), Quantile(total, 0.5), Quantile(copy, 0.5), Quantile(norms, 0.5),
         Quantile(total, 0.0), first);
     std::fflush(stdout);
+  }
+
+  // An adapter's way to host memory, as an image, and back.
+  void TakeTurns(const AdapterTensors& tensors) {
+    const BuiltAdapter built = Build(tensors);
+    const absl::Time begin = absl::Now();
+    MakeImages(built.bytes);
+    const double pin = Milliseconds(absl::Now() - begin);
+    std::vector<double> save, restore;
+    for (int i = 0; i < options_.at("repeats"); ++i) {
+      const absl::Time start = absl::Now();
+      const auto image = Must(images_->Save(built.weights));
+      const absl::Time saved = absl::Now();
+      Must(images_->Restore(*image).status());
+      restore.push_back(Milliseconds(absl::Now() - saved));
+      save.push_back(Milliseconds(saved - start));
+    }
+    std::printf(
+        "{\"work\": \"image\", \"bytes\": %lld, \"save_ms\": %.1f, \"restore_ms\": %.1f, "
+        "\"pin_ms\": %.0f}\n",
+        static_cast<long long>(built.bytes), Quantile(save, 0.5), Quantile(restore, 0.5), pin);
+    std::fflush(stdout);
+  }
+
+  void MakeImages(int64_t bytes) {
+    images_ = Must(MakeCudaWeightsImages(model_.get(), bytes + PinnedPages::kPageBytes, &ledger_));
   }
 
   // Steps of a decoding batch, alone and while adapters are loaded one after the other.
@@ -356,6 +385,9 @@ class Bench {
       const AdapterTensors from = tensors.At(at, place);
       run(during, [&] { Build(from); });
     }
+    const BuiltAdapter other = Build(tensors.At(device, TensorPlace::kDevice));
+    run("turns through host memory",
+        [&] { Must(images_->Restore(*Must(images_->Save(other.weights))).status()); });
     Publisher publisher(model_.get(), builder_.get());
     tensors.WriteFolder(*model_, publisher.folder(), pinned);
     publisher.Publish("publish");
@@ -369,6 +401,7 @@ class Bench {
   std::unique_ptr<CudaModel> model_;
   std::unique_ptr<StepGaps> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
+  std::unique_ptr<adapter::WeightsImages> images_;
 };
 
 }  // namespace

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from lib.server import serve, wait_until
+from lib.server import device, serve, wait_until
 from lib.wire import LENGTH, failure
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -36,10 +36,13 @@ def alone(zoo, folders) -> tuple[list[list[int]], int]:
     return answers, size
 
 
-def settings(tmp_path: Path, fit: float, size: int) -> dict:
+def settings(tmp_path: Path, fit: float, size: int, host: float = 0.0) -> dict:
+    """Room for `fit` adapters where they are used, and for `host` in host memory."""
+    page = 2 << 20 if device() == "cuda" else 1  # of the memory that images lie in
     return {
         "adapters.store_path": tmp_path / "store",
         "adapters.resident_bytes": int(fit * size),
+        "adapters.host_bytes": int(host * -(-size // page) * page),
         "engine.kv_bytes": 64 << 20,
     }
 
@@ -68,7 +71,7 @@ def test_adapters_take_turns_and_answer_as_if_alone(zoo, folders, alone, tmp_pat
         for thread in threads:
             thread.join(120)
         assert not failures and not any(thread.is_alive() for thread in threads)
-        assert server.metric("dorad_adapter_recalls_total") > 0
+        assert server.metric("dorad_adapter_recalls_total", **{"from": "store"}) > 0
         assert server.metric("dorad_adapter_evictions_total") > 0
         # One request for all of them.
         (scores,) = wire.score([[*PROMPT, *answers[0]]], [f"a{i}" for i in range(ADAPTERS)])
@@ -122,6 +125,58 @@ def test_what_cannot_come_back_stays_and_is_refused_beyond_the_limit(
         wire.retire("ephemeral", 1)
         wait_until(lambda: wire.info().memory_bytes["adapters"] == size, what="room")
         assert answer(wire, "durable") == answers[2]
+
+
+def test_ephemeral_versions_take_turns_through_host_memory(zoo, folders, alone, tmp_path) -> None:
+    answers, size = alone
+    with serve(zoo.model("slow"), None, settings(tmp_path, 2.5, size, host=5.0)) as server:
+        wire = server.wire
+        for i, folder in enumerate(folders):
+            wire.publish(f"a{i}", folder, activate=True)
+        versions = wire.list_adapters()
+        assert sum(item.resident for item in versions) == 2
+        assert sum(item.in_host_memory for item in versions) == ADAPTERS - 2
+        assert server.metric("dorad_adapter_host_bytes") >= (ADAPTERS - 2) * size
+        with pytest.raises(grpc.RpcError) as caught:
+            wire.publish("one-too-many", folders[0])
+        assert failure(caught.value).reason == "OUT_OF_MEMORY"
+        failures = []
+
+        def ask(first: int) -> None:
+            for round_ in range(4):
+                i = (first + round_) % ADAPTERS
+                if answer(wire, f"a{i}") != answers[i]:
+                    failures.append(i)
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(ADAPTERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not failures and not any(thread.is_alive() for thread in threads)
+        assert server.metric("dorad_adapter_recalls_total", **{"from": "host"}) > 0
+        assert server.metric("dorad_adapter_recalls_total", **{"from": "store"}) == 0
+        for i in range(ADAPTERS):
+            wire.retire(f"a{i}", 1)
+        wait_until(lambda: server.metric("dorad_adapter_host_bytes") == 0, what="host memory")
+        assert wire.info().memory_bytes["adapters"] == 0
+
+
+def test_durable_versions_beyond_host_memory_come_from_the_store(
+    zoo, folders, alone, tmp_path
+) -> None:
+    answers, size = alone
+    with serve(zoo.model("slow"), None, settings(tmp_path, 1.5, size, host=1.5)) as server:
+        wire = server.wire
+        for i, folder in enumerate(folders[:4]):
+            wire.publish(f"a{i}", folder, activate=True, durable=True)
+        for _ in range(2):
+            for i in range(4):
+                assert answer(wire, f"a{i}") == answers[i]
+        assert server.metric("dorad_adapter_recalls_total", **{"from": "store"}) > 0
+        for i in (2, 3, 2, 3):
+            assert answer(wire, f"a{i}") == answers[i]
+        assert server.metric("dorad_adapter_recalls_total", **{"from": "host"}) > 0
 
 
 def test_running_streams_keep_their_adapter_resident(zoo, folders, alone, tmp_path) -> None:

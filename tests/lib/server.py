@@ -86,12 +86,13 @@ class Server:
         """Every sample by its full name with labels."""
         return parse_metrics(self.metrics_text())
 
-    def metric(self, name: str) -> float:
-        """The sum over all label sets of a metric. Fails when it is not exported."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all label sets of a metric with these labels. Fails when it has none."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
         values = [
             value
             for key, value in self.metrics().items()
-            if key == name or key.startswith(name + "{")
+            if (key == name or key.startswith(name + "{")) and all(text in key for text in wanted)
         ]
         assert values, f"{name} is not exported"
         return sum(values)

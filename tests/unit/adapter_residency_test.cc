@@ -21,6 +21,61 @@ struct Weights final : AdapterWeights {
   int* const alive;
 };
 
+// Host memory that notices when more is saved than it holds. Images take whole pages of ten bytes.
+class Images final : public WeightsImages {
+ public:
+  Images(int64_t capacity, int* alive) : capacity_(capacity), alive_(alive) {}
+  ~Images() override { EXPECT_EQ(bytes_, 0); }
+
+  int64_t capacity_bytes() const override { return capacity_; }
+  int64_t BytesFor(int64_t bytes) const override { return (bytes + 9) / 10 * 10; }
+  absl::StatusOr<std::unique_ptr<const WeightsImage>> Save(
+      const std::shared_ptr<const AdapterWeights>& weights) override {
+    if (failing_) return absl::InternalError("the device failed");
+    ++saved_;
+    const int number = static_cast<const Weights&>(*weights).number;
+    return std::make_unique<Image>(this, number, BytesFor(sizes_[number]));
+  }
+  absl::StatusOr<std::shared_ptr<const AdapterWeights>> Restore(
+      const WeightsImage& image) override {
+    if (shortage_ > 0) {
+      --shortage_;
+      return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "no memory");
+    }
+    if (failing_) return absl::InternalError("the device failed");
+    return std::make_shared<Weights>(static_cast<const Image&>(image).number, alive_);
+  }
+
+  void SetSize(int number, int64_t bytes) { sizes_[number] = bytes; }
+  void set_failing(bool failing) { failing_ = failing; }
+  // So many restores find no memory.
+  void set_shortage(int restores) { shortage_ = restores; }
+  int saved() const { return saved_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  struct Image final : WeightsImage {
+    Image(Images* owner, int number, int64_t bytes) : owner(owner), number(number), bytes(bytes) {
+      owner->bytes_ += bytes;
+      EXPECT_LE(owner->bytes_, owner->capacity_) << "nobody made room";
+    }
+    ~Image() override { owner->bytes_ -= bytes; }
+    Images* const owner;
+    const int number;
+    const int64_t bytes;
+  };
+
+  const int64_t capacity_;
+  int* const alive_;
+  std::map<int, int64_t> sizes_;
+  int64_t bytes_ = 0;
+  int saved_ = 0;
+  int shortage_ = 0;
+  bool failing_ = false;
+};
+
+enum class Kind { kStored, kEphemeral, kPinned };
+
 class ResidencyTest : public ::testing::Test {
  protected:
   using EntryPtr = std::unique_ptr<Residency::Entry>;
@@ -30,24 +85,30 @@ class ResidencyTest : public ::testing::Test {
     EXPECT_EQ(alive_, 0);
   }
 
-  void Start(int64_t max_bytes) {
+  void Start(int64_t max_bytes, int64_t host_bytes = 0) {
+    residency_.reset();
+    images_.reset();
+    if (host_bytes > 0) images_ = std::make_unique<Images>(host_bytes, &alive_);
     Residency::Options options;
     options.max_bytes = max_bytes;
+    options.images = images_.get();
     options.patience = absl::Seconds(2);
     options.executor = [this](std::function<void()> task) { tasks_.push_back(std::move(task)); };
     options.now = [this] { return now_; };
     residency_ = std::make_unique<Residency>(std::move(options));
   }
 
-  absl::StatusOr<EntryPtr> Add(int number, int64_t bytes, bool can_go = true) {
+  absl::StatusOr<EntryPtr> Add(int number, int64_t bytes, Kind kind = Kind::kStored) {
+    if (images_) images_->SetSize(number, bytes);
     Residency::Recall recall;
-    if (can_go) {
+    if (kind != Kind::kEphemeral) {
       recall = [this, number]() -> absl::StatusOr<std::shared_ptr<const AdapterWeights>> {
         if (failing_) return absl::DataLossError("no longer there");
         return std::make_shared<Weights>(number, &alive_);
       };
     }
-    return residency_->Add(std::make_shared<Weights>(number, &alive_), bytes, std::move(recall));
+    return residency_->Add(std::make_shared<Weights>(number, &alive_), bytes, std::move(recall),
+                           kind == Kind::kPinned);
   }
 
   void RunTasks() {
@@ -78,8 +139,19 @@ class ResidencyTest : public ::testing::Test {
   bool failing_ = false;
   absl::Time now_ = absl::UnixEpoch();
   std::deque<std::function<void()>> tasks_;
+  std::unique_ptr<Images> images_;
   std::unique_ptr<Residency> residency_;
 };
+
+// Nothing to be tried that needs room.
+bool MakesRoom(Residency& residency) {
+  int attempts = 0;
+  (void)residency.WithRoom([&] {
+    return ++attempts > 1 ? absl::OkStatus()
+                          : MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "");
+  });
+  return attempts > 1;
+}
 
 TEST_F(ResidencyTest, KeepsEverythingWithoutALimit) {
   Start(0);
@@ -106,7 +178,7 @@ TEST_F(ResidencyTest, TheLeastRecentlyUsedMakesRoomAndComesBackWhenWanted) {
   ASSERT_TRUE(use.ok() && use->has_value());
   EXPECT_EQ(NumberOf(*b), 2);
   EXPECT_EQ(residency_->stats().bytes, 20);
-  EXPECT_EQ(residency_->stats().recalls, 1);
+  EXPECT_EQ(residency_->stats().recalls_from_store, 1);
   EXPECT_EQ(residency_->stats().evictions, 2);
 }
 
@@ -128,14 +200,14 @@ TEST_F(ResidencyTest, WhatIsInUseStays) {
 
 TEST_F(ResidencyTest, WhatCannotComeBackNeverGoes) {
   Start(20);
-  const EntryPtr a = *Add(1, 10, /*can_go=*/false);
-  const EntryPtr b = *Add(2, 10, /*can_go=*/false);
-  const auto c = Add(3, 10, /*can_go=*/false);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral);
+  const EntryPtr b = *Add(2, 10, Kind::kPinned);
+  const auto c = Add(3, 10, Kind::kEphemeral);
   EXPECT_EQ(c.status().code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(ReasonOf(c.status()), "OUT_OF_MEMORY");
   const EntryPtr d = *Add(4, 10);
   EXPECT_EQ(Try(*d), "OUT_OF_MEMORY") << "there will never be room for it";
-  EXPECT_FALSE(residency_->EvictOne());
+  EXPECT_FALSE(MakesRoom(*residency_));
 }
 
 TEST_F(ResidencyTest, WeightsComeInTheOrderInWhichTheyWereWanted) {
@@ -279,7 +351,7 @@ TEST_F(ResidencyTest, WantsThatCanNoLongerBeMetHoldNobodyUp) {
   std::optional<WeightsUse> other = TakeUse(*x);
   EXPECT_EQ(Try(*w), "away");
   use.reset();
-  const EntryPtr p = *Add(4, 5, /*can_go=*/false);
+  const EntryPtr p = *Add(4, 5, Kind::kPinned);
   now_ += absl::Seconds(5);
   EXPECT_EQ(Try(*w), "OUT_OF_MEMORY");
   EXPECT_EQ(Try(*x), "") << "it drains for nobody";
@@ -287,6 +359,162 @@ TEST_F(ResidencyTest, WantsThatCanNoLongerBeMetHoldNobodyUp) {
   EXPECT_EQ(Try(*y), "away");
   RunTasks();
   EXPECT_EQ(Try(*y), "");
+}
+
+TEST_F(ResidencyTest, WhatLeavesIsKeptInHostMemoryAndComesBackFromThere) {
+  Start(20, 20);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10);
+  EXPECT_EQ(Try(*b), "");
+  EXPECT_FALSE(a->in_host_memory()) << "it is resident";
+  const EntryPtr c = *Add(3, 10);
+  EXPECT_FALSE(a->resident());
+  EXPECT_TRUE(a->in_host_memory());
+  EXPECT_EQ(alive_, 2) << "its memory is free";
+  EXPECT_EQ(Try(*a), "away");
+  RunTasks();
+  const auto use = Use(*a);
+  ASSERT_TRUE(use.ok() && use->has_value());
+  EXPECT_EQ(NumberOf(*a), 1);
+  EXPECT_EQ(residency_->stats().recalls_from_host, 1);
+  EXPECT_EQ(residency_->stats().recalls_from_store, 0);
+  EXPECT_EQ(residency_->stats().host_bytes, 20) << "a's, which it keeps, and b's";
+}
+
+TEST_F(ResidencyTest, WhatHasAnImageIsSavedOnce) {
+  Start(10, 30);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10, Kind::kEphemeral);
+  for (int i = 0; i < 6; ++i) {
+    const EntryPtr& wanted = i % 2 == 0 ? a : b;
+    EXPECT_EQ(Try(*wanted), "away");
+    RunTasks();
+    EXPECT_EQ(Try(*wanted), "");
+  }
+  EXPECT_EQ(images_->saved(), 2);
+  EXPECT_EQ(residency_->stats().recalls_from_host, 6);
+}
+
+TEST_F(ResidencyTest, TheRoomOfImagesGoesToWhatNeedsItMost) {
+  Start(10, 20);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10);
+  EXPECT_TRUE(a->in_host_memory() && b->in_host_memory());
+  EXPECT_EQ(Try(*a), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+  EXPECT_EQ(residency_->stats().recalls_from_host, 1) << "c took b's room, not that of what comes";
+  EXPECT_TRUE(a->in_host_memory() && c->in_host_memory());
+  EXPECT_EQ(Try(*b), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*b), "");
+  EXPECT_EQ(residency_->stats().recalls_from_store, 1);
+  EXPECT_EQ(Try(*c), "away");
+  RunTasks();  // b leaves; c comes from its image
+  EXPECT_EQ(Try(*c), "");
+  EXPECT_FALSE(a->in_host_memory()) << "the store has it, and c's image was in use";
+  EXPECT_TRUE(b->in_host_memory() && c->in_host_memory());
+  const EntryPtr e = *Add(4, 10, Kind::kEphemeral);
+  EXPECT_TRUE(b->in_host_memory() && c->in_host_memory()) << "c had its image still";
+  EXPECT_EQ(Try(*a), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+  EXPECT_TRUE(e->in_host_memory()) << "nothing else brings it back";
+  EXPECT_FALSE(b->in_host_memory()) << "less recently used than c";
+}
+
+TEST_F(ResidencyTest, TheOnlyCopyIsNeverDropped) {
+  Start(10, 10);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10);
+  EXPECT_TRUE(a->in_host_memory());
+  const EntryPtr c = *Add(3, 10);
+  EXPECT_TRUE(a->in_host_memory());
+  EXPECT_FALSE(b->resident() || b->in_host_memory()) << "the store has it";
+  EXPECT_EQ(Try(*a), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+}
+
+TEST_F(ResidencyTest, TwoThatOnlyImagesBringBackChangePlacesThroughAThirdImage) {
+  Start(10, 20);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10, Kind::kEphemeral);
+  EXPECT_EQ(ReasonOf(Add(3, 10, Kind::kEphemeral).status()), "OUT_OF_MEMORY")
+      << "two away and one resident could not change places";
+  const EntryPtr c = *Add(4, 10), d = *Add(5, 10);
+  for (int i = 0; i < 3; ++i) {
+    for (const EntryPtr* wanted : {&a, &b, &c, &d}) {
+      EXPECT_EQ(Try(**wanted), "away");
+      RunTasks();
+      EXPECT_EQ(Try(**wanted), "");
+    }
+  }
+}
+
+TEST_F(ResidencyTest, WhoWaitsForRoomThatNothingCanMakeIsTold) {
+  // Two of six bytes have images of ten: one of them fits, where ten bytes of weights would.
+  Start(12, 10);
+  const EntryPtr a = *Add(1, 6, Kind::kEphemeral);
+  EntryPtr b = *Add(2, 6, Kind::kEphemeral);
+  std::optional<WeightsUse> use = TakeUse(*b);
+  const EntryPtr c = *Add(3, 8);
+  EXPECT_EQ(Try(*c), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*c), "away") << "what is in use may make room";
+  use.reset();
+  EXPECT_EQ(Try(*c), "OUT_OF_MEMORY");
+  b.reset();
+  EXPECT_EQ(Try(*c), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*c), "");
+  EXPECT_TRUE(a->in_host_memory());
+}
+
+TEST_F(ResidencyTest, WhatIsSavedBackAndForthHoldsNobodysRoom) {
+  Start(20, 40);
+  EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10, Kind::kEphemeral);
+  EntryPtr c = *Add(3, 10, Kind::kEphemeral), d = *Add(4, 10);
+  EXPECT_EQ(residency_->stats().images, 2);
+  EXPECT_EQ(Try(*a), "away");
+  a.reset();  // while it comes
+  RunTasks();
+  b.reset();
+  c.reset();
+  d.reset();
+  EXPECT_EQ(residency_->stats().bytes, 0);
+  EXPECT_EQ(residency_->stats().host_bytes, 0);
+  EXPECT_EQ(images_->bytes(), 0);
+}
+
+TEST_F(ResidencyTest, WithoutMemoryToComeBackToOthersMakeRoom) {
+  Start(0, 30);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10, Kind::kEphemeral);
+  EXPECT_TRUE(MakesRoom(*residency_));
+  EXPECT_FALSE(a->resident());
+  images_->set_shortage(1);
+  EXPECT_EQ(Try(*a), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+  EXPECT_FALSE(b->resident()) << "the device was full in spite of the books";
+  images_->set_shortage(5);
+  const WeightsUse use = TakeUse(*a);
+  EXPECT_EQ(Try(*b), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*b), "OUT_OF_MEMORY") << "a is in use";
+  images_->set_shortage(0);
+  EXPECT_EQ(Try(*b), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*b), "");
+}
+
+TEST_F(ResidencyTest, WhatCannotBeSavedStays) {
+  Start(20, 20);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral), b = *Add(2, 10);
+  EXPECT_EQ(Try(*b), "");
+  images_->set_failing(true);
+  const EntryPtr c = *Add(3, 10);
+  EXPECT_TRUE(a->resident()) << "beyond the limit rather than lost";
+  EXPECT_EQ(Try(*a), "");
+  EXPECT_EQ(residency_->stats().host_bytes, 0);
+  images_->set_failing(false);
+  const EntryPtr d = *Add(4, 10);
+  EXPECT_LE(residency_->stats().bytes, 20);
 }
 
 // Random uses of more versions than fit: limits hold, the right weights are used, and everyone who
@@ -297,9 +525,13 @@ TEST_F(ResidencyTest, RandomUseKeepsTheLimitAndStarvesNobody) {
     std::mt19937 random(seed);
     const auto below = [&](int n) { return static_cast<int>(random() % n); };
     const int64_t limit = 40 + below(60);
-    Start(limit);
+    // Half of the runs have host memory: for some of what is away, or for all of it.
+    Start(limit, seed % 2 == 0 ? 0 : (seed % 4 == 1 ? 60 + below(200) : 440));
     std::vector<EntryPtr> entries;
-    for (int i = 0; i < 12; ++i) entries.push_back(*Add(i, 5 + below(30)));
+    for (int i = 0; i < 12; ++i) {
+      const Kind kind = seed % 4 == 3 && below(2) == 0 ? Kind::kEphemeral : Kind::kStored;
+      entries.push_back(*Add(i, 5 + below(30), kind));
+    }
     std::vector<std::pair<int, WeightsUse>> uses;
     std::map<int, int> waits;
     for (int round = 0; round < 3000; ++round) {

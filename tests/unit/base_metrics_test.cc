@@ -49,7 +49,7 @@ void UseAll(Metrics* metrics) {
   metrics->NonFiniteLogits();
   metrics->AdapterLoaded({{"read", absl::Milliseconds(3)}, {"total", absl::Milliseconds(9)}});
   metrics->AdapterLoadFailed("ADAPTER_NOT_FINITE");
-  metrics->SetAdapters({2, 1, 1, 4096, 3, 4, 6, 5, 9});
+  metrics->SetAdapters({2, 1, 1, 4096, 2048, 3, 4, 5, 1, 5, 9});
   metrics->SetMemory("weights", 1 << 20);
   metrics->RpcStarted("Generate");
   metrics->RpcHandled("Generate", "OK", absl::Milliseconds(30));
@@ -112,7 +112,9 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_adapter_resident_bytes", "4096"},
       {"dorad_adapter_away_versions", "3"},
       {"dorad_adapter_evictions_total", "4"},
-      {"dorad_adapter_recalls_total", "6"},
+      {R"(dorad_adapter_recalls_total{from="host"})", "5"},
+      {R"(dorad_adapter_recalls_total{from="store"})", "1"},
+      {"dorad_adapter_host_bytes", "2048"},
       {"dorad_adapter_leases", "5"},
       {"dorad_adapter_generation", "9"},
       {R"(dorad_memory_bytes{kind="weights"})", "1048576"},

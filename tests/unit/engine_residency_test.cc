@@ -66,7 +66,7 @@ TEST_F(EngineResidencyTest, MoreAdaptersThanFitAreAllServed) {
   for (int i = 0; i < 40; ++i) {
     EXPECT_EQ(Wait(*streams[i]).samples.at(0).tokens, expected[i].tokens) << i;
   }
-  EXPECT_GT(residency_->stats().recalls, 0);
+  EXPECT_GT(residency_->stats().recalls_from_store, 0);
   ExpectEverythingBack();
 }
 

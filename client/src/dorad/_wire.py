@@ -347,6 +347,7 @@ def adapter_version(message: types_pb2.AdapterVersion, generation: int) -> t.Ada
         active=message.active,
         durable=message.durable,
         resident=message.resident,
+        in_host_memory=message.in_host_memory,
         kind=_enum_name(message.kind, types_pb2.AdapterKind, "ADAPTER_KIND_"),
         min_rank=message.min_rank,
         max_rank=message.max_rank,

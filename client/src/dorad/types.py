@@ -299,6 +299,8 @@ class AdapterVersion:
     """True for a version that survives a restart of the server."""
     resident: bool = True
     """False while the weights make room for others; a request brings them back."""
+    in_host_memory: bool = False
+    """True for weights of which host memory has a copy, from which they come back at once."""
     timing: LoadTiming = field(default_factory=LoadTiming)
     create_time: datetime.datetime | None = None
     tags: dict[str, str] = field(default_factory=dict)

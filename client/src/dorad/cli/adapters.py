@@ -74,6 +74,16 @@ def versions_table(versions: Sequence[dorad.AdapterVersion]) -> Table:
     return made
 
 
+def _weights(version: dorad.AdapterVersion) -> str:
+    """Where they are: resident, in host memory, or to be read again."""
+    if version.state not in ("ready", "retiring"):
+        return ""
+    places = ["resident"] if version.resident else []
+    if version.in_host_memory:
+        places.append("in host memory")
+    return ", ".join(places) or "away"
+
+
 def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
     if output is Output.JSON:
         print_json(version)
@@ -92,6 +102,7 @@ def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
         "leases": str(version.leases),
         "loaded in": f"{timing.total:.3f} s (read {timing.read:.3f}, validate "
         f"{timing.validate:.3f}, copy {timing.copy:.3f}, norms {timing.norms:.3f})",
+        "weights": _weights(version),
         "durable": "yes" if version.durable else "no",
         "created": version.create_time.isoformat() if version.create_time else "",
         "tags": ", ".join(f"{k}={v}" for k, v in sorted(version.tags.items())),
