@@ -75,7 +75,12 @@ class World:
         return {"engine.kv_bytes": 3 << 20, "engine.threads": 1}
 
     def _start(self) -> Server:
-        settings = self._settings() | {"adapters.store_path": str(self.store)}
+        # Not all versions fit; the ephemeral ones come back from host memory.
+        settings = self._settings() | {
+            "adapters.store_path": str(self.store),
+            "adapters.resident_bytes": 4 * self.version_bytes,
+            "adapters.host_bytes": 256 << 20,
+        }
         return start(command(self.zoo.model("llama2"), None, settings), self.log)
 
     def _expected(self) -> list[list[int]]:
@@ -92,6 +97,7 @@ class World:
             server.wire.generate(PROMPT, adapter=adapter, **options)[0].tokens
             for adapter in adapters
         ]
+        self.version_bytes = server.wire.adapter("c0").resident_bytes
         server.wire.close()
         assert server.stop() == 0
         assert len({tuple(answer[:8]) for answer in answers}) == CONTENTS + 1
