@@ -1,50 +1,12 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/dora/compose.h"
+#include "kernels/dora/elementwise.cuh"
 
 namespace dorad::kernels {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int64_t kMostElements = int64_t{1} << 40;
-
-// `size` elements that are moved at once.
-template <typename T, int size>
-struct alignas(sizeof(T) * size) Vector {
-  T values[size];
-};
-
-__device__ float ToFloat(float x) { return x; }
-__device__ float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ float ToFloat(__half x) { return __half2float(x); }
-
-template <typename T>
-__device__ T FromFloat(float x);
-template <>
-__device__ float FromFloat<float>(float x) {
-  return x;
-}
-template <>
-__device__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __half FromFloat<__half>(float x) {
-  return __float2half_rn(x);
-}
-
-// A block's shape: x over a row's vectors, y over rows. Wide enough for the row, so that few
-// threads idle at small `out`. threads: at most kThreads.
-dim3 BlockFor(int64_t vectors, unsigned threads = kThreads) {
-  unsigned x = 32;
-  while (x < threads && x < vectors) x *= 2;
-  return dim3(x, threads / x);
-}
 
 // Rows a thread walks, loading all of them before it uses the first. More rows amortise the load of
 // g; fewer keep every multiprocessor busy at small sizes.
@@ -53,14 +15,6 @@ constexpr int64_t kLargeVectors = 1 << 19;
 // Up to this size a call is as long as its start and its end: its inputs are asked for while the
 // kernel before it ends.
 constexpr int64_t kPrefetchVectors = 1 << 20;
-
-// The grid; y is walked in steps of gridDim.y where rows need more than a grid has.
-dim3 GridFor(dim3 block, int64_t vectors, int64_t rows, int rows_each) {
-  const int64_t x = (vectors + block.x - 1) / block.x;
-  const int64_t per_block = static_cast<int64_t>(block.y) * rows_each;
-  const int64_t y = std::min<int64_t>(65535, (rows + per_block - 1) / per_block);
-  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y));
-}
 
 // Brings what a block loads first into L2. Harmless while earlier kernels still write it: all their
 // writes go through L2 as well.
@@ -80,7 +34,7 @@ __device__ void PrefetchInputs(const ComposeParams& p, int64_t column) {
 
 // Pointers are not __restrict__ on purpose: delta may be base or lora. A thread reads all that it
 // overwrites before it writes.
-template <typename T, int size, int rows_each, bool prefetch>
+template <typename T, int size, int rows_each, bool prefetch, bool keep_inner>
 __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
   using V = Vector<T, size>;
   LaunchDependents();
@@ -93,6 +47,7 @@ __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
   const T* const base = static_cast<const T*>(p.base) + column;
   const T* const lora = static_cast<const T*>(p.lora) + column;
   T* const delta = static_cast<T*>(p.delta) + column;
+  T* const inner = static_cast<T*>(p.inner) + column;
   for (int64_t first = blockIdx.y * step + threadIdx.y; first < p.rows; first += gridDim.y * step) {
     V bases[rows_each];
     V loras[rows_each];
@@ -109,14 +64,18 @@ __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
       const int64_t row = first + i * blockDim.y;
       if (row >= p.rows) break;
       V result;
+      V sum;
 #pragma unroll
       for (int j = 0; j < size; ++j) {
         const float g = gs.values[j];
-        const float u = __fmul_rn(g, __fmul_rn(p.scale, ToFloat(loras[i].values[j])));
+        const float t = __fmul_rn(p.scale, ToFloat(loras[i].values[j]));
+        const float u = __fmul_rn(g, t);
         const float v = __fmul_rn(__fsub_rn(g, 1.0f), ToFloat(bases[i].values[j]));
         result.values[j] = FromFloat<T>(__fadd_rn(v, u));
+        sum.values[j] = FromFloat<T>(__fadd_rn(ToFloat(bases[i].values[j]), t));
       }
       *reinterpret_cast<V*>(delta + row * p.out) = result;
+      if constexpr (keep_inner) *reinterpret_cast<V*>(inner + row * p.out) = sum;
     }
   }
 }
@@ -165,9 +124,7 @@ __global__ void __launch_bounds__(kThreads) ApplyKernel(ApplyParams p) {
   }
 }
 
-bool Aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-template <typename T, int size>
+template <typename T, int size, bool keep_inner>
 cudaError_t LaunchCompose(const ComposeParams& p, cudaStream_t stream) {
   const int64_t vectors = p.out / size;
   const int64_t all = vectors * p.rows;
@@ -175,20 +132,24 @@ cudaError_t LaunchCompose(const ComposeParams& p, cudaStream_t stream) {
   const dim3 block = BlockFor(vectors, size > 1 ? 128 : kThreads);
   if (all < kLargeVectors) {
     const dim3 grid = GridFor(block, vectors, p.rows, 1);
-    return LaunchEarly(ComposeKernel<T, size, 1, true>, grid, block, 0, stream, p);
+    return LaunchEarly(ComposeKernel<T, size, 1, true, keep_inner>, grid, block, 0, stream, p);
   }
   const dim3 grid = GridFor(block, vectors, p.rows, kRowsLarge);
-  return LaunchEarly(all < kPrefetchVectors ? ComposeKernel<T, size, kRowsLarge, true>
-                                            : ComposeKernel<T, size, kRowsLarge, false>,
+  return LaunchEarly(all < kPrefetchVectors ? ComposeKernel<T, size, kRowsLarge, true, keep_inner>
+                                            : ComposeKernel<T, size, kRowsLarge, false, keep_inner>,
                      grid, block, 0, stream, p);
 }
 
 template <typename T>
 cudaError_t ComposeAs(const ComposeParams& p, cudaStream_t stream) {
   constexpr int kSize = 16 / sizeof(T);
-  const bool vectors =
-      p.out % kSize == 0 && Aligned(p.base) && Aligned(p.lora) && Aligned(p.delta) && Aligned(p.g);
-  return vectors ? LaunchCompose<T, kSize>(p, stream) : LaunchCompose<T, 1>(p, stream);
+  const bool vectors = p.out % kSize == 0 && Aligned(p.base) && Aligned(p.lora) &&
+                       Aligned(p.delta) && Aligned(p.inner) && Aligned(p.g);
+  if (p.inner == nullptr) {
+    return vectors ? LaunchCompose<T, kSize, false>(p, stream)
+                   : LaunchCompose<T, 1, false>(p, stream);
+  }
+  return vectors ? LaunchCompose<T, kSize, true>(p, stream) : LaunchCompose<T, 1, true>(p, stream);
 }
 
 template <typename T, int size>
@@ -210,10 +171,6 @@ cudaError_t ApplyAs(const ApplyParams& p, cudaStream_t stream) {
                        (p.lora == nullptr || p.lora_ld % kSize == 0) && Aligned(p.base) &&
                        Aligned(p.lora) && Aligned(p.g) && Aligned(p.bias) && Aligned(p.y);
   return vectors ? LaunchApply<T, kSize>(p, stream) : LaunchApply<T, 1>(p, stream);
-}
-
-bool GoodSizes(int64_t rows, int64_t out) {
-  return rows >= 0 && out >= 0 && (rows == 0 || out <= kMostElements / rows);
 }
 
 }  // namespace

@@ -24,6 +24,7 @@ struct ComposeParams {
   const void* lora = nullptr;  // [rows, out], contiguous, `type`
   const float* g = nullptr;    // [out], the same for all rows
   void* delta = nullptr;       // [rows, out], contiguous, `type`; may be base or lora itself
+  void* inner = nullptr;  // likewise: base + s·lora, for the backward pass; nullptr: not wanted
   int64_t rows = 0;
   int64_t out = 0;
   float scale = 0.0f;  // s
@@ -31,8 +32,9 @@ struct ComposeParams {
 };
 
 // Any sizes and element-aligned pointers are right; the fast path needs 16-byte aligned pointers
-// and rows of a multiple of 16 bytes. delta may be equal to base or lora, but must not overlap them
-// otherwise. cudaErrorInvalidValue: negative sizes or rows · out beyond 2^40.
+// and rows of a multiple of 16 bytes. delta and inner may each be equal to base or lora, but must
+// not overlap them, or each other, otherwise. cudaErrorInvalidValue: negative sizes or rows · out
+// beyond 2^40.
 cudaError_t Compose(const ComposeParams& params, cudaStream_t stream);
 
 // y = g·(base + s·lora) + bias: the whole linear for a segment of rows that share an adapter, in

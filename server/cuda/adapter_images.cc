@@ -21,7 +21,7 @@ constexpr char kSaving[] = "saving an adapter's weights";
 constexpr char kRestoring[] = "restoring an adapter's weights";
 // Pages that a copy engine has at a time. It serves its queue in order, and what a decode step
 // copies must not wait long: 40 us a page.
-constexpr int kPagesUnderWay = 4;
+constexpr int kPagesUnderWay = 8;
 
 // Copies pages to or from the device, one after the other.
 class PageCopier {

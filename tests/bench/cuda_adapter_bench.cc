@@ -386,8 +386,9 @@ class Bench {
       run(during, [&] { Build(from); });
     }
     const BuiltAdapter other = Build(tensors.At(device, TensorPlace::kDevice));
-    run("turns through host memory",
-        [&] { Must(images_->Restore(*Must(images_->Save(other.weights))).status()); });
+    const auto turn = [&] { Must(images_->Restore(*Must(images_->Save(other.weights))).status()); };
+    run("turns through host memory, which need more of the device's", turn);
+    run("turns through host memory", turn);
     Publisher publisher(model_.get(), builder_.get());
     tensors.WriteFolder(*model_, publisher.folder(), pinned);
     publisher.Publish("publish");

@@ -1,5 +1,6 @@
-// Compose and Apply against the copy bandwidth of the same run: microseconds a call and the share
-// of the bandwidth over the bytes they must move (two tensors read, one written). Calls are
+// Compose, Apply and ComposeBackward against the copy bandwidth of the same run: microseconds a
+// call and the share of the bandwidth over the bytes they must move (two tensors read, one written;
+// two with inner, and in the backward pass, which sums up d_g as well). Calls are
 // replayed from a graph and walk through buffers that together exceed the L2.
 //
 //   kernels_compose_bench
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "kernels/dora/compose.h"
+#include "kernels/dora/compose_backward.h"
 #include "tests/bench/kernels_timing.h"
 
 namespace {
@@ -22,10 +24,12 @@ using dorad::bench::Check;
 using dorad::bench::CopyBandwidth;
 using dorad::bench::MicrosecondsEach;
 using dorad::kernels::ApplyParams;
+using dorad::kernels::ComposeBackwardParams;
 using dorad::kernels::ComposeParams;
 using dorad::kernels::FloatType;
 
 constexpr int64_t kPoolBytes = int64_t{6} << 30;
+constexpr size_t kWorkspaceBytes = size_t{64} << 20;
 
 // Random bf16 numbers in (-1, 1), which are finite fp32 numbers, too, pair by pair.
 std::vector<uint16_t> RandomBits(size_t size) {
@@ -69,10 +73,14 @@ int main() {
   for (size_t i = 0; i < g.size(); ++i) g[i] = 1.0f + 0.002f * static_cast<float>(i % 17 - 8);
   Check(cudaMemcpy(vectors, g.data(), size_t{1} << 20, cudaMemcpyHostToDevice));
 
+  float *d_g, *workspace;
+  Check(cudaMalloc(reinterpret_cast<void**>(&d_g), size_t{1} << 20));
+  Check(cudaMalloc(reinterpret_cast<void**>(&workspace), kWorkspaceBytes));
+
   const double copy = CopyBandwidth(stream, pool, pool + (size_t{2} << 30), size_t{2} << 30);
   std::printf("copy %.2f TB/s\n", copy);
-  std::printf("%-14s %22s %22s %22s\n", "rows x out", "bf16 us (of copy)", "fp32 us (of copy)",
-              "apply f32->bf16 us");
+  std::printf("%-14s %22s %22s %22s %22s %22s\n", "rows x out", "bf16 us (of copy)",
+              "fp32 us (of copy)", "apply f32->bf16 us", "bf16 with inner us", "bf16 backward us");
 
   for (const Shape& shape : kShapes) {
     const int64_t elements = shape.rows * shape.out;
@@ -110,8 +118,41 @@ int main() {
       p.scale = 1.5f;
       Check(dorad::kernels::Apply(p, stream));
     });
-    std::printf("   %9.2f (%5.1f %%)\n", us,
-                100.0 * 2.5e-6 * static_cast<double>(bytes) / us / copy);
+    std::printf("   %9.2f (%5.1f %%)", us, 100.0 * 2.5e-6 * static_cast<double>(bytes) / us / copy);
+    const int64_t half = (elements * 2 + 255) / 256 * 256;
+    const int training_sets = static_cast<int>(std::min<int64_t>(64, kPoolBytes / (4 * half)));
+    const double share = 100.0 * 4e-6 * static_cast<double>(half) / copy;
+    const double forward = MicrosecondsEach(stream, std::max(training_sets, 8), [&](int i) {
+      char* const at = pool + 4 * half * (i % training_sets);
+      ComposeParams p;
+      p.base = at;
+      p.lora = at + half;
+      p.delta = at + 2 * half;
+      p.inner = at + 3 * half;
+      p.g = vectors;
+      p.rows = shape.rows;
+      p.out = shape.out;
+      p.scale = 1.5f;
+      Check(dorad::kernels::Compose(p, stream));
+    });
+    std::printf("   %9.2f (%5.1f %%)", forward, share / forward);
+    const double backward = MicrosecondsEach(stream, std::max(training_sets, 8), [&](int i) {
+      char* const at = pool + 4 * half * (i % training_sets);
+      ComposeBackwardParams p;
+      p.grad = at;
+      p.inner = at + half;
+      p.d_base = at + 2 * half;
+      p.d_lora = at + 3 * half;
+      p.g = vectors;
+      p.d_g = d_g;
+      p.workspace = workspace;
+      p.workspace_bytes = kWorkspaceBytes;
+      p.rows = shape.rows;
+      p.out = shape.out;
+      p.scale = 1.5f;
+      Check(dorad::kernels::ComposeBackward(p, stream));
+    });
+    std::printf("   %9.2f (%5.1f %%)\n", backward, share / backward);
   }
   return 0;
 }

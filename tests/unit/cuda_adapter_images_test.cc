@@ -80,7 +80,7 @@ TEST_F(AdapterImagesTest, WhatComesBackIsTheSameAtAnotherPlace) {
 
 TEST_F(AdapterImagesTest, ImagesTakeWholePagesAndGiveThemBack) {
   constexpr int64_t kPage = PinnedPages::kPageBytes;
-  const auto weights = Adapter(64, 7);
+  const auto weights = Adapter(160, 7);
   const auto images = Must(MakeCudaWeightsImages(model_.get(), 2 * kPage + 5, &ledger_));
   EXPECT_EQ(images->capacity_bytes(), 2 * kPage);
   EXPECT_EQ(images->BytesFor(kPage + 1), 2 * kPage);

@@ -10,45 +10,10 @@
 
 #include "kernels/dora/compose.h"
 #include "tests/unit/kernels_device.h"
+#include "tests/unit/kernels_floats.h"
 
 namespace dorad::kernels {
 namespace {
-
-float ToFloat(float x) { return x; }
-float ToFloat(__nv_bfloat16 x) { return __bfloat162float(x); }
-float ToFloat(__half x) { return __half2float(x); }
-
-template <typename T>
-T FromFloat(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return __float2half_rn(x);
-  }
-}
-
-template <typename T>
-constexpr FloatType TypeOf() {
-  if constexpr (std::is_same_v<T, float>) return FloatType::kF32;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return FloatType::kBF16;
-  return FloatType::kF16;
-}
-
-template <typename T>
-std::vector<T> Random(size_t size, float mean, float deviation, uint32_t seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(mean, deviation);
-  std::vector<T> values(size);
-  for (T& value : values) value = FromFloat<T>(normal(random));
-  return values;
-}
-
-template <typename T>
-bool SameBits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
-}
 
 struct Shape {
   int64_t rows;
@@ -80,6 +45,16 @@ std::vector<T> ExpectedCompose(const std::vector<T>& base, const std::vector<T>&
 }
 
 template <typename T>
+std::vector<T> ExpectedInner(const std::vector<T>& base, const std::vector<T>& lora) {
+  std::vector<T> inner(base.size());
+  for (size_t i = 0; i < base.size(); ++i) {
+    volatile float t = kScale * ToFloat(lora[i]);
+    inner[i] = FromFloat<T>(ToFloat(base[i]) + t);
+  }
+  return inner;
+}
+
+template <typename T>
 class ComposeTest : public KernelTest {};
 using Types = testing::Types<float, __nv_bfloat16, __half>;
 TYPED_TEST_SUITE(ComposeTest, Types);
@@ -89,9 +64,9 @@ TYPED_TEST(ComposeTest, GivesTheOrderedArithmeticToTheLastBitInPlaceOrNot) {
   for (const Shape shape : kShapes) {
     SCOPED_TRACE(testing::Message() << shape.rows << " x " << shape.out);
     const size_t size = shape.rows * shape.out;
-    const auto base = Random<T>(size, 0.0f, 3.0f, 1);
-    const auto lora = Random<T>(size, 0.0f, 0.5f, 2);
-    const auto g = Random<float>(shape.out, 1.0f, 0.002f, 3);
+    const auto base = RandomValues<T>(size, 0.0f, 3.0f, 1);
+    const auto lora = RandomValues<T>(size, 0.0f, 0.5f, 2);
+    const auto g = RandomValues<float>(shape.out, 1.0f, 0.002f, 3);
     const auto expected = ExpectedCompose(base, lora, g, shape);
     const DeviceBuffer<float> device_g(g);
     for (int place = 0; place < 3; ++place) {
@@ -110,6 +85,22 @@ TYPED_TEST(ComposeTest, GivesTheOrderedArithmeticToTheLastBitInPlaceOrNot) {
       params.type = TypeOf<T>();
       DORAD_ASSERT_CUDA(Compose(params, nullptr));
       EXPECT_TRUE(SameBits(to.Read(), expected)) << "place " << place;
+      // With the sum that the backward pass needs, which may replace the other input.
+      const DeviceBuffer<T> again_base(base), again_lora(lora), again_delta(size),
+          again_inner(size);
+      const DeviceBuffer<T>& delta_to = place == 0   ? again_delta
+                                        : place == 1 ? again_base
+                                                     : again_lora;
+      const DeviceBuffer<T>& inner_to = place == 0   ? again_inner
+                                        : place == 1 ? again_lora
+                                                     : again_base;
+      params.base = again_base.get();
+      params.lora = again_lora.get();
+      params.delta = delta_to.get();
+      params.inner = inner_to.get();
+      DORAD_ASSERT_CUDA(Compose(params, nullptr));
+      EXPECT_TRUE(SameBits(delta_to.Read(), expected)) << "place " << place;
+      EXPECT_TRUE(SameBits(inner_to.Read(), ExpectedInner(base, lora))) << "place " << place;
     }
   }
 }
@@ -118,9 +109,9 @@ TYPED_TEST(ComposeTest, TakesUnalignedPointers) {
   using T = TypeParam;
   const Shape shape = {9, 64};
   const size_t size = shape.rows * shape.out;
-  const auto base = Random<T>(size, 0.0f, 3.0f, 4);
-  const auto lora = Random<T>(size + 1, 0.0f, 0.5f, 5);
-  const auto g = Random<float>(shape.out, 1.0f, 0.1f, 6);
+  const auto base = RandomValues<T>(size, 0.0f, 3.0f, 4);
+  const auto lora = RandomValues<T>(size + 1, 0.0f, 0.5f, 5);
+  const auto g = RandomValues<float>(shape.out, 1.0f, 0.1f, 6);
   const DeviceBuffer<T> device_base(base);
   const DeviceBuffer<T> device_lora(lora);
   const DeviceBuffer<float> device_g(g);
@@ -145,9 +136,9 @@ class ComposeErrorTest : public KernelTest {};
 TEST_F(ComposeErrorTest, KeepsTheSmallCorrectionNearOne) {
   const Shape shape = {64, 512};
   const size_t size = shape.rows * shape.out;
-  const auto base = Random<__nv_bfloat16>(size, 0.0f, 3.0f, 7);
-  const auto lora = Random<__nv_bfloat16>(size, 0.0f, 0.001f, 8);
-  const auto g = Random<float>(shape.out, 1.0f, 0.0005f, 9);
+  const auto base = RandomValues<__nv_bfloat16>(size, 0.0f, 3.0f, 7);
+  const auto lora = RandomValues<__nv_bfloat16>(size, 0.0f, 0.001f, 8);
+  const auto g = RandomValues<float>(shape.out, 1.0f, 0.0005f, 9);
   const DeviceBuffer<__nv_bfloat16> device_base(base);
   const DeviceBuffer<__nv_bfloat16> device_lora(lora);
   const DeviceBuffer<float> device_g(g);
@@ -175,8 +166,8 @@ TEST_F(ComposeErrorTest, KeepsTheSmallCorrectionNearOne) {
 TEST_F(ComposeErrorTest, WalksMoreRowsThanAGridHas) {
   const Shape shape = {524287, 8};
   const size_t size = shape.rows * shape.out;
-  const auto base = Random<__nv_bfloat16>(size, 0.0f, 3.0f, 10);
-  const auto g = Random<float>(shape.out, 1.0f, 0.1f, 11);
+  const auto base = RandomValues<__nv_bfloat16>(size, 0.0f, 3.0f, 10);
+  const auto g = RandomValues<float>(shape.out, 1.0f, 0.1f, 11);
   const DeviceBuffer<__nv_bfloat16> device_base(base);
   const DeviceBuffer<float> device_g(g);
   const DeviceBuffer<__nv_bfloat16> delta(size);
@@ -216,10 +207,10 @@ TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
       const int64_t base_ld = shape.out + 4;
       const int64_t lora_ld = shape.out + 8;
       const int64_t y_ld = shape.out + 12;
-      const auto base = Random<float>(shape.rows * base_ld, 0.0f, 3.0f, 12);
-      const auto lora = Random<float>(shape.rows * lora_ld, 0.0f, 0.5f, 13);
-      const auto g = Random<float>(shape.out, 1.0f, 0.1f, 14);
-      const auto bias = Random<float>(shape.out, 0.0f, 1.0f, 15);
+      const auto base = RandomValues<float>(shape.rows * base_ld, 0.0f, 3.0f, 12);
+      const auto lora = RandomValues<float>(shape.rows * lora_ld, 0.0f, 0.5f, 13);
+      const auto g = RandomValues<float>(shape.out, 1.0f, 0.1f, 14);
+      const auto bias = RandomValues<float>(shape.out, 0.0f, 1.0f, 15);
       const DeviceBuffer<float> device_base(base);
       const DeviceBuffer<float> device_lora(lora);
       const DeviceBuffer<float> device_g(g);
@@ -261,8 +252,8 @@ class ApplyErrorTest : public KernelTest {};
 
 TEST_F(ApplyErrorTest, WorksInPlace) {
   const Shape shape = {19, 260};
-  const auto base = Random<float>(shape.rows * shape.out, 0.0f, 3.0f, 16);
-  const auto g = Random<float>(shape.out, 1.0f, 0.1f, 17);
+  const auto base = RandomValues<float>(shape.rows * shape.out, 0.0f, 3.0f, 16);
+  const auto g = RandomValues<float>(shape.out, 1.0f, 0.1f, 17);
   const DeviceBuffer<float> y(base);
   const DeviceBuffer<float> device_g(g);
   ApplyParams params;

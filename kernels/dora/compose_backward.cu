@@ -1,0 +1,182 @@
+#include <algorithm>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/common/launch.h"
+#include "kernels/common/status.h"
+#include "kernels/dora/compose_backward.h"
+#include "kernels/dora/elementwise.cuh"
+
+namespace dorad::kernels {
+namespace {
+
+// Rows of a block, of which the first stage makes one row of partial sums: enough blocks for the
+// multiprocessors at the shapes of a training step, and sums that weigh nothing beside the rest.
+constexpr int64_t kBlockRows = 128;
+// Rows whose loads a thread begins before it uses the first.
+constexpr int kRowsAtOnce = 4;
+// The second stage: columns and shares of the partial sums of a block.
+constexpr int kFinishColumns = 32;
+constexpr int kFinishShares = 8;
+
+int64_t Partials(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+
+// The sums of a block's threads of one column, in the order of their rows. sums: [y][x] of shared
+// memory.
+template <int size>
+__device__ void AddUp(Vector<float, size>* sums, Vector<float, size>* mine) {
+  sums[threadIdx.y * blockDim.x + threadIdx.x] = *mine;
+  __syncthreads();
+  if (threadIdx.y != 0) return;
+  for (unsigned y = 1; y < blockDim.y; ++y) {
+    const Vector<float, size>& next = sums[y * blockDim.x + threadIdx.x];
+#pragma unroll
+    for (int j = 0; j < size; ++j) mine->values[j] = __fadd_rn(mine->values[j], next.values[j]);
+  }
+}
+
+// A block has the rows [kBlockRows · y, kBlockRows · (y + 1)) of its columns. Pointers are not
+// __restrict__: outputs may be inputs; a thread reads what it overwrites first.
+template <typename T, int size, bool wants_g>
+__global__ void __launch_bounds__(kThreads)
+    BackwardKernel(ComposeBackwardParams p, float* partials, int64_t blocks_of_rows) {
+  using V = Vector<T, size>;
+  __shared__ Vector<float, size> sums[wants_g ? kThreads : 1];
+  LaunchDependents();
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * size;
+  const bool has_column = column < p.out;
+  WaitForPrevious();
+  Vector<float, size> gs;
+#pragma unroll
+  for (int j = 0; j < size; ++j) gs.values[j] = 1.0f;
+  if (has_column) gs = *reinterpret_cast<const Vector<float, size>*>(p.g + column);
+  const T* const grads = static_cast<const T*>(p.grad) + column;
+  const T* const inners = static_cast<const T*>(p.inner) + column;
+  T* const d_bases = static_cast<T*>(p.d_base) + column;
+  T* const d_loras = static_cast<T*>(p.d_lora) + column;
+  for (int64_t block = blockIdx.y; block < blocks_of_rows; block += gridDim.y) {
+    Vector<float, size> sum;
+#pragma unroll
+    for (int j = 0; j < size; ++j) sum.values[j] = 0.0f;
+    const int64_t begin = block * kBlockRows + threadIdx.y;
+    const int64_t end = has_column ? min(p.rows, (block + 1) * kBlockRows) : 0;
+    const int64_t step = blockDim.y;
+    for (int64_t first = begin; first < end; first += kRowsAtOnce * step) {
+      V grad[kRowsAtOnce];
+      V inner[kRowsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int64_t row = first + i * step;
+        if (row >= end) continue;
+        grad[i] = *reinterpret_cast<const V*>(grads + row * p.out);
+        if constexpr (wants_g) inner[i] = *reinterpret_cast<const V*>(inners + row * p.out);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int64_t row = first + i * step;
+        if (row >= end) continue;
+        V d_base;
+        V d_lora;
+#pragma unroll
+        for (int j = 0; j < size; ++j) {
+          const float g = gs.values[j];
+          const float x = ToFloat(grad[i].values[j]);
+          d_base.values[j] = FromFloat<T>(__fmul_rn(__fsub_rn(g, 1.0f), x));
+          d_lora.values[j] = FromFloat<T>(__fmul_rn(__fmul_rn(p.scale, g), x));
+          if constexpr (wants_g) {
+            const float product = __fmul_rn(x, ToFloat(inner[i].values[j]));
+            sum.values[j] = __fadd_rn(sum.values[j], product);
+          }
+        }
+        if (p.d_base != nullptr) *reinterpret_cast<V*>(d_bases + row * p.out) = d_base;
+        if (p.d_lora != nullptr) *reinterpret_cast<V*>(d_loras + row * p.out) = d_lora;
+      }
+    }
+    if constexpr (wants_g) {
+      AddUp(sums, &sum);
+      if (threadIdx.y == 0 && has_column) {
+        *reinterpret_cast<Vector<float, size>*>(partials + block * p.out + column) = sum;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// d_g[column] = the sum of partials [blocks_of_rows, out]: each share every kFinishShares-th of
+// them, then the shares.
+__global__ void __launch_bounds__(kFinishColumns* kFinishShares)
+    FinishKernel(const float* partials, int64_t blocks_of_rows, int64_t out, float* d_g) {
+  __shared__ Vector<float, 1> sums[kFinishColumns * kFinishShares];
+  LaunchDependents();
+  WaitForPrevious();
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinishColumns + threadIdx.x;
+  Vector<float, 1> sum = {{0.0f}};
+  if (column < out) {
+#pragma unroll 8
+    for (int64_t block = threadIdx.y; block < blocks_of_rows; block += kFinishShares) {
+      sum.values[0] = __fadd_rn(sum.values[0], partials[block * out + column]);
+    }
+  }
+  AddUp(sums, &sum);
+  if (threadIdx.y == 0 && column < out) d_g[column] = sum.values[0];
+}
+
+template <typename T, int size>
+cudaError_t Launch(const ComposeBackwardParams& p, cudaStream_t stream) {
+  const int64_t vectors = p.out / size;
+  const dim3 block = BlockFor(vectors, 128);
+  const int64_t blocks_of_rows = Partials(p.rows);
+  const dim3 grid(static_cast<unsigned>((vectors + block.x - 1) / block.x),
+                  static_cast<unsigned>(std::min<int64_t>(65535, blocks_of_rows)));
+  if (p.d_g == nullptr) {
+    return LaunchEarly(BackwardKernel<T, size, false>, grid, block, 0, stream, p,
+                       static_cast<float*>(nullptr), blocks_of_rows);
+  }
+  float* const partials = blocks_of_rows == 1 ? p.d_g : static_cast<float*>(p.workspace);
+  DORAD_CUDA_RETURN_IF_ERROR(LaunchEarly(BackwardKernel<T, size, true>, grid, block, 0, stream, p,
+                                         partials, blocks_of_rows));
+  if (blocks_of_rows == 1) return cudaSuccess;
+  const dim3 finish_grid(static_cast<unsigned>((p.out + kFinishColumns - 1) / kFinishColumns));
+  return LaunchEarly(FinishKernel, finish_grid, dim3(kFinishColumns, kFinishShares), 0, stream,
+                     static_cast<const float*>(partials), blocks_of_rows, p.out, p.d_g);
+}
+
+template <typename T>
+cudaError_t LaunchAs(const ComposeBackwardParams& p, cudaStream_t stream) {
+  constexpr int kSize = 16 / sizeof(T);
+  const bool vectors = p.out % kSize == 0 && Aligned(p.grad) && Aligned(p.inner) &&
+                       Aligned(p.d_base) && Aligned(p.d_lora) && Aligned(p.g) && Aligned(p.d_g);
+  return vectors ? Launch<T, kSize>(p, stream) : Launch<T, 1>(p, stream);
+}
+
+}  // namespace
+
+size_t ComposeBackwardWorkspace(int64_t rows, int64_t out) {
+  if (!GoodSizes(rows, out)) return 0;
+  const int64_t partials = Partials(rows);
+  return partials <= 1 ? 0 : static_cast<size_t>(partials * out) * sizeof(float);
+}
+
+cudaError_t ComposeBackward(const ComposeBackwardParams& params, cudaStream_t stream) {
+  if (!GoodSizes(params.rows, params.out)) return cudaErrorInvalidValue;
+  if (params.out == 0) return cudaSuccess;
+  if (params.rows == 0) {
+    if (params.d_g == nullptr) return cudaSuccess;
+    return cudaMemsetAsync(params.d_g, 0, static_cast<size_t>(params.out) * sizeof(float), stream);
+  }
+  if (params.d_g != nullptr &&
+      (params.inner == nullptr ||
+       params.workspace_bytes < ComposeBackwardWorkspace(params.rows, params.out))) {
+    return cudaErrorInvalidValue;
+  }
+  switch (params.type) {
+    case FloatType::kF32:
+      return LaunchAs<float>(params, stream);
+    case FloatType::kBF16:
+      return LaunchAs<__nv_bfloat16>(params, stream);
+    case FloatType::kF16:
+      return LaunchAs<__half>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace dorad::kernels

@@ -1,0 +1,36 @@
+// The kernels of training behind a C interface, for callers that load libdorad_train.so at run time
+// (the Python package dorad.train). Thread-safe; functions only enqueue work on the stream.
+//
+// type: a dorad::kernels::FloatType (0 fp32, 1 bf16, 2 fp16). stream: a cudaStream_t. Tensors are
+// [rows, out], contiguous; NULL where a comment in compose.h or compose_backward.h allows nullptr.
+// Returned ints are cudaError_t, 0 for success.
+#pragma once
+
+#include <stdint.h>
+
+#define DORAD_TRAIN_ABI 1
+
+#if defined(__GNUC__)
+#define DORAD_EXPORT __attribute__((visibility("default")))
+#endif
+
+extern "C" {
+
+// DORAD_TRAIN_ABI of the library: rises when a function changes its meaning.
+DORAD_EXPORT int dorad_train_abi(void);
+
+DORAD_EXPORT int dorad_compose_forward(const void* base, const void* lora, const float* g,
+                                       void* delta, void* inner, int64_t rows, int64_t out,
+                                       float scale, int32_t type, void* stream);
+
+// Bytes, -1 for sizes that are refused.
+DORAD_EXPORT int64_t dorad_compose_backward_workspace(int64_t rows, int64_t out);
+DORAD_EXPORT int dorad_compose_backward(const void* grad, const void* inner, const float* g,
+                                        void* d_base, void* d_lora, float* d_g, void* workspace,
+                                        int64_t workspace_bytes, int64_t rows, int64_t out,
+                                        float scale, int32_t type, void* stream);
+
+// "invalid argument" for 1, and so on.
+DORAD_EXPORT const char* dorad_error_string(int error);
+
+}  // extern "C"
