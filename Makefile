@@ -6,6 +6,7 @@ SHELL := /bin/bash
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
 SAN ?= address
+UNIT ?=
 ARGS ?=
 
 help: ## this list
@@ -54,8 +55,8 @@ lint: setup-dev ## clang-format, clang-tidy, ruff, mypy and the proto rules
 format: setup-dev ## rewrite sources in the project's format
 	@tools/format.sh
 
-sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread
-	@tools/sanitize.sh $(SAN)
+sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread; UNIT=regex: some
+	@tools/sanitize.sh $(SAN) '$(UNIT)'
 
 bundle: build ## dist/dorad-bundle.tar.xz for GPU hosts
 	@tools/bundle.sh

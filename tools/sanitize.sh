@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the unit tests with a sanitizer and runs them: tools/sanitize.sh address|thread
+# Builds the unit tests with a sanitizer and runs them: tools/sanitize.sh address|thread [REGEX]
+# With a regular expression, only those whose names it matches.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 dir=$ROOT/tools/sanitizers
@@ -16,9 +17,16 @@ case ${1:-} in
     export UNIT_REGEX='^(base|engine|adapter|model|rpc)_|ops_(thread_team|sampling)_'
     export TSAN_OPTIONS="suppressions=$dir/tsan.supp:second_deadlock_stack=1:ignore_noninstrumented_modules=1:history_size=4"
     ;;
-  *) die "usage: make sanitize SAN=address|thread" ;;
+  *) die "usage: make sanitize SAN=address|thread [UNIT=REGEX]" ;;
 esac
 
+targets=(all)
+if [[ ${2:-} ]]; then
+  export UNIT_REGEX=$2
+  mapfile -t targets < <(basename -s .cc tests/unit/*_test.cc | grep -Ev '^(cuda|kernels)_' | grep -E "$2")
+  ((${#targets[@]} > 0)) || die "no unit test for the CPU matches $2"
+fi
+
 # compute-sanitizer checks what runs on a GPU.
-DORAD_NO_CUDA=1 CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" all
+DORAD_NO_CUDA=1 CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" "${targets[@]}"
 BUILD_DIR=build-$preset UNIT_ONLY=1 tools/test.sh
