@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "server/adapter/registry.h"
+#include "server/adapter/record.h"
 
 namespace dorad::adapter {
 

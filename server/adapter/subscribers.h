@@ -1,0 +1,37 @@
+// Who is called back after changes of the registry. Owned by AdapterRegistry. Thread-safe; calls
+// back under no lock.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+
+namespace dorad::adapter {
+
+class Subscribers {
+ public:
+  // As AdapterRegistry's Subscribe and Unsubscribe.
+  int64_t Add(std::function<void()> on_event);
+  void Remove(int64_t id);
+  // Of all, whether calls are running or not.
+  void Clear();
+
+  // Calls each of them back.
+  void Notify();
+
+ private:
+  struct Subscriber {
+    std::function<void()> on_event;
+    int running = 0;  // calls, guarded by mu_
+  };
+
+  absl::Mutex mu_;
+  std::map<int64_t, std::shared_ptr<Subscriber>> subscribers_ ABSL_GUARDED_BY(mu_);
+  int64_t next_id_ ABSL_GUARDED_BY(mu_) = 1;
+};
+
+}  // namespace dorad::adapter
