@@ -39,7 +39,7 @@ enum class PauseMode { kAbort, kWait, kKeep };
 
 class Engine {
  public:
-  Engine(EngineOptions options, std::unique_ptr<ModelRunner> runner, Metrics* metrics);
+  Engine(const EngineOptions& options, std::unique_ptr<ModelRunner> runner, Metrics* metrics);
   // Ends every request with UNAVAILABLE (SHUTTING_DOWN) and joins the thread.
   ~Engine();
 
@@ -67,9 +67,9 @@ class Engine {
   // finished (kWait) or are frozen (kKeep). kWait lets frozen requests of its scope run. ABORTED
   // (PAUSE_SUPERSEDED) for a kWait that another pause or a resume overtakes.
   using PauseDone = std::function<void(absl::StatusOr<int>)>;
-  void Pause(PauseMode mode, adapter::AdapterRef scope, PauseDone done);
+  void Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done);
   // Undoes the pauses of the scope; of the base's reference all pauses.
-  void Resume(adapter::AdapterRef scope, std::function<void()> done);
+  void Resume(const adapter::AdapterRef& scope, std::function<void()> done);
 
   // As of the end of the last step.
   EngineStats stats() const;

@@ -1,0 +1,141 @@
+#include "server/engine/admission.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/base/metrics.h"
+#include "server/engine/pauses.h"
+
+namespace dorad::engine {
+namespace {
+
+constexpr absl::Duration kRetryQueueFull = absl::Milliseconds(200);
+constexpr absl::Duration kRetryPaused = absl::Seconds(1);
+
+}  // namespace
+
+absl::Status ShuttingDown() {
+  return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+}
+
+absl::Status Admission::Admit(const Request& request, Message enter) {
+  const int64_t tokens = request.load_tokens();
+  const RequestKind kind = request.generate ? RequestKind::kGenerate : RequestKind::kScore;
+  absl::MutexLock lock(&mu_);
+  absl::Status status = Check(request, tokens);
+  if (!status.ok()) {
+    metrics_->RequestRefused(kind, ReasonOf(status));
+    return status;
+  }
+  ids_.insert(request.base().request_id);
+  ++queue_.requests;
+  queue_.tokens += tokens;
+  metrics_->RequestAdmitted(kind);
+  inbox_.push_back(std::move(enter));
+  return absl::OkStatus();
+}
+
+absl::Status Admission::Check(const Request& request, int64_t tokens) const {
+  if (closing_ || draining_) return ShuttingDown();
+  const bool refused =
+      std::any_of(refusing_.begin(), refusing_.end(),
+                  [&](const adapter::AdapterRef& scope) { return Pauses::Covers(scope, request); });
+  if (refused) {
+    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
+                                    "the engine is paused and refuses new requests"),
+                          kRetryPaused);
+  }
+  if (request.deadline <= request.admitted) {
+    return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+                     "the deadline passed before admission");
+  }
+  if (ids_.contains(request.base().request_id)) {
+    return MakeError(absl::StatusCode::kAlreadyExists, "REQUEST_ID_IN_USE",
+                     absl::StrCat("a running request has the id ", request.base().request_id));
+  }
+  // One request is always let in, however large: it was validated, and nobody is before it.
+  if (queue_.requests > 0 && (queue_.requests >= limits_.max_queued_requests ||
+                              queue_.tokens + tokens > limits_.max_queued_tokens)) {
+    return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",
+                                    absl::StrCat("the queue holds ", queue_.requests,
+                                                 " requests and ", queue_.tokens, " tokens")),
+                          kRetryQueueFull);
+  }
+  return absl::OkStatus();
+}
+
+void Admission::Post(Message message) {
+  absl::MutexLock lock(&mu_);
+  inbox_.push_back(std::move(message));
+}
+
+void Admission::PostRefusing(adapter::AdapterRef scope, Message pause) {
+  absl::MutexLock lock(&mu_);
+  StopRefusing(scope);
+  refusing_.push_back(std::move(scope));
+  inbox_.push_back(std::move(pause));
+}
+
+void Admission::PostTaking(const adapter::AdapterRef& scope, Message message) {
+  absl::MutexLock lock(&mu_);
+  StopRefusing(scope);
+  inbox_.push_back(std::move(message));
+}
+
+void Admission::StopRefusing(const adapter::AdapterRef& scope) {
+  const auto is_meant = [&](const adapter::AdapterRef& ref) {
+    return scope.is_base() || ref == scope;
+  };
+  refusing_.erase(std::remove_if(refusing_.begin(), refusing_.end(), is_meant), refusing_.end());
+}
+
+void Admission::StopAdmission() {
+  absl::MutexLock lock(&mu_);
+  draining_ = true;
+}
+
+void Admission::Close() {
+  absl::MutexLock lock(&mu_);
+  closing_ = true;
+}
+
+bool Admission::idle() const {
+  absl::MutexLock lock(&mu_);
+  return inbox_.empty() && ids_.empty();
+}
+
+Admission::Queue Admission::queue() const {
+  absl::MutexLock lock(&mu_);
+  return queue_;
+}
+
+std::vector<Admission::Message> Admission::Take(absl::Duration patience, bool* stop) {
+  absl::MutexLock lock(&mu_);
+  if (patience > absl::ZeroDuration()) {
+    const auto wake = [this]()
+                          ABSL_SHARED_LOCKS_REQUIRED(mu_) { return closing_ || !inbox_.empty(); };
+    mu_.AwaitWithTimeout(absl::Condition(&wake), patience);
+  }
+  *stop = closing_;
+  return std::exchange(inbox_, {});
+}
+
+bool Admission::has_messages() const {
+  absl::MutexLock lock(&mu_);
+  return !inbox_.empty();
+}
+
+void Admission::Started(const Request& request) {
+  absl::MutexLock lock(&mu_);
+  --queue_.requests;
+  queue_.tokens -= request.load_tokens();
+}
+
+void Admission::Ended(const Request& request) {
+  absl::MutexLock lock(&mu_);
+  ids_.erase(request.base().request_id);
+}
+
+}  // namespace dorad::engine

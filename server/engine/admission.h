@@ -1,0 +1,84 @@
+// The engine's door: which requests are let in, and what other threads want of the engine thread.
+// Owned by Engine. Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
+#include "server/adapter/version.h"
+#include "server/engine/request.h"
+#include "server/engine/types.h"
+
+namespace dorad {
+class Metrics;
+}
+
+namespace dorad::engine {
+
+// UNAVAILABLE (SHUTTING_DOWN).
+absl::Status ShuttingDown();
+
+class Admission {
+ public:
+  using Message = absl::AnyInvocable<void()>;
+
+  // metrics is borrowed.
+  Admission(const EngineLimits& limits, Metrics* metrics) : limits_(limits), metrics_(metrics) {}
+
+  // --- Any thread. Messages run on the engine thread in the order in which they came.
+
+  // Lets the request in by the message `enter`. Errors as Engine::Submit.
+  absl::Status Admit(const Request& request, Message enter);
+  void Post(Message message);
+  // A pause or resume of a scope; from now on its new requests are refused, or not any more.
+  void PostRefusing(adapter::AdapterRef scope, Message pause);
+  void PostTaking(const adapter::AdapterRef& scope, Message message);
+  // From now on new requests are refused with SHUTTING_DOWN.
+  void StopAdmission();
+  // Likewise, and the engine thread is told to end.
+  void Close();
+
+  // True when nobody is in and no message is left.
+  bool idle() const;
+  struct Queue {
+    int64_t requests = 0;
+    int64_t tokens = 0;
+  };
+  // Of requests that have not started.
+  Queue queue() const;
+
+  // --- The engine thread.
+
+  // The messages that have come; waits for one, or for Close, up to `patience`. *stop: after Close,
+  // when these are the last.
+  std::vector<Message> Take(absl::Duration patience, bool* stop);
+  bool has_messages() const;
+  // A request that was let in waits no longer; each once.
+  void Started(const Request& request);
+  // Its id is free again.
+  void Ended(const Request& request);
+
+ private:
+  absl::Status Check(const Request& request, int64_t tokens) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void StopRefusing(const adapter::AdapterRef& scope) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const EngineLimits limits_;
+  Metrics* const metrics_;
+  mutable absl::Mutex mu_;
+  std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<std::string> ids_ ABSL_GUARDED_BY(mu_);
+  Queue queue_ ABSL_GUARDED_BY(mu_);
+  bool closing_ ABSL_GUARDED_BY(mu_) = false;
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;                      // StopAdmission
+  std::vector<adapter::AdapterRef> refusing_ ABSL_GUARDED_BY(mu_);  // Pause(WAIT) until Resume
+};
+
+}  // namespace dorad::engine

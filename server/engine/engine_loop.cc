@@ -1,0 +1,395 @@
+#include "server/engine/engine_loop.h"
+
+#include <algorithm>
+#include <map>
+
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/log.h"
+#include "server/base/metrics.h"
+
+namespace dorad::engine {
+namespace {
+
+constexpr absl::Duration kIdleHeartbeat = absl::Seconds(1);
+// Between two questions whether weights have come, when there is nothing else to do.
+constexpr absl::Duration kAskForWeights = absl::Milliseconds(2);
+
+}  // namespace
+
+EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
+                       std::unique_ptr<ModelRunner> runner, Admission* admission, StatsBoard* board,
+                       Metrics* metrics)
+    : rules_(std::move(rules)),
+      admission_(admission),
+      board_(board),
+      metrics_(metrics),
+      pages_(runner->kv_pages()),
+      scheduler_({options.max_step_tokens, options.max_running_sequences,
+                  [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
+                 &pages_),
+      pipeline_(std::move(runner), metrics) {
+  PublishStats();
+}
+
+void EngineLoop::Run() {
+  while (true) {
+    bool stop = false;
+    std::vector<Admission::Message> messages = TakeMessages(&stop);
+    for (Admission::Message& message : messages) message();
+    if (stop) break;
+    EndDeadRequests();
+    FollowActiveVersions();
+    if (!pauses_.all()) Step();
+    CompletePauses();
+    graveyard_.clear();
+    PublishStats();
+  }
+  FinishAll();
+  while (!requests_.empty()) {
+    EndRequest(requests_.begin()->second.get(), ShuttingDown());
+  }
+  graveyard_.clear();
+  Supersede({});
+  PublishStats();
+}
+
+// Waits while there is nothing to do, but not longer than until the next deadline.
+std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
+  absl::Duration patience = kIdleHeartbeat;
+  if (!deadlines_.empty()) {
+    patience = std::min(patience, Between(SteadyNow(), deadlines_.begin()->first));
+  }
+  if (stalled_) patience = std::min(patience, kAskForWeights);
+  const bool busy =
+      !stalled_ && !pauses_.all() && static_cast<int64_t>(requests_.size()) > frozen_requests_;
+  return admission_->Take(busy ? absl::ZeroDuration() : patience, stop);
+}
+
+void EngineLoop::Enter(std::unique_ptr<Request> owned) {
+  Request* const request = owned.get();
+  requests_.emplace(request->base().request_id, std::move(owned));
+  if (request->deadline != Instant::max()) deadlines_.insert({request->deadline, request});
+  request->Enter(&next_arrival_);
+  // So may the note of an activation.
+  Follow(request, request->NewerVersion());
+  FreezeOrThaw(request);
+  // The note of a cancel may have come before the request.
+  cancels_noted_ = cancels_noted_ || request->cancelled();
+  if (request->unfinished_sequences == 0) {
+    NoteStarted(request, SteadyNow());
+    EndRequest(request, absl::OkStatus());
+    return;
+  }
+  for (const auto& sequence : request->sequences) {
+    if (sequence->state == Sequence::State::kWaiting) scheduler_.Add(sequence.get());
+  }
+}
+
+void EngineLoop::EndDeadRequests() {
+  const Instant now = SteadyNow();
+  const bool late = !deadlines_.empty() && deadlines_.begin()->first <= now;
+  if (!late && !cancels_noted_) return;
+  FinishAll();
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    EndRequest(deadlines_.begin()->second, MakeError(absl::StatusCode::kDeadlineExceeded,
+                                                     "DEADLINE_EXCEEDED", "the deadline passed"));
+  }
+  cancels_noted_ = false;
+  std::vector<Request*> cancelled;
+  for (const auto& [id, request] : requests_) {
+    if (request->cancelled()) cancelled.push_back(request.get());
+  }
+  for (Request* request : cancelled) {
+    EndRequest(request, MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED",
+                                  "the client cancelled the request"));
+  }
+}
+
+// Moves the requests that follow their name's active version over to it.
+void EngineLoop::FollowActiveVersions() {
+  if (!std::exchange(activations_noted_, false)) return;
+  std::vector<std::pair<Request*, adapter::AdapterLease>> moving;
+  for (const auto& [id, request] : requests_) {
+    adapter::AdapterLease lease = request->NewerVersion();
+    if (lease.get() != nullptr) moving.emplace_back(request.get(), std::move(lease));
+  }
+  if (moving.empty()) return;
+  FinishAll();  // which may end some of them
+  for (auto& [request, lease] : moving) {
+    if (IsHere(request)) Follow(request, std::move(lease));
+  }
+}
+
+// Without a lease there is nothing to follow.
+void EngineLoop::Follow(Request* request, adapter::AdapterLease lease) {
+  if (lease.get() == nullptr) return;
+  request->Switch(std::move(lease), &scheduler_);
+  FreezeOrThaw(request);  // it may hold other versions now
+  metrics_->VersionSwitched();
+}
+
+bool EngineLoop::IsHere(const Request* request) const {
+  const auto it = requests_.find(request->base().request_id);
+  return it != requests_.end() && it->second.get() == request;
+}
+
+// Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
+// the step before brought is delivered.
+void EngineLoop::Step() {
+  while (!pipeline_.full() && BeginStep()) {
+  }
+  EndWithoutWeights();
+  stalled_ = pipeline_.empty() && weights_.any_away();
+  if (!pipeline_.empty()) FinishStep();
+}
+
+// Ends the requests that wait for weights which could not be brought.
+void EngineLoop::EndWithoutWeights() {
+  const std::map<WeightsGate::Entries, absl::Status> failures = weights_.TakeFailures();
+  if (failures.empty()) return;
+  FinishAll();
+  for (const auto& [entries, status] : failures) {
+    std::vector<Request*> waiting;
+    for (const auto& [id, request] : requests_) {
+      if (WeightsGate::IsConcerned(*request, entries)) waiting.push_back(request.get());
+    }
+    for (Request* request : waiting) EndRequest(request, status);
+  }
+}
+
+// False when nothing has begun.
+bool EngineLoop::BeginStep() {
+  const uint64_t preemptions = scheduler_.preemptions();
+  weights_.BeginStep();
+  std::vector<Chunk> chunks = scheduler_.Schedule();
+  metrics_->Preemptions(static_cast<int64_t>(scheduler_.preemptions() - preemptions));
+  if (chunks.empty()) {
+    DORAD_CHECK(!pipeline_.empty() || weights_.any_away() ||
+                scheduler_.running() + scheduler_.waiting() == scheduler_.frozen());
+    return false;
+  }
+  const Instant now = SteadyNow();
+  for (const Chunk& chunk : chunks) NoteStarted(chunk.sequence->request, now);
+  const absl::Status status = pipeline_.Begin(&chunks, now);
+  if (status.ok()) return true;
+  for (const Chunk& chunk : chunks) scheduler_.Landed(chunk);
+  FinishAll();  // what began before does not depend on it
+  Fail(chunks, status);
+  return false;
+}
+
+void EngineLoop::FinishStep() {
+  StepPipeline::Finished step = pipeline_.Finish();
+  if (!step.outputs.ok()) {
+    for (const Chunk& chunk : step.chunks) Land(chunk);
+    Fail(step.chunks, step.outputs.status());
+    return;
+  }
+  for (size_t i = 0; i < step.chunks.size(); ++i) {
+    Deliver(step.chunks[i], std::move((*step.outputs)[i]), step.now);
+  }
+}
+
+void EngineLoop::FinishAll() {
+  while (!pipeline_.empty()) FinishStep();
+}
+
+void EngineLoop::NoteStarted(Request* request, Instant now) {
+  if (request->started) return;
+  request->started = now;
+  metrics_->QueueTime(Between(request->admitted, now));
+  admission_->Started(*request);
+}
+
+void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
+  Sequence* const sequence = chunk.sequence;
+  Request* const request = sequence->request;
+  // A row of a sequence that ended meanwhile was computed in vain.
+  if (sequence->state != Sequence::State::kEnded) {
+    scheduler_.Computed(chunk);
+    const int64_t generated = sequence->generated();
+    if (chunk.samples && generated == 0) {
+      metrics_->PromptTokens(sequence->prompt_tokens - sequence->cached_tokens,
+                             sequence->cached_tokens);
+      metrics_->PrefixCache(sequence->prompt_tokens, sequence->cached_tokens);
+    }
+    if (request->Accept(chunk, std::move(output), rules_, now, metrics_)) {
+      scheduler_.Remove(sequence);
+    }
+    metrics_->GeneratedTokens(sequence->generated() - generated);
+  }
+  Land(chunk);
+}
+
+// Ends the request when this was the last of all its chunks: its leases must outlast them.
+void EngineLoop::Land(const Chunk& chunk) {
+  const Sequence& sequence = *chunk.sequence;
+  Request* const request = sequence.request;
+  scheduler_.Landed(chunk);
+  if (sequence.state != Sequence::State::kEnded || sequence.in_flight > 0) return;
+  chunk.sequence->DropUses();
+  if (--request->unfinished_sequences == 0) EndRequest(request, absl::OkStatus());
+}
+
+// Ends the requests whose chunks are lost, but for sequences that have ended without them.
+// REQUIRES: no step is in flight.
+void EngineLoop::Fail(const std::vector<Chunk>& chunks, const absl::Status& status) {
+  LogError("step failed", {{"error", std::string(status.message())}});
+  std::set<Request*> failed;
+  for (const Chunk& chunk : chunks) {
+    if (chunk.sequence->state != Sequence::State::kEnded) failed.insert(chunk.sequence->request);
+  }
+  for (Request* request : failed) EndRequest(request, status);
+}
+
+// Every way out of the engine. Pages and leases are back before the client learns of the end. The
+// request stays allocated until the end of the turn: the step at hand may still refer to it.
+// REQUIRES: none of its chunks is in flight.
+template <typename Ending>
+void EngineLoop::EndWith(Request* request, Ending ending) {
+  if (!request->started) {
+    request->started = SteadyNow();
+    admission_->Started(*request);
+  }
+  for (const auto& sequence : request->sequences) {
+    DORAD_CHECK(sequence->in_flight == 0);
+    scheduler_.Remove(sequence.get());
+    sequence->DropUses();
+  }
+  auto node = requests_.extract(request->base().request_id);
+  DORAD_CHECK(!node.empty());
+  graveyard_.push_back(std::move(node.mapped()));
+  deadlines_.erase({request->deadline, request});
+  frozen_requests_ -= request->frozen ? 1 : 0;
+  admission_->Ended(*request);
+  ending(request);
+}
+
+void EngineLoop::EndRequest(Request* request, const absl::Status& status) {
+  EndWith(request, [&](Request* r) { r->End(status, SteadyNow(), metrics_); });
+}
+
+void EngineLoop::AbortRequest(Request* request, const std::string& detail) {
+  EndWith(request, [&](Request* r) { r->EndAborted(detail, SteadyNow(), metrics_); });
+}
+
+int EngineLoop::AbortMatching(const AbortTarget& target, const std::string& detail) {
+  FinishAll();
+  std::vector<Request*> matching;
+  for (const auto& [id, request] : requests_) {
+    if (target.all || (!target.adapter.is_base() && request->Holds(target.adapter)) ||
+        std::find(target.request_ids.begin(), target.request_ids.end(), id) !=
+            target.request_ids.end()) {
+      matching.push_back(request.get());
+    }
+  }
+  for (Request* request : matching) AbortRequest(request, detail);
+  return static_cast<int>(matching.size());
+}
+
+// Who gets an answer also sees its effect in stats().
+template <typename Done, typename... Args>
+void EngineLoop::Answer(const Done& done, Args... args) {
+  PublishStats();
+  done(args...);
+}
+
+void EngineLoop::Abort(const AbortTarget& target, const std::string& detail,
+                       const std::function<void(int)>& done) {
+  const int aborted = AbortMatching(target, detail);
+  Answer(done, aborted);
+}
+
+void EngineLoop::Pause(PauseMode mode, const adapter::AdapterRef& scope, Engine::PauseDone done) {
+  switch (mode) {
+    case PauseMode::kAbort: {
+      Supersede(scope);
+      pauses_.Begin(scope);
+      const int aborted =
+          AbortMatching({.adapter = scope, .all = scope.is_base()}, "the engine was paused");
+      Answer(done, aborted);
+      return;
+    }
+    case PauseMode::kKeep:
+      Supersede(scope);
+      FinishAll();
+      pauses_.Begin(scope);
+      FreezeAndThaw();
+      Answer(done, CountCovered(scope));
+      return;
+    case PauseMode::kWait:
+      // Frozen requests could never finish: a pause that waits lets them run.
+      pauses_.End(scope);
+      FreezeAndThaw();
+      pauses_.Wait({scope, std::move(done), CountCovered(scope)});
+      return;
+  }
+}
+
+void EngineLoop::Resume(const adapter::AdapterRef& scope, const std::function<void()>& done) {
+  pauses_.End(scope);
+  FreezeAndThaw();
+  Supersede(scope);
+  Answer(done);
+}
+
+// Ends the pauses that still wait: another word has come in between.
+void EngineLoop::Supersede(const adapter::AdapterRef& scope) {
+  for (const Pauses::Waiting& pause : pauses_.TakeOvertaken(scope)) {
+    Answer(pause.done, MakeError(absl::StatusCode::kAborted, "PAUSE_SUPERSEDED",
+                                 "another pause or a resume came before the engine was idle"));
+  }
+}
+
+void EngineLoop::FreezeAndThaw() {
+  for (const auto& [id, request] : requests_) FreezeOrThaw(request.get());
+}
+
+// As pauses of adapters say; a pause of everything stops the engine instead.
+void EngineLoop::FreezeOrThaw(Request* request) {
+  const bool frozen = pauses_.Freezes(*request);
+  if (frozen == request->frozen) return;
+  request->frozen = frozen;
+  frozen_requests_ += frozen ? 1 : -1;
+  for (const auto& sequence : request->sequences) {
+    scheduler_.SetFrozen(sequence.get(), frozen);
+    // Its weights may make room meanwhile.
+    if (frozen && sequence->in_flight == 0) sequence->DropUses();
+  }
+}
+
+int EngineLoop::CountCovered(const adapter::AdapterRef& scope) const {
+  return static_cast<int>(std::count_if(requests_.begin(), requests_.end(), [&](const auto& entry) {
+    return Pauses::Covers(scope, *entry.second);
+  }));
+}
+
+// Pause(WAIT) is in effect when the last admitted request of its scope has ended.
+void EngineLoop::CompletePauses() {
+  if (!pauses_.anyone_waits()) return;
+  if (admission_->has_messages()) return;  // requests admitted before the pause may be among them
+  const auto is_over = [this](const adapter::AdapterRef& scope) {
+    return CountCovered(scope) == 0;
+  };
+  for (const Pauses::Waiting& pause : pauses_.TakeOver(is_over)) {
+    pauses_.Begin(pause.scope);
+    Answer(pause.done, pause.requests);
+  }
+}
+
+void EngineLoop::PublishStats() {
+  EngineStats stats;
+  stats.running_sequences = static_cast<int>(scheduler_.running());
+  stats.kv_pages_total = pages_.total();
+  stats.kv_pages_used = pages_.used();
+  stats.kv_pages_cached = pages_.cached();
+  stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
+  stats.steps = pipeline_.steps_finished();
+  stats.paused = pauses_.all();
+  stats.paused_adapters = pauses_.adapters();
+  stats.frozen_requests = static_cast<int>(frozen_requests_);
+  board_->Publish(std::move(stats));
+}
+
+}  // namespace dorad::engine

@@ -1,0 +1,93 @@
+#include "server/engine/step_pipeline.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "server/base/check.h"
+#include "server/base/metrics.h"
+
+namespace dorad::engine {
+namespace {
+
+// `wants` gets what the rows point to.
+StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
+  static constexpr TokenId kUnknown = -1;
+  const Sequence& s = *chunk.sequence;
+  wants->push_back(s.request->WantOf(chunk));
+  StepSequence rows;
+  rows.tokens = chunk.follows >= 0
+                    ? absl::MakeConstSpan(&kUnknown, 1)
+                    : absl::MakeConstSpan(s.tokens).subspan(chunk.position, chunk.count);
+  rows.follows = chunk.follows;
+  rows.position = chunk.position;
+  rows.pages = s.pages;
+  rows.adapter = s.adapter_at(chunk.position);
+  const Request::Want& want = wants->back();
+  rows.sample = want.sample ? &*want.sample : nullptr;
+  rows.score = want.score ? &*want.score : nullptr;
+  return rows;
+}
+
+}  // namespace
+
+StepPipeline::StepPipeline(std::unique_ptr<ModelRunner> runner, Metrics* metrics)
+    : runner_(std::move(runner)), metrics_(metrics) {
+  // A third step could not tell which of two others samples the token that it follows.
+  DORAD_CHECK(runner_->max_steps_in_flight() == 1 || runner_->max_steps_in_flight() == 2);
+}
+
+bool StepPipeline::full() const {
+  return static_cast<int>(in_flight_.size()) >= runner_->max_steps_in_flight();
+}
+
+absl::Status StepPipeline::Begin(std::vector<Chunk>* chunks, Instant now) {
+  std::vector<Request::Want> wants;
+  std::vector<StepSequence> rows;
+  wants.reserve(chunks->size());  // rows point into it
+  rows.reserve(chunks->size());
+  for (const Chunk& chunk : *chunks) rows.push_back(RowsOf(chunk, &wants));
+  absl::Status status = runner_->Begin(rows);
+  if (status.ok()) in_flight_.push_back({std::move(*chunks), now});
+  return status;
+}
+
+StepPipeline::Finished StepPipeline::Finish() {
+  StepInFlight step = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  Finished finished;
+  finished.outputs = runner_->Finish();
+  finished.now = SteadyNow();
+  ++steps_finished_;
+  if (finished.outputs.ok()) {
+    Record(step.chunks, Between(std::max(step.begun, last_finished_), finished.now));
+    last_finished_ = finished.now;
+  } else {
+    for (StepInFlight& behind : std::exchange(in_flight_, {})) {
+      (void)runner_->Finish();
+      step.chunks.insert(step.chunks.end(), behind.chunks.begin(), behind.chunks.end());
+    }
+  }
+  finished.chunks = std::move(step.chunks);
+  return finished;
+}
+
+void StepPipeline::Record(const std::vector<Chunk>& chunks, absl::Duration time) {
+  Metrics::Step step;
+  step.time = time;
+  absl::flat_hash_set<const adapter::LoadedAdapter*> adapters;
+  int64_t scored = 0;
+  for (const Chunk& chunk : chunks) {
+    const Sequence& s = *chunk.sequence;
+    const bool decode = !s.is_score && chunk.position >= s.prompt_tokens;
+    (decode ? step.decode_rows : step.prefill_rows) += chunk.count;
+    if (s.is_score) scored += chunk.count;
+    const adapter::LoadedAdapter* const adapter = s.adapter_at(chunk.position);
+    if (adapter != nullptr) adapters.insert(adapter);
+  }
+  step.distinct_adapters = static_cast<int>(adapters.size());
+  metrics_->StepDone(step);
+  metrics_->ScoredTokens(scored);
+}
+
+}  // namespace dorad::engine

@@ -1,0 +1,59 @@
+// The steps that the runner has begun and not finished. Turns chunks into rows, asks for outputs in
+// order and times each step. Confined to the engine thread; owned by EngineLoop.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/request.h"
+#include "server/engine/sequence.h"
+
+namespace dorad {
+class Metrics;
+}
+
+namespace dorad::engine {
+
+class StepPipeline {
+ public:
+  // metrics is borrowed.
+  StepPipeline(std::unique_ptr<ModelRunner> runner, Metrics* metrics);
+
+  bool empty() const { return in_flight_.empty(); }
+  bool full() const;
+  uint64_t steps_finished() const { return steps_finished_; }
+
+  // Begins a step at `now` and takes its chunks. After a failure it has not begun, and they are the
+  // caller's. REQUIRES: !full().
+  absl::Status Begin(std::vector<Chunk>* chunks, Instant now);
+
+  struct Finished {
+    std::vector<Chunk> chunks;
+    // One for each chunk; or the failure of the step, to which the steps behind it, that stood on
+    // what it did not compute, then are lost as well: their chunks are among these.
+    absl::StatusOr<std::vector<StepOutput>> outputs;
+    Instant now;
+  };
+  // The oldest step. REQUIRES: !empty().
+  Finished Finish();
+
+ private:
+  struct StepInFlight {
+    std::vector<Chunk> chunks;
+    Instant begun;
+  };
+  void Record(const std::vector<Chunk>& chunks, absl::Duration time);
+
+  const std::unique_ptr<ModelRunner> runner_;
+  Metrics* const metrics_;
+  std::deque<StepInFlight> in_flight_;  // oldest first
+  Instant last_finished_;
+  uint64_t steps_finished_ = 0;
+};
+
+}  // namespace dorad::engine

@@ -1,0 +1,51 @@
+#include "server/engine/weights_gate.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace dorad::engine {
+
+bool WeightsGate::MayRun(Sequence* sequence) {
+  if (sequence->has_uses) return true;
+  Entries entries;
+  for (const KvSpan& span : sequence->kv_spans) {
+    if (span.adapter == nullptr || span.adapter->entry() == nullptr) continue;
+    entries.push_back(span.adapter->entry());
+  }
+  std::sort(entries.begin(), entries.end());
+  entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
+  // Many may wait for the same: one of them asks in each step.
+  if (away_.contains(entries)) return false;
+  absl::StatusOr<std::optional<adapter::Residency::Uses>> uses =
+      adapter::Residency::UseAll(entries);
+  if (!uses.ok() || !uses->has_value()) {
+    if (!uses.ok()) failures_.emplace(entries, uses.status());
+    away_.insert(std::move(entries));
+    return false;
+  }
+  sequence->uses = **std::move(uses);
+  sequence->has_uses = true;
+  return true;
+}
+
+std::map<WeightsGate::Entries, absl::Status> WeightsGate::TakeFailures() {
+  return std::exchange(failures_, {});
+}
+
+bool WeightsGate::IsConcerned(const Request& request, const Entries& entries) {
+  for (const auto& sequence : request.sequences) {
+    if (sequence->state == Sequence::State::kEnded || sequence->has_uses || sequence->frozen) {
+      continue;
+    }
+    for (const KvSpan& span : sequence->kv_spans) {
+      if (span.adapter == nullptr) continue;
+      if (std::find(entries.begin(), entries.end(), span.adapter->entry()) != entries.end()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+}  // namespace dorad::engine
