@@ -173,6 +173,12 @@ std::vector<Change> StoredState::ToChanges() const {
                          .name = name,
                          .version = entry.last_version});
     }
+    if (entry.active != 0 && entry.versions.count(entry.active) == 0) {
+      changes.push_back({.type = Change::Type::kActivated,
+                         .generation = generation,
+                         .name = name,
+                         .version = entry.active});
+    }
   }
   return changes;
 }

@@ -67,7 +67,7 @@ struct StoredState {
   bool operator==(const StoredState&) const = default;
 
   void Apply(const Change& change);
-  // The fewest changes that add up to this state. REQUIRES: the last change was kStarted.
+  // The fewest changes that add up to this state.
   std::vector<Change> ToChanges() const;
 };
 

@@ -74,6 +74,7 @@ absl::StatusOr<std::unique_ptr<Journal>> Journal::Open(std::string path, Disk* d
                                                        std::vector<std::string>* records) {
   std::unique_ptr<Journal> journal(new Journal(std::move(path), disk));
   DORAD_RETURN_IF_ERROR(journal->Load(records));
+  (void)unlink(journal->FreshPath().c_str());  // of a crash
   return journal;
 }
 
@@ -117,12 +118,15 @@ absl::Status Journal::Load(std::vector<std::string>* records) {
   return absl::OkStatus();
 }
 
+absl::Status Journal::CheckWhole() const {
+  if (!broken_) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE",
+                   "the store takes no changes any more: an earlier failure to write its "
+                   "journal could not be undone; restart the server");
+}
+
 absl::Status Journal::Append(std::string_view text) {
-  if (broken_) {
-    return MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE",
-                     "the store takes no changes any more: an earlier failure to write its "
-                     "journal could not be undone; restart the server");
-  }
+  DORAD_RETURN_IF_ERROR(CheckWhole());
   const std::string check = CheckOf(check_, text);
   const std::string line = Line(text, check);
   Failpoint("journal_mid_append",
@@ -142,13 +146,27 @@ absl::Status Journal::Append(std::string_view text) {
 }
 
 absl::Status Journal::Rewrite(const std::vector<std::string>& texts) {
-  broken_ = true;  // until the new file is read
-  const std::string fresh = path_ + ".new";
-  (void)unlink(fresh.c_str());  // of a crash
-  DORAD_RETURN_IF_ERROR(WriteNewFile(*disk_, fresh, {Format(texts)}));
+  DORAD_RETURN_IF_ERROR(CheckWhole());
+  const std::string fresh = FreshPath();
+  const std::string content = Format(texts);
+  Failpoint("compaction_mid_write", [&] {
+    (void)WriteNewFile(*disk_, fresh, {std::string_view(content).substr(0, content.size() / 2)});
+  });
+  absl::Status written = WriteNewFile(*disk_, fresh, {content});
+  if (!written.ok()) {
+    (void)unlink(fresh.c_str());
+    return written;
+  }
   Failpoint("compaction_before_rename");
-  if (disk_->Rename(fresh, path_) != 0) return DiskError("rename " + fresh, errno);
+  if (disk_->Rename(fresh, path_) != 0) {
+    const int error = errno;
+    // After any other failure the old file has kept its name.
+    broken_ = error == EIO;
+    (void)unlink(fresh.c_str());
+    return DiskError("rename " + fresh, error);
+  }
   Failpoint("compaction_after_rename");
+  broken_ = true;  // until the new file is read
   std::vector<std::string> read;
   DORAD_RETURN_IF_ERROR(Load(&read));  // also makes the new name last
   broken_ = false;

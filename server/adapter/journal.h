@@ -34,7 +34,8 @@ class Journal {
   absl::Status Append(std::string_view text);
 
   // Puts a new file with these records in the place of the old one, in one step. After a failure
-  // (DiskError) one of the two is there, and the journal must be opened again.
+  // (DiskError) the old one goes on; where it is not known which of the two is there, this and
+  // every later call fails.
   absl::Status Rewrite(const std::vector<std::string>& texts);
 
   int64_t bytes() const { return bytes_; }
@@ -47,6 +48,9 @@ class Journal {
  private:
   Journal(std::string path, Disk* disk) : path_(std::move(path)), disk_(disk) {}
   absl::Status Load(std::vector<std::string>* records);
+  absl::Status CheckWhole() const;
+  // Of a file that is to take the journal's place.
+  std::string FreshPath() const { return path_ + ".new"; }
 
   const std::string path_;
   Disk* const disk_;

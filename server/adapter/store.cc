@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <limits>
 #include <system_error>
@@ -27,8 +28,11 @@ constexpr char kConfigName[] = "adapter_config.json";
 constexpr char kTensorsName[] = "adapter_model.safetensors";
 constexpr size_t kShardDigits = 2;
 constexpr uint64_t kReadBytes = 8 << 20;
-// A journal is rewritten at start when that leaves less than half of it, and it is not tiny.
+// A journal is rewritten at start when that leaves less than half of it, and it is not tiny; in
+// between, where changes wait for it, when it leaves less than a quarter.
 constexpr int64_t kTinyJournalBytes = 4096;
+constexpr int64_t kShortJournalBytes = 64 << 10;
+constexpr int64_t kLongJournal = 4;
 
 std::string ObjectOf(std::string_view config_json, std::string_view safetensors) {
   Sha256 hash;
@@ -54,6 +58,24 @@ absl::StatusOr<std::string> ObjectIn(const std::string& folder) {
     hash.Update(block.data(), block.size());
   }
   return ToHex(hash.Final());
+}
+
+// 0 for one that is not there.
+int64_t BytesOf(const std::string& object_path) {
+  int64_t bytes = 0;
+  for (const char* name : {kConfigName, kTensorsName}) {
+    std::error_code error;
+    const std::uintmax_t size = fs::file_size(absl::StrCat(object_path, "/", name), error);
+    if (!error) bytes += static_cast<int64_t>(size);
+  }
+  return bytes;
+}
+
+// The fewest records that add up to the state.
+std::vector<std::string> RecordsOf(const StoredState& state) {
+  std::vector<std::string> records;
+  for (const Change& change : state.ToChanges()) records.push_back(ToJson(change));
+  return records;
 }
 
 std::string ShardPath(const std::string& folder, const std::string& object) {
@@ -143,16 +165,63 @@ absl::Status Store::Begin(const std::string& base_digest) {
                           .base = base_digest};
   opened_.Apply(started);
   for (const auto& [name, entry] : opened_.names) {
-    for (const auto& [version, stored] : entry.versions) ++uses_[stored.object];
+    for (const auto& [version, stored] : entry.versions) ++objects_[stored.object].uses;
   }
-  std::vector<std::string> fewest;
-  for (const Change& change : opened_.ToChanges()) fewest.push_back(ToJson(change));
+  for (auto& [name, object] : objects_) object.bytes = BytesOf(ObjectPath(name));
+  state_ = opened_;
+  const std::vector<std::string> fewest = RecordsOf(state_);
   const auto bytes = static_cast<int64_t>(Journal::Format(fewest).size());
-  if (journal_->bytes() > kTinyJournalBytes && journal_->bytes() > 2 * bytes) {
-    LogInfo("rewriting the store's journal", {{"bytes", journal_->bytes()}, {"to", bytes}});
-    return journal_->Rewrite(fewest);
+  long_journal_ = std::max(kShortJournalBytes, kLongJournal * bytes);
+  const bool rewrite = journal_->bytes() > kTinyJournalBytes && journal_->bytes() > 2 * bytes;
+  DORAD_RETURN_IF_ERROR(rewrite ? Compact(fewest) : journal_->Append(ToJson(started)));
+  CountObjects();
+  absl::MutexLock stats_lock(&stats_mu_);
+  stats_.journal_bytes = journal_->bytes();
+  return absl::OkStatus();
+}
+
+absl::Status Store::Compact(const std::vector<std::string>& fewest) {
+  const int64_t before = journal_->bytes();
+  DORAD_RETURN_IF_ERROR(journal_->Rewrite(fewest));
+  LogInfo("the store's journal was rewritten", {{"bytes", journal_->bytes()}, {"before", before}});
+  absl::MutexLock lock(&stats_mu_);
+  ++stats_.compactions;
+  return absl::OkStatus();
+}
+
+void Store::CompactIfLong() {
+  if (journal_->bytes() <= long_journal_) return;
+  const std::vector<std::string> fewest = RecordsOf(state_);
+  const auto bytes = static_cast<int64_t>(Journal::Format(fewest).size());
+  long_journal_ = std::max(kShortJournalBytes, kLongJournal * bytes);
+  if (journal_->bytes() <= long_journal_) return;
+  const absl::Status status = Noted(Compact(fewest));
+  if (status.ok()) return;
+  // The changes are safe where they are. Not again with each of the next ones.
+  long_journal_ = 2 * journal_->bytes();
+  LogWarning("cannot rewrite the store's journal", {{"error", std::string(status.message())}});
+}
+
+void Store::CountObjects() {
+  absl::MutexLock lock(&stats_mu_);
+  stats_.objects = stats_.object_bytes = 0;
+  for (const auto& [name, object] : objects_) {
+    stats_.objects += object.bytes > 0;
+    stats_.object_bytes += object.bytes;
   }
-  return journal_->Append(ToJson(started));
+}
+
+absl::Status Store::Noted(absl::Status status) {
+  if (!status.ok()) {
+    absl::MutexLock lock(&stats_mu_);
+    ++stats_.failures[ReasonOf(status)];
+  }
+  return status;
+}
+
+Store::Stats Store::stats() const {
+  absl::MutexLock lock(&stats_mu_);
+  return stats_;
 }
 
 void Store::RemoveUnused() {
@@ -160,7 +229,7 @@ void Store::RemoveUnused() {
   absl::MutexLock lock(&mu_);
   for (const fs::path& shard : EntriesOf(folder_ + "/objects")) {
     for (const fs::path& path : EntriesOf(shard)) {
-      if (uses_.count(path.filename().string()) == 0) RemoveFolder(path.string());
+      if (objects_.count(path.filename().string()) == 0) RemoveFolder(path.string());
     }
   }
 }
@@ -179,13 +248,16 @@ absl::StatusOr<std::string> Store::Put(std::string_view config_json,
   {
     // From here on nobody removes it.
     absl::MutexLock lock(&mu_);
-    ++uses_[object];
+    ++objects_[object].uses;
   }
-  const absl::Status status = PutInUse(object, config_json, tensors);
+  const absl::Status status = Noted(PutInUse(object, config_json, tensors));
   if (!status.ok()) {
     Drop(object);
     return status;
   }
+  absl::MutexLock lock(&mu_);
+  objects_[object].bytes = static_cast<int64_t>(config_json.size() + tensors.size());
+  CountObjects();
   return object;
 }
 
@@ -262,17 +334,29 @@ absl::Status Store::Replace(const std::string& tmp, const std::string& path) {
 absl::Status Store::Append(const Change& change) {
   const std::string text = ToJson(change);
   absl::MutexLock lock(&mu_);
-  return journal_->Append(text);
+  const auto begin = std::chrono::steady_clock::now();
+  absl::Status status = Noted(journal_->Append(text));
+  const absl::Duration time = absl::FromChrono(std::chrono::steady_clock::now() - begin);
+  if (status.ok()) {
+    state_.Apply(change);
+    CompactIfLong();
+  }
+  absl::MutexLock stats_lock(&stats_mu_);
+  ++stats_.appends;
+  stats_.append_time += time;
+  stats_.journal_bytes = journal_->bytes();
+  return status;
 }
 
 void Store::Drop(const std::string& object) {
   std::string removed;
   {
     absl::MutexLock lock(&mu_);
-    const auto found = uses_.find(object);
-    DORAD_CHECK(found != uses_.end());
-    if (--found->second > 0) return;
-    uses_.erase(found);
+    const auto found = objects_.find(object);
+    DORAD_CHECK(found != objects_.end());
+    if (--found->second.uses > 0) return;
+    objects_.erase(found);
+    CountObjects();
     // The journal may name it although the append failed.
     if (journal_->broken()) return;
     Failpoint("store_before_removal");

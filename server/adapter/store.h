@@ -7,7 +7,8 @@
 //                     named by the SHA-256 of both; never changed, only added and removed whole
 //   tmp/              objects on their way in or out; emptied at start
 //
-// An object is on the disk before the journal names it, and the journal no longer names it before
+// The journal is rewritten with what it adds up to when it has grown to several times that. An
+// object is on the disk before the journal names it, and the journal no longer names it before
 // it is removed: whatever the moment of a crash, each version is there wholly or not at all.
 // Owned by App. Thread-safe; calls may wait for the disk.
 #pragma once
@@ -25,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/adapter/change_log.h"
 #include "server/adapter/disk.h"
@@ -49,6 +51,19 @@ class Store : public ChangeLog {
   // As it was when the store was opened, for AdapterRegistry::Restore.
   const StoredState& opened() const { return opened_; }
 
+  struct Stats {
+    int64_t journal_bytes = 0;
+    int64_t objects = 0;
+    int64_t object_bytes = 0;
+    // Since the store was opened.
+    int64_t appends = 0;
+    absl::Duration append_time;  // waited for the disk in all appends
+    int64_t compactions = 0;
+    std::map<std::string, int64_t> failures;  // by reason
+  };
+  // As of the end of the last call. Does not wait for the disk.
+  Stats stats() const ABSL_LOCKS_EXCLUDED(stats_mu_);
+
   // Writes an adapter's two files and returns their object. What is there already is read and
   // compared instead, and replaced when it is damaged. Every call counts as one use of the object,
   // and so does every version of opened(); each use is ended by Drop.
@@ -64,11 +79,22 @@ class Store : public ChangeLog {
   void Drop(const std::string& object) override;
 
  private:
+  struct Object {
+    int64_t uses = 0;
+    int64_t bytes = 0;  // 0 before it is there
+  };
+
   Store(std::string folder, Disk* disk) : folder_(std::move(folder)), disk_(disk) {}
   absl::Status MakeFolders();
   absl::Status Lock();
   absl::Status Begin(const std::string& base_digest);
   absl::Status Replay(const std::vector<std::string>& records);
+  void CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Rewrites the journal if that is worth it.
+  void CompactIfLong() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status Compact(const std::vector<std::string>& fewest) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Counts a failure, and passes it on.
+  absl::Status Noted(absl::Status status) ABSL_LOCKS_EXCLUDED(stats_mu_);
   void RemoveUnused();
   std::string NewTmpPath() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status PutInUse(const std::string& object, std::string_view config_json,
@@ -86,8 +112,14 @@ class Store : public ChangeLog {
   StoredState opened_;
   absl::Mutex mu_;
   std::unique_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
-  std::map<std::string, int64_t> uses_ ABSL_GUARDED_BY(mu_);  // by object
+  StoredState state_ ABSL_GUARDED_BY(mu_);  // as the journal says
+  // A journal of more bytes is compared with what its state needs.
+  int64_t long_journal_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<std::string, Object> objects_ ABSL_GUARDED_BY(mu_);
   int64_t next_tmp_ ABSL_GUARDED_BY(mu_) = 1;
+  // Of its own, so that who asks does not wait for a disk; taken after mu_.
+  mutable absl::Mutex stats_mu_;
+  Stats stats_ ABSL_GUARDED_BY(stats_mu_);
 };
 
 }  // namespace dorad::adapter

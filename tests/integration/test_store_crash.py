@@ -137,8 +137,8 @@ def test_a_removal_that_dies_is_finished_by_the_next_start(zoo, store, known) ->
 
 @pytest.mark.parametrize(
     "point",
-    ["compaction_before_rename", "compaction_after_rename", "journal_mid_append",
-     "journal_before_sync", "journal_after_sync"],
+    ["compaction_mid_write", "compaction_before_rename", "compaction_after_rename",
+     "journal_mid_append", "journal_before_sync", "journal_after_sync"],
 )  # fmt: skip
 def test_a_start_that_dies_changes_nothing(zoo, store, known, point) -> None:
     one_version(zoo, store)
@@ -160,6 +160,42 @@ def test_a_start_that_dies_changes_nothing(zoo, store, known, point) -> None:
         assert done.adapter.version == expected
     if point.startswith("compaction"):
         assert (store / "journal").stat().st_size < size / 2
+
+
+@pytest.mark.parametrize("point", ["mid_write", "before_rename", "after_rename"])
+def test_a_running_server_that_dies_rewriting_its_journal_loses_nothing(
+    zoo, store, known, point
+) -> None:
+    one_version(zoo, store)
+    tags = {f"tag{i}": "x" * 1000 for i in range(20)}
+    failpoint = f"compaction_{point}"
+    with serve_store(zoo, store, expect_exit=KILLED, DORAD_FAILPOINT=failpoint) as server:
+        retired = 1
+        with pytest.raises(grpc.RpcError) as caught:
+            for version in range(2, 20):
+                folder = zoo.adapter(FAMILY, "dora", version % 2)
+                server.wire.publish("x", folder, durable=True, activate=True, tags=tags)
+                if version > 2:
+                    server.wire.retire("x", version - 1)
+                    retired = version - 1
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        server.process.wait(10)
+    # A journal is rewritten when a change is on the disk, here a publish.
+    assert version > 3
+    long = 3 * 20000
+    assert ((store / "journal").stat().st_size < long) == (point == "after_rename")
+    with serve_store(zoo, store) as server:
+        kept = [1, *range(retired + 1, version + 1)]
+        assert [v.version for v in server.wire.list_adapters("x")] == kept
+        assert server.wire.adapter("x").version == version
+        for number in kept:
+            seed = 0 if number == 1 else number % 2
+            check(server, number, known[seed])
+        assert not leftovers(store) and (store / "journal").stat().st_size < long
+        third = server.wire.publish("x", zoo.adapter(FAMILY, "dora", 2), durable=True).adapter
+        assert third.version == version + 1
+    with serve_store(zoo, store) as server:
+        check(server, third.version, known[2])
 
 
 @pytest.mark.timeout(240)

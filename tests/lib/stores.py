@@ -50,6 +50,6 @@ def objects(path: Path) -> list[str]:
 
 
 def leftovers(path: Path) -> list[str]:
-    """Files under tmp, and objects that lack a file."""
+    """Files under tmp, objects that lack a file, and a journal that took no other's place."""
     half = [p for p in path.glob("objects/*/*") if len(list(p.iterdir())) != 2]
-    return [str(p) for p in [*path.glob("tmp/*"), *half]]
+    return [str(p) for p in [*path.glob("tmp/*"), *half, *path.glob("journal.*")]]

@@ -1,3 +1,4 @@
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 
@@ -34,6 +35,9 @@ class JournalTest : public ::testing::Test {
   void SetContent(const std::string& content) {
     std::ofstream(path_, std::ios::binary | std::ios::trunc) << content;
   }
+
+  // Of the file that is to take its place.
+  std::string FreshPath() const { return path_ + ".new"; }
 
   test::ScratchFolder folder_;
   const std::string path_ = folder_.path() / "journal";
@@ -148,18 +152,64 @@ TEST_F(JournalTest, RewritesTheFileInOneStep) {
   EXPECT_THAT(records_, ElementsAre("short", "more"));
 }
 
-TEST_F(JournalTest, AFailedRewriteLeavesTheOldFile) {
+TEST_F(JournalTest, AFailedRewriteLeavesTheOldFileWhichGoesOn) {
+  ASSERT_TRUE(Open().ok());
+  ASSERT_TRUE(journal_->Append("old").ok());
+  const auto fails = [this](int error) {
+    EXPECT_EQ(ReasonOf(journal_->Rewrite({"new"})),
+              error == EIO ? "STORE_UNAVAILABLE" : "STORE_FULL");
+    EXPECT_FALSE(journal_->broken());
+    EXPECT_FALSE(std::filesystem::exists(FreshPath()));
+    EXPECT_EQ(Content(), Journal::Format({"old"}));
+  };
+  for (const int error : {ENOSPC, EIO}) {
+    disk_.write_error = error;
+    disk_.bytes_before_write_error = 5;
+    fails(error);
+    disk_.write_error = 0;
+    disk_.sync_error = error;
+    fails(error);
+    disk_.sync_error = 0;
+  }
+  disk_.rename_error = ENOSPC;
+  fails(ENOSPC);
+  disk_.rename_error = 0;
+  EXPECT_TRUE(journal_->Append("more").ok());
+  EXPECT_TRUE(journal_->Rewrite({"new"}).ok());
+  ASSERT_TRUE(Open().ok());
+  EXPECT_THAT(records_, ElementsAre("new"));
+}
+
+TEST_F(JournalTest, TakesNoMoreWhenItIsNotKnownWhichFileIsThere) {
   ASSERT_TRUE(Open().ok());
   ASSERT_TRUE(journal_->Append("old").ok());
   disk_.rename_error = EIO;
   EXPECT_EQ(ReasonOf(journal_->Rewrite({"new"})), "STORE_UNAVAILABLE");
-  EXPECT_TRUE(journal_->broken());
   disk_.rename_error = 0;
+  EXPECT_TRUE(journal_->broken());
+  EXPECT_EQ(ReasonOf(journal_->Append("more")), "STORE_UNAVAILABLE");
+  EXPECT_EQ(ReasonOf(journal_->Rewrite({"new"})), "STORE_UNAVAILABLE");
   ASSERT_TRUE(Open().ok());
   EXPECT_THAT(records_, ElementsAre("old"));
-  EXPECT_TRUE(journal_->Rewrite({"new"}).ok()) << "also beside what the failure left";
+  // The new name may not last: a record that was appended to its file would go with it.
+  disk_.on_rename = [this] { disk_.sync_error = EIO; };
+  EXPECT_EQ(ReasonOf(journal_->Rewrite({"new"})), "STORE_UNAVAILABLE");
+  disk_.sync_error = 0;
+  EXPECT_EQ(ReasonOf(journal_->Append("more")), "STORE_UNAVAILABLE");
   ASSERT_TRUE(Open().ok());
   EXPECT_THAT(records_, ElementsAre("new"));
+}
+
+TEST_F(JournalTest, OpeningRemovesWhatACrashLeftOfARewrite) {
+  ASSERT_TRUE(Open().ok());
+  ASSERT_TRUE(journal_->Append("old").ok());
+  const std::string fresh = Journal::Format({"the", "new", "ones"});
+  for (const size_t written : {size_t{0}, size_t{1}, fresh.size() / 2, fresh.size()}) {
+    std::ofstream(FreshPath(), std::ios::binary) << fresh.substr(0, written);
+    ASSERT_TRUE(Open().ok());
+    EXPECT_THAT(records_, ElementsAre("old"));
+    EXPECT_FALSE(std::filesystem::exists(FreshPath()));
+  }
 }
 
 }  // namespace

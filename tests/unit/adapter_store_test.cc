@@ -73,6 +73,34 @@ class StoreTest : public ::testing::Test {
             .ok());
   }
 
+  // Publishes a version with 10 kB of tags, and perhaps retires it. What the journal then adds up
+  // to, however it does.
+  StoredState NoteLong(const std::string& name, int64_t version, bool retire = true) {
+    StoredState state = State();
+    Change change = {.type = Type::kPublished, .generation = ++generation_, .name = name};
+    change.version = version;
+    change.stored = {"object", "digest", absl::FromUnixNanos(1), {{"k", std::string(10000, 'v')}}};
+    for (const Type type : {Type::kPublished, Type::kRetired}) {
+      change.type = type;
+      if (type == Type::kRetired && !retire) break;
+      EXPECT_TRUE(store_->Append(change).ok());
+      state.Apply(change);
+    }
+    return state;
+  }
+
+  // As the journal says now.
+  StoredState State() const {
+    fs::copy_file(path_ / "journal", scratch_.path() / "copy",
+                  fs::copy_options::overwrite_existing);
+    Disk disk;
+    std::vector<std::string> records;
+    EXPECT_TRUE(Journal::Open(scratch_.path() / "copy", &disk, &records).ok());
+    StoredState state;
+    for (const std::string& record : records) state.Apply(*ParseChange(record));
+    return state;
+  }
+
   test::ScratchFolder scratch_;
   const fs::path path_ = scratch_.path() / "store";
   test::FakeDisk disk_;
@@ -264,6 +292,91 @@ TEST_F(StoreTest, RewritesALongJournalWithTheSameState) {
   EXPECT_EQ(store_->opened(), state);
   EXPECT_EQ(state.names.at("a").last_version, 99);
   EXPECT_EQ(state.names.at("a").active, 1);
+}
+
+TEST_F(StoreTest, RewritesALongJournalWhileItRuns) {
+  const std::string object = Publish("a", 1, "one", true);
+  StoredState expected = State();
+  int64_t longest = 0, most = 0;
+  for (int version = 2; version < 40; ++version) {
+    expected = NoteLong("b", version);
+    const Store::Stats stats = store_->stats();
+    EXPECT_EQ(stats.journal_bytes, static_cast<int64_t>(fs::file_size(path_ / "journal")));
+    EXPECT_GE(stats.compactions, most);
+    longest = std::max(longest, stats.journal_bytes);
+    most = stats.compactions;
+    // At any moment it says the same as if it had never been rewritten.
+    EXPECT_EQ(State(), expected) << version;
+  }
+  EXPECT_GE(most, 5);
+  EXPECT_LT(longest, 2 * (64 << 10)) << "38 records of 10 kB were written";
+  EXPECT_THAT(Temporary(), IsEmpty());
+  ASSERT_EQ(Open(), "");
+  EXPECT_EQ(store_->opened().names, expected.names);
+  EXPECT_EQ(Objects().count(object), 1u);
+}
+
+TEST_F(StoreTest, LeavesAJournalAloneThatIsLongBecauseItsStateIs) {
+  for (int version = 1; version <= 30; ++version) NoteLong("a", version, /*retire=*/false);
+  EXPECT_EQ(store_->stats().compactions, 0);
+  EXPECT_GT(store_->stats().journal_bytes, 4 * (64 << 10));
+}
+
+TEST_F(StoreTest, AnActiveVersionThatIsNotDurableIsKeptWhenTheJournalIsRewritten) {
+  Publish("a", 1, "one", true);
+  Note(Type::kActivated, "a", 2);
+  for (int version = 1; version < 10; ++version) NoteLong("b", version);
+  EXPECT_GE(store_->stats().compactions, 1);
+  EXPECT_EQ(State().names.at("a").active, 2) << "the next start tells of it";
+  ASSERT_EQ(Open(), "");
+  EXPECT_EQ(store_->opened().names.at("a").active, 0);
+}
+
+TEST_F(StoreTest, AChangeStandsAlthoughTheJournalCannotBeRewritten) {
+  StoredState expected;
+  disk_.rename_error = ENOSPC;
+  for (int version = 1; version < 20; ++version) expected = NoteLong("a", version);
+  EXPECT_EQ(State(), expected);
+  EXPECT_EQ(store_->stats().compactions, 0);
+  const int64_t failures = store_->stats().failures.at("STORE_FULL");
+  EXPECT_GE(failures, 1);
+  EXPECT_LE(failures, 3) << "it is not tried again with each change";
+  disk_.rename_error = 0;
+  for (int version = 20; version < 50; ++version) expected = NoteLong("a", version);
+  EXPECT_GE(store_->stats().compactions, 1);
+  EXPECT_EQ(State(), expected);
+}
+
+TEST_F(StoreTest, TellsWhatItHoldsAndWhatItDid) {
+  const std::string one = Publish("a", 1, "content");
+  EXPECT_EQ(Publish("b", 1, "content"), one);
+  Publish("a", 2, "four");
+  const auto check = [this](int64_t objects, int64_t bytes) {
+    const Store::Stats stats = store_->stats();
+    EXPECT_EQ(stats.objects, objects);
+    EXPECT_EQ(stats.object_bytes, bytes);
+    EXPECT_EQ(stats.journal_bytes, static_cast<int64_t>(fs::file_size(path_ / "journal")));
+  };
+  check(2, 2 + 7 + 2 + 4);
+  EXPECT_EQ(store_->stats().appends, 3);
+  EXPECT_GT(store_->stats().append_time, absl::ZeroDuration());
+  EXPECT_THAT(store_->stats().failures, IsEmpty());
+  disk_.write_error = ENOSPC;
+  EXPECT_FALSE(store_->Put("{}", Bytes("more")).ok());
+  EXPECT_FALSE(store_->Append({.type = Type::kRetired, .name = "a", .version = 2}).ok());
+  disk_.write_error = EIO;
+  EXPECT_FALSE(store_->Append({.type = Type::kRetired, .name = "a", .version = 2}).ok());
+  disk_.write_error = 0;
+  EXPECT_THAT(store_->stats().failures,
+              ElementsAre(std::make_pair("STORE_FULL", 2), std::make_pair("STORE_UNAVAILABLE", 1)));
+  EXPECT_EQ(store_->stats().appends, 5);
+  check(2, 2 + 7 + 2 + 4);
+  store_->Drop(one);
+  check(2, 2 + 7 + 2 + 4);
+  store_->Drop(one);
+  check(1, 2 + 4);
+  ASSERT_EQ(Open(), "");
+  check(1, 2 + 4);  // the journal names the other, but it is not there
 }
 
 TEST_F(StoreTest, ConcurrentPublishersOfFewContentsLeaveExactlyWhatIsUsed) {

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gtest/gtest.h"
@@ -20,6 +22,7 @@ class FakeDisk : public adapter::Disk {
   // An errno; 0: the calls succeed.
   int write_error = 0, sync_error = 0, truncate_error = 0, rename_error = 0;
   size_t bytes_before_write_error = 0;
+  std::function<void()> on_rename;  // once, after a rename
   // "write PATH", "sync PATH", "rename FROM TO" in order.
   std::vector<std::string> calls;
   bool note_calls = false;
@@ -41,7 +44,10 @@ class FakeDisk : public adapter::Disk {
   }
   int Rename(const std::string& from, const std::string& to) override {
     if (note_calls) calls.push_back("rename " + from + " " + to);
-    return rename_error != 0 ? Fail(rename_error) : Disk::Rename(from, to);
+    if (rename_error != 0) return Fail(rename_error);
+    const int result = Disk::Rename(from, to);
+    if (on_rename) std::exchange(on_rename, nullptr)();
+    return result;
   }
 
  private:
