@@ -315,6 +315,11 @@ struct App::Impl {
                        stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
                        stats.paused});
     metrics.SetAdapters(CountAdapters());
+    if (store != nullptr) {
+      const adapter::Store::Stats kept = store->stats();
+      metrics.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
+                        kept.append_time, kept.compactions, kept.failures});
+    }
     for (const auto& [kind, bytes] : MemoryByKind()) metrics.SetMemory(kind, bytes);
     return metrics.Render();
   }

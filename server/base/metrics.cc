@@ -62,6 +62,9 @@ prometheus::Family<Histogram>& Histograms(Registry& registry, const char* name, 
 // A negative observation would make a histogram's sum fall, which reads as a restart.
 double Seconds(absl::Duration time) { return std::max(0.0, absl::ToDoubleSeconds(time)); }
 
+// For counts that are kept elsewhere.
+void RaiseTo(Counter& counter, double value) { counter.Increment(value - counter.Value()); }
+
 std::string NameOf(RequestKind kind) {
   return kind == RequestKind::kGenerate ? "generate" : "score";
 }
@@ -216,6 +219,30 @@ struct AdapterMetrics {
   Gauge &idle_uploads, &idle_upload_bytes;
 };
 
+struct StoreMetrics {
+  explicit StoreMetrics(Registry& r)
+      : journal_bytes(
+            Gauges(r, "dorad_store_journal_bytes", "Size of the store's journal.").Add({})),
+        objects(Gauges(r, "dorad_store_objects", "Adapters' contents in the store.").Add({})),
+        object_bytes(Gauges(r, "dorad_store_object_bytes", "Size of the objects.").Add({})),
+        appends(Counters(r, "dorad_store_appends_total",
+                         "Changes that were appended to the journal, failed ones included.")
+                    .Add({})),
+        append_seconds(Counters(r, "dorad_store_append_seconds_total",
+                                "Time that appends took to write and sync the journal.")
+                           .Add({})),
+        compactions(
+            Counters(r, "dorad_store_compactions_total", "Times that the journal was rewritten.")
+                .Add({})),
+        failures(&Counters(r, "dorad_store_failures_total",
+                           "Times that the store's disk failed or was full, by reason."),
+                 {"reason"}) {}
+
+  Gauge &journal_bytes, &objects, &object_bytes;
+  Counter &appends, &append_seconds, &compactions;
+  Labelled<Counter, 1> failures;
+};
+
 struct RpcMetrics {
   explicit RpcMetrics(Registry& r)
       : started(&Counters(r, "dorad_rpc_started_total", "RPCs started."), {"method"}),
@@ -236,6 +263,7 @@ struct Metrics::Impl {
       : requests(registry),
         engine(registry),
         adapters(registry),
+        store(registry),
         memory(&Gauges(registry, "dorad_memory_bytes", "Memory of the server's data, by kind."),
                {"kind"}),
         rpc(registry),
@@ -255,6 +283,7 @@ struct Metrics::Impl {
   RequestMetrics requests;
   EngineMetrics engine;
   AdapterMetrics adapters;
+  StoreMetrics store;
   Labelled<Gauge, 1> memory;
   RpcMetrics rpc;
   internal::ProcessMetrics process;
@@ -352,18 +381,28 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.retiring.Set(gauges.retiring);
   adapters.loading.Set(gauges.loading);
   adapters.away.Set(gauges.away);
-  const auto count = [](Counter& counter, int64_t total) {
-    counter.Increment(static_cast<double>(total) - counter.Value());
-  };
-  count(adapters.evictions, gauges.evictions);
-  count(adapters.recalls_from_host, gauges.recalls_from_host);
-  count(adapters.recalls_from_store, gauges.recalls_from_store);
+  RaiseTo(adapters.evictions, static_cast<double>(gauges.evictions));
+  RaiseTo(adapters.recalls_from_host, static_cast<double>(gauges.recalls_from_host));
+  RaiseTo(adapters.recalls_from_store, static_cast<double>(gauges.recalls_from_store));
   adapters.bytes.Set(static_cast<double>(gauges.resident_bytes));
   adapters.host_bytes.Set(static_cast<double>(gauges.host_bytes));
   adapters.leases.Set(gauges.leases);
   adapters.generation.Set(static_cast<double>(gauges.generation));
   adapters.idle_uploads.Set(gauges.idle_uploads);
   adapters.idle_upload_bytes.Set(static_cast<double>(gauges.idle_upload_bytes));
+}
+
+void Metrics::SetStore(const StoreGauges& gauges) {
+  StoreMetrics& store = impl_->store;
+  store.journal_bytes.Set(static_cast<double>(gauges.journal_bytes));
+  store.objects.Set(static_cast<double>(gauges.objects));
+  store.object_bytes.Set(static_cast<double>(gauges.object_bytes));
+  RaiseTo(store.appends, static_cast<double>(gauges.appends));
+  RaiseTo(store.append_seconds, Seconds(gauges.append_time));
+  RaiseTo(store.compactions, static_cast<double>(gauges.compactions));
+  for (const auto& [reason, count] : gauges.failures) {
+    RaiseTo(store.failures.Of({reason}), static_cast<double>(count));
+  }
 }
 
 void Metrics::SetMemory(const std::string& kind, int64_t bytes) {

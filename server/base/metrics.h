@@ -80,6 +80,19 @@ class Metrics {
   };
   void SetAdapters(const AdapterGauges& gauges);
 
+  // --- The store of durable adapters.
+  struct StoreGauges {
+    int64_t journal_bytes = 0;
+    int64_t objects = 0;
+    int64_t object_bytes = 0;
+    // Since the start.
+    int64_t appends = 0;
+    absl::Duration append_time;
+    int64_t compactions = 0;
+    std::map<std::string, int64_t> failures;  // by reason
+  };
+  void SetStore(const StoreGauges& gauges);
+
   // --- Memory by kind: "weights", "kv", "adapters", "norms".
   void SetMemory(const std::string& kind, int64_t bytes);
 

@@ -218,6 +218,39 @@ def test_a_damaged_journal_stops_the_start_and_loses_nothing(zoo, store: Path) -
         assert [v.version for v in server.wire.list_adapters()] == [1, 2]
 
 
+def test_metrics_tell_what_the_store_holds_and_does(zoo, store: Path) -> None:
+    def holds(server, count: int) -> bool:
+        files = [f for name in objects(store) for f in store.glob(f"objects/*/{name}/*")]
+        return (
+            server.metric("dorad_store_objects") == len(objects(store)) == count
+            and server.metric("dorad_store_object_bytes") == sum(f.stat().st_size for f in files)
+            and server.metric("dorad_store_journal_bytes") == (store / "journal").stat().st_size
+        )
+
+    with serve_store(zoo, store) as server:
+        assert holds(server, 0)
+        for seed in (0, 0, 1):
+            server.wire.publish("x", zoo.adapter(FAMILY, "dora", seed), durable=True)
+        assert holds(server, 2)
+        assert server.metric("dorad_store_appends_total") == 6  # numbers and versions
+        seconds = server.metric("dorad_store_append_seconds_total")
+        server.wire.activate("x", 3)
+        assert server.metric("dorad_store_appends_total") == 7
+        assert server.metric("dorad_store_append_seconds_total") > seconds > 0
+        server.wire.retire("x", 3)
+        wait_until(lambda: holds(server, 1), what="the object's removal")
+        assert server.metric("dorad_store_compactions_total") == 0
+    with serve_store(zoo, store) as server:
+        assert holds(server, 1)
+        tags = {f"tag{i}": "x" * 1000 for i in range(20)}
+        for version in range(4, 9):
+            folder = zoo.adapter(FAMILY, "lora", 1)
+            server.wire.publish("y", folder, durable=True, tags=tags, version=version)
+            server.wire.retire("y", version)
+        assert server.metric("dorad_store_compactions_total") >= 1
+        wait_until(lambda: holds(server, 1), what="the object's removal")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path):
     """A file system of 1 MiB."""
@@ -244,6 +277,7 @@ def test_a_full_disk_refuses_durable_versions_and_serving_goes_on(zoo, small_dis
             assert seed < 100, "the disk never fills up"
         assert refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert refusal.reason == "STORE_FULL" and refusal.retry_after is None
+        assert server.metric('dorad_store_failures_total{reason="STORE_FULL"}') >= 2
         assert len(objects(store)) == len(accepted) >= 1 and not leftovers(store)
         tokens = {version: answer(server, f"x@{version}") for version in accepted}
         assert answer(server, "") and server.wire.activate("x", accepted[-1])

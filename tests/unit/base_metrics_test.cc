@@ -50,6 +50,7 @@ void UseAll(Metrics* metrics) {
   metrics->AdapterLoaded({{"read", absl::Milliseconds(3)}, {"total", absl::Milliseconds(9)}});
   metrics->AdapterLoadFailed("ADAPTER_NOT_FINITE");
   metrics->SetAdapters({2, 1, 1, 4096, 2048, 3, 4, 5, 1, 5, 9});
+  metrics->SetStore({700, 2, 8192, 12, absl::Milliseconds(30), 1, {{"STORE_FULL", 3}}});
   metrics->SetMemory("weights", 1 << 20);
   metrics->RpcStarted("Generate");
   metrics->RpcHandled("Generate", "OK", absl::Milliseconds(30));
@@ -117,6 +118,13 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_adapter_host_bytes", "2048"},
       {"dorad_adapter_leases", "5"},
       {"dorad_adapter_generation", "9"},
+      {"dorad_store_journal_bytes", "700"},
+      {"dorad_store_objects", "2"},
+      {"dorad_store_object_bytes", "8192"},
+      {"dorad_store_appends_total", "12"},
+      {"dorad_store_append_seconds_total", "0.03"},
+      {"dorad_store_compactions_total", "1"},
+      {R"(dorad_store_failures_total{reason="STORE_FULL"})", "3"},
       {R"(dorad_memory_bytes{kind="weights"})", "1048576"},
       {R"(dorad_rpc_started_total{method="Generate"})", "1"},
       {R"(dorad_rpc_handled_total{code="OK",method="Generate"})", "1"},
