@@ -122,11 +122,6 @@ std::vector<Admission::Message> Admission::Take(absl::Duration patience, bool* s
   return std::exchange(inbox_, {});
 }
 
-bool Admission::has_messages() const {
-  absl::MutexLock lock(&mu_);
-  return !inbox_.empty();
-}
-
 void Admission::Started(const Request& request) {
   absl::MutexLock lock(&mu_);
   --queue_.requests;

@@ -37,7 +37,8 @@ class Admission {
   // Lets the request in by the message `enter`. Errors as Engine::Submit.
   absl::Status Admit(const Request& request, Message enter);
   void Post(Message message);
-  // A pause or resume of a scope; from now on its new requests are refused, or not any more.
+  // A pause or resume of a scope; from now on its new requests are refused, or not any more. Those
+  // that were let in before enter the engine before the message.
   void PostRefusing(adapter::AdapterRef scope, Message pause);
   void PostTaking(const adapter::AdapterRef& scope, Message message);
   // From now on new requests are refused with SHUTTING_DOWN.
@@ -59,7 +60,6 @@ class Admission {
   // The messages that have come; waits for one, or for Close, up to `patience`. *stop: after Close,
   // when these are the last.
   std::vector<Message> Take(absl::Duration patience, bool* stop);
-  bool has_messages() const;
   // A request that was let in waits no longer; each once.
   void Started(const Request& request);
   // Its id is free again.

@@ -368,7 +368,6 @@ int EngineLoop::CountCovered(const adapter::AdapterRef& scope) const {
 // Pause(WAIT) is in effect when the last admitted request of its scope has ended.
 void EngineLoop::CompletePauses() {
   if (!pauses_.anyone_waits()) return;
-  if (admission_->has_messages()) return;  // requests admitted before the pause may be among them
   const auto is_over = [this](const adapter::AdapterRef& scope) {
     return CountCovered(scope) == 0;
   };
