@@ -229,6 +229,16 @@ TEST_F(RegistryLogTest, GenerationsRiseAcrossRestartsWhateverWasGivenOut) {
   }
 }
 
+// Its number, and with it the generations of its life, was given out in another run.
+TEST_F(RegistryLogTest, GenerationsRiseAcrossARestartAfterTheRetirementOfARestoredVersion) {
+  Publish("a", true, "one");
+  Restart();
+  ASSERT_TRUE(registry_->Retire("a", 1).ok());
+  const int64_t highest = registry_->generation();
+  Restart();
+  EXPECT_GT(registry_->generation(), highest);
+}
+
 TEST_F(RegistryLogTest, WhatCannotBeLoadedIsFailedAndTheOthersServe) {
   Publish("a", false, "bad");
   Publish("a", true, "bad");

@@ -239,6 +239,17 @@ TEST_F(ResidencyTest, WhatNobodyComesForMakesRoom) {
   EXPECT_TRUE(b->resident());
 }
 
+TEST_F(ResidencyTest, PatienceCountsFromWhenTheWeightsHaveCome) {
+  Start(10);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10);
+  EXPECT_EQ(Try(*a), "away");
+  now_ += absl::Seconds(3);  // a slow disk
+  RunTasks();
+  EXPECT_EQ(Try(*b), "away");
+  EXPECT_TRUE(tasks_.empty());
+  EXPECT_EQ(Try(*a), "") << "whoever wanted it had no chance to come before";
+}
+
 TEST_F(ResidencyTest, AFailedRecallIsToldAndTriedAgain) {
   Start(10);
   const EntryPtr a = *Add(1, 10), b = *Add(2, 10);

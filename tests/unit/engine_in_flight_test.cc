@@ -122,6 +122,10 @@ TEST_F(InFlightTest, AnActivationBeforeTheRequestHasComeIsFollowedToo) {
     Start(DefaultOptions(), 64);
     GenerateInput input = Following(Prompt(5), 8, policy);  // its lease is on version 1
     Activate(2);
+    // Answered in the turn of the note or a later one: the request comes after it.
+    absl::Notification noted;
+    engine_->Resume({}, [&] { noted.Notify(); });
+    noted.WaitForNotification();
     const SampleText sample = Wait(*Submit(std::move(input))).samples.at(0);
     EXPECT_EQ(VersionsOf(sample), std::vector<int64_t>{2});
   }

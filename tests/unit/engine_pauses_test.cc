@@ -71,6 +71,33 @@ TEST_F(PausesTest, KeepFreezesTheRequestsOfOneAdapterOnly) {
   ExpectEverythingBack();
 }
 
+TEST_F(PausesTest, NothingIsBeingComputedWhenAPauseThatKeepsIsAnswered) {
+  for (const adapter::AdapterRef& scope : {adapter::AdapterRef(), a_}) {
+    StartSlowly();
+    std::atomic<int> begun = 0, finished = 0;
+    absl::Notification running;
+    runner_->on_begin = [&](auto) {
+      ++begun;
+      return absl::OkStatus();
+    };
+    runner_->on_step = [&] {
+      absl::SleepFor(absl::Microseconds(200));
+      if (++finished == 20) running.Notify();
+      return absl::OkStatus();
+    };
+    auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+    running.WaitForNotification();  // two steps in flight by now
+    ASSERT_EQ(Pause(PauseMode::kKeep, scope), 1);
+    EXPECT_EQ(begun, finished);
+    size_t tokens = 0;
+    while (const auto delta = stream->Take()) tokens += delta->token_ids.size();
+    EXPECT_EQ(tokens, static_cast<size_t>(finished)) << "every step's token has been delivered";
+    Resume({});
+    EXPECT_TRUE(Wait(*stream).status.ok());
+    ExpectEverythingBack();
+  }
+}
+
 TEST_F(PausesTest, AVersionIsPausedWithoutItsSiblings) {
   Start(DefaultOptions(), 64);
   ASSERT_EQ(Pause(PauseMode::kKeep, a1_), 0);

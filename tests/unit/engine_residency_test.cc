@@ -96,6 +96,36 @@ TEST_F(EngineResidencyTest, ARequestWhoseWeightsCannotBeBroughtFailsAndSaysWhy) 
   ExpectEverythingBack();
 }
 
+TEST_F(EngineResidencyTest, WeightsThatCannotBeBroughtEndOnlyTheRequestsThatWaitForThem) {
+  Limit(2);
+  Start(DefaultOptions(), 64);
+  const Adapter away = Resident("away");
+  const Adapter here = Resident("here");
+  const Adapter paused = Resident("paused");
+  ASSERT_FALSE(away->resident());
+  absl::Notification running;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 3) running.Notify();
+    absl::SleepFor(absl::Microseconds(200));
+    return absl::OkStatus();
+  };
+  absl::Notification is_paused;
+  engine_->Pause(PauseMode::kKeep, {"paused", 0}, [&](auto) { is_paused.Notify(); });
+  is_paused.WaitForNotification();
+  auto frozen = Submit(Input(Prompt(5), 3, paused));
+  auto other = Submit(Input(Prompt(5), 450, here));
+  auto base = Submit(Input(Prompt(6), 450));
+  running.WaitForNotification();
+  failing_ = true;
+  EXPECT_EQ(ReasonOf(Wait(*Submit(Input(Prompt(5), 3, away))).status), "GONE");
+  failing_ = false;
+  EXPECT_EQ(Wait(*other).samples.at(0).tokens.size(), 450u);
+  EXPECT_EQ(Wait(*base).samples.at(0).tokens.size(), 450u);
+  engine_->Resume({}, [] {});
+  EXPECT_EQ(Wait(*frozen).samples.at(0).tokens.size(), 3u);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineResidencyTest, AnAdapterInConstantDemandDoesNotStarveAnother) {
   Limit(1);
   Start(DefaultOptions(), 64);

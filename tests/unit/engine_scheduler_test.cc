@@ -20,6 +20,16 @@ class SchedulerTest : public ::testing::Test {
     scheduler_ = std::make_unique<Scheduler>(Scheduler::Options{budget, max_running}, pages_.get());
   }
 
+  // Everybody's weights are there.
+  void MakeWithWeights(int64_t pages) {
+    pages_ = std::make_unique<KvPages>(pages);
+    const auto may_run = [](Sequence* sequence) {
+      sequence->has_uses = true;
+      return true;
+    };
+    scheduler_ = std::make_unique<Scheduler>(Scheduler::Options{64, 64, may_run}, pages_.get());
+  }
+
   Sequence* Add(int64_t prompt, int32_t priority = 0, const Sequence* leader = nullptr,
                 TokenId first = -1) {
     Sequence& s = sequences_.emplace_back();
@@ -226,6 +236,35 @@ TEST_F(SchedulerTest, APreemptedSequenceWaitsForWhatIsInFlight) {
   EXPECT_EQ(again[0].follows, -1);
   EXPECT_EQ(again[0].end(), 17);
   Finish(again);
+}
+
+// Others may wait for the weights, and have the pages.
+TEST_F(SchedulerTest, WhoWaitsForPagesHoldsNoWeights) {
+  MakeWithWeights(3);
+  Add(16);
+  Sequence* second = Add(15);
+  Sequence* third = Add(16);
+  Step();
+  EXPECT_TRUE(second->has_uses);
+  EXPECT_FALSE(third->has_uses) << "there is no page for it";
+  while (scheduler_->preemptions() == 0) Step();
+  EXPECT_EQ(second->state, Sequence::State::kWaiting);
+  EXPECT_FALSE(second->has_uses);
+}
+
+TEST_F(SchedulerTest, APreemptedSequenceHoldsItsWeightsWhileARowOfItIsComputed) {
+  MakeWithWeights(3);
+  Add(16);
+  Sequence* second = Add(15);
+  Step();
+  const auto before = scheduler_->Schedule();
+  ASSERT_EQ(before.size(), 2u);
+  const auto preempting = scheduler_->Schedule();
+  ASSERT_EQ(second->state, Sequence::State::kWaiting);
+  EXPECT_TRUE(second->has_uses);
+  Finish(before);
+  EXPECT_FALSE(second->has_uses);
+  Finish(preempting);
 }
 
 TEST_F(SchedulerTest, AWaitingSequenceWithAChunkInFlightIsNotAdmitted) {

@@ -294,21 +294,33 @@ TEST_F(UploadStoreTest, KeepsABoundedNumberOfIdleUploads) {
   EXPECT_EQ(Received("u1"), 1u);
 }
 
+// Each alone, since what wakes the collector for one drops the other, too; and twice, since at
+// first it may not have begun to wait.
 TEST(UploadStoreTimeTest, DropsWhatNobodyGoesOnWithWithoutBeingAsked) {
   UploadStore store({kMaxBytes, kMaxBytes, absl::Milliseconds(50)});
-  Client running(&store), committed(&store);
-  {
-    Client client(&store);
-    EXPECT_EQ(client.Feed(Begin("idle", kMaxBytes)), "");
-    EXPECT_EQ(client.Feed(Chunk(0, std::string(kMaxChunkBytes, 'x'))), "");
-  }
+  Client running(&store);
   EXPECT_EQ(running.Send("running", "x"), "");
-  EXPECT_EQ(committed.Send("done", "x"), "");
-  EXPECT_EQ(committed.Feed(Commit()), "");
-  committed.stream->Completion()(adapter::PublishResult());
-  EXPECT_TRUE(Eventually([&] { return store.idle().uploads == 0; }));
-  EXPECT_TRUE(Eventually([&] { return !store.Find("done").ok(); }));
+  for (int round = 0; round < 2; ++round) {
+    {
+      Client client(&store);
+      EXPECT_EQ(client.Feed(Begin("idle", kMaxBytes)), "");
+      EXPECT_EQ(client.Feed(Chunk(0, std::string(kMaxChunkBytes, 'x'))), "");
+    }
+    EXPECT_TRUE(Eventually([&] { return store.idle().uploads == 0; })) << round;
+  }
   EXPECT_TRUE(store.Find("running").ok());
+}
+
+TEST(UploadStoreTimeTest, ForgetsResultsWithoutBeingAsked) {
+  UploadStore store({kMaxBytes, kMaxBytes, absl::Milliseconds(50)});
+  for (int round = 0; round < 2; ++round) {
+    Client committed(&store);
+    EXPECT_EQ(committed.Send("done", "x"), "");
+    EXPECT_EQ(committed.Feed(Commit()), "");
+    EXPECT_TRUE(store.Find("done").ok());
+    committed.stream->Completion()(adapter::PublishResult());
+    EXPECT_TRUE(Eventually([&] { return !store.Find("done").ok(); })) << round;
+  }
 }
 
 TEST_F(UploadStoreTest, SurvivesStreamsThatTakeOverAndBreakAtRandom) {
