@@ -409,6 +409,7 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
         equipment_(std::move(equipment)) {}
 
   absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) override {
+    DORAD_ASSIGN_OR_RETURN(const CudaModel::Use weights, model_.UseWeights());
     absl::MutexLock lock(&mu_);
     return AdapterBuild(equipment_, tensors).Run();
   }
@@ -417,6 +418,7 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
   // Ours is bf16.
   absl::StatusOr<bool> EqualsBase(const adapter::BaseCopy& copy) const override {
     constexpr int64_t kElements = 1 << 20;  // bounds the transient copies
+    DORAD_ASSIGN_OR_RETURN(const CudaModel::Use weights, model_.UseWeights());
     const TensorView& view = *copy.tensor;
     const bool narrowed = model_.CheckpointDtype(copy.module_id) != DType::kBF16;
     const size_t size = SizeOf(view.dtype);

@@ -1,6 +1,5 @@
 #include "server/cuda/adapter_images.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -8,6 +7,7 @@
 #include "absl/synchronization/mutex.h"
 #include "server/base/error.h"
 #include "server/cuda/adapter.h"
+#include "server/cuda/page_copier.h"
 #include "server/cuda/pinned_pages.h"
 
 namespace dorad::cuda {
@@ -19,58 +19,6 @@ using kernels::DoraFactors;
 
 constexpr char kSaving[] = "saving an adapter's weights";
 constexpr char kRestoring[] = "restoring an adapter's weights";
-// Pages that a copy engine has at a time. It serves its queue in order, and what a decode step
-// copies must not wait long: 40 us a page.
-constexpr int kPagesUnderWay = 8;
-
-// Copies pages to or from the device, one after the other.
-class PageCopier {
- public:
-  static absl::StatusOr<PageCopier> Create() {
-    DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
-    PageCopier copier(std::move(stream));
-    for (int i = 0; i < kPagesUnderWay; ++i) {
-      DORAD_ASSIGN_OR_RETURN(Event event, Event::Create(Event::Wait::kSleeping));
-      copier.under_way_.push_back(std::move(event));
-    }
-    return copier;
-  }
-
-  const Stream& stream() const { return stream_; }
-
-  // The first `bytes` of the pages. Done on return, also after a failure.
-  absl::Status Copy(const PinnedPages::Pages& pages, std::byte* device, int64_t bytes,
-                    cudaMemcpyKind kind, std::string_view what) {
-    const absl::Status enqueued = Enqueue(pages, device, bytes, kind, what);
-    absl::Status done = stream_.Synchronize(what);
-    return enqueued.ok() ? done : enqueued;
-  }
-
- private:
-  explicit PageCopier(Stream stream) : stream_(std::move(stream)) {}
-
-  absl::Status Enqueue(const PinnedPages::Pages& pages, std::byte* device, int64_t bytes,
-                       cudaMemcpyKind kind, std::string_view what) {
-    constexpr int64_t kBytes = PinnedPages::kPageBytes;
-    for (size_t i = 0; i < pages.size(); ++i) {
-      const Event& earlier = under_way_[i % under_way_.size()];
-      DORAD_RETURN_IF_ERROR(earlier.Synchronize(what));
-      std::byte* const there = device + static_cast<int64_t>(i) * kBytes;
-      const bool to_device = kind == cudaMemcpyHostToDevice;
-      DORAD_RETURN_IF_CUDA_ERROR(
-          cudaMemcpyAsync(to_device ? there : pages[i], to_device ? pages[i] : there,
-                          std::min(kBytes, bytes - static_cast<int64_t>(i) * kBytes), kind,
-                          stream_.get()),
-          what);
-      DORAD_RETURN_IF_ERROR(earlier.Record(stream_, what));
-    }
-    return absl::OkStatus();
-  }
-
-  Stream stream_;
-  std::vector<Event> under_way_;
-};
-
 class CudaWeightsImage final : public WeightsImage {
  public:
   CudaWeightsImage(PinnedPages* arena, PinnedPages::Pages pages, const CudaAdapterWeights& weights)
@@ -136,9 +84,7 @@ class CudaWeightsImages final : public adapter::WeightsImages {
                            pages_->Take(PinnedPages::PagesFor(ours.bytes())));
     auto image = std::make_unique<const CudaWeightsImage>(pages_.get(), std::move(taken), ours);
     absl::MutexLock lock(&out_mu_);
-    // cudaMemcpyAsync takes both ends without const.
-    DORAD_RETURN_IF_ERROR(out_.Copy(image->pages(), const_cast<std::byte*>(ours.memory()),
-                                    image->bytes(), cudaMemcpyDeviceToHost, kSaving));
+    DORAD_RETURN_IF_ERROR(out_.FromDevice(image->pages(), ours.memory(), image->bytes(), kSaving));
     return image;
   }
 
@@ -149,8 +95,7 @@ class CudaWeightsImages final : public adapter::WeightsImages {
                            DeviceBuffer::Allocate(&ledger_, "adapters", ours.bytes()));
     auto* const device = memory.as<std::byte>();
     absl::MutexLock lock(&in_mu_);
-    DORAD_RETURN_IF_ERROR(
-        in_.Copy(ours.pages(), device, ours.bytes(), cudaMemcpyHostToDevice, kRestoring));
+    DORAD_RETURN_IF_ERROR(in_.ToDevice(ours.pages(), device, ours.bytes(), kRestoring));
     return FinishAdapter(model_, std::move(memory), ours.image_at(), ours.ModulesAt(device),
                          in_.stream());
   }

@@ -81,6 +81,13 @@ class CudaModelRunner final : public engine::ModelRunner {
     return outputs;
   }
 
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
+    DORAD_RETURN_IF_ERROR(stream_.Synchronize("going to sleep"));
+    return decoder_->ReleaseKv(keep);
+  }
+
+  absl::Status RestoreKv() override { return decoder_->RestoreKv(); }
+
  private:
   // Nothing that was launched for a step that failed is under way any more when this returns. After
   // an illegal access or the like every call fails, and nothing but a new process helps: better

@@ -38,11 +38,28 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
   return decoder;
 }
 
+absl::StatusOr<int64_t> CudaDecoder::ReleaseKv(absl::Span<const int32_t> keep) {
+  const int64_t planes = 2 * model_.config().num_layers;
+  DORAD_ASSIGN_OR_RETURN(
+      kv_image_, KvImage::Save(kv_memory_.as<std::byte>(), planes, kv_memory_.bytes() / planes,
+                               options_.kv_pages + 1, keep, stream_));
+  const int64_t released = kv_memory_.size();
+  DORAD_RETURN_IF_ERROR(kv_memory_.Unmap());
+  return released;
+}
+
+absl::Status CudaDecoder::RestoreKv() {
+  DORAD_RETURN_IF_ERROR(kv_memory_.Map());
+  DORAD_RETURN_IF_ERROR(kv_image_.Restore(kv_memory_.as<std::byte>(), stream_));
+  kv_image_ = KvImage();
+  return absl::OkStatus();
+}
+
 absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const model::ModelConfig& config = model_.config();
   DORAD_ASSIGN_OR_RETURN(
       kv_memory_,
-      DeviceBuffer::Allocate(ledger, "kv", (options_.kv_pages + 1) * KvPageBytes(config)));
+      MappedMemory::Create(ledger, "kv", (options_.kv_pages + 1) * KvPageBytes(config)));
   const int64_t plane = (options_.kv_pages + 1) * config.kv_size() * kernels::kKvPageTokens;
   for (int64_t i = 0; i < config.num_layers; ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;

@@ -15,7 +15,9 @@
 #include "kernels/decoder/attention.h"
 #include "server/cuda/batch.h"
 #include "server/cuda/device.h"
+#include "server/cuda/kv_image.h"
 #include "server/cuda/linear.h"
+#include "server/cuda/mapped_memory.h"
 #include "server/cuda/model.h"
 
 namespace dorad::cuda {
@@ -44,6 +46,10 @@ class CudaDecoder {
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
 
+  // As engine::ModelRunner's. REQUIRES: nothing that was launched is under way.
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep);
+  absl::Status RestoreKv();
+
   // Whether passes may be captured and replayed for other rows.
   bool is_capturable() const { return linear_.is_capturable(); }
 
@@ -66,7 +72,8 @@ class CudaDecoder {
   const Options options_;
   const Stream& stream_;
   Linear linear_;
-  DeviceBuffer kv_memory_;
+  MappedMemory kv_memory_;
+  KvImage kv_image_;  // while it is released
   DeviceBuffer workspace_;
   std::vector<kernels::KvCache> kv_;  // by layer
   // By window size (0: none): where a step's attention is planned.

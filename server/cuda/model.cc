@@ -8,6 +8,7 @@
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/cuda/elements.h"
+#include "server/cuda/page_copier.h"
 #include "server/cuda/staging.h"
 #include "server/model/weight_import.h"
 
@@ -123,7 +124,9 @@ class CudaModel::Sink final : public model::WeightSink {
 
   absl::Status Allocate(const model::WeightSlots& slots) override {
     const int64_t bytes = places_.Place(0);
-    DORAD_ASSIGN_OR_RETURN(model_.memory_, DeviceBuffer::Allocate(ledger_, "weights", bytes));
+    if (model_.memory_.as<>() == nullptr) {
+      DORAD_ASSIGN_OR_RETURN(model_.memory_, MappedMemory::Create(ledger_, "weights", bytes));
+    }
     DORAD_CHECK(places_.Place(reinterpret_cast<uintptr_t>(model_.memory_.as<>())) == bytes);
     for (const auto& [name, slot] : slots) {
       DORAD_CHECK(places_.all().count(Places::KeyOf(slot)) == 1);
@@ -248,10 +251,64 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
   DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
                          model::ImportWeights(dir, model->config_, *sink));
   DORAD_RETURN_IF_ERROR(sink->Finish());
+  model->dir_ = dir;
+  model->ledger_ = ledger;
   model->dtypes_ = std::move(imported.dtypes);
   model->digest_ = std::move(imported.digest);
   model->num_parameters_ = imported.num_parameters;
   return model;
+}
+
+absl::StatusOr<CudaModel::Use> CudaModel::UseWeights() const {
+  mu_.ReaderLock();
+  Use use(&mu_);
+  if (memory_.mapped()) return use;
+  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SLEEPING",
+                                  "the base model's weights are asleep; Wake brings them back"),
+                        absl::Seconds(1));
+}
+
+absl::Status CudaModel::KeepHostCopy() {
+  DORAD_ASSIGN_OR_RETURN(PageCopier copier, PageCopier::Create());
+  absl::MutexLock lock(&mu_);
+  const int64_t pages = PinnedPages::PagesFor(memory_.bytes());
+  DORAD_ASSIGN_OR_RETURN(host_, PinnedPages::Create(pages * PinnedPages::kPageBytes));
+  DORAD_ASSIGN_OR_RETURN(host_pages_, host_->Take(pages));
+  return copier.FromDevice(host_pages_, memory_.as<std::byte>(), memory_.bytes(),
+                           "copying the weights to host memory");
+}
+
+absl::StatusOr<int64_t> CudaModel::Sleep() {
+  absl::MutexLock lock(&mu_);
+  if (!memory_.mapped()) return 0;
+  DORAD_RETURN_IF_ERROR(memory_.Unmap());
+  return memory_.size();
+}
+
+absl::Status CudaModel::Wake() {
+  absl::MutexLock lock(&mu_);
+  if (memory_.mapped()) return absl::OkStatus();
+  DORAD_RETURN_IF_ERROR(memory_.Map());
+  const absl::Status status = Restore();
+  if (!status.ok()) (void)memory_.Unmap();
+  return status;
+}
+
+absl::Status CudaModel::Restore() {
+  if (host_ != nullptr) {
+    DORAD_ASSIGN_OR_RETURN(PageCopier copier, PageCopier::Create());
+    return copier.ToDevice(host_pages_, memory_.as<std::byte>(), memory_.bytes(),
+                           "restoring the weights");
+  }
+  DORAD_CHECK(!dir_.empty());
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(this, ledger_));
+  DORAD_ASSIGN_OR_RETURN(const model::ImportedCheckpoint imported,
+                         model::ImportWeights(dir_, config_, *sink));
+  DORAD_RETURN_IF_ERROR(sink->Finish());
+  if (imported.digest == digest_) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kDataLoss, "MODEL_CHANGED",
+                   absl::StrCat("the files in ", dir_, " have the digest ", imported.digest,
+                                ", not ", digest_, " as when the server started"));
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig config,
@@ -261,6 +318,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig 
   DORAD_RETURN_IF_ERROR(sink->Allocate({}));
   DORAD_RETURN_IF_ERROR(sink->Randomise(seed));
   DORAD_RETURN_IF_ERROR(sink->Finish());
+  model->ledger_ = ledger;
   model->dtypes_.assign(model->matrices_.size(), DType::kBF16);
   model->digest_ = absl::StrCat("random-", seed);
   for (const adapter::BaseModule& module : model->modules_.all()) {

@@ -1,7 +1,10 @@
 // The base model's weights on the GPU, read once from a Hugging Face folder. Matrices are bf16 in
 // the files' row-major layout; those that share their input lie behind each other (q, k, v; gate,
 // up), so that they are one product. Biases and norms are fp32.
-// Owned by the CUDA backend. Immutable after loading, hence thread-safe.
+// Their device memory can be given back for a time, while all pointers to it stay.
+//
+// Owned by the CUDA backend. Thread-safe; who computes with the weights holds a Use, or knows that
+// nobody calls Sleep.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,12 +12,16 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
 #include "server/adapter/base_modules.h"
 #include "server/base/safetensors.h"
 #include "server/cuda/device.h"
+#include "server/cuda/mapped_memory.h"
+#include "server/cuda/pinned_pages.h"
 #include "server/model/model_config.h"
 
 namespace dorad::cuda {
@@ -51,6 +58,30 @@ class CudaModel {
   static absl::StatusOr<std::unique_ptr<CudaModel>> Random(model::ModelConfig config, uint32_t seed,
                                                            MemoryLedger* ledger);
 
+  // The weights are there while it lives, on the thread that got it.
+  class Use {
+   public:
+    explicit Use(absl::Mutex* mu) : mu_(mu) {}
+    Use(Use&& other) noexcept : mu_(std::exchange(other.mu_, nullptr)) {}
+    Use& operator=(Use&&) = delete;
+    ~Use() {
+      if (mu_ != nullptr) mu_->ReaderUnlock();
+    }
+
+   private:
+    absl::Mutex* mu_;
+  };
+  // UNAVAILABLE (SLEEPING).
+  absl::StatusOr<Use> UseWeights() const;
+
+  // Copies the weights to page-locked memory, from where Wake brings them at the link's speed.
+  absl::Status KeepHostCopy();
+  // Gives the device memory back when all uses have ended; returns how much. 0: it was asleep.
+  absl::StatusOr<int64_t> Sleep();
+  // From the host copy, or read again. OUT_OF_MEMORY, the statuses of Load, DATA_LOSS
+  // (MODEL_CHANGED) when the files are not what they were: still asleep.
+  absl::Status Wake();
+
   const model::ModelConfig& config() const { return config_; }
   const adapter::BaseModules& modules() const { return modules_; }
   const std::vector<LayerWeights>& layers() const { return layers_; }
@@ -72,7 +103,14 @@ class CudaModel {
 
   const model::ModelConfig config_;
   const adapter::BaseModules modules_;
-  DeviceBuffer memory_;
+  absl::Status Restore();
+
+  std::string dir_;  // "": random weights
+  MemoryLedger* ledger_ = nullptr;
+  mutable absl::Mutex mu_;  // held by users for reading, by Sleep and Wake for writing
+  MappedMemory memory_;
+  std::unique_ptr<PinnedPages> host_;  // nullptr: no copy
+  PinnedPages::Pages host_pages_;
   std::vector<LayerWeights> layers_;
   LinearGroup head_;
   const float* final_norm_ = nullptr;

@@ -47,6 +47,11 @@ absl::Status Admission::Check(const Request& request, int64_t tokens) const {
                                     "the engine is paused and refuses new requests"),
                           kRetryPaused);
   }
+  if (sleeping_) {
+    return WithRetryAfter(
+        MakeError(absl::StatusCode::kUnavailable, "SLEEPING", "the server sleeps; Wake ends it"),
+        kRetryPaused);
+  }
   if (request.deadline <= request.admitted) {
     return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
                      "the deadline passed before admission");
@@ -89,6 +94,11 @@ void Admission::StopRefusing(const adapter::AdapterRef& scope) {
     return scope.is_base() || ref == scope;
   };
   refusing_.erase(std::remove_if(refusing_.begin(), refusing_.end(), is_meant), refusing_.end());
+}
+
+void Admission::SetSleeping(bool refuses) {
+  absl::MutexLock lock(&mu_);
+  sleeping_ = refuses;
 }
 
 void Admission::StopAdmission() {

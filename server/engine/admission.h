@@ -41,6 +41,8 @@ class Admission {
   // that were let in before enter the engine before the message.
   void PostRefusing(adapter::AdapterRef scope, Message pause);
   void PostTaking(const adapter::AdapterRef& scope, Message message);
+  // Whether new requests are refused with SLEEPING.
+  void SetSleeping(bool refuses);
   // From now on new requests are refused with SHUTTING_DOWN.
   void StopAdmission();
   // Likewise, and the engine thread is told to end.
@@ -77,6 +79,7 @@ class Admission {
   absl::flat_hash_set<std::string> ids_ ABSL_GUARDED_BY(mu_);
   Queue queue_ ABSL_GUARDED_BY(mu_);
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
+  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;                      // and refusing
   bool draining_ ABSL_GUARDED_BY(mu_) = false;                      // StopAdmission
   std::vector<adapter::AdapterRef> refusing_ ABSL_GUARDED_BY(mu_);  // Pause(WAIT) until Resume
 };

@@ -1,8 +1,11 @@
 #include "server/engine/cpu_model_runner.h"
 
 #include <ATen/ATen.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "server/engine/row_sampling.h"
@@ -25,6 +28,18 @@ std::vector<model::AdapterRows> ToModel(absl::Span<const StepBatch::AdapterRows>
     out.push_back({weights, range.begin, range.end});
   }
   return out;
+}
+
+// Gives the whole pages of RAM within back to the system; they read as zeros when they are touched
+// again.
+int64_t GiveBack(std::byte* begin, std::byte* end) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
+  if (first >= last) return 0;
+  // A hint: where it is not taken, the memory stays, and nothing is wrong.
+  const int failed = madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  return failed == 0 ? static_cast<int64_t>(last - first) : 0;
 }
 
 class CpuModelRunner final : public ModelRunner {
@@ -51,6 +66,26 @@ class CpuModelRunner final : public ModelRunner {
   }
 
   absl::StatusOr<std::vector<StepOutput>> Finish() override { return std::move(outputs_); }
+
+  // The cache lies in RAM anyway: what is to be kept stays where it is.
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
+    int64_t released = 0;
+    for (const ops::PagedKv& layer : kv_) {
+      for (const at::Tensor* tensor : {&layer.k, &layer.v}) {
+        const int64_t page_bytes = static_cast<int64_t>(tensor->nbytes()) / kv_pages_;
+        auto* const begin = static_cast<std::byte*>(tensor->mutable_data_ptr());
+        int64_t page = 0;
+        for (size_t i = 0; i <= keep.size(); ++i) {
+          const int64_t end = i < keep.size() ? keep[i] : kv_pages_;
+          released += GiveBack(begin + page * page_bytes, begin + end * page_bytes);
+          page = end + 1;
+        }
+      }
+    }
+    return released;
+  }
+
+  absl::Status RestoreKv() override { return absl::OkStatus(); }
 
  private:
   std::vector<StepOutput> RunUnchecked(absl::Span<const StepSequence> sequences) {

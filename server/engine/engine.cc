@@ -109,6 +109,21 @@ void Engine::Resume(const adapter::AdapterRef& scope, std::function<void()> done
       scope, [loop = &impl_->loop, scope, done = std::move(done)] { loop->Resume(scope, done); });
 }
 
+void Engine::Sleep(SleepOptions options, std::function<void(absl::StatusOr<int64_t>)> done) {
+  impl_->admission.SetSleeping(options.refuse);
+  impl_->admission.Post(
+      [loop = &impl_->loop, options, done = std::move(done)] { loop->Sleep(options, done); });
+}
+
+void Engine::Wake(bool kv, bool go_on, std::function<void(absl::Status)> done) {
+  impl_->admission.Post(
+      [admission = &impl_->admission, loop = &impl_->loop, kv, go_on, done = std::move(done)] {
+        const absl::Status status = loop->Wake(kv, go_on);
+        if (status.ok() && go_on) admission->SetSleeping(/*refuses=*/false);
+        done(status);
+      });
+}
+
 EngineStats Engine::stats() const {
   EngineStats stats = impl_->board.stats();
   const Admission::Queue queue = impl_->admission.queue();

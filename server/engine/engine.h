@@ -47,7 +47,8 @@ class Engine {
 
   // On success the engine ends the stream some day; on failure it never touches it.
   // RESOURCE_EXHAUSTED (QUEUE_FULL) with a retry hint, ALREADY_EXISTS (REQUEST_ID_IN_USE),
-  // UNAVAILABLE (ENGINE_PAUSED while Pause(WAIT) holds; SHUTTING_DOWN), DEADLINE_EXCEEDED.
+  // UNAVAILABLE (ENGINE_PAUSED while Pause(WAIT) holds; SLEEPING; SHUTTING_DOWN),
+  // DEADLINE_EXCEEDED.
   absl::Status Submit(GenerateInput input, std::shared_ptr<TokenStream> stream);
   absl::Status Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket);
 
@@ -70,6 +71,19 @@ class Engine {
   void Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done);
   // Undoes the pauses of the scope; of the base's reference all pauses.
   void Resume(const adapter::AdapterRef& scope, std::function<void()> done);
+
+  struct SleepOptions {
+    bool kv = false;       // gives the KV cache's memory back
+    bool keep_kv = false;  // whose contents come back; else they are computed again
+    bool refuse = false;   // new requests, with UNAVAILABLE (SLEEPING); else they wait
+  };
+  // Starts no step until Wake, whatever resumes; no sequence holds an adapter's weights meanwhile.
+  // `done` runs on the engine thread when the last step has finished, with the bytes that went
+  // back. May be called again to give back more.
+  void Sleep(SleepOptions options, std::function<void(absl::StatusOr<int64_t>)> done);
+  // Takes the KV cache's memory, if it was given back and `kv` asks for it; go_on: steps start
+  // again. OUT_OF_MEMORY: nothing has changed.
+  void Wake(bool kv, bool go_on, std::function<void(absl::Status)> done);
 
   // As of the end of the last step.
   EngineStats stats() const;

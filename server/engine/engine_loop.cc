@@ -40,7 +40,7 @@ void EngineLoop::Run() {
     if (stop) break;
     EndDeadRequests();
     FollowActiveVersions();
-    if (!pauses_.all()) Step();
+    if (may_step()) Step();
     CompletePauses();
     graveyard_.clear();
     PublishStats();
@@ -62,7 +62,7 @@ std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
   }
   if (stalled_) patience = std::min(patience, kAskForWeights);
   const bool busy =
-      !stalled_ && !pauses_.all() && static_cast<int64_t>(requests_.size()) > frozen_requests_;
+      !stalled_ && may_step() && static_cast<int64_t>(requests_.size()) > frozen_requests_;
   return admission_->Take(busy ? absl::ZeroDuration() : patience, stop);
 }
 
@@ -332,6 +332,36 @@ void EngineLoop::Resume(const adapter::AdapterRef& scope, const std::function<vo
   FreezeAndThaw();
   Supersede(scope);
   Answer(done);
+}
+
+void EngineLoop::Sleep(const Engine::SleepOptions& options,
+                       const std::function<void(absl::StatusOr<int64_t>)>& done) {
+  FinishAll();
+  asleep_ = true;
+  for (const auto& [id, request] : requests_) {
+    for (const auto& sequence : request->sequences) sequence->DropUses();
+  }
+  absl::StatusOr<int64_t> released = 0;
+  if (options.kv && !kv_released_) {
+    if (!options.keep_kv) {
+      scheduler_.PreemptAll();
+      pages_.DropPrefixes();
+    }
+    released = pipeline_.runner().ReleaseKv(pages_.Filled());
+    kv_released_ = released.ok();
+  }
+  Answer(done, released);
+}
+
+absl::Status EngineLoop::Wake(bool kv, bool go_on) {
+  if (kv && kv_released_) {
+    DORAD_RETURN_IF_ERROR(pipeline_.runner().RestoreKv());
+    kv_released_ = false;
+  }
+  DORAD_CHECK(!(go_on && kv_released_));
+  asleep_ = asleep_ && !go_on;
+  PublishStats();
+  return absl::OkStatus();
 }
 
 // Ends the pauses that still wait: another word has come in between.

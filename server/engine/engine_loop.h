@@ -44,9 +44,13 @@ class EngineLoop {
              const std::function<void(int)>& done);
   void Pause(PauseMode mode, const adapter::AdapterRef& scope, Engine::PauseDone done);
   void Resume(const adapter::AdapterRef& scope, const std::function<void()>& done);
+  void Sleep(const Engine::SleepOptions& options,
+             const std::function<void(absl::StatusOr<int64_t>)>& done);
+  absl::Status Wake(bool kv, bool go_on);
 
  private:
   std::vector<Admission::Message> TakeMessages(bool* stop);
+  bool may_step() const { return !pauses_.all() && !asleep_; }
   void EndDeadRequests();
   void FollowActiveVersions();
   void Follow(Request* request, adapter::AdapterLease lease);
@@ -93,6 +97,8 @@ class EngineLoop {
   std::set<std::pair<Instant, Request*>> deadlines_;
   // Have ended in this turn.
   std::vector<std::unique_ptr<Request>> graveyard_;
+  bool asleep_ = false;
+  bool kv_released_ = false;
   bool stalled_ = false;  // nobody can run before weights come
   int64_t frozen_requests_ = 0;
   bool cancels_noted_ = false;      // since cancelled requests were last looked for

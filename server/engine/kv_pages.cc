@@ -102,6 +102,24 @@ KvPages::Key KvPages::MakeKey(const PrefixNode& parent, absl::Span<const TokenId
   return key;
 }
 
+void KvPages::DropPrefixes() {
+  DORAD_CHECK(used() == 0);
+  while (oldest_ >= 0) {
+    const int32_t page = oldest_;
+    RemoveCached(page);
+    Unregister(page);
+    free_.push_back(page);
+  }
+}
+
+std::vector<int32_t> KvPages::Filled() const {
+  std::vector<int32_t> filled;
+  for (size_t i = 0; i < pages_.size(); ++i) {
+    if (pages_[i].references > 0 || pages_[i].registered) filled.push_back(static_cast<int32_t>(i));
+  }
+  return filled;
+}
+
 void KvPages::Acquire(int32_t page) {
   if (pages_[page].references++ == 0) RemoveCached(page);
 }

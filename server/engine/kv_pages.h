@@ -55,6 +55,11 @@ class KvPages {
   // Returns its node; an equal one registered earlier keeps its page.
   PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page);
 
+  // Forgets all prefixes: cached pages become free. REQUIRES: no page is held.
+  void DropPrefixes();
+  // Pages whose content matters, in ascending order.
+  std::vector<int32_t> Filled() const;
+
   int64_t total() const { return static_cast<int64_t>(pages_.size()); }
   int64_t available() const { return static_cast<int64_t>(free_.size()) + cached_; }
   int64_t used() const { return total() - available(); }

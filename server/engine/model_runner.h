@@ -74,6 +74,15 @@ class ModelRunner {
   // that was not finite is undefined. A failure fails every sequence of the step and of the steps
   // that began behind it; the KV pages that they wrote are undefined. REQUIRES: one has begun.
   virtual absl::StatusOr<std::vector<StepOutput>> Finish() = 0;
+
+  // --- Sleeping. REQUIRES: no step has begun.
+
+  // Gives the KV cache's memory back, as far as there is somebody to give it to; returns how much.
+  // What `keep` holds comes back with RestoreKv, the other pages are undefined then. After a
+  // failure nothing has changed.
+  virtual absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) = 0;
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY): it is still released. REQUIRES: it is.
+  virtual absl::Status RestoreKv() = 0;
 };
 
 }  // namespace dorad::engine

@@ -116,6 +116,11 @@ bool Scheduler::PreemptFrozen(Plan* plan) {
   return true;
 }
 
+void Scheduler::PreemptAll() {
+  Plan nothing;
+  while (!running_.empty()) Preempt(*running_.rbegin(), &nothing);
+}
+
 void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;

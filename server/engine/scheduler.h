@@ -39,6 +39,10 @@ class Scheduler {
   // A frozen sequence keeps its place and its pages (until others need them) and gets no rows.
   void SetFrozen(Sequence* sequence, bool frozen);
 
+  // Takes the pages of all sequences, which are to be computed again. REQUIRES: no step is in
+  // flight.
+  void PreemptAll();
+
   // Chooses the next step's chunks and counts them as in flight; every chunk's pages are allocated.
   // May preempt. Empty when nothing can run before a step finishes. REQUIRES: at most one step is
   // in flight.

@@ -37,6 +37,11 @@ StepPipeline::StepPipeline(std::unique_ptr<ModelRunner> runner, Metrics* metrics
   DORAD_CHECK(runner_->max_steps_in_flight() == 1 || runner_->max_steps_in_flight() == 2);
 }
 
+ModelRunner& StepPipeline::runner() {
+  DORAD_CHECK(empty());
+  return *runner_;
+}
+
 bool StepPipeline::full() const {
   return static_cast<int>(in_flight_.size()) >= runner_->max_steps_in_flight();
 }

@@ -26,6 +26,8 @@ class StepPipeline {
 
   bool empty() const { return in_flight_.empty(); }
   bool full() const;
+  // For what is done between steps. REQUIRES: empty().
+  ModelRunner& runner();
   uint64_t steps_finished() const { return steps_finished_; }
 
   // Begins a step at `now` and takes its chunks. After a failure it has not begun, and they are the

@@ -48,6 +48,8 @@ class TimedRunner final : public ModelRunner {
     }
     return outputs;
   }
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t>) override { return 0; }
+  absl::Status RestoreKv() override { return absl::OkStatus(); }
 
  private:
   const std::chrono::microseconds step_;

@@ -48,6 +48,8 @@ class CountingRunner final : public engine::ModelRunner {
   absl::StatusOr<std::vector<engine::StepOutput>> Finish() override {
     return std::exchange(outputs_, {});
   }
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t>) override { return 4096; }
+  absl::Status RestoreKv() override { return absl::OkStatus(); }
 
   std::atomic<int> step_time{0};  // milliseconds
   std::atomic<bool> fail{false};

@@ -66,7 +66,7 @@ class FakeModelRunner final : public ModelRunner {
   int max_steps_in_flight() const override { return max_steps_in_flight_; }
 
   absl::Status Begin(absl::Span<const StepSequence> sequences) override {
-    DORAD_CHECK(static_cast<int>(in_flight_.size()) < max_steps_in_flight_);
+    DORAD_CHECK(static_cast<int>(in_flight_.size()) < max_steps_in_flight_ && !released_);
     if (on_begin) {
       if (absl::Status status = on_begin(sequences); !status.ok()) return status;
     }
@@ -97,6 +97,26 @@ class FakeModelRunner final : public ModelRunner {
     return outputs;
   }
 
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
+    DORAD_CHECK(in_flight_.empty() && !released_);
+    if (fail_release) return absl::InternalError("as told");
+    std::vector<uint64_t> kept(kv_.size(), 0xDEAD);
+    for (const int32_t page : keep) {
+      const auto begin = kv_.begin() + page * kKvPageTokens;
+      std::copy(begin, begin + kKvPageTokens, kept.begin() + page * kKvPageTokens);
+    }
+    kv_ = std::move(kept);
+    released_ = true;
+    return static_cast<int64_t>(kv_.size());
+  }
+  absl::Status RestoreKv() override {
+    DORAD_CHECK(in_flight_.empty() && released_);
+    if (fail_restore) return absl::ResourceExhaustedError("as told");
+    released_ = false;
+    return absl::OkStatus();
+  }
+
+  std::atomic<bool> fail_release{false}, fail_restore{false};
   // Called when a step begins and when its outputs are asked for; a failure fails it.
   std::function<absl::Status(absl::Span<const StepSequence>)> on_begin;
   std::function<absl::Status()> on_step;
@@ -156,6 +176,7 @@ class FakeModelRunner final : public ModelRunner {
 
   std::vector<uint64_t> kv_;
   const int max_steps_in_flight_;
+  bool released_ = false;
   std::deque<std::vector<Rows>> in_flight_;
   std::vector<TokenId> previous_;  // what the step that finished last sampled
 };

@@ -1,0 +1,59 @@
+#include "server/cuda/kv_image.h"
+
+#include <new>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+
+namespace dorad::cuda {
+
+absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, int64_t planes, int64_t plane_bytes,
+                                      int64_t pages_of_plane, absl::Span<const int32_t> pages,
+                                      const Stream& stream) {
+  constexpr char kSaving[] = "saving the KV cache";
+  const int64_t page_bytes = plane_bytes / pages_of_plane;
+  KvImage image;
+  image.planes_ = planes;
+  image.plane_bytes_ = plane_bytes;
+  for (const int32_t page : pages) {
+    const int64_t at = page * page_bytes;
+    if (image.runs_.empty() || image.runs_.back().at + image.runs_.back().size != at) {
+      image.runs_.push_back({at, 0});
+    }
+    image.runs_.back().size += page_bytes;
+  }
+  image.bytes_ = static_cast<int64_t>(pages.size()) * page_bytes * planes;
+  if (image.bytes_ == 0) return image;
+  image.data_.reset(new (std::nothrow) std::byte[static_cast<size_t>(image.bytes_)]);
+  if (image.data_ == nullptr) {
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                     absl::StrCat("there are no ", image.bytes_,
+                                  " bytes of host memory for the "
+                                  "KV cache"));
+  }
+  std::byte* to = image.data_.get();
+  for (const Run& run : image.runs_) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpy2DAsync(to, run.size, cache + run.at, plane_bytes, run.size, planes,
+                          cudaMemcpyDeviceToHost, stream.get()),
+        kSaving);
+    to += run.size * planes;
+  }
+  DORAD_RETURN_IF_ERROR(stream.Synchronize(kSaving));
+  return image;
+}
+
+absl::Status KvImage::Restore(std::byte* cache, const Stream& stream) const {
+  constexpr char kRestoring[] = "restoring the KV cache";
+  const std::byte* from = data_.get();
+  for (const Run& run : runs_) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpy2DAsync(cache + run.at, plane_bytes_, from, run.size, run.size, planes_,
+                          cudaMemcpyHostToDevice, stream.get()),
+        kRestoring);
+    from += run.size * planes_;
+  }
+  return stream.Synchronize(kRestoring);
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,64 @@
+// Device memory whose pages can be given back to the device while its addresses stay: what graphs
+// and tensor maps name is there again when it is mapped again, with other contents.
+//
+// Owned by whoever makes it, who also knows that no work uses it when it is unmapped. Move-only.
+// Thread-compatible.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "server/cuda/device.h"
+
+namespace dorad::cuda {
+
+class MappedMemory {
+ public:
+  MappedMemory() = default;
+  // Mapped, not initialised, 2 MiB aligned. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) as
+  // MemoryLedger::Reserve, and when the device has no more. The ledger is borrowed; whole pages of
+  // 2 MiB are accounted for.
+  static absl::StatusOr<MappedMemory> Create(MemoryLedger* ledger, std::string kind, int64_t bytes);
+  MappedMemory(MappedMemory&& other) noexcept { Swap(other); }
+  MappedMemory& operator=(MappedMemory&& other) noexcept {
+    MappedMemory taken(std::move(other));
+    Swap(taken);
+    return *this;
+  }
+  ~MappedMemory();
+
+  // Gives the pages back. REQUIRES: mapped.
+  absl::Status Unmap();
+  // OUT_OF_MEMORY as Create; then it is not mapped. REQUIRES: not mapped.
+  absl::Status Map();
+  bool mapped() const { return !pieces_.empty(); }
+
+  template <typename T = void>
+  T* as(int64_t offset_bytes = 0) const {
+    return reinterpret_cast<T*>(address_ + static_cast<CUdeviceptr>(offset_bytes));
+  }
+  // As asked for.
+  int64_t bytes() const { return bytes_; }
+  // Of the pages.
+  int64_t size() const { return size_; }
+
+ private:
+  void Swap(MappedMemory& other) noexcept;
+  absl::Status MapPieces();
+  absl::Status UnmapPieces();
+
+  MemoryLedger* ledger_ = nullptr;
+  std::string kind_;
+  CUdeviceptr address_ = 0;
+  int64_t bytes_ = 0;
+  int64_t size_ = 0;
+  std::vector<CUmemGenericAllocationHandle> pieces_;
+};
+
+}  // namespace dorad::cuda
