@@ -1,0 +1,22 @@
+"""DoRA training with PEFT, with factored norms and a fused compose. See docs/training.md.
+
+`patch` makes an existing PEFT model use them and `unpatch` undoes it. Needs the extra `train`.
+"""
+
+from dorad.train._compose import compose
+from dorad.train._norm import clear_cache, weight_norm
+from dorad.train._patch import Patched, UnsupportedLayersError, explain, patch, unpatch
+from dorad.train._tiers import Tier, tier
+
+__all__ = [
+    "Patched",
+    "Tier",
+    "UnsupportedLayersError",
+    "clear_cache",
+    "compose",
+    "explain",
+    "patch",
+    "tier",
+    "unpatch",
+    "weight_norm",
+]

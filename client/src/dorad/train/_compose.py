@@ -1,0 +1,249 @@
+"""The compose of DoRA, (g - 1)·base + g·(s·lora), and its backward, as torch operators.
+
+All tiers compute t = s·lora, u = g·t, v = (g - 1)·base and v + u in fp32 (fp64 for fp64 inputs)
+and round once, to the output's dtype. Near g = 1 the equal g·(base + t) - base would cancel, and
+g - 1 would vanish in half precision: g is never rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dorad.train import _native, _tiers
+from dorad.train._norm import accumulation_dtype
+
+# Rows are taken in chunks that stay in a core's cache between the passes over them.
+_CHUNK_ELEMENTS = 128 * 1024
+
+
+def compose(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """(g - 1)·base + g·scaling·lora, of base's shape [..., out] and the wider dtype of the two.
+
+    `base` has no bias, `lora` is B(A(x)) unscaled, `g` is [out] in fp32, or fp64 with fp64 inputs.
+    The tier is `_tiers.choose`'s. Raises ValueError when shapes or g's dtype do not fit.
+    """
+    out = base.shape[-1]
+    if lora.shape != base.shape or g.shape != (out,):
+        raise ValueError(
+            f"base is {list(base.shape)}: lora must be the same, not {list(lora.shape)},"
+            f" and g [{out}], not {list(g.shape)}"
+        )
+    if g.dtype != accumulation_dtype(base.dtype, lora.dtype):
+        raise ValueError(f"g is {g.dtype} with base in {base.dtype} and lora in {lora.dtype}")
+    rows = base.numel() // max(1, out)
+    record = torch.is_grad_enabled()
+    chosen = _tiers.choose(
+        rows,
+        out,
+        device=base.device,
+        base_dtype=base.dtype,
+        lora_dtype=lora.dtype,
+        training=record and (base.requires_grad or lora.requires_grad or g.requires_grad),
+    )
+    if chosen == _tiers.Tier.EAGER:
+        return compose_eager(base, lora, g, scaling)
+    delta: torch.Tensor
+    delta, _ = _compose(
+        base.reshape(rows, out),
+        lora.reshape(rows, out),
+        g,
+        scaling,
+        record and g.requires_grad,
+    )
+    return delta.view(base.shape)
+
+
+def compose_eager(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The same in plain torch operations. `g` may be of any shape that broadcasts with `base`."""
+    dtype = torch.promote_types(base.dtype, lora.dtype)
+    scaled = lora.to(g.dtype) * scaling
+    return ((g - 1) * base + g * scaled).to(dtype)
+
+
+@torch.library.custom_op(
+    "dorad::compose",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor base, Tensor lora, Tensor g, float scaling, bool want_inner)"
+    " -> (Tensor, Tensor)",
+)
+def _compose(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(delta, inner): of [rows, out]; inner = base + s·lora is what d_g needs, else empty."""
+    rows, out = base.shape
+    delta, inner = _outputs(base, lora, want_inner)
+    step = max(1, _CHUNK_ELEMENTS // max(1, out))
+    buffers = torch.empty(2, min(step, rows), out, dtype=g.dtype)
+    excess = g - 1
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        x, y = base[part], lora[part]
+        t, v = buffers[:, : len(x)]
+        t.copy_(y).mul_(scaling)
+        if want_inner:
+            torch.add(x, t, out=v)
+            inner[part].copy_(v)
+        t.mul_(g)
+        v.copy_(x).mul_(excess)
+        delta[part].copy_(v.add_(t))
+    return delta, inner
+
+
+def _outputs(
+    base: torch.Tensor, lora: torch.Tensor, want_inner: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.promote_types(base.dtype, lora.dtype)
+    delta = base.new_empty(base.shape, dtype=dtype)
+    return delta, base.new_empty(base.shape if want_inner else (0,), dtype=dtype)
+
+
+@_compose.register_kernel("cuda")
+def _(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert _native.library is not None, "the tier is eager without the library"
+    delta, inner = _outputs(base, lora, want_inner)
+    if delta.numel():
+        with torch.cuda.device(base.device):
+            _native.library.forward(
+                base.contiguous(),
+                lora.contiguous(),
+                g.contiguous(),
+                delta,
+                inner if want_inner else None,
+                scaling,
+                torch.cuda.current_stream().cuda_stream,
+            )
+    return delta, inner
+
+
+@_compose.register_fake
+def _(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _outputs(base, lora, want_inner)
+
+
+@torch.library.custom_op(
+    "dorad::compose_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor grad, Tensor inner, Tensor g, float scaling, bool for_base, bool for_lora,"
+    " bool for_g) -> (Tensor, Tensor, Tensor)",
+)
+def _compose_backward(
+    grad: torch.Tensor,
+    inner: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    for_base: bool,
+    for_lora: bool,
+    for_g: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(d_base, d_lora, d_g), of which those not asked for are empty. d_g sums in a fixed order."""
+    rows, out = grad.shape
+    d_base, d_lora, d_g = _gradients(grad, g, for_base, for_lora, for_g)
+    step = max(1, _CHUNK_ELEMENTS // max(1, out))
+    buffers = torch.empty(2, min(step, rows), out, dtype=g.dtype)
+    excess, scaled = g - 1, g * scaling
+    if for_g:
+        d_g.zero_()
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        y, v = buffers[:, : len(grad[part])]
+        y.copy_(grad[part])
+        if for_base:
+            d_base[part].copy_(torch.mul(y, excess, out=v))
+        if for_lora:
+            d_lora[part].copy_(torch.mul(y, scaled, out=v))
+        if for_g:
+            d_g += v.copy_(inner[part]).mul_(y).sum(0)
+    return d_base, d_lora, d_g
+
+
+def _gradients(
+    grad: torch.Tensor, g: torch.Tensor, for_base: bool, for_lora: bool, for_g: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    d_base = grad.new_empty(grad.shape if for_base else (0,))
+    d_lora = grad.new_empty(grad.shape if for_lora else (0,))
+    return d_base, d_lora, g.new_empty(g.shape if for_g else (0,))
+
+
+@_compose_backward.register_kernel("cuda")
+def _(
+    grad: torch.Tensor,
+    inner: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    for_base: bool,
+    for_lora: bool,
+    for_g: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert _native.library is not None, "the tier is eager without the library"
+    d_base, d_lora, d_g = _gradients(grad, g, for_base, for_lora, for_g)
+    if grad.numel() == 0:
+        return d_base, d_lora, d_g.zero_()
+    with torch.cuda.device(grad.device):
+        _native.library.backward(
+            grad.contiguous(),
+            inner.contiguous() if for_g else None,
+            g.contiguous(),
+            d_base if for_base else None,
+            d_lora if for_lora else None,
+            d_g if for_g else None,
+            scaling,
+            torch.cuda.current_stream().cuda_stream,
+        )
+    return d_base, d_lora, d_g
+
+
+@_compose_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    inner: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    for_base: bool,
+    for_lora: bool,
+    for_g: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _gradients(grad, g, for_base, for_lora, for_g)
+
+
+def _setup_context(
+    ctx: Any,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float, bool],
+    output: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    _, _, g, scaling, want_inner = inputs
+    ctx.save_for_backward(g, *(output[1:] if want_inner else ()))
+    ctx.set_materialize_grads(False)  # Nobody differentiates by inner.
+    ctx.scaling = scaling
+
+
+def _backward(ctx: Any, grad: torch.Tensor | None, _: object) -> tuple[torch.Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None, None
+    for_base, for_lora, for_g = ctx.needs_input_grad[:3]
+    g, *kept = ctx.saved_tensors
+    if for_g and not kept:
+        raise RuntimeError("dorad::compose was called without want_inner, and g needs a gradient")
+    inner = kept[0] if for_g else grad.new_empty(0)
+    d_base, d_lora, d_g = _compose_backward(grad, inner, g, ctx.scaling, for_base, for_lora, for_g)
+    return (
+        d_base if for_base else None,
+        d_lora if for_lora else None,
+        d_g if for_g else None,
+        None,
+        None,
+    )
+
+
+_compose.register_autograd(_backward, setup_context=_setup_context)

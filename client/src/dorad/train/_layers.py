@@ -1,0 +1,222 @@
+"""PEFT's DoRA layers with factored norms and our compose.
+
+Each class takes the place of the PEFT class that it extends, in existing objects (`patch`): it has
+the same parameters and the same results, and adds no state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.lora import dora
+
+from dorad.train._compose import compose, compose_eager
+from dorad.train._norm import accumulation_dtype, epsilon, weight_norm
+
+_NORM_KEY = "factored-norm"
+
+
+def _whole(weight: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter that fully_shard may have left in shards, detached."""
+    weight = weight.detach()
+    gather = getattr(weight, "full_tensor", None)  # of a DTensor
+    return weight if gather is None else gather()
+
+
+def _factor(module: Any) -> torch.Tensor:
+    """The weight of a lora_A or lora_B, detached."""
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise RuntimeError(
+            "FSDP1 wraps a LoRA layer on its own, so that its weight cannot be read here:"
+            " wrap whole blocks, or use fully_shard"
+        )
+    return _whole(module.weight)
+
+
+class _Factored:
+    """What the layers share. A mixin of PEFT's DoRA layers."""
+
+    weight: torch.nn.Parameter  # the magnitude
+    training: bool
+
+    def _scale(
+        self,
+        matrix: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        adapter_name: str,
+        *,
+        groups: int = 1,
+        frozen: bool,
+    ) -> torch.Tensor:
+        """g = m / max(‖matrix + scaling·b @ a‖, ε), [out], differentiable by m only."""
+        norm = self._norm(matrix, a, b, scaling, adapter_name, groups, frozen)
+        magnitude = self.weight.flatten().to(norm.dtype)
+        return magnitude / norm.clamp_min(epsilon(matrix.dtype))
+
+    def _norm(
+        self,
+        matrix: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        adapter_name: str,
+        groups: int,
+        frozen: bool,
+    ) -> torch.Tensor:
+        # PEFT's DoraCaching keeps norms in eval mode (and the dense B·A, which is not built here).
+        kept: dict[str, torch.Tensor] = getattr(self, "_dora_cache", {})  # since PEFT 0.19
+        key = f"{_NORM_KEY}-{adapter_name}"
+        caching = getattr(dora, "ENABLE_DORA_CACHING", False) and not self.training
+        if not caching:
+            kept.clear()
+        elif key in kept:
+            return kept[key]
+        if groups == 1:
+            norm = weight_norm(matrix, a, b, scaling, cache=frozen)
+        else:
+            norm = _grouped_norm(matrix, a, b, scaling, groups, frozen)
+        if caching:
+            kept[key] = norm
+        return norm
+
+
+def _grouped_norm(
+    matrix: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, groups: int, cache: bool
+) -> torch.Tensor:
+    """The norm as PEFT takes it of a grouped convolution.
+
+    There b @ a is [out / groups, groups·in], reshaped to the weight's [out, in]: row p·groups + q
+    of the weight meets row p of b and the q-th block of a's columns.
+    """
+    blocks = a.reshape(len(a), groups, -1)
+    norms = [
+        weight_norm(matrix[q::groups], blocks[:, q], b, scaling, cache=cache) for q in range(groups)
+    ]
+    return torch.stack(norms, dim=1).flatten()
+
+
+class FactoredLinear(_Factored, dora.DoraLinearLayer):
+    """A DoRA layer of lora.Linear."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        lora_A: torch.nn.Module,
+        lora_B: torch.nn.Module,
+        scaling: float,
+        base_layer: Any,
+        base_result: torch.Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> torch.Tensor:
+        """What DoRA adds to the output of `base_layer`; see PEFT's DoraLinearLayer."""
+        weight = base_layer.weight
+        matrix = _whole(weight)
+        g = self._scale(
+            matrix.T if self.fan_in_fan_out else matrix,
+            _factor(lora_A),
+            _factor(lora_B),
+            scaling,
+            adapter_name,
+            frozen=not weight.requires_grad,
+        )
+        lora = lora_B(lora_A(x))
+        if base_result is None:  # Dropout: x is not what the base has seen.
+            weight = weight.to(x.dtype)
+            base_result = F.linear(x, weight.T if self.fan_in_fan_out else weight)
+        elif base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
+        return compose(base_result, lora, _like(g, base_result, lora), scaling)
+
+
+def _like(g: torch.Tensor, base: torch.Tensor, lora: torch.Tensor) -> torch.Tensor:
+    """g in the dtype that the compose of base and lora takes."""
+    return g.to(accumulation_dtype(base.dtype, lora.dtype))
+
+
+class FactoredEmbedding(_Factored, dora.DoraEmbeddingLayer):
+    """A DoRA layer of lora.Embedding: its norms run over the vocabulary."""
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        *,
+        lora_A: torch.Tensor,
+        lora_B: torch.Tensor,
+        scaling: float,
+        base_layer: Any,
+        embed_fn: Any,
+        adapter_name: str = "default",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(g, g·s·lora); see PEFT's DoraEmbeddingLayer."""
+        weight = base_layer.weight
+        g = self._scale(
+            _whole(weight).T,
+            _whole(lora_A).T,
+            _whole(lora_B).T,
+            scaling,
+            adapter_name,
+            frozen=not weight.requires_grad,
+        )
+        return g, g * ((embed_fn(x, lora_A) @ lora_B) * scaling)
+
+
+class _FactoredConv(_Factored):
+    conv_fn: Any
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        lora_A: torch.nn.Module,
+        lora_B: torch.nn.Module,
+        scaling: float,
+        base_layer: Any,
+        base_result: torch.Tensor | None = None,
+        adapter_name: str = "default",
+    ) -> torch.Tensor:
+        """What DoRA adds to the output of `base_layer`; see PEFT's _DoraConvNdLayer."""
+        weight = base_layer.weight
+        a = _factor(lora_A)
+        g = self._scale(
+            _whole(weight).flatten(1),
+            a.flatten(1),
+            _factor(lora_B).reshape(-1, a.shape[0]),
+            scaling,
+            adapter_name,
+            groups=base_layer.groups,
+            frozen=not weight.requires_grad,
+        )
+        lora = lora_B(lora_A(x))
+        channels = (-1,) + (1,) * (lora.dim() - 2)
+        if base_result is None:  # Dropout: x is not what the base has seen.
+            base_result = self.conv_fn(
+                x,
+                weight,
+                bias=None,
+                stride=base_layer.stride,
+                padding=base_layer.padding,
+                dilation=base_layer.dilation,
+                groups=base_layer.groups,
+            )
+        elif base_layer.bias is not None:
+            base_result = base_result - base_layer.bias.view(channels)
+        g = _like(g, base_result, lora)
+        # g runs over the channels, not over the last dimension, which is what the fused tiers take.
+        return compose_eager(base_result, lora, g.view(channels), scaling)
+
+
+class FactoredConv1d(_FactoredConv, dora.DoraConv1dLayer):
+    """A DoRA layer of lora.Conv1d."""
+
+
+class FactoredConv2d(_FactoredConv, dora.DoraConv2dLayer):
+    """A DoRA layer of lora.Conv2d."""
+
+
+class FactoredConv3d(_FactoredConv, dora.DoraConv3dLayer):
+    """A DoRA layer of lora.Conv3d."""

@@ -1,0 +1,157 @@
+"""The norm of DoRA, ‖W + s·B·A‖ along each row, from factors: B·A is never built."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from dorad.train._squares import SquareCache
+
+CHUNK_VARIABLE = "DORAD_TRAIN_NORM_CHUNK_MIB"
+DEFAULT_CHUNK_BYTES = 256 << 20
+_ALIGNMENT = 64  # columns
+
+squares = SquareCache()
+"""Of all frozen weights whose norms were taken."""
+
+
+def clear_cache() -> None:
+    """Forgets the kept ‖W‖² of all weights: after a write that torch does not count.
+
+    Such are writes through `weight.data`, as PEFT's merging does them. `patch` forgets, too.
+    """
+    squares.clear()
+
+
+def default_chunk_bytes() -> int:
+    """DORAD_TRAIN_NORM_CHUNK_MIB in bytes, else 256 MiB."""
+    text = os.environ.get(CHUNK_VARIABLE)
+    if text is None:
+        return DEFAULT_CHUNK_BYTES
+    try:
+        mebibytes = int(text)
+    except ValueError:
+        mebibytes = 0
+    if mebibytes <= 0:
+        raise ValueError(f"{CHUNK_VARIABLE} must be a positive number of MiB, not {text!r}")
+    return mebibytes << 20
+
+
+_chunk_bytes = default_chunk_bytes()
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """fp64 when one of them is, else fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    """The smallest norm that a magnitude is divided by, for base weights of `dtype`."""
+    return 1e-12 if dtype in (torch.float32, torch.float64) else 1e-6
+
+
+def weight_norm(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    *,
+    chunk_bytes: int | None = None,
+    cache: bool = False,
+) -> torch.Tensor:
+    """‖weight + scaling·b @ a‖ of each row, [out], in fp32, or fp64 when an input is fp64.
+
+    `weight` is [out, in] (a transposed view will do), `a` [rank, in], `b` [out, rank]. The result
+    is detached. Columns are taken in chunks, multiples of 64, so that a chunk of the weight widened
+    to fp32 fits into `chunk_bytes`. `cache` keeps ‖weight‖² for the next call: for frozen weights.
+
+    Raises ValueError when the shapes do not fit together.
+    """
+    out, width = _matrix(weight, "weight")
+    rank, a_width = _matrix(a, "a")
+    if a_width != width or b.shape != (out, rank):
+        raise ValueError(
+            f"weight is [{out}, {width}] and a is [{rank}, {a_width}]: a must be [rank, {width}]"
+            f" and b [{out}, rank], not {list(b.shape)}"
+        )
+    budget = _chunk_bytes if chunk_bytes is None else chunk_bytes
+    with torch.no_grad():
+        norm: torch.Tensor = _weight_norm(
+            weight.detach(), a.detach(), b.detach(), scaling, budget, cache
+        )
+    return norm
+
+
+def _matrix(tensor: torch.Tensor, name: str) -> tuple[int, int]:
+    if tensor.dim() != 2:
+        raise ValueError(f"{name} must be a matrix, not {list(tensor.shape)}")
+    rows, columns = tensor.shape
+    return rows, columns
+
+
+# An operator of its own: torch.compile then sees one node, and the cache works in compiled code.
+@torch.library.custom_op(
+    "dorad::weight_norm",
+    mutates_args=(),
+    schema="(Tensor weight, Tensor a, Tensor b, float scaling, int chunk_bytes, bool cache)"
+    " -> Tensor",
+)
+def _weight_norm(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    chunk_bytes: int,
+    cache: bool,
+) -> torch.Tensor:
+    dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
+    # Autocast would take the products below in half precision.
+    with torch.autocast(weight.device.type, enabled=False):
+        chunks = _chunks(weight, dtype, chunk_bytes)
+        if cache:
+            total = squares.get(weight, lambda: _sum_of_squares(weight, dtype, chunks)).to(dtype)
+        else:
+            total = _sum_of_squares(weight, dtype, chunks)
+        if scaling != 0:
+            b = b.to(dtype)
+            gram = torch.zeros(a.shape[0], a.shape[0], dtype=dtype, device=a.device)
+            cross = torch.zeros_like(total)
+            for begin, end in chunks:
+                part = a[:, begin:end].to(dtype)
+                gram.addmm_(part, part.T)
+                cross += (weight[:, begin:end].to(dtype) @ part.T).mul_(b).sum(1)
+            product = (b @ gram).mul_(b).sum(1)
+            # Rounding can take the sum below zero; a NaN stays one.
+            total = (total + (2 * scaling) * cross + (scaling * scaling) * product).clamp_min(0)
+        return total.sqrt()
+
+
+@_weight_norm.register_fake
+def _(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scaling: float,
+    chunk_bytes: int,
+    cache: bool,
+) -> torch.Tensor:
+    dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
+    return weight.new_empty(weight.shape[0], dtype=dtype)
+
+
+def _chunks(weight: torch.Tensor, dtype: torch.dtype, chunk_bytes: int) -> list[tuple[int, int]]:
+    out, width = weight.shape
+    columns = chunk_bytes // max(1, out * dtype.itemsize)
+    columns = max(_ALIGNMENT, columns // _ALIGNMENT * _ALIGNMENT)
+    return [(begin, min(begin + columns, width)) for begin in range(0, width, columns)]
+
+
+def _sum_of_squares(
+    weight: torch.Tensor, dtype: torch.dtype, chunks: list[tuple[int, int]]
+) -> torch.Tensor:
+    total = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device)
+    for begin, end in chunks:
+        # A norm makes no temporary of the chunk's size, unlike a product and its sum.
+        total += torch.linalg.vector_norm(weight[:, begin:end], dim=1, dtype=dtype).square()
+    return total

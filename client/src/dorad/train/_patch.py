@@ -1,0 +1,151 @@
+"""Puts our DoRA layers in the place of PEFT's in an existing model, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.lora import dora
+from peft.tuners.lora import layer as lora
+
+from dorad.train import _layers, _norm, _tiers
+
+_logger = logging.getLogger("dorad.train")
+
+_OURS: dict[type, type] = {
+    dora.DoraLinearLayer: _layers.FactoredLinear,
+    dora.DoraEmbeddingLayer: _layers.FactoredEmbedding,
+    dora.DoraConv1dLayer: _layers.FactoredConv1d,
+    dora.DoraConv2dLayer: _layers.FactoredConv2d,
+    dora.DoraConv3dLayer: _layers.FactoredConv3d,
+}
+_THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
+
+# By exact type: what extends one of these (quantised and tensor-parallel layers, new variants)
+# computes something else.
+_MODULES = {lora.Linear, lora.Embedding, lora.Conv1d, lora.Conv2d, lora.Conv3d}
+_VARIANTS = {f"Dora{kind}Variant" for kind in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")}
+_WEIGHTS = {"Parameter", "Tensor", "DTensor"}
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+
+
+class UnsupportedLayersError(ValueError):
+    """The model has DoRA layers that cannot be patched: `layers` says which, and why."""
+
+    def __init__(self, unsupported: dict[str, str]) -> None:
+        lines = "".join(f"\n  {name}: {reason}" for name, reason in unsupported.items())
+        super().__init__(f"cannot patch {len(unsupported)} DoRA layers:{lines}")
+        self.layers = unsupported
+
+
+@dataclasses.dataclass(frozen=True)
+class Patched:
+    """What `patch` did. Layers are named by module and adapter: "model.q_proj[default]"."""
+
+    layers: tuple[str, ...]
+    """That are ours now, patched by this call or before."""
+    left: dict[str, str]
+    """Layers that stay PEFT's, and why. Empty unless `strict` was false."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    name: str
+    module: Any  # PEFT's LoRA layer around the base layer
+    adapter: str
+    dora: Any  # the DoRA layer
+
+
+def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
+    """Makes every DoRA layer of a PEFT model use factored norms and our compose.
+
+    The layers keep their parameters, names and results; `unpatch` undoes it. Calling it again is
+    harmless, and needed after adapters were added. Not while another thread runs the model.
+
+    Raises UnsupportedLayersError, which lists every layer that cannot be patched, and changes
+    nothing; with `strict=False` those layers stay as they are, in `Patched.left` and in the log.
+    Raises ValueError when the model has no DoRA layer.
+    """
+    found = list(_dora_layers(model))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no DoRA layers of PEFT")
+    left = {layer.name: reason for layer in found if (reason := _unsupported(layer)) is not None}
+    if left and strict:
+        raise UnsupportedLayersError(left)
+    if left:
+        _logger.warning("%s", UnsupportedLayersError(left))
+    # The weights may have been written since they were last seen (merge_and_unload does).
+    _norm.clear_cache()
+    done = [layer for layer in found if layer.name not in left]
+    for layer in done:
+        layer.dora.__class__ = _OURS.get(type(layer.dora), type(layer.dora))
+    return Patched(tuple(layer.name for layer in done), left)
+
+
+def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
+    """Makes every layer PEFT's own again. Returns the names of those that were ours."""
+    ours = [layer for layer in _dora_layers(model) if type(layer.dora) in _THEIRS]
+    for layer in ours:
+        layer.dora.__class__ = _THEIRS[type(layer.dora)]
+    return tuple(layer.name for layer in ours)
+
+
+def explain(model: torch.nn.Module, rows: int) -> dict[str, _tiers.Tier | None]:
+    """The tier of each DoRA layer for `rows` tokens, in the present grad and autocast modes.
+
+    None: the layer is not patched. Layers of embeddings and convolutions are always eager.
+    """
+    return {layer.name: _tier(layer, rows) for layer in _dora_layers(model)}
+
+
+def _tier(layer: _Layer, rows: int) -> _tiers.Tier | None:
+    if type(layer.dora) not in _THEIRS:
+        return None
+    if not isinstance(layer.dora, _layers.FactoredLinear):
+        return _tiers.Tier.EAGER
+    weight: torch.Tensor = layer.module.get_base_layer().weight
+    b: torch.Tensor = layer.module.lora_B[layer.adapter].weight
+    dtypes = weight.dtype, b.dtype
+    if torch.is_autocast_enabled(weight.device.type):
+        dtypes = (torch.get_autocast_dtype(weight.device.type),) * 2
+    return _tiers.choose(
+        rows,
+        b.shape[0],
+        device=weight.device,
+        base_dtype=dtypes[0],
+        lora_dtype=dtypes[1],
+        training=torch.is_grad_enabled() and (b.requires_grad or layer.dora.weight.requires_grad),
+    )
+
+
+def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
+    for name, module in model.named_modules():
+        if isinstance(module, lora.LoraLayer):
+            # ConvNd layers have no such dict before their first DoRA adapter.
+            for adapter, layer in (module.lora_magnitude_vector or {}).items():
+                yield _Layer(f"{name}[{adapter}]", module, adapter, layer)
+
+
+def _unsupported(layer: _Layer) -> str | None:
+    """Why the layer cannot be patched, if so."""
+    if type(layer.module) not in _MODULES:
+        return f"its LoRA layer is a {_full_name(layer.module)}"
+    variant = getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15
+    if variant is not None and type(variant).__name__ not in _VARIANTS:
+        return f"its variant is {_full_name(variant)}"
+    if type(layer.dora) not in _OURS and type(layer.dora) not in _THEIRS:
+        return f"its DoRA layer is a {_full_name(layer.dora)}"
+    base = layer.module.get_base_layer()
+    weight: Any = getattr(base, "weight", None)
+    if hasattr(base, "W_q") or type(weight).__name__ not in _WEIGHTS:
+        return f"its base layer, a {_full_name(base)}, is quantised: {type(weight).__name__}"
+    if weight.dtype not in _DTYPES:
+        return f"its base weight is {weight.dtype}"
+    return None
+
+
+def _full_name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -1,0 +1,98 @@
+"""Which way a layer's compose takes: fused with its backward, fused forward only, or eager."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+from collections.abc import Iterator
+
+import torch
+
+from dorad.train import _native
+
+VARIABLE = "DORAD_TRAIN_TIER"
+
+
+class Tier(enum.StrEnum):
+    """A way to compute the compose."""
+
+    FUSED_BACKWARD = "fused_backward"  # one pass each way; saves one tensor for the backward
+    FUSED_FORWARD = "fused_forward"  # one pass, no autograd
+    EAGER = "eager"  # plain torch operations
+
+
+class Choice(enum.StrEnum):
+    """Who chooses: the measured crossovers, or the caller."""
+
+    AUTO = "auto"
+    FUSED = "fused"
+    EAGER = "eager"
+
+
+def _from_environment() -> Choice:
+    text = os.environ.get(VARIABLE, Choice.AUTO.value)
+    try:
+        return Choice(text)
+    except ValueError:
+        raise ValueError(f"{VARIABLE} must be one of {_names()}, not {text!r}") from None
+
+
+def _names() -> str:
+    return ", ".join(choice.value for choice in Choice)
+
+
+# Of the process, not of a thread: checkpointing computes a forward again in autograd's threads,
+# which must choose as the first forward did.
+_choice = _from_environment()
+
+
+@contextlib.contextmanager
+def tier(name: str) -> Iterator[None]:
+    """Within the block every compose of the process is "eager", or "fused" at any size, or "auto".
+
+    Whatever the choice, fp64 on CUDA, mixed dtypes on CUDA and convolutions are eager.
+    """
+    global _choice
+    try:
+        wanted = Choice(name)
+    except ValueError:
+        raise ValueError(f"a tier is one of {_names()}, not {name!r}") from None
+    before, _choice = _choice, wanted
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+# CUDA: the crossover of the paper. Below it kernel launches take longer than memory.
+_CUDA_MIN_OUT = 2048
+_CUDA_MIN_ELEMENTS = 2048 * 6144
+# CPU: where the activations leave the cache (docs/benchmarks.md).
+_CPU_MIN_ELEMENTS = 256 * 1024
+
+
+def choose(
+    rows: int,
+    out: int,
+    *,
+    device: torch.device,
+    base_dtype: torch.dtype,
+    lora_dtype: torch.dtype,
+    training: bool,
+) -> Tier:
+    """The tier of one compose of [rows, out]. `training`: autograd records it."""
+    fused = Tier.FUSED_BACKWARD if training else Tier.FUSED_FORWARD
+    if _choice == Choice.EAGER:
+        return Tier.EAGER
+    if device.type == "cuda":
+        if base_dtype != lora_dtype or base_dtype not in _native.TYPES or _native.library is None:
+            return Tier.EAGER
+        if _choice == Choice.FUSED or not training:
+            return fused
+        large = out >= _CUDA_MIN_OUT and rows * out >= _CUDA_MIN_ELEMENTS
+        return fused if large else Tier.EAGER
+    if device.type == "cpu":
+        large = _choice == Choice.FUSED or rows * out >= _CPU_MIN_ELEMENTS
+        return fused if large else Tier.EAGER
+    return Tier.EAGER

@@ -1,0 +1,225 @@
+"""Patched models against PEFT's own: outputs and all gradients, adapters far from their start."""
+
+import copy
+
+import pytest
+import torch
+from dorad.train import patch, tier
+from lib.dora_training import (
+    Convolutions,
+    Embeddings,
+    Linears,
+    adapted,
+    assert_close,
+    distance,
+    inputs,
+    perturb,
+    step,
+)
+
+MODELS = {
+    "linears": Linears,
+    "embeddings": Embeddings,
+    "conv1d": lambda: Convolutions(1),
+    "conv2d": lambda: Convolutions(2),
+    "conv3d": lambda: Convolutions(3),
+}
+# In fp64 both do the same mathematics: what is left is rounding, 1e-13 of the largest value.
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
+
+
+def build(name, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return adapted(MODELS[name]().to(dtype), **options)
+
+
+def check(model, x, tolerance, **options):
+    """PEFT's step, then ours."""
+    wanted = step(model, x, **options)
+    assert len(wanted.gradients) >= 4
+    patch(model)
+    for name in ("fused", "eager"):
+        with tier(name):
+            assert_close(step(model, x, **options), wanted, tolerance)
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_type(name, dtype):
+    model = build(name, dtype)
+    check(model, inputs(model.base_model.model, dtype), TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_comparison_would_see_an_initial_adapter(name):
+    """An untrained adapter does nothing: what the tests above compare must not be that."""
+    torch.manual_seed(0)
+    base = MODELS[name]()
+    x = inputs(base)
+    plain = base(x).detach()
+    model = adapted(base)
+    assert distance(model(x).detach(), plain) > 0.1
+
+
+OPTIONS = {
+    "rslora": dict(use_rslora=True),
+    "negative alpha": dict(lora_alpha=-3),
+    "rank above the width": dict(r=44),
+    "patterns": dict(
+        rank_pattern={"up": 7, "plain": 2, "strided": 2},
+        alpha_pattern={"down": 11, "middle": 1.5, "scaled": 9, "pointwise": 3},
+    ),
+    "bias trained": dict(bias="all"),
+    "bias of adapted layers trained": dict(bias="lora_only"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option(name, option):
+    model = build(name, torch.float64, **OPTIONS[option])
+    check(model, inputs(model.base_model.model, torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["linears", "conv2d"])
+def test_dropout(name):
+    model = build(name, torch.float64, lora_dropout=0.4)
+    x = inputs(model.base_model.model, torch.float64)
+    wanted = check(model, x, 1e-12)
+    assert distance(step(model, x, seed=4).output, wanted.output) > 1e-3, "nothing was dropped"
+    model.eval()
+    assert distance(step(model, x, seed=4).output, wanted.output) > 1e-3
+    torch.testing.assert_close(step(model, x, seed=4).output, step(model, x, seed=5).output)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_magnitudes(name):
+    model = build(name, torch.float64)
+    for key, parameter in model.named_parameters():
+        if "magnitude" in key:
+            parameter.requires_grad_(False)
+    wanted = check(model, inputs(model.base_model.model, torch.float64), 1e-12)
+    assert not [key for key in wanted.gradients if "magnitude" in key]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_several_adapters_one_by_one_and_at_once(name):
+    model = build(name, torch.float64)
+    model.add_adapter("second", copy.copy(model.peft_config["default"]))
+    perturb(model, seed=8)
+    x = inputs(model.base_model.model, torch.float64)
+    results = {}
+    for active in (["default"], ["second"], ["default", "second"]):
+        model.base_model.set_adapter(active)
+        results[str(active)] = step(model, x)
+    patch(model)
+    outputs = []
+    for active in (["second"], ["default", "second"], ["default"]):
+        model.base_model.set_adapter(active)
+        got = step(model, x)
+        assert_close(got, results[str(active)], 1e-12)
+        outputs.append(got.output)
+    assert distance(outputs[0], outputs[1]) > 1e-2 < distance(outputs[1], outputs[2])
+
+
+def test_trained_base_weights():
+    """Their gradients are PEFT's, and their squares are not kept from step to step."""
+    model = build("linears", torch.float64)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in key or "base_layer" in key)
+    twin = copy.deepcopy(model)
+    patch(model)
+    x = inputs(model.base_model.model, torch.float64)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
+    for _ in range(3):
+        got, wanted = step(model, x), step(twin, x)
+        assert "base_model.model.up.base_layer.weight" in wanted.gradients
+        assert_close(got, wanted, 1e-11)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_eval_and_no_grad(name):
+    model = build(name, torch.float64).eval()
+    x = inputs(model.base_model.model, torch.float64)
+    with torch.no_grad():
+        wanted = model(x)
+    patch(model)
+    for mode in torch.no_grad, torch.inference_mode:
+        with mode():
+            assert distance(model(x), wanted) <= 1e-12
+
+
+@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_base_is_as_near_the_truth_as_peft(name, autocast_adapter_dtype):
+    """The base in bf16, adapters in fp32 (PEFT's default) or bf16 (PEFT rounds norms, too)."""
+    torch.manual_seed(0)
+    base = MODELS[name]().to(torch.bfloat16)
+    model = adapted(base, autocast_adapter_dtype=autocast_adapter_dtype)
+    if name.startswith("conv") and autocast_adapter_dtype:
+        model.float()  # PEFT adds fp32 to bf16 there, and the next layer then refuses its input.
+    x = inputs(base, next(base.parameters()).dtype)
+    exact_x = x.detach().double().requires_grad_() if x.is_floating_point() else x
+    truth = step(copy.deepcopy(model).double(), exact_x)
+    theirs = step(model, x)
+    patch(model)
+    for tier_name in ("fused", "eager"):
+        with tier(tier_name):
+            ours = step(model, x)
+        for key, wanted in truth.gradients.items():
+            wanted = wanted.to(ours.gradients[key].dtype)
+            assert ours.gradients[key].dtype == theirs.gradients[key].dtype
+            error = distance(ours.gradients[key], wanted)
+            assert error <= 1.5 * distance(theirs.gradients[key], wanted) + 2**-7, key
+        wanted = truth.output.to(ours.output.dtype)
+        assert distance(ours.output, wanted) <= 1.5 * distance(theirs.output, wanted) + 2**-7
+
+
+def test_dead_rows_do_nothing_instead_of_nan():
+    """A row of zeros with a magnitude of zero, as padding makes them: PEFT divides zero by zero."""
+    model = build("linears")
+    layer = model.base_model.model.up
+    with torch.no_grad():
+        for tensor in (
+            layer.base_layer.weight,
+            layer.lora_B["default"].weight,
+            layer.lora_magnitude_vector["default"].weight,
+        ):
+            tensor[5] = 0
+    x = inputs(model.base_model.model)
+    assert layer(x)[..., 5].isnan().all()
+    patch(model)
+    for name in ("fused", "eager"):
+        with tier(name):
+            result = step(model, x)
+            assert torch.equal(
+                layer(x)[..., 5], layer.base_layer.bias[5].expand(layer(x).shape[:-1])
+            )
+        assert result.output.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in result.gradients.values())
+
+
+def test_200_steps_of_training_stay_together():
+    """Adam in fp32 on a small regression: the losses differ by less than 1e-4 of their size."""
+    torch.manual_seed(0)
+    model = adapted(Linears())
+    twin = copy.deepcopy(model)
+    patch(model)
+    x, target = torch.randn(64, 24), torch.randn(64, 8)
+    curves = []
+    for trained in model, twin:
+        optimizer = torch.optim.Adam([p for p in trained.parameters() if p.requires_grad], lr=3e-3)
+        losses = []
+        for _ in range(200):
+            optimizer.zero_grad()
+            loss = (trained(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        curves.append(torch.stack(losses))
+    ours, theirs = curves
+    assert theirs[-1] < 0.7 * theirs[0], "nothing was learned"
+    assert ((ours - theirs).abs() / theirs).max() < 1e-4
