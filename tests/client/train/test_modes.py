@@ -1,0 +1,130 @@
+"""Patched models under torch.compile, gradient checkpointing and autocast."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+from dorad.train import clear_cache, patch, tier, unpatch
+from lib.dora_training import (
+    Convolutions,
+    Embeddings,
+    Linears,
+    adapted,
+    assert_close,
+    distance,
+    inputs,
+    perturb,
+    step,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def build(base=Linears, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    model = adapted(base().to(dtype), **options)
+    patch(model)
+    return model
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["fused", "eager"])
+@pytest.mark.parametrize("base", [Linears, Embeddings, lambda: Convolutions(2)])
+def test_compiles_into_one_graph_with_the_same_numbers(base, name):
+    model = build(base)
+    x = inputs(model.base_model.model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with tier(name):
+        wanted = step(model, x)
+        got = step(compiled, x)
+    got.gradients = {k.removeprefix("_orig_mod."): v for k, v in got.gradients.items()}
+    assert_close(got, wanted, 1e-6)
+
+
+def test_compiled_code_follows_changed_parameters():
+    model = build()
+    x = inputs(model.base_model.model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with tier("fused"):
+        first = step(compiled, x)
+        perturb(model, seed=8)
+        with torch.no_grad():
+            model.base_model.model.up.base_layer.weight.mul_(1.5)
+        second, wanted = step(compiled, x), step(model, x)
+    assert distance(second.output, wanted.output) < 1e-6
+    assert distance(second.output, first.output) > 1e-2
+
+
+# --- Gradient checkpointing -----------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, model, reentrant):
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.model, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("name", ["fused", "eager"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_nothing(reentrant, name):
+    model = build(lora_dropout=0.3)
+    x = inputs(model.base_model.model)
+    with tier(name):
+        wanted = step(model, x)
+        got = step(Checkpointed(model, reentrant), x)
+    got.gradients = {k.removeprefix("model."): v for k, v in got.gradients.items()}
+    assert_close(got, wanted, 0)
+
+
+# --- Autocast -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 base", "bf16 base"])
+@pytest.mark.parametrize("name", ["fused", "eager"])
+def test_autocast_is_as_near_the_truth_as_peft(name, dtype):
+    """PEFT's products for the norm are in bf16 there, ours are not."""
+    model = build(dtype=dtype)
+    x = inputs(model.base_model.model, dtype)
+    truth = step(copy.deepcopy(model).double(), x.detach().double().requires_grad_())
+    with tier(name):
+        ours = step(model, x, context=torch.autocast("cpu", torch.bfloat16))
+    unpatch(model)
+    theirs = step(model, x, context=torch.autocast("cpu", torch.bfloat16))
+    assert ours.output.dtype == theirs.output.dtype == torch.bfloat16
+    for key, gradient in ours.gradients.items():
+        wanted = truth.gradients[key].to(gradient.dtype)
+        assert gradient.dtype == theirs.gradients[key].dtype
+        error = distance(gradient, wanted)
+        assert error <= 1.5 * distance(theirs.gradients[key], wanted) + 2**-7, key
+    wanted = truth.output.bfloat16()
+    assert distance(ours.output, wanted) <= 1.5 * distance(theirs.output, wanted) + 2**-7
+
+
+def test_norms_under_autocast_are_those_without():
+    model = build()
+    layer = model.base_model.model.up
+    seen = []
+    dora = layer.lora_magnitude_vector["default"]
+    norm = type(dora)._norm
+    dora._norm = lambda *arguments: seen.append(norm(dora, *arguments)) or seen[-1]
+    x = inputs(model.base_model.model)
+    with torch.no_grad():
+        layer(x)
+        clear_cache()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+    assert seen[0].dtype == seen[1].dtype == torch.float32
+    assert torch.equal(seen[0], seen[1])

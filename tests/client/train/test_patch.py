@@ -1,0 +1,382 @@
+"""patch and unpatch: what they take, what they refuse, and that all of PEFT still works between."""
+
+import copy
+import logging
+import subprocess
+import sys
+
+import dorad.train
+import peft
+import pytest
+import torch
+from dorad.train import UnsupportedLayersError, _layers, explain, patch, tier, unpatch
+from lib.dora_training import (
+    Convolutions,
+    Embeddings,
+    Linears,
+    adapted,
+    assert_close,
+    distance,
+    inputs,
+    perturb,
+    step,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.helpers import DoraCaching
+from torch import nn
+
+MODELS = {"linears": Linears, "embeddings": Embeddings, "conv2d": lambda: Convolutions(2)}
+
+
+def build(name="linears", **options):
+    torch.manual_seed(0)
+    return adapted(MODELS[name]().double(), **options)
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, peft.tuners.lora.dora.DoraLinearLayer)]
+
+
+def test_the_client_alone_does_not_import_torch():
+    code = "import sys, dorad; assert not {'torch', 'peft'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unpatch_restores_peft(name):
+    model = build(name)
+    x = inputs(model.base_model.model, torch.float64)
+    types = [type(layer) for layer in layers(model)]
+    state = [set(vars(layer)) for layer in layers(model)]
+    wanted = step(model, x)
+    patched = patch(model)
+    assert all(type(layer).__module__ == _layers.__name__ for layer in layers(model))
+    step(model, x)
+    assert unpatch(model) == patched.layers
+    assert [type(layer) for layer in layers(model)] == types
+    assert [set(vars(layer)) for layer in layers(model)] == state
+    assert_close(step(model, x), wanted, 0)
+    assert unpatch(model) == ()
+
+
+def test_names_what_it_patched_and_may_be_called_again():
+    model = build()
+    first = patch(model)
+    prefix = "base_model.model."
+    names = tuple(f"{prefix}{name}[default]" for name in ("up", "middle", "down"))
+    assert first.layers == names and first.left == {}
+    assert patch(model) == first
+    model.add_adapter("second", copy.copy(model.peft_config["default"]))
+    assert explain(model, 1)[f"{prefix}up[second]"] is None  # added later: PEFT's
+    assert len(patch(model).layers) == 6
+    assert None not in explain(model, 1).values()
+
+
+def test_never_builds_the_dense_product():
+    model = build()
+    x = inputs(model.base_model.model, torch.float64)
+    dense = {(24, 40), (32, 40), (8, 32)}  # the weights' sizes, in order
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        products = identities = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                name = function.overloadpacket
+                self.products += name == torch.ops.aten.mm and tuple(sorted(result.shape)) in dense
+                self.identities += name == torch.ops.aten.eye
+            return result
+
+    with torch.no_grad(), Watch() as watch:
+        model(x)
+    assert watch.products == watch.identities == 3, "PEFT's products were not seen"
+    patch(model)
+    with torch.no_grad(), Watch() as watch:
+        model(x)
+    assert watch.products == watch.identities == 0
+
+
+# --- Refusals -------------------------------------------------------------------------------------
+
+
+class QuantisedWeight(nn.Parameter):
+    """Stands for the parameter classes of the quantisers."""
+
+
+def mixture():
+    """Two layers that cannot be patched, and one that can."""
+    model = build()
+    root = model.base_model.model
+    base = root.up.base_layer
+    base.weight = QuantisedWeight(base.weight.data, requires_grad=False)
+
+    class OtherVariant(type(root.down.lora_variant["default"])):
+        pass
+
+    root.down.lora_variant["default"] = OtherVariant()
+    return model
+
+
+def test_refuses_every_unknown_layer_at_once_and_changes_nothing():
+    model = mixture()
+    with pytest.raises(UnsupportedLayersError) as refusal:
+        patch(model)
+    left = refusal.value.layers
+    assert list(left) == ["base_model.model.up[default]", "base_model.model.down[default]"]
+    for name in left:
+        assert name in str(refusal.value)
+    assert "QuantisedWeight" in str(refusal.value) and "OtherVariant" in str(refusal.value)
+    assert set(explain(model, 1).values()) == {None}
+
+
+def test_leaves_unknown_layers_alone_if_told_to_and_says_so(caplog):
+    model = mixture()
+    x = inputs(model.base_model.model, torch.float64)
+    wanted = step(model, x)
+    with caplog.at_level(logging.WARNING, "dorad.train"):
+        patched = patch(model, strict=False)
+    assert patched.layers == ("base_model.model.middle[default]",)
+    assert patched.left.keys() == {
+        "base_model.model.up[default]",
+        "base_model.model.down[default]",
+    }
+    assert all(name in caplog.text for name in patched.left)
+    assert_close(step(model, x), wanted, 1e-12)
+
+
+def test_refuses_other_kinds_of_lora_layers_and_dora_layers():
+    for change in "module", "layer", "dtype":
+        model = build()
+        up = model.base_model.model.up
+        if change == "module":
+            up.__class__ = type("Linear4bit", (type(up),), {})
+        elif change == "layer":
+            layer = up.lora_magnitude_vector["default"]
+            layer.__class__ = type("NewDoraLayer", (type(layer),), {})
+        else:
+            up.base_layer.weight.data = up.base_layer.weight.data.to(torch.float8_e4m3fn)
+        with pytest.raises(UnsupportedLayersError) as refusal:
+            patch(model)
+        assert list(refusal.value.layers) == ["base_model.model.up[default]"]
+
+
+def test_refuses_a_model_without_dora():
+    torch.manual_seed(0)
+    plain = get_peft_model(Linears(), LoraConfig(r=2, target_modules=["up"]))
+    for model in (plain, Linears()):
+        with pytest.raises(ValueError, match="no DoRA layers"):
+            patch(model)
+
+
+def test_leaves_plain_lora_adapters_alone():
+    model = build()
+    model.add_adapter("plain", LoraConfig(r=3, target_modules=["up", "down"]))
+    perturb(model, seed=3)
+    x = inputs(model.base_model.model, torch.float64)
+    model.base_model.set_adapter(["default", "plain"])
+    wanted = step(model, x)
+    assert len(patch(model).layers) == 3
+    assert_close(step(model, x), wanted, 1e-12)
+
+
+# --- PEFT's own operations on a patched model -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saves_and_loads_as_before(name, tmp_path):
+    model = build(name)
+    keys = list(model.state_dict())
+    model.save_pretrained(tmp_path / "before")
+    patch(model)
+    assert list(model.state_dict()) == keys
+    x = inputs(model.base_model.model, torch.float64)
+    wanted = step(model, x)
+    model.save_pretrained(tmp_path / "after")
+    file = "adapter_model.safetensors"
+    assert (tmp_path / "after" / file).read_bytes() == (tmp_path / "before" / file).read_bytes()
+
+    torch.manual_seed(0)
+    again = PeftModel.from_pretrained(
+        MODELS[name]().double(), tmp_path / "after", is_trainable=True
+    )
+    patch(again)
+    # PEFT loads what it saved in fp32 or wider as it was.
+    assert_close(step(again, x), wanted, 1e-12)
+    with torch.no_grad():
+        for parameter in again.parameters():
+            if parameter.requires_grad:
+                parameter.zero_()
+    again.load_state_dict(model.state_dict())
+    assert_close(step(again, x), wanted, 1e-12)
+    model.load_adapter(tmp_path / "before", "second", is_trainable=True)
+    assert len(patch(model).layers) == 2 * len(layers(again))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("name", ["linears", "embeddings"])
+def test_merges_and_unmerges(name, safe):
+    model = build(name).eval()
+    patch(model)
+    x = inputs(model.base_model.model, torch.float64)
+    wanted = step(model, x)
+    for _ in range(3):  # The base weights differ by rounding after each turn.
+        model.merge_adapter(safe_merge=safe)
+        with torch.no_grad():
+            assert distance(model(x), wanted.output) < 1e-11
+        model.unmerge_adapter()
+        assert_close(step(model, x), wanted, 1e-11)
+    merged = model.merge_and_unload()
+    assert distance(merged(x).detach(), wanted.output) < 1e-11
+
+
+def test_a_new_adapter_on_merged_weights_has_their_norms():
+    """PEFT writes a merged plain LoRA through weight.data, which no version counter sees."""
+    model = build()
+    patch(model)
+    x = inputs(model.base_model.model, torch.float64)
+    step(model, x)  # keeps the squares of the weights as they are
+    model.add_adapter("plain", LoraConfig(r=3, target_modules=["up", "middle", "down"]))
+    perturb(model, seed=3)
+    model.base_model.set_adapter("plain")
+    model.merge_adapter(["plain"])
+    base = model.get_base_model()
+    for module in list(base._modules):
+        setattr(base, module, getattr(base, module).get_base_layer())
+    del base.peft_config
+    fresh = adapted(base, seed=9)
+    wanted = step(fresh, x)
+    patch(fresh)
+    assert_close(step(fresh, x), wanted, 1e-12)
+
+
+def test_disabled_and_deleted_adapters():
+    model = build()
+    x = inputs(model.base_model.model, torch.float64)
+    with model.disable_adapter(), torch.no_grad():
+        plain = model(x)
+    patch(model)
+    with model.disable_adapter(), torch.no_grad():
+        assert torch.equal(model(x), plain)
+    model.add_adapter("second", copy.copy(model.peft_config["default"]))
+    perturb(model, seed=3)
+    patch(model)
+    model.set_adapter("second")
+    step(model, x)
+    model.delete_adapter("default")
+    assert len(patch(model).layers) == 3
+
+
+def test_set_scale_changes_the_norm_too():
+    model = build()
+    x = inputs(model.base_model.model, torch.float64)
+    twin = copy.deepcopy(model)
+    patch(model)
+    for each in (model, twin):
+        for module in each.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale("default", 0.25)
+    assert_close(step(model, x), step(twin, x), 1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pefts_dora_caching_keeps_norms_until_training_goes_on(name):
+    model = build(name)
+    patch(model)
+    x = inputs(model.base_model.model, torch.float64)
+    model.eval()
+    with torch.no_grad():
+        before = model(x)
+        with DoraCaching():
+            assert torch.equal(model(x), before)
+            perturb(model, seed=7)  # PEFT's caching does not see it, either
+            changed = model(x)
+            kept = [dict(layer._dora_cache) for layer in layers(model)]
+        assert all(len(entry) == 1 for entry in kept)
+        for entry, layer in zip(kept, layers(model), strict=True):
+            (norm,) = entry.values()
+            assert norm.shape == (layer.weight.numel(),), "not only the norm was kept"
+        fresh = model(x)
+        assert distance(changed, fresh) > 1e-6
+        unpatch(model)
+        assert distance(fresh, model(x)) < 1e-12
+
+
+def test_copies_and_pickles(tmp_path):
+    model = build()
+    patch(model)
+    x = inputs(model.base_model.model, torch.float64)
+    wanted = step(model, x)
+    assert_close(step(copy.deepcopy(model), x), wanted, 0)
+    torch.save(model, tmp_path / "model.pt")
+    assert_close(step(torch.load(tmp_path / "model.pt", weights_only=False), x), wanted, 0)
+
+
+# --- Tiers ----------------------------------------------------------------------------------------
+
+
+def test_explains_the_tier_of_each_layer():
+    torch.manual_seed(0)
+    model = adapted(Linears())
+    patch(model)
+    large = 1 << 16
+    assert set(explain(model, 4).values()) == {"eager"}
+    assert set(explain(model, large).values()) == {"fused_backward"}
+    with torch.no_grad():
+        assert set(explain(model, large).values()) == {"fused_forward"}
+    with tier("eager"):
+        assert set(explain(model, large).values()) == {"eager"}
+    with tier("fused"):
+        assert set(explain(model, 4).values()) == {"fused_backward"}
+        with tier("auto"):
+            assert set(explain(model, 4).values()) == {"eager"}
+        embeddings = build("embeddings")
+        patch(embeddings)
+        assert set(explain(embeddings, large).values()) == {"eager"}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert set(explain(model, large).values()) == {"fused_forward"}
+
+
+def test_a_tier_has_one_of_three_names():
+    with pytest.raises(ValueError, match="auto, fused, eager"), tier("fastest"):
+        pass
+
+
+def test_the_environment_chooses_the_tier(monkeypatch):
+    for value in "auto", "fused", "eager":
+        monkeypatch.setenv("DORAD_TRAIN_TIER", value)
+        assert dorad.train._tiers._from_environment() == value
+    monkeypatch.setenv("DORAD_TRAIN_TIER", "quick")
+    with pytest.raises(ValueError, match="DORAD_TRAIN_TIER must be one of auto, fused, eager"):
+        dorad.train._tiers._from_environment()
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def cuda_tier(rows, out, training=True, base=torch.bfloat16, lora=torch.bfloat16):
+    return dorad.train._tiers.choose(
+        rows, out, device=CUDA, base_dtype=base, lora_dtype=lora, training=training
+    )
+
+
+def test_on_cuda_training_is_fused_from_the_crossover_on(monkeypatch):
+    monkeypatch.setattr(dorad.train._native, "library", object())
+    assert cuda_tier(2048, 6144) == "fused_backward"
+    assert cuda_tier(2047, 6144) == "eager"
+    assert cuda_tier(6144, 2048) == "fused_backward"
+    assert cuda_tier(1 << 20, 2047) == "eager"
+    assert cuda_tier(1, 64, training=False) == "fused_forward"
+    assert cuda_tier(4096, 8192, base=torch.float64, lora=torch.float64) == "eager"
+    assert cuda_tier(4096, 8192, lora=torch.float32) == "eager"
+    with tier("fused"):
+        assert cuda_tier(1, 64) == "fused_backward"
+        assert cuda_tier(1, 64, base=torch.float64, lora=torch.float64) == "eager"
+    with tier("eager"):
+        assert cuda_tier(4096, 8192) == cuda_tier(1, 64, training=False) == "eager"
+
+
+def test_on_cuda_without_the_library_everything_is_eager(monkeypatch):
+    monkeypatch.setattr(dorad.train._native, "library", None)
+    assert cuda_tier(4096, 8192) == cuda_tier(4096, 8192, training=False) == "eager"
