@@ -10,15 +10,15 @@ import torch.multiprocessing as mp
 from dorad.train import patch, tier
 from lib.dora_training import Linears, adapted, assert_close, distance, step
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 WORLD = 2
 
 
-def build(bf16=False):
+def build():
     torch.manual_seed(0)
-    model = adapted(Linears().bfloat16() if bf16 else Linears(), autocast_adapter_dtype=not bf16)
+    model = adapted(Linears())
     patch(model)
     return model
 
@@ -86,21 +86,12 @@ def fsdp2_bf16(rank):
     check(whole(step(model, batch(rank))), rank, 0.1)
 
 
-def fsdp1_leaves(rank):
-    model = build()
-    up = model.base_model.model.up
-    up.lora_A["default"] = FullyShardedDataParallel(up.lora_A["default"], device_id=None)
-    with pytest.raises(RuntimeError, match="FSDP1 wraps a LoRA layer on its own"):
-        model(batch(rank))
-
-
 CASES = {
     "ddp": ddp,
     "fsdp2 by layer": fsdp2,
     "fsdp2 by layer, kept whole": lambda rank: fsdp2(rank, reshard=False),
     "fsdp2 by leaf": lambda rank: fsdp2(rank, leaves=True),
     "fsdp2 in bf16": fsdp2_bf16,
-    "fsdp1 by leaf": fsdp1_leaves,
 }
 
 

@@ -18,21 +18,20 @@ from dorad.train._norm import accumulation_dtype, epsilon, weight_norm
 _NORM_KEY = "factored-norm"
 
 
-def _whole(weight: torch.Tensor) -> torch.Tensor:
-    """The values of a parameter that fully_shard may have left in shards, detached."""
-    weight = weight.detach()
-    gather = getattr(weight, "full_tensor", None)  # of a DTensor
-    return weight if gather is None else gather()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter that fully_shard may have left in shards."""
+    gather = getattr(tensor, "full_tensor", None)  # of a DTensor
+    return tensor if gather is None else gather()
 
 
 def _factor(module: Any) -> torch.Tensor:
-    """The weight of a lora_A or lora_B, detached."""
+    """The weight of a lora_A or lora_B, for its values only."""
     if type(module).__name__ == "FullyShardedDataParallel":
         raise RuntimeError(
             "FSDP1 wraps a LoRA layer on its own, so that its weight cannot be read here:"
             " wrap whole blocks, or use fully_shard"
         )
-    return _whole(module.weight)
+    return _whole(module.weight.detach())
 
 
 class _Factored:
@@ -50,10 +49,9 @@ class _Factored:
         adapter_name: str,
         *,
         groups: int = 1,
-        frozen: bool,
     ) -> torch.Tensor:
         """g = m / max(‖matrix + scaling·b @ a‖, ε), [out], differentiable by m only."""
-        norm = self._norm(matrix, a, b, scaling, adapter_name, groups, frozen)
+        norm = self._norm(matrix, a, b, scaling, adapter_name, groups)
         magnitude = self.weight.flatten().to(norm.dtype)
         return magnitude / norm.clamp_min(epsilon(matrix.dtype))
 
@@ -65,7 +63,6 @@ class _Factored:
         scaling: float,
         adapter_name: str,
         groups: int,
-        frozen: bool,
     ) -> torch.Tensor:
         # PEFT's DoraCaching keeps norms in eval mode (and the dense B·A, which is not built here).
         kept: dict[str, torch.Tensor] = getattr(self, "_dora_cache", {})  # since PEFT 0.19
@@ -75,6 +72,8 @@ class _Factored:
             kept.clear()
         elif key in kept:
             return kept[key]
+        # What trains changes each step, and FSDP2 hides that from the version counter.
+        frozen = not matrix.requires_grad
         if groups == 1:
             norm = weight_norm(matrix, a, b, scaling, cache=frozen)
         else:
@@ -114,22 +113,21 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
         adapter_name: str = "default",
     ) -> torch.Tensor:
         """What DoRA adds to the output of `base_layer`; see PEFT's DoraLinearLayer."""
-        weight = base_layer.weight
-        matrix = _whole(weight)
+        weight = _whole(base_layer.weight)
+        if self.fan_in_fan_out:
+            weight = weight.T
         g = self._scale(
-            matrix.T if self.fan_in_fan_out else matrix,
+            weight,
             _factor(lora_A),
             _factor(lora_B),
             scaling,
             adapter_name,
-            frozen=not weight.requires_grad,
         )
         lora = lora_B(lora_A(x))
         if base_result is None:  # Dropout: x is not what the base has seen.
-            weight = weight.to(x.dtype)
-            base_result = F.linear(x, weight.T if self.fan_in_fan_out else weight)
+            base_result = F.linear(x, weight.to(x.dtype))
         elif base_layer.bias is not None:
-            base_result = base_result - base_layer.bias
+            base_result = base_result - _whole(base_layer.bias)
         return compose(base_result, lora, _like(g, base_result, lora), scaling)
 
 
@@ -153,14 +151,13 @@ class FactoredEmbedding(_Factored, dora.DoraEmbeddingLayer):
         adapter_name: str = "default",
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(g, g·s·lora); see PEFT's DoraEmbeddingLayer."""
-        weight = base_layer.weight
+        weight = _whole(base_layer.weight)
         g = self._scale(
-            _whole(weight).T,
-            _whole(lora_A).T,
-            _whole(lora_B).T,
+            weight.T,
+            lora_A.T,
+            lora_B.T,
             scaling,
             adapter_name,
-            frozen=not weight.requires_grad,
         )
         return g, g * ((embed_fn(x, lora_A) @ lora_B) * scaling)
 
@@ -180,16 +177,15 @@ class _FactoredConv(_Factored):
         adapter_name: str = "default",
     ) -> torch.Tensor:
         """What DoRA adds to the output of `base_layer`; see PEFT's _DoraConvNdLayer."""
-        weight = base_layer.weight
+        weight = _whole(base_layer.weight)
         a = _factor(lora_A)
         g = self._scale(
-            _whole(weight).flatten(1),
+            weight.flatten(1),
             a.flatten(1),
             _factor(lora_B).reshape(-1, a.shape[0]),
             scaling,
             adapter_name,
             groups=base_layer.groups,
-            frozen=not weight.requires_grad,
         )
         lora = lora_B(lora_A(x))
         channels = (-1,) + (1,) * (lora.dim() - 2)
@@ -204,7 +200,7 @@ class _FactoredConv(_Factored):
                 groups=base_layer.groups,
             )
         elif base_layer.bias is not None:
-            base_result = base_result - base_layer.bias.view(channels)
+            base_result = base_result - _whole(base_layer.bias).view(channels)
         g = _like(g, base_result, lora)
         # g runs over the channels, not over the last dimension, which is what the fused tiers take.
         return compose_eager(base_result, lora, g.view(channels), scaling)
