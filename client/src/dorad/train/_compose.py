@@ -105,7 +105,7 @@ def _outputs(
 
 
 @_compose.register_kernel("cuda")
-def _(
+def _compose_cuda(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert _native.library is not None, "the tier is eager without the library"
@@ -177,7 +177,7 @@ def _gradients(
 
 
 @_compose_backward.register_kernel("cuda")
-def _(
+def _compose_backward_cuda(
     grad: torch.Tensor,
     inner: torch.Tensor,
     g: torch.Tensor,
