@@ -34,6 +34,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from dorad import AdapterVersion, Client, GenerateRequest, Sample
+from dorad.train import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
@@ -161,7 +162,9 @@ def make_policy(model: Path) -> PeftModel:
         r=16, lora_alpha=32, target_modules=LINEARS, use_dora=True, task_type="CAUSAL_LM"
     )
     # No dropout: what is trained is what samples.
-    return get_peft_model(base, config).eval()
+    policy = get_peft_model(base, config).eval()
+    patch(policy)  # PEFT would build B·A, as large as the base, in every forward.
+    return policy
 
 
 def answer_logits(policy: PeftModel, group: Group) -> torch.Tensor:

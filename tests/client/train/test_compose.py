@@ -50,7 +50,7 @@ def test_keeps_a_scale_that_half_precision_would_lose(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_tiers_agree_bit_for_bit_forward(dtype):
-    base, lora, g = operands(rows=700, out=300, dtype=dtype)  # of two chunks
+    base, lora, g = operands(rows=1000, out=300, dtype=dtype)  # of two chunks
     with tier("eager"):
         eager = compose(base, lora, g, 0.7)
     with tier("fused"):
@@ -82,7 +82,7 @@ def test_gradients_are_exact_in_fp64(name):
     ],
 )
 def test_fused_gradients_are_those_of_eager(dtype, lora_dtype, tolerance):
-    arguments = operands(rows=700, out=300, dtype=dtype, lora_dtype=lora_dtype)
+    arguments = operands(rows=1000, out=300, dtype=dtype, lora_dtype=lora_dtype)
     pairs = zip(gradients(arguments, "fused"), gradients(arguments, "eager"), strict=True)
     for got, wanted in pairs:
         assert got.dtype == wanted.dtype

@@ -16,9 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 WORLD = 2
 
 
-def build():
+def build(train_base=False):
     torch.manual_seed(0)
     model = adapted(Linears())
+    for name, parameter in model.named_parameters():
+        if "base_layer.weight" in name:
+            parameter.requires_grad_(train_base)
     patch(model)
     return model
 
@@ -28,16 +31,16 @@ def batch(rank):
     return torch.randn(6, 5, 24, generator=made)
 
 
-def reference():
+def reference(train_base=False):
     """The mean of both ranks' results on one process."""
-    model = build()
+    model = build(train_base)
     results = [step(model, batch(rank)) for rank in range(WORLD)]
     mean = {k: (g + results[1].gradients[k]) / WORLD for k, g in results[0].gradients.items()}
     return results, mean
 
 
-def check(result, rank, tolerance=1e-5):
-    results, mean = reference()
+def check(result, rank, tolerance=1e-5, train_base=False):
+    results, mean = reference(train_base)
     assert_close(result, type(result)(results[rank].output, mean), tolerance)
 
 
@@ -52,9 +55,9 @@ def whole(result):
     return result
 
 
-def fsdp2(rank, *, leaves=False, reshard=True):
+def fsdp2(rank, *, leaves=False, reshard=True, train_base=False):
     mesh = init_device_mesh("cpu", (WORLD,))
-    model = build()
+    model = build(train_base)
     root = model.base_model.model
     for layer in (root.up, root.middle, root.down):
         if leaves:  # as PEFT's wrapping policy does it: A and B are in shards when norms are taken
@@ -64,18 +67,20 @@ def fsdp2(rank, *, leaves=False, reshard=True):
     fully_shard(model, mesh=mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
-    check(whole(step(model, batch(rank))), rank)
-    # Moved parameters must be seen by the next forward.
-    single = build()
-    _, mean = reference()
+    first = whole(step(model, batch(rank)))
+    optimizer.step()
+    # Before another model is patched, which clears the cache: moved weights must be seen anyway.
+    got = model(batch(rank)).detach()
+    check(first, rank, train_base=train_base)
+    single = build(train_base)
+    _, mean = reference(train_base)
     with torch.no_grad():
         for name, parameter in single.named_parameters():
             if name in mean:
                 parameter.sub_(0.1 * mean[name])
-    optimizer.step()
-    moved = single(batch(rank)).detach()
-    assert distance(moved, build()(batch(rank)).detach()) > 1e-3
-    assert distance(model(batch(rank)).detach(), moved) < 1e-4
+    wanted = single(batch(rank)).detach()
+    assert distance(wanted, build()(batch(rank)).detach()) > 1e-3
+    assert distance(got, wanted) < 1e-5
 
 
 def fsdp2_bf16(rank):
@@ -91,6 +96,8 @@ CASES = {
     "fsdp2 by layer": fsdp2,
     "fsdp2 by layer, kept whole": lambda rank: fsdp2(rank, reshard=False),
     "fsdp2 by leaf": lambda rank: fsdp2(rank, leaves=True),
+    "fsdp2, base trained": lambda rank: fsdp2(rank, train_base=True),
+    "fsdp2, base trained, kept whole": lambda rank: fsdp2(rank, train_base=True, reshard=False),
     "fsdp2 in bf16": fsdp2_bf16,
 }
 

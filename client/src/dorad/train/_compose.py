@@ -7,6 +7,7 @@ g - 1 would vanish in half precision: g is never rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ import torch
 from dorad.train import _native, _tiers
 from dorad.train._norm import accumulation_dtype
 
-# Rows are taken in chunks that stay in a core's cache between the passes over them.
-_CHUNK_ELEMENTS = 128 * 1024
+# On the CPU rows are taken in chunks that stay in the cache between the passes over them.
+_CHUNK_ELEMENTS = 256 * 1024
 
 
 def compose(
@@ -86,14 +87,35 @@ def _compose(
         part = slice(begin, begin + step)
         x, y = base[part], lora[part]
         t, v = buffers[:, : len(x)]
-        t.copy_(y).mul_(scaling)
+        _multiply(y, scaling, t)
         if want_inner:
-            torch.add(x, t, out=v)
-            inner[part].copy_(v)
+            _store(torch.add, x, t, inner[part], v)
         t.mul_(g)
-        v.copy_(x).mul_(excess)
-        delta[part].copy_(v.add_(t))
+        _multiply(x, excess, v)
+        _store(torch.add, v, t, delta[part], v)
     return delta, inner
+
+
+def _multiply(narrow: torch.Tensor, factor: torch.Tensor | float, out: torch.Tensor) -> None:
+    """out = narrow·factor in out's dtype: a plain product would round to the narrow one first."""
+    if narrow.dtype == out.dtype:
+        torch.mul(narrow, factor, out=out)
+    else:
+        out.copy_(narrow).mul_(factor)
+
+
+def _store(
+    operation: Callable[..., torch.Tensor],
+    first: torch.Tensor,
+    second: torch.Tensor,
+    target: torch.Tensor,
+    buffer: torch.Tensor,
+) -> None:
+    """target = operation(first, second), computed in the buffer's dtype."""
+    if target.dtype == buffer.dtype:
+        operation(first, second, out=target)
+    else:
+        target.copy_(operation(first, second, out=buffer))
 
 
 def _outputs(
@@ -160,11 +182,11 @@ def _compose_backward(
         y, v = buffers[:, : len(grad[part])]
         y.copy_(grad[part])
         if for_base:
-            d_base[part].copy_(torch.mul(y, excess, out=v))
+            _store(torch.mul, y, excess, d_base[part], v)
         if for_lora:
-            d_lora[part].copy_(torch.mul(y, scaled, out=v))
+            _store(torch.mul, y, scaled, d_lora[part], v)
         if for_g:
-            d_g += v.copy_(inner[part]).mul_(y).sum(0)
+            d_g += torch.mul(y, inner[part], out=v).sum(0)
     return d_base, d_lora, d_g
 
 

@@ -68,8 +68,8 @@ def tier(name: str) -> Iterator[None]:
 # CUDA: the crossover of the paper. Below it kernel launches take longer than memory.
 _CUDA_MIN_OUT = 2048
 _CUDA_MIN_ELEMENTS = 2048 * 6144
-# CPU: where the activations leave the cache (docs/benchmarks.md).
-_CPU_MIN_ELEMENTS = 256 * 1024
+# CPU: from here on allocating activations costs more than the calls for each chunk of rows.
+_CPU_MIN_ELEMENTS = 1024 * 1024
 
 
 def choose(

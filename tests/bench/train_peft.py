@@ -1,0 +1,229 @@
+"""A training step of a stack of DoRA linears: PEFT, and PEFT with dorad.train, all in one run.
+
+    python tests/bench/train_peft.py [--shape qwen3-8b] [--layers 2] [--rank 384] [--tokens 2048]
+
+  base     the frozen base alone: forward, and the backward to the input
+  lora     PEFT's LoRA of the same rank
+  dora     PEFT's DoRA
+  eager    the same after dorad.train.patch, composed in plain torch operations
+  fused    every compose in the fused operators (on CUDA they need libdorad_train.so)
+  patched  as a trainer gets it: each layer takes the tier that its size asks for
+
+A layer is the seven linears of a decoder, with additions in the place of attention, and no
+optimizer step. Every configuration has the same weights. They take turns (A B A B ...); medians are
+reported. Memory is the peak of what a step allocates beyond what was there before it: CUDA's own
+count, on the CPU the sum over the profiler's allocations. One JSON object goes to stdout.
+
+Without a GPU the default is SmolLM2-135M's shape.
+"""
+# ruff: noqa: E402 - the threads are set before torch is imported
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "client" / "src"))
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import dorad.train
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+SHAPES = json.loads((ROOT / "tools" / "model_shapes.json").read_text())
+SHAPES["smollm2"] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = ["base", "lora", "dora", "eager", "fused", "patched"]
+LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: dict, factory: dict) -> None:
+        super().__init__()
+        hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+        self.repeats = shape["num_attention_heads"] // shape["num_key_value_heads"]
+        kv = shape["num_key_value_heads"] * shape["head_dim"]
+        self.q = nn.Linear(hidden, kv * self.repeats, **factory)
+        self.k, self.v = (nn.Linear(hidden, kv, **factory) for _ in range(2))
+        self.o = nn.Linear(kv * self.repeats, hidden, **factory)
+        self.gate, self.up = (nn.Linear(hidden, inner, **factory) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.q(x) + (self.k(x) + self.v(x)).repeat(1, self.repeats)
+        x = x + self.o(mixed)
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Stack(nn.Module):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__()
+        factory = dict(bias=False, device=options.device, dtype=DTYPES[options.dtype])
+        shape = SHAPES[options.shape]
+        self.layers = nn.ModuleList(Layer(shape, factory) for _ in range(options.layers))
+        self.checkpointed = options.checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+def make(name: str, options: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    model = Stack(options)
+    if name == "base":
+        return model.requires_grad_(False)
+    config = LoraConfig(
+        r=options.rank, lora_alpha=2 * options.rank, target_modules=LINEARS, use_dora=name != "lora"
+    )
+    model = get_peft_model(model, config, autocast_adapter_dtype=not options.half_adapters)
+    torch.manual_seed(1)
+    with torch.no_grad():  # Adapters that do something, or agreement would mean nothing.
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.02 * options.rank**-0.5)
+            elif "magnitude" in key:
+                parameter.mul_(0.9 + 0.2 * torch.rand_like(parameter))
+    if name in ("eager", "fused", "patched"):
+        dorad.train.patch(model)
+    return model
+
+
+class Case:
+    """One configuration, ready to make steps."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.device = options.device
+        self.model = make(name, options)
+        made = torch.Generator().manual_seed(2)
+        shape = options.tokens, SHAPES[options.shape]["hidden_size"]
+        x = torch.randn(shape, generator=made).to(options.device, DTYPES[options.dtype])
+        self.x, self.grad = x.requires_grad_(), torch.ones_like(x)
+        self.tier = {"eager": "eager", "fused": "fused"}.get(name, "auto")
+        kind = torch.device(options.device).type
+        self.autocast: Callable[[], contextlib.AbstractContextManager] = lambda: torch.autocast(
+            kind, torch.bfloat16, enabled=options.autocast
+        )
+
+    def step(self) -> torch.Tensor:
+        self.model.zero_grad()
+        self.x.grad = None
+        with dorad.train.tier(self.tier):
+            with self.autocast():
+                output = self.model(self.x)
+            output.backward(self.grad.to(output.dtype))
+        return output
+
+    def seconds(self) -> float:
+        self.synchronize()
+        began = time.perf_counter()
+        self.step()
+        self.synchronize()
+        return time.perf_counter() - began
+
+    def synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_bytes(self) -> int:
+        self.model.zero_grad()
+        self.x.grad = None
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            self.step()
+            return torch.cuda.max_memory_allocated() - before
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+            self.step()
+        assert profile.profiler is not None and profile.profiler.kineto_results is not None
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        now = peak = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            peak = max(peak, now)
+        return peak
+
+
+def tiers(case: Case, rows: int) -> dict[str, int]:
+    """How many layers take each tier."""
+    taken = [str(name) for name in dorad.train.explain(case.model, rows).values()]
+    return {name: taken.count(name) for name in sorted(set(taken))}
+
+
+def surroundings(options: argparse.Namespace) -> dict:
+    facts = {**vars(options), "threads": torch.get_num_threads()}
+    facts |= {p: importlib.metadata.version(p) for p in ("torch", "peft")}
+    if options.device == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name()
+    else:
+        facts["load"] = round(os.getloadavg()[0], 1)
+    facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+    return facts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), default="qwen3-8b" if cuda else "smollm2"
+    )
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=384 if cuda else 16)
+    parser.add_argument("--tokens", type=int, default=2048 if cuda else 512)
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser.add_argument("--half-adapters", action="store_true", help="adapters in the base's dtype")
+    parser.add_argument("--autocast", action="store_true", help="bf16 autocast around the forward")
+    parser.add_argument("--checkpoint", action="store_true", help="checkpoint every layer")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--repeats", type=int, default=20 if cuda else 7)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    options = parser.parse_args()
+
+    cases = {name: Case(name, options) for name in options.only}
+    outputs = {name: case.step().detach().float() for name, case in cases.items()}  # and warm-up
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(options.repeats):
+        for name, case in cases.items():
+            times[name].append(case.seconds())
+    results: dict[str, dict] = {}
+    for name, case in cases.items():
+        result = {
+            "ms": round(1e3 * statistics.median(times[name]), 3),
+            "ms_min": round(1e3 * min(times[name]), 3),
+            "ms_max": round(1e3 * max(times[name]), 3),
+            "peak_mib": round(case.peak_bytes() / 2**20, 1),
+        }
+        if case.tier == "auto" and name == "patched":
+            result["tiers"] = tiers(case, options.tokens)
+        if "dora" in outputs and name not in ("base", "lora"):
+            far = (outputs[name] - outputs["dora"]).abs().max() / outputs["dora"].abs().max()
+            result["output_difference"] = float(far)
+        results[name] = result
+    if "dora" in results:
+        for result in results.values():
+            result["dora_ms_ratio"] = round(results["dora"]["ms"] / result["ms"], 3)
+            result["dora_peak_ratio"] = round(results["dora"]["peak_mib"] / result["peak_mib"], 3)
+    print(json.dumps({"surroundings": surroundings(options), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
