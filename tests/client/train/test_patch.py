@@ -22,7 +22,6 @@ from lib.dora_training import (
     step,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.helpers import DoraCaching
 from torch import nn
 
 MODELS = {"linears": Linears, "embeddings": Embeddings, "conv2d": lambda: Convolutions(2)}
@@ -290,6 +289,8 @@ def test_set_scale_changes_the_norm_too():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_pefts_dora_caching_keeps_norms_until_training_goes_on(name):
+    from peft.helpers import DoraCaching  # since PEFT 0.19
+
     model = build(name)
     patch(model)
     x = inputs(model.base_model.model, torch.float64)

@@ -206,13 +206,25 @@ class _FactoredConv(_Factored):
         return compose_eager(base_result, lora, g.view(channels), scaling)
 
 
-class FactoredConv1d(_FactoredConv, dora.DoraConv1dLayer):
-    """A DoRA layer of lora.Conv1d."""
-
-
 class FactoredConv2d(_FactoredConv, dora.DoraConv2dLayer):
     """A DoRA layer of lora.Conv2d."""
 
 
 class FactoredConv3d(_FactoredConv, dora.DoraConv3dLayer):
     """A DoRA layer of lora.Conv3d."""
+
+
+OURS: dict[type, type] = {
+    dora.DoraLinearLayer: FactoredLinear,
+    dora.DoraEmbeddingLayer: FactoredEmbedding,
+    dora.DoraConv2dLayer: FactoredConv2d,
+    dora.DoraConv3dLayer: FactoredConv3d,
+}
+"""PEFT's classes, and what takes their places."""
+
+if hasattr(dora, "DoraConv1dLayer"):  # since PEFT 0.16
+
+    class FactoredConv1d(_FactoredConv, dora.DoraConv1dLayer):
+        """A DoRA layer of lora.Conv1d."""
+
+    OURS[dora.DoraConv1dLayer] = FactoredConv1d

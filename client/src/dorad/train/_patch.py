@@ -8,26 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft.tuners.lora import dora
 from peft.tuners.lora import layer as lora
 
 from dorad.train import _layers, _norm, _tiers
 
 _logger = logging.getLogger("dorad.train")
 
-_OURS: dict[type, type] = {
-    dora.DoraLinearLayer: _layers.FactoredLinear,
-    dora.DoraEmbeddingLayer: _layers.FactoredEmbedding,
-    dora.DoraConv1dLayer: _layers.FactoredConv1d,
-    dora.DoraConv2dLayer: _layers.FactoredConv2d,
-    dora.DoraConv3dLayer: _layers.FactoredConv3d,
-}
+_OURS = _layers.OURS
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 
 # By exact type: what extends one of these (quantised and tensor-parallel layers, new variants)
 # computes something else.
-_MODULES = {lora.Linear, lora.Embedding, lora.Conv1d, lora.Conv2d, lora.Conv3d}
-_VARIANTS = {f"Dora{kind}Variant" for kind in ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")}
+_KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
+_MODULES = {f"{lora.__name__}.{kind}" for kind in _KINDS}
+_VARIANTS = {f"peft.tuners.lora.variants.Dora{kind}Variant" for kind in _KINDS}
 _WEIGHTS = {"Parameter", "Tensor", "DTensor"}
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
@@ -131,10 +125,10 @@ def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
 
 def _unsupported(layer: _Layer) -> str | None:
     """Why the layer cannot be patched, if so."""
-    if type(layer.module) not in _MODULES:
+    if _full_name(layer.module) not in _MODULES:
         return f"its LoRA layer is a {_full_name(layer.module)}"
     variant = getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15
-    if variant is not None and type(variant).__name__ not in _VARIANTS:
+    if variant is not None and _full_name(variant) not in _VARIANTS:
         return f"its variant is {_full_name(variant)}"
     if type(layer.dora) not in _OURS and type(layer.dora) not in _THEIRS:
         return f"its DoRA layer is a {_full_name(layer.dora)}"
