@@ -82,6 +82,14 @@ def test_forward_is_the_cpu_operators(on_cuda, want_inner):
     torch.testing.assert_close(got, wanted)
 
 
+def test_forward_of_mixed_dtypes_is_in_the_wider_one(on_cuda):
+    base, lora, g = operands()
+    base = base.bfloat16()
+    got = _compose._compose_cuda(base, lora, g, 0.7, True)
+    assert [tensor.dtype for tensor in got] == [torch.float32] * 2
+    torch.testing.assert_close(got, torch.ops.dorad.compose(base, lora, g, 0.7, True))
+
+
 @pytest.mark.parametrize(
     "wanted", [(True, True, True), (False, False, True), (True, False, False), (False, True, False)]
 )

@@ -367,10 +367,8 @@ def test_the_environment_chooses_the_tier(monkeypatch):
 CUDA = torch.device("cuda", 0)
 
 
-def cuda_tier(rows, out, training=True, base=torch.bfloat16, lora=torch.bfloat16):
-    return dorad.train._tiers.choose(
-        rows, out, device=CUDA, base_dtype=base, lora_dtype=lora, training=training
-    )
+def cuda_tier(rows, out, training=True, dtype=torch.bfloat16):
+    return dorad.train._tiers.choose(rows, out, device=CUDA, dtype=dtype, training=training)
 
 
 def test_on_cuda_training_is_fused_from_the_crossover_on(monkeypatch):
@@ -380,11 +378,10 @@ def test_on_cuda_training_is_fused_from_the_crossover_on(monkeypatch):
     assert cuda_tier(6144, 2048) == "fused_backward"
     assert cuda_tier(1 << 20, 2047) == "eager"
     assert cuda_tier(1, 64, training=False) == "fused_forward"
-    assert cuda_tier(4096, 8192, base=torch.float64, lora=torch.float64) == "eager"
-    assert cuda_tier(4096, 8192, lora=torch.float32) == "eager"
+    assert cuda_tier(4096, 8192, dtype=torch.float64) == "eager"
     with tier("fused"):
         assert cuda_tier(1, 64) == "fused_backward"
-        assert cuda_tier(1, 64, base=torch.float64, lora=torch.float64) == "eager"
+        assert cuda_tier(1, 64, dtype=torch.float64) == "eager"
     with tier("eager"):
         assert cuda_tier(4096, 8192) == cuda_tier(1, 64, training=False) == "eager"
 

@@ -41,8 +41,7 @@ def compose(
         rows,
         out,
         device=base.device,
-        base_dtype=base.dtype,
-        lora_dtype=lora.dtype,
+        dtype=torch.promote_types(base.dtype, lora.dtype),
         training=record and (base.requires_grad or lora.requires_grad or g.requires_grad),
     )
     if chosen == _tiers.Tier.EAGER:
@@ -135,8 +134,8 @@ def _compose_cuda(
     if delta.numel():
         with torch.cuda.device(base.device):
             _native.library.forward(
-                base.contiguous(),
-                lora.contiguous(),
+                base.to(delta.dtype).contiguous(),
+                lora.to(delta.dtype).contiguous(),
                 g.contiguous(),
                 delta,
                 inner if want_inner else None,

@@ -102,15 +102,14 @@ def _tier(layer: _Layer, rows: int) -> _tiers.Tier | None:
         return _tiers.Tier.EAGER
     weight: torch.Tensor = layer.module.get_base_layer().weight
     b: torch.Tensor = layer.module.lora_B[layer.adapter].weight
-    dtypes = weight.dtype, b.dtype
+    dtype = torch.promote_types(weight.dtype, b.dtype)
     if torch.is_autocast_enabled(weight.device.type):
-        dtypes = (torch.get_autocast_dtype(weight.device.type),) * 2
+        dtype = torch.get_autocast_dtype(weight.device.type)
     return _tiers.choose(
         rows,
         b.shape[0],
         device=weight.device,
-        base_dtype=dtypes[0],
-        lora_dtype=dtypes[1],
+        dtype=dtype,
         training=torch.is_grad_enabled() and (b.requires_grad or layer.dora.weight.requires_grad),
     )
 

@@ -51,7 +51,7 @@ _choice = _from_environment()
 def tier(name: str) -> Iterator[None]:
     """Within the block every compose of the process is "eager", or "fused" at any size, or "auto".
 
-    Whatever the choice, fp64 on CUDA, mixed dtypes on CUDA and convolutions are eager.
+    Whatever the choice, fp64 on CUDA, embeddings and convolutions are eager.
     """
     global _choice
     try:
@@ -77,16 +77,15 @@ def choose(
     out: int,
     *,
     device: torch.device,
-    base_dtype: torch.dtype,
-    lora_dtype: torch.dtype,
+    dtype: torch.dtype,
     training: bool,
 ) -> Tier:
-    """The tier of one compose of [rows, out]. `training`: autograd records it."""
+    """The tier of one compose to [rows, out] of `dtype`. `training`: autograd records it."""
     fused = Tier.FUSED_BACKWARD if training else Tier.FUSED_FORWARD
     if _choice == Choice.EAGER:
         return Tier.EAGER
     if device.type == "cuda":
-        if base_dtype != lora_dtype or base_dtype not in _native.TYPES or _native.library is None:
+        if dtype not in _native.TYPES or _native.library is None:
             return Tier.EAGER
         if _choice == Choice.FUSED or not training:
             return fused
