@@ -39,16 +39,24 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize("name", ["fused", "eager"])
-@pytest.mark.parametrize("base", [Linears, Embeddings, lambda: Convolutions(2)])
-def test_compiles_into_one_graph_with_the_same_numbers(base, name):
-    model = build(base)
-    x = inputs(model.base_model.model)
+@pytest.mark.parametrize(
+    ("base", "dtype", "tolerance"),
+    [
+        (Linears, torch.float32, 1e-6),
+        (Linears, torch.bfloat16, 2**-7),
+        (Embeddings, torch.float32, 1e-6),
+        (lambda: Convolutions(2), torch.float32, 1e-6),
+    ],
+)
+def test_compiles_into_one_graph_with_the_same_numbers(base, dtype, tolerance, name):
+    model = build(base, dtype)
+    x = inputs(model.base_model.model, dtype)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with tier(name):
         wanted = step(model, x)
         got = step(compiled, x)
     got.gradients = {k.removeprefix("_orig_mod."): v for k, v in got.gradients.items()}
-    assert_close(got, wanted, 1e-6)
+    assert_close(got, wanted, tolerance)
 
 
 def test_compiled_code_follows_changed_parameters():

@@ -61,9 +61,50 @@ def compose_eager(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """The same in plain torch operations. `g` may be of any shape that broadcasts with `base`."""
-    dtype = torch.promote_types(base.dtype, lora.dtype)
-    scaled = lora.to(g.dtype) * scaling
-    return ((g - 1) * base + g * scaled).to(dtype)
+    # The compiler decides itself what to keep. (And torch 2.11 traces an autograd.Function whose
+    # forward ends in a cast that changes nothing to one with gradients of zero.)
+    if torch.compiler.is_compiling():
+        return _plain(base, lora, g, scaling)[0]
+    want_inner = torch.is_grad_enabled() and g.requires_grad
+    delta: torch.Tensor = _Eager.apply(  # type: ignore[no-untyped-call]
+        base, lora, g, scaling, want_inner
+    )
+    return delta
+
+
+def _plain(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(delta, t)."""
+    t = lora.to(g.dtype) * scaling
+    return ((g - 1) * base + g * t).to(torch.promote_types(base.dtype, lora.dtype)), t
+
+
+class _Eager(torch.autograd.Function):
+    """Keeps what the fused tier keeps: autograd alone would keep both operands, one in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        base: torch.Tensor,
+        lora: torch.Tensor,
+        g: torch.Tensor,
+        scaling: float,
+        want_inner: bool,
+    ) -> torch.Tensor:
+        delta, t = _plain(base, lora, g, scaling)
+        ctx.save_for_backward(g, *([(base + t).to(delta.dtype)] if want_inner else []))
+        ctx.scaling = scaling
+        return delta
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        for_base, for_lora, for_g = ctx.needs_input_grad[:3]
+        g, *kept = ctx.saved_tensors
+        d_base = ((g - 1) * grad).to(grad.dtype) if for_base else None
+        d_lora = ((g * ctx.scaling) * grad).to(grad.dtype) if for_lora else None
+        d_g = (grad * kept[0].to(g.dtype)).sum_to_size(g.shape) if for_g else None
+        return d_base, d_lora, d_g, None, None
 
 
 @torch.library.custom_op(
