@@ -1,10 +1,13 @@
-// Tells ThreadSanitizer about absl::Mutex, whose library distributions build without it: without
-// this, everything that a mutex guards looks like a race. Linked into programs of the thread preset
-// only, where these definitions come before the library's, do its part and then call it.
+// Tells ThreadSanitizer about absl::Mutex and absl::Notification, whose library distributions build
+// without it: without this, everything that a mutex guards looks like a race, and so does what one
+// thread leaves for another that comes when it has been notified already. Linked into programs of
+// the thread preset only, where these definitions come before the library's, do its part and then
+// call it.
 //
 // Between a "pre" and its "post" ThreadSanitizer ignores what the thread does, so the conditions
 // that the library evaluates on behalf of waiting threads raise no false alarm.
 #include <absl/synchronization/mutex.h>
+#include <absl/synchronization/notification.h>
 #include <dlfcn.h>
 #include <sanitizer/tsan_interface.h>
 
@@ -17,10 +20,12 @@
 namespace {
 
 // The library's own function, by the rest of its mangled name after absl's inline namespace.
-void* Find(const char* member) {
+// nested: "N", or "NK" for a const function.
+void* Find(const char* member, const char* nested) {
   constexpr char kInline[] = DORAD_STRING(ABSL_OPTION_INLINE_NAMESPACE_NAME);
   char symbol[256];
-  std::snprintf(symbol, sizeof(symbol), "_ZN4absl%zu%s%s", sizeof(kInline) - 1, kInline, member);
+  std::snprintf(symbol, sizeof(symbol), "_Z%s4absl%zu%s%s", nested, sizeof(kInline) - 1, kInline,
+                member);
   void* const found = dlsym(RTLD_NEXT, symbol);
   if (found == nullptr) {
     std::fprintf(stderr, "absl_tsan: %s not found\n", symbol);
@@ -65,8 +70,8 @@ void Unlocking(absl::Mutex* mutex, unsigned flags, Call call) {
 }
 
 template <typename Function>
-Function As(const char* member) {
-  return reinterpret_cast<Function>(Find(member));
+Function As(const char* member, const char* nested = "N") {
+  return reinterpret_cast<Function>(Find(member, nested));
 }
 
 }  // namespace
@@ -143,6 +148,27 @@ bool CondVar::WaitWithTimeout(Mutex* mutex, Duration timeout) {
   static const auto real = As<bool (*)(CondVar*, Mutex*, Duration)>(
       "7CondVar15WaitWithTimeoutEPNS0_5MutexENS0_8DurationE");
   return Locking(mutex, true, 0, [&] { return real(this, mutex, timeout); });
+}
+
+void Notification::Notify() {
+  static const auto real = As<void (*)(Notification*)>("12Notification6NotifyEv");
+  __tsan_release(this);
+  real(this);
+}
+
+void Notification::WaitForNotification() const {
+  static const auto real =
+      As<void (*)(const Notification*)>("12Notification19WaitForNotificationEv", "NK");
+  real(this);
+  __tsan_acquire(const_cast<Notification*>(this));
+}
+
+bool Notification::WaitForNotificationWithTimeout(Duration timeout) const {
+  static const auto real = As<bool (*)(const Notification*, Duration)>(
+      "12Notification30WaitForNotificationWithTimeoutENS0_8DurationE", "NK");
+  const bool notified = real(this, timeout);
+  if (notified) __tsan_acquire(const_cast<Notification*>(this));
+  return notified;
 }
 
 ABSL_NAMESPACE_END
