@@ -231,6 +231,7 @@ TEST_F(EngineResidencyTest, AVersionThatWasActiveBetweenTwoTokensIsUsedNoMore) {
     active = next;
     engine_->NoteActivated();
     pause();  // answered when the note has been read
+    pause();  // answered in a later turn, when the request has gone over
   }
   EXPECT_EQ(leases_.held(), 2) << "the one between has none";
   versions[1].reset();  // checks that nobody uses it
