@@ -1,5 +1,5 @@
 // The versions of every name: their records, the numbers that were given out, and which version is
-// active. Says what a caller's reference means, and changes nothing by itself.
+// active. Says what a caller's reference means.
 //
 // Owned by AdapterRegistry, whose lock guards it. Pointers to versions hold until Ended forgets
 // theirs.
