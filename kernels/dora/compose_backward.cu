@@ -9,16 +9,37 @@
 namespace dorad::kernels {
 namespace {
 
-// Rows of a block, of which the first stage makes one row of partial sums: enough blocks for the
-// multiprocessors at the shapes of a training step, and sums that weigh nothing beside the rest.
-constexpr int64_t kBlockRows = 128;
+// A block of the first stage makes one row of partial sums out of its rows: few enough rows for so
+// many blocks, and enough that the sums weigh little beside what is read and written.
+constexpr int64_t kWantedBlocks = 1056;
+constexpr int64_t kMostBlockRows = 128;
 // Rows whose loads a thread begins before it uses the first.
 constexpr int kRowsAtOnce = 4;
 // The second stage: columns and shares of the partial sums of a block.
 constexpr int kFinishColumns = 32;
-constexpr int kFinishShares = 8;
+constexpr int kFinishShares = 16;
 
-int64_t Partials(int64_t rows) { return (rows + kBlockRows - 1) / kBlockRows; }
+// How the rows are cut. By the shape alone: the order of the sums depends on it.
+struct Cut {
+  dim3 block;
+  int64_t block_rows = 0;
+  int64_t blocks_of_rows = 0;
+  int64_t blocks_of_columns = 0;
+};
+
+Cut CutFor(int64_t rows, int64_t out, int size) {
+  const int64_t vectors = (out + size - 1) / size;
+  Cut cut;
+  cut.block = BlockFor(vectors, 128);
+  cut.blocks_of_columns = (vectors + cut.block.x - 1) / cut.block.x;
+  // Whole rounds of loads of all of a block's threads.
+  const int64_t round = int64_t{cut.block.y} * kRowsAtOnce;
+  const int64_t wanted = rows * cut.blocks_of_columns / kWantedBlocks;
+  cut.block_rows =
+      std::clamp((wanted + round - 1) / round * round, round, std::max(round, kMostBlockRows));
+  cut.blocks_of_rows = (rows + cut.block_rows - 1) / cut.block_rows;
+  return cut;
+}
 
 // The sums of a block's threads of one column, in the order of their rows. sums: [y][x] of shared
 // memory.
@@ -34,11 +55,12 @@ __device__ void AddUp(Vector<float, size>* sums, Vector<float, size>* mine) {
   }
 }
 
-// A block has the rows [kBlockRows · y, kBlockRows · (y + 1)) of its columns. Pointers are not
+// A block has the rows [block_rows · y, block_rows · (y + 1)) of its columns. Pointers are not
 // __restrict__: outputs may be inputs; a thread reads what it overwrites first.
 template <typename T, int size, bool wants_g>
 __global__ void __launch_bounds__(kThreads)
-    BackwardKernel(ComposeBackwardParams p, float* partials, int64_t blocks_of_rows) {
+    BackwardKernel(ComposeBackwardParams p, float* partials, int64_t block_rows,
+                   int64_t blocks_of_rows) {
   using V = Vector<T, size>;
   __shared__ Vector<float, size> sums[wants_g ? kThreads : 1];
   LaunchDependents();
@@ -57,8 +79,8 @@ __global__ void __launch_bounds__(kThreads)
     Vector<float, size> sum;
 #pragma unroll
     for (int j = 0; j < size; ++j) sum.values[j] = 0.0f;
-    const int64_t begin = block * kBlockRows + threadIdx.y;
-    const int64_t end = has_column ? min(p.rows, (block + 1) * kBlockRows) : 0;
+    const int64_t begin = block * block_rows + threadIdx.y;
+    const int64_t end = has_column ? min(p.rows, (block + 1) * block_rows) : 0;
     const int64_t step = blockDim.y;
     for (int64_t first = begin; first < end; first += kRowsAtOnce * step) {
       V grad[kRowsAtOnce];
@@ -122,22 +144,20 @@ __global__ void __launch_bounds__(kFinishColumns* kFinishShares)
 
 template <typename T, int size>
 cudaError_t Launch(const ComposeBackwardParams& p, cudaStream_t stream) {
-  const int64_t vectors = p.out / size;
-  const dim3 block = BlockFor(vectors, 128);
-  const int64_t blocks_of_rows = Partials(p.rows);
-  const dim3 grid(static_cast<unsigned>((vectors + block.x - 1) / block.x),
-                  static_cast<unsigned>(std::min<int64_t>(65535, blocks_of_rows)));
+  const Cut cut = CutFor(p.rows, p.out, size);
+  const dim3 grid(static_cast<unsigned>(cut.blocks_of_columns),
+                  static_cast<unsigned>(std::min<int64_t>(65535, cut.blocks_of_rows)));
   if (p.d_g == nullptr) {
-    return LaunchEarly(BackwardKernel<T, size, false>, grid, block, 0, stream, p,
-                       static_cast<float*>(nullptr), blocks_of_rows);
+    return LaunchEarly(BackwardKernel<T, size, false>, grid, cut.block, 0, stream, p,
+                       static_cast<float*>(nullptr), cut.block_rows, cut.blocks_of_rows);
   }
-  float* const partials = blocks_of_rows == 1 ? p.d_g : static_cast<float*>(p.workspace);
-  DORAD_CUDA_RETURN_IF_ERROR(LaunchEarly(BackwardKernel<T, size, true>, grid, block, 0, stream, p,
-                                         partials, blocks_of_rows));
-  if (blocks_of_rows == 1) return cudaSuccess;
+  float* const partials = cut.blocks_of_rows == 1 ? p.d_g : static_cast<float*>(p.workspace);
+  DORAD_CUDA_RETURN_IF_ERROR(LaunchEarly(BackwardKernel<T, size, true>, grid, cut.block, 0, stream,
+                                         p, partials, cut.block_rows, cut.blocks_of_rows));
+  if (cut.blocks_of_rows == 1) return cudaSuccess;
   const dim3 finish_grid(static_cast<unsigned>((p.out + kFinishColumns - 1) / kFinishColumns));
   return LaunchEarly(FinishKernel, finish_grid, dim3(kFinishColumns, kFinishShares), 0, stream,
-                     static_cast<const float*>(partials), blocks_of_rows, p.out, p.d_g);
+                     static_cast<const float*>(partials), cut.blocks_of_rows, p.out, p.d_g);
 }
 
 template <typename T>
@@ -152,7 +172,11 @@ cudaError_t LaunchAs(const ComposeBackwardParams& p, cudaStream_t stream) {
 
 size_t ComposeBackwardWorkspace(int64_t rows, int64_t out) {
   if (!GoodSizes(rows, out)) return 0;
-  const int64_t partials = Partials(rows);
+  // Of the way that cuts finest, whatever the type and alignment.
+  int64_t partials = 0;
+  for (const int size : {1, 4, 8}) {
+    partials = std::max(partials, CutFor(rows, out, size).blocks_of_rows);
+  }
   return partials <= 1 ? 0 : static_cast<size_t>(partials * out) * sizeof(float);
 }
 

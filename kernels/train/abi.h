@@ -30,6 +30,15 @@ DORAD_EXPORT int dorad_compose_backward(const void* grad, const void* inner, con
                                         int64_t workspace_bytes, int64_t rows, int64_t out,
                                         float scale, int32_t type, void* stream);
 
+// The norm ||W + s·B·A|| of a linear module by dorad::kernels::DirectNorm, fp32 [out]. w [out, in]
+// (or [in, out] with w_by_in), a [rank, in], b [out, rank] with leading dimension ldb; all bf16.
+// base_sq: ||W||², fp32 [out]; read for scale 0 or rank 0 only. workspace: 256-byte aligned.
+DORAD_EXPORT int64_t dorad_direct_norm_workspace(int64_t out, int64_t in, int64_t rank);
+DORAD_EXPORT int dorad_direct_norm(const void* w, const void* a, const void* b,
+                                   const float* base_sq, float* norm, void* workspace,
+                                   int64_t workspace_bytes, int64_t out, int64_t in, int64_t rank,
+                                   int64_t ldb, double scale, int32_t w_by_in, void* stream);
+
 // "invalid argument" for 1, and so on.
 DORAD_EXPORT const char* dorad_error_string(int error);
 

@@ -7,19 +7,16 @@
 namespace dorad::cuda {
 namespace {
 
-// Pages that the copy engine has at a time, of 40 us each.
-constexpr int kPagesUnderWay = 8;
+// Pages that the copy engine has at a time, of 40 us each. Then it has none for a moment: as long
+// as it has, it serves nobody else (measured: a step's own copy waited until all was done).
+constexpr size_t kPagesAtOnce = 8;
 
 }  // namespace
 
 absl::StatusOr<PageCopier> PageCopier::Create() {
   DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
-  PageCopier copier(std::move(stream));
-  for (int i = 0; i < kPagesUnderWay; ++i) {
-    DORAD_ASSIGN_OR_RETURN(Event event, Event::Create(Event::Wait::kSleeping));
-    copier.under_way_.push_back(std::move(event));
-  }
-  return copier;
+  DORAD_ASSIGN_OR_RETURN(Event copied, Event::Create(Event::Wait::kSleeping));
+  return PageCopier(std::move(stream), std::move(copied));
 }
 
 template <typename CopyPage>
@@ -28,11 +25,11 @@ absl::Status PageCopier::CopyAll(size_t pages, int64_t bytes, std::string_view w
   constexpr int64_t kBytes = PinnedPages::kPageBytes;
   absl::Status status;
   for (size_t i = 0; i < pages && status.ok(); ++i) {
-    const Event& earlier = under_way_[i % under_way_.size()];
     const int64_t at = static_cast<int64_t>(i) * kBytes;
-    status = earlier.Synchronize(what);
-    if (status.ok()) status = ToStatus(copy_page(i, at, std::min(kBytes, bytes - at)), what);
-    if (status.ok()) status = earlier.Record(stream_, what);
+    status = ToStatus(copy_page(i, at, std::min(kBytes, bytes - at)), what);
+    if (!status.ok() || (i + 1) % kPagesAtOnce != 0) continue;
+    status = copied_.Record(stream_, what);
+    if (status.ok()) status = copied_.Synchronize(what);
   }
   status.Update(stream_.Synchronize(what));
   return status;

@@ -1,5 +1,5 @@
-// Copies between pinned pages and the device that leave room for others: a copy engine serves its
-// queue in order, and what a decode step copies must not wait behind gigabytes.
+// Copies between pinned pages and the device that leave room for others: what a decode step copies
+// must not wait behind gigabytes.
 // Owned by whoever makes it. Move-only. Thread-compatible.
 #pragma once
 
@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -29,12 +28,13 @@ class PageCopier {
   const Stream& stream() const { return stream_; }
 
  private:
-  explicit PageCopier(Stream stream) : stream_(std::move(stream)) {}
+  PageCopier(Stream stream, Event copied)
+      : stream_(std::move(stream)), copied_(std::move(copied)) {}
   template <typename CopyPage>
   absl::Status CopyAll(size_t pages, int64_t bytes, std::string_view what, CopyPage copy_page);
 
   Stream stream_;
-  std::vector<Event> under_way_;
+  Event copied_;
 };
 
 }  // namespace dorad::cuda

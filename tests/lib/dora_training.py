@@ -118,7 +118,8 @@ def step(model: nn.Module, x: torch.Tensor, seed: int = 3, context=None) -> Resu
     torch.manual_seed(seed)
     with context or contextlib.nullcontext():
         output = model(x)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
+    weights = weights.view(output.shape)
     (output * weights).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     if x.requires_grad:

@@ -170,7 +170,7 @@ TEST_F(ComposeBackwardSumTest, IsTheSameToTheLastBitEachTime) {
 }
 
 TEST_F(ComposeBackwardSumTest, WalksMoreRowsThanAGridHas) {
-  const int64_t rows = int64_t{65536} * 128 + 3;
+  const int64_t rows = int64_t{65536} * 512 + 3;
   const std::vector<__nv_bfloat16> ones(static_cast<size_t>(rows), __float2bfloat16_rn(1.0f));
   const DeviceBuffer<__nv_bfloat16> grad(ones);
   const DeviceBuffer<float> g(std::vector<float>{1.5f}), d_g(1);
