@@ -39,10 +39,11 @@ absl::StatusOr<std::unique_ptr<Residency::Entry>> Residency::Add(
     absl::MutexLock lock(&state_->mu);
     weights->came = weights->last_use = ++state_->clock;
     if (!state_->CanTakeTurns(*weights)) return state_->NoRoomFor(bytes);
-    if (state_->MakeRoom(bytes)) {
+    const bool stays = !state_->asleep || !state_->HasWayBack(*weights);
+    if (stays && state_->MakeRoom(bytes)) {
       weights->place = State::Place::kResident;
       state_->bytes += bytes;
-    } else if (state_->CouldGo(*weights)) {
+    } else if (state_->HasWayBack(*weights) && (!pinned || state_->asleep)) {
       state_->SendAway({&weights, 1});
     } else {
       return state_->NoRoomFor(bytes);
@@ -55,6 +56,17 @@ absl::StatusOr<std::unique_ptr<Residency::Entry>> Residency::Add(
 
 absl::Status Residency::WithRoom(absl::FunctionRef<absl::Status()> attempt) {
   return state_->WithRoom(attempt);
+}
+
+int64_t Residency::Sleep() { return state_->Sleep(); }
+
+void Residency::Wake() {
+  absl::MutexLock lock(&state_->mu);
+  state_->asleep = false;
+  for (const auto& weights : state_->all) {
+    if (weights->pinned && weights->place != State::Place::kResident) state_->Want(weights.get());
+  }
+  state_->BringWanted();
 }
 
 Residency::Stats Residency::stats() const {

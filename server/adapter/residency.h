@@ -77,6 +77,13 @@ class Residency {
   // idle weights can leave, which they do on this thread.
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
+  // Everything leaves that has a way back, pinned weights too, and what comes anew leaves at once;
+  // nothing comes back until Wake, which brings the pinned ones. Returns when they have gone, with
+  // their bytes. To be called on a thread on which weights may be saved. REQUIRES of Sleep: nobody
+  // uses weights until Wake.
+  int64_t Sleep();
+  void Wake();
+
   struct Stats {
     int64_t bytes = 0;       // of what is resident or on its way
     int64_t host_bytes = 0;  // of images

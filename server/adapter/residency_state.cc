@@ -134,6 +134,32 @@ void Residency::State::SendAway(absl::Span<const WeightsPtr> weights) {
   }
 }
 
+int64_t Residency::State::Sleep() {
+  int64_t before = 0;
+  {
+    absl::MutexLock lock(&mu);
+    asleep = true;
+    // What is on its way arrives first.
+    const auto is_quiet = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+      return under_way == 0 && saving_ == 0;
+    };
+    mu.Await(absl::Condition(&is_quiet));
+    before = bytes;
+    // Those that need an image get theirs first.
+    for (const bool is_stored : {false, true}) {
+      for (const WeightsPtr& weights : all) {
+        if ((weights->recall != nullptr) != is_stored || !HasWayBack(*weights)) continue;
+        if (weights->place != Place::kResident || weights->uses > 0) continue;
+        SendAway({&weights, 1});
+        bytes -= weights->bytes;
+      }
+    }
+  }
+  LeaveAll();
+  absl::MutexLock lock(&mu);
+  return before - bytes;
+}
+
 void Residency::State::LeaveAll() {
   while (true) {
     WeightsPtr next;
@@ -229,8 +255,8 @@ int64_t Residency::State::HostRoom() const {
   return room;
 }
 
-bool Residency::State::CouldGo(const Weights& weights) const {
-  return !weights.pinned && (weights.recall != nullptr || weights.image_bytes <= HostRoom());
+bool Residency::State::HasWayBack(const Weights& weights) const {
+  return weights.recall != nullptr || weights.image != nullptr || weights.image_bytes <= HostRoom();
 }
 
 bool Residency::State::ReserveImage(Weights* weights) {
@@ -289,6 +315,7 @@ void Residency::State::Unwant(Weights* weights) {
 }
 
 void Residency::State::BringWanted() {
+  if (asleep) return;
   for (auto it = wanted.begin(); it != wanted.end() && !closed;) {
     Weights* const weights = *it;
     if (NeverFit({&weights, 1})) {
@@ -381,7 +408,7 @@ void Residency::State::Drain() {
   int64_t going = 0;
   std::vector<Weights*> staying;
   for (const WeightsPtr& weights : all) {
-    if (weights->place != Place::kResident || !CouldGo(*weights)) continue;
+    if (weights->place != Place::kResident || weights->pinned || !HasWayBack(*weights)) continue;
     if (weights->draining || weights->uses == 0) {
       going += weights->bytes;
     } else {

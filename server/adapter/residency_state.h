@@ -68,14 +68,16 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   absl::Status NoRoomFor(int64_t wanted_bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // Counts weights in that are leaving as soon as they came.
   void SendAway(absl::Span<const WeightsPtr> weights) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+  // As Residency's.
+  int64_t Sleep() ABSL_LOCKS_EXCLUDED(mu);
   // Saves and frees, on this thread, all that is to leave.
   void LeaveAll() ABSL_LOCKS_EXCLUDED(mu);
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt) ABSL_LOCKS_EXCLUDED(mu);
 
   // --- Room for images.
 
-  // Of what is not idle, too: whether there would be a way back.
-  bool CouldGo(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+  // From the store, or through an image that it has or that there is room for.
+  bool HasWayBack(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   bool ReserveImage(Weights* weights) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // Its memory is free after FreeDropped.
   void DropImage(Weights* weights) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
@@ -102,6 +104,7 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   int64_t recalls_from_store ABSL_GUARDED_BY(mu) = 0;
   int under_way ABSL_GUARDED_BY(mu) = 0;  // recalls that the executor has
   bool closed ABSL_GUARDED_BY(mu) = false;
+  bool asleep ABSL_GUARDED_BY(mu) = false;
 
  private:
   bool IsIdle(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);

@@ -17,6 +17,7 @@
 #include "server/adapter/store.h"
 #include "server/app/backend.h"
 #include "server/app/cli.h"
+#include "server/app/sleeper.h"
 #include "server/app/watchdog.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
@@ -163,7 +164,8 @@ struct App::Impl {
               ObserveLoad(&metrics, summary, status);
             },
             store.get()),
-        engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics) {
+        engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics),
+        sleeper(backend.get(), &residency, &engine) {
     FillServices();
     activations = registry.Subscribe([this] { engine.NoteActivated(); });
   }
@@ -202,6 +204,7 @@ struct App::Impl {
                                            adapter::PublishCallback done) {
       // A change is copyable; an image is not to be copied.
       auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
+      if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
       services.run_change([this, options = std::move(options), json = std::move(json), held, read,
                            done = std::move(done)] {
         loader.PublishFromBytes(options, json, std::move(*held), read, done);
@@ -209,10 +212,30 @@ struct App::Impl {
     };
     services.publisher.from_path = [this](adapter::PublishOptions options, std::string path,
                                           adapter::PublishCallback done) {
+      if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
       services.run_change(
           [this, options = std::move(options), path = std::move(path), done = std::move(done)] {
             loader.PublishFromPath(options, path, /*trusted=*/false, done);
           });
+    };
+    services.sleep.sleep = [this](rpc::SleepControl::Options options,
+                                  rpc::SleepControl::SleepDone done) {
+      sleep_pool.Submit([this, options = std::move(options), done = std::move(done)] {
+        const absl::StatusOr<Sleeper::Tags> tags = Sleeper::ParseTags(options.tags);
+        done(tags.ok() ? sleeper.Sleep(*tags, {options.keep_kv, options.refuse_requests})
+                       : tags.status());
+      });
+    };
+    services.sleep.wake = [this](std::vector<std::string> tags,
+                                 std::function<void(absl::Status)> done) {
+      sleep_pool.Submit([this, names = std::move(tags), done = std::move(done)] {
+        const absl::StatusOr<Sleeper::Tags> tags = Sleeper::ParseTags(names);
+        done(tags.ok() ? sleeper.Wake(*tags) : tags.status());
+      });
+    };
+    services.sleep.asleep = [this] {
+      const Sleeper::Tags tags = sleeper.asleep();
+      return std::vector<std::string>(tags.begin(), tags.end());
     };
     services.memory_by_kind = [this] { return MemoryByKind(); };
     services.info = ToServerInfo(config, backend->info());
@@ -220,6 +243,14 @@ struct App::Impl {
     services.limits.max_message_bytes = config.server.max_message_bytes;
     services.max_adapter_bytes = config.adapters.max_bytes;
     services.default_deadline = absl::Seconds(config.server.default_deadline_seconds);
+  }
+
+  // Norms need the base weights.
+  absl::Status RefusalOfPublish() const {
+    if (sleeper.asleep().count("weights") == 0) return absl::OkStatus();
+    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
+                                    "the base model's weights are asleep; Wake brings them back"),
+                          absl::Seconds(1));
   }
 
   std::map<std::string, int64_t> MemoryByKind() const {
@@ -315,6 +346,9 @@ struct App::Impl {
                        stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
                        stats.paused});
     metrics.SetAdapters(CountAdapters());
+    for (const std::string& tag : Sleeper::AllTags()) {
+      metrics.SetSleeping(tag, sleeper.asleep().count(tag) > 0);
+    }
     if (store != nullptr) {
       const adapter::Store::Stats kept = store->stats();
       metrics.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
@@ -359,7 +393,9 @@ struct App::Impl {
   rpc::UploadStore uploads;
   adapter::AdapterLoader loader;
   engine::Engine engine;
-  int64_t activations = 0;  // the engine's subscription of the registry's events
+  Sleeper sleeper;
+  ThreadPool sleep_pool{1, 0};  // Sleep and Wake wait on it
+  int64_t activations = 0;      // the engine's subscription of the registry's events
   rpc::Services services;
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;

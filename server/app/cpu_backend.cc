@@ -43,6 +43,9 @@ class CpuBackend final : public Backend {
             {"kv", info_.kv_bytes},
             {"norms", model_->norm_cache_bytes()}};
   }
+  absl::StatusOr<int64_t> SleepWeights() override { return 0; }
+  absl::Status WakeWeights() override { return absl::OkStatus(); }
+  void ReturnFreedMemory() override {}
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
     return engine::MakeCpuModelRunner(*model_, info_.kv_pages, info_.context_length);
   }

@@ -42,6 +42,7 @@ class CudaBackend final : public Backend {
     info_.weight_bytes = model_->bytes();
     DORAD_ASSIGN_OR_RETURN(builder_,
                            cuda::MakeCudaAdapterBuilder(model_.get(), gaps_.get(), &ledger_));
+    if (config.memory.host_weights) DORAD_RETURN_IF_ERROR(model_->KeepHostCopy());
     if (config.adapters.host_bytes > 0) {
       DORAD_ASSIGN_OR_RETURN(
           images_, cuda::MakeCudaWeightsImages(model_.get(), config.adapters.host_bytes, &ledger_));
@@ -54,6 +55,9 @@ class CudaBackend final : public Backend {
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
   adapter::WeightsImages* weights_images() override { return images_.get(); }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
+  absl::StatusOr<int64_t> SleepWeights() override { return model_->Sleep(); }
+  absl::Status WakeWeights() override { return model_->Wake(); }
+  void ReturnFreedMemory() override { cuda::TrimFreedMemory(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory before, cuda::MemoryOfDevice());
     const int64_t held = ledger_.total();

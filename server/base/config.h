@@ -42,6 +42,7 @@ struct EngineConfig {
 
 struct MemoryConfig {
   std::string vram_limit = "0.95";  // bytes or a share of the GPU's memory; see ByteLimit
+  bool host_weights = false;        // keep a copy of the base weights for waking up
 };
 
 struct LimitsConfig {

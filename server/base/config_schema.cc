@@ -138,6 +138,7 @@ std::vector<ConfigKey> MemoryKeys() {
   const auto at = [](auto member) { return At(&Config::memory, member); };
   return {
       {"memory", "vram_limit", ConfigType::kByteLimit, at(&Memory::vram_limit), 0, 0, {}, false},
+      {"memory", "host_weights", ConfigType::kBoolean, at(&Memory::host_weights), 0, 0, {}, false},
   };
 }
 

@@ -264,6 +264,8 @@ struct Metrics::Impl {
         engine(registry),
         adapters(registry),
         store(registry),
+        sleeping(&Gauges(registry, "dorad_sleeping", "1 while what the tag names sleeps."),
+                 {"tag"}),
         memory(&Gauges(registry, "dorad_memory_bytes", "Memory of the server's data, by kind."),
                {"kind"}),
         rpc(registry),
@@ -284,6 +286,7 @@ struct Metrics::Impl {
   EngineMetrics engine;
   AdapterMetrics adapters;
   StoreMetrics store;
+  Labelled<Gauge, 1> sleeping;
   Labelled<Gauge, 1> memory;
   RpcMetrics rpc;
   internal::ProcessMetrics process;
@@ -407,6 +410,10 @@ void Metrics::SetStore(const StoreGauges& gauges) {
 
 void Metrics::SetMemory(const std::string& kind, int64_t bytes) {
   impl_->memory.Of({kind}).Set(static_cast<double>(bytes));
+}
+
+void Metrics::SetSleeping(const std::string& tag, bool asleep) {
+  impl_->sleeping.Of({tag}).Set(asleep ? 1 : 0);
 }
 
 void Metrics::RpcStarted(const std::string& method) { impl_->rpc.started.Of({method}).Increment(); }

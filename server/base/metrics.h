@@ -96,6 +96,9 @@ class Metrics {
   // --- Memory by kind: "weights", "kv", "adapters", "norms".
   void SetMemory(const std::string& kind, int64_t bytes);
 
+  // --- tag: "weights", "kv", "adapters".
+  void SetSleeping(const std::string& tag, bool asleep);
+
   // --- gRPC. method: "Generate"; code: "OK", "INVALID_ARGUMENT", ...
   void RpcStarted(const std::string& method);
   void RpcHandled(const std::string& method, const std::string& code, absl::Duration time);

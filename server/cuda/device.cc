@@ -71,6 +71,13 @@ absl::StatusOr<DeviceMemory> OpenDevice() {
   return MemoryOfDevice();
 }
 
+void TrimFreedMemory() {
+  cudaMemPool_t pool = nullptr;
+  absl::Status status = ToStatus(cudaDeviceSynchronize(), "returning freed memory");
+  if (status.ok()) status = ToStatus(cudaDeviceGetDefaultMemPool(&pool, 0), "finding the pool");
+  if (status.ok()) (void)ToStatus(cudaMemPoolTrimTo(pool, 0), "returning freed memory");
+}
+
 absl::StatusOr<Stream> Stream::Create(Priority priority) {
   constexpr char kWhat[] = "making a stream";
   int least = 0, greatest = 0;

@@ -33,6 +33,9 @@ absl::StatusOr<DeviceMemory> MemoryOfDevice();
 // the kernels were built for.
 absl::StatusOr<DeviceMemory> OpenDevice();
 
+// Gives what DeviceBuffers have freed back to the device. Waits for its work.
+void TrimFreedMemory();
+
 // Whose kernels get free multiprocessors first.
 enum class Priority { kSteps, kLoading };
 

@@ -263,7 +263,7 @@ absl::StatusOr<CudaModel::Use> CudaModel::UseWeights() const {
   mu_.ReaderLock();
   Use use(&mu_);
   if (memory_.mapped()) return use;
-  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SLEEPING",
+  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
                                   "the base model's weights are asleep; Wake brings them back"),
                         absl::Seconds(1));
 }

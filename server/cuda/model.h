@@ -71,7 +71,7 @@ class CudaModel {
    private:
     absl::Mutex* mu_;
   };
-  // UNAVAILABLE (SLEEPING).
+  // UNAVAILABLE (SERVER_SLEEPING).
   absl::StatusOr<Use> UseWeights() const;
 
   // Copies the weights to page-locked memory, from where Wake brings them at the link's speed.

@@ -48,9 +48,9 @@ absl::Status Admission::Check(const Request& request, int64_t tokens) const {
                           kRetryPaused);
   }
   if (sleeping_) {
-    return WithRetryAfter(
-        MakeError(absl::StatusCode::kUnavailable, "SLEEPING", "the server sleeps; Wake ends it"),
-        kRetryPaused);
+    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
+                                    "the server sleeps; Wake ends it"),
+                          kRetryPaused);
   }
   if (request.deadline <= request.admitted) {
     return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",

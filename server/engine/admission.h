@@ -41,7 +41,7 @@ class Admission {
   // that were let in before enter the engine before the message.
   void PostRefusing(adapter::AdapterRef scope, Message pause);
   void PostTaking(const adapter::AdapterRef& scope, Message message);
-  // Whether new requests are refused with SLEEPING.
+  // Whether new requests are refused with SERVER_SLEEPING.
   void SetSleeping(bool refuses);
   // From now on new requests are refused with SHUTTING_DOWN.
   void StopAdmission();

@@ -47,7 +47,7 @@ class Engine {
 
   // On success the engine ends the stream some day; on failure it never touches it.
   // RESOURCE_EXHAUSTED (QUEUE_FULL) with a retry hint, ALREADY_EXISTS (REQUEST_ID_IN_USE),
-  // UNAVAILABLE (ENGINE_PAUSED while Pause(WAIT) holds; SLEEPING; SHUTTING_DOWN),
+  // UNAVAILABLE (ENGINE_PAUSED while Pause(WAIT) holds; SERVER_SLEEPING; SHUTTING_DOWN),
   // DEADLINE_EXCEEDED.
   absl::Status Submit(GenerateInput input, std::shared_ptr<TokenStream> stream);
   absl::Status Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket);
@@ -75,7 +75,7 @@ class Engine {
   struct SleepOptions {
     bool kv = false;       // gives the KV cache's memory back
     bool keep_kv = false;  // whose contents come back; else they are computed again
-    bool refuse = false;   // new requests, with UNAVAILABLE (SLEEPING); else they wait
+    bool refuse = false;   // new requests, with UNAVAILABLE (SERVER_SLEEPING); else they wait
   };
   // Starts no step until Wake, whatever resumes; no sequence holds an adapter's weights meanwhile.
   // `done` runs on the engine thread when the last step has finished, with the bytes that went

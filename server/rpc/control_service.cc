@@ -50,6 +50,7 @@ void FillEngine(const Services& services, v1::EngineInfo* to) {
     to->add_paused_adapters(ref.ToString());
   }
   to->set_frozen_requests(static_cast<uint32_t>(stats.frozen_requests));
+  for (const std::string& tag : services.sleep.asleep()) to->add_sleeping(tag);
   to->set_deterministic(services.info.deterministic);
   to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
 }
@@ -65,11 +66,6 @@ void FillInfo(const Services& services, v1::GetInfoResponse* to) {
   for (const auto& [kind, bytes] : services.memory_by_kind()) {
     (*to->mutable_memory_bytes())[kind] = static_cast<uint64_t>(bytes);
   }
-}
-
-absl::Status SleepUnsupported() {
-  return MakeError(absl::StatusCode::kUnimplemented, "SLEEP_UNSUPPORTED",
-                   "this version does not give memory back while it runs");
 }
 
 }  // namespace
@@ -121,16 +117,34 @@ grpc::ServerUnaryReactor* ControlService::Resume(grpc::CallbackServerContext* co
 }
 
 grpc::ServerUnaryReactor* ControlService::Sleep(grpc::CallbackServerContext* context,
-                                                const v1::SleepRequest*,
+                                                const v1::SleepRequest* request,
                                                 v1::SleepResponse* response) {
-  return UnaryCall<v1::SleepResponse>::Run("Sleep", context, services_->metrics, response,
-                                           [](const auto& call) { call->End(SleepUnsupported()); });
+  return UnaryCall<v1::SleepResponse>::Run(
+      "Sleep", context, services_->metrics, response, [&](const auto& call) {
+        SleepControl::Options options;
+        options.tags.assign(request->tags().begin(), request->tags().end());
+        options.keep_kv = request->keep_kv();
+        options.refuse_requests = request->refuse_requests();
+        services_->sleep.sleep(std::move(options), [call](const auto& freed) {
+          call->Complete([&freed](v1::SleepResponse* to) {
+            if (!freed.ok()) return freed.status();
+            for (const auto& [tag, bytes] : *freed) {
+              (*to->mutable_freed_bytes())[tag] = static_cast<uint64_t>(bytes);
+            }
+            return absl::OkStatus();
+          });
+        });
+      });
 }
 
 grpc::ServerUnaryReactor* ControlService::Wake(grpc::CallbackServerContext* context,
-                                               const v1::WakeRequest*, v1::WakeResponse* response) {
-  return UnaryCall<v1::WakeResponse>::Run("Wake", context, services_->metrics, response,
-                                          [](const auto& call) { call->End(SleepUnsupported()); });
+                                               const v1::WakeRequest* request,
+                                               v1::WakeResponse* response) {
+  return UnaryCall<v1::WakeResponse>::Run(
+      "Wake", context, services_->metrics, response, [&](const auto& call) {
+        services_->sleep.wake({request->tags().begin(), request->tags().end()},
+                              [call](const absl::Status& status) { call->End(status); });
+      });
 }
 
 }  // namespace dorad::rpc

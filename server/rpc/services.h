@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/adapter/loader.h"
 #include "server/adapter/registry.h"
@@ -49,6 +51,20 @@ struct Publisher {
       from_path;
 };
 
+// Sleeper's functions (see there), which call back from another thread; functions, so that tests
+// need no device.
+struct SleepControl {
+  struct Options {
+    std::vector<std::string> tags;
+    bool keep_kv = false;
+    bool refuse_requests = false;
+  };
+  using SleepDone = std::function<void(absl::StatusOr<std::map<std::string, int64_t>>)>;
+  std::function<void(Options, SleepDone)> sleep;
+  std::function<void(std::vector<std::string> tags, std::function<void(absl::Status)>)> wake;
+  std::function<std::vector<std::string>()> asleep = [] { return std::vector<std::string>(); };
+};
+
 struct Services {
   engine::Engine* engine = nullptr;
   adapter::AdapterRegistry* registry = nullptr;
@@ -62,6 +78,7 @@ struct Services {
     change();
   };
   std::function<std::map<std::string, int64_t>()> memory_by_kind;
+  SleepControl sleep;
 
   ServerInfo info;
   RequestLimits limits;

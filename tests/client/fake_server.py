@@ -114,6 +114,8 @@ class FakeServer(
         self.generation = 0
         self.paused = False
         self.paused_adapters = []
+        self.sleeping = set()
+        self.sleep_requests = []
         self.pause_modes = []
         self.generate_calls = []
         self.metadata = []
@@ -478,6 +480,7 @@ class FakeServer(
         info.engine.kv_pages_total, info.engine.kv_pages_used = 100, 25
         info.engine.paused = self.paused
         info.engine.paused_adapters.extend(self.paused_adapters)
+        info.engine.sleeping.extend(sorted(self.sleeping))
         info.uptime.FromSeconds(90)
         info.memory_bytes["weights"] = 1 << 20
         return info
@@ -489,6 +492,16 @@ class FakeServer(
             self.paused = True
         self.pause_modes.append(request.mode)
         return control_pb2.PauseResponse(affected=2)
+
+    def Sleep(self, request, context):
+        self.sleep_requests.append(request)
+        new = set(request.tags or ["weights", "kv", "adapters"]) - self.sleeping
+        self.sleeping |= new
+        return control_pb2.SleepResponse(freed_bytes=dict.fromkeys(new, 1 << 20))
+
+    def Wake(self, request, context):
+        self.sleeping -= set(request.tags or ["weights", "kv", "adapters"])
+        return control_pb2.WakeResponse()
 
     def Resume(self, request, context):
         if request.adapter:

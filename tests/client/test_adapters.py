@@ -366,6 +366,19 @@ def test_aborts_by_id_adapter_or_all(client, server):
         client.abort("r", all=True)
 
 
+def test_sleeps_and_wakes(client, server):
+    assert client.sleep("kv", keep_kv=True, refuse_requests=True) == {"kv": 1 << 20}
+    (request,) = server.sleep_requests
+    assert request.keep_kv and request.refuse_requests
+    assert client.sleep() == {"weights": 1 << 20, "adapters": 1 << 20}
+    assert not server.sleep_requests[1].keep_kv
+    assert client.info().engine.sleeping == ["adapters", "kv", "weights"]
+    client.wake("weights", "adapters")
+    assert client.info().engine.sleeping == ["kv"]
+    client.wake()
+    assert client.info().engine.sleeping == []
+
+
 def test_pauses_and_resumes(client, server):
     assert client.pause() == 2 and client.info().engine.paused
     client.pause("wait")

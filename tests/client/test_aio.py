@@ -78,6 +78,8 @@ def test_publishes_and_manages_adapters(server, folder):
         async with client.watch(0) as events:
             assert (await anext(events)).type == "published"
         assert await client.abort(all=True) == 3
+        assert await client.sleep("kv") == {"kv": 1 << 20}
+        await client.wake()
         assert await client.pause("keep") == 2
         await client.resume()
         assert (await client.info()).device == device()

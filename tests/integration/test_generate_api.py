@@ -543,13 +543,3 @@ def test_non_finite_logits_end_the_sample_only(zoo, tmp_path) -> None:
             server.wire.score([PROMPT], ["overflow"])
         assert failure(caught.value).reason == "LOGITS_NOT_FINITE"
         assert_idle(server)
-
-
-def test_sleep_and_wake_are_unimplemented(server: Server) -> None:
-    for call, request in [
-        (server.wire.control.Sleep, control_pb2.SleepRequest()),
-        (server.wire.control.Wake, control_pb2.WakeRequest()),
-    ]:
-        with pytest.raises(grpc.RpcError) as caught:
-            call(request, timeout=10)
-        assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED

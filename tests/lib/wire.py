@@ -346,6 +346,13 @@ class Wire:
         request = control_pb2.PauseRequest(mode=mode, adapter=adapter)
         return self.control.Pause(request, timeout=timeout).affected
 
+    def sleep(self, *tags: str, **options: bool) -> dict[str, int]:
+        request = control_pb2.SleepRequest(tags=tags, **options)
+        return dict(self.control.Sleep(request, timeout=DEADLINE).freed_bytes)
+
+    def wake(self, *tags: str) -> None:
+        self.control.Wake(control_pb2.WakeRequest(tags=tags), timeout=DEADLINE)
+
     def resume(self, adapter: str = "") -> None:
         self.control.Resume(control_pb2.ResumeRequest(adapter=adapter), timeout=DEADLINE)
 

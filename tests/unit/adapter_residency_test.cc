@@ -528,6 +528,42 @@ TEST_F(ResidencyTest, WhatCannotBeSavedStays) {
   EXPECT_LE(residency_->stats().bytes, 20);
 }
 
+TEST_F(ResidencyTest, AsleepNothingIsResidentThatHasAWayBack) {
+  Start(100, 20);
+  const EntryPtr stored = *Add(1, 10), pinned = *Add(2, 10, Kind::kPinned);
+  const EntryPtr ephemeral = *Add(3, 10, Kind::kEphemeral);
+  const EntryPtr too_large = *Add(4, 30, Kind::kEphemeral);
+  EXPECT_EQ(residency_->Sleep(), 30);
+  EXPECT_EQ(residency_->stats().bytes, 30) << "what would be lost stays";
+  EXPECT_TRUE(too_large->resident());
+  EXPECT_EQ(alive_, 1);
+  const EntryPtr added = *Add(5, 10);
+  EXPECT_FALSE(added->resident()) << "what comes leaves at once";
+  EXPECT_EQ(Try(*stored), "away");
+  RunTasks();
+  EXPECT_FALSE(stored->resident()) << "nothing comes back";
+  residency_->Wake();
+  RunTasks();
+  EXPECT_TRUE(pinned->resident());
+  EXPECT_TRUE(stored->resident()) << "it was wanted";
+  for (const EntryPtr* entry : {&stored, &pinned, &ephemeral, &added}) {
+    if (Try(**entry) == "away") RunTasks();
+    EXPECT_EQ(Try(**entry), "");
+  }
+}
+
+TEST_F(ResidencyTest, SleepingTwiceAndWakingTwiceIsHarmless) {
+  Start(100, 40);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral);
+  EXPECT_EQ(residency_->Sleep(), 10);
+  EXPECT_EQ(residency_->Sleep(), 0);
+  residency_->Wake();
+  residency_->Wake();
+  EXPECT_EQ(Try(*a), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+}
+
 // Random uses of more versions than fit: limits hold, the right weights are used, and everyone who
 // asks often enough gets his.
 TEST_F(ResidencyTest, RandomUseKeepsTheLimitAndStarvesNobody) {

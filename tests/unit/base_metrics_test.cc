@@ -52,6 +52,7 @@ void UseAll(Metrics* metrics) {
   metrics->SetAdapters({2, 1, 1, 4096, 2048, 3, 4, 5, 1, 5, 9});
   metrics->SetStore({700, 2, 8192, 12, absl::Milliseconds(30), 1, {{"STORE_FULL", 3}}});
   metrics->SetMemory("weights", 1 << 20);
+  metrics->SetSleeping("kv", true);
   metrics->RpcStarted("Generate");
   metrics->RpcHandled("Generate", "OK", absl::Milliseconds(30));
 }
@@ -126,6 +127,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_store_compactions_total", "1"},
       {R"(dorad_store_failures_total{reason="STORE_FULL"})", "3"},
       {R"(dorad_memory_bytes{kind="weights"})", "1048576"},
+      {R"(dorad_sleeping{tag="kv"})", "1"},
       {R"(dorad_rpc_started_total{method="Generate"})", "1"},
       {R"(dorad_rpc_handled_total{code="OK",method="Generate"})", "1"},
       {R"(dorad_rpc_handling_seconds_sum{method="Generate"})", "0.03"},

@@ -772,13 +772,35 @@ TEST_F(ServerTest, PausesAndResumes) {
   EXPECT_TRUE(Generate(Request(5)).status.ok());
 }
 
-TEST_F(ServerTest, DoesNotSleep) {
+TEST_F(ServerTest, PassesSleepAndWakeOn) {
+  rpc::SleepControl::Options asked;
+  std::vector<std::string> woken;
+  services_.sleep.sleep = [&](rpc::SleepControl::Options options,
+                              const rpc::SleepControl::SleepDone& done) {
+    asked = options;
+    done(std::map<std::string, int64_t>{{"kv", 7}});
+  };
+  services_.sleep.wake = [&](std::vector<std::string> tags,
+                             const std::function<void(absl::Status)>& done) {
+    woken = tags;
+    done(MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "as told"));
+  };
+  services_.sleep.asleep = [] { return std::vector<std::string>{"kv"}; };
+  v1::SleepRequest request;
+  request.add_tags("kv");
+  request.set_keep_kv(true);
   v1::SleepResponse slept;
-  EXPECT_EQ(ReasonOfWire(control_->Sleep(Context().get(), v1::SleepRequest(), &slept)),
-            "SLEEP_UNSUPPORTED");
+  ASSERT_TRUE(control_->Sleep(Context().get(), request, &slept).ok());
+  EXPECT_EQ(slept.freed_bytes().at("kv"), 7u);
+  EXPECT_THAT(asked.tags, ElementsAre("kv"));
+  EXPECT_TRUE(asked.keep_kv && !asked.refuse_requests);
+  v1::GetInfoResponse info;
+  ASSERT_TRUE(control_->GetInfo(Context().get(), v1::GetInfoRequest(), &info).ok());
+  EXPECT_THAT(info.engine().sleeping(), ElementsAre("kv"));
   v1::WakeResponse woke;
   EXPECT_EQ(ReasonOfWire(control_->Wake(Context().get(), v1::WakeRequest(), &woke)),
-            "SLEEP_UNSUPPORTED");
+            "OUT_OF_MEMORY");
+  EXPECT_TRUE(woken.empty());
 }
 
 TEST_F(ServerTest, DrainsRunningRequestsAndRefusesNewOnes) {

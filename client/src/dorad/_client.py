@@ -534,6 +534,34 @@ class Client:
         message = control_pb2.ResumeRequest(adapter=adapter or "")
         self._call(self._control.Resume, message, timeout)
 
+    def sleep(
+        self,
+        *tags: Literal["weights", "kv", "adapters"],
+        keep_kv: bool = False,
+        refuse_requests: bool = False,
+        timeout: float | None = None,
+    ) -> dict[str, int]:
+        """Gives memory back to whoever else uses the device, until `wake`; no tags mean all.
+
+        Returns the bytes that were given back, by tag. Requests wait meanwhile, or new ones are
+        refused. Running ones go on afterwards with the same results: from a copy of the KV cache in
+        host memory with `keep_kv`, else computed again.
+        """
+        message = control_pb2.SleepRequest(
+            tags=tags, keep_kv=keep_kv, refuse_requests=refuse_requests
+        )
+        answer = self._call(self._control.Sleep, message, timeout)
+        return {tag: int(count) for tag, count in answer.freed_bytes.items()}
+
+    def wake(
+        self, *tags: Literal["weights", "kv", "adapters"], timeout: float | None = None
+    ) -> None:
+        """Takes the memory again that `sleep` gave back; no tags mean all.
+
+        Raises ResourceExhausted when there is too little: what is left sleeps on.
+        """
+        self._call(self._control.Wake, control_pb2.WakeRequest(tags=tags), timeout)
+
     def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
         """The server (or one service by full name): "serving", "not_serving" or "unknown"."""
         message = health_pb2.HealthCheckRequest(service=service)

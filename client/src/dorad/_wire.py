@@ -414,7 +414,7 @@ def abort_request(
     return inference_pb2.AbortRequest(all=True)
 
 
-REPEATED = ("eos_token_ids", "paused_adapters")
+REPEATED = ("eos_token_ids", "paused_adapters", "sleeping")
 
 
 def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:

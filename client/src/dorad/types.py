@@ -381,6 +381,8 @@ class EngineInfo:
     """Each "name" or "name@version" whose requests a pause has stopped."""
     frozen_requests: int
     """Requests that these pauses have stopped."""
+    sleeping: list[str] = field(default_factory=list)
+    """Of "weights", "kv" and "adapters" what sleeps."""
 
 
 @dataclass(frozen=True, slots=True)

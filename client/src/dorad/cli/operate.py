@@ -1,4 +1,4 @@
-"""`doractl info | health | pause | resume | abort`."""
+"""`doractl info | health | pause | resume | sleep | wake | abort`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def _facts(info: dorad.ServerInfo) -> Table:
         "KV pages": f"{pages} of {engine.kv_pages_total} ({engine.kv_page_tokens} tokens each)",
         "engine": ", ".join(
             ["paused" if engine.paused else "running", f"{engine.steps} steps"]
+            + ([f"asleep: {' '.join(engine.sleeping)}"] if engine.sleeping else [])
             + (["deterministic"] if engine.deterministic else [])
         ),
         "memory": ", ".join(f"{k} {size(v)}" for k, v in sorted(info.memory_bytes.items())),
@@ -144,6 +145,58 @@ def resume(
         print_json({"resumed": True})
     else:
         print("resumed")
+
+
+class Tag(enum.StrEnum):
+    """What can sleep."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+    ADAPTERS = "adapters"
+
+
+TagsArgument = Annotated[list[Tag] | None, typer.Argument(help="What; all if none is named.")]
+
+
+def sleep(
+    tags: TagsArgument = None,
+    keep_kv: Annotated[
+        bool, typer.Option("--keep-kv", help="Copy the KV cache to host memory.")
+    ] = False,
+    refuse: Annotated[
+        bool, typer.Option("--refuse", help="Refuse new requests; otherwise they wait.")
+    ] = False,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Give the device's memory to others until `doractl wake`."""
+    with connect(target, admin_target, timeout) as client:
+        freed = client.sleep(
+            *[tag.value for tag in tags or []], keep_kv=keep_kv, refuse_requests=refuse
+        )
+    if output is Output.JSON:
+        print_json({"freed_bytes": freed})
+    else:
+        print("asleep; " + (", ".join(f"{k} {size(v)}" for k, v in sorted(freed.items()))))
+
+
+def wake(
+    tags: TagsArgument = None,
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Undo `doractl sleep`."""
+    with connect(target, admin_target, timeout) as client:
+        client.wake(*[tag.value for tag in tags or []])
+        left = client.info().engine.sleeping
+    if output is Output.JSON:
+        print_json({"sleeping": left})
+    else:
+        print(f"asleep: {' '.join(left)}" if left else "awake")
 
 
 def abort(
