@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dorad.train import _native, compose, patch, tier
+from dorad.train import _direct, _native, clear_cache, compose, patch, tier, weight_norm
 from lib.dora_training import Linears, adapted, assert_close, inputs, step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -63,6 +63,77 @@ def test_a_patched_model_is_peft_s(name):
             assert_close(step(model, x), wanted, 5e-5)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def factors(out, width, rank, dtype, transposed=False):
+    made = torch.Generator().manual_seed(0)
+    weight = 0.02 * torch.randn(out, width, generator=made)
+    a = torch.randn(rank, width, generator=made) * width**-0.5
+    b = 0.5 * torch.randn(out, rank, generator=made) * rank**-0.5
+    weight = weight.cuda().bfloat16()
+    if transposed:
+        weight = weight.T.contiguous().T
+    return weight, a.cuda().to(dtype), b.cuda().to(dtype)
+
+
+def exact_norm(weight, a, b, scaling):
+    return (weight.double() + scaling * b.double() @ a.double()).norm(dim=1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.bfloat16, 2e-6), (torch.float16, 4e-6), (torch.float32, 2**-16)],
+)
+@pytest.mark.parametrize("shape", [(4096, 12288, 384), (1024, 4096, 384), (136, 200, 8)])
+def test_direct_norms_are_the_dense_ones(shape, dtype, tolerance, transposed):
+    weight, a, b = factors(*shape, dtype, transposed)
+    for scaling in 2.0, -0.3:
+        wanted = exact_norm(weight, a, b, scaling)
+        norm = _direct.direct_norm(weight, a, b, scaling)
+        torch.testing.assert_close(norm.double(), wanted, rtol=tolerance, atol=0)
+        assert torch.equal(weight_norm(weight, a, b, scaling), norm)
+        assert torch.equal(torch.ops.dorad.weight_norm(weight, a, b, scaling, 1 << 28, True), norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1000, 4096, 20), (130, 50257, 16)])
+def test_norms_that_the_kernel_leaves_are_the_dense_ones(shape, dtype):
+    weight, a, b = factors(*shape, dtype)
+    clear_cache()
+    for scaling in 2.0, -0.3:
+        assert _direct.direct_norm(weight, a, b, scaling) is None
+        wanted = exact_norm(weight, a, b, scaling)
+        norm = weight_norm(weight, a, b, scaling, cache=True)
+        torch.testing.assert_close(norm.double(), wanted, rtol=3e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1024, 4096, 384), (1000, 4096, 20)])
+def test_a_step_does_not_wait_for_the_gpu(shape, dtype):
+    weight, a, b = factors(*shape, dtype)
+    base, lora, g, grad = operands(64, shape[0], torch.bfloat16)
+    with tier("fused"):
+        weight_norm(weight, a, b, 2.0, cache=True)  # what is made once may wait
+        gradients(base, lora, g, grad)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            weight_norm(weight, a, b, 2.0, cache=True)
+            gradients(base, lora, g, grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_direct_calls_and_operators_give_the_same_bits():
+    base, lora, g, grad = operands(300, 4096, torch.bfloat16)
+    with tier("fused"):
+        direct = gradients(base, lora, g, grad)
+        compiled = torch.compile(compose, fullgraph=True, backend="aot_eager")
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (base, lora, g)]
+        delta = compiled(*leaves, 0.7)
+        delta.backward(grad)
+    for ours, theirs in zip(direct, [delta, *(leaf.grad for leaf in leaves)], strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_streams_and_graphs_are_the_caller_s():

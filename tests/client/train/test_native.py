@@ -1,15 +1,19 @@
 """The calls of libdorad_train.so, with a library of the same interface that computes on the CPU."""
 
 import contextlib
+import copy
 import logging
 import subprocess
 import types
 
 import pytest
 import torch
-from dorad.train import _compose, _native
+from dorad.train import _compose, _direct, _native, _norm, compose, patch, tier, weight_norm
+from lib.dora_training import Linears, adapted, assert_close, inputs, step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SOURCE = r"""
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -47,6 +51,41 @@ int dorad_compose_backward(const void* grad, const void* inner, const float* g, 
   }
   return 0;
 }
+
+int64_t dorad_direct_norm_workspace(int64_t out, int64_t in, int64_t rank) {
+  return 4 * out + in + rank;
+}
+
+static double widened(const void* values, int64_t i) {
+  uint32_t bits = (uint32_t)((const uint16_t*)values)[i] << 16;
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+int dorad_direct_norm(const void* w, const void* a, const void* b, const float* base_sq,
+                      float* norm, void* workspace, int64_t workspace_bytes, int64_t out,
+                      int64_t in, int64_t rank, int64_t ldb, double scale, int32_t w_by_in,
+                      void* stream) {
+  if (stream != (void*)42) return 901;
+  if (base_sq || ldb < rank || workspace_bytes != 4 * out + in + rank) return 920;
+  if (((uintptr_t)w | (uintptr_t)a | (uintptr_t)b) % 16 || in % 8 || ldb % 8) return 921;
+  if (w_by_in && out % 8) return 922;
+  memset(workspace, 0xff, workspace_bytes);
+  for (int64_t o = 0; o < out; ++o) {
+    double sum = 0;
+    for (int64_t i = 0; i < in; ++i) {
+      double product = 0;
+      for (int64_t r = 0; r < rank; ++r) {
+        product += widened(b, o * ldb + r) * widened(a, r * in + i);
+      }
+      double t = widened(w, w_by_in ? i * out + o : o * in + i) + scale * product;
+      sum += t * t;
+    }
+    norm[o] = (float)sqrt(sum);
+  }
+  return 0;
+}
 """
 
 
@@ -55,18 +94,44 @@ def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("native")
     (folder / "fake.c").write_text(SOURCE)
     target = folder / "libdorad_train.so"
-    command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", "-o", target, folder / "fake.c"]
+    command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", "-o", target]
+    command += [folder / "fake.c", "-lm"]
     subprocess.run(command, check=True)
     return target
 
 
 @pytest.fixture
 def on_cuda(path, monkeypatch):
-    """The functions that are registered for CUDA, on CPU tensors and stream 42."""
+    """The functions for CUDA, on CPU tensors and stream 42; returns the devices switched to."""
     monkeypatch.setattr(_native, "library", _native.Library(path))
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    switched = []
+    monkeypatch.setattr(
+        torch.cuda, "device", lambda device: switched.append(device) or contextlib.nullcontext()
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu").index)
     stream = types.SimpleNamespace(cuda_stream=42)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    return switched
+
+
+@pytest.fixture
+def everywhere(on_cuda, monkeypatch):
+    """The same in the place of the CPU's kernels, so that tiers, operators and layers call it."""
+    monkeypatch.setattr(_compose, "_compose_cpu", _compose._compose_cuda)
+    monkeypatch.setattr(_compose, "_compose_backward_cpu", _compose._compose_backward_cuda)
+
+
+class Watch(TorchDispatchMode):
+    """Sees which of our operators the dispatcher runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "dorad":
+            self.seen.append(function.overloadpacket._qualified_op_name.removeprefix("dorad::"))
+        return function(*args, **(kwargs or {}))
 
 
 def operands():
@@ -116,6 +181,179 @@ def test_the_librarys_errors_and_types(on_cuda, dtype, code):
     with pytest.raises(RuntimeError, match=f"compose_backward failed with cudaError_t {code}"):
         arguments = base.to(dtype), lora.to(dtype), g
         _compose._compose_backward_cuda(*arguments, 0.7, True, True, True)
+
+
+def test_a_device_that_is_current_is_not_switched_to(on_cuda, monkeypatch):
+    base, lora, g = operands()
+    _compose._compose_cuda(base, lora, g, 0.7, True)
+    assert on_cuda == []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    _compose._compose_cuda(base, lora, g, 0.7, True)
+    assert on_cuda == [torch.device("cpu")]
+
+
+# --- Around the dispatcher ------------------------------------------------------------------------
+
+
+def composed(arguments, context):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in arguments]
+    with tier("fused"), context:
+        delta = compose(*leaves, 0.7)
+        delta.backward(torch.linspace(-1, 1, delta.numel()).view(delta.shape))
+    return [delta.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("kernels", ["on the CPU", "of the library"])
+@pytest.mark.parametrize("shape", [(7, 12), (2, 3, 12), (12,)])
+def test_direct_calls_and_operators_give_the_same_bits(request, kernels, shape):
+    if kernels == "of the library":
+        request.getfixturevalue("everywhere")
+    torch.manual_seed(0)
+    arguments = torch.randn(shape), torch.randn(shape), 0.5 + torch.rand(shape[-1])
+    direct = composed(arguments, contextlib.nullcontext())
+    watch = Watch()
+    through = composed(arguments, watch)
+    assert watch.seen == ["compose", "compose_backward"]
+    for ours, theirs in zip(direct, through, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_direct_calls_do_not_meet_the_dispatcher(everywhere, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("an operator was called")
+
+    weight, a, b = factors()
+    for module in _compose, _norm:
+        monkeypatch.setattr(module, "_operator", refuse)
+    monkeypatch.setattr(_compose, "_backward_operator", refuse)
+    composed(operands(), contextlib.nullcontext())
+    with tier("fused"), torch.no_grad():
+        compose(*operands(), 0.7)
+    weight_norm(weight, a, b, 0.5)
+    with pytest.raises(AssertionError, match="an operator was called"), Watch():
+        weight_norm(weight, a, b, 0.5)
+
+
+def test_second_derivatives_are_refused(everywhere):
+    base, lora, g = (tensor.requires_grad_() for tensor in operands())
+    with tier("fused"):
+        delta = compose(base, lora, g, 0.7)
+    (d_lora,) = torch.autograd.grad(delta.square().sum(), lora, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        d_lora.sum().backward()
+
+
+def test_layers_train_with_the_librarys_compose(everywhere):
+    torch.manual_seed(0)
+    model = adapted(Linears())
+    x = inputs(model.base_model.model)
+    twin = copy.deepcopy(model)
+    wanted = step(twin, x)
+    patch(model)
+    with tier("fused"):
+        assert_close(step(model, x), wanted, 2e-5)
+
+
+# --- The norm -------------------------------------------------------------------------------------
+
+
+def factors(dtype=torch.float32, out=24, width=40, rank=8):
+    made = torch.Generator().manual_seed(0)
+    weight, a, b = (
+        torch.randn(shape, generator=made) for shape in ((out, width), (rank, width), (out, rank))
+    )
+    return weight.bfloat16(), a.to(dtype), b.to(dtype)
+
+
+def exact_norm(weight, a, b, scaling):
+    return (weight.double() + scaling * b.double() @ a.double()).norm(dim=1)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("a_dtype", "b_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, 1e-7),
+        (torch.float16, torch.float16, 2e-6),
+        (torch.float32, torch.float32, 2**-16),
+        (torch.bfloat16, torch.float32, 2**-16),
+    ],
+)
+def test_norm_is_the_dense_one(on_cuda, a_dtype, b_dtype, tolerance, transposed):
+    weight, a, b = factors()
+    a, b = a.to(a_dtype), b.to(b_dtype)
+    if transposed:
+        weight = weight.T.contiguous().T
+    for scaling in 0.37, -1.5, 64.0:
+        norm = _direct.direct_norm(weight, a, b, scaling)
+        wanted = exact_norm(weight, a, b, scaling)
+        torch.testing.assert_close(norm.double(), wanted, rtol=tolerance, atol=0)
+
+
+def test_norm_of_fp32_factors_needs_their_second_terms(on_cuda):
+    """What the test above allows is far from what bf16 factors alone would give."""
+    weight, a, b = factors()
+    rounded = _direct.direct_norm(weight, a.bfloat16(), b.bfloat16(), 1.0).double()
+    wanted = exact_norm(weight, a, b, 1.0)
+    assert ((rounded - wanted).abs() / wanted).max() > 2**-12
+
+
+def test_norm_takes_factors_that_are_not_contiguous(on_cuda):
+    for dtype in torch.bfloat16, torch.float32:
+        weight, a, b = factors(dtype)
+        wanted = _direct.direct_norm(weight, a, b, 0.5)
+        views = a.T.contiguous().T, b.T.contiguous().T
+        assert torch.equal(_direct.direct_norm(weight, *views, 0.5), wanted)
+
+
+def unfit():
+    weight, a, b = factors(torch.bfloat16)
+    wide = factors(torch.bfloat16, rank=4104)
+    return {
+        "weights in fp32": (weight.float(), a, b, 1.0),
+        "factors in fp64": (weight, a.double(), b.double(), 1.0),
+        "no scaling": (weight, a, b, 0.0),
+        "odd ranks": (weight, a[:4], b[:, :4], 1.0),
+        "odd widths": (weight[:, :36].contiguous(), a[:, :36], b, 1.0),
+        "odd transposed outputs": (weight[:20].T.contiguous().T, a, b[:20], 1.0),
+        "strided rows": (weight[::2], a, b[::2], 1.0),
+        "odd addresses": (weight.flatten()[4:-36].view(23, 40), a, b[1:], 1.0),
+        "ranks above the most": (*wide, 1.0),
+        "three times the rank above the most": (*factors(torch.float32, rank=1368), 1.0),
+        "no outputs": (weight[:0], a, b[:0], 1.0),
+    }
+
+
+@pytest.mark.parametrize("why", unfit())
+def test_norm_leaves_what_the_fast_path_does_not_take(on_cuda, why):
+    assert _direct.direct_norm(*unfit()[why]) is None
+
+
+def test_norm_without_a_library_is_torch_s(monkeypatch):
+    monkeypatch.setattr(_native, "library", None)
+    assert _direct.direct_norm(*factors(torch.bfloat16), 1.0) is None
+
+
+def test_norm_reports_the_librarys_errors(on_cuda, monkeypatch):
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=1)
+    )
+    with pytest.raises(RuntimeError, match="dorad_direct_norm failed with cudaError_t 901"):
+        _direct.direct_norm(*factors(torch.bfloat16), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_two_bf16_terms_hold_16_bits_of_a_factor(dtype):
+    _, a, _ = factors(dtype)
+    terms = _direct.half_terms(a)
+    assert [term.dtype for term in terms] == [torch.bfloat16] * (
+        1 if dtype == terms[0].dtype else 2
+    )
+    left = (a.double() - sum(term.double() for term in terms)).abs()
+    assert (left <= 2**-17 * a.double().abs()).all()
+
+
+# --- Finding the library --------------------------------------------------------------------------
 
 
 def test_the_environment_names_the_library(path, tmp_path, monkeypatch):

@@ -373,10 +373,9 @@ def cuda_tier(rows, out, training=True, dtype=torch.bfloat16):
 
 def test_on_cuda_training_is_fused_from_the_crossover_on(monkeypatch):
     monkeypatch.setattr(dorad.train._native, "library", object())
-    assert cuda_tier(2048, 6144) == "fused_backward"
-    assert cuda_tier(2047, 6144) == "eager"
-    assert cuda_tier(6144, 2048) == "fused_backward"
-    assert cuda_tier(1 << 20, 2047) == "eager"
+    monkeypatch.setattr(dorad.train._tiers, "_CUDA_MIN_ELEMENTS", 4096)
+    assert cuda_tier(64, 64) == "fused_backward"
+    assert cuda_tier(63, 64) == "eager"
     assert cuda_tier(1, 64, training=False) == "fused_forward"
     assert cuda_tier(4096, 8192, dtype=torch.float64) == "eager"
     with tier("fused"):

@@ -1,4 +1,7 @@
-"""The compose of DoRA, (g - 1)·base + g·(s·lora), and its backward, as torch operators.
+"""The compose of DoRA, (g - 1)·base + g·(s·lora), and its backward.
+
+The fused tiers are two kernels for each device. torch.compile sees them as operators of their own;
+else an autograd function calls them at once.
 
 All tiers compute t = s·lora, u = g·t, v = (g - 1)·base and v + u in fp32 (fp64 for fp64 inputs)
 and round once, to the output's dtype. Near g = 1 the equal g·(base + t) - base would cancel, and
@@ -11,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from dorad.train import _native, _tiers
+from dorad.train._dispatch import watched
 from dorad.train._norm import accumulation_dtype
 
 # On the CPU rows are taken in chunks that stay in the cache between the passes over them.
@@ -35,10 +40,9 @@ def compose(
         )
     if g.dtype != accumulation_dtype(base.dtype, lora.dtype):
         raise ValueError(f"g is {g.dtype} with base in {base.dtype} and lora in {lora.dtype}")
-    rows = base.numel() // max(1, out)
     record = torch.is_grad_enabled()
     chosen = _tiers.choose(
-        rows,
+        base.numel() // max(1, out),
         out,
         device=base.device,
         dtype=torch.promote_types(base.dtype, lora.dtype),
@@ -46,15 +50,15 @@ def compose(
     )
     if chosen == _tiers.Tier.EAGER:
         return compose_eager(base, lora, g, scaling)
+    want_inner = record and g.requires_grad
     delta: torch.Tensor
-    delta, _ = _compose(
-        base.reshape(rows, out),
-        lora.reshape(rows, out),
-        g,
-        scaling,
-        record and g.requires_grad,
-    )
-    return delta.view(base.shape)
+    if watched(base, lora, g):
+        delta, _ = _operator(base, lora, g, scaling, want_inner)
+    elif chosen == _tiers.Tier.FUSED_BACKWARD:
+        delta = _Fused.apply(base, lora, g, scaling, want_inner)  # type: ignore[no-untyped-call]
+    else:
+        delta, _ = _compose(base, lora, g, scaling, want_inner)
+    return delta
 
 
 def compose_eager(
@@ -107,19 +111,21 @@ class _Eager(torch.autograd.Function):
         return d_base, d_lora, d_g, None, None
 
 
-@torch.library.custom_op(
-    "dorad::compose",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor base, Tensor lora, Tensor g, float scaling, bool want_inner)"
-    " -> (Tensor, Tensor)",
-)
 def _compose(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(delta, inner): of [rows, out]; inner = base + s·lora is what d_g needs, else empty."""
+    """(delta, inner) of [..., out]; inner = base + s·lora is what d_g needs, else empty."""
+    kernel = _compose_cuda if base.is_cuda else _compose_cpu
+    return kernel(base, lora, g, scaling, want_inner)
+
+
+def _compose_cpu(
+    base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs = _outputs(base, lora, want_inner)
+    base, lora, delta = (_rows(tensor, g) for tensor in (base, lora, outputs[0]))
+    inner = _rows(outputs[1], g) if want_inner else None
     rows, out = base.shape
-    delta, inner = _outputs(base, lora, want_inner)
     step = max(1, _CHUNK_ELEMENTS // max(1, out))
     buffers = torch.empty(2, min(step, rows), out, dtype=g.dtype)
     excess = g - 1
@@ -128,12 +134,18 @@ def _compose(
         x, y = base[part], lora[part]
         t, v = buffers[:, : len(x)]
         _multiply(y, scaling, t)
-        if want_inner:
+        if inner is not None:
             _store(torch.add, x, t, inner[part], v)
         t.mul_(g)
         _multiply(x, excess, v)
         _store(torch.add, v, t, delta[part], v)
-    return delta, inner
+    return outputs
+
+
+def _rows(tensor: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """[rows, out] of [..., out]: a view when the tensor is contiguous."""
+    out = len(g)
+    return tensor.reshape(tensor.numel() // max(1, out), out)
 
 
 def _multiply(narrow: torch.Tensor, factor: torch.Tensor | float, out: torch.Tensor) -> None:
@@ -166,40 +178,40 @@ def _outputs(
     return delta, base.new_empty(base.shape if want_inner else (0,), dtype=dtype)
 
 
-@_compose.register_kernel("cuda")
 def _compose_cuda(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert _native.library is not None, "the tier is eager without the library"
     delta, inner = _outputs(base, lora, want_inner)
     if delta.numel():
-        with torch.cuda.device(base.device):
-            _native.library.forward(
-                base.to(delta.dtype).contiguous(),
-                lora.to(delta.dtype).contiguous(),
-                g.contiguous(),
-                delta,
-                inner if want_inner else None,
-                scaling,
-                torch.cuda.current_stream().cuda_stream,
-            )
+        _native.library.forward(
+            base.to(delta.dtype).contiguous(),
+            lora.to(delta.dtype).contiguous(),
+            g.contiguous(),
+            delta,
+            inner if want_inner else None,
+            scaling,
+        )
     return delta, inner
 
 
-@_compose.register_fake
+_operator = torch.library.custom_op(
+    "dorad::compose",
+    _compose,
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema="(Tensor base, Tensor lora, Tensor g, float scaling, bool want_inner)"
+    " -> (Tensor, Tensor)",
+)
+
+
+@_operator.register_fake
 def _(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _outputs(base, lora, want_inner)
 
 
-@torch.library.custom_op(
-    "dorad::compose_backward",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor grad, Tensor inner, Tensor g, float scaling, bool for_base, bool for_lora,"
-    " bool for_g) -> (Tensor, Tensor, Tensor)",
-)
 def _compose_backward(
     grad: torch.Tensor,
     inner: torch.Tensor,
@@ -210,8 +222,25 @@ def _compose_backward(
     for_g: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(d_base, d_lora, d_g), of which those not asked for are empty. d_g sums in a fixed order."""
+    kernel = _compose_backward_cuda if grad.is_cuda else _compose_backward_cpu
+    return kernel(grad, inner, g, scaling, for_base, for_lora, for_g)
+
+
+def _compose_backward_cpu(
+    grad: torch.Tensor,
+    inner: torch.Tensor,
+    g: torch.Tensor,
+    scaling: float,
+    for_base: bool,
+    for_lora: bool,
+    for_g: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    d_base, d_lora, d_g = gradients = _gradients(grad, g, for_base, for_lora, for_g)
+    grad = _rows(grad, g)
+    d_base = _rows(d_base, g) if for_base else d_base
+    d_lora = _rows(d_lora, g) if for_lora else d_lora
+    inner = _rows(inner, g) if for_g else inner
     rows, out = grad.shape
-    d_base, d_lora, d_g = _gradients(grad, g, for_base, for_lora, for_g)
     step = max(1, _CHUNK_ELEMENTS // max(1, out))
     buffers = torch.empty(2, min(step, rows), out, dtype=g.dtype)
     excess, scaled = g - 1, g * scaling
@@ -227,7 +256,7 @@ def _compose_backward(
             _store(torch.mul, y, scaled, d_lora[part], v)
         if for_g:
             d_g += torch.mul(y, inner[part], out=v).sum(0)
-    return d_base, d_lora, d_g
+    return gradients
 
 
 def _gradients(
@@ -238,7 +267,6 @@ def _gradients(
     return d_base, d_lora, g.new_empty(g.shape if for_g else (0,))
 
 
-@_compose_backward.register_kernel("cuda")
 def _compose_backward_cuda(
     grad: torch.Tensor,
     inner: torch.Tensor,
@@ -252,21 +280,29 @@ def _compose_backward_cuda(
     d_base, d_lora, d_g = _gradients(grad, g, for_base, for_lora, for_g)
     if grad.numel() == 0:
         return d_base, d_lora, d_g.zero_()
-    with torch.cuda.device(grad.device):
-        _native.library.backward(
-            grad.contiguous(),
-            inner.contiguous() if for_g else None,
-            g.contiguous(),
-            d_base if for_base else None,
-            d_lora if for_lora else None,
-            d_g if for_g else None,
-            scaling,
-            torch.cuda.current_stream().cuda_stream,
-        )
+    _native.library.backward(
+        grad.contiguous(),
+        inner.contiguous() if for_g else None,
+        g.contiguous(),
+        d_base if for_base else None,
+        d_lora if for_lora else None,
+        d_g if for_g else None,
+        scaling,
+    )
     return d_base, d_lora, d_g
 
 
-@_compose_backward.register_fake
+_backward_operator = torch.library.custom_op(
+    "dorad::compose_backward",
+    _compose_backward,
+    mutates_args=(),
+    device_types=("cpu", "cuda"),
+    schema="(Tensor grad, Tensor inner, Tensor g, float scaling, bool for_base, bool for_lora,"
+    " bool for_g) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_backward_operator.register_fake
 def _(
     grad: torch.Tensor,
     inner: torch.Tensor,
@@ -293,12 +329,21 @@ def _setup_context(
 def _backward(ctx: Any, grad: torch.Tensor | None, _: object) -> tuple[torch.Tensor | None, ...]:
     if grad is None:
         return None, None, None, None, None
+    return _given(ctx, grad, _backward_operator)
+
+
+def _given(
+    ctx: Any,
+    grad: torch.Tensor,
+    backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of compose's five arguments, of those that are asked for."""
     for_base, for_lora, for_g = ctx.needs_input_grad[:3]
     g, *kept = ctx.saved_tensors
     if for_g and not kept:
         raise RuntimeError("dorad::compose was called without want_inner, and g needs a gradient")
-    inner = kept[0] if for_g else grad.new_empty(0)
-    d_base, d_lora, d_g = _compose_backward(grad, inner, g, ctx.scaling, for_base, for_lora, for_g)
+    inner = kept[0] if for_g else g  # g for nothing: it is not read
+    d_base, d_lora, d_g = backward(grad, inner, g, ctx.scaling, for_base, for_lora, for_g)
     return (
         d_base if for_base else None,
         d_lora if for_lora else None,
@@ -308,4 +353,28 @@ def _backward(ctx: Any, grad: torch.Tensor | None, _: object) -> tuple[torch.Ten
     )
 
 
-_compose.register_autograd(_backward, setup_context=_setup_context)
+_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Fused(torch.autograd.Function):
+    """The operator's kernels without the operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        base: torch.Tensor,
+        lora: torch.Tensor,
+        g: torch.Tensor,
+        scaling: float,
+        want_inner: bool,
+    ) -> torch.Tensor:
+        delta, inner = _compose(base, lora, g, scaling, want_inner)
+        ctx.save_for_backward(g, *([inner] if want_inner else []))
+        ctx.scaling = scaling
+        return delta
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The backward of a compiled or watched region is the operator's.
+        return _given(ctx, grad, _backward_operator if watched(grad) else _compose_backward)

@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from dorad.train._direct import direct_norm, half_terms
+from dorad.train._dispatch import watched
 from dorad.train._squares import SquareCache
 
 CHUNK_VARIABLE = "DORAD_TRAIN_NORM_CHUNK_MIB"
@@ -76,8 +78,9 @@ def weight_norm(
             f" and b [{out}, rank], not {list(b.shape)}"
         )
     budget = _chunk_bytes if chunk_bytes is None else chunk_bytes
+    compute = _operator if watched(weight, a, b) else _weight_norm
     with torch.no_grad():
-        norm: torch.Tensor = _weight_norm(
+        norm: torch.Tensor = compute(
             weight.detach(), a.detach(), b.detach(), scaling, budget, cache
         )
     return norm
@@ -90,13 +93,6 @@ def _matrix(tensor: torch.Tensor, name: str) -> tuple[int, int]:
     return rows, columns
 
 
-# An operator of its own: torch.compile then sees one node, and the cache works in compiled code.
-@torch.library.custom_op(
-    "dorad::weight_norm",
-    mutates_args=(),
-    schema="(Tensor weight, Tensor a, Tensor b, float scaling, int chunk_bytes, bool cache)"
-    " -> Tensor",
-)
 def _weight_norm(
     weight: torch.Tensor,
     a: torch.Tensor,
@@ -105,6 +101,10 @@ def _weight_norm(
     chunk_bytes: int,
     cache: bool,
 ) -> torch.Tensor:
+    if weight.is_cuda:
+        norm = direct_norm(weight, a, b, scaling)
+        if norm is not None:
+            return norm
     dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
     # Autocast would take the products below in half precision.
     with torch.autocast(weight.device.type, enabled=False):
@@ -118,16 +118,38 @@ def _weight_norm(
             gram = torch.zeros(a.shape[0], a.shape[0], dtype=dtype, device=a.device)
             cross = torch.zeros_like(total)
             for begin, end in chunks:
-                part = a[:, begin:end].to(dtype)
+                part = a[:, begin:end]
+                cross += _product(weight[:, begin:end], part, dtype).mul_(b).sum(1)
+                part = part.to(dtype)
                 gram.addmm_(part, part.T)
-                cross += (weight[:, begin:end].to(dtype) @ part.T).mul_(b).sum(1)
             product = (b @ gram).mul_(b).sum(1)
             # Rounding can take the sum below zero; a NaN stays one.
             total = (total + (2 * scaling) * cross + (scaling * scaling) * product).clamp_min(0)
         return total.sqrt()
 
 
-@_weight_norm.register_fake
+def _product(weight: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight @ a.T in `dtype`."""
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and dtype == torch.float32:
+        # Tensor cores with fp32 sums, which torch has on CUDA alone: W is not widened.
+        first, *others = [torch.mm(weight, term.T, out_dtype=dtype) for term in half_terms(a)]
+        for other in others:
+            first += other
+        return first
+    return weight.to(dtype) @ a.to(dtype).T
+
+
+# An operator of its own: torch.compile then sees one node, and the cache works in compiled code.
+_operator = torch.library.custom_op(
+    "dorad::weight_norm",
+    _weight_norm,
+    mutates_args=(),
+    schema="(Tensor weight, Tensor a, Tensor b, float scaling, int chunk_bytes, bool cache)"
+    " -> Tensor",
+)
+
+
+@_operator.register_fake
 def _(
     weight: torch.Tensor,
     a: torch.Tensor,

@@ -65,9 +65,9 @@ def tier(name: str) -> Iterator[None]:
         _choice = before
 
 
-# CUDA: the crossover of the paper. Below it kernel launches take longer than memory.
-_CUDA_MIN_OUT = 2048
-_CUDA_MIN_ELEMENTS = 2048 * 6144
+# CUDA, with gradients: fused is three launches where eager is more than a dozen, so that only what
+# is tiny might gain nothing. train_peft.py compares the two; no crossover has been seen yet.
+_CUDA_MIN_ELEMENTS = 16 * 1024
 # CPU: from here on allocating activations costs more than the calls for each chunk of rows.
 _CPU_MIN_ELEMENTS = 1024 * 1024
 
@@ -89,8 +89,7 @@ def choose(
             return Tier.EAGER
         if _choice == Choice.FUSED or not training:
             return fused
-        large = out >= _CUDA_MIN_OUT and rows * out >= _CUDA_MIN_ELEMENTS
-        return fused if large else Tier.EAGER
+        return fused if rows * out >= _CUDA_MIN_ELEMENTS else Tier.EAGER
     if device.type == "cpu":
         large = _choice == Choice.FUSED or rows * out >= _CPU_MIN_ELEMENTS
         return fused if large else Tier.EAGER

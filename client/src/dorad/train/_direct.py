@@ -1,0 +1,68 @@
+"""The norm of DoRA by libdorad_train.so: one product B·A on tensor cores that is never stored.
+
+Each tile of it is added to W, squared and summed, so that nothing cancels and ‖W‖² is not needed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dorad.train import _native
+
+# Of fp32, two bf16 terms have 16 bits; fp16 has 11.
+_FACTORS = {torch.bfloat16, torch.float16, torch.float32}
+_ALIGNMENT = 16  # bytes, 8 elements: what the kernel's fast path asks of addresses and rows
+
+
+def direct_norm(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor | None:
+    """‖weight + scaling·b @ a‖ by rows, [out] in fp32; None when the fast path does not take it.
+
+    It takes `weight` in bf16, [out, in] or a transposed view of [in, out]. Factors in bf16 enter
+    as they are, others as two bf16 terms each: b @ a is then good to 2^-16 of |b| @ |a|.
+    """
+    library = _native.library
+    if library is None or scaling == 0 or weight.dtype != torch.bfloat16:
+        return None
+    if a.dtype not in _FACTORS or b.dtype not in _FACTORS:
+        return None
+    (rank, width), out = a.shape, b.shape[0]
+    exact = a.dtype == b.dtype == torch.bfloat16
+    if not 0 < (rank if exact else 3 * rank) <= _native.MOST_RANK or (rank | width) % 8 != 0:
+        return None
+    by_in = not weight.is_contiguous()
+    if by_in and (out % 8 != 0 or not weight.T.is_contiguous()):
+        return None
+    if out == 0 or width == 0:
+        return None
+    a, b = (a.contiguous(), b.contiguous()) if exact else _stacked(a, b)
+    if (weight.data_ptr() | a.data_ptr() | b.data_ptr()) % _ALIGNMENT != 0:
+        return None
+    norm = torch.empty(out, dtype=torch.float32, device=weight.device)
+    library.norm(weight, a, b, norm, scaling, by_in)
+    return norm
+
+
+def _stacked(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 matrices of three times the rank, whose product is b @ a but for 2^-16 of it.
+
+    With a = a1 + a2 and b = b1 + b2 it is b2·a1 + b1·a1 + b1·a2: four kernels, for like terms are
+    neighbours. b2·a2 would be as small as what the terms leave out.
+    """
+    (rank, width), out = a.shape, b.shape[0]
+    wide = a.new_empty(3, rank, width, dtype=torch.bfloat16)
+    wide[:2].copy_(a)
+    torch.sub(a, wide[0], out=wide[2])
+    tall = b.new_empty(out, 3, rank, dtype=torch.bfloat16)
+    tall[:, 1:].copy_(b[:, None])
+    torch.sub(b, tall[:, 1], out=tall[:, 0])
+    return wide.view(3 * rank, width), tall.view(out, 3 * rank)
+
+
+def half_terms(factor: torch.Tensor) -> list[torch.Tensor]:
+    """bf16 tensors whose sum is `factor`, to 2^-16 of each element."""
+    high = factor.to(torch.bfloat16)
+    if high.dtype == factor.dtype:
+        return [high]
+    return [high, (factor - high).to(torch.bfloat16)]

@@ -1,0 +1,22 @@
+"""Whether a call may go around torch's dispatcher."""
+
+from __future__ import annotations
+
+import torch
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def watched(*tensors: torch.Tensor) -> bool:
+    """Whether torch must see the operators on `tensors`: something compiles, traces or transforms.
+
+    An operator of Python costs tens of microseconds a call, as much as its kernels; what is not
+    watched goes to them at once.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or any(type(tensor) not in _PLAIN for tensor in tensors)
+    )
