@@ -1,6 +1,7 @@
 """A training step of a stack of DoRA linears: PEFT, and PEFT with dorad.train, all in one run.
 
-    python tests/bench/train_peft.py [--shape qwen3-8b] [--layers 2] [--rank 384] [--tokens 2048]
+    python tests/bench/train_peft.py [--shape qwen3-8b] [--layers 2] [--rank 384]
+        [--tokens 512 2048 ...]
 
   base     the frozen base alone: forward, and the backward to the input
   lora     PEFT's LoRA of the same rank
@@ -12,7 +13,11 @@
 A layer is the seven linears of a decoder, with additions in the place of attention, and no
 optimizer step. Every configuration has the same weights. They take turns (A B A B ...); medians are
 reported. Memory is the peak of what a step allocates beyond what was there before it: CUDA's own
-count, on the CPU the sum over the profiler's allocations. One JSON object goes to stdout.
+count, on the CPU the sum over the profiler's allocations. `norms_ms` is the time of all layers'
+norms alone, as a forward takes them, by CUDA's events where there are any.
+
+A line for each number of tokens goes to stderr, with PEFT's time to the patched model's; the goal
+is at least 2. One JSON object goes to stdout, `results` by tokens.
 
 Without a GPU the default is SmolLM2-135M's shape.
 """
@@ -37,6 +42,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import dorad.train
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,6 +57,7 @@ SHAPES["smollm2"] = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = ["base", "lora", "dora", "eager", "fused", "patched"]
+GOAL = 2.0  # PEFT's DoRA to patched, in time
 LINEARS = ["q", "k", "v", "o", "gate", "up", "down"]
 
 
@@ -113,15 +120,19 @@ class Case:
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         self.device = options.device
         self.model = make(name, options)
-        made = torch.Generator().manual_seed(2)
-        shape = options.tokens, SHAPES[options.shape]["hidden_size"]
-        x = torch.randn(shape, generator=made).to(options.device, DTYPES[options.dtype])
-        self.x, self.grad = x.requires_grad_(), torch.ones_like(x)
+        self.width, self.dtype = SHAPES[options.shape]["hidden_size"], DTYPES[options.dtype]
+        self.has_norms = name not in ("base", "lora")
         self.tier = {"eager": "eager", "fused": "fused"}.get(name, "auto")
         kind = torch.device(options.device).type
         self.autocast: Callable[[], contextlib.AbstractContextManager] = lambda: torch.autocast(
             kind, torch.bfloat16, enabled=options.autocast
         )
+
+    def take(self, tokens: int) -> None:
+        """What `step` works on from here on."""
+        made = torch.Generator().manual_seed(2)
+        x = torch.randn(tokens, self.width, generator=made).to(self.device, self.dtype)
+        self.x, self.grad = x.requires_grad_(), torch.ones_like(x)
 
     def step(self) -> torch.Tensor:
         self.model.zero_grad()
@@ -132,12 +143,42 @@ class Case:
             output.backward(self.grad.to(output.dtype))
         return output
 
-    def seconds(self) -> float:
+    def norms(self) -> None:
+        """The norms of one forward: PEFT's as its DoraLinearLayer takes them, or ours."""
+        ours = {layer for layer, tier in dorad.train.explain(self.model, 1).items() if tier}
+        with torch.no_grad(), self.autocast():
+            for name, module in self.model.named_modules():
+                if not isinstance(module, LoraLayer):
+                    continue
+                a, b = module.lora_A["default"], module.lora_B["default"]
+                weight, scaling = module.get_base_layer().weight, module.scaling["default"]
+                if f"{name}[default]" in ours:
+                    dorad.train.weight_norm(weight, a.weight, b.weight, scaling, cache=True)
+                    continue
+                dora = module.lora_magnitude_vector["default"]
+                product = dora.get_lora_weight(lora_A=a, lora_B=b, adapter_name="default")
+                x_dtype = a.weight.dtype  # to which PEFT casts the layer's input
+                dora.get_weight_norm(
+                    weight.to(x_dtype), product.to(x_dtype), scaling, adapter_name="default"
+                )
+
+    def seconds(self, work: Callable[[], object]) -> float:
         self.synchronize()
         began = time.perf_counter()
-        self.step()
+        work()
         self.synchronize()
         return time.perf_counter() - began
+
+    def device_seconds(self, work: Callable[[], object]) -> float:
+        """The same without the host's way to the first kernel and back."""
+        if self.device != "cuda":
+            return self.seconds(work)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -169,6 +210,51 @@ def tiers(case: Case, rows: int) -> dict[str, int]:
     return {name: taken.count(name) for name in sorted(set(taken))}
 
 
+def measured(cases: dict[str, Case], tokens: int, repeats: int) -> dict[str, dict]:
+    """What each case does with so many tokens."""
+    for case in cases.values():
+        case.take(tokens)
+    outputs = {name: case.step().detach().float() for name, case in cases.items()}  # and warm-up
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    norms: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            times[name].append(case.seconds(case.step))
+            if case.has_norms:
+                norms[name].append(case.device_seconds(case.norms))
+    results: dict[str, dict] = {}
+    for name, case in cases.items():
+        result: dict = {
+            "ms": round(1e3 * statistics.median(times[name]), 3),
+            "ms_min": round(1e3 * min(times[name]), 3),
+            "ms_max": round(1e3 * max(times[name]), 3),
+            "peak_mib": round(case.peak_bytes() / 2**20, 1),
+        }
+        if norms[name]:
+            result["norms_ms"] = round(1e3 * statistics.median(norms[name]), 3)
+        if case.tier == "auto" and name == "patched":
+            result["tiers"] = tiers(case, tokens)
+        if "dora" in outputs and name not in ("base", "lora"):
+            far = (outputs[name] - outputs["dora"]).abs().max() / outputs["dora"].abs().max()
+            result["output_difference"] = float(far)
+        results[name] = result
+    if "dora" in results:
+        for result in results.values():
+            result["dora_ms_ratio"] = round(results["dora"]["ms"] / result["ms"], 3)
+            result["dora_peak_ratio"] = round(results["dora"]["peak_mib"] / result["peak_mib"], 3)
+    return results
+
+
+def summary(tokens: int, results: dict[str, dict]) -> str:
+    parts = [f"{tokens} tokens"]
+    for name, result in results.items():
+        norms = f" (norms {result['norms_ms']})" if "norms_ms" in result else ""
+        parts.append(f"{name} {result['ms']} ms{norms}")
+    if {"dora", "patched"} <= results.keys():
+        parts.append(f"dora / patched {results['patched']['dora_ms_ratio']} (goal {GOAL})")
+    return ", ".join(parts)
+
+
 def surroundings(options: argparse.Namespace) -> dict:
     facts = {**vars(options), "threads": torch.get_num_threads()}
     facts |= {p: importlib.metadata.version(p) for p in ("torch", "peft")}
@@ -188,7 +274,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rank", type=int, default=384 if cuda else 16)
-    parser.add_argument("--tokens", type=int, default=2048 if cuda else 512)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048 if cuda else 512])
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
     parser.add_argument("--half-adapters", action="store_true", help="adapters in the base's dtype")
     parser.add_argument("--autocast", action="store_true", help="bf16 autocast around the forward")
@@ -199,29 +285,10 @@ def main() -> None:
     options = parser.parse_args()
 
     cases = {name: Case(name, options) for name in options.only}
-    outputs = {name: case.step().detach().float() for name, case in cases.items()}  # and warm-up
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(options.repeats):
-        for name, case in cases.items():
-            times[name].append(case.seconds())
-    results: dict[str, dict] = {}
-    for name, case in cases.items():
-        result = {
-            "ms": round(1e3 * statistics.median(times[name]), 3),
-            "ms_min": round(1e3 * min(times[name]), 3),
-            "ms_max": round(1e3 * max(times[name]), 3),
-            "peak_mib": round(case.peak_bytes() / 2**20, 1),
-        }
-        if case.tier == "auto" and name == "patched":
-            result["tiers"] = tiers(case, options.tokens)
-        if "dora" in outputs and name not in ("base", "lora"):
-            far = (outputs[name] - outputs["dora"]).abs().max() / outputs["dora"].abs().max()
-            result["output_difference"] = float(far)
-        results[name] = result
-    if "dora" in results:
-        for result in results.values():
-            result["dora_ms_ratio"] = round(results["dora"]["ms"] / result["ms"], 3)
-            result["dora_peak_ratio"] = round(results["dora"]["peak_mib"] / result["peak_mib"], 3)
+    results = {}
+    for tokens in options.tokens:
+        results[tokens] = measured(cases, tokens, options.repeats)
+        print(summary(tokens, results[tokens]), file=sys.stderr)
     print(json.dumps({"surroundings": surroundings(options), "results": results}, indent=1))
 
 

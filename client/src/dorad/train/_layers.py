@@ -52,8 +52,8 @@ class _Factored:
     ) -> torch.Tensor:
         """g = m / max(‖matrix + scaling·b @ a‖, ε), [out], differentiable by m only."""
         norm = self._norm(matrix, a, b, scaling, adapter_name, groups)
-        magnitude = self.weight.flatten().to(norm.dtype)
-        return magnitude / norm.clamp_min(epsilon(matrix.dtype))
+        # The division widens the magnitude itself: a cast would be a kernel each way.
+        return self.weight.flatten() / norm.clamp_min(epsilon(matrix.dtype))
 
     def _norm(
         self,
