@@ -324,6 +324,28 @@ def unfit():
     }
 
 
+def test_layers_of_both_layouts_take_the_librarys_norms(everywhere, monkeypatch):
+    torch.manual_seed(0)
+    model = adapted(Linears().bfloat16(), r=8)  # adapters in fp32
+    x = inputs(model.base_model.model, torch.bfloat16)
+    patch(model)
+    layouts = []
+    take = _native.Library.norm
+
+    def spy(library, *arguments):
+        layouts.append(arguments[-1])
+        take(library, *arguments)
+
+    monkeypatch.setattr(_native.Library, "norm", spy)
+    with tier("fused"):
+        wanted = step(model, x)
+        assert layouts == []
+        monkeypatch.setattr(_norm, "_weight_norm", lambda *given: _direct.direct_norm(*given[:4]))
+        got = step(model, x)
+    assert layouts == [False, True, False]
+    assert_close(got, wanted, 2**-7)
+
+
 @pytest.mark.parametrize("why", unfit())
 def test_norm_leaves_what_the_fast_path_does_not_take(on_cuda, why):
     assert _direct.direct_norm(*unfit()[why]) is None

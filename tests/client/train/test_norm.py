@@ -187,6 +187,12 @@ class TestKeptSquares:
             self.check(weight, a, b)
 
 
+def test_meta_tensors_have_a_norm_of_the_right_shape():
+    weight, a, b = (tensor.to("meta") for tensor in matrices(dtype=torch.bfloat16))
+    norm = weight_norm(weight, a, b, 0.5)
+    assert norm.is_meta and norm.shape == (70,) and norm.dtype == torch.float32
+
+
 def test_operator_is_well_formed():
     for dtype in (torch.float32, torch.bfloat16):
         for scaling in (0.0, 0.5):

@@ -127,7 +127,7 @@ def _compose_cpu(
     inner = _rows(outputs[1], g) if want_inner else None
     rows, out = base.shape
     step = max(1, _CHUNK_ELEMENTS // max(1, out))
-    buffers = torch.empty(2, min(step, rows), out, dtype=g.dtype)
+    buffers = g.new_empty(2, min(step, rows), out)
     excess = g - 1
     for begin in range(0, rows, step):
         part = slice(begin, begin + step)
@@ -242,7 +242,7 @@ def _compose_backward_cpu(
     inner = _rows(inner, g) if for_g else inner
     rows, out = grad.shape
     step = max(1, _CHUNK_ELEMENTS // max(1, out))
-    buffers = torch.empty(2, min(step, rows), out, dtype=g.dtype)
+    buffers = g.new_empty(2, min(step, rows), out)
     excess, scaled = g - 1, g * scaling
     if for_g:
         d_g.zero_()

@@ -18,5 +18,5 @@ def watched(*tensors: torch.Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or any(type(tensor) not in _PLAIN for tensor in tensors)
+        or any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors)
     )
