@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "client" / "src"))
 
 import torch  # noqa: E402
-from dorad.train import _compose, _native  # noqa: E402
+from dorad.train import _compose, _native, compose, tier  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALING = 1.5
@@ -49,7 +49,8 @@ class Bench:
         return _compose.compose_eager(*leaves, SCALING)
 
     def fused(self, leaves: list[torch.Tensor]) -> torch.Tensor:
-        return _compose._compose(*leaves, SCALING, True)[0]
+        with tier("fused"):
+            return compose(*leaves, SCALING)
 
 
 def milliseconds(call) -> float:

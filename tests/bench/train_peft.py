@@ -14,7 +14,7 @@ A layer is the seven linears of a decoder, with additions in the place of attent
 optimizer step. Every configuration has the same weights. They take turns (A B A B ...); medians are
 reported. Memory is the peak of what a step allocates beyond what was there before it: CUDA's own
 count, on the CPU the sum over the profiler's allocations. `norms_ms` is the time of all layers'
-norms alone, as a forward takes them, by CUDA's events where there are any.
+norms alone, as a forward takes them; on CUDA the device's time, without the host's.
 
 A line for each number of tokens goes to stderr, with PEFT's time to the patched model's; the goal
 is at least 2. One JSON object goes to stdout, `results` by tokens.
@@ -170,9 +170,10 @@ class Case:
         return time.perf_counter() - began
 
     def device_seconds(self, work: Callable[[], object]) -> float:
-        """The same without the host's way to the first kernel and back."""
+        """Of the device alone: it has something else to do until all of the work is in line."""
         if self.device != "cuda":
             return self.seconds(work)
+        torch.cuda._sleep(20_000_000)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         work()
