@@ -183,7 +183,13 @@ def test_takes_tensors_that_are_not_contiguous():
 
 def test_refuses_what_does_not_fit():
     base, lora, g = operands()
-    for wrong in ((base, lora[1:], g), (base, lora, g[1:]), (base, lora, g.double())):
+    for wrong in (
+        (base, lora[1:], g),
+        (base, lora, g[1:]),
+        (base, lora, g.double()),
+        (base, lora.to("meta"), g),
+        (base, lora, g.to("meta")),
+    ):
         with pytest.raises(ValueError, match=r"base is|g is"):
             compose(*wrong, 1.0)
 

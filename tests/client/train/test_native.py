@@ -312,6 +312,7 @@ def unfit():
     return {
         "weights in fp32": (weight.float(), a, b, 1.0),
         "factors in fp64": (weight, a.double(), b.double(), 1.0),
+        "factors elsewhere": (weight, a, b.to("meta"), 1.0),
         "no scaling": (weight, a, b, 0.0),
         "odd ranks": (weight, a[:4], b[:, :4], 1.0),
         "odd widths": (weight[:, :36].contiguous(), a[:, :36], b, 1.0),

@@ -1,4 +1,4 @@
-"""DoRA training with PEFT, with factored norms and a fused compose. See docs/training.md.
+"""DoRA training with PEFT, with fast norms and a fused compose. See docs/training.md.
 
 `patch` makes an existing PEFT model use them and `unpatch` undoes it. Needs the extra `train`.
 """

@@ -30,7 +30,7 @@ def compose(
     """(g - 1)·base + g·scaling·lora, of base's shape [..., out] and the wider dtype of the two.
 
     `base` has no bias, `lora` is B(A(x)) unscaled, `g` is [out] in fp32, or fp64 with fp64 inputs.
-    The tier is `_tiers.choose`'s. Raises ValueError when shapes or g's dtype do not fit.
+    The tier is `_tiers.choose`'s. Raises ValueError when shapes, devices or g's dtype do not fit.
     """
     out = base.shape[-1]
     if lora.shape != base.shape or g.shape != (out,):
@@ -38,6 +38,8 @@ def compose(
             f"base is {list(base.shape)}: lora must be the same, not {list(lora.shape)},"
             f" and g [{out}], not {list(g.shape)}"
         )
+    if not base.device == lora.device == g.device:
+        raise ValueError(f"base is on {base.device}, lora on {lora.device} and g on {g.device}")
     if g.dtype != accumulation_dtype(base.dtype, lora.dtype):
         raise ValueError(f"g is {g.dtype} with base in {base.dtype} and lora in {lora.dtype}")
     record = torch.is_grad_enabled()

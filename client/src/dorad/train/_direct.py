@@ -27,6 +27,8 @@ def direct_norm(
         return None
     if a.dtype not in _FACTORS or b.dtype not in _FACTORS:
         return None
+    if not weight.device == a.device == b.device:
+        return None  # for torch to refuse
     (rank, width), out = a.shape, b.shape[0]
     exact = a.dtype == b.dtype == torch.bfloat16
     if not 0 < (rank if exact else 3 * rank) <= _native.MOST_RANK or (rank | width) % 8 != 0:

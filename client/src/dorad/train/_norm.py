@@ -1,4 +1,4 @@
-"""The norm of DoRA, ‖W + s·B·A‖ along each row, from factors: B·A is never built."""
+"""The norm of DoRA, ‖W + s·B·A‖ along each row. B·A is never stored."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ def weight_norm(
     """‖weight + scaling·b @ a‖ of each row, [out], in fp32, or fp64 when an input is fp64.
 
     `weight` is [out, in] (a transposed view will do), `a` [rank, in], `b` [out, rank]. The result
-    is detached. Columns are taken in chunks, multiples of 64, so that a chunk of the weight widened
-    to fp32 fits into `chunk_bytes`. `cache` keeps ‖weight‖² for the next call: for frozen weights.
+    is detached.
+
+    On CUDA `direct_norm` takes what it can. Else columns are taken in chunks, multiples of 64, so
+    that a chunk of the weight widened to fp32 fits into `chunk_bytes`, and `cache` keeps ‖weight‖²
+    for the next call: for frozen weights.
 
     Raises ValueError when the shapes do not fit together.
     """
