@@ -53,7 +53,7 @@ def test_the_sum_of_the_magnitude_is_the_same_each_time():
 def test_a_patched_model_is_peft_s(name):
     torch.manual_seed(0)
     model = adapted(Linears()).cuda()
-    x = inputs(model.base_model.model).cuda()
+    x = inputs(model.base_model.model).detach().cuda().requires_grad_()
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
