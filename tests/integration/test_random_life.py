@@ -1,5 +1,5 @@
 """Thousands of random operations against a model of the registry: publish, activate, retire,
-generate, abort, pause, restart and kill -9. At the end nothing is held, leaked, lost or mixed up.
+generate, abort, pause, sleep, restart and kill -9. At the end nothing is held, leaked, lost or mixed up.
 
 DORAD_RANDOM_OPERATIONS and DORAD_RANDOM_SEED choose how many and which.
 """
@@ -78,7 +78,7 @@ class World:
         # Not all versions fit; the ephemeral ones come back from host memory.
         settings = self._settings() | {
             "adapters.store_path": str(self.store),
-            "adapters.resident_bytes": 4 * self.version_bytes,
+            "adapters.resident_bytes": 6 * self.version_bytes,
             "adapters.host_bytes": 256 << 20,
         }
         return start(command(self.zoo.model("llama2"), None, settings), self.log)
@@ -269,6 +269,18 @@ class World:
             self.random.choice([self.publish, self.activate, self.retire])()
         self.wire.resume(scope)
 
+    def sleep(self) -> None:
+        """Memory goes back, changes are made, memory comes again; what streamed goes on."""
+        tags = self.random.sample(["weights", "kv", "adapters"], self.random.randint(1, 3))
+        self.wire.sleep(*tags, keep_kv=self.random.random() < 0.5)
+        changes = [self.activate, self.retire]
+        if "weights" not in tags:
+            changes.append(self.publish)
+        for _ in range(3):
+            self.random.choice(changes)()
+        self.wire.wake(*tags)
+        assert not self.wire.info().engine.sleeping
+
     def restart(self) -> None:
         while self.streams:
             self.end_stream()
@@ -326,6 +338,7 @@ class World:
             self.cancel_stream: 2,
             self.abort: 2,
             self.pause: 3,
+            self.sleep: 3,
             self.check: 5,
             self.restart: 0.5,
             self.kill: 0.7,
