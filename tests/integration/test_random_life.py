@@ -1,5 +1,6 @@
 """Thousands of random operations against a model of the registry: publish, activate, retire,
-generate, abort, pause, sleep, restart and kill -9. At the end nothing is held, leaked, lost or mixed up.
+generate, abort, pause, sleep, restart and kill -9. At the end nothing is held, leaked, lost or
+mixed up.
 
 DORAD_RANDOM_OPERATIONS and DORAD_RANDOM_SEED choose how many and which.
 """
