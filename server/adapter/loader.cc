@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -39,11 +40,28 @@ struct Job {
   PublishOptions options;
   int64_t version = 0;
   AdapterFiles files;
-  std::string path;  // not empty: `files` are read from there
+  std::string path;                 // not empty: `files` are read from there
+  std::optional<PeerTensors> peer;  // the file of tensors is made of them
   bool trusted = false;
   absl::Duration read;  // time the caller spent receiving the bytes
   PublishCallback done;
 };
+
+// Whoever began the publish from memory is still there, and goes on wanting it.
+absl::Status CheckWanted(const Job& job) {
+  if (!job.peer || job.peer->wanted()) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kAborted, "HANDOVER_CLOSED",
+                   "the connection that handed the memory over was closed before the version was "
+                   "published");
+}
+
+absl::Status CheckDigest(const Job& job, const std::string& digest) {
+  if (!job.peer || job.peer->expected_digest.empty() || job.peer->expected_digest == digest) {
+    return absl::OkStatus();
+  }
+  return MakeInvalid(kSubject, {{"expected_digest", "HANDOVER_DIGEST_MISMATCH",
+                                 absl::StrCat("what was read has the digest ", digest)}});
+}
 
 void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
   const int rank = module.target.rank;
@@ -83,6 +101,7 @@ struct AdapterLoader::Impl {
   static void RunNext(Impl* impl, Queue& jobs);
   void Run(Job& job);
   absl::StatusOr<Loaded> Load(Job& job);
+  absl::StatusOr<int64_t> Publish(const Job& job, Loaded& loaded);
   absl::StatusOr<Content> Read(Job& job);
   // On a thread of the pool; catches what libtorch throws.
   absl::StatusOr<Content> ReadHere(Job& job);
@@ -142,15 +161,14 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
 void AdapterLoader::Impl::Run(Job& job) {
   absl::StatusOr<Loaded> loaded = Load(job);
   job.files = AdapterFiles();
+  if (job.peer) job.peer->tensors.clear();
   if (!loaded.ok()) {
     registry->Fail(job.options.name, job.version, loaded.status());
     End(job, nullptr, loaded.status());
     return;
   }
   const AdapterSummary summary = loaded->adapter->summary();
-  const absl::StatusOr<int64_t> generation =
-      registry->Publish(std::move(loaded->adapter), job.options.activate,
-                        job.options.expected_generation, loaded->object);
+  const absl::StatusOr<int64_t> generation = Publish(job, *loaded);
   if (!generation.ok()) {
     if (!loaded->object.empty()) store->Drop(loaded->object);
     End(job, nullptr, generation.status());
@@ -177,6 +195,16 @@ void AdapterLoader::Impl::Run(Job& job) {
   }
 }
 
+absl::StatusOr<int64_t> AdapterLoader::Impl::Publish(const Job& job, Loaded& loaded) {
+  if (const absl::Status wanted = CheckWanted(job); !wanted.ok()) {
+    registry->Fail(job.options.name, job.version, wanted);
+    loaded.adapter = nullptr;
+    return wanted;
+  }
+  return registry->Publish(std::move(loaded.adapter), job.options.activate,
+                           job.options.expected_generation, loaded.object);
+}
+
 absl::StatusOr<Content> AdapterLoader::Impl::ReadHere(Job& job) {
   // Once in each thread of the pool.
   static thread_local const bool prepared = (builder->PrepareThread(), true);
@@ -194,6 +222,11 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
     DORAD_ASSIGN_OR_RETURN(job.files,
                            ReadAdapterFolder(job.path, {options.allowed_roots, job.trusted},
                                              options.max_adapter_bytes));
+  } else if (job.peer) {
+    DORAD_RETURN_IF_ERROR(CheckWanted(job));
+    DORAD_ASSIGN_OR_RETURN(
+        job.files.safetensors,
+        CopyToImage(*job.peer, static_cast<uint64_t>(options.max_adapter_bytes)));
   } else if (job.files.safetensors.size() > static_cast<uint64_t>(options.max_adapter_bytes)) {
     return MakeInvalid(
         kSubject, {{kSubject, "ADAPTER_TOO_LARGE",
@@ -209,6 +242,7 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
   AdapterSummary& summary = content.summary;
   for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
   summary.digest = ContentDigest(tensors, *modules);
+  DORAD_RETURN_IF_ERROR(CheckDigest(job, summary.digest));
   const absl::Time validated = absl::Now();
   DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, Build(tensors));
   summary.resident_bytes = built.bytes;
@@ -339,6 +373,16 @@ void AdapterLoader::PublishFromPath(PublishOptions options, std::string path, bo
   job.options = std::move(options);
   job.path = path.empty() ? "." : std::move(path);
   job.trusted = trusted;
+  job.done = std::move(done);
+  impl_->Submit(std::move(job));
+}
+
+void AdapterLoader::PublishFromMemory(PublishOptions options, std::string adapter_config_json,
+                                      PeerTensors peer, PublishCallback done) {
+  Job job;
+  job.options = std::move(options);
+  job.files.config_json = std::move(adapter_config_json);
+  job.peer = std::move(peer);
   job.done = std::move(done);
   impl_->Submit(std::move(job));
 }

@@ -18,6 +18,7 @@
 #include "absl/time/time.h"
 #include "server/adapter/base_modules.h"
 #include "server/adapter/builder.h"
+#include "server/adapter/peer_tensors.h"
 #include "server/adapter/registry.h"
 #include "server/adapter/store.h"
 #include "server/base/thread_pool.h"
@@ -64,7 +65,7 @@ class AdapterLoader {
   // Ends queued loads with CANCELLED and waits for the running ones and for recalls.
   ~AdapterLoader();
 
-  // Both return at once, or with a store after the disk has the version's number; `done` runs
+  // All return at once, or with a store after the disk has the version's number; `done` runs
   // exactly once, on a loader thread or (for what is refused immediately) on the caller's.
   // RESOURCE_EXHAUSTED (LOAD_QUEUE_FULL) with a retry hint, FAILED_PRECONDITION
   // (STORE_NOT_CONFIGURED), statuses of Store.
@@ -77,6 +78,12 @@ class AdapterLoader {
   // line).
   void PublishFromPath(PublishOptions options, std::string path, bool trusted,
                        PublishCallback done);
+
+  // The result is also ABORTED (HANDOVER_CLOSED) when the process that owns the memory does not
+  // want the version any more before it is published, INVALID_ARGUMENT (HANDOVER_DIGEST_MISMATCH)
+  // and what CopyToImage says. After `done` nothing is read from the memory.
+  void PublishFromMemory(PublishOptions options, std::string adapter_config_json, PeerTensors peer,
+                         PublishCallback done);
 
   // The content of a stored version, loaded on a thread of the pool while the caller waits. Fails
   // as a publish does; DATA_LOSS (STORE_OBJECT_DAMAGED) when its digest is not stored.digest.

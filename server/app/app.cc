@@ -26,6 +26,7 @@
 #include "server/base/metrics.h"
 #include "server/base/thread_pool.h"
 #include "server/engine/engine.h"
+#include "server/handover/listener.h"
 #include "server/ops/thread_team.h"
 #include "server/rpc/server.h"
 #include "server/rpc/upload_store.h"
@@ -237,6 +238,14 @@ struct App::Impl {
       const Sleeper::Tags tags = sleeper.asleep();
       return std::vector<std::string>(tags.begin(), tags.end());
     };
+    services.publisher.from_memory = [this](adapter::PublishOptions options, std::string json,
+                                            adapter::PeerTensors peer,
+                                            adapter::PublishCallback done) {
+      if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
+      services.run_change(
+          [this, options = std::move(options), json = std::move(json), peer = std::move(peer),
+           done = std::move(done)] { loader.PublishFromMemory(options, json, peer, done); });
+    };
     services.memory_by_kind = [this] { return MemoryByKind(); };
     services.info = ToServerInfo(config, backend->info());
     services.limits.engine = engine.limits();
@@ -302,6 +311,14 @@ struct App::Impl {
   }
 
   absl::Status Listen() {
+    if (!config.server.handover_socket.empty()) {
+      handover::Listener::Options memory;
+      memory.path = config.server.handover_socket;
+      auto listening = handover::Listener::Start(std::move(memory));
+      if (!listening.ok()) return Annotate(listening.status(), "handover socket");
+      handover = *std::move(listening);
+      services.handover = handover.get();
+    }
     if (!config.server.metrics_listen.empty()) {
       absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
           config.server.metrics_listen,
@@ -378,6 +395,11 @@ struct App::Impl {
     const rpc::UploadStore::Idle idle = uploads.idle();
     gauges.idle_uploads = idle.uploads;
     gauges.idle_upload_bytes = idle.bytes;
+    if (handover != nullptr) {
+      const handover::Listener::Stats held = handover->stats();
+      gauges.handover_connections = held.connections;
+      gauges.handover_bytes = held.memory_bytes;
+    }
     return gauges;
   }
 
@@ -400,6 +422,7 @@ struct App::Impl {
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;
   std::atomic<bool> ready{false};
+  std::unique_ptr<handover::Listener> handover;  // nullptr: none
   std::unique_ptr<MetricsHttpServer> metrics_http;
   std::unique_ptr<rpc::Server> server;
   std::unique_ptr<Watchdog> watchdog;

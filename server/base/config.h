@@ -17,6 +17,7 @@ struct ServerConfig {
       "127.0.0.1:50051";  // host:port, [v6]:port or unix:PATH; port 0 picks one
   std::string metrics_listen = "127.0.0.1:9464";  // host:port; "" = off
   std::string admin_listen;                       // "" = admin RPCs share grpc_listen
+  std::string handover_socket;                    // path; "" = none
   int64_t max_message_bytes = 64 << 20;
   int64_t max_concurrent_streams = 1024;
   double drain_timeout_seconds = 30.0;    // SIGTERM: wait this long for running requests

@@ -204,8 +204,13 @@ struct AdapterMetrics {
             Gauges(r, "dorad_adapter_idle_uploads", "Broken uploads that wait to be gone on with.")
                 .Add({})),
         idle_upload_bytes(
-            Gauges(r, "dorad_adapter_idle_upload_bytes", "Bytes that have come of them.").Add({})) {
-  }
+            Gauges(r, "dorad_adapter_idle_upload_bytes", "Bytes that have come of them.").Add({})),
+        handover_connections(
+            Gauges(r, "dorad_handover_connections", "Connections that have handed memory over.")
+                .Add({})),
+        handover_bytes(
+            Gauges(r, "dorad_handover_bytes", "Memory of other processes that they hold open.")
+                .Add({})) {}
 
   Counter& loads;
   Labelled<Counter, 1> failures;
@@ -217,6 +222,7 @@ struct AdapterMetrics {
   Counter &recalls_from_host, &recalls_from_store;
   Gauge &bytes, &host_bytes, &leases, &generation;
   Gauge &idle_uploads, &idle_upload_bytes;
+  Gauge &handover_connections, &handover_bytes;
 };
 
 struct StoreMetrics {
@@ -393,6 +399,8 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.generation.Set(static_cast<double>(gauges.generation));
   adapters.idle_uploads.Set(gauges.idle_uploads);
   adapters.idle_upload_bytes.Set(static_cast<double>(gauges.idle_upload_bytes));
+  adapters.handover_connections.Set(static_cast<double>(gauges.handover_connections));
+  adapters.handover_bytes.Set(static_cast<double>(gauges.handover_bytes));
 }
 
 void Metrics::SetStore(const StoreGauges& gauges) {

@@ -77,6 +77,8 @@ class Metrics {
     int64_t generation = 0;
     int idle_uploads = 0;
     int64_t idle_upload_bytes = 0;
+    int64_t handover_connections = 0;
+    int64_t handover_bytes = 0;
   };
   void SetAdapters(const AdapterGauges& gauges);
 

@@ -8,7 +8,9 @@
 #include "server/rpc/call.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/encode.h"
+#include "server/rpc/memory_publish.h"
 #include "server/rpc/page_token.h"
+#include "server/rpc/peft_config_json.h"
 #include "server/rpc/publish_reactor.h"
 #include "server/rpc/watch_reactor.h"
 
@@ -57,6 +59,23 @@ void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& c
     Guarded(call->record().method(), body,
             [&call](const absl::Status& status) { call->End(status); });
   });
+}
+
+absl::Status ShuttingDown() {
+  return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+}
+
+// Ends a publish's call with what the loader made of it.
+template <typename Response>
+adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& call) {
+  return [call](const absl::StatusOr<adapter::PublishResult>& result) {
+    call->Complete([&](Response* to) {
+      if (!result.ok()) return result.status();
+      Encode(result->adapter, to->mutable_adapter());
+      to->set_generation(result->generation);
+      return absl::OkStatus();
+    });
+  };
 }
 
 absl::Status Get(const adapter::AdapterRegistry& registry, const v1::GetRequest& request,
@@ -158,23 +177,33 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerCo
   return UnaryCall<v1::PublishFromPathResponse>::Run(
       "PublishFromPath", context, services_->metrics, response, [&](const auto& call) {
         absl::StatusOr<adapter::PublishOptions> options = ParsePublish(*request);
-        if (options.ok() && services_->draining) {
-          options = MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN",
-                              "the server is shutting down");
-        }
+        if (options.ok() && services_->draining) options = ShuttingDown();
         if (!options.ok()) {
           call->End(options.status());
           return;
         }
-        services_->publisher.from_path(*std::move(options), request->path(),
-                                       [call](absl::StatusOr<adapter::PublishResult> result) {
-                                         call->Complete([&](v1::PublishFromPathResponse* to) {
-                                           if (!result.ok()) return result.status();
-                                           Encode(result->adapter, to->mutable_adapter());
-                                           to->set_generation(result->generation);
-                                           return absl::OkStatus();
-                                         });
-                                       });
+        services_->publisher.from_path(*std::move(options), request->path(), AnswerTo(call));
+      });
+}
+
+grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
+    grpc::CallbackServerContext* context, const v1::PublishFromMemoryRequest* request,
+    v1::PublishFromMemoryResponse* response) {
+  return UnaryCall<v1::PublishFromMemoryResponse>::Run(
+      "PublishFromMemory", context, services_->metrics, response, [&](const auto& call) {
+        absl::StatusOr<MemoryPublish> publish = ParseMemoryPublish(*request, services_->handover);
+        if (publish.ok() && services_->draining) publish = ShuttingDown();
+        if (!publish.ok()) {
+          call->End(publish.status());
+          return;
+        }
+        services_->publisher.from_memory(
+            std::move(publish->options), std::move(publish->config_json), std::move(publish->peer),
+            [typed = request->has_peft_config(),
+             answer = AnswerTo(call)](absl::StatusOr<adapter::PublishResult> result) {
+              if (!result.ok() && typed) result = NamePeftConfigFields(result.status());
+              answer(std::move(result));
+            });
       });
 }
 

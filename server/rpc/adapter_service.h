@@ -18,6 +18,9 @@ class AdapterService final : public v1::AdapterService::CallbackService {
   grpc::ServerUnaryReactor* PublishFromPath(grpc::CallbackServerContext* context,
                                             const v1::PublishFromPathRequest* request,
                                             v1::PublishFromPathResponse* response) override;
+  grpc::ServerUnaryReactor* PublishFromMemory(grpc::CallbackServerContext* context,
+                                              const v1::PublishFromMemoryRequest* request,
+                                              v1::PublishFromMemoryResponse* response) override;
   grpc::ServerUnaryReactor* Activate(grpc::CallbackServerContext* context,
                                      const v1::ActivateRequest* request,
                                      v1::ActivateResponse* response) override;

@@ -19,6 +19,7 @@
 #include "server/base/metrics.h"
 #include "server/base/thread_pool.h"
 #include "server/engine/engine.h"
+#include "server/handover/listener.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/upload_store.h"
 
@@ -41,7 +42,7 @@ struct ServerInfo {
   absl::Time start_time;
 };
 
-// AdapterLoader's two entrances (see there); functions, so that tests need no loader.
+// AdapterLoader's entrances (see there); functions, so that tests need no loader.
 struct Publisher {
   std::function<void(adapter::PublishOptions, std::string config_json,
                      std::vector<std::byte> safetensors, absl::Duration read,
@@ -49,6 +50,9 @@ struct Publisher {
       from_bytes;
   std::function<void(adapter::PublishOptions, std::string path, adapter::PublishCallback)>
       from_path;
+  std::function<void(adapter::PublishOptions, std::string config_json, adapter::PeerTensors,
+                     adapter::PublishCallback)>
+      from_memory;
 };
 
 // Sleeper's functions (see there), which call back from another thread; functions, so that tests
@@ -73,6 +77,7 @@ struct Services {
   ThreadPool* couriers = nullptr;
   UploadStore* uploads = nullptr;
   Publisher publisher;
+  handover::Listener* handover = nullptr;  // nullptr: nothing can be published from memory
   // Runs a change of the registry: here, or where it may wait for the store's disk.
   std::function<void(std::function<void()>)> run_change = [](const std::function<void()>& change) {
     change();

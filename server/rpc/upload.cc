@@ -25,18 +25,6 @@ std::string ToBytes(const std::array<uint8_t, 32>& digest) {
   return std::string(digest.begin(), digest.end());
 }
 
-void CheckConfig(const v1::PublishBegin& begin, const std::string& json,
-                 std::vector<Violation>* violations) {
-  if (begin.has_peft_config() && !begin.adapter_config_json().empty()) {
-    violations->push_back({"peft_config", "PUBLISH_CONFIG_TWICE",
-                           "exactly one of adapter_config_json and peft_config is given"});
-  } else if (json.empty() || json.size() > kMaxAdapterConfigBytes) {
-    violations->push_back(
-        {begin.has_peft_config() ? "peft_config" : "adapter_config_json", "PUBLISH_CONFIG_SIZE",
-         absl::StrCat(json.size(), " bytes are not in [1, ", kMaxAdapterConfigBytes, "]")});
-  }
-}
-
 std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, const std::string& config_json,
                                   int64_t max_bytes) {
   std::vector<Violation> violations;
@@ -44,7 +32,8 @@ std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, const std::stri
   if (begin.has_version()) CheckAdapterVersion(begin.version(), &violations);
   CheckTags(begin.tags(), &violations);
   if (begin.has_upload_id()) CheckUploadId(begin.upload_id(), &violations);
-  CheckConfig(begin, config_json, &violations);
+  CheckAdapterConfig(begin.has_peft_config(), begin.adapter_config_json(), config_json,
+                     &violations);
   if (begin.safetensors_size() == 0 ||
       begin.safetensors_size() > static_cast<uint64_t>(max_bytes)) {
     violations.push_back(
@@ -60,6 +49,18 @@ std::vector<Violation> CheckBegin(const v1::PublishBegin& begin, const std::stri
 }
 
 }  // namespace
+
+void CheckAdapterConfig(bool typed, const std::string& text, const std::string& json,
+                        std::vector<Violation>* violations) {
+  if (typed && !text.empty()) {
+    violations->push_back({"peft_config", "PUBLISH_CONFIG_TWICE",
+                           "exactly one of adapter_config_json and peft_config is given"});
+  } else if (json.empty() || json.size() > kMaxAdapterConfigBytes) {
+    violations->push_back(
+        {typed ? "peft_config" : "adapter_config_json", "PUBLISH_CONFIG_SIZE",
+         absl::StrCat(json.size(), " bytes are not in [1, ", kMaxAdapterConfigBytes, "]")});
+  }
+}
 
 void CheckUploadId(const std::string& id, std::vector<Violation>* violations) {
   constexpr size_t kMaxBytes = 128;

@@ -28,6 +28,11 @@ inline constexpr size_t kMaxAdapterConfigBytes = 1 << 20;
 // UPLOAD_ID_INVALID unless it is 1 to 128 of [A-Za-z0-9._-].
 void CheckUploadId(const std::string& id, std::vector<Violation>* violations);
 
+// The configuration of a publish: PUBLISH_CONFIG_TWICE unless it was given once, as message
+// (`typed`) or as `text`, and PUBLISH_CONFIG_SIZE. `json`: what it amounts to.
+void CheckAdapterConfig(bool typed, const std::string& text, const std::string& json,
+                        std::vector<Violation>* violations);
+
 // Bytes held by the images of all uploads that are under way or kept; a stalled upload holds only
 // what has come of it. Shared by UploadStore and the uploads. Thread-safe.
 class UploadBudget {

@@ -291,6 +291,11 @@ class Wire:
         )
         return self.adapters.Publish(parts, timeout=timeout)
 
+    def publish_memory(
+        self, message: adapters_pb2.PublishFromMemoryRequest
+    ) -> adapters_pb2.PublishFromMemoryResponse:
+        return self.adapters.PublishFromMemory(message, timeout=DEADLINE)
+
     def publish_rest(
         self, begin: adapters_pb2.PublishBegin, image: bytes, offset: int
     ) -> adapters_pb2.PublishResponse:

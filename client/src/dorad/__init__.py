@@ -6,6 +6,7 @@ makes one of several servers, and is there in both forms as well.
 
 from dorad import errors
 from dorad._client import Client, Stream
+from dorad._handover import SharedTensors
 from dorad._sync_pool import RolloutPool
 from dorad.errors import (
     Cancelled,
@@ -76,6 +77,7 @@ __all__ = [
     "Sample",
     "ScoreResult",
     "ServerInfo",
+    "SharedTensors",
     "Span",
     "Stream",
     "TargetReport",

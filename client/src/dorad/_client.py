@@ -22,6 +22,7 @@ from dorad._channel import (
     deadline,
     overload_delay,
 )
+from dorad._handover import MemoryPublish, SharedTensors
 from dorad._publish import Attempts, Progress, Upload
 from dorad._stubs import (
     adapters_pb2,
@@ -432,6 +433,66 @@ class Client:
             return int(self._call(self._adapters.GetUpload, message, timeout).received_bytes)
         except NotFound:
             return 0
+
+    def publish_from_memory(
+        self,
+        name: str,
+        *,
+        handover: str | os.PathLike[str] | SharedTensors,
+        tensors: Mapping[str, Any] | None = None,
+        model: Any = None,
+        model_adapter: str | None = None,
+        config: Any = None,
+        activate: bool = True,
+        version: int | None = None,
+        expected_generation: int | None = None,
+        durable: bool = False,
+        tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
+        pinned: bool = False,
+        check: bool = False,
+        expected_digest: str = "",
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Publishes a new version that the server reads out of this host's memory.
+
+        The server must run on this host under this process's user, with server.handover_socket.
+        Options that `publish` has as well mean the same.
+
+        Args:
+          handover: the server's server.handover_socket, or what holds the memory across steps.
+          tensors: name → torch tensor or numpy array, named as PEFT saves them, in the host's
+            memory or on the server's GPU. They must not change until this returns.
+          model: instead of tensors: a peft.PeftModel, which must not be trained until this returns.
+          check: hash every tensor here; the server refuses what it reads differently.
+          expected_digest: refuse the version unless it has this digest.
+
+        Raises:
+          InvalidArgument: the adapter is refused, or its memory was written to too early
+            (HANDOVER_DIGEST_MISMATCH; only with check or expected_digest).
+          Unavailable: nobody listens on the handover socket.
+          PermissionDenied: the server runs under another user.
+        """
+        publish = MemoryPublish(
+            name,
+            handover=handover,
+            tensors=tensors,
+            model=model,
+            model_adapter=model_adapter,
+            config=config,
+            activate=activate,
+            version=version,
+            expected_generation=expected_generation,
+            durable=durable,
+            tags=tags,
+            keep_last=keep_last,
+            pinned=pinned,
+            check=check,
+            expected_digest=expected_digest,
+        )
+        with publish as message:
+            answer = self._call(self._adapters.PublishFromMemory, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
 
     def activate(
         self,

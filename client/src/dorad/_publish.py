@@ -71,7 +71,7 @@ class TensorImage:
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         if not tensors:
             raise ValueError("tensors is empty")
-        parts = [(name, *_tensor_bytes(name, tensor)) for name, tensor in tensors.items()]
+        parts = [(name, *tensor_bytes(name, tensor)) for name, tensor in tensors.items()]
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, dtype, shape, data in parts:
@@ -99,7 +99,7 @@ _DTYPES = {
 }
 
 
-def _tensor_bytes(name: str, tensor: Any) -> tuple[str, list[int], memoryview]:
+def tensor_bytes(name: str, tensor: Any) -> tuple[str, list[int], memoryview]:
     """(safetensors dtype, shape, bytes) of a torch tensor or numpy array."""
     shape = [int(size) for size in tensor.shape]
     dtype = str(tensor.dtype).removeprefix("torch.")

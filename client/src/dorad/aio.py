@@ -32,6 +32,7 @@ from dorad._channel import (
     overload_delay,
 )
 from dorad._client import _as_requests
+from dorad._handover import MemoryPublish, SharedTensors
 from dorad._many import run_many
 from dorad._pool import RolloutPool
 from dorad._publish import Attempts, Progress, Upload
@@ -408,6 +409,62 @@ class Client:
             return int(answer.received_bytes)
         except NotFound:
             return 0
+
+    async def publish_from_memory(
+        self,
+        name: str,
+        *,
+        handover: str | os.PathLike[str] | SharedTensors,
+        tensors: Mapping[str, Any] | None = None,
+        model: Any = None,
+        model_adapter: str | None = None,
+        config: Any = None,
+        activate: bool = True,
+        version: int | None = None,
+        expected_generation: int | None = None,
+        durable: bool = False,
+        tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
+        pinned: bool = False,
+        check: bool = False,
+        expected_digest: str = "",
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Publishes a new version that the server reads out of this host's memory."""
+        publish = MemoryPublish(
+            name,
+            handover=handover,
+            tensors=tensors,
+            model=model,
+            model_adapter=model_adapter,
+            config=config,
+            activate=activate,
+            version=version,
+            expected_generation=expected_generation,
+            durable=durable,
+            tags=tags,
+            keep_last=keep_last,
+            pinned=pinned,
+            check=check,
+            expected_digest=expected_digest,
+        )
+        with contextlib.ExitStack() as stack:
+            message = await self._enter(publish)
+            stack.push(publish)
+            answer = await self._call(self._adapters.PublishFromMemory, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    @staticmethod
+    async def _enter(publish: MemoryPublish) -> Any:
+        """Waits for a buffer and copies, off the event loop."""
+        entered = asyncio.ensure_future(asyncio.to_thread(publish.__enter__))
+        try:
+            return await asyncio.shield(entered)
+        except asyncio.CancelledError:
+            entered.add_done_callback(
+                lambda done: done.exception() or publish.__exit__(None, None, None)
+            )
+            raise
 
     async def activate(
         self,

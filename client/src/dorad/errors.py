@@ -185,6 +185,13 @@ def _details(metadata: Any) -> status_pb2.Status:
     return status
 
 
+def from_code(code: int, reason: str, message: str) -> DoradError:
+    """The exception for a failure that did not come over gRPC, by gRPC's number of its code."""
+    names = {status.value[0]: status.name for status in grpc.StatusCode}
+    name = names.get(code, "UNKNOWN")
+    return _BY_CODE.get(name, DoradError)(message, code=name, reason=reason)
+
+
 def from_rpc_error(error: grpc.RpcError) -> DoradError:
     """The exception for a failed gRPC call (sync or asyncio)."""
     code = error.code()

@@ -1,0 +1,343 @@
+"""Publishing from memory: the trainer's side of the server's handover socket.
+
+The wire format is described in server/handover/message.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from dorad._publish import config_json, from_peft_model, tensor_bytes
+from dorad._stubs import adapters_pb2
+from dorad.errors import Unavailable, from_code
+
+_OFFER = struct.Struct("<8sIIQ64s16s")
+_MAGIC = b"DORADMEM"
+_FILE, _CUDA_IPC = 1, 2
+_ANSWER = struct.Struct("<II16s")
+_MAX_ANSWER = 512
+_ANSWER_SECONDS = 30.0
+_ALIGNMENT = 64
+
+_DTYPES = {
+    "F32": adapters_pb2.TENSOR_DTYPE_F32,
+    "F16": adapters_pb2.TENSOR_DTYPE_F16,
+    "BF16": adapters_pb2.TENSOR_DTYPE_BF16,
+}
+
+
+class _Connection:
+    """A connection to the handover socket: what is offered is held as long as it is open."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.settimeout(_ANSWER_SECONDS)
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise Unavailable(
+                f"no handover socket at {path}: {error}", code="UNAVAILABLE"
+            ) from error
+        self.ticket = b""
+
+    def offer_file(self, fd: int, size: int) -> int:
+        """Hands a memory file over; returns its index."""
+        return self._offer(_OFFER.pack(_MAGIC, _FILE, 0, size, b"", b""), [fd])
+
+    def offer_cuda(self, handle: bytes, size: int, uuid: bytes) -> int:
+        """Hands an allocation on a GPU over; returns its index."""
+        return self._offer(_OFFER.pack(_MAGIC, _CUDA_IPC, 0, size, handle, uuid), [])
+
+    def _offer(self, message: bytes, fds: list[int]) -> int:
+        answer = b""
+        try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self._socket, [message], fds)
+            answer = self._socket.recv(_MAX_ANSWER)  # Also of a server that does not listen.
+        except OSError as error:
+            raise Unavailable(
+                f"the handover socket does not answer: {error}", code="UNAVAILABLE"
+            ) from error
+        if len(answer) < _ANSWER.size:
+            raise Unavailable("the handover socket was closed", code="UNAVAILABLE")
+        code, index, ticket = _ANSWER.unpack_from(answer)
+        if code != 0:
+            reason, _, text = answer[_ANSWER.size :].decode(errors="replace").partition(" ")
+            raise from_code(code, reason, text)
+        self.ticket = ticket
+        return int(index)
+
+    @property
+    def open(self) -> bool:
+        """The server has not closed its end."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor's bytes in the host's memory, and where they go."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    data: memoryview
+    offset: int
+
+
+class _Buffer:
+    """One memory file with a connection of its own, which goes when the memory is replaced."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._connection: _Connection | None = None
+        self._fd = -1
+        self._map: mmap.mmap | None = None
+        self._file_index: int | None = None
+        self._cuda_indices: dict[bytes, int] = {}
+
+    def write(
+        self, tensors: Mapping[str, Any], check: bool
+    ) -> tuple[bytes, list[adapters_pb2.MemoryTensor]]:
+        """(ticket, tensors of the request) after copying what lies in the host's memory."""
+        if not tensors:
+            raise ValueError("tensors is empty")
+        parts, size = _lay_out({n: x for n, x in tensors.items() if not _is_cuda(x)})
+        self._reserve(size)
+        connection = self._connect()
+        messages = {part.name: self._copy(connection, part, check) for part in parts}
+        for name, tensor in tensors.items():
+            if name not in messages:
+                messages[name] = self._export(connection, name, tensor, check)
+        return connection.ticket, list(messages.values())
+
+    def _reserve(self, size: int) -> None:
+        if size == 0 or (self._map is not None and len(self._map) >= size):
+            return
+        self.close()
+        self._fd = os.memfd_create("dorad", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self._map = mmap.mmap(self._fd, size)
+
+    def _connect(self) -> _Connection:
+        if self._connection is not None and not self._connection.open:
+            self.disconnect()  # The server has been started again.
+        if self._connection is None:
+            self._connection = _Connection(self._path)
+        return self._connection
+
+    def disconnect(self) -> None:
+        """Withdraws what was offered."""
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+        self._file_index = None
+        self._cuda_indices = {}
+
+    def _copy(self, connection: _Connection, part: _Part, check: bool) -> adapters_pb2.MemoryTensor:
+        assert self._map is not None
+        if self._file_index is None:
+            self._file_index = connection.offer_file(self._fd, len(self._map))
+        size = part.data.nbytes
+        np.frombuffer(self._map, np.uint8, size, part.offset)[:] = np.frombuffer(
+            part.data, np.uint8
+        )
+        return adapters_pb2.MemoryTensor(
+            name=part.name,
+            dtype=_DTYPES[part.dtype],
+            shape=part.shape,
+            memory=self._file_index,
+            offset=part.offset,
+            sha256=hashlib.sha256(part.data).digest() if check else b"",
+        )
+
+    def _export(
+        self, connection: _Connection, name: str, tensor: Any, check: bool
+    ) -> adapters_pb2.MemoryTensor:
+        """A tensor on a GPU stays where it is."""
+        from dorad import _cuda_ipc  # Loads CUDA's libraries.
+
+        dtype, _, data = tensor_bytes(name, tensor if check else tensor[:0])
+        place = _cuda_ipc.export(tensor)
+        index = self._cuda_indices.get(place.handle)
+        if index is None:
+            index = connection.offer_cuda(place.handle, place.size, place.uuid)
+            self._cuda_indices[place.handle] = index
+        return adapters_pb2.MemoryTensor(
+            name=name,
+            dtype=_DTYPES[dtype],
+            shape=[int(extent) for extent in tensor.shape],
+            memory=index,
+            offset=place.offset,
+            sha256=hashlib.sha256(data).digest() if check else b"",
+        )
+
+    def close(self) -> None:
+        self.disconnect()
+        if self._map is not None:
+            self._map.close()
+            os.close(self._fd)
+        self._map, self._fd = None, -1
+
+
+def _is_cuda(tensor: Any) -> bool:
+    return bool(getattr(tensor, "is_cuda", False))
+
+
+def _lay_out(tensors: Mapping[str, Any]) -> tuple[list[_Part], int]:
+    parts, end = [], 0
+    for name, tensor in tensors.items():
+        dtype, shape, data = tensor_bytes(name, tensor)
+        if dtype not in _DTYPES:
+            raise TypeError(f"tensor {name!r} has dtype {dtype}, not one of {', '.join(_DTYPES)}")
+        parts.append(_Part(name, dtype, shape, data, end))
+        end += -(-data.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return parts, end
+
+
+class SharedTensors:
+    """A trainer's memory that a server on the same host reads. Thread-safe; make one, keep it.
+
+    Tensors in the host's memory are copied into one of a few buffers, which are allocated once:
+    the trainer may change its own when a publish has begun to send, and the buffer is not written
+    again before that publish has ended. Tensors on a GPU are read where they are: they must not
+    change until the publish has ended.
+
+    What is shared is the server's to read as long as this object is open and this process lives; a
+    publish that has not ended by then is refused. Not usable across fork().
+
+    Args:
+      path: the server's server.handover_socket.
+      buffers: publishes that may run at the same time; others wait for their end.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, buffers: int = 2) -> None:
+        if buffers < 1:
+            raise ValueError(f"buffers must be at least 1, not {buffers}")
+        self._free = [_Buffer(os.fspath(path)) for _ in range(buffers)]
+        self._changed = threading.Condition()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def _writing(
+        self, tensors: Mapping[str, Any], check: bool
+    ) -> Iterator[tuple[bytes, list[adapters_pb2.MemoryTensor]]]:
+        """Holds a buffer with the tensors: the ticket, and what the request says of them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise ValueError("the shared tensors are closed")
+            buffer = self._free.pop(0)
+        try:
+            yield buffer.write(tensors, check)
+        except BaseException:
+            # The server may still be reading for a call that was given up; without the connection
+            # nothing comes of that.
+            buffer.disconnect()
+            raise
+        finally:
+            with self._changed:
+                self._free.append(buffer)
+                if self._closed:
+                    buffer.close()
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Takes the memory back; running publishes keep theirs until they end. Idempotent."""
+        with self._changed:
+            self._closed = True
+            for buffer in self._free:
+                buffer.close()
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class MemoryPublish:
+    """One publish from memory: holds a buffer while its `with` block runs."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        handover: str | os.PathLike[str] | SharedTensors,
+        tensors: Mapping[str, Any] | None,
+        model: Any,
+        model_adapter: str | None,
+        config: Any,
+        activate: bool,
+        version: int | None,
+        expected_generation: int | None,
+        durable: bool,
+        tags: Mapping[str, str] | None,
+        keep_last: int | None,
+        pinned: bool,
+        check: bool,
+        expected_digest: str,
+    ) -> None:
+        if (tensors is None) == (model is None):
+            raise ValueError("publish_from_memory needs exactly one of tensors and model")
+        if model_adapter is not None and model is None:
+            raise ValueError("model_adapter needs model")
+        if model is not None:
+            tensors, own = from_peft_model(model, model_adapter)
+            config = own if config is None else config
+        elif config is None:
+            raise ValueError("publish_from_memory with tensors needs config")
+        assert tensors is not None
+        self._tensors = tensors
+        self._handover = handover
+        self._check = check
+        self._message = adapters_pb2.PublishFromMemoryRequest(
+            name=name,
+            version=version,
+            adapter_config_json=config_json(config),
+            activate=activate,
+            expected_generation=expected_generation,
+            durable=durable,
+            tags=tags,
+            keep_last=keep_last,
+            pinned=pinned,
+            expected_digest=expected_digest,
+        )
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> adapters_pb2.PublishFromMemoryRequest:
+        """Copies the tensors; returns the request."""
+        shared = self._handover
+        try:
+            if not isinstance(shared, SharedTensors):
+                shared = self._stack.enter_context(SharedTensors(shared, buffers=1))
+            writing = shared._writing(self._tensors, self._check)
+            self._message.ticket, tensors = self._stack.enter_context(writing)
+        except BaseException:
+            self._stack.close()
+            raise
+        self._message.tensors.extend(tensors)
+        return self._message
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)

@@ -1,0 +1,91 @@
+#include "server/adapter/peer_tensors.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "server/adapter/violations.h"
+#include "server/base/error.h"
+#include "server/base/file.h"
+#include "server/base/sha256.h"
+
+namespace dorad::adapter {
+namespace {
+
+constexpr char kSubject[] = "adapter_model.safetensors";
+// A piece is hashed while it is still in the cache.
+constexpr uint64_t kPieceBytes = 1 << 20;
+
+// The header with its length before it. What is wrong with names and shapes is found by who reads
+// the image.
+std::string MakeHeader(const std::vector<PeerTensor>& tensors) {
+  std::string text = "{";
+  uint64_t end = 0;
+  for (const PeerTensor& tensor : tensors) {
+    const uint64_t begin = end;
+    end += tensor.bytes;
+    absl::StrAppend(&text, text.size() > 1 ? "," : "", nlohmann::json(tensor.name).dump(),
+                    R"(:{"dtype":")", NameOf(tensor.dtype), R"(","shape":[)",
+                    absl::StrJoin(tensor.shape, ","), R"(],"data_offsets":[)", begin, ",", end,
+                    "]}");
+  }
+  text += "}";
+  text.append((8 - text.size() % 8) % 8, ' ');  // The format asks for 8-byte aligned data.
+  std::string prefix;
+  for (int i = 0; i < 8; ++i) {
+    prefix.push_back(static_cast<char>(static_cast<uint64_t>(text.size()) >> (8 * i)));
+  }
+  return prefix + text;
+}
+
+absl::Status Append(const PeerTensor& tensor, std::vector<std::byte>* image,
+                    Violations* violations) {
+  Sha256 hash;
+  for (uint64_t done = 0; done < tensor.bytes;) {
+    const size_t piece = static_cast<size_t>(std::min(kPieceBytes, tensor.bytes - done));
+    const size_t at = image->size();
+    image->resize(at + piece);
+    const absl::Span<std::byte> to(image->data() + at, piece);
+    DORAD_RETURN_IF_ERROR(tensor.memory->Read(tensor.offset + done, to));
+    if (!tensor.sha256.empty()) hash.Update(to.data(), to.size());
+    done += piece;
+  }
+  if (tensor.sha256.empty()) return absl::OkStatus();
+  const std::array<uint8_t, 32> found = hash.Final();
+  if (std::memcmp(found.data(), tensor.sha256.data(), found.size()) != 0) {
+    violations->Add(tensor.name, "HANDOVER_DIGEST_MISMATCH",
+                    absl::StrCat("the bytes read have the SHA-256 ", ToHex(found),
+                                 ": the memory was written to before the publish was answered"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes) {
+  const std::string header = MakeHeader(peer.tensors);
+  uint64_t bytes = header.size();
+  for (const PeerTensor& tensor : peer.tensors) {
+    if (bytes > max_bytes || tensor.bytes > max_bytes - bytes) {
+      return MakeInvalid(kSubject,
+                         {{kSubject, "ADAPTER_TOO_LARGE",
+                           absl::StrCat("the tensors have more than ", max_bytes, " bytes")}});
+    }
+    bytes += tensor.bytes;
+  }
+  std::vector<std::byte> image;
+  ReserveBytes(bytes, &image);
+  const auto* text = reinterpret_cast<const std::byte*>(header.data());
+  image.assign(text, text + header.size());
+  Violations violations;
+  for (const PeerTensor& tensor : peer.tensors) {
+    DORAD_RETURN_IF_ERROR(Append(tensor, &image, &violations));
+  }
+  DORAD_RETURN_IF_ERROR(violations.ToStatus(kSubject));
+  return image;
+}
+
+}  // namespace dorad::adapter

@@ -1,0 +1,30 @@
+// Packets with descriptors over a UNIX socket. Functions are thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/base/unique_fd.h"
+
+namespace dorad::handover {
+
+// A listening SOCK_SEQPACKET socket whose file only its owner may use; non-blocking. Statuses of
+// Listener::Start.
+absl::StatusOr<UniqueFd> ListenUnix(const std::string& path);
+
+struct Packet {
+  enum class State { kNone, kWhole, kTooLong, kEnd };
+  State state = State::kNone;
+  std::vector<std::byte> bytes;
+  std::vector<UniqueFd> fds;
+};
+
+// The next packet of a non-blocking socket; kTooLong: it, or its descriptors, were cut.
+Packet ReceivePacket(int socket, size_t max_bytes);
+
+// False when the peer does not take it at once.
+bool SendPacket(int socket, const std::string& bytes);
+
+}  // namespace dorad::handover

@@ -1,0 +1,153 @@
+#include "server/rpc/memory_publish.h"
+
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+#include "server/rpc/convert.h"
+#include "server/rpc/peft_config_json.h"
+#include "server/rpc/upload.h"
+
+namespace dorad::rpc {
+namespace {
+
+// As of safetensors files (server/base/safetensors.h).
+constexpr int kMaxTensors = 65536;
+constexpr size_t kMaxNameBytes = 512;
+constexpr int kMaxRank = 8;
+constexpr uint64_t kMaxExtent = uint64_t{1} << 48;
+constexpr size_t kShaBytes = 32;
+constexpr size_t kHexBytes = 64;
+constexpr size_t kMaxViolations = 64;
+
+std::optional<DType> ToDType(v1::TensorDtype dtype) {
+  switch (dtype) {
+    case v1::TENSOR_DTYPE_F32:
+      return DType::kF32;
+    case v1::TENSOR_DTYPE_F16:
+      return DType::kF16;
+    case v1::TENSOR_DTYPE_BF16:
+      return DType::kBF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Bytes of such a tensor; nullopt: more than any memory has.
+std::optional<uint64_t> BytesOf(const v1::MemoryTensor& tensor, DType dtype) {
+  uint64_t bytes = SizeOf(dtype);
+  for (const uint64_t extent : tensor.shape()) {
+    if (__builtin_mul_overflow(bytes, extent, &bytes)) return std::nullopt;
+    if (extent > kMaxExtent || bytes > kMaxExtent) return std::nullopt;
+  }
+  return bytes;
+}
+
+absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
+                                                const handover::Session& session) {
+  const auto invalid = [](std::string why) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_TENSOR_INVALID", why);
+  };
+  if (tensor.name().empty() || tensor.name().size() > kMaxNameBytes) {
+    return invalid(absl::StrCat("a tensor's name has 1 to ", kMaxNameBytes, " bytes"));
+  }
+  const std::optional<DType> dtype = ToDType(tensor.dtype());
+  if (!dtype) return invalid("the dtype is none of F32, F16 and BF16");
+  const std::optional<uint64_t> bytes = BytesOf(tensor, *dtype);
+  if (tensor.shape_size() > kMaxRank || !bytes) {
+    return invalid("more than 8 dimensions, or more elements than any memory has");
+  }
+  adapter::PeerTensor parsed;
+  parsed.memory = session.memory(tensor.memory());
+  if (parsed.memory == nullptr) {
+    return invalid(absl::StrCat("the connection has no memory ", tensor.memory()));
+  }
+  const uint64_t size = parsed.memory->size();
+  if (*bytes > size || tensor.offset() > size - *bytes) {
+    return invalid(absl::StrCat(*bytes, " bytes at ", tensor.offset(), " do not lie in memory ",
+                                tensor.memory(), " of ", size, " bytes"));
+  }
+  if (!tensor.sha256().empty() && tensor.sha256().size() != kShaBytes) {
+    return invalid(absl::StrCat("a SHA-256 has 32 bytes, not ", tensor.sha256().size()));
+  }
+  parsed.name = tensor.name();
+  parsed.dtype = *dtype;
+  parsed.shape.assign(tensor.shape().begin(), tensor.shape().end());
+  parsed.bytes = *bytes;
+  parsed.offset = tensor.offset();
+  parsed.sha256 = tensor.sha256();
+  return parsed;
+}
+
+std::vector<adapter::PeerTensor> ParseTensors(const v1::PublishFromMemoryRequest& request,
+                                              const handover::Session& session,
+                                              std::vector<Violation>* violations) {
+  std::vector<adapter::PeerTensor> tensors;
+  if (request.tensors_size() == 0 || request.tensors_size() > kMaxTensors) {
+    violations->push_back(
+        {"tensors", "HANDOVER_TENSORS_INVALID",
+         absl::StrCat(request.tensors_size(), " tensors are not in [1, ", kMaxTensors, "]")});
+    return tensors;
+  }
+  tensors.reserve(static_cast<size_t>(request.tensors_size()));
+  for (int i = 0; i < request.tensors_size() && violations->size() < kMaxViolations; ++i) {
+    auto tensor = ParseTensor(request.tensors(i), session);
+    if (tensor.ok()) {
+      tensors.push_back(*std::move(tensor));
+    } else {
+      violations->push_back({absl::StrCat("tensors[", i, "]"), ReasonOf(tensor.status()),
+                             std::string(tensor.status().message())});
+    }
+  }
+  return tensors;
+}
+
+adapter::PublishOptions OptionsOf(const v1::PublishFromMemoryRequest& request) {
+  adapter::PublishOptions options;
+  options.name = request.name();
+  if (request.has_version()) options.version = request.version();
+  options.activate = request.activate();
+  if (request.has_expected_generation()) {
+    options.expected_generation = request.expected_generation();
+  }
+  options.durable = request.durable();
+  options.pinned = request.pinned();
+  if (request.has_keep_last()) options.keep_last = request.keep_last();
+  options.tags.insert(request.tags().begin(), request.tags().end());
+  return options;
+}
+
+}  // namespace
+
+absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequest& request,
+                                                 const handover::Listener* listener) {
+  if (listener == nullptr) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, "HANDOVER_NOT_CONFIGURED",
+                     "the server has no server.handover_socket");
+  }
+  DORAD_ASSIGN_OR_RETURN(const std::shared_ptr<const handover::Session> session,
+                         listener->Find(request.ticket()));
+  MemoryPublish publish;
+  publish.config_json = request.has_peft_config() ? ToAdapterConfigJson(request.peft_config())
+                                                  : request.adapter_config_json();
+  std::vector<Violation> violations;
+  CheckAdapterName(request.name(), &violations);
+  if (request.has_version()) CheckAdapterVersion(request.version(), &violations);
+  CheckTags(request.tags(), &violations);
+  CheckAdapterConfig(request.has_peft_config(), request.adapter_config_json(), publish.config_json,
+                     &violations);
+  if (!request.expected_digest().empty() && request.expected_digest().size() != kHexBytes) {
+    violations.push_back({"expected_digest", "HANDOVER_DIGEST_INVALID",
+                          "a version's digest has 64 hexadecimal digits"});
+  }
+  publish.peer.tensors = ParseTensors(request, *session, &violations);
+  if (!violations.empty()) return MakeInvalid("PublishFromMemoryRequest", std::move(violations));
+  publish.options = OptionsOf(request);
+  publish.peer.expected_digest = request.expected_digest();
+  publish.peer.wanted = [session] { return session->open(); };
+  return publish;
+}
+
+}  // namespace dorad::rpc
