@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import dorad
@@ -287,36 +288,50 @@ def version_of(server: Server, ref: str):
         return None
 
 
-def test_a_trainer_killed_at_any_moment_leaves_nothing_behind(
-    server, client, zoo, socket_path
+def test_a_trainer_killed_before_or_after_its_publish_leaves_nothing_behind(
+    zoo, tmp_path: Path
 ) -> None:
-    folder = zoo.adapter("slow", KIND)
-    server.wire.publish("warm", folder)  # the pool's threads have what they keep
-    wait_until(lambda: server.metric("dorad_handover_connections") == 0)
-    fds, resident = num_fds(server), server.wire.info().memory_bytes["adapters"]
+    path, folder = tmp_path / "memory.sock", zoo.adapter("slow", KIND)
+    with serve(zoo.model("slow"), None, {"server.handover_socket": path}) as server:
 
-    with victim(server, socket_path, folder, "before", "before") as trainer:
-        assert server.metric("dorad_handover_connections") == 1
-        assert server.metric("dorad_handover_bytes") > 0
-        trainer.kill()
-    assert not server.wire.list_adapters("before")
+        def nothing_held() -> bool:
+            names = ("dorad_handover_connections", "dorad_handover_bytes")
+            return all(server.metric(name) == 0 for name in names)
 
-    with victim(server, socket_path, folder, "after") as trainer:
-        assert trainer.stdout.readline() == "published\n"
-        trainer.kill()
-    # What was answered stays.
-    assert server.wire.adapter("after").state == types_pb2.ADAPTER_STATE_READY
-    client.retire("after@1")
+        def kill_two(number: int) -> None:
+            with victim(server, path, folder, "before", "before") as trainer:
+                assert server.metric("dorad_handover_connections") == 1
+                assert server.metric("dorad_handover_bytes") > 0
+                trainer.kill()
+            assert not server.wire.list_adapters("before")
+            with victim(server, path, folder, "after") as trainer:
+                assert trainer.stdout.readline() == "published\n"
+                trainer.kill()
+            # What was answered stays.
+            ready = types_pb2.ADAPTER_STATE_READY
+            assert server.wire.adapter(f"after@{number}").state == ready
+            server.wire.retire("after", number)
+            wait_until(nothing_held, what="the memory to be given back")
 
-    def nothing_left() -> bool:
-        return (
-            num_fds(server) == fds
-            and server.metric("dorad_handover_connections") == 0
-            and server.metric("dorad_handover_bytes") == 0
-            and server.wire.info().memory_bytes["adapters"] == resident
+        kill_two(1)  # the pool's threads have what they keep
+        resident = server.wire.info().memory_bytes["adapters"]
+        settled = wait_until(lambda: steady(lambda: num_fds(server)), what="steady descriptors")
+        for number in range(2, 5):
+            kill_two(number)
+        wait_until(lambda: num_fds(server) == settled, what="the descriptors to be closed")
+        wait_until(
+            lambda: server.wire.info().memory_bytes["adapters"] == resident,
+            what="the adapters' memory",
         )
 
-    wait_until(nothing_left, what="descriptors and memory to be given back")
+
+def steady(count) -> int | None:
+    """What count() says, if it says the same for a while."""
+    seen = set()
+    for _ in range(20):
+        seen.add(count())
+        time.sleep(0.01)
+    return seen.pop() if len(seen) == 1 else None
 
 
 def test_a_trainer_killed_while_its_publish_waits_publishes_nothing(

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
@@ -82,12 +83,9 @@ class _Connection:
     @property
     def open(self) -> bool:
         """The server has not closed its end."""
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return not poll.poll(0)
 
     def close(self) -> None:
         self._socket.close()
