@@ -314,6 +314,11 @@ struct App::Impl {
     if (!config.server.handover_socket.empty()) {
       handover::Listener::Options memory;
       memory.path = config.server.handover_socket;
+      if (auto open = backend->device_memory_opener(); open != nullptr) {
+        memory.open_device = [open](const handover::Offer& offer) {
+          return open(offer.ipc_handle, offer.device_uuid, offer.size);
+        };
+      }
       auto listening = handover::Listener::Start(std::move(memory));
       if (!listening.ok()) return Annotate(listening.status(), "handover socket");
       handover = *std::move(listening);

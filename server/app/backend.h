@@ -2,15 +2,19 @@
 // adapters and the engine on. Owned by App; outlives both. Thread-safe after Load.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "server/adapter/base_modules.h"
 #include "server/adapter/builder.h"
+#include "server/adapter/peer_tensors.h"
 #include "server/adapter/weights_images.h"
 #include "server/base/config.h"
 #include "server/engine/model_runner.h"
@@ -45,6 +49,13 @@ class Backend {
   virtual adapter::AdapterBuilder* adapter_builder() = 0;
   // nullptr without adapters.host_bytes.
   virtual adapter::WeightsImages* weights_images() = 0;
+  // Opens memory that another process has on the GPU: its CUDA IPC handle, the GPU's UUID, bytes.
+  // Statuses of cuda::PeerMemories::Open.
+  using DeviceMemoryOpener =
+      std::function<absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>>(
+          absl::Span<const std::byte>, absl::Span<const std::byte>, uint64_t)>;
+  // nullptr without a GPU.
+  virtual DeviceMemoryOpener device_memory_opener() = 0;
   // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
   // is all there is to say.
   virtual std::map<std::string, int64_t> memory_by_kind() const = 0;

@@ -38,6 +38,7 @@ class CpuBackend final : public Backend {
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
   adapter::WeightsImages* weights_images() override { return images_.get(); }
+  DeviceMemoryOpener device_memory_opener() override { return nullptr; }
   std::map<std::string, int64_t> memory_by_kind() const override {
     return {{"weights", info_.weight_bytes},
             {"kv", info_.kv_bytes},

@@ -10,6 +10,7 @@
 #include "server/cuda/decoder.h"
 #include "server/cuda/library_linear.h"
 #include "server/cuda/model.h"
+#include "server/cuda/peer_memory.h"
 #include "server/cuda/step_gaps.h"
 
 namespace dorad {
@@ -47,6 +48,9 @@ class CudaBackend final : public Backend {
       DORAD_ASSIGN_OR_RETURN(
           images_, cuda::MakeCudaWeightsImages(model_.get(), config.adapters.host_bytes, &ledger_));
     }
+    if (!config.server.handover_socket.empty()) {
+      DORAD_ASSIGN_OR_RETURN(peer_memories_, cuda::PeerMemories::Create());
+    }
     engine_ = config.engine;
     return absl::OkStatus();
   }
@@ -54,6 +58,11 @@ class CudaBackend final : public Backend {
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
   adapter::WeightsImages* weights_images() override { return images_.get(); }
+  DeviceMemoryOpener device_memory_opener() override {
+    return [memories = peer_memories_.get()](
+               absl::Span<const std::byte> ipc_handle, absl::Span<const std::byte> device_uuid,
+               uint64_t size) { return memories->Open(ipc_handle, device_uuid, size); };
+  }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   absl::StatusOr<int64_t> SleepWeights() override { return model_->Sleep(); }
   absl::Status WakeWeights() override { return model_->Wake(); }
@@ -80,6 +89,7 @@ class CudaBackend final : public Backend {
   std::unique_ptr<cuda::StepGaps> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
   std::unique_ptr<adapter::WeightsImages> images_;
+  std::unique_ptr<cuda::PeerMemories> peer_memories_;  // nullptr: no handover socket
   EngineConfig engine_;
 };
 

@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -557,6 +558,110 @@ TEST_F(AdapterLoaderTest, RefusesWhatIsTooLarge) {
       "ADAPTER_TOO_LARGE");
   WriteFile(folder / "adapter_config.json", std::string((1 << 20) + 1, ' '));
   EXPECT_EQ(ReasonOf(PublishPath(folder).status()), "ADAPTER_CONFIG_TOO_LARGE");
+}
+
+// Memory of another process, to which things happen while it is read.
+class FakeMemory : public PeerMemory {
+ public:
+  explicit FakeMemory(std::vector<std::byte> b) : bytes(std::move(b)) {}
+  uint64_t size() const override { return bytes.size(); }
+  absl::Status Read(uint64_t offset, absl::Span<std::byte> to) const override {
+    if (on_read) on_read();
+    std::copy_n(bytes.begin() + static_cast<int64_t>(offset), to.size(), to.begin());
+    return absl::OkStatus();
+  }
+
+  std::vector<std::byte> bytes;
+  std::function<void()> on_read;
+};
+
+PeerTensors MakePeer(const Tensors& tensors, std::shared_ptr<FakeMemory>* memory) {
+  *memory = std::make_shared<FakeMemory>(std::vector<std::byte>());
+  PeerTensors peer;
+  for (const auto& [name, tensor] : tensors) {
+    peer.tensors.push_back({name,
+                            tensor.dtype == "BF16" ? DType::kBF16 : DType::kF32,
+                            tensor.shape,
+                            tensor.bytes.size(),
+                            *memory,
+                            (*memory)->bytes.size(),
+                            {}});
+    (*memory)->bytes.insert((*memory)->bytes.end(), tensor.bytes.begin(), tensor.bytes.end());
+  }
+  peer.wanted = [] { return true; };
+  return peer;
+}
+
+TEST_F(AdapterLoaderTest, MemoryMakesTheVersionThatTheSameFileMakes) {
+  for (const char* dtype : {"F32", "BF16"}) {
+    const Json config = MakeConfig(true, {"q_proj", "down_proj"});
+    const Tensors tensors = MakeTensors(modules_, {"q_proj", "down_proj"}, 2, true, dtype);
+    std::shared_ptr<FakeMemory> memory;
+    const PeerTensors peer = MakePeer(tensors, &memory);
+    const auto from_memory = Wait([&](PublishCallback done) {
+      loader_->PublishFromMemory({.name = "a"}, config.dump(), peer, std::move(done));
+    });
+    ASSERT_TRUE(from_memory.ok()) << from_memory.status();
+    EXPECT_EQ(from_memory->adapter.summary.digest,
+              Publish(config, tensors)->adapter.summary.digest);
+  }
+}
+
+TEST_F(AdapterLoaderTest, ReadsMemoryOnceAndNothingOfItAfterwards) {
+  const Tensors tensors = MakeTensors(modules_, {"q_proj"}, 2, true);
+  std::shared_ptr<FakeMemory> memory;
+  PeerTensors peer = MakePeer(tensors, &memory);
+  size_t reads = 0;
+  memory->on_read = [&] { ++reads; };
+  const std::weak_ptr<FakeMemory> held = memory;
+  memory.reset();
+  const size_t count = peer.tensors.size();
+  absl::Notification done;
+  loader_->PublishFromMemory({.name = "a"}, MakeConfig(true, {"q_proj"}).dump(), std::move(peer),
+                             [&](const absl::StatusOr<PublishResult>& result) {
+                               EXPECT_TRUE(result.ok()) << result.status();
+                               EXPECT_TRUE(held.expired()) << "answered while it is held";
+                               done.Notify();
+                             });
+  done.WaitForNotification();
+  EXPECT_EQ(reads, count);
+}
+
+TEST_F(AdapterLoaderTest, MemoryWithdrawnDuringTheLoadPublishesNothing) {
+  std::shared_ptr<FakeMemory> memory;
+  PeerTensors peer = MakePeer(MakeTensors(modules_, {"q_proj"}, 2, true), &memory);
+  bool wanted = true;
+  peer.wanted = [&] { return wanted; };
+  for (const bool early : {true, false}) {
+    wanted = true;
+    // As a process that dies while its memory is copied, or while norms are computed.
+    memory->on_read = [&] { wanted = !early; };
+    base_.on_weight = [&] { wanted = false; };
+    const auto result = Wait([&](PublishCallback done) {
+      loader_->PublishFromMemory({.name = "a", .activate = true},
+                                 MakeConfig(true, {"q_proj"}).dump(), peer, std::move(done));
+    });
+    EXPECT_EQ(result.status().code(), absl::StatusCode::kAborted);
+    EXPECT_EQ(ReasonOf(result.status()), "HANDOVER_CLOSED");
+    EXPECT_FALSE(registry_->Acquire({"a", 0}).ok());
+    EXPECT_EQ(Bytes(), 0);
+  }
+  // What is not wanted when its turn comes is not even read.
+  memory->on_read = [] { ADD_FAILURE(); };
+  EXPECT_EQ(ReasonOf(Wait([&](PublishCallback done) {
+                       loader_->PublishFromMemory({.name = "a"},
+                                                  MakeConfig(true, {"q_proj"}).dump(), peer,
+                                                  std::move(done));
+                     }).status()),
+            "HANDOVER_CLOSED");
+  EXPECT_EQ(registry_->Get({"a", 3})->state, AdapterState::kFailed);
+}
+
+TEST_F(AdapterLoaderTest, MemoryThatIsTooLargeIsNotRead) {
+  std::shared_ptr<FakeMemory> memory;
+  const PeerTensors peer = MakePeer(MakeTensors(modules_, {"q_proj"}, 2, true), &memory);
+  memory->on_read = [] { ADD_FAILURE(); };
+  EXPECT_EQ(ReasonOf(CopyToImage(peer, 100).status()), "ADAPTER_TOO_LARGE");
 }
 
 TEST_F(AdapterLoaderTest, RetiringGivesAllMemoryBack) {
