@@ -5,8 +5,10 @@ rewards; one optimizer step moves the adapter; it is published from memory as th
 activated. The log-probabilities of trainer and server are compared at every step.
 
     python client/examples/grpo.py [--model DIR] [--steps 12] [--target HOST:PORT]
+                                   [--colocate SOCKET]
 
-Without --target it runs a server of its own: build/dorad, or DORAD_BINARY.
+Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --colocate the
+server reads the adapter out of this process's memory; SOCKET is its server.handover_socket.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from dorad import AdapterVersion, Client, GenerateRequest, Sample
+from dorad import AdapterVersion, Client, GenerateRequest, Sample, SharedTensors
 from dorad.train import patch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,13 +210,22 @@ def train(policy: PeftModel, optimizer: torch.optim.Optimizer, groups: list[Grou
     return torch.cat(differences)
 
 
-def run(client: Client, model: Path, steps: int, seed: int = 0) -> list[Step]:
+def publish(client: Client, policy: PeftModel, shared: SharedTensors | None) -> AdapterVersion:
+    """Publishes and activates the policy as it is now."""
+    if shared is None:
+        return client.publish(NAME, model=policy)
+    return client.publish_from_memory(NAME, model=policy, handover=shared)
+
+
+def run(
+    client: Client, model: Path, steps: int, seed: int = 0, shared: SharedTensors | None = None
+) -> list[Step]:
     """The loop. Prints a line for each step."""
     torch.manual_seed(seed)
     prompts, policy = Prompts(model), make_policy(model)
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=BETAS)
-    version = client.publish(NAME, model=policy)
+    version = publish(client, policy, shared)
     print("step  version     reward  sampling  training  publish  |Δlogprob| mean      max")
     done: list[Step] = []
     for number in range(1, steps + 1):
@@ -223,7 +234,7 @@ def run(client: Client, model: Path, steps: int, seed: int = 0) -> list[Step]:
         sampled = time.monotonic()
         differences = train(policy, optimizer, groups)
         updated = time.monotonic()
-        following = client.publish(NAME, model=policy)  # and activate
+        following = publish(client, policy, shared)
         published = time.monotonic()
         step = Step(
             version=version.ref,
@@ -252,13 +263,14 @@ def run(client: Client, model: Path, steps: int, seed: int = 0) -> list[Step]:
 
 
 @contextmanager
-def own_server(model: Path) -> Iterator[str]:
+def own_server(model: Path, handover_socket: str) -> Iterator[str]:
     """The address of a server that runs as long as the block."""
     binary = os.environ.get("DORAD_BINARY", str(ROOT / "build" / "dorad"))
     command = [binary, "serve", "--model", str(model), "--set", "model.compute_dtype=fp32"]
     for setting in (
         "server.grpc_listen=127.0.0.1:0",
         "server.metrics_listen=",
+        f"server.handover_socket={handover_socket}",
         "log.level=warning",
     ):
         command += ["--set", setting]
@@ -286,14 +298,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="the base, for both sides")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--target", help="a running server of the same model, computing in fp32")
+    parser.add_argument("--colocate", default="", help="the handover socket of a server beside it")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the server, too
     transformers.utils.logging.disable_progress_bar()  # of loading
     began = time.monotonic()
-    where = nullcontext(options.target) if options.target else own_server(options.model)
-    with where as target, Client(target) as client:
-        steps = run(client, options.model, options.steps, options.seed)
+    own = own_server(options.model, options.colocate)
+    where = nullcontext(options.target) if options.target else own
+    memory = SharedTensors(options.colocate) if options.colocate else nullcontext()
+    with where as target, Client(target) as client, memory as shared:
+        steps = run(client, options.model, options.steps, options.seed, shared)
     elapsed = time.monotonic() - began
     print(f"\nMean reward of {len(TASKS)} prompts x {GROUP} answers; {elapsed:.0f} s in all")
     for number, step in enumerate(steps, 1):

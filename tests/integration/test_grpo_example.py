@@ -70,6 +70,21 @@ def test_the_same_seed_gives_the_same_run(grpo, model, client):
     assert first == second != other
 
 
+def test_beside_the_server_it_publishes_the_same_from_memory(grpo, model, client, tmp_path):
+    uploaded = grpo.run(client, model, steps=2, seed=3)
+    path = tmp_path / "memory.sock"
+    settings = {"model.device": "cpu", "server.handover_socket": path}
+    with (
+        serve(model, settings=settings) as server,
+        dorad.Client(server.grpc) as beside,
+        dorad.SharedTensors(path) as shared,
+    ):
+        colocated = grpo.run(beside, model, steps=2, seed=3, shared=shared)
+        digests = [version.digest for version in beside.adapters("policy")]
+    assert [step.reward for step in colocated] == [step.reward for step in uploaded]
+    assert digests == [version.digest for version in client.adapters("policy")]
+
+
 def test_tokens_of_an_unexpected_version_stop_it(grpo, model, client, monkeypatch):
     publish = client.publish
 
@@ -101,8 +116,10 @@ def test_a_policy_that_is_not_the_published_one_stops_it(grpo, model, client, mo
         grpo.run(client, model, steps=1)
 
 
-def test_runs_a_server_of_its_own_and_prints_the_curve(model):
+@pytest.mark.parametrize("colocate", [False, True], ids=["upload", "colocate"])
+def test_runs_a_server_of_its_own_and_prints_the_curve(model, tmp_path, colocate):
     command = [sys.executable, EXAMPLE, "--model", model, "--steps", "2"]
+    command += ["--colocate", tmp_path / "memory.sock"] if colocate else []
     path = f"{ROOT / 'client' / 'src'}"
     run = subprocess.run(
         command,

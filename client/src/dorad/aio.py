@@ -461,9 +461,12 @@ class Client:
         try:
             return await asyncio.shield(entered)
         except asyncio.CancelledError:
-            entered.add_done_callback(
-                lambda done: done.exception() or publish.__exit__(None, None, None)
-            )
+
+            def leave(done: asyncio.Future[Any]) -> None:
+                if done.exception() is None:
+                    publish.__exit__(None, None, None)
+
+            entered.add_done_callback(leave)
             raise
 
     async def activate(
