@@ -18,7 +18,7 @@ import grpc
 import numpy as np
 import pytest
 from dorad.v1 import adapters_pb2, types_pb2
-from lib.server import ROOT, Server, command, environment, serve, wait_until
+from lib.server import ROOT, Server, command, device, environment, serve, wait_until
 from lib.trainer import Trainer
 from lib.wire import failure
 from safetensors.torch import load_file
@@ -406,3 +406,37 @@ def test_streams_stay_on_one_version_while_many_are_published(zoo, tmp_path: Pat
         assert (span.begin, span.end) == (0, 12)
         assert span.digest == contents[(span.version - 1) % 2]
         assert np.array_equal(sample.token_ids, alone[span.digest, i].token_ids)
+
+
+# --- Tensors on the GPU ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [KIND, "dora_bf16", "dora_everything", "dora_saved_embedding"])
+def test_tensors_on_the_gpu_make_the_version_that_the_same_files_make(
+    server, client, zoo, socket_path, kind
+) -> None:
+    torch = pytest.importorskip("torch")
+    if device() != "cuda" or not torch.cuda.is_available():
+        pytest.skip("needs a server and a torch with a CUDA GPU")
+    from_file = client.publish(f"gpu-file-{kind}".replace("_", "-"), path=zoo.adapter("slow", kind))
+    source = adapter(zoo, kind=kind)
+    source["tensors"] = {name: tensor.cuda() for name, tensor in source["tensors"].items()}
+    name = f"gpu-memory-{kind}".replace("_", "-")
+    with dorad.SharedTensors(socket_path) as shared:
+        made = client.publish_from_memory(name, handover=shared, check=True, **source)
+        assert made.digest == from_file.digest
+        # The trainer's next step, in the same allocations.
+        for tensor in source["tensors"].values():
+            tensor.mul_(0.5)
+        if kind != "dora_saved_embedding":
+            following = client.publish_from_memory(name, handover=shared, **source)
+            assert following.digest != made.digest
+        durable = client.publish_from_memory(
+            name, handover=shared, durable=True, **adapter(zoo, kind=kind)
+        )
+        assert durable.digest == made.digest
+    scores = client.score(
+        [[1, 5, 9, 200, 7]], adapters=[from_file.ref, made.ref], chosen_token_ids=range(2048)
+    )
+    (whole,) = scores.chosen_logprobs
+    assert np.array_equal(whole[0], whole[1], equal_nan=True)
