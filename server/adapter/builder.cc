@@ -3,9 +3,14 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "server/base/check.h"
 #include "server/base/error.h"
 
 namespace dorad::adapter {
+
+absl::StatusOr<std::unique_ptr<DeviceTensors>> AdapterBuilder::CopyOnDevice(const PeerTensors&) {
+  DORAD_CHECK(false);  // nobody opens a GPU's memory for a builder without one
+}
 
 absl::Status AdapterBuilder::CheckBaseCopies(const AdapterTensors& tensors) const {
   Violations violations;

@@ -9,6 +9,8 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "server/adapter/base_modules.h"
+#include "server/adapter/device_tensors.h"
+#include "server/adapter/peer_tensors.h"
 #include "server/adapter/tensors.h"
 #include "server/adapter/version.h"
 #include "server/adapter/violations.h"
@@ -32,6 +34,9 @@ class AdapterBuilder {
   // INVALID_ARGUMENT (ADAPTER_BASE_DIFFERS) unless each copy of a base weight in the file equals
   // the base model's.
   absl::Status CheckBaseCopies(const AdapterTensors& tensors) const;
+  // Copies tensors that lie on the builder's GPU to memory of its own there. RESOURCE_EXHAUSTED
+  // (OUT_OF_MEMORY). REQUIRES: LiesOnDevice(peer).
+  virtual absl::StatusOr<std::unique_ptr<DeviceTensors>> CopyOnDevice(const PeerTensors& peer);
   // Copies, row norms (paper, Algorithm 1) and g. INVALID_ARGUMENT listing every violation:
   // ADAPTER_NORM_DEGENERATE, ADAPTER_NOT_FINITE (a value beyond bf16's range when factors are
   // rounded to it). May throw what the backend's libraries throw.

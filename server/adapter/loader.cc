@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <deque>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -103,6 +104,8 @@ struct AdapterLoader::Impl {
   absl::StatusOr<Loaded> Load(Job& job);
   absl::StatusOr<int64_t> Publish(const Job& job, Loaded& loaded);
   absl::StatusOr<Content> Read(Job& job);
+  // Of a publish whose tensors lie on the GPU.
+  absl::StatusOr<Content> ReadDevice(const Job& job);
   // On a thread of the pool; catches what libtorch throws.
   absl::StatusOr<Content> ReadHere(Job& job);
   absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors);
@@ -224,6 +227,8 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
                                              options.max_adapter_bytes));
   } else if (job.peer) {
     DORAD_RETURN_IF_ERROR(CheckWanted(job));
+    // The store wants a file.
+    if (LiesOnDevice(*job.peer) && !job.options.durable) return ReadDevice(job);
     DORAD_ASSIGN_OR_RETURN(
         job.files.safetensors,
         CopyToImage(*job.peer, static_cast<uint64_t>(options.max_adapter_bytes)));
@@ -252,6 +257,43 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
   summary.timing.norms = built.norms;
   content.weights = std::move(built.weights);
   content.file = std::move(valid.file);
+  return content;
+}
+
+absl::StatusOr<Content> AdapterLoader::Impl::ReadDevice(const Job& job) {
+  const absl::Time start = absl::Now();
+  DORAD_RETURN_IF_ERROR(CheckForm(*job.peer, static_cast<uint64_t>(options.max_adapter_bytes)));
+  absl::StatusOr<std::unique_ptr<DeviceTensors>> device;
+  (void)residency->WithRoom([&] {
+    device = builder->CopyOnDevice(*job.peer);
+    return device.status();
+  });
+  if (!device.ok()) return device.status();
+  const absl::Time read = absl::Now();
+  DORAD_ASSIGN_OR_RETURN(AdapterTensors tensors,
+                         ValidateTensors(job.files.config_json, (*device)->tensors(),
+                                         TensorPlace::kDevice, *modules, options.max_rank));
+  DORAD_ASSIGN_OR_RETURN(const HostCopies host, HostCopies::Bring(**device, &tensors));
+  DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
+  const absl::Time validated = absl::Now();
+  Content content;
+  AdapterSummary& summary = content.summary;
+  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
+  // The bytes come to the host to be hashed while the device computes.
+  absl::StatusOr<std::string> digest;
+  std::jthread hashing([&] { digest = DigestOnDevice(**device, *job.peer, tensors, *modules); });
+  absl::StatusOr<BuiltAdapter> built = Build(tensors);
+  hashing.join();
+  DORAD_RETURN_IF_ERROR(digest.status());
+  if (!built.ok()) return built.status();
+  summary.digest = *std::move(digest);
+  DORAD_RETURN_IF_ERROR(CheckDigest(job, summary.digest));
+  summary.resident_bytes = built->bytes;
+  summary.timing.read = read - start;
+  summary.timing.validate = validated - read;
+  summary.timing.copy = built->copy;
+  summary.timing.norms = built->norms;
+  content.weights = std::move(built->weights);
   return content;
 }
 

@@ -19,12 +19,28 @@ constexpr char kSubject[] = "adapter_model.safetensors";
 // A piece is hashed while it is still in the cache.
 constexpr uint64_t kPieceBytes = 1 << 20;
 
-// The header with its length before it. What is wrong with names and shapes is found by who reads
-// the image.
-std::string MakeHeader(const std::vector<PeerTensor>& tensors) {
+absl::Status Append(const PeerTensor& tensor, std::vector<std::byte>* image,
+                    Violations* violations) {
+  Sha256 hash;
+  for (uint64_t done = 0; done < tensor.bytes;) {
+    const size_t piece = static_cast<size_t>(std::min(kPieceBytes, tensor.bytes - done));
+    const size_t at = image->size();
+    image->resize(at + piece);
+    const absl::Span<std::byte> to(image->data() + at, piece);
+    DORAD_RETURN_IF_ERROR(tensor.memory->Read(tensor.offset + done, to));
+    if (!tensor.sha256.empty()) hash.Update(to.data(), to.size());
+    done += piece;
+  }
+  CheckTensorDigest(tensor, hash, violations);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string ImageHeader(const PeerTensors& peer) {
   std::string text = "{";
   uint64_t end = 0;
-  for (const PeerTensor& tensor : tensors) {
+  for (const PeerTensor& tensor : peer.tensors) {
     const uint64_t begin = end;
     end += tensor.bytes;
     absl::StrAppend(&text, text.size() > 1 ? "," : "", nlohmann::json(tensor.name).dump(),
@@ -41,33 +57,8 @@ std::string MakeHeader(const std::vector<PeerTensor>& tensors) {
   return prefix + text;
 }
 
-absl::Status Append(const PeerTensor& tensor, std::vector<std::byte>* image,
-                    Violations* violations) {
-  Sha256 hash;
-  for (uint64_t done = 0; done < tensor.bytes;) {
-    const size_t piece = static_cast<size_t>(std::min(kPieceBytes, tensor.bytes - done));
-    const size_t at = image->size();
-    image->resize(at + piece);
-    const absl::Span<std::byte> to(image->data() + at, piece);
-    DORAD_RETURN_IF_ERROR(tensor.memory->Read(tensor.offset + done, to));
-    if (!tensor.sha256.empty()) hash.Update(to.data(), to.size());
-    done += piece;
-  }
-  if (tensor.sha256.empty()) return absl::OkStatus();
-  const std::array<uint8_t, 32> found = hash.Final();
-  if (std::memcmp(found.data(), tensor.sha256.data(), found.size()) != 0) {
-    violations->Add(tensor.name, "HANDOVER_DIGEST_MISMATCH",
-                    absl::StrCat("the bytes read have the SHA-256 ", ToHex(found),
-                                 ": the memory was written to before the publish was answered"));
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
-
-absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes) {
-  const std::string header = MakeHeader(peer.tensors);
-  uint64_t bytes = header.size();
+absl::StatusOr<uint64_t> ImageBytes(const PeerTensors& peer, uint64_t max_bytes) {
+  uint64_t bytes = ImageHeader(peer).size();
   for (const PeerTensor& tensor : peer.tensors) {
     if (bytes > max_bytes || tensor.bytes > max_bytes - bytes) {
       return MakeInvalid(kSubject,
@@ -76,6 +67,21 @@ absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint
     }
     bytes += tensor.bytes;
   }
+  return bytes;
+}
+
+void CheckTensorDigest(const PeerTensor& tensor, Sha256& hash, Violations* violations) {
+  if (tensor.sha256.empty()) return;
+  const std::array<uint8_t, 32> found = hash.Final();
+  if (std::memcmp(found.data(), tensor.sha256.data(), found.size()) == 0) return;
+  violations->Add(tensor.name, "HANDOVER_DIGEST_MISMATCH",
+                  absl::StrCat("the bytes read have the SHA-256 ", ToHex(found),
+                               ": the memory was written to before the publish was answered"));
+}
+
+absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes) {
+  DORAD_ASSIGN_OR_RETURN(const uint64_t bytes, ImageBytes(peer, max_bytes));
+  const std::string header = ImageHeader(peer);
   std::vector<std::byte> image;
   ReserveBytes(bytes, &image);
   const auto* text = reinterpret_cast<const std::byte*>(header.data());

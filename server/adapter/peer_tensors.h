@@ -16,7 +16,9 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "server/adapter/violations.h"
 #include "server/base/safetensors.h"
+#include "server/base/sha256.h"
 
 namespace dorad::adapter {
 
@@ -30,6 +32,8 @@ class PeerMemory {
   // Copies the bytes from `offset` on. INVALID_ARGUMENT (HANDOVER_MEMORY_INVALID) when they are not
   // there any more. REQUIRES: they lie within size().
   virtual absl::Status Read(uint64_t offset, absl::Span<std::byte> to) const = 0;
+  // Where it lies on the server's GPU; nullptr: it is the host's.
+  virtual const std::byte* device_data() const { return nullptr; }
 };
 
 struct PeerTensor {
@@ -53,5 +57,12 @@ struct PeerTensors {
 // memory is asked for; HANDOVER_MEMORY_INVALID; HANDOVER_DIGEST_MISMATCH naming every tensor that
 // has not its sha256).
 absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes);
+
+// The parts of CopyToImage. The header is that of the image, with its length before it; what is
+// wrong with names and shapes is found by who reads it. ImageBytes: ADAPTER_TOO_LARGE.
+std::string ImageHeader(const PeerTensors& peer);
+absl::StatusOr<uint64_t> ImageBytes(const PeerTensors& peer, uint64_t max_bytes);
+// Adds HANDOVER_DIGEST_MISMATCH unless `hash`, of the bytes read, is what the tensor's sha256 says.
+void CheckTensorDigest(const PeerTensor& tensor, Sha256& hash, Violations* violations);
 
 }  // namespace dorad::adapter

@@ -71,8 +71,11 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
 
 constexpr char kNoPlace[] = "no module of the base model has a tensor of that name";
 
-void CheckFinite(const SafetensorsFile& file, Violations& violations) {
-  for (const auto& [key, tensor] : file.tensors()) {
+using NamedTensors = std::map<std::string, TensorView>;
+
+void CheckFinite(const NamedTensors& tensors, TensorPlace place, Violations& violations) {
+  if (place == TensorPlace::kDevice) return;
+  for (const auto& [key, tensor] : tensors) {
     if (!AllFinite(tensor)) {
       violations.Add(key, "ADAPTER_NOT_FINITE", "the tensor contains NaN or infinity");
     }
@@ -81,16 +84,17 @@ void CheckFinite(const SafetensorsFile& file, Violations& violations) {
 
 class Mapper {
  public:
-  Mapper(const SafetensorsFile& file, bool use_dora, const std::vector<Target>& targets,
-         const BaseModules& modules)
-      : file_(file), use_dora_(use_dora), modules_(modules) {
+  Mapper(const NamedTensors& tensors, TensorPlace place, bool use_dora,
+         const std::vector<Target>& targets, const BaseModules& modules)
+      : tensors_(tensors), use_dora_(use_dora), modules_(modules) {
+    result_.place = place;
     for (const Target& target : targets) slots_[target.module_id].target = target;
   }
 
   absl::StatusOr<AdapterTensors> Map() {
-    for (const auto& [key, tensor] : file_.tensors()) Assign(key, tensor);
+    for (const auto& [key, tensor] : tensors_) Assign(key, tensor);
     for (auto& [id, slot] : slots_) CheckModule(modules_.all()[id], slot);
-    CheckFinite(file_, violations_);
+    CheckFinite(tensors_, result_.place, violations_);
     DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
     for (auto& [id, slot] : slots_) {
       result_.modules.push_back({slot.target, *slot.parts[kA].tensor, *slot.parts[kB].tensor,
@@ -193,7 +197,7 @@ class Mapper {
     }
   }
 
-  const SafetensorsFile& file_;
+  const NamedTensors& tensors_;
   const bool use_dora_;
   const BaseModules& modules_;
   std::map<int, Slot> slots_;
@@ -235,18 +239,19 @@ bool AllFinite(const TensorView& tensor) {
   return false;
 }
 
-absl::StatusOr<AdapterTensors> MapTensors(const SafetensorsFile& file, bool use_dora,
-                                          const std::vector<Target>& targets,
+absl::StatusOr<AdapterTensors> MapTensors(const NamedTensors& tensors, TensorPlace place,
+                                          bool use_dora, const std::vector<Target>& targets,
                                           const BaseModules& modules) {
-  return Mapper(file, use_dora, targets, modules).Map();
+  return Mapper(tensors, place, use_dora, targets, modules).Map();
 }
 
-absl::Status CheckTensorsAlone(const SafetensorsFile& file, const BaseModules& modules) {
+absl::Status CheckTensorsAlone(const NamedTensors& tensors, TensorPlace place,
+                               const BaseModules& modules) {
   Violations violations;
-  for (const auto& [key, tensor] : file.tensors()) {
+  for (const auto& [key, tensor] : tensors) {
     if (!PlaceOf(key, modules)) violations.Add(key, "ADAPTER_TENSOR_UNEXPECTED", kNoPlace);
   }
-  CheckFinite(file, violations);
+  CheckFinite(tensors, place, violations);
   return violations.ToStatus(kSubject);
 }
 

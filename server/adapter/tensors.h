@@ -1,9 +1,10 @@
 // From the tensors of an adapter_model.safetensors to the factors of each targeted module.
 //
 // Every tensor of the file has a place, and every place its tensor, or the adapter is refused.
-// Functions are thread-safe; views point into the file.
+// Functions are thread-safe; views point to where those of the tensors do.
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -48,13 +49,16 @@ struct AdapterTensors {
 // INVALID_ARGUMENT listing every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
 // ADAPTER_TENSOR_DUPLICATE, ADAPTER_MAGNITUDE_MISSING, ADAPTER_TENSOR_SHAPE, ADAPTER_RANK_MISMATCH,
 // ADAPTER_NOT_FINITE.
-absl::StatusOr<AdapterTensors> MapTensors(const SafetensorsFile& file, bool use_dora,
+// What lies on a device is not looked at for NaN and infinity: its builder does that.
+absl::StatusOr<AdapterTensors> MapTensors(const std::map<std::string, TensorView>& tensors,
+                                          TensorPlace place, bool use_dora,
                                           const std::vector<Target>& targets,
                                           const BaseModules& modules);
 
 // What can be said of the tensors without knowing the configuration: ADAPTER_TENSOR_UNEXPECTED and
 // ADAPTER_NOT_FINITE.
-absl::Status CheckTensorsAlone(const SafetensorsFile& file, const BaseModules& modules);
+absl::Status CheckTensorsAlone(const std::map<std::string, TensorView>& tensors, TensorPlace place,
+                               const BaseModules& modules);
 
 // Whether no element is NaN or infinite.
 bool AllFinite(const TensorView& tensor);

@@ -28,20 +28,33 @@ absl::StatusOr<Plan> ReadPlan(const std::string& config_json, const BaseModules&
 absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
                                              std::vector<std::byte> safetensors,
                                              const BaseModules& modules, int max_rank) {
-  const absl::StatusOr<Plan> plan = ReadPlan(config_json, modules, max_rank);
   absl::StatusOr<std::unique_ptr<SafetensorsFile>> file =
       SafetensorsFile::Parse(std::move(safetensors), "adapter_model.safetensors");
-  if (!plan.ok() || !file.ok()) {
+  if (!file.ok()) {
     Violations violations;
-    violations.AddAll(plan.status());
-    violations.AddAll(file.ok() ? CheckTensorsAlone(**file, modules) : file.status());
+    violations.AddAll(ReadPlan(config_json, modules, max_rank).status());
+    violations.AddAll(file.status());
     return violations.ToStatus("adapter");
   }
   ValidAdapter valid;
   valid.file = *std::move(file);
-  DORAD_ASSIGN_OR_RETURN(valid.tensors,
-                         MapTensors(*valid.file, plan->use_dora, plan->targets, modules));
+  DORAD_ASSIGN_OR_RETURN(valid.tensors, ValidateTensors(config_json, valid.file->tensors(),
+                                                        TensorPlace::kHost, modules, max_rank));
   return valid;
+}
+
+absl::StatusOr<AdapterTensors> ValidateTensors(const std::string& config_json,
+                                               const std::map<std::string, TensorView>& tensors,
+                                               TensorPlace place, const BaseModules& modules,
+                                               int max_rank) {
+  const absl::StatusOr<Plan> plan = ReadPlan(config_json, modules, max_rank);
+  if (!plan.ok()) {
+    Violations violations;
+    violations.AddAll(plan.status());
+    violations.AddAll(CheckTensorsAlone(tensors, place, modules));
+    return violations.ToStatus("adapter");
+  }
+  return MapTensors(tensors, place, plan->use_dora, plan->targets, modules);
 }
 
 }  // namespace dorad::adapter

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,5 +25,11 @@ struct ValidAdapter {
 absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
                                              std::vector<std::byte> safetensors,
                                              const BaseModules& modules, int max_rank);
+
+// The same for tensors that are not in a file, wherever they lie.
+absl::StatusOr<AdapterTensors> ValidateTensors(const std::string& config_json,
+                                               const std::map<std::string, TensorView>& tensors,
+                                               TensorPlace place, const BaseModules& modules,
+                                               int max_rank);
 
 }  // namespace dorad::adapter

@@ -15,6 +15,8 @@
 #include "server/adapter/violations.h"
 #include "server/base/error.h"
 #include "server/cuda/adapter.h"
+#include "server/cuda/device_reader.h"
+#include "server/cuda/device_tensors.h"
 #include "server/cuda/elements.h"
 
 namespace dorad::cuda {
@@ -403,10 +405,17 @@ class AdapterBuild {
 
 class CudaAdapterBuilder final : public adapter::AdapterBuilder {
  public:
-  explicit CudaAdapterBuilder(Equipment equipment)
+  CudaAdapterBuilder(Equipment equipment, std::shared_ptr<const DeviceReader> reader)
       : adapter::AdapterBuilder(&equipment.model->modules()),
         model_(*equipment.model),
+        ledger_(equipment.ledger),
+        reader_(std::move(reader)),
         equipment_(std::move(equipment)) {}
+
+  absl::StatusOr<std::unique_ptr<adapter::DeviceTensors>> CopyOnDevice(
+      const adapter::PeerTensors& peer) override {
+    return CopyTensors(peer, reader_, ledger_);
+  }
 
   absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) override {
     DORAD_ASSIGN_OR_RETURN(const CudaModel::Use weights, model_.UseWeights());
@@ -445,6 +454,8 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
   }
 
   const CudaModel& model_;
+  MemoryLedger* const ledger_;
+  const std::shared_ptr<const DeviceReader> reader_;
   absl::Mutex mu_;
   Equipment equipment_ ABSL_GUARDED_BY(mu_);
 };
@@ -460,6 +471,7 @@ absl::StatusOr<std::unique_ptr<adapter::AdapterBuilder>> MakeCudaAdapterBuilder(
   DORAD_ASSIGN_OR_RETURN(Event odd, Event::Create());
   DORAD_ASSIGN_OR_RETURN(PinnedBuffer flags,
                          PinnedBuffer::Allocate(model->modules().size() * sizeof(Flags)));
+  DORAD_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceReader> reader, DeviceReader::Create());
   return std::unique_ptr<adapter::AdapterBuilder>(
       new CudaAdapterBuilder({model,
                               gaps,
@@ -468,7 +480,8 @@ absl::StatusOr<std::unique_ptr<adapter::AdapterBuilder>> MakeCudaAdapterBuilder(
                               std::move(stream),
                               std::move(copied),
                               {std::move(even), std::move(odd)},
-                              std::move(flags)}));
+                              std::move(flags)},
+                             std::move(reader)));
 }
 
 }  // namespace dorad::cuda

@@ -2,7 +2,6 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -15,8 +14,6 @@ namespace dorad::cuda {
 namespace {
 
 constexpr char kReading[] = "reading a trainer's memory";
-// What is copied at a time: on its way to the host it passes through page-locked memory.
-constexpr int64_t kPieceBytes = 1 << 20;
 
 absl::Status Invalid(std::string message) {
   return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MEMORY_INVALID",
@@ -47,59 +44,26 @@ absl::StatusOr<uint64_t> SizeOfAllocation(void* data) {
 
 }  // namespace
 
-// Copies from the device, one piece after the other. Thread-safe.
-class PeerMemories::Reader {
- public:
-  static absl::StatusOr<std::shared_ptr<Reader>> Create() {
-    DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
-    DORAD_ASSIGN_OR_RETURN(PinnedBuffer piece, PinnedBuffer::Allocate(kPieceBytes));
-    return std::shared_ptr<Reader>(new Reader(std::move(stream), std::move(piece)));
-  }
-
-  absl::Status Read(const std::byte* from, absl::Span<std::byte> to) const
-      ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    while (!to.empty()) {
-      const size_t count = std::min(to.size(), static_cast<size_t>(kPieceBytes));
-      DORAD_RETURN_IF_CUDA_ERROR(
-          cudaMemcpyAsync(piece_.as<>(), from, count, cudaMemcpyDeviceToHost, stream_.get()),
-          kReading);
-      DORAD_RETURN_IF_ERROR(stream_.Synchronize(kReading));
-      std::memcpy(to.data(), piece_.as<>(), count);
-      from += count;
-      to.remove_prefix(count);
-    }
-    return absl::OkStatus();
-  }
-
- private:
-  Reader(Stream stream, PinnedBuffer piece)
-      : stream_(std::move(stream)), piece_(std::move(piece)) {}
-
-  const Stream stream_;
-  mutable absl::Mutex mu_;
-  const PinnedBuffer piece_ ABSL_GUARDED_BY(mu_);
-};
-
 class PeerMemories::Memory final : public adapter::PeerMemory {
  public:
-  Memory(std::shared_ptr<const Reader> reader, void* data, uint64_t size)
+  Memory(std::shared_ptr<const DeviceReader> reader, void* data, uint64_t size)
       : reader_(std::move(reader)), data_(static_cast<const std::byte*>(data)), size_(size) {}
   ~Memory() override { (void)cudaIpcCloseMemHandle(const_cast<std::byte*>(data_)); }
 
   uint64_t size() const override { return size_; }
+  const std::byte* device_data() const override { return data_; }
   absl::Status Read(uint64_t offset, absl::Span<std::byte> to) const override {
     return reader_->Read(data_ + offset, to);
   }
 
  private:
-  const std::shared_ptr<const Reader> reader_;
+  const std::shared_ptr<const DeviceReader> reader_;
   const std::byte* const data_;
   const uint64_t size_;
 };
 
 absl::StatusOr<std::unique_ptr<PeerMemories>> PeerMemories::Create() {
-  DORAD_ASSIGN_OR_RETURN(std::shared_ptr<Reader> reader, Reader::Create());
+  DORAD_ASSIGN_OR_RETURN(std::shared_ptr<const DeviceReader> reader, DeviceReader::Create());
   return std::unique_ptr<PeerMemories>(new PeerMemories(std::move(reader)));
 }
 

@@ -5,11 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/adapter/peer_tensors.h"
-#include "server/cuda/device.h"
+#include "server/cuda/device_reader.h"
 
 namespace dorad::cuda {
 
@@ -19,7 +20,7 @@ class PeerMemories {
   ~PeerMemories();
 
   // An allocation by what cudaIpcGetMemHandle says of it (64 bytes), its GPU's UUID (16 bytes) and
-  // its size. It stays mapped as long as the result lives, and keeps this object. INVALID_ARGUMENT
+  // its size. It stays mapped as long as the result lives,. INVALID_ARGUMENT
   // (HANDOVER_MEMORY_INVALID: no such allocation, or a smaller one), FAILED_PRECONDITION
   // (HANDOVER_DEVICE_UNSUPPORTED: it lies on another GPU).
   absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> Open(
@@ -27,11 +28,10 @@ class PeerMemories {
       uint64_t size) const;
 
  private:
-  class Reader;
   class Memory;
-  explicit PeerMemories(std::shared_ptr<Reader> reader) : reader_(std::move(reader)) {}
+  explicit PeerMemories(std::shared_ptr<const DeviceReader> reader) : reader_(std::move(reader)) {}
 
-  const std::shared_ptr<Reader> reader_;
+  const std::shared_ptr<const DeviceReader> reader_;
 };
 
 }  // namespace dorad::cuda

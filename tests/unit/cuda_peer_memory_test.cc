@@ -2,6 +2,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -11,6 +13,8 @@
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "server/base/unique_fd.h"
+#include "server/cuda/device_reader.h"
+#include "server/cuda/device_tensors.h"
 #include "server/cuda/peer_memory.h"
 #include "tests/unit/cuda_small_model.h"
 #include "tests/unit/kernels_device.h"
@@ -110,6 +114,37 @@ TEST_F(CudaPeerMemoryTest, ReadsWhatAnotherProcessHasOnTheGpu) {
   EXPECT_EQ(
       ReasonOf(memories->Open(exporter.handle(), exporter.uuid(), bytes + (64 << 20)).status()),
       "HANDOVER_MEMORY_INVALID");
+}
+
+TEST_F(CudaPeerMemoryTest, CopiesTensorsOnTheGpuAndAccountsForThem) {
+  ASSERT_TRUE(OpenDevice().ok());
+  const Exporter exporter;
+  const auto memories = Must(PeerMemories::Create());
+  const auto memory =
+      Must(memories->Open(exporter.handle(), exporter.uuid(), kElements * sizeof(uint32_t)));
+  adapter::PeerTensors peer;
+  peer.tensors.push_back({"b", DType::kF32, {2, 3}, 24, memory, 4000, {}});
+  peer.tensors.push_back({"a", DType::kBF16, {5}, 10, memory, 2, {}});
+  ASSERT_TRUE(adapter::LiesOnDevice(peer));
+  MemoryLedger ledger;
+  {
+    const auto copies = Must(CopyTensors(peer, Must(DeviceReader::Create()), &ledger));
+    EXPECT_GE(ledger.bytes("loading"), 34);
+    for (const adapter::PeerTensor& tensor : peer.tensors) {
+      const TensorView& view = copies->tensors().at(tensor.name);
+      EXPECT_EQ(view.shape, tensor.shape);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(view.bytes.data()) % 256, 0u);
+      ASSERT_EQ(view.bytes.size(), tensor.bytes);
+      std::vector<std::byte> copied(tensor.bytes), original(tensor.bytes);
+      ASSERT_TRUE(copies->Read(view.bytes.data(), absl::MakeSpan(copied)).ok());
+      ASSERT_TRUE(memory->Read(tensor.offset, absl::MakeSpan(original)).ok());
+      EXPECT_EQ(copied, original);
+    }
+  }
+  EXPECT_EQ(ledger.total(), 0);
+  MemoryLedger full(10);
+  EXPECT_EQ(ReasonOf(CopyTensors(peer, Must(DeviceReader::Create()), &full).status()),
+            "OUT_OF_MEMORY");
 }
 
 TEST_F(CudaPeerMemoryTest, RefusesOtherGpusAndHandlesThatAreNone) {

@@ -1,0 +1,64 @@
+// Tensors of a publish from memory that lie on the server's GPU: copied and built there, while the
+// host only hashes them.
+//
+// Objects are owned by whoever makes them; immutable, hence thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/adapter/base_modules.h"
+#include "server/adapter/peer_tensors.h"
+#include "server/adapter/tensors.h"
+#include "server/base/safetensors.h"
+
+namespace dorad::adapter {
+
+// A peer's tensors, copied on the GPU: nobody else writes the copies.
+class DeviceTensors {
+ public:
+  virtual ~DeviceTensors() = default;
+  // By name. Their bytes lie on the device, aligned to their elements.
+  const std::map<std::string, TensorView>& tensors() const { return tensors_; }
+  // Copies a part of a tensor's bytes to the host.
+  virtual absl::Status Read(const std::byte* from, absl::Span<std::byte> to) const = 0;
+
+ protected:
+  std::map<std::string, TensorView> tensors_;
+};
+
+// Whether every tensor lies on the server's GPU.
+bool LiesOnDevice(const PeerTensors& peer);
+
+// What a strict reader of files would say of the tensors' names, shapes and size. INVALID_ARGUMENT
+// (SAFETENSORS_*, ADAPTER_TOO_LARGE).
+absl::Status CheckForm(const PeerTensors& peer, uint64_t max_bytes);
+
+// Brings the copies of base weights among `tensors`, which are compared on the host, there. They
+// live in the result.
+class HostCopies {
+ public:
+  static absl::StatusOr<HostCopies> Bring(const DeviceTensors& device, AdapterTensors* tensors);
+
+ private:
+  struct Copy {
+    std::vector<std::byte> bytes;
+    TensorView view;
+  };
+  std::vector<std::unique_ptr<Copy>> copies_;
+};
+
+// The content digest of `tensors`, views into `device`. Reads each once. INVALID_ARGUMENT
+// (HANDOVER_DIGEST_MISMATCH) naming every tensor that has not the sha256 that `peer` tells.
+absl::StatusOr<std::string> DigestOnDevice(const DeviceTensors& device, const PeerTensors& peer,
+                                           const AdapterTensors& tensors,
+                                           const BaseModules& modules);
+
+}  // namespace dorad::adapter
