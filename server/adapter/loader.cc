@@ -76,6 +76,26 @@ void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
   }
 }
 
+// When the stages of a load ended.
+struct Stages {
+  absl::Time start, read, validated;
+};
+
+Content MakeContent(const Stages& stages, const AdapterTensors& tensors, std::string digest,
+                    BuiltAdapter built) {
+  Content content;
+  AdapterSummary& summary = content.summary;
+  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
+  summary.digest = std::move(digest);
+  summary.resident_bytes = built.bytes;
+  summary.timing.read = stages.read - stages.start;
+  summary.timing.validate = stages.validated - stages.read;
+  summary.timing.copy = built.copy;
+  summary.timing.norms = built.norms;
+  content.weights = std::move(built.weights);
+  return content;
+}
+
 }  // namespace
 
 struct AdapterLoader::Impl {
@@ -220,7 +240,8 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadHere(Job& job) {
 }
 
 absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
-  const absl::Time start = absl::Now();
+  Stages stages;
+  stages.start = absl::Now();
   if (!job.path.empty()) {
     DORAD_ASSIGN_OR_RETURN(job.files,
                            ReadAdapterFolder(job.path, {options.allowed_roots, job.trusted},
@@ -237,31 +258,25 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
         kSubject, {{kSubject, "ADAPTER_TOO_LARGE",
                     absl::StrCat("the file has more than ", options.max_adapter_bytes, " bytes")}});
   }
-  const absl::Time read = absl::Now();
+  stages.read = absl::Now();
   DORAD_ASSIGN_OR_RETURN(ValidAdapter valid,
                          ValidateAdapter(job.files.config_json, std::move(job.files.safetensors),
                                          *modules, options.max_rank));
   const AdapterTensors& tensors = valid.tensors;
   DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
-  Content content;
-  AdapterSummary& summary = content.summary;
-  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
-  summary.digest = ContentDigest(tensors, *modules);
-  DORAD_RETURN_IF_ERROR(CheckDigest(job, summary.digest));
-  const absl::Time validated = absl::Now();
+  std::string digest = ContentDigest(tensors, *modules);
+  DORAD_RETURN_IF_ERROR(CheckDigest(job, digest));
+  stages.validated = absl::Now();
   DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, Build(tensors));
-  summary.resident_bytes = built.bytes;
-  summary.timing.read = job.read + (read - start);
-  summary.timing.validate = validated - read;
-  summary.timing.copy = built.copy;
-  summary.timing.norms = built.norms;
-  content.weights = std::move(built.weights);
+  Content content = MakeContent(stages, tensors, std::move(digest), std::move(built));
+  content.summary.timing.read += job.read;
   content.file = std::move(valid.file);
   return content;
 }
 
 absl::StatusOr<Content> AdapterLoader::Impl::ReadDevice(const Job& job) {
-  const absl::Time start = absl::Now();
+  Stages stages;
+  stages.start = absl::Now();
   DORAD_RETURN_IF_ERROR(CheckForm(*job.peer, static_cast<uint64_t>(options.max_adapter_bytes)));
   absl::StatusOr<std::unique_ptr<DeviceTensors>> device;
   (void)residency->WithRoom([&] {
@@ -269,32 +284,28 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadDevice(const Job& job) {
     return device.status();
   });
   if (!device.ok()) return device.status();
-  const absl::Time read = absl::Now();
+  stages.read = absl::Now();
   DORAD_ASSIGN_OR_RETURN(AdapterTensors tensors,
                          ValidateTensors(job.files.config_json, (*device)->tensors(),
                                          TensorPlace::kDevice, *modules, options.max_rank));
   DORAD_ASSIGN_OR_RETURN(const HostCopies host, HostCopies::Bring(**device, &tensors));
   DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
-  const absl::Time validated = absl::Now();
-  Content content;
-  AdapterSummary& summary = content.summary;
-  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
+  stages.validated = absl::Now();
   // The bytes come to the host to be hashed while the device computes.
   absl::StatusOr<std::string> digest;
-  std::jthread hashing([&] { digest = DigestOnDevice(**device, *job.peer, tensors, *modules); });
+  std::jthread hashing([&] {
+    try {
+      digest = DigestOnDevice(**device, *job.peer, tensors, *modules);
+    } catch (...) {
+      digest = ops::FromTorchException("the digest of adapter " + job.options.name, "INTERNAL");
+    }
+  });
   absl::StatusOr<BuiltAdapter> built = Build(tensors);
   hashing.join();
   DORAD_RETURN_IF_ERROR(digest.status());
+  DORAD_RETURN_IF_ERROR(CheckDigest(job, *digest));
   if (!built.ok()) return built.status();
-  summary.digest = *std::move(digest);
-  DORAD_RETURN_IF_ERROR(CheckDigest(job, summary.digest));
-  summary.resident_bytes = built->bytes;
-  summary.timing.read = read - start;
-  summary.timing.validate = validated - read;
-  summary.timing.copy = built->copy;
-  summary.timing.norms = built->norms;
-  content.weights = std::move(built->weights);
-  return content;
+  return MakeContent(stages, tensors, *std::move(digest), *std::move(built));
 }
 
 // Where memory is short, idle weights of other versions make room.

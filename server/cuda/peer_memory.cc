@@ -15,9 +15,8 @@ namespace {
 
 constexpr char kReading[] = "reading a trainer's memory";
 
-absl::Status Invalid(std::string message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MEMORY_INVALID",
-                   std::move(message));
+absl::Status Invalid(const std::string& message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MEMORY_INVALID", message);
 }
 
 // Bytes of the allocation that begins at `data`. To read beyond it would lose the GPU, so nobody is

@@ -14,9 +14,8 @@
 namespace dorad::handover {
 namespace {
 
-absl::Status Invalid(std::string message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MEMORY_INVALID",
-                   std::move(message));
+absl::Status Invalid(const std::string& message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MEMORY_INVALID", message);
 }
 
 class MemoryFile final : public adapter::PeerMemory {

@@ -16,9 +16,8 @@ constexpr size_t kKindAt = 8, kZeroAt = 12, kSizeAt = 16, kHandleAt = 24, kUuidA
 // No machine has more; sums of sizes stay far from overflow.
 constexpr uint64_t kMaxSize = uint64_t{1} << 48;
 
-absl::Status Invalid(std::string message) {
-  return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MESSAGE_INVALID",
-                   std::move(message));
+absl::Status Invalid(const std::string& message) {
+  return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MESSAGE_INVALID", message);
 }
 
 void AddNumber(uint32_t value, std::string* to) {

@@ -65,12 +65,16 @@ absl::Status ShuttingDown() {
   return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
 }
 
-// Ends a publish's call with what the loader made of it.
+// Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
+// PeftConfig.
 template <typename Response>
-adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& call) {
-  return [call](const absl::StatusOr<adapter::PublishResult>& result) {
+adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& call,
+                                  bool typed_config) {
+  return [call, typed_config](const absl::StatusOr<adapter::PublishResult>& result) {
     call->Complete([&](Response* to) {
-      if (!result.ok()) return result.status();
+      if (!result.ok()) {
+        return typed_config ? NamePeftConfigFields(result.status()) : result.status();
+      }
       Encode(result->adapter, to->mutable_adapter());
       to->set_generation(result->generation);
       return absl::OkStatus();
@@ -182,7 +186,8 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerCo
           call->End(options.status());
           return;
         }
-        services_->publisher.from_path(*std::move(options), request->path(), AnswerTo(call));
+        services_->publisher.from_path(*std::move(options), request->path(),
+                                       AnswerTo(call, /*typed_config=*/false));
       });
 }
 
@@ -197,13 +202,9 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
           call->End(publish.status());
           return;
         }
-        services_->publisher.from_memory(
-            std::move(publish->options), std::move(publish->config_json), std::move(publish->peer),
-            [typed = request->has_peft_config(),
-             answer = AnswerTo(call)](absl::StatusOr<adapter::PublishResult> result) {
-              if (!result.ok() && typed) result = NamePeftConfigFields(result.status());
-              answer(std::move(result));
-            });
+        services_->publisher.from_memory(std::move(publish->options),
+                                         std::move(publish->config_json), std::move(publish->peer),
+                                         AnswerTo(call, request->has_peft_config()));
       });
 }
 

@@ -47,7 +47,7 @@ std::optional<uint64_t> BytesOf(const v1::MemoryTensor& tensor, DType dtype) {
 
 absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
                                                 const handover::Session& session) {
-  const auto invalid = [](std::string why) {
+  const auto invalid = [](const std::string& why) {
     return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_TENSOR_INVALID", why);
   };
   if (tensor.name().empty() || tensor.name().size() > kMaxNameBytes) {
