@@ -60,12 +60,17 @@ absl::Status Residency::WithRoom(absl::FunctionRef<absl::Status()> attempt) {
 
 int64_t Residency::Sleep() { return state_->Sleep(); }
 
-void Residency::Wake() {
+absl::Status Residency::Wake() { return state_->Wake(); }
+
+void Residency::HoldRecalls() {
   absl::MutexLock lock(&state_->mu);
-  state_->asleep = false;
-  for (const auto& weights : state_->all) {
-    if (weights->pinned && weights->place != State::Place::kResident) state_->Want(weights.get());
-  }
+  state_->held = true;
+  state_->TakeBackRecalls();
+}
+
+void Residency::ReleaseRecalls() {
+  absl::MutexLock lock(&state_->mu);
+  state_->held = false;
   state_->BringWanted();
 }
 

@@ -78,11 +78,16 @@ class Residency {
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
   // Everything leaves that has a way back, pinned weights too, and what comes anew leaves at once;
-  // nothing comes back until Wake, which brings the pinned ones. Returns when they have gone, with
-  // their bytes. To be called on a thread on which weights may be saved. REQUIRES of Sleep: nobody
-  // uses weights until Wake.
+  // nothing comes back until Wake. Returns when they have gone, with their bytes. To be called on a
+  // thread on which weights may be saved. REQUIRES: nobody uses weights until Wake.
   int64_t Sleep();
-  void Wake();
+  // Returns when the pinned weights are back; with the failure of one that could not be brought,
+  // and then all sleep on. While recalls are held they come later.
+  absl::Status Wake();
+  // Nothing is recalled until ReleaseRecalls, nor is any recall under way on return: a backend that
+  // cannot build weights for a time needs that.
+  void HoldRecalls();
+  void ReleaseRecalls();
 
   struct Stats {
     int64_t bytes = 0;       // of what is resident or on its way

@@ -135,16 +135,11 @@ void Residency::State::SendAway(absl::Span<const WeightsPtr> weights) {
 }
 
 int64_t Residency::State::Sleep() {
-  int64_t before = 0;
+  std::vector<WeightsPtr> sent;
   {
     absl::MutexLock lock(&mu);
     asleep = true;
-    // What is on its way arrives first.
-    const auto is_quiet = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
-      return under_way == 0 && saving_ == 0;
-    };
-    mu.Await(absl::Condition(&is_quiet));
-    before = bytes;
+    TakeBackRecalls();
     // Those that need an image get theirs first.
     for (const bool is_stored : {false, true}) {
       for (const WeightsPtr& weights : all) {
@@ -152,12 +147,61 @@ int64_t Residency::State::Sleep() {
         if (weights->place != Place::kResident || weights->uses > 0) continue;
         SendAway({&weights, 1});
         bytes -= weights->bytes;
+        sent.push_back(weights);
       }
     }
   }
   LeaveAll();
   absl::MutexLock lock(&mu);
-  return before - bytes;
+  // Other threads may have taken some of them on.
+  const auto have_gone = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
+    return leaving.empty() && saving_ == 0;
+  };
+  mu.Await(absl::Condition(&have_gone));
+  int64_t freed = 0;
+  for (const WeightsPtr& weights : sent) {
+    if (weights->place != Place::kResident) freed += weights->bytes;
+  }
+  return freed;
+}
+
+absl::Status Residency::State::Wake() {
+  absl::MutexLock lock(&mu);
+  asleep = false;
+  std::vector<WeightsPtr> pinned;
+  for (const WeightsPtr& weights : all) {
+    if (!weights->pinned || weights->place == Place::kResident) continue;
+    pinned.push_back(weights);
+    weights->failure = absl::OkStatus();
+    Want(weights.get());
+  }
+  BringWanted();
+  if (held) return absl::OkStatus();
+  const auto are_settled = [&pinned]() {
+    return std::none_of(pinned.begin(), pinned.end(), [](const WeightsPtr& weights) {
+      return !weights->destroyed && (weights->wanted || weights->place == Place::kComing);
+    });
+  };
+  mu.Await(absl::Condition(&are_settled));
+  absl::Status status;
+  for (const WeightsPtr& weights : pinned) {
+    if (weights->destroyed || weights->place == Place::kResident) continue;
+    status.Update(weights->failure.ok() ? NoRoomFor(weights->bytes) : weights->failure);
+    weights->failure = absl::OkStatus();
+  }
+  if (!status.ok()) asleep = true;
+  return status;
+}
+
+void Residency::State::TakeBackRecalls() {
+  for (const WeightsPtr& weights : all) {
+    if (weights->place != Place::kComing || weights->begun) continue;
+    weights->place = Place::kAway;
+    bytes -= weights->bytes;
+    Want(weights.get());
+  }
+  const auto none_runs = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) { return recalling_ == 0; };
+  mu.Await(absl::Condition(&none_runs));
 }
 
 void Residency::State::LeaveAll() {
@@ -212,27 +256,29 @@ void Residency::State::Leave(const WeightsPtr& weights) {
 }
 
 bool Residency::State::MakeSomeRoom() {
+  std::vector<WeightsPtr> victims;
   {
     absl::MutexLock lock(&mu);
+    if (leaving.empty() && saving_ > 0) {
+      const auto gone = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) { return saving_ == 0; };
+      mu.Await(absl::Condition(&gone));
+      return true;
+    }
     if (leaving.empty()) {
-      const auto victims = Victims(1);
-      if (victims) {
-        for (const WeightsPtr& weights : *victims) {
-          bytes -= weights->bytes;
-          ++evictions;
-        }
-        SendAway(*victims);
-      } else if (saving_ > 0) {
-        const auto gone = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) { return saving_ == 0; };
-        mu.Await(absl::Condition(&gone));
-        return true;
-      } else {
-        return false;
+      auto found = Victims(1);
+      if (!found) return false;
+      victims = *std::move(found);
+      for (const WeightsPtr& weights : victims) {
+        bytes -= weights->bytes;
+        ++evictions;
       }
+      SendAway(victims);
     }
   }
   LeaveAll();
-  return true;
+  absl::MutexLock lock(&mu);
+  // What could not be saved is back: there is no room in it.
+  return victims.empty() || victims.front()->place != Place::kResident;
 }
 
 absl::Status Residency::State::WithRoom(absl::FunctionRef<absl::Status()> attempt) {
@@ -315,7 +361,7 @@ void Residency::State::Unwant(Weights* weights) {
 }
 
 void Residency::State::BringWanted() {
-  if (asleep) return;
+  if (asleep || held) return;
   for (auto it = wanted.begin(); it != wanted.end() && !closed;) {
     Weights* const weights = *it;
     if (NeverFit({&weights, 1})) {
@@ -349,11 +395,22 @@ void Residency::State::Bring(Weights* weights) {
   ++under_way;
   const auto owner = std::find_if(all.begin(), all.end(),
                                   [&](const WeightsPtr& other) { return other.get() == weights; });
-  options.executor(
-      [state = shared_from_this(), target = *owner, from_host = weights->image != nullptr] {
-        state->LeaveAll();
-        state->Arrive(target, from_host, state->Recalled(*target, from_host));
-      });
+  options.executor([state = shared_from_this(), target = *owner] {
+    state->LeaveAll();
+    bool from_host = false;
+    {
+      absl::MutexLock lock(&state->mu);
+      // Taken back since, and perhaps sent for once more.
+      if (target->place != Place::kComing || target->begun) {
+        --state->under_way;
+        return;
+      }
+      target->begun = true;
+      ++state->recalling_;
+      from_host = target->image != nullptr;
+    }
+    state->Arrive(target, from_host, state->Recalled(*target, from_host));
+  });
 }
 
 // What is on its way keeps its image and its recall.
@@ -373,6 +430,8 @@ void Residency::State::Arrive(const WeightsPtr& weights, bool from_host,
   std::shared_ptr<const AdapterWeights> unwanted;  // freed under no lock
   {
     absl::MutexLock lock(&mu);
+    weights->begun = false;
+    --recalling_;
     if (recalled.ok() && !weights->destroyed) {
       weights->here = *std::move(recalled);
       weights->place = Place::kResident;

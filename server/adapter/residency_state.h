@@ -38,6 +38,7 @@ struct Residency::Entry::Weights {
   bool draining = false;   // gets no new users
   bool wanted = false;     // is in State::wanted
   bool destroyed = false;  // the entry is gone
+  bool begun = false;      // of kComing: the recall has begun
   absl::Time wanted_since;
   // Recalled for somebody who has not come for it yet: until then it stays.
   absl::Time kept_until = absl::InfinitePast();
@@ -70,6 +71,9 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   void SendAway(absl::Span<const WeightsPtr> weights) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // As Residency's.
   int64_t Sleep() ABSL_LOCKS_EXCLUDED(mu);
+  absl::Status Wake() ABSL_LOCKS_EXCLUDED(mu);
+  // Recalls that have not begun are wanted again; waits for the others. REQUIRES: asleep or held.
+  void TakeBackRecalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // Saves and frees, on this thread, all that is to leave.
   void LeaveAll() ABSL_LOCKS_EXCLUDED(mu);
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt) ABSL_LOCKS_EXCLUDED(mu);
@@ -105,6 +109,7 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   int under_way ABSL_GUARDED_BY(mu) = 0;  // recalls that the executor has
   bool closed ABSL_GUARDED_BY(mu) = false;
   bool asleep ABSL_GUARDED_BY(mu) = false;
+  bool held ABSL_GUARDED_BY(mu) = false;  // as HoldRecalls says
 
  private:
   bool IsIdle(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
@@ -131,8 +136,9 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   // Whether nothing that could make room is going to happen by itself.
   bool IsStuck() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
 
-  int saving_ ABSL_GUARDED_BY(mu) = 0;   // threads that are about to free weights
-  int freeing_ ABSL_GUARDED_BY(mu) = 0;  // threads that are about to free images
+  int recalling_ ABSL_GUARDED_BY(mu) = 0;  // recalls that have begun
+  int saving_ ABSL_GUARDED_BY(mu) = 0;     // threads that are about to free weights
+  int freeing_ ABSL_GUARDED_BY(mu) = 0;    // threads that are about to free images
   std::vector<std::unique_ptr<const WeightsImage>> dropped_ ABSL_GUARDED_BY(mu);
 };
 

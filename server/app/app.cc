@@ -163,6 +163,8 @@ struct App::Impl {
             &residency, &registry,
             [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
               ObserveLoad(&metrics, summary, status);
+              // Memory that was lent to others is theirs again.
+              if (!sleeper.asleep().empty()) backend->ReturnFreedMemory();
             },
             store.get()),
         engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics),

@@ -60,8 +60,8 @@ class Backend {
   // is all there is to say.
   virtual std::map<std::string, int64_t> memory_by_kind() const = 0;
   // Gives the base weights' device memory back, and takes it again; 0 bytes where they lie in host
-  // memory anyway. Statuses of cuda::CudaModel's Sleep and Wake. REQUIRES: the engine sleeps.
-  virtual absl::StatusOr<int64_t> SleepWeights() = 0;
+  // memory anyway. Statuses of cuda::CudaModel::Wake. REQUIRES: the engine sleeps.
+  virtual int64_t SleepWeights() = 0;
   virtual absl::Status WakeWeights() = 0;
   // Hands what has been freed to others who use the device.
   virtual void ReturnFreedMemory() = 0;

@@ -44,7 +44,7 @@ class CpuBackend final : public Backend {
             {"kv", info_.kv_bytes},
             {"norms", model_->norm_cache_bytes()}};
   }
-  absl::StatusOr<int64_t> SleepWeights() override { return 0; }
+  int64_t SleepWeights() override { return 0; }
   absl::Status WakeWeights() override { return absl::OkStatus(); }
   void ReturnFreedMemory() override {}
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {

@@ -64,7 +64,7 @@ class CudaBackend final : public Backend {
                uint64_t size) { return memories->Open(ipc_handle, device_uuid, size); };
   }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
-  absl::StatusOr<int64_t> SleepWeights() override { return model_->Sleep(); }
+  int64_t SleepWeights() override { return model_->Sleep(); }
   absl::Status WakeWeights() override { return model_->Wake(); }
   void ReturnFreedMemory() override { cuda::TrimFreedMemory(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "absl/strings/str_cat.h"
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "server/base/error.h"
@@ -80,15 +80,12 @@ absl::StatusOr<Sleeper::Bytes> Sleeper::Sleep(const Tags& tags, const Options& o
   }
   if (begins(kWeights)) {
     SetAsleep(kWeights, true);
-    const absl::StatusOr<int64_t> slept = backend_.SleepWeights();
-    if (!slept.ok()) {
-      SetAsleep(kWeights, false);
-      return slept.status();
-    }
-    freed[kWeights] = *slept;
+    residency_.HoldRecalls();
+    freed[kWeights] = backend_.SleepWeights();
   }
-  for (const auto& [tag, bytes] : freed)
+  for (const auto& [tag, bytes] : freed) {
     LogInfo("sleeping", {{"tag", tag}, {"freed_bytes", bytes}});
+  }
   LogInfo("went to sleep", {{"seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
   return freed;
 }
@@ -100,18 +97,28 @@ absl::Status Sleeper::Wake(const Tags& tags) {
     return tags.count(tag) > 0 && asleep().count(tag) > 0;
   };
   if (asleep().empty()) return absl::OkStatus();
+  // What was published meanwhile may make room.
+  const auto with_room = [&](absl::FunctionRef<absl::Status()> attempt) {
+    return residency_.WithRoom([&] {
+      backend_.ReturnFreedMemory();
+      return attempt();
+    });
+  };
   if (wakes(kWeights)) {
-    DORAD_RETURN_IF_ERROR(backend_.WakeWeights());
+    DORAD_RETURN_IF_ERROR(with_room([&] { return backend_.WakeWeights(); }));
     SetAsleep(kWeights, false);
+    residency_.ReleaseRecalls();
   }
   if (wakes(kKv)) {
-    DORAD_RETURN_IF_ERROR(Await<absl::Status>(absl::OkStatus(), [&](auto done) {
-      engine_.Wake(/*kv=*/true, /*go_on=*/false, std::move(done));
+    DORAD_RETURN_IF_ERROR(with_room([&] {
+      return Await<absl::Status>(absl::OkStatus(), [&](auto done) {
+        engine_.Wake(/*kv=*/true, /*go_on=*/false, std::move(done));
+      });
     }));
     SetAsleep(kKv, false);
   }
   if (wakes(kAdapters)) {
-    residency_.Wake();
+    DORAD_RETURN_IF_ERROR(residency_.Wake());
     SetAsleep(kAdapters, false);
   }
   if (asleep().empty()) {

@@ -44,15 +44,19 @@ absl::StatusOr<int64_t> CudaDecoder::ReleaseKv(absl::Span<const int32_t> keep) {
       kv_image_, KvImage::Save(kv_memory_.as<std::byte>(), planes, kv_memory_.bytes() / planes,
                                options_.kv_pages + 1, keep, stream_));
   const int64_t released = kv_memory_.size();
-  DORAD_RETURN_IF_ERROR(kv_memory_.Unmap());
+  kv_memory_.Unmap();
   return released;
 }
 
 absl::Status CudaDecoder::RestoreKv() {
   DORAD_RETURN_IF_ERROR(kv_memory_.Map());
-  DORAD_RETURN_IF_ERROR(kv_image_.Restore(kv_memory_.as<std::byte>(), stream_));
-  kv_image_ = KvImage();
-  return absl::OkStatus();
+  absl::Status status = kv_image_.Restore(kv_memory_.as<std::byte>(), stream_);
+  if (status.ok()) {
+    kv_image_ = KvImage();
+  } else {
+    kv_memory_.Unmap();
+  }
+  return status;
 }
 
 absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {

@@ -31,8 +31,8 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
   const std::string text = cudaGetErrorString(error);
   LogError("a CUDA call failed", {{"what", std::string(what)}, {"error", text}});
+  (void)cudaGetLastError();  // it has been told; what comes next is asked for its own
   if (error == cudaErrorMemoryAllocation) {
-    (void)cudaGetLastError();  // not sticky: later calls may succeed
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
                      absl::StrCat(std::string(what), " ran out of GPU memory"));
   }

@@ -1,11 +1,30 @@
 #include "server/cuda/kv_image.h"
 
+#include <algorithm>
+#include <limits>
 #include <new>
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 
 namespace dorad::cuda {
+namespace {
+
+// As cudaMemcpy2DAsync, which takes no pitch of 2 GiB and more.
+cudaError_t CopyRows(std::byte* to, int64_t to_pitch, const std::byte* from, int64_t from_pitch,
+                     int64_t width, int64_t rows, cudaMemcpyKind kind, cudaStream_t stream) {
+  if (std::max(to_pitch, from_pitch) <= std::numeric_limits<int32_t>::max()) {
+    return cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, rows, kind, stream);
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    const cudaError_t error =
+        cudaMemcpyAsync(to + row * to_pitch, from + row * from_pitch, width, kind, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
 
 absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, int64_t planes, int64_t plane_bytes,
                                       int64_t pages_of_plane, absl::Span<const int32_t> pages,
@@ -33,10 +52,9 @@ absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, int64_t planes, in
   }
   std::byte* to = image.data_.get();
   for (const Run& run : image.runs_) {
-    DORAD_RETURN_IF_CUDA_ERROR(
-        cudaMemcpy2DAsync(to, run.size, cache + run.at, plane_bytes, run.size, planes,
-                          cudaMemcpyDeviceToHost, stream.get()),
-        kSaving);
+    DORAD_RETURN_IF_CUDA_ERROR(CopyRows(to, run.size, cache + run.at, plane_bytes, run.size, planes,
+                                        cudaMemcpyDeviceToHost, stream.get()),
+                               kSaving);
     to += run.size * planes;
   }
   DORAD_RETURN_IF_ERROR(stream.Synchronize(kSaving));
@@ -47,10 +65,9 @@ absl::Status KvImage::Restore(std::byte* cache, const Stream& stream) const {
   constexpr char kRestoring[] = "restoring the KV cache";
   const std::byte* from = data_.get();
   for (const Run& run : runs_) {
-    DORAD_RETURN_IF_CUDA_ERROR(
-        cudaMemcpy2DAsync(cache + run.at, plane_bytes_, from, run.size, run.size, planes_,
-                          cudaMemcpyHostToDevice, stream.get()),
-        kRestoring);
+    DORAD_RETURN_IF_CUDA_ERROR(CopyRows(cache + run.at, plane_bytes_, from, run.size, run.size,
+                                        planes_, cudaMemcpyHostToDevice, stream.get()),
+                               kRestoring);
     from += run.size * planes_;
   }
   return stream.Synchronize(kRestoring);

@@ -41,7 +41,7 @@ absl::StatusOr<MappedMemory> MappedMemory::Create(MemoryLedger* ledger, std::str
 
 MappedMemory::~MappedMemory() {
   if (address_ == 0) return;
-  if (mapped()) (void)Unmap();
+  if (mapped()) Unmap();
   const Driver& driver = **Driver::Get();
   (void)driver.ToStatus(driver.address_free(address_, size_), "freeing addresses");
 }
@@ -51,7 +51,7 @@ absl::Status MappedMemory::Map() {
   DORAD_RETURN_IF_ERROR(ledger_->Reserve(kind_, size_));
   absl::Status status = MapPieces();
   if (status.ok()) return status;
-  (void)UnmapPieces();
+  UnmapPieces();
   ledger_->Release(kind_, size_);
   return status;
 }
@@ -78,25 +78,21 @@ absl::Status MappedMemory::MapPieces() {
   return driver.ToStatus(driver.set_access(address_, size_, &access, 1), what);
 }
 
-absl::Status MappedMemory::Unmap() {
+void MappedMemory::Unmap() {
   DORAD_CHECK(mapped());
-  absl::Status status = UnmapPieces();
+  UnmapPieces();
   ledger_->Release(kind_, size_);
-  return status;
 }
 
-absl::Status MappedMemory::UnmapPieces() {
+void MappedMemory::UnmapPieces() {
   const Driver& driver = **Driver::Get();
   const std::string what = absl::StrCat("giving back the memory of ", kind_);
-  absl::Status status;
   for (size_t i = 0; i < pieces_.size(); ++i) {
     const int64_t at = static_cast<int64_t>(i) * kPieceBytes;
-    status.Update(
-        driver.ToStatus(driver.unmap(address_ + at, std::min(kPieceBytes, size_ - at)), what));
-    status.Update(driver.ToStatus(driver.release(pieces_[i]), what));
+    (void)driver.ToStatus(driver.unmap(address_ + at, std::min(kPieceBytes, size_ - at)), what);
+    (void)driver.ToStatus(driver.release(pieces_[i]), what);
   }
   pieces_.clear();
-  return status;
 }
 
 void MappedMemory::Swap(MappedMemory& other) noexcept {

@@ -33,8 +33,9 @@ class MappedMemory {
   }
   ~MappedMemory();
 
-  // Gives the pages back. REQUIRES: mapped.
-  absl::Status Unmap();
+  // Gives the pages back; what the driver refuses is logged, and it is not mapped any more anyway.
+  // REQUIRES: mapped.
+  void Unmap();
   // OUT_OF_MEMORY as Create; then it is not mapped. REQUIRES: not mapped.
   absl::Status Map();
   bool mapped() const { return !pieces_.empty(); }
@@ -51,7 +52,7 @@ class MappedMemory {
  private:
   void Swap(MappedMemory& other) noexcept;
   absl::Status MapPieces();
-  absl::Status UnmapPieces();
+  void UnmapPieces();
 
   MemoryLedger* ledger_ = nullptr;
   std::string kind_;

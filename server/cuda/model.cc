@@ -278,10 +278,10 @@ absl::Status CudaModel::KeepHostCopy() {
                            "copying the weights to host memory");
 }
 
-absl::StatusOr<int64_t> CudaModel::Sleep() {
+int64_t CudaModel::Sleep() {
   absl::MutexLock lock(&mu_);
   if (!memory_.mapped()) return 0;
-  DORAD_RETURN_IF_ERROR(memory_.Unmap());
+  memory_.Unmap();
   return memory_.size();
 }
 
@@ -290,7 +290,7 @@ absl::Status CudaModel::Wake() {
   if (memory_.mapped()) return absl::OkStatus();
   DORAD_RETURN_IF_ERROR(memory_.Map());
   const absl::Status status = Restore();
-  if (!status.ok()) (void)memory_.Unmap();
+  if (!status.ok()) memory_.Unmap();
   return status;
 }
 

@@ -77,7 +77,7 @@ class CudaModel {
   // Copies the weights to page-locked memory, from where Wake brings them at the link's speed.
   absl::Status KeepHostCopy();
   // Gives the device memory back when all uses have ended; returns how much. 0: it was asleep.
-  absl::StatusOr<int64_t> Sleep();
+  int64_t Sleep();
   // From the host copy, or read again. OUT_OF_MEMORY, the statuses of Load, DATA_LOSS
   // (MODEL_CHANGED) when the files are not what they were: still asleep.
   absl::Status Wake();

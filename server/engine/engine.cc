@@ -110,7 +110,7 @@ void Engine::Resume(const adapter::AdapterRef& scope, std::function<void()> done
 }
 
 void Engine::Sleep(SleepOptions options, std::function<void(absl::StatusOr<int64_t>)> done) {
-  impl_->admission.SetSleeping(options.refuse);
+  if (options.refuse) impl_->admission.SetSleeping(/*refuses=*/true);
   impl_->admission.Post(
       [loop = &impl_->loop, options, done = std::move(done)] { loop->Sleep(options, done); });
 }

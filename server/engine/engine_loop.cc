@@ -338,6 +338,7 @@ void EngineLoop::Sleep(const Engine::SleepOptions& options,
                        const std::function<void(absl::StatusOr<int64_t>)>& done) {
   FinishAll();
   asleep_ = true;
+  stalled_ = false;
   for (const auto& [id, request] : requests_) {
     for (const auto& sequence : request->sequences) sequence->DropUses();
   }
@@ -416,6 +417,7 @@ void EngineLoop::PublishStats() {
   stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();
+  stats.asleep = asleep_;
   stats.paused_adapters = pauses_.adapters();
   stats.frozen_requests = static_cast<int>(frozen_requests_);
   board_->Publish(std::move(stats));

@@ -154,6 +154,7 @@ struct EngineStats {
   int kv_page_tokens = 0;
   uint64_t steps = 0;
   bool paused = false;  // everything
+  bool asleep = false;
   std::vector<adapter::AdapterRef> paused_adapters;
   int frozen_requests = 0;  // by pauses of adapters
 };

@@ -210,9 +210,9 @@ void Server::Drain(absl::Duration timeout, absl::Duration grace) {
   impl_->services->draining = true;
   engine::Engine* const engine = impl_->services->engine;
   engine->StopAdmission();
-  // Frozen requests would never finish.
+  // Frozen and sleeping requests would never finish.
   const engine::EngineStats stats = engine->stats();
-  if (stats.paused) impl_->Abort({.all = true});
+  if (stats.paused || stats.asleep) impl_->Abort({.all = true});
   for (const adapter::AdapterRef& ref : stats.paused_adapters) impl_->Abort({.adapter = ref});
   if (impl_->AwaitQuiet(timeout)) return;
   impl_->Abort({.all = true});

@@ -1,11 +1,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <deque>
 #include <map>
 #include <optional>
 #include <random>
+#include <thread>
 
+#include "absl/synchronization/mutex.h"
 #include "server/adapter/residency.h"
 #include "server/adapter/version.h"
 #include "server/base/error.h"
@@ -93,7 +96,10 @@ class ResidencyTest : public ::testing::Test {
     options.max_bytes = max_bytes;
     options.images = images_.get();
     options.patience = absl::Seconds(2);
-    options.executor = [this](std::function<void()> task) { tasks_.push_back(std::move(task)); };
+    options.executor = [this](std::function<void()> task) {
+      absl::MutexLock lock(&tasks_mu_);
+      tasks_.push_back(std::move(task));
+    };
     options.now = [this] { return now_; };
     residency_ = std::make_unique<Residency>(std::move(options));
   }
@@ -112,11 +118,29 @@ class ResidencyTest : public ::testing::Test {
   }
 
   void RunTasks() {
-    while (!tasks_.empty()) {
-      auto task = std::move(tasks_.front());
-      tasks_.pop_front();
+    while (true) {
+      std::function<void()> task;
+      {
+        absl::MutexLock lock(&tasks_mu_);
+        if (tasks_.empty()) return;
+        task = std::move(tasks_.front());
+        tasks_.pop_front();
+      }
       task();
     }
+  }
+
+  // Of a residency that waits for what is recalled.
+  absl::Status Wake() {
+    std::atomic<bool> done = false;
+    absl::Status status;
+    std::thread waking([&] {
+      status = residency_->Wake();
+      done = true;
+    });
+    while (!done) RunTasks();
+    waking.join();
+    return status;
   }
 
   static absl::StatusOr<std::optional<Residency::Uses>> Use(Residency::Entry& entry) {
@@ -138,6 +162,7 @@ class ResidencyTest : public ::testing::Test {
   int alive_ = 0;
   bool failing_ = false;
   absl::Time now_ = absl::UnixEpoch();
+  absl::Mutex tasks_mu_;
   std::deque<std::function<void()>> tasks_;
   std::unique_ptr<Images> images_;
   std::unique_ptr<Residency> residency_;
@@ -542,9 +567,9 @@ TEST_F(ResidencyTest, AsleepNothingIsResidentThatHasAWayBack) {
   EXPECT_EQ(Try(*stored), "away");
   RunTasks();
   EXPECT_FALSE(stored->resident()) << "nothing comes back";
-  residency_->Wake();
-  RunTasks();
+  EXPECT_TRUE(Wake().ok());
   EXPECT_TRUE(pinned->resident());
+  RunTasks();
   EXPECT_TRUE(stored->resident()) << "it was wanted";
   for (const EntryPtr* entry : {&stored, &pinned, &ephemeral, &added}) {
     if (Try(**entry) == "away") RunTasks();
@@ -557,10 +582,50 @@ TEST_F(ResidencyTest, SleepingTwiceAndWakingTwiceIsHarmless) {
   const EntryPtr a = *Add(1, 10, Kind::kEphemeral);
   EXPECT_EQ(residency_->Sleep(), 10);
   EXPECT_EQ(residency_->Sleep(), 0);
-  residency_->Wake();
-  residency_->Wake();
+  EXPECT_TRUE(Wake().ok());
+  EXPECT_TRUE(Wake().ok());
   EXPECT_EQ(Try(*a), "away");
   RunTasks();
+  EXPECT_EQ(Try(*a), "");
+}
+
+TEST_F(ResidencyTest, WhatCannotBeBroughtBackSleepsOn) {
+  Start(100);
+  const EntryPtr pinned = *Add(1, 10, Kind::kPinned);
+  EXPECT_EQ(residency_->Sleep(), 10);
+  failing_ = true;
+  EXPECT_EQ(Wake().code(), absl::StatusCode::kDataLoss);
+  EXPECT_FALSE(pinned->resident());
+  failing_ = false;
+  EXPECT_TRUE(Wake().ok());
+  EXPECT_EQ(Try(*pinned), "") << "nobody is told of a failure that is over";
+}
+
+TEST_F(ResidencyTest, NothingIsRecalledWhileThatIsHeld) {
+  Start(10, 10);
+  const EntryPtr a = *Add(1, 10), b = *Add(2, 10), c = *Add(3, 10);
+  EXPECT_EQ(Try(*a), "away");  // sent for, and not begun
+  residency_->HoldRecalls();
+  failing_ = true;  // as without the base's weights
+  RunTasks();
+  EXPECT_EQ(Try(*a), "away");
+  EXPECT_EQ(Try(*b), "away");
+  RunTasks();
+  EXPECT_FALSE(a->resident() || b->resident());
+  failing_ = false;
+  residency_->ReleaseRecalls();
+  RunTasks();
+  EXPECT_EQ(Try(*a), "");
+  RunTasks();
+  EXPECT_EQ(Try(*b), "");
+  EXPECT_LE(residency_->stats().bytes, 10);
+}
+
+TEST_F(ResidencyTest, WhatCannotBeSavedIsNoRoom) {
+  Start(0, 30);
+  const EntryPtr a = *Add(1, 10, Kind::kEphemeral);
+  images_->set_failing(true);
+  EXPECT_FALSE(MakesRoom(*residency_));
   EXPECT_EQ(Try(*a), "");
 }
 

@@ -201,3 +201,25 @@ def test_operators_are_well_formed(dtype, grad):
     torch.library.opcheck(torch.ops.dorad.compose.default, (*arguments, 0.7, grad[2]))
     base, lora, g = (tensor.detach() for tensor in arguments)
     torch.library.opcheck(torch.ops.dorad.compose_backward.default, (base, lora, g, 0.7, *grad))
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_second_derivatives_are_refused_rather_than_wrong(name):
+    leaves = [t.requires_grad_() for t in operands(dtype=torch.float64)]
+    with tier(name):
+        delta = compose(*leaves, 0.7)
+    (first,) = torch.autograd.grad(delta.square().sum(), leaves[2], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(first.sum(), leaves[0])
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_torch_func_transforms_it(name):
+    base, lora, g = operands(rows=4, out=6, dtype=torch.float64)
+    exactly = torch.func.grad(lambda g: exact(base, lora, g, 0.7).square().sum())(g)
+    twice = torch.func.hessian(lambda g: exact(base, lora, g, 0.7).square().sum())(g)
+    with tier(name):
+        got = torch.func.grad(lambda g: compose(base, lora, g, 0.7).square().sum())(g)
+        got_twice = torch.func.hessian(lambda g: compose(base, lora, g, 0.7).square().sum())(g)
+    torch.testing.assert_close(got, exactly)
+    torch.testing.assert_close(got_twice, twice)

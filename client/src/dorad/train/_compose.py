@@ -50,7 +50,8 @@ def compose(
         dtype=torch.promote_types(base.dtype, lora.dtype),
         training=record and (base.requires_grad or lora.requires_grad or g.requires_grad),
     )
-    if chosen == _tiers.Tier.EAGER:
+    # torch.func cannot transform the operators of the fused tiers.
+    if chosen == _tiers.Tier.EAGER or torch._C._are_functorch_transforms_active():
         return compose_eager(base, lora, g, scaling)
     want_inner = record and g.requires_grad
     delta: torch.Tensor
@@ -68,8 +69,9 @@ def compose_eager(
 ) -> torch.Tensor:
     """The same in plain torch operations. `g` may be of any shape that broadcasts with `base`."""
     # The compiler decides itself what to keep. (And torch 2.11 traces an autograd.Function whose
-    # forward ends in a cast that changes nothing to one with gradients of zero.)
-    if torch.compiler.is_compiling():
+    # forward ends in a cast that changes nothing to one with gradients of zero.) What transforms
+    # wants operators that it can differentiate once more.
+    if watched(base, lora, g):
         return _plain(base, lora, g, scaling)[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
     delta: torch.Tensor = _Eager.apply(  # type: ignore[no-untyped-call]
@@ -103,7 +105,9 @@ class _Eager(torch.autograd.Function):
         ctx.scaling = scaling
         return delta
 
+    # What was kept does not know that it depends on base and lora.
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         for_base, for_lora, for_g = ctx.needs_input_grad[:3]
         g, *kept = ctx.saved_tensors

@@ -188,7 +188,7 @@ class _FactoredConv(_Factored):
             groups=base_layer.groups,
         )
         lora = lora_B(lora_A(x))
-        channels = (-1,) + (1,) * (lora.dim() - 2)
+        channels = (-1,) + (1,) * (weight.dim() - 2)  # Not of lora: a batch may be absent.
         if base_result is None:  # Dropout: x is not what the base has seen.
             base_result = self.conv_fn(
                 x,

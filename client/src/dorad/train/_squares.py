@@ -51,6 +51,8 @@ class SquareCache:
         if entry is not None and entry.version == version:
             return entry.squares
         squares = compute()
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return squares  # Of the graph's memory, and not computed before it is replayed.
         with self._lock:
             self._entries = {k: e for k, e in self._entries.items() if not e.storage.expired()}
             self._entries[key] = _Entry(storage, version, squares)
