@@ -424,3 +424,11 @@ def test_one_client_serves_many_threads(client, folder):
     for thread in threads:
         thread.join()
     assert results == [True] * 16
+
+
+def test_progress_is_whole_when_the_last_stream_had_nothing_left_to_send(client, server, folder):
+    server.lose_answers = 1
+    seen = []
+    client.publish("a", path=folder, progress=lambda *at: seen.append(at))
+    size = len(server.images["a", 1][1])
+    assert seen[-1] == (size, size)

@@ -251,6 +251,8 @@ class Upload:
                 digest.update(piece)
             self._begin.safetensors_sha256 = digest.digest()
         yield adapters_pb2.PublishRequest(begin=self._begin)
+        if offset > 0:  # The server may have more than the stream before could report.
+            self._report(offset, stream)
         for piece in self._image.pieces(offset):
             chunk = adapters_pb2.PublishChunk(offset=offset, data=bytes(piece))
             yield adapters_pb2.PublishRequest(chunk=chunk)
