@@ -107,7 +107,7 @@ class _Eager(torch.autograd.Function):
 
     # What was kept does not know that it depends on base and lora.
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         for_base, for_lora, for_g = ctx.needs_input_grad[:3]
         g, *kept = ctx.saved_tensors
