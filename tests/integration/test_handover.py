@@ -266,7 +266,9 @@ def test_the_socket_is_the_owners_alone_and_no_second_server_takes_it(server, zo
 def victim(server: Server, socket_path: str, folder: Path, name: str, *options: str):
     """A trainer in a process of its own that has handed its memory over."""
     program = ROOT / "tests" / "lib" / "trainer.py"
-    paths = f"{ROOT / 'client' / 'src'}:{ROOT / 'tests'}"
+    paths = ":".join(
+        [f"{ROOT / 'client' / 'src'}", f"{ROOT / 'tests'}", os.environ.get("PYTHONPATH", "")]
+    )
     process = subprocess.Popen(
         [sys.executable, program, server.grpc, socket_path, folder, name, *options],
         stdout=subprocess.PIPE,
