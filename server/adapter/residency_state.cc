@@ -9,6 +9,11 @@
 #include "server/base/log.h"
 
 namespace dorad::adapter {
+namespace {
+
+constexpr absl::Duration kAskAgain = absl::Milliseconds(20);
+
+}  // namespace
 
 Residency::State::State(Options opts)
     : options(std::move(opts)),
@@ -55,12 +60,16 @@ bool Residency::State::MakeRoom(int64_t more) {
   if (Fits(more)) return true;
   const auto victims = Victims(bytes + more - options.max_bytes);
   if (!victims) return false;
-  for (const WeightsPtr& weights : *victims) {
+  Evict(*victims);
+  return true;
+}
+
+void Residency::State::Evict(absl::Span<const WeightsPtr> victims) {
+  for (const WeightsPtr& weights : victims) {
     bytes -= weights->bytes;
     ++evictions;
   }
-  SendAway(*victims);
-  return true;
+  SendAway(victims);
 }
 
 bool Residency::State::NeverFit(absl::Span<Weights* const> together) const {
@@ -182,7 +191,9 @@ absl::Status Residency::State::Wake() {
       return !weights->destroyed && (weights->wanted || weights->place == Place::kComing);
     });
   };
-  mu.Await(absl::Condition(&are_settled));
+  // Others that were wanted before them may have come first and are kept for a while, and nobody
+  // asks again while the engine sleeps.
+  while (!mu.AwaitWithTimeout(absl::Condition(&are_settled), kAskAgain)) BringWanted();
   absl::Status status;
   for (const WeightsPtr& weights : pinned) {
     if (weights->destroyed || weights->place == Place::kResident) continue;
@@ -268,11 +279,7 @@ bool Residency::State::MakeSomeRoom() {
       auto found = Victims(1);
       if (!found) return false;
       victims = *std::move(found);
-      for (const WeightsPtr& weights : victims) {
-        bytes -= weights->bytes;
-        ++evictions;
-      }
-      SendAway(victims);
+      Evict(victims);
     }
   }
   LeaveAll();

@@ -116,6 +116,7 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   // Those that would leave for so many bytes, the least recently used first; nullopt: not enough.
   std::optional<std::vector<WeightsPtr>> Victims(int64_t missing) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+  void Evict(absl::Span<const WeightsPtr> victims) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   bool IsDroppable(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // For images, were all dropped that can be.
   int64_t HostRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "server/adapter/residency.h"
 #include "server/adapter/version.h"
 #include "server/base/error.h"
@@ -100,7 +101,10 @@ class ResidencyTest : public ::testing::Test {
       absl::MutexLock lock(&tasks_mu_);
       tasks_.push_back(std::move(task));
     };
-    options.now = [this] { return now_; };
+    options.now = [this] {
+      absl::MutexLock lock(&now_mu_);
+      return now_;
+    };
     residency_ = std::make_unique<Residency>(std::move(options));
   }
 
@@ -161,6 +165,7 @@ class ResidencyTest : public ::testing::Test {
 
   int alive_ = 0;
   bool failing_ = false;
+  absl::Mutex now_mu_;
   absl::Time now_ = absl::UnixEpoch();
   absl::Mutex tasks_mu_;
   std::deque<std::function<void()>> tasks_;
@@ -599,6 +604,25 @@ TEST_F(ResidencyTest, WhatCannotBeBroughtBackSleepsOn) {
   failing_ = false;
   EXPECT_TRUE(Wake().ok());
   EXPECT_EQ(Try(*pinned), "") << "nobody is told of a failure that is over";
+}
+
+TEST_F(ResidencyTest, ThePinnedComeBackAlsoBehindOthersThatWereWantedFirst) {
+  Start(10);
+  const EntryPtr pinned = *Add(1, 8, Kind::kPinned);
+  const EntryPtr a = *Add(2, 2), b = *Add(3, 2);
+  residency_->Sleep();
+  EXPECT_EQ(residency_->stats().bytes, 0);
+  // Each fits beside the pinned one; both come first, and are kept for those who asked.
+  EXPECT_EQ(Try(*a), "away");
+  EXPECT_EQ(Try(*b), "away");
+  std::thread passing([this] {
+    absl::SleepFor(absl::Milliseconds(50));
+    absl::MutexLock lock(&now_mu_);
+    now_ += absl::Seconds(3);
+  });
+  EXPECT_TRUE(Wake().ok());
+  passing.join();
+  EXPECT_TRUE(pinned->resident());
 }
 
 TEST_F(ResidencyTest, NothingIsRecalledWhileThatIsHeld) {
