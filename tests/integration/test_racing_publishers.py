@@ -1,7 +1,9 @@
 """Many publishers at once, half of them wrong, while streams run: nobody harms anybody."""
 
 import random
+import statistics
 import threading
+import time
 from collections.abc import Callable
 
 import grpc
@@ -68,6 +70,7 @@ class Streams:
         self._enough = threading.Event()
         self.errors: list[Exception] = []
         self.ended = 0
+        self.gaps: list[float] = []  # seconds between two messages of one stream
         self._threads = [
             threading.Thread(target=self._run, args=(name,)) for name in ("fixed", "", "good0")
         ]
@@ -82,13 +85,22 @@ class Streams:
         for thread in self._threads:
             thread.join(60)
 
+    def _timed(self, call):
+        last = None
+        for message in call:
+            now = time.monotonic()
+            if last is not None:
+                self.gaps.append(now - last)
+            last = now
+            yield message
+
     def _run(self, adapter: str) -> None:
         while not self._enough.is_set():
             try:
                 call = self._server.wire.stream(
                     PROMPT, adapter=adapter, max_tokens=TOKENS, ignore_eos=True
                 )
-                sample = collect(call)[0]
+                sample = collect(self._timed(call))[0]
                 assert sample.reason == LENGTH and len(sample.tokens) == TOKENS
                 self.ended += 1
             except Exception as error:
@@ -97,7 +109,7 @@ class Streams:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_bad_publishes_among_good_ones_harm_nobody(zoo, folders, seed: int) -> None:
+def test_bad_publishes_among_good_ones_harm_nobody(zoo, folders, seed: int, figures) -> None:
     with serve(zoo.model("slow"), {"fixed": folders[0]}) as server:
         digests = [server.wire.publish("probe", folder).adapter.digest for folder in folders]
         for version in range(1, len(folders) + 1):
@@ -138,15 +150,28 @@ def test_bad_publishes_among_good_ones_harm_nobody(zoo, folders, seed: int) -> N
                     return
 
         with Streams(server) as streams:
+            wait_until(lambda: streams.ended >= 6 or streams.errors, 60, "streams alone")
+            alone = len(streams.gaps)
             threads = [threading.Thread(target=work) for _ in range(THREADS)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(120)
-            during = streams.ended
+            during, beside = streams.ended, len(streams.gaps)
             wait_until(lambda: streams.ended >= during + 3 or streams.errors, 60, "more streams")
 
         assert not surprises and not streams.errors
+        for what, gaps in [
+            ("alone", streams.gaps[:alone]),
+            ("beside 25 good and 25 bad publishes", streams.gaps[alone:beside]),
+        ]:
+            milliseconds = sorted(1e3 * gap for gap in gaps)
+            p99 = milliseconds[int(0.99 * (len(milliseconds) - 1))]
+            figures.append(
+                f"between two messages of a stream, {what}: median "
+                f"{statistics.median(milliseconds):.1f} ms, p99 {p99:.1f}, longest "
+                f"{milliseconds[-1]:.1f} ({len(milliseconds)})"
+            )
         assert len(refusals) == GOOD and all(want == got for want, got in refusals), refusals
         assert len(published) == GOOD
         for number, adapter in published:
