@@ -80,8 +80,10 @@ __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
   }
 }
 
-template <typename T, int size, int rows_each>
+// T: of base and lora; Y: of y.
+template <typename T, typename Y, int size, int rows_each>
 __global__ void __launch_bounds__(kThreads) ApplyKernel(ApplyParams p) {
+  using V = Vector<T, size>;
   using F = Vector<float, size>;
   LaunchDependents();
   WaitForPrevious();
@@ -92,34 +94,34 @@ __global__ void __launch_bounds__(kThreads) ApplyKernel(ApplyParams p) {
   if (p.g != nullptr) gs = *reinterpret_cast<const F*>(p.g + column);
   if (p.bias != nullptr) biases = *reinterpret_cast<const F*>(p.bias + column);
   const int64_t step = static_cast<int64_t>(blockDim.y) * rows_each;
-  T* const y = static_cast<T*>(p.y) + column;
+  const T* const base = static_cast<const T*>(p.base) + column;
+  const T* const lora = static_cast<const T*>(p.lora) + column;
+  Y* const y = static_cast<Y*>(p.y) + column;
   for (int64_t first = blockIdx.y * step + threadIdx.y; first < p.rows; first += gridDim.y * step) {
-    F bases[rows_each];
-    F loras[rows_each];
+    V bases[rows_each];
+    V loras[rows_each];
 #pragma unroll
     for (int i = 0; i < rows_each; ++i) {
       const int64_t row = first + i * blockDim.y;
       if (row < p.rows) {
-        bases[i] = *reinterpret_cast<const F*>(p.base + row * p.base_ld + column);
-        if (p.lora != nullptr) {
-          loras[i] = *reinterpret_cast<const F*>(p.lora + row * p.lora_ld + column);
-        }
+        bases[i] = *reinterpret_cast<const V*>(base + row * p.base_ld);
+        if (p.lora != nullptr) loras[i] = *reinterpret_cast<const V*>(lora + row * p.lora_ld);
       }
     }
 #pragma unroll
     for (int i = 0; i < rows_each; ++i) {
       const int64_t row = first + i * blockDim.y;
       if (row >= p.rows) break;
-      Vector<T, size> result;
+      Vector<Y, size> result;
 #pragma unroll
       for (int j = 0; j < size; ++j) {
-        float v = bases[i].values[j];
-        if (p.lora != nullptr) v = __fadd_rn(v, __fmul_rn(p.scale, loras[i].values[j]));
+        float v = ToFloat(bases[i].values[j]);
+        if (p.lora != nullptr) v = __fadd_rn(v, __fmul_rn(p.scale, ToFloat(loras[i].values[j])));
         if (p.g != nullptr) v = __fmul_rn(gs.values[j], v);
         if (p.bias != nullptr) v = __fadd_rn(v, biases.values[j]);
-        result.values[j] = FromFloat<T>(v);
+        result.values[j] = FromFloat<Y>(v);
       }
-      *reinterpret_cast<Vector<T, size>*>(y + row * p.y_ld) = result;
+      *reinterpret_cast<Vector<Y, size>*>(y + row * p.y_ld) = result;
     }
   }
 }
@@ -152,25 +154,25 @@ cudaError_t ComposeAs(const ComposeParams& p, cudaStream_t stream) {
   return vectors ? LaunchCompose<T, kSize, true>(p, stream) : LaunchCompose<T, 1, true>(p, stream);
 }
 
-template <typename T, int size>
+template <typename T, typename Y, int size>
 cudaError_t LaunchApply(const ApplyParams& p, cudaStream_t stream) {
   const int64_t vectors = p.out / size;
   const dim3 block = BlockFor(vectors);
   if (vectors * p.rows >= kLargeVectors) {
     const dim3 grid = GridFor(block, vectors, p.rows, kRowsLarge);
-    return LaunchEarly(ApplyKernel<T, size, kRowsLarge>, grid, block, 0, stream, p);
+    return LaunchEarly(ApplyKernel<T, Y, size, kRowsLarge>, grid, block, 0, stream, p);
   }
   const dim3 grid = GridFor(block, vectors, p.rows, 1);
-  return LaunchEarly(ApplyKernel<T, size, 1>, grid, block, 0, stream, p);
+  return LaunchEarly(ApplyKernel<T, Y, size, 1>, grid, block, 0, stream, p);
 }
 
-template <typename T>
+template <typename T, typename Y>
 cudaError_t ApplyAs(const ApplyParams& p, cudaStream_t stream) {
-  constexpr int kSize = 4;  // 16 bytes of the inputs
+  constexpr int kSize = 16 / sizeof(T);
   const bool vectors = p.out % kSize == 0 && p.base_ld % kSize == 0 && p.y_ld % kSize == 0 &&
                        (p.lora == nullptr || p.lora_ld % kSize == 0) && Aligned(p.base) &&
                        Aligned(p.lora) && Aligned(p.g) && Aligned(p.bias) && Aligned(p.y);
-  return vectors ? LaunchApply<T, kSize>(p, stream) : LaunchApply<T, 1>(p, stream);
+  return vectors ? LaunchApply<T, Y, kSize>(p, stream) : LaunchApply<T, Y, 1>(p, stream);
 }
 
 }  // namespace
@@ -196,13 +198,17 @@ cudaError_t Apply(const ApplyParams& params, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (params.rows == 0 || params.out == 0) return cudaSuccess;
-  switch (params.y_type) {
+  if (params.type == FloatType::kF32 && params.y_type == FloatType::kBF16) {
+    return ApplyAs<float, __nv_bfloat16>(params, stream);
+  }
+  if (params.type != params.y_type) return cudaErrorInvalidValue;
+  switch (params.type) {
     case FloatType::kF32:
-      return ApplyAs<float>(params, stream);
+      return ApplyAs<float, float>(params, stream);
     case FloatType::kBF16:
-      return ApplyAs<__nv_bfloat16>(params, stream);
+      return ApplyAs<__nv_bfloat16, __nv_bfloat16>(params, stream);
     case FloatType::kF16:
-      break;
+      return ApplyAs<__half, __half>(params, stream);
   }
   return cudaErrorInvalidValue;
 }

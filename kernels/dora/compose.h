@@ -41,23 +41,24 @@ cudaError_t Compose(const ComposeParams& params, cudaStream_t stream);
 // the order t = s·lora, u = base + t, v = g·u, v + bias. What is absent (nullptr) takes no part, to
 // the last bit: the base model's rows have neither lora nor g.
 struct ApplyParams {
-  const float* base = nullptr;  // [rows, out], leading dimension base_ld
-  const float* lora = nullptr;  // [rows, out], leading dimension lora_ld; nullptr: not adapted
+  const void* base = nullptr;   // [rows, out], leading dimension base_ld, `type`
+  const void* lora = nullptr;   // likewise, lora_ld; nullptr: not adapted, or a part of base
   const float* g = nullptr;     // [out]; nullptr: plain LoRA
   const float* bias = nullptr;  // [out] or nullptr
-  void* y = nullptr;            // [rows, out], leading dimension y_ld, fp32 or bf16 by `y_type`
+  void* y = nullptr;            // [rows, out], leading dimension y_ld, `y_type`
   int64_t base_ld = 0;
   int64_t lora_ld = 0;
   int64_t y_ld = 0;
   int64_t rows = 0;
   int64_t out = 0;
   float scale = 0.0f;  // s
-  FloatType y_type = FloatType::kBF16;
+  FloatType type = FloatType::kF32;
+  FloatType y_type = FloatType::kBF16;  // `type`, or bf16 where that is fp32
 };
 
 // Alignment as for Compose (rows start at multiples of 16 bytes on the fast path). y may be equal
-// to base or lora if it is fp32 and has their leading dimension. cudaErrorInvalidValue: as Compose,
-// a leading dimension below out, or y_type kF16.
+// to base or lora if it has their type and leading dimension. cudaErrorInvalidValue: as Compose,
+// a leading dimension below out, or types that do not go together.
 cudaError_t Apply(const ApplyParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

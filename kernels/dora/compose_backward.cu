@@ -123,23 +123,39 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// d_g[column] = the sum of partials [blocks_of_rows, out]: each share every kFinishShares-th of
+// A norm of NaN stays one.
+__device__ void Store(const ComposeBackwardParams& p, int64_t column, float sum) {
+  if (p.norm != nullptr) sum = __fdiv_rn(sum, p.norm[column] < p.eps ? p.eps : p.norm[column]);
+  switch (p.d_g_type) {
+    case FloatType::kF32:
+      static_cast<float*>(p.d_g)[column] = sum;
+      return;
+    case FloatType::kBF16:
+      static_cast<__nv_bfloat16*>(p.d_g)[column] = FromFloat<__nv_bfloat16>(sum);
+      return;
+    case FloatType::kF16:
+      static_cast<__half*>(p.d_g)[column] = FromFloat<__half>(sum);
+      return;
+  }
+}
+
+// d_g[column] of the sum of partials [blocks_of_rows, out]: each share every kFinishShares-th of
 // them, then the shares.
 __global__ void __launch_bounds__(kFinishColumns* kFinishShares)
-    FinishKernel(const float* partials, int64_t blocks_of_rows, int64_t out, float* d_g) {
+    FinishKernel(const float* partials, int64_t blocks_of_rows, ComposeBackwardParams p) {
   __shared__ Vector<float, 1> sums[kFinishColumns * kFinishShares];
   LaunchDependents();
   WaitForPrevious();
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kFinishColumns + threadIdx.x;
   Vector<float, 1> sum = {{0.0f}};
-  if (column < out) {
+  if (column < p.out) {
 #pragma unroll 8
     for (int64_t block = threadIdx.y; block < blocks_of_rows; block += kFinishShares) {
-      sum.values[0] = __fadd_rn(sum.values[0], partials[block * out + column]);
+      sum.values[0] = __fadd_rn(sum.values[0], partials[block * p.out + column]);
     }
   }
   AddUp(sums, &sum);
-  if (threadIdx.y == 0 && column < out) d_g[column] = sum.values[0];
+  if (threadIdx.y == 0 && column < p.out) Store(p, column, sum.values[0]);
 }
 
 template <typename T, int size>
@@ -151,13 +167,16 @@ cudaError_t Launch(const ComposeBackwardParams& p, cudaStream_t stream) {
     return LaunchEarly(BackwardKernel<T, size, false>, grid, cut.block, 0, stream, p,
                        static_cast<float*>(nullptr), cut.block_rows, cut.blocks_of_rows);
   }
-  float* const partials = cut.blocks_of_rows == 1 ? p.d_g : static_cast<float*>(p.workspace);
+  // One row of them, in fp32 and without norms, is the result.
+  const bool is_whole =
+      cut.blocks_of_rows == 1 && p.norm == nullptr && p.d_g_type == FloatType::kF32;
+  float* const partials = static_cast<float*>(is_whole ? p.d_g : p.workspace);
   DORAD_CUDA_RETURN_IF_ERROR(LaunchEarly(BackwardKernel<T, size, true>, grid, cut.block, 0, stream,
                                          p, partials, cut.block_rows, cut.blocks_of_rows));
-  if (cut.blocks_of_rows == 1) return cudaSuccess;
+  if (is_whole) return cudaSuccess;
   const dim3 finish_grid(static_cast<unsigned>((p.out + kFinishColumns - 1) / kFinishColumns));
   return LaunchEarly(FinishKernel, finish_grid, dim3(kFinishColumns, kFinishShares), 0, stream,
-                     static_cast<const float*>(partials), cut.blocks_of_rows, p.out, p.d_g);
+                     static_cast<const float*>(partials), cut.blocks_of_rows, p);
 }
 
 template <typename T>
@@ -177,7 +196,7 @@ size_t ComposeBackwardWorkspace(int64_t rows, int64_t out) {
   for (const int size : {1, 4, 8}) {
     partials = std::max(partials, CutFor(rows, out, size).blocks_of_rows);
   }
-  return partials <= 1 ? 0 : static_cast<size_t>(partials * out) * sizeof(float);
+  return static_cast<size_t>(partials * out) * sizeof(float);
 }
 
 cudaError_t ComposeBackward(const ComposeBackwardParams& params, cudaStream_t stream) {
@@ -185,7 +204,8 @@ cudaError_t ComposeBackward(const ComposeBackwardParams& params, cudaStream_t st
   if (params.out == 0) return cudaSuccess;
   if (params.rows == 0) {
     if (params.d_g == nullptr) return cudaSuccess;
-    return cudaMemsetAsync(params.d_g, 0, static_cast<size_t>(params.out) * sizeof(float), stream);
+    const size_t size = params.d_g_type == FloatType::kF32 ? sizeof(float) : sizeof(__half);
+    return cudaMemsetAsync(params.d_g, 0, static_cast<size_t>(params.out) * size, stream);
   }
   if (params.d_g != nullptr &&
       (params.inner == nullptr ||

@@ -4,10 +4,11 @@
 //
 // With delta = (g - 1)·base + g·(s·lora) and inner = base + s·lora:
 //   d_base = (g - 1)·grad,   d_lora = (s·g)·grad,   d_g = Σ_rows grad·inner.
-// The norm is detached, so d_magnitude = d_g / norm. Arithmetic is fp32, every operation rounded on
-// its own, and one rounding at the end. d_g is added up in two stages in an order that depends on
-// the shape alone: the same bits each time. Functions only enqueue work on the stream; they are
-// thread-safe and can be captured in graphs.
+// The norm is detached, so d_magnitude = d_g / norm, which is given when the norm is. With s = 1
+// d_lora is the gradient of a whole linear's y = g·inner by inner. Arithmetic is fp32, every
+// operation rounded on its own, and one rounding at the end. d_g is added up in two stages in an
+// order that depends on the shape alone: the same bits each time. Functions only enqueue work on
+// the stream; they are thread-safe and can be captured in graphs.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -25,8 +26,11 @@ struct ComposeBackwardParams {
   const float* g = nullptr;     // [out]
   void* d_base = nullptr;       // [rows, out], contiguous, `type`; may be grad; nullptr: not wanted
   void* d_lora = nullptr;       // likewise, and may be inner
-  float* d_g = nullptr;         // [out]; nullptr: not wanted
-  void* workspace = nullptr;    // 16-byte aligned; only with d_g
+  void* d_g = nullptr;          // [out], `d_g_type`; nullptr: not wanted
+  FloatType d_g_type = FloatType::kF32;
+  const float* norm = nullptr;  // [out]: d_g is divided by max(norm, eps); nullptr: it is not
+  float eps = 0.0f;
+  void* workspace = nullptr;  // 16-byte aligned; only with d_g
   size_t workspace_bytes = 0;
   int64_t rows = 0;
   int64_t out = 0;

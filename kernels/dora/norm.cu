@@ -81,15 +81,16 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    MagnitudeScaleKernel(const float* magnitude, const float* norm, float eps, int64_t size,
-                         float* g, uint32_t* degenerate) {
+    MagnitudeScaleKernel(Magnitude magnitude, const float* norm, float eps, int64_t size, float* g,
+                         uint32_t* degenerate) {
   LaunchDependents();
   WaitForPrevious();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= size) return;
-  const float scale = ScaleOf(magnitude[i], norm[i], eps);
+  const float m = MagnitudeAt(magnitude, i);
+  const float scale = ScaleOf(m, norm[i], eps);
   g[i] = scale;
-  if (degenerate != nullptr && Degenerate(magnitude[i], norm[i], scale, eps)) *degenerate = 1;
+  if (degenerate != nullptr && Degenerate(m, norm[i], scale, eps)) *degenerate = 1;
 }
 
 constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();
@@ -133,7 +134,7 @@ cudaError_t AssembleNorms(const NormAssemblyParams& params, cudaStream_t stream)
                      static_cast<float>(params.scale * params.scale), params.scale != 0.0);
 }
 
-cudaError_t MagnitudeScale(const float* magnitude, const float* norm, float eps, int64_t size,
+cudaError_t MagnitudeScale(Magnitude magnitude, const float* norm, float eps, int64_t size,
                            float* g, uint32_t* degenerate, cudaStream_t stream) {
   if (size < 0 || size > kMostRows) return cudaErrorInvalidValue;
   if (size == 0) return cudaSuccess;

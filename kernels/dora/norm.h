@@ -43,11 +43,23 @@ struct NormAssemblyParams {
 };
 cudaError_t AssembleNorms(const NormAssemblyParams& params, cudaStream_t stream);
 
+// The magnitudes of rows, [size] in fp32 or bf16; or none.
+struct Magnitude {
+  Magnitude() = default;
+  // NOLINTNEXTLINE(google-explicit-constructor)
+  Magnitude(const float* values) : values(values) {}
+  // NOLINTNEXTLINE(google-explicit-constructor)
+  Magnitude(const __nv_bfloat16* values) : values(values), is_bf16(true) {}
+
+  const void* values = nullptr;
+  bool is_bf16 = false;
+};
+
 // g = magnitude / max(norm, eps), fp32 [size], division rounded to nearest. NaN in norm or
 // magnitude stays NaN. eps: 1e-12 for fp32 base weights, 1e-6 for bf16 and fp16 ones (paper).
 // degenerate: [1] or nullptr, set to 1 if a row's norm does not define its g: norm or g is not
 // finite, or a magnitude other than zero stands on a norm of at most eps.
-cudaError_t MagnitudeScale(const float* magnitude, const float* norm, float eps, int64_t size,
+cudaError_t MagnitudeScale(Magnitude magnitude, const float* norm, float eps, int64_t size,
                            float* g, uint32_t* degenerate, cudaStream_t stream);
 
 // The largest rank that the functions below take.
@@ -60,7 +72,7 @@ struct DoraNormParams {
   const __nv_bfloat16* a = nullptr;  // [R, I], contiguous
   const __nv_bfloat16* b = nullptr;  // [O, R], leading dimension ldb >= R
   const float* base_sq = nullptr;    // [O], ||W||²: the factored form, and s = 0
-  const float* magnitude = nullptr;  // [O], m; nullptr: g is not wanted
+  Magnitude magnitude;               // [O], m; none: g is not wanted
   float* norm = nullptr;             // [O]
   float* g = nullptr;                // [O], m / max(norm, eps), as MagnitudeScale gives it
   uint32_t* degenerate = nullptr;    // [1] or nullptr, as of MagnitudeScale

@@ -41,7 +41,7 @@ __device__ float Total(PartialSums partial, int64_t row, int64_t rows, Totals& s
 // What is written of a module.
 struct Target {
   const float* base_sq;
-  const float* magnitude;
+  Magnitude magnitude;
   float* norm;
   float* g;
   uint32_t* degenerate;
@@ -56,8 +56,8 @@ Target TargetOf(const DoraNormParams& p) {
 
 __device__ void Write(const Target& target, int64_t row, float norm) {
   target.norm[row] = norm;
-  if (target.magnitude == nullptr) return;
-  const float magnitude = target.magnitude[row];
+  if (target.magnitude.values == nullptr) return;
+  const float magnitude = MagnitudeAt(target.magnitude, row);
   const float g = ScaleOf(magnitude, norm, target.eps);
   target.g[row] = g;
   if (target.degenerate != nullptr && Degenerate(magnitude, norm, g, target.eps)) {
@@ -129,7 +129,7 @@ bool Valid(const DoraNormParams& params, size_t workspace_bytes) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   return params.out >= 0 && params.out <= kMost && params.in >= 0 && params.in <= kMost &&
          params.rank >= 0 && params.rank <= kMostRank && params.ldb >= params.rank &&
-         (params.magnitude == nullptr || params.g != nullptr) &&
+         (params.magnitude.values == nullptr || params.g != nullptr) &&
          params.workspace_bytes >= workspace_bytes;
 }
 
@@ -139,7 +139,7 @@ cudaError_t BaseNorm(const DoraNormParams& params, cudaStream_t stream) {
   assembly.norm = params.norm;
   assembly.size = params.out;
   DORAD_CUDA_RETURN_IF_ERROR(AssembleNorms(assembly, stream));
-  if (params.magnitude == nullptr) return cudaSuccess;
+  if (params.magnitude.values == nullptr) return cudaSuccess;
   return MagnitudeScale(params.magnitude, params.norm, params.eps, params.out, params.g,
                         params.degenerate, stream);
 }

@@ -1,7 +1,10 @@
 // The last steps of a norm, shared so that every path gives the same bits. Device only.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
+
+#include "kernels/dora/norm.h"
 
 namespace dorad::kernels {
 
@@ -12,6 +15,12 @@ __device__ inline float RootOfSquared(float x) { return __fsqrt_rn(x < 0.0f ? 0.
 __device__ inline float AssembledSquare(float base_sq, float two_s, float cross, float s2,
                                         float ba_sq) {
   return __fadd_rn(__fadd_rn(base_sq, __fmul_rn(two_s, cross)), __fmul_rn(s2, ba_sq));
+}
+
+__device__ inline float MagnitudeAt(Magnitude magnitude, int64_t row) {
+  return magnitude.is_bf16
+             ? __bfloat162float(static_cast<const __nv_bfloat16*>(magnitude.values)[row])
+             : static_cast<const float*>(magnitude.values)[row];
 }
 
 // m / max(norm, eps), NaN kept.

@@ -5,8 +5,30 @@
 #include "kernels/dora/compose.h"
 #include "kernels/dora/compose_backward.h"
 #include "kernels/dora/norm.h"
+#include "kernels/train/linear.h"
 
 using dorad::kernels::FloatType;
+
+namespace {
+
+// What the parameters of both ways are made of.
+dorad::train::LinearParams Sizes(int64_t rows, int64_t in, int64_t out, int64_t rank, int32_t type,
+                                 int32_t factor_type) {
+  dorad::train::LinearParams params;
+  params.rows = rows;
+  params.in = in;
+  params.out = out;
+  params.rank = rank;
+  params.type = static_cast<FloatType>(type);
+  params.factor_type = static_cast<FloatType>(factor_type);
+  return params;
+}
+
+bool Good(int64_t in, int64_t out, int64_t rank) {
+  return in >= 0 && out >= 0 && rank >= 0 && rank <= dorad::kernels::kMostRank;
+}
+
+}  // namespace
 
 int dorad_train_abi(void) { return DORAD_TRAIN_ABI; }
 
@@ -24,6 +46,88 @@ int dorad_compose_forward(const void* base, const void* lora, const float* g, vo
   params.scale = scale;
   params.type = static_cast<FloatType>(type);
   return dorad::kernels::Compose(params, static_cast<cudaStream_t>(stream));
+}
+
+int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
+                                  int32_t factor_type, int32_t makes_norm) {
+  if (!Good(in, out, rank)) return -1;
+  return static_cast<int64_t>(
+      dorad::train::FactorBytes(Sizes(0, in, out, rank, type, factor_type), makes_norm != 0));
+}
+
+int64_t dorad_linear_norm_bytes(int64_t in, int64_t out, int64_t rank, int32_t factor_type) {
+  if (!Good(in, out, rank)) return -1;
+  const auto type = static_cast<int32_t>(FloatType::kBF16);
+  return static_cast<int64_t>(dorad::train::NormBytes(Sizes(0, in, out, rank, type, factor_type)));
+}
+
+int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w, const void* a,
+                         const void* b, const void* m, const float* bias, float* norm, float* g,
+                         void* h, void* inner, void* y, void* factors, void* workspace,
+                         int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
+                         int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
+                         int32_t m_type, void* stream) {
+  if (workspace_bytes < 0) return cudaErrorInvalidValue;
+  dorad::train::LinearParams params = Sizes(rows, in, out, rank, type, factor_type);
+  params.x = x;
+  params.w = w;
+  params.a = a;
+  params.b = b;
+  params.h = h;
+  params.inner = inner;
+  params.norm = norm;
+  params.g = g;
+  params.factors = factors;
+  params.workspace = workspace;
+  params.workspace_bytes = static_cast<size_t>(workspace_bytes);
+  params.scale = scale;
+  params.eps = eps;
+  params.m_type = static_cast<FloatType>(m_type);
+  dorad::train::LinearForward forward;
+  forward.m = m;
+  forward.bias = bias;
+  forward.y = y;
+  return dorad::train::Forward(reinterpret_cast<dorad::train::GemmFunction>(gemm),
+                               static_cast<cublasHandle_t>(handle), params, forward,
+                               static_cast<cudaStream_t>(stream));
+}
+
+int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x, const void* w,
+                          const void* a, const void* b, const float* norm, const float* g,
+                          const void* h, const void* inner, void* d_inner, void* d_h, void* d_x,
+                          void* d_a, void* d_b, void* d_m, void* factors, void* workspace,
+                          int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
+                          int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
+                          int32_t m_type, int32_t sum_type, void* stream) {
+  if (workspace_bytes < 0) return cudaErrorInvalidValue;
+  dorad::train::LinearParams params = Sizes(rows, in, out, rank, type, factor_type);
+  params.x = x;
+  params.w = w;
+  params.a = a;
+  params.b = b;
+  // Backward only reads what forward wrote.
+  params.norm = const_cast<float*>(norm);
+  params.g = const_cast<float*>(g);
+  params.h = const_cast<void*>(h);
+  params.inner = const_cast<void*>(inner);
+  params.factors = factors;
+  params.workspace = workspace;
+  params.workspace_bytes = static_cast<size_t>(workspace_bytes);
+  params.scale = scale;
+  params.eps = eps;
+  params.m_type = static_cast<FloatType>(m_type);
+  dorad::train::LinearBackward backward;
+  backward.dy = dy;
+  backward.d_inner = d_inner;
+  backward.d_h = d_h;
+  backward.d_x = d_x;
+  backward.d_a = d_a;
+  backward.d_b = d_b;
+  backward.d_m = d_m;
+  backward.sum_type = static_cast<FloatType>(sum_type);
+  return dorad::train::Backward(reinterpret_cast<dorad::train::GemmFunction>(gemm),
+                                static_cast<cublasHandle_t>(handle), params, backward,
+                                static_cast<cudaStream_t>(stream));
 }
 
 int64_t dorad_compose_backward_workspace(int64_t rows, int64_t out) {

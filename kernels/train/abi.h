@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define DORAD_TRAIN_ABI 1
+#define DORAD_TRAIN_ABI 2
 
 #if defined(__GNUC__)
 #define DORAD_EXPORT __attribute__((visibility("default")))
@@ -22,6 +22,32 @@ DORAD_EXPORT int dorad_train_abi(void);
 DORAD_EXPORT int dorad_compose_forward(const void* base, const void* lora, const float* g,
                                        void* delta, void* inner, int64_t rows, int64_t out,
                                        float scale, int32_t type, void* stream);
+
+// The two ways of a linear with an adapter (kernels/train/linear.h). gemm: the address of
+// cublasGemmEx; handle: a cublasHandle_t of the same library, bound to the stream. factor_type: of
+// a and b, m_type: of m and d_m, sum_type: of d_a and d_b. Bytes as the header has them, -1 for
+// sizes that are refused.
+DORAD_EXPORT int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
+                                               int32_t factor_type, int32_t makes_norm);
+DORAD_EXPORT int64_t dorad_linear_norm_bytes(int64_t in, int64_t out, int64_t rank,
+                                             int32_t factor_type);
+DORAD_EXPORT int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w,
+                                      const void* a, const void* b, const void* m,
+                                      const float* bias, float* norm, float* g, void* h,
+                                      void* inner, void* y, void* factors, void* workspace,
+                                      int64_t workspace_bytes, int64_t rows, int64_t in,
+                                      int64_t out, int64_t rank, double scale, float eps,
+                                      int32_t type, int32_t factor_type, int32_t m_type,
+                                      void* stream);
+DORAD_EXPORT int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x,
+                                       const void* w, const void* a, const void* b,
+                                       const float* norm, const float* g, const void* h,
+                                       const void* inner, void* d_inner, void* d_h, void* d_x,
+                                       void* d_a, void* d_b, void* d_m, void* factors,
+                                       void* workspace, int64_t workspace_bytes, int64_t rows,
+                                       int64_t in, int64_t out, int64_t rank, double scale,
+                                       float eps, int32_t type, int32_t factor_type, int32_t m_type,
+                                       int32_t sum_type, void* stream);
 
 // Bytes, -1 for sizes that are refused.
 DORAD_EXPORT int64_t dorad_compose_backward_workspace(int64_t rows, int64_t out);

@@ -122,6 +122,7 @@ class Case:
         self.model = make(name, options)
         self.width, self.dtype = SHAPES[options.shape]["hidden_size"], DTYPES[options.dtype]
         self.has_norms = name not in ("base", "lora")
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.tier = {"eager": "eager", "fused": "fused"}.get(name, "auto")
         kind = torch.device(options.device).type
         self.autocast: Callable[[], contextlib.AbstractContextManager] = lambda: torch.autocast(
@@ -134,9 +135,13 @@ class Case:
         x = torch.randn(tokens, self.width, generator=made).to(self.device, self.dtype)
         self.x, self.grad = x.requires_grad_(), torch.ones_like(x)
 
+    def zero_grad(self) -> None:
+        """As an optimizer does it, which has a list of its parameters."""
+        for parameter in (self.x, *self.parameters):
+            parameter.grad = None
+
     def step(self) -> torch.Tensor:
-        self.model.zero_grad()
-        self.x.grad = None
+        self.zero_grad()
         with dorad.train.tier(self.tier):
             with self.autocast():
                 output = self.model(self.x)
@@ -186,8 +191,7 @@ class Case:
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
-        self.model.zero_grad()
-        self.x.grad = None
+        self.zero_grad()
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

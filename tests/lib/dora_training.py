@@ -118,8 +118,10 @@ def step(model: nn.Module, x: torch.Tensor, seed: int = 3, context=None) -> Resu
     torch.manual_seed(seed)
     with context or contextlib.nullcontext():
         output = model(x)
-    weights = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
-    weights = weights.view(output.shape)
+    # In fp16 linspace itself would overflow.
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=dtype, device=output.device)
+    weights = weights.view(output.shape).to(output.dtype)
     (output * weights).sum().backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     if x.requires_grad:

@@ -120,6 +120,47 @@ TYPED_TEST(ComposeBackwardTest, GivesWhatIsWantedInPlaceOrNot) {
   }
 }
 
+TYPED_TEST(ComposeBackwardTest, DividesTheSumsByTheNormsAndRoundsThem) {
+  using T = TypeParam;
+  constexpr float kEps = 1e-6f;
+  for (const Shape shape : kShapes) {
+    SCOPED_TRACE(testing::Message() << shape.rows << " x " << shape.out);
+    const Tensors<T> tensors(shape, 7);
+    std::vector<float> norms = RandomValues<float>(shape.out, 2.0f, 0.1f, 8);
+    norms[0] = 0.0f;
+    if (shape.out > 1) norms[1] = std::nanf("");
+    const DeviceBuffer<T> grad(tensors.grad), inner(tensors.inner);
+    const DeviceBuffer<float> g(tensors.g), d_g(shape.out), norm(norms);
+    ComposeBackwardParams params = Params(tensors);
+    const DeviceBuffer<char> workspace(params.workspace_bytes);
+    params.grad = grad.get();
+    params.inner = inner.get();
+    params.g = g.get();
+    params.d_g = d_g.get();
+    params.workspace = workspace.get();
+    DORAD_ASSERT_CUDA(ComposeBackward(params, nullptr));
+    std::vector<float> expected = d_g.Read();
+    for (int64_t o = 0; o < shape.out; ++o) expected[o] /= norms[o] < kEps ? kEps : norms[o];
+    params.norm = norm.get();
+    params.eps = kEps;
+    DORAD_ASSERT_CUDA(ComposeBackward(params, nullptr));
+    const std::vector<float> divided = d_g.Read();
+    const DeviceBuffer<T> in_type(shape.out);
+    params.d_g = in_type.get();
+    params.d_g_type = TypeOf<T>();
+    DORAD_ASSERT_CUDA(ComposeBackward(params, nullptr));
+    const std::vector<T> rounded = in_type.Read();
+    for (int64_t o = 0; o < shape.out; ++o) {
+      if (std::isnan(norms[o])) {
+        EXPECT_TRUE(std::isnan(divided[o]));
+      } else {
+        ASSERT_EQ(divided[o], expected[o]) << o;
+        ASSERT_EQ(ToFloat(rounded[o]), ToFloat(FromFloat<T>(expected[o]))) << o;
+      }
+    }
+  }
+}
+
 TYPED_TEST(ComposeBackwardTest, TakesUnalignedPointers) {
   using T = TypeParam;
   const Tensors<T> tensors({140, 64}, 4);

@@ -194,29 +194,33 @@ TEST_F(ComposeErrorTest, RefusesBadSizesAndTakesNone) {
   EXPECT_EQ(Compose(params, nullptr), cudaSuccess);
 }
 
-template <typename T>
+template <typename Types>
 class ApplyTest : public KernelTest {};
-using OutputTypes = testing::Types<float, __nv_bfloat16>;
-TYPED_TEST_SUITE(ApplyTest, OutputTypes);
+// Of base and lora, and of y.
+using ApplyTypes =
+    testing::Types<std::pair<float, float>, std::pair<float, __nv_bfloat16>,
+                   std::pair<__nv_bfloat16, __nv_bfloat16>, std::pair<__half, __half>>;
+TYPED_TEST_SUITE(ApplyTest, ApplyTypes);
 
 TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
-  using T = TypeParam;
+  using T = typename TypeParam::first_type;
+  using Y = typename TypeParam::second_type;
   for (const Shape shape : kShapes) {
     for (int absent = 0; absent < 8; ++absent) {
       SCOPED_TRACE(testing::Message() << shape.rows << " x " << shape.out << ", " << absent);
-      const int64_t base_ld = shape.out + 4;
-      const int64_t lora_ld = shape.out + 8;
-      const int64_t y_ld = shape.out + 12;
-      const auto base = RandomValues<float>(shape.rows * base_ld, 0.0f, 3.0f, 12);
-      const auto lora = RandomValues<float>(shape.rows * lora_ld, 0.0f, 0.5f, 13);
+      const int64_t base_ld = shape.out + 8;
+      const int64_t lora_ld = shape.out + 16;
+      const int64_t y_ld = shape.out + 24;
+      const auto base = RandomValues<T>(shape.rows * base_ld, 0.0f, 3.0f, 12);
+      const auto lora = RandomValues<T>(shape.rows * lora_ld, 0.0f, 0.5f, 13);
       const auto g = RandomValues<float>(shape.out, 1.0f, 0.1f, 14);
       const auto bias = RandomValues<float>(shape.out, 0.0f, 1.0f, 15);
-      const DeviceBuffer<float> device_base(base);
-      const DeviceBuffer<float> device_lora(lora);
+      const DeviceBuffer<T> device_base(base);
+      const DeviceBuffer<T> device_lora(lora);
       const DeviceBuffer<float> device_g(g);
       const DeviceBuffer<float> device_bias(bias);
-      const DeviceBuffer<T> y(shape.rows * y_ld);
-      std::vector<T> expected = y.Read();
+      const DeviceBuffer<Y> y(shape.rows * y_ld);
+      std::vector<Y> expected = y.Read();
       ApplyParams params;
       params.base = device_base.get();
       params.lora = (absent & 1) ? nullptr : device_lora.get();
@@ -229,17 +233,18 @@ TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
       params.rows = shape.rows;
       params.out = shape.out;
       params.scale = kScale;
-      params.y_type = TypeOf<T>();
+      params.type = TypeOf<T>();
+      params.y_type = TypeOf<Y>();
       for (int64_t row = 0; row < shape.rows; ++row) {
         for (int64_t o = 0; o < shape.out; ++o) {
-          volatile float v = base[row * base_ld + o];
+          volatile float v = ToFloat(base[row * base_ld + o]);
           if (params.lora != nullptr) {
-            volatile float t = kScale * lora[row * lora_ld + o];
+            volatile float t = kScale * ToFloat(lora[row * lora_ld + o]);
             v = v + t;
           }
           if (params.g != nullptr) v = g[o] * v;
           if (params.bias != nullptr) v = v + bias[o];
-          expected[row * y_ld + o] = FromFloat<T>(v);
+          expected[row * y_ld + o] = FromFloat<Y>(v);
         }
       }
       DORAD_ASSERT_CUDA(Apply(params, nullptr));
@@ -273,9 +278,12 @@ TEST_F(ApplyErrorTest, RefusesBadParameters) {
   ApplyParams params;
   params.rows = 2;
   params.out = params.base_ld = params.y_ld = 8;
-  params.y_type = FloatType::kF16;
+  params.y_type = FloatType::kF16;  // of fp32
   EXPECT_EQ(Apply(params, nullptr), cudaErrorInvalidValue);
+  params.type = FloatType::kBF16;
   params.y_type = FloatType::kF32;
+  EXPECT_EQ(Apply(params, nullptr), cudaErrorInvalidValue);
+  params.type = FloatType::kF32;
   params.y_ld = 7;
   EXPECT_EQ(Apply(params, nullptr), cudaErrorInvalidValue);
 }

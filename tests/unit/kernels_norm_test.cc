@@ -142,6 +142,20 @@ TEST_F(NormTest, DividesTheMagnitude) {
   EXPECT_EQ(got[4], 1.0f / 1e-6f);
 }
 
+TEST_F(NormTest, TakesMagnitudesInBf16) {
+  const std::vector<float> norms = {3.0f, 0.0f, 0.3f};
+  const std::vector<__nv_bfloat16> magnitude = {__float2bfloat16(1.0f), __float2bfloat16(2.0f),
+                                                __float2bfloat16(0.7f)};
+  const DeviceBuffer<__nv_bfloat16> m(magnitude);
+  const DeviceBuffer<float> n(norms), g(norms.size());
+  DORAD_ASSERT_CUDA(
+      MagnitudeScale(m.get(), n.get(), 1e-6f, norms.size(), g.get(), nullptr, nullptr));
+  const auto got = g.Read();
+  for (size_t i = 0; i < norms.size(); ++i) {
+    EXPECT_EQ(got[i], __bfloat162float(magnitude[i]) / std::max(norms[i], 1e-6f)) << i;
+  }
+}
+
 TEST_F(NormTest, MarksNormsThatDefineNoScale) {
   struct Case {
     float magnitude, norm;

@@ -1,9 +1,12 @@
 """dorad.train on a GPU, with the real libdorad_train.so; skipped where there is none."""
 
+import contextlib
+import copy
+
 import pytest
 import torch
-from dorad.train import _direct, _native, clear_cache, compose, patch, tier, weight_norm
-from lib.dora_training import Linears, adapted, assert_close, inputs, step
+from dorad.train import _direct, _native, clear_cache, compose, explain, patch, tier, weight_norm
+from lib.dora_training import Linears, adapted, assert_close, distance, inputs, step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -63,6 +66,91 @@ def test_a_patched_model_is_peft_s(name):
             assert_close(step(model, x), wanted, 5e-5)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class Linear(torch.nn.Module):
+    def __init__(self, width, out, bias):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, out, bias=bias)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def whole(dtype, width, out, rank, bias, half_adapters):
+    """A patched linear on the GPU, and PEFT's in fp64 of the same values."""
+    torch.manual_seed(0)
+    model = adapted(
+        Linear(width, out, bias).to(dtype), r=rank, autocast_adapter_dtype=not half_adapters
+    ).cuda()
+    with torch.no_grad():  # or sums over many rows leave fp16's range
+        model.base_model.model.linear.lora_B["default"].weight.mul_(rank**-0.5)
+        model.base_model.model.linear.lora_A["default"].weight.mul_(width**-0.5)
+    truth = copy.deepcopy(model).double()
+    patch(model)
+    return model, truth
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64, 64, 8), (70, 136, 200, 8), (512, 4096, 1024, 384)])
+@pytest.mark.parametrize(
+    ("dtype", "adapters"),
+    [
+        (torch.bfloat16, "bf16"),
+        (torch.bfloat16, "fp32, autocast"),
+        (torch.float16, "fp16"),
+        (torch.float32, "fp32"),
+    ],
+)
+def test_a_linear_as_one_function_agrees_with_fp64(dtype, adapters, shape, bias, monkeypatch):
+    rows, width, out, rank = shape
+    autocast = adapters.endswith("autocast")
+    model, truth = whole(dtype, width, out, rank, bias, not autocast)
+    assert set(explain_in(model, rows, autocast).values()) == {"fused_backward"}
+    x = (
+        (torch.randn(2, rows, width) * width**-0.5).cuda().to(dtype).requires_grad_()
+    )  # fp16's range
+    called = []
+    backward = _native.Library.linear_backward
+    monkeypatch.setattr(
+        _native.Library, "linear_backward", lambda *given: called.append(1) or backward(*given)
+    )
+    context = torch.autocast("cuda", dtype) if autocast else None
+    got = step(model, x, context=context)
+    wanted = step(truth, x.detach().double().requires_grad_())
+    assert called == [1]
+    tolerance = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}[dtype]
+    for name, gradient in wanted.gradients.items():
+        assert distance(got.gradients[name].double(), gradient) < tolerance, name
+    assert distance(got.output.double(), wanted.output) < tolerance / 2
+    with torch.no_grad(), context or contextlib.nullcontext():
+        assert torch.equal(model(x), got.output)
+
+
+def explain_in(model, rows, autocast):
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        return explain(model, rows)
+
+
+def test_a_linear_as_one_function_works_in_graphs_and_on_other_streams():
+    model, _ = whole(torch.bfloat16, 4096, 1024, 384, True, True)
+    x = torch.randn(64, 4096).cuda().bfloat16().requires_grad_()
+    wanted = step(model, x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert_close(step(model, x), wanted, 0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad():
+            model(x)
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                captured = model(x)
+    torch.cuda.synchronize()
+    captured.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, wanted.output)
 
 
 def factors(out, width, rank, dtype, transposed=False):

@@ -1,11 +1,12 @@
 """Patched models under torch.compile, gradient checkpointing and autocast."""
 
 import copy
+import statistics
 
 import pytest
 import torch
 import torch._dynamo
-from dorad.train import clear_cache, patch, tier, unpatch
+from dorad.train import clear_cache, patch, tier
 from lib.dora_training import (
     Convolutions,
     Embeddings,
@@ -103,22 +104,27 @@ def test_checkpointing_changes_nothing(reentrant, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 base", "bf16 base"])
 @pytest.mark.parametrize("name", ["fused", "eager"])
 def test_autocast_is_as_near_the_truth_as_peft(name, dtype):
-    """PEFT's products for the norm are in bf16 there, ours are not."""
-    model = build(dtype=dtype)
-    x = inputs(model.base_model.model, dtype)
-    truth = step(copy.deepcopy(model).double(), x.detach().double().requires_grad_())
-    with tier(name):
-        ours = step(model, x, context=torch.autocast("cpu", torch.bfloat16))
-    unpatch(model)
-    theirs = step(model, x, context=torch.autocast("cpu", torch.bfloat16))
-    assert ours.output.dtype == theirs.output.dtype == torch.bfloat16
-    for key, gradient in ours.gradients.items():
-        wanted = truth.gradients[key].to(gradient.dtype)
-        assert gradient.dtype == theirs.gradients[key].dtype
-        error = distance(gradient, wanted)
-        assert error <= 1.5 * distance(theirs.gradients[key], wanted) + 2**-7, key
-    wanted = truth.output.bfloat16()
-    assert distance(ours.output, wanted) <= 1.5 * distance(theirs.output, wanted) + 2**-7
+    """By the median over seeds: one rounding falls as it likes."""
+    context = torch.autocast("cpu", torch.bfloat16)
+    errors = {}
+    for seed in range(15):
+        torch.manual_seed(seed)
+        model = adapted(Linears().to(dtype), seed=seed)
+        x = inputs(model.base_model.model, dtype, seed)
+        truth = step(copy.deepcopy(model).double(), x.detach().double().requires_grad_())
+        theirs = step(model, x, context=context)
+        patch(model)
+        with tier(name):
+            ours = step(model, x, context=context)
+        assert ours.output.dtype == theirs.output.dtype == torch.bfloat16
+        for whose, result in (("ours", ours), ("theirs", theirs)):
+            for key, got in {"output": result.output, **result.gradients}.items():
+                wanted = truth.output if key == "output" else truth.gradients[key]
+                assert got.dtype == theirs.gradients.get(key, theirs.output).dtype
+                errors.setdefault((key, whose), []).append(distance(got, wanted.to(got.dtype)))
+    for key, whose in errors:
+        median = statistics.median(errors[key, whose])
+        assert median <= 2 * statistics.median(errors[key, "theirs"]) + 2**-10, key
 
 
 def test_norms_under_autocast_are_those_without():

@@ -2,13 +2,23 @@
 
 import contextlib
 import copy
+import itertools
 import logging
 import subprocess
-import types
 
 import pytest
 import torch
-from dorad.train import _compose, _direct, _native, _norm, compose, patch, tier, weight_norm
+from dorad.train import (
+    _compose,
+    _direct,
+    _native,
+    _norm,
+    _products,
+    compose,
+    patch,
+    tier,
+    weight_norm,
+)
 from lib.dora_training import Linears, adapted, assert_close, inputs, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +31,8 @@ SOURCE = r"""
 static int check(const void* stream, int32_t type) {
   return stream != (void*)42 ? 901 : type != 0 ? 902 + type : 0;
 }
+
+int dorad_train_abi(void) { return ABI; }
 
 int dorad_compose_forward(const void* base, const void* lora, const float* g, void* delta,
                           void* inner, int64_t rows, int64_t out, float scale, int32_t type,
@@ -49,6 +61,99 @@ int dorad_compose_backward(const void* grad, const void* inner, const float* g, 
     if (d_lora) ((float*)d_lora)[i] = scale * g[i % out] * dy[i];
     if (d_g) d_g[i % out] += dy[i] * in[i];
   }
+  return 0;
+}
+
+// Refuses other than the tests' function and handle. Sums in double.
+static int check_linear(const void* gemm, const void* handle, const void* stream, int32_t type) {
+  return gemm != (void*)7 || handle != (void*)8 ? 930 : check(stream, type);
+}
+
+static void multiply(int64_t m, int64_t n, int64_t k, double alpha, const float* left, int64_t lm,
+                     int64_t lk, const float* right, int64_t rk, int64_t rn, int add, float* to) {
+  for (int64_t i = 0; i < m * n; ++i) {
+    double sum = 0;
+    for (int64_t j = 0; j < k; ++j) {
+      sum += (double)left[i / n * lm + j * lk] * right[j * rk + i % n * rn];
+    }
+    to[i] = (float)(alpha * sum + (add ? to[i] : 0));
+  }
+}
+
+int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
+                                  int32_t factor_type, int32_t makes_norm) {
+  return factor_type == type ? 0 : in + out + rank + makes_norm;
+}
+
+int64_t dorad_linear_norm_bytes(int64_t in, int64_t out, int64_t rank, int32_t factor_type) {
+  return in + 2 * out + rank + factor_type;
+}
+
+static float* row_norms(const float* w, const float* a, const float* b, int64_t out, int64_t in,
+                        int64_t rank, double scale, float* norm) {
+  for (int64_t o = 0; o < out; ++o) {
+    double sum = 0;
+    for (int64_t i = 0; i < in; ++i) {
+      double product = 0;
+      for (int64_t r = 0; r < rank; ++r) product += (double)b[o * rank + r] * a[r * in + i];
+      sum += pow(w[o * in + i] + scale * product, 2);
+    }
+    norm[o] = (float)sqrt(sum);
+  }
+  return norm;
+}
+
+int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w, const void* a,
+                         const void* b, const void* m, const float* bias, float* norm, float* g,
+                         void* h, void* inner, void* y, void* factors, void* workspace,
+                         int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
+                         int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
+                         int32_t m_type, void* stream) {
+  if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
+  if (factor_type != 0 || m_type != 0) return 931;
+  if (workspace_bytes != (m ? dorad_linear_norm_bytes(in, out, rank, 0) : 0)) return 932;
+  if (m) {
+    memset(workspace, 0xff, workspace_bytes);
+    row_norms(w, a, b, out, in, rank, scale, norm);
+    for (int64_t o = 0; o < out; ++o) g[o] = ((float*)m)[o] / (norm[o] < eps ? eps : norm[o]);
+  }
+  multiply(rows, rank, in, scale, x, in, 1, a, 1, in, 0, h);
+  multiply(rows, out, in, 1, x, in, 1, w, 1, in, 0, inner);
+  multiply(rows, out, rank, 1, h, rank, 1, b, 1, rank, 1, inner);
+  for (int64_t i = 0; i < rows * out; ++i) {
+    ((float*)y)[i] = g[i % out] * ((float*)inner)[i] + (bias ? bias[i % out] : 0);
+  }
+  return 0;
+}
+
+int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x, const void* w,
+                          const void* a, const void* b, const float* norm, const float* g,
+                          const void* h, const void* inner, void* d_inner, void* d_h, void* d_x,
+                          void* d_a, void* d_b, void* d_m, void* factors, void* workspace,
+                          int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
+                          int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
+                          int32_t m_type, int32_t sum_type, void* stream) {
+  if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
+  if (factor_type != 0 || m_type != 0 || sum_type != 0) return 931;
+  if (!x != !d_a || !h != !d_b || !inner != !d_m || !d_h != !(d_x || d_a)) return 932;
+  if (!d_inner != !(d_x || d_a || d_b)) return 933;
+  if (workspace_bytes != (d_m ? 100 * rows + out : 0)) return 911;
+  if (d_m) memset(workspace, 0xff, workspace_bytes);
+  for (int64_t o = 0; d_m && o < out; ++o) {
+    double sum = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      sum += (double)((float*)dy)[r * out + o] * ((float*)inner)[r * out + o];
+    }
+    ((float*)d_m)[o] = (float)(sum / (norm[o] < eps ? eps : norm[o]));
+  }
+  for (int64_t i = 0; d_inner && i < rows * out; ++i) {
+    ((float*)d_inner)[i] = g[i % out] * ((float*)dy)[i];
+  }
+  if (d_h) multiply(rows, rank, out, scale, d_inner, out, 1, b, rank, 1, 0, d_h);
+  if (d_x) multiply(rows, in, out, 1, d_inner, out, 1, w, in, 1, 0, d_x);
+  if (d_x) multiply(rows, in, rank, 1, d_h, rank, 1, a, in, 1, 1, d_x);
+  if (d_a) multiply(rank, in, rows, 1, d_h, 1, rank, x, in, 1, 0, d_a);
+  if (d_b) multiply(out, rank, rows, 1, d_inner, 1, out, h, rank, 1, 0, d_b);
   return 0;
 }
 
@@ -89,28 +194,34 @@ int dorad_direct_norm(const void* w, const void* a, const void* b, const float* 
 """
 
 
+GEMM = 7  # what stands for the address of cublasGemmEx
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("native")
     (folder / "fake.c").write_text(SOURCE)
     target = folder / "libdorad_train.so"
-    command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", "-o", target]
-    command += [folder / "fake.c", "-lm"]
-    subprocess.run(command, check=True)
+    build(folder / "fake.c", target, _native._ABI)
     return target
+
+
+def build(source, target, abi):
+    command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", f"-DABI={abi}", "-o", target]
+    subprocess.run([*command, source, "-lm"], check=True)
 
 
 @pytest.fixture
 def on_cuda(path, monkeypatch):
     """The functions for CUDA, on CPU tensors and stream 42; returns the devices switched to."""
-    monkeypatch.setattr(_native, "library", _native.Library(path))
+    monkeypatch.setattr(_native, "library", _native.Library(path, GEMM))
     switched = []
     monkeypatch.setattr(
         torch.cuda, "device", lambda device: switched.append(device) or contextlib.nullcontext()
     )
     monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu").index)
-    stream = types.SimpleNamespace(cuda_stream=42)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 42, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentBlasHandle", lambda: 8, raising=False)
     return switched
 
 
@@ -358,9 +469,7 @@ def test_norm_without_a_library_is_torch_s(monkeypatch):
 
 
 def test_norm_reports_the_librarys_errors(on_cuda, monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=1)
-    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 1)
     with pytest.raises(RuntimeError, match="dorad_direct_norm failed with cudaError_t 901"):
         _direct.direct_norm(*factors(torch.bfloat16), 1.0)
 
@@ -376,6 +485,110 @@ def test_two_bf16_terms_hold_16_bits_of_a_factor(dtype):
     assert (left <= 2**-17 * a.double().abs()).all()
 
 
+# --- A linear as one function ---------------------------------------------------------------------
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def on_cuda_tensor(tensor):
+    return None if tensor is None else tensor.detach().clone().as_subclass(OnCuda)
+
+
+def linear(rows=7, width=12, out=10, rank=3):
+    """x, weight, bias, a, b, magnitude and a gradient of y."""
+    made = torch.Generator().manual_seed(0)
+    shapes = (rows, width), (out, width), (out,), (rank, width), (out, rank), (out,), (rows, out)
+    return [torch.randn(shape, generator=made) for shape in shapes]
+
+
+def scale_of(weight, a, b, magnitude, scaling=0.7):
+    norm = weight_norm(weight, a, b, scaling)
+    return lambda: (norm, magnitude / norm)
+
+
+def forward(x, weight, bias, a, b, magnitude, *, keep_inner=True):
+    scale = scale_of(weight, a, b, magnitude)
+    return _products.forward(x, weight, bias, a, b, magnitude, 0.7, scale, keep_inner=keep_inner)
+
+
+@pytest.mark.parametrize("makes_norm", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("keep_inner", [False, True])
+def test_a_linear_s_forward_is_the_cpu_s(on_cuda, makes_norm, with_bias, keep_inner):
+    x, weight, bias, a, b, magnitude, _ = linear()
+    given = x, weight, bias if with_bias else None, a, b, magnitude
+    wanted = forward(*given, keep_inner=keep_inner)
+    given = [on_cuda_tensor(tensor) for tensor in given]
+    if makes_norm:
+        got = _products.forward(*given, 0.7, None, keep_inner=keep_inner)
+    else:
+        got = forward(*given, keep_inner=keep_inner)
+    for name in ("y", "h", "scales", *(["inner"] if keep_inner else [])):
+        ours, theirs = getattr(got, name), getattr(wanted, name)
+        torch.testing.assert_close(torch.Tensor(ours), theirs, rtol=1e-5, atol=1e-5)
+    assert (got.y.data_ptr() == got.inner.data_ptr()) == (not keep_inner)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4))[1:])
+def test_a_linear_s_backward_is_the_cpu_s(on_cuda, wanted):
+    x, weight, _, a, b, magnitude, grad = linear()
+    _, h, inner, scales = forward(x, weight, None, a, b, magnitude)
+    scales[0, 3] = 0
+    tensors = grad, x, weight, a, b, scales, h, inner
+    rest = 0.7, torch.float32, _products.Wanted(*wanted)
+    theirs = _products.backward(*tensors, *rest)
+    ours = _products.backward(*map(on_cuda_tensor, tensors), *rest)
+    assert [part is not None for part in ours] == list(wanted)
+    for got, expected in zip(ours, theirs, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(torch.Tensor(got), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_linear_of_no_rows_has_gradients_of_zero(on_cuda, device):
+    given = linear(rows=0)
+    if device == "cuda":
+        given = [on_cuda_tensor(tensor) for tensor in given]
+    x, weight, bias, a, b, magnitude, grad = given
+    y, h, inner, scales = forward(x, weight, bias, a, b, magnitude)
+    assert y.shape == (0, 10)
+    gradients = _products.backward(
+        *(grad, x, weight, a, b, scales, h, inner),
+        0.7,
+        torch.float32,
+        _products.Wanted(True, True, True, True),
+    )
+    assert [tuple(each.shape) for each in gradients] == [(0, 12), (3, 12), (10, 3), (10,)]
+    assert not any(each.any() for each in gradients)
+
+
+def test_a_linear_takes_tensors_in_any_layout(on_cuda):
+    x, weight, bias, a, b, magnitude, _ = linear()
+    wanted = forward(x, weight, bias, a, b, magnitude)
+    wide = torch.zeros(10, 9)
+    wide[:, 3:6] = b
+    given = [tensor.T.contiguous().T for tensor in (x, weight)]
+    others = [a.T.contiguous().T, wide[:, 3:6], magnitude]
+    given = [tensor.as_subclass(OnCuda) for tensor in (*given, bias, *others)]
+    got = forward(*given)
+    torch.testing.assert_close(torch.Tensor(got.y), wanted.y)
+
+
+def test_the_kernels_make_the_norms_that_their_fast_path_takes(on_cuda):
+    weight, a, b = map(on_cuda_tensor, factors(torch.bfloat16))
+    magnitude = torch.rand(24).bfloat16()
+    assert _products.makes_norm(weight, a, b, magnitude, 0.37)
+    assert _products.makes_norm(weight, a.float(), b.float(), magnitude.float(), 0.37)
+    assert not _products.makes_norm(weight, a, b, magnitude.double(), 0.37)
+    for case in unfit().values():
+        weight, a, b = (tensor.as_subclass(OnCuda) for tensor in case[:3])
+        assert not _products.makes_norm(weight, a, b, magnitude, case[3])
+
+
 # --- Finding the library --------------------------------------------------------------------------
 
 
@@ -385,6 +598,13 @@ def test_the_environment_names_the_library(path, tmp_path, monkeypatch):
     monkeypatch.setenv(_native.VARIABLE, str(tmp_path / "absent.so"))
     with pytest.raises(OSError, match=r"absent\.so"):
         _native._load()
+
+
+def test_a_library_of_another_version_is_refused(tmp_path):
+    (tmp_path / "fake.c").write_text(SOURCE)
+    build(tmp_path / "fake.c", tmp_path / "old.so", _native._ABI - 1)
+    with pytest.raises(OSError, match="has the interface"):
+        _native.Library(tmp_path / "old.so", GEMM)
 
 
 def test_without_a_library_it_says_so(tmp_path, monkeypatch, caplog):

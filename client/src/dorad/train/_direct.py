@@ -19,31 +19,44 @@ def direct_norm(
 ) -> torch.Tensor | None:
     """‖weight + scaling·b @ a‖ by rows, [out] in fp32; None when the fast path does not take it.
 
-    It takes `weight` in bf16, [out, in] or a transposed view of [in, out]. Factors in bf16 enter
-    as they are, others as two bf16 terms each: b @ a is then good to 2^-16 of |b| @ |a|.
+    Factors in bf16 enter as they are, others as two bf16 terms each: b @ a is then good to 2^-16 of
+    |b| @ |a|.
     """
-    library = _native.library
-    if library is None or scaling == 0 or weight.dtype != torch.bfloat16:
+    if not takes(weight, a, b, scaling):
         return None
+    exact = a.dtype == b.dtype == torch.bfloat16
+    a, b = (a.contiguous(), b.contiguous()) if exact else _stacked(a, b)
+    if not aligned(a, b):
+        return None
+    assert _native.library is not None
+    norm = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    _native.library.norm(weight, a, b, norm, scaling, not weight.is_contiguous())
+    return norm
+
+
+def takes(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> bool:
+    """Whether the fast path takes this norm, but for the addresses of factors.
+
+    It takes `weight` in bf16, [out, in] or a transposed view of [in, out].
+    """
+    if _native.library is None or scaling == 0 or weight.dtype != torch.bfloat16:
+        return False
     if a.dtype not in _FACTORS or b.dtype not in _FACTORS:
-        return None
+        return False
     if not weight.device == a.device == b.device:
-        return None  # for torch to refuse
+        return False  # for torch to refuse
     (rank, width), out = a.shape, b.shape[0]
     exact = a.dtype == b.dtype == torch.bfloat16
     if not 0 < (rank if exact else 3 * rank) <= _native.MOST_RANK or (rank | width) % 8 != 0:
-        return None
-    by_in = not weight.is_contiguous()
-    if by_in and (out % 8 != 0 or not weight.T.is_contiguous()):
-        return None
-    if out == 0 or width == 0:
-        return None
-    a, b = (a.contiguous(), b.contiguous()) if exact else _stacked(a, b)
-    if (weight.data_ptr() | a.data_ptr() | b.data_ptr()) % _ALIGNMENT != 0:
-        return None
-    norm = torch.empty(out, dtype=torch.float32, device=weight.device)
-    library.norm(weight, a, b, norm, scaling, by_in)
-    return norm
+        return False
+    if not weight.is_contiguous() and (out % 8 != 0 or not weight.T.is_contiguous()):
+        return False
+    return out > 0 and width > 0 and weight.data_ptr() % _ALIGNMENT == 0
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether the fast path takes these contiguous factors' addresses."""
+    return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
 
 
 def _stacked(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

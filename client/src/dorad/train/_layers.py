@@ -64,13 +64,9 @@ class _Factored:
         adapter_name: str,
         groups: int,
     ) -> torch.Tensor:
-        # PEFT's DoraCaching keeps norms in eval mode (and the dense B·A, which is not built here).
-        kept: dict[str, torch.Tensor] = getattr(self, "_dora_cache", {})  # since PEFT 0.19
         key = f"{_NORM_KEY}-{adapter_name}"
-        caching = getattr(dora, "ENABLE_DORA_CACHING", False) and not self.training
-        if not caching:
-            kept.clear()
-        elif key in kept:
+        kept = self.kept_norms()
+        if kept is not None and key in kept:
             return kept[key]
         # What trains changes each step, and FSDP2 hides that from the version counter.
         frozen = not matrix.requires_grad
@@ -78,9 +74,20 @@ class _Factored:
             norm = weight_norm(matrix, a, b, scaling, cache=frozen)
         else:
             norm = _grouped_norm(matrix, a, b, scaling, groups, frozen)
-        if caching:
+        if kept is not None:
             kept[key] = norm
         return norm
+
+    def kept_norms(self) -> dict[str, torch.Tensor] | None:
+        """Where PEFT's DoraCaching keeps them (and the dense B·A, which is not built here).
+
+        None: it does not, and what it kept is forgotten.
+        """
+        kept: dict[str, torch.Tensor] = getattr(self, "_dora_cache", {})  # since PEFT 0.19
+        if getattr(dora, "ENABLE_DORA_CACHING", False) and not self.training:
+            return kept
+        kept.clear()
+        return None
 
 
 def _grouped_norm(
@@ -129,6 +136,19 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
         elif base_layer.bias is not None:
             base_result = base_result - _whole(base_layer.bias)
         return compose(base_result, lora, _like(g, base_result, lora), scaling)
+
+    def detached_scale(
+        self,
+        weight: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        adapter_name: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm, g), [out] in fp32, or fp64 with fp64 weights: g = m / max(norm, ε)."""
+        with torch.no_grad():
+            norm = self._norm(weight, a, b, scaling, adapter_name, 1)
+            return norm, self.weight.flatten() / norm.clamp_min(epsilon(weight.dtype))
 
 
 def _like(g: torch.Tensor, base: torch.Tensor, lora: torch.Tensor) -> torch.Tensor:

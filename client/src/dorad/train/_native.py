@@ -13,6 +13,7 @@ import torch
 
 VARIABLE = "DORAD_TRAIN_LIBRARY"
 _FILE = "libdorad_train.so"
+_ABI = 2  # DORAD_TRAIN_ABI in kernels/train/abi.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for the dtypes it composes."""
@@ -30,22 +31,44 @@ class Library:
     of one of TYPES, g and d_g [out] in fp32.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises OSError when it cannot be loaded, AttributeError when it lacks a function."""
+    def __init__(self, path: str | os.PathLike[str], gemm: int) -> None:
+        """`gemm` is the address of cublasGemmEx in torch's cuBLAS.
+
+        Raises OSError when the library cannot be loaded or is of another version.
+        """
+        self._gemm = gemm
         library = ctypes.CDLL(os.fspath(path))
+        abi = library.dorad_train_abi()
+        if abi != _ABI:
+            raise OSError(
+                f"{path} has the interface {abi}, and this package needs {_ABI}: build it"
+            )
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         scalar, kind = ctypes.c_float, ctypes.c_int32
         self._forward = library.dorad_compose_forward
         self._forward.argtypes = [*[pointer] * 5, size, size, scalar, kind, pointer]
         self._backward = library.dorad_compose_backward
         self._backward.argtypes = [*[pointer] * 7, size, size, size, scalar, kind, pointer]
-        self._norm = library.dorad_direct_norm
         double = ctypes.c_double
+        sizes: list[Any] = [*[size] * 5, double, scalar]
+        self._linear_forward = library.dorad_linear_forward
+        self._linear_forward.argtypes = [*[pointer] * 15, *sizes, *[kind] * 3, pointer]
+        self._linear_backward = library.dorad_linear_backward
+        self._linear_backward.argtypes = [*[pointer] * 19, *sizes, *[kind] * 4, pointer]
+        self._norm = library.dorad_direct_norm
         self._norm.argtypes = [*[pointer] * 6, *[size] * 5, double, kind, pointer]
-        for function in (self._forward, self._backward, self._norm):
+        for function in (
+            self._forward,
+            self._backward,
+            self._linear_forward,
+            self._linear_backward,
+            self._norm,
+        ):
             function.restype = ctypes.c_int
         self._backward_bytes = _sizes(library.dorad_compose_backward_workspace, 2)
         self._norm_bytes = _sizes(library.dorad_direct_norm_workspace, 3)
+        self._linear_norm_bytes = _sizes(library.dorad_linear_norm_bytes, 4)
+        self._factor_bytes = _sizes(library.dorad_linear_factor_bytes, 6)
 
     def forward(
         self,
@@ -103,6 +126,127 @@ class Library:
             TYPES[grad.dtype],
         )
 
+    def linear_forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        magnitude: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        g: torch.Tensor,
+        h: torch.Tensor,
+        inner: torch.Tensor,
+        y: torch.Tensor,
+        scaling: float,
+        epsilon: float,
+    ) -> None:
+        """Fills `h`, `inner` and `y`, and with a magnitude `norm` and `g`.
+
+        See kernels/train/linear.h for what is what; `bias` is in fp32, and `y` may be `inner`.
+        """
+        (rows, width), (out, rank) = x.shape, b.shape
+        dtype, factor_dtype = TYPES[x.dtype], TYPES[a.dtype]
+        makes_norm = magnitude is not None
+        factors = self._factor_bytes(width, out, rank, dtype, factor_dtype, makes_norm)
+        needed = self._linear_norm_bytes(width, out, rank, factor_dtype) if makes_norm else 0
+        memory = _workspace(_rounded(factors) + needed, x.device)
+        _enqueue(
+            self._linear_forward,
+            x.device,
+            x.data_ptr(),
+            weight.data_ptr(),
+            a.data_ptr(),
+            b.data_ptr(),
+            _pointer(magnitude),
+            _pointer(bias),
+            norm.data_ptr(),
+            g.data_ptr(),
+            h.data_ptr(),
+            inner.data_ptr(),
+            y.data_ptr(),
+            _pointer(memory),
+            None if memory is None else memory.data_ptr() + _rounded(factors),
+            needed,
+            rows,
+            width,
+            out,
+            rank,
+            scaling,
+            epsilon,
+            dtype,
+            factor_dtype,
+            0 if magnitude is None else TYPES[magnitude.dtype],
+            gemm=self._gemm,
+        )
+
+    def linear_backward(
+        self,
+        grad: torch.Tensor,
+        x: torch.Tensor | None,
+        weight: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        norm: torch.Tensor,
+        g: torch.Tensor,
+        h: torch.Tensor | None,
+        inner: torch.Tensor | None,
+        d_inner: torch.Tensor | None,
+        d_h: torch.Tensor | None,
+        d_x: torch.Tensor | None,
+        d_a: torch.Tensor | None,
+        d_b: torch.Tensor | None,
+        d_magnitude: torch.Tensor | None,
+        scaling: float,
+        epsilon: float,
+        sum_dtype: torch.dtype,
+    ) -> None:
+        """Fills the gradients that are not None, of which `d_a` and `d_b` are of `sum_dtype`.
+
+        See kernels/train/linear.h for what is what and needs what.
+        """
+        (rows, out), (rank, width) = grad.shape, a.shape
+        dtype, factor_dtype = TYPES[grad.dtype], TYPES[a.dtype]
+        factors = 0
+        if d_h is not None:
+            factors = self._factor_bytes(width, out, rank, dtype, factor_dtype, False)
+        needed = 0 if d_magnitude is None else self._backward_bytes(rows, out)
+        memory = _workspace(_rounded(factors) + needed, grad.device)
+        _enqueue(
+            self._linear_backward,
+            grad.device,
+            grad.data_ptr(),
+            _pointer(x),
+            weight.data_ptr(),
+            a.data_ptr(),
+            b.data_ptr(),
+            norm.data_ptr(),
+            g.data_ptr(),
+            _pointer(h),
+            _pointer(inner),
+            _pointer(d_inner),
+            _pointer(d_h),
+            _pointer(d_x),
+            _pointer(d_a),
+            _pointer(d_b),
+            _pointer(d_magnitude),
+            _pointer(memory),
+            None if memory is None else memory.data_ptr() + _rounded(factors),
+            needed,
+            rows,
+            width,
+            out,
+            rank,
+            scaling,
+            epsilon,
+            dtype,
+            factor_dtype,
+            0 if d_magnitude is None else TYPES[d_magnitude.dtype],
+            TYPES[sum_dtype],
+            gemm=self._gemm,
+        )
+
     def norm(
         self,
         weight: torch.Tensor,
@@ -146,33 +290,61 @@ def _sizes(function: Any, arguments: int) -> Any:
     return functools.lru_cache(maxsize=4096)(function)
 
 
+def _rounded(size: int) -> int:
+    return -(-size // 256) * 256
+
+
 def _workspace(size: int, device: torch.device) -> torch.Tensor | None:
     return torch.empty(size, dtype=torch.uint8, device=device) if size > 0 else None
 
 
-def _enqueue(function: Any, device: torch.device, *arguments: float | None) -> None:
-    """Calls `function` with the device's current stream after `arguments`."""
-    stream = torch.cuda.current_stream(device).cuda_stream
+def _enqueue(
+    function: Any, device: torch.device, *arguments: float | None, gemm: int | None = None
+) -> None:
+    """Calls `function` with the device's current stream after `arguments`.
+
+    With the address of `gemm` that and torch's cuBLAS handle come before them.
+    """
     if device.index == torch.cuda.current_device():  # A guard costs as much as the call.
-        error = function(*arguments, stream)
+        error = _call(function, device, arguments, gemm)
     else:
         with torch.cuda.device(device):
-            error = function(*arguments, stream)
+            error = _call(function, device, arguments, gemm)
     if error != 0:
         raise RuntimeError(f"{function.__name__} failed with cudaError_t {error}")
+
+
+def _call(
+    function: Any, device: torch.device, arguments: tuple[float | None, ...], gemm: int | None
+) -> int:
+    # As of torch.cuda.current_stream, without making an object of it.
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if gemm is None:
+        error: int = function(*arguments, stream)
+    else:  # The handle is the current device's, with its stream.
+        error = function(gemm, torch._C._cuda_getCurrentBlasHandle(), *arguments, stream)
+    return error
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _gemm() -> int:
+    """The address of cublasGemmEx. Raises OSError without the cuBLAS that torch has loaded."""
+    version = str(torch.version.cuda).partition(".")[0]
+    address = ctypes.cast(ctypes.CDLL(f"libcublas.so.{version}").cublasGemmEx, ctypes.c_void_p)
+    assert address.value is not None
+    return address.value
+
+
 def _load() -> Library | None:
     named = os.environ.get(VARIABLE)
     if named:
-        return Library(named)
+        return Library(named, _gemm())
     beside = pathlib.Path(__file__).with_name(_FILE)
     if beside.is_file():
-        return Library(beside)
+        return Library(beside, _gemm())
     _logger.warning(
         "no %s beside the package and no %s: DoRA on CUDA is plain torch", _FILE, VARIABLE
     )

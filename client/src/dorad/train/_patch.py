@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import layer as lora
 
-from dorad.train import _layers, _norm, _tiers
+from dorad.train import _layers, _linear, _norm, _tiers
 
 _logger = logging.getLogger("dorad.train")
 
@@ -76,6 +76,8 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
     done = [layer for layer in found if layer.name not in left]
     for layer in done:
         layer.dora.__class__ = _OURS.get(type(layer.dora), type(layer.dora))
+        if type(layer.module) is lora.Linear:
+            layer.module.__class__ = _linear.Linear
     return Patched(tuple(layer.name for layer in done), left)
 
 
@@ -84,6 +86,9 @@ def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
     ours = [layer for layer in _dora_layers(model) if type(layer.dora) in _THEIRS]
     for layer in ours:
         layer.dora.__class__ = _THEIRS[type(layer.dora)]
+        module: Any = layer.module
+        if type(module) is _linear.Linear:
+            module.__class__ = lora.Linear  # type: ignore[assignment]
     return tuple(layer.name for layer in ours)
 
 
@@ -105,13 +110,12 @@ def _tier(layer: _Layer, rows: int) -> _tiers.Tier | None:
     dtype = torch.promote_types(weight.dtype, b.dtype)
     if torch.is_autocast_enabled(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
-    return _tiers.choose(
-        rows,
-        b.shape[0],
-        device=weight.device,
-        dtype=dtype,
-        training=torch.is_grad_enabled() and (b.requires_grad or layer.dora.weight.requires_grad),
-    )
+    training = torch.is_grad_enabled() and (b.requires_grad or layer.dora.weight.requires_grad)
+    parts = _linear.whole(layer.module) if isinstance(layer.module, _linear.Linear) else None
+    is_whole = parts is not None and parts.dora is layer.dora
+    if parts is not None and is_whole and _linear.fits(parts, weight.device, weight.dtype):
+        return _tiers.choose_whole(device=weight.device, dtype=dtype, training=training)
+    return _tiers.choose(rows, b.shape[0], device=weight.device, dtype=dtype, training=training)
 
 
 def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
@@ -124,7 +128,7 @@ def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
 
 def _unsupported(layer: _Layer) -> str | None:
     """Why the layer cannot be patched, if so."""
-    if _full_name(layer.module) not in _MODULES:
+    if type(layer.module) is not _linear.Linear and _full_name(layer.module) not in _MODULES:
         return f"its LoRA layer is a {_full_name(layer.module)}"
     variant = getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15
     if variant is not None and _full_name(variant) not in _VARIANTS:

@@ -80,7 +80,7 @@ def choose(
     dtype: torch.dtype,
     training: bool,
 ) -> Tier:
-    """The tier of one compose to [rows, out] of `dtype`. `training`: autograd records it."""
+    """The tier of a compose alone, to [rows, out] of `dtype`. `training`: autograd records it."""
     fused = Tier.FUSED_BACKWARD if training else Tier.FUSED_FORWARD
     if _choice == Choice.EAGER:
         return Tier.EAGER
@@ -94,3 +94,15 @@ def choose(
         large = _choice == Choice.FUSED or rows * out >= _CPU_MIN_ELEMENTS
         return fused if large else Tier.EAGER
     return Tier.EAGER
+
+
+def choose_whole(*, device: torch.device, dtype: torch.dtype, training: bool) -> Tier:
+    """The tier of a linear that is one function: at no size are more calls faster.
+
+    Eager where it was asked for, and on CUDA where there is no kernel.
+    """
+    if _choice == Choice.EAGER or device.type not in ("cpu", "cuda"):
+        return Tier.EAGER
+    if device.type == "cuda" and (dtype not in _native.TYPES or _native.library is None):
+        return Tier.EAGER
+    return Tier.FUSED_BACKWARD if training else Tier.FUSED_FORWARD

@@ -1,0 +1,231 @@
+"""A linear with a DoRA adapter, forward and backward: its norm, the products, and the pass over the
+output each way.
+
+    norm = ‖W + s·B A‖,  g = m / max(norm, ε)
+    h = s·x Aᵀ,  inner = x Wᵀ + h Bᵀ,  y = g·inner + bias
+    d_inner = g·dy,  d_m = Σ_rows dy·inner / max(norm, ε),  d_h = s·d_inner B,
+    d_x = d_inner W + d_h A,  d_A = d_hᵀ x,  d_B = d_innerᵀ h
+
+On CUDA each way is one call of libdorad_train.so (kernels/train/linear.h), because a torch
+operation costs the host as much as a small product costs the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from dorad.train import _native
+from dorad.train._direct import aligned, takes
+from dorad.train._norm import epsilon
+
+# On the CPU rows are taken in chunks that stay in the cache between the passes over them.
+_CHUNK_ELEMENTS = 256 * 1024
+
+
+class Forward(NamedTuple):
+    """What a forward gives: y and inner [rows, out], h [rows, rank] in x's dtype."""
+
+    y: torch.Tensor
+    h: torch.Tensor
+    inner: torch.Tensor
+    scales: torch.Tensor
+    """The norm and g, [2, out] in fp32, or fp64 with an fp64 x."""
+
+
+class Wanted(NamedTuple):
+    """Which gradients."""
+
+    x: bool
+    a: bool
+    b: bool
+    magnitude: bool
+
+
+class Gradients(NamedTuple):
+    """Those that are wanted, in the dtypes of x, a, b and the magnitude."""
+
+    x: torch.Tensor | None
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    magnitude: torch.Tensor | None
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor,
+    scaling: float,
+    make_scale: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
+    *,
+    keep_inner: bool,
+) -> Forward:
+    """y of x [rows, in]; `y` is in the memory of `inner` unless that is to be kept.
+
+    `weight` is [out, in] and `bias` [out] in x's dtype, `a` [rank, in] and `b` [out, rank] in one
+    dtype that may be wider. `make_scale` gives the norm and g in the place of this function's own;
+    None: only where `makes_norm`.
+    """
+    x, a, b = x.contiguous(), a.contiguous(), b.contiguous()
+    weight = weight.contiguous()
+    h = x.new_empty(x.shape[0], a.shape[0])
+    inner = x.new_empty(x.shape[0], weight.shape[0])
+    y = torch.empty_like(inner) if keep_inner else inner
+    if make_scale is not None:
+        scales = torch.stack(make_scale())
+    else:
+        scales = x.new_empty(2, weight.shape[0], dtype=torch.float32)
+    if bias is not None:
+        bias = bias.to(scales.dtype)
+    norm, g = scales.unbind()
+    if x.is_cuda:
+        assert _native.library is not None, "the tier is eager without the library"
+        made = None if make_scale is not None else magnitude.contiguous()
+        if inner.numel():
+            _native.library.linear_forward(
+                *(x, weight, a, b, made, bias, norm, g, h, inner, y),
+                scaling,
+                epsilon(x.dtype),
+            )
+        return Forward(y, h, inner, scales)
+    a, b = a.to(x.dtype), b.to(x.dtype)
+    h.addmm_(x, a.t(), beta=0, alpha=scaling)
+    torch.mm(x, weight.t(), out=inner)
+    inner.addmm_(h, b.t())
+    for part in _chunks(inner):
+        rows = inner[part].to(g.dtype)
+        y[part] = rows * g if bias is None else torch.addcmul(bias, rows, g)
+    return Forward(y, h, inner, scales)
+
+
+def makes_norm(
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude: torch.Tensor,
+    scaling: float,
+) -> bool:
+    """Whether the kernels of `forward` make this layer's norm and g."""
+    if not weight.is_cuda or not weight.is_contiguous() or magnitude.dtype not in _MAGNITUDES:
+        return False
+    if not takes(weight, a, b, scaling):
+        return False
+    # Others are converted into memory that is aligned.
+    return a.dtype != torch.bfloat16 or aligned(a, b)
+
+
+_MAGNITUDES = {torch.float32, torch.bfloat16}
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: torch.Tensor,
+    h: torch.Tensor | None,
+    inner: torch.Tensor | None,
+    scaling: float,
+    magnitude_dtype: torch.dtype,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients that are `wanted`, for a `grad` of y [rows, out]; the magnitude's is [out].
+
+    `x` is needed for that of a, `h` for that of b and `inner` for the magnitude's. Sums over rows
+    are made in fp32, in a fixed order.
+    """
+    grad, weight, a, b = grad.contiguous(), weight.contiguous(), a.contiguous(), b.contiguous()
+    if grad.numel() == 0:
+        return _zeros(grad, weight, a, b, magnitude_dtype, wanted)
+    norm, g = scales.unbind()
+    dtype = grad.dtype
+    # What is summed in fp32 is stored so where it is to be wider, and is rounded once.
+    sum_dtype = a.dtype if a.dtype in (dtype, torch.float32) else torch.float32
+    products = wanted.x or wanted.a or wanted.b
+    d_inner = torch.empty_like(grad) if products else None
+    d_h = grad.new_empty(grad.shape[0], a.shape[0]) if wanted.x or wanted.a else None
+    d_x = grad.new_empty(grad.shape[0], weight.shape[1]) if wanted.x else None
+    d_a = torch.empty_like(a, dtype=sum_dtype) if wanted.a else None
+    d_b = torch.empty_like(b, dtype=sum_dtype) if wanted.b else None
+    d_magnitude = g.new_empty(g.shape, dtype=magnitude_dtype) if wanted.magnitude else None
+    if grad.is_cuda:
+        assert _native.library is not None, "the tier is eager without the library"
+        _native.library.linear_backward(
+            grad,
+            x if wanted.a else None,
+            *(weight, a, b, norm, g),
+            h if wanted.b else None,
+            inner if wanted.magnitude else None,
+            *(d_inner, d_h, d_x, d_a, d_b, d_magnitude),
+            scaling,
+            epsilon(dtype),
+            sum_dtype,
+        )
+    else:
+        _scaled(grad, inner, g, norm, d_inner, d_magnitude)
+        if d_h is not None:
+            assert d_inner is not None
+            d_h.addmm_(d_inner, b.to(dtype), beta=0, alpha=scaling)
+        if d_x is not None:
+            assert d_inner is not None and d_h is not None
+            torch.mm(d_inner, weight, out=d_x).addmm_(d_h, a.to(dtype))
+        if d_a is not None:
+            assert d_h is not None and x is not None
+            d_a.copy_(d_h.t() @ x)
+        if d_b is not None:
+            assert d_inner is not None and h is not None
+            d_b.copy_(d_inner.t() @ h)
+    if sum_dtype != a.dtype:
+        d_a = None if d_a is None else d_a.to(a.dtype)
+        d_b = None if d_b is None else d_b.to(b.dtype)
+    return Gradients(d_x, d_a, d_b, d_magnitude)
+
+
+def _scaled(
+    grad: torch.Tensor,
+    inner: torch.Tensor | None,
+    g: torch.Tensor,
+    norm: torch.Tensor,
+    d_inner: torch.Tensor | None,
+    d_magnitude: torch.Tensor | None,
+) -> None:
+    """d_inner = g·grad, and the magnitude's gradient."""
+    sums = torch.zeros_like(g)
+    for part in _chunks(grad):
+        rows = grad[part].to(g.dtype)
+        if d_inner is not None:
+            d_inner[part] = rows * g
+        if d_magnitude is not None:
+            assert inner is not None
+            sums += (rows * inner[part]).sum(0)
+    if d_magnitude is not None:
+        d_magnitude.copy_(sums / norm.clamp_min(epsilon(grad.dtype)))
+
+
+def _chunks(tensor: torch.Tensor) -> list[slice]:
+    rows, out = tensor.shape
+    step = max(1, _CHUNK_ELEMENTS // max(1, out))
+    return [slice(begin, begin + step) for begin in range(0, rows, step)]
+
+
+def _zeros(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    magnitude_dtype: torch.dtype,
+    wanted: Wanted,
+) -> Gradients:
+    """Of no rows."""
+    return Gradients(
+        grad.new_zeros(grad.shape[0], weight.shape[1]) if wanted.x else None,
+        torch.zeros_like(a) if wanted.a else None,
+        torch.zeros_like(b) if wanted.b else None,
+        grad.new_zeros(weight.shape[0], dtype=magnitude_dtype) if wanted.magnitude else None,
+    )
