@@ -12,7 +12,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kFormat = 1;
+constexpr int kFormat = 2;  // 1: digests hashed the tensors' bytes themselves
 
 constexpr std::pair<Change::Type, const char*> kTypes[] = {
     {Change::Type::kStarted, "started"},     {Change::Type::kReserved, "reserved"},

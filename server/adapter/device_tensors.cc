@@ -9,13 +9,11 @@
 #include "server/adapter/violations.h"
 #include "server/base/error.h"
 #include "server/base/safetensors_header.h"
-#include "server/base/sha256.h"
 
 namespace dorad::adapter {
 namespace {
 
 constexpr char kSubject[] = "adapter_model.safetensors";
-constexpr size_t kPieceBytes = 1 << 20;
 
 }  // namespace
 
@@ -50,28 +48,15 @@ absl::StatusOr<HostCopies> HostCopies::Bring(const DeviceTensors& device, Adapte
 absl::StatusOr<std::string> DigestOnDevice(const DeviceTensors& device, const PeerTensors& peer,
                                            const AdapterTensors& tensors,
                                            const BaseModules& modules) {
-  std::map<const std::byte*, const PeerTensor*> by_place;
-  for (const PeerTensor& tensor : peer.tensors) {
-    by_place[device.tensors().at(tensor.name).bytes.data()] = &tensor;
-  }
-  std::vector<std::byte> piece(kPieceBytes);
+  DORAD_ASSIGN_OR_RETURN(const auto digests, device.Digests());
   Violations violations;
-  const auto read = [&](const TensorView& view, const TakeBytes& take) -> absl::Status {
-    const PeerTensor& told = *by_place.at(view.bytes.data());
-    Sha256 hash;
-    for (size_t done = 0; done < view.bytes.size(); done += piece.size()) {
-      const absl::Span<std::byte> to =
-          absl::MakeSpan(piece).first(std::min(piece.size(), view.bytes.size() - done));
-      DORAD_RETURN_IF_ERROR(device.Read(view.bytes.data() + done, to));
-      take(to);
-      if (!told.sha256.empty()) hash.Update(to.data(), to.size());
-    }
-    CheckTensorDigest(told, hash, &violations);
-    return absl::OkStatus();
-  };
-  DORAD_ASSIGN_OR_RETURN(std::string digest, ContentDigest(tensors, modules, read));
+  for (const PeerTensor& tensor : peer.tensors) {
+    CheckTensorDigest(tensor, digests.at(device.tensors().at(tensor.name).bytes.data()),
+                      &violations);
+  }
   DORAD_RETURN_IF_ERROR(violations.ToStatus(kSubject));
-  return digest;
+  return ContentDigest(tensors, modules,
+                       [&](const TensorView& view) { return digests.at(view.bytes.data()); });
 }
 
 }  // namespace dorad::adapter

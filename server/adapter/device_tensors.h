@@ -1,5 +1,4 @@
-// Tensors of a publish from memory that lie on the server's GPU: copied and built there, while the
-// host only hashes them.
+// Tensors of a publish from memory that lie on the server's GPU: copied, hashed and built there.
 //
 // Objects are owned by whoever makes them; immutable, hence thread-safe.
 #pragma once
@@ -18,6 +17,7 @@
 #include "server/adapter/peer_tensors.h"
 #include "server/adapter/tensors.h"
 #include "server/base/safetensors.h"
+#include "server/base/tree_sha256.h"
 
 namespace dorad::adapter {
 
@@ -29,6 +29,8 @@ class DeviceTensors {
   const std::map<std::string, TensorView>& tensors() const { return tensors_; }
   // Copies a part of a tensor's bytes to the host.
   virtual absl::Status Read(const std::byte* from, absl::Span<std::byte> to) const = 0;
+  // TreeSha256 of each tensor, by the place of its bytes. Computed on the device.
+  virtual absl::StatusOr<std::map<const std::byte*, Digest>> Digests() const = 0;
 
  protected:
   std::map<std::string, TensorView> tensors_;
@@ -55,8 +57,8 @@ class HostCopies {
   std::vector<std::unique_ptr<Copy>> copies_;
 };
 
-// The content digest of `tensors`, views into `device`. Reads each once. INVALID_ARGUMENT
-// (HANDOVER_DIGEST_MISMATCH) naming every tensor that has not the sha256 that `peer` tells.
+// The content digest of `tensors`, views into `device`. INVALID_ARGUMENT (HANDOVER_DIGEST_MISMATCH)
+// naming every tensor that has not the digest that `peer` tells.
 absl::StatusOr<std::string> DigestOnDevice(const DeviceTensors& device, const PeerTensors& peer,
                                            const AdapterTensors& tensors,
                                            const BaseModules& modules);

@@ -4,39 +4,31 @@
 #include <bit>
 #include <vector>
 
-#include "server/base/check.h"
-#include "server/base/error.h"
 #include "server/base/sha256.h"
 
 namespace dorad::adapter {
 namespace {
 
 // Changes whenever the framing does.
-constexpr char kFormat[] = "dorad-adapter-1";
+constexpr char kFormat[] = "dorad-adapter-2";
 
-absl::Status Add(Sha256& hash, const TensorView& tensor, const ReadBytes& read) {
+void Add(Sha256& hash, const TensorView& tensor, const Digest& digest) {
   hash.UpdateFramed(NameOf(tensor.dtype));
   hash.UpdateU64(tensor.shape.size());
   for (const int64_t extent : tensor.shape) hash.UpdateU64(static_cast<uint64_t>(extent));
   hash.UpdateU64(tensor.bytes.size());
-  return read(tensor, [&hash](absl::Span<const std::byte> bytes) {
-    hash.Update(bytes.data(), bytes.size());
-  });
+  hash.Update(digest.data(), digest.size());
 }
 
 }  // namespace
 
 std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules) {
-  auto digest = ContentDigest(tensors, modules, [](const TensorView& view, const TakeBytes& take) {
-    take(view.bytes);
-    return absl::OkStatus();
-  });
-  DORAD_CHECK(digest.ok());
-  return *std::move(digest);
+  return ContentDigest(tensors, modules,
+                       [](const TensorView& view) { return TreeSha256(view.bytes); });
 }
 
-absl::StatusOr<std::string> ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
-                                          const ReadBytes& read) {
+std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
+                          const std::function<Digest(const TensorView&)>& digest_of) {
   std::vector<const ModuleTensors*> ordered;
   for (const ModuleTensors& module : tensors.modules) ordered.push_back(&module);
   const auto name_of = [&modules](const ModuleTensors* module) -> const std::string& {
@@ -45,6 +37,7 @@ absl::StatusOr<std::string> ContentDigest(const AdapterTensors& tensors, const B
   std::sort(ordered.begin(), ordered.end(),
             [&](const auto* x, const auto* y) { return name_of(x) < name_of(y); });
   Sha256 hash;
+  const auto add = [&](const TensorView& view) { Add(hash, view, digest_of(view)); };
   hash.UpdateFramed(kFormat);
   hash.UpdateU64(ordered.size());
   for (const ModuleTensors* module : ordered) {
@@ -52,9 +45,9 @@ absl::StatusOr<std::string> ContentDigest(const AdapterTensors& tensors, const B
     hash.UpdateU64(static_cast<uint64_t>(module->target.rank));
     hash.UpdateU64(std::bit_cast<uint64_t>(module->target.scale));
     hash.UpdateU64(module->magnitude != nullptr ? 3 : 2);
-    DORAD_RETURN_IF_ERROR(Add(hash, module->a, read));
-    DORAD_RETURN_IF_ERROR(Add(hash, module->b, read));
-    if (module->magnitude != nullptr) DORAD_RETURN_IF_ERROR(Add(hash, *module->magnitude, read));
+    add(module->a);
+    add(module->b);
+    if (module->magnitude != nullptr) add(*module->magnitude);
   }
   return ToHex(hash.Final());
 }

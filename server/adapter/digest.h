@@ -2,15 +2,12 @@
 // docs/adapters.md states the exact bytes. Functions are thread-safe.
 #pragma once
 
-#include <cstddef>
 #include <functional>
 #include <string>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "server/adapter/base_modules.h"
 #include "server/adapter/tensors.h"
+#include "server/base/tree_sha256.h"
 
 namespace dorad::adapter {
 
@@ -18,11 +15,8 @@ namespace dorad::adapter {
 // them and whatever else the configuration says; different in all other cases.
 std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules);
 
-// The same of tensors whose bytes cannot be read here: read(view, take) hands a view's bytes to
-// `take`, in order, in pieces of any size. Fails as `read` does.
-using TakeBytes = std::function<void(absl::Span<const std::byte>)>;
-using ReadBytes = std::function<absl::Status(const TensorView&, const TakeBytes& take)>;
-absl::StatusOr<std::string> ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
-                                          const ReadBytes& read);
+// The same of tensors whose bytes were hashed elsewhere: digest_of gives TreeSha256 of a view's.
+std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
+                          const std::function<Digest(const TensorView&)>& digest_of);
 
 }  // namespace dorad::adapter

@@ -291,7 +291,7 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadDevice(const Job& job) {
   DORAD_ASSIGN_OR_RETURN(const HostCopies host, HostCopies::Bring(**device, &tensors));
   DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
   stages.validated = absl::Now();
-  // The bytes come to the host to be hashed while the device computes.
+  // Beside the norms, which leave a device time for it.
   absl::StatusOr<std::string> digest;
   std::jthread hashing([&] {
     try {

@@ -16,22 +16,24 @@ namespace dorad::adapter {
 namespace {
 
 constexpr char kSubject[] = "adapter_model.safetensors";
-// A piece is hashed while it is still in the cache.
+// What is read at a time.
 constexpr uint64_t kPieceBytes = 1 << 20;
 
 absl::Status Append(const PeerTensor& tensor, std::vector<std::byte>* image,
                     Violations* violations) {
-  Sha256 hash;
+  const size_t begin = image->size();
   for (uint64_t done = 0; done < tensor.bytes;) {
     const size_t piece = static_cast<size_t>(std::min(kPieceBytes, tensor.bytes - done));
     const size_t at = image->size();
     image->resize(at + piece);
     const absl::Span<std::byte> to(image->data() + at, piece);
     DORAD_RETURN_IF_ERROR(tensor.memory->Read(tensor.offset + done, to));
-    if (!tensor.sha256.empty()) hash.Update(to.data(), to.size());
     done += piece;
   }
-  CheckTensorDigest(tensor, hash, violations);
+  if (!tensor.digest.empty()) {
+    const absl::Span<const std::byte> bytes = absl::MakeConstSpan(*image).subspan(begin);
+    CheckTensorDigest(tensor, TreeSha256(bytes), violations);
+  }
   return absl::OkStatus();
 }
 
@@ -70,12 +72,12 @@ absl::StatusOr<uint64_t> ImageBytes(const PeerTensors& peer, uint64_t max_bytes)
   return bytes;
 }
 
-void CheckTensorDigest(const PeerTensor& tensor, Sha256& hash, Violations* violations) {
-  if (tensor.sha256.empty()) return;
-  const std::array<uint8_t, 32> found = hash.Final();
-  if (std::memcmp(found.data(), tensor.sha256.data(), found.size()) == 0) return;
+void CheckTensorDigest(const PeerTensor& tensor, const Digest& found, Violations* violations) {
+  if (tensor.digest.empty() || std::memcmp(found.data(), tensor.digest.data(), found.size()) == 0) {
+    return;
+  }
   violations->Add(tensor.name, "HANDOVER_DIGEST_MISMATCH",
-                  absl::StrCat("the bytes read have the SHA-256 ", ToHex(found),
+                  absl::StrCat("the bytes read have the digest ", ToHex(found),
                                ": the memory was written to before the publish was answered"));
 }
 

@@ -18,7 +18,7 @@
 #include "absl/types/span.h"
 #include "server/adapter/violations.h"
 #include "server/base/safetensors.h"
-#include "server/base/sha256.h"
+#include "server/base/tree_sha256.h"
 
 namespace dorad::adapter {
 
@@ -43,7 +43,7 @@ struct PeerTensor {
   uint64_t bytes = 0;  // as dtype and shape say
   std::shared_ptr<const PeerMemory> memory;
   uint64_t offset = 0;  // in memory
-  std::string sha256;   // 32 bytes; empty: not checked
+  std::string digest;   // TreeSha256 of the bytes; empty: not checked
 };
 
 struct PeerTensors {
@@ -55,14 +55,15 @@ struct PeerTensors {
 
 // The tensors as the image of a safetensors file. INVALID_ARGUMENT (ADAPTER_TOO_LARGE, before
 // memory is asked for; HANDOVER_MEMORY_INVALID; HANDOVER_DIGEST_MISMATCH naming every tensor that
-// has not its sha256).
+// has not its digest).
 absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes);
 
 // The parts of CopyToImage. The header is that of the image, with its length before it; what is
 // wrong with names and shapes is found by who reads it. ImageBytes: ADAPTER_TOO_LARGE.
 std::string ImageHeader(const PeerTensors& peer);
 absl::StatusOr<uint64_t> ImageBytes(const PeerTensors& peer, uint64_t max_bytes);
-// Adds HANDOVER_DIGEST_MISMATCH unless `hash`, of the bytes read, is what the tensor's sha256 says.
-void CheckTensorDigest(const PeerTensor& tensor, Sha256& hash, Violations* violations);
+// Adds HANDOVER_DIGEST_MISMATCH unless `found`, of the bytes read, is what the tensor's digest
+// says.
+void CheckTensorDigest(const PeerTensor& tensor, const Digest& found, Violations* violations);
 
 }  // namespace dorad::adapter

@@ -18,7 +18,7 @@ constexpr int kMaxTensors = 65536;
 constexpr size_t kMaxNameBytes = 512;
 constexpr int kMaxRank = 8;
 constexpr uint64_t kMaxExtent = uint64_t{1} << 48;
-constexpr size_t kShaBytes = 32;
+constexpr size_t kDigestBytes = 32;
 constexpr size_t kHexBytes = 64;
 constexpr size_t kMaxViolations = 64;
 
@@ -69,15 +69,15 @@ absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
     return invalid(absl::StrCat(*bytes, " bytes at ", tensor.offset(), " do not lie in memory ",
                                 tensor.memory(), " of ", size, " bytes"));
   }
-  if (!tensor.sha256().empty() && tensor.sha256().size() != kShaBytes) {
-    return invalid(absl::StrCat("a SHA-256 has 32 bytes, not ", tensor.sha256().size()));
+  if (!tensor.digest().empty() && tensor.digest().size() != kDigestBytes) {
+    return invalid(absl::StrCat("a digest has 32 bytes, not ", tensor.digest().size()));
   }
   parsed.name = tensor.name();
   parsed.dtype = *dtype;
   parsed.shape.assign(tensor.shape().begin(), tensor.shape().end());
   parsed.bytes = *bytes;
   parsed.offset = tensor.offset();
-  parsed.sha256 = tensor.sha256();
+  parsed.digest = tensor.digest();
   return parsed;
 }
 

@@ -3,7 +3,6 @@ of a trainer that dies, writes too early, or is somebody else."""
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import dorad.aio
 import grpc
 import numpy as np
 import pytest
+from dorad._handover import tensor_digest
 from dorad.v1 import adapters_pb2, types_pb2
 from lib.server import ROOT, Server, command, device, environment, serve, wait_until
 from lib.trainer import Trainer
@@ -137,7 +137,7 @@ def test_memory_overwritten_too_early_is_detected_when_asked(server, zoo, socket
         hashed = trainer.request("early")
         spans = {name: entry["data_offsets"] for name, entry in trainer.header.items()}
         for tensor in hashed.tensors:
-            tensor.sha256 = hashlib.sha256(trainer.memory[slice(*spans[tensor.name])]).digest()
+            tensor.digest = tensor_digest(trainer.memory[slice(*spans[tensor.name])])
         expected = trainer.request("early", expected_digest=right.digest)
         for message in (hashed, expected):
             assert server.wire.publish_memory(message).adapter.digest == right.digest
@@ -182,7 +182,7 @@ def test_memory_that_became_shorter_is_refused_and_the_server_lives(
         {"shape": [1] * 9},
         {"name": ""},
         {"name": "x" * 513},
-        {"sha256": b"short"},
+        {"digest": b"short"},
     ],
     ids=str,
 )

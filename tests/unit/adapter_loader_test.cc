@@ -685,6 +685,11 @@ class FakeDeviceTensors final : public DeviceTensors {
     std::copy_n(from, to.size(), to.begin());
     return absl::OkStatus();
   }
+  absl::StatusOr<std::map<const std::byte*, Digest>> Digests() const override {
+    std::map<const std::byte*, Digest> digests;
+    for (const std::vector<std::byte>& copy : copies_) digests[copy.data()] = TreeSha256(copy);
+    return digests;
+  }
 
  private:
   std::deque<std::vector<std::byte>> copies_;
@@ -772,11 +777,11 @@ TEST_F(AdapterLoaderOnDeviceTest, RefusesWhatAFileWouldBeRefusedFor) {
 
 TEST_F(AdapterLoaderOnDeviceTest, NamesEveryTensorThatIsNotWhatItsOwnerHashed) {
   PeerTensors peer = OnDevice(MakeTensors(modules_, {"q_proj"}, 2, true));
-  peer.tensors[1].sha256 = peer.tensors[4].sha256 = std::string(32, 'x');
+  peer.tensors[1].digest = peer.tensors[4].digest = std::string(32, 'x');
   const auto refused = PublishPeer(MakeConfig(true, {"q_proj"}), peer);
   EXPECT_EQ(ReasonOf(refused.status()), "HANDOVER_DIGEST_MISMATCH");
   EXPECT_EQ(ViolationsOf(refused.status()).size(), 2u);
-  for (PeerTensor& tensor : peer.tensors) tensor.sha256.clear();
+  for (PeerTensor& tensor : peer.tensors) tensor.digest.clear();
   peer.expected_digest = std::string(64, '0');
   EXPECT_EQ(ReasonOf(PublishPeer(MakeConfig(true, {"q_proj"}), peer).status()),
             "HANDOVER_DIGEST_MISMATCH");

@@ -269,7 +269,7 @@ TEST_F(StoreTest, RefusesAJournalThatItDoesNotUnderstand) {
   const std::string started = ToJson({.base = "base"});
   for (const std::string& record :
        {std::string("[]"), std::string("{}"), std::string("{\"type\":\"moved\"}"),
-        std::string(R"({"type":"started","generation":1,"format":2,"base":"base"})"),
+        std::string(R"({"type":"started","generation":1,"format":1,"base":"base"})"),
         std::string(R"({"type":"retired","generation":1,"name":"a"})"),
         std::string(R"({"type":"retired","generation":1,"name":"a","version":1,"more":1})"),
         std::string(R"({"type":"retired","generation":1,"name":7,"version":1})")}) {

@@ -125,11 +125,14 @@ TEST_F(CudaPeerMemoryTest, CopiesTensorsOnTheGpuAndAccountsForThem) {
   adapter::PeerTensors peer;
   peer.tensors.push_back({"b", DType::kF32, {2, 3}, 24, memory, 4000, {}});
   peer.tensors.push_back({"a", DType::kBF16, {5}, 10, memory, 2, {}});
+  peer.tensors.push_back({"c", DType::kF32, {50, 100}, 20000, memory, 64, {}});
+  peer.tensors.push_back({"nothing", DType::kF32, {0, 2}, 0, memory, 0, {}});
   ASSERT_TRUE(adapter::LiesOnDevice(peer));
   MemoryLedger ledger;
   {
     const auto copies = Must(CopyTensors(peer, Must(DeviceReader::Create()), &ledger));
     EXPECT_GE(ledger.bytes("loading"), 34);
+    const auto digests = Must(copies->Digests());
     for (const adapter::PeerTensor& tensor : peer.tensors) {
       const TensorView& view = copies->tensors().at(tensor.name);
       EXPECT_EQ(view.shape, tensor.shape);
@@ -139,6 +142,7 @@ TEST_F(CudaPeerMemoryTest, CopiesTensorsOnTheGpuAndAccountsForThem) {
       ASSERT_TRUE(copies->Read(view.bytes.data(), absl::MakeSpan(copied)).ok());
       ASSERT_TRUE(memory->Read(tensor.offset, absl::MakeSpan(original)).ok());
       EXPECT_EQ(copied, original);
+      EXPECT_EQ(digests.at(view.bytes.data()), TreeSha256(original));
     }
   }
   EXPECT_EQ(ledger.total(), 0);

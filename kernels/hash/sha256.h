@@ -1,0 +1,29 @@
+// SHA-256 of the pieces of many tensors: the leaves of a tensor's digest (server/base/tree_sha256.h
+// has the rest), which make parallel what SHA-256 of the whole would do byte after byte.
+//
+// Only enqueues work on the stream; thread-safe, and can be captured in graphs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace dorad::kernels {
+
+// Of a piece; the last one of a tensor is what is left.
+constexpr int64_t kHashPieceBytes = 16 << 10;
+constexpr int64_t kHashBytes = 32;
+
+struct HashedTensor {
+  const void* data = nullptr;  // device memory, 16-byte aligned
+  int64_t bytes = 0;
+  int64_t first_piece = 0;  // the number of pieces of all tensors before this one
+};
+
+// digests [pieces, kHashBytes]. tensors: [count] in device memory, in order of first_piece, none
+// without bytes; digests is 16-byte aligned. A few threads of each multiprocessor do it, so that
+// what runs beside it goes on. cudaErrorInvalidValue: a negative count.
+cudaError_t PieceHashes(const HashedTensor* tensors, int count, int64_t pieces, void* digests,
+                        cudaStream_t stream);
+
+}  // namespace dorad::kernels
