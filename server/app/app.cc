@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <thread>
@@ -106,6 +107,9 @@ rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {
   info.eos_token_ids = model.eos_token_ids;
   info.max_adapter_rank = config.adapters.max_rank;
   info.deterministic = config.engine.deterministic;
+  if (!config.server.handover_socket.empty()) {
+    info.handover_socket = std::filesystem::absolute(config.server.handover_socket).string();
+  }
   info.start_time = absl::Now();
   return info;
 }
@@ -248,7 +252,9 @@ struct App::Impl {
           [this, options = std::move(options), json = std::move(json), peer = std::move(peer),
            done = std::move(done)] { loader.PublishFromMemory(options, json, peer, done); });
     };
+    services.weight_layout = backend->weight_layout();
     services.memory_by_kind = [this] { return MemoryByKind(); };
+    services.lent_weight_bytes = [this] { return backend->lent_weight_bytes(); };
     services.info = ToServerInfo(config, backend->info());
     services.limits.engine = engine.limits();
     services.limits.max_message_bytes = config.server.max_message_bytes;
@@ -316,6 +322,7 @@ struct App::Impl {
     if (!config.server.handover_socket.empty()) {
       handover::Listener::Options memory;
       memory.path = config.server.handover_socket;
+      memory.lend_weights = [this] { return LendWeights(); };
       if (auto open = backend->device_memory_opener(); open != nullptr) {
         memory.open_device = [open](const handover::Offer& offer) {
           return open(offer.ipc_handle, offer.device_uuid, offer.size);
@@ -346,6 +353,15 @@ struct App::Impl {
         Patience(), [this] { return EngineSilence(); }, [this] { EndStalled(); });
     ready = true;
     return absl::OkStatus();
+  }
+
+  // Its end may wait for whoever uses the weights, and that is not for the listener's thread.
+  absl::StatusOr<std::shared_ptr<const handover::WeightsLease>> LendWeights() {
+    DORAD_ASSIGN_OR_RETURN(std::unique_ptr<handover::WeightsLease> lease, backend->LendWeights());
+    return std::shared_ptr<const handover::WeightsLease>(
+        lease.release(), [this](const handover::WeightsLease* ended) {
+          sleep_pool.Submit([ended] { delete ended; });
+        });
   }
 
   absl::Duration Patience() const { return absl::Seconds(config.engine.watchdog_seconds); }
@@ -406,6 +422,7 @@ struct App::Impl {
       const handover::Listener::Stats held = handover->stats();
       gauges.handover_connections = held.connections;
       gauges.handover_bytes = held.memory_bytes;
+      gauges.lent_weight_bytes = backend->lent_weight_bytes();
     }
     return gauges;
   }

@@ -18,7 +18,9 @@
 #include "server/adapter/weights_images.h"
 #include "server/base/config.h"
 #include "server/engine/model_runner.h"
+#include "server/handover/weights_lease.h"
 #include "server/model/model_config.h"
+#include "server/model/weight_layout.h"
 
 namespace dorad {
 
@@ -56,11 +58,19 @@ class Backend {
           absl::Span<const std::byte>, absl::Span<const std::byte>, uint64_t)>;
   // nullptr without a GPU.
   virtual DeviceMemoryOpener device_memory_opener() = 0;
+  // Where the base weights lie for those who are lent them; nullptr without a handover socket.
+  virtual const model::WeightLayout* weight_layout() const = 0;
+  // Lends the base weights: while a lease lives, their memory is neither written nor given back.
+  // UNAVAILABLE (SERVER_SLEEPING). REQUIRES: weight_layout() != nullptr.
+  virtual absl::StatusOr<std::unique_ptr<handover::WeightsLease>> LendWeights() = 0;
+  // The weights' memory while anybody is lent it; else 0.
+  virtual int64_t lent_weight_bytes() const = 0;
   // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
   // is all there is to say.
   virtual std::map<std::string, int64_t> memory_by_kind() const = 0;
   // Gives the base weights' device memory back, and takes it again; 0 bytes where they lie in host
-  // memory anyway. Statuses of cuda::CudaModel::Wake. REQUIRES: the engine sleeps.
+  // memory anyway, or are lent: then they go when the last lease ends asleep. Statuses of
+  // cuda::CudaModel::Wake. REQUIRES: the engine sleeps.
   virtual int64_t SleepWeights() = 0;
   virtual absl::Status WakeWeights() = 0;
   // Hands what has been freed to others who use the device.

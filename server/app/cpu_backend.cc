@@ -1,5 +1,7 @@
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "server/adapter/cpu_builder.h"
@@ -12,6 +14,29 @@
 namespace dorad {
 namespace {
 
+// Sealed memory is lent to anybody: it does not change and is not given back.
+class CpuLease final : public handover::WeightsLease {
+ public:
+  CpuLease(const SealedMemory* memory, std::atomic<int>* leases)
+      : memory_(*memory), leases_(*leases) {
+    ++leases_;
+  }
+  ~CpuLease() override { --leases_; }
+
+  absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const override {
+    std::vector<UniqueFd> pieces;
+    if (first == 0 && max > 0) {
+      DORAD_ASSIGN_OR_RETURN(UniqueFd piece, memory_.Share());
+      pieces.push_back(std::move(piece));
+    }
+    return pieces;
+  }
+
+ private:
+  const SealedMemory& memory_;
+  std::atomic<int>& leases_;
+};
+
 class CpuBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
@@ -22,7 +47,8 @@ class CpuBackend final : public Backend {
     const int64_t budget = config.adapters.norm_chunk_bytes;
     DORAD_ASSIGN_OR_RETURN(
         model_, model::LoadedModel::Load(config.model.path, std::move(model_config), compute,
-                                         ops::NormOptions{budget}));
+                                         ops::NormOptions{budget},
+                                         /*shareable=*/!config.server.handover_socket.empty()));
     DORAD_RETURN_IF_ERROR(Describe(config, model_->config(), engine::CpuKvPageBytes(*model_)));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
@@ -39,6 +65,13 @@ class CpuBackend final : public Backend {
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
   adapter::WeightsImages* weights_images() override { return images_.get(); }
   DeviceMemoryOpener device_memory_opener() override { return nullptr; }
+  const model::WeightLayout* weight_layout() const override { return model_->layout(); }
+  absl::StatusOr<std::unique_ptr<handover::WeightsLease>> LendWeights() override {
+    return std::make_unique<CpuLease>(&model_->memory(), &leases_);
+  }
+  int64_t lent_weight_bytes() const override {
+    return leases_ > 0 ? static_cast<int64_t>(model_->memory().size()) : 0;
+  }
   std::map<std::string, int64_t> memory_by_kind() const override {
     return {{"weights", info_.weight_bytes},
             {"kv", info_.kv_bytes},
@@ -55,6 +88,7 @@ class CpuBackend final : public Backend {
   std::unique_ptr<model::LoadedModel> model_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
   std::unique_ptr<adapter::WeightsImages> images_;
+  std::atomic<int> leases_{0};  // of the weights
 };
 
 }  // namespace

@@ -16,6 +16,20 @@
 namespace dorad {
 namespace {
 
+class CudaLease final : public handover::WeightsLease {
+ public:
+  // `model` has begun a loan, which is this one's to end.
+  explicit CudaLease(cuda::CudaModel* model) : model_(*model) {}
+  ~CudaLease() override { model_.EndLoan(); }
+
+  absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const override {
+    return model_.Share(first, max);
+  }
+
+ private:
+  cuda::CudaModel& model_;
+};
+
 class CudaBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
@@ -37,7 +51,8 @@ class CudaBackend final : public Backend {
         {{"weights", cuda::CudaModel::BytesFor(model_config)}, {"kv", info_.kv_bytes}}, memory));
     DORAD_ASSIGN_OR_RETURN(gaps_, cuda::StepGaps::Create());
     DORAD_ASSIGN_OR_RETURN(
-        model_, cuda::CudaModel::Load(config.model.path, std::move(model_config), &ledger_));
+        model_, cuda::CudaModel::Load(config.model.path, std::move(model_config), &ledger_,
+                                      /*shareable=*/!config.server.handover_socket.empty()));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();
@@ -63,6 +78,12 @@ class CudaBackend final : public Backend {
                absl::Span<const std::byte> ipc_handle, absl::Span<const std::byte> device_uuid,
                uint64_t size) { return memories->Open(ipc_handle, device_uuid, size); };
   }
+  const model::WeightLayout* weight_layout() const override { return model_->layout(); }
+  absl::StatusOr<std::unique_ptr<handover::WeightsLease>> LendWeights() override {
+    DORAD_RETURN_IF_ERROR(model_->BeginLoan());
+    return std::make_unique<CudaLease>(model_.get());
+  }
+  int64_t lent_weight_bytes() const override { return model_->lent_bytes(); }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   int64_t SleepWeights() override { return model_->Sleep(); }
   absl::Status WakeWeights() override { return model_->Wake(); }

@@ -205,11 +205,15 @@ struct AdapterMetrics {
                 .Add({})),
         idle_upload_bytes(
             Gauges(r, "dorad_adapter_idle_upload_bytes", "Bytes that have come of them.").Add({})),
-        handover_connections(
-            Gauges(r, "dorad_handover_connections", "Connections that have handed memory over.")
-                .Add({})),
+        handover_connections(Gauges(r, "dorad_handover_connections",
+                                    "Connections that have handed memory over or been lent it.")
+                                 .Add({})),
         handover_bytes(
             Gauges(r, "dorad_handover_bytes", "Memory of other processes that they hold open.")
+                .Add({})),
+        lent_weight_bytes(
+            Gauges(r, "dorad_lent_weight_bytes",
+                   "The base weights' memory while a process has been lent it; else 0.")
                 .Add({})) {}
 
   Counter& loads;
@@ -222,7 +226,7 @@ struct AdapterMetrics {
   Counter &recalls_from_host, &recalls_from_store;
   Gauge &bytes, &host_bytes, &leases, &generation;
   Gauge &idle_uploads, &idle_upload_bytes;
-  Gauge &handover_connections, &handover_bytes;
+  Gauge &handover_connections, &handover_bytes, &lent_weight_bytes;
 };
 
 struct StoreMetrics {
@@ -401,6 +405,7 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.idle_upload_bytes.Set(static_cast<double>(gauges.idle_upload_bytes));
   adapters.handover_connections.Set(static_cast<double>(gauges.handover_connections));
   adapters.handover_bytes.Set(static_cast<double>(gauges.handover_bytes));
+  adapters.lent_weight_bytes.Set(static_cast<double>(gauges.lent_weight_bytes));
 }
 
 void Metrics::SetStore(const StoreGauges& gauges) {

@@ -79,6 +79,7 @@ class Metrics {
     int64_t idle_upload_bytes = 0;
     int64_t handover_connections = 0;
     int64_t handover_bytes = 0;
+    int64_t lent_weight_bytes = 0;
   };
   void SetAdapters(const AdapterGauges& gauges);
 

@@ -28,6 +28,7 @@ bool LookUpAll(Driver* driver) {
          LookUp("cuMemCreate", &driver->create) && LookUp("cuMemRelease", &driver->release) &&
          LookUp("cuMemMap", &driver->map) && LookUp("cuMemUnmap", &driver->unmap) &&
          LookUp("cuMemSetAccess", &driver->set_access) &&
+         LookUp("cuMemExportToShareableHandle", &driver->export_handle) &&
          LookUp("cuGetErrorString", &driver->error_string);
 }
 

@@ -20,6 +20,7 @@ struct Driver {
   decltype(&cuMemMap) map = nullptr;
   decltype(&cuMemUnmap) unmap = nullptr;
   decltype(&cuMemSetAccess) set_access = nullptr;
+  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
   decltype(&cuGetErrorString) error_string = nullptr;
 
   // FAILED_PRECONDITION (DEVICE_UNAVAILABLE) where a function is missing.

@@ -15,9 +15,10 @@ constexpr int64_t kPageBytes = 2 << 20;
 // page by page.
 constexpr int64_t kPieceBytes = 64 << 20;
 
-CUmemAllocationProp OfThisDevice() {
+CUmemAllocationProp OfThisDevice(bool shareable) {
   CUmemAllocationProp properties = {};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  if (shareable) properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, 0};
   return properties;
 }
@@ -25,11 +26,12 @@ CUmemAllocationProp OfThisDevice() {
 }  // namespace
 
 absl::StatusOr<MappedMemory> MappedMemory::Create(MemoryLedger* ledger, std::string kind,
-                                                  int64_t bytes) {
+                                                  int64_t bytes, bool shareable) {
   DORAD_ASSIGN_OR_RETURN(const Driver* driver, Driver::Get());
   MappedMemory memory;
   memory.ledger_ = ledger;
   memory.kind_ = std::move(kind);
+  memory.shareable_ = shareable;
   memory.bytes_ = bytes;
   memory.size_ = RoundUp(std::max<int64_t>(bytes, 1), kPageBytes);
   DORAD_RETURN_IF_ERROR(
@@ -59,7 +61,7 @@ absl::Status MappedMemory::Map() {
 absl::Status MappedMemory::MapPieces() {
   const Driver& driver = **Driver::Get();
   const std::string what = absl::StrCat("mapping ", size_, " bytes for ", kind_);
-  const CUmemAllocationProp properties = OfThisDevice();
+  const CUmemAllocationProp properties = OfThisDevice(shareable_);
   for (int64_t at = 0; at < size_; at += kPieceBytes) {
     const int64_t bytes = std::min(kPieceBytes, size_ - at);
     CUmemGenericAllocationHandle piece = 0;
@@ -95,9 +97,28 @@ void MappedMemory::UnmapPieces() {
   pieces_.clear();
 }
 
+std::vector<uint64_t> MappedMemory::piece_bytes() const {
+  std::vector<uint64_t> bytes;
+  for (int64_t at = 0; at < size_; at += kPieceBytes) {
+    bytes.push_back(static_cast<uint64_t>(std::min(kPieceBytes, size_ - at)));
+  }
+  return bytes;
+}
+
+absl::StatusOr<UniqueFd> MappedMemory::Share(size_t piece) const {
+  DORAD_CHECK(shareable_ && piece < pieces_.size());
+  const Driver& driver = **Driver::Get();
+  int fd = -1;
+  DORAD_RETURN_IF_ERROR(driver.ToStatus(
+      driver.export_handle(&fd, pieces_[piece], CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+      absl::StrCat("sharing the memory of ", kind_)));
+  return UniqueFd(fd);
+}
+
 void MappedMemory::Swap(MappedMemory& other) noexcept {
   std::swap(ledger_, other.ledger_);
   std::swap(kind_, other.kind_);
+  std::swap(shareable_, other.shareable_);
   std::swap(address_, other.address_);
   std::swap(bytes_, other.bytes_);
   std::swap(size_, other.size_);

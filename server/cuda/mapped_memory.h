@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/base/unique_fd.h"
 #include "server/cuda/device.h"
 
 namespace dorad::cuda {
@@ -23,8 +24,9 @@ class MappedMemory {
   MappedMemory() = default;
   // Mapped, not initialised, 2 MiB aligned. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) as
   // MemoryLedger::Reserve, and when the device has no more. The ledger is borrowed; whole pages of
-  // 2 MiB are accounted for.
-  static absl::StatusOr<MappedMemory> Create(MemoryLedger* ledger, std::string kind, int64_t bytes);
+  // 2 MiB are accounted for. `shareable`: other processes can map it, too (Share).
+  static absl::StatusOr<MappedMemory> Create(MemoryLedger* ledger, std::string kind, int64_t bytes,
+                                             bool shareable = false);
   MappedMemory(MappedMemory&& other) noexcept { Swap(other); }
   MappedMemory& operator=(MappedMemory&& other) noexcept {
     MappedMemory taken(std::move(other));
@@ -39,6 +41,13 @@ class MappedMemory {
   // OUT_OF_MEMORY as Create; then it is not mapped. REQUIRES: not mapped.
   absl::Status Map();
   bool mapped() const { return !pieces_.empty(); }
+
+  // The device memory's pieces, one behind the other.
+  std::vector<uint64_t> piece_bytes() const;
+  // A descriptor of one, by which another process maps it. As long as that is open or mapped
+  // anywhere, Unmap does not give the piece back to the device. INTERNAL (CUDA_ERROR).
+  // REQUIRES: shareable, mapped.
+  absl::StatusOr<UniqueFd> Share(size_t piece) const;
 
   template <typename T = void>
   T* as(int64_t offset_bytes = 0) const {
@@ -56,6 +65,7 @@ class MappedMemory {
 
   MemoryLedger* ledger_ = nullptr;
   std::string kind_;
+  bool shareable_ = false;
   CUdeviceptr address_ = 0;
   int64_t bytes_ = 0;
   int64_t size_ = 0;

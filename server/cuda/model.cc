@@ -1,5 +1,6 @@
 #include "server/cuda/model.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -7,6 +8,7 @@
 #include "kernels/random/fill.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
+#include "server/base/log.h"
 #include "server/cuda/elements.h"
 #include "server/cuda/page_copier.h"
 #include "server/cuda/staging.h"
@@ -20,6 +22,20 @@ using model::WeightSlot;
 namespace {
 
 constexpr char kLoading[] = "loading weights";
+
+absl::Status Asleep() {
+  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
+                                  "the base model's weights are asleep; Wake brings them back"),
+                        absl::Seconds(1));
+}
+
+absl::StatusOr<std::string> DeviceUuid() {
+  int device = 0;
+  cudaDeviceProp properties;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device), kLoading);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, device), kLoading);
+  return std::string(properties.uuid.bytes, sizeof(properties.uuid.bytes));
+}
 
 }  // namespace
 
@@ -125,14 +141,21 @@ class CudaModel::Sink final : public model::WeightSink {
   absl::Status Allocate(const model::WeightSlots& slots) override {
     const int64_t bytes = places_.Place(0);
     if (model_.memory_.as<>() == nullptr) {
-      DORAD_ASSIGN_OR_RETURN(model_.memory_, MappedMemory::Create(ledger_, "weights", bytes));
+      DORAD_ASSIGN_OR_RETURN(model_.memory_,
+                             MappedMemory::Create(ledger_, "weights", bytes, model_.shareable_));
     }
     DORAD_CHECK(places_.Place(reinterpret_cast<uintptr_t>(model_.memory_.as<>())) == bytes);
     for (const auto& [name, slot] : slots) {
-      DORAD_CHECK(places_.all().count(Places::KeyOf(slot)) == 1);
+      const auto place = places_.all().find(Places::KeyOf(slot));
+      DORAD_CHECK(place != places_.all().end());
+      const DType dtype = slot.kind == WeightKind::kMatrix ? DType::kBF16 : DType::kF32;
+      placed_[name] = {dtype, static_cast<uint64_t>(place->second - model_.memory_.as<char>())};
     }
     return absl::OkStatus();
   }
+
+  // By name, in the model's memory.
+  const std::map<std::string, model::PlacedTensor>& placed() const { return placed_; }
 
   absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                              absl::Span<const std::byte> block) override {
@@ -230,6 +253,7 @@ class CudaModel::Sink final : public model::WeightSink {
   CudaModel& model_;
   MemoryLedger* const ledger_;
   Places places_;
+  std::map<std::string, model::PlacedTensor> placed_;
   DeviceBuffer raw_;
   DeviceBuffer not_finite_;
   std::unique_ptr<Uploader> uploader_;  // ends first
@@ -245,8 +269,9 @@ int64_t CudaModel::BytesFor(model::ModelConfig config) {
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& dir,
                                                            model::ModelConfig config,
-                                                           MemoryLedger* ledger) {
+                                                           MemoryLedger* ledger, bool shareable) {
   std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+  model->shareable_ = shareable;
   DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
   DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
                          model::ImportWeights(dir, model->config_, *sink));
@@ -256,16 +281,19 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
   model->dtypes_ = std::move(imported.dtypes);
   model->digest_ = std::move(imported.digest);
   model->num_parameters_ = imported.num_parameters;
+  if (shareable) {
+    DORAD_ASSIGN_OR_RETURN(std::string uuid, DeviceUuid());
+    model->layout_ = {model->digest_, model::LayOut(imported.tensors, sink->placed()),
+                      model->memory_.piece_bytes(), std::move(uuid)};
+  }
   return model;
 }
 
 absl::StatusOr<CudaModel::Use> CudaModel::UseWeights() const {
   mu_.ReaderLock();
   Use use(&mu_);
-  if (memory_.mapped()) return use;
-  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
-                                  "the base model's weights are asleep; Wake brings them back"),
-                        absl::Seconds(1));
+  if (!asleep_) return use;
+  return Asleep();
 }
 
 absl::Status CudaModel::KeepHostCopy() {
@@ -280,18 +308,55 @@ absl::Status CudaModel::KeepHostCopy() {
 
 int64_t CudaModel::Sleep() {
   absl::MutexLock lock(&mu_);
-  if (!memory_.mapped()) return 0;
+  if (asleep_) return 0;
+  asleep_ = true;
+  if (loans_ > 0) {
+    LogInfo("the weights are lent and stay on the GPU", {{"bytes", memory_.size()}});
+    return 0;
+  }
   memory_.Unmap();
   return memory_.size();
 }
 
 absl::Status CudaModel::Wake() {
   absl::MutexLock lock(&mu_);
-  if (memory_.mapped()) return absl::OkStatus();
-  DORAD_RETURN_IF_ERROR(memory_.Map());
-  const absl::Status status = Restore();
-  if (!status.ok()) memory_.Unmap();
-  return status;
+  if (!memory_.mapped()) {
+    DORAD_RETURN_IF_ERROR(memory_.Map());
+    if (absl::Status status = Restore(); !status.ok()) {
+      memory_.Unmap();
+      return status;
+    }
+  }
+  asleep_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status CudaModel::BeginLoan() {
+  DORAD_CHECK(shareable_);
+  if (!mu_.ReaderTryLock()) return Asleep();
+  const bool awake = !asleep_;
+  if (awake) ++loans_;
+  mu_.ReaderUnlock();
+  return awake ? absl::OkStatus() : Asleep();
+}
+
+void CudaModel::EndLoan() {
+  if (--loans_ > 0) return;
+  absl::MutexLock lock(&mu_);
+  if (!asleep_ || loans_ > 0 || !memory_.mapped()) return;
+  memory_.Unmap();
+  LogInfo("the weights are not lent any more and leave the GPU", {{"bytes", memory_.size()}});
+}
+
+absl::StatusOr<std::vector<UniqueFd>> CudaModel::Share(size_t first, size_t max) const {
+  DORAD_CHECK(loans_ > 0);
+  const size_t pieces = layout_.piece_bytes.size();
+  std::vector<UniqueFd> fds;
+  for (size_t i = std::min(first, pieces); i < pieces && fds.size() < max; ++i) {
+    DORAD_ASSIGN_OR_RETURN(UniqueFd fd, memory_.Share(i));
+    fds.push_back(std::move(fd));
+  }
+  return fds;
 }
 
 absl::Status CudaModel::Restore() {

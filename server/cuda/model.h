@@ -1,7 +1,8 @@
 // The base model's weights on the GPU, read once from a Hugging Face folder. Matrices are bf16 in
 // the files' row-major layout; those that share their input lie behind each other (q, k, v; gate,
 // up), so that they are one product. Biases and norms are fp32.
-// Their device memory can be given back for a time, while all pointers to it stay.
+// Their device memory can be given back for a time, while all pointers to it stay. It can be lent
+// to other processes; then it stays where it is.
 //
 // Owned by the CUDA backend. Thread-safe; who computes with the weights holds a Use, or knows that
 // nobody calls Sleep.
@@ -9,6 +10,7 @@
 
 #include <cuda_bf16.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -19,10 +21,12 @@
 #include "absl/synchronization/mutex.h"
 #include "server/adapter/base_modules.h"
 #include "server/base/safetensors.h"
+#include "server/base/unique_fd.h"
 #include "server/cuda/device.h"
 #include "server/cuda/mapped_memory.h"
 #include "server/cuda/pinned_pages.h"
 #include "server/model/model_config.h"
+#include "server/model/weight_layout.h"
 
 namespace dorad::cuda {
 
@@ -49,9 +53,10 @@ class CudaModel {
   // Of a configuration's weights on the device.
   static int64_t BytesFor(model::ModelConfig config);
   // model::ImportWeights' statuses and OUT_OF_MEMORY. The ledger is borrowed; kind "weights".
+  // `shareable`: they can be lent.
   static absl::StatusOr<std::unique_ptr<CudaModel>> Load(const std::string& dir,
                                                          model::ModelConfig config,
-                                                         MemoryLedger* ledger);
+                                                         MemoryLedger* ledger, bool shareable);
 
   // Random weights of a configuration's shapes, for benchmarks: matrices uniform in ±0.035
   // (standard deviation 0.02), biases 0, norms 1.
@@ -76,11 +81,25 @@ class CudaModel {
 
   // Copies the weights to page-locked memory, from where Wake brings them at the link's speed.
   absl::Status KeepHostCopy();
-  // Gives the device memory back when all uses have ended; returns how much. 0: it was asleep.
+  // Gives the device memory back when all uses have ended; returns how much. 0: it was asleep, or
+  // is lent and goes when that ends.
   int64_t Sleep();
-  // From the host copy, or read again. OUT_OF_MEMORY, the statuses of Load, DATA_LOSS
-  // (MODEL_CHANGED) when the files are not what they were: still asleep.
+  // From the host copy, or read again, unless the memory has stayed because it is lent.
+  // OUT_OF_MEMORY, the statuses of Load, DATA_LOSS (MODEL_CHANGED) when the files are not what they
+  // were: still asleep.
   absl::Status Wake();
+
+  // From here to EndLoan the memory stays as it is. UNAVAILABLE (SERVER_SLEEPING); does not wait
+  // for a Sleep or Wake under way. REQUIRES: shareable.
+  absl::Status BeginLoan();
+  // Waits for uses if the weights sleep: then the last loan's end gives the memory back.
+  void EndLoan();
+  // Descriptors of the memory's pieces from `first` on, at most `max`. INTERNAL (CUDA_ERROR).
+  // REQUIRES: a loan.
+  absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const;
+  int64_t lent_bytes() const { return loans_ > 0 ? memory_.size() : 0; }
+  // nullptr unless shareable.
+  const model::WeightLayout* layout() const { return layout_.tensors.empty() ? nullptr : &layout_; }
 
   const model::ModelConfig& config() const { return config_; }
   const adapter::BaseModules& modules() const { return modules_; }
@@ -106,9 +125,13 @@ class CudaModel {
   absl::Status Restore();
 
   std::string dir_;  // "": random weights
+  bool shareable_ = false;
+  bool asleep_ = false;        // guarded by mu_
+  std::atomic<int> loans_{0};  // rises while mu_ is held for reading: not during a Sleep
   MemoryLedger* ledger_ = nullptr;
   mutable absl::Mutex mu_;  // held by users for reading, by Sleep and Wake for writing
   MappedMemory memory_;
+  model::WeightLayout layout_;
   std::unique_ptr<PinnedPages> host_;  // nullptr: no copy
   PinnedPages::Pages host_pages_;
   std::vector<LayerWeights> layers_;

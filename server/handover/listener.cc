@@ -42,9 +42,10 @@ absl::Status TooMany(const std::string& what) {
 
 struct Connection {
   std::shared_ptr<Session> session;
-  bool allowed = false;        // by its user
-  size_t files = 0;            // of its memories
-  Clock::time_point deadline;  // of its first offer; max: it has come
+  bool allowed = false;                         // by its user
+  size_t files = 0;                             // of its memories
+  std::shared_ptr<const WeightsLease> weights;  // nullptr: not lent to it
+  Clock::time_point deadline;                   // of its first offer; max: it has come
 };
 
 }  // namespace
@@ -127,25 +128,49 @@ struct Listener::Impl {
     if (packet.state == Packet::State::kNone) return true;
     if (packet.state == Packet::State::kEnd) return false;
     if (packet.state == Packet::State::kTooLong) packet.bytes.clear();
+    if (!connection.allowed) {
+      return Refuse(connection,
+                    MakeError(absl::StatusCode::kPermissionDenied, "HANDOVER_PEER_REFUSED",
+                              "this socket is for processes of the server's own user only"));
+    }
+    if (IsWeightsRequest(packet.bytes)) {
+      const auto pieces = Lend(connection, packet);
+      if (!pieces.ok()) return Refuse(connection, pieces.status());
+      return Answer(connection, static_cast<uint32_t>(pieces->size()), *pieces);
+    }
     auto memory = Take(connection, packet);
     if (!memory.ok()) return Refuse(connection, memory.status());
-    Session& session = *connection.session;
     memory_bytes += static_cast<int64_t>((*memory)->size());
-    const uint32_t index = session.Add(*std::move(memory));
+    return Answer(connection, connection.session->Add(*std::move(memory)), {});
+  }
+
+  // From its first answer on a connection has a ticket, and no deadline.
+  bool Answer(Connection& connection, uint32_t index, absl::Span<const UniqueFd> fds) {
+    const Session& session = *connection.session;
     if (connection.deadline != Clock::time_point::max()) {
       connection.deadline = Clock::time_point::max();
       absl::MutexLock lock(&mu);
       by_ticket[session.ticket()] = connection.session;
     }
-    return SendPacket(session.socket(), FormatAnswer(index, session.ticket(), absl::OkStatus()));
+    return SendPacket(session.socket(), FormatAnswer(index, session.ticket(), absl::OkStatus()),
+                      fds);
+  }
+
+  absl::StatusOr<std::vector<UniqueFd>> Lend(Connection& connection, const Packet& packet) const {
+    DORAD_ASSIGN_OR_RETURN(const size_t first,
+                           ParseWeightsRequest(packet.bytes, packet.fds.size()));
+    if (connection.weights == nullptr) {
+      if (!options.lend_weights) {
+        return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_MESSAGE_INVALID",
+                         "there are no weights to be lent");
+      }
+      DORAD_ASSIGN_OR_RETURN(connection.weights, options.lend_weights());
+    }
+    return connection.weights->Share(first, kMaxPiecesAtOnce);
   }
 
   absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> Take(Connection& connection,
                                                                   Packet& packet) const {
-    if (!connection.allowed) {
-      return MakeError(absl::StatusCode::kPermissionDenied, "HANDOVER_PEER_REFUSED",
-                       "memory is taken from processes of the server's own user only");
-    }
     DORAD_ASSIGN_OR_RETURN(const Offer offer, ParseOffer(packet.bytes, packet.fds.size()));
     if (connection.session->num_memories() >= options.max_memories) {
       return TooMany(absl::StrCat(options.max_memories, " memories are held already"));
@@ -164,7 +189,7 @@ struct Listener::Impl {
 
   // Returns false.
   bool Refuse(const Connection& connection, const absl::Status& why) const {
-    LogWarning("memory is refused",
+    LogWarning("a process at the handover socket is refused",
                {{"reason", ReasonOf(why)}, {"error", std::string(why.message())}});
     (void)SendPacket(connection.session->socket(),
                      FormatAnswer(0, std::string(kTicketBytes, '\0'), why));

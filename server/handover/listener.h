@@ -2,9 +2,9 @@
 //
 // gRPC carries neither descriptors nor the peer's user, so this stands beside it: a process
 // connects, hands memory over (message.h) and gets a ticket, by which its publishes name the memory
-// over gRPC. The socket file has mode 0600 and the kernel is asked who has connected. One thread
-// over poll(); connections, memories and time are bounded.
-// Owned by App. Thread-safe.
+// over gRPC. The other way round, a process is lent the base model's weights as long as its
+// connection is open. The socket file has mode 0600 and the kernel is asked who has connected. One
+// thread over poll(); connections, memories and time are bounded. Owned by App. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +19,7 @@
 #include "server/adapter/peer_tensors.h"
 #include "server/handover/message.h"
 #include "server/handover/session.h"
+#include "server/handover/weights_lease.h"
 
 namespace dorad::handover {
 
@@ -35,6 +36,9 @@ class Listener {
     // Memory on a GPU; nullptr: there is none here. Runs on the listener's thread.
     std::function<absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>>(const Offer&)>
         open_device;
+    // Lends the base model's weights; nullptr: there are none here. Runs on the listener's thread,
+    // as does the lease's end. UNAVAILABLE (SERVER_SLEEPING).
+    std::function<absl::StatusOr<std::shared_ptr<const WeightsLease>>()> lend_weights;
   };
 
   // UNAVAILABLE (HANDOVER_SOCKET_IN_USE: another process listens there; LISTEN_FAILED),

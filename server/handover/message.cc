@@ -11,6 +11,7 @@ namespace dorad::handover {
 namespace {
 
 constexpr char kMagic[] = "DORADMEM";
+constexpr char kWeightsMagic[] = "DORADGET";
 constexpr size_t kMagicBytes = 8;
 constexpr size_t kKindAt = 8, kZeroAt = 12, kSizeAt = 16, kHandleAt = 24, kUuidAt = 88;
 // No machine has more; sums of sizes stay far from overflow.
@@ -63,6 +64,20 @@ absl::StatusOr<Offer> ParseOffer(absl::Span<const std::byte> message, size_t num
   std::memcpy(offer.ipc_handle.data(), message.data() + kHandleAt, kIpcHandleBytes);
   std::memcpy(offer.device_uuid.data(), message.data() + kUuidAt, kDeviceUuidBytes);
   return offer;
+}
+
+bool IsWeightsRequest(absl::Span<const std::byte> message) {
+  return message.size() >= kMagicBytes &&
+         std::memcmp(message.data(), kWeightsMagic, kMagicBytes) == 0;
+}
+
+absl::StatusOr<size_t> ParseWeightsRequest(absl::Span<const std::byte> message, size_t num_fds) {
+  DORAD_CHECK(IsWeightsRequest(message));
+  if (message.size() != kWeightsRequestBytes || num_fds != 0) {
+    return Invalid(absl::StrCat("a request for weights has ", kWeightsRequestBytes,
+                                " bytes and no descriptor"));
+  }
+  return Number(message, kMagicBytes, 8);
 }
 
 std::string FormatAnswer(uint32_t index, const std::string& ticket, const absl::Status& refusal) {

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "server/base/check.h"
 #include "server/base/error.h"
 
 namespace dorad::handover {
@@ -96,10 +97,28 @@ Packet ReceivePacket(int socket, size_t max_bytes) {
   return packet;
 }
 
-bool SendPacket(int socket, const std::string& bytes) {
+bool SendPacket(int socket, const std::string& bytes, absl::Span<const UniqueFd> fds) {
+  DORAD_CHECK(fds.size() <= kMaxSentFds);
+  iovec from = {const_cast<char*>(bytes.data()), bytes.size()};
+  alignas(cmsghdr) char control[CMSG_SPACE(kMaxSentFds * sizeof(int))] = {};
+  msghdr message = {};
+  message.msg_iov = &from;
+  message.msg_iovlen = 1;
+  if (!fds.empty()) {
+    message.msg_control = control;
+    message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* part = CMSG_FIRSTHDR(&message);
+    part->cmsg_level = SOL_SOCKET;
+    part->cmsg_type = SCM_RIGHTS;
+    part->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    for (size_t i = 0; i < fds.size(); ++i) {
+      const int fd = fds[i].get();
+      std::memcpy(CMSG_DATA(part) + i * sizeof(int), &fd, sizeof(int));
+    }
+  }
   ssize_t n = -1;
   do {
-    n = send(socket, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    n = sendmsg(socket, &message, MSG_NOSIGNAL);
   } while (n < 0 && errno == EINTR);
   return n == static_cast<ssize_t>(bytes.size());
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "server/base/unique_fd.h"
 
 namespace dorad::handover {
@@ -24,7 +25,9 @@ struct Packet {
 // The next packet of a non-blocking socket; kTooLong: it, or its descriptors, were cut.
 Packet ReceivePacket(int socket, size_t max_bytes);
 
-// False when the peer does not take it at once.
-bool SendPacket(int socket, const std::string& bytes);
+// With at most kMaxSentFds descriptors, of which the peer gets its own. False when it does not take
+// the packet at once.
+inline constexpr size_t kMaxSentFds = 64;
+bool SendPacket(int socket, const std::string& bytes, absl::Span<const UniqueFd> fds = {});
 
 }  // namespace dorad::handover

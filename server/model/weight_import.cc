@@ -167,6 +167,7 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
 
   ImportedCheckpoint imported;
   imported.digest = checkpoint.Digest();
+  imported.tensors = checkpoint.tensors();
   imported.dtypes.resize(static_cast<size_t>(HeadId(config)) + 1);
   for (const auto& [name, slot] : slots) {
     imported.num_parameters += slot.num_elements();

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/base/safetensors_header.h"
+#include "server/model/checkpoint.h"
 #include "server/model/model_config.h"
 
 namespace dorad::model {
@@ -55,6 +56,7 @@ struct ImportedCheckpoint {
   std::string digest;  // Checkpoint::Digest
   int64_t num_parameters = 0;
   std::vector<DType> dtypes;  // of the modules' matrices in the checkpoint, by module id
+  std::map<std::string, CheckpointTensor> tensors;  // all of the checkpoint
 };
 
 // INVALID_ARGUMENT listing every tensor that is missing, superfluous or of a wrong shape

@@ -26,27 +26,51 @@ at::ScalarType ToScalarType(DType dtype) {
   DORAD_CHECK(false);
 }
 
+DType FromScalarType(at::ScalarType type) {
+  DORAD_CHECK(type == at::kFloat || type == at::kBFloat16);
+  return type == at::kFloat ? DType::kF32 : DType::kBF16;
+}
+
 at::ScalarType StorageType(const WeightSlot& slot, ops::ComputeDType compute) {
   if (slot.kind != WeightKind::kMatrix) return at::kFloat;
   if (compute == ops::ComputeDType::kBF16) return at::kBFloat16;
   return slot.dtype == DType::kBF16 ? at::kBFloat16 : at::kFloat;
 }
 
+// Of each tensor in shared memory, as of those that ATen allocates.
+constexpr uint64_t kAlignment = 64;
+
 // Converts blocks to where they belong.
 class TensorSink final : public WeightSink {
  public:
-  TensorSink(const ModelConfig& config, ops::ComputeDType compute, ModelWeights* weights)
-      : config_(config), compute_(compute), weights_(*weights) {
+  // `memory`: made for the tensors; nullptr: they are allocated one by one.
+  TensorSink(const ModelConfig& config, ops::ComputeDType compute, ModelWeights* weights,
+             SealedMemory* memory)
+      : config_(config), compute_(compute), weights_(*weights), memory_(memory) {
     weights_.layers.resize(config.num_layers);
   }
 
   int64_t bytes() const { return bytes_; }
+  // In the memory.
+  const std::map<std::string, PlacedTensor>& places() const { return places_; }
 
   absl::Status Allocate(const WeightSlots& slots) override {
+    uint64_t end = 0;
     for (const auto& [name, slot] : slots) {
-      at::Tensor& tensor = Place(slot);
-      tensor = at::empty(slot.shape, StorageType(slot, compute_));
-      bytes_ += static_cast<int64_t>(tensor.nbytes());
+      const at::ScalarType type = StorageType(slot, compute_);
+      places_[name] = {FromScalarType(type), end};
+      const uint64_t size = static_cast<uint64_t>(slot.num_elements()) * at::elementSize(type);
+      bytes_ += static_cast<int64_t>(size);
+      end += (size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    if (memory_ != nullptr) {
+      DORAD_ASSIGN_OR_RETURN(*memory_, SealedMemory::Create("dorad-weights", end));
+    }
+    for (const auto& [name, slot] : slots) {
+      const at::ScalarType type = StorageType(slot, compute_);
+      Place(slot) = memory_ == nullptr ? at::empty(slot.shape, type)
+                                       : at::from_blob(memory_->data() + places_.at(name).offset,
+                                                       slot.shape, at::TensorOptions(type));
     }
     if (config_.tied_embeddings) weights_.head.weight_OI = weights_.embedding_VD;
     return absl::OkStatus();
@@ -90,6 +114,8 @@ class TensorSink final : public WeightSink {
   const ModelConfig& config_;
   const ops::ComputeDType compute_;
   ModelWeights& weights_;
+  SealedMemory* const memory_;
+  std::map<std::string, PlacedTensor> places_;
   int64_t bytes_ = 0;
 };
 
@@ -115,14 +141,23 @@ LoadedModel::LoadedModel(ModelConfig config, ops::ComputeDType compute,
 absl::StatusOr<std::unique_ptr<LoadedModel>> LoadedModel::Load(const std::string& dir,
                                                                ModelConfig config,
                                                                ops::ComputeDType compute,
-                                                               ops::NormOptions norm_options) {
+                                                               ops::NormOptions norm_options,
+                                                               bool shareable) {
   std::unique_ptr<LoadedModel> model(new LoadedModel(std::move(config), compute, norm_options));
   try {
-    TensorSink sink(model->config_, compute, &model->weights_);
+    TensorSink sink(model->config_, compute, &model->weights_,
+                    shareable ? &model->memory_ : nullptr);
     DORAD_ASSIGN_OR_RETURN(ImportedCheckpoint imported, ImportWeights(dir, model->config_, sink));
     model->bytes_ = sink.bytes();
     model->num_parameters_ = imported.num_parameters;
     model->digest_ = std::move(imported.digest);
+    if (shareable) {
+      DORAD_RETURN_IF_ERROR(model->memory_.Seal());
+      model->layout_ = {model->digest_,
+                        LayOut(imported.tensors, sink.places()),
+                        {model->memory_.size()},
+                        /*device_uuid=*/""};
+    }
     for (const DType dtype : imported.dtypes) {
       model->checkpoint_dtypes_.push_back(ToScalarType(dtype));
     }

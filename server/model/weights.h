@@ -13,7 +13,9 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "server/adapter/cpu_weights.h"
+#include "server/base/sealed_memory.h"
 #include "server/model/model_config.h"
+#include "server/model/weight_layout.h"
 #include "server/ops/dora_linear.h"
 #include "server/ops/dora_norm.h"
 
@@ -43,11 +45,13 @@ class LoadedModel final : public adapter::BaseWeightSource {
  public:
   // Storage: compute kF32 keeps bf16 checkpoints in bf16 (their value is exact and half the bytes)
   // and turns fp16 into fp32; kBF16 rounds everything to bf16. Biases and norm weights: fp32.
+  // `shareable`: they lie in memory that other processes can be lent, and that nobody can write.
   // ImportWeights' statuses and RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
   static absl::StatusOr<std::unique_ptr<LoadedModel>> Load(const std::string& dir,
                                                            ModelConfig config,
                                                            ops::ComputeDType compute,
-                                                           ops::NormOptions norm_options);
+                                                           ops::NormOptions norm_options,
+                                                           bool shareable);
 
   const ModelConfig& config() const { return config_; }
   const ModelWeights& weights() const { return weights_; }
@@ -57,6 +61,10 @@ class LoadedModel final : public adapter::BaseWeightSource {
   const std::string& digest() const { return digest_; }
   int64_t num_parameters() const { return num_parameters_; }
   int64_t bytes() const { return bytes_; }
+  // nullptr unless shareable.
+  const WeightLayout* layout() const { return layout_.tensors.empty() ? nullptr : &layout_; }
+  // What holds the weights. REQUIRES: shareable.
+  const SealedMemory& memory() const { return memory_; }
   // Bytes of the cached squared norms so far, and how many modules have one.
   int64_t norm_cache_bytes() const;
   int norm_cache_entries() const;
@@ -73,6 +81,8 @@ class LoadedModel final : public adapter::BaseWeightSource {
   const ops::ComputeDType compute_;
   const ops::NormOptions norm_options_;
   const adapter::BaseModules modules_;
+  SealedMemory memory_;  // of the weights, if they are shareable; goes after them
+  WeightLayout layout_;
   ModelWeights weights_;
   std::vector<at::ScalarType> checkpoint_dtypes_;  // by module id
   std::string digest_;

@@ -3,9 +3,11 @@
 #include <memory>
 #include <utility>
 
+#include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/rpc/call.h"
 #include "server/rpc/encode.h"
+#include "server/rpc/memory_publish.h"
 
 namespace dorad::rpc {
 namespace {
@@ -65,6 +67,36 @@ void FillInfo(const Services& services, v1::GetInfoResponse* to) {
   EncodeDuration(absl::Now() - services.info.start_time, to->mutable_uptime());
   for (const auto& [kind, bytes] : services.memory_by_kind()) {
     (*to->mutable_memory_bytes())[kind] = static_cast<uint64_t>(bytes);
+  }
+  to->set_handover_socket(services.info.handover_socket);
+  to->set_lent_weight_bytes(static_cast<uint64_t>(services.lent_weight_bytes()));
+}
+
+v1::TensorDtype EncodeDtype(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return v1::TENSOR_DTYPE_F32;
+    case DType::kF16:
+      return v1::TENSOR_DTYPE_F16;
+    case DType::kBF16:
+      return v1::TENSOR_DTYPE_BF16;
+  }
+  DORAD_CHECK(false);
+}
+
+void FillWeights(const model::WeightLayout& layout, v1::ShareBaseWeightsResponse* to) {
+  to->mutable_piece_bytes()->Add(layout.piece_bytes.begin(), layout.piece_bytes.end());
+  to->set_digest(layout.digest);
+  to->set_device_uuid(layout.device_uuid);
+  for (const model::LaidOutTensor& tensor : layout.tensors) {
+    v1::BaseTensor* out = to->add_tensors();
+    out->set_name(tensor.name);
+    out->mutable_shape()->Add(tensor.checkpoint.shape.begin(), tensor.checkpoint.shape.end());
+    out->set_checkpoint_dtype(EncodeDtype(tensor.checkpoint.dtype));
+    out->set_sha256(tensor.checkpoint.sha256.data(), tensor.checkpoint.sha256.size());
+    if (!tensor.place) continue;
+    out->set_dtype(EncodeDtype(tensor.place->dtype));
+    out->set_offset(tensor.place->offset);
   }
 }
 
@@ -144,6 +176,20 @@ grpc::ServerUnaryReactor* ControlService::Wake(grpc::CallbackServerContext* cont
       "Wake", context, services_->metrics, response, [&](const auto& call) {
         services_->sleep.wake({request->tags().begin(), request->tags().end()},
                               [call](const absl::Status& status) { call->End(status); });
+      });
+}
+
+grpc::ServerUnaryReactor* ControlService::ShareBaseWeights(
+    grpc::CallbackServerContext* context, const v1::ShareBaseWeightsRequest* request,
+    v1::ShareBaseWeightsResponse* response) {
+  return UnaryCall<v1::ShareBaseWeightsResponse>::Run(
+      "ShareBaseWeights", context, services_->metrics, response, [&](const auto& call) {
+        const auto session = FindSession(request->ticket(), services_->handover);
+        if (session.ok()) {
+          DORAD_CHECK(services_->weight_layout != nullptr);
+          FillWeights(*services_->weight_layout, response);
+        }
+        call->End(session.status());
       });
 }
 

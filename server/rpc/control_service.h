@@ -25,6 +25,9 @@ class ControlService final : public v1::ControlService::CallbackService {
   grpc::ServerUnaryReactor* Wake(grpc::CallbackServerContext* context,
                                  const v1::WakeRequest* request,
                                  v1::WakeResponse* response) override;
+  grpc::ServerUnaryReactor* ShareBaseWeights(grpc::CallbackServerContext* context,
+                                             const v1::ShareBaseWeightsRequest* request,
+                                             v1::ShareBaseWeightsResponse* response) override;
 
  private:
   Services* const services_;

@@ -121,14 +121,17 @@ adapter::PublishOptions OptionsOf(const v1::PublishFromMemoryRequest& request) {
 
 }  // namespace
 
+absl::StatusOr<std::shared_ptr<const handover::Session>> FindSession(
+    const std::string& ticket, const handover::Listener* listener) {
+  if (listener != nullptr) return listener->Find(ticket);
+  return MakeError(absl::StatusCode::kFailedPrecondition, "HANDOVER_NOT_CONFIGURED",
+                   "the server has no server.handover_socket");
+}
+
 absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequest& request,
                                                  const handover::Listener* listener) {
-  if (listener == nullptr) {
-    return MakeError(absl::StatusCode::kFailedPrecondition, "HANDOVER_NOT_CONFIGURED",
-                     "the server has no server.handover_socket");
-  }
   DORAD_ASSIGN_OR_RETURN(const std::shared_ptr<const handover::Session> session,
-                         listener->Find(request.ticket()));
+                         FindSession(request.ticket(), listener));
   MemoryPublish publish;
   publish.config_json = request.has_peft_config() ? ToAdapterConfigJson(request.peft_config())
                                                   : request.adapter_config_json();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -13,16 +14,20 @@
 
 namespace dorad::rpc {
 
+// A ticket's connection. `listener`: nullptr when the server has no handover socket.
+// FAILED_PRECONDITION (HANDOVER_NOT_CONFIGURED), NOT_FOUND (HANDOVER_TICKET_UNKNOWN).
+absl::StatusOr<std::shared_ptr<const handover::Session>> FindSession(
+    const std::string& ticket, const handover::Listener* listener);
+
 struct MemoryPublish {
   adapter::PublishOptions options;
   std::string config_json;
   adapter::PeerTensors peer;
 };
 
-// `listener`: nullptr when the server has no handover socket. FAILED_PRECONDITION
-// (HANDOVER_NOT_CONFIGURED), NOT_FOUND (HANDOVER_TICKET_UNKNOWN), INVALID_ARGUMENT with every
-// violation (HANDOVER_TENSORS_INVALID, HANDOVER_TENSOR_INVALID, HANDOVER_DIGEST_INVALID,
-// PUBLISH_CONFIG_*, and those of names, versions and tags).
+// `listener`: as in FindSession. Its statuses, and INVALID_ARGUMENT with every violation
+// (HANDOVER_TENSORS_INVALID, HANDOVER_TENSOR_INVALID, HANDOVER_DIGEST_INVALID, PUBLISH_CONFIG_*,
+// and those of names, versions and tags).
 absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequest& request,
                                                  const handover::Listener* listener);
 

@@ -20,6 +20,7 @@
 #include "server/base/thread_pool.h"
 #include "server/engine/engine.h"
 #include "server/handover/listener.h"
+#include "server/model/weight_layout.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/upload_store.h"
 
@@ -39,6 +40,7 @@ struct ServerInfo {
   std::vector<int32_t> eos_token_ids;
   int64_t max_adapter_rank = 0;
   bool deterministic = false;
+  std::string handover_socket;  // absolute path; "": none
   absl::Time start_time;
 };
 
@@ -82,7 +84,10 @@ struct Services {
   std::function<void(std::function<void()>)> run_change = [](const std::function<void()>& change) {
     change();
   };
+  // Where the base weights lie; nullptr without a handover socket.
+  const model::WeightLayout* weight_layout = nullptr;
   std::function<std::map<std::string, int64_t>()> memory_by_kind;
+  std::function<int64_t()> lent_weight_bytes = [] { return 0; };
   SleepControl sleep;
 
   ServerInfo info;

@@ -88,8 +88,8 @@ Tensors Checkpoint(const ModelConfig& config, const std::string& dtype) {
 using Loaded = absl::StatusOr<std::unique_ptr<LoadedModel>>;
 
 Loaded LoadFrom(const ModelFolder& folder, const ModelConfig& config = Config(),
-                ComputeDType compute = ComputeDType::kF32) {
-  return LoadedModel::Load(folder.path(), config, compute, ops::NormOptions());
+                ComputeDType compute = ComputeDType::kF32, bool shareable = false) {
+  return LoadedModel::Load(folder.path(), config, compute, ops::NormOptions(), shareable);
 }
 
 Loaded Load(const Tensors& tensors, const ModelConfig& config = Config(),

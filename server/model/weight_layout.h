@@ -1,0 +1,40 @@
+// Where the base model's weights lie in memory, in the checkpoint's terms: what another process
+// needs to use them there. Torch-free plain data and a pure function, hence thread-safe.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "server/base/safetensors.h"
+#include "server/model/checkpoint.h"
+
+namespace dorad::model {
+
+// Row-major and without gaps.
+struct PlacedTensor {
+  DType dtype = DType::kF32;
+  uint64_t offset = 0;  // bytes
+};
+
+struct LaidOutTensor {
+  std::string name;
+  CheckpointTensor checkpoint;
+  std::optional<PlacedTensor> place;  // nullopt: it takes no part in the result and is not held
+};
+
+struct WeightLayout {
+  std::string digest;                  // Checkpoint::Digest
+  std::vector<LaidOutTensor> tensors;  // all of the checkpoint, by name
+  std::vector<uint64_t> piece_bytes;   // of the memory's pieces, one behind the other
+  std::string device_uuid;             // 16 bytes; "": the host's memory
+};
+
+// The tensors of a layout. REQUIRES: `places` names tensors of the checkpoint.
+std::vector<LaidOutTensor> LayOut(const std::map<std::string, CheckpointTensor>& checkpoint,
+                                  const std::map<std::string, PlacedTensor>& places);
+
+}  // namespace dorad::model
