@@ -604,9 +604,10 @@ class Client:
     ) -> dict[str, int]:
         """Gives memory back to whoever else uses the device, until `wake`; no tags mean all.
 
-        Returns the bytes that were given back, by tag. Requests wait meanwhile, or new ones are
-        refused. Running ones go on afterwards with the same results: from a copy of the KV cache in
-        host memory with `keep_kv`, else computed again.
+        Returns the bytes that were given back, by tag; weights that are lent to a trainer stay.
+        Requests wait meanwhile, or new ones are refused. Running ones go on afterwards with the
+        same results: from a copy of the KV cache in host memory with `keep_kv`, or else
+        computed again.
         """
         message = control_pb2.SleepRequest(
             tags=tags, keep_kv=keep_kv, refuse_requests=refuse_requests

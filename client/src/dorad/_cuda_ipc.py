@@ -41,20 +41,20 @@ def _runtime() -> Any:
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
     if result != 0:
         raise RuntimeError(f"{what} failed with CUDA error {result}")
 
 
 @functools.cache
-def _uuid(device: int) -> bytes:
+def uuid_of(device: int) -> bytes:
     handle, uuid = ctypes.c_int(), ctypes.create_string_buffer(_UUID_BYTES)
-    _check(_driver().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
-    _check(_driver().cuDeviceGetUuid_v2(uuid, handle), "cuDeviceGetUuid")
+    check(driver().cuDeviceGet(ctypes.byref(handle), device), "cuDeviceGet")
+    check(driver().cuDeviceGetUuid_v2(uuid, handle), "cuDeviceGetUuid")
     return uuid.raw
 
 
@@ -70,14 +70,14 @@ def export(tensor: Any) -> Place:
     torch.cuda.current_stream(tensor.device).synchronize()
     at = int(tensor.data_ptr())
     begin, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    _check(
-        _driver().cuMemGetAddressRange_v2(
+    check(
+        driver().cuMemGetAddressRange_v2(
             ctypes.byref(begin), ctypes.byref(size), ctypes.c_uint64(at)
         ),
         "cuMemGetAddressRange",
     )
-    _check(
+    check(
         _runtime().cudaIpcGetMemHandle(ctypes.byref(handle), ctypes.c_void_p(begin.value)),
         "cudaIpcGetMemHandle (memory of expandable segments has no handle)",
     )
-    return Place(bytes(handle), size.value, at - begin.value, _uuid(tensor.device.index))
+    return Place(bytes(handle), size.value, at - begin.value, uuid_of(tensor.device.index))

@@ -1,4 +1,4 @@
-"""Publishing from memory: the trainer's side of the server's handover socket.
+"""The trainer's side of the server's handover socket, and publishing from memory.
 
 The wire format is described in server/handover/message.h.
 """
@@ -27,6 +27,9 @@ _PIECE_BYTES = 16 << 10  # of a digest
 
 _OFFER = struct.Struct("<8sIIQ64s16s")
 _MAGIC = b"DORADMEM"
+_WEIGHTS = struct.Struct("<8sQ")
+_WEIGHTS_MAGIC = b"DORADGET"
+_MAX_PIECES = 64
 _FILE, _CUDA_IPC = 1, 2
 _ANSWER = struct.Struct("<II16s")
 _MAX_ANSWER = 512
@@ -40,8 +43,9 @@ _DTYPES = {
 }
 
 
-class _Connection:
-    """A connection to the handover socket: what is offered is held as long as it is open."""
+class Connection:
+    """A connection to the handover socket: what is offered is held, and what is lent is kept, as
+    long as it is open."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,24 +67,39 @@ class _Connection:
         """Hands an allocation on a GPU over; returns its index."""
         return self._offer(_OFFER.pack(_MAGIC, _CUDA_IPC, 0, size, handle, uuid), [])
 
+    def borrow_weights(self, first: int) -> list[int]:
+        """Descriptors of the base weights' memory, from this piece on; [] after the last one.
+
+        The caller closes them.
+        """
+        _, fds = self._ask(_WEIGHTS.pack(_WEIGHTS_MAGIC, first), [])
+        return fds
+
     def _offer(self, message: bytes, fds: list[int]) -> int:
-        answer = b""
+        return self._ask(message, fds)[0]
+
+    def _ask(self, message: bytes, fds: list[int]) -> tuple[int, list[int]]:
+        """The answer's number and descriptors."""
+        answer, answered = b"", list[int]()
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 socket.send_fds(self._socket, [message], fds)
-            answer = self._socket.recv(_MAX_ANSWER)  # Also of a server that does not listen.
+            # Also of a server that does not listen.
+            answer, answered, _, _ = socket.recv_fds(
+                self._socket, _MAX_ANSWER, _MAX_PIECES, socket.MSG_CMSG_CLOEXEC
+            )
         except OSError as error:
             raise Unavailable(
                 f"the handover socket does not answer: {error}", code="UNAVAILABLE"
             ) from error
         if len(answer) < _ANSWER.size:
             raise Unavailable("the handover socket was closed", code="UNAVAILABLE")
-        code, index, ticket = _ANSWER.unpack_from(answer)
+        code, number, ticket = _ANSWER.unpack_from(answer)
         if code != 0:
             reason, _, text = answer[_ANSWER.size :].decode(errors="replace").partition(" ")
             raise from_code(code, reason, text)
         self.ticket = ticket
-        return int(index)
+        return int(number), answered
 
     @property
     def open(self) -> bool:
@@ -109,7 +128,7 @@ class _Buffer:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
         self._fd = -1
         self._map: mmap.mmap | None = None
         self._file_index: int | None = None
@@ -138,11 +157,11 @@ class _Buffer:
         os.ftruncate(self._fd, size)
         self._map = mmap.mmap(self._fd, size)
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> Connection:
         if self._connection is not None and not self._connection.open:
             self.disconnect()  # The server has been started again.
         if self._connection is None:
-            self._connection = _Connection(self._path)
+            self._connection = Connection(self._path)
         return self._connection
 
     def disconnect(self) -> None:
@@ -153,7 +172,7 @@ class _Buffer:
         self._file_index = None
         self._cuda_indices = {}
 
-    def _copy(self, connection: _Connection, part: _Part, check: bool) -> adapters_pb2.MemoryTensor:
+    def _copy(self, connection: Connection, part: _Part, check: bool) -> adapters_pb2.MemoryTensor:
         assert self._map is not None
         if self._file_index is None:
             self._file_index = connection.offer_file(self._fd, len(self._map))
@@ -171,7 +190,7 @@ class _Buffer:
         )
 
     def _export(
-        self, connection: _Connection, name: str, tensor: Any, check: bool
+        self, connection: Connection, name: str, tensor: Any, check: bool
     ) -> adapters_pb2.MemoryTensor:
         """A tensor on a GPU stays where it is."""
         from dorad import _cuda_ipc  # Loads CUDA's libraries.

@@ -431,4 +431,6 @@ def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:
         generation=message.generation,
         uptime=_seconds(message.uptime),
         memory_bytes=dict(message.memory_bytes),
+        handover_socket=message.handover_socket,
+        lent_weight_bytes=message.lent_weight_bytes,
     )

@@ -401,6 +401,10 @@ class ServerInfo:
     """Seconds."""
     memory_bytes: dict[str, int]
     """Resident bytes by kind."""
+    handover_socket: str = ""
+    """Its absolute path on the server's host; "": none."""
+    lent_weight_bytes: int = 0
+    """The base weights' memory while a process has been lent it."""
 
 
 @dataclass(frozen=True, slots=True)

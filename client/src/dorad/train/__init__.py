@@ -1,17 +1,24 @@
 """DoRA training with PEFT, with fast norms and a fused compose. See docs/training.md.
 
-`patch` makes an existing PEFT model use them and `unpatch` undoes it. Needs the extra `train`.
+`patch` makes an existing PEFT model use them and `unpatch` undoes it. `base_weights` borrows the
+base weights of a server on the same host, and `adopt_base` makes a model use them. Needs the extra
+`train`.
 """
 
+from dorad.train._base_weights import BaseWeights, BaseWeightsError, adopt_base, base_weights
 from dorad.train._compose import compose
 from dorad.train._norm import clear_cache, weight_norm
 from dorad.train._patch import Patched, UnsupportedLayersError, explain, patch, unpatch
 from dorad.train._tiers import Tier, tier
 
 __all__ = [
+    "BaseWeights",
+    "BaseWeightsError",
     "Patched",
     "Tier",
     "UnsupportedLayersError",
+    "adopt_base",
+    "base_weights",
     "clear_cache",
     "compose",
     "explain",
