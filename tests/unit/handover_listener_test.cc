@@ -6,6 +6,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -30,6 +31,7 @@ struct Answer {
   uint32_t index = 0;
   std::string ticket;
   std::string text;
+  std::vector<UniqueFd> fds;
 };
 
 std::string MakeOffer(uint32_t kind, uint64_t size) {
@@ -38,6 +40,12 @@ std::string MakeOffer(uint32_t kind, uint64_t size) {
   std::memcpy(offer.data() + 8, &kind, sizeof(kind));
   std::memcpy(offer.data() + 16, &size, sizeof(size));
   return offer;
+}
+
+std::string AskForWeights(uint64_t first) {
+  std::string request("DORADGET");
+  request.append(reinterpret_cast<const char*>(&first), sizeof(first));
+  return request;
 }
 
 // A file in memory with the numbers 0, 1, 2, ...
@@ -64,6 +72,28 @@ bool Eventually(const std::function<bool()>& condition) {
     absl::SleepFor(absl::Milliseconds(10));
   }
   return false;
+}
+
+// Weights of a few pieces: memory files of 1, 2, 3, ... bytes.
+class Pieces final : public WeightsLease {
+ public:
+  Pieces(size_t count, std::atomic<int>* leases) : count_(count), leases_(*leases) { ++leases_; }
+  ~Pieces() override { --leases_; }
+
+  absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const override {
+    std::vector<UniqueFd> fds;
+    for (size_t i = first; i < count_ && fds.size() < max; ++i) fds.push_back(MakeMemory(i + 1));
+    return fds;
+  }
+
+ private:
+  const size_t count_;
+  std::atomic<int>& leases_;
+};
+
+off_t SizeOf(const UniqueFd& fd) {
+  struct stat info;
+  return fstat(fd.get(), &info) == 0 ? info.st_size : -1;
 }
 
 // The other end.
@@ -100,9 +130,24 @@ class Peer {
 
   Answer Receive() {
     char buffer[kMaxAnswerBytes + 1];
-    const ssize_t n = recv(fd_.get(), buffer, sizeof(buffer), 0);
+    char control[CMSG_SPACE(kMaxSentFds * sizeof(int))];
+    iovec into = {buffer, sizeof(buffer)};
+    msghdr header = {};
+    header.msg_iov = &into;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = sizeof(control);
+    const ssize_t n = recvmsg(fd_.get(), &header, MSG_CMSG_CLOEXEC);
     Answer answer;
     if (n < 24) return answer;
+    for (cmsghdr* part = CMSG_FIRSTHDR(&header); part != nullptr;
+         part = CMSG_NXTHDR(&header, part)) {
+      for (size_t at = CMSG_LEN(0); at < part->cmsg_len; at += sizeof(int)) {
+        int fd = -1;
+        std::memcpy(&fd, CMSG_DATA(part) + at - CMSG_LEN(0), sizeof(fd));
+        answer.fds.emplace_back(fd);
+      }
+    }
     std::memcpy(&answer.code, buffer, 4);
     std::memcpy(&answer.index, buffer + 4, 4);
     answer.ticket.assign(buffer + 8, kTicketBytes);
@@ -339,6 +384,81 @@ TEST_F(HandoverListenerTest, ASilentConnectionIsEndedAndOneThatHandedOverIsNot) 
   const Answer answer = OfferFile(useful, memory.get(), 10);
   EXPECT_TRUE(silent.Ended());
   EXPECT_TRUE(listener_->Find(answer.ticket).ok());
+}
+
+TEST_F(HandoverListenerTest, LendsTheWeightsPiecesUntilTheConnectionEnds) {
+  std::atomic<int> leases{0};
+  options_.lend_weights = [&] {
+    return std::make_shared<const Pieces>(kMaxPiecesAtOnce + 3, &leases);
+  };
+  options_.first_offer_time = absl::Milliseconds(200);
+  Start();
+  const int before = OpenDescriptors();
+  std::string ticket;
+  {
+    Peer peer(options_.path);
+    const Answer first = peer.Send(AskForWeights(0));
+    EXPECT_EQ(first.code, 0u) << first.text;
+    EXPECT_EQ(first.index, kMaxPiecesAtOnce);
+    ASSERT_EQ(first.fds.size(), kMaxPiecesAtOnce);
+    EXPECT_EQ(SizeOf(first.fds[5]), 6);
+    const Answer rest = peer.Send(AskForWeights(kMaxPiecesAtOnce));
+    ASSERT_EQ(rest.fds.size(), 3u);
+    EXPECT_EQ(SizeOf(rest.fds[0]), static_cast<off_t>(kMaxPiecesAtOnce + 1));
+    const Answer none = peer.Send(AskForWeights(UINT64_MAX));
+    EXPECT_EQ(none.code, 0u) << none.text;
+    EXPECT_TRUE(none.fds.empty());
+    EXPECT_EQ(leases, 1) << "of one connection";
+    absl::SleepFor(2 * options_.first_offer_time);
+    ticket = first.ticket;
+    EXPECT_TRUE(listener_->Find(ticket).ok()) << "its time was over";
+    const UniqueFd memory = MakeMemory(10);
+    EXPECT_EQ(OfferFile(peer, memory.get(), 10).ticket, ticket);
+    Peer other(options_.path);
+    EXPECT_EQ(other.Send(AskForWeights(0)).code, 0u);
+    EXPECT_EQ(leases, 2);
+  }
+  EXPECT_TRUE(Eventually([&] { return leases == 0; }));
+  EXPECT_FALSE(listener_->Find(ticket).ok());
+  EXPECT_TRUE(Eventually([&] { return OpenDescriptors() == before; }));
+}
+
+TEST_F(HandoverListenerTest, LendsNothingToOtherUsersNorOnBrokenRequests) {
+  std::atomic<int> leases{0};
+  options_.lend_weights = [&] { return std::make_shared<const Pieces>(1, &leases); };
+  Start();
+  const UniqueFd memory = MakeMemory(10);
+  const std::vector<std::pair<std::string, std::vector<int>>> broken = {
+      {AskForWeights(0) + "x", {}}, {"DORADGET", {}}, {AskForWeights(0), {memory.get()}}};
+  for (const auto& [message, fds] : broken) {
+    Peer peer(options_.path);
+    EXPECT_THAT(peer.Send(message, fds).text, StartsWith("HANDOVER_MESSAGE_INVALID "));
+    EXPECT_TRUE(peer.Ended());
+  }
+  listener_.reset();
+  options_.peer_user = [](int) { return geteuid() + 1; };
+  Start();
+  Peer peer(options_.path);
+  const Answer answer = peer.Send(AskForWeights(0));
+  EXPECT_THAT(answer.text, StartsWith("HANDOVER_PEER_REFUSED "));
+  EXPECT_TRUE(answer.fds.empty());
+  EXPECT_TRUE(peer.Ended());
+  EXPECT_EQ(leases, 0);
+}
+
+TEST_F(HandoverListenerTest, AWeightsRefusalEndsTheConnection) {
+  Start();
+  EXPECT_THAT(Peer(options_.path).Send(AskForWeights(0)).text,
+              StartsWith("HANDOVER_MESSAGE_INVALID there are no weights"));
+  listener_.reset();
+  options_.lend_weights = [] {
+    return absl::StatusOr<std::shared_ptr<const WeightsLease>>(
+        MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING", "as told"));
+  };
+  Start();
+  Peer peer(options_.path);
+  EXPECT_EQ(peer.Send(AskForWeights(0)).text, "SERVER_SLEEPING as told");
+  EXPECT_TRUE(peer.Ended());
 }
 
 TEST_F(HandoverListenerTest, MemoryOnAGpuNeedsSomeoneWhoOpensIt) {

@@ -389,6 +389,53 @@ TEST(ModelWeightsTest, SquaredNormsAreKeptAndFollowTheModulesAxis) {
   EXPECT_EQ(model.norm_cache_bytes(), 4 * (8 + 6));
 }
 
+// The tensor as the layout says it lies in memory, in fp32; undefined where it is not held.
+at::Tensor InMemory(const LoadedModel& model, const LaidOutTensor& tensor) {
+  if (!tensor.place) return {};
+  const auto type = tensor.place->dtype == DType::kF32 ? at::kFloat : at::kBFloat16;
+  return at::from_blob(model.memory().data() + tensor.place->offset, tensor.checkpoint.shape,
+                       at::TensorOptions(type))
+      .to(at::kFloat);
+}
+
+TEST(ModelWeightsTest, ShareableWeightsLieWhereTheLayoutSaysAndNowhereElse) {
+  ModelConfig config = Config();
+  config.qkv_bias = config.qk_norm = config.tied_embeddings = true;
+  for (const std::string dtype : {"F32", "F16", "BF16"}) {
+    for (const ComputeDType compute : {ComputeDType::kF32, ComputeDType::kBF16}) {
+      Tensors tensors = Checkpoint(config, dtype);
+      tensors[kHead] = tensors.at(kEmbedding);
+      const ModelFolder folder;
+      folder.Write(kSingle, WriteSafetensors(tensors));
+      const Loaded loaded = LoadFrom(folder, config, compute, /*shareable=*/true);
+      ASSERT_TRUE(loaded.ok()) << loaded.status();
+      const LoadedModel& model = **loaded;
+      const WeightLayout& layout = *model.layout();
+      EXPECT_EQ(layout.digest, model.digest());
+      EXPECT_THAT(layout.piece_bytes, testing::ElementsAre(model.memory().size()));
+      ASSERT_EQ(layout.tensors.size(), tensors.size());
+      for (const LaidOutTensor& tensor : layout.tensors) {
+        const at::Tensor found = InMemory(model, tensor);
+        EXPECT_EQ(found.defined(), tensor.name != kHead) << tensor.name;
+        EXPECT_EQ(NameOf(tensor.checkpoint.dtype), dtype);
+        // The values are exact in each dtype.
+        if (!found.defined()) continue;
+        EXPECT_TRUE(at::equal(found, Values(tensors.at(tensor.name)))) << tensor.name;
+      }
+      const auto* begin = model.memory().data();
+      const auto* up = static_cast<const std::byte*>(
+          model.Weight(LayerModuleId(1, LayerModule::kUp)).const_data_ptr());
+      EXPECT_TRUE(up >= begin && up < begin + model.memory().size()) << "there is another copy";
+    }
+  }
+}
+
+TEST(ModelWeightsTest, WeightsAreNotShareableUnlessAskedFor) {
+  const Loaded loaded = Load(Checkpoint(Config(), "F32"));
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ((*loaded)->layout(), nullptr);
+}
+
 TEST(ModelWeightsTest, ConcurrentCallersShareOneComputation) {
   const Loaded loaded = Load(Checkpoint(Config(), "F32"));
   ASSERT_TRUE(loaded.ok()) << loaded.status();
