@@ -8,7 +8,8 @@ activated. The log-probabilities of trainer and server are compared at every ste
                                    [--colocate SOCKET]
 
 Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --colocate the
-server reads the adapter out of this process's memory; SOCKET is its server.handover_socket.
+server reads the adapter out of this process's memory, and this process trains over the server's
+base weights: there is one copy of them. SOCKET is the server's server.handover_socket.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from dorad import AdapterVersion, Client, GenerateRequest, Sample, SharedTensors
-from dorad.train import patch
+from dorad.train import BaseWeights, adopt_base, base_weights, patch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct"
@@ -49,7 +51,7 @@ LEARNING_RATE = 5e-4
 BETAS = (0.9, 0.95)
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Above it, samples are not those of the policy that is trained: a defect, not rounding.
-MAX_MEAN_DIFFERENCE = 0.005
+MAX_MEAN_DIFFERENCE = {torch.float32: 0.005, torch.bfloat16: 0.1}
 
 # Questions, and words of which an answer to the point has one
 TASKS = [
@@ -155,11 +157,22 @@ def check_origin(sample: Sample, version: AdapterVersion) -> None:
 # --- Training -------------------------------------------------------------------------------------
 
 
-def make_policy(model: Path) -> PeftModel:
-    # fp32 on both sides, over the same bf16 checkpoint. Widening bf16 is exact, so trainer and
-    # server have the same weights and differ in the order of sums only. In bf16 each side would
-    # round intermediate results at other places, and that would hide small defects.
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+def make_base(model: Path, weights: BaseWeights | None) -> Any:
+    if weights is None:
+        # fp32 on both sides, over the same bf16 checkpoint. Widening bf16 is exact, so trainer and
+        # server have the same weights and differ in the order of sums only. In bf16 each side
+        # rounds intermediate results at other places, and that hides small defects.
+        return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    # The server's own weights are in bf16, whatever it computes in.
+    config = transformers.AutoConfig.from_pretrained(model)
+    with init_empty_weights(include_buffers=False):
+        base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    adopt_base(base, weights)
+    return base
+
+
+def make_policy(model: Path, weights: BaseWeights | None) -> PeftModel:
+    base = make_base(model, weights)
     config = LoraConfig(
         r=16, lora_alpha=32, target_modules=LINEARS, use_dora=True, task_type="CAUSAL_LM"
     )
@@ -176,8 +189,9 @@ def answer_logits(policy: PeftModel, group: Group) -> torch.Tensor:
     # All rows begin with the same prompt, and tokens do not see what pads them on the right: no
     # attention mask is needed.
     rows = [group.prompt + answer + [0] * (longest - len(answer)) for answer in answers]
-    logits: torch.Tensor = policy(input_ids=torch.tensor(rows), logits_to_keep=longest + 1).logits
-    return logits[:, :-1]
+    ids = torch.tensor(rows, device=policy.device)
+    logits: torch.Tensor = policy(input_ids=ids, logits_to_keep=longest + 1).logits
+    return logits[:, :-1].float().cpu()
 
 
 def padded(arrays: list[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -218,11 +232,17 @@ def publish(client: Client, policy: PeftModel, shared: SharedTensors | None) -> 
 
 
 def run(
-    client: Client, model: Path, steps: int, seed: int = 0, shared: SharedTensors | None = None
+    client: Client,
+    model: Path,
+    steps: int,
+    seed: int = 0,
+    shared: SharedTensors | None = None,
+    weights: BaseWeights | None = None,
 ) -> list[Step]:
     """The loop. Prints a line for each step."""
     torch.manual_seed(seed)
-    prompts, policy = Prompts(model), make_policy(model)
+    prompts, policy = Prompts(model), make_policy(model, weights)
+    most = MAX_MEAN_DIFFERENCE[torch.float32 if weights is None else torch.bfloat16]
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=BETAS)
     version = publish(client, policy, shared)
@@ -251,7 +271,7 @@ def run(
             f"  {step.mean_difference:>15.1e}  {step.max_difference:>7.1e}",
             flush=True,
         )
-        if not step.mean_difference < MAX_MEAN_DIFFERENCE:
+        if not step.mean_difference < most:
             raise RuntimeError(f"trainer and server disagree: {step.mean_difference} a token")
         client.retire(version.ref)  # its memory; nobody asks for it any more
         done.append(step)
@@ -308,7 +328,8 @@ def main() -> None:
     where = nullcontext(options.target) if options.target else own
     memory = SharedTensors(options.colocate) if options.colocate else nullcontext()
     with where as target, Client(target) as client, memory as shared:
-        steps = run(client, options.model, options.steps, options.seed, shared)
+        weights = base_weights(client) if options.colocate else None
+        steps = run(client, options.model, options.steps, options.seed, shared, weights)
     elapsed = time.monotonic() - began
     print(f"\nMean reward of {len(TASKS)} prompts x {GROUP} answers; {elapsed:.0f} s in all")
     for number, step in enumerate(steps, 1):

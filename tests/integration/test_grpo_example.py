@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import dorad
+import dorad.train
 import pytest
 from lib.server import ROOT, binary, environment, serve
 
@@ -83,6 +84,18 @@ def test_beside_the_server_it_publishes_the_same_from_memory(grpo, model, client
         digests = [version.digest for version in beside.adapters("policy")]
     assert [step.reward for step in colocated] == [step.reward for step in uploaded]
     assert digests == [version.digest for version in client.adapters("policy")]
+
+
+def test_beside_the_server_it_trains_over_the_servers_base(grpo, model, tmp_path):
+    settings = {"model.device": "cpu", "server.handover_socket": tmp_path / "memory.sock"}
+    with serve(model, settings=settings) as server, dorad.Client(server.grpc) as client:
+        weights = dorad.train.base_weights(client)
+        places = {tensor.data_ptr() for tensor in weights.values()}
+        policy = grpo.make_policy(model, weights)
+        frozen = [p for p in policy.parameters() if not p.requires_grad]
+        assert {p.data_ptr() for p in frozen} == places
+        (step,) = grpo.run(client, model, steps=1, weights=weights)
+    assert 0 < step.mean_difference < 0.1
 
 
 def test_tokens_of_an_unexpected_version_stop_it(grpo, model, client, monkeypatch):
