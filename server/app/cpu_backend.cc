@@ -1,6 +1,5 @@
 #include <ATen/Parallel.h>
 
-#include <algorithm>
 #include <atomic>
 #include <utility>
 

@@ -6,6 +6,7 @@ The wire format is described in server/handover/message.h.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import mmap
 import os
@@ -70,10 +71,14 @@ class Connection:
     def borrow_weights(self, first: int) -> list[int]:
         """Descriptors of the base weights' memory, from this piece on; [] after the last one.
 
-        The caller closes them.
+        The first call begins the lease. The caller closes the descriptors.
         """
-        _, fds = self._ask(_WEIGHTS.pack(_WEIGHTS_MAGIC, first), [])
-        return fds
+        count, fds = self._ask(_WEIGHTS.pack(_WEIGHTS_MAGIC, first), [])
+        if len(fds) == count:
+            return fds
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, f"this process has no room for {count} more descriptors")
 
     def _offer(self, message: bytes, fds: list[int]) -> int:
         return self._ask(message, fds)[0]

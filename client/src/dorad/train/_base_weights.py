@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from dorad._stubs import adapters_pb2, control_pb2
 from dorad.errors import Conflict, Unavailable
 from dorad.train._shared_memory import DeviceMemory, HostMemory, Memory
 
+_AFTER_ALL_PIECES = 2**64 - 1
 _DTYPES: dict[int, tuple[torch.dtype, str]] = {
     adapters_pb2.TENSOR_DTYPE_F32: (torch.float32, "F32"),
     adapters_pb2.TENSOR_DTYPE_F16: (torch.float16, "F16"),
@@ -124,24 +126,32 @@ def base_weights(
 def _borrow(
     client: Client, connection: Connection, timeout: float | None
 ) -> tuple[Memory, control_pb2.ShareBaseWeightsResponse]:
-    fds: list[int] = []
-    try:
-        fds += connection.borrow_weights(0)
-        request = control_pb2.ShareBaseWeightsRequest(ticket=connection.ticket)
-        message = client._call(client._control.ShareBaseWeights, request, timeout)
-        sizes = list(message.piece_bytes)
-        while len(fds) < len(sizes):
-            more = connection.borrow_weights(len(fds))
-            if not more:
-                raise Unavailable("the server lends only a part of the weights", code="UNAVAILABLE")
-            fds += more
+    connection.borrow_weights(_AFTER_ALL_PIECES)  # Begins the lease, and brings the ticket.
+    request = control_pb2.ShareBaseWeightsRequest(ticket=connection.ticket)
+    message = client._call(client._control.ShareBaseWeights, request, timeout)
+    sizes = list(message.piece_bytes)
+    pieces = _pieces(connection, len(sizes))
+    with contextlib.closing(pieces):
         if message.device_uuid:
-            return DeviceMemory(connection, fds, sizes, message.device_uuid), message
-        (fd,), (size,) = fds, sizes
-        return HostMemory(connection, fd, size), message
-    finally:
-        for fd in fds:
-            os.close(fd)
+            return DeviceMemory(connection, pieces, sizes, message.device_uuid), message
+        (size,) = sizes
+        return HostMemory(connection, next(pieces), size), message
+
+
+def _pieces(connection: Connection, count: int) -> Generator[int, None, None]:
+    """Descriptors of all pieces in order; each is good until the next one. There may be more of
+    them than a process can have open."""
+    done = 0
+    while done < count:
+        fds = connection.borrow_weights(done)
+        try:
+            if not fds:
+                raise Unavailable("the server lends only a part of the weights", code="UNAVAILABLE")
+            yield from fds
+        finally:
+            for fd in fds:
+                os.close(fd)
+        done += len(fds)
 
 
 def _dtype(number: int) -> torch.dtype:

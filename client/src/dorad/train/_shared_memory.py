@@ -12,7 +12,7 @@ import math
 import mmap
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,7 +51,7 @@ class DeviceMemory:
     """Memory of a GPU. A kernel that writes to a tensor in it loses the process the GPU."""
 
     def __init__(
-        self, connection: Connection, fds: Sequence[int], sizes: Sequence[int], uuid: bytes
+        self, connection: Connection, fds: Iterable[int], sizes: Sequence[int], uuid: bytes
     ) -> None:
         self.device = _device(uuid)
         torch.cuda.synchronize(self.device)  # What follows needs the device's context.
@@ -69,6 +69,8 @@ class DeviceMemory:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
         size = math.prod(shape) * dtype.itemsize
         flat = torch.as_tensor(_Span(self, self._address + offset, size), device=self.device)
+        if flat.data_ptr() != self._address + offset:
+            raise RuntimeError("torch has copied the server's memory instead of using it")
         return flat.view(dtype).view(*shape)
 
 
