@@ -1,0 +1,238 @@
+"""Loss curves of PEFT's DoRA, and of the same training after dorad.train.patch, side by side.
+
+    python tests/bench/train_loss_curves.py [--steps 500] [--seeds 0 1 2] [--precisions fp32 bf16]
+        [--batch 8] [--output FILE]
+
+Trains adapters of the demo's model as `make demo` does (its examples, loss, optimizer, schedule and
+clipping; --recipe says which of its adapters), once more for each seed, which decides the adapter's
+first values and the order of the examples. Each pair begins with the same bits and sees the same
+batches. In fp32 base and adapter are fp32; bf16 is autocast over a base in bf16, with the adapter
+in fp32, which is PEFT's default.
+
+Sums in bf16 are rounded, and a curve in bf16 strays from the one in fp32 whatever computes it. So
+for each curve in bf16 its distance from PEFT's in fp32 of the same seed is given, too, if that was
+asked for: PEFT's own is the measure for the other.
+
+The goal is a mean difference of at most 7e-4 a step, over all steps of a seed. Every 62 examples
+the model has seen them all, and losses shrink: differences and losses are given by fifths of the
+run as well. One JSON object goes to stdout, or to FILE after every 20 steps, so that a run which is
+ended early has not been in vain.
+"""
+# ruff: noqa: E402 - the threads are set before torch is imported
+
+import argparse
+import copy
+import importlib.metadata
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "client" / "src"), str(ROOT / "demo")]
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import convert_smollm2
+import dorad.train
+import torch
+import train_adapters
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+GOAL = 7e-4
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EVERY = 20  # steps between two reports
+FIFTHS = 5
+
+
+class Training:
+    """One model with its optimizer, as train_adapters.train has them."""
+
+    def __init__(self, model: Any, recipe: train_adapters.Recipe, autocast: bool) -> None:
+        self.model = model.train()
+        self.autocast = autocast
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=recipe.learning_rate, weight_decay=0.0
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / 4)
+        )
+        self.losses: list[float] = []
+
+    def step(self, batch: dict[str, torch.Tensor]) -> None:
+        device = self.parameters[0].device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.autocast):
+            loss = self.model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
+
+def adapted(folder: Path, recipe: train_adapters.Recipe, dtype: torch.dtype, device: str) -> Any:
+    torch.manual_seed(recipe.seed)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        target_modules=train_adapters.MODULES,
+        use_dora=True,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, config).to(device)
+
+
+def batches(recipe: train_adapters.Recipe, folder: Path, steps: int) -> Iterator[Any]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    data = train_adapters.examples(tokenizer, recipe)
+    epochs = -(-steps // -(-len(data) // recipe.batch))
+    endless = train_adapters.batches(data, replace(recipe, epochs=epochs), tokenizer.pad_token_id)
+    return itertools.islice(endless, steps)
+
+
+def by_fifths(values: list[float]) -> list[float]:
+    """Means over five equal parts; fewer when there are fewer values."""
+    bounds = [len(values) * i // FIFTHS for i in range(FIFTHS + 1)]
+    parts = [values[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return [statistics.fmean(part) for part in parts if part]
+
+
+def compared(losses: list[float], reference: list[float]) -> dict:
+    """How far two curves are apart."""
+    apart = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+    return {
+        "mean_difference": statistics.fmean(apart),
+        "max_difference": max(apart),
+        "mean_difference_by_fifths": by_fifths(apart),
+    }
+
+
+def report(
+    precision: str, seed: int, curves: dict[str, list[float]], exact: list[float] | None
+) -> dict:
+    """`exact` is PEFT's curve in fp32, if `curves` are of something else and it is known."""
+    peft = curves["peft"]
+    apart = compared(curves["patched"], peft)
+    result: dict = {
+        "precision": precision,
+        "seed": seed,
+        "steps": len(peft),
+        "peft": {"first": peft[0], "final": peft[-1], "loss_by_fifths": by_fifths(peft)},
+        "patched": {"final": curves["patched"][-1], **apart},
+        "within_goal": apart["mean_difference"] <= GOAL,
+    }
+    if exact is not None:
+        result["from_fp32"] = {
+            name: compared(losses, exact[: len(losses)]) for name, losses in curves.items()
+        }
+    result["curves"] = curves
+    return result
+
+
+def line(result: dict) -> str:
+    apart = result["patched"]
+    parts = [f"{result['precision']} seed {result['seed']} step {result['steps']}"]
+    parts.append(f"loss {result['peft']['final']:.4f} and {apart['final']:.4f}")
+    parts.append(
+        f"difference mean {apart['mean_difference']:.2e} max {apart['max_difference']:.2e}"
+    )
+    for name, far in result.get("from_fp32", {}).items():
+        parts.append(f"{name} from fp32 {far['mean_difference']:.2e}")
+    return ", ".join(parts)
+
+
+class Report:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.output: Path | None = options.output
+        facts = {k: v for k, v in vars(options).items() if k != "output"}
+        facts |= {"threads": torch.get_num_threads(), "load": round(os.getloadavg()[0], 1)}
+        facts |= {p: importlib.metadata.version(p) for p in ("torch", "peft", "transformers")}
+        if options.device == "cuda":
+            facts["gpu"] = torch.cuda.get_device_name()
+        facts["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+        self.whole: dict = {"surroundings": facts, "goal": GOAL, "results": []}
+        self.began = time.monotonic()
+
+    def note(self, running: dict) -> None:
+        """Of a training that goes on."""
+        print(f"{time.monotonic() - self.began:6.0f} s  {line(running)}", file=sys.stderr)
+        self._write([*self.whole["results"], running])
+
+    def add(self, result: dict) -> None:
+        print(f"{time.monotonic() - self.began:6.0f} s  {line(result)}", file=sys.stderr)
+        self.whole["results"].append(result)
+        self._write(self.whole["results"])
+
+    def _write(self, results: list[dict]) -> None:
+        if self.output is not None:
+            self.output.write_text(json.dumps(self.whole | {"results": results}) + "\n")
+
+    def close(self) -> None:
+        if self.output is None:
+            print(json.dumps(self.whole))
+
+
+def train(
+    options: argparse.Namespace,
+    precision: str,
+    seed: int,
+    exact: list[float] | None,
+    to: Report,
+) -> list[float]:
+    """Both trainings, step by step. Returns PEFT's curve."""
+    recipe = replace(
+        train_adapters.RECIPES[options.recipe], start="", seed=seed, batch=options.batch
+    )
+    folder = convert_smollm2.ensure()
+    peft = adapted(folder, recipe, PRECISIONS[precision], options.device)
+    models = {"peft": peft, "patched": copy.deepcopy(peft)}
+    dorad.train.patch(models["patched"])
+    runs = {name: Training(model, recipe, precision == "bf16") for name, model in models.items()}
+    curves = {name: run.losses for name, run in runs.items()}
+    for number, made in enumerate(batches(recipe, folder, options.steps), 1):
+        batch = {key: tensor.to(options.device) for key, tensor in made.items()}
+        for run in runs.values():
+            run.step(batch)
+        if number % EVERY == 0 and number < options.steps:
+            to.note(report(precision, seed, curves, exact))
+    to.add(report(precision, seed, curves, exact))
+    return curves["peft"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--recipe", choices=train_adapters.RECIPES, default="pirate-v1")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--batch", type=int, default=train_adapters.Recipe.batch)
+    parser.add_argument("--output", type=Path, help="where to write; default: stdout")
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+    whole = Report(options)
+    for seed in options.seeds:
+        exact = None
+        for precision in sorted(options.precisions, key=list(PRECISIONS).index):
+            curve = train(options, precision, seed, exact, whole)
+            exact = curve if precision == "fp32" else exact
+    whole.close()
+
+
+if __name__ == "__main__":
+    main()
