@@ -30,6 +30,11 @@ class CudaLease final : public handover::WeightsLease {
   cuda::CudaModel& model_;
 };
 
+cuda::Priority ToPriority(const std::string& stream_priority) {
+  if (stream_priority == "low") return cuda::Priority::kLow;
+  return stream_priority == "normal" ? cuda::Priority::kNormal : cuda::Priority::kHigh;
+}
+
 class CudaBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
@@ -93,10 +98,11 @@ class CudaBackend final : public Backend {
     const int64_t held = ledger_.total();
     DORAD_ASSIGN_OR_RETURN(
         std::unique_ptr<engine::ModelRunner> runner,
-        cuda::MakeCudaModelRunner(model_.get(),
-                                  {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
-                                   engine_.max_running_sequences, gaps_.get()},
-                                  &ledger_));
+        cuda::MakeCudaModelRunner(
+            model_.get(),
+            {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
+             engine_.max_running_sequences, gaps_.get(), ToPriority(engine_.stream_priority)},
+            &ledger_));
     // CUDA does not tell what graphs take (nor libraries): it is what else is gone.
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory after, cuda::MemoryOfDevice());
     const int64_t graphs = before.free - after.free - (ledger_.total() - held);

@@ -38,6 +38,8 @@ struct EngineConfig {
   int64_t kv_bytes = int64_t{1} << 30;
   bool prefix_cache = true;
   bool deterministic = true;
+  double gpu_share = 1.0;  // the most of the time that steps take; on the CPU likewise
+  std::string stream_priority = "high";  // of steps on a GPU: "high", "normal", "low"
   double watchdog_seconds = 120.0;  // no sign of life from the engine: health NOT_SERVING, exit
 };
 

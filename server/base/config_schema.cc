@@ -131,6 +131,15 @@ std::vector<ConfigKey> EngineKeys() {
        0,
        {},
        false},
+      {"engine", "gpu_share", ConfigType::kShare, at(&Engine::gpu_share), 0.01, 1, {}, false},
+      {"engine",
+       "stream_priority",
+       ConfigType::kChoice,
+       at(&Engine::stream_priority),
+       0,
+       0,
+       {"high", "normal", "low"},
+       false},
       {"engine",
        "watchdog_seconds",
        ConfigType::kSeconds,
@@ -265,7 +274,7 @@ std::vector<ConfigKey> LogKeys() {
 
 std::string Number(ConfigType type, double value) {
   if (type == ConfigType::kBytes) return FormatBytes(static_cast<int64_t>(value));
-  if (type == ConfigType::kSeconds) return FormatSeconds(value);
+  if (type == ConfigType::kSeconds || type == ConfigType::kShare) return FormatDecimal(value);
   return absl::StrCat(static_cast<int64_t>(value));
 }
 
@@ -312,6 +321,8 @@ std::string DescribeValues(const ConfigKey& key) {
       return "bytes (512MiB, 2GiB or a plain number), or a share above 0.0 and up to 1.0";
     case ConfigType::kSeconds:
       return absl::StrCat("seconds, ", range());
+    case ConfigType::kShare:
+      return absl::StrCat("share, ", range());
     case ConfigType::kBoolean:
       return "true or false";
     case ConfigType::kFolders:
@@ -360,9 +371,9 @@ std::string FormatBytes(int64_t bytes) {
   return absl::StrCat(bytes, kUnits[unit]);
 }
 
-std::string FormatSeconds(double seconds) {
+std::string FormatDecimal(double value) {
   char buffer[32];
-  const auto result = std::to_chars(buffer, buffer + sizeof(buffer), seconds);
+  const auto result = std::to_chars(buffer, buffer + sizeof(buffer), value);
   return std::string(buffer, result.ptr);
 }
 

@@ -28,6 +28,7 @@ enum class ConfigType {
   kBytes,      // 1048576, 512MiB, 2GiB
   kByteLimit,  // the same, or a share of what there is: 0.5
   kSeconds,    // a decimal number
+  kShare,      // likewise
   kBoolean,
   kFolders,  // list of absolute paths
   kMap,      // name: text
@@ -38,7 +39,7 @@ struct ConfigKey {
   const char* name;
   ConfigType type;
   std::function<ConfigField(Config&)> field;
-  double min, max;  // of kInteger, kBytes and kSeconds, both allowed
+  double min, max;  // of kInteger, kBytes, kSeconds and kShare, both allowed
   std::vector<std::string> choices;
   bool may_be_empty;  // of kListen and kTcp
 
@@ -62,6 +63,6 @@ std::string NearestConfigSection(const std::string& section);
 // 1048576 as "1MiB": the largest unit that keeps it whole.
 std::string FormatBytes(int64_t bytes);
 // The shortest decimal text that reads back as the same number.
-std::string FormatSeconds(double seconds);
+std::string FormatDecimal(double value);
 
 }  // namespace dorad

@@ -70,7 +70,7 @@ std::string SetNumber(const ConfigKey& key, const std::string& text, int64_t* fi
   return "";
 }
 
-std::string SetSeconds(const ConfigKey& key, const std::string& text, double* field) {
+std::string SetDecimal(const ConfigKey& key, const std::string& text, double* field) {
   double value = 0;
   if (!absl::SimpleAtod(text, &value) || !std::isfinite(value) || value < key.min ||
       value > key.max) {
@@ -174,7 +174,7 @@ std::string SetFromText(const ConfigKey& key, const std::string& text, Config* c
   const ConfigField field = key.field(*config);
   if (auto* const* value = std::get_if<std::string*>(&field)) return SetString(key, text, *value);
   if (auto* const* value = std::get_if<int64_t*>(&field)) return SetNumber(key, text, *value);
-  if (auto* const* value = std::get_if<double*>(&field)) return SetSeconds(key, text, *value);
+  if (auto* const* value = std::get_if<double*>(&field)) return SetDecimal(key, text, *value);
   if (auto* const* value = std::get_if<bool*>(&field)) return SetBoolean(key, text, *value);
   try {
     return SetFromYaml(key, LoadYamlDocument(text), config);
@@ -225,7 +225,7 @@ std::string ValueToYaml(const ConfigKey& key, Config* config) {
   if (auto* const* value = std::get_if<int64_t*>(&field)) {
     return key.type == ConfigType::kBytes ? FormatBytes(**value) : absl::StrCat(**value);
   }
-  if (auto* const* value = std::get_if<double*>(&field)) return FormatSeconds(**value);
+  if (auto* const* value = std::get_if<double*>(&field)) return FormatDecimal(**value);
   if (auto* const* value = std::get_if<bool*>(&field)) return **value ? "true" : "false";
   if (auto* const* value = std::get_if<std::vector<std::string>*>(&field)) {
     return absl::StrCat(

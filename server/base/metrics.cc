@@ -140,6 +140,12 @@ struct EngineMetrics {
         switches(Counters(r, "dorad_engine_version_switches_total",
                           "Requests that went over to another version of their adapter.")
                      .Add({})),
+        held_back(Counters(r, "dorad_engine_held_back_seconds_total",
+                           "Time in which steps could have run but were held back for the share.")
+                      .Add({})),
+        gpu_share(Gauges(r, "dorad_engine_gpu_share",
+                         "The most of the time that steps may take; 1: no limit.")
+                      .Add({})),
         running(Gauges(r, "dorad_engine_running_sequences", "Sequences being computed.").Add({})),
         queued(
             Gauges(r, "dorad_engine_queued_requests", "Requests waiting to be computed.").Add({})),
@@ -165,6 +171,8 @@ struct EngineMetrics {
   Histogram &decode_rows, &prefill_rows, &adapters;
   Counter& preemptions;
   Counter& switches;
+  Counter& held_back;
+  Gauge& gpu_share;
   Gauge &running, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used, &pages_cached;
   Counter &queried, &hit, &nonfinite;
 };
@@ -359,12 +367,17 @@ void Metrics::Preemptions(int64_t count) {
 
 void Metrics::VersionSwitched() { impl_->engine.switches.Increment(); }
 
+void Metrics::StepsHeldBack(absl::Duration time) {
+  impl_->engine.held_back.Increment(Seconds(time));
+}
+
 void Metrics::SetEngine(const EngineGauges& gauges) {
   EngineMetrics& engine = impl_->engine;
   engine.running.Set(gauges.running_sequences);
   engine.queued.Set(gauges.queued_requests);
   engine.queued_tokens.Set(static_cast<double>(gauges.queued_tokens));
   engine.paused.Set(gauges.paused ? 1 : 0);
+  engine.gpu_share.Set(gauges.gpu_share);
   engine.pages_capacity.Set(static_cast<double>(gauges.kv_pages_total));
   engine.pages_used.Set(static_cast<double>(gauges.kv_pages_used));
   engine.pages_cached.Set(static_cast<double>(gauges.kv_pages_cached));

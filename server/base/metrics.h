@@ -49,6 +49,8 @@ class Metrics {
   void StepDone(const Step& step);
   void Preemptions(int64_t count);
   void VersionSwitched();
+  // Steps could have run for so long, but the time was left to others.
+  void StepsHeldBack(absl::Duration time);
   struct EngineGauges {
     int running_sequences = 0;
     int queued_requests = 0;
@@ -57,6 +59,7 @@ class Metrics {
     int64_t kv_pages_used = 0;
     int64_t kv_pages_cached = 0;
     bool paused = false;
+    double gpu_share = 1;
   };
   void SetEngine(const EngineGauges& gauges);
   void PrefixCache(int64_t queried_tokens, int64_t hit_tokens);

@@ -465,7 +465,7 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
 absl::StatusOr<std::unique_ptr<adapter::AdapterBuilder>> MakeCudaAdapterBuilder(
     const CudaModel* model, StepGaps* gaps, MemoryLedger* ledger, const Uploader::Options& upload) {
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Create(upload));
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLow));
   DORAD_ASSIGN_OR_RETURN(Event copied, Event::Create());
   DORAD_ASSIGN_OR_RETURN(Event even, Event::Create());
   DORAD_ASSIGN_OR_RETURN(Event odd, Event::Create());

@@ -147,7 +147,7 @@ class CudaModelRunner final : public engine::ModelRunner {
 
 absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
     const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger) {
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create());
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(options.priority));
   DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
                          AdapterSlots::Create(static_cast<int>(options.max_sequences),
                                               model->modules().size(), ledger));

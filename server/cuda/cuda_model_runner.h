@@ -14,10 +14,11 @@ namespace dorad::cuda {
 
 struct RunnerOptions {
   int64_t kv_pages = 0;
-  int64_t max_positions = 0;  // the longest sequence that will be run
-  int64_t max_rows = 0;       // of one step
-  int64_t max_sequences = 0;  // of one step; each may have an adapter of its own
-  StepGaps* gaps = nullptr;   // is told of every step; borrowed, may be nullptr
+  int64_t max_positions = 0;            // the longest sequence that will be run
+  int64_t max_rows = 0;                 // of one step
+  int64_t max_sequences = 0;            // of one step; each may have an adapter of its own
+  StepGaps* gaps = nullptr;             // is told of every step; borrowed, may be nullptr
+  Priority priority = Priority::kHigh;  // of steps
 };
 
 // model and ledger are borrowed and outlive the runner. Allocates the KV cache and the workspace:

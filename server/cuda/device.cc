@@ -80,13 +80,14 @@ void TrimFreedMemory() {
 
 absl::StatusOr<Stream> Stream::Create(Priority priority) {
   constexpr char kWhat[] = "making a stream";
-  int least = 0, greatest = 0;
+  int least = 0, greatest = 0;  // the greatest has the smallest number
   DORAD_RETURN_IF_CUDA_ERROR(cudaDeviceGetStreamPriorityRange(&least, &greatest), kWhat);
+  const int number = priority == Priority::kHigh     ? greatest
+                     : priority == Priority::kNormal ? (least + greatest) / 2
+                                                     : least;
   cudaStream_t stream = nullptr;
-  DORAD_RETURN_IF_CUDA_ERROR(
-      cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
-                                   priority == Priority::kSteps ? greatest : least),
-      kWhat);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, number),
+                             kWhat);
   return Stream(stream);
 }
 

@@ -36,13 +36,14 @@ absl::StatusOr<DeviceMemory> OpenDevice();
 // Gives what DeviceBuffers have freed back to the device. Waits for its work.
 void TrimFreedMemory();
 
-// Whose kernels get free multiprocessors first.
-enum class Priority { kSteps, kLoading };
+// Whose kernels get free multiprocessors first, among the streams of this process; kLow is a
+// loader's. Other processes on the GPU have their turns whatever it is, unless MPS joins them.
+enum class Priority { kHigh, kNormal, kLow };
 
 // A non-blocking stream of its own. Move-only.
 class Stream {
  public:
-  static absl::StatusOr<Stream> Create(Priority priority = Priority::kSteps);
+  static absl::StatusOr<Stream> Create(Priority priority = Priority::kHigh);
   Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
   Stream& operator=(Stream&&) = delete;
   ~Stream();

@@ -14,7 +14,7 @@ constexpr int64_t kPieceBytes = 1 << 20;
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const DeviceReader>> DeviceReader::Create() {
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLow));
   DORAD_ASSIGN_OR_RETURN(PinnedBuffer piece, PinnedBuffer::Allocate(kPieceBytes));
   return std::shared_ptr<const DeviceReader>(new DeviceReader(std::move(stream), std::move(piece)));
 }

@@ -14,7 +14,7 @@ constexpr size_t kPagesAtOnce = 8;
 }  // namespace
 
 absl::StatusOr<PageCopier> PageCopier::Create() {
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLow));
   DORAD_ASSIGN_OR_RETURN(Event copied, Event::Create(Event::Wait::kSleeping));
   return PageCopier(std::move(stream), std::move(copied));
 }

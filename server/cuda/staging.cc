@@ -52,7 +52,7 @@ Uploader::Uploader(const Options& options, Stream stream)
 
 absl::StatusOr<std::unique_ptr<Uploader>> Uploader::Create(const Options& options) {
   DORAD_CHECK(options.threads > 0 && options.piece_bytes > 0 && options.window > 0);
-  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLoading));
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(Priority::kLow));
   std::unique_ptr<Uploader> uploader(new Uploader(options, std::move(stream)));
   DORAD_RETURN_IF_ERROR(uploader->AllocateAll());
   return uploader;

@@ -124,6 +124,17 @@ void Engine::Wake(bool kv, bool go_on, std::function<void(absl::Status)> done) {
       });
 }
 
+void Engine::Yield(YieldOptions options, std::function<void(absl::StatusOr<double>)> done) {
+  impl_->admission.Post([loop = &impl_->loop, options = std::move(options),
+                         done = std::move(done)] { loop->Yield(options, done); });
+}
+
+void Engine::EndYield(std::string id, std::function<void(bool)> done) {
+  impl_->admission.Post([loop = &impl_->loop, id = std::move(id), done = std::move(done)] {
+    loop->EndYield(id, done);
+  });
+}
+
 EngineStats Engine::stats() const {
   EngineStats stats = impl_->board.stats();
   const Admission::Queue queue = impl_->admission.queue();

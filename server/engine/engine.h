@@ -85,6 +85,19 @@ class Engine {
   // again. OUT_OF_MEMORY: nothing has changed.
   void Wake(bool kv, bool go_on, std::function<void(absl::Status)> done);
 
+  // From now on steps take at most `share` of the time, for `time` or until EndYield. Under the id
+  // of a yield that is in effect it changes that one. Of several, and of EngineOptions::gpu_share,
+  // the smallest share counts. `done` runs on the engine thread with the share that is in effect
+  // then. RESOURCE_EXHAUSTED (TOO_MANY_YIELDS).
+  struct YieldOptions {
+    std::string id;
+    double share = 1;  // above 0, at most 1
+    absl::Duration time;
+  };
+  void Yield(YieldOptions options, std::function<void(absl::StatusOr<double>)> done);
+  // `done` runs on the engine thread with whether it was in effect still.
+  void EndYield(std::string id, std::function<void(bool)> done);
+
   // As of the end of the last step.
   EngineStats stats() const;
   // How long ago the engine thread showed a sign of life (about once a second when idle).

@@ -21,6 +21,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
                        std::unique_ptr<ModelRunner> runner, Admission* admission, StatsBoard* board,
                        Metrics* metrics)
     : rules_(std::move(rules)),
+      gpu_share_(options.gpu_share),
       admission_(admission),
       board_(board),
       metrics_(metrics),
@@ -29,6 +30,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
                   [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
                  &pages_),
       pipeline_(std::move(runner), metrics) {
+  FollowYields(SteadyNow());
   PublishStats();
 }
 
@@ -40,6 +42,7 @@ void EngineLoop::Run() {
     if (stop) break;
     EndDeadRequests();
     FollowActiveVersions();
+    FollowYields(SteadyNow());
     if (may_step()) Step();
     CompletePauses();
     graveyard_.clear();
@@ -54,16 +57,21 @@ void EngineLoop::Run() {
   PublishStats();
 }
 
-// Waits while there is nothing to do, but not longer than until the next deadline.
+// Waits while there is nothing to do or the next step has to wait, but not longer than until the
+// next deadline.
 std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
+  const Instant now = SteadyNow();
   absl::Duration patience = kIdleHeartbeat;
-  if (!deadlines_.empty()) {
-    patience = std::min(patience, Between(SteadyNow(), deadlines_.begin()->first));
-  }
+  if (!deadlines_.empty()) patience = std::min(patience, Between(now, deadlines_.begin()->first));
+  if (!yields_.empty()) patience = std::min(patience, Between(now, yields_.next_end()));
   if (stalled_) patience = std::min(patience, kAskForWeights);
   const bool busy =
       !stalled_ && may_step() && static_cast<int64_t>(requests_.size()) > frozen_requests_;
-  return admission_->Take(busy ? absl::ZeroDuration() : patience, stop);
+  if (!busy) return admission_->Take(patience, stop);
+  const absl::Duration wait = pipeline_.empty() ? pacer_.Wait(now) : absl::ZeroDuration();
+  std::vector<Admission::Message> messages = admission_->Take(std::min(patience, wait), stop);
+  if (wait > absl::ZeroDuration()) metrics_->StepsHeldBack(Between(now, SteadyNow()));
+  return messages;
 }
 
 void EngineLoop::Enter(std::unique_ptr<Request> owned) {
@@ -137,12 +145,18 @@ bool EngineLoop::IsHere(const Request* request) const {
 // Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
 // the step before brought is delivered.
 void EngineLoop::Step() {
-  while (!pipeline_.full() && BeginStep()) {
+  if (pipeline_.empty() && pacer_.Wait(SteadyNow()) > absl::ZeroDuration()) {
+    stalled_ = false;  // somebody may be able to run when its turn comes
+    return;
+  }
+  while (HasRoom() && BeginStep()) {
   }
   EndWithoutWeights();
   stalled_ = pipeline_.empty() && weights_.any_away();
   if (!pipeline_.empty()) FinishStep();
 }
+
+bool EngineLoop::HasRoom() const { return pacer_.paces() ? pipeline_.empty() : !pipeline_.full(); }
 
 // Ends the requests that wait for weights which could not be brought.
 void EngineLoop::EndWithoutWeights() {
@@ -181,6 +195,7 @@ bool EngineLoop::BeginStep() {
 
 void EngineLoop::FinishStep() {
   StepPipeline::Finished step = pipeline_.Finish();
+  pacer_.Ran(step.time, step.now);
   if (!step.outputs.ok()) {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
@@ -365,6 +380,26 @@ absl::Status EngineLoop::Wake(bool kv, bool go_on) {
   return absl::OkStatus();
 }
 
+void EngineLoop::Yield(const Engine::YieldOptions& options,
+                       const std::function<void(absl::StatusOr<double>)>& done) {
+  const Instant now = SteadyNow();
+  const absl::Status status =
+      yields_.Set(options.id, options.share, now + absl::ToChronoNanoseconds(options.time));
+  FollowYields(now);
+  Answer(done, status.ok() ? absl::StatusOr<double>(pacer_.share()) : status);
+}
+
+void EngineLoop::EndYield(const std::string& id, const std::function<void(bool)>& done) {
+  const bool ended = yields_.End(id);
+  FollowYields(SteadyNow());
+  Answer(done, ended);
+}
+
+void EngineLoop::FollowYields(Instant now) {
+  yields_.EndOverdue(now);
+  pacer_.SetShare(std::min(gpu_share_, yields_.share()), now);
+}
+
 // Ends the pauses that still wait: another word has come in between.
 void EngineLoop::Supersede(const adapter::AdapterRef& scope) {
   for (const Pauses::Waiting& pause : pauses_.TakeOvertaken(scope)) {
@@ -418,6 +453,7 @@ void EngineLoop::PublishStats() {
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();
   stats.asleep = asleep_;
+  stats.gpu_share = pacer_.share();
   stats.paused_adapters = pauses_.adapters();
   stats.frozen_requests = static_cast<int>(frozen_requests_);
   board_->Publish(std::move(stats));

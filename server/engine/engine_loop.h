@@ -22,8 +22,10 @@
 #include "server/engine/request.h"
 #include "server/engine/scheduler.h"
 #include "server/engine/stats_board.h"
+#include "server/engine/step_pacer.h"
 #include "server/engine/step_pipeline.h"
 #include "server/engine/weights_gate.h"
+#include "server/engine/yields.h"
 
 namespace dorad::engine {
 
@@ -47,6 +49,9 @@ class EngineLoop {
   void Sleep(const Engine::SleepOptions& options,
              const std::function<void(absl::StatusOr<int64_t>)>& done);
   absl::Status Wake(bool kv, bool go_on);
+  void Yield(const Engine::YieldOptions& options,
+             const std::function<void(absl::StatusOr<double>)>& done);
+  void EndYield(const std::string& id, const std::function<void(bool)>& done);
 
  private:
   std::vector<Admission::Message> TakeMessages(bool* stop);
@@ -56,8 +61,11 @@ class EngineLoop {
   void Follow(Request* request, adapter::AdapterLease lease);
   bool IsHere(const Request* request) const;
 
+  void FollowYields(Instant now);
+
   // --- Steps.
   void Step();
+  bool HasRoom() const;
   bool BeginStep();
   void FinishStep();
   void FinishAll();
@@ -85,6 +93,7 @@ class EngineLoop {
   void Answer(const Done& done, Args... args);
 
   const StopRules rules_;
+  const double gpu_share_;
   Admission* const admission_;
   StatsBoard* const board_;
   Metrics* const metrics_;
@@ -92,6 +101,8 @@ class EngineLoop {
   WeightsGate weights_;
   Scheduler scheduler_;
   StepPipeline pipeline_;
+  StepPacer pacer_;
+  Yields yields_;
   Pauses pauses_;
   std::unordered_map<std::string, std::unique_ptr<Request>> requests_;
   std::set<std::pair<Instant, Request*>> deadlines_;

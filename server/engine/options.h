@@ -12,6 +12,8 @@ struct EngineOptions {
   int64_t max_step_tokens = 512;  // rows of one forward pass
   int32_t max_running_sequences = 256;
   bool prefix_cache = true;  // false: no request reads or fills it
+  // The most of the time that steps take; 1: they follow one another. REQUIRES: above 0, at most 1.
+  double gpu_share = 1;
   std::vector<int32_t> eos_token_ids;
   // Limits checked at admission.
   int32_t vocab_size = 0;

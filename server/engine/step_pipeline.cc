@@ -64,9 +64,10 @@ StepPipeline::Finished StepPipeline::Finish() {
   finished.outputs = runner_->Finish();
   finished.now = SteadyNow();
   ++steps_finished_;
+  finished.time = Between(std::max(step.begun, last_finished_), finished.now);
+  last_finished_ = finished.now;
   if (finished.outputs.ok()) {
-    Record(step.chunks, Between(std::max(step.begun, last_finished_), finished.now));
-    last_finished_ = finished.now;
+    Record(step.chunks, finished.time);
   } else {
     for (StepInFlight& behind : std::exchange(in_flight_, {})) {
       (void)runner_->Finish();

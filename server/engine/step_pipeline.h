@@ -39,6 +39,7 @@ class StepPipeline {
     // One for each chunk; or the failure of the step, to which the steps behind it, that stood on
     // what it did not compute, then are lost as well: their chunks are among these.
     absl::StatusOr<std::vector<StepOutput>> outputs;
+    absl::Duration time;  // of this step alone: since its begin or the end of the one before
     Instant now;
   };
   // The oldest step. REQUIRES: !empty().

@@ -155,6 +155,7 @@ struct EngineStats {
   uint64_t steps = 0;
   bool paused = false;  // everything
   bool asleep = false;
+  double gpu_share = 1;  // the most of the time that steps take now
   std::vector<adapter::AdapterRef> paused_adapters;
   int frozen_requests = 0;  // by pauses of adapters
 };

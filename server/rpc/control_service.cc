@@ -53,6 +53,7 @@ void FillEngine(const Services& services, v1::EngineInfo* to) {
   }
   to->set_frozen_requests(static_cast<uint32_t>(stats.frozen_requests));
   for (const std::string& tag : services.sleep.asleep()) to->add_sleeping(tag);
+  to->set_gpu_share(stats.gpu_share);
   to->set_deterministic(services.info.deterministic);
   to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
 }
@@ -190,6 +191,43 @@ grpc::ServerUnaryReactor* ControlService::ShareBaseWeights(
           FillWeights(*services_->weight_layout, response);
         }
         call->End(session.status());
+      });
+}
+
+grpc::ServerUnaryReactor* ControlService::Yield(grpc::CallbackServerContext* context,
+                                                const v1::YieldRequest* request,
+                                                v1::YieldResponse* response) {
+  return UnaryCall<v1::YieldResponse>::Run(
+      "Yield", context, services_->metrics, response, [&](const auto& call) {
+        absl::StatusOr<engine::Engine::YieldOptions> options = ParseYield(*request);
+        if (!options.ok()) {
+          call->End(options.status());
+          return;
+        }
+        services_->engine->Yield(*std::move(options), [call](const absl::StatusOr<double>& share) {
+          call->Complete([&share](v1::YieldResponse* to) {
+            if (share.ok()) to->set_gpu_share(*share);
+            return share.status();
+          });
+        });
+      });
+}
+
+grpc::ServerUnaryReactor* ControlService::EndYield(grpc::CallbackServerContext* context,
+                                                   const v1::EndYieldRequest* request,
+                                                   v1::EndYieldResponse* response) {
+  return UnaryCall<v1::EndYieldResponse>::Run(
+      "EndYield", context, services_->metrics, response, [&](const auto& call) {
+        if (absl::Status status = CheckYieldId(*request); !status.ok()) {
+          call->End(status);
+          return;
+        }
+        services_->engine->EndYield(request->yield_id(), [call](bool ended) {
+          call->Complete([ended](v1::EndYieldResponse* to) {
+            to->set_ended(ended);
+            return absl::OkStatus();
+          });
+        });
       });
 }
 

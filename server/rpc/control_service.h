@@ -28,6 +28,12 @@ class ControlService final : public v1::ControlService::CallbackService {
   grpc::ServerUnaryReactor* ShareBaseWeights(grpc::CallbackServerContext* context,
                                              const v1::ShareBaseWeightsRequest* request,
                                              v1::ShareBaseWeightsResponse* response) override;
+  grpc::ServerUnaryReactor* Yield(grpc::CallbackServerContext* context,
+                                  const v1::YieldRequest* request,
+                                  v1::YieldResponse* response) override;
+  grpc::ServerUnaryReactor* EndYield(grpc::CallbackServerContext* context,
+                                     const v1::EndYieldRequest* request,
+                                     v1::EndYieldResponse* response) override;
 
  private:
   Services* const services_;

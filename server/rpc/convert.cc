@@ -62,18 +62,22 @@ std::vector<int32_t> ReadIds(const std::string& field, const std::string& bytes,
   return ids;
 }
 
+void CheckId(const char* field, const char* reason, const std::string& id, Violations* violations) {
+  const bool printable =
+      std::all_of(id.begin(), id.end(), [](char c) { return c > ' ' && c <= '~'; });
+  if (id.empty() || id.size() > kMaxRequestIdBytes || !printable) {
+    Add(violations, field, reason,
+        absl::StrCat("an id has 1 to ", kMaxRequestIdBytes,
+                     " printable ASCII characters without spaces"));
+  }
+}
+
 // Both request types have an optional request_id.
 template <typename Request>
 std::string ReadRequestId(const Request& request, std::string fallback, Violations* violations) {
   if (!request.has_request_id()) return fallback;
   const std::string& id = request.request_id();
-  const bool printable =
-      std::all_of(id.begin(), id.end(), [](char c) { return c > ' ' && c <= '~'; });
-  if (id.empty() || id.size() > kMaxRequestIdBytes || !printable) {
-    Add(violations, "request_id", "REQUEST_ID_INVALID",
-        absl::StrCat("an id has 1 to ", kMaxRequestIdBytes,
-                     " printable ASCII characters without spaces"));
-  }
+  CheckId("request_id", "REQUEST_ID_INVALID", id, violations);
   return id;
 }
 
@@ -424,6 +428,32 @@ absl::StatusOr<ParsedPause> ParsePause(const v1::PauseRequest& request) {
   parsed.scope = ReadAdapter("adapter", request.adapter(), &violations);
   if (!violations.empty()) return MakeInvalid("PauseRequest", std::move(violations));
   return parsed;
+}
+
+absl::StatusOr<engine::Engine::YieldOptions> ParseYield(const v1::YieldRequest& request) {
+  Violations violations;
+  CheckId("yield_id", "YIELD_ID_INVALID", request.yield_id(), &violations);
+  const double share = request.gpu_share();
+  if (!request.has_gpu_share() || !(share >= kMinGpuShare && share <= 1)) {
+    Add(&violations, "gpu_share", "GPU_SHARE_OUT_OF_RANGE",
+        absl::StrCat(share, " is not in [", kMinGpuShare, ", 1]"));
+  }
+  const absl::Duration time = absl::Seconds(request.time_to_live().seconds()) +
+                              absl::Nanoseconds(request.time_to_live().nanos());
+  if (time <= absl::ZeroDuration() || time > kMaxYieldTime) {
+    Add(&violations, "time_to_live", "TIME_TO_LIVE_OUT_OF_RANGE",
+        absl::StrCat(absl::FormatDuration(time), " is not above 0 and at most ",
+                     absl::FormatDuration(kMaxYieldTime)));
+  }
+  if (!violations.empty()) return MakeInvalid("YieldRequest", std::move(violations));
+  return engine::Engine::YieldOptions{request.yield_id(), share, time};
+}
+
+absl::Status CheckYieldId(const v1::EndYieldRequest& request) {
+  Violations violations;
+  CheckId("yield_id", "YIELD_ID_INVALID", request.yield_id(), &violations);
+  if (!violations.empty()) return MakeInvalid("EndYieldRequest", std::move(violations));
+  return absl::OkStatus();
 }
 
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "dorad/v1/adapters.pb.h"
 #include "dorad/v1/control.pb.h"
 #include "dorad/v1/inference.pb.h"
@@ -33,6 +34,8 @@ inline constexpr int64_t kMaxScoreCells = 16384;  // sequences × adapters of on
 // All samples of a Generate may wait in memory for a client that does not read.
 inline constexpr int64_t kMaxResultMessages = 16;  // times max_message_bytes
 inline constexpr int kMaxAbortIds = 4096;
+inline constexpr double kMinGpuShare = 0.01;  // as of engine.gpu_share
+inline constexpr absl::Duration kMaxYieldTime = absl::Hours(24);
 
 // What the server chooses where the request does not say.
 struct RequestDefaults {
@@ -59,6 +62,9 @@ struct ParsedPause {
   adapter::AdapterRef scope;
 };
 absl::StatusOr<ParsedPause> ParsePause(const v1::PauseRequest& request);
+
+absl::StatusOr<engine::Engine::YieldOptions> ParseYield(const v1::YieldRequest& request);
+absl::Status CheckYieldId(const v1::EndYieldRequest& request);
 
 // "name", its version and its tags, as the Publish calls and Activate and Retire carry them.
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations);

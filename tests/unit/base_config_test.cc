@@ -233,9 +233,9 @@ TEST(ConfigTest, AcceptsTheEndsOfEveryRange) {
   for (const ConfigKey& key : ConfigKeys()) {
     if (key.max == 0) continue;
     for (const double value : {key.min, key.max}) {
-      const std::string text = key.type == ConfigType::kSeconds
-                                   ? FormatSeconds(value)
-                                   : absl::StrCat(static_cast<int64_t>(value));
+      const bool decimal = key.type == ConfigType::kSeconds || key.type == ConfigType::kShare;
+      const std::string text =
+          decimal ? FormatDecimal(value) : absl::StrCat(static_cast<int64_t>(value));
       Config config;
       EXPECT_EQ(SetFromText(key, text, &config), "") << key.path();
     }

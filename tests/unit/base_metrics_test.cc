@@ -44,7 +44,8 @@ void UseAll(Metrics* metrics) {
   metrics->InterTokenLatency(absl::Milliseconds(4), 3);
   metrics->StepDone({absl::Milliseconds(5), 4, 100, 2});
   metrics->Preemptions(2);
-  metrics->SetEngine({3, 4, 50, 100, 60, 30, true});
+  metrics->StepsHeldBack(absl::Milliseconds(250));
+  metrics->SetEngine({3, 4, 50, 100, 60, 30, true, 0.5});
   metrics->PrefixCache(16, 6);
   metrics->NonFiniteLogits();
   metrics->AdapterLoaded({{"read", absl::Milliseconds(3)}, {"total", absl::Milliseconds(9)}});
@@ -94,6 +95,8 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {R"(dorad_engine_step_rows_sum{phase="prefill"})", "100"},
       {"dorad_engine_step_adapters_sum", "2"},
       {"dorad_engine_preemptions_total", "2"},
+      {"dorad_engine_held_back_seconds_total", "0.25"},
+      {"dorad_engine_gpu_share", "0.5"},
       {"dorad_engine_running_sequences", "3"},
       {"dorad_engine_queued_requests", "4"},
       {"dorad_engine_queued_tokens", "50"},

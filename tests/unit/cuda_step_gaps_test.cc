@@ -17,7 +17,7 @@ class StepGapsTest : public kernels::KernelTest {
     kernels::KernelTest::SetUp();
     if (IsSkipped()) return;
     gaps_ = *StepGaps::Create();
-    loader_ = std::make_unique<Stream>(*Stream::Create(Priority::kLoading));
+    loader_ = std::make_unique<Stream>(*Stream::Create(Priority::kLow));
     engine_ = std::make_unique<Stream>(*Stream::Create());
   }
 

@@ -435,5 +435,43 @@ TEST(ParsePause, RefusesTheUnknown) {
       ViolationsOf(ParsePause(PauseOf(static_cast<v1::PauseMode>(17), "No!")).status()).size(), 2u);
 }
 
+v1::YieldRequest YieldOf(const std::string& id, double share, int64_t seconds) {
+  v1::YieldRequest request;
+  request.set_yield_id(id);
+  request.set_gpu_share(share);
+  request.mutable_time_to_live()->set_seconds(seconds);
+  return request;
+}
+
+TEST(ParseYield, ReadsAllOfIt) {
+  v1::YieldRequest request = YieldOf("trainer-1", 0.01, 3);
+  request.mutable_time_to_live()->set_nanos(500'000'000);
+  const auto options = ParseYield(request);
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->id, "trainer-1");
+  EXPECT_EQ(options->share, 0.01);
+  EXPECT_EQ(options->time, absl::Seconds(3.5));
+  EXPECT_TRUE(ParseYield(YieldOf(std::string(128, 'x'), 1, 24 * 3600)).ok());
+}
+
+TEST(ParseYield, ListsEveryViolation) {
+  EXPECT_THAT(FieldsAndReasons(ParseYield(v1::YieldRequest()).status()),
+              testing::ElementsAre("yield_id YIELD_ID_INVALID", "gpu_share GPU_SHARE_OUT_OF_RANGE",
+                                   "time_to_live TIME_TO_LIVE_OUT_OF_RANGE"));
+  for (const double share : {0.0, 0.009, -1.0, 1.001, double{kNan}, double{kInf}}) {
+    EXPECT_EQ(ReasonOf(ParseYield(YieldOf("a", share, 3)).status()), "GPU_SHARE_OUT_OF_RANGE");
+  }
+  for (const int64_t seconds : {int64_t{-1}, int64_t{0}, int64_t{24 * 3600 + 1}, INT64_MAX}) {
+    EXPECT_EQ(ReasonOf(ParseYield(YieldOf("a", 0.5, seconds)).status()),
+              "TIME_TO_LIVE_OUT_OF_RANGE");
+  }
+  for (const char* id : {"", "a b", "\n", "\xff"}) {
+    EXPECT_EQ(ReasonOf(ParseYield(YieldOf(id, 0.5, 3)).status()), "YIELD_ID_INVALID");
+    v1::EndYieldRequest end;
+    end.set_yield_id(id);
+    EXPECT_EQ(ReasonOf(CheckYieldId(end)), "YIELD_ID_INVALID");
+  }
+}
+
 }  // namespace
 }  // namespace dorad::rpc

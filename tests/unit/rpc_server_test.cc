@@ -772,6 +772,31 @@ TEST_F(ServerTest, PausesAndResumes) {
   EXPECT_TRUE(Generate(Request(5)).status.ok());
 }
 
+TEST_F(ServerTest, YieldsUntilToldOtherwise) {
+  v1::YieldRequest request;
+  request.set_yield_id("a");
+  v1::YieldResponse yielded;
+  EXPECT_EQ(ReasonOfWire(control_->Yield(Context().get(), request, &yielded)),
+            "GPU_SHARE_OUT_OF_RANGE");
+  request.set_gpu_share(0.25);
+  request.mutable_time_to_live()->set_seconds(600);
+  ASSERT_TRUE(control_->Yield(Context().get(), request, &yielded).ok());
+  EXPECT_EQ(yielded.gpu_share(), 0.25);
+  v1::GetInfoResponse info;
+  ASSERT_TRUE(control_->GetInfo(Context().get(), v1::GetInfoRequest(), &info).ok());
+  EXPECT_EQ(info.engine().gpu_share(), 0.25);
+  EXPECT_TRUE(Generate(Request(5)).status.ok());
+  v1::EndYieldRequest end;
+  end.set_yield_id("a");
+  v1::EndYieldResponse ended;
+  ASSERT_TRUE(control_->EndYield(Context().get(), end, &ended).ok());
+  EXPECT_TRUE(ended.ended());
+  ASSERT_TRUE(control_->EndYield(Context().get(), end, &ended).ok());
+  EXPECT_FALSE(ended.ended());
+  ASSERT_TRUE(control_->GetInfo(Context().get(), v1::GetInfoRequest(), &info).ok());
+  EXPECT_EQ(info.engine().gpu_share(), 1);
+}
+
 TEST_F(ServerTest, PassesSleepAndWakeOn) {
   rpc::SleepControl::Options asked;
   std::vector<std::string> woken;
