@@ -116,6 +116,8 @@ class FakeServer(
         self.paused_adapters = []
         self.sleeping = set()
         self.sleep_requests = []
+        self.yields = {}  # id -> share
+        self.yield_requests = []
         self.pause_modes = []
         self.generate_calls = []
         self.metadata = []
@@ -124,6 +126,7 @@ class FakeServer(
         self.cancelled = 0
         self.aborts = []
         # Steering.
+        self.failing_yields = set()  # INTERNAL for the first call (1), the second, ...
         self.token_delay = 0.0
         self.endless = False
         self.refuse_generate = []  # of callables(context), one for each call to come
@@ -481,6 +484,7 @@ class FakeServer(
         info.engine.paused = self.paused
         info.engine.paused_adapters.extend(self.paused_adapters)
         info.engine.sleeping.extend(sorted(self.sleeping))
+        info.engine.gpu_share = self.gpu_share()
         info.uptime.FromSeconds(90)
         info.memory_bytes["weights"] = 1 << 20
         return info
@@ -502,6 +506,21 @@ class FakeServer(
     def Wake(self, request, context):
         self.sleeping -= set(request.tags or ["weights", "kv", "adapters"])
         return control_pb2.WakeResponse()
+
+    def Yield(self, request, context):
+        with self.lock:
+            self.yield_requests.append(request)
+            if len(self.yield_requests) in self.failing_yields:
+                context.abort(grpc.StatusCode.INTERNAL, "as told")
+            self.yields[request.yield_id] = request.gpu_share
+            return control_pb2.YieldResponse(gpu_share=self.gpu_share())
+
+    def EndYield(self, request, context):
+        ended = self.yields.pop(request.yield_id, None) is not None
+        return control_pb2.EndYieldResponse(ended=ended)
+
+    def gpu_share(self):
+        return min([1.0, *self.yields.values()])
 
     def Resume(self, request, context):
         if request.adapter:

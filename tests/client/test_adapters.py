@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from dorad import _publish
 from dorad.v1 import control_pb2
-from fake_server import image_of
+from fake_server import image_of, wait_for
 
 
 @pytest.fixture
@@ -377,6 +377,44 @@ def test_sleeps_and_wakes(client, server):
     assert client.info().engine.sleeping == ["kv"]
     client.wake()
     assert client.info().engine.sleeping == []
+
+
+def test_yields_and_ends_the_yield(client, server):
+    assert client.yield_gpu(0.5, time_to_live=2.5, yield_id="a") == 0.5
+    assert client.yield_gpu(0.75, time_to_live=60, yield_id="b") == 0.5
+    assert server.yield_requests[0].time_to_live.ToMilliseconds() == 2500
+    assert client.info().engine.gpu_share == 0.5
+    assert client.end_yield("a") and not client.end_yield("a")
+    assert client.info().engine.gpu_share == 0.75
+
+
+def test_a_block_renews_its_yield_and_ends_it(client, server):
+    with client.yielding(0.25, time_to_live=0.15) as share:
+        assert share == 0.25 and list(server.yields.values()) == [0.25]
+        with client.yielding(0.5) as both:
+            assert both == 0.25 and len(server.yields) == 2
+        assert wait_for(lambda: len(server.yield_requests) >= 5)
+        assert len(server.yields) == 1
+    assert server.yields == {}
+    assert {request.time_to_live.ToMilliseconds() for request in server.yield_requests} == {
+        150,
+        30_000,
+    }
+
+
+def test_only_the_first_call_of_a_yield_can_fail_the_block(client, server, caplog):
+    server.failing_yields = {1}
+    with pytest.raises(dorad.DoradError), client.yielding(0.25):
+        raise AssertionError("must not run")
+    server.failing_yields = {3}
+    with client.yielding(0.25, time_to_live=0.15):
+        assert wait_for(lambda: len(server.yield_requests) >= 4)
+    assert "could not be renewed" in caplog.text and server.yields == {}
+    with pytest.raises(ZeroDivisionError), client.yielding(0.25):
+        raise ZeroDivisionError
+    assert server.yields == {}
+    with pytest.raises(ValueError, match="time_to_live"):
+        client.yielding(0.25, time_to_live=0)
 
 
 def test_pauses_and_resumes(client, server):

@@ -78,6 +78,13 @@ def test_publishes_and_manages_adapters(server, folder):
         async with client.watch(0) as events:
             assert (await anext(events)).type == "published"
         assert await client.abort(all=True) == 3
+        assert await client.yield_gpu(0.5, time_to_live=9, yield_id="a") == 0.5
+        async with client.yielding(0.25, time_to_live=0.15) as share:
+            assert share == 0.25
+            while len(server.yield_requests) < 5:
+                await asyncio.sleep(0.01)
+        assert server.yields == {"a": 0.5}
+        assert await client.end_yield("a") and not await client.end_yield("a")
         assert await client.sleep("kv") == {"kv": 1 << 20}
         await client.wake()
         assert await client.pause("keep") == 2

@@ -253,6 +253,16 @@ def test_operates(doractl, server):
     assert doractl("pause", "-a", "pirate") == "paused pirate (keep); 2 requests affected\n"
     assert doractl("resume", "-a", "pirate") == "resumed\n"
     assert doractl("resume") == "resumed\n"
+    assert doractl("yield", "0.25", "--for", "30") == "steps take at most 25% of the time\n"
+    assert server.yield_requests[0].time_to_live.seconds == 30
+    assert "25% of the time" in doractl("info")
+    assert json.loads(doractl("yield", "0.5", "--id", "b", "-o", "json")) == {"gpu_share": 0.25}
+    assert doractl("end-yield") == "ended; steps take at most 50% of it\n"
+    assert json.loads(doractl("end-yield", "--id", "b", "-o", "json")) == {
+        "ended": True,
+        "gpu_share": 1.0,
+    }
+    assert doractl("end-yield") == "no yield doractl; steps take their time\n"
     assert doractl("abort", "r1", "r2") == "3 requests aborted\n"
     assert json.loads(doractl("abort", "--all", "-o", "json")) == {"aborted": 3}
     assert doractl("health") == "serving\n"

@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 20
 _RETRYABLE = [
     ("dorad.v1.InferenceService", ("Generate", "Score", "Abort")),
     ("dorad.v1.AdapterService", ("Get", "GetUpload", "List", "Watch")),
-    ("dorad.v1.ControlService", ("GetInfo", "Pause", "Resume")),
+    ("dorad.v1.ControlService", ("GetInfo", "Pause", "Resume", "Yield", "EndYield")),
 ]
 
 

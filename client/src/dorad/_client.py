@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from dorad import _wire
+from dorad import _wire, _yielding
 from dorad import types as t
 from dorad._channel import (
     DEFAULT_TARGET,
@@ -623,6 +624,53 @@ class Client:
         Raises ResourceExhausted when there is too little: what is left sleeps on.
         """
         self._call(self._control.Wake, control_pb2.WakeRequest(tags=tags), timeout)
+
+    def yield_gpu(
+        self,
+        share: float,
+        *,
+        time_to_live: float,
+        yield_id: str,
+        timeout: float | None = None,
+    ) -> float:
+        """Leaves the device to others: steps take at most `share` (0.01 to 1) of the time.
+
+        Until `end_yield`, or for `time_to_live` seconds (at most a day); another call with the same
+        `yield_id` renews and changes it. Of several yields, and of the server's own
+        engine.gpu_share, the smallest share counts. Results do not depend on it. Returns the share
+        in effect.
+        """
+        message = _yielding.yield_request(share, time_to_live, yield_id)
+        return float(self._call(self._control.Yield, message, timeout).gpu_share)
+
+    def end_yield(self, yield_id: str, *, timeout: float | None = None) -> bool:
+        """Ends a yield. False: it had ended by itself, or there was none."""
+        message = control_pb2.EndYieldRequest(yield_id=yield_id)
+        return bool(self._call(self._control.EndYield, message, timeout).ended)
+
+    def yielding(
+        self, share: float, *, time_to_live: float = _yielding.DEFAULT_TIME_TO_LIVE
+    ) -> AbstractContextManager[float]:
+        """A block beside which the server's steps take at most `share` of the time.
+
+            with client.yielding(0.3):
+                loss.backward()
+                optimizer.step()
+
+        The yield is renewed meanwhile and ends with the block; should this process die, after
+        `time_to_live` seconds. Gives the share in effect.
+        """
+        interval = _yielding.renewal_interval(time_to_live)
+        yield_id = _yielding.new_id()
+
+        def renew() -> float:
+            return self.yield_gpu(
+                share, time_to_live=time_to_live, yield_id=yield_id, timeout=interval
+            )
+
+        return _yielding.renewed(
+            renew, lambda: self.end_yield(yield_id, timeout=interval), interval
+        )
 
     def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
         """The server (or one service by full name): "serving", "not_serving" or "unknown"."""

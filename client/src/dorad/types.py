@@ -383,6 +383,8 @@ class EngineInfo:
     """Requests that these pauses have stopped."""
     sleeping: list[str] = field(default_factory=list)
     """Of "weights", "kv" and "adapters" what sleeps."""
+    gpu_share: float = 1.0
+    """The most of the time that steps take now; 1: they follow one another."""
 
 
 @dataclass(frozen=True, slots=True)

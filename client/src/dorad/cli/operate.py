@@ -1,4 +1,4 @@
-"""`doractl info | health | pause | resume | sleep | wake | abort`."""
+"""`doractl info | health | pause | resume | sleep | wake | yield | end-yield | abort`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def _facts(info: dorad.ServerInfo) -> Table:
         "engine": ", ".join(
             ["paused" if engine.paused else "running", f"{engine.steps} steps"]
             + ([f"asleep: {' '.join(engine.sleeping)}"] if engine.sleeping else [])
+            + ([f"{engine.gpu_share:.0%} of the time"] if engine.gpu_share < 1 else [])
             + (["deterministic"] if engine.deterministic else [])
         ),
         "memory": ", ".join(f"{k} {size(v)}" for k, v in sorted(info.memory_bytes.items())),
@@ -197,6 +198,49 @@ def wake(
         print_json({"sleeping": left})
     else:
         print(f"asleep: {' '.join(left)}" if left else "awake")
+
+
+YieldIdOption = Annotated[str, typer.Option("--id", help="Whose yield it is.")]
+
+
+def yield_gpu(
+    share: Annotated[
+        float, typer.Argument(help="The most of the time that steps take, 0.01 to 1.")
+    ],
+    time_to_live: Annotated[
+        float, typer.Option("--for", help="Seconds after which it ends by itself.")
+    ] = 600.0,
+    yield_id: YieldIdOption = "doractl",
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Leave the device to others for a part of the time until `doractl end-yield`."""
+    with connect(target, admin_target, timeout) as client:
+        in_effect = client.yield_gpu(share, time_to_live=time_to_live, yield_id=yield_id)
+    if output is Output.JSON:
+        print_json({"gpu_share": in_effect})
+    else:
+        print(f"steps take at most {in_effect:.0%} of the time")
+
+
+def end_yield(
+    yield_id: YieldIdOption = "doractl",
+    target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
+    output: OutputOption = Output.TABLE,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Undo `doractl yield`."""
+    with connect(target, admin_target, timeout) as client:
+        ended = client.end_yield(yield_id)
+        left = client.info().engine.gpu_share
+    if output is Output.JSON:
+        print_json({"ended": ended, "gpu_share": left})
+    else:
+        what = "ended" if ended else f"no yield {yield_id}"
+        print(f"{what}; steps take " + ("their time" if left == 1 else f"at most {left:.0%} of it"))
 
 
 def abort(
