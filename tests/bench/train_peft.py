@@ -35,12 +35,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "client" / "src"))
+sys.path[:0] = [str(ROOT / "client" / "src"), str(ROOT / "tests")]
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, os.cpu_count() or 1)))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import dorad.train
 import torch
+from lib.peak import peak_bytes
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
@@ -192,21 +193,7 @@ class Case:
 
     def peak_bytes(self) -> int:
         self.zero_grad()
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            self.step()
-            return torch.cuda.max_memory_allocated() - before
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            self.step()
-        assert profile.profiler is not None and profile.profiler.kineto_results is not None
-        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        now = peak = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            now += event.nbytes()
-            peak = max(peak, now)
-        return peak
+        return peak_bytes(self.step, self.device)
 
 
 def tiers(case: Case, rows: int) -> dict[str, int]:

@@ -193,7 +193,7 @@ def table(cases: dict[str, dict[str, float]]) -> str:
         if key not in case:
             return ""
         part = f" ({case[f'{key}_part']:.0%})" if f"{key}_part" in case else ""
-        return f"{case[key]:.4g}{part}"
+        return f"{case[key]:.{0 if case[key] >= 1000 else 3}f}{part}"
 
     lines = ["| | trainer, TFLOP/s | server, tokens/s | in steps | held back |", "|" + "---|" * 5]
     for name, case in cases.items():
