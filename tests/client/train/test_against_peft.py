@@ -16,6 +16,8 @@ from lib.dora_training import (
     perturb,
     step,
 )
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 MODELS = {
     "linears": Linears,
@@ -223,3 +225,45 @@ def test_200_steps_of_training_stay_together():
     ours, theirs = curves
     assert theirs[-1] < 0.7 * theirs[0], "nothing was learned"
     assert ((ours - theirs).abs() / theirs).max() < 1e-4
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_loss_curves_of_a_language_model_stay_together(checkpointed):
+    """AdamW in fp32, the demo's settings: the mean difference a step is far below the paper's."""
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    lora = LoraConfig(
+        r=8, lora_alpha=16, target_modules=linears, use_dora=True, task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(LlamaForCausalLM(config), lora).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    twin = copy.deepcopy(model)
+    patch(model)
+    data = torch.randint(0, 97, (24, 20), generator=torch.Generator().manual_seed(7))
+    curves = []
+    for trained in model, twin:
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
+        losses = []
+        for number in range(120):
+            batch = data[number % 3 :: 3]
+            loss = trained(input_ids=batch, labels=batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        curves.append(torch.stack(losses))
+    ours, theirs = curves
+    assert theirs[-3:].mean() < 0.9 * theirs[:3].mean(), "nothing was learned"
+    assert (ours - theirs).abs().mean() < 7e-5

@@ -235,3 +235,40 @@ def test_streams_and_graphs_are_the_caller_s():
         graph.replay()
         torch.cuda.synchronize()
     assert torch.equal(captured, wanted)
+
+
+def test_kept_squares_are_there_for_every_stream():
+    """The stream that computes them is busy; another one asks, and outlives the entry."""
+    weight, a, b = (tensor.float() for tensor in factors(1000, 4096, 20, torch.float32))
+    wanted = weight_norm(weight, a, b, 2.0)
+    torch.cuda.synchronize()
+    for _ in range(5):
+        clear_cache()
+        busy, asking = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(50_000_000)
+            first = weight_norm(weight, a, b, 2.0, cache=True)
+        with torch.cuda.stream(asking):
+            second = weight_norm(weight, a, b, 2.0, cache=True)
+            torch.cuda._sleep(50_000_000)
+            third = weight_norm(weight, a, b, 2.0, cache=True)
+        clear_cache()
+        with torch.cuda.stream(busy):  # would take the memory that has come free
+            others = [torch.full((1000,), float("nan"), device="cuda") for _ in range(50)]
+        torch.cuda.synchronize()
+        assert torch.equal(first, wanted) and torch.equal(second, wanted)
+        assert torch.equal(third, wanted) and len(others) == 50
+
+
+def test_a_captured_graph_does_not_depend_on_what_is_kept():
+    weight, a, b = (tensor.float() for tensor in factors(1000, 4096, 20, torch.float32))
+    clear_cache()
+    wanted = weight_norm(weight, a, b, 2.0, cache=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = weight_norm(weight, a, b, 2.0, cache=True)
+    clear_cache()
+    others = [torch.full((1000,), float("nan"), device="cuda") for _ in range(50)]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, wanted) and len(others) == 50

@@ -166,6 +166,15 @@ class TestKeptSquares:
         self.check(weight[1::2], a, b[1::2])
         assert self.computed == 4
 
+    def test_are_as_exact_as_the_factors(self):
+        """An fp32 weight serves adapters in fp32 and in fp64."""
+        weight, a, b = matrices()
+        self.check(weight, a, b)
+        exact = weight_norm(weight, a.double(), b.double(), 0.5, cache=True)
+        torch.testing.assert_close(exact, dense(weight, a, b, 0.5), rtol=1e-14, atol=0)
+        self.check(weight, a, b)
+        assert self.computed == 2
+
     def test_forget_what_clear_cache_is_for(self):
         weight, a, b = matrices()
         self.check(weight, a, b)

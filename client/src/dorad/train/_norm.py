@@ -113,7 +113,7 @@ def _weight_norm(
     with torch.autocast(weight.device.type, enabled=False):
         chunks = _chunks(weight, dtype, chunk_bytes)
         if cache:
-            total = squares.get(weight, lambda: _sum_of_squares(weight, dtype, chunks)).to(dtype)
+            total = squares.get(weight, dtype, lambda: _sum_of_squares(weight, dtype, chunks))
         else:
             total = _sum_of_squares(weight, dtype, chunks)
         if scaling != 0:

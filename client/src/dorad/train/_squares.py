@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
+_Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype, torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +18,26 @@ class _Entry:
     storage: Any  # a StorageWeakRef
     version: int
     squares: torch.Tensor
+    stream: Any = None  # on CUDA: the torch.cuda.Stream that computes `squares`
+    ready: Any = None  # and the torch.cuda.Event after that
+
+    @classmethod
+    def of(cls, storage: Any, version: int, squares: torch.Tensor) -> _Entry:
+        """What the current stream has just been given to compute."""
+        if not squares.is_cuda:
+            return cls(storage, version, squares)
+        stream = torch.cuda.current_stream(squares.device)
+        return cls(storage, version, squares, stream, stream.record_event())
+
+    def take(self) -> torch.Tensor:
+        """The squares, for what the current stream is given from now on."""
+        if self.stream is not None:
+            stream = torch.cuda.current_stream(self.squares.device)
+            if stream != self.stream:
+                stream.wait_event(self.ready)
+                # Its memory would go back to the other stream, which does not wait for this one.
+                self.squares.record_stream(stream)
+        return self.squares
 
 
 class SquareCache:
@@ -26,15 +46,23 @@ class SquareCache:
     A weight is known by its storage, geometry and version counter, so views and detached aliases of
     one weight share an entry, and an in-place change or a new storage makes a new one. Writes that
     torch does not count (`weight.data.add_()`) are not seen: `clear()` is for those.
+
+    On CUDA whatever stream asks finds the squares computed. A graph that is being captured neither
+    finds nor leaves any: what it holds must not go when an entry does, and what it computes is
+    there after its replays only.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: dict[_Key, _Entry] = {}
 
-    def get(self, weight: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The kept squares of `weight`, else what `compute` returns, kept."""
+    def get(
+        self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
+        """The kept squares of `weight` in `dtype`, else what `compute` returns, kept."""
         if weight.is_inference():  # It has no version counter.
+            return compute()
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return compute()
         # The weak reference keeps the storage's address from being used again.
         storage: Any = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
@@ -44,19 +72,18 @@ class SquareCache:
             weight.shape,
             weight.stride(),
             weight.dtype,
+            dtype,
         )
         version = weight._version
         with self._lock:
             entry = self._entries.get(key)
         if entry is not None and entry.version == version:
-            return entry.squares
-        squares = compute()
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return squares  # Of the graph's memory, and not computed before it is replayed.
+            return entry.take()
+        entry = _Entry.of(storage, version, compute())
         with self._lock:
             self._entries = {k: e for k, e in self._entries.items() if not e.storage.expired()}
-            self._entries[key] = _Entry(storage, version, squares)
-        return squares
+            self._entries[key] = entry
+        return entry.squares
 
     def clear(self) -> None:
         with self._lock:
