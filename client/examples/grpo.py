@@ -1,15 +1,16 @@
-"""A small GRPO loop: PEFT trains a DoRA policy on the CPU, dorad draws its samples.
+"""A small GRPO loop: PEFT trains a DoRA policy, dorad draws its samples.
 
 Each step: dorad samples groups of answers with the active version of the adapter "policy"; they get
 rewards; one optimizer step moves the adapter; it is published from memory as the next version and
 activated. The log-probabilities of trainer and server are compared at every step.
 
     python client/examples/grpo.py [--model DIR] [--steps 12] [--target HOST:PORT]
-                                   [--colocate SOCKET]
+                                   [--colocate SOCKET] [--device cuda]
 
-Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --colocate the
-server reads the adapter out of this process's memory, and this process trains over the server's
-base weights: there is one copy of them. SOCKET is the server's server.handover_socket.
+Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --colocate both
+share the server's device, which on a GPU is the GPU: the server reads the adapter out of this
+process's memory, this process trains over the server's base weights, of which there is one copy,
+and has the KV cache's memory while it trains. SOCKET is the server's server.handover_socket.
 """
 
 from __future__ import annotations
@@ -190,7 +191,9 @@ def answer_logits(policy: PeftModel, group: Group) -> torch.Tensor:
     # attention mask is needed.
     rows = [group.prompt + answer + [0] * (longest - len(answer)) for answer in answers]
     ids = torch.tensor(rows, device=policy.device)
-    logits: torch.Tensor = policy(input_ids=ids, logits_to_keep=longest + 1).logits
+    over_bf16 = policy.get_input_embeddings().weight.dtype == torch.bfloat16
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=over_bf16):
+        logits: torch.Tensor = policy(input_ids=ids, logits_to_keep=longest + 1).logits
     return logits[:, :-1].float().cpu()
 
 
@@ -231,6 +234,16 @@ def publish(client: Client, policy: PeftModel, shared: SharedTensors | None) -> 
     return client.publish_from_memory(NAME, model=policy, handover=shared)
 
 
+@contextmanager
+def kv_memory(client: Client) -> Iterator[None]:
+    """Has the memory of the server's KV cache, which the next version does not want filled."""
+    client.sleep("kv")
+    try:
+        yield
+    finally:
+        client.wake("kv")
+
+
 def run(
     client: Client,
     model: Path,
@@ -252,7 +265,8 @@ def run(
         began = time.monotonic()
         groups = list(sample_groups(client, prompts, version, seed=1000 * (1000 * seed + number)))
         sampled = time.monotonic()
-        differences = train(policy, optimizer, groups)
+        with nullcontext() if weights is None else kv_memory(client):
+            differences = train(policy, optimizer, groups)
         updated = time.monotonic()
         following = publish(client, policy, shared)
         published = time.monotonic()
@@ -283,10 +297,12 @@ def run(
 
 
 @contextmanager
-def own_server(model: Path, handover_socket: str) -> Iterator[str]:
+def own_server(model: Path, device: str, handover_socket: str) -> Iterator[str]:
     """The address of a server that runs as long as the block."""
     binary = os.environ.get("DORAD_BINARY", str(ROOT / "build" / "dorad"))
-    command = [binary, "serve", "--model", str(model), "--set", "model.compute_dtype=fp32"]
+    command = [binary, "serve", "--model", str(model), "--set", f"model.device={device}"]
+    if device == "cpu":
+        command += ["--set", "model.compute_dtype=fp32"]
     for setting in (
         "server.grpc_listen=127.0.0.1:0",
         "server.metrics_listen=",
@@ -319,12 +335,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--target", help="a running server of the same model, computing in fp32")
     parser.add_argument("--colocate", default="", help="the handover socket of a server beside it")
+    parser.add_argument("--device", default="cpu", help="of a server of its own: cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the server, too
     transformers.utils.logging.disable_progress_bar()  # of loading
     began = time.monotonic()
-    own = own_server(options.model, options.colocate)
+    own = own_server(options.model, options.device, options.colocate)
     where = nullcontext(options.target) if options.target else own
     memory = SharedTensors(options.colocate) if options.colocate else nullcontext()
     with where as target, Client(target) as client, memory as shared:
