@@ -58,6 +58,8 @@ absl::Status Residency::WithRoom(absl::FunctionRef<absl::Status()> attempt) {
   return state_->WithRoom(attempt);
 }
 
+int64_t Residency::GiveBack(int64_t wanted_bytes) { return state_->GiveBack(wanted_bytes); }
+
 int64_t Residency::Sleep() { return state_->Sleep(); }
 
 absl::Status Residency::Wake() { return state_->Wake(); }
@@ -78,6 +80,7 @@ Residency::Stats Residency::stats() const {
   absl::MutexLock lock(&state_->mu);
   Stats stats;
   stats.bytes = state_->bytes;
+  stats.idle_bytes = state_->IdleBytes();
   stats.host_bytes = state_->host_bytes;
   stats.evictions = state_->evictions;
   stats.recalls_from_host = state_->recalls_from_host;

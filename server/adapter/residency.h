@@ -77,6 +77,10 @@ class Residency {
   // idle weights can leave, which they do on this thread.
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
+  // Idle weights leave, the least recently used first, until so many bytes have gone or no more
+  // can; returns how many have. To be called on a thread on which weights may be saved.
+  int64_t GiveBack(int64_t wanted_bytes);
+
   // Everything leaves that has a way back, pinned weights too, and what comes anew leaves at once;
   // nothing comes back until Wake. Returns when they have gone, with their bytes. To be called on a
   // thread on which weights may be saved. REQUIRES: nobody uses weights until Wake.
@@ -91,6 +95,7 @@ class Residency {
 
   struct Stats {
     int64_t bytes = 0;       // of what is resident or on its way
+    int64_t idle_bytes = 0;  // of what GiveBack could make leave
     int64_t host_bytes = 0;  // of images
     int resident = 0;
     int away = 0;    // all others

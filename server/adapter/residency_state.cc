@@ -13,6 +13,13 @@ namespace {
 
 constexpr absl::Duration kAskAgain = absl::Milliseconds(20);
 
+template <typename WeightsPtr>
+int64_t SumOfBytes(const std::vector<WeightsPtr>& weights) {
+  int64_t sum = 0;
+  for (const WeightsPtr& each : weights) sum += each->bytes;
+  return sum;
+}
+
 }  // namespace
 
 Residency::State::State(Options opts)
@@ -28,32 +35,37 @@ bool Residency::State::IsIdle(const Weights& weights) const {
          options.now() >= weights.kept_until;
 }
 
-std::optional<std::vector<Residency::State::WeightsPtr>> Residency::State::Victims(
-    int64_t missing) const {
+std::vector<Residency::State::WeightsPtr> Residency::State::Idle(int64_t wanted_bytes) const {
   std::vector<WeightsPtr> idle;
-  int64_t idle_bytes = 0;
   for (const WeightsPtr& weights : all) {
-    if (!IsIdle(*weights)) continue;
-    idle.push_back(weights);
-    idle_bytes += weights->bytes;
+    if (IsIdle(*weights)) idle.push_back(weights);
   }
-  if (idle_bytes < missing) return std::nullopt;
   std::sort(idle.begin(), idle.end(),
             [](const WeightsPtr& a, const WeightsPtr& b) { return a->last_use < b->last_use; });
-  std::vector<WeightsPtr> victims;
+  std::vector<WeightsPtr> leaving_first;
   int64_t host_room = HostRoom();
   for (const WeightsPtr& weights : idle) {
-    if (missing <= 0) break;
+    if (wanted_bytes <= 0) break;
     if (weights->recall == nullptr) {
       // The room of an image that it has already is among what could be dropped.
       if (weights->image_bytes > host_room) continue;
       host_room -= weights->image_bytes;
     }
-    victims.push_back(weights);
-    missing -= weights->bytes;
+    leaving_first.push_back(weights);
+    wanted_bytes -= weights->bytes;
   }
-  if (missing > 0) return std::nullopt;
+  return leaving_first;
+}
+
+std::optional<std::vector<Residency::State::WeightsPtr>> Residency::State::Victims(
+    int64_t missing) const {
+  std::vector<WeightsPtr> victims = Idle(missing);
+  if (SumOfBytes(victims) < missing) return std::nullopt;
   return victims;
+}
+
+int64_t Residency::State::IdleBytes() const {
+  return SumOfBytes(Idle(std::numeric_limits<int64_t>::max()));
 }
 
 bool Residency::State::MakeRoom(int64_t more) {
@@ -167,11 +179,15 @@ int64_t Residency::State::Sleep() {
     return leaving.empty() && saving_ == 0;
   };
   mu.Await(absl::Condition(&have_gone));
-  int64_t freed = 0;
+  return BytesThatLeft(sent);
+}
+
+int64_t Residency::State::BytesThatLeft(absl::Span<const WeightsPtr> sent) const {
+  int64_t left = 0;
   for (const WeightsPtr& weights : sent) {
-    if (weights->place != Place::kResident) freed += weights->bytes;
+    if (weights->place != Place::kResident) left += weights->bytes;
   }
-  return freed;
+  return left;
 }
 
 absl::Status Residency::State::Wake() {
@@ -293,6 +309,25 @@ absl::Status Residency::State::WithRoom(absl::FunctionRef<absl::Status()> attemp
     absl::Status status = attempt();
     if (status.ok() || ReasonOf(status) != "OUT_OF_MEMORY" || !MakeSomeRoom()) return status;
   }
+}
+
+int64_t Residency::State::GiveBack(int64_t wanted_bytes) {
+  std::vector<WeightsPtr> sent;
+  {
+    absl::MutexLock lock(&mu);
+    sent = Idle(wanted_bytes);
+    Evict(sent);
+  }
+  LeaveAll();
+  absl::MutexLock lock(&mu);
+  // Other threads may have taken some of them on.
+  const auto have_gone = [&sent] {
+    return std::none_of(sent.begin(), sent.end(), [](const WeightsPtr& weights) {
+      return weights->place == Place::kLeaving;
+    });
+  };
+  mu.Await(absl::Condition(&have_gone));
+  return BytesThatLeft(sent);
 }
 
 bool Residency::State::IsDroppable(const Weights& weights) const {

@@ -77,6 +77,9 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   // Saves and frees, on this thread, all that is to leave.
   void LeaveAll() ABSL_LOCKS_EXCLUDED(mu);
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt) ABSL_LOCKS_EXCLUDED(mu);
+  int64_t GiveBack(int64_t wanted_bytes) ABSL_LOCKS_EXCLUDED(mu);
+  // What could leave now.
+  int64_t IdleBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
 
   // --- Room for images.
 
@@ -113,9 +116,13 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
 
  private:
   bool IsIdle(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
-  // Those that would leave for so many bytes, the least recently used first; nullopt: not enough.
+  // Those that would leave for so many bytes, the least recently used first; fewer, if no more can.
+  std::vector<WeightsPtr> Idle(int64_t wanted_bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+  // The same; nullopt: not enough.
   std::optional<std::vector<WeightsPtr>> Victims(int64_t missing) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+  // Of weights that were sent away: what could not be saved is back.
+  int64_t BytesThatLeft(absl::Span<const WeightsPtr> sent) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   void Evict(absl::Span<const WeightsPtr> victims) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   bool IsDroppable(const Weights& weights) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // For images, were all dropped that can be.

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -18,6 +19,7 @@
 #include "server/adapter/store.h"
 #include "server/app/backend.h"
 #include "server/app/cli.h"
+#include "server/app/housekeeper.h"
 #include "server/app/sleeper.h"
 #include "server/app/watchdog.h"
 #include "server/base/check.h"
@@ -352,6 +354,12 @@ struct App::Impl {
     server = *std::move(started);
     watchdog = std::make_unique<Watchdog>(
         Patience(), [this] { return EngineSilence(); }, [this] { EndStalled(); });
+    if (const std::optional<Backend::Device> device = backend->device()) {
+      const MemoryConfig& memory = config.memory;
+      const Governor::Marks marks{ByteLimit(memory.high_water, device->total),
+                                  ByteLimit(memory.low_water, device->total)};
+      housekeeper = std::make_unique<Housekeeper>(marks, backend.get(), &residency, &metrics);
+    }
     ready = true;
     return absl::OkStatus();
   }
@@ -395,7 +403,17 @@ struct App::Impl {
       metrics.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
                         kept.append_time, kept.compactions, kept.failures});
     }
-    for (const auto& [kind, bytes] : MemoryByKind()) metrics.SetMemory(kind, bytes);
+    int64_t held = 0;
+    for (const auto& [kind, bytes] : MemoryByKind()) {
+      metrics.SetMemory(kind, bytes);
+      held += bytes;
+    }
+    if (const std::optional<Backend::Device> device = backend->device()) {
+      const int64_t others = device->total - device->free - device->pooled - held;
+      metrics.SetDevice({device->limit, device->total, device->free, device->pooled,
+                         std::max<int64_t>(0, others), device->refused_by_limit,
+                         device->refused_by_reserve});
+    }
     return metrics.Render();
   }
 
@@ -451,6 +469,7 @@ struct App::Impl {
   std::unique_ptr<MetricsHttpServer> metrics_http;
   std::unique_ptr<rpc::Server> server;
   std::unique_ptr<Watchdog> watchdog;
+  std::unique_ptr<Housekeeper> housekeeper;  // nullptr: no device that is shared
 };
 
 App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -42,7 +43,8 @@ class Backend {
   };
 
   // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
-  // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT).
+  // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
+  // WATER_MARKS_CROSSED).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
   virtual ~Backend() = default;
 
@@ -68,6 +70,18 @@ class Backend {
   // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
   // is all there is to say.
   virtual std::map<std::string, int64_t> memory_by_kind() const = 0;
+  // What there is of a device that others use, too. nullopt: the data lies in RAM, which the system
+  // governs.
+  struct Device {
+    int64_t total = 0;
+    int64_t free = 0;
+    int64_t pooled = 0;  // freed by this server, and not given back
+    int64_t limit = 0;   // of this server
+    // Growths refused because of the limit, or because of what others have taken.
+    int64_t refused_by_limit = 0;
+    int64_t refused_by_reserve = 0;
+  };
+  virtual std::optional<Device> device() const = 0;
   // Gives the base weights' device memory back, and takes it again; 0 bytes where they lie in host
   // memory anyway, or are lent: then they go when the last lease ends asleep. Statuses of
   // cuda::CudaModel::Wake. REQUIRES: the engine sleeps.

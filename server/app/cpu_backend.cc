@@ -76,6 +76,7 @@ class CpuBackend final : public Backend {
             {"kv", info_.kv_bytes},
             {"norms", model_->norm_cache_bytes()}};
   }
+  std::optional<Device> device() const override { return std::nullopt; }
   int64_t SleepWeights() override { return 0; }
   absl::Status WakeWeights() override { return absl::OkStatus(); }
   void ReturnFreedMemory() override {}

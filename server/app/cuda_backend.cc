@@ -35,6 +35,16 @@ cuda::Priority ToPriority(const std::string& stream_priority) {
   return stream_priority == "normal" ? cuda::Priority::kNormal : cuda::Priority::kHigh;
 }
 
+absl::Status CheckWaterMarks(const MemoryConfig& memory, int64_t device_bytes) {
+  if (ByteLimit(memory.low_water, device_bytes) <= ByteLimit(memory.high_water, device_bytes)) {
+    return absl::OkStatus();
+  }
+  return MakeInvalid(
+      "memory",
+      {{"memory.low_water", "WATER_MARKS_CROSSED",
+        absl::StrCat(memory.low_water, " is above memory.high_water, ", memory.high_water)}});
+}
+
 class CudaBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
@@ -48,7 +58,9 @@ class CudaBackend final : public Backend {
                                        absl::StrCat("on a GPU at most ", cuda::kMaxRank)}});
     }
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory memory, cuda::OpenDevice());
+    DORAD_RETURN_IF_ERROR(CheckWaterMarks(config.memory, memory.total));
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
+    ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
     const int64_t page_bytes = cuda::KvPageBytes(model_config);
     DORAD_RETURN_IF_ERROR(Describe(config, model_config, page_bytes));
     // Before the weights are read.
@@ -90,6 +102,13 @@ class CudaBackend final : public Backend {
   }
   int64_t lent_weight_bytes() const override { return model_->lent_bytes(); }
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
+  std::optional<Device> device() const override {
+    const absl::StatusOr<cuda::DeviceMemory> memory = cuda::MemoryOfDevice();
+    if (!memory.ok()) return std::nullopt;  // it is in the log
+    const cuda::MemoryLedger::Refusals refusals = ledger_.refusals();
+    return Device{memory->total,   memory->free,   memory->pooled,
+                  ledger_.limit(), refusals.limit, refusals.reserve};
+  }
   int64_t SleepWeights() override { return model_->Sleep(); }
   absl::Status WakeWeights() override { return model_->Wake(); }
   void ReturnFreedMemory() override { cuda::TrimFreedMemory(); }
@@ -106,7 +125,8 @@ class CudaBackend final : public Backend {
     // CUDA does not tell what graphs take (nor libraries): it is what else is gone.
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory after, cuda::MemoryOfDevice());
     const int64_t graphs = before.free - after.free - (ledger_.total() - held);
-    DORAD_RETURN_IF_ERROR(ledger_.Reserve("graphs", std::max<int64_t>(0, graphs)));
+    DORAD_RETURN_IF_ERROR(
+        ledger_.Reserve("graphs", std::max<int64_t>(0, graphs), cuda::MemoryLedger::Source::kHeld));
     return runner;
   }
 

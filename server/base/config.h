@@ -45,7 +45,11 @@ struct EngineConfig {
 
 struct MemoryConfig {
   std::string vram_limit = "0.95";  // bytes or a share of the GPU's memory; see ByteLimit
-  bool host_weights = false;        // keep a copy of the base weights for waking up
+  int64_t reserve = 512 << 20;      // of the GPU's memory for others
+  // In use by all processes, likewise: above `high_water` memory goes back, down to `low_water`.
+  std::string high_water = "0.97";
+  std::string low_water = "0.92";
+  bool host_weights = false;  // keep a copy of the base weights for waking up
 };
 
 struct LimitsConfig {

@@ -155,6 +155,9 @@ std::vector<ConfigKey> MemoryKeys() {
   const auto at = [](auto member) { return At(&Config::memory, member); };
   return {
       {"memory", "vram_limit", ConfigType::kByteLimit, at(&Memory::vram_limit), 0, 0, {}, false},
+      {"memory", "reserve", ConfigType::kBytes, at(&Memory::reserve), 0, kMaxBytes, {}, false},
+      {"memory", "high_water", ConfigType::kByteLimit, at(&Memory::high_water), 0, 0, {}, false},
+      {"memory", "low_water", ConfigType::kByteLimit, at(&Memory::low_water), 0, 0, {}, false},
       {"memory", "host_weights", ConfigType::kBoolean, at(&Memory::host_weights), 0, 0, {}, false},
   };
 }

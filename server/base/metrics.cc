@@ -261,6 +261,31 @@ struct StoreMetrics {
   Labelled<Counter, 1> failures;
 };
 
+struct DeviceMetrics {
+  explicit DeviceMetrics(Registry& r)
+      : limit(Gauges(r, "dorad_memory_limit_bytes", "memory.vram_limit.").Add({})),
+        total(Gauges(r, "dorad_device_memory_bytes", "Memory of the device.").Add({})),
+        free(Gauges(r, "dorad_device_memory_free_bytes", "Of it, free for any process.").Add({})),
+        pooled(Gauges(r, "dorad_device_memory_pooled_bytes",
+                      "Of it, freed by this server for its own next use.")
+                   .Add({})),
+        others(Gauges(r, "dorad_device_memory_others_bytes",
+                      "Of it, in use and not accounted for by this server.")
+                   .Add({})),
+        refusals(Counters(r, "dorad_memory_refusals_total",
+                          "Growths that were refused at first, by what stood against them.")),
+        by_limit(refusals.Add({{"by", "limit"}})),
+        by_reserve(refusals.Add({{"by", "reserve"}})),
+        given_back(&Counters(r, "dorad_memory_given_back_bytes_total",
+                             "Device memory given back because others need it."),
+                   {"from"}) {}
+
+  Gauge &limit, &total, &free, &pooled, &others;
+  prometheus::Family<Counter>& refusals;
+  Counter &by_limit, &by_reserve;
+  Labelled<Counter, 1> given_back;
+};
+
 struct RpcMetrics {
   explicit RpcMetrics(Registry& r)
       : started(&Counters(r, "dorad_rpc_started_total", "RPCs started."), {"method"}),
@@ -286,6 +311,7 @@ struct Metrics::Impl {
                  {"tag"}),
         memory(&Gauges(registry, "dorad_memory_bytes", "Memory of the server's data, by kind."),
                {"kind"}),
+        device(registry),
         rpc(registry),
         process(&registry) {
     Gauges(registry, "dorad_build_info", "The running program; the value is 1.")
@@ -306,6 +332,7 @@ struct Metrics::Impl {
   StoreMetrics store;
   Labelled<Gauge, 1> sleeping;
   Labelled<Gauge, 1> memory;
+  DeviceMetrics device;
   RpcMetrics rpc;
   internal::ProcessMetrics process;
 };
@@ -436,6 +463,21 @@ void Metrics::SetStore(const StoreGauges& gauges) {
 
 void Metrics::SetMemory(const std::string& kind, int64_t bytes) {
   impl_->memory.Of({kind}).Set(static_cast<double>(bytes));
+}
+
+void Metrics::SetDevice(const DeviceGauges& gauges) {
+  DeviceMetrics& device = impl_->device;
+  device.limit.Set(static_cast<double>(gauges.limit_bytes));
+  device.total.Set(static_cast<double>(gauges.total_bytes));
+  device.free.Set(static_cast<double>(gauges.free_bytes));
+  device.pooled.Set(static_cast<double>(gauges.pooled_bytes));
+  device.others.Set(static_cast<double>(gauges.others_bytes));
+  RaiseTo(device.by_limit, static_cast<double>(gauges.refused_by_limit));
+  RaiseTo(device.by_reserve, static_cast<double>(gauges.refused_by_reserve));
+}
+
+void Metrics::MemoryGivenBack(const std::string& from, int64_t bytes) {
+  impl_->device.given_back.Of({from}).Increment(static_cast<double>(bytes));
 }
 
 void Metrics::SetSleeping(const std::string& tag, bool asleep) {

@@ -102,6 +102,21 @@ class Metrics {
   // --- Memory by kind: "weights", "kv", "adapters", "norms".
   void SetMemory(const std::string& kind, int64_t bytes);
 
+  // --- A device's memory, which others use, too.
+  struct DeviceGauges {
+    int64_t limit_bytes = 0;  // of this server
+    int64_t total_bytes = 0;
+    int64_t free_bytes = 0;
+    int64_t pooled_bytes = 0;  // freed by this server, and not given back
+    int64_t others_bytes = 0;  // neither free nor accounted for
+    // Growths refused since the start.
+    int64_t refused_by_limit = 0;
+    int64_t refused_by_reserve = 0;
+  };
+  void SetDevice(const DeviceGauges& gauges);
+  // from: "pool", "adapters", "kv".
+  void MemoryGivenBack(const std::string& from, int64_t bytes);
+
   // --- tag: "weights", "kv", "adapters".
   void SetSleeping(const std::string& tag, bool asleep);
 

@@ -12,7 +12,7 @@ absl::StatusOr<AdapterSlots> AdapterSlots::Create(int slots, int modules, Memory
   layout.Add(elements * static_cast<int64_t>(sizeof(kernels::DoraFactors)));
   table.maps_at_ = layout.Add(elements * int64_t{2 * sizeof(CUtensorMap)});
   DORAD_ASSIGN_OR_RETURN(table.memory_,
-                         DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
+                         DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
   return table;
 }
 

@@ -172,7 +172,8 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
   write_all(measure);
   if (measure.bytes() > buffers.host.bytes()) {
     const int64_t bytes = std::max(2 * buffers.host.bytes(), measure.bytes());
-    DORAD_ASSIGN_OR_RETURN(buffers.device, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
+    DORAD_ASSIGN_OR_RETURN(buffers.device,
+                           DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, bytes));
     DORAD_ASSIGN_OR_RETURN(buffers.host, PinnedBuffer::Allocate(bytes));
   }
   Writer writer(&buffers.host, &buffers.device);

@@ -31,7 +31,7 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pag
     DORAD_ASSIGN_OR_RETURN(host, PinnedBuffer::Allocate(layout.bytes()));
   }
   DORAD_ASSIGN_OR_RETURN(batch.device_,
-                         DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
+                         DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
   return batch;
 }
 

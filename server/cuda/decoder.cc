@@ -94,7 +94,8 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
       plans_at[window] = layout.Add(static_cast<int64_t>(plan_bytes));
     }
   }
-  DORAD_ASSIGN_OR_RETURN(workspace_, DeviceBuffer::Allocate(ledger, "workspace", layout.bytes()));
+  DORAD_ASSIGN_OR_RETURN(workspace_,
+                         DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
   cos_ = workspace_.as<float>(cos_at);
   sin_ = workspace_.as<float>(sin_at);
   residual_ = workspace_.as<float>(residual_at);

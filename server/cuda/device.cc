@@ -41,9 +41,20 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
 }
 
 absl::StatusOr<DeviceMemory> MemoryOfDevice() {
+  constexpr char kAsking[] = "asking for the GPU's memory";
   size_t free = 0, total = 0;
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free, &total), "asking for the GPU's memory");
-  return DeviceMemory{static_cast<int64_t>(free), static_cast<int64_t>(total)};
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemGetInfo(&free, &total), kAsking);
+  cudaMemPool_t pool = nullptr;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaDeviceGetDefaultMemPool(&pool, 0), kAsking);
+  uint64_t reserved = 0, used = 0;
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved), kAsking);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used),
+                             kAsking);
+  // They are two looks at what other threads change meanwhile.
+  const uint64_t pooled = reserved - std::min(reserved, used);
+  return DeviceMemory{static_cast<int64_t>(free), static_cast<int64_t>(total),
+                      static_cast<int64_t>(pooled)};
 }
 
 absl::StatusOr<DeviceMemory> OpenDevice() {
@@ -130,17 +141,31 @@ void MemoryLedger::set_limit(int64_t limit) {
   limit_ = limit;
 }
 
+void MemoryLedger::SetReserve(int64_t bytes, Probe probe) {
+  absl::MutexLock lock(&mu_);
+  reserve_ = bytes;
+  probe_ = std::move(probe);
+}
+
 int64_t MemoryLedger::Sum() const {
   int64_t sum = 0;
   for (const auto& [kind, bytes] : by_kind_) sum += bytes;
   return sum;
 }
 
-absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes) {
+absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes, Source source) {
+  DORAD_RETURN_IF_ERROR(TakeWithinLimit(kind, bytes));
+  absl::Status status = CheckDevice(kind, bytes, source);
+  if (!status.ok()) Release(kind, bytes);
+  return status;
+}
+
+absl::Status MemoryLedger::TakeWithinLimit(const std::string& kind, int64_t bytes) {
   absl::MutexLock lock(&mu_);
   const int64_t held = Sum();
   // Not held + bytes, which may overflow.
   if (bytes > limit_ - held) {
+    ++refusals_.limit;
     return MakeError(
         absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
         absl::StrCat(kind, " need ", Gigabytes(bytes), " of GPU memory, but memory.vram_limit is ",
@@ -148,6 +173,29 @@ absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes) {
   }
   by_kind_[kind] += bytes;
   return absl::OkStatus();
+}
+
+absl::Status MemoryLedger::CheckDevice(const std::string& kind, int64_t bytes, Source source) {
+  Probe probe;
+  {
+    absl::MutexLock lock(&mu_);
+    probe = probe_;
+  }
+  if (probe == nullptr || source == Source::kHeld || kind == kWorkspace) return absl::OkStatus();
+  // Under no lock: the driver may take its time.
+  DORAD_ASSIGN_OR_RETURN(const DeviceMemory device, probe());
+  const int64_t at_hand = device.free + (source == Source::kPool ? device.pooled : 0);
+  absl::MutexLock lock(&mu_);
+  if (bytes <= at_hand - reserve_) return absl::OkStatus();
+  ++refusals_.reserve;
+  Kinds held = by_kind_;
+  held[kind] -= bytes;
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+      absl::StrCat(kind, " need ", Gigabytes(bytes), " of GPU memory, but ", Gigabytes(at_hand),
+                   " of the GPU's ", Gigabytes(device.total), " are free, of which memory.reserve ",
+                   "leaves ", Gigabytes(reserve_), " to others; this server holds ",
+                   Gigabytes(Sum() - bytes), List(held)));
 }
 
 void MemoryLedger::Release(const std::string& kind, int64_t bytes) { Add(kind, -bytes); }
@@ -161,12 +209,13 @@ absl::Status MemoryLedger::CheckPlan(const Kinds& plan, const DeviceMemory& devi
   absl::MutexLock lock(&mu_);
   int64_t needed = 0;
   for (const auto& [kind, bytes] : plan) needed += bytes;
-  if (needed <= limit_ - Sum() && needed <= device.free) return absl::OkStatus();
-  return MakeError(
-      absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-      absl::StrCat("at least ", Gigabytes(needed), " of GPU memory are needed", List(plan),
-                   "; memory.vram_limit is ", Gigabytes(limit_), ", and ", Gigabytes(device.free),
-                   " of the GPU's ", Gigabytes(device.total), " are free"));
+  if (needed <= limit_ - Sum() && needed <= device.free - reserve_) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
+                   absl::StrCat("at least ", Gigabytes(needed), " of GPU memory are needed",
+                                List(plan), "; memory.vram_limit is ", Gigabytes(limit_), ", and ",
+                                Gigabytes(device.free), " of the GPU's ", Gigabytes(device.total),
+                                " are free, of which memory.reserve leaves ", Gigabytes(reserve_),
+                                " to others"));
 }
 
 MemoryLedger::Kinds MemoryLedger::by_kind() const {
@@ -185,9 +234,19 @@ int64_t MemoryLedger::total() const {
   return Sum();
 }
 
+int64_t MemoryLedger::limit() const {
+  absl::MutexLock lock(&mu_);
+  return limit_;
+}
+
+MemoryLedger::Refusals MemoryLedger::refusals() const {
+  absl::MutexLock lock(&mu_);
+  return refusals_;
+}
+
 absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, std::string kind,
                                                     int64_t bytes) {
-  DORAD_RETURN_IF_ERROR(ledger->Reserve(kind, bytes));
+  DORAD_RETURN_IF_ERROR(ledger->Reserve(kind, bytes, MemoryLedger::Source::kPool));
   DeviceBuffer buffer;
   // The per-thread stream has no other work, so the wait is for the pool alone.
   cudaError_t error =

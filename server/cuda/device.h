@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <string_view>
@@ -25,6 +26,9 @@ absl::Status ToStatus(cudaError_t error, std::string_view what);
 struct DeviceMemory {
   int64_t free = 0;
   int64_t total = 0;
+  // What DeviceBuffers have freed and take again: of no use to others, nor to MappedMemory, until
+  // TrimFreedMemory.
+  int64_t pooled = 0;
 };
 
 absl::StatusOr<DeviceMemory> MemoryOfDevice();
@@ -80,35 +84,59 @@ class Event {
   cudaEvent_t event_;
 };
 
-// Bytes on the device by kind, within a limit: what would exceed it is refused before memory is
-// asked for. Thread-safe; outlives the buffers that it accounts for.
+// Bytes on the device by kind, within a limit, and within what others leave of the device: what
+// would exceed either is refused before memory is asked for. Thread-safe; outlives the buffers that
+// it accounts for.
 class MemoryLedger {
  public:
   using Kinds = std::map<std::string, int64_t>;
   static constexpr int64_t kNoLimit = INT64_MAX;
+  // Activations and the batches of steps: the reserve is there for them, too, since what is running
+  // is to go on.
+  static constexpr char kWorkspace[] = "workspace";
+  // Where memory comes from: the device, the pool of DeviceBuffers first, or it is held already.
+  enum class Source { kDevice, kPool, kHeld };
+  // How much the device has, now.
+  using Probe = std::function<absl::StatusOr<DeviceMemory>()>;
 
   explicit MemoryLedger(int64_t limit = kNoLimit) : limit_(limit) {}
 
   // Whatever is held already: only what comes is measured by it.
   void set_limit(int64_t limit);
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) telling what is needed, what each kind holds and the limit.
-  absl::Status Reserve(const std::string& kind, int64_t bytes);
+  // From now on the device is asked before anything but kWorkspace grows, and `bytes` of it are
+  // left to others.
+  void SetReserve(int64_t bytes, Probe probe);
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) telling what is needed, what each kind holds and the limit,
+  // or what the device has free and the reserve. Errors of the probe.
+  absl::Status Reserve(const std::string& kind, int64_t bytes, Source source);
   void Release(const std::string& kind, int64_t bytes);
   // For what is on the device already, whatever the limit says.
   void Add(const std::string& kind, int64_t bytes);
-  // Whether all of `plan` would fit, on a device with so much memory; otherwise OUT_OF_MEMORY that
-  // lists the plan.
+  // Whether all of `plan` would fit, on a device with so much memory, and the reserve beside it;
+  // otherwise OUT_OF_MEMORY that lists the plan.
   absl::Status CheckPlan(const Kinds& plan, const DeviceMemory& device) const;
 
   Kinds by_kind() const;
   int64_t bytes(const std::string& kind) const;
   int64_t total() const;
+  int64_t limit() const;
+  // How often Reserve refused, by what stood against it.
+  struct Refusals {
+    int64_t limit = 0;
+    int64_t reserve = 0;
+  };
+  Refusals refusals() const;
 
  private:
   int64_t Sum() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status TakeWithinLimit(const std::string& kind, int64_t bytes);
+  absl::Status CheckDevice(const std::string& kind, int64_t bytes, Source source);
 
   mutable absl::Mutex mu_;
   int64_t limit_ ABSL_GUARDED_BY(mu_);
+  int64_t reserve_ ABSL_GUARDED_BY(mu_) = 0;
+  Probe probe_ ABSL_GUARDED_BY(mu_);  // nullptr: the device is not asked
+  Refusals refusals_ ABSL_GUARDED_BY(mu_);
   Kinds by_kind_ ABSL_GUARDED_BY(mu_);
 };
 

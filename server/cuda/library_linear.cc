@@ -33,10 +33,10 @@ absl::StatusOr<LibraryLinear> LibraryLinear::Create(const Stream& stream, int64_
   DORAD_RETURN_IF_ERROR(ToStatus(cublasCreate(&handle)));
   LibraryLinear linear(handle, &stream);
   DORAD_RETURN_IF_ERROR(ToStatus(cublasSetStream(handle, stream.get())));
-  DORAD_ASSIGN_OR_RETURN(linear.scratch_,
-                         DeviceBuffer::Allocate(ledger, "workspace", max_rows * kMaxRank * 2));
-  DORAD_ASSIGN_OR_RETURN(linear.sums_,
-                         DeviceBuffer::Allocate(ledger, "workspace", max_rows * max_out * 4));
+  DORAD_ASSIGN_OR_RETURN(linear.scratch_, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
+                                                                 max_rows * kMaxRank * 2));
+  DORAD_ASSIGN_OR_RETURN(linear.sums_, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
+                                                              max_rows * max_out * 4));
   return linear;
 }
 

@@ -54,8 +54,8 @@ absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> group
                          LibraryLinear::Create(*stream, max_rows, widest, ledger));
   Linear linear(std::move(library), stream);
   linear.is_capturable_ = widest == 0;
-  DORAD_ASSIGN_OR_RETURN(linear.workspace_,
-                         DeviceBuffer::Allocate(ledger, "workspace", static_cast<int64_t>(bytes)));
+  DORAD_ASSIGN_OR_RETURN(linear.workspace_, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
+                                                                   static_cast<int64_t>(bytes)));
   DORAD_RETURN_IF_CUDA_ERROR(
       cudaMemsetAsync(linear.workspace_.as<>(), 0, kernels::kDoraLinearSignalBytes, stream->get()),
       kStep);

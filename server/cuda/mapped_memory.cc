@@ -50,7 +50,7 @@ MappedMemory::~MappedMemory() {
 
 absl::Status MappedMemory::Map() {
   DORAD_CHECK(!mapped());
-  DORAD_RETURN_IF_ERROR(ledger_->Reserve(kind_, size_));
+  DORAD_RETURN_IF_ERROR(ledger_->Reserve(kind_, size_, MemoryLedger::Source::kDevice));
   absl::Status status = MapPieces();
   if (status.ok()) return status;
   UnmapPieces();

@@ -135,7 +135,8 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   at.bytes = layout.bytes();
   if (at.bytes > step.host.bytes()) {
     const int64_t bytes = std::max(2 * step.host.bytes(), at.bytes);
-    DORAD_ASSIGN_OR_RETURN(step.device, DeviceBuffer::Allocate(ledger_, "workspace", bytes));
+    DORAD_ASSIGN_OR_RETURN(step.device,
+                           DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, bytes));
     DORAD_ASSIGN_OR_RETURN(step.host, PinnedBuffer::Allocate(bytes));
   }
   step.sampled.tokens = step.device.as<int32_t>(at.tokens);

@@ -558,6 +558,45 @@ TEST_F(ResidencyTest, WhatCannotBeSavedStays) {
   EXPECT_LE(residency_->stats().bytes, 20);
 }
 
+TEST_F(ResidencyTest, GivesBackTheLeastRecentlyUsedOfWhatIsIdle) {
+  Start(0, 20);
+  const EntryPtr stored = *Add(1, 10), hosted = *Add(2, 10, Kind::kEphemeral);
+  const EntryPtr pinned = *Add(3, 10, Kind::kPinned), used = *Add(4, 10);
+  const EntryPtr latest = *Add(5, 10);
+  const WeightsUse use = TakeUse(*used);
+  EXPECT_EQ(residency_->stats().idle_bytes, 30);
+  EXPECT_EQ(residency_->GiveBack(11), 20);
+  EXPECT_FALSE(stored->resident());
+  EXPECT_FALSE(hosted->resident());
+  EXPECT_TRUE(hosted->in_host_memory());
+  EXPECT_TRUE(latest->resident());
+  EXPECT_EQ(residency_->GiveBack(100), 10) << "no more can leave";
+  EXPECT_TRUE(pinned->resident());
+  EXPECT_TRUE(used->resident());
+  EXPECT_EQ(residency_->stats().idle_bytes, 0);
+  EXPECT_EQ(residency_->stats().bytes, 20);
+  EXPECT_EQ(residency_->GiveBack(1), 0);
+  EXPECT_EQ(Try(*hosted), "away");
+  RunTasks();
+  EXPECT_EQ(Try(*hosted), "");
+}
+
+TEST_F(ResidencyTest, WhatWouldBeLostIsNeverGivenBack) {
+  Start(0, 10);
+  const EntryPtr small = *Add(1, 10, Kind::kEphemeral);
+  const EntryPtr large = *Add(2, 30, Kind::kEphemeral);
+  EXPECT_EQ(residency_->stats().idle_bytes, 10);
+  EXPECT_EQ(residency_->GiveBack(100), 10);
+  EXPECT_TRUE(large->resident());
+  images_->set_failing(true);
+  const EntryPtr unsaved = *Add(3, 5, Kind::kEphemeral);
+  EXPECT_EQ(residency_->GiveBack(100), 0);
+  EXPECT_TRUE(large->resident());
+  EXPECT_TRUE(unsaved->resident());
+  EXPECT_EQ(residency_->stats().bytes, 35);
+  images_->set_failing(false);
+}
+
 TEST_F(ResidencyTest, AsleepNothingIsResidentThatHasAWayBack) {
   Start(100, 20);
   const EntryPtr stored = *Add(1, 10), pinned = *Add(2, 10, Kind::kPinned);

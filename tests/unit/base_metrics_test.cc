@@ -53,6 +53,8 @@ void UseAll(Metrics* metrics) {
   metrics->SetAdapters({2, 1, 1, 4096, 2048, 3, 4, 5, 1, 5, 9});
   metrics->SetStore({700, 2, 8192, 12, absl::Milliseconds(30), 1, {{"STORE_FULL", 3}}});
   metrics->SetMemory("weights", 1 << 20);
+  metrics->SetDevice({800, 1000, 200, 50, 150, 3, 4});
+  metrics->MemoryGivenBack("adapters", 70);
   metrics->SetSleeping("kv", true);
   metrics->RpcStarted("Generate");
   metrics->RpcHandled("Generate", "OK", absl::Milliseconds(30));
@@ -130,6 +132,14 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_store_compactions_total", "1"},
       {R"(dorad_store_failures_total{reason="STORE_FULL"})", "3"},
       {R"(dorad_memory_bytes{kind="weights"})", "1048576"},
+      {"dorad_memory_limit_bytes", "800"},
+      {"dorad_device_memory_bytes", "1000"},
+      {"dorad_device_memory_free_bytes", "200"},
+      {"dorad_device_memory_pooled_bytes", "50"},
+      {"dorad_device_memory_others_bytes", "150"},
+      {R"(dorad_memory_refusals_total{by="limit"})", "3"},
+      {R"(dorad_memory_refusals_total{by="reserve"})", "4"},
+      {R"(dorad_memory_given_back_bytes_total{from="adapters"})", "70"},
       {R"(dorad_sleeping{tag="kv"})", "1"},
       {R"(dorad_rpc_started_total{method="Generate"})", "1"},
       {R"(dorad_rpc_handled_total{code="OK",method="Generate"})", "1"},

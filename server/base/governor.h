@@ -1,0 +1,49 @@
+// How much memory a server gives back to a device that it shares, so that others find some: above
+// the high water mark as much as it takes to come down to the low one. Between the two nothing
+// moves, in either direction. Pure logic: no clock, no device. Immutable, hence thread-safe.
+#pragma once
+
+#include <cstdint>
+
+namespace dorad {
+
+class Governor {
+ public:
+  // Bytes of the device that are in use, by whomever.
+  struct Marks {
+    int64_t high = 0;
+    int64_t low = 0;  // at most `high`
+  };
+  struct Snapshot {
+    int64_t total = 0;          // of the device
+    int64_t free = 0;           // for anybody
+    int64_t pooled = 0;         // freed by this server, and not given back
+    int64_t idle_adapters = 0;  // of weights that nobody uses and that can come back
+    int64_t idle_kv = 0;        // of the KV cache, in chunks that hold nothing of a request
+    bool kv_wanted = false;     // requests wait for pages that the cache does not have
+  };
+  // What goes, in this order.
+  struct Plan {
+    bool trim = false;     // what is pooled; after the adapters, which end there
+    int64_t adapters = 0;  // bytes at least, of idle_adapters
+    int64_t kv = 0;        // likewise of idle_kv
+
+    bool empty() const { return !trim && adapters == 0 && kv == 0; }
+  };
+
+  explicit Governor(Marks marks) : marks_(marks) {}
+
+  Plan Decide(const Snapshot& snapshot) const;
+  // Whether use is above the high mark.
+  bool IsHigh(const Snapshot& snapshot) const {
+    return snapshot.total - snapshot.free > marks_.high;
+  }
+  // Whether the KV cache may take so many bytes of the device: not up to where they would soon be
+  // asked back.
+  bool MayGrow(const Snapshot& snapshot, int64_t bytes) const;
+
+ private:
+  const Marks marks_;
+};
+
+}  // namespace dorad
