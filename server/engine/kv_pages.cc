@@ -1,8 +1,8 @@
 #include "server/engine/kv_pages.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
-#include <numeric>
 
 #include "server/base/check.h"
 #include "server/base/sha256.h"
@@ -21,10 +21,22 @@ PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt) {
   return root;
 }
 
-KvPages::KvPages(int64_t pages) : pages_(static_cast<size_t>(pages)), free_(pages_.size()) {
-  DORAD_CHECK(pages > 0);
-  // Pages leave from the back: hand out low numbers first.
-  std::iota(free_.rbegin(), free_.rend(), 0);
+KvPages::KvPages(int64_t pages, Chunks chunks)
+    : pages_(static_cast<size_t>(pages)),
+      lead_(chunks.lead),
+      shift_(std::bit_width(
+          static_cast<uint64_t>(chunks.pages > 0 ? chunks.pages - 1 : pages + chunks.lead - 1))) {
+  DORAD_CHECK(pages > 0 && lead_ >= 0 && lead_ < int64_t{1} << shift_);
+  DORAD_CHECK(chunks.pages == 0 || chunks.pages == int64_t{1} << shift_);
+  chunks_.resize(static_cast<size_t>(((pages + lead_ - 1) >> shift_) + 1));
+  without_holders_ = static_cast<int64_t>(chunks_.size());
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    const auto first = static_cast<int64_t>(i) << shift_;
+    chunks_[i].begin = static_cast<int32_t>(std::max<int64_t>(0, first - lead_));
+    chunks_[i].end = static_cast<int32_t>(std::min(pages, first + (int64_t{1} << shift_) - lead_));
+    // Pages leave from the back: hand out low numbers first.
+    for (int32_t page = chunks_[i].end; page > chunks_[i].begin;) Free(--page);
+  }
 }
 
 KvPages::~KvPages() { DORAD_CHECK(used() == 0); }
@@ -32,15 +44,16 @@ KvPages::~KvPages() { DORAD_CHECK(used() == 0); }
 bool KvPages::Allocate(int64_t count, std::vector<int32_t>* to) {
   if (count > available()) return false;
   for (int64_t i = 0; i < count; ++i) {
-    if (free_.empty()) {
+    if (free_ == 0) {
       const int32_t victim = oldest_;
       RemoveCached(victim);
       Unregister(victim);
-      free_.push_back(victim);
+      Free(victim);
     }
-    const int32_t page = free_.back();
-    free_.pop_back();
+    const int32_t page = TakeFree();
     pages_[page].references = 1;
+    Chunk& chunk = ChunkOf(page);
+    SetUsed(&chunk, chunk.used + 1);
     to->push_back(page);
   }
   return true;
@@ -51,10 +64,12 @@ void KvPages::Release(std::vector<int32_t>* pages) {
     Page& page = pages_[*it];
     DORAD_CHECK(page.references > 0);
     if (--page.references > 0) continue;
+    Chunk& chunk = ChunkOf(*it);
+    SetUsed(&chunk, chunk.used - 1);
     if (page.registered) {
       AppendCached(*it);
     } else {
-      free_.push_back(*it);
+      Free(*it);
     }
   }
   pages->clear();
@@ -108,8 +123,79 @@ void KvPages::DropPrefixes() {
     const int32_t page = oldest_;
     RemoveCached(page);
     Unregister(page);
-    free_.push_back(page);
+    Free(page);
   }
+}
+
+int64_t KvPages::Lendable(int64_t floor) const {
+  // The lowest chunk stays, whatever it holds: it has what the runner keeps for itself.
+  const bool first_counts = !chunks_.front().is_lent && chunks_.front().used == 0;
+  const int64_t spare = std::max<int64_t>(0, total() - lent_ - floor);
+  return std::min(without_holders_ - (first_counts ? 1 : 0), spare >> shift_);
+}
+
+std::vector<int32_t> KvPages::Lend(int64_t count, int64_t floor) {
+  count = std::min(count, Lendable(floor));
+  std::vector<int32_t> lendable;
+  for (size_t i = 1; i < chunks_.size(); ++i) {
+    if (!chunks_[i].is_lent && chunks_[i].used == 0) lendable.push_back(static_cast<int32_t>(i));
+  }
+  // High ones first, among equals.
+  std::sort(lendable.begin(), lendable.end(), [this](int32_t a, int32_t b) {
+    return std::pair(chunks_[a].cached(), b) < std::pair(chunks_[b].cached(), a);
+  });
+  lendable.resize(static_cast<size_t>(count));
+  for (const int32_t index : lendable) {
+    Chunk& chunk = chunks_[index];
+    for (int32_t page = chunk.begin; page < chunk.end; ++page) {
+      if (!pages_[page].registered) continue;
+      RemoveCached(page);
+      Unregister(page);
+      Free(page);
+    }
+    free_ -= static_cast<int64_t>(chunk.free.size());
+    lent_ += chunk.size();
+    chunk.free.clear();
+    chunk.is_lent = true;
+    --without_holders_;
+  }
+  return lendable;
+}
+
+int32_t KvPages::FirstLent() const {
+  if (lent_ == 0) return -1;
+  const auto first = std::find_if(chunks_.begin(), chunks_.end(),
+                                  [](const Chunk& chunk) { return chunk.is_lent; });
+  return static_cast<int32_t>(first - chunks_.begin());
+}
+
+void KvPages::TakeBack(int32_t index) {
+  Chunk& chunk = chunks_[index];
+  DORAD_CHECK(chunk.is_lent);
+  chunk.is_lent = false;
+  lent_ -= chunk.size();
+  ++without_holders_;
+  for (int32_t page = chunk.end; page > chunk.begin;) Free(--page);
+}
+
+void KvPages::Free(int32_t page) {
+  ChunkOf(page).free.push_back(page);
+  first_free_ = std::min(first_free_, static_cast<size_t>((page + lead_) >> shift_));
+  ++free_;
+}
+
+int32_t KvPages::TakeFree() {
+  while (chunks_[first_free_].free.empty()) ++first_free_;
+  std::vector<int32_t>& pages = chunks_[first_free_].free;
+  const int32_t page = pages.back();
+  pages.pop_back();
+  --free_;
+  return page;
+}
+
+void KvPages::SetUsed(Chunk* chunk, int32_t used) {
+  without_holders_ += (used == 0 ? 1 : 0) - (chunk->used == 0 ? 1 : 0);
+  chunk->used = used;
 }
 
 std::vector<int32_t> KvPages::Filled() const {
@@ -121,7 +207,10 @@ std::vector<int32_t> KvPages::Filled() const {
 }
 
 void KvPages::Acquire(int32_t page) {
-  if (pages_[page].references++ == 0) RemoveCached(page);
+  if (pages_[page].references++ > 0) return;
+  RemoveCached(page);
+  Chunk& chunk = ChunkOf(page);
+  SetUsed(&chunk, chunk.used + 1);
 }
 
 void KvPages::Unregister(int32_t page) {
@@ -148,10 +237,30 @@ void KvPages::RemoveCached(int32_t page) {
 
 void KvPages::CheckIntegrity() const {
   std::vector<int> lists(pages_.size(), 0);
-  for (int32_t page : free_) {
-    DORAD_CHECK(pages_[page].references == 0 && !pages_[page].registered);
-    ++lists[page];
+  int64_t free = 0, lent = 0, without_holders = 0;
+  for (size_t i = 0; i < chunks_.size(); ++i) {
+    const Chunk& chunk = chunks_[i];
+    DORAD_CHECK(chunk.begin == (i == 0 ? 0 : chunks_[i - 1].end));
+    DORAD_CHECK(chunk.free.empty() || i >= first_free_);
+    DORAD_CHECK(!chunk.is_lent || (chunk.free.empty() && chunk.used == 0));
+    free += static_cast<int64_t>(chunk.free.size());
+    lent += chunk.is_lent ? chunk.size() : 0;
+    without_holders += !chunk.is_lent && chunk.used == 0;
+    int32_t used = 0;
+    for (int32_t page = chunk.begin; page < chunk.end; ++page) {
+      used += pages_[page].references > 0;
+      DORAD_CHECK(!chunk.is_lent || !pages_[page].registered);
+      if (chunk.is_lent) ++lists[page];  // which is its only place
+    }
+    DORAD_CHECK(used == chunk.used);
+    for (const int32_t page : chunk.free) {
+      DORAD_CHECK(page >= chunk.begin && page < chunk.end);
+      DORAD_CHECK(pages_[page].references == 0 && !pages_[page].registered);
+      ++lists[page];
+    }
   }
+  DORAD_CHECK(chunks_.back().end == static_cast<int32_t>(pages_.size()));
+  DORAD_CHECK(free == free_ && lent == lent_ && without_holders == without_holders_);
   int64_t cached = 0;
   for (int32_t page = oldest_; page >= 0; page = pages_[page].newer) {
     DORAD_CHECK(pages_[page].references == 0 && pages_[page].registered);

@@ -4,6 +4,9 @@
 // the registered continuation of a prefix). Cached pages are reused by content and evicted, least
 // recently used first, when pages are needed.
 //
+// Pages come in chunks, whose memory can be taken away while no page of theirs is held. Low chunks
+// are filled first, so that the others become empty.
+//
 // A prefix is named by a node: (parent node, the page's tokens). Nodes are compared token by token,
 // so a hash collision cannot mix contents up; the root stands for one adapter version and one salt
 // (SHA-256 of both), never for a name. Confined to the engine thread; no torch.
@@ -34,7 +37,14 @@ PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt);
 
 class KvPages {
  public:
-  explicit KvPages(int64_t pages);
+  // Chunks of `pages` pages, a power of two; the first one has `lead` fewer: page p lies in chunk
+  // (p + lead) / pages.
+  struct Chunks {
+    int64_t pages = 0;  // 0: all are one chunk
+    int64_t lead = 0;
+  };
+  explicit KvPages(int64_t pages) : KvPages(pages, Chunks()) {}
+  KvPages(int64_t pages, Chunks chunks);
   ~KvPages();  // CHECKs that every reference came back
   KvPages(const KvPages&) = delete;
   KvPages& operator=(const KvPages&) = delete;
@@ -60,9 +70,23 @@ class KvPages {
   // Pages whose content matters, in ascending order.
   std::vector<int32_t> Filled() const;
 
+  // --- Chunks.
+
+  // How many could go so that at least `floor` pages stay.
+  int64_t Lendable(int64_t floor) const;
+  // Takes the pages of so many chunks, or of as many as can go; forgets the prefixes in them.
+  // Returns the chunks: first those with the fewest prefixes.
+  std::vector<int32_t> Lend(int64_t count, int64_t floor);
+  // The lowest chunk that was lent; -1: there is none.
+  int32_t FirstLent() const;
+  // Its pages are free. REQUIRES: it was lent.
+  void TakeBack(int32_t chunk);
+
   int64_t total() const { return static_cast<int64_t>(pages_.size()); }
-  int64_t available() const { return static_cast<int64_t>(free_.size()) + cached_; }
-  int64_t used() const { return total() - available(); }
+  int64_t lent() const { return lent_; }
+  int64_t available() const { return free_ + cached_; }
+  int64_t free() const { return free_; }
+  int64_t used() const { return total() - lent_ - available(); }
   int64_t cached() const { return cached_; }
 
   // CHECKs the counts, the lists and the trie against each other. O(pages).
@@ -91,6 +115,20 @@ class KvPages {
     int32_t newer = -1;
   };
 
+  struct Chunk {
+    int32_t begin = 0;  // pages [begin, end)
+    int32_t end = 0;
+    std::vector<int32_t> free;
+    int32_t used = 0;  // pages with references
+    bool is_lent = false;
+    int32_t size() const { return end - begin; }
+    int32_t cached() const { return size() - used - static_cast<int32_t>(free.size()); }
+  };
+
+  Chunk& ChunkOf(int32_t page) { return chunks_[(page + lead_) >> shift_]; }
+  void Free(int32_t page);
+  int32_t TakeFree();
+  void SetUsed(Chunk* chunk, int32_t used);
   static Key MakeKey(const PrefixNode& parent, absl::Span<const TokenId> tokens);
   void Acquire(int32_t page);
   void Unregister(int32_t page);
@@ -98,7 +136,13 @@ class KvPages {
   void RemoveCached(int32_t page);
 
   std::vector<Page> pages_;
-  std::vector<int32_t> free_;
+  const int64_t lead_;
+  const int shift_;
+  std::vector<Chunk> chunks_;
+  size_t first_free_ = 0;        // below it no chunk has free pages
+  int64_t free_ = 0;             // in all chunks
+  int64_t lent_ = 0;             // pages of the chunks that are
+  int64_t without_holders_ = 0;  // chunks that are not lent and hold no used page
   absl::flat_hash_map<Key, Child> children_;
   int32_t oldest_ = -1;
   int32_t newest_ = -1;

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -194,6 +195,148 @@ TEST(KvPages, KeepsItsBooksUnderRandomUse) {
   for (auto& holder : holders) pages.Release(&holder);
   pages.CheckIntegrity();
   EXPECT_EQ(pages.used(), 0);
+}
+
+constexpr int64_t kChunk = 8;
+
+// The first chunk has a page less.
+int32_t ChunkOf(int32_t page) { return (page + 1) / kChunk; }
+
+TEST(KvPagesInChunks, LowChunksAreFilledFirst) {
+  KvPages pages(31, {kChunk, 1});
+  std::vector<int32_t> a, b, c;
+  ASSERT_TRUE(pages.Allocate(7, &a));
+  ASSERT_TRUE(pages.Allocate(10, &b));
+  for (const int32_t page : a) EXPECT_EQ(ChunkOf(page), 0);
+  pages.Release(&a);
+  ASSERT_TRUE(pages.Allocate(5, &c));
+  for (const int32_t page : c) EXPECT_EQ(ChunkOf(page), 0);
+  pages.Release(&b);
+  pages.Release(&c);
+  pages.CheckIntegrity();
+}
+
+TEST(KvPagesInChunks, ChunksWithoutHeldPagesAreLentAndComeBack) {
+  KvPages pages(31, {kChunk, 1});
+  std::vector<int32_t> held;
+  ASSERT_TRUE(pages.Allocate(9, &held));
+  EXPECT_EQ(pages.Lendable(0), 2);
+  EXPECT_EQ(pages.Lend(1, 0), std::vector<int32_t>({3})) << "the highest of equal ones";
+  EXPECT_EQ(pages.Lend(5, 0), std::vector<int32_t>({2}));
+  pages.CheckIntegrity();
+  EXPECT_EQ(pages.total(), 31);
+  EXPECT_EQ(pages.lent(), 16);
+  EXPECT_EQ(pages.used(), 9);
+  EXPECT_EQ(pages.available(), 6);
+  std::vector<int32_t> more;
+  EXPECT_FALSE(pages.Allocate(7, &more));
+  EXPECT_EQ(pages.FirstLent(), 2);
+  pages.TakeBack(2);
+  EXPECT_TRUE(pages.Allocate(7, &more));
+  pages.TakeBack(pages.FirstLent());
+  EXPECT_EQ(pages.FirstLent(), -1);
+  pages.CheckIntegrity();
+  pages.Release(&held);
+  pages.Release(&more);
+}
+
+TEST(KvPagesInChunks, TheFirstChunkStaysAndSoDoesTheFloor) {
+  KvPages pages(31, {kChunk, 1});
+  EXPECT_EQ(pages.Lendable(15), 2);
+  EXPECT_EQ(pages.Lendable(16), 1) << "chunks are whole";
+  EXPECT_EQ(pages.Lendable(31), 0);
+  EXPECT_EQ(pages.Lendable(1000), 0);
+  EXPECT_EQ(pages.Lend(100, 0), std::vector<int32_t>({3, 2, 1}));
+  EXPECT_EQ(pages.available(), 7);
+  KvPages one(31);
+  EXPECT_EQ(one.Lendable(0), 0);
+  EXPECT_TRUE(one.Lend(1, 0).empty());
+}
+
+TEST(KvPagesInChunks, PrefixesInAChunkThatIsLentAreForgottenTheFewestFirst) {
+  KvPages pages(31, {kChunk, 1});
+  std::vector<int32_t> low, middle, high;
+  ASSERT_TRUE(pages.Allocate(7, &low));
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> many = Tokens(8 * kKvPageTokens, 0);
+  const std::vector<TokenId> few = Tokens(kKvPageTokens, 5000);
+  Fill(pages, root, many, &middle);
+  Fill(pages, root, few, &high);
+  ASSERT_EQ(ChunkOf(middle.front()), 1);
+  ASSERT_EQ(ChunkOf(high.front()), 2);
+  pages.Release(&middle);
+  pages.Release(&high);
+  EXPECT_EQ(pages.Lend(2, 0), std::vector<int32_t>({3, 2}));
+  pages.CheckIntegrity();
+  EXPECT_EQ(pages.cached(), 8);
+  std::vector<int32_t> found;
+  PrefixNode node = root;
+  pages.MatchPrefix(few, &node, &found);
+  EXPECT_TRUE(found.empty());
+  node = root;
+  pages.MatchPrefix(many, &node, &found);
+  EXPECT_EQ(found.size(), 8u);
+  pages.Release(&found);
+  EXPECT_EQ(pages.Lend(1, 0), std::vector<int32_t>({1}));
+  EXPECT_EQ(pages.cached(), 0);
+  pages.Release(&low);
+  pages.CheckIntegrity();
+}
+
+TEST(KvPagesInChunks, KeepTheirBooksUnderRandomUse) {
+  std::mt19937 random(11);
+  for (const int64_t lead : {0, 1, 7}) {
+    constexpr int64_t kFloor = 12;
+    KvPages pages(61, {kChunk, lead});
+    std::vector<std::vector<int32_t>> holders(8);
+    int64_t most_lent = 0;
+    for (int i = 0; i < 20000; ++i) {
+      std::vector<int32_t>& holder = holders[random() % holders.size()];
+      switch (random() % 6) {
+        case 0:
+        case 1:
+          pages.Release(&holder);
+          break;
+        case 2: {
+          if (!holder.empty()) break;
+          PrefixNode node = PrefixRoot(std::to_string(random() % 4), "");
+          const std::vector<TokenId> tokens = Tokens(6 * kKvPageTokens, random() % 3);
+          pages.MatchPrefix(tokens, &node, &holder);
+          while (holder.size() < 6 && pages.Allocate(1, &holder)) {
+            node = pages.Register(node,
+                                  absl::MakeConstSpan(tokens).subspan(
+                                      (holder.size() - 1) * kKvPageTokens, kKvPageTokens),
+                                  holder.back());
+          }
+          break;
+        }
+        case 3: {
+          std::vector<int32_t>& other = holders[random() % holders.size()];
+          if (&other != &holder && holder.empty()) pages.Share(other, &holder);
+          break;
+        }
+        case 4: {
+          const int64_t lendable = pages.Lendable(kFloor);
+          const int64_t count = static_cast<int64_t>(random() % 3);
+          const auto lent = static_cast<int64_t>(pages.Lend(count, kFloor).size());
+          ASSERT_EQ(lent, std::min(count, lendable));
+          ASSERT_GE(pages.total() - pages.lent(), kFloor);
+          break;
+        }
+        case 5:
+          if (pages.lent() > 0) pages.TakeBack(pages.FirstLent());
+          break;
+      }
+      most_lent = std::max(most_lent, pages.lent());
+      if (i % 20 == 0) pages.CheckIntegrity();
+    }
+    EXPECT_GT(most_lent, 3 * kChunk);
+    for (auto& holder : holders) pages.Release(&holder);
+    pages.CheckIntegrity();
+    EXPECT_EQ(pages.used(), 0);
+    while (pages.lent() > 0) pages.TakeBack(pages.FirstLent());
+    EXPECT_EQ(pages.available(), pages.total());
+  }
 }
 
 }  // namespace
