@@ -1,7 +1,8 @@
 // Between the query, key and value projections and the output projection: norms of query and key,
 // rotary embedding, the paged cache, and causal attention over it.
 //
-// Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] bf16 each.
+// Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] bf16 each. Only the
+// pages that rows name need be there; what lies between them may be anything, or nothing.
 // A row's result depends on its own query and on the cache at its positions only, to the last bit:
 // positions are taken in tiles and chunks that are fixed by position (attention_layout.h), and
 // parts are joined in the order of positions, whoever computes them.

@@ -13,7 +13,8 @@ struct StepRows {
   const int32_t* token_ids = nullptr;  // [rows]
   const int32_t* positions = nullptr;  // [rows], of the row's token in its sequence
   const int32_t* sequences = nullptr;  // [rows], index of the row's sequence in this step
-  // Pages of sequence s: pages[page_begin[s] ...]; position p lies in its page p / kKvPageTokens.
+  // Pages of sequence s: pages[page_begin[s] ...]; position p lies in its page p / kKvPageTokens. A
+  // page's number is its distance from the begin of a layer's keys or values, in pages of these.
   const int32_t* page_begin = nullptr;  // [sequences]
   const int32_t* pages = nullptr;
 };

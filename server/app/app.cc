@@ -57,6 +57,7 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   engine::EngineOptions options;
   options.max_step_tokens = config.engine.max_step_tokens;
   options.max_running_sequences = ToInt32(config.engine.max_running_sequences);
+  options.kv_min_pages = model.kv_min_pages;
   options.prefix_cache = config.engine.prefix_cache;
   options.gpu_share = config.engine.gpu_share;
   options.eos_token_ids = model.eos_token_ids;
@@ -393,7 +394,7 @@ struct App::Impl {
     const engine::EngineStats stats = engine.stats();
     metrics.SetEngine({stats.running_sequences, stats.queued_requests, stats.queued_tokens,
                        stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
-                       stats.paused, stats.gpu_share});
+                       stats.kv_pages_lent, stats.paused, stats.gpu_share});
     metrics.SetAdapters(CountAdapters());
     for (const std::string& tag : Sleeper::AllTags()) {
       metrics.SetSleeping(tag, sleeper.asleep().count(tag) > 0);

@@ -54,6 +54,7 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
   DORAD_ASSIGN_OR_RETURN(info_.context_length, ContextLength(model, config.model.max_context));
   DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, page_bytes));
   info_.kv_bytes = info_.kv_pages * page_bytes;
+  info_.kv_min_pages = (config.memory.kv_min_bytes + page_bytes - 1) / page_bytes;
   info_.model_type = model.model_type;
   info_.name = FolderName(config.model.path);
   info_.vocab_size = model.vocab_size;

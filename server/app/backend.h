@@ -38,6 +38,7 @@ class Backend {
     int64_t num_parameters = 0;
     std::vector<int32_t> eos_token_ids;
     int64_t kv_pages = 0;
+    int64_t kv_min_pages = 0;  // memory.kv_min_bytes
     int64_t weight_bytes = 0;
     int64_t kv_bytes = 0;
   };

@@ -61,8 +61,11 @@ class CudaBackend final : public Backend {
     DORAD_RETURN_IF_ERROR(CheckWaterMarks(config.memory, memory.total));
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
     ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
+    ledger_.set_low_water(ByteLimit(config.memory.low_water, memory.total));
     const int64_t page_bytes = cuda::KvPageBytes(model_config);
     DORAD_RETURN_IF_ERROR(Describe(config, model_config, page_bytes));
+    const cuda::KvLayout kv = cuda::KvLayoutOf(model_config);
+    info_.kv_bytes = kv.ChunksFor(info_.kv_pages + cuda::kSparePages) * kv.chunk_bytes();
     // Before the weights are read.
     DORAD_RETURN_IF_ERROR(ledger_.CheckPlan(
         {{"weights", cuda::CudaModel::BytesFor(model_config)}, {"kv", info_.kv_bytes}}, memory));
@@ -125,8 +128,8 @@ class CudaBackend final : public Backend {
     // CUDA does not tell what graphs take (nor libraries): it is what else is gone.
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory after, cuda::MemoryOfDevice());
     const int64_t graphs = before.free - after.free - (ledger_.total() - held);
-    DORAD_RETURN_IF_ERROR(
-        ledger_.Reserve("graphs", std::max<int64_t>(0, graphs), cuda::MemoryLedger::Source::kHeld));
+    DORAD_RETURN_IF_ERROR(ledger_.Reserve("graphs", std::max<int64_t>(0, graphs),
+                                          cuda::MemoryLedger::Source::kGranted));
     return runner;
   }
 

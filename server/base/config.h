@@ -49,6 +49,7 @@ struct MemoryConfig {
   // In use by all processes, likewise: above `high_water` memory goes back, down to `low_water`.
   std::string high_water = "0.97";
   std::string low_water = "0.92";
+  int64_t kv_min_bytes = 0;   // of the KV cache, never lent
   bool host_weights = false;  // keep a copy of the base weights for waking up
 };
 

@@ -158,6 +158,14 @@ std::vector<ConfigKey> MemoryKeys() {
       {"memory", "reserve", ConfigType::kBytes, at(&Memory::reserve), 0, kMaxBytes, {}, false},
       {"memory", "high_water", ConfigType::kByteLimit, at(&Memory::high_water), 0, 0, {}, false},
       {"memory", "low_water", ConfigType::kByteLimit, at(&Memory::low_water), 0, 0, {}, false},
+      {"memory",
+       "kv_min_bytes",
+       ConfigType::kBytes,
+       at(&Memory::kv_min_bytes),
+       0,
+       kMaxBytes,
+       {},
+       false},
       {"memory", "host_weights", ConfigType::kBoolean, at(&Memory::host_weights), 0, 0, {}, false},
   };
 }

@@ -19,8 +19,4 @@ Governor::Plan Governor::Decide(const Snapshot& snapshot) const {
   return plan;
 }
 
-bool Governor::MayGrow(const Snapshot& snapshot, int64_t bytes) const {
-  return bytes <= marks_.low - (snapshot.total - snapshot.free);
-}
-
 }  // namespace dorad

@@ -38,9 +38,6 @@ class Governor {
   bool IsHigh(const Snapshot& snapshot) const {
     return snapshot.total - snapshot.free > marks_.high;
   }
-  // Whether the KV cache may take so many bytes of the device: not up to where they would soon be
-  // asked back.
-  bool MayGrow(const Snapshot& snapshot, int64_t bytes) const;
 
  private:
   const Marks marks_;

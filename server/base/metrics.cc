@@ -156,6 +156,7 @@ struct EngineMetrics {
         pages_cached(Gauges(r, "dorad_kv_pages_cached",
                             "KV pages held by the prefix cache alone, free for the taking.")
                          .Add({})),
+        pages_lent(Gauges(r, "dorad_kv_pages_lent", "KV pages whose memory others have.").Add({})),
         queried(Counters(r, "dorad_prefix_cache_queried_tokens_total",
                          "Prompt tokens looked up in the prefix cache.")
                     .Add({})),
@@ -174,6 +175,7 @@ struct EngineMetrics {
   Counter& held_back;
   Gauge& gpu_share;
   Gauge &running, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used, &pages_cached;
+  Gauge& pages_lent;
   Counter &queried, &hit, &nonfinite;
 };
 
@@ -278,12 +280,16 @@ struct DeviceMetrics {
         by_reserve(refusals.Add({{"by", "reserve"}})),
         given_back(&Counters(r, "dorad_memory_given_back_bytes_total",
                              "Device memory given back because others need it."),
-                   {"from"}) {}
+                   {"from"}),
+        taken_back(Counters(r, "dorad_kv_taken_back_bytes_total",
+                            "Device memory that the KV cache had given back and took again.")
+                       .Add({})) {}
 
   Gauge &limit, &total, &free, &pooled, &others;
   prometheus::Family<Counter>& refusals;
   Counter &by_limit, &by_reserve;
   Labelled<Counter, 1> given_back;
+  Counter& taken_back;
 };
 
 struct RpcMetrics {
@@ -408,6 +414,7 @@ void Metrics::SetEngine(const EngineGauges& gauges) {
   engine.pages_capacity.Set(static_cast<double>(gauges.kv_pages_total));
   engine.pages_used.Set(static_cast<double>(gauges.kv_pages_used));
   engine.pages_cached.Set(static_cast<double>(gauges.kv_pages_cached));
+  engine.pages_lent.Set(static_cast<double>(gauges.kv_pages_lent));
 }
 
 void Metrics::PrefixCache(int64_t queried_tokens, int64_t hit_tokens) {
@@ -478,6 +485,10 @@ void Metrics::SetDevice(const DeviceGauges& gauges) {
 
 void Metrics::MemoryGivenBack(const std::string& from, int64_t bytes) {
   impl_->device.given_back.Of({from}).Increment(static_cast<double>(bytes));
+}
+
+void Metrics::KvMemoryTakenBack(int64_t bytes) {
+  impl_->device.taken_back.Increment(static_cast<double>(bytes));
 }
 
 void Metrics::SetSleeping(const std::string& tag, bool asleep) {

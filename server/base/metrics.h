@@ -58,6 +58,7 @@ class Metrics {
     int64_t kv_pages_total = 0;
     int64_t kv_pages_used = 0;
     int64_t kv_pages_cached = 0;
+    int64_t kv_pages_lent = 0;
     bool paused = false;
     double gpu_share = 1;
   };
@@ -116,6 +117,7 @@ class Metrics {
   void SetDevice(const DeviceGauges& gauges);
   // from: "pool", "adapters", "kv".
   void MemoryGivenBack(const std::string& from, int64_t bytes);
+  void KvMemoryTakenBack(int64_t bytes);
 
   // --- tag: "weights", "kv", "adapters".
   void SetSleeping(const std::string& tag, bool asleep);

@@ -33,6 +33,11 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::A
   return ranges;
 }
 
+void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to) {
+  std::transform(pages.begin(), pages.end(), to,
+                 [&kv](int32_t page) { return kv.Place(page + kSparePages); });
+}
+
 bool IsAdapted(absl::Span<const StepBatch::AdapterRows> rows) {
   return std::any_of(rows.begin(), rows.end(),
                      [](const StepBatch::AdapterRows& range) { return range.adapter != nullptr; });
@@ -146,7 +151,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       }
       std::fill_n(owners + row, tokens, static_cast<int32_t>(i));
       page_begin[i] = page;
-      std::copy(s.pages.begin(), s.pages.end(), pages + page);
+      WritePlaces(s.pages, kv_, pages + page);
       page += static_cast<int32_t>(s.pages.size());
     }
   };

@@ -14,6 +14,7 @@
 #include "server/cuda/adapter.h"
 #include "server/cuda/adapter_slots.h"
 #include "server/cuda/device.h"
+#include "server/cuda/kv_layout.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/step_batch.h"
 
@@ -53,6 +54,9 @@ absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
+// Where the kernels find the pages of a sequence.
+void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to);
+
 // Steps that may have begun and not finished: what the host writes for one must stay while the one
 // before it is under way.
 inline constexpr int kStepsInFlight = 2;
@@ -71,9 +75,10 @@ inline int32_t FedToken(const engine::StepSequence& sequence, const SampledToken
 
 class DeviceBatch {
  public:
-  // slots is borrowed. max_logits_rows: of one LogitsBlock.
-  DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows)
-      : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows) {}
+  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: where the sequences' pages lie.
+  DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows,
+              const KvLayout& kv)
+      : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows), kv_(kv) {}
 
   // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
   // that `previous` brings. REQUIRES: the work of the upload before the last has ended. Borrows
@@ -98,6 +103,7 @@ class DeviceBatch {
   MemoryLedger* const ledger_;
   AdapterSlots& slots_;
   const int64_t max_logits_rows_;
+  const KvLayout kv_;
   struct Buffers {
     PinnedBuffer host;
     DeviceBuffer device;

@@ -24,14 +24,15 @@ using engine::StepSequence;
 // Rows of logits on the device at once: a whole decode step's.
 constexpr int64_t kDeviceLogitsRows = DecodeBatch::kSizes.back();
 
-class CudaModelRunner final : public engine::ModelRunner {
+class CudaModelRunner final : public engine::ModelRunner, private engine::KvChunks {
  public:
-  CudaModelRunner(const RunnerOptions& options, MemoryLedger* ledger, Stream stream,
-                  AdapterSlots slots)
+  CudaModelRunner(const RunnerOptions& options, const KvLayout& kv, MemoryLedger* ledger,
+                  Stream stream, AdapterSlots slots)
       : options_(options),
+        kv_(kv),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        batch_(ledger, &slots_, kDeviceLogitsRows) {}
+        batch_(ledger, &slots_, kDeviceLogitsRows, kv) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
     CudaDecoder::Options options;
@@ -47,8 +48,7 @@ class CudaModelRunner final : public engine::ModelRunner {
     if (!decoder_->is_capturable()) return absl::OkStatus();
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
-    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
-                           DecodeBatch::Create(&slots_, pages, decoder_->spare_page(), ledger));
+    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kv_, ledger));
     decode_.emplace(std::move(decode));
     // Harmless contents for the passes that captures begin with.
     DORAD_RETURN_IF_ERROR(decode_->Fill(stream_));
@@ -61,6 +61,8 @@ class CudaModelRunner final : public engine::ModelRunner {
   }
 
   int64_t kv_pages() const override { return options_.kv_pages; }
+
+  engine::KvChunks* kv_chunks() override { return this; }
 
   int max_steps_in_flight() const override { return kStepsInFlight; }
 
@@ -89,6 +91,17 @@ class CudaModelRunner final : public engine::ModelRunner {
   absl::Status RestoreKv() override { return decoder_->RestoreKv(); }
 
  private:
+  // --- engine::KvChunks.
+  int64_t pages() const override { return kv_.chunk_pages(); }
+  int64_t lead() const override { return kSparePages; }
+  int64_t bytes() const override { return kv_.chunk_bytes(); }
+  // Of the step that finished last, kernels behind its results may still run.
+  void Unmap(int32_t chunk) override {
+    if (!stream_.Synchronize("giving KV pages back").ok()) AwaitAfterFailure();
+    decoder_->kv_memory().Unmap(chunk);
+  }
+  absl::Status Map(int32_t chunk) override { return decoder_->kv_memory().Map(chunk); }
+
   // Nothing that was launched for a step that failed is under way any more when this returns. After
   // an illegal access or the like every call fails, and nothing but a new process helps: better
   // none than one that answers all with errors.
@@ -132,6 +145,7 @@ class CudaModelRunner final : public engine::ModelRunner {
   }
 
   const RunnerOptions options_;
+  const KvLayout kv_;
   const Stream stream_;
   AdapterSlots slots_;
   DeviceBatch batch_;
@@ -151,8 +165,8 @@ absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
   DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
                          AdapterSlots::Create(static_cast<int>(options.max_sequences),
                                               model->modules().size(), ledger));
-  auto runner =
-      std::make_unique<CudaModelRunner>(options, ledger, std::move(stream), std::move(slots));
+  auto runner = std::make_unique<CudaModelRunner>(options, KvLayoutOf(model->config()), ledger,
+                                                  std::move(stream), std::move(slots));
   DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));
   return runner;
 }

@@ -17,8 +17,8 @@ constexpr char kStep[] = "the step";
 static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
 
 absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pages_per_sequence,
-                                                int32_t spare_page, MemoryLedger* ledger) {
-  DecodeBatch batch(slots, spare_page);
+                                                const KvLayout& kv, MemoryLedger* ledger) {
+  DecodeBatch batch(slots, kv);
   Layout layout;
   batch.ids_at_ = layout.Add(kMaxRows * 4);
   batch.positions_at_ = layout.Add(kMaxRows * 4);
@@ -76,12 +76,12 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
       host.as<int32_t>(ids_at_)[row] = FedToken(s, previous);
       feed = feed || s.follows >= 0;
       host.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
-      std::copy(s.pages.begin(), s.pages.end(), pages + page);
+      WritePlaces(s.pages, kv_, pages + page);
       page += static_cast<int32_t>(s.pages.size());
     } else {
       host.as<int32_t>(ids_at_)[row] = 0;
       host.as<int32_t>(positions_at_)[row] = 0;
-      pages[page] = spare_page_;  // one for all padded rows
+      pages[page] = kv_.Place(0);  // one for all padded rows
     }
   }
   slots_->BeginStep();

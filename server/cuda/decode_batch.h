@@ -21,9 +21,9 @@ class DecodeBatch {
   static constexpr std::array<int, 19> kSizes = {1,  2,  4,  8,   16,  24,  32,  40,  48, 56,
                                                  64, 80, 96, 112, 128, 160, 192, 224, 256};
 
-  // slots is borrowed. spare_page: what padded rows write to.
+  // slots is borrowed. kv: where the sequences' pages lie; padded rows write to the spare one.
   static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t pages_per_sequence,
-                                            int32_t spare_page, MemoryLedger* ledger);
+                                            const KvLayout& kv, MemoryLedger* ledger);
 
   // Whether a step is of this kind, and small enough.
   static bool Takes(absl::Span<const engine::StepSequence> sequences);
@@ -49,10 +49,10 @@ class DecodeBatch {
                             absl::Span<const engine::StepSequence> sequences, int64_t size,
                             const SampledTokens& previous, const Stream& stream);
 
-  DecodeBatch(AdapterSlots* slots, int32_t spare_page) : slots_(slots), spare_page_(spare_page) {}
+  DecodeBatch(AdapterSlots* slots, const KvLayout& kv) : slots_(slots), kv_(kv) {}
 
   AdapterSlots* slots_;
-  int32_t spare_page_;
+  KvLayout kv_;
   std::array<PinnedBuffer, kStepsInFlight> hosts_;
   size_t next_ = 0;
   DeviceBuffer device_;

@@ -22,6 +22,11 @@ int64_t KvPageBytes(const model::ModelConfig& config) {
          static_cast<int64_t>(sizeof(__nv_bfloat16));
 }
 
+KvLayout KvLayoutOf(const model::ModelConfig& config) {
+  const int64_t planes = 2 * config.num_layers;
+  return KvLayout(planes, KvPageBytes(config) / planes, kMappedPageBytes);
+}
+
 absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel* model,
                                                                  const Options& options,
                                                                  MemoryLedger* ledger,
@@ -39,32 +44,30 @@ absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel
 }
 
 absl::StatusOr<int64_t> CudaDecoder::ReleaseKv(absl::Span<const int32_t> keep) {
-  const int64_t planes = 2 * model_.config().num_layers;
-  DORAD_ASSIGN_OR_RETURN(
-      kv_image_, KvImage::Save(kv_memory_.as<std::byte>(), planes, kv_memory_.bytes() / planes,
-                               options_.kv_pages + 1, keep, stream_));
-  const int64_t released = kv_memory_.size();
-  kv_memory_.Unmap();
-  return released;
+  std::vector<int32_t> pages(keep.begin(), keep.end());
+  for (int32_t& page : pages) page += kSparePages;
+  DORAD_ASSIGN_OR_RETURN(kv_image_,
+                         KvImage::Save(kv_memory_.as(), kv_memory_.layout(), pages, stream_));
+  return kv_memory_.UnmapAll();
 }
 
 absl::Status CudaDecoder::RestoreKv() {
-  DORAD_RETURN_IF_ERROR(kv_memory_.Map());
-  absl::Status status = kv_image_.Restore(kv_memory_.as<std::byte>(), stream_);
+  DORAD_RETURN_IF_ERROR(kv_memory_.MapAgain());
+  absl::Status status = kv_image_.Restore(kv_memory_.as(), stream_);
   if (status.ok()) {
     kv_image_ = KvImage();
   } else {
-    kv_memory_.Unmap();
+    (void)kv_memory_.UnmapAll();
   }
   return status;
 }
 
 absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const model::ModelConfig& config = model_.config();
-  DORAD_ASSIGN_OR_RETURN(
-      kv_memory_,
-      MappedMemory::Create(ledger, "kv", (options_.kv_pages + 1) * KvPageBytes(config)));
-  const int64_t plane = (options_.kv_pages + 1) * config.kv_size() * kernels::kKvPageTokens;
+  const KvLayout layout_of_kv = KvLayoutOf(config);
+  DORAD_ASSIGN_OR_RETURN(kv_memory_,
+                         KvMemory::Create(layout_of_kv, options_.kv_pages + kSparePages, ledger));
+  const int64_t plane = layout_of_kv.plane_bytes() / static_cast<int64_t>(sizeof(__nv_bfloat16));
   for (int64_t i = 0; i < config.num_layers; ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
     kv_.push_back({k, k + plane});

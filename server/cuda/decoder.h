@@ -16,19 +16,22 @@
 #include "server/cuda/batch.h"
 #include "server/cuda/device.h"
 #include "server/cuda/kv_image.h"
+#include "server/cuda/kv_layout.h"
+#include "server/cuda/kv_memory.h"
 #include "server/cuda/linear.h"
-#include "server/cuda/mapped_memory.h"
 #include "server/cuda/model.h"
 
 namespace dorad::cuda {
 
 // Bytes of one KV page over all layers.
 int64_t KvPageBytes(const model::ModelConfig& config);
+// Where the pages lie.
+KvLayout KvLayoutOf(const model::ModelConfig& config);
 
 class CudaDecoder {
  public:
   struct Options {
-    int64_t kv_pages = 0;
+    int64_t kv_pages = 0;  // of the engine
     int64_t max_positions = 0;
     int64_t max_rows = 0;         // of one step
     int64_t max_logits_rows = 0;  // of one call of Logits
@@ -49,12 +52,11 @@ class CudaDecoder {
   // As engine::ModelRunner's. REQUIRES: nothing that was launched is under way.
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep);
   absl::Status RestoreKv();
+  // Its chunks come and go as engine::KvChunks says.
+  KvMemory& kv_memory() { return kv_memory_; }
 
   // Whether passes may be captured and replayed for other rows.
   bool is_capturable() const { return linear_.is_capturable(); }
-
-  // A page that no sequence has.
-  int32_t spare_page() const { return static_cast<int32_t>(options_.kv_pages); }
 
  private:
   CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
@@ -72,7 +74,7 @@ class CudaDecoder {
   const Options options_;
   const Stream& stream_;
   Linear linear_;
-  MappedMemory kv_memory_;
+  KvMemory kv_memory_;
   KvImage kv_image_;  // while it is released
   DeviceBuffer workspace_;
   std::vector<kernels::KvCache> kv_;  // by layer

@@ -147,6 +147,11 @@ void MemoryLedger::SetReserve(int64_t bytes, Probe probe) {
   probe_ = std::move(probe);
 }
 
+void MemoryLedger::set_low_water(int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  low_water_ = bytes;
+}
+
 int64_t MemoryLedger::Sum() const {
   int64_t sum = 0;
   for (const auto& [kind, bytes] : by_kind_) sum += bytes;
@@ -154,18 +159,18 @@ int64_t MemoryLedger::Sum() const {
 }
 
 absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes, Source source) {
-  DORAD_RETURN_IF_ERROR(TakeWithinLimit(kind, bytes));
+  DORAD_RETURN_IF_ERROR(TakeWithinLimit(kind, bytes, source));
   absl::Status status = CheckDevice(kind, bytes, source);
   if (!status.ok()) Release(kind, bytes);
   return status;
 }
 
-absl::Status MemoryLedger::TakeWithinLimit(const std::string& kind, int64_t bytes) {
+absl::Status MemoryLedger::TakeWithinLimit(const std::string& kind, int64_t bytes, Source source) {
   absl::MutexLock lock(&mu_);
   const int64_t held = Sum();
   // Not held + bytes, which may overflow.
   if (bytes > limit_ - held) {
-    ++refusals_.limit;
+    refusals_.limit += source == Source::kSpare ? 0 : 1;
     return MakeError(
         absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
         absl::StrCat(kind, " need ", Gigabytes(bytes), " of GPU memory, but memory.vram_limit is ",
@@ -181,13 +186,19 @@ absl::Status MemoryLedger::CheckDevice(const std::string& kind, int64_t bytes, S
     absl::MutexLock lock(&mu_);
     probe = probe_;
   }
-  if (probe == nullptr || source == Source::kHeld || kind == kWorkspace) return absl::OkStatus();
+  if (probe == nullptr || source == Source::kGranted || kind == kWorkspace) return absl::OkStatus();
   // Under no lock: the driver may take its time.
   DORAD_ASSIGN_OR_RETURN(const DeviceMemory device, probe());
   const int64_t at_hand = device.free + (source == Source::kPool ? device.pooled : 0);
   absl::MutexLock lock(&mu_);
-  if (bytes <= at_hand - reserve_) return absl::OkStatus();
-  ++refusals_.reserve;
+  bool is_there = bytes <= at_hand - reserve_;
+  if (source == Source::kSpare) {
+    is_there = is_there && bytes <= low_water_ - (device.total - device.free) &&
+               device.pooled <= limit_ - Sum();
+  } else {
+    refusals_.reserve += is_there ? 0 : 1;
+  }
+  if (is_there) return absl::OkStatus();
   Kinds held = by_kind_;
   held[kind] -= bytes;
   return MakeError(

@@ -94,8 +94,11 @@ class MemoryLedger {
   // Activations and the batches of steps: the reserve is there for them, too, since what is running
   // is to go on.
   static constexpr char kWorkspace[] = "workspace";
-  // Where memory comes from: the device, the pool of DeviceBuffers first, or it is held already.
-  enum class Source { kDevice, kPool, kHeld };
+  // Where memory comes from: the device, or the pool of DeviceBuffers first. kGranted: the device
+  // has been asked already, or it is held.
+  // kSpare: the device, as long as nobody would soon ask it back: below the low water mark, and
+  // within the limit even while the pool keeps what it has.
+  enum class Source { kDevice, kPool, kGranted, kSpare };
   // How much the device has, now.
   using Probe = std::function<absl::StatusOr<DeviceMemory>()>;
 
@@ -106,6 +109,8 @@ class MemoryLedger {
   // From now on the device is asked before anything but kWorkspace grows, and `bytes` of it are
   // left to others.
   void SetReserve(int64_t bytes, Probe probe);
+  // Of the device, in use by all processes.
+  void set_low_water(int64_t bytes);
   // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) telling what is needed, what each kind holds and the limit,
   // or what the device has free and the reserve. Errors of the probe.
   absl::Status Reserve(const std::string& kind, int64_t bytes, Source source);
@@ -120,7 +125,7 @@ class MemoryLedger {
   int64_t bytes(const std::string& kind) const;
   int64_t total() const;
   int64_t limit() const;
-  // How often Reserve refused, by what stood against it.
+  // How often Reserve refused what was not kSpare, by what stood against it.
   struct Refusals {
     int64_t limit = 0;
     int64_t reserve = 0;
@@ -129,12 +134,13 @@ class MemoryLedger {
 
  private:
   int64_t Sum() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  absl::Status TakeWithinLimit(const std::string& kind, int64_t bytes);
+  absl::Status TakeWithinLimit(const std::string& kind, int64_t bytes, Source source);
   absl::Status CheckDevice(const std::string& kind, int64_t bytes, Source source);
 
   mutable absl::Mutex mu_;
   int64_t limit_ ABSL_GUARDED_BY(mu_);
   int64_t reserve_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t low_water_ ABSL_GUARDED_BY(mu_) = kNoLimit;
   Probe probe_ ABSL_GUARDED_BY(mu_);  // nullptr: the device is not asked
   Refusals refusals_ ABSL_GUARDED_BY(mu_);
   Kinds by_kind_ ABSL_GUARDED_BY(mu_);

@@ -26,16 +26,17 @@ cudaError_t CopyRows(std::byte* to, int64_t to_pitch, const std::byte* from, int
 
 }  // namespace
 
-absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, int64_t planes, int64_t plane_bytes,
-                                      int64_t pages_of_plane, absl::Span<const int32_t> pages,
-                                      const Stream& stream) {
+absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, const KvLayout& layout,
+                                      absl::Span<const int32_t> pages, const Stream& stream) {
   constexpr char kSaving[] = "saving the KV cache";
-  const int64_t page_bytes = plane_bytes / pages_of_plane;
+  const int64_t planes = layout.planes();
+  const int64_t plane_bytes = layout.plane_bytes();
+  const int64_t page_bytes = layout.page_bytes();
   KvImage image;
   image.planes_ = planes;
   image.plane_bytes_ = plane_bytes;
   for (const int32_t page : pages) {
-    const int64_t at = page * page_bytes;
+    const int64_t at = layout.Offset(page);
     if (image.runs_.empty() || image.runs_.back().at + image.runs_.back().size != at) {
       image.runs_.push_back({at, 0});
     }

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/cuda/device.h"
+#include "server/cuda/kv_layout.h"
 
 namespace dorad::cuda {
 
@@ -18,12 +19,10 @@ class KvImage {
  public:
   // Holds nothing.
   KvImage() = default;
-  // `pages`, in ascending order, of a cache of `planes` planes of plane_bytes, each of so many
-  // pages. Waits for the copy. The memory is taken for the time: it is not page-locked, which would
-  // take longer than the copy.
-  static absl::StatusOr<KvImage> Save(const std::byte* cache, int64_t planes, int64_t plane_bytes,
-                                      int64_t pages_of_plane, absl::Span<const int32_t> pages,
-                                      const Stream& stream);
+  // `pages`, in ascending order, of a cache that is laid out so. Waits for the copy. The memory is
+  // taken for the time: it is not page-locked, which would take longer than the copy.
+  static absl::StatusOr<KvImage> Save(const std::byte* cache, const KvLayout& layout,
+                                      absl::Span<const int32_t> pages, const Stream& stream);
   // Back into a cache of the same form. Waits for the copy.
   absl::Status Restore(std::byte* cache, const Stream& stream) const;
 
@@ -31,14 +30,14 @@ class KvImage {
 
  private:
   struct Run {
-    int64_t at = 0;    // in a plane, in bytes
-    int64_t size = 0;  // likewise
+    int64_t at = 0;    // in the first plane, in bytes from the cache's begin
+    int64_t size = 0;  // in a plane
   };
 
   int64_t planes_ = 0;
   int64_t plane_bytes_ = 0;
   int64_t bytes_ = 0;
-  std::vector<Run> runs_;              // of consecutive pages
+  std::vector<Run> runs_;              // of consecutive pages of a chunk
   std::unique_ptr<std::byte[]> data_;  // run by run: [planes, size]
 };
 

@@ -10,7 +10,6 @@
 namespace dorad::cuda {
 namespace {
 
-constexpr int64_t kPageBytes = 2 << 20;
 // What is made and mapped at a time: with fewer, larger pieces both are some ten times faster than
 // page by page.
 constexpr int64_t kPieceBytes = 64 << 20;
@@ -25,32 +24,48 @@ CUmemAllocationProp OfThisDevice(bool shareable) {
 
 }  // namespace
 
+absl::StatusOr<AddressRange> AddressRange::Reserve(int64_t bytes, const std::string& kind) {
+  DORAD_ASSIGN_OR_RETURN(const Driver* driver, Driver::Get());
+  AddressRange range;
+  DORAD_RETURN_IF_ERROR(
+      driver->ToStatus(driver->address_reserve(&range.address_, bytes, kMappedPageBytes, 0, 0),
+                       absl::StrCat("reserving addresses for ", kind)));
+  range.bytes_ = bytes;
+  return range;
+}
+
+AddressRange::~AddressRange() {
+  if (address_ == 0) return;
+  const Driver& driver = **Driver::Get();
+  (void)driver.ToStatus(driver.address_free(address_, bytes_), "freeing addresses");
+}
+
 absl::StatusOr<MappedMemory> MappedMemory::Create(MemoryLedger* ledger, std::string kind,
                                                   int64_t bytes, bool shareable) {
-  DORAD_ASSIGN_OR_RETURN(const Driver* driver, Driver::Get());
-  MappedMemory memory;
-  memory.ledger_ = ledger;
-  memory.kind_ = std::move(kind);
+  const int64_t size = RoundUp(std::max<int64_t>(bytes, 1), kMappedPageBytes);
+  DORAD_ASSIGN_OR_RETURN(AddressRange addresses, AddressRange::Reserve(size, kind));
+  MappedMemory memory(ledger, std::move(kind), addresses.address(), bytes);
   memory.shareable_ = shareable;
-  memory.bytes_ = bytes;
-  memory.size_ = RoundUp(std::max<int64_t>(bytes, 1), kPageBytes);
-  DORAD_RETURN_IF_ERROR(
-      driver->ToStatus(driver->address_reserve(&memory.address_, memory.size_, kPageBytes, 0, 0),
-                       absl::StrCat("reserving addresses for ", memory.kind_)));
+  memory.own_addresses_ = std::move(addresses);
   DORAD_RETURN_IF_ERROR(memory.Map());
   return memory;
 }
 
+MappedMemory::MappedMemory(MemoryLedger* ledger, std::string kind, CUdeviceptr address,
+                           int64_t bytes)
+    : ledger_(ledger),
+      kind_(std::move(kind)),
+      address_(address),
+      bytes_(bytes),
+      size_(RoundUp(std::max<int64_t>(bytes, 1), kMappedPageBytes)) {}
+
 MappedMemory::~MappedMemory() {
-  if (address_ == 0) return;
   if (mapped()) Unmap();
-  const Driver& driver = **Driver::Get();
-  (void)driver.ToStatus(driver.address_free(address_, size_), "freeing addresses");
 }
 
-absl::Status MappedMemory::Map() {
+absl::Status MappedMemory::Map(MemoryLedger::Source source) {
   DORAD_CHECK(!mapped());
-  DORAD_RETURN_IF_ERROR(ledger_->Reserve(kind_, size_, MemoryLedger::Source::kDevice));
+  DORAD_RETURN_IF_ERROR(ledger_->Reserve(kind_, size_, source));
   absl::Status status = MapPieces();
   if (status.ok()) return status;
   UnmapPieces();
@@ -119,6 +134,7 @@ void MappedMemory::Swap(MappedMemory& other) noexcept {
   std::swap(ledger_, other.ledger_);
   std::swap(kind_, other.kind_);
   std::swap(shareable_, other.shareable_);
+  std::swap(own_addresses_, other.own_addresses_);
   std::swap(address_, other.address_);
   std::swap(bytes_, other.bytes_);
   std::swap(size_, other.size_);

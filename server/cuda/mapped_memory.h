@@ -19,6 +19,35 @@
 
 namespace dorad::cuda {
 
+// What device memory is mapped in.
+inline constexpr int64_t kMappedPageBytes = 2 << 20;
+
+// Addresses on the device without memory behind them. Move-only.
+class AddressRange {
+ public:
+  AddressRange() = default;
+  // 2 MiB aligned; bytes: a multiple of that.
+  static absl::StatusOr<AddressRange> Reserve(int64_t bytes, const std::string& kind);
+  AddressRange(AddressRange&& other) noexcept { Swap(other); }
+  AddressRange& operator=(AddressRange&& other) noexcept {
+    AddressRange taken(std::move(other));
+    Swap(taken);
+    return *this;
+  }
+  ~AddressRange();
+
+  CUdeviceptr address() const { return address_; }
+
+ private:
+  void Swap(AddressRange& other) noexcept {
+    std::swap(address_, other.address_);
+    std::swap(bytes_, other.bytes_);
+  }
+
+  CUdeviceptr address_ = 0;
+  int64_t bytes_ = 0;
+};
+
 class MappedMemory {
  public:
   MappedMemory() = default;
@@ -27,6 +56,8 @@ class MappedMemory {
   // 2 MiB are accounted for. `shareable`: other processes can map it, too (Share).
   static absl::StatusOr<MappedMemory> Create(MemoryLedger* ledger, std::string kind, int64_t bytes,
                                              bool shareable = false);
+  // At addresses that somebody else has reserved; not mapped yet.
+  MappedMemory(MemoryLedger* ledger, std::string kind, CUdeviceptr address, int64_t bytes);
   MappedMemory(MappedMemory&& other) noexcept { Swap(other); }
   MappedMemory& operator=(MappedMemory&& other) noexcept {
     MappedMemory taken(std::move(other));
@@ -39,7 +70,7 @@ class MappedMemory {
   // REQUIRES: mapped.
   void Unmap();
   // OUT_OF_MEMORY as Create; then it is not mapped. REQUIRES: not mapped.
-  absl::Status Map();
+  absl::Status Map(MemoryLedger::Source source = MemoryLedger::Source::kDevice);
   bool mapped() const { return !pieces_.empty(); }
 
   // The device memory's pieces, one behind the other.
@@ -66,6 +97,7 @@ class MappedMemory {
   MemoryLedger* ledger_ = nullptr;
   std::string kind_;
   bool shareable_ = false;
+  AddressRange own_addresses_;  // or none
   CUdeviceptr address_ = 0;
   int64_t bytes_ = 0;
   int64_t size_ = 0;

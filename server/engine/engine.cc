@@ -135,6 +135,11 @@ void Engine::EndYield(std::string id, std::function<void(bool)> done) {
   });
 }
 
+void Engine::LendKv(int64_t bytes, std::function<void(int64_t)> done) {
+  impl_->admission.Post(
+      [loop = &impl_->loop, bytes, done = std::move(done)] { loop->LendKv(bytes, done); });
+}
+
 EngineStats Engine::stats() const {
   EngineStats stats = impl_->board.stats();
   const Admission::Queue queue = impl_->admission.queue();

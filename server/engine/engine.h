@@ -98,6 +98,12 @@ class Engine {
   // `done` runs on the engine thread with whether it was in effect still.
   void EndYield(std::string id, std::function<void(bool)> done);
 
+  // Gives memory of the KV cache that no request uses to whoever needs it more: so many bytes, or
+  // as many as there are. `done` runs on the engine thread when the steps at hand have finished,
+  // with the bytes that went back. They come again when requests are short of pages, and nobody
+  // else of memory.
+  void LendKv(int64_t bytes, std::function<void(int64_t)> done);
+
   // As of the end of the last step.
   EngineStats stats() const;
   // How long ago the engine thread showed a sign of life (about once a second when idle).

@@ -15,6 +15,17 @@ constexpr absl::Duration kIdleHeartbeat = absl::Seconds(1);
 // Between two questions whether weights have come, when there is nothing else to do.
 constexpr absl::Duration kAskForWeights = absl::Milliseconds(2);
 
+KvPages::Chunks ChunksOf(ModelRunner& runner) {
+  const KvChunks* const chunks = runner.kv_chunks();
+  return chunks == nullptr ? KvPages::Chunks() : KvPages::Chunks{chunks->pages(), chunks->lead()};
+}
+
+// A sequence that does not fit could never finish, whatever comes back.
+int64_t LeastPages(const EngineOptions& options, int64_t max_length) {
+  const int64_t longest = (max_length + kKvPageTokens - 1) / kKvPageTokens;
+  return std::max(options.kv_min_pages, longest);
+}
+
 }  // namespace
 
 EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
@@ -25,7 +36,8 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       admission_(admission),
       board_(board),
       metrics_(metrics),
-      pages_(runner->kv_pages()),
+      pages_(runner->kv_pages(), ChunksOf(*runner)),
+      lending_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length), metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
                   [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
                  &pages_),
@@ -148,6 +160,9 @@ void EngineLoop::Step() {
   if (pipeline_.empty() && pacer_.Wait(SteadyNow()) > absl::ZeroDuration()) {
     stalled_ = false;  // somebody may be able to run when its turn comes
     return;
+  }
+  if (pages_.lent() > 0) {
+    lending_.TakeBack(scheduler_.running() + scheduler_.shortage(), SteadyNow());
   }
   while (HasRoom() && BeginStep()) {
   }
@@ -400,6 +415,11 @@ void EngineLoop::FollowYields(Instant now) {
   pacer_.SetShare(std::min(gpu_share_, yields_.share()), now);
 }
 
+void EngineLoop::LendKv(int64_t bytes, const std::function<void(int64_t)>& done) {
+  FinishAll();  // which may still write to pages that are free by now
+  Answer(done, kv_released_ ? 0 : lending_.Lend(bytes));
+}
+
 // Ends the pauses that still wait: another word has come in between.
 void EngineLoop::Supersede(const adapter::AdapterRef& scope) {
   for (const Pauses::Waiting& pause : pauses_.TakeOvertaken(scope)) {
@@ -449,6 +469,9 @@ void EngineLoop::PublishStats() {
   stats.kv_pages_total = pages_.total();
   stats.kv_pages_used = pages_.used();
   stats.kv_pages_cached = pages_.cached();
+  stats.kv_pages_lent = pages_.lent();
+  stats.kv_lendable_bytes = kv_released_ ? 0 : lending_.lendable_bytes();
+  stats.kv_short = pages_.lent() > 0 && scheduler_.shortage() > 0;
   stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();

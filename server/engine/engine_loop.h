@@ -15,6 +15,7 @@
 #include "absl/time/time.h"
 #include "server/engine/admission.h"
 #include "server/engine/engine.h"
+#include "server/engine/kv_lending.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/options.h"
@@ -52,6 +53,7 @@ class EngineLoop {
   void Yield(const Engine::YieldOptions& options,
              const std::function<void(absl::StatusOr<double>)>& done);
   void EndYield(const std::string& id, const std::function<void(bool)>& done);
+  void LendKv(int64_t bytes, const std::function<void(int64_t)>& done);
 
  private:
   std::vector<Admission::Message> TakeMessages(bool* stop);
@@ -98,6 +100,7 @@ class EngineLoop {
   StatsBoard* const board_;
   Metrics* const metrics_;
   KvPages pages_;
+  KvLending lending_;
   WeightsGate weights_;
   Scheduler scheduler_;
   StepPipeline pipeline_;

@@ -59,11 +59,29 @@ struct StepOutput {
   Logprobs logprobs;   // one position with sample, all rows with score
 };
 
+// The KV cache's memory in chunks, which go and come one by one while addresses stay. All are there
+// at first. Owned by the runner; confined to the engine thread.
+class KvChunks {
+ public:
+  virtual ~KvChunks() = default;
+  // Of one chunk, a power of two; page p lies in chunk (p + lead()) / pages().
+  virtual int64_t pages() const = 0;
+  virtual int64_t lead() const = 0;
+  virtual int64_t bytes() const = 0;
+  // Gives the memory back; what it held is lost. REQUIRES: it is there, is not the first one, and
+  // no step has begun that uses its pages.
+  virtual void Unmap(int32_t chunk) = 0;
+  // Steps may have begun. RESOURCE_EXHAUSTED (OUT_OF_MEMORY): others need the memory more.
+  virtual absl::Status Map(int32_t chunk) = 0;
+};
+
 class ModelRunner {
  public:
   virtual ~ModelRunner() = default;
   // Pages of the KV cache, ids [0, kv_pages()).
   virtual int64_t kv_pages() const = 0;
+  // nullptr: the cache's memory stays, but for sleep.
+  virtual KvChunks* kv_chunks() { return nullptr; }
   // How many steps may have begun and not finished: 1 or 2. REQUIRES of Begin: fewer have.
   virtual int max_steps_in_flight() const = 0;
   // Begins a step. Steps are computed one after another in the order in which they begin: one that
@@ -78,6 +96,7 @@ class ModelRunner {
   // --- Sleeping. REQUIRES: no step has begun.
 
   // Gives the KV cache's memory back, as far as there is somebody to give it to; returns how much.
+  // Chunks that have gone are gone before and after.
   // What `keep` holds comes back with RestoreKv, the other pages are undefined then. After a
   // failure nothing has changed.
   virtual absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) = 0;

@@ -67,6 +67,7 @@ bool Scheduler::CanContinue(Sequence* sequence) const {
 std::vector<Chunk> Scheduler::Schedule() {
   Plan plan;
   plan.budget = options_.max_step_tokens;
+  shortage_ = 0;
   // Preemption takes sequences from the end of running_, so walk over a copy.
   const std::vector<Sequence*> candidates(running_.begin(), running_.end());
   for (Sequence* s : candidates) {
@@ -185,6 +186,7 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   const int64_t held = static_cast<int64_t>(sequence->pages.size());
   const int64_t missing = PagesFor(sequence->computed + count) - held;
   while (missing > 0 && !pages_->Allocate(missing, &sequence->pages)) {
+    shortage_ = missing;
     if (PreemptFrozen(plan)) continue;
     Sequence* const victim = *running_.rbegin();
     Preempt(victim, plan);
@@ -201,6 +203,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   const int64_t missing = PagesFor(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
   const int64_t reserve = running();
   if (pages_->available() < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
+    shortage_ = missing;
     Rewind(sequence);
     return false;
   }

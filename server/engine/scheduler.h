@@ -56,6 +56,8 @@ class Scheduler {
   int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
+  // Pages that the last Schedule lacked to admit or to go on with the next sequence.
+  int64_t shortage() const { return shortage_; }
 
  private:
   struct Earlier {
@@ -95,6 +97,7 @@ class Scheduler {
   int64_t frozen_running_ = 0;
   int64_t frozen_waiting_ = 0;
   uint64_t preemptions_ = 0;
+  int64_t shortage_ = 0;
 };
 
 }  // namespace dorad::engine

@@ -151,6 +151,9 @@ struct EngineStats {
   int64_t kv_pages_total = 0;
   int64_t kv_pages_used = 0;    // held by sequences
   int64_t kv_pages_cached = 0;  // hold reusable prefixes only
+  int64_t kv_pages_lent = 0;    // whose memory others have; neither used nor available
+  int64_t kv_lendable_bytes = 0;
+  bool kv_short = false;  // requests wait for pages that are lent
   int kv_page_tokens = 0;
   uint64_t steps = 0;
   bool paused = false;  // everything

@@ -45,7 +45,7 @@ void UseAll(Metrics* metrics) {
   metrics->StepDone({absl::Milliseconds(5), 4, 100, 2});
   metrics->Preemptions(2);
   metrics->StepsHeldBack(absl::Milliseconds(250));
-  metrics->SetEngine({3, 4, 50, 100, 60, 30, true, 0.5});
+  metrics->SetEngine({3, 4, 50, 100, 60, 30, 8, true, 0.5});
   metrics->PrefixCache(16, 6);
   metrics->NonFiniteLogits();
   metrics->AdapterLoaded({{"read", absl::Milliseconds(3)}, {"total", absl::Milliseconds(9)}});
@@ -55,6 +55,7 @@ void UseAll(Metrics* metrics) {
   metrics->SetMemory("weights", 1 << 20);
   metrics->SetDevice({800, 1000, 200, 50, 150, 3, 4});
   metrics->MemoryGivenBack("adapters", 70);
+  metrics->KvMemoryTakenBack(60);
   metrics->SetSleeping("kv", true);
   metrics->RpcStarted("Generate");
   metrics->RpcHandled("Generate", "OK", absl::Milliseconds(30));
@@ -106,6 +107,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_kv_pages_capacity", "100"},
       {"dorad_kv_pages_used", "60"},
       {"dorad_kv_pages_cached", "30"},
+      {"dorad_kv_pages_lent", "8"},
       {"dorad_prefix_cache_queried_tokens_total", "16"},
       {"dorad_prefix_cache_hit_tokens_total", "6"},
       {"dorad_nonfinite_logits_total", "1"},
@@ -140,6 +142,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {R"(dorad_memory_refusals_total{by="limit"})", "3"},
       {R"(dorad_memory_refusals_total{by="reserve"})", "4"},
       {R"(dorad_memory_given_back_bytes_total{from="adapters"})", "70"},
+      {"dorad_kv_taken_back_bytes_total", "60"},
       {R"(dorad_sleeping{tag="kv"})", "1"},
       {R"(dorad_rpc_started_total{method="Generate"})", "1"},
       {R"(dorad_rpc_handled_total{code="OK",method="Generate"})", "1"},

@@ -125,10 +125,23 @@ TEST_F(MemoryPressure, WhatBuffersHaveFreedIsTheirsToTakeAgain) {
   EXPECT_TRUE(ledger_.Reserve("adapters", 60, kPool).ok());
 }
 
+TEST_F(MemoryPressure, SpareMemoryEndsAtTheLowMarkAndLeavesThePoolItsOwn) {
+  device_ = DeviceMemory{1000, 2000, 300};
+  ledger_.set_low_water(1200);
+  EXPECT_FALSE(ledger_.Reserve("kv", 201, kSpare).ok());
+  EXPECT_TRUE(ledger_.Reserve("kv", 200, kSpare).ok());
+  ledger_.set_low_water(1900);
+  EXPECT_FALSE(ledger_.Reserve("kv", 501, kSpare).ok()) << "the pool has 300 of the limit's 1000";
+  EXPECT_TRUE(ledger_.Reserve("kv", 500, kSpare).ok());
+  EXPECT_FALSE(ledger_.Reserve("kv", 301, kSpare).ok());
+  EXPECT_TRUE(ledger_.Reserve("adapters", 300, kPool).ok());
+  EXPECT_EQ(ledger_.refusals().limit + ledger_.refusals().reserve, 0);
+}
+
 TEST_F(MemoryPressure, RunningStepsAndWhatIsHeldAlreadyAreNotHeldUp) {
   device_ = DeviceMemory{0, 2000};
   EXPECT_TRUE(ledger_.Reserve(MemoryLedger::kWorkspace, 5, kPool).ok());
-  EXPECT_TRUE(ledger_.Reserve("graphs", 5, kHeld).ok());
+  EXPECT_TRUE(ledger_.Reserve("graphs", 5, kGranted).ok());
   EXPECT_EQ(questions_, 0);
 }
 

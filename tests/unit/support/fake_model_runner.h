@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -56,13 +57,16 @@ inline float FakeLogprob(uint64_t hash, TokenId token) {
 
 // Computes a step when it is asked for its outputs, as late as its contract allows, from copies of
 // what Begin was given.
-class FakeModelRunner final : public ModelRunner {
+class FakeModelRunner final : public ModelRunner, private KvChunks {
  public:
-  explicit FakeModelRunner(int64_t pages, int max_steps_in_flight = 2)
+  // chunk_pages: 0: the cache's memory stays.
+  explicit FakeModelRunner(int64_t pages, int max_steps_in_flight = 2, int64_t chunk_pages = 0)
       : kv_(static_cast<size_t>(pages * kKvPageTokens), 0),
-        max_steps_in_flight_(max_steps_in_flight) {}
+        max_steps_in_flight_(max_steps_in_flight),
+        chunk_pages_(chunk_pages) {}
 
   int64_t kv_pages() const override { return static_cast<int64_t>(kv_.size()) / kKvPageTokens; }
+  KvChunks* kv_chunks() override { return chunk_pages_ > 0 ? this : nullptr; }
   int max_steps_in_flight() const override { return max_steps_in_flight_; }
 
   absl::Status Begin(absl::Span<const StepSequence> sequences) override {
@@ -116,7 +120,11 @@ class FakeModelRunner final : public ModelRunner {
     return absl::OkStatus();
   }
 
+  static constexpr int64_t kChunkBytes = 100;
   std::atomic<bool> fail_release{false}, fail_restore{false};
+  // Others have taken what was lent.
+  std::atomic<bool> fail_map{false};
+  std::atomic<int> chunks_lent{0};
   // Called when a step begins and when its outputs are asked for; a failure fails it.
   std::function<absl::Status(absl::Span<const StepSequence>)> on_begin;
   std::function<absl::Status()> on_step;
@@ -151,7 +159,27 @@ class FakeModelRunner final : public ModelRunner {
     std::vector<TokenId> targets;
   };
 
+  int64_t pages() const override { return chunk_pages_; }
+  int64_t lead() const override { return 1; }
+  int64_t bytes() const override { return kChunkBytes; }
+  void Unmap(int32_t chunk) override {
+    DORAD_CHECK(in_flight_.empty() && !released_ && chunk > 0 && lent_.insert(chunk).second);
+    ++chunks_lent;
+    const int64_t tokens = chunk_pages_ * kKvPageTokens;
+    const int64_t end = std::min<int64_t>((chunk + 1) * tokens - kKvPageTokens, kv_.size());
+    std::fill(kv_.begin() + chunk * tokens - kKvPageTokens, kv_.begin() + end, 0xDEAD);
+  }
+  absl::Status Map(int32_t chunk) override {
+    DORAD_CHECK(!released_);
+    if (fail_map) return absl::ResourceExhaustedError("as told");
+    DORAD_CHECK(lent_.erase(chunk) == 1);
+    --chunks_lent;
+    return absl::OkStatus();
+  }
+
   uint64_t& At(const Rows& s, int64_t position) {
+    const int32_t page = s.pages[position / kKvPageTokens];
+    DORAD_CHECK(chunk_pages_ == 0 || lent_.count((page + 1) / chunk_pages_) == 0);
     return kv_[s.pages[position / kKvPageTokens] * kKvPageTokens + position % kKvPageTokens];
   }
 
@@ -176,6 +204,8 @@ class FakeModelRunner final : public ModelRunner {
 
   std::vector<uint64_t> kv_;
   const int max_steps_in_flight_;
+  const int64_t chunk_pages_;
+  std::set<int32_t> lent_;
   bool released_ = false;
   std::deque<std::vector<Rows>> in_flight_;
   std::vector<TokenId> previous_;  // what the step that finished last sampled

@@ -1,0 +1,138 @@
+// Memory of the KV cache that others have for a time: what runs does not notice.
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "tests/unit/support/engine_fixture.h"
+
+namespace dorad::engine {
+namespace {
+
+constexpr int64_t kChunkPages = 8;
+
+class LendingTest : public EngineTest {
+ protected:
+  // Sequences of full length need 32 pages.
+  void StartInChunks(int64_t pages, int64_t min_pages = 0) {
+    EngineOptions options = DefaultOptions();
+    options.kv_min_pages = min_pages;
+    Start(options, pages, /*max_steps_in_flight=*/2, kChunkPages);
+  }
+
+  int64_t Lend(int64_t chunks) {
+    int64_t lent = 0;
+    absl::Notification done;
+    engine_->LendKv(chunks * FakeModelRunner::kChunkBytes, [&](int64_t bytes) {
+      lent = bytes;
+      done.Notify();
+    });
+    done.WaitForNotification();
+    EXPECT_EQ(lent % FakeModelRunner::kChunkBytes, 0);
+    return lent / FakeModelRunner::kChunkBytes;
+  }
+
+  void SleepKv(bool keep) {
+    absl::Notification done;
+    engine_->Sleep({.kv = true, .keep_kv = keep}, [&](auto) { done.Notify(); });
+    done.WaitForNotification();
+  }
+  void Wake() {
+    absl::Notification done;
+    engine_->Wake(/*kv=*/true, /*go_on=*/true, [&](auto) { done.Notify(); });
+    done.WaitForNotification();
+  }
+};
+
+TEST_F(LendingTest, UnusedChunksGoDownToWhatTheLongestSequenceNeeds) {
+  StartInChunks(63);
+  EXPECT_EQ(engine_->stats().kv_lendable_bytes, 3 * FakeModelRunner::kChunkBytes);
+  EXPECT_EQ(Lend(1), 1);
+  EXPECT_EQ(Lend(100), 2);
+  EXPECT_EQ(Lend(1), 0);
+  EXPECT_EQ(runner_->chunks_lent, 3);
+  const EngineStats stats = engine_->stats();
+  EXPECT_EQ(stats.kv_pages_total, 63);
+  EXPECT_EQ(stats.kv_pages_lent, 24);
+  EXPECT_EQ(stats.kv_lendable_bytes, 0);
+  EXPECT_EQ(stats.kv_pages_used, 0);
+}
+
+TEST_F(LendingTest, AnOperatorsMinimumStays) {
+  StartInChunks(63, /*min_pages=*/50);
+  EXPECT_EQ(Lend(100), 1);
+}
+
+TEST_F(LendingTest, WithoutChunksNothingIsLent) {
+  Start(DefaultOptions(), 63);
+  EXPECT_EQ(Lend(1), 0);
+}
+
+TEST_F(LendingTest, ALongRequestRunsInWhatIsLeft) {
+  StartInChunks(63);
+  runner_->fail_map = true;
+  EXPECT_EQ(Lend(100), 3);
+  GenerateInput input = Input(Prompt(20), 480);
+  const SampleText expected = Expected(input, 0, 512);
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+  EXPECT_EQ(outcome.samples.at(0).tokens, expected.tokens);
+  EXPECT_EQ(runner_->chunks_lent, 3);
+}
+
+TEST_F(LendingTest, ChunksComeBackWhenRequestsAreShortOfPages) {
+  StartInChunks(127);
+  EXPECT_EQ(Lend(100), 11);
+  std::vector<std::pair<SampleText, std::shared_ptr<TokenStream>>> streams;
+  for (int i = 0; i < 8; ++i) {
+    GenerateInput input = Input(Prompt(100, 10 * i), 100);
+    SampleText expected = Expected(input, 0, 512);
+    streams.emplace_back(std::move(expected), Submit(std::move(input)));
+  }
+  for (auto& [expected, stream] : streams) {
+    EXPECT_EQ(Wait(*stream).samples.at(0).tokens, expected.tokens);
+  }
+  EXPECT_LT(runner_->chunks_lent, 11);
+}
+
+TEST_F(LendingTest, WhileTheCacheSleepsThereIsNothingToLend) {
+  StartInChunks(63);
+  EXPECT_EQ(Lend(1), 1);
+  SleepKv(/*keep=*/false);
+  EXPECT_EQ(engine_->stats().kv_lendable_bytes, 0);
+  EXPECT_EQ(Lend(1), 0);
+  Wake();
+  EXPECT_EQ(engine_->stats().kv_pages_lent, 8);
+  EXPECT_EQ(Lend(100), 2);
+}
+
+TEST_F(LendingTest, RandomLoansChangeNoResult) {
+  for (uint32_t seed = 1; seed <= 8; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](int n) { return static_cast<int>(random() % n); };
+    StartInChunks(71);
+    std::vector<std::pair<SampleText, std::shared_ptr<TokenStream>>> streams;
+    for (int round = 0; round < 60; ++round) {
+      GenerateInput input = Input(Prompt(3 + below(60), below(3)), 1 + below(60));
+      SampleText expected = Expected(input, 0, 512);
+      streams.emplace_back(std::move(expected), Submit(std::move(input)));
+      if (below(2) == 0) Lend(below(5));
+      runner_->fail_map = below(3) == 0;
+      if (below(6) > 0) continue;
+      SleepKv(/*keep=*/below(2) == 0);
+      Lend(below(3));
+      Wake();
+    }
+    runner_->fail_map = false;
+    for (auto& [expected, stream] : streams) {
+      const Outcome outcome = Wait(*stream);
+      ASSERT_TRUE(outcome.status.ok()) << outcome.status;
+      EXPECT_EQ(outcome.samples.at(0).tokens, expected.tokens);
+      EXPECT_EQ(outcome.samples.at(0).logprobs, expected.logprobs);
+    }
+    ExpectEverythingBack();
+  }
+}
+
+}  // namespace
+}  // namespace dorad::engine
