@@ -46,6 +46,10 @@ class Residency {
     // Borrowed, outlives the entries. nullptr: there is no host memory for weights.
     WeightsImages* images = nullptr;
     absl::Duration patience = absl::Seconds(2);
+    // Makes room elsewhere when no idle weights can: is asked for so many bytes, returns how many
+    // it gave. Called on any thread that brings or adds weights, under no lock. Null: there is
+    // none.
+    std::function<int64_t(int64_t)> lender;
     // Runs a task elsewhere (a loader thread): weights leave and come back there.
     std::function<void(std::function<void()>)> executor;
     // Of a clock that never jumps.
@@ -74,7 +78,7 @@ class Residency {
   absl::StatusOr<std::unique_ptr<Entry>> Add(std::shared_ptr<const AdapterWeights> weights,
                                              int64_t bytes, Recall recall, bool pinned = false);
   // Tries something that needs memory where weights lie, and again while it is OUT_OF_MEMORY and
-  // idle weights can leave, which they do on this thread.
+  // idle weights can leave, which they do on this thread, or else the lender gives.
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
   // Idle weights leave, the least recently used first, until so many bytes have gone or no more

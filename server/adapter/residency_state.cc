@@ -12,6 +12,7 @@ namespace dorad::adapter {
 namespace {
 
 constexpr absl::Duration kAskAgain = absl::Milliseconds(20);
+constexpr int64_t kLeastLoan = 128 << 20;
 
 template <typename WeightsPtr>
 int64_t SumOfBytes(const std::vector<WeightsPtr>& weights) {
@@ -305,9 +306,14 @@ bool Residency::State::MakeSomeRoom() {
 }
 
 absl::Status Residency::State::WithRoom(absl::FunctionRef<absl::Status()> attempt) {
+  // How much is missing is not known: more each time, so that few attempts do.
+  int64_t to_borrow = kLeastLoan;
   while (true) {
     absl::Status status = attempt();
-    if (status.ok() || ReasonOf(status) != "OUT_OF_MEMORY" || !MakeSomeRoom()) return status;
+    if (status.ok() || ReasonOf(status) != "OUT_OF_MEMORY") return status;
+    if (MakeSomeRoom()) continue;
+    if (options.lender == nullptr || options.lender(to_borrow) == 0) return status;
+    to_borrow *= 2;
   }
 }
 

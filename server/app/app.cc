@@ -20,6 +20,7 @@
 #include "server/app/backend.h"
 #include "server/app/cli.h"
 #include "server/app/housekeeper.h"
+#include "server/app/kv_lender.h"
 #include "server/app/sleeper.h"
 #include "server/app/watchdog.h"
 #include "server/base/check.h"
@@ -177,16 +178,22 @@ struct App::Impl {
             store.get()),
         engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics),
         sleeper(backend.get(), &residency, &engine) {
+    kv_lender.Open(&engine);
     FillServices();
     activations = registry.Subscribe([this] { engine.NoteActivated(); });
   }
 
-  ~Impl() { registry.Unsubscribe(activations); }
+  ~Impl() {
+    registry.Unsubscribe(activations);
+    housekeeper.reset();
+    kv_lender.Close();
+  }
 
   adapter::Residency::Options ResidencyOptions() {
     adapter::Residency::Options options;
     options.max_bytes = config.adapters.resident_bytes;
     options.images = backend->weights_images();
+    options.lender = [this](int64_t bytes) { return kv_lender.Lend(bytes); };
     options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
     return options;
   }
@@ -359,7 +366,8 @@ struct App::Impl {
       const MemoryConfig& memory = config.memory;
       const Governor::Marks marks{ByteLimit(memory.high_water, device->total),
                                   ByteLimit(memory.low_water, device->total)};
-      housekeeper = std::make_unique<Housekeeper>(marks, backend.get(), &residency, &metrics);
+      housekeeper = std::make_unique<Housekeeper>(marks, backend.get(), &residency, &engine,
+                                                  &kv_lender, &metrics);
     }
     ready = true;
     return absl::OkStatus();
@@ -454,6 +462,7 @@ struct App::Impl {
   Metrics metrics;
   ThreadPool couriers;
   ThreadPool load_pool;
+  KvLender kv_lender;
   adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;

@@ -14,8 +14,13 @@ constexpr absl::Duration kPeriod = absl::Seconds(1);
 }  // namespace
 
 Housekeeper::Housekeeper(Governor::Marks marks, Backend* backend, adapter::Residency* residency,
-                         Metrics* metrics)
-    : governor_(marks), backend_(*backend), residency_(*residency), metrics_(*metrics) {
+                         engine::Engine* engine, KvLender* kv_lender, Metrics* metrics)
+    : governor_(marks),
+      backend_(*backend),
+      residency_(*residency),
+      engine_(*engine),
+      kv_lender_(*kv_lender),
+      metrics_(*metrics) {
   thread_ = std::thread([this] {
     while (!stop_.WaitForNotificationWithTimeout(kPeriod)) Turn();
   });
@@ -32,6 +37,9 @@ Governor::Snapshot Housekeeper::Look(const Backend::Device& device) const {
   snapshot.free = device.free;
   snapshot.pooled = device.pooled;
   snapshot.idle_adapters = residency_.stats().idle_bytes;
+  const engine::EngineStats engine = engine_.stats();
+  snapshot.idle_kv = engine.kv_lendable_bytes;
+  snapshot.kv_wanted = engine.kv_short;
   return snapshot;
 }
 
@@ -54,9 +62,11 @@ void Housekeeper::Turn() {
     backend_.ReturnFreedMemory();
     metrics_.MemoryGivenBack("pool", before->pooled);
   }
+  const int64_t kv = plan.kv > 0 ? kv_lender_.Lend(plan.kv) : 0;
   LogInfo("gave device memory back", {{"free_bytes", before->free},
                                       {"total_bytes", before->total},
                                       {"adapter_bytes", adapters},
+                                      {"kv_bytes", kv},
                                       {"pooled_bytes", plan.trim ? before->pooled : 0}});
 }
 

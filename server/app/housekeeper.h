@@ -1,6 +1,7 @@
 // Keeps a device that others use, too, below the water marks: looks at its memory once a second and
 // lets go what Governor says. Owned by App; what it is given outlives it. Its thread computes
-// nothing, waits for copies to host memory, and never holds the engine up.
+// nothing, waits for copies to host memory, and holds the engine up only for what goes of the KV
+// cache, between two steps.
 #pragma once
 
 #include <thread>
@@ -8,8 +9,10 @@
 #include "absl/synchronization/notification.h"
 #include "server/adapter/residency.h"
 #include "server/app/backend.h"
+#include "server/app/kv_lender.h"
 #include "server/base/governor.h"
 #include "server/base/metrics.h"
+#include "server/engine/engine.h"
 
 namespace dorad {
 
@@ -17,7 +20,7 @@ class Housekeeper {
  public:
   // REQUIRES: the backend has a device.
   Housekeeper(Governor::Marks marks, Backend* backend, adapter::Residency* residency,
-              Metrics* metrics);
+              engine::Engine* engine, KvLender* kv_lender, Metrics* metrics);
   // Waits for what is leaving.
   ~Housekeeper();
 
@@ -28,6 +31,8 @@ class Housekeeper {
   const Governor governor_;
   Backend& backend_;
   adapter::Residency& residency_;
+  engine::Engine& engine_;
+  KvLender& kv_lender_;
   Metrics& metrics_;
   bool has_warned_ = false;  // of pressure that nothing relieves, since it began
   absl::Notification stop_;

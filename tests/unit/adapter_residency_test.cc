@@ -97,6 +97,7 @@ class ResidencyTest : public ::testing::Test {
     options.max_bytes = max_bytes;
     options.images = images_.get();
     options.patience = absl::Seconds(2);
+    options.lender = lender_;
     options.executor = [this](std::function<void()> task) {
       absl::MutexLock lock(&tasks_mu_);
       tasks_.push_back(std::move(task));
@@ -169,6 +170,7 @@ class ResidencyTest : public ::testing::Test {
   absl::Time now_ = absl::UnixEpoch();
   absl::Mutex tasks_mu_;
   std::deque<std::function<void()>> tasks_;
+  std::function<int64_t(int64_t)> lender_;  // of the next Start
   std::unique_ptr<Images> images_;
   std::unique_ptr<Residency> residency_;
 };
@@ -556,6 +558,25 @@ TEST_F(ResidencyTest, WhatCannotBeSavedStays) {
   images_->set_failing(false);
   const EntryPtr d = *Add(4, 10);
   EXPECT_LE(residency_->stats().bytes, 20);
+}
+
+TEST_F(ResidencyTest, TheLenderIsAskedWhenNoIdleWeightsAreLeftAndForMoreEachTime) {
+  std::vector<int64_t> loans;
+  lender_ = [&](int64_t bytes) {
+    loans.push_back(bytes);
+    return loans.size() < 3 ? bytes : 0;
+  };
+  Start(0);
+  const EntryPtr idle = *Add(1, 10);
+  int attempts = 0;
+  const absl::Status status = residency_->WithRoom([&] {
+    EXPECT_EQ(idle->resident(), ++attempts == 1) << "idle weights go before anything is lent";
+    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "no memory");
+  });
+  EXPECT_EQ(ReasonOf(status), "OUT_OF_MEMORY");
+  ASSERT_EQ(loans.size(), 3u);
+  EXPECT_GT(loans[1], loans[0]);
+  EXPECT_EQ(attempts, 4) << "the first, one after the weights went, one after each loan";
 }
 
 TEST_F(ResidencyTest, GivesBackTheLeastRecentlyUsedOfWhatIsIdle) {
