@@ -105,6 +105,7 @@ struct AdapterLoader::Impl {
     absl::Mutex mu;
     std::deque<Job> jobs ABSL_GUARDED_BY(mu);
     int running ABSL_GUARDED_BY(mu) = 0;
+    bool held ABSL_GUARDED_BY(mu) = false;
   };
 
   LoaderOptions options;
@@ -119,6 +120,7 @@ struct AdapterLoader::Impl {
 
   absl::Status Enqueue(Job& job);
   void Submit(Job job);
+  void SubmitNext();
   static void RunNext(Impl* impl, Queue& jobs);
   void Run(Job& job);
   absl::StatusOr<Loaded> Load(Job& job);
@@ -157,11 +159,15 @@ absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
 void AdapterLoader::Impl::Submit(Job job) {
   const absl::Status status = Enqueue(job);
   if (status.ok()) {
-    pool->Submit([this, jobs = queue] { RunNext(this, *jobs); });
+    SubmitNext();
   } else {
     if (observer) observer(nullptr, status);
     job.done(status);
   }
+}
+
+void AdapterLoader::Impl::SubmitNext() {
+  pool->Submit([this, jobs = queue] { RunNext(this, *jobs); });
 }
 
 // `impl` is only alive while there is a job.
@@ -169,7 +175,7 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
   Job job;
   {
     absl::MutexLock lock(&jobs.mu);
-    if (jobs.jobs.empty()) return;
+    if (jobs.jobs.empty() || jobs.held) return;
     job = std::move(jobs.jobs.front());
     jobs.jobs.pop_front();
     ++jobs.running;
@@ -407,6 +413,23 @@ AdapterLoader::~AdapterLoader() {
   const auto idle = [&queue]()
                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(queue.mu) { return queue.running == 0; };
   queue.mu.Await(absl::Condition(&idle));
+}
+
+void AdapterLoader::HoldLoads() {
+  Impl::Queue& queue = *impl_->queue;
+  absl::MutexLock lock(&queue.mu);
+  queue.held = true;
+  const auto idle = [&queue]()
+                        ABSL_EXCLUSIVE_LOCKS_REQUIRED(queue.mu) { return queue.running == 0; };
+  queue.mu.Await(absl::Condition(&idle));
+}
+
+void AdapterLoader::ReleaseLoads() {
+  Impl::Queue& queue = *impl_->queue;
+  absl::MutexLock lock(&queue.mu);
+  queue.held = false;
+  // Their own tasks may have come in vain; one too many finds no job.
+  for (size_t i = 0; i < queue.jobs.size(); ++i) impl_->SubmitNext();
 }
 
 void AdapterLoader::PublishFromBytes(PublishOptions options, std::string adapter_config_json,

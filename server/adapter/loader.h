@@ -85,6 +85,11 @@ class AdapterLoader {
   void PublishFromMemory(PublishOptions options, std::string adapter_config_json, PeerTensors peer,
                          PublishCallback done);
 
+  // No load begins until ReleaseLoads, nor is any under way on return: the base weights, which
+  // norms need, may go. What is published meanwhile waits in line.
+  void HoldLoads();
+  void ReleaseLoads();
+
   // The content of a stored version, loaded on a thread of the pool while the caller waits. Fails
   // as a publish does; DATA_LOSS (STORE_OBJECT_DAMAGED) when its digest is not stored.digest.
   // REQUIRES: a store.

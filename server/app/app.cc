@@ -177,7 +177,7 @@ struct App::Impl {
             },
             store.get()),
         engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics),
-        sleeper(backend.get(), &residency, &engine) {
+        sleeper(backend.get(), &residency, &loader, &engine) {
     kv_lender.Open(&engine);
     FillServices();
     activations = registry.Subscribe([this] { engine.NoteActivated(); });

@@ -80,6 +80,7 @@ absl::StatusOr<Sleeper::Bytes> Sleeper::Sleep(const Tags& tags, const Options& o
   }
   if (begins(kWeights)) {
     SetAsleep(kWeights, true);
+    loader_.HoldLoads();
     residency_.HoldRecalls();
     freed[kWeights] = backend_.SleepWeights();
   }
@@ -108,6 +109,7 @@ absl::Status Sleeper::Wake(const Tags& tags) {
     DORAD_RETURN_IF_ERROR(with_room([&] { return backend_.WakeWeights(); }));
     SetAsleep(kWeights, false);
     residency_.ReleaseRecalls();
+    loader_.ReleaseLoads();
   }
   if (wakes(kKv)) {
     DORAD_RETURN_IF_ERROR(with_room([&] {

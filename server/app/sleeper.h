@@ -3,8 +3,8 @@
 //
 // What sleeps has a tag: "weights" (of the base), "kv", "adapters". While anything sleeps no step
 // is computed: requests wait, or new ones are refused. Versions can be published and activated, but
-// not while the weights sleep, which their norms need. Owned by App. Thread-safe; Sleep and Wake
-// wait for each other, and for the device.
+// not while the weights sleep, which their norms need: what was in line waits for them. Owned by
+// App. Thread-safe; Sleep and Wake wait for each other, and for the device.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "server/adapter/loader.h"
 #include "server/adapter/residency.h"
 #include "server/app/backend.h"
 #include "server/engine/engine.h"
@@ -33,8 +34,9 @@ class Sleeper {
   };
 
   // All are borrowed.
-  Sleeper(Backend* backend, adapter::Residency* residency, engine::Engine* engine)
-      : backend_(*backend), residency_(*residency), engine_(*engine) {}
+  Sleeper(Backend* backend, adapter::Residency* residency, adapter::AdapterLoader* loader,
+          engine::Engine* engine)
+      : backend_(*backend), residency_(*residency), loader_(*loader), engine_(*engine) {}
 
   static const Tags& AllTags();
   // The tags of a request; none means all. INVALID_ARGUMENT (SLEEP_TAG_INVALID).
@@ -52,6 +54,7 @@ class Sleeper {
 
   Backend& backend_;
   adapter::Residency& residency_;
+  adapter::AdapterLoader& loader_;
   engine::Engine& engine_;
   absl::Mutex turn_;  // one Sleep or Wake at a time
   mutable absl::Mutex mu_;

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/base/host_memory.h"
 
 namespace dorad::cuda {
 namespace {
@@ -44,6 +45,9 @@ absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, const KvLayout& la
   }
   image.bytes_ = static_cast<int64_t>(pages.size()) * page_bytes * planes;
   if (image.bytes_ == 0) return image;
+  // Linux promises more than it has, and ends the process that asks for it.
+  DORAD_RETURN_IF_ERROR(
+      CheckHostMemory(image.bytes_, AvailableHostMemory(), "keeping the KV cache"));
   image.data_.reset(new (std::nothrow) std::byte[static_cast<size_t>(image.bytes_)]);
   if (image.data_ == nullptr) {
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",

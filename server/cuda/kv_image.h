@@ -21,6 +21,7 @@ class KvImage {
   KvImage() = default;
   // `pages`, in ascending order, of a cache that is laid out so. Waits for the copy. The memory is
   // taken for the time: it is not page-locked, which would take longer than the copy.
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) before anything is copied when the host has too little.
   static absl::StatusOr<KvImage> Save(const std::byte* cache, const KvLayout& layout,
                                       absl::Span<const int32_t> pages, const Stream& stream);
   // Back into a cache of the same form. Waits for the copy.

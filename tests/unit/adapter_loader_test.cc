@@ -496,6 +496,61 @@ TEST_F(AdapterLoaderTest, EndsQueuedLoadsWithCancelledAndWaitsForTheRunningOne) 
   EXPECT_EQ(registry_->Get({"a", 1})->state, AdapterState::kReady);
 }
 
+TEST_F(AdapterLoaderTest, HeldLoadsWaitInLineAndEndWell) {
+  absl::Notification entered, leave;
+  base_.on_weight = [&] {
+    if (!entered.HasBeenNotified()) entered.Notify();
+    leave.WaitForNotification();
+  };
+  const std::string config = MakeConfig(true, {"q_proj"}).dump();
+  const std::vector<std::byte> image =
+      test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
+  std::vector<absl::Status> results(3, absl::UnknownError("not called"));
+  std::vector<absl::Notification> done(3);
+  const auto submit = [&](int i) {
+    loader_->PublishFromBytes({.name = "a"}, config, image, absl::ZeroDuration(),
+                              [&, i](const auto& result) {
+                                results[i] = result.status();
+                                done[i].Notify();
+                              });
+  };
+  submit(0);
+  entered.WaitForNotification();
+  submit(1);
+  absl::Notification held;
+  std::thread holder([&] {
+    loader_->HoldLoads();
+    held.Notify();
+  });
+  absl::SleepFor(absl::Milliseconds(5));
+  EXPECT_FALSE(held.HasBeenNotified()) << "a load is under way";
+  leave.Notify();
+  holder.join();
+  EXPECT_TRUE(done[0].HasBeenNotified());
+  submit(2);
+  absl::Notification idle;  // the pool has nothing left to do
+  pool_.Submit([&] { idle.Notify(); });
+  idle.WaitForNotification();
+  EXPECT_FALSE(done[1].HasBeenNotified() || done[2].HasBeenNotified());
+  EXPECT_EQ(registry_->Get({"a", 2})->state, AdapterState::kLoading);
+  loader_->ReleaseLoads();
+  for (int i = 0; i < 3; ++i) {
+    done[i].WaitForNotification();
+    EXPECT_TRUE(results[i].ok()) << results[i];
+  }
+}
+
+TEST_F(AdapterLoaderTest, LoadsThatAreHeldAtTheEndAreCancelled) {
+  loader_->HoldLoads();
+  absl::Status result;
+  loader_->PublishFromBytes({.name = "a"}, MakeConfig(true, {"q_proj"}).dump(),
+                            test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true)),
+                            absl::ZeroDuration(),
+                            [&](const auto& published) { result = published.status(); });
+  loader_.reset();
+  EXPECT_EQ(ReasonOf(result), "LOAD_CANCELLED");
+}
+
 TEST_F(AdapterLoaderTest, LoadsAFolderBeneathAnAllowedRoot) {
   const auto result = PublishPath(WriteAdapter(folder_ / "root" / "x" / "y"));
   ASSERT_TRUE(result.ok()) << result.status();
