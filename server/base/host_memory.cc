@@ -60,7 +60,7 @@ int64_t AvailableHostMemory(const std::string& root) {
   }
   // A group's limit holds for all groups within it.
   for (std::string group = OwnGroup(root);; group.resize(group.rfind('/'))) {
-    if (const auto left = LeftOfGroup(root + "/sys/fs/cgroup" + group)) {
+    if (const auto left = LeftOfGroup(absl::StrCat(root, "/sys/fs/cgroup", group))) {
       available = std::min(available, *left);
     }
     if (group.rfind('/') == std::string::npos) return available;

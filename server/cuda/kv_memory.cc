@@ -17,10 +17,10 @@ absl::StatusOr<KvMemory> KvMemory::Create(const KvLayout& layout, int64_t pages,
   const int64_t chunks = layout.ChunksFor(pages);
   DORAD_ASSIGN_OR_RETURN(memory.addresses_,
                          AddressRange::Reserve(chunks * layout.chunk_bytes(), kKind));
+  CUdeviceptr at = memory.addresses_.address();
   for (int64_t i = 0; i < chunks; ++i) {
-    const auto at = static_cast<CUdeviceptr>(i * layout.chunk_bytes());
-    memory.chunks_.emplace_back(ledger, kKind, memory.addresses_.address() + at,
-                                layout.chunk_bytes());
+    memory.chunks_.emplace_back(ledger, kKind, at, layout.chunk_bytes());
+    at += static_cast<CUdeviceptr>(layout.chunk_bytes());
   }
   std::vector<MappedMemory*> all;
   for (MappedMemory& chunk : memory.chunks_) all.push_back(&chunk);

@@ -7,6 +7,7 @@ import time
 
 import grpc
 import pytest
+from dorad.v1 import types_pb2
 from lib.server import device, serve, wait_until
 from lib.wire import LENGTH, RAW, collect, failure
 
@@ -112,6 +113,37 @@ def test_versions_are_published_and_activated_meanwhile_but_not_without_weights(
         assert ask(wire, f"b@{published.version}") == expected
         assert wire.publish("c", adapter, activate=True)
         assert ask(wire, "c") == expected
+
+
+def test_what_is_in_line_when_the_weights_go_is_published_when_they_are_back(zoo, adapter) -> None:
+    def publish() -> str:
+        try:
+            wire.publish("b", adapter)
+        except grpc.RpcError as error:
+            return failure(error).reason
+        return ""
+
+    def states() -> dict[int, int]:
+        return {version.version: version.state for version in wire.list_adapters("b")}
+
+    with serve(zoo.model("slow"), {"a": adapter}, SETTINGS) as server:
+        wire = server.wire
+        expected = ask(wire)
+        publishes = [in_background(publish) for _ in range(12)]
+        wait_until(lambda: wire.list_adapters("b"), what="a version to be given its number")
+        wire.sleep("weights")
+        before = states()
+        time.sleep(0.1)
+        # Of an upload that was let in before, the number may come a little later.
+        assert before.items() <= states().items(), "nothing is loaded meanwhile"
+        wire.wake()
+        for thread, _ in publishes:
+            thread.join(60)
+        reasons = [reason for _, results in publishes for reason in results]
+        assert len(reasons) == 12 and set(reasons) <= {"", "SERVER_SLEEPING"}
+        assert len(states()) == reasons.count(""), "who was refused took no number"
+        assert set(states().values()) == {types_pb2.ADAPTER_STATE_READY}
+        assert ask(wire, "b@1") == expected
 
 
 def test_unknown_tags_are_refused(zoo) -> None:

@@ -67,7 +67,7 @@ class CudaModelRunnerTest : public kernels::KernelTest {
     for (int i = 0; i < 7; ++i) {
       Line& line = lines.emplace_back();
       for (int t = 0; t < 3 + 11 * (i % 3); ++t) line.tokens.push_back((17 * i + 29 * t) % 1000);
-      for (int p = 0; p < kMostPages; ++p) line.pages.push_back(kMostPages * i + p);
+      for (int p = 0; p < kMostPages; ++p) line.pages.push_back(PageAt(kMostPages * i + p));
       line.want.sampling.temperature = i % 2 == 0 ? 0.0f : 0.8f;
       line.want.sampling.seed = static_cast<uint64_t>(i);
       line.want.logprobs = &raw_;
@@ -79,7 +79,8 @@ class CudaModelRunnerTest : public kernels::KernelTest {
 
   // `steps` steps, each begun when `ahead` others are in flight.
   std::vector<Line> Generate(size_t steps, int ahead) {
-    auto runner = Must(MakeCudaModelRunner(model_.get(), {kPages, 128, 256, 8}, &ledger_));
+    auto runner = Must(MakeCudaModelRunner(model_.get(), {kv_pages_, 128, 256, 8}, &ledger_));
+    for (const int32_t chunk : away_) runner->kv_chunks()->Unmap(chunk);
     EXPECT_GT(runner->max_steps_in_flight(), ahead);
     std::deque<Line> lines = Lines();
     std::deque<std::vector<Line*>> in_flight;
@@ -128,11 +129,31 @@ class CudaModelRunnerTest : public kernels::KernelTest {
     return {lines.begin(), lines.end()};
   }
 
+  // Every second page lies in the cache's last chunk, if there are three.
+  int32_t PageAt(int32_t index) const {
+    const auto chunk = static_cast<int32_t>(KvLayoutOf(SmallQwen3()).chunk_pages());
+    return kv_pages_ > 2 * chunk && index % 2 == 1 ? 2 * chunk + index : index;
+  }
+
   MemoryLedger ledger_;
+  int64_t kv_pages_ = kPages;
+  std::vector<int32_t> away_;  // chunks of the cache
   engine::LogprobParams raw_;
   std::unique_ptr<CudaModel> model_;
   std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
 };
+
+TEST_F(CudaModelRunnerTest, PagesServeAlikeWhereverTheyLieAndWhateverIsAway) {
+  const std::vector<Line> expected = Generate(24, 1);
+  kv_pages_ = 3 * KvLayoutOf(SmallQwen3()).chunk_pages() - kSparePages;
+  away_ = {1};
+  const std::vector<Line> got = Generate(24, 1);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].tokens, expected[i].tokens);
+    EXPECT_EQ(got[i].logprobs, expected[i].logprobs);
+  }
+}
 
 TEST_F(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
   const std::vector<Line> one = Generate(40, 0);
