@@ -77,10 +77,13 @@ async def renewed_async(
 ) -> AsyncIterator[float]:
     """As `renewed`, from a task."""
     share = await renew()
+    over = asyncio.Event()
 
     async def keep() -> None:
         while True:
-            await asyncio.sleep(interval)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), interval)
+                return
             try:
                 await renew()
             except DoradError as error:
@@ -90,7 +93,8 @@ async def renewed_async(
     try:
         yield share
     finally:
-        task.cancel()
+        # Not cancelled: a renewal under way might reach the server after the end.
+        over.set()
         await asyncio.wait([task])
         try:
             await end()

@@ -267,3 +267,48 @@ def test_loss_curves_of_a_language_model_stay_together(checkpointed):
     ours, theirs = curves
     assert theirs[-3:].mean() < 0.9 * theirs[:3].mean(), "nothing was learned"
     assert (ours - theirs).abs().mean() < 7e-5
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, -1],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:1].expand(4, -1, -1),
+        lambda x: x[0],
+        lambda x: x[:, :0],
+    ],
+    ids=["last token", "transposed", "expanded", "a matrix", "no rows"],
+)
+def test_inputs_of_any_layout(view):
+    model = build("linears", torch.float64)
+    twin = copy.deepcopy(model)
+    patch(model)
+    x = inputs(model.base_model.model, torch.float64)
+    results = []
+    for each in model, twin:
+        leaf = x.detach().clone().requires_grad_()
+        output = each.base_model.model.up(view(leaf))
+        output.square().sum().backward()
+        gradients = [p.grad for p in each.base_model.model.up.parameters() if p.requires_grad]
+        results.append([output.detach(), leaf.grad, *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_outputs_may_be_changed_in_place():
+    """As by nn.ReLU(inplace=True), or a residual that is added."""
+    model = build("linears", torch.float64)
+    x = inputs(model.base_model.model, torch.float64)
+    up = model.base_model.model.up
+
+    def changed():
+        model.zero_grad()
+        output = up(x).add_(1).relu_()
+        output.square().sum().backward()
+        return [output.detach(), *(p.grad.clone() for p in up.parameters() if p.requires_grad)]
+
+    wanted = changed()
+    patch(model)
+    for ours, theirs in zip(changed(), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)

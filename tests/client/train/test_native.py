@@ -510,9 +510,13 @@ def scale_of(weight, a, b, magnitude, scaling=0.7):
     return lambda: (norm, magnitude / norm)
 
 
-def forward(x, weight, bias, a, b, magnitude, *, keep_inner=True):
-    scale = scale_of(weight, a, b, magnitude)
-    return _products.forward(x, weight, bias, a, b, magnitude, 0.7, scale, keep_inner=keep_inner)
+def forward(x, weight, bias, a, b, magnitude, *, keep_inner=True, makes_norm=False):
+    """(y, h, inner, scales)."""
+    scale = None if makes_norm else scale_of(weight, a, b, magnitude)
+    y = torch.empty(len(x), len(weight))
+    made = _products.forward(x, weight, bias, a, b, magnitude, 0.7, scale, y, keep_inner=keep_inner)
+    assert (made.inner.data_ptr() == y.data_ptr()) == (not keep_inner) or not len(x)
+    return y, *made
 
 
 @pytest.mark.parametrize("makes_norm", [False, True])
@@ -523,14 +527,9 @@ def test_a_linear_s_forward_is_the_cpu_s(on_cuda, makes_norm, with_bias, keep_in
     given = x, weight, bias if with_bias else None, a, b, magnitude
     wanted = forward(*given, keep_inner=keep_inner)
     given = [on_cuda_tensor(tensor) for tensor in given]
-    if makes_norm:
-        got = _products.forward(*given, 0.7, None, keep_inner=keep_inner)
-    else:
-        got = forward(*given, keep_inner=keep_inner)
-    for name in ("y", "h", "scales", *(["inner"] if keep_inner else [])):
-        ours, theirs = getattr(got, name), getattr(wanted, name)
-        torch.testing.assert_close(torch.Tensor(ours), theirs, rtol=1e-5, atol=1e-5)
-    assert (got.y.data_ptr() == got.inner.data_ptr()) == (not keep_inner)
+    got = forward(*given, keep_inner=keep_inner, makes_norm=makes_norm)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(torch.Tensor(ours), torch.Tensor(theirs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=4))[1:])
@@ -567,15 +566,24 @@ def test_a_linear_of_no_rows_has_gradients_of_zero(on_cuda, device):
 
 
 def test_a_linear_takes_tensors_in_any_layout(on_cuda):
-    x, weight, bias, a, b, magnitude, _ = linear()
+    x, weight, bias, a, b, magnitude, grad = linear()
     wanted = forward(x, weight, bias, a, b, magnitude)
     wide = torch.zeros(10, 9)
     wide[:, 3:6] = b
     given = [tensor.T.contiguous().T for tensor in (x, weight)]
     others = [a.T.contiguous().T, wide[:, 3:6], magnitude]
     given = [tensor.as_subclass(OnCuda) for tensor in (*given, bias, *others)]
-    got = forward(*given)
-    torch.testing.assert_close(torch.Tensor(got.y), wanted.y)
+    torch.testing.assert_close(torch.Tensor(forward(*given)[0]), wanted[0])
+
+    rest = 0.7, torch.float32, _products.Wanted(True, True, True, True)
+    kept = wanted[3], *wanted[1:3]
+    expected = _products.backward(grad, x, weight, a, b, *kept, *rest)
+    x, weight, _, a, b, _ = given
+    grad = grad.T.contiguous().T.as_subclass(OnCuda)
+    for ours, theirs in zip(
+        _products.backward(grad, x, weight, a, b, *kept, *rest), expected, strict=True
+    ):
+        torch.testing.assert_close(torch.Tensor(ours), theirs)
 
 
 def test_the_kernels_make_the_norms_that_their_fast_path_takes(on_cuda):

@@ -273,6 +273,9 @@ def test_disabled_and_deleted_adapters():
     step(model, x)
     model.delete_adapter("default")
     assert len(patch(model).layers) == 3
+    model.delete_adapter("second")
+    unpatch(model)
+    assert not any(type(m).__module__.startswith("dorad") for m in model.modules())
 
 
 def test_set_scale_changes_the_norm_too():

@@ -72,10 +72,11 @@ def base_weights(
     """Borrows the base weights of a server on this host: its memory, mapped for reading.
 
     They are lent as long as one of the tensors lives: until then the server's `sleep` does not give
-    them back. Nobody can write to them: on the CPU an attempt ends this process (SIGSEGV), on a GPU
-    it loses the process the GPU; torch itself does not know. What the server holds in a wider dtype
-    than the checkpoint's for its own use (norms and biases in fp32) is copied, as the checkpoint
-    has it: `copied_bytes`. Matrices are as they are served, without any copy.
+    them back. They are mapped for reading only: on the CPU an attempt to write ends this process
+    (SIGSEGV), on a GPU it loses the process the GPU; torch itself does not know. What the server
+    holds in a wider dtype than the checkpoint's for its own use (norms and biases in fp32) is
+    copied, as the checkpoint has it: `copied_bytes`. Matrices are as they are served, without any
+    copy.
 
     Args:
       handover: where this process finds the server's server.handover_socket, when it is not where
@@ -177,7 +178,7 @@ def _verify(
         digest = entry.sha256
         dtype, dtype_name = _DTYPES[entry.checkpoint_dtype]
         tensor = tensors.get(entry.name)
-        if tensor is not None and tensor.dtype.itemsize < dtype.itemsize:
+        if tensor is not None and torch.promote_types(tensor.dtype, dtype) != tensor.dtype:
             problems.append(f"{entry.name}: the server has rounded it to {tensor.dtype}")
         elif tensor is not None:
             digest = _sha256(tensor.to(dtype))
@@ -212,7 +213,7 @@ def adopt_base(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> i
     Returns the bytes of what was copied.
 
     Raises BaseWeightsError with everything that is missing, superfluous or does not fit; then the
-    model is as it was.
+    model's weights are as they were.
     """
     tie = getattr(model, "tie_weights", None)
     if callable(tie):

@@ -21,7 +21,7 @@ from dorad.train._dispatch import watched
 from dorad.train._norm import accumulation_dtype
 
 # On the CPU rows are taken in chunks that stay in the cache between the passes over them.
-_CHUNK_ELEMENTS = 256 * 1024
+CHUNK_ELEMENTS = 256 * 1024
 
 
 def compose(
@@ -132,7 +132,7 @@ def _compose_cpu(
     base, lora, delta = (_rows(tensor, g) for tensor in (base, lora, outputs[0]))
     inner = _rows(outputs[1], g) if want_inner else None
     rows, out = base.shape
-    step = max(1, _CHUNK_ELEMENTS // max(1, out))
+    step = max(1, CHUNK_ELEMENTS // max(1, out))
     buffers = g.new_empty(2, min(step, rows), out)
     excess = g - 1
     for begin in range(0, rows, step):
@@ -247,7 +247,7 @@ def _compose_backward_cpu(
     d_lora = _rows(d_lora, g) if for_lora else d_lora
     inner = _rows(inner, g) if for_g else inner
     rows, out = grad.shape
-    step = max(1, _CHUNK_ELEMENTS // max(1, out))
+    step = max(1, CHUNK_ELEMENTS // max(1, out))
     buffers = g.new_empty(2, min(step, rows), out)
     excess, scaled = g - 1, g * scaling
     if for_g:

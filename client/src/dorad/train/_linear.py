@@ -15,7 +15,7 @@ from peft.tuners.lora import layer as lora
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from dorad.train import _layers, _products, _tiers
+from dorad.train import _layers, _native, _products, _tiers
 from dorad.train._dispatch import watched
 from dorad.train._norm import accumulation_dtype
 
@@ -106,7 +106,7 @@ def fits(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
             return False
     elif not dtype == weight.dtype == a.dtype:
         return False
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype or (device.type == "cuda" and a.shape[0] > _native.MOST_RANK):
         return False
     if accumulation_dtype(dtype, magnitude.dtype) != accumulation_dtype(dtype):
         return False
@@ -123,11 +123,14 @@ def _forward(parts: Parts, x: torch.Tensor) -> torch.Tensor:
             x, parts.a, parts.b, magnitude, parts
         )
         return recorded
-    y, *_ = _products_of(parts, x.reshape(-1, x.shape[-1]), keep_inner=False)
-    return y.view(*x.shape[:-1], y.shape[1])
+    y, _, _ = _run(parts, x, keep_inner=False)
+    return y
 
 
-def _products_of(parts: Parts, x: torch.Tensor, *, keep_inner: bool) -> _products.Forward:
+def _run(
+    parts: Parts, x: torch.Tensor, *, keep_inner: bool
+) -> tuple[torch.Tensor, torch.Tensor, _products.Forward]:
+    """y [..., out], x as [rows, in] of y's dtype, and what else the products give."""
     weight, bias, a, b, dora, scaling, adapter = parts
     magnitude = dora.weight.detach().flatten()
     a, b = a.detach(), b.detach()
@@ -138,8 +141,11 @@ def _products_of(parts: Parts, x: torch.Tensor, *, keep_inner: bool) -> _product
         def make_scale() -> tuple[torch.Tensor, torch.Tensor]:
             return dora.detached_scale(weight, a, b, scaling, adapter)
 
-    return _products.forward(
-        x.to(weight.dtype),
+    rows = x.reshape(-1, x.shape[-1]).to(weight.dtype).contiguous()
+    # In its final shape: a view that a function returns may not be changed in place.
+    y = rows.new_empty(*x.shape[:-1], weight.shape[0])
+    forward = _products.forward(
+        rows,
         weight,
         bias,
         a,
@@ -147,8 +153,10 @@ def _products_of(parts: Parts, x: torch.Tensor, *, keep_inner: bool) -> _product
         magnitude,
         scaling,
         make_scale,
+        y.view(rows.shape[0], weight.shape[0]),
         keep_inner=keep_inner,
     )
+    return y, rows, forward
 
 
 class _DoraLinear(torch.autograd.Function):
@@ -162,8 +170,7 @@ class _DoraLinear(torch.autograd.Function):
         parts: Parts,
     ) -> torch.Tensor:
         _, for_a, for_b, for_magnitude, _ = ctx.needs_input_grad
-        rows = x.reshape(-1, x.shape[-1]).to(parts.weight.dtype)
-        y, h, inner, scales = _products_of(parts, rows, keep_inner=for_magnitude)
+        y, rows, (h, inner, scales) = _run(parts, x, keep_inner=for_magnitude)
         ctx.save_for_backward(
             a,
             b,
@@ -176,7 +183,7 @@ class _DoraLinear(torch.autograd.Function):
         ctx.scaling = parts.scaling
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.magnitude_shape, ctx.magnitude_dtype = magnitude.shape, magnitude.dtype
-        return y.view(*x.shape[:-1], y.shape[1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

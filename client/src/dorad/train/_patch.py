@@ -86,9 +86,10 @@ def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
     ours = [layer for layer in _dora_layers(model) if type(layer.dora) in _THEIRS]
     for layer in ours:
         layer.dora.__class__ = _THEIRS[type(layer.dora)]
-        module: Any = layer.module
-        if type(module) is _linear.Linear:
-            module.__class__ = lora.Linear  # type: ignore[assignment]
+    # Also those whose DoRA layers were deleted.
+    linears: list[Any] = [m for m in model.modules() if type(m) is _linear.Linear]
+    for linear in linears:
+        linear.__class__ = lora.Linear
     return tuple(layer.name for layer in ours)
 
 

@@ -18,17 +18,14 @@ from typing import NamedTuple
 import torch
 
 from dorad.train import _native
+from dorad.train._compose import CHUNK_ELEMENTS
 from dorad.train._direct import aligned, takes
 from dorad.train._norm import epsilon
 
-# On the CPU rows are taken in chunks that stay in the cache between the passes over them.
-_CHUNK_ELEMENTS = 256 * 1024
-
 
 class Forward(NamedTuple):
-    """What a forward gives: y and inner [rows, out], h [rows, rank] in x's dtype."""
+    """What a forward gives beside y: h [rows, rank] and inner [rows, out] in x's dtype."""
 
-    y: torch.Tensor
     h: torch.Tensor
     inner: torch.Tensor
     scales: torch.Tensor
@@ -62,10 +59,11 @@ def forward(
     magnitude: torch.Tensor,
     scaling: float,
     make_scale: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None,
+    y: torch.Tensor,
     *,
     keep_inner: bool,
 ) -> Forward:
-    """y of x [rows, in]; `y` is in the memory of `inner` unless that is to be kept.
+    """Fills y [rows, out], contiguous, for x [rows, in]. Unless it is to be kept, inner is y.
 
     `weight` is [out, in] and `bias` [out] in x's dtype, `a` [rank, in] and `b` [out, rank] in one
     dtype that may be wider. `make_scale` gives the norm and g in the place of this function's own;
@@ -74,8 +72,7 @@ def forward(
     x, a, b = x.contiguous(), a.contiguous(), b.contiguous()
     weight = weight.contiguous()
     h = x.new_empty(x.shape[0], a.shape[0])
-    inner = x.new_empty(x.shape[0], weight.shape[0])
-    y = torch.empty_like(inner) if keep_inner else inner
+    inner = torch.empty_like(y) if keep_inner else y
     if make_scale is not None:
         scales = torch.stack(make_scale())
     else:
@@ -92,7 +89,7 @@ def forward(
                 scaling,
                 epsilon(x.dtype),
             )
-        return Forward(y, h, inner, scales)
+        return Forward(h, inner, scales)
     a, b = a.to(x.dtype), b.to(x.dtype)
     h.addmm_(x, a.t(), beta=0, alpha=scaling)
     torch.mm(x, weight.t(), out=inner)
@@ -100,7 +97,7 @@ def forward(
     for part in _chunks(inner):
         rows = inner[part].to(g.dtype)
         y[part] = rows * g if bias is None else torch.addcmul(bias, rows, g)
-    return Forward(y, h, inner, scales)
+    return Forward(h, inner, scales)
 
 
 def makes_norm(
@@ -141,6 +138,7 @@ def backward(
     are made in fp32, in a fixed order.
     """
     grad, weight, a, b = grad.contiguous(), weight.contiguous(), a.contiguous(), b.contiguous()
+    x = None if x is None else x.contiguous()
     if grad.numel() == 0:
         return _zeros(grad, weight, a, b, magnitude_dtype, wanted)
     norm, g = scales.unbind()
@@ -210,7 +208,7 @@ def _scaled(
 
 def _chunks(tensor: torch.Tensor) -> list[slice]:
     rows, out = tensor.shape
-    step = max(1, _CHUNK_ELEMENTS // max(1, out))
+    step = max(1, CHUNK_ELEMENTS // max(1, out))
     return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
 
