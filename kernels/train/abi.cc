@@ -5,6 +5,7 @@
 #include "kernels/dora/compose.h"
 #include "kernels/dora/compose_backward.h"
 #include "kernels/dora/norm.h"
+#include "kernels/train/factors.h"
 #include "kernels/train/linear.h"
 
 using dorad::kernels::FloatType;
@@ -153,6 +154,21 @@ int dorad_compose_backward(const void* grad, const void* inner, const float* g, 
   params.scale = scale;
   params.type = static_cast<FloatType>(type);
   return dorad::kernels::ComposeBackward(params, static_cast<cudaStream_t>(stream));
+}
+
+int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b, int64_t out, int64_t in,
+                      int64_t rank, int32_t type, void* stream) {
+  dorad::train::FactorsParams params;
+  params.a = a;
+  params.b = b;
+  params.to_a = to_a;
+  params.to_b = to_b;
+  params.rank = rank;
+  params.in = in;
+  params.out = out;
+  params.terms = 3;
+  params.from = static_cast<FloatType>(type);
+  return dorad::train::ConvertFactors(params, static_cast<cudaStream_t>(stream));
 }
 
 int64_t dorad_direct_norm_workspace(int64_t out, int64_t in, int64_t rank) {

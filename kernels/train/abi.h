@@ -56,6 +56,13 @@ DORAD_EXPORT int dorad_compose_backward(const void* grad, const void* inner, con
                                         int64_t workspace_bytes, int64_t rows, int64_t out,
                                         float scale, int32_t type, void* stream);
 
+// Factors of another type than bf16 as dorad_direct_norm takes them, with three times the rank:
+// three terms of dorad::train::ConvertFactors. a [rank, in] and b [out, rank] of `type`,
+// contiguous; to_a [3·rank, in] and to_b [out, 3·rank] in bf16.
+DORAD_EXPORT int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b,
+                                   int64_t out, int64_t in, int64_t rank, int32_t type,
+                                   void* stream);
+
 // The norm ||W + s·B·A|| of a linear module by dorad::kernels::DirectNorm, fp32 [out]. w [out, in]
 // (or [in, out] with w_by_in), a [rank, in], b [out, rank] with leading dimension ldb; all bf16.
 // base_sq: ||W||², fp32 [out]; read for scale 0 or rank 0 only. workspace: 256-byte aligned.

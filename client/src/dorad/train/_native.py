@@ -55,6 +55,8 @@ class Library:
         self._linear_forward.argtypes = [*[pointer] * 15, *sizes, *[kind] * 3, pointer]
         self._linear_backward = library.dorad_linear_backward
         self._linear_backward.argtypes = [*[pointer] * 19, *sizes, *[kind] * 4, pointer]
+        self._three_terms = library.dorad_three_terms
+        self._three_terms.argtypes = [*[pointer] * 4, *[size] * 3, kind, pointer]
         self._norm = library.dorad_direct_norm
         self._norm.argtypes = [*[pointer] * 6, *[size] * 5, double, kind, pointer]
         for function in (
@@ -62,6 +64,7 @@ class Library:
             self._backward,
             self._linear_forward,
             self._linear_backward,
+            self._three_terms,
             self._norm,
         ):
             function.restype = ctypes.c_int
@@ -245,6 +248,27 @@ class Library:
             0 if d_magnitude is None else TYPES[d_magnitude.dtype],
             TYPES[sum_dtype],
             gemm=self._gemm,
+        )
+
+    def three_terms(
+        self, a: torch.Tensor, b: torch.Tensor, to_a: torch.Tensor, to_b: torch.Tensor
+    ) -> None:
+        """Fills `to_a` [3·rank, in] and `to_b` [out, 3·rank] in bf16: see kernels/train/factors.h.
+
+        `a` is [rank, in] and `b` [out, rank], of one of TYPES.
+        """
+        (rank, width), out = a.shape, b.shape[0]
+        _enqueue(
+            self._three_terms,
+            a.device,
+            a.data_ptr(),
+            b.data_ptr(),
+            to_a.data_ptr(),
+            to_b.data_ptr(),
+            out,
+            width,
+            rank,
+            TYPES[a.dtype],
         )
 
     def norm(
