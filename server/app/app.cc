@@ -167,6 +167,7 @@ struct App::Impl {
         residency(ResidencyOptions()),
         registry(RegistryOptions()),
         uploads(ToUploadOptions(config, store != nullptr)),
+        sleeper(backend.get(), &residency, &loader, &engine),
         loader(
             ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
             &residency, &registry,
@@ -176,8 +177,7 @@ struct App::Impl {
               if (!sleeper.asleep().empty()) backend->ReturnFreedMemory();
             },
             store.get()),
-        engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics),
-        sleeper(backend.get(), &residency, &loader, &engine) {
+        engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics) {
     kv_lender.Open(&engine);
     FillServices();
     activations = registry.Subscribe([this] { engine.NoteActivated(); });
@@ -466,10 +466,10 @@ struct App::Impl {
   adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;
+  Sleeper sleeper;  // before the loader, whose last loads ask what sleeps
   adapter::AdapterLoader loader;
   engine::Engine engine;
-  Sleeper sleeper;
-  ThreadPool sleep_pool{1, 0};  // Sleep and Wake wait on it
+  ThreadPool sleep_pool{1, 0};  // Sleep and Wake, which need all of these, wait on it
   int64_t activations = 0;      // the engine's subscription of the registry's events
   rpc::Services services;
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.

@@ -1,5 +1,6 @@
 """Sleep and Wake: memory goes to others and comes back, and requests notice only the time."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -156,11 +157,21 @@ def test_unknown_tags_are_refused(zoo) -> None:
 
 
 def test_a_sleeping_server_ends_in_order(zoo, adapter) -> None:
+    def publish() -> None:
+        with contextlib.suppress(grpc.RpcError):
+            wire.publish("b", adapter)
+
     settings = SETTINGS | {"server.drain_timeout_seconds": 1}
-    with serve(zoo.model("slow"), {"a": adapter}, settings) as server:
-        call = server.wire.stream(PROMPT, adapter="a", max_tokens=400, ignore_eos=True)
+    # What has been freed is filled with other bytes.
+    freed = {"MALLOC_PERTURB_": "165", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    with serve(zoo.model("slow"), {"a": adapter}, settings, **freed) as server:
+        wire = server.wire
+        call = wire.stream(PROMPT, adapter="a", max_tokens=400, ignore_eos=True)
         begun = collect([next(call)])
-        server.wire.sleep()
+        for _ in range(12):
+            in_background(publish)
+        wait_until(lambda: wire.list_adapters("b"), what="a version to be given its number")
+        wire.sleep()
         os.kill(server.process.pid, signal.SIGTERM)
         (sample,) = collect(call, begun).values()
         assert sample.reason != LENGTH
