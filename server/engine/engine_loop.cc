@@ -37,7 +37,8 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       board_(board),
       metrics_(metrics),
       pages_(runner->kv_pages(), ChunksOf(*runner)),
-      lending_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length), metrics),
+      lending_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
+               options.kv_least_loan, metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
                   [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
                  &pages_),
@@ -417,7 +418,7 @@ void EngineLoop::FollowYields(Instant now) {
 
 void EngineLoop::LendKv(int64_t bytes, const std::function<void(int64_t)>& done) {
   FinishAll();  // which may still write to pages that are free by now
-  Answer(done, kv_released_ ? 0 : lending_.Lend(bytes));
+  Answer(done, kv_released_ ? 0 : lending_.Lend(bytes, SteadyNow()));
 }
 
 // Ends the pauses that still wait: another word has come in between.
@@ -471,7 +472,7 @@ void EngineLoop::PublishStats() {
   stats.kv_pages_cached = pages_.cached();
   stats.kv_pages_lent = pages_.lent();
   stats.kv_lendable_bytes = kv_released_ ? 0 : lending_.lendable_bytes();
-  stats.kv_short = pages_.lent() > 0 && scheduler_.shortage() > 0;
+  stats.kv_short = may_step() && pages_.lent() > 0 && scheduler_.shortage() > 0;
   stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();

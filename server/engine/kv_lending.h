@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "absl/time/time.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/request.h"
@@ -18,25 +19,32 @@ namespace dorad::engine {
 class KvLending {
  public:
   // All are borrowed. chunks: nullptr when the memory stays. floor: pages that are always there.
-  KvLending(KvPages* pages, KvChunks* chunks, int64_t floor, Metrics* metrics)
-      : pages_(*pages), chunks_(chunks), floor_(floor), metrics_(*metrics) {}
+  // least_loan: so long nothing comes back after chunks were lent.
+  KvLending(KvPages* pages, KvChunks* chunks, int64_t floor, absl::Duration least_loan,
+            Metrics* metrics)
+      : pages_(*pages),
+        chunks_(chunks),
+        floor_(floor),
+        least_loan_(least_loan),
+        metrics_(*metrics) {}
 
   int64_t lendable_bytes() const {
     return chunks_ == nullptr ? 0 : pages_.Lendable(floor_) * chunks_->bytes();
   }
   // Lends at least so many bytes, or as many as can go; returns how many. Prefixes in them are
   // forgotten. REQUIRES: no step has begun.
-  int64_t Lend(int64_t bytes);
-  // Takes chunks back until so many pages are free, while there is memory; after a refusal it does
-  // not ask again for a while. Steps may have begun.
-  void TakeBack(int64_t wanted_free_pages, Instant now);
+  int64_t Lend(int64_t bytes, Instant now);
+  // Takes chunks back until so many pages are free or hold prefixes alone, while there is memory;
+  // after a loan or a refusal not for a while. Steps may have begun.
+  void TakeBack(int64_t wanted_pages, Instant now);
 
  private:
   KvPages& pages_;
   KvChunks* const chunks_;
   const int64_t floor_;
+  const absl::Duration least_loan_;
   Metrics& metrics_;
-  Instant next_question_ = Instant::min();
+  Instant next_take_ = Instant::min();
 };
 
 }  // namespace dorad::engine

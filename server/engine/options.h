@@ -12,6 +12,9 @@ struct EngineOptions {
   int64_t max_step_tokens = 512;  // rows of one forward pass
   int32_t max_running_sequences = 256;
   int64_t kv_min_pages = 0;  // never lent; at least what a sequence of full length needs
+  // So long nothing of the KV cache comes back after a loan: who asked for the memory takes it
+  // soon, but not at once.
+  absl::Duration kv_least_loan = absl::Seconds(3);
   bool prefix_cache = true;  // false: no request reads or fills it
   // The most of the time that steps take; 1: they follow one another. REQUIRES: above 0, at most 1.
   double gpu_share = 1;

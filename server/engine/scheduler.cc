@@ -202,9 +202,11 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   // next steps.
   const int64_t missing = PagesFor(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
   const int64_t reserve = running();
-  if (pages_->available() < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
-    shortage_ = missing;
+  const int64_t available = pages_->available();
+  if (available < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
     Rewind(sequence);
+    // The pages of its prefix are available again, and it needs them as well.
+    shortage_ = missing + pages_->available() - available;
     return false;
   }
   if (sequence->preemptions == 0 && sequence->generated() == 0) {

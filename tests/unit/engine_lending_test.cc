@@ -16,6 +16,7 @@ class LendingTest : public EngineTest {
   void StartInChunks(int64_t pages, int64_t min_pages = 0) {
     EngineOptions options = DefaultOptions();
     options.kv_min_pages = min_pages;
+    options.kv_least_loan = absl::ZeroDuration();
     Start(options, pages, /*max_steps_in_flight=*/2, kChunkPages);
   }
 
@@ -92,6 +93,21 @@ TEST_F(LendingTest, ChunksComeBackWhenRequestsAreShortOfPages) {
     EXPECT_EQ(Wait(*stream).samples.at(0).tokens, expected.tokens);
   }
   EXPECT_LT(runner_->chunks_lent, 11);
+}
+
+TEST_F(LendingTest, WhoSleepsIsNotShortOfPages) {
+  StartInChunks(127);
+  EXPECT_EQ(Lend(100), 11);
+  runner_->fail_map = true;
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  for (int i = 0; i < 8; ++i) streams.push_back(Submit(Input(Prompt(100, 10 * i), 400)));
+  const absl::Time limit = absl::Now() + absl::Seconds(10);
+  while (!engine_->stats().kv_short && absl::Now() < limit) absl::SleepFor(absl::Microseconds(10));
+  EXPECT_TRUE(engine_->stats().kv_short);
+  SleepKv(/*keep=*/true);
+  EXPECT_FALSE(engine_->stats().kv_short) << "nobody takes a step that pages would help";
+  Wake();
+  for (const auto& stream : streams) EXPECT_TRUE(Wait(*stream).status.ok());
 }
 
 TEST_F(LendingTest, WhileTheCacheSleepsThereIsNothingToLend) {
