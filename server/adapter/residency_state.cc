@@ -13,6 +13,7 @@ namespace {
 
 constexpr absl::Duration kAskAgain = absl::Milliseconds(20);
 constexpr int64_t kLeastLoan = 128 << 20;
+constexpr int64_t kMostLoan = int64_t{1} << 40;
 
 template <typename WeightsPtr>
 int64_t SumOfBytes(const std::vector<WeightsPtr>& weights) {
@@ -313,7 +314,7 @@ absl::Status Residency::State::WithRoom(absl::FunctionRef<absl::Status()> attemp
     if (status.ok() || ReasonOf(status) != "OUT_OF_MEMORY") return status;
     if (MakeSomeRoom()) continue;
     if (options.lender == nullptr || options.lender(to_borrow) == 0) return status;
-    to_borrow *= 2;
+    to_borrow = std::min(2 * to_borrow, kMostLoan);
   }
 }
 

@@ -579,6 +579,20 @@ TEST_F(ResidencyTest, TheLenderIsAskedWhenNoIdleWeightsAreLeftAndForMoreEachTime
   EXPECT_EQ(attempts, 4) << "the first, one after the weights went, one after each loan";
 }
 
+TEST_F(ResidencyTest, HoweverOftenMemoryIsLentTheNextLoanIsNoSmaller) {
+  int64_t last = 0;
+  int loans = 0;
+  lender_ = [&](int64_t bytes) -> int64_t {
+    EXPECT_GE(bytes, last);
+    last = bytes;
+    return ++loans < 100 ? 1 : 0;
+  };
+  Start(0);
+  (void)residency_->WithRoom(
+      [] { return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", ""); });
+  EXPECT_EQ(loans, 100);
+}
+
 TEST_F(ResidencyTest, GivesBackTheLeastRecentlyUsedOfWhatIsIdle) {
   Start(0, 20);
   const EntryPtr stored = *Add(1, 10), hosted = *Add(2, 10, Kind::kEphemeral);
