@@ -150,7 +150,10 @@ EngineStats Engine::stats() const {
 
 absl::Duration Engine::time_since_heartbeat() const { return impl_->board.age(); }
 
-void Engine::StopAdmission() { impl_->admission.StopAdmission(); }
+void Engine::StopAdmission() {
+  impl_->admission.StopAdmission();
+  impl_->admission.Post([loop = &impl_->loop] { loop->TakeAllTime(); });
+}
 
 bool Engine::idle() const { return impl_->admission.idle(); }
 

@@ -109,7 +109,8 @@ class Engine {
   // How long ago the engine thread showed a sign of life (about once a second when idle).
   absl::Duration time_since_heartbeat() const;
 
-  // From now on new requests are refused with UNAVAILABLE (SHUTTING_DOWN); running ones go on.
+  // From now on new requests are refused with UNAVAILABLE (SHUTTING_DOWN); running ones go on with
+  // all of the time, whoever yields and whatever EngineOptions::gpu_share says.
   void StopAdmission();
   // True when nothing is queued or running.
   bool idle() const;

@@ -413,7 +413,12 @@ void EngineLoop::EndYield(const std::string& id, const std::function<void(bool)>
 
 void EngineLoop::FollowYields(Instant now) {
   yields_.EndOverdue(now);
-  pacer_.SetShare(std::min(gpu_share_, yields_.share()), now);
+  pacer_.SetShare(takes_all_time_ ? 1 : std::min(gpu_share_, yields_.share()), now);
+}
+
+void EngineLoop::TakeAllTime() {
+  takes_all_time_ = true;
+  FollowYields(SteadyNow());
 }
 
 void EngineLoop::LendKv(int64_t bytes, const std::function<void(int64_t)>& done) {

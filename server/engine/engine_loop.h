@@ -54,6 +54,8 @@ class EngineLoop {
              const std::function<void(absl::StatusOr<double>)>& done);
   void EndYield(const std::string& id, const std::function<void(bool)>& done);
   void LendKv(int64_t bytes, const std::function<void(int64_t)>& done);
+  // What runs is to end soon: shares do not count any more.
+  void TakeAllTime();
 
  private:
   std::vector<Admission::Message> TakeMessages(bool* stop);
@@ -111,6 +113,7 @@ class EngineLoop {
   std::set<std::pair<Instant, Request*>> deadlines_;
   // Have ended in this turn.
   std::vector<std::unique_ptr<Request>> graveyard_;
+  bool takes_all_time_ = false;
   bool asleep_ = false;
   bool kv_released_ = false;
   bool stalled_ = false;  // nobody can run before weights come

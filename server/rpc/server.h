@@ -35,9 +35,9 @@ class Server {
   // Health of "liveness".
   void SetAlive(bool alive);
 
-  // Not serving any more, new requests are refused, running ones go on until all of them have been
-  // answered or `timeout` has passed. What is left then, or was frozen by a pause, is aborted and
-  // has `grace` to reach the clients.
+  // Not serving any more, new requests are refused, running ones go on, at full speed, until all of
+  // them have been answered or `timeout` has passed. What is left then, or was frozen by a pause,
+  // is aborted and has `grace` to reach the clients.
   void Drain(absl::Duration timeout, absl::Duration grace);
   // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.
   void Shutdown(absl::Duration grace);

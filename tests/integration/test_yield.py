@@ -1,12 +1,14 @@
 """Yielding: steps take a share of the time, and requests notice only that."""
 
+import os
+import signal
 import threading
 import time
 
 import dorad
 import pytest
 from lib.server import serve, wait_until
-from lib.wire import LENGTH, RAW
+from lib.wire import LENGTH, RAW, collect
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -131,6 +133,20 @@ def test_a_request_under_a_small_share_can_be_aborted_and_has_its_deadline(serve
         wait_until(lambda: client.info().engine.running_sequences == 0, what="it to end")
     finally:
         assert client.end_yield("slow")
+
+
+def test_a_server_that_ends_does_not_yield(zoo, adapter) -> None:
+    with (
+        serve(zoo.model("slow"), {"a": adapter}) as server,
+        dorad.Client(server.grpc) as client,
+    ):
+        client.yield_gpu(0.01, time_to_live=600, yield_id="trainer")
+        call = server.wire.stream(PROMPT, adapter="a", max_tokens=1000, ignore_eos=True)
+        begun = collect([next(call)])
+        os.kill(server.process.pid, signal.SIGTERM)
+        (sample,) = collect(call, begun).values()
+        assert sample.reason == LENGTH
+        assert server.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.005, 1.5, float("nan")])

@@ -208,5 +208,16 @@ TEST_F(YieldingEngineTest, SleepsAndWakesWhileItYields) {
   EXPECT_EQ(outcome.samples.at(0).tokens, expected.tokens);
 }
 
+TEST_F(YieldingEngineTest, WhenNobodyIsLetInAnyMoreSharesDoNotCount) {
+  EngineOptions options = DefaultOptions();
+  options.gpu_share = 0.5;
+  Start(options, 64);
+  EXPECT_EQ(Yield("a", 0.25, absl::Seconds(600)), 0.25);
+  engine_->StopAdmission();
+  EXPECT_EQ(Yield("b", 0.01, absl::Seconds(600)), 1);
+  EXPECT_TRUE(EndYield("a"));
+  EXPECT_EQ(engine_->stats().gpu_share, 1);
+}
+
 }  // namespace
 }  // namespace dorad::engine
