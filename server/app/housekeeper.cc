@@ -31,11 +31,11 @@ Housekeeper::~Housekeeper() {
   thread_.join();
 }
 
-Governor::Snapshot Housekeeper::Look(const Backend::Device& device) const {
+Governor::Snapshot Housekeeper::Look(const Backend::Device& device) {
   Governor::Snapshot snapshot;
   snapshot.total = device.total;
   snapshot.free = device.free;
-  snapshot.pooled = device.pooled;
+  snapshot.pooled = pool_.Trimmable(device.pooled);
   snapshot.idle_adapters = residency_.stats().idle_bytes;
   const engine::EngineStats engine = engine_.stats();
   snapshot.idle_kv = engine.kv_lendable_bytes;
@@ -46,28 +46,38 @@ Governor::Snapshot Housekeeper::Look(const Backend::Device& device) const {
 void Housekeeper::Turn() {
   const std::optional<Backend::Device> before = backend_.device();
   if (!before) return;
-  const Governor::Plan plan = governor_.Decide(Look(*before));
-  if (plan.empty()) {
-    if (!governor_.IsHigh({.total = before->total, .free = before->free})) {
-      has_warned_ = false;
-    } else if (!std::exchange(has_warned_, true)) {
-      LogWarning("the device's memory is above memory.high_water, and all of this server's is used",
-                 {{"free_bytes", before->free}, {"total_bytes", before->total}});
-    }
-    return;
+  const Governor::Snapshot snapshot = Look(*before);
+  const Governor::Plan plan = governor_.Decide(snapshot);
+  if (!plan.empty() && GiveBack(plan, *before)) return;
+  if (!governor_.IsHigh(snapshot)) {
+    has_warned_ = false;
+  } else if (!std::exchange(has_warned_, true)) {
+    LogWarning("the device's memory is above memory.high_water, and all of this server's is used",
+               {{"free_bytes", before->free}, {"total_bytes", before->total}});
   }
+}
+
+bool Housekeeper::GiveBack(const Governor::Plan& plan, const Backend::Device& before) {
   const int64_t adapters = plan.adapters > 0 ? residency_.GiveBack(plan.adapters) : 0;
-  metrics_.MemoryGivenBack("adapters", adapters);
-  if (plan.trim) {
-    backend_.ReturnFreedMemory();
-    metrics_.MemoryGivenBack("pool", before->pooled);
-  }
+  const int64_t pooled = plan.trim ? Trim(before.pooled) : 0;
   const int64_t kv = plan.kv > 0 ? kv_lender_.Lend(plan.kv) : 0;
-  LogInfo("gave device memory back", {{"free_bytes", before->free},
-                                      {"total_bytes", before->total},
+  if (adapters + pooled + kv == 0) return false;
+  metrics_.MemoryGivenBack("adapters", adapters);
+  metrics_.MemoryGivenBack("pool", pooled);
+  LogInfo("gave device memory back", {{"free_bytes", before.free},
+                                      {"total_bytes", before.total},
                                       {"adapter_bytes", adapters},
                                       {"kv_bytes", kv},
-                                      {"pooled_bytes", plan.trim ? before->pooled : 0}});
+                                      {"pooled_bytes", pooled}});
+  return true;
+}
+
+int64_t Housekeeper::Trim(int64_t pooled) {
+  backend_.ReturnFreedMemory();
+  const std::optional<Backend::Device> after = backend_.device();
+  if (!after) return 0;
+  pool_.NoteTrimmed(after->pooled);
+  return std::max<int64_t>(0, pooled - after->pooled);
 }
 
 }  // namespace dorad

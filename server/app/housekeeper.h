@@ -26,9 +26,14 @@ class Housekeeper {
 
  private:
   void Turn();
-  Governor::Snapshot Look(const Backend::Device& device) const;
+  Governor::Snapshot Look(const Backend::Device& device);
+  // False when nothing went.
+  bool GiveBack(const Governor::Plan& plan, const Backend::Device& before);
+  // Returns how many bytes of what was pooled went.
+  int64_t Trim(int64_t pooled);
 
   const Governor governor_;
+  TrimmablePool pool_;
   Backend& backend_;
   adapter::Residency& residency_;
   engine::Engine& engine_;

@@ -3,6 +3,7 @@
 // moves, in either direction. Pure logic: no clock, no device. Immutable, hence thread-safe.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace dorad {
@@ -17,7 +18,7 @@ class Governor {
   struct Snapshot {
     int64_t total = 0;          // of the device
     int64_t free = 0;           // for anybody
-    int64_t pooled = 0;         // freed by this server, and not given back
+    int64_t pooled = 0;         // freed by this server, and a trim may give it back
     int64_t idle_adapters = 0;  // of weights that nobody uses and that can come back
     int64_t idle_kv = 0;        // of the KV cache, in chunks that hold nothing of a request
     bool kv_wanted = false;     // requests wait for pages that the cache does not have
@@ -41,6 +42,22 @@ class Governor {
 
  private:
   const Marks marks_;
+};
+
+// How much of the memory that a server has freed and kept a trim may give back: not what the last
+// one left, which lies in blocks together with what is in use. Not thread-safe.
+class TrimmablePool {
+ public:
+  // As of now, with so many bytes freed and kept.
+  int64_t Trimmable(int64_t pooled) {
+    left_ = std::min(left_, pooled);
+    return pooled - left_;
+  }
+  // What a trim has left.
+  void NoteTrimmed(int64_t pooled) { left_ = pooled; }
+
+ private:
+  int64_t left_ = 0;
 };
 
 }  // namespace dorad

@@ -50,6 +50,34 @@ TEST(Governor, ThePoolGoesWhenTheKvCacheIsShort) {
   EXPECT_TRUE(Governor(kMarks).Decide(snapshot).trim);
 }
 
+TEST(TrimmablePool, WhatATrimLeftIsNotTriedAgain) {
+  TrimmablePool pool;
+  EXPECT_EQ(pool.Trimmable(100), 100);
+  pool.NoteTrimmed(70);
+  EXPECT_EQ(pool.Trimmable(70), 0);
+  EXPECT_EQ(pool.Trimmable(90), 20) << "freed since";
+}
+
+TEST(TrimmablePool, WhatWasUsedAgainAndFreedMayBeTrimmed) {
+  TrimmablePool pool;
+  pool.NoteTrimmed(70);
+  EXPECT_EQ(pool.Trimmable(30), 0);
+  EXPECT_EQ(pool.Trimmable(70), 40);
+}
+
+TEST(TrimmablePool, AdaptersAndKvGoWhenTrimsDoNotHelp) {
+  TrimmablePool pool;
+  pool.NoteTrimmed(100);
+  Governor::Snapshot snapshot = Used(950);
+  snapshot.pooled = pool.Trimmable(100);
+  EXPECT_TRUE(Governor(kMarks).Decide(snapshot).empty()) << "there is nothing more to give";
+  snapshot.idle_adapters = 60;
+  snapshot.idle_kv = 500;
+  const Governor::Plan plan = Governor(kMarks).Decide(snapshot);
+  EXPECT_EQ(plan.adapters, 60);
+  EXPECT_EQ(plan.kv, 190);
+}
+
 TEST(Governor, RandomPlansGiveEnoughAndNoMoreThanIsIdle) {
   std::mt19937 random(3);
   const auto below = [&random](int64_t end) { return static_cast<int64_t>(random() % end); };
