@@ -292,6 +292,7 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& di
 absl::StatusOr<CudaModel::Use> CudaModel::UseWeights() const {
   mu_.ReaderLock();
   Use use(&mu_);
+  absl::MutexLock lock(&state_mu_);
   if (!asleep_) return use;
   return Asleep();
 }
@@ -307,15 +308,17 @@ absl::Status CudaModel::KeepHostCopy() {
 }
 
 int64_t CudaModel::Sleep() {
-  absl::MutexLock lock(&mu_);
-  if (asleep_) return 0;
-  asleep_ = true;
-  if (loans_ > 0) {
+  {
+    absl::MutexLock lock(&state_mu_);
+    if (std::exchange(asleep_, true)) return 0;
+  }
+  absl::MutexLock lock(&mu_);  // waits for the uses that have begun
+  if (lent()) {
     LogInfo("the weights are lent and stay on the GPU", {{"bytes", memory_.size()}});
     return 0;
   }
-  memory_.Unmap();
-  return memory_.size();
+  LetGo();
+  return memory_.mapped() ? 0 : memory_.size();
 }
 
 absl::Status CudaModel::Wake() {
@@ -327,29 +330,38 @@ absl::Status CudaModel::Wake() {
       return status;
     }
   }
+  absl::MutexLock state_lock(&state_mu_);
   asleep_ = false;
   return absl::OkStatus();
 }
 
 absl::Status CudaModel::BeginLoan() {
   DORAD_CHECK(shareable_);
-  if (!mu_.ReaderTryLock()) return Asleep();
-  const bool awake = !asleep_;
-  if (awake) ++loans_;
-  mu_.ReaderUnlock();
-  return awake ? absl::OkStatus() : Asleep();
+  absl::MutexLock lock(&state_mu_);
+  if (asleep_) return Asleep();
+  ++loans_;
+  return absl::OkStatus();
 }
 
 void CudaModel::EndLoan() {
-  if (--loans_ > 0) return;
+  {
+    absl::MutexLock lock(&state_mu_);
+    if (--loans_ > 0 || !asleep_) return;
+  }
   absl::MutexLock lock(&mu_);
-  if (!asleep_ || loans_ > 0 || !memory_.mapped()) return;
-  memory_.Unmap();
+  if (!LetGo()) return;
   LogInfo("the weights are not lent any more and leave the GPU", {{"bytes", memory_.size()}});
 }
 
+// A Wake or another end may have come before mu_ was had.
+bool CudaModel::LetGo() {
+  if (!asleep() || lent() || !memory_.mapped()) return false;
+  memory_.Unmap();
+  return true;
+}
+
 absl::StatusOr<std::vector<UniqueFd>> CudaModel::Share(size_t first, size_t max) const {
-  DORAD_CHECK(loans_ > 0);
+  DORAD_CHECK(lent());
   const size_t pieces = layout_.piece_bytes.size();
   std::vector<UniqueFd> fds;
   for (size_t i = std::min(first, pieces); i < pieces && fds.size() < max; ++i) {

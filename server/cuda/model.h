@@ -10,13 +10,13 @@
 
 #include <cuda_bf16.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "server/adapter/base_modules.h"
@@ -97,7 +97,7 @@ class CudaModel {
   // Descriptors of the memory's pieces from `first` on, at most `max`. INTERNAL (CUDA_ERROR).
   // REQUIRES: a loan.
   absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const;
-  int64_t lent_bytes() const { return loans_ > 0 ? memory_.size() : 0; }
+  int64_t lent_bytes() const { return lent() ? memory_.size() : 0; }
   // nullptr unless shareable.
   const model::WeightLayout* layout() const { return layout_.tensors.empty() ? nullptr : &layout_; }
 
@@ -123,13 +123,24 @@ class CudaModel {
   const model::ModelConfig config_;
   const adapter::BaseModules modules_;
   absl::Status Restore();
+  // Gives the memory back unless it has gone, or is to stay. REQUIRES: mu_ is held for writing.
+  bool LetGo();
+  bool asleep() const {
+    absl::MutexLock lock(&state_mu_);
+    return asleep_;
+  }
+  bool lent() const {
+    absl::MutexLock lock(&state_mu_);
+    return loans_ > 0;
+  }
 
   std::string dir_;  // "": random weights
   bool shareable_ = false;
-  bool asleep_ = false;        // guarded by mu_
-  std::atomic<int> loans_{0};  // rises while mu_ is held for reading: not during a Sleep
   MemoryLedger* ledger_ = nullptr;
-  mutable absl::Mutex mu_;  // held by users for reading, by Sleep and Wake for writing
+  mutable absl::Mutex mu_;  // held by users for reading; for writing by who maps or unmaps
+  mutable absl::Mutex state_mu_ ABSL_ACQUIRED_AFTER(mu_);
+  bool asleep_ ABSL_GUARDED_BY(state_mu_) = false;  // or will be as soon as the uses have ended
+  int loans_ ABSL_GUARDED_BY(state_mu_) = 0;        // does not rise while asleep_
   MappedMemory memory_;
   model::WeightLayout layout_;
   std::unique_ptr<PinnedPages> host_;  // nullptr: no copy

@@ -189,5 +189,18 @@ TEST_F(CudaLentWeightsTest, LentWeightsStayWhenTheySleepAndGoWithTheLastLoan) {
   EXPECT_EQ(model->Sleep(), held) << "not lent any more";
 }
 
+TEST_F(CudaLentWeightsTest, LoansOfWeightsThatAreAwakeDoNotWaitForTheirUsers) {
+  ASSERT_TRUE(OpenDevice().ok());
+  const model::ModelConfig config = SmallModel(2);
+  WriteCheckpoint(config);
+  const auto model = Must(CudaModel::Load(folder_.path(), config, &ledger_, /*shareable=*/true));
+  const CudaModel::Use use = Must(model->UseWeights());
+  ASSERT_TRUE(model->BeginLoan().ok());
+  model->EndLoan();
+  EXPECT_TRUE(model->BeginLoan().ok());
+  model->EndLoan();
+  EXPECT_EQ(model->lent_bytes(), 0);
+}
+
 }  // namespace
 }  // namespace dorad::cuda
