@@ -37,7 +37,7 @@ class Listener {
     std::function<absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>>(const Offer&)>
         open_device;
     // Lends the base model's weights; nullptr: there are none here. Runs on the listener's thread,
-    // as does the lease's end. UNAVAILABLE (SERVER_SLEEPING).
+    // as does the deleter of the lease, neither of which may wait. UNAVAILABLE (SERVER_SLEEPING).
     std::function<absl::StatusOr<std::shared_ptr<const WeightsLease>>()> lend_weights;
   };
 
