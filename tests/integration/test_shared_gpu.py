@@ -123,10 +123,12 @@ def fill(server: Server, adapter) -> list[int]:
 
 def test_adapters_take_unused_kv_pages_and_requests_take_them_back(zoo) -> None:
     adapter = zoo.adapter("llama2", "dora_r96")
-    with serve(zoo.model("llama2"), settings=SETTINGS) as server:
+    # Steps that are large enough for many sequences to run, or pages would never be short.
+    large = SETTINGS | {"engine.max_step_tokens": 2048}
+    with serve(zoo.model("llama2"), settings=large) as server:
         server.wire.publish("a", adapter, activate=True)
         held = sum(server.wire.info().memory_bytes.values())
-    settings = SETTINGS | {"memory.vram_limit": held + (8 << 20)}
+    settings = large | {"memory.vram_limit": held + (8 << 20)}
     with serve(zoo.model("llama2"), settings=settings) as server:
         server.wire.publish("a", adapter, activate=True)
         expected = ask(server, "a", 60)
@@ -139,11 +141,14 @@ def test_adapters_take_unused_kv_pages_and_requests_take_them_back(zoo) -> None:
         assert ask(server, "a", 60) == expected, "what is left of the cache suffices"
         for version in versions:
             server.wire.retire("many", version)
-        # More than is there: 200 sequences of seven pages and more.
+        # More than is there: 200 sequences of seven to ten pages.
         requests = [
-            dict(prompt=[i + 1] * 60 + PROMPT, max_tokens=20, temperature=0.0, adapter="a")
+            dict(
+                prompt=[i + 1] * 60 + PROMPT, max_tokens=60, temperature=0.0, ignore_eos=True,
+                adapter="a",
+            )
             for i in range(200)
-        ]
+        ]  # fmt: skip
 
         def pages_came_back() -> bool:
             server.wire.generate_many(requests)
