@@ -78,7 +78,8 @@ class Residency {
   absl::StatusOr<std::unique_ptr<Entry>> Add(std::shared_ptr<const AdapterWeights> weights,
                                              int64_t bytes, Recall recall, bool pinned = false);
   // Tries something that needs memory where weights lie, and again while it is OUT_OF_MEMORY and
-  // idle weights can leave, which they do on this thread, or else the lender gives.
+  // idle weights can leave, which they do on this thread, or else the lender gives; but not when it
+  // says that it never fits (kNeverFits).
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
   // Idle weights leave, the least recently used first, until so many bytes have gone or no more

@@ -312,6 +312,7 @@ absl::Status Residency::State::WithRoom(absl::FunctionRef<absl::Status()> attemp
   while (true) {
     absl::Status status = attempt();
     if (status.ok() || ReasonOf(status) != "OUT_OF_MEMORY") return status;
+    if (MetadataOf(status).count(kNeverFits) > 0) return status;
     if (MakeSomeRoom()) continue;
     if (options.lender == nullptr || options.lender(to_borrow) == 0) return status;
     to_borrow = std::min(2 * to_borrow, kMostLoan);

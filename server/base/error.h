@@ -38,6 +38,9 @@ absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after);
 // The same status with a fact for programs, of ErrorInfo's metadata. key: lower_snake.
 absl::Status WithMetadata(absl::Status status, std::string_view key, std::string_view value);
 
+// Of an OUT_OF_MEMORY: nothing that others give back makes room enough, so that they need not.
+inline constexpr char kNeverFits[] = "never_fits";
+
 // Empty string, empty list, empty map, nullopt when the status carries none.
 std::string ReasonOf(const absl::Status& status);
 std::vector<Violation> ViolationsOf(const absl::Status& status);

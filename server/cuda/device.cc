@@ -147,6 +147,11 @@ void MemoryLedger::SetReserve(int64_t bytes, Probe probe) {
   probe_ = std::move(probe);
 }
 
+void MemoryLedger::SetGivesWay(Kinds all_but) {
+  absl::MutexLock lock(&mu_);
+  gives_way_ = std::move(all_but);
+}
+
 void MemoryLedger::set_low_water(int64_t bytes) {
   absl::MutexLock lock(&mu_);
   low_water_ = bytes;
@@ -156,6 +161,15 @@ int64_t MemoryLedger::Sum() const {
   int64_t sum = 0;
   for (const auto& [kind, bytes] : by_kind_) sum += bytes;
   return sum;
+}
+
+int64_t MemoryLedger::Staying() const {
+  int64_t staying = 0;
+  for (const auto& [kind, bytes] : by_kind_) {
+    const auto found = gives_way_.find(kind);
+    staying += found == gives_way_.end() ? bytes : std::min(bytes, found->second);
+  }
+  return staying;
 }
 
 absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes, Source source) {
@@ -171,10 +185,12 @@ absl::Status MemoryLedger::TakeWithinLimit(const std::string& kind, int64_t byte
   // Not held + bytes, which may overflow.
   if (bytes > limit_ - held) {
     refusals_.limit += source == Source::kSpare ? 0 : 1;
-    return MakeError(
+    absl::Status status = MakeError(
         absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
         absl::StrCat(kind, " need ", Gigabytes(bytes), " of GPU memory, but memory.vram_limit is ",
                      Gigabytes(limit_), " and ", Gigabytes(held), " are held", List(by_kind_)));
+    if (bytes <= limit_ - Staying()) return status;
+    return WithMetadata(std::move(status), kNeverFits, "true");
   }
   by_kind_[kind] += bytes;
   return absl::OkStatus();

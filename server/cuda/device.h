@@ -109,10 +109,13 @@ class MemoryLedger {
   // From now on the device is asked before anything but kWorkspace grows, and `bytes` of it are
   // left to others.
   void SetReserve(int64_t bytes, Probe probe);
+  // What can give way to others: of each kind all but so many bytes. Other kinds stay.
+  void SetGivesWay(Kinds all_but);
   // Of the device, in use by all processes.
   void set_low_water(int64_t bytes);
   // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) telling what is needed, what each kind holds and the limit,
-  // or what the device has free and the reserve. Errors of the probe.
+  // or what the device has free and the reserve; with metadata kNeverFits when it would exceed the
+  // limit even if all gave way that can. Errors of the probe.
   absl::Status Reserve(const std::string& kind, int64_t bytes, Source source);
   void Release(const std::string& kind, int64_t bytes);
   // For what is on the device already, whatever the limit says.
@@ -134,12 +137,14 @@ class MemoryLedger {
 
  private:
   int64_t Sum() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  int64_t Staying() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status TakeWithinLimit(const std::string& kind, int64_t bytes, Source source);
   absl::Status CheckDevice(const std::string& kind, int64_t bytes, Source source);
 
   mutable absl::Mutex mu_;
   int64_t limit_ ABSL_GUARDED_BY(mu_);
   int64_t reserve_ ABSL_GUARDED_BY(mu_) = 0;
+  Kinds gives_way_ ABSL_GUARDED_BY(mu_);
   int64_t low_water_ ABSL_GUARDED_BY(mu_) = kNoLimit;
   Probe probe_ ABSL_GUARDED_BY(mu_);  // nullptr: the device is not asked
   Refusals refusals_ ABSL_GUARDED_BY(mu_);

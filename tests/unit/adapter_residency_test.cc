@@ -593,6 +593,24 @@ TEST_F(ResidencyTest, HoweverOftenMemoryIsLentTheNextLoanIsNoSmaller) {
   EXPECT_EQ(loans, 100);
 }
 
+TEST_F(ResidencyTest, NothingLeavesForWhatNeverFits) {
+  lender_ = [](int64_t bytes) {
+    ADD_FAILURE() << "nothing is to be lent";
+    return bytes;
+  };
+  Start(0);
+  const EntryPtr idle = *Add(1, 10);
+  int attempts = 0;
+  const absl::Status status = residency_->WithRoom([&] {
+    ++attempts;
+    return WithMetadata(MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", ""),
+                        kNeverFits, "true");
+  });
+  EXPECT_EQ(ReasonOf(status), "OUT_OF_MEMORY");
+  EXPECT_EQ(attempts, 1);
+  EXPECT_TRUE(idle->resident());
+}
+
 TEST_F(ResidencyTest, GivesBackTheLeastRecentlyUsedOfWhatIsIdle) {
   Start(0, 20);
   const EntryPtr stored = *Add(1, 10), hosted = *Add(2, 10, Kind::kEphemeral);

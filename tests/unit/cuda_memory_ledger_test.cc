@@ -42,6 +42,20 @@ TEST(MemoryLedger, ARefusalTellsWhatIsNeededHeldAndAllowed) {
   EXPECT_EQ(ledger.total(), 39'380'000'000);
 }
 
+TEST(MemoryLedger, ARefusalTellsWhenNothingThatGivesWayWouldHelp) {
+  MemoryLedger ledger(100);
+  ledger.SetGivesWay({{"adapters", 0}, {"kv", 10}});
+  ASSERT_TRUE(ledger.Reserve("weights", 40, kDevice).ok());
+  ASSERT_TRUE(ledger.Reserve("kv", 30, kDevice).ok());
+  ASSERT_TRUE(ledger.Reserve("adapters", 30, kDevice).ok());
+  const absl::Status fits = ledger.Reserve("adapters", 50, kDevice);
+  EXPECT_EQ(ReasonOf(fits), "OUT_OF_MEMORY");
+  EXPECT_TRUE(MetadataOf(fits).empty());
+  const absl::Status never = ledger.Reserve("adapters", 51, kDevice);
+  EXPECT_EQ(ReasonOf(never), "OUT_OF_MEMORY");
+  EXPECT_EQ(MetadataOf(never).count(kNeverFits), 1u);
+}
+
 TEST(MemoryLedger, WithoutALimitNothingOverflows) {
   MemoryLedger ledger;
   ASSERT_TRUE(ledger.Reserve("kv", int64_t{1} << 62, kDevice).ok());
