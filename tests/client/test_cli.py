@@ -409,7 +409,9 @@ def test_interrupting_generate_cancels_on_the_server(server):
     import sys
 
     server.endless, server.token_delay = True, 0.01
-    code = "from dorad.cli import main; main()"
+    # Tests that run in the background may ignore the signal, and hand that on.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    code += "from dorad.cli import main; main()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DORAD_TARGET": server.target}
     process = subprocess.Popen(
         [sys.executable, "-c", code, "generate", "--token-ids", "1"],
