@@ -517,12 +517,14 @@ TEST_F(AdapterLoaderTest, HeldLoadsWaitInLineAndEndWell) {
   submit(0);
   entered.WaitForNotification();
   submit(1);
-  absl::Notification held;
+  absl::Notification begun, held;
   std::thread holder([&] {
+    begun.Notify();
     loader_->HoldLoads();
     held.Notify();
   });
-  absl::SleepFor(absl::Milliseconds(5));
+  begun.WaitForNotification();
+  absl::SleepFor(absl::Milliseconds(50));  // by now it waits, on all but the busiest machines
   EXPECT_FALSE(held.HasBeenNotified()) << "a load is under way";
   leave.Notify();
   holder.join();
