@@ -7,7 +7,7 @@
   lora     PEFT's LoRA of the same rank
   dora     PEFT's DoRA
   eager    the same after dorad.train.patch, composed in plain torch operations
-  fused    every compose in the fused operators (on CUDA they need libdorad_train.so)
+  fused    never eager (on CUDA that needs libdorad_train.so): here each linear is one function
   patched  as a trainer gets it: each layer takes the tier that its size asks for
 
 A layer is the seven linears of a decoder, with additions in the place of attention, and no

@@ -65,8 +65,8 @@ def tier(name: str) -> Iterator[None]:
         _choice = before
 
 
-# CUDA, with gradients: fused is three launches where eager is more than a dozen, so that only what
-# is tiny might gain nothing. train_peft.py compares the two; no crossover has been seen yet.
+# Of a compose alone on CUDA, with gradients: fused is three launches where eager is more than a
+# dozen, so that only what is tiny might gain nothing. No crossover has been seen yet.
 _CUDA_MIN_ELEMENTS = 16 * 1024
 # CPU: from here on allocating activations costs more than the calls for each chunk of rows.
 _CPU_MIN_ELEMENTS = 1024 * 1024
