@@ -166,10 +166,12 @@ cudaError_t Forward(GemmFunction gemm, cublasHandle_t handle, const LinearParams
   const Matrix x = {p.x, p.in}, w = {p.w, p.in};
   DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.in, static_cast<float>(p.scale), x,
                                           Transposed(factors.a), 0.0f, p.h, p.type));
-  DORAD_CUDA_RETURN_IF_ERROR(
-      products.Run(p.rows, p.out, p.in, 1.0f, x, Transposed(w), 0.0f, p.inner, p.type));
+  // The adapter's part first: added to a base product that was rounded to 16 bits already, an update
+  // of less than half its last place would be lost each time.
   DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.rank, 1.0f, {p.h, p.rank},
-                                          Transposed(factors.b), 1.0f, p.inner, p.type));
+                                          Transposed(factors.b), 0.0f, p.inner, p.type));
+  DORAD_CUDA_RETURN_IF_ERROR(
+      products.Run(p.rows, p.out, p.in, 1.0f, x, Transposed(w), 1.0f, p.inner, p.type));
   kernels::ApplyParams apply;
   apply.base = p.inner;
   apply.g = p.g;
@@ -212,10 +214,10 @@ cudaError_t Backward(GemmFunction gemm, cublasHandle_t handle, const LinearParam
     DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.out, static_cast<float>(p.scale),
                                             d_inner, factors.b, 0.0f, backward.d_h, p.type));
     if (backward.d_x != nullptr) {
-      DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.in, p.out, 1.0f, d_inner, {p.w, p.in}, 0.0f,
-                                              backward.d_x, p.type));
       DORAD_CUDA_RETURN_IF_ERROR(
-          products.Run(p.rows, p.in, p.rank, 1.0f, d_h, factors.a, 1.0f, backward.d_x, p.type));
+          products.Run(p.rows, p.in, p.rank, 1.0f, d_h, factors.a, 0.0f, backward.d_x, p.type));
+      DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.in, p.out, 1.0f, d_inner, {p.w, p.in}, 1.0f,
+                                              backward.d_x, p.type));
     }
   }
   if (backward.d_a != nullptr) {

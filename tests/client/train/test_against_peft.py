@@ -17,6 +17,7 @@ from lib.dora_training import (
     step,
 )
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MODELS = {
@@ -178,6 +179,58 @@ def test_bf16_base_is_as_near_the_truth_as_peft(name, autocast_adapter_dtype):
             assert error <= 1.5 * distance(theirs.gradients[key], wanted) + 2**-7, key
         wanted = truth.output.to(ours.output.dtype)
         assert distance(ours.output, wanted) <= 1.5 * distance(theirs.output, wanted) + 2**-7
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+        ),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_updates_below_the_last_place_of_the_base_product_are_not_lost(device, autocast):
+    """What B adds early in a training is less than bf16 holds of x Wᵀ, and yet must count.
+
+    The share that arrives is a projection of the outputs on the adapter's part: 1 where it enters
+    before the rounding, and about 0 where it is added to what was rounded already.
+    """
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(256, 512, bias=False)).to(torch.bfloat16)
+    config = LoraConfig(r=8, target_modules=["0"], use_dora=True)
+    model = get_peft_model(base, config, autocast_adapter_dtype=autocast).to(device)
+    layer = model.base_model.model[0]
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_(std=3e-5)
+    truth = copy.deepcopy(model).double()
+    without = copy.deepcopy(truth)
+    with torch.no_grad():  # of the same g: 1, but for the rounding of the magnitudes
+        without.base_model.model[0].lora_B["default"].weight.zero_()
+    patch(model)
+    x = torch.randn(4096, 256).to(device, torch.bfloat16).requires_grad_()
+    exact_x = x.detach().double().requires_grad_()
+    grad = torch.randn(4096, 512).to(device, torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        y = model(x)
+    y.backward(grad)
+    wanted, d_wanted = _outputs(truth, exact_x, grad)
+    plain, d_plain = _outputs(without, exact_x, grad)
+    assert float((wanted - plain).std() / wanted.std()) < 2**-8
+    assert _share(y, wanted, plain) == pytest.approx(1, abs=0.1)
+    assert _share(x.grad, d_wanted, d_plain) == pytest.approx(1, abs=0.1)
+
+
+def _outputs(model, x, grad):
+    y = model(x)
+    (d_x,) = torch.autograd.grad(y, x, grad.double())
+    return y.detach(), d_x
+
+
+def _share(rounded, exact, without):
+    part = exact - without
+    return float(((rounded.detach().double() - without) * part).sum() / part.square().sum())
 
 
 def test_dead_rows_do_nothing_instead_of_nan():

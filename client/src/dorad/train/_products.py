@@ -92,8 +92,9 @@ def forward(
         return Forward(h, inner, scales)
     a, b = a.to(x.dtype), b.to(x.dtype)
     h.addmm_(x, a.t(), beta=0, alpha=scaling)
-    torch.mm(x, weight.t(), out=inner)
-    inner.addmm_(h, b.t())
+    # The adapter's part first, as kernels/train/linear.cc says.
+    torch.mm(h, b.t(), out=inner)
+    inner.addmm_(x, weight.t())
     for part in _chunks(inner):
         rows = inner[part].to(g.dtype)
         y[part] = rows * g if bias is None else torch.addcmul(bias, rows, g)
@@ -172,7 +173,7 @@ def backward(
             d_h.addmm_(d_inner, b.to(dtype), beta=0, alpha=scaling)
         if d_x is not None:
             assert d_inner is not None and d_h is not None
-            torch.mm(d_inner, weight, out=d_x).addmm_(d_h, a.to(dtype))
+            torch.mm(d_h, a.to(dtype), out=d_x).addmm_(d_inner, weight)
         if d_a is not None:
             assert d_h is not None and x is not None
             d_a.copy_(d_h.t() @ x)
