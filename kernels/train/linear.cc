@@ -166,8 +166,8 @@ cudaError_t Forward(GemmFunction gemm, cublasHandle_t handle, const LinearParams
   const Matrix x = {p.x, p.in}, w = {p.w, p.in};
   DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.in, static_cast<float>(p.scale), x,
                                           Transposed(factors.a), 0.0f, p.h, p.type));
-  // The adapter's part first: added to a base product that was rounded to 16 bits already, an update
-  // of less than half its last place would be lost each time.
+  // The adapter's part first: added to a base product that was rounded to 16 bits already, an
+  // update of less than half its last place would be lost each time.
   DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.rank, 1.0f, {p.h, p.rank},
                                           Transposed(factors.b), 0.0f, p.inner, p.type));
   DORAD_CUDA_RETURN_IF_ERROR(
