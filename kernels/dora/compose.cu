@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads) ApplyKernel(ApplyParams p) {
   const T* const base = static_cast<const T*>(p.base) + column;
   const T* const lora = static_cast<const T*>(p.lora) + column;
   Y* const y = static_cast<Y*>(p.y) + column;
+  Y* const inner = static_cast<Y*>(p.inner) + column;
   for (int64_t first = blockIdx.y * step + threadIdx.y; first < p.rows; first += gridDim.y * step) {
     V bases[rows_each];
     V loras[rows_each];
@@ -113,15 +114,18 @@ __global__ void __launch_bounds__(kThreads) ApplyKernel(ApplyParams p) {
       const int64_t row = first + i * blockDim.y;
       if (row >= p.rows) break;
       Vector<Y, size> result;
+      Vector<Y, size> sum;
 #pragma unroll
       for (int j = 0; j < size; ++j) {
         float v = ToFloat(bases[i].values[j]);
         if (p.lora != nullptr) v = __fadd_rn(v, __fmul_rn(p.scale, ToFloat(loras[i].values[j])));
+        sum.values[j] = FromFloat<Y>(v);
         if (p.g != nullptr) v = __fmul_rn(gs.values[j], v);
         if (p.bias != nullptr) v = __fadd_rn(v, biases.values[j]);
         result.values[j] = FromFloat<Y>(v);
       }
       *reinterpret_cast<Vector<Y, size>*>(y + row * p.y_ld) = result;
+      if (p.inner != nullptr) *reinterpret_cast<Vector<Y, size>*>(inner + row * p.y_ld) = sum;
     }
   }
 }
@@ -171,7 +175,8 @@ cudaError_t ApplyAs(const ApplyParams& p, cudaStream_t stream) {
   constexpr int kSize = 16 / sizeof(T);
   const bool vectors = p.out % kSize == 0 && p.base_ld % kSize == 0 && p.y_ld % kSize == 0 &&
                        (p.lora == nullptr || p.lora_ld % kSize == 0) && Aligned(p.base) &&
-                       Aligned(p.lora) && Aligned(p.g) && Aligned(p.bias) && Aligned(p.y);
+                       Aligned(p.lora) && Aligned(p.g) && Aligned(p.bias) && Aligned(p.y) &&
+                       Aligned(p.inner);
   return vectors ? LaunchApply<T, Y, kSize>(p, stream) : LaunchApply<T, Y, 1>(p, stream);
 }
 
@@ -200,6 +205,9 @@ cudaError_t Apply(const ApplyParams& params, cudaStream_t stream) {
   if (params.rows == 0 || params.out == 0) return cudaSuccess;
   if (params.type == FloatType::kF32 && params.y_type == FloatType::kBF16) {
     return ApplyAs<float, __nv_bfloat16>(params, stream);
+  }
+  if (params.type == FloatType::kF32 && params.y_type == FloatType::kF16) {
+    return ApplyAs<float, __half>(params, stream);
   }
   if (params.type != params.y_type) return cudaErrorInvalidValue;
   switch (params.type) {

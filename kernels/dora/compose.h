@@ -46,6 +46,7 @@ struct ApplyParams {
   const float* g = nullptr;     // [out]; nullptr: plain LoRA
   const float* bias = nullptr;  // [out] or nullptr
   void* y = nullptr;            // [rows, out], leading dimension y_ld, `y_type`
+  void* inner = nullptr;  // likewise: base + s·lora, for the backward pass; nullptr: not wanted
   int64_t base_ld = 0;
   int64_t lora_ld = 0;
   int64_t y_ld = 0;
@@ -53,12 +54,13 @@ struct ApplyParams {
   int64_t out = 0;
   float scale = 0.0f;  // s
   FloatType type = FloatType::kF32;
-  FloatType y_type = FloatType::kBF16;  // `type`, or bf16 where that is fp32
+  FloatType y_type = FloatType::kBF16;  // `type`, or any where that is fp32
 };
 
 // Alignment as for Compose (rows start at multiples of 16 bytes on the fast path). y may be equal
-// to base or lora if it has their type and leading dimension. cudaErrorInvalidValue: as Compose,
-// a leading dimension below out, or types that do not go together.
+// to base or lora if it has their type and leading dimension; inner is memory of its own.
+// cudaErrorInvalidValue: as Compose, a leading dimension below out, or types that do not go
+// together.
 cudaError_t Apply(const ApplyParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

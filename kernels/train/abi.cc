@@ -56,10 +56,11 @@ int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t
       dorad::train::FactorBytes(Sizes(0, in, out, rank, type, factor_type), makes_norm != 0));
 }
 
-int64_t dorad_linear_norm_bytes(int64_t in, int64_t out, int64_t rank, int32_t factor_type) {
-  if (!Good(in, out, rank)) return -1;
-  const auto type = static_cast<int32_t>(FloatType::kBF16);
-  return static_cast<int64_t>(dorad::train::NormBytes(Sizes(0, in, out, rank, type, factor_type)));
+int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
+                                   int32_t type, int32_t factor_type, int32_t makes_norm) {
+  if (rows < 0 || !Good(in, out, rank)) return -1;
+  return static_cast<int64_t>(
+      dorad::train::ForwardBytes(Sizes(rows, in, out, rank, type, factor_type), makes_norm != 0));
 }
 
 int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w, const void* a,

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define DORAD_TRAIN_ABI 2
+#define DORAD_TRAIN_ABI 3
 
 #if defined(__GNUC__)
 #define DORAD_EXPORT __attribute__((visibility("default")))
@@ -29,8 +29,9 @@ DORAD_EXPORT int dorad_compose_forward(const void* base, const void* lora, const
 // sizes that are refused.
 DORAD_EXPORT int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
                                                int32_t factor_type, int32_t makes_norm);
-DORAD_EXPORT int64_t dorad_linear_norm_bytes(int64_t in, int64_t out, int64_t rank,
-                                             int32_t factor_type);
+DORAD_EXPORT int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
+                                                int32_t type, int32_t factor_type,
+                                                int32_t makes_norm);
 DORAD_EXPORT int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w,
                                       const void* a, const void* b, const void* m,
                                       const float* bias, float* norm, float* g, void* h,

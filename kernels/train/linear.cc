@@ -113,6 +113,63 @@ cudaError_t MakeFactors(const LinearParams& p, bool makes_norm, Factors* factors
   return cudaSuccess;
 }
 
+// Of the output, in half types: so many that their fp32 sums stay in L2 between their products.
+int64_t RowsAtOnce(int64_t out) {
+  constexpr int64_t kSumBytes = 32 << 20;
+  constexpr int64_t kTile = 128;
+  const int64_t tiles = kSumBytes / (std::max<int64_t>(1, out) * sizeof(float)) / kTile;
+  return std::max<int64_t>(2, tiles) * kTile;
+}
+
+// inner and y from h, g and the products. cuBLAS rounds a product to 16 bits before it adds what is
+// there, and an update of less than half the last place of x Wᵀ would be lost each time: the sums
+// are made in fp32, and rounded once.
+cudaError_t JoinHalf(const Products& products, const LinearParams& p, const LinearForward& forward,
+                     Matrix b, cudaStream_t stream) {
+  const int64_t most = RowsAtOnce(p.out);
+  if (p.workspace_bytes < ForwardBytes(p, false)) return cudaErrorInvalidValue;
+  const auto row_of = [&p](const void* matrix, int64_t row, int64_t columns) {
+    return static_cast<const char*>(matrix) + static_cast<size_t>(row * columns) * SizeOf(p.type);
+  };
+  for (int64_t row = 0; row < p.rows; row += most) {
+    const int64_t rows = std::min(most, p.rows - row);
+    DORAD_CUDA_RETURN_IF_ERROR(products.Run(rows, p.out, p.in, 1.0f, {row_of(p.x, row, p.in), p.in},
+                                            Transposed({p.w, p.in}), 0.0f, p.workspace,
+                                            FloatType::kF32));
+    DORAD_CUDA_RETURN_IF_ERROR(products.Run(rows, p.out, p.rank, 1.0f,
+                                            {row_of(p.h, row, p.rank), p.rank}, Transposed(b), 1.0f,
+                                            p.workspace, FloatType::kF32));
+    kernels::ApplyParams apply;
+    apply.base = p.workspace;
+    apply.g = p.g;
+    apply.bias = forward.bias;
+    apply.y = const_cast<char*>(row_of(forward.y, row, p.out));
+    if (p.inner != forward.y) apply.inner = const_cast<char*>(row_of(p.inner, row, p.out));
+    apply.base_ld = apply.y_ld = apply.out = p.out;
+    apply.rows = rows;
+    apply.y_type = p.type;
+    DORAD_CUDA_RETURN_IF_ERROR(kernels::Apply(apply, stream));
+  }
+  return cudaSuccess;
+}
+
+cudaError_t JoinF32(const Products& products, const LinearParams& p, const LinearForward& forward,
+                    Matrix b, cudaStream_t stream) {
+  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.in, 1.0f, {p.x, p.in},
+                                          Transposed({p.w, p.in}), 0.0f, p.inner, p.type));
+  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.rank, 1.0f, {p.h, p.rank}, Transposed(b),
+                                          1.0f, p.inner, p.type));
+  kernels::ApplyParams apply;
+  apply.base = p.inner;
+  apply.g = p.g;
+  apply.bias = forward.bias;
+  apply.y = forward.y;
+  apply.base_ld = apply.y_ld = apply.out = p.out;
+  apply.rows = p.rows;
+  apply.y_type = p.type;
+  return kernels::Apply(apply, stream);
+}
+
 kernels::DoraNormParams NormOf(const LinearParams& p) {
   kernels::DoraNormParams norm;
   norm.w = static_cast<const __nv_bfloat16*>(p.w);
@@ -136,8 +193,12 @@ size_t FactorBytes(const LinearParams& p, bool makes_norm) {
          terms * static_cast<size_t>(p.out * p.rank) * SizeOf(p.type);
 }
 
-size_t NormBytes(const LinearParams& p) {
-  return kernels::DirectNormWorkspace(p.out, p.in, Terms(p, true) * p.rank);
+size_t ForwardBytes(const LinearParams& p, bool makes_norm) {
+  const size_t norm =
+      makes_norm ? kernels::DirectNormWorkspace(p.out, p.in, Terms(p, true) * p.rank) : 0;
+  if (p.type == FloatType::kF32) return norm;
+  const int64_t rows = std::min(p.rows, RowsAtOnce(p.out));
+  return std::max(norm, static_cast<size_t>(rows * p.out) * sizeof(float));
 }
 
 size_t SumBytes(int64_t rows, int64_t out) { return kernels::ComposeBackwardWorkspace(rows, out); }
@@ -163,24 +224,10 @@ cudaError_t Forward(GemmFunction gemm, cublasHandle_t handle, const LinearParams
     DORAD_CUDA_RETURN_IF_ERROR(kernels::DirectNorm(norm, stream));
   }
   const Products products(gemm, handle, p.type);
-  const Matrix x = {p.x, p.in}, w = {p.w, p.in};
-  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.in, static_cast<float>(p.scale), x,
-                                          Transposed(factors.a), 0.0f, p.h, p.type));
-  // The adapter's part first: added to a base product that was rounded to 16 bits already, an
-  // update of less than half its last place would be lost each time.
-  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.rank, 1.0f, {p.h, p.rank},
-                                          Transposed(factors.b), 0.0f, p.inner, p.type));
-  DORAD_CUDA_RETURN_IF_ERROR(
-      products.Run(p.rows, p.out, p.in, 1.0f, x, Transposed(w), 1.0f, p.inner, p.type));
-  kernels::ApplyParams apply;
-  apply.base = p.inner;
-  apply.g = p.g;
-  apply.bias = forward.bias;
-  apply.y = forward.y;
-  apply.base_ld = apply.y_ld = apply.out = p.out;
-  apply.rows = p.rows;
-  apply.type = apply.y_type = p.type;
-  return kernels::Apply(apply, stream);
+  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.in, static_cast<float>(p.scale),
+                                          {p.x, p.in}, Transposed(factors.a), 0.0f, p.h, p.type));
+  const auto join = p.type == FloatType::kF32 ? JoinF32 : JoinHalf;
+  return join(products, p, forward, factors.b, stream);
 }
 
 cudaError_t Backward(GemmFunction gemm, cublasHandle_t handle, const LinearParams& p,
@@ -214,10 +261,10 @@ cudaError_t Backward(GemmFunction gemm, cublasHandle_t handle, const LinearParam
     DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.out, static_cast<float>(p.scale),
                                             d_inner, factors.b, 0.0f, backward.d_h, p.type));
     if (backward.d_x != nullptr) {
-      DORAD_CUDA_RETURN_IF_ERROR(
-          products.Run(p.rows, p.in, p.rank, 1.0f, d_h, factors.a, 0.0f, backward.d_x, p.type));
-      DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.in, p.out, 1.0f, d_inner, {p.w, p.in}, 1.0f,
+      DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.in, p.out, 1.0f, d_inner, {p.w, p.in}, 0.0f,
                                               backward.d_x, p.type));
+      DORAD_CUDA_RETURN_IF_ERROR(
+          products.Run(p.rows, p.in, p.rank, 1.0f, d_h, factors.a, 1.0f, backward.d_x, p.type));
     }
   }
   if (backward.d_a != nullptr) {

@@ -6,9 +6,10 @@
 //   d_inner = g·dy,  d_m = Σ_rows dy·inner / max(norm, eps),  d_h = s·d_inner B,
 //   d_x = d_inner W + d_h A,  d_A = d_hᵀ x,  d_B = d_innerᵀ h
 //
-// which is PEFT's DoRA with its norm detached. The products are cuBLAS's: the caller brings its
-// handle, bound to the stream, and the function, so that this library does not choose a version.
-// Functions only enqueue work; they are as thread-safe as the handle.
+// which is PEFT's DoRA with its norm detached. inner is summed in fp32 and rounded once; d_x, where
+// PEFT adds two rounded gradients, is rounded twice in half types. The products are cuBLAS's: the
+// caller brings its handle, bound to the stream, and the function, so that this library does not
+// choose a version. Functions only enqueue work; they are as thread-safe as the handle.
 #pragma once
 
 #include <cublas_v2.h>
@@ -40,7 +41,7 @@ struct LinearParams {
   float* g = nullptr;       // [out]
   // FactorBytes, 256-byte aligned; for factors of another type than `type`.
   void* factors = nullptr;
-  // Forward NormBytes, backward SumBytes, 256-byte aligned.
+  // ForwardBytes, backward SumBytes, 256-byte aligned.
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
   int64_t rows = 0;
@@ -75,7 +76,7 @@ struct LinearBackward {
 
 // For a forward that makes norms, or for any other call.
 size_t FactorBytes(const LinearParams& params, bool makes_norm);
-size_t NormBytes(const LinearParams& params);
+size_t ForwardBytes(const LinearParams& params, bool makes_norm);
 size_t SumBytes(int64_t rows, int64_t out);
 
 // Products of fp32 are as exact as the handle's math mode. cudaErrorInvalidValue: sizes below 1 or

@@ -197,16 +197,16 @@ TEST_F(ComposeErrorTest, RefusesBadSizesAndTakesNone) {
 template <typename Types>
 class ApplyTest : public KernelTest {};
 // Of base and lora, and of y.
-using ApplyTypes =
-    testing::Types<std::pair<float, float>, std::pair<float, __nv_bfloat16>,
-                   std::pair<__nv_bfloat16, __nv_bfloat16>, std::pair<__half, __half>>;
+using ApplyTypes = testing::Types<std::pair<float, float>, std::pair<float, __nv_bfloat16>,
+                                  std::pair<float, __half>, std::pair<__nv_bfloat16, __nv_bfloat16>,
+                                  std::pair<__half, __half>>;
 TYPED_TEST_SUITE(ApplyTest, ApplyTypes);
 
 TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
   using T = typename TypeParam::first_type;
   using Y = typename TypeParam::second_type;
   for (const Shape shape : kShapes) {
-    for (int absent = 0; absent < 8; ++absent) {
+    for (int absent = 0; absent < 16; ++absent) {
       SCOPED_TRACE(testing::Message() << shape.rows << " x " << shape.out << ", " << absent);
       const int64_t base_ld = shape.out + 8;
       const int64_t lora_ld = shape.out + 16;
@@ -220,13 +220,16 @@ TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
       const DeviceBuffer<float> device_g(g);
       const DeviceBuffer<float> device_bias(bias);
       const DeviceBuffer<Y> y(shape.rows * y_ld);
+      const DeviceBuffer<Y> inner(shape.rows * y_ld);
       std::vector<Y> expected = y.Read();
+      std::vector<Y> expected_inner = inner.Read();
       ApplyParams params;
       params.base = device_base.get();
       params.lora = (absent & 1) ? nullptr : device_lora.get();
       params.g = (absent & 2) ? nullptr : device_g.get();
       params.bias = (absent & 4) ? nullptr : device_bias.get();
       params.y = y.get();
+      params.inner = (absent & 8) ? nullptr : inner.get();
       params.base_ld = base_ld;
       params.lora_ld = lora_ld;
       params.y_ld = y_ld;
@@ -242,6 +245,7 @@ TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
             volatile float t = kScale * ToFloat(lora[row * lora_ld + o]);
             v = v + t;
           }
+          if (params.inner != nullptr) expected_inner[row * y_ld + o] = FromFloat<Y>(v);
           if (params.g != nullptr) v = g[o] * v;
           if (params.bias != nullptr) v = v + bias[o];
           expected[row * y_ld + o] = FromFloat<Y>(v);
@@ -249,6 +253,7 @@ TYPED_TEST(ApplyTest, JoinsWhatIsThereToTheLastBitAndLeavesThePaddingAlone) {
       }
       DORAD_ASSERT_CUDA(Apply(params, nullptr));
       EXPECT_TRUE(SameBits(y.Read(), expected));
+      EXPECT_TRUE(SameBits(inner.Read(), expected_inner));
     }
   }
 }
@@ -278,9 +283,9 @@ TEST_F(ApplyErrorTest, RefusesBadParameters) {
   ApplyParams params;
   params.rows = 2;
   params.out = params.base_ld = params.y_ld = 8;
-  params.y_type = FloatType::kF16;  // of fp32
-  EXPECT_EQ(Apply(params, nullptr), cudaErrorInvalidValue);
   params.type = FloatType::kBF16;
+  params.y_type = FloatType::kF16;
+  EXPECT_EQ(Apply(params, nullptr), cudaErrorInvalidValue);
   params.y_type = FloatType::kF32;
   EXPECT_EQ(Apply(params, nullptr), cudaErrorInvalidValue);
   params.type = FloatType::kF32;

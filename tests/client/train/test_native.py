@@ -85,8 +85,9 @@ int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t
   return factor_type == type ? 0 : in + out + rank + makes_norm;
 }
 
-int64_t dorad_linear_norm_bytes(int64_t in, int64_t out, int64_t rank, int32_t factor_type) {
-  return in + 2 * out + rank + factor_type;
+int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
+                                   int32_t type, int32_t factor_type, int32_t makes_norm) {
+  return 3 * rows + (makes_norm ? in + 2 * out + rank : 0) + type + factor_type;
 }
 
 static float* row_norms(const float* w, const float* a, const float* b, int64_t out, int64_t in,
@@ -111,9 +112,9 @@ int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w,
                          int32_t m_type, void* stream) {
   if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
   if (factor_type != 0 || m_type != 0) return 931;
-  if (workspace_bytes != (m ? dorad_linear_norm_bytes(in, out, rank, 0) : 0)) return 932;
+  if (workspace_bytes != dorad_linear_forward_bytes(rows, in, out, rank, 0, 0, !!m)) return 932;
+  memset(workspace, 0xff, workspace_bytes);
   if (m) {
-    memset(workspace, 0xff, workspace_bytes);
     row_norms(w, a, b, out, in, rank, scale, norm);
     for (int64_t o = 0; o < out; ++o) g[o] = ((float*)m)[o] / (norm[o] < eps ? eps : norm[o]);
   }

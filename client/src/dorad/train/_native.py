@@ -13,7 +13,7 @@ import torch
 
 VARIABLE = "DORAD_TRAIN_LIBRARY"
 _FILE = "libdorad_train.so"
-_ABI = 2  # DORAD_TRAIN_ABI in kernels/train/abi.h
+_ABI = 3  # DORAD_TRAIN_ABI in kernels/train/abi.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for the dtypes it composes."""
@@ -70,7 +70,7 @@ class Library:
             function.restype = ctypes.c_int
         self._backward_bytes = _sizes(library.dorad_compose_backward_workspace, 2)
         self._norm_bytes = _sizes(library.dorad_direct_norm_workspace, 3)
-        self._linear_norm_bytes = _sizes(library.dorad_linear_norm_bytes, 4)
+        self._linear_bytes = _sizes(library.dorad_linear_forward_bytes, 7)
         self._factor_bytes = _sizes(library.dorad_linear_factor_bytes, 6)
 
     def forward(
@@ -153,7 +153,7 @@ class Library:
         dtype, factor_dtype = TYPES[x.dtype], TYPES[a.dtype]
         makes_norm = magnitude is not None
         factors = self._factor_bytes(width, out, rank, dtype, factor_dtype, makes_norm)
-        needed = self._linear_norm_bytes(width, out, rank, factor_dtype) if makes_norm else 0
+        needed = self._linear_bytes(rows, width, out, rank, dtype, factor_dtype, makes_norm)
         memory = _workspace(_rounded(factors) + needed, x.device)
         _enqueue(
             self._linear_forward,

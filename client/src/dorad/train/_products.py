@@ -92,7 +92,8 @@ def forward(
         return Forward(h, inner, scales)
     a, b = a.to(x.dtype), b.to(x.dtype)
     h.addmm_(x, a.t(), beta=0, alpha=scaling)
-    # The adapter's part first, as kernels/train/linear.cc says.
+    # The adapter's part first: what is added to x Wᵀ after its rounding would be lost when it is
+    # less than half the last place.
     torch.mm(h, b.t(), out=inner)
     inner.addmm_(x, weight.t())
     for part in _chunks(inner):
