@@ -2,9 +2,7 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <limits>
 #include <map>
 #include <optional>
 #include <utility>
@@ -20,6 +18,7 @@
 #include "server/app/housekeeper.h"
 #include "server/app/kv_lender.h"
 #include "server/app/room_options.h"
+#include "server/app/scrape.h"
 #include "server/app/sleeper.h"
 #include "server/app/watchdog.h"
 #include "server/base/check.h"
@@ -270,9 +269,13 @@ struct App::Impl {
       services.handover = handover.get();
     }
     if (!config.server.metrics_listen.empty()) {
+      scrape = std::make_unique<Scrape>(
+          Scrape::Sources{backend.get(), store.get(), &residency, &registry, &uploads, &sleeper,
+                          &engine, handover.get(), services.memory_by_kind},
+          &metrics);
       absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
           config.server.metrics_listen,
-          {[this] { return RenderMetrics(); }, [this] { return EngineSilence() <= Patience(); },
+          {[this] { return scrape->Render(); }, [this] { return EngineSilence() <= Patience(); },
            [this] { return ready && !services.draining && EngineSilence() <= Patience(); }});
       if (!started.ok()) return Annotate(started.status(), "metrics listener");
       metrics_http = *std::move(started);
@@ -323,63 +326,6 @@ struct App::Impl {
     _exit(kExitSoftware);
   }
 
-  std::string RenderMetrics() {
-    const engine::EngineStats stats = engine.stats();
-    metrics.SetEngine({stats.running_sequences, stats.queued_requests, stats.queued_tokens,
-                       stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
-                       stats.kv_pages_lent, stats.paused, stats.gpu_share});
-    metrics.SetAdapters(CountAdapters());
-    for (const std::string& tag : Sleeper::AllTags()) {
-      metrics.SetSleeping(tag, sleeper.asleep().count(tag) > 0);
-    }
-    if (store != nullptr) {
-      const adapter::Store::Stats kept = store->stats();
-      metrics.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
-                        kept.append_time, kept.compactions, kept.failures});
-    }
-    int64_t held = 0;
-    for (const auto& [kind, bytes] : MemoryByKind()) {
-      metrics.SetMemory(kind, bytes);
-      held += bytes;
-    }
-    if (const std::optional<Backend::Device> device = backend->device()) {
-      const int64_t others = device->total - device->free - device->pooled - held;
-      metrics.SetDevice({device->limit, device->total, device->free, device->pooled,
-                         std::max<int64_t>(0, others), device->refused_by_limit,
-                         device->refused_by_reserve});
-    }
-    return metrics.Render();
-  }
-
-  Metrics::AdapterGauges CountAdapters() const {
-    Metrics::AdapterGauges gauges;
-    for (const adapter::AdapterRecord& record :
-         registry.List("", "", 0, std::numeric_limits<int>::max())) {
-      gauges.ready += record.state == adapter::AdapterState::kReady;
-      gauges.retiring += record.state == adapter::AdapterState::kRetiring;
-      gauges.loading += record.state == adapter::AdapterState::kLoading;
-    }
-    const adapter::Residency::Stats resident = residency.stats();
-    gauges.resident_bytes = resident.bytes;
-    gauges.away = resident.away;
-    gauges.evictions = resident.evictions;
-    gauges.host_bytes = resident.host_bytes;
-    gauges.recalls_from_host = resident.recalls_from_host;
-    gauges.recalls_from_store = resident.recalls_from_store;
-    gauges.leases = registry.total_leases();
-    gauges.generation = registry.generation();
-    const rpc::UploadStore::Idle idle = uploads.idle();
-    gauges.idle_uploads = idle.uploads;
-    gauges.idle_upload_bytes = idle.bytes;
-    if (handover != nullptr) {
-      const handover::Listener::Stats held = handover->stats();
-      gauges.handover_connections = held.connections;
-      gauges.handover_bytes = held.memory_bytes;
-      gauges.lent_weight_bytes = backend->lent_weight_bytes();
-    }
-    return gauges;
-  }
-
   const Config config;
   const std::unique_ptr<Backend> backend;
   const std::unique_ptr<adapter::Disk> disk;
@@ -401,6 +347,7 @@ struct App::Impl {
   std::unique_ptr<ThreadPool> registry_writer;
   std::atomic<bool> ready{false};
   std::unique_ptr<handover::Listener> handover;  // nullptr: none
+  std::unique_ptr<Scrape> scrape;                // nullptr: no metrics_listen
   std::unique_ptr<MetricsHttpServer> metrics_http;
   std::unique_ptr<rpc::Server> server;
   std::unique_ptr<Watchdog> watchdog;

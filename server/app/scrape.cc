@@ -1,0 +1,71 @@
+#include "server/app/scrape.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+namespace dorad {
+
+std::string Scrape::Render() {
+  const engine::EngineStats stats = from_.engine->stats();
+  metrics_.SetEngine({stats.running_sequences, stats.queued_requests, stats.queued_tokens,
+                      stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
+                      stats.kv_pages_lent, stats.paused, stats.gpu_share});
+  metrics_.SetAdapters(CountAdapters());
+  const Sleeper::Tags asleep = from_.sleeper->asleep();
+  for (const std::string& tag : Sleeper::AllTags()) {
+    metrics_.SetSleeping(tag, asleep.count(tag) > 0);
+  }
+  if (from_.store != nullptr) {
+    const adapter::Store::Stats kept = from_.store->stats();
+    metrics_.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
+                       kept.append_time, kept.compactions, kept.failures});
+  }
+  CountMemory();
+  return metrics_.Render();
+}
+
+Metrics::AdapterGauges Scrape::CountAdapters() const {
+  Metrics::AdapterGauges gauges;
+  for (const adapter::AdapterRecord& record :
+       from_.registry->List("", "", 0, std::numeric_limits<int>::max())) {
+    gauges.ready += record.state == adapter::AdapterState::kReady;
+    gauges.retiring += record.state == adapter::AdapterState::kRetiring;
+    gauges.loading += record.state == adapter::AdapterState::kLoading;
+  }
+  const adapter::Residency::Stats resident = from_.residency->stats();
+  gauges.resident_bytes = resident.bytes;
+  gauges.away = resident.away;
+  gauges.evictions = resident.evictions;
+  gauges.host_bytes = resident.host_bytes;
+  gauges.recalls_from_host = resident.recalls_from_host;
+  gauges.recalls_from_store = resident.recalls_from_store;
+  gauges.leases = from_.registry->total_leases();
+  gauges.generation = from_.registry->generation();
+  const rpc::UploadStore::Idle idle = from_.uploads->idle();
+  gauges.idle_uploads = idle.uploads;
+  gauges.idle_upload_bytes = idle.bytes;
+  if (from_.handover != nullptr) {
+    const handover::Listener::Stats held = from_.handover->stats();
+    gauges.handover_connections = held.connections;
+    gauges.handover_bytes = held.memory_bytes;
+    gauges.lent_weight_bytes = from_.backend->lent_weight_bytes();
+  }
+  return gauges;
+}
+
+void Scrape::CountMemory() {
+  int64_t held = 0;
+  for (const auto& [kind, bytes] : from_.memory_by_kind()) {
+    metrics_.SetMemory(kind, bytes);
+    held += bytes;
+  }
+  if (const std::optional<Backend::Device> device = from_.backend->device()) {
+    const int64_t others = device->total - device->free - device->pooled - held;
+    metrics_.SetDevice({device->limit, device->total, device->free, device->pooled,
+                        std::max<int64_t>(0, others), device->refused_by_limit,
+                        device->refused_by_reserve});
+  }
+}
+
+}  // namespace dorad
