@@ -45,6 +45,9 @@ struct Job {
   std::optional<PeerTensors> peer;  // the file of tensors is made of them
   bool trusted = false;
   absl::Duration read;  // time the caller spent receiving the bytes
+  absl::Time submitted;
+  absl::Duration queue;     // from then to its turn
+  absl::Duration activate;  // of Publish
   PublishCallback done;
 };
 
@@ -152,6 +155,7 @@ absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
   }
   DORAD_ASSIGN_OR_RETURN(
       job.version, registry->Reserve(job.options.name, job.options.version, job.options.tags));
+  job.submitted = absl::Now();
   queue->jobs.push_back(std::move(job));
   return absl::OkStatus();
 }
@@ -161,7 +165,7 @@ void AdapterLoader::Impl::Submit(Job job) {
   if (status.ok()) {
     SubmitNext();
   } else {
-    if (observer) observer(nullptr, status);
+    if (observer) observer({.status = status});
     job.done(status);
   }
 }
@@ -188,6 +192,7 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
 }
 
 void AdapterLoader::Impl::Run(Job& job) {
+  job.queue = absl::Now() - job.submitted;
   absl::StatusOr<Loaded> loaded = Load(job);
   job.files = AdapterFiles();
   if (job.peer) job.peer->tensors.clear();
@@ -197,7 +202,9 @@ void AdapterLoader::Impl::Run(Job& job) {
     return;
   }
   const AdapterSummary summary = loaded->adapter->summary();
+  const absl::Time publishing = absl::Now();
   const absl::StatusOr<int64_t> generation = Publish(job, *loaded);
+  job.activate = absl::Now() - publishing;
   if (!generation.ok()) {
     if (!loaded->object.empty()) store->Drop(loaded->object);
     End(job, nullptr, generation.status());
@@ -330,7 +337,9 @@ absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
   Loaded loaded;
   // Last: nothing is stored of a load that fails.
   if (job.options.durable) {
+    const absl::Time storing = absl::Now();
     DORAD_ASSIGN_OR_RETURN(loaded.object, store->Put(job.files.config_json, content.file->image()));
+    content.summary.timing.store = absl::Now() - storing;
   }
   content.summary.timing.total = job.read + (absl::Now() - start);
   auto adapter = MakeAdapter(job, std::move(content), loaded.object);
@@ -378,14 +387,14 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadStored(const std::string& objec
 absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadStored(
     const Job& job, const StoredVersion& stored) {
   absl::StatusOr<Content> content = ReadStored(stored.object, stored.digest);
-  if (observer) observer(content.ok() ? &content->summary : nullptr, content.status());
+  if (observer) observer({content.ok() ? &content->summary : nullptr, content.status()});
   if (!content.ok()) return content.status();
   return MakeAdapter(job, *std::move(content), stored.object);
 }
 
 void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
                               absl::StatusOr<PublishResult> result) {
-  if (observer) observer(summary, result.status());
+  if (observer) observer({summary, result.status(), job.queue, job.activate});
   job.done(std::move(result));
 }
 

@@ -51,8 +51,15 @@ struct PublishResult {
 };
 using PublishCallback = std::function<void(absl::StatusOr<PublishResult>)>;
 
+// A load that has ended; summary: nullptr after a failure.
+struct EndedLoad {
+  const AdapterSummary* summary = nullptr;
+  absl::Status status;
+  absl::Duration queue;     // in the line of loads
+  absl::Duration activate;  // making the version READY, and active if it was to be
+};
 // Called once for each load that ends (metrics).
-using LoadObserver = std::function<void(const AdapterSummary* summary, const absl::Status& status)>;
+using LoadObserver = std::function<void(const EndedLoad& load)>;
 
 class AdapterLoader {
  public:

@@ -42,7 +42,9 @@ enum class AdapterState { kLoading, kReady, kRetiring, kGone, kFailed };
 enum class AdapterKind { kLora, kDora };
 
 struct LoadTiming {
-  absl::Duration read, validate, copy, norms, total;
+  absl::Duration read, validate, copy, norms;
+  absl::Duration store;  // of what is durable
+  absl::Duration total;  // from the first to the end of the last
 };
 
 // What is known of a version's content once it is loaded.

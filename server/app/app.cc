@@ -43,22 +43,25 @@ constexpr int kRegistryWriters = 1;  // changes are made one after the other any
 // What has been computed still has to reach the clients; open Watch streams end with it.
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
 
-void ObserveLoad(Metrics* metrics, const adapter::AdapterSummary* summary,
-                 const absl::Status& status) {
-  if (!status.ok()) {
-    const std::string reason = ReasonOf(status);
+void ObserveLoad(Metrics* metrics, const adapter::EndedLoad& load) {
+  if (!load.status.ok()) {
+    const std::string reason = ReasonOf(load.status);
     metrics->AdapterLoadFailed(reason);
     LogWarning("adapter load failed",
-               {{"reason", reason}, {"error", std::string(status.message())}});
+               {{"reason", reason}, {"error", std::string(load.status.message())}});
     return;
   }
+  const adapter::AdapterSummary* const summary = load.summary;
   DORAD_CHECK(summary != nullptr);
   const adapter::LoadTiming& timing = summary->timing;
-  metrics->AdapterLoaded({{"read", timing.read},
-                          {"validate", timing.validate},
-                          {"copy", timing.copy},
-                          {"norms", timing.norms},
-                          {"total", timing.total}});
+  std::map<std::string, absl::Duration> stages = {
+      {"queue", load.queue},         {"read", timing.read},
+      {"validate", timing.validate}, {"copy", timing.copy},
+      {"norms", timing.norms},       {"store", timing.store},
+      {"activate", load.activate},   {"total", load.queue + timing.total + load.activate}};
+  // A load that lacks a stage says nothing about its time.
+  std::erase_if(stages, [](const auto& stage) { return stage.second == absl::ZeroDuration(); });
+  metrics->AdapterLoaded(stages);
   LogInfo("adapter loaded", {{"digest", summary->digest},
                              {"resident_bytes", summary->resident_bytes},
                              {"seconds", absl::ToDoubleSeconds(timing.total)},
@@ -95,8 +98,8 @@ struct App::Impl {
         loader(
             ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
             &residency, &registry,
-            [this](const adapter::AdapterSummary* summary, const absl::Status& status) {
-              ObserveLoad(&metrics, summary, status);
+            [this](const adapter::EndedLoad& load) {
+              ObserveLoad(&metrics, load);
               // Memory that was lent to others is theirs again.
               if (!sleeper.asleep().empty()) backend->ReturnFreedMemory();
             },

@@ -6,6 +6,8 @@
 #include <thread>
 
 #include "absl/time/clock.h"
+#include "commit.h"
+#include "server/engine/model_runner.h"
 
 namespace dorad {
 
@@ -58,8 +60,17 @@ rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store) 
 }
 
 Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model) {
-  return {DORAD_VERSION, model.name, model.model_type, config.model.device,
-          config.model.compute_dtype};
+  Metrics::Info info{DORAD_VERSION, model.name, model.model_type, config.model.device,
+                     config.model.compute_dtype};
+  info.commit = DORAD_COMMIT;
+#ifdef DORAD_CUDA
+  info.cuda = true;
+#endif
+  info.top_adapters = ToInt32(config.metrics.top_adapters);
+  info.vllm_aliases = config.metrics.vllm_aliases;
+  info.kv_page_tokens = static_cast<int>(engine::kKvPageTokens);
+  info.max_adapters_in_step = ToInt32(config.engine.max_running_sequences);
+  return info;
 }
 
 rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {

@@ -80,6 +80,11 @@ struct AdaptersConfig {
   std::string dtype = "auto";  // "auto": as the file and compute_dtype say; "fp32"; "bf16"
 };
 
+struct MetricsConfig {
+  int64_t top_adapters = 20;  // with series of their own
+  bool vllm_aliases = false;  // the same metrics under vLLM's names as well
+};
+
 struct LogConfig {
   std::string level = "info";
   std::string format = "json";  // "json" or "text"
@@ -92,6 +97,7 @@ struct Config {
   MemoryConfig memory;
   LimitsConfig limits;
   AdaptersConfig adapters;
+  MetricsConfig metrics;
   LogConfig log;
 };
 

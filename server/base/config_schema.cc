@@ -268,6 +268,29 @@ std::vector<ConfigKey> AdaptersKeys() {
   };
 }
 
+std::vector<ConfigKey> MetricsKeys() {
+  const auto at = [](auto member) { return At(&Config::metrics, member); };
+  using Metrics = MetricsConfig;
+  return {
+      {"metrics",
+       "top_adapters",
+       ConfigType::kInteger,
+       at(&Metrics::top_adapters),
+       0,
+       1000,
+       {},
+       false},
+      {"metrics",
+       "vllm_aliases",
+       ConfigType::kBoolean,
+       at(&Metrics::vllm_aliases),
+       0,
+       0,
+       {},
+       false},
+  };
+}
+
 std::vector<ConfigKey> LogKeys() {
   const auto at = [](auto member) { return At(&Config::log, member); };
   return {
@@ -294,8 +317,8 @@ std::string Number(ConfigType type, double value) {
 const std::vector<ConfigKey>& ConfigKeys() {
   static const std::vector<ConfigKey>* const keys = [] {
     auto* all = new std::vector<ConfigKey>();
-    for (auto section :
-         {ServerKeys, ModelKeys, EngineKeys, MemoryKeys, LimitsKeys, AdaptersKeys, LogKeys}) {
+    for (auto section : {ServerKeys, ModelKeys, EngineKeys, MemoryKeys, LimitsKeys, AdaptersKeys,
+                         MetricsKeys, LogKeys}) {
       for (ConfigKey& key : section()) all->push_back(std::move(key));
     }
     return all;

@@ -101,6 +101,9 @@ struct RequestMetrics {
         seconds(PerKind(Histograms(r, "dorad_request_duration_seconds",
                                    "Time from admission to end of a request."),
                         RequestBuckets())),
+        failed(&Counters(r, "dorad_requests_failed_total",
+                         "Accepted requests that ended with an error, by its reason."),
+               {"kind", "reason"}),
         samples(&Counters(r, "dorad_samples_ended_total", "Generated samples that ended."),
                 {"finish_reason"}),
         prompt_tokens(Counters(r, "dorad_prompt_tokens_total",
@@ -123,6 +126,7 @@ struct RequestMetrics {
   ByKind<Counter> admitted;
   Labelled<Counter, 2> refused, ended;
   ByKind<Histogram> seconds;
+  Labelled<Counter, 2> failed;
   Labelled<Counter, 1> samples;
   prometheus::Family<Counter>& prompt_tokens;
   Counter &computed, &cached, &generated, &scored;
@@ -133,6 +137,13 @@ struct EngineMetrics {
   explicit EngineMetrics(Registry& r)
       : step(Histograms(r, "dorad_engine_step_seconds", "Time of one engine step.")
                  .Add({}, TokenBuckets())),
+        phase_seconds(Counters(r, "dorad_engine_step_phase_seconds_total",
+                               "Time of the engine's thread, by what it did for steps.")),
+        phases{
+            &phase_seconds.Add({{"phase", "schedule"}}), &phase_seconds.Add({{"phase", "launch"}}),
+            &phase_seconds.Add({{"phase", "compute"}}), &phase_seconds.Add({{"phase", "process"}})},
+        tokens(Histograms(r, "dorad_engine_step_tokens", "Tokens computed in one step.")
+                   .Add({}, PowersOfTwo(14))),
         rows(Histograms(r, "dorad_engine_step_rows", "Tokens computed in one step, by phase.")),
         decode_rows(rows.Add({{"phase", "decode"}}, PowersOfTwo(12))),
         prefill_rows(rows.Add({{"phase", "prefill"}}, PowersOfTwo(12))),
@@ -173,6 +184,9 @@ struct EngineMetrics {
                       .Add({})) {}
 
   Histogram& step;
+  prometheus::Family<Counter>& phase_seconds;
+  const std::array<Counter*, 4> phases;  // in the order of StepPhase
+  Histogram& tokens;
   prometheus::Family<Histogram>& rows;
   Histogram &decode_rows, &prefill_rows, &adapters;
   Counter& preemptions;
@@ -193,6 +207,13 @@ struct AdapterMetrics {
         seconds(&Histograms(r, "dorad_adapter_load_seconds",
                             "Time of one adapter load, by stage and in total."),
                 {"stage"}, LoadBuckets()),
+        stalls(Histograms(r, "dorad_adapter_stall_seconds",
+                          "Time that a sequence waited for its adapter's weights to come back.")
+                   .Add({}, LoadBuckets())),
+        names(Gauges(r, "dorad_adapters_in_use",
+                     "Distinct adapters that requests run with or wait for.")),
+        running(names.Add({{"state", "running"}})),
+        waiting(names.Add({{"state", "waiting"}})),
         versions(Gauges(r, "dorad_adapter_versions", "Adapter versions held, by state.")),
         ready(versions.Add({{"state", "ready"}})),
         retiring(versions.Add({{"state", "retiring"}})),
@@ -234,6 +255,9 @@ struct AdapterMetrics {
   Counter& loads;
   Labelled<Counter, 1> failures;
   Labelled<Histogram, 1> seconds;
+  Histogram& stalls;
+  prometheus::Family<Gauge>& names;
+  Gauge &running, &waiting;
   prometheus::Family<Gauge>& versions;
   Gauge &ready, &retiring, &loading, &away;
   Counter& evictions;

@@ -1,11 +1,15 @@
 #include "server/base/metrics.h"
 
 #include <algorithm>
+#include <iterator>
+#include <optional>
 #include <utility>
 
 #include "prometheus/text_serializer.h"
 #include "server/base/metric_families.h"
 #include "server/base/process_metrics.h"
+#include "server/base/top_adapters.h"
+#include "server/base/vllm_aliases.h"
 
 namespace dorad {
 
@@ -36,9 +40,12 @@ struct Metrics::Impl {
                {"kind"}),
         device(registry),
         rpc(registry),
+        top_adapters(info.top_adapters),
         process(&registry) {
     Gauges(registry, "dorad_build_info", "The running program; the value is 1.")
-        .Add({{"version", info.version}})
+        .Add({{"version", info.version},
+              {"commit", info.commit},
+              {"cuda", info.cuda ? "yes" : "no"}})
         .Set(1);
     Gauges(registry, "dorad_model_info", "The served base model; the value is 1.")
         .Add({{"model", info.model},
@@ -46,6 +53,10 @@ struct Metrics::Impl {
               {"device", info.device},
               {"compute_dtype", info.compute_dtype}})
         .Set(1);
+    if (info.vllm_aliases) {
+      aliases.emplace(internal::VllmAliases::Options{info.model, info.kv_page_tokens,
+                                                     info.max_adapters_in_step});
+    }
   }
 
   Registry registry;
@@ -57,6 +68,8 @@ struct Metrics::Impl {
   Labelled<Gauge, 1> memory;
   DeviceMetrics device;
   RpcMetrics rpc;
+  internal::TopAdapters top_adapters;
+  std::optional<internal::VllmAliases> aliases;
   internal::ProcessMetrics process;
 };
 
@@ -72,6 +85,10 @@ void Metrics::RequestRefused(RequestKind kind, const std::string& reason) {
 void Metrics::RequestEnded(RequestKind kind, const std::string& outcome, absl::Duration total) {
   impl_->requests.ended.Of({NameOf(kind), outcome}).Increment();
   Of(impl_->requests.seconds, kind).Observe(Seconds(total));
+}
+
+void Metrics::RequestFailed(RequestKind kind, const std::string& reason) {
+  impl_->requests.failed.Of({NameOf(kind), reason}).Increment();
 }
 
 void Metrics::SampleEnded(const std::string& finish_reason) {
@@ -108,7 +125,12 @@ void Metrics::StepDone(const Step& step) {
   // A step without rows of a phase says nothing about the size of that phase's batches.
   if (step.decode_rows > 0) engine.decode_rows.Observe(static_cast<double>(step.decode_rows));
   if (step.prefill_rows > 0) engine.prefill_rows.Observe(static_cast<double>(step.prefill_rows));
+  engine.tokens.Observe(static_cast<double>(step.decode_rows + step.prefill_rows));
   engine.adapters.Observe(step.distinct_adapters);
+}
+
+void Metrics::StepPhaseDone(StepPhase phase, absl::Duration time) {
+  impl_->engine.phases[static_cast<size_t>(phase)]->Increment(Seconds(time));
 }
 
 void Metrics::Preemptions(int64_t count) {
@@ -140,6 +162,18 @@ void Metrics::PrefixCache(int64_t queried_tokens, int64_t hit_tokens) {
 }
 
 void Metrics::NonFiniteLogits() { impl_->engine.nonfinite.Increment(); }
+
+void Metrics::AdapterUsed(const std::string& name, const AdapterUse& use) {
+  impl_->top_adapters.Count(name, use);
+}
+
+void Metrics::SetAdaptersInUse(std::vector<std::string> running, std::vector<std::string> waiting) {
+  impl_->adapters.running.Set(static_cast<double>(running.size()));
+  impl_->adapters.waiting.Set(static_cast<double>(waiting.size()));
+  if (impl_->aliases) impl_->aliases->SetAdaptersInUse(running, waiting);
+}
+
+void Metrics::AdapterStall(absl::Duration time) { impl_->adapters.stalls.Observe(Seconds(time)); }
 
 void Metrics::AdapterLoaded(const std::map<std::string, absl::Duration>& stages) {
   impl_->adapters.loads.Increment();
@@ -221,7 +255,14 @@ void Metrics::RpcHandled(const std::string& method, const std::string& code, abs
 
 std::string Metrics::Render() {
   impl_->process.Refresh();
-  return prometheus::TextSerializer().Serialize(impl_->registry.Collect());
+  std::vector<prometheus::MetricFamily> families = impl_->registry.Collect();
+  const auto add = [&families](std::vector<prometheus::MetricFamily> more) {
+    families.insert(families.end(), std::make_move_iterator(more.begin()),
+                    std::make_move_iterator(more.end()));
+  };
+  if (impl_->aliases) add(impl_->aliases->Of(families));
+  add(impl_->top_adapters.Collect());
+  return prometheus::TextSerializer().Serialize(families);
 }
 
 }  // namespace dorad

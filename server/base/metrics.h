@@ -1,7 +1,7 @@
 // Every metric of the server, by what happened. The only place that knows their names
 // (docs/metrics.md lists them). Names start with dorad_, base units, lint-clean for promtool; no
-// label carries an unbounded value (adapter names never become labels; a label's values beyond 256
-// count as "other").
+// label carries an unbounded value (adapter names only in the bounded series of TopAdapters; a
+// label's values beyond 256 count as "other").
 // Owned by App. Thread-safe; none of the functions takes a lock that a scrape holds for long.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/time/time.h"
 
@@ -16,11 +17,21 @@ namespace dorad {
 
 enum class RequestKind { kGenerate, kScore };
 
+// What the engine's thread does for a step: chooses its rows, gives them to the runner, computes or
+// waits for what is computed, takes the results.
+enum class StepPhase { kSchedule, kLaunch, kCompute, kProcess };
+
 class Metrics {
  public:
-  // Constant labels of dorad_build_info and dorad_model_info.
+  // Constant labels of dorad_build_info and dorad_model_info, and what is shown besides.
   struct Info {
     std::string version, model, model_type, device, compute_dtype;
+    std::string commit = "unknown";  // that the program was built from
+    bool cuda = false;               // it was built with the GPU backend
+    int top_adapters = 20;           // with series of their own
+    bool vllm_aliases = false;
+    int kv_page_tokens = 0;
+    int max_adapters_in_step = 0;
   };
   explicit Metrics(const Info& info);
   ~Metrics();
@@ -30,6 +41,8 @@ class Metrics {
   void RequestAdmitted(RequestKind kind);
   void RequestRefused(RequestKind kind, const std::string& reason);
   void RequestEnded(RequestKind kind, const std::string& outcome, absl::Duration total);
+  // With the reason of its error.
+  void RequestFailed(RequestKind kind, const std::string& reason);
   void SampleEnded(const std::string& finish_reason);
   void PromptTokens(int64_t computed, int64_t cached);
   void GeneratedTokens(int64_t tokens);
@@ -47,6 +60,7 @@ class Metrics {
     int distinct_adapters = 0;
   };
   void StepDone(const Step& step);
+  void StepPhaseDone(StepPhase phase, absl::Duration time);
   void Preemptions(int64_t count);
   void VersionSwitched();
   // Steps could have run for so long, but the time was left to others.
@@ -66,7 +80,21 @@ class Metrics {
   void PrefixCache(int64_t queried_tokens, int64_t hit_tokens);
   void NonFiniteLogits();
 
-  // --- Adapters. Durations of one load by stage: read, validate, copy, norms, total.
+  // --- Adapters.
+
+  // One adapter's part of a request that has ended; name "": the base.
+  struct AdapterUse {
+    int64_t requests = 0;
+    int64_t prompt_tokens = 0;
+    int64_t generated_tokens = 0;
+    int64_t scored_tokens = 0;
+  };
+  void AdapterUsed(const std::string& name, const AdapterUse& use);
+  // Names of adapters that requests run with, or wait for.
+  void SetAdaptersInUse(std::vector<std::string> running, std::vector<std::string> waiting);
+  // A sequence has waited so long for weights that were away.
+  void AdapterStall(absl::Duration time);
+  // Durations of one load by stage: queue, read, validate, copy, norms, store, activate, total.
   void AdapterLoaded(const std::map<std::string, absl::Duration>& stages);
   void AdapterLoadFailed(const std::string& reason);
   struct AdapterGauges {

@@ -23,6 +23,7 @@ absl::Status ShuttingDown() {
 absl::Status Admission::Admit(const Request& request, Message enter) {
   const int64_t tokens = request.load_tokens();
   const RequestKind kind = request.generate ? RequestKind::kGenerate : RequestKind::kScore;
+  const std::vector<std::string> adapters = request.adapters();
   absl::MutexLock lock(&mu_);
   absl::Status status = Check(request, tokens);
   if (!status.ok()) {
@@ -32,6 +33,7 @@ absl::Status Admission::Admit(const Request& request, Message enter) {
   ids_.insert(request.base().request_id);
   ++queue_.requests;
   queue_.tokens += tokens;
+  for (const std::string& adapter : adapters) ++users_[adapter].waiting;
   metrics_->RequestAdmitted(kind);
   inbox_.push_back(std::move(enter));
   return absl::OkStatus();
@@ -121,6 +123,16 @@ Admission::Queue Admission::queue() const {
   return queue_;
 }
 
+AdaptersInUse Admission::adapters_in_use() const {
+  AdaptersInUse in_use;
+  absl::MutexLock lock(&mu_);
+  for (const auto& [adapter, users] : users_) {
+    if (users.running > 0) in_use.running.push_back(adapter);
+    if (users.waiting > 0) in_use.waiting.push_back(adapter);
+  }
+  return in_use;
+}
+
 std::vector<Admission::Message> Admission::Take(absl::Duration patience, bool* stop) {
   absl::MutexLock lock(&mu_);
   if (patience > absl::ZeroDuration()) {
@@ -133,14 +145,25 @@ std::vector<Admission::Message> Admission::Take(absl::Duration patience, bool* s
 }
 
 void Admission::Started(const Request& request) {
+  const std::vector<std::string> adapters = request.adapters();
   absl::MutexLock lock(&mu_);
   --queue_.requests;
   queue_.tokens -= request.load_tokens();
+  for (const std::string& adapter : adapters) {
+    Users& users = users_[adapter];
+    --users.waiting;
+    ++users.running;
+  }
 }
 
 void Admission::Ended(const Request& request) {
+  const std::vector<std::string> adapters = request.adapters();
   absl::MutexLock lock(&mu_);
   ids_.erase(request.base().request_id);
+  for (const std::string& adapter : adapters) {
+    const auto users = users_.find(adapter);
+    if (--users->second.running == 0 && users->second.waiting == 0) users_.erase(users);
+  }
 }
 
 }  // namespace dorad::engine

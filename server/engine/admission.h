@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,7 @@ class Admission {
   };
   // Of requests that have not started.
   Queue queue() const;
+  AdaptersInUse adapters_in_use() const;
 
   // --- The engine thread.
 
@@ -76,7 +78,13 @@ class Admission {
   Metrics* const metrics_;
   mutable absl::Mutex mu_;
   std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
+  struct Users {
+    int64_t running = 0;
+    int64_t waiting = 0;
+  };
+
   absl::flat_hash_set<std::string> ids_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);  // by adapter
   Queue queue_ ABSL_GUARDED_BY(mu_);
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
   bool sleeping_ ABSL_GUARDED_BY(mu_) = false;                      // and refusing

@@ -148,6 +148,8 @@ EngineStats Engine::stats() const {
   return stats;
 }
 
+AdaptersInUse Engine::adapters_in_use() const { return impl_->admission.adapters_in_use(); }
+
 absl::Duration Engine::time_since_heartbeat() const { return impl_->board.age(); }
 
 void Engine::StopAdmission() {

@@ -106,6 +106,7 @@ class Engine {
 
   // As of the end of the last step.
   EngineStats stats() const;
+  AdaptersInUse adapters_in_use() const;
   // How long ago the engine thread showed a sign of life (about once a second when idle).
   absl::Duration time_since_heartbeat() const;
 

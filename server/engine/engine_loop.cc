@@ -39,6 +39,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       pages_(runner->kv_pages(), ChunksOf(*runner)),
       lending_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
                options.kv_least_loan, metrics),
+      weights_(metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
                   [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
                  &pages_),
@@ -191,7 +192,8 @@ void EngineLoop::EndWithoutWeights() {
 // False when nothing has begun.
 bool EngineLoop::BeginStep() {
   const uint64_t preemptions = scheduler_.preemptions();
-  weights_.BeginStep();
+  const Instant begin = SteadyNow();
+  weights_.BeginStep(begin);
   std::vector<Chunk> chunks = scheduler_.Schedule();
   metrics_->Preemptions(static_cast<int64_t>(scheduler_.preemptions() - preemptions));
   if (chunks.empty()) {
@@ -200,6 +202,7 @@ bool EngineLoop::BeginStep() {
     return false;
   }
   const Instant now = SteadyNow();
+  metrics_->StepPhaseDone(StepPhase::kSchedule, Between(begin, now));
   for (const Chunk& chunk : chunks) NoteStarted(chunk.sequence->request, now);
   const absl::Status status = pipeline_.Begin(&chunks, now);
   if (status.ok()) return true;
@@ -220,6 +223,7 @@ void EngineLoop::FinishStep() {
   for (size_t i = 0; i < step.chunks.size(); ++i) {
     Deliver(step.chunks[i], std::move((*step.outputs)[i]), step.now);
   }
+  metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));
 }
 
 void EngineLoop::FinishAll() {
@@ -287,6 +291,7 @@ void EngineLoop::EndWith(Request* request, Ending ending) {
     DORAD_CHECK(sequence->in_flight == 0);
     scheduler_.Remove(sequence.get());
     sequence->DropUses();
+    weights_.NoteGone(sequence.get());
   }
   auto node = requests_.extract(request->base().request_id);
   DORAD_CHECK(!node.empty());
@@ -371,7 +376,10 @@ void EngineLoop::Sleep(const Engine::SleepOptions& options,
   asleep_ = true;
   stalled_ = false;
   for (const auto& [id, request] : requests_) {
-    for (const auto& sequence : request->sequences) sequence->DropUses();
+    for (const auto& sequence : request->sequences) {
+      sequence->DropUses();
+      weights_.NoteGone(sequence.get());
+    }
   }
   absl::StatusOr<int64_t> released = 0;
   if (options.kv && !kv_released_) {
@@ -446,6 +454,7 @@ void EngineLoop::FreezeOrThaw(Request* request) {
   frozen_requests_ += frozen ? 1 : -1;
   for (const auto& sequence : request->sequences) {
     scheduler_.SetFrozen(sequence.get(), frozen);
+    if (frozen) weights_.NoteGone(sequence.get());
     // Its weights may make room meanwhile.
     if (frozen && sequence->in_flight == 0) sequence->DropUses();
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -35,6 +36,11 @@ VersionSpan SpanOf(const adapter::LoadedAdapter* adapter, uint32_t begin, uint32
 
 bool Contains(const std::vector<TokenId>& ids, TokenId id) {
   return std::find(ids.begin(), ids.end(), id) != ids.end();
+}
+
+// "": the base.
+std::string NameOf(const adapter::AdapterLease& lease) {
+  return lease.get() == nullptr ? std::string() : lease.get()->name();
 }
 
 PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt) {
@@ -78,6 +84,17 @@ bool Request::Holds(const adapter::AdapterRef& adapter) const {
   const std::vector<adapter::AdapterLease>& others = generate ? earlier_ : score->leases;
   return (generate && matches(generate->lease)) ||
          std::any_of(others.begin(), others.end(), matches);
+}
+
+std::vector<std::string> Request::adapters() const {
+  std::set<std::string> names;
+  if (generate) {
+    names.insert(base().adapter.ToString());
+  } else {
+    for (const adapter::AdapterLease& lease : score->leases) names.insert(NameOf(lease));
+  }
+  names.erase("");
+  return {names.begin(), names.end()};
 }
 
 adapter::AdapterLease Request::NewerVersion() const {
@@ -299,8 +316,10 @@ void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {
   }
   std::string outcome = final_status.ok() ? "ok" : absl::StatusCodeToString(final_status.code());
   absl::AsciiStrToLower(&outcome);
-  metrics->RequestEnded(generate ? RequestKind::kGenerate : RequestKind::kScore, outcome,
-                        Between(admitted, now));
+  const RequestKind kind = generate ? RequestKind::kGenerate : RequestKind::kScore;
+  metrics->RequestEnded(kind, outcome, Between(admitted, now));
+  if (!final_status.ok()) metrics->RequestFailed(kind, ReasonOf(final_status));
+  CountUse(metrics);
   LogEnd(outcome, now);
   // The leases go first: who sees the end of a request also sees them returned.
   if (generate) {
@@ -332,6 +351,27 @@ void Request::EndAborted(const std::string& detail, Instant now, Metrics* metric
     stream->Push(std::move(delta));
   }
   End(absl::OkStatus(), now, metrics);
+}
+
+// Tokens by the adapter that they were computed for; under several of its versions is under it.
+void Request::CountUse(Metrics* metrics) const {
+  if (generate) {
+    Metrics::AdapterUse use{.requests = 1};
+    for (const auto& sequence : sequences) {
+      use.prompt_tokens += sequence->generated() > 0 ? sequence->prompt_tokens : 0;
+      use.generated_tokens += sequence->generated();
+    }
+    metrics->AdapterUsed(NameOf(generate->lease), use);
+    return;
+  }
+  const size_t adapters = score->leases.size();
+  for (size_t i = 0; i < adapters; ++i) {
+    Metrics::AdapterUse use{.requests = 1};
+    for (size_t cell = i; cell < sequences.size(); cell += adapters) {
+      use.scored_tokens += sequences[cell]->scored;
+    }
+    metrics->AdapterUsed(NameOf(score->leases[i]), use);
+  }
 }
 
 void Request::LogEnd(const std::string& outcome, Instant now) const {

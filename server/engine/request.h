@@ -47,6 +47,9 @@ struct Request {
   const RequestBase& base() const {
     return generate ? static_cast<const RequestBase&>(*generate) : *score;
   }
+  // What a generation asked for ("name" or "name@version"), or the names of what a score did; the
+  // base is none. Stays the same until the request ends.
+  std::vector<std::string> adapters() const;
   bool cancelled() const { return generate ? stream->cancelled() : ticket->cancelled(); }
   // Whether tokens to come or keys and values stand on the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;
@@ -108,6 +111,7 @@ struct Request {
   bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,
                    Metrics* metrics);
   bool AcceptScores(const Chunk& chunk, StepOutput output);
+  void CountUse(Metrics* metrics) const;
   void LogEnd(const std::string& outcome, Instant now) const;
 
   void DropUnusedLeases();

@@ -53,6 +53,10 @@ absl::Status StepPipeline::Begin(std::vector<Chunk>* chunks, Instant now) {
   rows.reserve(chunks->size());
   for (const Chunk& chunk : *chunks) rows.push_back(RowsOf(chunk, &wants));
   absl::Status status = runner_->Begin(rows);
+  // A runner that takes one step at a time computes it here, on this thread.
+  const bool computes = runner_->max_steps_in_flight() == 1;
+  metrics_->StepPhaseDone(computes ? StepPhase::kCompute : StepPhase::kLaunch,
+                          Between(now, SteadyNow()));
   if (status.ok()) in_flight_.push_back({std::move(*chunks), now});
   return status;
 }
@@ -61,8 +65,10 @@ StepPipeline::Finished StepPipeline::Finish() {
   StepInFlight step = std::move(in_flight_.front());
   in_flight_.pop_front();
   Finished finished;
+  const Instant waiting = SteadyNow();
   finished.outputs = runner_->Finish();
   finished.now = SteadyNow();
+  metrics_->StepPhaseDone(StepPhase::kCompute, Between(waiting, finished.now));
   ++steps_finished_;
   finished.time = Between(std::max(step.begun, last_finished_), finished.now);
   last_finished_ = finished.now;

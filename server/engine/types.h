@@ -131,6 +131,13 @@ struct ScoreResult {
   std::vector<VersionSpan> versions;          // [adapter]
 };
 
+// Adapters of requests that are let in, as Request::adapters names them, sorted. A name may be in
+// both.
+struct AdaptersInUse {
+  std::vector<std::string> running;  // of requests that have started
+  std::vector<std::string> waiting;
+};
+
 struct EngineLimits {
   int32_t vocab_size = 0;
   int64_t context_length = 0;

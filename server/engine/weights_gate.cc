@@ -4,6 +4,8 @@
 #include <optional>
 #include <utility>
 
+#include "server/base/metrics.h"
+
 namespace dorad::engine {
 
 bool WeightsGate::MayRun(Sequence* sequence) {
@@ -16,17 +18,31 @@ bool WeightsGate::MayRun(Sequence* sequence) {
   std::sort(entries.begin(), entries.end());
   entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
   // Many may wait for the same: one of them asks in each step.
-  if (away_.contains(entries)) return false;
+  if (away_.contains(entries)) {
+    NoteStalled(sequence);
+    return false;
+  }
   absl::StatusOr<std::optional<adapter::Residency::Uses>> uses =
       adapter::Residency::UseAll(entries);
   if (!uses.ok() || !uses->has_value()) {
     if (!uses.ok()) failures_.emplace(entries, uses.status());
     away_.insert(std::move(entries));
+    NoteStalled(sequence);
     return false;
   }
   sequence->uses = **std::move(uses);
   sequence->has_uses = true;
+  EndStall(sequence, now_);
   return true;
+}
+
+void WeightsGate::NoteGone(const Sequence* sequence) { EndStall(sequence, SteadyNow()); }
+
+void WeightsGate::EndStall(const Sequence* sequence, Instant now) {
+  const auto found = stalled_.find(sequence);
+  if (found == stalled_.end()) return;
+  metrics_.AdapterStall(Between(found->second, now));
+  stalled_.erase(found);
 }
 
 std::map<WeightsGate::Entries, absl::Status> WeightsGate::TakeFailures() {

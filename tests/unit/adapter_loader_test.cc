@@ -95,10 +95,10 @@ class AdapterLoaderTest : public ::testing::Test {
     builder_ = MakeCpuAdapterBuilder(&modules_, &base_, builder_options_);
     loader_ = std::make_unique<AdapterLoader>(
         options_, &pool_, &modules_, builder_.get(), residency_.get(), registry_.get(),
-        [this](const AdapterSummary* summary, const absl::Status& status) {
+        [this](const EndedLoad& load) {
           absl::MutexLock lock(&mu_);
-          (summary != nullptr ? observed_good_ : observed_bad_) += 1;
-          EXPECT_EQ(summary != nullptr, status.ok());
+          (load.summary != nullptr ? observed_good_ : observed_bad_) += 1;
+          EXPECT_EQ(load.summary != nullptr, load.status.ok());
         });
   }
 

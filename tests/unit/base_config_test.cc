@@ -312,7 +312,8 @@ TEST(ConfigTest, TableCoversEveryMember) {
   }
   EXPECT_EQ(places.size(), ConfigKeys().size()) << "two rows share a member";
   const size_t padding = sizeof(double) - 2 * sizeof(bool)       // before engine.watchdog_seconds
-                         + sizeof(std::string*) - sizeof(bool);  // after memory.host_weights
+                         + sizeof(std::string*) - sizeof(bool)   // after memory.host_weights
+                         + sizeof(std::string*) - sizeof(bool);  // after metrics.vllm_aliases
   EXPECT_EQ(bytes + padding, sizeof(Config));
 }
 

@@ -24,7 +24,12 @@ namespace {
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-Metrics::Info Info() { return {"1.2.3", "smol", "llama", "cpu", "fp32"}; }
+Metrics::Info Info() {
+  Metrics::Info info{"1.2.3", "smol", "llama", "cpu", "fp32"};
+  info.commit = "0123456789ab";
+  info.top_adapters = 2;
+  return info;
+}
 
 std::vector<std::string> Split(const std::string& text, char at) {
   return absl::StrSplit(text, at);
@@ -35,6 +40,7 @@ void UseAll(Metrics* metrics) {
   metrics->RequestAdmitted(RequestKind::kGenerate);
   metrics->RequestRefused(RequestKind::kScore, "QUEUE_FULL");
   metrics->RequestEnded(RequestKind::kGenerate, "stop", absl::Milliseconds(20));
+  metrics->RequestFailed(RequestKind::kScore, "SHUTTING_DOWN");
   metrics->SampleEnded("length");
   metrics->PromptTokens(10, 6);
   metrics->GeneratedTokens(7);
@@ -43,11 +49,18 @@ void UseAll(Metrics* metrics) {
   metrics->TimeToFirstToken(absl::Milliseconds(40));
   metrics->InterTokenLatency(absl::Milliseconds(4), 3);
   metrics->StepDone({absl::Milliseconds(5), 4, 100, 2});
+  metrics->StepPhaseDone(StepPhase::kSchedule, absl::Milliseconds(1));
+  metrics->StepPhaseDone(StepPhase::kLaunch, absl::Milliseconds(2));
+  metrics->StepPhaseDone(StepPhase::kCompute, absl::Milliseconds(3));
+  metrics->StepPhaseDone(StepPhase::kProcess, absl::Milliseconds(4));
   metrics->Preemptions(2);
   metrics->StepsHeldBack(absl::Milliseconds(250));
   metrics->SetEngine({3, 4, 50, 100, 60, 30, 8, true, 0.5});
   metrics->PrefixCache(16, 6);
   metrics->NonFiniteLogits();
+  metrics->AdapterUsed("policy", {1, 20, 7, 0});
+  metrics->SetAdaptersInUse({"a", "b@2"}, {"c"});
+  metrics->AdapterStall(absl::Milliseconds(70));
   metrics->AdapterLoaded({{"read", absl::Milliseconds(3)}, {"total", absl::Milliseconds(9)}});
   metrics->AdapterLoadFailed("ADAPTER_NOT_FINITE");
   metrics->SetAdapters({2, 1, 1, 4096, 2048, 3, 4, 5, 1, 5, 9});
@@ -74,7 +87,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
   UseAll(&metrics);
   const std::string text = metrics.Render();
   const std::map<std::string, std::string> expected = {
-      {R"(dorad_build_info{version="1.2.3"})", "1"},
+      {R"(dorad_build_info{commit="0123456789ab",cuda="no",version="1.2.3"})", "1"},
       {R"(dorad_model_info{compute_dtype="fp32",device="cpu",model="smol",model_type="llama"})",
        "1"},
       {R"(dorad_requests_admitted_total{kind="generate"})", "1"},
@@ -84,6 +97,7 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {R"(dorad_request_duration_seconds_count{kind="generate"})", "1"},
       {R"(dorad_request_duration_seconds_bucket{kind="generate",le="0.01"})", "0"},
       {R"(dorad_request_duration_seconds_bucket{kind="generate",le="0.025"})", "1"},
+      {R"(dorad_requests_failed_total{kind="score",reason="SHUTTING_DOWN"})", "1"},
       {R"(dorad_samples_ended_total{finish_reason="length"})", "1"},
       {R"(dorad_prompt_tokens_total{source="computed"})", "10"},
       {R"(dorad_prompt_tokens_total{source="cached"})", "6"},
@@ -97,6 +111,11 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {R"(dorad_engine_step_rows_sum{phase="decode"})", "4"},
       {R"(dorad_engine_step_rows_sum{phase="prefill"})", "100"},
       {"dorad_engine_step_adapters_sum", "2"},
+      {"dorad_engine_step_tokens_sum", "104"},
+      {R"(dorad_engine_step_phase_seconds_total{phase="schedule"})", "0.001"},
+      {R"(dorad_engine_step_phase_seconds_total{phase="launch"})", "0.002"},
+      {R"(dorad_engine_step_phase_seconds_total{phase="compute"})", "0.003"},
+      {R"(dorad_engine_step_phase_seconds_total{phase="process"})", "0.004"},
       {"dorad_engine_preemptions_total", "2"},
       {"dorad_engine_held_back_seconds_total", "0.25"},
       {"dorad_engine_gpu_share", "0.5"},
@@ -111,6 +130,13 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_prefix_cache_queried_tokens_total", "16"},
       {"dorad_prefix_cache_hit_tokens_total", "6"},
       {"dorad_nonfinite_logits_total", "1"},
+      {R"(dorad_adapter_requests_total{adapter="policy"})", "1"},
+      {"dorad_adapter_requests_total{adapter=\"(base)\"}", "0"},
+      {R"(dorad_adapter_tokens_total{adapter="policy",kind="prompt"})", "20"},
+      {R"(dorad_adapter_tokens_total{adapter="policy",kind="generated"})", "7"},
+      {R"(dorad_adapters_in_use{state="running"})", "2"},
+      {R"(dorad_adapters_in_use{state="waiting"})", "1"},
+      {"dorad_adapter_stall_seconds_sum", "0.07"},
       {"dorad_adapter_loads_total", "1"},
       {R"(dorad_adapter_load_failures_total{reason="ADAPTER_NOT_FINITE"})", "1"},
       {R"(dorad_adapter_load_seconds_count{stage="read"})", "1"},
@@ -267,7 +293,7 @@ TEST(MetricsDocsTest, DocumentationListsExactlyWhatIsExported) {
   ASSERT_TRUE(docs.ok()) << docs.status();
   std::set<std::string> documented;
   for (const std::string& line : Split(*docs, '\n')) {
-    if (!absl::StartsWith(line, "| `")) continue;
+    if (!absl::StartsWith(line, "| `") || absl::StartsWith(line, "| `vllm:")) continue;
     const std::vector<std::string> cells = absl::StrSplit(line, " | ");
     ASSERT_EQ(cells.size(), 4) << line;
     std::string name(absl::StripPrefix(cells[0], "| `"));

@@ -291,6 +291,31 @@ TEST_F(EngineTest, RefusesWhatDoesNotFitTheQueueWithARetryHint) {
   ExpectEverythingBack();
 }
 
+TEST_F(EngineTest, AdaptersInUseAreThoseOfRequestsThatRunOrWait) {
+  EngineOptions options = DefaultOptions();
+  options.max_running_sequences = 1;
+  Start(options, 64);
+  absl::Notification running, go_on;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 1) {
+      running.Notify();
+      go_on.WaitForNotification();
+    }
+    return absl::OkStatus();
+  };
+  auto first = Submit(Input(Prompt(5), 4, MakeAdapter("a", 1)));
+  running.WaitForNotification();
+  auto second = Submit(Input(Prompt(5), 4, MakeAdapter("b", 1)));
+  auto third = Submit(Input(Prompt(6), 4, MakeAdapter("a", 1)));
+  auto base = Submit(Input(Prompt(7), 4));
+  const AdaptersInUse in_use = engine_->adapters_in_use();
+  EXPECT_EQ(in_use.running, std::vector<std::string>({"a"}));
+  EXPECT_EQ(in_use.waiting, std::vector<std::string>({"a", "b"}));
+  go_on.Notify();
+  for (const auto& stream : {first, second, third, base}) EXPECT_TRUE(Wait(*stream).status.ok());
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, RefusesARequestIdInUse) {
   Start(DefaultOptions(), 64);
   absl::Notification go;

@@ -4,8 +4,12 @@
 
 #include <random>
 
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_split.h"
 #include "server/adapter/residency.h"
 #include "server/base/error.h"
+#include "server/base/metrics.h"
 #include "server/base/thread_pool.h"
 #include "tests/unit/support/engine_fixture.h"
 
@@ -80,6 +84,47 @@ TEST_F(EngineResidencyTest, OthersDoNotWaitForWeightsThatAreAway) {
   EXPECT_TRUE(Wait(*Submit(Input(Prompt(6), 10))).status.ok());
   EXPECT_FALSE(waiting->Ended().has_value());
   EXPECT_EQ(Wait(*waiting).samples.at(0).tokens.size(), 3u);
+  ExpectEverythingBack();
+}
+
+// The value of a series without labels.
+double ValueOf(Metrics& metrics, const std::string& name) {
+  for (const absl::string_view line : absl::StrSplit(metrics.Render(), '\n')) {
+    double value = 0;
+    if (absl::StartsWith(line, name + " ") && absl::SimpleAtod(line.substr(name.size()), &value)) {
+      return value;
+    }
+  }
+  ADD_FAILURE() << name << " is not exported";
+  return 0;
+}
+
+TEST_F(EngineResidencyTest, TimeThatSequencesWaitForWeightsIsCounted) {
+  Limit(1, absl::Milliseconds(50));
+  Start(DefaultOptions(), 64);
+  const Adapter away = Resident("away");
+  const Adapter here = Resident("here");
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, here))).status.ok());
+  EXPECT_EQ(ValueOf(metrics_, "dorad_adapter_stall_seconds_count"), 0) << "they were there";
+  GenerateInput input = Input(Prompt(5), 3, away);
+  input.n = 2;
+  EXPECT_TRUE(Wait(*Submit(std::move(input))).status.ok());
+  const double stalls = ValueOf(metrics_, "dorad_adapter_stall_seconds_count");
+  EXPECT_GE(stalls, 1);
+  EXPECT_LE(stalls, 2) << "one for each sample at most";
+  EXPECT_GE(ValueOf(metrics_, "dorad_adapter_stall_seconds_sum"), .05);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineResidencyTest, AStallEndsWithItsRequest) {
+  Limit(1, absl::Milliseconds(300));
+  Start(DefaultOptions(), 64);
+  const Adapter away = Resident("away");
+  const Adapter here = Resident("here");
+  GenerateInput input = Input(Prompt(5), 3, away);
+  input.deadline = absl::Now() + absl::Milliseconds(30);
+  EXPECT_EQ(Wait(*Submit(std::move(input))).status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(ValueOf(metrics_, "dorad_adapter_stall_seconds_count"), 1);
   ExpectEverythingBack();
 }
 

@@ -79,6 +79,7 @@ class EngineTest : public ::testing::Test {
     GenerateInput input;
     input.request_id = "r" + std::to_string(next_id_++);
     input.prompt = std::move(prompt);
+    if (adapter != nullptr) input.adapter.name = adapter->name();
     input.lease = leases_.Take(std::move(adapter));
     input.sampling.temperature = 0;
     input.stop.max_tokens = max_tokens;
@@ -146,6 +147,8 @@ class EngineTest : public ::testing::Test {
     EXPECT_EQ(stats.queued_requests, 0);
     EXPECT_EQ(stats.queued_tokens, 0);
     EXPECT_EQ(leases_.held(), 0);
+    const AdaptersInUse in_use = engine_->adapters_in_use();
+    EXPECT_EQ(in_use.running.size() + in_use.waiting.size(), 0u);
   }
 
   Metrics metrics_{Metrics::Info{"test", "fake", "fake", "cpu", "fp32"}};
