@@ -4,4 +4,4 @@ cxx_files() {
   git ls-files --cached --others --exclude-standard -- '*.cc' '*.h' '*.cu' '*.cuh' |
     while read -r file; do if [[ -f $file ]]; then echo "$file"; fi; done
 }
-python_paths=(client demo tests tools)
+python_paths=(client demo deploy tests tools)

@@ -1,0 +1,207 @@
+"""What is shipped for Prometheus and Grafana, against the real Prometheus and a server at work."""
+
+import re
+import runpy
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from lib import dashboard
+from lib.prometheus import Prometheus, finite, prometheus, target_of, write_config
+from lib.server import ROOT, device, serve
+from lib.tiny_models import CONTEXT, VOCAB
+from lib.traffic import settings, traffic
+
+DEPLOY = ROOT / "deploy" / "prometheus"
+ALERTS = DEPLOY / "alerts.yml"
+ALERTS_TEST = DEPLOY / "alerts_test.yml"
+# A scrape a second: enough of them in a window for rates.
+WINDOW = "20s"
+PATIENCE = 90.0
+# Of a server with a GPU, in MiB: what the panels that need one have to show.
+GPU_RECORDING = {
+    'dorad_memory_bytes{kind="weights"}': 16000,
+    'dorad_memory_bytes{kind="kv"}': 8000,
+    'dorad_memory_bytes{kind="adapters"}': 900,
+    "dorad_memory_limit_bytes": 40000,
+    "dorad_device_memory_bytes": 80000,
+    "dorad_device_memory_free_bytes": 20000,
+    "dorad_device_memory_pooled_bytes": 100,
+    "dorad_device_memory_others_bytes": 35000,
+    'dorad_memory_refusals_total{by="limit"}': 2,
+    'dorad_memory_refusals_total{by="reserve"}': 1,
+    'dorad_memory_given_back_bytes_total{from="kv"}': 512,
+    "dorad_kv_taken_back_bytes_total": 256,
+}
+
+
+def promtool(*words: object) -> subprocess.CompletedProcess:
+    line = ["promtool", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=120)
+
+
+def passes(*words: object) -> None:
+    run = promtool(*words)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def alerts() -> list[str]:
+    names = re.findall(r"- alert: (\w+)", ALERTS.read_text())
+    assert len(names) > 10 and len(set(names)) == len(names)
+    return names
+
+
+def test_configuration_and_rules_are_valid() -> None:
+    passes("check", "config", DEPLOY / "prometheus.yml")
+    passes("check", "rules", ALERTS)
+
+
+def test_each_alert_fires_and_stays_silent_where_its_cases_say() -> None:
+    passes("test", "rules", ALERTS_TEST)
+
+
+def test_each_alert_has_cases_that_would_miss_it(tmp_path: Path) -> None:
+    cases = (tmp_path / "alerts_test.yml").resolve()
+    cases.write_text(ALERTS_TEST.read_text())
+    for name in alerts():
+        others = re.sub(rf"- alert: {name}\b", f"- alert: Not{name}", ALERTS.read_text())
+        (tmp_path / "alerts.yml").write_text(others)
+        run = promtool("test", "rules", cases)
+        assert run.returncode != 0 and name in run.stdout + run.stderr, f"{name} has no case"
+
+
+def test_each_alert_is_silent_for_a_healthy_server_in_its_cases() -> None:
+    text = ALERTS_TEST.read_text()
+    groups = re.split(r"\n  - name: ", text)[1:]
+    assert sorted(group.split("\n")[0] for group in groups) == sorted(alerts())
+    for group in groups:
+        assert 'instance="well"' in group
+        assert "instance: well" not in group, "a healthy server's alert is expected"
+
+
+def test_monitoring_page_explains_every_alert() -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    explained = re.findall(r"^\| `(Dorad\w+)` \|", page, re.MULTILINE)
+    assert sorted(explained) == sorted(alerts())
+
+
+def test_dashboard_and_alerts_use_documented_metrics_only() -> None:
+    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    used = set(re.findall(r"\b(?:dorad|process)_\w+", ALERTS.read_text()))
+    for panel in dashboard.panels("1m"):
+        for target in panel.targets:
+            used |= set(re.findall(r"\b(?:dorad|process)_\w+", target.expression))
+    names = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
+    assert len(names) > 50
+    assert {name for name in names if name not in documented} == set()
+
+
+def test_dashboard_is_what_its_generator_makes() -> None:
+    made = runpy.run_path(str(ROOT / "deploy" / "grafana" / "make_dashboard.py"))["text"]()
+    assert dashboard.PATH.read_text() == made, "run deploy/grafana/make_dashboard.py"
+
+
+def test_dashboard_can_be_imported() -> None:
+    board = dashboard.load()
+    assert board["uid"] == "dorad" and board["title"] and board["schemaVersion"] >= 36
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert list(variables) == ["datasource", "job", "instance"]
+    assert variables["datasource"]["type"] == "datasource"
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    titles = [panel["title"] for panel in board["panels"]]
+    assert len(set(titles)) == len(titles)
+    places = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & places, f"{panel['title']} lies over another panel"
+        places |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["datasource"]["uid"] == "${datasource}"
+        assert panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert refs and len(set(refs)) == len(refs)
+        for target in panel["targets"]:
+            assert 'job=~"$job",instance=~"$instance"' in target["expr"]
+
+
+def backfill(data: Path, scratch: Path) -> float:
+    """Puts the recording of a GPU's server where Prometheus finds it; returns a time within."""
+    end = time.time() - 3 * 3600
+    lines = []
+    families = sorted({re.sub(r"\{.*", "", name) for name in GPU_RECORDING})
+    for family in families:
+        counter = family.endswith("_total")
+        kind = "counter" if counter else "gauge"
+        lines.append(f"# TYPE {family.removesuffix('_total')} {kind}")
+        for name, mebibytes in GPU_RECORDING.items():
+            if re.sub(r"\{.*", "", name) != family:
+                continue
+            labels = 'job="gpu",instance="gpu:9464"'
+            full = name.replace("{", "{" + labels + ",") if "{" in name else f"{name}{{{labels}}}"
+            for i in range(120):
+                value = (mebibytes << 20) + (i if counter else 0)
+                lines.append(f"{full} {value} {end - 120 + i:.3f}")
+    recording = scratch / "gpu.om"
+    recording.write_text("\n".join([*lines, "# EOF", ""]))
+    passes("tsdb", "create-blocks-from", "openmetrics", recording, data)
+    return end - 5
+
+
+def missing(server: Prometheus, panels, at: float | None = None) -> list[str]:
+    return [
+        f"{panel.title}: {target.expression}"
+        for panel in panels
+        for target in panel.targets
+        if not finite(server.query(target.expression, at))
+    ]
+
+
+@pytest.mark.skipif(device() != "cpu", reason="panels that need a GPU are to be empty")
+def test_every_panel_has_data_under_load(zoo, tmp_path: Path, figures: list[str]) -> None:
+    folders = [zoo.adapter("llama2", "dora", seed) for seed in range(4)]
+    with serve(zoo.model("llama2"), {"probe": folders[0]}) as probe:
+        size = probe.wire.adapter("probe").resident_bytes
+    data = tmp_path / "data"
+    recorded = backfill(data, tmp_path)
+    panels = dashboard.panels(WINDOW)
+    here = [panel for panel in panels if not panel.needs_gpu]
+    elsewhere = [panel for panel in panels if panel.needs_gpu]
+    assert len(here) > 30 and len(elsewhere) >= 3
+    with (
+        serve(zoo.model("llama2"), None, settings(tmp_path / "store", size)) as server,
+        prometheus(
+            write_config(
+                tmp_path / "prometheus.yml", [target_of(server.metrics_url)], rules=str(ALERTS)
+            ),
+            data,
+        ) as observer,
+    ):
+        assert missing(observer, elsewhere, recorded) == []
+        with traffic(server, folders, VOCAB, CONTEXT):
+            begin = time.monotonic()
+            while (left := missing(observer, here)) and time.monotonic() < begin + PATIENCE:
+                time.sleep(1)
+            assert left == [], f"no data within {PATIENCE} s"
+            took = time.monotonic() - begin
+        # A panel that needs a GPU shows nothing here, rather than zeros of one that is not there.
+        for panel in elsewhere:
+            for target in panel.targets:
+                assert not finite(observer.query(target.expression)), target.expression
+        rules = observer.get("/api/v1/rules")["groups"][0]["rules"]
+        assert {rule["name"] for rule in rules} == set(alerts())
+        assert [rule for rule in rules if rule["health"] == "err"] == []
+        for variable in ("job", "instance"):
+            assert observer.get(f"/api/v1/label/{variable}/values")
+    count = sum(len(panel.targets) for panel in panels)
+    figures.append(
+        f"dashboard: {count} queries of {len(panels)} panels have data after {took:.0f} s"
+    )
