@@ -6,7 +6,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LITERAL = re.compile(r'"([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*)"')
 # Upper-case literals with an underscore that are no reasons.
-NOT_REASONS = {"CAUSAL_LM", "DORAD_FAILPOINT"}
+NOT_REASONS = {
+    "CAUSAL_LM", "DORAD_FAILPOINT", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
+}  # fmt: skip
 
 
 def used() -> dict[str, str]:
