@@ -142,4 +142,14 @@ absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const Fo
   return files;
 }
 
+absl::Status CheckAdapterFolder(const std::string& path) {
+  DORAD_ASSIGN_OR_RETURN(const Folder folder, Resolve(path, {{}, /*trusted=*/true}));
+  for (const char* name : {kConfigName, kTensorsName}) {
+    if (access(absl::StrCat(folder.path, "/", name).c_str(), F_OK) != 0) {
+      return Missing(folder, name);
+    }
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace dorad::adapter

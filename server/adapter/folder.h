@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace dorad::adapter {
@@ -29,5 +30,9 @@ struct FolderAccess {
 // UNAVAILABLE (FILE_UNREADABLE).
 absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const FolderAccess& access,
                                                int64_t max_bytes);
+
+// Whether there is a folder with both files, which are not opened: NOT_FOUND
+// (ADAPTER_FOLDER_NOT_FOUND), INVALID_ARGUMENT (ADAPTER_FILE_MISSING, ADAPTER_FORMAT_UNSUPPORTED).
+absl::Status CheckAdapterFolder(const std::string& path);
 
 }  // namespace dorad::adapter

@@ -1,6 +1,7 @@
 #include "server/adapter/loader.h"
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <optional>
 #include <thread>
@@ -120,6 +121,7 @@ struct AdapterLoader::Impl {
   LoadObserver observer;
   Store* store;
   std::shared_ptr<Queue> queue = std::make_shared<Queue>();
+  std::atomic<int64_t> keep_last{options.keep_last};  // the one in effect
 
   absl::Status Enqueue(Job& job);
   void Submit(Job job);
@@ -213,9 +215,9 @@ void AdapterLoader::Impl::Run(Job& job) {
   PublishResult result;
   result.generation = *generation;
   const absl::StatusOr<AdapterRecord> record = registry->Get({job.options.name, job.version});
-  const int64_t keep_last = job.options.keep_last.value_or(options.keep_last);
-  if (keep_last > 0) {
-    const absl::Status retired = registry->RetireOlder(job.options.name, keep_last).status();
+  const int64_t keep = job.options.keep_last.value_or(keep_last);
+  if (keep > 0) {
+    const absl::Status retired = registry->RetireOlder(job.options.name, keep).status();
     // The version is published; the next publish tries again.
     if (!retired.ok()) {
       LogWarning("older versions are kept",
@@ -423,6 +425,8 @@ AdapterLoader::~AdapterLoader() {
                         ABSL_EXCLUSIVE_LOCKS_REQUIRED(queue.mu) { return queue.running == 0; };
   queue.mu.Await(absl::Condition(&idle));
 }
+
+void AdapterLoader::SetKeepLast(int64_t keep_last) { impl_->keep_last = keep_last; }
 
 void AdapterLoader::HoldLoads() {
   Impl::Queue& queue = *impl_->queue;

@@ -92,6 +92,9 @@ class AdapterLoader {
   void PublishFromMemory(PublishOptions options, std::string adapter_config_json, PeerTensors peer,
                          PublishCallback done);
 
+  // As LoaderOptions::keep_last, for publishes that end from now on.
+  void SetKeepLast(int64_t keep_last);
+
   // No load begins until ReleaseLoads, nor is any under way on return: the base weights, which
   // norms need, may go. What is published meanwhile waits in line.
   void HoldLoads();

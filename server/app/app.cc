@@ -5,9 +5,12 @@
 #include <atomic>
 #include <map>
 #include <optional>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/synchronization/notification.h"
 #include "server/adapter/loader.h"
 #include "server/adapter/registry.h"
@@ -15,17 +18,22 @@
 #include "server/adapter/store.h"
 #include "server/app/backend.h"
 #include "server/app/cli.h"
+#include "server/app/config_check.h"
 #include "server/app/housekeeper.h"
 #include "server/app/kv_lender.h"
 #include "server/app/room_options.h"
 #include "server/app/scrape.h"
+#include "server/app/self_dial.h"
 #include "server/app/sleeper.h"
 #include "server/app/watchdog.h"
 #include "server/base/check.h"
+#include "server/base/config_reload.h"
 #include "server/base/error.h"
 #include "server/base/http_server.h"
+#include "server/base/listener_probe.h"
 #include "server/base/log.h"
 #include "server/base/metrics.h"
+#include "server/base/stack_dump.h"
 #include "server/base/thread_pool.h"
 #include "server/engine/engine.h"
 #include "server/handover/listener.h"
@@ -42,6 +50,8 @@ constexpr int kCouriers = 2;
 constexpr int kRegistryWriters = 1;  // changes are made one after the other anyway
 // What has been computed still has to reach the clients; open Watch streams end with it.
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
+// For what a process that hangs still says.
+constexpr absl::Duration kLastWords = absl::Seconds(10);
 
 void ObserveLoad(Metrics* metrics, const adapter::EndedLoad& load) {
   if (!load.status.ok()) {
@@ -85,6 +95,7 @@ struct App::Impl {
        std::unique_ptr<engine::ModelRunner> runner, std::unique_ptr<adapter::Disk> d,
        std::unique_ptr<adapter::Store> opened)
       : config(c),
+        settings(c),
         backend(std::move(loaded)),
         disk(std::move(d)),
         store(std::move(opened)),
@@ -194,10 +205,9 @@ struct App::Impl {
     services.memory_by_kind = [this] { return MemoryByKind(); };
     services.lent_weight_bytes = [this] { return backend->lent_weight_bytes(); };
     services.info = ToServerInfo(config, backend->info());
-    services.limits.engine = engine.limits();
-    services.limits.max_message_bytes = config.server.max_message_bytes;
+    services.max_message_bytes = config.server.max_message_bytes;
     services.max_adapter_bytes = config.adapters.max_bytes;
-    services.default_deadline = absl::Seconds(config.server.default_deadline_seconds);
+    services.default_deadline_seconds = config.server.default_deadline_seconds;
   }
 
   // Norms need the base weights.
@@ -279,7 +289,7 @@ struct App::Impl {
       absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
           config.server.metrics_listen,
           {[this] { return scrape->Render(); }, [this] { return EngineSilence() <= Patience(); },
-           [this] { return ready && !services.draining && EngineSilence() <= Patience(); }});
+           [this] { return ready && EngineSilence() <= Patience(); }});
       if (!started.ok()) return Annotate(started.status(), "metrics listener");
       metrics_http = *std::move(started);
     }
@@ -304,6 +314,32 @@ struct App::Impl {
     return absl::OkStatus();
   }
 
+  void WatchListeners(std::function<void()> on_deaf) {
+    if (config.server.self_dial_seconds == 0) return;
+    std::vector<SelfDial::Listener> listeners = {{server->address(), Http2Greeting()}};
+    if (!server->admin_address().empty()) {
+      listeners.push_back({server->admin_address(), Http2Greeting()});
+    }
+    if (metrics_http) {
+      listeners.push_back({metrics_http->address(), "GET /healthz HTTP/1.1\r\n\r\n"});
+    }
+    self_dial = std::make_unique<SelfDial>(absl::Seconds(config.server.self_dial_seconds),
+                                           std::move(listeners), std::move(on_deaf));
+  }
+
+  // Refuses as a whole, or takes over as a whole.
+  absl::StatusOr<ConfigChanges> Reload(absl::StatusOr<Config> next) {
+    DORAD_RETURN_IF_ERROR(next.status());
+    ResolveComputeDtype(&next->model);
+    const ConfigChanges changes = TakeReloadable(*std::move(next), &settings);
+    ApplyLogging(settings.log);
+    engine.SetLimits(ToEngineOptions(settings, backend->info()));
+    engine.SetGpuShare(settings.engine.gpu_share);
+    loader.SetKeepLast(settings.adapters.keep_last);
+    services.default_deadline_seconds = settings.server.default_deadline_seconds;
+    return changes;
+  }
+
   // Its end may wait for whoever uses the weights, and that is not for the listener's thread.
   absl::StatusOr<std::shared_ptr<const handover::WeightsLease>> LendWeights() {
     DORAD_ASSIGN_OR_RETURN(std::unique_ptr<handover::WeightsLease> lease, backend->LendWeights());
@@ -322,14 +358,21 @@ struct App::Impl {
 
   // Nothing that the engine's thread holds can be given back in order any more.
   void EndStalled() {
+    // The log may be what hangs.
+    std::thread([] {
+      absl::SleepFor(kLastWords);
+      _exit(kExitSoftware);
+    }).detach();
     LogError("the engine makes no progress; ending the process",
              {{"seconds", absl::ToDoubleSeconds(engine.time_since_heartbeat())}});
     server->SetServing(false);
     server->SetAlive(false);
+    DumpStacks();
     _exit(kExitSoftware);
   }
 
   const Config config;
+  Config settings;  // with what was reloaded since the start; of the thread that stops the app
   const std::unique_ptr<Backend> backend;
   const std::unique_ptr<adapter::Disk> disk;
   const std::unique_ptr<adapter::Store> store;  // nullptr: none
@@ -355,16 +398,16 @@ struct App::Impl {
   std::unique_ptr<rpc::Server> server;
   std::unique_ptr<Watchdog> watchdog;
   std::unique_ptr<Housekeeper> housekeeper;  // nullptr: no device that is shared
+  std::unique_ptr<SelfDial> self_dial;       // nullptr: none is wanted
 };
 
 App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 App::~App() = default;
 
-absl::StatusOr<std::unique_ptr<App>> App::Start(Config config) {
-  if (config.model.compute_dtype == "auto") {
-    config.model.compute_dtype = config.model.device == "cpu" ? "fp32" : "bf16";
-  }
+absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<void()> on_deaf) {
+  DORAD_RETURN_IF_ERROR(CheckStart(config));
+  ResolveComputeDtype(&config.model);
   ops::SetThreads(Threads(config.engine));
   const absl::Time begin = absl::Now();
   absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
@@ -392,6 +435,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config) {
   impl->Restore();
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
+  impl->WatchListeners(std::move(on_deaf));
   return std::unique_ptr<App>(new App(std::move(impl)));
 }
 
@@ -403,11 +447,36 @@ std::string App::ReadyLine() const {
   return line;
 }
 
-void App::Stop() {
-  LogInfo("shutting down", {{"drain_timeout_seconds", impl_->config.server.drain_timeout_seconds}});
-  impl_->server->Drain(absl::Seconds(impl_->config.server.drain_timeout_seconds), kShutdownGrace);
+bool App::alive() const { return impl_->EngineSilence() <= impl_->Patience(); }
+
+void App::Reload(const absl::StatusOr<Config>& config) {
+  const absl::StatusOr<ConfigChanges> changes = impl_->Reload(config);
+  impl_->metrics.ConfigReloaded(changes.ok() ? "applied" : "refused");
+  if (!changes.ok()) {
+    LogError("the configuration is refused; the old one stays",
+             {{"error", std::string(changes.status().message())}});
+    for (const Violation& v : ViolationsOf(changes.status())) {
+      LogError("in the refused configuration", {{"where", v.field}, {"problem", v.description}});
+    }
+    return;
+  }
+  LogInfo("configuration read again", {{"changed", absl::StrJoin(changes->applied, " ")}});
+  if (!changes->waiting.empty()) {
+    LogWarning("keys that need a restart differ", {{"keys", absl::StrJoin(changes->waiting, " ")}});
+  }
+}
+
+void App::Stop(const absl::Notification& hurry) {
+  const ServerConfig& config = impl_->settings.server;
+  LogInfo("shutting down", {{"drain_delay_seconds", config.drain_delay_seconds},
+                            {"drain_timeout_seconds", config.drain_timeout_seconds}});
+  impl_->ready = false;
+  if (impl_->self_dial) impl_->self_dial->Stop();
+  impl_->server->Drain({absl::Seconds(config.drain_delay_seconds),
+                        absl::Seconds(config.drain_timeout_seconds), kShutdownGrace},
+                       hurry);
   impl_->server->Shutdown(kShutdownGrace);
-  LogInfo("shut down");
+  LogInfo("shut down", {{"in_a_hurry", hurry.HasBeenNotified()}});
 }
 
 }  // namespace dorad

@@ -1,11 +1,13 @@
 // The running server: every part, in the order in which they stand on each other.
-// Owned by main. Start and Stop are called by one thread.
+// Owned by main. Start, Reload and Stop are called by one thread.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/synchronization/notification.h"
 #include "server/base/config.h"
 
 namespace dorad {
@@ -14,15 +16,26 @@ class App {
  public:
   // Loads the model and the preloaded adapters and serves. The status names what was wrong; its
   // message starts with the part that failed.
-  static absl::StatusOr<std::unique_ptr<App>> Start(Config config);
+  // `on_deaf` is called, once at most and on a thread of its own, when a listener takes no
+  // connections any more (server.self_dial_seconds).
+  static absl::StatusOr<std::unique_ptr<App>> Start(Config config, std::function<void()> on_deaf);
   // Ends at once what Stop has not ended.
   ~App();
 
   // "dorad ready grpc=HOST:PORT metrics=http://HOST:PORT/metrics".
   std::string ReadyLine() const;
 
-  // Refuses new requests, lets running ones finish within server.drain_timeout_seconds, closes.
-  void Stop();
+  // Whether the engine shows signs of life. Any thread.
+  bool alive() const;
+
+  // Takes over what may change while the server runs, and says in the log what needs a restart. A
+  // configuration that could not be read changes nothing.
+  void Reload(const absl::StatusOr<Config>& config);
+
+  // Not ready any more; after server.drain_delay_seconds refuses new requests, lets running ones
+  // finish within server.drain_timeout_seconds, closes. Once `hurry` is notified running requests
+  // are ended with what they have, and nothing but that is waited for.
+  void Stop(const absl::Notification& hurry);
 
  private:
   struct Impl;

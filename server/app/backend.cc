@@ -34,19 +34,34 @@ absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes) {
   return pages;
 }
 
-}  // namespace
-
-absl::StatusOr<std::unique_ptr<Backend>> Backend::Load(const Config& config) {
-  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
-  // Before the weights are read.
-  DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
-  if (config.model.device == "cpu") return LoadCpuBackend(config, std::move(model));
+absl::Status CheckDevice(const Config& config) {
+  if (config.model.device == "cpu") return absl::OkStatus();
 #ifdef DORAD_CUDA
-  return LoadCudaBackend(config, std::move(model));
+  return CheckCudaConfig(config);
 #else
   return MakeInvalid("model", {{"model.device", "DEVICE_NOT_BUILT",
                                 "this binary was built without CUDA (no nvcc was found)"}});
 #endif
+}
+
+// The model's, once everything that needs neither device nor weights is known to be right.
+absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
+  DORAD_RETURN_IF_ERROR(CheckDevice(config));
+  return model;
+}
+
+}  // namespace
+
+absl::Status Backend::Check(const Config& config) { return ReadChecked(config).status(); }
+
+absl::StatusOr<std::unique_ptr<Backend>> Backend::Load(const Config& config) {
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, ReadChecked(config));
+#ifdef DORAD_CUDA
+  if (config.model.device != "cpu") return LoadCudaBackend(config, std::move(model));
+#endif
+  return LoadCpuBackend(config, std::move(model));
 }
 
 absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,

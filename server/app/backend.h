@@ -47,6 +47,8 @@ class Backend {
   // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
   // WATER_MARKS_CROSSED).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
+  // What Load would find wrong before it asks for the device or reads weights; its statuses.
+  static absl::Status Check(const Config& config);
   virtual ~Backend() = default;
 
   const Info& info() const { return info_; }
@@ -108,5 +110,7 @@ absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
                                                         model::ModelConfig model);
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model);
+// INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED).
+absl::Status CheckCudaConfig(const Config& config);
 
 }  // namespace dorad

@@ -57,6 +57,7 @@ absl::Status AddAdapter(const std::string& value, Command* command) {
   return absl::OkStatus();
 }
 
+// Of serve and of print-config, which shows what serve would take.
 absl::Status ParseServeFlag(Arguments* arguments, Command* command) {
   const std::string flag = arguments->word();
   if (flag == "--help" && !arguments->has_inline_value()) {
@@ -65,7 +66,7 @@ absl::Status ParseServeFlag(Arguments* arguments, Command* command) {
   }
   const bool known =
       flag == "--model" || flag == "--config" || flag == "--set" || flag == "--adapter";
-  if (!known) return Usage(absl::StrCat("dorad serve: unknown argument \"", flag, "\""));
+  if (!known) return Usage(absl::StrCat("unknown argument \"", flag, "\""));
   DORAD_ASSIGN_OR_RETURN(std::string value, arguments->Value());
   if (flag == "--adapter") return AddAdapter(value, command);
   if (flag == "--model") command->model = value;
@@ -98,15 +99,15 @@ absl::Status ParseCheckConfigFlag(Arguments* arguments, Command* command) {
 absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& arguments) {
   Arguments words(arguments);
   Command command;
-  if (!words.Next()) return Usage("a command is missing: serve or check-config");
+  if (!words.Next()) return Usage("a command is missing: serve, check-config or print-config");
   const std::string verb = words.word();
   if (verb == "--help" || verb == "-h" || verb == "help") return command;
   if (verb == "--version") {
     command.verb = Command::Verb::kVersion;
     return command;
   }
-  if (verb == "serve") {
-    command.verb = Command::Verb::kServe;
+  if (verb == "serve" || verb == "print-config") {
+    command.verb = verb == "serve" ? Command::Verb::kServe : Command::Verb::kPrintConfig;
     while (words.Next()) DORAD_RETURN_IF_ERROR(ParseServeFlag(&words, &command));
     return command;
   }
@@ -118,7 +119,7 @@ absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& argumen
     }
     return command;
   }
-  return Usage(absl::StrCat("unknown command \"", verb, "\": serve or check-config"));
+  return Usage(absl::StrCat("unknown command \"", verb, "\": serve, check-config or print-config"));
 }
 
 const char* HelpText() {
@@ -131,14 +132,19 @@ const char* HelpText() {
                           overrides the file
       --adapter name=DIR  PEFT folder that is loaded and activated before the server is ready
       Prints "dorad ready grpc=HOST:PORT metrics=http://HOST:PORT/metrics" when it serves.
-      SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends it at once.
+      SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends them, too.
+      SIGHUP: reads the file again; what may change while it runs changes.
 
   dorad check-config FILE [--set section.key=value]...
+      Says what a start would find wrong before it loads anything.
+  dorad print-config [the arguments of serve]
+      Prints the configuration in effect as YAML, each value with where it comes from.
   dorad --version
   dorad --help
 
 Exit codes: 0 ended as asked, 64 usage, 70 the engine stopped making progress,
-78 configuration, model, adapter or listener.
+71 a listener took no connections any more, 78 configuration, model, adapter or listener,
+128 + N ended in a hurry by a second signal N.
 )";
 }
 

@@ -14,10 +14,12 @@ namespace dorad {
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitUsage = 64;
 inline constexpr int kExitSoftware = 70;  // also: the engine stopped making progress
+inline constexpr int kExitDeaf = 71;      // a listener took no connections any more
 inline constexpr int kExitConfig = 78;    // configuration, model, adapter or listener
+// 128 + N: a second signal N cut the orderly end short.
 
 struct Command {
-  enum class Verb { kServe, kCheckConfig, kVersion, kHelp };
+  enum class Verb { kServe, kPrintConfig, kCheckConfig, kVersion, kHelp };
   Verb verb = Verb::kHelp;
   std::string config_file;
   std::optional<std::string> model;

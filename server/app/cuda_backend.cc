@@ -48,15 +48,6 @@ absl::Status CheckWaterMarks(const MemoryConfig& memory, int64_t device_bytes) {
 class CudaBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
-    if (config.model.compute_dtype != "bf16" || !FactorsInBf16(config)) {
-      return MakeInvalid("model", {{"model.compute_dtype", "COMPUTE_DTYPE_UNSUPPORTED",
-                                    "a GPU computes in bf16: model.compute_dtype and "
-                                    "adapters.dtype must be auto or bf16"}});
-    }
-    if (config.adapters.max_rank > cuda::kMaxRank) {
-      return MakeInvalid("adapters", {{"adapters.max_rank", "MAX_RANK_UNSUPPORTED",
-                                       absl::StrCat("on a GPU at most ", cuda::kMaxRank)}});
-    }
     DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory memory, cuda::OpenDevice());
     DORAD_RETURN_IF_ERROR(CheckWaterMarks(config.memory, memory.total));
     ledger_.set_limit(ByteLimit(config.memory.vram_limit, memory.total));
@@ -145,6 +136,19 @@ class CudaBackend final : public Backend {
 };
 
 }  // namespace
+
+absl::Status CheckCudaConfig(const Config& config) {
+  if (config.model.compute_dtype != "bf16" || !FactorsInBf16(config)) {
+    return MakeInvalid("model", {{"model.compute_dtype", "COMPUTE_DTYPE_UNSUPPORTED",
+                                  "a GPU computes in bf16: model.compute_dtype and "
+                                  "adapters.dtype must be auto or bf16"}});
+  }
+  if (config.adapters.max_rank > cuda::kMaxRank) {
+    return MakeInvalid("adapters", {{"adapters.max_rank", "MAX_RANK_UNSUPPORTED",
+                                     absl::StrCat("on a GPU at most ", cuda::kMaxRank)}});
+  }
+  return absl::OkStatus();
+}
 
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model) {

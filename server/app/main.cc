@@ -1,18 +1,26 @@
 // The program `dorad`.
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "server/app/app.h"
 #include "server/app/cli.h"
+#include "server/app/config_check.h"
+#include "server/app/room_options.h"
 #include "server/app/signals.h"
 #include "server/base/config.h"
 #include "server/base/error.h"
 #include "server/base/failpoint.h"
 #include "server/base/log.h"
+#include "server/base/service_manager.h"
+#include "server/base/stack_dump.h"
 
 namespace dorad {
 namespace {
@@ -41,11 +49,16 @@ void PrintError(const absl::Status& status) {
   std::fprintf(stderr, "dorad: %s\n", OneLine(std::move(text)).c_str());
 }
 
-absl::StatusOr<Config> ReadConfig(const Command& command) {
-  DORAD_ASSIGN_OR_RETURN(Config config, LoadConfig(command.config_file, command.overrides));
+absl::StatusOr<Config> ReadConfig(const Command& command, ConfigOrigins* origins = nullptr) {
+  DORAD_ASSIGN_OR_RETURN(Config config,
+                         LoadConfig(command.config_file, command.overrides, origins));
   if (command.model) config.model.path = *command.model;
   config.adapters.preload.insert(config.adapters.preload.end(), command.adapters.begin(),
                                  command.adapters.end());
+  if (origins != nullptr) {
+    if (command.model) (*origins)["model.path"] = "--model";
+    if (!command.adapters.empty()) (*origins)["adapters.preload"] = "--adapter";
+  }
   return config;
 }
 
@@ -54,8 +67,18 @@ int Fail(const absl::Status& status, int code) {
   return code;
 }
 
+// Each connection takes a descriptor; the soft limit is low for the sake of programs with select().
+void RaiseDescriptorLimit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
+  limit.rlim_cur = limit.rlim_max;
+  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) LogWarning("cannot raise the limit of descriptors");
+}
+
 int Serve(const Command& command) {
   Signals signals;
+  absl::StatusOr<std::unique_ptr<App>> app;  // outlives the manager's thread, which asks it
+  const std::unique_ptr<ServiceManager> manager = ServiceManager::FromEnvironment();
   const absl::StatusOr<Config> config = ReadConfig(command);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
   if (config->model.path.empty()) {
@@ -63,28 +86,49 @@ int Serve(const Command& command) {
                           "no model: say --model DIR or set model.path"),
                 kExitConfig);
   }
-  LogLevel level = LogLevel::kInfo;
-  ParseLogLevel(config->log.level, &level);
-  SetLogging(level, config->log.format == "json");
+  ApplyLogging(config->log);
   if (const char* failpoint = std::getenv("DORAD_FAILPOINT")) {
     const absl::Status armed = ArmFailpoint(failpoint);
     if (!armed.ok()) return Fail(armed, kExitUsage);
     LogWarning("a failpoint is armed: the process will kill itself", {{"failpoint", failpoint}});
   }
-  absl::StatusOr<std::unique_ptr<App>> app = App::Start(*config);
+  RaiseDescriptorLimit();
+  app = App::Start(*config, [&signals] { signals.RequestEnd(kExitDeaf); });
   if (!app.ok()) return Fail(app.status(), kExitConfig);
   signals.BeginOrderlyEnd();
   std::printf("%s\n", (*app)->ReadyLine().c_str());
   std::fflush(stdout);
-  signals.Wait();
-  (*app)->Stop();
-  return kExitOk;
+  manager->Ready("serving");
+  manager->KeepAlive([&app] { return (*app)->alive(); });
+  while (signals.Wait() == Signals::Event::kReload) {
+    manager->Reloading();
+    (*app)->Reload(ReadConfig(command));
+    manager->Ready("serving");
+  }
+  manager->Stopping("finishing running requests");
+  (*app)->Stop(signals.hurry());
+  const int code = signals.EndOrderlyEnd();
+  // In a hurry nobody waits for the loads and steps that the parts would wait for at their end;
+  // what is durable is on the disk.
+  if (code != kExitOk) _exit(code);
+  return code;
 }
 
 int CheckConfig(const Command& command) {
   const absl::StatusOr<Config> config = LoadConfig(command.config_file, command.overrides);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
-  std::printf("%s: fine\n", command.config_file.c_str());
+  const absl::Status checked = CheckStart(*config);
+  if (!checked.ok()) return Fail(checked, kExitConfig);
+  std::printf("%s: fine%s\n", command.config_file.c_str(),
+              config->model.path.empty() ? "; it names no model" : "");
+  return kExitOk;
+}
+
+int PrintConfig(const Command& command) {
+  ConfigOrigins origins;
+  const absl::StatusOr<Config> config = ReadConfig(command, &origins);
+  if (!config.ok()) return Fail(config.status(), kExitConfig);
+  std::fputs(ToYaml(*config, &origins).c_str(), stdout);
   return kExitOk;
 }
 
@@ -96,6 +140,8 @@ int Main(const std::vector<std::string>& arguments) {
       return Serve(*command);
     case Command::Verb::kCheckConfig:
       return CheckConfig(*command);
+    case Command::Verb::kPrintConfig:
+      return PrintConfig(*command);
     case Command::Verb::kVersion:
       std::printf("dorad %s\n", DORAD_VERSION);
       return kExitOk;
@@ -110,6 +156,7 @@ int Main(const std::vector<std::string>& arguments) {
 }  // namespace dorad
 
 int main(int argc, char** argv) {
+  dorad::InitializeStackDump(argv[0]);
   try {
     return dorad::Main(std::vector<std::string>(argv + 1, argv + argc));
   } catch (const std::exception& e) {

@@ -7,6 +7,7 @@
 
 #include "absl/time/clock.h"
 #include "commit.h"
+#include "server/base/log.h"
 #include "server/engine/model_runner.h"
 
 namespace dorad {
@@ -18,6 +19,18 @@ int32_t ToInt32(int64_t value) {
 int Threads(const EngineConfig& config) {
   const int hardware = std::max(1u, std::thread::hardware_concurrency());
   return config.threads > 0 ? ToInt32(config.threads) : hardware;
+}
+
+void ResolveComputeDtype(ModelOptions* model) {
+  if (model->compute_dtype == "auto") {
+    model->compute_dtype = model->device == "cpu" ? "fp32" : "bf16";
+  }
+}
+
+void ApplyLogging(const LogConfig& config) {
+  LogLevel level = LogLevel::kInfo;
+  ParseLogLevel(config.level, &level);
+  SetLogging(level, config.format == "json", config.requests);
 }
 
 engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model) {

@@ -1,4 +1,5 @@
-// What the configuration and the model mean for each room of the server. Functions are pure.
+// What the configuration and the model mean for each room of the server. Functions are pure, but
+// for ApplyLogging.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,10 @@ namespace dorad {
 int32_t ToInt32(int64_t value);
 // Of the CPU's team.
 int Threads(const EngineConfig& config);
+
+// What compute_dtype "auto" means on the device.
+void ResolveComputeDtype(ModelOptions* model);
+void ApplyLogging(const LogConfig& config);
 
 engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model);
 adapter::LoaderOptions ToLoaderOptions(const Config& config);

@@ -57,11 +57,14 @@ class ConfigReader {
       return Report(place, "CONFIG_UNKNOWN_KEY",
                     absl::StrCat("unknown key", DidYouMean(NearestConfigKey(section, name))));
     }
-    if (!problem.empty()) Report(place, "CONFIG_INVALID_VALUE", std::move(problem));
+    if (!problem.empty()) return Report(place, "CONFIG_INVALID_VALUE", std::move(problem));
+    const ConfigKey* map = MapOf(section, name);
+    origins_[map == nullptr ? path : map->path()] = "--set";
   }
 
-  absl::StatusOr<Config> Finish() && {
+  absl::StatusOr<Config> Finish(ConfigOrigins* origins) && {
     if (!problems_.empty()) return MakeInvalid("configuration", std::move(problems_));
+    if (origins != nullptr) *origins = std::move(origins_);
     return std::move(config_);
   }
 
@@ -108,6 +111,8 @@ class ConfigReader {
                absl::StrCat("unknown key", DidYouMean(NearestConfigKey(section, name))));
       } else if (std::string problem = SetFromYaml(*key, item.second, &config_); !problem.empty()) {
         Report(place, "CONFIG_INVALID_VALUE", std::move(problem));
+      } else {
+        origins_[key->path()] = Place(item.first.Mark());
       }
     }
   }
@@ -143,29 +148,32 @@ class ConfigReader {
 
   const std::string name_;
   Config config_;
+  ConfigOrigins origins_;
   std::vector<Violation> problems_;
 };
 
 }  // namespace
 
 absl::StatusOr<Config> LoadConfig(const std::string& file,
-                                  const std::vector<std::string>& overrides) {
+                                  const std::vector<std::string>& overrides,
+                                  ConfigOrigins* origins) {
   std::string text;
   if (!file.empty()) {
     DORAD_ASSIGN_OR_RETURN(text, ReadFileText(file, kMaxFileBytes));
   }
-  return ParseConfig(text, file, overrides);
+  return ParseConfig(text, file, overrides, origins);
 }
 
 absl::StatusOr<Config> ParseConfig(const std::string& text, const std::string& name,
-                                   const std::vector<std::string>& overrides) {
+                                   const std::vector<std::string>& overrides,
+                                   ConfigOrigins* origins) {
   ConfigReader reader(name);
   reader.ReadYaml(text);
   for (const std::string& item : overrides) reader.Override(item);
-  return std::move(reader).Finish();
+  return std::move(reader).Finish(origins);
 }
 
-std::string ToYaml(const Config& config) {
+std::string ToYaml(const Config& config, const ConfigOrigins* origins) {
   Config copy = config;
   std::string out, section;
   for (const ConfigKey& key : ConfigKeys()) {
@@ -174,7 +182,17 @@ std::string ToYaml(const Config& config) {
       absl::StrAppend(&out, section, ":\n");
     }
     const std::string value = ValueToYaml(key, &copy);
-    absl::StrAppend(&out, "  ", key.name, value.front() == '\n' ? ":" : ": ", value, "\n");
+    std::string comment;
+    if (origins != nullptr) {
+      const auto origin = origins->find(key.path());
+      comment = absl::StrCat("  # ", origin == origins->end() ? "default" : origin->second);
+    }
+    // The entries of a map have lines of their own.
+    if (value.front() == '\n') {
+      absl::StrAppend(&out, "  ", key.name, ":", comment, value, "\n");
+    } else {
+      absl::StrAppend(&out, "  ", key.name, ": ", value, comment, "\n");
+    }
   }
   return out;
 }

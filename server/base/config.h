@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,8 +21,10 @@ struct ServerConfig {
   std::string handover_socket;                    // path; "" = none
   int64_t max_message_bytes = 64 << 20;
   int64_t max_concurrent_streams = 1024;
-  double drain_timeout_seconds = 30.0;    // SIGTERM: wait this long for running requests
+  double drain_delay_seconds = 0.0;       // SIGTERM: not serving, requests are still taken
+  double drain_timeout_seconds = 30.0;    // then: wait this long for running requests
   double default_deadline_seconds = 0.0;  // for calls without a deadline; 0 = none
+  double self_dial_seconds = 10.0;        // between two tries to reach its own listeners; 0 = never
 };
 
 struct ModelOptions {
@@ -88,6 +91,7 @@ struct MetricsConfig {
 struct LogConfig {
   std::string level = "info";
   std::string format = "json";  // "json" or "text"
+  bool requests = true;         // one line for each call that ended
 };
 
 struct Config {
@@ -104,19 +108,25 @@ struct Config {
 // A limit in bytes or as a share of `total`: "40GiB", "0.5". REQUIRES: LoadConfig took the value.
 int64_t ByteLimit(const std::string& value, int64_t total);
 
+// Where values come from, by "section.key": "FILE:LINE", "--set". What is not in it is a default.
+using ConfigOrigins = std::map<std::string, std::string>;
+
 // file: path of a YAML file, or "" for defaults only. overrides: "section.key=value"; a list or a
 // map is given in YAML's flow form, one entry of a map also as "adapters.preload.NAME=DIR".
 // INVALID_ARGUMENT listing every problem, each with file, line and, for an unknown key, the nearest
 // known one (CONFIG_UNKNOWN_KEY, CONFIG_DUPLICATE_KEY, CONFIG_INVALID_VALUE, CONFIG_SYNTAX);
 // otherwise as ReadFileText.
 absl::StatusOr<Config> LoadConfig(const std::string& file,
-                                  const std::vector<std::string>& overrides);
+                                  const std::vector<std::string>& overrides,
+                                  ConfigOrigins* origins = nullptr);
 
 // As LoadConfig, for the text of a file; `name` stands for the file in errors.
 absl::StatusOr<Config> ParseConfig(const std::string& text, const std::string& name,
-                                   const std::vector<std::string>& overrides);
+                                   const std::vector<std::string>& overrides,
+                                   ConfigOrigins* origins = nullptr);
 
-// Every key with its value, as YAML that ParseConfig reads back to the same values.
-std::string ToYaml(const Config& config);
+// Every key with its value, as YAML that ParseConfig reads back to the same values; with origins
+// each has a comment that says where its value comes from.
+std::string ToYaml(const Config& config, const ConfigOrigins* origins = nullptr);
 
 }  // namespace dorad

@@ -59,6 +59,14 @@ std::vector<ConfigKey> ServerKeys() {
        {},
        false},
       {"server",
+       "drain_delay_seconds",
+       ConfigType::kSeconds,
+       at(&Server::drain_delay_seconds),
+       0,
+       kDay,
+       {},
+       false},
+      {"server",
        "drain_timeout_seconds",
        ConfigType::kSeconds,
        at(&Server::drain_timeout_seconds),
@@ -72,6 +80,14 @@ std::vector<ConfigKey> ServerKeys() {
        at(&Server::default_deadline_seconds),
        0,
        7 * kDay,
+       {},
+       false},
+      {"server",
+       "self_dial_seconds",
+       ConfigType::kSeconds,
+       at(&Server::self_dial_seconds),
+       0,
+       kDay,
        {},
        false},
   };
@@ -303,6 +319,7 @@ std::vector<ConfigKey> LogKeys() {
        {"debug", "info", "warning", "error"},
        false},
       {"log", "format", ConfigType::kChoice, at(&LogConfig::format), 0, 0, {"json", "text"}, false},
+      {"log", "requests", ConfigType::kBoolean, at(&LogConfig::requests), 0, 0, {}, false},
   };
 }
 

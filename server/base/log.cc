@@ -19,6 +19,7 @@ namespace {
 // Settings and the lock live as long as the process, so logging works in every destructor.
 std::atomic<LogLevel> min_level{LogLevel::kInfo};
 std::atomic<bool> as_json{true};
+std::atomic<bool> log_requests{true};
 ABSL_CONST_INIT absl::Mutex write_mu(absl::kConstInit);
 
 const char* NameOf(LogLevel level) {
@@ -93,7 +94,7 @@ void AppendValue(const LogValue& value, std::string* out) {
 }
 
 std::string JsonLine(LogLevel level, std::string_view message, const std::string& time,
-                     std::initializer_list<LogField> fields) {
+                     absl::Span<const LogField> fields) {
   std::string line = "{\"ts\":\"" + time + "\",\"level\":\"" + NameOf(level) + "\",\"msg\":";
   AppendQuoted(message, &line);
   for (const LogField& field : fields) {
@@ -107,7 +108,7 @@ std::string JsonLine(LogLevel level, std::string_view message, const std::string
 }
 
 std::string TextLine(LogLevel level, std::string_view message, const std::string& time,
-                     std::initializer_list<LogField> fields) {
+                     absl::Span<const LogField> fields) {
   std::string quoted;
   AppendQuoted(message, &quoted);
   std::string line = time + " " + NameOf(level) + " " + quoted.substr(1, quoted.size() - 2);
@@ -144,12 +145,19 @@ bool ParseLogLevel(std::string_view text, LogLevel* level) {
   return false;
 }
 
-void SetLogging(LogLevel level, bool json) {
+void SetLogging(LogLevel level, bool json, bool requests) {
   min_level.store(level, std::memory_order_relaxed);
   as_json.store(json, std::memory_order_relaxed);
+  log_requests.store(requests, std::memory_order_relaxed);
 }
 
+bool RequestsAreLogged() { return log_requests.load(std::memory_order_relaxed); }
+
 void Log(LogLevel level, std::string_view message, std::initializer_list<LogField> fields) {
+  LogFields(level, message, absl::MakeConstSpan(fields.begin(), fields.size()));
+}
+
+void LogFields(LogLevel level, std::string_view message, absl::Span<const LogField> fields) {
   if (level < min_level.load(std::memory_order_relaxed)) return;
   const std::string time =
       absl::FormatTime("%Y-%m-%dT%H:%M:%E6SZ", absl::Now(), absl::UTCTimeZone());

@@ -10,6 +10,8 @@
 #include <utility>
 #include <variant>
 
+#include "absl/types/span.h"
+
 namespace dorad {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
@@ -19,9 +21,12 @@ using LogField = std::pair<const char*, LogValue>;
 
 // "debug", "info", "warning", "error". false when it is none of them.
 bool ParseLogLevel(std::string_view text, LogLevel* level);
-// json false: human-readable lines (for terminals).
-void SetLogging(LogLevel level, bool json);
+// json false: human-readable lines (for terminals). requests: whether RequestLog writes its lines.
+void SetLogging(LogLevel level, bool json, bool requests = true);
+bool RequestsAreLogged();
 void Log(LogLevel level, std::string_view message, std::initializer_list<LogField> fields = {});
+// As Log, with fields that are known at run time only.
+void LogFields(LogLevel level, std::string_view message, absl::Span<const LogField> fields);
 
 inline void LogInfo(std::string_view message, std::initializer_list<LogField> fields = {}) {
   Log(LogLevel::kInfo, message, fields);

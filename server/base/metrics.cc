@@ -14,6 +14,8 @@
 namespace dorad {
 
 using internal::AdapterMetrics;
+using internal::Counter;
+using internal::Counters;
 using internal::DeviceMetrics;
 using internal::EngineMetrics;
 using internal::Gauge;
@@ -38,6 +40,9 @@ struct Metrics::Impl {
                  {"tag"}),
         memory(&Gauges(registry, "dorad_memory_bytes", "Memory of the server's data, by kind."),
                {"kind"}),
+        reloads(&Counters(registry, "dorad_config_reloads_total",
+                          "Times that the configuration was read again."),
+                {"result"}),
         device(registry),
         rpc(registry),
         top_adapters(info.top_adapters),
@@ -57,6 +62,7 @@ struct Metrics::Impl {
       aliases.emplace(internal::VllmAliases::Options{info.model, info.kv_page_tokens,
                                                      info.max_adapters_in_step});
     }
+    for (const char* result : {"applied", "refused"}) reloads.Of({result});
   }
 
   Registry registry;
@@ -66,6 +72,7 @@ struct Metrics::Impl {
   StoreMetrics store;
   Labelled<Gauge, 1> sleeping;
   Labelled<Gauge, 1> memory;
+  Labelled<Counter, 1> reloads;
   DeviceMetrics device;
   RpcMetrics rpc;
   internal::TopAdapters top_adapters;
@@ -245,6 +252,8 @@ void Metrics::KvMemoryTakenBack(int64_t bytes) {
 void Metrics::SetSleeping(const std::string& tag, bool asleep) {
   impl_->sleeping.Of({tag}).Set(asleep ? 1 : 0);
 }
+
+void Metrics::ConfigReloaded(const std::string& result) { impl_->reloads.Of({result}).Increment(); }
 
 void Metrics::RpcStarted(const std::string& method) { impl_->rpc.started.Of({method}).Increment(); }
 

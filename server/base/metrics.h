@@ -150,6 +150,9 @@ class Metrics {
   // --- tag: "weights", "kv", "adapters".
   void SetSleeping(const std::string& tag, bool asleep);
 
+  // --- Life. result: "applied", "refused".
+  void ConfigReloaded(const std::string& result);
+
   // --- gRPC. method: "Generate"; code: "OK", "INVALID_ARGUMENT", ...
   void RpcStarted(const std::string& method);
   void RpcHandled(const std::string& method, const std::string& code, absl::Duration time);

@@ -13,11 +13,15 @@ namespace {
 
 constexpr absl::Duration kRetryQueueFull = absl::Milliseconds(200);
 constexpr absl::Duration kRetryPaused = absl::Seconds(1);
+constexpr absl::Duration kRetryShuttingDown = absl::Seconds(1);
 
 }  // namespace
 
 absl::Status ShuttingDown() {
-  return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
+  // Behind a load balancer the next try reaches another server.
+  return WithRetryAfter(
+      MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down"),
+      kRetryShuttingDown);
 }
 
 absl::Status Admission::Admit(const Request& request, Message enter) {
@@ -111,6 +115,16 @@ void Admission::StopAdmission() {
 void Admission::Close() {
   absl::MutexLock lock(&mu_);
   closing_ = true;
+}
+
+EngineLimits Admission::limits() const {
+  absl::MutexLock lock(&mu_);
+  return limits_;
+}
+
+void Admission::SetLimits(const EngineLimits& limits) {
+  absl::MutexLock lock(&mu_);
+  limits_ = limits;
 }
 
 bool Admission::idle() const {

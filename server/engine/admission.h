@@ -23,7 +23,7 @@ class Metrics;
 
 namespace dorad::engine {
 
-// UNAVAILABLE (SHUTTING_DOWN).
+// UNAVAILABLE (SHUTTING_DOWN) with a retry hint.
 absl::Status ShuttingDown();
 
 class Admission {
@@ -31,7 +31,7 @@ class Admission {
   using Message = absl::AnyInvocable<void()>;
 
   // metrics is borrowed.
-  Admission(const EngineLimits& limits, Metrics* metrics) : limits_(limits), metrics_(metrics) {}
+  Admission(const EngineLimits& limits, Metrics* metrics) : metrics_(metrics), limits_(limits) {}
 
   // --- Any thread. Messages run on the engine thread in the order in which they came.
 
@@ -48,6 +48,10 @@ class Admission {
   void StopAdmission();
   // Likewise, and the engine thread is told to end.
   void Close();
+
+  EngineLimits limits() const;
+  // For requests that have not been let in yet.
+  void SetLimits(const EngineLimits& limits);
 
   // True when nobody is in and no message is left.
   bool idle() const;
@@ -74,9 +78,9 @@ class Admission {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void StopRefusing(const adapter::AdapterRef& scope) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  const EngineLimits limits_;
   Metrics* const metrics_;
   mutable absl::Mutex mu_;
+  EngineLimits limits_ ABSL_GUARDED_BY(mu_);
   std::vector<Message> inbox_ ABSL_GUARDED_BY(mu_);
   struct Users {
     int64_t running = 0;

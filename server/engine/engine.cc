@@ -1,5 +1,7 @@
 #include "server/engine/engine.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <thread>
 #include <utility>
@@ -35,11 +37,14 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
 struct Engine::Impl {
   Impl(const EngineOptions& options, std::unique_ptr<ModelRunner> runner, Metrics* metrics)
       : prefix_cache(options.prefix_cache),
-        limits(LimitsOf(options, runner->kv_pages() * kKvPageTokens)),
-        rules{options.eos_token_ids, limits.context_length},
-        admission(limits, metrics),
+        kv_tokens(runner->kv_pages() * kKvPageTokens),
+        rules{options.eos_token_ids, LimitsOf(options, kv_tokens).context_length},
+        admission(LimitsOf(options, kv_tokens), metrics),
         loop(options, rules, std::move(runner), &admission, &board, metrics),
-        thread([this] { loop.Run(); }) {}
+        thread([this] {
+          pthread_setname_np(pthread_self(), "engine");
+          loop.Run();
+        }) {}
 
   ~Impl() {
     admission.Close();
@@ -55,7 +60,7 @@ struct Engine::Impl {
   }
 
   const bool prefix_cache;
-  const EngineLimits limits;
+  const int64_t kv_tokens;
   const StopRules rules;
   Admission admission;
   StatsBoard board;
@@ -68,7 +73,15 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<ModelRunner> runner
 
 Engine::~Engine() = default;
 
-const EngineLimits& Engine::limits() const { return impl_->limits; }
+EngineLimits Engine::limits() const { return impl_->admission.limits(); }
+
+void Engine::SetLimits(const EngineOptions& options) {
+  impl_->admission.SetLimits(LimitsOf(options, impl_->kv_tokens));
+}
+
+void Engine::SetGpuShare(double share) {
+  impl_->admission.Post([loop = &impl_->loop, share] { loop->SetGpuShare(share); });
+}
 
 absl::Status Engine::Submit(GenerateInput input, std::shared_ptr<TokenStream> stream) {
   return impl_->Submit(std::make_unique<Request>(std::move(input), std::move(stream), SteadyNow()));

@@ -43,7 +43,11 @@ class Engine {
   // Ends every request with UNAVAILABLE (SHUTTING_DOWN) and joins the thread.
   ~Engine();
 
-  const EngineLimits& limits() const;
+  EngineLimits limits() const;
+  // For the requests to come; from `options` only what EngineLimits has.
+  void SetLimits(const EngineOptions& options);
+  // As EngineOptions::gpu_share, from the next step on.
+  void SetGpuShare(double share);
 
   // On success the engine ends the stream some day; on failure it never touches it.
   // RESOURCE_EXHAUSTED (QUEUE_FULL) with a retry hint, ALREADY_EXISTS (REQUEST_ID_IN_USE),

@@ -424,6 +424,11 @@ void EngineLoop::FollowYields(Instant now) {
   pacer_.SetShare(takes_all_time_ ? 1 : std::min(gpu_share_, yields_.share()), now);
 }
 
+void EngineLoop::SetGpuShare(double share) {
+  gpu_share_ = share;
+  FollowYields(SteadyNow());
+}
+
 void EngineLoop::TakeAllTime() {
   takes_all_time_ = true;
   FollowYields(SteadyNow());

@@ -53,6 +53,7 @@ class EngineLoop {
   void Yield(const Engine::YieldOptions& options,
              const std::function<void(absl::StatusOr<double>)>& done);
   void EndYield(const std::string& id, const std::function<void(bool)>& done);
+  void SetGpuShare(double share);
   void LendKv(int64_t bytes, const std::function<void(int64_t)>& done);
   // What runs is to end soon: shares do not count any more.
   void TakeAllTime();
@@ -97,7 +98,7 @@ class EngineLoop {
   void Answer(const Done& done, Args... args);
 
   const StopRules rules_;
-  const double gpu_share_;
+  double gpu_share_;
   Admission* const admission_;
   StatsBoard* const board_;
   Metrics* const metrics_;

@@ -7,9 +7,9 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
-#include "server/base/log.h"
 #include "server/base/metrics.h"
 
 namespace dorad::engine {
@@ -287,7 +287,7 @@ bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules
     if (reason != FinishReason::kNone) delta.finish = MakeFinish(*sequence, reason, now);
   }
   const bool finished = delta.finished();
-  samples_[sequence->index].finished = finished;
+  samples_[sequence->index].reason = delta.finish.reason;
   if (finished) metrics->SampleEnded(NameOf(delta.finish.reason));
   stream->Push(std::move(delta));
   return finished;
@@ -320,7 +320,7 @@ void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {
   metrics->RequestEnded(kind, outcome, Between(admitted, now));
   if (!final_status.ok()) metrics->RequestFailed(kind, ReasonOf(final_status));
   CountUse(metrics);
-  LogEnd(outcome, now);
+  LogEnd(now);
   // The leases go first: who sees the end of a request also sees them returned.
   if (generate) {
     generate->lease.Reset();
@@ -342,7 +342,9 @@ void Request::EndAborted(const std::string& detail, Instant now, Metrics* metric
     return;
   }
   for (const auto& sequence : sequences) {
-    if (samples_[sequence->index].finished) continue;
+    Sample& sample = samples_[sequence->index];
+    if (sample.reason != FinishReason::kNone) continue;
+    sample.reason = FinishReason::kAborted;
     SampleDelta delta;
     delta.sample_index = sequence->index;
     delta.finish = MakeFinish(*sequence, FinishReason::kAborted, now);
@@ -374,7 +376,12 @@ void Request::CountUse(Metrics* metrics) const {
   }
 }
 
-void Request::LogEnd(const std::string& outcome, Instant now) const {
+void Request::LogEnd(Instant now) {
+  RequestBase& request = generate ? static_cast<RequestBase&>(*generate) : *score;
+  // The line is written by whoever lets go last, best not by the engine's thread.
+  const std::shared_ptr<RequestLog> held_log = std::exchange(request.log, nullptr);
+  if (held_log == nullptr) return;
+  RequestLog& log = *held_log;
   int64_t generated = 0;
   int64_t cached = 0;
   int64_t preemptions = 0;
@@ -384,22 +391,24 @@ void Request::LogEnd(const std::string& outcome, Instant now) const {
     preemptions += sequence->preemptions;
   }
   const adapter::LoadedAdapter* held = generate ? generate->lease.get() : nullptr;
-  LogInfo("request ended",
-          {{"request_id", base().request_id},
-           {"kind", std::string(generate ? "generate" : "score")},
-           {"outcome", outcome},
-           {"adapter", base().adapter.name},
-           {"adapter_version", held == nullptr ? int64_t{0} : held->version()},
-           {"digest", held == nullptr ? std::string() : held->digest().substr(0, 12)},
-           {"samples", static_cast<int64_t>(sequences.size())},
-           {"prompt_tokens", sequences.empty() ? int64_t{0} : sequences.front()->prompt_tokens},
-           {"generated_tokens", generated},
-           {"cached_tokens", cached},
-           {"preemptions", preemptions},
-           {"queue_seconds", absl::ToDoubleSeconds(Between(admitted, started.value_or(now)))},
-           {"ttft_seconds",
-            first_token ? absl::ToDoubleSeconds(Between(admitted, *first_token)) : -1.0},
-           {"total_seconds", absl::ToDoubleSeconds(Between(admitted, now))}});
+  if (held != nullptr) {
+    log.Set("adapter_version", held->version());
+    log.Set("digest", held->digest().substr(0, 12));
+  }
+  std::set<std::string> reasons;
+  for (const Sample& sample : samples_) {
+    if (sample.reason != FinishReason::kNone) reasons.insert(NameOf(sample.reason));
+  }
+  if (!reasons.empty()) log.Set("finish", absl::StrJoin(reasons, ","));
+  log.Set("samples", static_cast<int64_t>(sequences.size()));
+  log.Set("prompt_tokens", sequences.empty() ? int64_t{0} : sequences.front()->prompt_tokens);
+  log.Set("generated_tokens", generated);
+  log.Set("cached_tokens", cached);
+  log.Set("preemptions", preemptions);
+  log.Set("queue_seconds", absl::ToDoubleSeconds(Between(admitted, started.value_or(now))));
+  if (first_token) {
+    log.Set("ttft_seconds", absl::ToDoubleSeconds(Between(admitted, *first_token)));
+  }
 }
 
 }  // namespace dorad::engine

@@ -101,7 +101,7 @@ struct Request {
   struct Sample {
     std::vector<TokenId> banned;  // before min_tokens
     Instant last_token;
-    bool finished = false;
+    FinishReason reason = FinishReason::kNone;
   };
 
   Sequence* AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
@@ -112,7 +112,8 @@ struct Request {
                    Metrics* metrics);
   bool AcceptScores(const Chunk& chunk, StepOutput output);
   void CountUse(Metrics* metrics) const;
-  void LogEnd(const std::string& outcome, Instant now) const;
+  // Says what the engine knows, and lets go of the log.
+  void LogEnd(Instant now);
 
   void DropUnusedLeases();
 

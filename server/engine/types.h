@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/adapter/version.h"
+#include "server/base/request_log.h"
 
 namespace dorad::engine {
 
@@ -54,6 +55,7 @@ struct RequestBase {
   adapter::AdapterRef adapter;  // as asked, for logs
   int32_t priority = 0;
   absl::Time deadline = absl::InfiniteFuture();
+  std::shared_ptr<RequestLog> log;  // gets what the engine knows at the end; nullptr: nobody's
 };
 
 struct GenerateInput : RequestBase {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/engine/admission.h"
 #include "server/rpc/call.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/encode.h"
@@ -61,10 +62,6 @@ void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& c
   });
 }
 
-absl::Status ShuttingDown() {
-  return MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down");
-}
-
 // Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
 // PeftConfig.
 template <typename Response>
@@ -75,6 +72,7 @@ adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& ca
       if (!result.ok()) {
         return typed_config ? NamePeftConfigFields(result.status()) : result.status();
       }
+      call->record().NameAdapter({result->adapter.name, result->adapter.version});
       Encode(result->adapter, to->mutable_adapter());
       to->set_generation(result->generation);
       return absl::OkStatus();
@@ -181,11 +179,12 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerCo
   return UnaryCall<v1::PublishFromPathResponse>::Run(
       "PublishFromPath", context, services_->metrics, response, [&](const auto& call) {
         absl::StatusOr<adapter::PublishOptions> options = ParsePublish(*request);
-        if (options.ok() && services_->draining) options = ShuttingDown();
+        if (options.ok() && services_->draining) options = engine::ShuttingDown();
         if (!options.ok()) {
           call->End(options.status());
           return;
         }
+        call->record().NameAdapter({options->name, options->version.value_or(0)});
         services_->publisher.from_path(*std::move(options), request->path(),
                                        AnswerTo(call, /*typed_config=*/false));
       });
@@ -197,11 +196,12 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
   return UnaryCall<v1::PublishFromMemoryResponse>::Run(
       "PublishFromMemory", context, services_->metrics, response, [&](const auto& call) {
         absl::StatusOr<MemoryPublish> publish = ParseMemoryPublish(*request, services_->handover);
-        if (publish.ok() && services_->draining) publish = ShuttingDown();
+        if (publish.ok() && services_->draining) publish = engine::ShuttingDown();
         if (!publish.ok()) {
           call->End(publish.status());
           return;
         }
+        call->record().NameAdapter({publish->options.name, publish->options.version.value_or(0)});
         services_->publisher.from_memory(std::move(publish->options),
                                          std::move(publish->config_json), std::move(publish->peer),
                                          AnswerTo(call, request->has_peft_config()));
@@ -219,6 +219,7 @@ grpc::ServerUnaryReactor* AdapterService::Activate(grpc::CallbackServerContext* 
           call->End(valid);
           return;
         }
+        call->record().NameAdapter({request->name(), request->version()});
         std::optional<int64_t> expected;
         if (request->has_expected_generation()) expected = request->expected_generation();
         // gRPC's request and response may be gone before the change is made.
@@ -269,6 +270,7 @@ grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* co
           call->End(valid);
           return;
         }
+        call->record().NameAdapter({request->name(), request->version()});
         RunChange(services_, call,
                   [call, services = services_, name = request->name(), version = request->version(),
                    force = request->force()] {

@@ -1,13 +1,27 @@
 #include "server/rpc/call.h"
 
 #include <chrono>
+#include <iterator>
 #include <optional>
+#include <string_view>
 
 #include "server/base/error.h"
 #include "server/base/log.h"
+#include "server/rpc/call_context.h"
+#include "server/rpc/request_defaults.h"
 #include "server/rpc/status.h"
 
 namespace dorad::rpc {
+namespace {
+
+// Of a metadata key that occurs once; else "". Valid as long as the context.
+std::string_view OnlyValue(const grpc::CallbackServerContext& context, const char* key) {
+  const auto [begin, end] = context.client_metadata().equal_range(key);
+  if (begin == end || std::next(begin) != end) return {};
+  return {begin->second.data(), begin->second.size()};
+}
+
+}  // namespace
 
 absl::Status ExceptionStatus(const char* method, const char* what) {
   LogError("exception in a call", {{"method", std::string(method)}, {"error", std::string(what)}});
@@ -17,8 +31,28 @@ absl::Status ExceptionStatus(const char* method, const char* what) {
 }
 
 CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context, Metrics* metrics)
-    : method_(method), context_(context), metrics_(metrics), start_(absl::Now()) {
+    : method_(method),
+      context_(context),
+      metrics_(metrics),
+      start_(absl::Now()),
+      log_(std::make_shared<RequestLog>()) {
   metrics_->RpcStarted(method_);
+  const std::string_view id = OnlyValue(*context, kRequestIdKey);
+  set_request_id(IsRequestId(id) ? std::string(id) : ChooseRequestId());
+  log_->Set("method", std::string(method));
+  log_->Set("peer", std::string(context->peer()));
+  std::string trace_id = TraceIdOf(OnlyValue(*context, kTraceparentKey));
+  if (!trace_id.empty()) log_->Set("trace_id", std::move(trace_id));
+}
+
+void CallRecord::set_request_id(std::string id) {
+  request_id_ = std::move(id);
+  log_->Set("request_id", request_id_);
+}
+
+void CallRecord::NameAdapter(const adapter::AdapterRef& ref) {
+  log_->Set("adapter", ref.name);
+  if (ref.version > 0) log_->Set("adapter_version", ref.version);
 }
 
 absl::Time CallRecord::Deadline(absl::Duration fallback) const {
@@ -41,10 +75,14 @@ grpc::Status CallRecord::End(const absl::Status& status) {
   if (const std::optional<std::string> pushback = RetryPushback(status)) {
     context_->AddTrailingMetadata("grpc-retry-pushback-ms", *pushback);
   }
-  metrics_->RpcHandled(method_, CodeName(status.code()), absl::Now() - start_);
-  std::map<std::string, std::string> metadata;
-  if (!request_id_.empty()) metadata["request_id"] = request_id_;
-  return ToGrpc(status, metadata);
+  context_->AddTrailingMetadata(kRequestIdKey, request_id_);
+  const absl::Duration time = absl::Now() - start_;
+  metrics_->RpcHandled(method_, CodeName(status.code()), time);
+  log_->Set("code", std::string(CodeName(status.code())));
+  if (!status.ok()) log_->Set("reason", ReasonOf(status));
+  log_->Set("total_seconds", absl::ToDoubleSeconds(time));
+  log_.reset();
+  return ToGrpc(status, {{"request_id", request_id_}});
 }
 
 }  // namespace dorad::rpc

@@ -18,7 +18,9 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "server/adapter/version.h"
 #include "server/base/metrics.h"
+#include "server/base/request_log.h"
 
 namespace dorad::rpc {
 
@@ -37,19 +39,25 @@ void Guarded(const char* method, Body&& body, OnError&& on_error) {
   }
 }
 
-// Counts a call and makes its final status. Not thread-safe.
+// Counts a call, makes its final status and says how it went in the log. Not thread-safe.
 class CallRecord {
  public:
   CallRecord(const char* method, grpc::CallbackServerContext* context, Metrics* metrics);
 
   const char* method() const { return method_; }
-  // Named in the ErrorInfo of a failure.
-  void set_request_id(std::string id) { request_id_ = std::move(id); }
+  // Named in the x-request-id trailer, in the log and in the ErrorInfo of a failure: the caller's
+  // x-request-id, or one of the server's choice, until the message's own is set.
+  const std::string& request_id() const { return request_id_; }
+  void set_request_id(std::string id);
+  // The adapter that the call is about; version 0: as the name says.
+  void NameAdapter(const adapter::AdapterRef& ref);
+  // The call's line in the log, for others to add to until they let go of it. nullptr after End.
+  const std::shared_ptr<RequestLog>& log() const { return log_; }
   // The caller's deadline, or now + fallback if there is none (fallback zero: never).
   absl::Time Deadline(absl::Duration fallback) const;
   // Why a call that the client no longer waits for ends.
   absl::Status CancelStatus() const;
-  // What to finish the call with; adds the retry hint to the trailers. Once.
+  // What to finish the call with; adds its id and the retry hint to the trailers. Once.
   grpc::Status End(const absl::Status& status);
 
  private:
@@ -58,6 +66,7 @@ class CallRecord {
   Metrics* const metrics_;
   const absl::Time start_;
   std::string request_id_;
+  std::shared_ptr<RequestLog> log_;
 };
 
 // A unary call that may be answered later from any thread. Kept alive by gRPC until it is done and

@@ -14,12 +14,13 @@ namespace {
 
 void FillModel(const Services& services, v1::ModelInfo* to) {
   const ServerInfo& info = services.info;
+  const engine::EngineLimits limits = services.engine->limits();
   to->set_model_type(info.model_type);
   to->set_name(info.model_name);
-  to->set_vocab_size(static_cast<uint32_t>(services.limits.engine.vocab_size));
+  to->set_vocab_size(static_cast<uint32_t>(limits.vocab_size));
   to->set_hidden_size(static_cast<uint32_t>(info.hidden_size));
   to->set_num_layers(static_cast<uint32_t>(info.num_layers));
-  to->set_context_length(static_cast<uint32_t>(services.limits.engine.context_length));
+  to->set_context_length(static_cast<uint32_t>(limits.context_length));
   to->set_num_parameters(static_cast<uint64_t>(info.num_parameters));
   to->set_digest(info.model_digest);
   to->mutable_eos_token_ids()->Add(info.eos_token_ids.begin(), info.eos_token_ids.end());
@@ -27,7 +28,7 @@ void FillModel(const Services& services, v1::ModelInfo* to) {
 }
 
 void FillLimits(const Services& services, v1::Limits* to) {
-  const engine::EngineLimits& limits = services.limits.engine;
+  const engine::EngineLimits limits = services.engine->limits();
   to->set_max_tokens(static_cast<uint32_t>(limits.max_tokens));
   to->set_max_n(static_cast<uint32_t>(limits.max_n));
   to->set_max_logprobs_k(static_cast<uint32_t>(limits.max_logprobs_k));

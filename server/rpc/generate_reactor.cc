@@ -15,9 +15,10 @@ GenerateReactor::GenerateReactor(Services* services, grpc::CallbackServerContext
 
 absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
   absl::StatusOr<engine::GenerateInput> parsed =
-      ParseGenerate(request, services_->limits, ChooseDefaults());
+      ParseGenerate(request, services_->limits(), {ChosenRequestId(), ChooseSeed()});
   absl::Status status = parsed.status();
   if (status.ok()) {
+    NameRequest(*parsed);
     absl::StatusOr<adapter::AdapterLease> lease = services_->registry->Acquire(parsed->adapter);
     status = lease.status();
     if (status.ok()) parsed->lease = *std::move(lease);
@@ -36,13 +37,24 @@ absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
   header_.top_logprobs = parsed->logprobs.top_k;
   {
     absl::MutexLock lock(&mu_);
-    record().set_request_id(header_.request_id);
-    parsed->deadline = record().Deadline(services_->default_deadline);
+    parsed->log = record().log();
+    parsed->deadline = record().Deadline(services_->default_deadline());
   }
   const bool final_only = request.response_mode() != v1::RESPONSE_MODE_STREAM;
   stream_ = std::make_shared<engine::TokenStream>(final_only);
   stream_->SetWaker([this] { Wake(); });
   return services_->engine->Submit(*std::move(parsed), stream_);
+}
+
+std::string GenerateReactor::ChosenRequestId() {
+  absl::MutexLock lock(&mu_);
+  return record().request_id();
+}
+
+void GenerateReactor::NameRequest(const engine::RequestBase& request) {
+  absl::MutexLock lock(&mu_);
+  record().set_request_id(request.request_id);
+  record().NameAdapter(request.adapter);
 }
 
 GenerateReactor::Turn GenerateReactor::Next(v1::GenerateResponse* response) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "dorad/v1/inference.pb.h"
@@ -24,6 +25,9 @@ class GenerateReactor final : public PumpedWriter<v1::GenerateResponse> {
   Turn Next(v1::GenerateResponse* response) override;
   void CancelSource() override;
   void LeaveSource() override;
+
+  std::string ChosenRequestId() ABSL_LOCKS_EXCLUDED(mu_);
+  void NameRequest(const engine::RequestBase& request) ABSL_LOCKS_EXCLUDED(mu_);
 
   std::shared_ptr<engine::TokenStream> stream_;  // set once, before the call is bound
   GenerateHeader header_;

@@ -32,9 +32,15 @@ std::shared_ptr<engine::ScoreTicket> MakeTicket(const std::shared_ptr<ScoreCall>
       });
 }
 
-absl::StatusOr<ParsedScore> Admit(const Services& services, const v1::ScoreRequest& request) {
-  absl::StatusOr<ParsedScore> parsed = ParseScore(request, services.limits, ChooseDefaults());
+absl::StatusOr<ParsedScore> Admit(const Services& services, const v1::ScoreRequest& request,
+                                  CallRecord* record) {
+  absl::StatusOr<ParsedScore> parsed =
+      ParseScore(request, services.limits(), {record->request_id(), ChooseSeed()});
   absl::Status status = parsed.status();
+  if (status.ok()) {
+    record->set_request_id(parsed->input.request_id);
+    if (parsed->adapters.size() == 1) record->NameAdapter(parsed->adapters.front());
+  }
   for (size_t i = 0; status.ok() && i < parsed->adapters.size(); ++i) {
     absl::StatusOr<adapter::AdapterLease> lease = services.registry->Acquire(parsed->adapters[i]);
     status = lease.status();
@@ -57,14 +63,14 @@ grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* c
                                                   v1::ScoreResponse* response) {
   return ScoreCall::Run(
       "Score", context, services_->metrics, response, [&](const std::shared_ptr<ScoreCall>& call) {
-        absl::StatusOr<ParsedScore> parsed = Admit(*services_, *request);
+        absl::StatusOr<ParsedScore> parsed = Admit(*services_, *request, &call->record());
         if (!parsed.ok()) {
           call->End(parsed.status());
           return;
         }
         engine::ScoreInput input = std::move(parsed->input);
-        call->record().set_request_id(input.request_id);
-        input.deadline = call->record().Deadline(services_->default_deadline);
+        input.log = call->record().log();
+        input.deadline = call->record().Deadline(services_->default_deadline());
         auto ticket = MakeTicket(call, services_->couriers, input.request_id, input.top_k);
         call->set_on_cancel([ticket, engine = services_->engine] {
           ticket->Cancel();

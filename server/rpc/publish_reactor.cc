@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "server/base/error.h"
+#include "server/engine/admission.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/peft_config_json.h"
 
@@ -18,8 +19,7 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
   auto reactor = std::make_shared<PublishReactor>(services, context, response);
   reactor->self_ = reactor;
   if (services->draining) {
-    reactor->End(
-        MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down"));
+    reactor->End(engine::ShuttingDown());
   } else {
     reactor->OpenStream();
     reactor->StartRead(&reactor->part_);
@@ -100,6 +100,7 @@ void PublishReactor::Complete(const absl::StatusOr<adapter::PublishResult>& resu
   absl::MutexLock lock(&mu_);
   if (ended_) return;
   if (result.ok()) {
+    record_.NameAdapter({result->adapter.name, result->adapter.version});
     Encode(result->adapter, response_->mutable_adapter());
     response_->set_generation(result->generation);
   }

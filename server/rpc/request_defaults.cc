@@ -23,13 +23,14 @@ uint64_t RandomStart() {
 
 }  // namespace
 
-RequestDefaults ChooseDefaults() {
-  static std::atomic<uint64_t> next_id{RandomStart()};
-  static std::atomic<uint64_t> next_seed{RandomStart()};
-  RequestDefaults defaults;
-  defaults.request_id = absl::StrCat("r-", absl::Hex(Mix(next_id++), absl::kZeroPad16));
-  defaults.seed = Mix(next_seed++);
-  return defaults;
+std::string ChooseRequestId() {
+  static std::atomic<uint64_t> next{RandomStart()};
+  return absl::StrCat("r-", absl::Hex(Mix(next++), absl::kZeroPad16));
+}
+
+uint64_t ChooseSeed() {
+  static std::atomic<uint64_t> next{RandomStart()};
+  return Mix(next++);
 }
 
 }  // namespace dorad::rpc

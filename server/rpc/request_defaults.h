@@ -1,12 +1,13 @@
 // Fresh request ids and seeds. Thread-safe.
 #pragma once
 
-#include "server/rpc/convert.h"
+#include <cstdint>
+#include <string>
 
 namespace dorad::rpc {
 
-// A request id that no other request of this server has ("r-" and 16 hex digits), and a random
-// seed.
-RequestDefaults ChooseDefaults();
+// An id that no other request of this server has: "r-" and 16 hex digits.
+std::string ChooseRequestId();
+uint64_t ChooseSeed();
 
 }  // namespace dorad::rpc

@@ -139,15 +139,24 @@ struct Server::Impl {
     services->engine->Abort(std::move(target), "the server is shutting down", [](int) {});
   }
 
-  // False when `timeout` has passed before all requests were answered.
-  bool AwaitQuiet(absl::Duration timeout) const {
+  bool RequestsRun() const { return !services->engine->idle() || services->open_streams > 0; }
+
+  bool AdaptersLoad() const {
+    const std::vector<adapter::AdapterRecord> versions =
+        services->registry->List("", "", 0, std::numeric_limits<int>::max());
+    return std::any_of(versions.begin(), versions.end(), [](const adapter::AdapterRecord& version) {
+      return version.state == adapter::AdapterState::kLoading;
+    });
+  }
+
+  // Waits while busy() and at most `timeout`, or until `hurry`.
+  template <typename Busy>
+  static void AwaitQuiet(absl::Duration timeout, const absl::Notification& hurry, Busy busy) {
     constexpr absl::Duration kPoll = absl::Milliseconds(20);
     const auto end = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout);
-    while (!services->engine->idle() || services->open_streams > 0) {
-      if (std::chrono::steady_clock::now() >= end) return false;
-      absl::SleepFor(kPoll);
+    while (busy() && std::chrono::steady_clock::now() < end) {
+      if (hurry.WaitForNotificationWithTimeout(kPoll)) return;
     }
-    return true;
   }
 
   Services* const services;
@@ -205,8 +214,9 @@ void Server::SetAlive(bool alive) {
   });
 }
 
-void Server::Drain(absl::Duration timeout, absl::Duration grace) {
+void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
   SetServing(false);
+  hurry.WaitForNotificationWithTimeout(times.delay);
   impl_->services->draining = true;
   engine::Engine* const engine = impl_->services->engine;
   engine->StopAdmission();
@@ -214,9 +224,14 @@ void Server::Drain(absl::Duration timeout, absl::Duration grace) {
   const engine::EngineStats stats = engine->stats();
   if (stats.paused || stats.asleep) impl_->Abort({.all = true});
   for (const adapter::AdapterRef& ref : stats.paused_adapters) impl_->Abort({.adapter = ref});
-  if (impl_->AwaitQuiet(timeout)) return;
+  // Loads wait for the weights as long as these sleep.
+  Impl::AwaitQuiet(times.timeout, hurry, [this, loads_go_on = !stats.asleep] {
+    return impl_->RequestsRun() || (loads_go_on && impl_->AdaptersLoad());
+  });
+  if (!impl_->RequestsRun()) return;
   impl_->Abort({.all = true});
-  impl_->AwaitQuiet(grace);
+  const absl::Notification never;
+  Impl::AwaitQuiet(times.grace, never, [this] { return impl_->RequestsRun(); });
 }
 
 void Server::Shutdown(absl::Duration grace) {

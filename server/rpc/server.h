@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/rpc/services.h"
 
@@ -35,10 +36,16 @@ class Server {
   // Health of "liveness".
   void SetAlive(bool alive);
 
-  // Not serving any more, new requests are refused, running ones go on, at full speed, until all of
-  // them have been answered or `timeout` has passed. What is left then, or was frozen by a pause,
-  // is aborted and has `grace` to reach the clients.
-  void Drain(absl::Duration timeout, absl::Duration grace);
+  struct DrainTimes {
+    absl::Duration delay;  // health says not serving, but requests are still taken
+    absl::Duration timeout;
+    absl::Duration grace;
+  };
+  // Not serving any more; after `delay` new requests are refused, running ones and loads of
+  // adapters go on, at full speed, until all of them have been answered or `timeout` has passed.
+  // What is left then, or was frozen by a pause, is aborted and has `grace` to reach the clients.
+  // Once `hurry` is notified neither delay nor timeout is waited for. Once.
+  void Drain(const DrainTimes& times, const absl::Notification& hurry);
   // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.
   void Shutdown(absl::Duration grace);
 

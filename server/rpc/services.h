@@ -90,10 +90,14 @@ struct Services {
   std::function<int64_t()> lent_weight_bytes = [] { return 0; };
   SleepControl sleep;
 
+  // What a request may ask for now.
+  RequestLimits limits() const { return {engine->limits(), max_message_bytes}; }
+  absl::Duration default_deadline() const { return absl::Seconds(default_deadline_seconds.load()); }
+
   ServerInfo info;
-  RequestLimits limits;
+  int64_t max_message_bytes = RequestLimits().max_message_bytes;
   int64_t max_adapter_bytes = 0;
-  absl::Duration default_deadline;  // for calls without one; zero: none
+  std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};
   std::atomic<int> open_streams{0};  // Generate calls that have not ended

@@ -10,6 +10,8 @@ import urllib.request
 
 import grpc
 import pytest
+from dorad.v1 import adapters_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lib.server import binary, command, environment, serve, start, wait_until
 from lib.wire import ABORTED, LENGTH, collect, failure
 
@@ -80,17 +82,103 @@ def test_drain_is_bounded(slow) -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_second_sigterm_does_not_wait(slow) -> None:
-    server = slow()
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_requests_with_what_they_have(slow, second: signal.Signals) -> None:
+    server = slow(**{"server.drain_delay_seconds": 60})
     call = server.wire.stream(PROMPT, max_tokens=8000, ignore_eos=True)
-    next(call)
-    begin = time.monotonic()
+    messages = [next(call)]
     os.kill(server.pid, signal.SIGTERM)
     time.sleep(0.3)
     assert server.process.poll() is None, "the running request was not waited for"
+    os.kill(server.pid, second)
+    (sample,) = collect([*messages, *call]).values()
+    assert sample.reason == ABORTED and sample.tokens
+    assert server.process.wait(20) == 128 + second
+
+
+def health(server) -> health_pb2_grpc.HealthStub:
+    return health_pb2_grpc.HealthStub(server.wire.channel)
+
+
+@pytest.mark.parametrize("service", ["", "dorad.v1.InferenceService", "readiness"])
+def test_requests_are_taken_while_balancers_learn_of_the_end(slow, service: str) -> None:
+    server = slow(**{"server.drain_delay_seconds": 2})
+    request = health_pb2.HealthCheckRequest(service=service)
+    watch = health(server).Watch(request, timeout=30)
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
     os.kill(server.pid, signal.SIGTERM)
-    server.process.wait(10)
-    assert time.monotonic() - begin < 5
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    # Still within the delay.
+    (sample,) = server.wire.generate(PROMPT, adapter="a", max_tokens=2, ignore_eos=True)
+    assert sample.reason == LENGTH
+    reply = health(server).Check(request, timeout=10)
+    assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    alive = health(server).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=10)
+    assert alive.status == health_pb2.HealthCheckResponse.SERVING
+    assert server.process.wait(20) == 0
+
+
+def test_refusals_say_when_to_try_again(slow) -> None:
+    server = slow()
+    call = server.wire.stream(PROMPT, max_tokens=400, ignore_eos=True)
+    next(call)
+    os.kill(server.pid, signal.SIGTERM)
+
+    def refusal():
+        try:
+            server.wire.generate(PROMPT, max_tokens=1, timeout=5)
+        except grpc.RpcError as error:
+            return error
+        return None
+
+    error = wait_until(refusal, what="new requests to be refused")
+    assert failure(error).reason == "SHUTTING_DOWN"
+    assert failure(error).retry_after == 1
+    assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+    call.cancel()
+    assert server.process.wait(20) == 0
+
+
+def test_sigterm_before_it_serves_ends_it_at_once(zoo, tmp_path) -> None:
+    adapters = {f"a{i}": zoo.adapter("slow", "dora") for i in range(200)}
+    line = command(zoo.model("slow"), adapters)
+    log = tmp_path / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=out, env=environment())
+    try:
+        wait_until(lambda: "adapter loaded" in log.read_text(), 60, "the start", 0.002)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        output = process.communicate()[0]
+    assert b"ready" not in output
+    assert "asked to end before serving" in log.read_text()
+
+
+def test_sigterm_while_adapters_load(slow, zoo) -> None:
+    """What was taken is loaded and answered; what comes later is refused."""
+    server = slow()
+    folder = zoo.adapter("slow", "dora")
+    results = []
+
+    def publish(name: str) -> None:
+        try:
+            server.wire.publish(name, folder)
+            results.append("published")
+        except grpc.RpcError as error:
+            results.append(failure(error).reason or error.code())
+
+    threads = [threading.Thread(target=publish, args=(f"b{i}",)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: "published" in results, what="a load")
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == len(threads)
+    assert set(results) <= {"published", "SHUTTING_DOWN", grpc.StatusCode.UNAVAILABLE}
 
 
 def test_readiness_ends_when_draining(slow) -> None:
@@ -109,6 +197,17 @@ def test_readiness_ends_when_draining(slow) -> None:
 
     wait_until(refused, what="readiness to end")
     call.cancel()
+    assert server.process.wait(20) == 0
+
+
+def test_watchers_learn_of_the_end(slow) -> None:
+    server = slow()
+    watch = server.wire.adapters.Watch(adapters_pb2.WatchRequest(), timeout=60)
+    watch.initial_metadata()
+    os.kill(server.pid, signal.SIGTERM)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(watch)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
     assert server.process.wait(20) == 0
 
 

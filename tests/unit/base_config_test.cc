@@ -284,6 +284,25 @@ TEST(ConfigTest, DefaultsAreValid) {
   EXPECT_EQ(ToYaml(Parse(ToYaml(config))), ToYaml(config));
 }
 
+TEST(ConfigTest, SaysWhereEachValueComesFrom) {
+  ConfigOrigins origins;
+  const std::string text =
+      "engine:\n  threads: 3\n  kv_bytes: 1GiB\nadapters:\n  preload:\n    a: /a\n";
+  const absl::StatusOr<Config> config =
+      ParseConfig(text, "c.yaml", {"engine.kv_bytes=2GiB", "log.level=error"}, &origins);
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_THAT(origins, ::testing::ElementsAre(
+                           Pair("adapters.preload", "c.yaml:5"), Pair("engine.kv_bytes", "--set"),
+                           Pair("engine.threads", "c.yaml:2"), Pair("log.level", "--set")));
+  const std::string yaml = ToYaml(*config, &origins);
+  EXPECT_THAT(yaml, HasSubstr("  threads: 3  # c.yaml:2\n"));
+  EXPECT_THAT(yaml, HasSubstr("  preload:  # c.yaml:5\n"));
+  EXPECT_THAT(yaml, HasSubstr("  max_n: 128  # default\n"));
+  EXPECT_EQ(ToYaml(Parse(yaml)), ToYaml(*config)) << "comments must not change what is read";
+  ASSERT_TRUE(ParseConfig("", "", {"adapters.preload.a=/x"}, &origins).ok());
+  EXPECT_THAT(origins, ElementsAre(Pair("adapters.preload", "--set")));
+}
+
 TEST(ConfigTest, LoadsAFileAndSaysWhenThereIsNone) {
   const std::string path = ::testing::TempDir() + "/base_config_test.yaml";
   std::ofstream(path) << "engine:\n  threads: 3\n";
@@ -313,7 +332,8 @@ TEST(ConfigTest, TableCoversEveryMember) {
   EXPECT_EQ(places.size(), ConfigKeys().size()) << "two rows share a member";
   const size_t padding = sizeof(double) - 2 * sizeof(bool)       // before engine.watchdog_seconds
                          + sizeof(std::string*) - sizeof(bool)   // after memory.host_weights
-                         + sizeof(std::string*) - sizeof(bool);  // after metrics.vllm_aliases
+                         + sizeof(std::string*) - sizeof(bool)  // after metrics.vllm_aliases
+                         + sizeof(std::string*) - sizeof(bool);  // after log.requests
   EXPECT_EQ(bytes + padding, sizeof(Config));
 }
 

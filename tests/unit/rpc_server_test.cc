@@ -193,7 +193,6 @@ class ServerTest : public testing::Test {
       done(publisher_.Publish(options));
     };
     services_.memory_by_kind = [] { return std::map<std::string, int64_t>{{"weights", 5}}; };
-    services_.limits.engine = engine_->limits();
     services_.max_adapter_bytes = 4 << 20;
   }
 
@@ -255,6 +254,10 @@ class ServerTest : public testing::Test {
     return part;
   }
 
+  void Drain(absl::Duration timeout, absl::Duration grace) {
+    server_->Drain({absl::ZeroDuration(), timeout, grace}, hurry_);
+  }
+
   v1::GetUploadResponse Uploaded(const std::string& id) {
     v1::GetUploadRequest request;
     request.set_upload_id(id);
@@ -273,6 +276,7 @@ class ServerTest : public testing::Test {
   FakePublisher publisher_;
   Services services_;
   std::unique_ptr<Server> server_;
+  absl::Notification hurry_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::InferenceService::Stub> inference_;
   std::unique_ptr<v1::AdapterService::Stub> adapters_;
@@ -331,6 +335,34 @@ TEST_F(ServerTest, RefusesBadRequestsWithoutInitialMetadata) {
   EXPECT_EQ(ReasonOfWire(answer.status), "ADAPTER_NAME_INVALID");
   EXPECT_THAT(answer.status.error_message(), testing::HasSubstr("n: 0 is not in [1, 128]"));
   EXPECT_TRUE(answer.context->GetServerInitialMetadata().empty());
+}
+
+TEST_F(ServerTest, NamesEveryCallInItsTrailersAndItsLineOfTheLog) {
+  const auto ask = [&](const std::vector<std::pair<std::string, std::string>>& metadata) {
+    const auto context = Context();
+    for (const auto& [key, value] : metadata) context->AddMetadata(key, value);
+    v1::GetInfoResponse info;
+    testing::internal::CaptureStderr();
+    EXPECT_TRUE(control_->GetInfo(context.get(), v1::GetInfoRequest(), &info).ok());
+    const std::string log = testing::internal::GetCapturedStderr();
+    const auto trailers = context->GetServerTrailingMetadata();
+    const auto found = trailers.find("x-request-id");
+    const std::string id =
+        found == trailers.end() ? "none" : std::string(found->second.data(), found->second.size());
+    EXPECT_THAT(log, testing::HasSubstr("\"request_id\":\"" + id + "\""));
+    return std::make_pair(id, log);
+  };
+  const std::string trace(32, 'a'), other(32, 'b'), rest = "-" + std::string(16, 'c') + "-01";
+  EXPECT_THAT(ask({}).first, testing::MatchesRegex("r-[0-9a-f]{16}"));
+  EXPECT_EQ(ask({{"x-request-id", "mine"}}).first, "mine");
+  EXPECT_NE(ask({{"x-request-id", "not mine!"}}).first, "not mine!");
+  EXPECT_THAT(ask({{"x-request-id", "one"}, {"x-request-id", "two"}}).first,
+              testing::StartsWith("r-"));
+  EXPECT_THAT(ask({{"traceparent", "00-" + trace + rest}}).second,
+              testing::HasSubstr("\"trace_id\":\"" + trace + "\""));
+  EXPECT_THAT(
+      ask({{"traceparent", "00-" + trace + rest}, {"traceparent", "00-" + other + rest}}).second,
+      testing::Not(testing::HasSubstr("trace_id")));
 }
 
 TEST_F(ServerTest, RefusesAnUnknownAdapter) {
@@ -420,7 +452,7 @@ TEST_F(ServerTest, EndsAtTheDeadline) {
 }
 
 TEST_F(ServerTest, AppliesTheDefaultDeadlineToCallsWithoutOne) {
-  services_.default_deadline = absl::Milliseconds(100);
+  services_.default_deadline_seconds = 0.1;
   runner_->step_time = 5;
   grpc::ClientContext context;
   const auto reader = inference_->Generate(&context, Request(400));
@@ -834,7 +866,7 @@ TEST_F(ServerTest, DrainsRunningRequestsAndRefusesNewOnes) {
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(40));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 0; }));
-  drain = std::thread([&] { server_->Drain(absl::Seconds(20), absl::Seconds(1)); });
+  drain = std::thread([&] { Drain(absl::Seconds(20), absl::Seconds(1)); });
   ASSERT_TRUE(Eventually([&] { return services_.draining.load(); }));
   EXPECT_TRUE(
       Eventually([&] { return ReasonOfWire(Generate(Request(1)).status) == "SHUTTING_DOWN"; }));
@@ -854,7 +886,7 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfFrozenRequestsAtOnce) {
   v1::PauseResponse paused;
   ASSERT_TRUE(control_->Pause(Context().get(), v1::PauseRequest(), &paused).ok());
   const absl::Time start = absl::Now();
-  std::thread drain([&] { server_->Drain(absl::Seconds(15), absl::Seconds(1)); });
+  std::thread drain([&] { Drain(absl::Seconds(15), absl::Seconds(1)); });
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
   EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
@@ -869,7 +901,35 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfWhatIsLeftAfterItsTime) {
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(400));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 1; }));
-  std::thread drain([&] { server_->Drain(absl::Milliseconds(100), absl::Seconds(10)); });
+  std::thread drain([&] { Drain(absl::Milliseconds(100), absl::Seconds(10)); });
+  v1::GenerateResponse message;
+  EXPECT_TRUE(reader->Read(&message));
+  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
+  EXPECT_FALSE(message.token_ids().empty());
+  EXPECT_TRUE(reader->Finish().ok());
+  drain.join();
+}
+
+TEST_F(ServerTest, DrainTakesRequestsUntilItsDelayHasPassed) {
+  std::thread drain([&] {
+    server_->Drain({absl::Hours(1), absl::Seconds(20), absl::Seconds(1)}, hurry_);
+  });
+  EXPECT_TRUE(Eventually([&] { return !IsServing(server_->address(), "readiness"); }));
+  EXPECT_TRUE(IsServing(server_->address(), "liveness"));
+  EXPECT_TRUE(Generate(Request(5)).status.ok());
+  hurry_.Notify();
+  drain.join();
+  EXPECT_EQ(ReasonOfWire(Generate(Request(1)).status), "SHUTTING_DOWN");
+}
+
+TEST_F(ServerTest, DrainInAHurryGivesBackTheTokensOfWhatRuns) {
+  runner_->step_time = 50;
+  const auto context = Context();
+  const auto reader = inference_->Generate(context.get(), Request(400));
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 1; }));
+  std::thread drain([&] { Drain(absl::Hours(1), absl::Seconds(10)); });
+  ASSERT_TRUE(Eventually([&] { return services_.draining.load(); }));
+  hurry_.Notify();
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
   EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);

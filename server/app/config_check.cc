@@ -1,0 +1,101 @@
+#include "server/app/config_check.h"
+
+#include <sys/un.h>
+
+#include <filesystem>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "server/adapter/folder.h"
+#include "server/app/backend.h"
+#include "server/app/room_options.h"
+#include "server/base/error.h"
+#include "server/base/listen_address.h"
+
+namespace dorad {
+namespace {
+
+class Checks {
+ public:
+  explicit Checks(const Config& config) : config_(config) {}
+
+  absl::Status Run() && {
+    if (!config_.model.path.empty()) Add("model", Backend::Check(config_));
+    for (const auto& [name, folder] : config_.adapters.preload) {
+      Add(absl::StrCat("adapters.preload.", name), adapter::CheckAdapterFolder(folder));
+    }
+    CheckListeners();
+    const std::string& handover = config_.server.handover_socket;
+    if (!handover.empty()) CheckSocket("server.handover_socket", handover);
+    CheckParent("adapters.store_path", config_.adapters.store_path);
+    if (problems_.empty()) return absl::OkStatus();
+    return MakeInvalid("configuration", std::move(problems_));
+  }
+
+ private:
+  void Add(const std::string& field, const absl::Status& status) {
+    if (status.ok()) return;
+    const std::vector<Violation> violations = ViolationsOf(status);
+    if (violations.empty()) {
+      problems_.push_back({field, ReasonOf(status), std::string(status.message())});
+    }
+    for (const Violation& violation : violations) {
+      problems_.push_back(
+          {absl::StrCat(field, ": ", violation.field), violation.reason, violation.description});
+    }
+  }
+
+  void CheckListeners() {
+    const std::vector<std::pair<const char*, std::string>> listeners = {
+        {"server.grpc_listen", config_.server.grpc_listen},
+        {"server.admin_listen", config_.server.admin_listen},
+        {"server.metrics_listen", config_.server.metrics_listen}};
+    for (size_t i = 0; i < listeners.size(); ++i) {
+      const auto& [key, text] = listeners[i];
+      const absl::StatusOr<ListenAddress> address = ParseListenAddress(text);
+      if (text.empty() || !address.ok()) continue;  // off; the rest the reader has refused
+      if (!address->unix_path.empty()) CheckSocket(key, address->unix_path);
+      const bool picks_one = address->unix_path.empty() && address->port == 0;
+      for (size_t j = 0; j < i && !picks_one; ++j) {
+        if (listeners[j].second != text) continue;
+        problems_.push_back(
+            {key, "PORT_IN_USE", absl::StrCat(text, " is ", listeners[j].first, ", too")});
+      }
+    }
+  }
+
+  void CheckSocket(const char* key, const std::string& path) {
+    if (path.size() >= sizeof(sockaddr_un::sun_path)) {
+      problems_.push_back({key, "LISTEN_ADDRESS",
+                           absl::StrCat("the path of a socket has fewer than ",
+                                        sizeof(sockaddr_un::sun_path), " bytes: ", path)});
+    }
+    CheckParent(key, path);
+  }
+
+  // Sockets and the store's folder are made, the folder above them is not.
+  void CheckParent(const char* key, const std::string& path) {
+    if (path.empty()) return;
+    std::filesystem::path whole = std::filesystem::absolute(path).lexically_normal();
+    if (!whole.has_filename()) whole = whole.parent_path();
+    std::error_code error;
+    if (std::filesystem::is_directory(whole.parent_path(), error)) return;
+    problems_.push_back({key, "FOLDER_NOT_FOUND",
+                         absl::StrCat("there is no folder ", whole.parent_path().string())});
+  }
+
+  const Config& config_;
+  std::vector<Violation> problems_;
+};
+
+}  // namespace
+
+absl::Status CheckStart(Config config) {
+  ResolveComputeDtype(&config.model);
+  return Checks(config).Run();
+}
+
+}  // namespace dorad
