@@ -332,7 +332,7 @@ TEST(ConfigTest, TableCoversEveryMember) {
   EXPECT_EQ(places.size(), ConfigKeys().size()) << "two rows share a member";
   const size_t padding = sizeof(double) - 2 * sizeof(bool)       // before engine.watchdog_seconds
                          + sizeof(std::string*) - sizeof(bool)   // after memory.host_weights
-                         + sizeof(std::string*) - sizeof(bool)  // after metrics.vllm_aliases
+                         + sizeof(std::string*) - sizeof(bool)   // after metrics.vllm_aliases
                          + sizeof(std::string*) - sizeof(bool);  // after log.requests
   EXPECT_EQ(bytes + padding, sizeof(Config));
 }
