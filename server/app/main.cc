@@ -90,7 +90,7 @@ int Serve(const Command& command) {
   if (const char* failpoint = std::getenv("DORAD_FAILPOINT")) {
     const absl::Status armed = ArmFailpoint(failpoint);
     if (!armed.ok()) return Fail(armed, kExitUsage);
-    LogWarning("a failpoint is armed: the process will kill itself", {{"failpoint", failpoint}});
+    LogWarning("a failpoint is armed: the process will fail there", {{"failpoint", failpoint}});
   }
   RaiseDescriptorLimit();
   app = App::Start(*config, [&signals] { signals.RequestEnd(kExitDeaf); });

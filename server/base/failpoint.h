@@ -1,4 +1,5 @@
-// Named points at which a test lets the process die as by kill -9.
+// Named points at which a test lets something go wrong: the process dies as by kill -9, the thread
+// throws, or it stops.
 //
 // Nothing happens unless a point is armed (dorad: the environment variable DORAD_FAILPOINT); the
 // points and what they are for: docs/development.md. Thread-safe once armed.
@@ -11,24 +12,26 @@
 
 namespace dorad {
 
-// Arms the point of that name: "NAME", or "NAME:N" for the N-th time that it is reached. Once,
-// before other threads run. INVALID_ARGUMENT (USAGE) for any other form.
+// Arms the point of that name: "NAME", or "NAME:N" for the N-th time that it is reached; with
+// "=kill" (the default), "=throw" or "=hang" behind it. Once, before other threads run.
+// INVALID_ARGUMENT (USAGE) for any other form.
 absl::Status ArmFailpoint(std::string_view spec);
 
 namespace internal {
 extern std::atomic<bool> failpoint_armed;
 // True when the armed point has been reached often enough.
 bool FailpointDue(std::string_view name);
-[[noreturn]] void Die();
+// Dies, throws or hangs, as armed.
+[[noreturn]] void GoWrong();
 }  // namespace internal
 
-// Ends the process when `name` is due, after last_act().
+// Goes wrong when `name` is due, after last_act().
 template <typename LastAct>
 void Failpoint(std::string_view name, LastAct&& last_act) {
   if (!internal::failpoint_armed.load(std::memory_order_relaxed)) return;
   if (!internal::FailpointDue(name)) return;
   last_act();
-  internal::Die();
+  internal::GoWrong();
 }
 
 inline void Failpoint(std::string_view name) {

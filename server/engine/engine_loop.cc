@@ -5,6 +5,7 @@
 
 #include "server/base/check.h"
 #include "server/base/error.h"
+#include "server/base/failpoint.h"
 #include "server/base/log.h"
 #include "server/base/metrics.h"
 
@@ -204,6 +205,7 @@ bool EngineLoop::BeginStep() {
   const Instant now = SteadyNow();
   metrics_->StepPhaseDone(StepPhase::kSchedule, Between(begin, now));
   for (const Chunk& chunk : chunks) NoteStarted(chunk.sequence->request, now);
+  Failpoint("engine_step");
   const absl::Status status = pipeline_.Begin(&chunks, now);
   if (status.ok()) return true;
   for (const Chunk& chunk : chunks) scheduler_.Landed(chunk);

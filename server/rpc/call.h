@@ -19,6 +19,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "server/adapter/version.h"
+#include "server/base/failpoint.h"
 #include "server/base/metrics.h"
 #include "server/base/request_log.h"
 
@@ -82,7 +83,12 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
     auto call = std::make_shared<UnaryCall>(method, context, metrics, response);
     call->self_ = call;
     Guarded(
-        method, [&] { body(call); }, [&](const absl::Status& status) { call->End(status); });
+        method,
+        [&] {
+          Failpoint("rpc_handler");
+          body(call);
+        },
+        [&](const absl::Status& status) { call->End(status); });
     return call.get();
   }
 
@@ -107,7 +113,11 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
     absl::MutexLock lock(&mu_);
     if (ended_) return;
     Guarded(
-        record_.method(), [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS { EndLocked(fill(response_)); },
+        record_.method(),
+        [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+          Failpoint("rpc_answer");
+          EndLocked(fill(response_));
+        },
         [&](const absl::Status& status) ABSL_NO_THREAD_SAFETY_ANALYSIS { EndLocked(status); });
   }
 
@@ -115,6 +125,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
     Guarded(
         record_.method(),
         [this] {
+          Failpoint("rpc_cancel");
           if (on_cancel_) on_cancel_();
           End(record_.CancelStatus());
         },

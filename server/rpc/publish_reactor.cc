@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "server/base/error.h"
+#include "server/base/failpoint.h"
 #include "server/engine/admission.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/peft_config_json.h"
@@ -18,12 +19,15 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
     Services* services, grpc::CallbackServerContext* context, v1::PublishResponse* response) {
   auto reactor = std::make_shared<PublishReactor>(services, context, response);
   reactor->self_ = reactor;
-  if (services->draining) {
-    reactor->End(engine::ShuttingDown());
-  } else {
-    reactor->OpenStream();
-    reactor->StartRead(&reactor->part_);
-  }
+  Guarded(
+      kMethod,
+      [&] {
+        Failpoint("rpc_handler");
+        if (services->draining) return reactor->End(engine::ShuttingDown());
+        reactor->OpenStream();
+        reactor->StartRead(&reactor->part_);
+      },
+      [&](const absl::Status& status) { reactor->End(status); });
   return reactor.get();
 }
 
@@ -50,6 +54,7 @@ void PublishReactor::OnReadDone(bool ok) {
 }
 
 void PublishReactor::Read(bool ok) {
+  Failpoint("rpc_read_done");
   if (!ok) {
     return Break(MakeInvalid("PublishRequest",
                              {{"part", "PUBLISH_INCOMPLETE", "the stream ended before commit"}}));
@@ -97,14 +102,20 @@ void PublishReactor::Load() {
 }
 
 void PublishReactor::Complete(const absl::StatusOr<adapter::PublishResult>& result) {
-  absl::MutexLock lock(&mu_);
-  if (ended_) return;
-  if (result.ok()) {
-    record_.NameAdapter({result->adapter.name, result->adapter.version});
-    Encode(result->adapter, response_->mutable_adapter());
-    response_->set_generation(result->generation);
-  }
-  EndLocked(result.status());
+  Guarded(
+      kMethod,
+      [&] {
+        Failpoint("rpc_answer");
+        absl::MutexLock lock(&mu_);
+        if (ended_) return;
+        if (result.ok()) {
+          record_.NameAdapter({result->adapter.name, result->adapter.version});
+          Encode(result->adapter, response_->mutable_adapter());
+          response_->set_generation(result->generation);
+        }
+        EndLocked(result.status());
+      },
+      [this](const absl::Status& status) { End(status); });
 }
 
 void PublishReactor::End(const absl::Status& status) {
@@ -119,8 +130,14 @@ void PublishReactor::EndLocked(const absl::Status& status) {
 }
 
 void PublishReactor::OnCancel() {
-  absl::MutexLock lock(&mu_);
-  EndLocked(record_.CancelStatus());
+  Guarded(
+      kMethod,
+      [this] {
+        Failpoint("rpc_cancel");
+        absl::MutexLock lock(&mu_);
+        EndLocked(record_.CancelStatus());
+      },
+      [this](const absl::Status& status) { End(status); });
 }
 
 void PublishReactor::OnDone() { auto self = std::move(self_); }

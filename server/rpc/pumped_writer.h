@@ -17,6 +17,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
+#include "server/base/failpoint.h"
 #include "server/rpc/call.h"
 #include "server/rpc/services.h"
 
@@ -36,6 +37,7 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
     Guarded(
         reactor->method_,
         [&] {
+          Failpoint("rpc_handler");
           const absl::Status status = reactor->Begin(request);
           if (!status.ok()) reactor->Abandon(status);
         },
@@ -44,23 +46,35 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
   }
 
   void OnWriteDone(bool ok) final {
-    {
-      absl::MutexLock lock(&mu_);
-      writing_ = false;
-      // OnCancel, which knows why, comes as well.
-      if (!ok && !abandoned_) abandoned_ = record_.CancelStatus();
-    }
-    if (!ok) CancelSource();
+    Guarded(
+        method_,
+        [&] {
+          {
+            absl::MutexLock lock(&mu_);
+            writing_ = false;
+            // OnCancel, which knows why, comes as well.
+            if (!ok && !abandoned_) abandoned_ = record_.CancelStatus();
+          }
+          Failpoint("rpc_write_done");
+          if (!ok) CancelSource();
+        },
+        [this](const absl::Status& status) { Abandon(status); });
     Pump();
   }
 
   void OnCancel() final {
-    absl::Status status;
-    {
-      absl::MutexLock lock(&mu_);
-      status = record_.CancelStatus();
-    }
-    Abandon(status);
+    Guarded(
+        method_,
+        [this] {
+          Failpoint("rpc_cancel");
+          absl::Status status;
+          {
+            absl::MutexLock lock(&mu_);
+            status = record_.CancelStatus();
+          }
+          Abandon(status);
+        },
+        [this](const absl::Status& status) { Abandon(status); });
   }
 
   void OnDone() final {
@@ -97,6 +111,7 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
     Guarded(
         method_,
         [this] {
+          Failpoint("rpc_pump");
           absl::MutexLock lock(&mu_);
           PumpLocked();
         },

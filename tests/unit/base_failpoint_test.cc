@@ -1,5 +1,9 @@
+#include <unistd.h>
+
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 
 #include "gtest/gtest.h"
 #include "server/base/error.h"
@@ -35,8 +39,37 @@ TEST(FailpointTest, CountsHowOftenThePointIsReached) {
       ::testing::KilledBySignal(SIGKILL), "1 2 3 $");
 }
 
+TEST(FailpointTest, ThrowsOnceWhereItIsToldTo) {
+  EXPECT_EXIT(
+      {
+        ASSERT_TRUE(ArmFailpoint("point:2=throw").ok());
+        for (int i = 1; i <= 3; ++i) {
+          try {
+            Failpoint("point");
+            std::fprintf(stderr, "%d ", i);
+          } catch (const std::exception& e) {
+            std::fprintf(stderr, "[%s] ", e.what());
+          }
+        }
+        std::exit(0);
+      },
+      ::testing::ExitedWithCode(0), "1 \\[failpoint point\\] 3 $");
+}
+
+TEST(FailpointTest, HangsUntilTheProcessEnds) {
+  EXPECT_EXIT(
+      {
+        ASSERT_TRUE(ArmFailpoint("point=hang").ok());
+        (void)alarm(1);
+        Failpoint("point");
+        std::fputs("went on\n", stderr);
+      },
+      ::testing::KilledBySignal(SIGALRM), "^$");
+}
+
 TEST(FailpointTest, RefusesWhatItCannotRead) {
-  for (const char* spec : {"", ":1", "point:", "point:0", "point:-1", "point:x", "point:1:2"}) {
+  for (const char* spec : {"", ":1", "point:", "point:0", "point:-1", "point:x", "point:1:2",
+                           "=throw", "point=", "point=stop", "point=throw:2"}) {
     EXPECT_EQ(ReasonOf(ArmFailpoint(spec)), "USAGE") << spec;
   }
 }
