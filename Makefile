@@ -1,12 +1,13 @@
 # Every command works alone on a fresh tree: what it needs is installed and built first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev server build test demo demo-rl assets serve lint format sanitize bundle bench clean
+.PHONY: help setup setup-dev server build test demo demo-rl assets serve lint format sanitize fuzz bundle bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
 SAN ?= address
 UNIT ?=
+SECONDS_EACH ?= 600
 ARGS ?=
 
 help: ## this list
@@ -57,6 +58,10 @@ format: setup-dev ## rewrite sources in the project's format
 
 sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread; UNIT=regex: some
 	@tools/sanitize.sh $(SAN) '$(UNIT)'
+
+fuzz: setup-dev ## the fuzz targets, SECONDS_EACH=600
+	@tools/client.sh
+	@tools/fuzz.sh $(SECONDS_EACH)
 
 bundle: build ## dist/dorad-bundle.tar.xz for GPU hosts
 	@tools/bundle.sh

@@ -1,0 +1,295 @@
+// libFuzzer target: whatever a request's bytes are, the server's conversion refuses them with
+// reasons that fit into trailers, or gives the engine and the loader nothing beyond the limits.
+//
+// The first byte chooses the message. A Publish stream is a list of parts, each behind its length
+// in two bytes.
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "dorad/v1/adapters.pb.h"
+#include "dorad/v1/control.pb.h"
+#include "dorad/v1/inference.pb.h"
+#include "google/rpc/status.pb.h"
+#include "server/adapter/version.h"
+#include "server/base/check.h"
+#include "server/base/error.h"
+#include "server/base/unique_fd.h"
+#include "server/handover/listener.h"
+#include "server/handover/message.h"
+#include "server/rpc/convert.h"
+#include "server/rpc/memory_publish.h"
+#include "server/rpc/page_token.h"
+#include "server/rpc/status.h"
+#include "server/rpc/upload.h"
+
+namespace dorad {
+namespace {
+
+constexpr size_t kMemoryBytes = 1 << 16;
+constexpr int64_t kMaxImageBytes = 1 << 20;
+
+rpc::RequestLimits Limits() {
+  rpc::RequestLimits limits;
+  limits.engine = {.vocab_size = 100,
+                   .context_length = 64,
+                   .max_tokens = 32,
+                   .max_n = 8,
+                   .max_logprobs_k = 5,
+                   .max_chosen_ids = 10,
+                   .max_stop_ids = 4,
+                   .max_score_tokens = 256,
+                   .max_queued_requests = 16,
+                   .max_queued_tokens = 1024};
+  return limits;
+}
+
+void CheckStatus(const absl::Status& status) {
+  const grpc::Status wire = rpc::ToGrpc(status);
+  if (status.ok()) return;
+  DORAD_CHECK(status.code() != absl::StatusCode::kInternal);
+  DORAD_CHECK(!ReasonOf(status).empty());
+  DORAD_CHECK(wire.error_message().size() <= rpc::kMaxMessageBytes);
+  google::rpc::Status details;
+  DORAD_CHECK(details.ParseFromString(wire.error_details()));
+  DORAD_CHECK(details.details_size() > 0);
+}
+
+void CheckIds(const std::vector<int32_t>& ids, size_t most) {
+  DORAD_CHECK(ids.size() <= most);
+  for (const int32_t id : ids) DORAD_CHECK(id >= 0 && id < Limits().engine.vocab_size);
+}
+
+void Check(const v1::GenerateRequest& request) {
+  const engine::EngineLimits limits = Limits().engine;
+  const auto input = rpc::ParseGenerate(request, Limits(), {"default", 1});
+  CheckStatus(input.status());
+  if (!input.ok()) return;
+  DORAD_CHECK(!input->prompt.empty());
+  CheckIds(input->prompt, static_cast<size_t>(limits.context_length));
+  CheckIds(input->stop.stop_token_ids, static_cast<size_t>(limits.max_stop_ids));
+  CheckIds(input->logprobs.chosen_ids, static_cast<size_t>(limits.max_chosen_ids));
+  DORAD_CHECK(input->n >= 1 && input->n <= limits.max_n);
+  DORAD_CHECK(input->stop.max_tokens >= 1 && input->stop.max_tokens <= limits.max_tokens);
+  DORAD_CHECK(input->stop.min_tokens >= 0 && input->stop.min_tokens <= input->stop.max_tokens);
+  DORAD_CHECK(input->sampling.temperature >= 0 && input->sampling.temperature <= 100);
+  DORAD_CHECK(input->sampling.top_p > 0 && input->sampling.top_p <= 1);
+  DORAD_CHECK(input->sampling.min_p >= 0 && input->sampling.min_p <= 1);
+  DORAD_CHECK(input->sampling.top_k >= 0);
+  DORAD_CHECK(input->logprobs.top_k >= 0 && input->logprobs.top_k <= limits.max_logprobs_k);
+  DORAD_CHECK(!input->request_id.empty() && input->request_id.size() <= rpc::kMaxRequestIdBytes);
+  DORAD_CHECK(input->cache_salt.size() <= rpc::kMaxCacheSaltBytes);
+}
+
+void Check(const v1::ScoreRequest& request) {
+  const engine::EngineLimits limits = Limits().engine;
+  const auto parsed = rpc::ParseScore(request, Limits(), {"default", 1});
+  CheckStatus(parsed.status());
+  if (!parsed.ok()) return;
+  DORAD_CHECK(!parsed->input.sequences.empty() && !parsed->adapters.empty());
+  int64_t tokens = 0;
+  for (const std::vector<int32_t>& sequence : parsed->input.sequences) {
+    CheckIds(sequence, static_cast<size_t>(limits.context_length));
+    tokens += static_cast<int64_t>(sequence.size() * parsed->adapters.size());
+  }
+  DORAD_CHECK(tokens <= limits.max_score_tokens);
+  CheckIds(parsed->input.chosen_ids, static_cast<size_t>(limits.max_chosen_ids));
+  DORAD_CHECK(parsed->input.top_k >= 0 && parsed->input.top_k <= limits.max_logprobs_k);
+  DORAD_CHECK(parsed->input.temperature > 0);
+}
+
+void Check(const v1::AbortRequest& request) {
+  const auto target = rpc::ParseAbort(request);
+  CheckStatus(target.status());
+  if (!target.ok()) return;
+  DORAD_CHECK(target->all || !target->adapter.is_base() || !target->request_ids.empty());
+}
+
+void Check(const v1::PauseRequest& request) { CheckStatus(rpc::ParsePause(request).status()); }
+
+void Check(const v1::YieldRequest& request) {
+  const auto options = rpc::ParseYield(request);
+  CheckStatus(options.status());
+  if (!options.ok()) return;
+  DORAD_CHECK(options->share >= rpc::kMinGpuShare && options->share <= 1);
+  DORAD_CHECK(options->time > absl::ZeroDuration());
+  DORAD_CHECK(options->time <= rpc::kMaxYieldTime);
+}
+
+void Check(const v1::EndYieldRequest& request) { CheckStatus(rpc::CheckYieldId(request)); }
+
+void Check(const v1::ListRequest& request) {
+  const auto position = rpc::ParsePageToken(request.page_token(), request.name());
+  CheckStatus(position.status());
+  if (!position.ok()) return;
+  const auto again = rpc::ParsePageToken(rpc::MakePageToken(*position), request.name());
+  DORAD_CHECK(again.ok() && again->name == position->name && again->version == position->version);
+}
+
+// What Get, Resume and all who name an adapter do with it.
+void Check(const v1::GetRequest& request) {
+  const auto ref = adapter::AdapterRef::Parse(request.adapter());
+  CheckStatus(ref.status());
+  if (!ref.ok()) return;
+  DORAD_CHECK(ref->is_base() || adapter::IsValidAdapterName(ref->name));
+  const auto again = adapter::AdapterRef::Parse(ref->ToString());
+  DORAD_CHECK(again.ok() && *again == *ref);
+}
+
+// As PublishFromPath, Activate and Retire begin.
+void Check(const v1::PublishFromPathRequest& request) {
+  std::vector<Violation> violations;
+  rpc::CheckAdapterName(request.name(), &violations);
+  rpc::CheckAdapterVersion(request.version(), &violations);
+  rpc::CheckTags(request.tags(), &violations);
+  if (!violations.empty()) CheckStatus(MakeInvalid("PublishFromPathRequest", violations));
+}
+
+void CheckUpload(std::string_view bytes) {
+  rpc::Upload upload(kMaxImageBytes, /*has_store=*/true,
+                     std::make_shared<rpc::UploadBudget>(kMaxImageBytes));
+  while (bytes.size() >= 2) {
+    const size_t length = static_cast<uint8_t>(bytes[0]) * 256u + static_cast<uint8_t>(bytes[1]);
+    const std::string_view part = bytes.substr(2, length);
+    bytes.remove_prefix(2 + part.size());
+    v1::PublishRequest request;
+    if (!request.ParseFromArray(part.data(), static_cast<int>(part.size()))) return;
+    const absl::Status status = upload.Accept(&request);
+    CheckStatus(status);
+    DORAD_CHECK(upload.received() <= static_cast<uint64_t>(kMaxImageBytes));
+    if (!status.ok() || upload.committed()) break;
+  }
+  if (!upload.committed()) return;
+  DORAD_CHECK(adapter::IsValidAdapterName(upload.TakeOptions().name));
+  DORAD_CHECK(!upload.TakeConfig().empty());
+}
+
+// A connection that has handed one memory over.
+class Handover {
+ public:
+  Handover() {
+    std::string folder = (std::filesystem::temp_directory_path() / "request_fuzz.XXXXXX").string();
+    DORAD_CHECK(mkdtemp(folder.data()) != nullptr);
+    handover::Listener::Options options;
+    options.path = folder + "/socket";
+    auto listener = handover::Listener::Start(options);
+    DORAD_CHECK(listener.ok());
+    listener_ = *std::move(listener);
+    Connect(options.path);
+    std::filesystem::remove_all(folder);
+  }
+
+  const handover::Listener* listener() const { return listener_.get(); }
+  const std::string& ticket() const { return ticket_; }
+
+ private:
+  void Connect(const std::string& path) {
+    const UniqueFd memory(memfd_create("fuzz", MFD_CLOEXEC));
+    DORAD_CHECK(ftruncate(memory.get(), kMemoryBytes) == 0);
+    socket_ = UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    DORAD_CHECK(path.size() < sizeof(address.sun_path));
+    std::memcpy(address.sun_path, path.c_str(), path.size());
+    DORAD_CHECK(
+        connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
+    std::array<char, handover::kOfferBytes> offer{};
+    std::memcpy(offer.data(), "DORADMEM\1", 9);
+    const uint64_t size = kMemoryBytes;
+    std::memcpy(offer.data() + 16, &size, sizeof(size));
+    iovec piece{offer.data(), offer.size()};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* const header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int));
+    const int fd = memory.get();
+    std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+    DORAD_CHECK(sendmsg(socket_.get(), &message, 0) == static_cast<ssize_t>(offer.size()));
+    std::array<char, handover::kMaxAnswerBytes> answer{};
+    DORAD_CHECK(recv(socket_.get(), answer.data(), answer.size(), 0) >= 24 && answer[0] == 0);
+    ticket_.assign(answer.data() + 8, handover::kTicketBytes);
+  }
+
+  std::unique_ptr<handover::Listener> listener_;
+  UniqueFd socket_;
+  std::string ticket_;
+};
+
+void Check(v1::PublishFromMemoryRequest request) {
+  static const Handover handover;
+  // Nobody guesses a ticket.
+  request.set_ticket(handover.ticket());
+  const auto publish = rpc::ParseMemoryPublish(request, handover.listener());
+  CheckStatus(publish.status());
+  if (!publish.ok()) return;
+  for (const adapter::PeerTensor& tensor : publish->peer.tensors) {
+    DORAD_CHECK(tensor.offset <= kMemoryBytes && tensor.bytes <= kMemoryBytes - tensor.offset);
+  }
+  const auto image = adapter::CopyToImage(publish->peer, kMaxImageBytes);
+  if (image.ok()) {
+    DORAD_CHECK(image->size() <= static_cast<size_t>(kMaxImageBytes));
+    (void)SafetensorsFile::Parse(*image, "memory");
+  } else {
+    CheckStatus(image.status());
+  }
+}
+
+template <typename Request>
+void CheckBytes(std::string_view bytes) {
+  Request request;
+  if (!request.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) return;
+  Check(request);
+}
+
+void CheckInput(std::string_view bytes) {
+  const std::string_view message = bytes.substr(1);
+  switch (static_cast<uint8_t>(bytes[0]) % 11) {
+    case 0:
+      return CheckBytes<v1::GenerateRequest>(message);
+    case 1:
+      return CheckBytes<v1::ScoreRequest>(message);
+    case 2:
+      return CheckBytes<v1::AbortRequest>(message);
+    case 3:
+      return CheckBytes<v1::PauseRequest>(message);
+    case 4:
+      return CheckBytes<v1::YieldRequest>(message);
+    case 5:
+      return CheckBytes<v1::EndYieldRequest>(message);
+    case 6:
+      return CheckBytes<v1::ListRequest>(message);
+    case 7:
+      return CheckBytes<v1::GetRequest>(message);
+    case 8:
+      return CheckBytes<v1::PublishFromPathRequest>(message);
+    case 9:
+      return CheckBytes<v1::PublishFromMemoryRequest>(message);
+    default:
+      return CheckUpload(message);
+  }
+}
+
+}  // namespace
+}  // namespace dorad
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  if (size > 0) dorad::CheckInput({reinterpret_cast<const char*>(data), size});
+  return 0;
+}
