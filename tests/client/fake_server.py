@@ -84,6 +84,19 @@ def overloaded(pushback_ms):
     return refuse
 
 
+class RoutingRecorder(grpc.ServerInterceptor):
+    """Notes which adapter each call names to proxies, as (method, name or None)."""
+
+    def __init__(self):
+        self.seen = []
+
+    def intercept_service(self, continuation, details):
+        metadata = dict(details.invocation_metadata)
+        method = details.method.rpartition("/")[2]
+        self.seen.append((method, metadata.get("x-dorad-adapter")))
+        return continuation(details)
+
+
 def ids(data):
     return np.frombuffer(data, "<i4").tolist()
 
@@ -121,6 +134,7 @@ class FakeServer(
         self.pause_modes = []
         self.generate_calls = []
         self.metadata = []
+        self.routing = RoutingRecorder()
         self.running = 0
         self.most_running = 0
         self.cancelled = 0
@@ -138,7 +152,9 @@ class FakeServer(
 
     def __enter__(self):
         self._server = grpc.server(
-            ThreadPoolExecutor(64), options=[("grpc.max_receive_message_length", 64 << 20)]
+            ThreadPoolExecutor(64),
+            options=[("grpc.max_receive_message_length", 64 << 20)],
+            interceptors=[self.routing],
         )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)

@@ -137,11 +137,18 @@ class Client:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
-        """Starts a call (unary: runs it) with this client's deadline and metadata."""
+    def _call(
+        self, method: Any, request: Any, timeout: float | None = None, *, about: Any = None
+    ) -> Any:
+        """Starts a call (unary: runs it) with this client's deadline and metadata.
+
+        `about` is a message that names the call's adapter, if `request` does not.
+        """
         try:
             return method(
-                request, timeout=deadline(timeout, self._timeout), metadata=self._metadata
+                request,
+                timeout=deadline(timeout, self._timeout),
+                metadata=self._metadata + _wire.routing(request if about is None else about),
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -416,9 +423,11 @@ class Client:
         while True:
             try:
                 if attempts.again:
-                    attempts.go_on_at(self._received(upload.id, attempts.left))
+                    attempts.go_on_at(self._received(upload, attempts.left))
                 messages = upload.messages(attempts.offset)
-                return self._call(self._adapters.Publish, messages, attempts.left)
+                return self._call(
+                    self._adapters.Publish, messages, attempts.left, about=upload.begin
+                )
             except DoradError as error:
                 if upload.failure is not None:
                     raise upload.failure from None
@@ -427,11 +436,12 @@ class Client:
                     raise
             time.sleep(delay)
 
-    def _received(self, upload_id: str, timeout: float) -> int:
+    def _received(self, upload: Upload, timeout: float) -> int:
         """Bytes of an upload that the server has."""
         try:
-            message = adapters_pb2.GetUploadRequest(upload_id=upload_id)
-            return int(self._call(self._adapters.GetUpload, message, timeout).received_bytes)
+            message = adapters_pb2.GetUploadRequest(upload_id=upload.id)
+            answer = self._call(self._adapters.GetUpload, message, timeout, about=upload.begin)
+            return int(answer.received_bytes)
         except NotFound:
             return 0
 

@@ -207,7 +207,7 @@ class Upload:
                 raise ValueError("publish with tensors needs config")
             text, self._image = config_json(config), TensorImage(tensors)
         self._progress = progress
-        self._begin = adapters_pb2.PublishBegin(
+        self.begin = adapters_pb2.PublishBegin(
             name=name,
             version=version,
             adapter_config_json=text,
@@ -228,7 +228,7 @@ class Upload:
     @property
     def id(self) -> str:
         """The upload_id."""
-        return self._begin.upload_id
+        return self.begin.upload_id
 
     def messages(self, offset: int) -> Iterator[adapters_pb2.PublishRequest]:
         """Begin, the chunks from `offset` on, Commit."""
@@ -245,12 +245,12 @@ class Upload:
             raise
 
     def _messages(self, offset: int, stream: int) -> Iterator[adapters_pb2.PublishRequest]:
-        if not self._begin.safetensors_sha256:
+        if not self.begin.safetensors_sha256:
             digest = hashlib.sha256()
             for piece in self._image.pieces():
                 digest.update(piece)
-            self._begin.safetensors_sha256 = digest.digest()
-        yield adapters_pb2.PublishRequest(begin=self._begin)
+            self.begin.safetensors_sha256 = digest.digest()
+        yield adapters_pb2.PublishRequest(begin=self.begin)
         if offset > 0:  # The server may have more than the stream before could report.
             self._report(offset, stream)
         for piece in self._image.pieces(offset):

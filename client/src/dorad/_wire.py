@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -96,6 +97,26 @@ def _one_of(value: str, known: Mapping[str, T], what: str) -> T:
     if value not in known:
         raise ValueError(f"{what} must be one of {', '.join(known)}, not {value!r}")
     return known[value]
+
+
+# --- Routing --------------------------------------------------------------------------------------
+
+ADAPTER_HEADER = "x-dorad-adapter"
+_ADAPTER_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?")
+
+
+def routing(request: Any) -> tuple[tuple[str, str], ...]:
+    """Metadata that names the request's adapter, for proxies that choose a server by it.
+
+    The version is left out: all versions of an adapter belong to one server. Of several adapters
+    the first one counts. Nothing for the base model, or for what is no name and will be refused.
+    """
+    if isinstance(request, inference_pb2.ScoreRequest):
+        ref = next(filter(None, request.adapters), "")
+    else:
+        ref = getattr(request, "adapter", "") or getattr(request, "name", "")
+    name = ref.partition("@")[0]
+    return ((ADAPTER_HEADER, name),) if _ADAPTER_NAME.fullmatch(name) else ()
 
 
 # --- Generate -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
@@ -154,12 +154,19 @@ class Client:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    def _start(self, method: Any, request: Any, timeout: float | None) -> Any:
-        return method(request, timeout=deadline(timeout, self._timeout), metadata=self._metadata)
+    def _start(self, method: Any, request: Any, timeout: float | None, *, about: Any = None) -> Any:
+        """`about` is a message that names the call's adapter, if `request` does not."""
+        return method(
+            request,
+            timeout=deadline(timeout, self._timeout),
+            metadata=self._metadata + _wire.routing(request if about is None else about),
+        )
 
-    async def _call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+    async def _call(
+        self, method: Any, request: Any, timeout: float | None = None, *, about: Any = None
+    ) -> Any:
         try:
-            return await self._start(method, request, timeout)
+            return await self._start(method, request, timeout, about=about)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
@@ -371,8 +378,8 @@ class Client:
             while True:
                 try:
                     if attempts.again:
-                        attempts.go_on_at(await self._received(upload.id, attempts.left))
-                    return await self._send(stub, upload.messages(attempts.offset), attempts.left)
+                        attempts.go_on_at(await self._received(upload, attempts.left))
+                    return await self._send(stub, upload, attempts)
                 except DoradError as error:
                     if upload.failure is not None:
                         raise upload.failure from None
@@ -381,11 +388,13 @@ class Client:
                         raise
                 await asyncio.sleep(delay)
 
-    async def _send(self, stub: Any, messages: Iterator[Any], timeout: float) -> Any:
+    async def _send(self, stub: Any, upload: Upload, attempts: Attempts) -> Any:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         call = stub.Publish.future(
-            messages, timeout=deadline(timeout, None), metadata=self._metadata
+            upload.messages(attempts.offset),
+            timeout=deadline(attempts.left, None),
+            metadata=self._metadata + _wire.routing(upload.begin),
         )
 
         def wake(_: object) -> None:
@@ -401,11 +410,13 @@ class Client:
         finally:
             call.cancel()
 
-    async def _received(self, upload_id: str, timeout: float) -> int:
+    async def _received(self, upload: Upload, timeout: float) -> int:
         """Bytes of an upload that the server has."""
         try:
-            message = adapters_pb2.GetUploadRequest(upload_id=upload_id)
-            answer = await self._call(self._adapters.GetUpload, message, timeout)
+            message = adapters_pb2.GetUploadRequest(upload_id=upload.id)
+            answer = await self._call(
+                self._adapters.GetUpload, message, timeout, about=upload.begin
+            )
             return int(answer.received_bytes)
         except NotFound:
             return 0
