@@ -50,7 +50,7 @@ class Scene:
 
 @pytest.fixture(scope="module")
 def server(zoo):
-    with serve(zoo.model("llama2"), None, {"engine.kv_bytes": 64 << 20}) as running:
+    with serve(zoo.model("slow"), None, {"engine.kv_bytes": 256 << 20}) as running:
         yield running
 
 
@@ -144,11 +144,14 @@ def test_many_tiny_headers(scene, figures) -> None:
 
 def test_rapid_reset(scene, figures) -> None:
     streams = sized(scene, direct=10_000, proxied=30_000)
+    scene.call()
     started = scene.server.metric("dorad_rpc_started_total", method="Generate")
     withstand(scene, named(attacks.rapid_reset, streams=streams), 30, figures)
+    started = scene.server.metric("dorad_rpc_started_total", method="Generate") - started
+    figures.append(f"rapid_reset: {started:.0f} calls started for {streams} streams")
     if scene.target.tls:
-        started = scene.server.metric("dorad_rpc_started_total", method="Generate") - started
-        assert started < streams / 3, "the proxy passed on what it should have cut off"
+        # keepalive_requests, and the good calls meanwhile.
+        assert started < 2000, "the proxy passed on what it should have cut off"
 
 
 def test_ping_flood(scene, figures) -> None:
@@ -172,7 +175,10 @@ def test_half_open_connections(scene, figures) -> None:
 
 
 def test_a_reader_without_a_window(scene, figures) -> None:
-    withstand(scene, named(attacks.slow_reader, streams=40, seconds=5), 30, figures)
+    streams = 20
+    ended = withstand(scene, named(attacks.slow_reader, streams=streams, seconds=8), 60, figures)
+    # The bare server holds the tokens for as long as the connection lives.
+    assert ended == sized(scene, direct=0, proxied=streams)
 
 
 def test_broken_peers(scene, figures) -> None:

@@ -97,17 +97,22 @@ def many_tiny_headers(target: Target) -> None:
 
 
 def rapid_reset(target: Target, streams: int) -> None:
-    """Streams that are reset as fast as they are made (CVE-2023-44487)."""
+    """Whole requests that are reset as soon as they are sent (CVE-2023-44487)."""
+    body, batch = grpc_message(_request(1000)), 100
     with target.connect() as peer:
         peer.greet()
-
-        def pairs():
-            for stream in range(1, 2 * streams, 2):
-                yield peer.headers_frames(stream, grpc_headers(GENERATE))
-                yield frames.RstStreamFrame(stream, error_code=8).serialize()
-
-        for data in joined(pairs()):
-            if not peer.send(data):
+        for first in range(1, 2 * streams, 2 * batch):
+            numbers = range(first, first + 2 * batch, 2)
+            calls = b"".join(
+                peer.headers_frames(number, grpc_headers(GENERATE))
+                + frames.DataFrame(number, data=body, flags=["END_STREAM"]).serialize()
+                for number in numbers
+            )
+            resets = b"".join(
+                frames.RstStreamFrame(number, error_code=8).serialize() for number in numbers
+            )
+            # One after the other: what is reset in the piece that brought it never starts.
+            if not (peer.send(calls) and peer.send(resets)):
                 return
         peer.closed_within(2)
 
@@ -182,13 +187,17 @@ def _closed(one, end: float) -> bool:
         return True
 
 
-def slow_reader(target: Target, streams: int, seconds: float) -> None:
-    """Long answers are asked for, and no window is given to send them in."""
+def slow_reader(target: Target, streams: int, seconds: float) -> int:
+    """Long answers are asked for, and no window is given to send them in.
+
+    How many of the calls the peer ended within `seconds`.
+    """
     with target.connect() as peer:
         peer.greet(INITIAL_WINDOW_SIZE=0)
         for stream in range(1, 2 * streams, 2):
-            peer.call(stream, GENERATE, _request(300))
-        peer.read(seconds)
+            peer.call(stream, GENERATE, _request(100))
+        ends = [frame for frame in peer.read(seconds) if isinstance(frame, frames.RstStreamFrame)]
+        return len(ends)
 
 
 # --- Broken peers, after gRPC's own bad_client programs
