@@ -58,6 +58,8 @@ class Nginx:
         main = _replaced(main, "/var/log/nginx/error.log", str(folder / "error.log"))
         main = _replaced(main, "/var/log/nginx/access.log", str(folder / "access.log"))
         main = _replaced(main, "worker_processes auto;", "worker_processes 2;")
+        if os.geteuid() != 0:
+            main = _replaced(main, "user www-data;\n", "")  # only root can, and nginx would warn
         (folder / "nginx.conf").write_text(main)
         lines = [f"server {server} max_fails=0;\n" for server in servers]
         (folder / "dorad-servers.conf").write_text("".join(lines))
