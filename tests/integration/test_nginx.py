@@ -212,7 +212,7 @@ def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
             assert all(len(places) == 1 for places in before.values()), before
             homes = {name: next(iter(places)) for name, places in before.items()}
             counts = [sum(home == address for home in homes.values()) for address in addresses]
-            assert min(counts) >= 3 and sum(counts) == 20, counts
+            assert min(counts) >= 1 and sum(counts) == 20, counts
             admitted = [
                 server.metric("dorad_requests_admitted_total", kind="generate")
                 for server in servers
