@@ -63,6 +63,18 @@ setup_system() {
   fi
   stage "system packages (${#packages[@]} missing)" apt apt_install "${packages[@]}" ||
     explain_network apt "the package mirror of this distribution" "installing system packages"
+  keep_daemons_off "${packages[@]}"
+}
+
+# Of nginx and Prometheus the tests want the programs: no package of ours starts a service on a host.
+keep_daemons_off() {
+  local package
+  [[ -d /run/systemd/system ]] || return 0
+  for package in "$@"; do
+    case $package in
+      nginx | prometheus) "${AS_ROOT[@]}" systemctl --quiet disable --now "$package" ;;
+    esac
+  done
 }
 
 # The first interpreter that is new enough and can make a virtual environment.
