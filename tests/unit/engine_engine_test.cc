@@ -316,6 +316,38 @@ TEST_F(EngineTest, AdaptersInUseAreThoseOfRequestsThatRunOrWait) {
   ExpectEverythingBack();
 }
 
+TEST_F(EngineTest, LimitsCanChangeForTheRequestsToCome) {
+  EngineOptions options = DefaultOptions();
+  options.max_running_sequences = 1;
+  Start(options, 64);
+  const EngineLimits before = engine_->limits();
+  absl::Notification go;
+  runner_->on_step = [&] {
+    go.WaitForNotification();
+    return absl::OkStatus();
+  };
+  std::vector<std::shared_ptr<TokenStream>> streams;
+  const auto submit = [&](int i) {
+    auto stream = std::make_shared<TokenStream>(false);
+    const absl::Status status = engine_->Submit(Input(Prompt(4, i), 2), stream);
+    if (status.ok()) streams.push_back(stream);
+    return status;
+  };
+  for (int i = 0; i < 4; ++i) EXPECT_TRUE(submit(i).ok());
+  options.max_queued_requests = 1;
+  options.max_n = 1;
+  engine_->SetLimits(options);
+  EXPECT_EQ(ReasonOf(submit(4)), "QUEUE_FULL");
+  EXPECT_EQ(engine_->limits().max_n, 1);
+  EXPECT_EQ(engine_->limits().context_length, before.context_length);
+  options.max_queued_requests = 100;
+  engine_->SetLimits(options);
+  EXPECT_TRUE(submit(5).ok());
+  go.Notify();
+  for (auto& stream : streams) EXPECT_TRUE(Wait(*stream).status.ok());
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, RefusesARequestIdInUse) {
   Start(DefaultOptions(), 64);
   absl::Notification go;

@@ -208,6 +208,15 @@ TEST_F(YieldingEngineTest, SleepsAndWakesWhileItYields) {
   EXPECT_EQ(outcome.samples.at(0).tokens, expected.tokens);
 }
 
+TEST_F(YieldingEngineTest, TheConfiguredShareCanChangeWhileItRuns) {
+  Start(DefaultOptions(), 64);
+  EXPECT_EQ(Yield("a", 0.5, absl::Minutes(1)), 0.5);
+  engine_->SetGpuShare(0.25);
+  EXPECT_EQ(Yield("b", 0.75, absl::Minutes(1)), 0.25) << "the smallest counts";
+  engine_->SetGpuShare(1);
+  EXPECT_EQ(Yield("b", 0.75, absl::Minutes(1)), 0.5);
+}
+
 TEST_F(YieldingEngineTest, WhenNobodyIsLetInAnyMoreSharesDoNotCount) {
   EngineOptions options = DefaultOptions();
   options.gpu_share = 0.5;
