@@ -41,6 +41,19 @@ apt_install() {
   local options=(-y --no-install-recommends -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300)
   "${AS_ROOT[@]}" apt-get update -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300
   "${AS_ROOT[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install "${options[@]}" "$@"
+  end_daemons "$@"
+}
+
+# Of packages that were installed just now, for their programs: where systemd runs, such a package
+# starts a daemon at once and at each boot.
+end_daemons() {
+  local package
+  [[ -d /run/systemd/system ]] || return 0
+  for package in "$@"; do
+    case $package in
+      nginx | prometheus) "${AS_ROOT[@]}" systemctl disable --now "$package.service" ;;
+    esac
+  done
 }
 
 explain_network() {
@@ -63,18 +76,6 @@ setup_system() {
   fi
   stage "system packages (${#packages[@]} missing)" apt apt_install "${packages[@]}" ||
     explain_network apt "the package mirror of this distribution" "installing system packages"
-  keep_daemons_off "${packages[@]}"
-}
-
-# Of nginx and Prometheus the tests want the programs: no package of ours starts a service on a host.
-keep_daemons_off() {
-  local package
-  [[ -d /run/systemd/system ]] || return 0
-  for package in "$@"; do
-    case $package in
-      nginx | prometheus) "${AS_ROOT[@]}" systemctl --quiet disable --now "$package" ;;
-    esac
-  done
 }
 
 # The first interpreter that is new enough and can make a virtual environment.

@@ -170,6 +170,11 @@ std::vector<AdapterRecord> AdapterRegistry::List(const std::string& name,
   return state_->book.List(name, after_name, after_version, limit);
 }
 
+std::map<AdapterState, int> AdapterRegistry::CountByState() const {
+  absl::MutexLock lock(&state_->mu);
+  return state_->book.CountByState();
+}
+
 int64_t AdapterRegistry::generation() const {
   absl::MutexLock lock(&state_->mu);
   return state_->events.generation();

@@ -129,6 +129,14 @@ std::vector<AdapterRecord> VersionBook::List(const std::string& name, const std:
   return records;
 }
 
+std::map<AdapterState, int> VersionBook::CountByState() const {
+  std::map<AdapterState, int> counts;
+  for (const auto& [name, held] : names_) {
+    for (const auto& [number, version] : held.versions) ++counts[version.record.state];
+  }
+  return counts;
+}
+
 absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,
                                                 std::optional<int64_t> wanted) const {
   const auto known = names_.find(name);

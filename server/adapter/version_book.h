@@ -54,6 +54,8 @@ class VersionBook {
   // As AdapterRegistry::List.
   std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,
                                   int64_t after_version, int limit) const;
+  // How many versions are in each state; copies nothing.
+  std::map<AdapterState, int> CountByState() const;
 
   // --- Numbers.
 

@@ -1,7 +1,7 @@
 #include "server/app/scrape.h"
 
 #include <algorithm>
-#include <limits>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -30,12 +30,10 @@ std::string Scrape::Render() {
 
 Metrics::AdapterGauges Scrape::CountAdapters() const {
   Metrics::AdapterGauges gauges;
-  for (const adapter::AdapterRecord& record :
-       from_.registry->List("", "", 0, std::numeric_limits<int>::max())) {
-    gauges.ready += record.state == adapter::AdapterState::kReady;
-    gauges.retiring += record.state == adapter::AdapterState::kRetiring;
-    gauges.loading += record.state == adapter::AdapterState::kLoading;
-  }
+  std::map<adapter::AdapterState, int> versions = from_.registry->CountByState();
+  gauges.ready = versions[adapter::AdapterState::kReady];
+  gauges.retiring = versions[adapter::AdapterState::kRetiring];
+  gauges.loading = versions[adapter::AdapterState::kLoading];
   const adapter::Residency::Stats resident = from_.residency->stats();
   gauges.resident_bytes = resident.bytes;
   gauges.away = resident.away;

@@ -1,14 +1,14 @@
 """The metrics under vLLM's names, read as endpoint pickers read them."""
 
+import itertools
 import re
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from lib.server import Server, serve, wait_until
+from lib.server import ROOT, Server, serve, wait_until
 
 SCRAPE_EVERY = 0.05
 SCRAPE_FOR = 4.0
@@ -126,7 +126,7 @@ def test_a_picker_that_scrapes_every_50_ms_follows_the_load(
     assert stamps[-1] >= began
     changes = [
         (before, after)
-        for before, after in zip(picked, picked[1:], strict=False)
+        for before, after in itertools.pairwise(picked)
         if (before.active, before.queued) != (after.active, after.queued)
     ]
     assert changes
@@ -166,6 +166,6 @@ def test_aliases_say_what_the_servers_own_metrics_say(server: Server) -> None:
 def test_every_alias_is_documented_and_typed(server: Server) -> None:
     text = server.metrics_text()
     typed = set(re.findall(r"^# TYPE (vllm:\w+) \w+$", text, re.MULTILINE))
-    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     assert typed == set(re.findall(r"^\| `(vllm:\w+)` \|", page, re.MULTILINE))
     assert set(re.findall(r"^# HELP (vllm:\w+) \S", text, re.MULTILINE)) == typed

@@ -35,9 +35,9 @@ class Prometheus:
         return self.get("/api/v1/query", query=expression, **time_of)["result"]
 
     def query_range(self, expression: str, begin: float, end: float, step: float) -> list[dict]:
-        return self.get(
-            "/api/v1/query_range", query=expression, start=begin, end=end, step=f"{step}s"
-        )["result"]
+        return self.get("/api/v1/query_range", query=expression, start=begin, end=end, step=step)[
+            "result"
+        ]
 
     def is_ready(self) -> bool:
         try:

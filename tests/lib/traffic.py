@@ -17,6 +17,8 @@ from lib.wire import Wire
 
 SWITCH = inference_pb2.IN_FLIGHT_POLICY_SWITCH_KEEP_KV
 POLICY = "policy"
+# Of calls that must not fail, on a machine that does much else.
+PATIENCE = 240.0
 
 
 def settings(store: Path, adapter_bytes: int, **more: object) -> dict:
@@ -59,7 +61,7 @@ class Traffic:
     def stop(self) -> None:
         self.over.set()
         for thread in self.threads:
-            thread.join(90)
+            thread.join(PATIENCE + 60)
             assert not thread.is_alive(), "a worker hangs"
 
     def check(self) -> None:
@@ -91,7 +93,7 @@ class Traffic:
         if adapter == POLICY:
             options["in_flight"] = SWITCH
         try:
-            wire.generate(self.prompt(choose), adapter=adapter, **options)
+            wire.generate(self.prompt(choose), adapter=adapter, timeout=PATIENCE, **options)
         except grpc.RpcError as error:
             if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
@@ -103,7 +105,8 @@ class Traffic:
             wire.score(sequences, ["", choose.choice(self.names)])
 
     def train(self, wire: Wire, choose: random.Random) -> None:
-        wire.publish(POLICY, choose.choice(self.folders), activate=True, durable=True)
+        folder = choose.choice(self.folders)
+        wire.publish(POLICY, folder, activate=True, durable=True, timeout=PATIENCE)
 
     # --- What is to fail.
     def err(self, wire: Wire, choose: random.Random) -> None:

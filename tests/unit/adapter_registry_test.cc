@@ -208,6 +208,20 @@ TEST_F(AdapterRegistryTest, ListsInOrderAndInPages) {
   EXPECT_THAT(page("b", "bb", 1, 10), ElementsAre());
 }
 
+TEST_F(AdapterRegistryTest, CountsVersionsByState) {
+  for (const char* name : {"b", "a", "c", "a"}) Publish(name, false);
+  ASSERT_TRUE(registry_->Reserve("d", std::nullopt, {}).ok());
+  absl::StatusOr<AdapterLease> lease = registry_->Acquire({"a", 1});
+  ASSERT_TRUE(lease.ok());
+  ASSERT_TRUE(registry_->Retire("a", 1).ok());
+  ASSERT_TRUE(registry_->Retire("c", 1).ok());
+  const std::map<AdapterState, int> expected = {{AdapterState::kLoading, 1},
+                                                {AdapterState::kReady, 2},
+                                                {AdapterState::kRetiring, 1},
+                                                {AdapterState::kGone, 1}};
+  EXPECT_EQ(registry_->CountByState(), expected);
+}
+
 TEST_F(AdapterRegistryTest, SaysWhenEventsAreNoLongerKept) {
   for (int i = 0; i < 12; ++i) Publish("a", false);
   EXPECT_EQ(ReasonOf(registry_->EventsAfter(3, 10).status()), "GENERATION_COMPACTED");
