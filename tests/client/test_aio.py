@@ -42,6 +42,22 @@ def test_has_the_methods_and_parameters_of_the_sync_form(name):
     assert list(inspect.signature(sync).parameters) == list(inspect.signature(aio).parameters)
 
 
+def test_metadata_can_be_that_of_one_caller_over_the_same_connection(server):
+    async def body(client):
+        ours = client.with_metadata([("x-who", "one")])
+        await asyncio.gather(ours.generate([1], max_tokens=1), client.generate([2], max_tokens=1))
+
+    run(server, body)
+    with dorad.Client(server.target, metadata=[("x-who", "own")]) as client:
+        client.with_metadata([]).generate([3], max_tokens=1)
+        client.generate([4], max_tokens=1)
+    seen = {
+        int.from_bytes(call.prompt_token_ids, "little"): metadata.get("x-who")
+        for call, metadata in zip(server.generate_calls, server.metadata, strict=True)
+    }
+    assert seen == {1: "one", 2: None, 3: None, 4: "own"}
+
+
 def test_a_pool_publishes_what_a_client_does():
     """Not the options that the pool decides about itself, nor what is for one upload alone."""
     client = set(inspect.signature(dorad.Client.publish).parameters)

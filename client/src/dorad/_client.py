@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import threading
@@ -125,6 +126,15 @@ class Client:
         self._adapters: Any = adapters_pb2_grpc.AdapterServiceStub(self._admin)
         self._control: Any = control_pb2_grpc.ControlServiceStub(self._admin)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def with_metadata(self, metadata: Sequence[tuple[str, str]]) -> Client:
+        """A client over the same connection, whose calls carry `metadata` in place of this one's.
+
+        For a proxy that passes on what its callers sent. Close the original only.
+        """
+        other = copy.copy(self)
+        other._metadata = tuple(metadata)
+        return other
 
     def close(self) -> None:
         """Closes the connection; running calls are cancelled. Idempotent."""

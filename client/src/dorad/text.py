@@ -9,6 +9,7 @@ import datetime
 import json
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,17 @@ Message = dict[str, Any]
 """{"role": "user", "content": "…"}"""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Byte fallback, as in Llama 2's vocabulary.
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level vocabularies write bytes with."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
 
 
 class ModelText:
@@ -45,6 +57,8 @@ class ModelText:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The library raises bare Exception.
             raise ValueError(f"{file}: {error}") from error
+        self._added = set(self._tokenizer.get_added_tokens_decoder())
+        self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         self._config: dict[str, Any] = {}
         if (root / "tokenizer_config.json").is_file():
             self._config = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -91,16 +105,30 @@ class ModelText:
         """One token's text, for tables; may be part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def stream(self) -> TextStream:
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token contributes to the text, as UTF-8; may be part of a character."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:  # Models may have more rows than their tokenizer has tokens.
+            return b""
+        if token_id in self._added:
+            return token.encode()
+        if self._byte_level:
+            return bytes(_BYTES[c] for c in token if c in _BYTES)
+        if match := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for tokens that arrive bit by bit."""
-        return TextStream(self)
+        return TextStream(self, skip_special_tokens)
 
 
 class TextStream:
     """Decodes a growing token sequence; the pieces join to the whole text. Not thread-safe."""
 
-    def __init__(self, text: ModelText) -> None:
+    def __init__(self, text: ModelText, skip_special_tokens: bool = True) -> None:
         self._text = text
+        self._skip = skip_special_tokens
         self._ids: list[int] = []
         # Ids before _start are done; those in [_start, _shown) have been shown and give context:
         # a token's text can depend on the one before (spaces).
@@ -110,17 +138,20 @@ class TextStream:
     def push(self, token_ids: TokenIds) -> str:
         """Adds tokens; returns the new text, holding back an unfinished character."""
         self._ids += [int(i) for i in token_ids]
-        fresh = self._text.decode(self._ids[self._start :])
+        fresh = self._decode(self._start, len(self._ids))
         if fresh.endswith(_REPLACEMENT):
             return ""
         return self._advance(fresh)
 
     def finish(self) -> str:
         """What was held back: an incomplete character appears as U+FFFD."""
-        return self._advance(self._text.decode(self._ids[self._start :]))
+        return self._advance(self._decode(self._start, len(self._ids)))
+
+    def _decode(self, begin: int, end: int) -> str:
+        return self._text.decode(self._ids[begin:end], skip_special_tokens=self._skip)
 
     def _advance(self, fresh: str) -> str:
-        before = self._text.decode(self._ids[self._start : self._shown])
+        before = self._decode(self._start, self._shown)
         self._start, self._shown = self._shown, len(self._ids)
         return fresh[len(before) :]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dorad.cli import adapters, generate, operate, score, top
+from dorad.cli import adapters, gateway, generate, operate, score, top
 from dorad.cli.common import Group, Output, share_options
 
 app = typer.Typer(
@@ -47,6 +47,7 @@ def root(
 app.command("generate")(generate.generate)
 app.command("score")(score.score)
 app.add_typer(adapters.app, name="adapters", help="Publish, inspect and retire adapters.")
+app.command("gateway")(gateway.gateway)
 app.command("info")(operate.info)
 app.command("top")(top.top)
 app.command("health")(operate.health)

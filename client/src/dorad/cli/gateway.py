@@ -1,0 +1,73 @@
+"""`doractl gateway`: HTTP for programs that speak OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.common import DEFAULT_TIMEOUT, TargetOption, TimeoutOption
+
+
+def gateway(
+    listen: Annotated[
+        str, typer.Option("--listen", help="HTTP: host:port; port 0 is the kernel's choice.")
+    ] = "127.0.0.1:8000",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="DORAD_MODEL",
+            help="Model folder with tokenizer and chat template; without: token ids only.",
+        ),
+    ] = None,
+    token: Annotated[
+        str,
+        typer.Option(
+            envvar="DORAD_TOKEN", help="For the gateway's own questions; callers bring theirs."
+        ),
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
+    tls_key: Annotated[str, typer.Option(help="PEM file of the certificate's key.")] = "",
+    allow_insecure: Annotated[
+        bool, typer.Option("--allow-insecure", help="Listen beyond the loopback without TLS.")
+    ] = False,
+    max_body_bytes: Annotated[int, typer.Option(help="Of one request.", min=1024)] = 4 << 20,
+    max_choices: Annotated[int, typer.Option(help="Prompts times n of one request.", min=1)] = 128,
+    max_requests: Annotated[int, typer.Option(help="In flight; more get 429.", min=1)] = 1024,
+    drain: Annotated[
+        float, typer.Option(help="Seconds for requests in flight at SIGTERM.", min=1)
+    ] = 30.0,
+    target: TargetOption = DEFAULT_TARGET,
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+) -> None:
+    """Serve OpenAI's HTTP API in front of the server."""
+    try:
+        from dorad.gateway.core import Limits
+        from dorad.gateway.serve import Settings, serve
+        from dorad.text import ModelText
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'dorad[cli,gateway]'") from error
+    settings = Settings(
+        target=target,
+        listen=listen,
+        token=token,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        allow_insecure=allow_insecure,
+        drain_seconds=drain,
+        limits=Limits(
+            body_bytes=max_body_bytes,
+            choices=max_choices,
+            requests=max_requests,
+            timeout=timeout,
+        ),
+    )
+    text = None if tokenizer is None else ModelText(tokenizer)
+
+    def ready(address: str) -> None:
+        print(f"dorad gateway ready http={address}", flush=True)
+
+    asyncio.run(serve(settings, text, ready))

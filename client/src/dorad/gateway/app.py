@@ -1,0 +1,55 @@
+"""The gateway's HTTP application: all routes, and errors of requests that meet none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dorad.gateway import openai, openapi
+from dorad.gateway.callers import Caller
+from dorad.gateway.core import Gateway
+from dorad.gateway.errors import Refusal
+from dorad.gateway.http import Endpoint, answer
+
+
+async def _health(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """200 while the server takes requests."""
+    if await gateway.healthy():
+        return answer({"status": "ok"})
+    raise Refusal(503, "SERVER_NOT_READY", "the server is not serving", retry_after=1)
+
+
+async def _metrics(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _openapi(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    return answer(openapi.document())
+
+
+async def _unknown(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reasons: Mapping[int, str] = {404: "ROUTE_NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    refusal = Refusal(error.status_code, reasons.get(error.status_code, "HTTP_ERROR"), message)
+    return answer(refusal.body(), refusal.status, dict(error.headers or {}))
+
+
+def application(gateway: Gateway) -> Starlette:
+    def door(name: str, handler: object) -> Endpoint:
+        return Endpoint(gateway, name, handler, Refusal.body, counted=False)  # type: ignore[arg-type]
+
+    return Starlette(
+        routes=[
+            *openai.routes(gateway),
+            Route("/health", door("health", _health), methods=["GET"]),
+            Route("/metrics", door("metrics", _metrics), methods=["GET"]),
+            Route("/openapi.json", door("openapi", _openapi), methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _unknown},
+    )

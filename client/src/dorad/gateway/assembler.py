@@ -1,0 +1,155 @@
+"""From the tokens of one sample to text that may be shown: characters whole, stop strings cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from dorad import types as t
+from dorad.text import ModelText, TextStream
+
+
+@dataclass(slots=True)
+class Token:
+    """One generated token as an answer shows it."""
+
+    id: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+    """(id, logprob) of the most likely tokens, most likely first."""
+    offset: int
+    """Characters of the sample's text before it."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What has become certain since the last piece."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a sample's text, besides its end."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample; their text is not the answer's."""
+    include: bool = False
+    """The stop string, or the stop token's text, belongs to the answer."""
+    min_tokens: int = 0
+    """Stop strings before so many tokens are text like any other."""
+
+
+class Assembler:
+    """Collects one sample. Not thread-safe.
+
+    Text that may turn out to begin a stop string is held back, together with its tokens, so that
+    what has been handed out is never taken back. Without a tokenizer (`text` is None) there are
+    only tokens.
+    """
+
+    def __init__(
+        self, text: ModelText | None, stops: Stops, *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decoder: TextStream | None = (
+            text.stream(skip_special_tokens=skip_special_tokens) if text is not None else None
+        )
+        self._stops = stops
+        self._longest = max((len(s) for s in stops.strings), default=0)
+        self._text = ""
+        self._released = 0
+        self._searched = 0  # No stop string that counts ends before this point.
+        self._pending: list[Token] = []
+        self.count = 0
+        """Tokens that have come, up to the one that completed a stop string."""
+        self.stopped: str | None = None
+        """The stop string that was met; nothing more is taken then."""
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        top: t.TopLogprobs | None = None,
+    ) -> Piece:
+        """Takes new tokens."""
+        for i, token_id in enumerate(token_ids):
+            pairs = (
+                list(zip(top.token_ids[i].tolist(), top.logprobs[i].tolist(), strict=True))
+                if top is not None
+                else []
+            )
+            logprob = None if logprobs is None else float(logprobs[i])
+            self._pending.append(Token(token_id, logprob, pairs, len(self._text)))
+            self.count += 1
+            if self._decoder is not None and (
+                self._stops.include or token_id not in self._stops.token_ids
+            ):
+                self._text += self._decoder.push([token_id])
+            if self._cut():
+                return self._release(len(self._text))
+        return self._release(len(self._text) - self._held_back())
+
+    def end(self) -> Piece:
+        """The sample has ended: what was held back comes out."""
+        if self.stopped is not None:
+            return Piece()
+        if self._decoder is not None:
+            self._text += self._decoder.finish()
+            if self._cut():
+                return self._release(len(self._text))
+        piece = self._release(len(self._text))
+        # Tokens without text of their own, such as the one that ended the sample.
+        piece.tokens += self._pending
+        self._pending = []
+        return piece
+
+    def _cut(self) -> bool:
+        """Looks for a stop string; ends the text at the first."""
+        if not self._stops.strings:
+            return False
+        if self.count <= self._stops.min_tokens:
+            self._searched = len(self._text)
+            return False
+        # Only those that end behind what has been searched.
+        found = [
+            (at, s)
+            for s in self._stops.strings
+            if (at := self._text.find(s, max(0, self._searched - len(s) + 1))) >= 0
+        ]
+        self._searched = len(self._text)
+        if not found:
+            return False
+        at, self.stopped = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+        self._text = self._text[: at + (len(self.stopped) if self._stops.include else 0)]
+        return True
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text that could begin a stop string."""
+        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
+            tail = self._text[-length:]
+            if any(s.startswith(tail) for s in self._stops.strings):
+                return length
+        return 0
+
+    def _release(self, end: int) -> Piece:
+        text = self._text[self._released : end] if end > self._released else ""
+        self._released = max(self._released, end)
+        if self._decoder is None:
+            tokens, self._pending = self._pending, []
+        else:
+            tokens = [token for token in self._pending if token.offset < end]
+            self._pending = self._pending[len(tokens) :]
+        return Piece(text, tokens)
+
+
+def stops_of(
+    strings: Sequence[str],
+    token_ids: Collection[int],
+    *,
+    include: bool = False,
+    min_tokens: int = 0,
+) -> Stops:
+    """`Stops` without repetitions."""
+    return Stops(tuple(dict.fromkeys(strings)), frozenset(token_ids), include, min_tokens)

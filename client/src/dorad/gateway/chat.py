@@ -1,0 +1,166 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dorad.gateway import fields, schema
+from dorad.gateway.assembler import Token, stops_of
+from dorad.gateway.callers import Caller
+from dorad.gateway.core import Gateway
+from dorad.gateway.errors import Refusal
+from dorad.gateway.names import TokenNames
+from dorad.gateway.samples import Work, choices, updates
+from dorad.types import GenerateOptions
+
+
+@dataclass(slots=True)
+class Chat:
+    """A request that has been understood."""
+
+    id: str
+    model: str
+    work: Work
+    names: TokenNames
+    logprobs: bool
+    return_token_ids: bool
+    include_usage: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -> tuple[Chat, bool]:
+    """The request and whether to stream. Raises Refusal or DoradError."""
+    body = schema.checked(fields.without_foreign(raw), fields.CHAT)
+    text = gateway.needs_text()
+    logprobs, top = body.get("logprobs", False), body.get("top_logprobs")
+    if top is not None and not logprobs:
+        message = "top_logprobs needs logprobs: true"
+        raise Refusal(400, "LOGPROBS_MISSING", message, param="top_logprobs")
+    if not text.has_chat_template:
+        message = "the tokenizer's folder has no chat template; /v1/completions takes plain text"
+        raise Refusal(400, "CHAT_TEMPLATE_MISSING", message, param="messages")
+    n = body.get("n", 1)
+    gateway.check_choices([None], n)
+    model = await gateway.model()
+    adapter = await gateway.adapter_of(body["model"])
+    try:
+        variables = body.get("chat_template_kwargs", {})
+        written = text.render_chat([_message(m) for m in body["messages"]], **variables)
+    except (ValueError, TypeError) as error:
+        raise Refusal(400, "CHAT_TEMPLATE_REFUSED", str(error), param="messages") from None
+    prompt = await gateway.encode(written, special_tokens=False)
+    eos = frozenset(() if body.get("ignore_eos") else model.eos_token_ids)
+    options: GenerateOptions = {
+        **fields.sampling(body),
+        "adapter": adapter,
+        "max_tokens": body.get("max_completion_tokens", body.get("max_tokens")),
+        "request_id": caller.call_id(),
+        "logprobs": "raw" if logprobs else None,
+        "top_logprobs": top,
+    }
+    stream = body.get("stream", False)
+    work = Work(
+        prompts=[prompt],
+        options=options,
+        stops=stops_of(
+            fields.stop_strings(body),
+            [*eos, *body.get("stop_token_ids", ())],
+            include=body.get("include_stop_str_in_output", False),
+            min_tokens=body.get("min_tokens", 0),
+        ),
+        n=n,
+        stream=stream,
+        eos_token_ids=eos,
+        skip_special_tokens=body.get("skip_special_tokens", True),
+    )
+    chat = Chat(
+        id=f"chatcmpl-{options['request_id']}",
+        model=body["model"],
+        work=work,
+        names=TokenNames(text, as_ids=body.get("return_tokens_as_token_ids", False)),
+        logprobs=logprobs,
+        return_token_ids=body.get("return_token_ids", False),
+        include_usage=body.get("stream_options", {}).get("include_usage", False),
+    )
+    return chat, stream
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With its parts joined: templates expect text."""
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def _logprobs(chat: Chat, tokens: list[Token]) -> dict[str, Any] | None:
+    if not chat.logprobs:
+        return None
+    return {"content": [chat.names.entry(token) for token in tokens], "refusal": None}
+
+
+async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
+    """The answer in one piece."""
+    work = chat.work
+    found = await choices(gateway.client_of(caller), gateway.text, work, gateway.limits.timeout)
+    answer: dict[str, Any] = {**chat.head("chat.completion"), "choices": []}
+    for index, choice in enumerate(found):
+        shown: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.piece.text},
+            "logprobs": _logprobs(chat, choice.piece.tokens),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if chat.return_token_ids:
+            shown["token_ids"] = [token.id for token in choice.piece.tokens]
+        answer["choices"].append(shown)
+    if chat.return_token_ids:
+        answer["prompt_token_ids"] = list(work.prompts[0])
+    answer["usage"] = work.tally.usage()
+    return answer
+
+
+async def events(gateway: Gateway, caller: Caller, chat: Chat) -> AsyncGenerator[dict[str, Any]]:
+    """The answer's events, without the last "[DONE]"."""
+    work, begun = chat.work, set[int]()
+    client = gateway.client_of(caller)
+    async with contextlib.aclosing(
+        updates(client, gateway.text, work, gateway.limits.timeout)
+    ) as news:
+        async for update in news:
+            delta: dict[str, Any] = {}
+            if update.index not in begun:
+                delta["role"] = "assistant"
+            if update.piece.text or delta:
+                delta["content"] = update.piece.text
+            if not (delta or update.piece.tokens or update.finish_reason):
+                continue
+            shown: dict[str, Any] = {
+                "index": update.index,
+                "delta": delta,
+                "logprobs": _logprobs(chat, update.piece.tokens),
+                "finish_reason": update.finish_reason,
+            }
+            if update.finish_reason is not None:
+                shown["stop_reason"] = update.stop_reason
+            if chat.return_token_ids:
+                shown["token_ids"] = [token.id for token in update.piece.tokens]
+            event = {**chat.head("chat.completion.chunk"), "choices": [shown]}
+            if chat.return_token_ids and not begun:
+                event["prompt_token_ids"] = list(work.prompts[0])
+            begun.add(update.index)
+            yield event
+    if chat.include_usage:
+        yield {
+            **chat.head("chat.completion.chunk"),
+            "choices": [],
+            "usage": work.tally.usage(),
+        }

@@ -1,0 +1,263 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import dorad.aio
+from dorad import types as t
+from dorad.gateway import fields, schema
+from dorad.gateway.assembler import Piece, Token, stops_of
+from dorad.gateway.callers import Caller
+from dorad.gateway.core import Gateway
+from dorad.gateway.errors import Refusal
+from dorad.gateway.names import TokenNames
+from dorad.gateway.samples import Choice, Update, Work, choices, updates
+from dorad.types import GenerateOptions
+
+_DEFAULT_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Completion:
+    """A request that has been understood."""
+
+    id: str
+    model: str
+    adapter: str | None
+    work: Work
+    names: TokenNames
+    logprobs: int | None
+    echo: list[Piece] | None
+    """One for each prompt, if asked for."""
+    generates: bool
+    """False: the prompts are only echoed (max_tokens is 0)."""
+    return_token_ids: bool
+    include_usage: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+        }
+
+
+async def understand(
+    gateway: Gateway, caller: Caller, raw: Mapping[str, Any]
+) -> tuple[Completion, bool]:
+    """The request and whether to stream. Raises Refusal or DoradError."""
+    body = schema.checked(fields.without_foreign(raw), fields.COMPLETION)
+    n = body.get("n", 1)
+    if body.get("best_of", n) != n:
+        raise Refusal(400, "FIELD_UNSUPPORTED", "best_of must be n", param="best_of")
+    echoed, max_tokens = body.get("echo", False), body.get("max_tokens", _DEFAULT_TOKENS)
+    if max_tokens == 0 and not echoed:
+        message = "max_tokens must be at least 1 without echo"
+        raise Refusal(400, "MAX_TOKENS_OUT_OF_RANGE", message, param="max_tokens")
+    gateway.needs_text()
+    model = await gateway.model()
+    adapter = await gateway.adapter_of(body["model"])
+    prompts = await _prompts(gateway, body, n)
+    eos = frozenset(() if body.get("ignore_eos") else model.eos_token_ids)
+    logprobs = body.get("logprobs")
+    options: GenerateOptions = {
+        **fields.sampling(body),
+        "adapter": adapter,
+        "max_tokens": max_tokens,
+        "request_id": caller.call_id(),
+        "logprobs": None if logprobs is None else "raw",
+        "top_logprobs": logprobs,
+    }
+    stream = body.get("stream", False)
+    work = Work(
+        prompts=prompts,
+        options=options,
+        stops=stops_of(
+            fields.stop_strings(body),
+            [*eos, *body.get("stop_token_ids", ())],
+            include=body.get("include_stop_str_in_output", False),
+            min_tokens=body.get("min_tokens", 0),
+        ),
+        n=n,
+        stream=stream,
+        eos_token_ids=eos,
+        skip_special_tokens=body.get("skip_special_tokens", True),
+    )
+    names = TokenNames(gateway.text, as_ids=body.get("return_tokens_as_token_ids", False))
+    completion = Completion(
+        id=f"cmpl-{options['request_id']}",
+        model=body["model"],
+        adapter=adapter,
+        work=work,
+        names=names,
+        logprobs=logprobs,
+        echo=None,
+        generates=max_tokens > 0,
+        return_token_ids=body.get("return_token_ids", False),
+        include_usage=body.get("stream_options", {}).get("include_usage", False),
+    )
+    if echoed:
+        completion.echo = await _echoes(gateway, gateway.client_of(caller), completion)
+    return completion, stream
+
+
+async def _prompts(gateway: Gateway, body: Mapping[str, Any], n: int) -> list[list[int]]:
+    given = body["prompt"]
+    several = isinstance(given, list) and not isinstance(given[0], int)
+    prompts = given if several else [given]
+    gateway.check_choices(prompts, n)
+    special = body.get("add_special_tokens", True)
+    found = [
+        await gateway.encode(p, special_tokens=special) if isinstance(p, str) else p
+        for p in prompts
+    ]
+    if not all(found):
+        message = "a prompt has no tokens, and the tokenizer adds none"
+        raise Refusal(400, "PROMPT_EMPTY", message, param="prompt")
+    return found
+
+
+async def _echoes(
+    gateway: Gateway, client: dorad.aio.Client, completion: Completion
+) -> list[Piece]:
+    """The prompts' own text, and their log-probabilities if those were asked for."""
+    work, text = completion.work, gateway.needs_text()
+    scored: t.ScoreResult | None = None
+    if completion.logprobs is not None:
+        scored = await client.score(
+            work.prompts,
+            [completion.adapter],
+            top_k=completion.logprobs or None,
+            request_id=f"{work.options['request_id']}-echo",
+            timeout=gateway.limits.timeout,
+        )
+    found = []
+    for i, prompt in enumerate(work.prompts):
+        decoder = text.stream(skip_special_tokens=work.skip_special_tokens)
+        piece = Piece()
+        for position, token_id in enumerate(prompt):
+            token = Token(token_id, None, [], len(piece.text))
+            if scored is not None and position > 0:
+                token.logprob = float(scored[i, 0][position])
+                if scored.top_logprobs is not None:
+                    ids, values = scored.top_logprobs[i][0]
+                    token.top = list(
+                        zip(ids[position].tolist(), values[position].tolist(), strict=True)
+                    )
+            piece.tokens.append(token)
+            piece.text += decoder.push([token_id])
+        piece.text += decoder.finish()
+        found.append(piece)
+    if not completion.generates:
+        work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+    return found
+
+
+def _with_echo(completion: Completion, index: int, piece: Piece, *, first: bool) -> Piece:
+    """The piece as it stands behind the prompt, and behind its text if it is the choice's first."""
+    if completion.echo is None:
+        return piece
+    echo = completion.echo[index // completion.work.n]
+    tokens = [
+        Token(token.id, token.logprob, token.top, token.offset + len(echo.text))
+        for token in piece.tokens
+    ]
+    if not first:
+        return Piece(piece.text, tokens)
+    return Piece(echo.text + piece.text, echo.tokens + tokens)
+
+
+def _choice(
+    completion: Completion,
+    index: int,
+    piece: Piece,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "index": index,
+        "text": piece.text,
+        "logprobs": None,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }
+    if completion.logprobs is not None:
+        names = completion.names
+        found["logprobs"] = {
+            "tokens": [names.name(token.id) for token in piece.tokens],
+            "token_logprobs": [names.value(token.logprob) for token in piece.tokens],
+            "top_logprobs": [names.table(token) for token in piece.tokens],
+            "text_offset": [token.offset for token in piece.tokens],
+        }
+    if completion.return_token_ids:
+        found["token_ids"] = [token.id for token in piece.tokens]
+        found["prompt_token_ids"] = list(completion.work.prompts[index // completion.work.n])
+    return found
+
+
+async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dict[str, Any]:
+    """The answer in one piece."""
+    work = completion.work
+    if completion.generates:
+        found = await choices(gateway.client_of(caller), gateway.text, work, gateway.limits.timeout)
+    else:
+        found = [Choice(finish_reason="length") for _ in range(len(work.prompts) * work.n)]
+    return {
+        **completion.head(),
+        "choices": [
+            _choice(
+                completion,
+                i,
+                _with_echo(completion, i, c.piece, first=True),
+                c.finish_reason,
+                c.stop_reason,
+            )
+            for i, c in enumerate(found)
+        ],
+        "usage": work.tally.usage(),
+    }
+
+
+async def events(
+    gateway: Gateway, caller: Caller, completion: Completion
+) -> AsyncGenerator[dict[str, Any]]:
+    """The answer's events, without the last "[DONE]"."""
+    work, begun = completion.work, set[int]()
+    async with contextlib.aclosing(_news(gateway, caller, completion)) as news:
+        async for update in news:
+            first = update.index not in begun
+            begun.add(update.index)
+            piece = _with_echo(completion, update.index, update.piece, first=first)
+            if not (piece.text or piece.tokens or update.finish_reason):
+                continue
+            choice = _choice(
+                completion, update.index, piece, update.finish_reason, update.stop_reason
+            )
+            if not first:
+                choice.pop("prompt_token_ids", None)
+            yield {**completion.head(), "choices": [choice]}
+    if completion.include_usage:
+        yield {**completion.head(), "choices": [], "usage": work.tally.usage()}
+
+
+async def _news(gateway: Gateway, caller: Caller, completion: Completion) -> AsyncGenerator[Update]:
+    work = completion.work
+    if completion.generates:
+        client = gateway.client_of(caller)
+        async with contextlib.aclosing(
+            updates(client, gateway.text, work, gateway.limits.timeout)
+        ) as news:
+            async for update in news:
+                yield update
+        return
+    for index in range(len(work.prompts) * work.n):
+        yield Update(index, Piece(), "length")
+        await asyncio.sleep(0)

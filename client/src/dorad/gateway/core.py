@@ -1,0 +1,131 @@
+"""What all of the gateway's doors share: clients, the model's facts, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dorad.aio
+from dorad import types as t
+from dorad.gateway.callers import Caller
+from dorad.gateway.errors import Refusal
+from dorad.gateway.metrics import Metrics
+from dorad.text import ModelText
+
+_MODEL_SECONDS = 10.0  # A server that was started again may hold another model.
+_LONG_TEXT = 4096  # Characters from which on tokenizing leaves the event loop alone.
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request, and all together, may take of the gateway."""
+
+    body_bytes: int = 4 << 20
+    choices: int = 128
+    """Prompts times n."""
+    requests: int = 1024
+    """In flight."""
+    timeout: float = 600.0
+    """Seconds for one request."""
+    body_seconds: float = 30.0
+    """For a request's body to arrive."""
+
+
+class Places:
+    """Room for so many requests at a time."""
+
+    def __init__(self, count: int, metrics: Metrics) -> None:
+        self._free = count
+        self._metrics = metrics
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Raises Refusal when there is none."""
+        if self._free == 0:
+            message = "the gateway has as many requests in flight as it may"
+            raise Refusal(429, "GATEWAY_BUSY", message, retry_after=1)
+        self._free -= 1
+        self._metrics.in_flight.inc()
+        try:
+            yield
+        finally:
+            self._free += 1
+            self._metrics.in_flight.dec()
+
+
+class Gateway:
+    """One server as seen through the gateway. For one event loop.
+
+    Args:
+      own: for what the gateway itself asks: the model's facts and health.
+      callers: carries callers' requests, each with its caller's metadata.
+      text: the model's tokenizer; None: token ids only.
+
+    Owns neither client.
+    """
+
+    def __init__(
+        self,
+        own: dorad.aio.Client,
+        callers: dorad.aio.Client,
+        text: ModelText | None,
+        limits: Limits,
+    ) -> None:
+        self.own = own
+        self.text = text
+        self.limits = limits
+        self.metrics = Metrics()
+        self.places = Places(limits.requests, self.metrics)
+        self.started = int(time.time())
+        self._callers = callers
+        self._model: t.ModelInfo | None = None
+        self._asked = 0.0
+        self._asking = asyncio.Lock()
+
+    def client_of(self, caller: Caller) -> dorad.aio.Client:
+        return self._callers.with_metadata(caller.metadata)
+
+    async def model(self) -> t.ModelInfo:
+        """Raises DoradError when the server cannot say."""
+        async with self._asking:
+            if self._model is None or time.monotonic() - self._asked > _MODEL_SECONDS:
+                self._model = (await self.own.info(timeout=5)).model
+                self._asked = time.monotonic()
+            return self._model
+
+    async def adapter_of(self, model: str) -> str | None:
+        """The adapter that a request's `model` names; None: the base model."""
+        if not model:
+            raise Refusal(404, "MODEL_NOT_FOUND", "model is empty", param="model")
+        return None if model == (await self.model()).name else model
+
+    async def healthy(self) -> bool:
+        try:
+            return await self.own.health(timeout=5) == "serving"
+        except dorad.DoradError:
+            return False
+
+    def needs_text(self) -> ModelText:
+        """Raises Refusal without a tokenizer."""
+        if self.text is None:
+            message = "this gateway has no tokenizer (--tokenizer): it takes and gives token ids"
+            raise Refusal(400, "TOKENIZER_NOT_CONFIGURED", message)
+        return self.text
+
+    async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        tokenizer = self.needs_text()
+        if len(text) < _LONG_TEXT:
+            return tokenizer.encode(text, special_tokens=special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, special_tokens=special_tokens)
+
+    def check_choices(self, prompts: Sequence[Any], n: int) -> None:
+        if len(prompts) * n > self.limits.choices:
+            message = (
+                f"{len(prompts)} prompts with {n} choices each are more than "
+                f"{self.limits.choices} choices"
+            )
+            raise Refusal(400, "CHOICES_TOO_MANY", message, param="n")

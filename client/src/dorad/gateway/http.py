@@ -1,0 +1,208 @@
+"""HTTP without any endpoint's meaning: bodies, answers, event streams, clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dorad.errors import DoradError
+from dorad.gateway.callers import Caller, caller_of
+from dorad.gateway.core import Gateway, Limits
+from dorad.gateway.errors import Refusal, as_refusal
+
+T = TypeVar("T")
+Handler = Callable[[Gateway, Request, Caller], Awaitable[Response]]
+ErrorBody = Callable[[Refusal], dict[str, Any]]
+
+_log = logging.getLogger("dorad.gateway")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def to_json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(to_json(value), status, headers, "application/json")
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Raises Refusal (too large, too slow) or ClientGone."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                body += message.get("body", b"")
+                if len(body) > limits.body_bytes:
+                    text = f"the body has more than {limits.body_bytes} bytes"
+                    raise Refusal(413, "BODY_TOO_LARGE", text)
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        text = f"the body did not arrive within {limits.body_seconds:g} s"
+        raise Refusal(408, "BODY_TOO_SLOW", text) from None
+
+
+async def read_json(request: Request, limits: Limits) -> bytes:
+    """The body of a request that says it is JSON.
+
+    A page in a browser cannot send that to another origin unasked, and the gateway allows none: so
+    pages cannot use a gateway that listens on the loopback.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        text = f"content-type must be application/json, not {kind!r}"
+        raise Refusal(415, "CONTENT_TYPE_NOT_JSON", text)
+    return await read_body(request, limits)
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` returns. When the client goes away first: cancels it, raises ClientGone."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watcher = asyncio.ensure_future(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of JSON values. A failure among them is the last event."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Any],
+        error_body: ErrorBody,
+        *,
+        last: bytes = b"",
+        on_first: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(status_code=200, media_type="text/event-stream")
+        del self.headers["content-length"]
+        # For proxies that would collect the answer.
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        self._events = events
+        self._error_body = error_body
+        self._last = last
+        self._on_first = on_first
+        self._first: Any = None
+
+    async def begin(self) -> EventStream:
+        """Waits for the first event, so that a refusal can still have a status of its own."""
+        try:
+            self._first = await anext(self._events)
+        except BaseException:
+            await self._events.aclose()
+            raise
+        self._on_first()
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async def event(data: bytes) -> None:
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        async with contextlib.aclosing(self._events) as events:
+            await event(to_json(self._first))
+            try:
+                async for value in events:
+                    await event(to_json(value))
+            except (Refusal, DoradError) as error:
+                await event(to_json(self._error_body(as_refusal(error))))
+            if self._last:
+                await event(self._last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class Endpoint:
+    """One door as an ASGI application: errors as answers, limits, metrics."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        name: str,
+        handler: Handler,
+        error_body: ErrorBody,
+        *,
+        counted: bool = True,
+    ) -> None:
+        """`counted`: takes one of the places for requests in flight."""
+        self._gateway = gateway
+        self._name = name
+        self._handler = handler
+        self._error_body = error_body
+        self._counted = counted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, metrics = time.monotonic(), self._gateway.metrics
+        request = Request(scope, receive)
+        caller = caller_of(request.headers)
+        status = 499
+
+        async def sending(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", caller.request_id.encode()),
+                ]
+            await send(message)
+
+        try:
+            with self._gateway.places.place() if self._counted else contextlib.nullcontext():
+                response = await self._response(request, caller)
+                await response(scope, receive, sending)
+        except ClientGone:
+            status = 499
+        except (Refusal, DoradError) as error:
+            # No place was free, or the answer is one that reads no body.
+            await self._refuse(as_refusal(error))(scope, receive, sending)
+        finally:
+            metrics.requests.labels(self._name, str(status)).inc()
+            metrics.seconds.labels(self._name).observe(time.monotonic() - began)
+
+    async def _response(self, request: Request, caller: Caller) -> Response:
+        try:
+            return await self._handler(self._gateway, request, caller)
+        except (Refusal, DoradError) as error:
+            return self._refuse(as_refusal(error))
+        except (ClientGone, asyncio.CancelledError):
+            raise
+        except Exception:
+            _log.exception("%s failed, request %s", self._name, caller.request_id)
+            return self._refuse(Refusal(500, "GATEWAY_ERROR", "the gateway failed; see its log"))
+
+    def _refuse(self, refusal: Refusal) -> Response:
+        return answer(self._error_body(refusal), refusal.status, refusal.headers())

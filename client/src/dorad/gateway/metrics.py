@@ -1,0 +1,61 @@
+"""The gateway's own metrics, in a registry of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """docs/gateway.md describes them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "dorad_gateway_requests_total",
+            "Requests that have ended, by door and HTTP status (or gRPC code).",
+            ["endpoint", "code"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "dorad_gateway_request_seconds",
+            "From a request's first byte to the end of its answer.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.first_token_seconds = Histogram(
+            "dorad_gateway_time_to_first_token_seconds",
+            "From a streaming request's body to its first event.",
+            ["endpoint"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "dorad_gateway_requests_in_flight",
+            "Requests that have not ended.",
+            registry=self.registry,
+        )
+        self.tokens = Counter(
+            "dorad_gateway_tokens_total",
+            "Tokens of finished requests.",
+            ["kind"],
+            registry=self.registry,
+        )
+
+    def count_tokens(self, prompt: int, completion: int) -> None:
+        self.tokens.labels("prompt").inc(prompt)
+        self.tokens.labels("completion").inc(completion)
+
+    def first_token(self, endpoint: str) -> Callable[[], None]:
+        """Begins to wait for a first token; call the result when it is there."""
+        began = time.monotonic()
+        seconds = self.first_token_seconds.labels(endpoint)
+        return lambda: seconds.observe(time.monotonic() - began)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

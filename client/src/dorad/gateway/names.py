@@ -1,0 +1,56 @@
+"""How answers show single tokens and their log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dorad.gateway.assembler import Token
+from dorad.text import ModelText
+
+_LOWEST = -9999.0  # JSON has no infinity.
+
+
+class TokenNames:
+    """Texts of tokens, for log-probabilities."""
+
+    def __init__(self, text: ModelText | None, *, as_ids: bool) -> None:
+        self._text = text
+        self._as_ids = as_ids
+
+    def name(self, token_id: int) -> str:
+        """The token's text; what is no whole character as OpenAI writes it, "bytes:\\xe2"."""
+        if self._as_ids or self._text is None:
+            return f"token_id:{token_id}"
+        raw = self._text.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    @staticmethod
+    def value(logprob: float | None) -> float | None:
+        if logprob is None or math.isnan(logprob):
+            return None
+        return max(logprob, _LOWEST)
+
+    def table(self, token: Token) -> dict[str, float | None] | None:
+        """Of /v1/completions: log-probabilities by name, the sampled token's among them."""
+        if token.logprob is None:
+            return None
+        found: dict[str, float | None] = {}
+        for token_id, logprob in token.top:
+            found.setdefault(self.name(token_id), self.value(logprob))
+        found.setdefault(self.name(token.id), self.value(token.logprob))
+        return found
+
+    def entry(self, token: Token) -> dict[str, Any]:
+        """Of /v1/chat/completions."""
+        return {
+            **self._entry(token.id, token.logprob),
+            "top_logprobs": [self._entry(i, p) for i, p in token.top],
+        }
+
+    def _entry(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = None if self._text is None else list(self._text.token_bytes(token_id))
+        return {"token": self.name(token_id), "logprob": self.value(logprob), "bytes": raw}

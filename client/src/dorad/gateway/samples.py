@@ -1,0 +1,206 @@
+"""Runs the prompts of one HTTP request on the server and merges what comes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+import dorad.aio
+from dorad import types as t
+from dorad.errors import Internal
+from dorad.gateway.assembler import Assembler, Piece, Stops
+from dorad.text import ModelText
+
+
+@dataclass(slots=True)
+class Update:
+    """News of one choice."""
+
+    index: int
+    """Of the choice: prompt * n + sample."""
+    piece: Piece
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the token that ended it when it was not the model's own."""
+    span: t.Span | None = None
+    """The version that made the newest token."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of all prompts and choices."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def usage(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a request asks for, in the server's terms."""
+
+    prompts: Sequence[Sequence[int]]
+    options: t.GenerateOptions
+    stops: Stops
+    n: int
+    stream: bool
+    eos_token_ids: frozenset[int]
+    skip_special_tokens: bool = True
+    tally: Tally = field(default_factory=Tally)
+
+
+_FINISH = {
+    t.FinishReason.STOP: "stop",
+    t.FinishReason.LENGTH: "length",
+    t.FinishReason.ABORTED: "abort",
+    t.FinishReason.NON_FINITE: "error",
+}
+
+
+async def updates(
+    client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
+) -> AsyncGenerator[Update]:
+    """News of all choices as they come; the last of each has a finish_reason.
+
+    Leaving the iterator (`aclose`) cancels what still runs on the server. Raises DoradError.
+    """
+    queue: asyncio.Queue[Update | BaseException | None] = asyncio.Queue(maxsize=256)
+    work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+
+    async def one(number: int, prompt: Sequence[int]) -> None:
+        run = _Prompt(number, prompt, client, text, work, timeout)
+        async with contextlib.aclosing(run.updates()) as news:
+            async for update in news:
+                await queue.put(update)
+
+    async def all_of_them() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, prompt in enumerate(work.prompts):
+                    group.create_task(one(number, prompt))
+        except BaseExceptionGroup as errors:
+            await queue.put(errors.exceptions[0])
+        else:
+            await queue.put(None)
+
+    task = asyncio.create_task(all_of_them())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _Prompt:
+    """One prompt: a Generate call and the assemblers of its samples."""
+
+    def __init__(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        client: dorad.aio.Client,
+        text: ModelText | None,
+        work: Work,
+        timeout: float,
+    ) -> None:
+        self._first = number * work.n
+        self._prompt = prompt
+        self._client = client
+        self._work = work
+        self._timeout = timeout
+        self._options: t.GenerateOptions = {**work.options}
+        if (request_id := work.options.get("request_id")) is not None:
+            self._options["request_id"] = f"{request_id}-{number}"
+        self._assemblers = [
+            Assembler(text, work.stops, skip_special_tokens=work.skip_special_tokens)
+            for _ in range(work.n)
+        ]
+        self._unfinished = set(range(work.n))
+
+    async def updates(self) -> AsyncGenerator[Update]:
+        work = self._work
+        if not work.stream and not work.stops.strings:
+            samples = await self._client.generate(
+                self._prompt, timeout=self._timeout, **self._options
+            )
+            for sample in samples:
+                finish = t.Finish(
+                    sample.finish_reason, sample.stop_token_id, sample.detail, sample.usage
+                )
+                yield self._take(sample, finish)
+            return
+        # Also for answers in one piece: a stop string ends the call early.
+        stream = self._client.stream(self._prompt, timeout=self._timeout, **self._options)
+        async with stream:
+            async for delta in stream:
+                if delta.index in self._unfinished:
+                    yield self._take(delta, delta.finish)
+                if not self._unfinished:
+                    return
+        if self._unfinished:
+            raise Internal(f"samples {sorted(self._unfinished)} never finished", code="INTERNAL")
+
+    def _take(self, new: t.Delta | t.Sample, finish: t.Finish | None) -> Update:
+        assembler, tally = self._assemblers[new.index], self._work.tally
+        before = assembler.count
+        logprobs = None if new.logprobs is None else new.logprobs.tolist()
+        piece = assembler.push(new.token_ids.tolist(), logprobs, new.top_logprobs)
+        update = Update(self._first + new.index, piece)
+        if new.spans:
+            update.span = new.spans[-1]
+        if finish is not None:
+            if new.index == 0:
+                tally.cached_tokens += finish.usage.cached_prompt_tokens
+            rest = assembler.end()
+            piece.text += rest.text
+            piece.tokens += rest.tokens
+            update.finish_reason = _FINISH[finish.reason]
+            if finish.stop_token_id not in self._work.eos_token_ids:
+                update.stop_reason = finish.stop_token_id
+        if assembler.stopped is not None:
+            update.finish_reason, update.stop_reason = "stop", assembler.stopped
+        tally.completion_tokens += assembler.count - before
+        if update.finish_reason is not None:
+            self._unfinished.discard(new.index)
+        return update
+
+
+@dataclass(slots=True)
+class Choice:
+    """One whole choice."""
+
+    piece: Piece = field(default_factory=Piece)
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    span: t.Span | None = None
+
+    def add(self, update: Update) -> None:
+        self.piece.text += update.piece.text
+        self.piece.tokens += update.piece.tokens
+        self.span = update.span or self.span
+        if update.finish_reason is not None:
+            self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+
+
+async def choices(
+    client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
+) -> list[Choice]:
+    """All choices, when all have ended."""
+    found = [Choice() for _ in range(len(work.prompts) * work.n)]
+    async with contextlib.aclosing(updates(client, text, work, timeout)) as news:
+        async for update in news:
+            found[update.index].add(update)
+    return found

@@ -1,0 +1,123 @@
+"""Listens and serves until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+
+import dorad.aio
+from dorad.gateway.app import application
+from dorad.gateway.core import Gateway, Limits
+from dorad.text import ModelText
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How `doractl gateway` was called."""
+
+    target: str
+    listen: str
+    """host:port; port 0 is the kernel's choice."""
+    token: str = ""
+    """The gateway's own, for what it asks itself; callers bring theirs."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    allow_insecure: bool = False
+    drain_seconds: float = 30.0
+    """For requests in flight at a signal."""
+    limits: Limits = field(default_factory=Limits)
+
+
+def check(settings: Settings) -> None:
+    """Raises ValueError for an address that would send tokens and texts in the clear."""
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        raise ValueError("--tls-cert and --tls-key belong together")
+    host, _ = split_address(settings.listen)
+    if not _is_loopback(host) and not settings.tls_cert and not settings.allow_insecure:
+        raise ValueError(
+            f"{settings.listen} is not on the loopback: give --tls-cert and --tls-key, put a "
+            "proxy in front, or say --allow-insecure"
+        )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{address!r} is no address: HOST:PORT, for example 127.0.0.1:8000")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `serve`: uvicorn would send them to the process again at its end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: Settings, text: ModelText | None, ready: Callable[[str], None]) -> None:
+    """Serves until SIGTERM or SIGINT; a second one ends requests in flight.
+
+    `ready` is called once, with the address of the HTTP listener.
+    """
+    check(settings)
+    metadata = [("authorization", f"Bearer {settings.token}")] if settings.token else []
+    # No retries: the caller's client, which knows how long it wants to wait, gets the hint.
+    own = dorad.aio.Client(settings.target, retries=False, metadata=metadata)
+    callers = dorad.aio.Client(settings.target, retries=False, timeout=settings.limits.timeout)
+    async with own, callers:
+        gateway = Gateway(own, callers, text, settings.limits)
+        host, port = split_address(settings.listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=1024) as listener:
+            bound = listener.getsockname()
+            name = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
+            server = _Server(_configuration(gateway, settings))
+            _on_signals(server)
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started and not task.done():
+                await asyncio.sleep(0.01)
+            if server.started:
+                ready(f"{name}:{bound[1]}")
+            await task
+
+
+def _configuration(gateway: Gateway, settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        application(gateway),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        ssl_certfile=settings.tls_cert or None,
+        ssl_keyfile=settings.tls_key or None,
+    )
+
+
+def _on_signals(server: uvicorn.Server) -> None:
+    def end() -> None:
+        server.force_exit = server.should_exit
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)

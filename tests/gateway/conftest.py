@@ -1,0 +1,61 @@
+"""The gateway in front of the real server, with a tiny model, a tokenizer and two adapters."""
+
+import dorad
+import httpx
+import openai
+import pytest
+from dorad.text import ModelText
+from lib.gateway import running_gateway
+from lib.server import serve
+from lib.texts import make_tokenizer
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="session")
+def folder(zoo):
+    return make_tokenizer(zoo.model("llama2"))
+
+
+@pytest.fixture(scope="session")
+def text(folder):
+    return ModelText(folder)
+
+
+@pytest.fixture(scope="session")
+def server(zoo, folder):
+    adapters = {name: zoo.adapter("llama2", name) for name in ("dora", "lora")}
+    with serve(folder, adapters) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gateway(server, folder, tmp_path_factory):
+    scratch = tmp_path_factory.mktemp("gateway")
+    with running_gateway(server.grpc, "--tokenizer", folder, scratch=scratch) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def grpc_client(server):
+    with dorad.Client(server.grpc, timeout=30) as it:
+        yield it
+
+
+@pytest.fixture(scope="session")
+def base(grpc_client):
+    return grpc_client.info().model.name
+
+
+@pytest.fixture
+def client(gateway):
+    with openai.OpenAI(
+        base_url=f"{gateway.url}/v1", api_key="any", max_retries=0, timeout=30
+    ) as it:
+        yield it
+
+
+@pytest.fixture
+def http(gateway):
+    with httpx.Client(base_url=gateway.url, timeout=30) as it:
+        yield it

@@ -1,0 +1,183 @@
+"""/v1/completions through the official client, compared with the gRPC client."""
+
+import itertools
+import math
+
+import pytest
+
+IDS = [1, 40, 77, 120, 33]
+SAMPLED = {"max_tokens": 24, "temperature": 1.0, "seed": 11}
+
+
+def grpc_samples(grpc_client, prompt, **options):
+    return grpc_client.generate(prompt, **{**SAMPLED, **options})
+
+
+def extra(**fields):
+    return {"extra_body": fields}
+
+
+@pytest.mark.parametrize("model", [None, "dora", "lora@1"])
+def test_tokens_and_logprobs_are_those_of_the_grpc_client(client, grpc_client, base, text, model):
+    answer = client.completions.create(
+        model=model or base, prompt=IDS, logprobs=3, **SAMPLED, **extra(return_token_ids=True)
+    )
+    (sample,) = grpc_samples(grpc_client, IDS, adapter=model, logprobs="raw", top_logprobs=3)
+    (choice,) = answer.choices
+    assert choice.token_ids == sample.token_ids.tolist()
+    assert choice.prompt_token_ids == IDS
+    assert choice.logprobs.token_logprobs == sample.logprobs.tolist()
+    ids = [i for i in sample.token_ids if i != 2]
+    assert choice.text == text.decode(ids)
+    for row, top in zip(choice.logprobs.top_logprobs, sample.top_logprobs.logprobs, strict=True):
+        assert len(row) in (3, 4) and set(top.tolist()) <= set(row.values())
+    assert answer.usage.prompt_tokens == len(IDS)
+    assert answer.usage.completion_tokens == len(sample.token_ids)
+    assert choice.finish_reason == sample.finish_reason.value
+
+
+def test_the_base_and_an_adapter_answer_differently(client, base):
+    texts = [
+        client.completions.create(model=m, prompt=IDS, max_tokens=16, temperature=0).choices[0].text
+        for m in (base, "dora", "lora")
+    ]
+    assert len(set(texts)) == 3
+
+
+def test_tokens_of_logprobs_can_be_named_by_id(client, grpc_client, base):
+    answer = client.completions.create(
+        model=base, prompt=IDS, logprobs=2, **SAMPLED, **extra(return_tokens_as_token_ids=True)
+    )
+    (sample,) = grpc_samples(grpc_client, IDS, logprobs="raw", top_logprobs=2)
+    found = answer.choices[0].logprobs
+    assert found.tokens == [f"token_id:{i}" for i in sample.token_ids]
+    top = sample.top_logprobs
+    for t, row in enumerate(found.top_logprobs):
+        wanted = dict(zip(top.token_ids[t].tolist(), top.logprobs[t].tolist(), strict=True))
+        wanted.setdefault(int(sample.token_ids[t]), float(sample.logprobs[t]))
+        assert row == {f"token_id:{i}": p for i, p in wanted.items()}
+
+
+def test_streamed_pieces_join_to_the_whole_answer(client, base):
+    options = {"model": base, "prompt": IDS, "logprobs": 1, "n": 3, **SAMPLED}
+    whole = client.completions.create(**options, **extra(return_token_ids=True))
+    parts = {i: [] for i in range(3)}
+    last = None
+    for event in client.completions.create(
+        **options,
+        stream=True,
+        stream_options={"include_usage": True},
+        **extra(return_token_ids=True),
+    ):
+        last = event
+        for choice in event.choices:
+            parts[choice.index].append(choice)
+    assert not last.choices and last.usage == whole.usage
+    for choice, pieces in zip(whole.choices, parts.values(), strict=True):
+        assert "".join(p.text for p in pieces) == choice.text
+        assert list(itertools.chain(*(p.token_ids for p in pieces))) == choice.token_ids
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = list(itertools.chain(*(getattr(p.logprobs, name) for p in pieces)))
+            assert joined == getattr(choice.logprobs, name)
+        reasons = [p.finish_reason for p in pieces]
+        assert reasons[:-1] == [None] * (len(pieces) - 1) and reasons[-1] == choice.finish_reason
+
+
+def test_n_choices_of_several_prompts_are_numbered_prompt_by_prompt(client, grpc_client, base):
+    prompts = [IDS, [1, 200, 9]]
+    answer = client.completions.create(
+        model=base, prompt=prompts, n=2, **SAMPLED, **extra(return_token_ids=True)
+    )
+    assert [c.index for c in answer.choices] == [0, 1, 2, 3]
+    wanted = [
+        sample.token_ids.tolist() for p in prompts for sample in grpc_samples(grpc_client, p, n=2)
+    ]
+    assert [c.token_ids for c in answer.choices] == wanted
+    assert answer.usage.prompt_tokens == 8
+
+
+def test_a_text_prompt_is_encoded_as_the_tokenizer_begins_a_text(client, base, text):
+    words = "naïve 日本 words"
+    options = {"model": base, "max_tokens": 8, "temperature": 0}
+    answer = client.completions.create(prompt=words, **options, **extra(return_token_ids=True))
+    assert answer.choices[0].prompt_token_ids == text.encode(words)
+    assert answer.choices[0].prompt_token_ids[0] == 1
+    plain = client.completions.create(
+        prompt=[words, "b"], **options, **extra(return_token_ids=True, add_special_tokens=False)
+    )
+    assert plain.choices[0].prompt_token_ids == text.encode(words)[1:]
+    assert plain.choices[1].prompt_token_ids == text.encode("b")[1:]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_across_tokens_ends_the_answer_where_it_begins(
+    client, base, streamed, include
+):
+    options = {"model": base, "prompt": IDS, "temperature": 1.0, "seed": 5, "logprobs": 0}
+    whole = client.completions.create(**options, max_tokens=40).choices[0].text
+    stop = whole[12:17]  # Tokens are one or two characters.
+    begin = whole.find(stop)
+    answer = client.completions.create(
+        **options,
+        max_tokens=40,
+        stop=["never in the text", stop],
+        stream=streamed,
+        **extra(include_stop_str_in_output=include),
+    )
+    choices = [c for e in answer for c in e.choices] if streamed else answer.choices
+    shown = "".join(c.text for c in choices)
+    assert shown == whole[: begin + (len(stop) if include else 0)]
+    assert choices[-1].finish_reason == "stop" and choices[-1].stop_reason == stop
+    offsets = [o for c in choices for o in c.logprobs.text_offset]
+    assert offsets and max(offsets) < len(shown)
+
+
+def test_a_stop_token_ends_the_answer_and_is_named(client, grpc_client, base, text):
+    (sample,) = grpc_samples(grpc_client, IDS, seed=5)
+    stop = int(sample.token_ids[9])
+    answer = client.completions.create(
+        model=base,
+        prompt=IDS,
+        **{**SAMPLED, "seed": 5},
+        **extra(stop_token_ids=[stop], return_token_ids=True),
+    )
+    (choice,) = answer.choices
+    first = sample.token_ids.tolist().index(stop)
+    assert choice.token_ids == sample.token_ids[: first + 1].tolist()
+    assert choice.finish_reason == "stop" and choice.stop_reason == stop
+    assert choice.text == text.decode(sample.token_ids[:first])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_echo_shows_the_prompt_with_its_scores(client, grpc_client, text, streamed):
+    prompt = text.encode("an echo")
+    answer = client.completions.create(
+        model="dora", prompt=prompt, echo=True, logprobs=1, max_tokens=4, temperature=0,
+        stream=streamed, **extra(return_token_ids=True),
+    )  # fmt: skip
+    choices = [c for e in answer for c in e.choices] if streamed else answer.choices
+    ids = list(itertools.chain(*(c.token_ids for c in choices)))
+    scores = grpc_client.score([ids], ["dora"])[0, 0].tolist()
+    logprobs = list(itertools.chain(*(c.logprobs.token_logprobs for c in choices)))
+    assert ids[: len(prompt)] == prompt and len(ids) == len(prompt) + 4
+    assert logprobs[0] is None and logprobs[1:] == pytest.approx(scores[1:], abs=1e-6)
+    assert "".join(c.text for c in choices).startswith("an echo")
+    offsets = list(itertools.chain(*(c.logprobs.text_offset for c in choices)))
+    assert offsets == sorted(offsets) and offsets[len(prompt)] == len("an echo")
+
+
+def test_echo_without_tokens_only_scores_the_prompt(client, grpc_client, base):
+    answer = client.completions.create(
+        model=base, prompt=IDS, echo=True, logprobs=0, max_tokens=0, n=1
+    )
+    scores = grpc_client.score([IDS])[0, 0].tolist()
+    assert answer.choices[0].logprobs.token_logprobs[1:] == scores[1:]
+    assert math.isnan(scores[0]) and answer.usage.completion_tokens == 0
+
+
+def test_repeated_prompts_report_cached_tokens(client, base):
+    prompt = [1, *range(50, 130)]
+    for _ in range(2):
+        answer = client.completions.create(model=base, prompt=prompt, max_tokens=1)
+    assert answer.usage.prompt_tokens_details.cached_tokens > 0
