@@ -11,9 +11,7 @@ taken from --steps; `busy` is the share of the time in which the server had a st
 """
 
 import argparse
-import asyncio
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -30,44 +28,15 @@ from lib.server import Server, device, serve  # noqa: E402
 SEQUENCES_A_CLIENT = 32
 
 
-def client(target: str, plan: load.Plan, ready, results) -> None:
-    ready.wait()
-    start = time.monotonic()
-    report = asyncio.run(load.run(target, plan))
-    results.put((start, time.monotonic(), report))
-
-
-def drive(target: str, plans: list[load.Plan]) -> tuple[float, list[dict]]:
-    """Seconds from the first client's start to the last one's end, and the reports."""
-    context = multiprocessing.get_context("spawn")
-    ready, results = context.Barrier(len(plans)), context.Queue()
-    processes = [
-        context.Process(target=client, args=(target, plan, ready, results)) for plan in plans
-    ]
-    for process in processes:
-        process.start()
-    found = [results.get(timeout=600) for _ in processes]
-    for process in processes:
-        process.join()
-    seconds = max(end for _, end, _ in found) - min(start for start, _, _ in found)
-    return seconds, [report for _, _, report in found]
-
-
-def make_plans(sequences: int, prompt: int, tokens: int) -> list[load.Plan]:
-    plans = []
-    for first in range(0, sequences, SEQUENCES_A_CLIENT):
-        count = min(SEQUENCES_A_CLIENT, sequences - first)
-        plans.append(
-            load.Plan(
-                prompt=load.Lengths.parse(str(prompt)),
-                output=load.Lengths.parse(str(tokens)),
-                popularity=load.Popularity.parse(["policy"], None),
-                concurrency=count,
-                requests=count,
-                seed=first + sequences,
-            )
-        )
-    return plans
+def make_plan(sequences: int, prompt: int, tokens: int) -> load.Plan:
+    return load.Plan(
+        prompt=load.Lengths.parse(str(prompt)),
+        output=load.Lengths.parse(str(tokens)),
+        popularity=load.Popularity.parse(["policy"], None),
+        concurrency=sequences,
+        requests=sequences,
+        seed=sequences,
+    )
 
 
 def read_steps(path: Path) -> tuple[dict[int, float], float]:
@@ -91,12 +60,15 @@ def bound(sequences: int, args: argparse.Namespace) -> float:
 def measure(server: Server, sequences: int, args: argparse.Namespace) -> dict:
     before = server.metric("dorad_engine_step_seconds_sum")
     steps = server.metric("dorad_engine_step_seconds_count")
-    seconds, reports = drive(server.grpc, make_plans(sequences, args.prompt, args.tokens))
+    plan = make_plan(sequences, args.prompt, args.tokens)
+    processes = -(-sequences // SEQUENCES_A_CLIENT)
+    report = load.run_processes(server.grpc, plan, processes)
+    seconds = report["seconds"]
     stepping = server.metric("dorad_engine_step_seconds_sum") - before
     steps = server.metric("dorad_engine_step_seconds_count") - steps
-    failed = sum(report["failed"] for report in reports)
-    assert failed == 0, [report["errors"] for report in reports]
-    tokens = sum(report["generated_tokens"] for report in reports)
+    refused = report["refused"]
+    assert report["failed"] == refused["requests"] == 0, (report["errors"], refused["reasons"])
+    tokens = report["generated_tokens"]
     assert tokens == sequences * args.tokens
     result = {
         "sequences": sequences,
@@ -106,9 +78,9 @@ def measure(server: Server, sequences: int, args: argparse.Namespace) -> dict:
         "busy": round(stepping / seconds, 3),
     }
     # Answers of few tokens may come in one message, and have no gaps.
-    if gaps := [report["itl_ms"] for report in reports if report["itl_ms"] is not None]:
-        result["p50_gap_ms"] = round(max(gap["p50"] for gap in gaps), 2)
-        result["p99_gap_ms"] = round(max(gap["p99"] for gap in gaps), 2)
+    if gap := report["itl_ms"]:
+        result["p50_gap_ms"], result["p99_gap_ms"] = round(gap["p50"], 2), round(gap["p99"], 2)
+    result["client_bound"] = report["generator"]["bottleneck"]
     if args.steps:
         result["bound"] = round(bound(sequences, args), 1)
         result["share"] = round(result["tokens_per_second"] / result["bound"], 3)
@@ -142,7 +114,7 @@ def main() -> None:
         began = time.monotonic()
         with serve(model, {"policy": adapter}, settings, timeout=300) as server:
             print(json.dumps({"ready_seconds": round(time.monotonic() - began, 2)}), flush=True)
-            drive(server.grpc, make_plans(1, args.prompt, 16))  # warms up
+            load.run_processes(server.grpc, make_plan(1, args.prompt, 16), 1)  # warms up
             for sequences in counts:
                 print(json.dumps(measure(server, sequences, args)), flush=True)
 

@@ -323,11 +323,11 @@ def test_rates_survive_a_restart_of_the_server():
 
 @pytest.fixture
 def dorad_load(server):
-    def run(*arguments, code=0):
+    def run(*arguments, code=0, want=""):
         arguments = ["--target", server.target, *map(str, arguments)]
         result = CliRunner().invoke(load_app, arguments, prog_name="dorad-load")
         assert result.exit_code == code, (result.output, result.exception)
-        return result.stderr if code else result.stdout
+        return result.stdout if want == "stdout" or not code else result.stderr
 
     return run
 
@@ -358,12 +358,93 @@ def test_open_loop_keeps_its_rate_and_counts_failures(dorad_load, server):
         dorad_load("--rate", 200, "--requests", 40, "--output-tokens", 4, "-o", "json")
     )
     assert report["loop"] == "open" and report["requests"] == 40
-    assert report["errors"] == {"QUEUE_FULL": report["failed"]} and 0 < report["failed"] < 40
+    refused = report["refused"]
+    assert refused["reasons"] == {"QUEUE_FULL": refused["requests"]}
+    assert 0 < refused["requests"] < 40 and report["failed"] == 0 and report["errors"] == {}
+    assert refused["retry_after_ms"]["max"] == 20 and refused["without_retry_after"] == 0
+    assert refused["latency_ms"]["mean"] > 0
+    assert len(server.generate_calls) == 40  # A refusal is a result: nothing is sent again.
+
+
+def test_latencies_count_from_the_planned_arrival(server):
+    """A server that stalls must not hide it by making the generator wait."""
+    import asyncio
+
+    from dorad import load
+
+    server.token_delay = 0.3
+    plan = load.Plan(
+        load.Lengths.parse("2"), load.Lengths.parse("2"), load.Popularity.parse([], None),
+        rate=1000.0, requests=70,
+    )  # fmt: skip
+    report = asyncio.run(load.run(server.target, plan, timeout=30))
+    # The fake server has 64 threads: the last six wait for a whole request.
+    assert report["e2e_ms"]["max"] > 1000 and report["e2e_ms"]["p50"] > 500
+    assert report["ttft_ms"]["max"] > 500
+
+
+def test_failures_are_not_refusals(dorad_load, server):
+    server.break_after = 0
+    report = json.loads(dorad_load("-c", 1, "--requests", 3, "-o", "json", code=1, want="stdout"))
+    assert report["errors"] == {"UNAVAILABLE": 3} and report["refused"]["requests"] == 0
+
+
+def test_the_warm_up_is_sent_but_does_not_count(dorad_load, server):
+    server.token_delay = 0.01
+    report = json.loads(
+        dorad_load("-c", 2, "--warmup", 0.5, "--requests", 4, "--output-tokens", 5, "-o", "json")
+    )
+    assert report["requests"] == 4 and report["generated_tokens"] == 20
+    assert len(server.generate_calls) > 8
+    assert report["generator"]["loop_lag_ms"]["max"] >= 0
+
+
+def test_goodput_counts_requests_that_keep_every_goal(dorad_load, server):
+    server.token_delay = 0.01
+    arguments = ["-c", 2, "--requests", 10, "--output-tokens", 5, "-o", "json"]
+    assert json.loads(dorad_load(*arguments))["goodput"] is None
+    goodput = json.loads(dorad_load(*arguments, "--goal-e2e", 60000))["goodput"]
+    assert goodput["share"] == 1 and goodput["requests"] == 10
+    goodput = json.loads(dorad_load(*arguments, "--goal-ttft", 60000, "--goal-itl", 5))["goodput"]
+    assert goodput["share"] == 0 and goodput["goals_ms"]["itl"] == 5
+
+
+def test_several_processes_send_one_plan_together(dorad_load, server):
+    out = dorad_load(
+        "-c", 5, "--requests", 21, "--processes", 2, "--output-tokens", 3, "-o", "json"
+    )  # fmt: skip
+    report = json.loads(out)
+    assert report["requests"] == len(server.generate_calls) == 21
+    assert report["generated_tokens"] == 63 and report["generator"]["processes"] == 2
+    assert server.most_running <= 5
+    prompts = [bytes(call.prompt_token_ids) for call in server.generate_calls]
+    assert len(set(prompts)) == 21
+
+
+def test_a_plan_too_small_for_its_processes_is_refused(dorad_load, server):
+    assert "concurrency" in dorad_load("-c", 1, "--processes", 2, code=64)
+
+
+def test_the_generator_says_when_it_was_the_bottleneck():
+    from dorad.load.plan import Lengths, Plan, Popularity
+    from dorad.load.records import Outcome, Record
+    from dorad.load.report import summarise
+
+    plan = Plan(Lengths.parse("1"), Lengths.parse("1"), Popularity.parse([], None), rate=1.0)
+
+    def report(cpu, lag, late):
+        record = Record(None, 1, 10.0, 10.0 + late, 0.1, tokens=1, messages=1, end=11.0)
+        return summarise(plan, [Outcome([record], 10.0, 20.0, cpu, [lag])])["generator"]
+
+    assert not report(5.0, 0.01, 0.01)["bottleneck"]
+    assert "busy" in report(9.5, 0.01, 0.01)["why"][0]
+    assert "timers" in report(5.0, 0.2, 0.01)["why"][0]
+    assert "late" in report(5.0, 0.01, 0.3)["why"][0]
 
 
 def test_report_as_a_table(dorad_load):
     out = dorad_load("-c", 2, "-d", 0.2, "--output-tokens", 3)
-    assert "first token" in out and "tokens/s" in out
+    assert "first token" in out and "tokens/s" in out and "generator:" in out
 
 
 def test_all_failed_exits_with_1(dorad_load, server):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.live import Live
+from rich.table import Table
 
 from dorad import load
 from dorad._channel import DEFAULT_TARGET
@@ -41,14 +42,77 @@ def _print(report: dict[str, Any]) -> None:
             )
     out = console()
     out.print(made)
+    refused = report["refused"]
     out.print(
         f"{report['requests']} requests in {report['seconds']:.1f} s ({report['loop']} loop), "
-        f"{report['failed']} failed: {report['requests_per_second']:.2f} requests/s, "
+        f"{refused['requests']} refused, {report['failed']} failed: "
+        f"{report['requests_per_second']:.2f} requests/s, "
         f"{report['generated_tokens_per_second']:.1f} generated and "
         f"{report['prompt_tokens_per_second']:.1f} prompt tokens/s"
     )
     for reason, count in report["errors"].items():
         out.print(f"  {count} x {reason}")
+    for reason, count in refused["reasons"].items():
+        out.print(f"  {count} x {reason}, refused after {_milliseconds(refused['latency_ms'])}")
+    if hints := refused["retry_after_ms"]:
+        out.print(f"  told to come back after {_milliseconds(hints)}")
+    if goodput := report["goodput"]:
+        out.print(
+            f"{goodput['share']:.1%} kept all goals: "
+            f"{goodput['requests_per_second']:.2f} requests/s"
+        )
+    generator = report["generator"]
+    out.print(
+        f"generator: {generator['processes']} process(es), busy {generator['cpu_share']:.0%}, "
+        f"timers late by {_milliseconds(generator['loop_lag_ms'])}"
+    )
+    if generator["bottleneck"]:
+        out.print(f"  THE GENERATOR WAS THE BOTTLENECK: {'; '.join(generator['why'])}.")
+        out.print("  Take these figures as its own, not the server's; try more --processes.")
+
+
+def _milliseconds(row: dict[str, float] | None) -> str:
+    return "-" if row is None else f"{row['p50']:.1f} ms (p99 {row['p99']:.1f})"
+
+
+class _View:
+    """A line that says how a run goes on; rates are those since the look before."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._before, self._at = load.Counts(), self._began
+        self.live = Live(
+            self._table(load.Counts(), self._began),
+            console=errors(),
+            transient=True,
+            auto_refresh=False,
+        )
+
+    def show(self, counts: load.Counts) -> None:
+        now = time.monotonic()
+        if now - self._at < 0.25:  # Several processes report one after the other.
+            return
+        self.live.update(self._table(counts, now), refresh=True)
+        self._before, self._at = counts, now
+
+    def _table(self, counts: load.Counts, now: float) -> Table:
+        before, span = self._before, max(1e-9, now - self._at)
+        fresh = counts.first_tokens - before.first_tokens
+        ttft = counts.first_token_seconds - before.first_token_seconds
+        row = {
+            ">SECONDS": f"{now - self._began:.0f}",
+            ">SENT": str(counts.sent),
+            ">IN FLIGHT": str(counts.in_flight),
+            ">DONE/S": f"{(counts.done - before.done) / span:.1f}",
+            ">TOKENS/S": f"{(counts.tokens - before.tokens) / span:.0f}",
+            ">FIRST TOKEN": f"{ttft / fresh * 1000:.0f} ms" if fresh else "-",
+            ">REFUSED": str(counts.refused),
+            ">FAILED": str(counts.failed),
+            ">OWN CPU": f"{(counts.cpu_seconds - before.cpu_seconds) / span:.0%}",
+        }
+        made = table(*row)
+        made.add_row(*row.values())
+        return made
 
 
 def _plan(
@@ -98,14 +162,29 @@ def main(
     n: Annotated[int, typer.Option("--n", help="Samples of each prompt.", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed draws the same requests.")] = 0,
-    connections: Annotated[int, typer.Option(help="TCP connections to use.", min=1)] = 1,
+    warmup: Annotated[
+        float, typer.Option(help="Seconds of the same load before anything counts.", min=0)
+    ] = 0.0,
+    goal_ttft: Annotated[
+        float | None, typer.Option(help="Goodput: milliseconds to the first token.", min=0)
+    ] = None,
+    goal_itl: Annotated[
+        float | None, typer.Option(help="Goodput: mean milliseconds between tokens.", min=0)
+    ] = None,
+    goal_e2e: Annotated[
+        float | None, typer.Option(help="Goodput: milliseconds of a whole request.", min=0)
+    ] = None,
+    processes: Annotated[
+        int, typer.Option(help="Processes that share the load; one uses one core.", min=1)
+    ] = 1,
+    connections: Annotated[int, typer.Option(help="TCP connections of each.", min=1)] = 1,
     target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = 600.0,
 ) -> None:
     """Drive a server with many requests; report latencies and throughput.
 
-    Exit code 1 when every request failed.
+    Exit code 1 when no request succeeded.
     """
     plan = load.Plan(
         prompt=load.Lengths.parse(prompt_tokens),
@@ -115,34 +194,25 @@ def main(
         shared_prefix=shared_prefix,
         temperature=temperature,
         seed=seed,
+        warmup=warmup,
+        goals=load.Goals(*(g and g / 1000 for g in (goal_ttft, goal_itl, goal_e2e))),
         **_plan(rate, concurrency, requests, duration),
     )
-    bar = Progress(
-        TextColumn("{task.completed} sent"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=errors(),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task("load", total=requests)
 
-        def show(records: list[load.Record]) -> None:
-            bar.update(task, completed=len(records))
-
-        report = asyncio.run(
-            load.run(
-                target,
-                plan,
-                timeout=timeout,
-                connections=connections,
-                progress=None if bar.disable else show,
-            )
+    def run(show: load.Show | None) -> dict[str, Any]:
+        return load.run_processes(
+            target, plan, processes, timeout=timeout, connections=connections, show=show
         )
+
+    if sys.stderr.isatty():
+        view = _View()
+        with view.live:
+            report = run(view.show)
+    else:
+        report = run(None)
     if output is Output.JSON:
         print_json(report)
     else:
         _print(report)
-    if report["failed"] == report["requests"]:
+    if report["failed"] + report["refused"]["requests"] == report["requests"]:
         raise typer.Exit(1)

@@ -1,0 +1,219 @@
+"""Sends one process's share of a plan, and records what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import dorad
+import dorad.aio
+from dorad import _wire
+from dorad.load.plan import Plan, Source
+from dorad.load.records import Outcome, Record, SelfWatch
+from dorad.load.report import summarise
+from dorad.types import GenerateRequest
+
+_SHOW_SECONDS = 0.25
+
+
+@dataclass
+class Counts:
+    """How far a run is, for a live view. Counts are of all requests, warm-up and all."""
+
+    sent: int = 0
+    done: int = 0
+    refused: int = 0
+    failed: int = 0
+    tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of the generator."""
+
+    @property
+    def in_flight(self) -> int:
+        return self.sent - self.done - self.refused - self.failed
+
+    def __add__(self, other: Counts) -> Counts:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Counts(*(a + b for a, b in pairs))
+
+
+Show = Callable[[Counts], None]
+
+
+async def run(
+    target: str,
+    plan: Plan,
+    *,
+    timeout: float = 600.0,
+    connections: int = 1,
+    show: Show | None = None,
+) -> dict[str, Any]:
+    """Runs the plan in this process and returns the report (see `summarise`).
+
+    Raises DoradError when the server cannot be asked what model it holds; failures of single
+    requests are counted in the report.
+    """
+    outcome = await drive(target, plan, timeout=timeout, connections=connections, show=show)
+    return summarise(plan, [outcome])
+
+
+async def drive(
+    target: str,
+    plan: Plan,
+    *,
+    timeout: float = 600.0,
+    connections: int = 1,
+    show: Show | None = None,
+    ready: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """As `run`, before the report. `ready` blocks until all processes may begin."""
+    # Pools of their own: otherwise clients of one target share a connection. No retries: a refusal
+    # is a result, and what a retry would hide.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                dorad.aio.Client(target, timeout=timeout, retries=False, options=options)
+            )
+            for _ in range(connections)
+        ]
+        model = (await clients[0].info()).model
+        for client in clients[1:]:
+            await client.wait_ready(timeout)
+        source = Source(plan, model.vocab_size, set(model.eos_token_ids))
+        ready()
+        return await _Run(plan, source, clients, show).run()
+
+
+class _Run:
+    def __init__(
+        self, plan: Plan, source: Source, clients: list[dorad.aio.Client], show: Show | None
+    ) -> None:
+        self._plan = plan
+        self._source = source
+        self._clients = clients
+        self._show = show
+        self._watch = SelfWatch()
+        self._counts = Counts()
+        self._records: list[Record] = []
+        self._measured = 0
+        self._begin = time.monotonic() + plan.warmup
+        self._end = math.inf if plan.duration is None else self._begin + plan.duration
+
+    async def run(self) -> Outcome:
+        helpers = [asyncio.create_task(self._watch.run())]
+        if self._plan.warmup > 0:
+            helpers.append(asyncio.create_task(self._end_warmup()))
+        if self._show is not None:
+            helpers.append(asyncio.create_task(self._show_now_and_then(self._show)))
+        try:
+            await (self._open_loop() if self._plan.rate is not None else self._closed_loop())
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+        return Outcome(
+            records=[r for r in self._records if r.start >= self._begin],
+            began=self._begin,
+            ended=time.monotonic(),
+            cpu_seconds=self._watch.cpu_seconds(),
+            lags=self._watch.lags,
+        )
+
+    async def _end_warmup(self) -> None:
+        await asyncio.sleep(self._begin - time.monotonic())
+        self._watch.reset()
+
+    async def _show_now_and_then(self, show: Show) -> None:
+        while True:
+            await asyncio.sleep(_SHOW_SECONDS)
+            show(dataclasses.replace(self._counts, cpu_seconds=self._watch.cpu_seconds()))
+
+    def _over(self, now: float) -> bool:
+        wanted = self._plan.requests
+        return now >= self._end or (wanted is not None and self._measured >= wanted)
+
+    async def _open_loop(self) -> None:
+        due = self._begin - self._plan.warmup
+        tasks: set[asyncio.Task[bool]] = set()
+        try:
+            while not self._over(due := due + self._source.gap()):
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                task = asyncio.create_task(self._one(due))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                self._measured += due >= self._begin
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _closed_loop(self) -> None:
+        async def work() -> None:
+            while not self._over(now := time.monotonic()):
+                self._measured += now >= self._begin
+                if not await self._one(now):
+                    # A server that refuses at once must not make us spin.
+                    await asyncio.sleep(0.01)
+
+        assert self._plan.concurrency is not None
+        await asyncio.gather(*(work() for _ in range(self._plan.concurrency)))
+
+    async def _one(self, due: float) -> bool:
+        """Sends the next request and reads its answer; False: it failed or was refused."""
+        request = self._source.next()
+        client = self._clients[self._counts.sent % len(self._clients)]
+        self._counts.sent += 1
+        record = Record(request.adapter, len(request.token_ids), due, time.monotonic())
+        self._records.append(record)
+        counts = self._counts
+        try:
+            await self._read(client, request, record)
+        except dorad.DoradError as error:
+            record.error = error.reason or error.code
+            # UNAVAILABLE with a reason is a server that says so; without, one that is not there.
+            record.refused = isinstance(error, dorad.Overloaded) or (
+                isinstance(error, dorad.Unavailable) and bool(error.reason)
+            )
+            record.retry_after = error.retry_after
+            counts.refused += record.refused
+            counts.failed += not record.refused
+        else:
+            counts.done += 1
+        record.end = time.monotonic()
+        return not record.error
+
+    async def _read(
+        self, client: dorad.aio.Client, request: GenerateRequest, record: Record
+    ) -> None:
+        last: dict[int, float] = {}
+        counts = self._counts
+        # Messages as they are: arrays and spans would cost more than the rest of the work.
+        call = client._start(
+            client._inference.Generate, _wire.generate_request(request, stream=True), None
+        )
+        async with dorad.aio.Stream[Any](call, lambda message: message) as stream:
+            async for message in stream:
+                now, count = time.monotonic(), len(message.token_ids) // 4
+                record.messages += 1
+                if not count:
+                    continue
+                record.tokens += count
+                counts.tokens += count
+                if record.ttft is None:
+                    record.ttft = now - record.start
+                    counts.first_tokens += 1
+                    counts.first_token_seconds += record.ttft
+                before = last.get(message.sample_index)
+                if before is not None:
+                    record.gaps.append(((now - before) / count, count))
+                    record.longest_gap = max(record.longest_gap, now - before)
+                last[message.sample_index] = now

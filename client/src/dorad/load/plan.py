@@ -1,0 +1,170 @@
+"""What a run sends: lengths, adapters, arrival times; the same plan sends the same requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import re
+from dataclasses import dataclass, field
+
+from dorad.types import GenerateRequest
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of token counts.
+
+    Written "128" (fixed), "32:256" (uniform, both ends included) or "lognormal:200:0.5" (mean and
+    sigma of the logarithm), optionally with a cap: "lognormal:200:0.5:1024".
+    """
+
+    kind: str
+    a: float
+    b: float = 0.0
+    cap: int = 1 << 20
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Raises ValueError that shows the forms."""
+        if re.fullmatch(r"\d+", text) and int(text) > 0:
+            return cls("fixed", int(text))
+        if match := re.fullmatch(r"(\d+):(\d+)", text):
+            low, high = int(match[1]), int(match[2])
+            if 0 < low <= high:
+                return cls("uniform", low, high)
+        if match := re.fullmatch(r"lognormal:([\d.]+):([\d.]+)(?::(\d+))?", text):
+            mean, sigma, cap = float(match[1]), float(match[2]), int(match[3] or 1 << 20)
+            if mean >= 1 and cap >= 1:
+                return cls("lognormal", mean, sigma, cap)
+        raise ValueError(f"{text!r} is no length: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP]")
+
+    def draw(self, rng: random.Random) -> int:
+        if self.kind == "fixed":
+            return int(self.a)
+        if self.kind == "uniform":
+            return rng.randint(int(self.a), int(self.b))
+        # The mean of a lognormal is exp(mu + sigma²/2).
+        mu = math.log(self.a) - self.b**2 / 2
+        return max(1, min(self.cap, round(rng.lognormvariate(mu, self.b))))
+
+
+@dataclass(frozen=True)
+class Popularity:
+    """Which adapter a request names."""
+
+    adapters: list[str | None]
+    weights: list[float]
+
+    @classmethod
+    def parse(cls, items: list[str], zipf: float | None) -> Popularity:
+        """Items are "name", "name@version" or "base", each with an optional "=WEIGHT".
+
+        With `zipf` the i-th item (from 1) weighs i^-zipf and no item may have its own weight.
+        """
+        if not items:
+            return cls([None], [1.0])
+        names: list[str | None] = []
+        weights: list[float] = []
+        for i, item in enumerate(items, 1):
+            name, equals, weight = item.partition("=")
+            if zipf is not None and equals:
+                raise ValueError(f"{item!r} has a weight; with --zipf the order decides")
+            names.append(None if name == "base" else name)
+            weights.append(i**-zipf if zipf is not None else float(weight or 1))
+        if min(weights) < 0 or sum(weights) <= 0:
+            raise ValueError("adapter weights must not be negative, nor all zero")
+        return cls(names, weights)
+
+    def draw(self, rng: random.Random) -> str | None:
+        return rng.choices(self.adapters, self.weights)[0]
+
+
+@dataclass(frozen=True)
+class Goals:
+    """What an answer must keep to be a good one; seconds, None: anything will do."""
+
+    ttft: float | None = None
+    itl: float | None = None
+    """Mean time between the tokens of a request."""
+    e2e: float | None = None
+
+    def any(self) -> bool:
+        return any(goal is not None for goal in (self.ttft, self.itl, self.e2e))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does. Exactly one of `rate` and `concurrency` is set."""
+
+    prompt: Lengths
+    output: Lengths
+    popularity: Popularity
+    rate: float | None = None
+    """Requests a second (open loop)."""
+    concurrency: int | None = None
+    """Requests in flight (closed loop)."""
+    requests: int | None = None
+    """After the warm-up."""
+    duration: float | None = None
+    """Seconds in which requests are sent after the warm-up; those in flight are waited for."""
+    warmup: float = 0.0
+    """Seconds before; requests that are due in them are sent, but not counted."""
+    n: int = 1
+    shared_prefix: int = 0
+    """Leading tokens that all prompts have in common."""
+    temperature: float = 1.0
+    seed: int = 0
+    goals: Goals = field(default_factory=lambda: Goals())
+
+    def split(self, processes: int) -> list[Plan]:
+        """One for each process; together they offer what this one does."""
+
+        def part(whole: int | None, i: int) -> int | None:
+            if whole is None:
+                return None
+            return whole * (i + 1) // processes - whole * i // processes
+
+        return [
+            dataclasses.replace(
+                self,
+                # Independent Poisson processes add up to one.
+                rate=None if self.rate is None else self.rate / processes,
+                concurrency=part(self.concurrency, i),
+                requests=part(self.requests, i),
+                seed=self.seed + (i << 32),
+            )
+            for i in range(processes)
+        ]
+
+
+class Source:
+    """Draws requests; the same plan gives the same ones."""
+
+    def __init__(self, plan: Plan, vocab_size: int, reserved: set[int]) -> None:
+        self._plan = plan
+        self._rng = random.Random(plan.seed)
+        self._ids = [i for i in range(vocab_size) if i not in reserved] or [0]
+        self._prefix = self._rng.choices(self._ids, k=plan.shared_prefix)
+        self._numbers = itertools.count()
+
+    def gap(self) -> float:
+        """Seconds to the next arrival."""
+        assert self._plan.rate is not None
+        return self._rng.expovariate(self._plan.rate)
+
+    def next(self) -> GenerateRequest:
+        plan, rng = self._plan, self._rng
+        adapter = plan.popularity.draw(rng)
+        rest = max(0, plan.prompt.draw(rng) - plan.shared_prefix)
+        prompt = (self._prefix + rng.choices(self._ids, k=rest)) or [self._ids[0]]
+        return GenerateRequest(
+            prompt,
+            adapter=adapter,
+            n=plan.n,
+            max_tokens=plan.output.draw(rng),
+            ignore_eos=True,  # The drawn length is the length.
+            temperature=plan.temperature,
+            seed=plan.seed + next(self._numbers),
+        )
