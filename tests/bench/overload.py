@@ -1,6 +1,6 @@
 """What becomes of the requests that a server can serve when ten times as many come.
 
-  tests/bench/overload.py [--seconds 20] [--factor 10] [--tokens 32] [--json FILE]
+  tests/bench/overload.py [--seconds 20] [--rounds 3] [--factor 10] [--tokens 32] [--json FILE]
 
 First finds the capacity with a closed loop (as many callers as the server runs sequences), then
 offers `factor` times that, with random times between arrivals that do not wait for answers. Prints
@@ -123,7 +123,7 @@ def percentile(values: list[float], share: float) -> float:
     return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-def summary(results: list[dict], seconds: float) -> dict:
+def summarise(results: list[dict], seconds: float) -> dict:
     served = [r for r in results if r["code"] == "OK"]
     refused = [r for r in results if r["code"] == "RESOURCE_EXHAUSTED"]
     waits = [r["done"] - r["sent"] for r in refused]
@@ -143,6 +143,28 @@ def summary(results: list[dict], seconds: float) -> dict:
     }
 
 
+class Phase:
+    """What came of one way of calling, over all rounds."""
+
+    def __init__(self) -> None:
+        self.results: list[dict] = []
+        self.server_cpu, self.drivers_cpu = 0.0, 0.0
+
+    def run(self, server, rate: float, callers: int, options: argparse.Namespace) -> float:
+        """The goodput of this round, a second."""
+        self.server_cpu -= processor_seconds(server.pid)
+        self.drivers_cpu -= processor_seconds()
+        results = run_drivers(server.grpc, rate, callers, options)
+        self.server_cpu += processor_seconds(server.pid)
+        self.drivers_cpu += processor_seconds()
+        self.results += results
+        return sum(r["code"] == "OK" for r in results) / options.seconds
+
+    def summary(self, seconds: float) -> dict:
+        cpu = {"server_cpu_s": self.server_cpu, "drivers_cpu_s": self.drivers_cpu}
+        return summarise(self.results, seconds) | cpu
+
+
 def measure(options: argparse.Namespace) -> dict:
     from conftest import Zoo
     from lib.server import serve
@@ -159,21 +181,14 @@ def measure(options: argparse.Namespace) -> dict:
         tempfile.TemporaryDirectory(prefix="dorad-overload-") as folder,
         serve(Zoo(Path(folder)).model("slow"), None, settings) as server,
     ):
-
-        def phase(rate: float) -> dict:
-            servers, drivers = processor_seconds(server.pid), processor_seconds()
-            results = run_drivers(server.grpc, rate, callers, options)
-            servers, drivers = (
-                processor_seconds(server.pid) - servers,
-                processor_seconds() - drivers,
-            )
-            return summary(results, options.seconds) | {
-                "server_cpu_s": servers,
-                "drivers_cpu_s": drivers,
-            }
-
-        closed = phase(0)
-        opened = phase(options.factor * closed["goodput"])
+        phases = {"closed": Phase(), "open": Phase()}
+        ratios = []
+        for _ in range(options.rounds):
+            capacity = phases["closed"].run(server, 0, callers, options)
+            goodput = phases["open"].run(server, options.factor * capacity, 0, options)
+            ratios.append(goodput / capacity)
+        time_measured = options.rounds * options.seconds
+        closed, opened = (phase.summary(time_measured) for phase in phases.values())
         engine = server.wire.info().engine
         left = engine.running_sequences + engine.queued_requests + engine.adapter_leases
     return {
@@ -182,7 +197,9 @@ def measure(options: argparse.Namespace) -> dict:
         "tokens": options.tokens,
         "capacity": closed,
         "overload": opened,
+        "rounds": options.rounds,
         "goodput_ratio": opened["goodput"] / closed["goodput"],
+        "goodput_ratios": ratios,
         "left_behind": left,
     }
 
@@ -190,6 +207,7 @@ def measure(options: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--factor", type=float, default=10)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path)
@@ -220,7 +238,8 @@ def main() -> None:
     print(
         f"at {options.factor:g} times {opened['goodput']:8.1f} requests/s   "
         f"p50 {opened['served_p50_s']:.2f} s   p99 {opened['served_p99_s']:.2f} s   "
-        f"ratio {result['goodput_ratio']:.3f}"
+        f"ratio {result['goodput_ratio']:.3f} "
+        f"({', '.join(f'{ratio:.2f}' for ratio in result['goodput_ratios'])})"
     )
     print(
         f"refused    {opened['refused']} of {opened['served'] + opened['refused']}   "
@@ -230,7 +249,7 @@ def main() -> None:
         print(
             f"processor time at {name}: server {part['server_cpu_s']:.1f} s, callers "
             f"{part['drivers_cpu_s']:.1f} s, of {os.cpu_count()} cores for about "
-            f"{options.seconds + WARM_UP:.0f} s"
+            f"{options.rounds * (options.seconds + WARM_UP):.0f} s"
         )
     print(
         f"refusals without RetryInfo {opened['without_retry_info']}, without "
