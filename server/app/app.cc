@@ -40,6 +40,7 @@
 #include "server/ops/thread_team.h"
 #include "server/rpc/server.h"
 #include "server/rpc/upload_store.h"
+#include "server/security/guard.h"
 
 namespace dorad {
 namespace {
@@ -91,11 +92,12 @@ absl::Status Annotate(const absl::Status& status, const std::string& part) {
 // Members stand on those above them and end before them.
 struct App::Impl {
   // `opened` stands on `d`; nullptr: no store.
-  Impl(const Config& c, std::unique_ptr<Backend> loaded,
+  Impl(const Config& c, std::unique_ptr<security::Guard> g, std::unique_ptr<Backend> loaded,
        std::unique_ptr<engine::ModelRunner> runner, std::unique_ptr<adapter::Disk> d,
        std::unique_ptr<adapter::Store> opened)
       : config(c),
         settings(c),
+        guard(std::move(g)),
         backend(std::move(loaded)),
         disk(std::move(d)),
         store(std::move(opened)),
@@ -202,6 +204,8 @@ struct App::Impl {
            done = std::move(done)] { loader.PublishFromMemory(options, json, peer, done); });
     };
     services.weight_layout = backend->weight_layout();
+    services.authority = guard->authority();
+    services.quotas = guard->quotas();
     services.memory_by_kind = [this] { return MemoryByKind(); };
     services.lent_weight_bytes = [this] { return backend->lent_weight_bytes(); };
     services.info = ToServerInfo(config, backend->info());
@@ -284,7 +288,7 @@ struct App::Impl {
     if (!config.server.metrics_listen.empty()) {
       scrape = std::make_unique<Scrape>(
           Scrape::Sources{backend.get(), store.get(), &residency, &registry, &uploads, &sleeper,
-                          &engine, handover.get(), services.memory_by_kind},
+                          &engine, handover.get(), guard.get(), services.memory_by_kind},
           &metrics);
       absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
           config.server.metrics_listen,
@@ -298,6 +302,8 @@ struct App::Impl {
     options.admin_listen = config.server.admin_listen;
     options.max_message_bytes = config.server.max_message_bytes;
     options.max_concurrent_streams = config.server.max_concurrent_streams;
+    options.tls = guard->tls();
+    options.asks_callers = guard->asks();
     absl::StatusOr<std::unique_ptr<rpc::Server>> started = rpc::Server::Start(options, &services);
     if (!started.ok()) return Annotate(started.status(), "gRPC listener");
     server = *std::move(started);
@@ -373,6 +379,7 @@ struct App::Impl {
 
   const Config config;
   Config settings;  // with what was reloaded since the start; of the thread that stops the app
+  const std::unique_ptr<security::Guard> guard;
   const std::unique_ptr<Backend> backend;
   const std::unique_ptr<adapter::Disk> disk;
   const std::unique_ptr<adapter::Store> store;  // nullptr: none
@@ -408,6 +415,9 @@ App::~App() = default;
 absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<void()> on_deaf) {
   DORAD_RETURN_IF_ERROR(CheckStart(config));
   ResolveComputeDtype(&config.model);
+  absl::StatusOr<std::unique_ptr<security::Guard>> guard =
+      security::Guard::Open(config.server, config.security);
+  if (!guard.ok()) return guard.status();
   ops::SetThreads(Threads(config.engine));
   const absl::Time begin = absl::Now();
   absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
@@ -430,8 +440,8 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<voi
     }
     store = *std::move(opened);
   }
-  auto impl = std::make_unique<Impl>(config, *std::move(backend), std::move(runner),
-                                     std::move(disk), std::move(store));
+  auto impl = std::make_unique<Impl>(config, *std::move(guard), *std::move(backend),
+                                     std::move(runner), std::move(disk), std::move(store));
   impl->Restore();
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
@@ -464,6 +474,8 @@ void App::Reload(const absl::StatusOr<Config>& config) {
   if (!changes->waiting.empty()) {
     LogWarning("keys that need a restart differ", {{"keys", absl::StrJoin(changes->waiting, " ")}});
   }
+  // Says itself what it refuses, and stays with what it has.
+  (void)impl_->guard->Reload();
 }
 
 void App::Stop(const absl::Notification& hurry) {

@@ -14,6 +14,7 @@
 #include "server/app/room_options.h"
 #include "server/base/error.h"
 #include "server/base/listen_address.h"
+#include "server/security/exposure.h"
 
 namespace dorad {
 namespace {
@@ -28,6 +29,10 @@ class Checks {
       Add(absl::StrCat("adapters.preload.", name), adapter::CheckAdapterFolder(folder));
     }
     CheckListeners();
+    for (Violation& problem :
+         ViolationsOf(security::CheckExposure(config_.server, config_.security))) {
+      problems_.push_back(std::move(problem));
+    }
     const std::string& handover = config_.server.handover_socket;
     if (!handover.empty()) CheckSocket("server.handover_socket", handover);
     CheckParent("adapters.store_path", config_.adapters.store_path);

@@ -24,6 +24,9 @@ std::string Scrape::Render() {
     metrics_.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
                        kept.append_time, kept.compactions, kept.failures});
   }
+  const security::Guard::Stats guarded = from_.guard->stats();
+  metrics_.SetSecurity(
+      {guarded.tokens_reload_failures, guarded.tls_reload_failures, guarded.tls_expiry});
   CountMemory();
   return metrics_.Render();
 }

@@ -17,6 +17,7 @@
 #include "server/engine/engine.h"
 #include "server/handover/listener.h"
 #include "server/rpc/upload_store.h"
+#include "server/security/guard.h"
 
 namespace dorad {
 
@@ -31,6 +32,7 @@ class Scrape {
     const Sleeper* sleeper = nullptr;
     const engine::Engine* engine = nullptr;
     const handover::Listener* handover = nullptr;  // nullptr: none
+    const security::Guard* guard = nullptr;
     std::function<std::map<std::string, int64_t>()> memory_by_kind;
   };
   Scrape(Sources sources, Metrics* metrics) : from_(std::move(sources)), metrics_(*metrics) {}

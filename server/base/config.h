@@ -88,6 +88,14 @@ struct MetricsConfig {
   bool vllm_aliases = false;  // the same metrics under vLLM's names as well
 };
 
+struct SecurityConfig {
+  std::string tls_cert;         // PEM file: the server's certificate, then its chain; "" = no TLS
+  std::string tls_key;          // PEM file: its key
+  std::string tls_client_ca;    // PEM file: who signs clients' certificates; "" = none needed
+  std::string tokens_file;      // YAML file: who may do what; "" = whoever connects, everything
+  bool allow_insecure = false;  // listen beyond this host without TLS or without asking who calls
+};
+
 struct LogConfig {
   std::string level = "info";
   std::string format = "json";  // "json" or "text"
@@ -102,6 +110,7 @@ struct Config {
   LimitsConfig limits;
   AdaptersConfig adapters;
   MetricsConfig metrics;
+  SecurityConfig security;
   LogConfig log;
 };
 

@@ -307,6 +307,27 @@ std::vector<ConfigKey> MetricsKeys() {
   };
 }
 
+std::vector<ConfigKey> SecurityKeys() {
+  const auto at = [](auto member) { return At(&Config::security, member); };
+  const auto file = [&](const char* name, std::string SecurityConfig::*member) {
+    return ConfigKey{"security", name, ConfigType::kText, at(member), 0, 0, {}, true};
+  };
+  return {
+      file("tls_cert", &SecurityConfig::tls_cert),
+      file("tls_key", &SecurityConfig::tls_key),
+      file("tls_client_ca", &SecurityConfig::tls_client_ca),
+      file("tokens_file", &SecurityConfig::tokens_file),
+      {"security",
+       "allow_insecure",
+       ConfigType::kBoolean,
+       at(&SecurityConfig::allow_insecure),
+       0,
+       0,
+       {},
+       false},
+  };
+}
+
 std::vector<ConfigKey> LogKeys() {
   const auto at = [](auto member) { return At(&Config::log, member); };
   return {
@@ -335,7 +356,7 @@ const std::vector<ConfigKey>& ConfigKeys() {
   static const std::vector<ConfigKey>* const keys = [] {
     auto* all = new std::vector<ConfigKey>();
     for (auto section : {ServerKeys, ModelKeys, EngineKeys, MemoryKeys, LimitsKeys, AdaptersKeys,
-                         MetricsKeys, LogKeys}) {
+                         MetricsKeys, SecurityKeys, LogKeys}) {
       for (ConfigKey& key : section()) all->push_back(std::move(key));
     }
     return all;

@@ -40,19 +40,6 @@ bool ParseInteger(const std::string& text, int64_t* value) {
   return absl::SimpleAtoi(text, value);
 }
 
-bool ParseBytes(const std::string& text, int64_t* value) {
-  static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
-  absl::string_view digits = text;
-  int shift = 0;
-  for (int unit = 0; unit < 4 && shift == 0; ++unit) {
-    if (absl::ConsumeSuffix(&digits, kUnits[unit])) shift = 10 * (unit + 1);
-  }
-  digits = absl::StripTrailingAsciiWhitespace(digits);
-  int64_t count = 0;
-  if (!ParseInteger(std::string(digits), &count)) return false;
-  return !__builtin_mul_overflow(count, int64_t{1} << shift, value);
-}
-
 // A share has a point, so that 1 is a byte.
 bool ParseShare(const std::string& text, double* value) {
   return absl::StrContains(text, '.') && absl::SimpleAtod(text, value) && *value > 0 && *value <= 1;
@@ -161,6 +148,19 @@ std::string FormatMap(const ConfigStringMap& map) {
 }
 
 }  // namespace
+
+bool ParseBytes(const std::string& text, int64_t* value) {
+  static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
+  absl::string_view digits = text;
+  int shift = 0;
+  for (int unit = 0; unit < 4 && shift == 0; ++unit) {
+    if (absl::ConsumeSuffix(&digits, kUnits[unit])) shift = 10 * (unit + 1);
+  }
+  digits = absl::StripTrailingAsciiWhitespace(digits);
+  int64_t count = 0;
+  if (!ParseInteger(std::string(digits), &count)) return false;
+  return !__builtin_mul_overflow(count, int64_t{1} << shift, value);
+}
 
 int64_t ByteLimit(const std::string& value, int64_t total) {
   double share = 0;

@@ -1,6 +1,7 @@
 // One configuration value: from text or YAML into its field, and back. Thread-safe.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "server/base/config_schema.h"
@@ -10,6 +11,10 @@ class Node;
 }
 
 namespace dorad {
+
+// "1048576", "512MiB", "2GiB": whole numbers with KiB, MiB, GiB or TiB behind them. False for
+// anything else.
+bool ParseBytes(const std::string& text, int64_t* value);
 
 // Both return what is wrong with the value, or "" after setting the field.
 std::string SetFromText(const ConfigKey& key, const std::string& text, Config* config);

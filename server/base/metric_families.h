@@ -334,4 +334,23 @@ struct RpcMetrics {
   Labelled<Histogram, 1> seconds;
 };
 
+struct SecurityMetrics {
+  explicit SecurityMetrics(Registry& r)
+      : denied(&Counters(r, "dorad_calls_denied_total",
+                         "Calls refused for who made them or for his tenant's quota, by reason."),
+               {"reason"}),
+        tokens_reload_failures(Counters(r, "dorad_tokens_reload_failures_total",
+                                        "Times that a changed tokens file could not be used.")
+                                   .Add({})),
+        tls_reload_failures(Counters(r, "dorad_tls_reload_failures_total",
+                                     "Times that changed TLS files could not be used.")
+                                .Add({})),
+        tls_expiry(Gauges(r, "dorad_tls_certificate_expiry_timestamp_seconds",
+                          "When the certificate in use expires; absent without TLS.")) {}
+
+  Labelled<Counter, 1> denied;
+  Counter &tokens_reload_failures, &tls_reload_failures;
+  prometheus::Family<Gauge>& tls_expiry;
+};
+
 }  // namespace dorad::internal

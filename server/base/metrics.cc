@@ -28,6 +28,7 @@ using internal::Registry;
 using internal::RequestMetrics;
 using internal::RpcMetrics;
 using internal::Seconds;
+using internal::SecurityMetrics;
 using internal::StoreMetrics;
 
 struct Metrics::Impl {
@@ -45,6 +46,7 @@ struct Metrics::Impl {
                 {"result"}),
         device(registry),
         rpc(registry),
+        security(registry),
         top_adapters(info.top_adapters),
         process(&registry) {
     Gauges(registry, "dorad_build_info", "The running program; the value is 1.")
@@ -75,6 +77,7 @@ struct Metrics::Impl {
   Labelled<Counter, 1> reloads;
   DeviceMetrics device;
   RpcMetrics rpc;
+  SecurityMetrics security;
   internal::TopAdapters top_adapters;
   std::optional<internal::VllmAliases> aliases;
   internal::ProcessMetrics process;
@@ -260,6 +263,18 @@ void Metrics::RpcStarted(const std::string& method) { impl_->rpc.started.Of({met
 void Metrics::RpcHandled(const std::string& method, const std::string& code, absl::Duration time) {
   impl_->rpc.handled.Of({method, code}).Increment();
   impl_->rpc.seconds.Of({method}).Observe(Seconds(time));
+}
+
+void Metrics::CallDenied(const std::string& reason) {
+  impl_->security.denied.Of({reason}).Increment();
+}
+
+void Metrics::SetSecurity(const SecurityGauges& gauges) {
+  SecurityMetrics& security = impl_->security;
+  RaiseTo(security.tokens_reload_failures, static_cast<double>(gauges.tokens_reload_failures));
+  RaiseTo(security.tls_reload_failures, static_cast<double>(gauges.tls_reload_failures));
+  if (gauges.tls_expiry)
+    security.tls_expiry.Add({}).Set(absl::ToDoubleSeconds(*gauges.tls_expiry - absl::UnixEpoch()));
 }
 
 std::string Metrics::Render() {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -156,6 +157,16 @@ class Metrics {
   // --- gRPC. method: "Generate"; code: "OK", "INVALID_ARGUMENT", ...
   void RpcStarted(const std::string& method);
   void RpcHandled(const std::string& method, const std::string& code, absl::Duration time);
+
+  // --- Security. A call was refused for who made it, or for his tenant's quota.
+  void CallDenied(const std::string& reason);
+  struct SecurityGauges {
+    // Since the start.
+    int64_t tokens_reload_failures = 0;
+    int64_t tls_reload_failures = 0;
+    std::optional<absl::Time> tls_expiry;  // nullopt: no TLS
+  };
+  void SetSecurity(const SecurityGauges& gauges);
 
   // Prometheus text format 0.0.4. Also sets process metrics (RSS, CPU, open fds, start time).
   std::string Render();

@@ -34,7 +34,7 @@ absl::Status Admission::Admit(const Request& request, Message enter) {
     metrics_->RequestRefused(kind, ReasonOf(status));
     return status;
   }
-  ids_.insert(request.base().request_id);
+  ids_.insert(request.key());
   ++queue_.requests;
   queue_.tokens += tokens;
   for (const std::string& adapter : adapters) ++users_[adapter].waiting;
@@ -62,7 +62,7 @@ absl::Status Admission::Check(const Request& request, int64_t tokens) const {
     return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
                      "the deadline passed before admission");
   }
-  if (ids_.contains(request.base().request_id)) {
+  if (ids_.contains(request.key())) {
     return MakeError(absl::StatusCode::kAlreadyExists, "REQUEST_ID_IN_USE",
                      absl::StrCat("a running request has the id ", request.base().request_id));
   }
@@ -173,7 +173,7 @@ void Admission::Started(const Request& request) {
 void Admission::Ended(const Request& request) {
   const std::vector<std::string> adapters = request.adapters();
   absl::MutexLock lock(&mu_);
-  ids_.erase(request.base().request_id);
+  ids_.erase(request.key());
   for (const std::string& adapter : adapters) {
     const auto users = users_.find(adapter);
     if (--users->second.running == 0 && users->second.waiting == 0) users_.erase(users);

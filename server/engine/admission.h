@@ -87,8 +87,8 @@ class Admission {
     int64_t waiting = 0;
   };
 
-  absl::flat_hash_set<std::string> ids_ ABSL_GUARDED_BY(mu_);
-  std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);  // by adapter
+  absl::flat_hash_set<std::string> ids_ ABSL_GUARDED_BY(mu_);  // Request::key
+  std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);    // by adapter
   Queue queue_ ABSL_GUARDED_BY(mu_);
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
   bool sleeping_ ABSL_GUARDED_BY(mu_) = false;                      // and refusing

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,7 @@ struct AbortTarget {
   std::vector<std::string> request_ids;
   adapter::AdapterRef adapter;  // with a name: all requests that hold it (version 0: any version)
   bool all = false;
+  std::optional<std::string> tenant;  // only requests of this one
 };
 
 enum class PauseMode { kAbort, kWait, kKeep };

@@ -91,7 +91,7 @@ std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
 
 void EngineLoop::Enter(std::unique_ptr<Request> owned) {
   Request* const request = owned.get();
-  requests_.emplace(request->base().request_id, std::move(owned));
+  requests_.emplace(request->key(), std::move(owned));
   if (request->deadline != Instant::max()) deadlines_.insert({request->deadline, request});
   request->Enter(&next_arrival_);
   // So may the note of an activation.
@@ -153,7 +153,7 @@ void EngineLoop::Follow(Request* request, adapter::AdapterLease lease) {
 }
 
 bool EngineLoop::IsHere(const Request* request) const {
-  const auto it = requests_.find(request->base().request_id);
+  const auto it = requests_.find(request->key());
   return it != requests_.end() && it->second.get() == request;
 }
 
@@ -295,7 +295,7 @@ void EngineLoop::EndWith(Request* request, Ending ending) {
     sequence->DropUses();
     weights_.NoteGone(sequence.get());
   }
-  auto node = requests_.extract(request->base().request_id);
+  auto node = requests_.extract(request->key());
   DORAD_CHECK(!node.empty());
   graveyard_.push_back(std::move(node.mapped()));
   deadlines_.erase({request->deadline, request});
@@ -315,10 +315,11 @@ void EngineLoop::AbortRequest(Request* request, const std::string& detail) {
 int EngineLoop::AbortMatching(const AbortTarget& target, const std::string& detail) {
   FinishAll();
   std::vector<Request*> matching;
-  for (const auto& [id, request] : requests_) {
+  for (const auto& [key, request] : requests_) {
+    if (target.tenant && *target.tenant != request->base().tenant) continue;
     if (target.all || (!target.adapter.is_base() && request->Holds(target.adapter)) ||
-        std::find(target.request_ids.begin(), target.request_ids.end(), id) !=
-            target.request_ids.end()) {
+        std::find(target.request_ids.begin(), target.request_ids.end(),
+                  request->base().request_id) != target.request_ids.end()) {
       matching.push_back(request.get());
     }
   }

@@ -9,10 +9,12 @@
 
 namespace dorad::engine {
 
-PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt) {
+PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt,
+                      std::string_view tenant) {
   Sha256 sha;
   sha.UpdateFramed(adapter_digest);
   sha.UpdateFramed(salt);
+  sha.UpdateFramed(tenant);
   const std::array<uint8_t, 32> digest = sha.Final();
   PrefixNode root;
   std::memcpy(&root.hi, digest.data(), sizeof(root.hi));

@@ -8,8 +8,9 @@
 // are filled first, so that the others become empty.
 //
 // A prefix is named by a node: (parent node, the page's tokens). Nodes are compared token by token,
-// so a hash collision cannot mix contents up; the root stands for one adapter version and one salt
-// (SHA-256 of both), never for a name. Confined to the engine thread; no torch.
+// so a hash collision cannot mix contents up; the root stands for one adapter version, one
+// tenant and one salt (SHA-256 of all three), never for a name. Confined to the engine thread; no
+// torch.
 #pragma once
 
 #include <array>
@@ -32,8 +33,10 @@ struct PrefixNode {
   bool operator==(const PrefixNode&) const = default;
 };
 
-// The root of all prefixes computed under one adapter version ("" for the base) and one salt.
-PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt);
+// The root of all prefixes computed under one adapter version ("" for the base) for one tenant and
+// one salt.
+PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt,
+                      std::string_view tenant = "");
 
 class KvPages {
  public:

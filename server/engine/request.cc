@@ -43,8 +43,9 @@ std::string NameOf(const adapter::AdapterLease& lease) {
   return lease.get() == nullptr ? std::string() : lease.get()->name();
 }
 
-PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt) {
-  return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt);
+PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt,
+                  const std::string& tenant) {
+  return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt, tenant);
 }
 
 // The row before the first: nothing predicts token 0.
@@ -106,7 +107,7 @@ adapter::AdapterLease Request::NewerVersion() const {
 }
 
 void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
-  const PrefixNode root = RootOf(lease, generate->cache_salt);
+  const PrefixNode root = RootOf(lease, generate->cache_salt, generate->tenant);
   earlier_.push_back(std::exchange(generate->lease, std::move(lease)));
   const adapter::LoadedAdapter* const adapter = generate->lease.get();
   for (const auto& sequence : sequences) {
@@ -160,7 +161,7 @@ Sequence* Request::AddSequence(const std::vector<TokenId>& tokens,
 
 void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   if (generate) {
-    const PrefixNode root = RootOf(generate->lease, generate->cache_salt);
+    const PrefixNode root = RootOf(generate->lease, generate->cache_salt, generate->tenant);
     const auto prompt_tokens = static_cast<int64_t>(generate->prompt.size());
     for (int32_t i = 0; i < generate->n; ++i) {
       Sequence* const sequence = AddSequence(generate->prompt, generate->lease.get(), root,
@@ -184,7 +185,7 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   result_.scores.resize(score->sequences.size());
   std::vector<PrefixNode> roots;
   for (const adapter::AdapterLease& lease : score->leases) {
-    roots.push_back(RootOf(lease, std::string()));
+    roots.push_back(RootOf(lease, std::string(), score->tenant));
     result_.versions.push_back(SpanOf(lease.get(), 0, 0));
   }
   for (size_t i = 0; i < score->sequences.size(); ++i) {

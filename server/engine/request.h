@@ -50,6 +50,8 @@ struct Request {
   // What a generation asked for ("name" or "name@version"), or the names of what a score did; the
   // base is none. Stays the same until the request ends.
   std::vector<std::string> adapters() const;
+  // Unique among all requests: two tenants may choose the same id. No id has a space.
+  std::string key() const { return base().tenant + ' ' + base().request_id; }
   bool cancelled() const { return generate ? stream->cancelled() : ticket->cancelled(); }
   // Whether tokens to come or keys and values stand on the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <optional>
@@ -19,8 +20,10 @@ namespace dorad::engine {
 
 class TokenStream {
  public:
-  // final_only: deltas are held back until their sample has finished.
-  explicit TokenStream(bool final_only) : final_only_(final_only) {}
+  // final_only: deltas are held back until their sample has finished. meter: gets the number of new
+  // tokens as they are pushed, on the engine thread; must be short.
+  explicit TokenStream(bool final_only, std::function<void(int64_t)> meter = nullptr)
+      : final_only_(final_only), meter_(std::move(meter)) {}
 
   // --- Engine side.
   void Push(SampleDelta delta);
@@ -42,6 +45,7 @@ class TokenStream {
 
  private:
   const bool final_only_;
+  const std::function<void(int64_t)> meter_;
   std::atomic<bool> cancelled_{false};
   absl::Mutex mu_;
   std::deque<SampleDelta> deltas_ ABSL_GUARDED_BY(mu_);

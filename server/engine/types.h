@@ -51,6 +51,7 @@ struct LogprobParams {
 
 // What every kind of request carries.
 struct RequestBase {
+  std::string tenant;  // ids and prefixes are a tenant's own; "": all are one
   std::string request_id;
   adapter::AdapterRef adapter;  // as asked, for logs
   int32_t priority = 0;

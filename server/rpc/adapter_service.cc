@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 #include "server/engine/admission.h"
+#include "server/rpc/access.h"
 #include "server/rpc/call.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/encode.h"
@@ -28,6 +29,10 @@ absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRe
   CheckTags(request.tags(), &violations);
   if (request.path().empty()) {
     violations.push_back({"path", "PATH_EMPTY", "the folder of a PEFT adapter is missing"});
+  }
+  if (request.path().size() > kMaxPathBytes) {
+    violations.push_back(
+        {"path", "PATH_TOO_LONG", absl::StrCat("a path has at most ", kMaxPathBytes, " bytes")});
   }
   if (!violations.empty()) return MakeInvalid("PublishFromPathRequest", std::move(violations));
   adapter::PublishOptions options;
@@ -63,11 +68,14 @@ void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& c
 }
 
 // Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
-// PeftConfig.
+// PeftConfig. room: held until then.
 template <typename Response>
 adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& call,
-                                  bool typed_config) {
-  return [call, typed_config](const absl::StatusOr<adapter::PublishResult>& result) {
+                                  bool typed_config, PublishRoom room) {
+  return [call, typed_config,
+          room = std::move(room)](const absl::StatusOr<adapter::PublishResult>& result) {
+    // Whoever learns of the end may publish the next one.
+    if (room != nullptr) room->Release();
     call->Complete([&](Response* to) {
       if (!result.ok()) {
         return typed_config ? NamePeftConfigFields(result.status()) : result.status();
@@ -80,26 +88,37 @@ adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& ca
   };
 }
 
-absl::Status Get(const adapter::AdapterRegistry& registry, const v1::GetRequest& request,
-                 v1::GetResponse* response) {
+// Whether the caller may publish this, and there is room for it.
+absl::StatusOr<PublishRoom> AdmitPublish(const Services& services,
+                                         const security::Principal& caller, const std::string& name,
+                                         int64_t bytes) {
+  DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, name));
+  if (services.draining) return engine::ShuttingDown();
+  return ReservePublish(services, caller, bytes);
+}
+
+absl::Status Get(const adapter::AdapterRegistry& registry, const security::Principal& caller,
+                 const v1::GetRequest& request, v1::GetResponse* response) {
   DORAD_ASSIGN_OR_RETURN(const adapter::AdapterRef ref,
                          adapter::AdapterRef::Parse(request.adapter()));
   if (ref.is_base()) {
     return MakeInvalid("GetRequest", {{"adapter", "ADAPTER_NAME_INVALID",
                                        "the base model is no adapter; name one"}});
   }
+  DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, ref.name));
   DORAD_ASSIGN_OR_RETURN(const adapter::AdapterRecord record, registry.Get(ref));
   Encode(record, response->mutable_adapter());
   response->set_generation(registry.generation());
   return absl::OkStatus();
 }
 
-absl::Status GetUpload(const UploadStore& uploads, const v1::GetUploadRequest& request,
-                       v1::GetUploadResponse* response) {
+absl::Status GetUpload(const UploadStore& uploads, const security::Principal& caller,
+                       const v1::GetUploadRequest& request, v1::GetUploadResponse* response) {
   std::vector<Violation> violations;
   CheckUploadId(request.upload_id(), &violations);
   if (!violations.empty()) return MakeInvalid("GetUploadRequest", std::move(violations));
-  DORAD_ASSIGN_OR_RETURN(const UploadStore::Progress progress, uploads.Find(request.upload_id()));
+  DORAD_ASSIGN_OR_RETURN(const UploadStore::Progress progress,
+                         uploads.Find(request.upload_id(), caller.tenant));
   response->set_received_bytes(progress.received);
   response->set_total_bytes(progress.total);
   response->set_committed(progress.committed);
@@ -107,8 +126,8 @@ absl::Status GetUpload(const UploadStore& uploads, const v1::GetUploadRequest& r
   return absl::OkStatus();
 }
 
-absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListRequest& request,
-                  v1::ListResponse* response) {
+absl::Status List(const adapter::AdapterRegistry& registry, const security::Principal& caller,
+                  const v1::ListRequest& request, v1::ListResponse* response) {
   std::vector<Violation> violations;
   if (!request.name().empty()) CheckAdapterName(request.name(), &violations);
   const uint32_t size = request.has_page_size() ? request.page_size() : kDefaultPageSize;
@@ -117,14 +136,18 @@ absl::Status List(const adapter::AdapterRegistry& registry, const v1::ListReques
                           absl::StrCat(size, " is not in [1, ", kMaxPageSize, "]")});
   }
   if (!violations.empty()) return MakeInvalid("ListRequest", std::move(violations));
+  DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, request.name()));
   PagePosition after;
   if (!request.page_token().empty()) {
     DORAD_ASSIGN_OR_RETURN(after, ParsePageToken(request.page_token(), request.name()));
   }
+  // Names with the caller's prefix lie side by side in the order of names.
+  if (after.name < caller.adapters) after = {request.name(), caller.adapters, 0};
   response->set_generation(registry.generation());
   // One more than a page tells whether there is another.
   std::vector<adapter::AdapterRecord> records =
       registry.List(request.name(), after.name, after.version, static_cast<int>(size) + 1);
+  while (!records.empty() && !caller.MayTouch(records.back().name)) records.pop_back();
   if (records.size() > size) {
     records.resize(size);
     response->set_next_page_token(
@@ -168,8 +191,8 @@ grpc::ServerUnaryReactor* AdapterService::GetUpload(grpc::CallbackServerContext*
                                                     const v1::GetUploadRequest* request,
                                                     v1::GetUploadResponse* response) {
   return UnaryCall<v1::GetUploadResponse>::Run(
-      "GetUpload", context, services_->metrics, response, [&](const auto& call) {
-        call->End(rpc::GetUpload(*services_->uploads, *request, response));
+      "GetUpload", context, services_, response, [&](const auto& call) {
+        call->End(rpc::GetUpload(*services_->uploads, call->caller(), *request, response));
       });
 }
 
@@ -177,16 +200,22 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerCo
                                                           const v1::PublishFromPathRequest* request,
                                                           v1::PublishFromPathResponse* response) {
   return UnaryCall<v1::PublishFromPathResponse>::Run(
-      "PublishFromPath", context, services_->metrics, response, [&](const auto& call) {
+      "PublishFromPath", context, services_, response, [&](const auto& call) {
         absl::StatusOr<adapter::PublishOptions> options = ParsePublish(*request);
-        if (options.ok() && services_->draining) options = engine::ShuttingDown();
         if (!options.ok()) {
           call->End(options.status());
           return;
         }
+        // How large it is shows when it has been loaded.
+        absl::StatusOr<PublishRoom> room =
+            AdmitPublish(*services_, call->caller(), options->name, /*bytes=*/0);
+        if (!room.ok()) {
+          call->End(room.status());
+          return;
+        }
         call->record().NameAdapter({options->name, options->version.value_or(0)});
         services_->publisher.from_path(*std::move(options), request->path(),
-                                       AnswerTo(call, /*typed_config=*/false));
+                                       AnswerTo(call, /*typed_config=*/false, *std::move(room)));
       });
 }
 
@@ -194,17 +223,26 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
     grpc::CallbackServerContext* context, const v1::PublishFromMemoryRequest* request,
     v1::PublishFromMemoryResponse* response) {
   return UnaryCall<v1::PublishFromMemoryResponse>::Run(
-      "PublishFromMemory", context, services_->metrics, response, [&](const auto& call) {
+      "PublishFromMemory", context, services_, response, [&](const auto& call) {
         absl::StatusOr<MemoryPublish> publish = ParseMemoryPublish(*request, services_->handover);
-        if (publish.ok() && services_->draining) publish = engine::ShuttingDown();
         if (!publish.ok()) {
           call->End(publish.status());
           return;
         }
+        int64_t bytes = 0;
+        for (const adapter::PeerTensor& tensor : publish->peer.tensors) {
+          bytes += static_cast<int64_t>(tensor.bytes);
+        }
+        absl::StatusOr<PublishRoom> room =
+            AdmitPublish(*services_, call->caller(), publish->options.name, bytes);
+        if (!room.ok()) {
+          call->End(room.status());
+          return;
+        }
         call->record().NameAdapter({publish->options.name, publish->options.version.value_or(0)});
-        services_->publisher.from_memory(std::move(publish->options),
-                                         std::move(publish->config_json), std::move(publish->peer),
-                                         AnswerTo(call, request->has_peft_config()));
+        services_->publisher.from_memory(
+            std::move(publish->options), std::move(publish->config_json), std::move(publish->peer),
+            AnswerTo(call, request->has_peft_config(), *std::move(room)));
       });
 }
 
@@ -212,9 +250,9 @@ grpc::ServerUnaryReactor* AdapterService::Activate(grpc::CallbackServerContext* 
                                                    const v1::ActivateRequest* request,
                                                    v1::ActivateResponse* response) {
   return UnaryCall<v1::ActivateResponse>::Run(
-      "Activate", context, services_->metrics, response, [&](const auto& call) {
-        const absl::Status valid =
-            CheckVersion("ActivateRequest", request->name(), request->version());
+      "Activate", context, services_, response, [&](const auto& call) {
+        absl::Status valid = CheckVersion("ActivateRequest", request->name(), request->version());
+        if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request->name());
         if (!valid.ok()) {
           call->End(valid);
           return;
@@ -242,16 +280,18 @@ grpc::ServerUnaryReactor* AdapterService::Get(grpc::CallbackServerContext* conte
                                               const v1::GetRequest* request,
                                               v1::GetResponse* response) {
   return UnaryCall<v1::GetResponse>::Run(
-      "Get", context, services_->metrics, response,
-      [&](const auto& call) { call->End(rpc::Get(*services_->registry, *request, response)); });
+      "Get", context, services_, response, [&](const auto& call) {
+        call->End(rpc::Get(*services_->registry, call->caller(), *request, response));
+      });
 }
 
 grpc::ServerUnaryReactor* AdapterService::List(grpc::CallbackServerContext* context,
                                                const v1::ListRequest* request,
                                                v1::ListResponse* response) {
   return UnaryCall<v1::ListResponse>::Run(
-      "List", context, services_->metrics, response,
-      [&](const auto& call) { call->End(rpc::List(*services_->registry, *request, response)); });
+      "List", context, services_, response, [&](const auto& call) {
+        call->End(rpc::List(*services_->registry, call->caller(), *request, response));
+      });
 }
 
 grpc::ServerWriteReactor<v1::WatchResponse>* AdapterService::Watch(
@@ -263,9 +303,9 @@ grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* co
                                                  const v1::RetireRequest* request,
                                                  v1::RetireResponse* response) {
   return UnaryCall<v1::RetireResponse>::Run(
-      "Retire", context, services_->metrics, response, [&](const auto& call) {
-        const absl::Status valid =
-            CheckVersion("RetireRequest", request->name(), request->version());
+      "Retire", context, services_, response, [&](const auto& call) {
+        absl::Status valid = CheckVersion("RetireRequest", request->name(), request->version());
+        if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request->name());
         if (!valid.ok()) {
           call->End(valid);
           return;

@@ -4,12 +4,15 @@
 #include <iterator>
 #include <optional>
 #include <string_view>
+#include <utility>
 
+#include "absl/strings/match.h"
 #include "server/base/error.h"
 #include "server/base/log.h"
 #include "server/rpc/call_context.h"
 #include "server/rpc/request_defaults.h"
 #include "server/rpc/status.h"
+#include "server/security/method_rules.h"
 
 namespace dorad::rpc {
 namespace {
@@ -21,6 +24,12 @@ std::string_view OnlyValue(const grpc::CallbackServerContext& context, const cha
   return {begin->second.data(), begin->second.size()};
 }
 
+// Refused for who makes the call, or for what his tenant uses.
+bool IsDenial(const absl::Status& status) {
+  return absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status) ||
+         absl::StartsWith(ReasonOf(status), "QUOTA_");
+}
+
 }  // namespace
 
 absl::Status ExceptionStatus(const char* method, const char* what) {
@@ -30,10 +39,11 @@ absl::Status ExceptionStatus(const char* method, const char* what) {
                    "the server failed to handle the call; its log says why");
 }
 
-CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context, Metrics* metrics)
+CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
+                       const Services* services)
     : method_(method),
       context_(context),
-      metrics_(metrics),
+      metrics_(services->metrics),
       start_(absl::Now()),
       log_(std::make_shared<RequestLog>()) {
   metrics_->RpcStarted(method_);
@@ -43,6 +53,14 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
   log_->Set("peer", std::string(context->peer()));
   std::string trace_id = TraceIdOf(OnlyValue(*context, kTraceparentKey));
   if (!trace_id.empty()) log_->Set("trace_id", std::move(trace_id));
+  absl::StatusOr<Caller> caller = Identify(*services, *context, method);
+  admission_ = caller.status();
+  if (!caller.ok()) return;
+  caller_ = *std::move(caller);
+  if (services->quotas == nullptr || !security::RuleOf(method).is_stream) return;
+  absl::StatusOr<security::Quotas::Hold> stream = services->quotas->OpenStream(caller_->tenant);
+  admission_ = stream.status();
+  if (stream.ok()) stream_ = *std::move(stream);
 }
 
 void CallRecord::set_request_id(std::string id) {
@@ -71,10 +89,14 @@ absl::Status CallRecord::CancelStatus() const {
                    "the client cancelled the call");
 }
 
-grpc::Status CallRecord::End(const absl::Status& status) {
+grpc::Status CallRecord::End(const absl::Status& ended) {
+  // Whoever learns of the end may begin another one.
+  stream_.Release();
+  const absl::Status status = caller_ ? WithoutForeignNames(*caller_, ended) : ended;
   if (const std::optional<std::string> pushback = RetryPushback(status)) {
     context_->AddTrailingMetadata("grpc-retry-pushback-ms", *pushback);
   }
+  if (IsDenial(status)) metrics_->CallDenied(ReasonOf(status));
   context_->AddTrailingMetadata(kRequestIdKey, request_id_);
   const absl::Duration time = absl::Now() - start_;
   metrics_->RpcHandled(method_, CodeName(status.code()), time);

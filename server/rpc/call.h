@@ -22,6 +22,8 @@
 #include "server/base/failpoint.h"
 #include "server/base/metrics.h"
 #include "server/base/request_log.h"
+#include "server/rpc/access.h"
+#include "server/rpc/services.h"
 
 namespace dorad::rpc {
 
@@ -40,12 +42,17 @@ void Guarded(const char* method, Body&& body, OnError&& on_error) {
   }
 }
 
-// Counts a call, makes its final status and says how it went in the log. Not thread-safe.
+// Identifies the caller of a call, counts it, makes its final status and says how it went in the
+// log. Not thread-safe.
 class CallRecord {
  public:
-  CallRecord(const char* method, grpc::CallbackServerContext* context, Metrics* metrics);
+  CallRecord(const char* method, grpc::CallbackServerContext* context, const Services* services);
 
   const char* method() const { return method_; }
+  // Why the call must not run: Identify's statuses, and those of the tenant's quota of streams.
+  const absl::Status& admission() const { return admission_; }
+  // REQUIRES: admission().ok().
+  const Caller& caller() const { return caller_; }
   // Named in the x-request-id trailer, in the log and in the ErrorInfo of a failure: the caller's
   // x-request-id, or one of the server's choice, until the message's own is set.
   const std::string& request_id() const { return request_id_; }
@@ -59,13 +66,16 @@ class CallRecord {
   // Why a call that the client no longer waits for ends.
   absl::Status CancelStatus() const;
   // What to finish the call with; adds its id and the retry hint to the trailers. Once.
-  grpc::Status End(const absl::Status& status);
+  grpc::Status End(const absl::Status& ended);
 
  private:
   const char* const method_;
   grpc::CallbackServerContext* const context_;
   Metrics* const metrics_;
   const absl::Time start_;
+  absl::Status admission_;
+  Caller caller_;                  // nullptr: unknown
+  security::Quotas::Hold stream_;  // until the end
   std::string request_id_;
   std::shared_ptr<RequestLog> log_;
 };
@@ -76,12 +86,16 @@ template <typename Response>
 class UnaryCall final : public grpc::ServerUnaryReactor,
                         public std::enable_shared_from_this<UnaryCall<Response>> {
  public:
-  // Starts a call and runs body(call), which ends it or arranges for that.
+  // Starts a call and, if its caller may, runs body(call), which ends it or arranges for that.
   template <typename Body>
   static grpc::ServerUnaryReactor* Run(const char* method, grpc::CallbackServerContext* context,
-                                       Metrics* metrics, Response* response, Body&& body) {
-    auto call = std::make_shared<UnaryCall>(method, context, metrics, response);
+                                       const Services* services, Response* response, Body&& body) {
+    auto call = std::make_shared<UnaryCall>(method, context, services, response);
     call->self_ = call;
+    if (!call->record_.admission().ok()) {
+      call->End(call->record_.admission());
+      return call.get();
+    }
     Guarded(
         method,
         [&] {
@@ -92,11 +106,12 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
     return call.get();
   }
 
-  UnaryCall(const char* method, grpc::CallbackServerContext* context, Metrics* metrics,
+  UnaryCall(const char* method, grpc::CallbackServerContext* context, const Services* services,
             Response* response)
-      : record_(method, context, metrics), response_(response) {}
+      : record_(method, context, services), response_(response) {}
 
   CallRecord& record() { return record_; }
+  const security::Principal& caller() const { return *record_.caller(); }
 
   // Runs once when the client has gone before the end. Set by the body.
   void set_on_cancel(std::function<void()> on_cancel) { on_cancel_ = std::move(on_cancel); }

@@ -5,6 +5,7 @@
 
 #include "server/base/check.h"
 #include "server/base/error.h"
+#include "server/rpc/access.h"
 #include "server/rpc/call.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/memory_publish.h"
@@ -39,7 +40,7 @@ void FillLimits(const Services& services, v1::Limits* to) {
   to->set_max_adapter_bytes(static_cast<uint64_t>(services.max_adapter_bytes));
 }
 
-void FillEngine(const Services& services, v1::EngineInfo* to) {
+void FillEngine(const Services& services, const security::Principal& caller, v1::EngineInfo* to) {
   const engine::EngineStats stats = services.engine->stats();
   to->set_running_sequences(static_cast<uint32_t>(stats.running_sequences));
   to->set_queued_requests(static_cast<uint32_t>(stats.queued_requests));
@@ -50,7 +51,7 @@ void FillEngine(const Services& services, v1::EngineInfo* to) {
   to->set_steps(stats.steps);
   to->set_paused(stats.paused);
   for (const adapter::AdapterRef& ref : stats.paused_adapters) {
-    to->add_paused_adapters(ref.ToString());
+    if (caller.MayTouch(ref.name)) to->add_paused_adapters(ref.ToString());
   }
   to->set_frozen_requests(static_cast<uint32_t>(stats.frozen_requests));
   for (const std::string& tag : services.sleep.asleep()) to->add_sleeping(tag);
@@ -59,12 +60,18 @@ void FillEngine(const Services& services, v1::EngineInfo* to) {
   to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
 }
 
-void FillInfo(const Services& services, v1::GetInfoResponse* to) {
+// Whether the caller may stop what the scope covers.
+absl::Status CheckScope(const security::Principal& caller, const adapter::AdapterRef& scope) {
+  return scope.is_base() ? CheckIsAdmin(caller) : CheckAdapterAccess(caller, scope.name);
+}
+
+void FillInfo(const Services& services, const security::Principal& caller,
+              v1::GetInfoResponse* to) {
   to->set_version(services.info.version);
   to->set_device(services.info.device);
   FillModel(services, to->mutable_model());
   FillLimits(services, to->mutable_limits());
-  FillEngine(services, to->mutable_engine());
+  FillEngine(services, caller, to->mutable_engine());
   to->set_generation(services.registry->generation());
   EncodeDuration(absl::Now() - services.info.start_time, to->mutable_uptime());
   for (const auto& [kind, bytes] : services.memory_by_kind()) {
@@ -107,9 +114,9 @@ void FillWeights(const model::WeightLayout& layout, v1::ShareBaseWeightsResponse
 grpc::ServerUnaryReactor* ControlService::GetInfo(grpc::CallbackServerContext* context,
                                                   const v1::GetInfoRequest*,
                                                   v1::GetInfoResponse* response) {
-  return UnaryCall<v1::GetInfoResponse>::Run("GetInfo", context, services_->metrics, response,
+  return UnaryCall<v1::GetInfoResponse>::Run("GetInfo", context, services_, response,
                                              [&](const auto& call) {
-                                               FillInfo(*services_, response);
+                                               FillInfo(*services_, call->caller(), response);
                                                call->End(absl::OkStatus());
                                              });
 }
@@ -118,10 +125,12 @@ grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* con
                                                 const v1::PauseRequest* request,
                                                 v1::PauseResponse* response) {
   return UnaryCall<v1::PauseResponse>::Run(
-      "Pause", context, services_->metrics, response, [&](const auto& call) {
+      "Pause", context, services_, response, [&](const auto& call) {
         absl::StatusOr<ParsedPause> pause = ParsePause(*request);
-        if (!pause.ok()) {
-          call->End(pause.status());
+        absl::Status status = pause.status();
+        if (status.ok()) status = CheckScope(call->caller(), pause->scope);
+        if (!status.ok()) {
+          call->End(status);
           return;
         }
         services_->engine->Pause(pause->mode, std::move(pause->scope),
@@ -140,10 +149,12 @@ grpc::ServerUnaryReactor* ControlService::Resume(grpc::CallbackServerContext* co
                                                  const v1::ResumeRequest* request,
                                                  v1::ResumeResponse* response) {
   return UnaryCall<v1::ResumeResponse>::Run(
-      "Resume", context, services_->metrics, response, [&](const auto& call) {
+      "Resume", context, services_, response, [&](const auto& call) {
         absl::StatusOr<adapter::AdapterRef> scope = adapter::AdapterRef::Parse(request->adapter());
-        if (!scope.ok()) {
-          call->End(scope.status());
+        absl::Status status = scope.status();
+        if (status.ok()) status = CheckScope(call->caller(), *scope);
+        if (!status.ok()) {
+          call->End(status);
           return;
         }
         services_->engine->Resume(*std::move(scope), [call] { call->End(absl::OkStatus()); });
@@ -154,9 +165,14 @@ grpc::ServerUnaryReactor* ControlService::Sleep(grpc::CallbackServerContext* con
                                                 const v1::SleepRequest* request,
                                                 v1::SleepResponse* response) {
   return UnaryCall<v1::SleepResponse>::Run(
-      "Sleep", context, services_->metrics, response, [&](const auto& call) {
+      "Sleep", context, services_, response, [&](const auto& call) {
+        absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request->tags());
+        if (!tags.ok()) {
+          call->End(tags.status());
+          return;
+        }
         SleepControl::Options options;
-        options.tags.assign(request->tags().begin(), request->tags().end());
+        options.tags = *std::move(tags);
         options.keep_kv = request->keep_kv();
         options.refuse_requests = request->refuse_requests();
         services_->sleep.sleep(std::move(options), [call](const auto& freed) {
@@ -175,8 +191,13 @@ grpc::ServerUnaryReactor* ControlService::Wake(grpc::CallbackServerContext* cont
                                                const v1::WakeRequest* request,
                                                v1::WakeResponse* response) {
   return UnaryCall<v1::WakeResponse>::Run(
-      "Wake", context, services_->metrics, response, [&](const auto& call) {
-        services_->sleep.wake({request->tags().begin(), request->tags().end()},
+      "Wake", context, services_, response, [&](const auto& call) {
+        absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request->tags());
+        if (!tags.ok()) {
+          call->End(tags.status());
+          return;
+        }
+        services_->sleep.wake(*std::move(tags),
                               [call](const absl::Status& status) { call->End(status); });
       });
 }
@@ -185,7 +206,7 @@ grpc::ServerUnaryReactor* ControlService::ShareBaseWeights(
     grpc::CallbackServerContext* context, const v1::ShareBaseWeightsRequest* request,
     v1::ShareBaseWeightsResponse* response) {
   return UnaryCall<v1::ShareBaseWeightsResponse>::Run(
-      "ShareBaseWeights", context, services_->metrics, response, [&](const auto& call) {
+      "ShareBaseWeights", context, services_, response, [&](const auto& call) {
         const auto session = FindSession(request->ticket(), services_->handover);
         if (session.ok()) {
           DORAD_CHECK(services_->weight_layout != nullptr);
@@ -199,7 +220,7 @@ grpc::ServerUnaryReactor* ControlService::Yield(grpc::CallbackServerContext* con
                                                 const v1::YieldRequest* request,
                                                 v1::YieldResponse* response) {
   return UnaryCall<v1::YieldResponse>::Run(
-      "Yield", context, services_->metrics, response, [&](const auto& call) {
+      "Yield", context, services_, response, [&](const auto& call) {
         absl::StatusOr<engine::Engine::YieldOptions> options = ParseYield(*request);
         if (!options.ok()) {
           call->End(options.status());
@@ -218,7 +239,7 @@ grpc::ServerUnaryReactor* ControlService::EndYield(grpc::CallbackServerContext* 
                                                    const v1::EndYieldRequest* request,
                                                    v1::EndYieldResponse* response) {
   return UnaryCall<v1::EndYieldResponse>::Run(
-      "EndYield", context, services_->metrics, response, [&](const auto& call) {
+      "EndYield", context, services_, response, [&](const auto& call) {
         if (absl::Status status = CheckYieldId(*request); !status.ok()) {
           call->End(status);
           return;

@@ -386,6 +386,11 @@ absl::StatusOr<engine::AbortTarget> ParseAbort(const v1::AbortRequest& request) 
       if (ids.empty() || ids.size() > kMaxAbortIds) {
         Add(&violations, "requests.request_ids", "ABORT_TARGET_INVALID",
             absl::StrCat(ids.size(), " ids are not in [1, ", kMaxAbortIds, "]"));
+      } else if (std::any_of(ids.begin(), ids.end(), [](const std::string& id) {
+                   return id.size() > kMaxRequestIdBytes;
+                 })) {
+        Add(&violations, "requests.request_ids", "ABORT_TARGET_INVALID",
+            absl::StrCat("an id has at most ", kMaxRequestIdBytes, " bytes"));
       } else {
         target.request_ids.assign(ids.begin(), ids.end());
       }
@@ -454,6 +459,16 @@ absl::Status CheckYieldId(const v1::EndYieldRequest& request) {
   CheckId("yield_id", "YIELD_ID_INVALID", request.yield_id(), &violations);
   if (!violations.empty()) return MakeInvalid("EndYieldRequest", std::move(violations));
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<std::string>> ParseSleepTags(
+    const google::protobuf::RepeatedPtrField<std::string>& tags) {
+  for (const std::string& tag : tags) {
+    if (tags.size() <= kMaxSleepTags && tag.size() <= kMaxSleepTagBytes) continue;
+    return MakeInvalid("the request",
+                       {{"tags", "SLEEP_TAG_INVALID", "a tag is one of weights, kv and adapters"}});
+  }
+  return std::vector<std::string>(tags.begin(), tags.end());
 }
 
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations) {

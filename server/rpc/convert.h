@@ -34,7 +34,10 @@ inline constexpr int64_t kMaxScoreCells = 16384;  // sequences × adapters of on
 // All samples of a Generate may wait in memory for a client that does not read.
 inline constexpr int64_t kMaxResultMessages = 16;  // times max_message_bytes
 inline constexpr int kMaxAbortIds = 4096;
-inline constexpr double kMinGpuShare = 0.01;  // as of engine.gpu_share
+inline constexpr int kMaxSleepTags = 16;
+inline constexpr size_t kMaxSleepTagBytes = 64;
+inline constexpr size_t kMaxPathBytes = 4095;  // as the kernel's PATH_MAX
+inline constexpr double kMinGpuShare = 0.01;   // as of engine.gpu_share
 inline constexpr absl::Duration kMaxYieldTime = absl::Hours(24);
 
 // What the server chooses where the request does not say.
@@ -65,6 +68,11 @@ absl::StatusOr<ParsedPause> ParsePause(const v1::PauseRequest& request);
 
 absl::StatusOr<engine::Engine::YieldOptions> ParseYield(const v1::YieldRequest& request);
 absl::Status CheckYieldId(const v1::EndYieldRequest& request);
+
+// Of Sleep and Wake, as many and as long as they can be; whoever sleeps knows their names.
+// INVALID_ARGUMENT (SLEEP_TAG_INVALID).
+absl::StatusOr<std::vector<std::string>> ParseSleepTags(
+    const google::protobuf::RepeatedPtrField<std::string>& tags);
 
 // "name", its version and its tags, as the Publish calls and Activate and Retire carry them.
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations);

@@ -17,6 +17,7 @@ absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
   absl::StatusOr<engine::GenerateInput> parsed =
       ParseGenerate(request, services_->limits(), {ChosenRequestId(), ChooseSeed()});
   absl::Status status = parsed.status();
+  if (status.ok()) status = CheckAdapterAccess(caller(), parsed->adapter.name);
   if (status.ok()) {
     NameRequest(*parsed);
     absl::StatusOr<adapter::AdapterLease> lease = services_->registry->Acquire(parsed->adapter);
@@ -28,10 +29,13 @@ absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
       };
     }
   }
+  const int64_t prompt_tokens = parsed.ok() ? static_cast<int64_t>(parsed->prompt.size()) : 0;
+  if (status.ok()) status = AdmitTokens(prompt_tokens);
   if (!status.ok()) {
     services_->metrics->RequestRefused(RequestKind::kGenerate, ReasonOf(status));
     return status;
   }
+  parsed->tenant = caller().tenant;
   header_.request_id = parsed->request_id;
   header_.seed = parsed->sampling.seed;
   header_.top_logprobs = parsed->logprobs.top_k;
@@ -41,9 +45,27 @@ absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
     parsed->deadline = record().Deadline(services_->default_deadline());
   }
   const bool final_only = request.response_mode() != v1::RESPONSE_MODE_STREAM;
-  stream_ = std::make_shared<engine::TokenStream>(final_only);
+  stream_ = std::make_shared<engine::TokenStream>(final_only, Meter());
   stream_->SetWaker([this] { Wake(); });
-  return services_->engine->Submit(*std::move(parsed), stream_);
+  status = services_->engine->Submit(*std::move(parsed), stream_);
+  if (!status.ok() && services_->quotas != nullptr) {
+    services_->quotas->TakeTokens(caller().tenant, -prompt_tokens);
+  }
+  return status;
+}
+
+absl::Status GenerateReactor::AdmitTokens(int64_t tokens) const {
+  if (services_->quotas == nullptr) return absl::OkStatus();
+  return services_->quotas->AdmitTokens(caller().tenant, tokens);
+}
+
+// Tokens count when they have been made: a client that goes away before it reads them has had them
+// made all the same.
+std::function<void(int64_t)> GenerateReactor::Meter() const {
+  if (services_->quotas == nullptr) return nullptr;
+  return [quotas = services_->quotas, tenant = caller().tenant](int64_t tokens) {
+    quotas->TakeTokens(tenant, tokens);
+  };
 }
 
 std::string GenerateReactor::ChosenRequestId() {

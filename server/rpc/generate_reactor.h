@@ -3,6 +3,8 @@
 // PumpedWriter.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -22,6 +24,8 @@ class GenerateReactor final : public PumpedWriter<v1::GenerateResponse> {
   absl::Status Begin(const v1::GenerateRequest& request);
 
  private:
+  absl::Status AdmitTokens(int64_t tokens) const;
+  std::function<void(int64_t)> Meter() const;
   Turn Next(v1::GenerateResponse* response) override;
   void CancelSource() override;
   void LeaveSource() override;

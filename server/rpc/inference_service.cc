@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "server/base/error.h"
+#include "server/rpc/access.h"
 #include "server/rpc/call.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/generate_reactor.h"
@@ -32,8 +33,17 @@ std::shared_ptr<engine::ScoreTicket> MakeTicket(const std::shared_ptr<ScoreCall>
       });
 }
 
-absl::StatusOr<ParsedScore> Admit(const Services& services, const v1::ScoreRequest& request,
-                                  CallRecord* record) {
+// Sequences count once for each adapter.
+int64_t TokensOf(const ParsedScore& parsed) {
+  int64_t tokens = 0;
+  for (const auto& sequence : parsed.input.sequences) {
+    tokens += static_cast<int64_t>(sequence.size());
+  }
+  return tokens * static_cast<int64_t>(parsed.adapters.size());
+}
+
+absl::StatusOr<ParsedScore> Admit(const Services& services, const security::Principal& caller,
+                                  const v1::ScoreRequest& request, CallRecord* record) {
   absl::StatusOr<ParsedScore> parsed =
       ParseScore(request, services.limits(), {record->request_id(), ChooseSeed()});
   absl::Status status = parsed.status();
@@ -42,11 +52,20 @@ absl::StatusOr<ParsedScore> Admit(const Services& services, const v1::ScoreReque
     if (parsed->adapters.size() == 1) record->NameAdapter(parsed->adapters.front());
   }
   for (size_t i = 0; status.ok() && i < parsed->adapters.size(); ++i) {
+    status = CheckAdapterAccess(caller, parsed->adapters[i].name);
+  }
+  for (size_t i = 0; status.ok() && i < parsed->adapters.size(); ++i) {
     absl::StatusOr<adapter::AdapterLease> lease = services.registry->Acquire(parsed->adapters[i]);
     status = lease.status();
     if (status.ok()) parsed->input.leases.push_back(*std::move(lease));
   }
-  if (status.ok()) return parsed;
+  if (status.ok() && services.quotas != nullptr) {
+    status = services.quotas->AdmitTokens(caller.tenant, TokensOf(*parsed));
+  }
+  if (status.ok()) {
+    parsed->input.tenant = caller.tenant;
+    return parsed;
+  }
   services.metrics->RequestRefused(RequestKind::kScore, ReasonOf(status));
   return status;
 }
@@ -62,12 +81,14 @@ grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* c
                                                   const v1::ScoreRequest* request,
                                                   v1::ScoreResponse* response) {
   return ScoreCall::Run(
-      "Score", context, services_->metrics, response, [&](const std::shared_ptr<ScoreCall>& call) {
-        absl::StatusOr<ParsedScore> parsed = Admit(*services_, *request, &call->record());
+      "Score", context, services_, response, [&](const std::shared_ptr<ScoreCall>& call) {
+        absl::StatusOr<ParsedScore> parsed =
+            Admit(*services_, call->caller(), *request, &call->record());
         if (!parsed.ok()) {
           call->End(parsed.status());
           return;
         }
+        const int64_t tokens = TokensOf(*parsed);
         engine::ScoreInput input = std::move(parsed->input);
         input.log = call->record().log();
         input.deadline = call->record().Deadline(services_->default_deadline());
@@ -77,7 +98,11 @@ grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* c
           engine->NoteCancelled();
         });
         const absl::Status status = services_->engine->Submit(std::move(input), ticket);
-        if (!status.ok()) call->End(status);
+        if (status.ok()) return;
+        if (services_->quotas != nullptr) {
+          services_->quotas->TakeTokens(call->caller().tenant, -tokens);
+        }
+        call->End(status);
       });
 }
 
@@ -85,20 +110,25 @@ grpc::ServerUnaryReactor* InferenceService::Abort(grpc::CallbackServerContext* c
                                                   const v1::AbortRequest* request,
                                                   v1::AbortResponse* response) {
   using Call = UnaryCall<v1::AbortResponse>;
-  return Call::Run(
-      "Abort", context, services_->metrics, response, [&](const std::shared_ptr<Call>& call) {
-        absl::StatusOr<engine::AbortTarget> target = ParseAbort(*request);
-        if (!target.ok()) {
-          call->End(target.status());
-          return;
-        }
-        services_->engine->Abort(*std::move(target), "ended by Abort", [call](int aborted) {
-          call->Complete([aborted](v1::AbortResponse* to) {
-            to->set_aborted(static_cast<uint32_t>(aborted));
-            return absl::OkStatus();
-          });
-        });
+  return Call::Run("Abort", context, services_, response, [&](const std::shared_ptr<Call>& call) {
+    absl::StatusOr<engine::AbortTarget> target = ParseAbort(*request);
+    absl::Status status = target.status();
+    if (status.ok()) status = CheckAdapterAccess(call->caller(), target->adapter.name);
+    if (!status.ok()) {
+      call->End(status);
+      return;
+    }
+    // Ids and "all" mean the tenant's own requests.
+    if (!call->caller().roles.Has(security::Role::kAdmin)) {
+      target->tenant = call->caller().tenant;
+    }
+    services_->engine->Abort(*std::move(target), "ended by Abort", [call](int aborted) {
+      call->Complete([aborted](v1::AbortResponse* to) {
+        to->set_aborted(static_cast<uint32_t>(aborted));
+        return absl::OkStatus();
       });
+    });
+  });
 }
 
 }  // namespace dorad::rpc

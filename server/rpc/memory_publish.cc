@@ -55,8 +55,9 @@ absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
   }
   const std::optional<DType> dtype = ToDType(tensor.dtype());
   if (!dtype) return invalid("the dtype is none of F32, F16 and BF16");
-  const std::optional<uint64_t> bytes = BytesOf(tensor, *dtype);
-  if (tensor.shape_size() > kMaxRank || !bytes) {
+  const std::optional<uint64_t> bytes =
+      tensor.shape_size() > kMaxRank ? std::nullopt : BytesOf(tensor, *dtype);
+  if (!bytes) {
     return invalid("more than 8 dimensions, or more elements than any memory has");
   }
   adapter::PeerTensor parsed;
@@ -133,7 +134,7 @@ absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequ
   DORAD_ASSIGN_OR_RETURN(const std::shared_ptr<const handover::Session> session,
                          FindSession(request.ticket(), listener));
   MemoryPublish publish;
-  publish.config_json = request.has_peft_config() ? ToAdapterConfigJson(request.peft_config())
+  publish.config_json = request.has_peft_config() ? ToBoundedConfigJson(request.peft_config())
                                                   : request.adapter_config_json();
   std::vector<Violation> violations;
   CheckAdapterName(request.name(), &violations);

@@ -13,6 +13,7 @@ namespace dorad::rpc {
 namespace {
 
 constexpr char kFormat[] = "1";
+constexpr size_t kMaxBytes = 1024;  // two names and a number have less
 // Occurs in no adapter name.
 constexpr char kSeparator[] = "/";
 
@@ -26,7 +27,7 @@ std::string MakePageToken(const PagePosition& last) {
 absl::StatusOr<PagePosition> ParsePageToken(const std::string& token, const std::string& filter) {
   std::string text;
   PagePosition position;
-  if (absl::WebSafeBase64Unescape(token, &text)) {
+  if (token.size() <= kMaxBytes && absl::WebSafeBase64Unescape(token, &text)) {
     const std::vector<std::string> parts = absl::StrSplit(text, kSeparator);
     if (parts.size() == 4 && parts[0] == kFormat && parts[1] == filter &&
         adapter::IsValidAdapterName(parts[2]) && absl::SimpleAtoi(parts[3], &position.version)) {

@@ -23,6 +23,7 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
       kMethod,
       [&] {
         Failpoint("rpc_handler");
+        if (!reactor->admission_.ok()) return reactor->End(reactor->admission_);
         if (services->draining) return reactor->End(engine::ShuttingDown());
         reactor->OpenStream();
         reactor->StartRead(&reactor->part_);
@@ -33,7 +34,11 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
 
 PublishReactor::PublishReactor(Services* services, grpc::CallbackServerContext* context,
                                v1::PublishResponse* response)
-    : services_(services), record_(kMethod, context, services->metrics), response_(response) {}
+    : services_(services),
+      record_(kMethod, context, services),
+      response_(response),
+      admission_(record_.admission()),
+      caller_(record_.caller()) {}
 
 void PublishReactor::OpenStream() {
   // The store calls back only while gRPC still holds the call.
@@ -45,7 +50,8 @@ void PublishReactor::OpenStream() {
       },
       [weak](const absl::StatusOr<adapter::PublishResult>& result) {
         if (const auto self = weak.lock()) self->Complete(result);
-      });
+      },
+      caller_->tenant);
 }
 
 void PublishReactor::OnReadDone(bool ok) {
@@ -59,10 +65,16 @@ void PublishReactor::Read(bool ok) {
     return Break(MakeInvalid("PublishRequest",
                              {{"part", "PUBLISH_INCOMPLETE", "the stream ended before commit"}}));
   }
+  const bool begins = part_.has_begin();
+  const auto announced = static_cast<int64_t>(part_.begin().safetensors_size());
+  if (const absl::Status allowed = CheckBegin(); !allowed.ok()) return Break(allowed);
   const absl::StatusOr<UploadStream::Next> next = stream_->Accept(&part_);
   if (!next.ok()) return Break(next.status());
   switch (*next) {
     case UploadStream::Next::kRead: {
+      if (begins) {
+        if (const absl::Status room = Reserve(announced); !room.ok()) return Break(room);
+      }
       absl::MutexLock lock(&mu_);
       if (!ended_) StartRead(&part_);
       break;
@@ -75,6 +87,15 @@ void PublishReactor::Read(bool ok) {
   }
 }
 
+absl::Status PublishReactor::CheckBegin() const {
+  return part_.has_begin() ? CheckAdapterAccess(*caller_, part_.begin().name()) : absl::OkStatus();
+}
+
+absl::Status PublishReactor::Reserve(int64_t bytes) {
+  DORAD_ASSIGN_OR_RETURN(room_, ReservePublish(*services_, *caller_, bytes));
+  return absl::OkStatus();
+}
+
 void PublishReactor::Break(const absl::Status& status) {
   // Before the client learns of the end: it may ask for the upload at once.
   stream_->Leave();
@@ -85,7 +106,10 @@ void PublishReactor::Load() {
   const std::shared_ptr<Upload> upload = stream_->TakeUpload();
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
   const adapter::PublishCallback done =
-      [upload, complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
+      [upload, room = std::move(room_),
+       complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
+        // Whoever learns of the end may publish the next one.
+        if (room != nullptr) room->Release();
         if (!result.ok() && upload->typed_config()) result = NamePeftConfigFields(result.status());
         complete(std::move(result));
       };

@@ -12,6 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "dorad/v1/adapters.pb.h"
+#include "server/rpc/access.h"
 #include "server/rpc/call.h"
 #include "server/rpc/services.h"
 #include "server/rpc/upload_store.h"
@@ -34,6 +35,10 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
 
  private:
   void OpenStream();
+  // Whether the caller may publish what a Begin names.
+  absl::Status CheckBegin() const;
+  // Room among the tenant's adapters, after a Begin that was taken.
+  absl::Status Reserve(int64_t bytes);
   void Read(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
   // The stream ends before Commit.
   void Break(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
@@ -46,10 +51,13 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   std::shared_ptr<PublishReactor> self_;
   v1::PublishRequest part_;               // of the outstanding read
   std::unique_ptr<UploadStream> stream_;  // touched by reads only
+  PublishRoom room_;                      // likewise
 
   absl::Mutex mu_;
   CallRecord record_ ABSL_GUARDED_BY(mu_);
   v1::PublishResponse* const response_;
+  const absl::Status admission_;
+  const Caller caller_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };
 

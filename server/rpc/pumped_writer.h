@@ -27,13 +27,18 @@ template <typename Response>
 class PumpedWriter : public grpc::ServerWriteReactor<Response>,
                      public std::enable_shared_from_this<PumpedWriter<Response>> {
  public:
-  // Makes a Reactor and runs its Begin(request); a refusal ends the call before its first message.
+  // Makes a Reactor and, if the caller may, runs its Begin(request); a refusal ends the call before
+  // its first message.
   template <typename Reactor, typename Request>
   static grpc::ServerWriteReactor<Response>* StartAs(Services* services,
                                                      grpc::CallbackServerContext* context,
                                                      const Request& request) {
     auto reactor = std::make_shared<Reactor>(services, context);
     reactor->self_ = reactor;
+    if (!reactor->admission_.ok()) {
+      reactor->Abandon(reactor->admission_);
+      return reactor.get();
+    }
     Guarded(
         reactor->method_,
         [&] {
@@ -84,7 +89,11 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
 
  protected:
   PumpedWriter(const char* method, Services* services, grpc::CallbackServerContext* context)
-      : services_(services), method_(method), record_(method, context, services->metrics) {}
+      : services_(services),
+        method_(method),
+        record_(method, context, services),
+        admission_(record_.admission()),
+        caller_(record_.caller()) {}
 
   // What the source has for the client now.
   struct Turn {
@@ -122,6 +131,8 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
   absl::Mutex mu_;
 
   CallRecord& record() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return record_; }
+  // From Begin on.
+  const security::Principal& caller() const { return *caller_; }
 
  private:
   void PumpLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
@@ -160,6 +171,8 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
   std::shared_ptr<PumpedWriter> self_;
   std::atomic<bool> wake_posted_{false};
   CallRecord record_ ABSL_GUARDED_BY(mu_);
+  const absl::Status admission_;
+  const Caller caller_;
   Response response_ ABSL_GUARDED_BY(mu_);  // of the outstanding write
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;

@@ -25,6 +25,7 @@
 #include "server/rpc/adapter_service.h"
 #include "server/rpc/control_service.h"
 #include "server/rpc/inference_service.h"
+#include "server/rpc/tls_credentials.h"
 
 namespace dorad::rpc {
 namespace {
@@ -95,6 +96,7 @@ absl::Status WhyListenFailed(const ListenAddress& address, const std::string& te
 }
 
 struct Listener {
+  std::shared_ptr<grpc::ServerCredentials> credentials;  // which handshakes of the server ask
   std::unique_ptr<grpc::Server> server;
   std::string address;
   std::vector<Part> parts;
@@ -108,11 +110,14 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
   grpc::ServerBuilder builder;
   AddLimits(options, &builder);
   int port = 0;
+  Listener listener;
+  // Nobody listens in on a socket file.
+  listener.credentials = !is_unix && options.tls != nullptr ? MakeTlsCredentials(options.tls)
+                                                            : grpc::InsecureServerCredentials();
   builder.AddListeningPort(
       is_unix ? absl::StrCat("unix:", address.unix_path) : JoinHostPort(address.host, address.port),
-      grpc::InsecureServerCredentials(), &port);
+      listener.credentials, &port);
   for (const Part& part : parts) builder.RegisterService(part.service);
-  Listener listener;
   listener.parts = std::move(parts);
   listener.server = builder.BuildAndStart();
   if (listener.server == nullptr || port == 0) return WhyListenFailed(address, text);
@@ -176,20 +181,24 @@ Server::~Server() { Shutdown(absl::ZeroDuration()); }
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Services* services) {
   gpr_set_log_function(ForwardGrpcLog);
   grpc::EnableDefaultHealthCheckService(true);
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   auto impl = std::make_unique<Impl>(services);
-  // The channelz plugin reaches every server built after it: the main one comes first when there
-  // is another for operators.
+  // These plugins reach every server built after them: the main one comes first when there is
+  // another for operators.
+  const auto init_plugins = [] {
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    grpc::channelz::experimental::InitChannelzService();
+  };
   const Part inference{kInference, &impl->inference};
   const Part adapters{kAdapters, &impl->adapters};
   const Part control{kControl, &impl->control};
   if (options.admin_listen.empty()) {
-    grpc::channelz::experimental::InitChannelzService();
+    if (!options.asks_callers) init_plugins();
     DORAD_ASSIGN_OR_RETURN(impl->main,
                            Listen(options.listen, options, {inference, adapters, control}));
   } else {
+    if (!options.asks_callers) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {inference}));
-    grpc::channelz::experimental::InitChannelzService();
+    init_plugins();
     DORAD_ASSIGN_OR_RETURN(impl->admin, Listen(options.admin_listen, options, {adapters, control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));

@@ -9,6 +9,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "server/rpc/services.h"
+#include "server/security/tls_files.h"
 
 namespace dorad::rpc {
 
@@ -19,6 +20,11 @@ class Server {
     std::string admin_listen;  // for AdapterService, ControlService and channelz; "": the same
     int64_t max_message_bytes = 64 << 20;
     int64_t max_concurrent_streams = 1024;
+    // Borrowed; of TCP listeners. nullptr: no TLS.
+    const security::TlsFiles* tls = nullptr;
+    // Callers are asked who they are: what gRPC answers by itself, without asking, is only served
+    // at admin_listen (channelz, reflection) or tells nothing (health).
+    bool asks_callers = false;
   };
   // Serves from now on. services is borrowed. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),
   // INVALID_ARGUMENT (LISTEN_ADDRESS).

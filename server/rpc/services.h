@@ -23,6 +23,8 @@
 #include "server/model/weight_layout.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/upload_store.h"
+#include "server/security/authority.h"
+#include "server/security/quotas.h"
 
 namespace dorad::rpc {
 
@@ -89,6 +91,9 @@ struct Services {
   std::function<std::map<std::string, int64_t>()> memory_by_kind;
   std::function<int64_t()> lent_weight_bytes = [] { return 0; };
   SleepControl sleep;
+  // Who callers are, and what they may use. nullptr, both: nobody is asked.
+  const security::Authority* authority = nullptr;
+  security::Quotas* quotas = nullptr;
 
   // What a request may ask for now.
   RequestLimits limits() const { return {engine->limits(), max_message_bytes}; }

@@ -58,8 +58,12 @@ void CheckAdapterConfig(bool typed, const std::string& text, const std::string& 
   } else if (json.empty() || json.size() > kMaxAdapterConfigBytes) {
     violations->push_back(
         {typed ? "peft_config" : "adapter_config_json", "PUBLISH_CONFIG_SIZE",
-         absl::StrCat(json.size(), " bytes are not in [1, ", kMaxAdapterConfigBytes, "]")});
+         absl::StrCat("a configuration has 1 to ", kMaxAdapterConfigBytes, " bytes of JSON")});
   }
+}
+
+std::string ToBoundedConfigJson(const v1::PeftConfig& config) {
+  return config.ByteSizeLong() > kMaxAdapterConfigBytes ? "" : ToAdapterConfigJson(config);
 }
 
 void CheckUploadId(const std::string& id, std::vector<Violation>* violations) {
@@ -109,7 +113,7 @@ absl::Status Upload::Accept(v1::PublishRequest* part) {
 
 absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
   typed_config_ = begin->has_peft_config();
-  config_ = typed_config_ ? ToAdapterConfigJson(begin->peft_config())
+  config_ = typed_config_ ? ToBoundedConfigJson(begin->peft_config())
                           : std::move(*begin->mutable_adapter_config_json());
   std::vector<Violation> violations = CheckBegin(*begin, config_, max_bytes_);
   if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));

@@ -33,6 +33,10 @@ void CheckUploadId(const std::string& id, std::vector<Violation>* violations);
 void CheckAdapterConfig(bool typed, const std::string& text, const std::string& json,
                         std::vector<Violation>* violations);
 
+// As ToAdapterConfigJson; empty, which CheckAdapterConfig refuses, for a message that is too large
+// to be written out.
+std::string ToBoundedConfigJson(const v1::PeftConfig& config);
+
 // Bytes held by the images of all uploads that are under way or kept; a stalled upload holds only
 // what has come of it. Shared by UploadStore and the uploads. Thread-safe.
 class UploadBudget {

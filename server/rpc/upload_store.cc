@@ -74,8 +74,10 @@ absl::Status TakenOver(const std::string& id) {
 struct UploadStore::Record {
   enum class State { kReceiving, kLoading, kEnded };
 
-  Record(std::string upload_id, BeginFields fields, uint64_t image_bytes, std::unique_ptr<Upload> u)
-      : id(std::move(upload_id)),
+  Record(std::string whose, std::string upload_id, BeginFields fields, uint64_t image_bytes,
+         std::unique_ptr<Upload> u)
+      : tenant(std::move(whose)),
+        id(std::move(upload_id)),
         begin(std::move(fields)),
         total(image_bytes),
         upload(std::move(u)) {}
@@ -83,6 +85,9 @@ struct UploadStore::Record {
   bool idle() const { return state == State::kReceiving && stream == 0; }
   bool ended() const { return state == State::kEnded; }
 
+  Key key() const { return {tenant, id}; }
+
+  const std::string tenant;
   const std::string id;  // empty: not in the store, and nobody else's
   const BeginFields begin;
   const uint64_t total;
@@ -114,9 +119,10 @@ UploadStore::~UploadStore() {
   collector_.join();
 }
 
-absl::StatusOr<UploadStore::Progress> UploadStore::Find(const std::string& id) const {
+absl::StatusOr<UploadStore::Progress> UploadStore::Find(const std::string& id,
+                                                        const std::string& tenant) const {
   absl::MutexLock lock(&mu_);
-  const auto found = records_.find(id);
+  const auto found = records_.find(Key(tenant, id));
   if (found == records_.end()) return NotFound(id);
   const Record& record = *found->second;
   Progress progress;
@@ -145,7 +151,7 @@ absl::StatusOr<std::shared_ptr<UploadStore::Record>> UploadStore::Open(
   std::function<void(absl::Status)> end_older;
   {
     absl::MutexLock lock(&mu_);
-    record = records_.try_emplace(fresh->id, fresh).first->second;
+    record = records_.try_emplace(fresh->key(), fresh).first->second;
     DORAD_RETURN_IF_ERROR(CheckEqual(record->begin, fresh->begin));
     if (record->state != Record::State::kReceiving) return record;
     record->stream = stream;
@@ -201,7 +207,7 @@ void UploadStore::Complete(Record& record, const absl::StatusOr<adapter::Publish
     waiting.swap(record.waiting);
     // What may succeed later must not be answered with today's refusal.
     if (RetryAfterOf(result.status()) && Holds(record)) {
-      dropped.push_back(std::move(records_.extract(record.id).mapped()));
+      dropped.push_back(std::move(records_.extract(record.key()).mapped()));
     } else {
       dropped = Thin([](const Record& r) { return r.ended(); }, kMaxResults);
     }
@@ -231,7 +237,7 @@ void UploadStore::Leave(std::shared_ptr<Record> record, uint64_t stream) {
 void UploadStore::Drop(const Record& record) {
   std::shared_ptr<Record> dropped;
   absl::MutexLock lock(&mu_);
-  if (Holds(record)) dropped = std::move(records_.extract(record.id).mapped());
+  if (Holds(record)) dropped = std::move(records_.extract(record.key()).mapped());
 }
 
 bool UploadStore::DropOldestIdle() {
@@ -246,7 +252,7 @@ bool UploadStore::DropOldestIdle() {
 }
 
 bool UploadStore::Holds(const Record& record) const {
-  const auto found = records_.find(record.id);
+  const auto found = records_.find(record.key());
   return found != records_.end() && found->second.get() == &record;
 }
 
@@ -293,11 +299,12 @@ void UploadStore::Collect() {
 }
 
 UploadStream::UploadStream(UploadStore* store, std::function<void(absl::Status)> end,
-                           adapter::PublishCallback answer)
+                           adapter::PublishCallback answer, std::string tenant)
     : store_(store),
       number_(store->NextStream()),
       end_(std::move(end)),
-      answer_(std::move(answer)) {}
+      answer_(std::move(answer)),
+      tenant_(std::move(tenant)) {}
 
 absl::StatusOr<UploadStream::Next> UploadStream::Accept(v1::PublishRequest* part) {
   if (record_ == nullptr) return Begin(part);
@@ -333,7 +340,8 @@ absl::StatusOr<UploadStream::Next> UploadStream::Begin(v1::PublishRequest* part)
   BeginFields fields;
   if (!id.empty()) fields = FieldsOf(part->begin());
   DORAD_RETURN_IF_ERROR(upload->Accept(part));
-  record_ = std::make_shared<UploadStore::Record>(id, std::move(fields), total, std::move(upload));
+  record_ = std::make_shared<UploadStore::Record>(tenant_, id, std::move(fields), total,
+                                                  std::move(upload));
   if (id.empty()) {
     record_->stream = number_;
     return Next::kRead;

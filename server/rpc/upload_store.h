@@ -13,6 +13,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -51,8 +52,9 @@ class UploadStore {
     bool committed = false;
     absl::Duration time_left;
   };
-  // NOT_FOUND (UPLOAD_NOT_FOUND).
-  absl::StatusOr<Progress> Find(const std::string& id) const ABSL_LOCKS_EXCLUDED(mu_);
+  // NOT_FOUND (UPLOAD_NOT_FOUND). tenant: whose id it is; two may choose the same.
+  absl::StatusOr<Progress> Find(const std::string& id, const std::string& tenant = "") const
+      ABSL_LOCKS_EXCLUDED(mu_);
 
   struct Idle {
     int uploads = 0;
@@ -64,7 +66,8 @@ class UploadStore {
  private:
   friend class UploadStream;
   struct Record;
-  using Records = std::map<std::string, std::shared_ptr<Record>>;
+  using Key = std::pair<std::string, std::string>;  // tenant, id
+  using Records = std::map<Key, std::shared_ptr<Record>>;
 
   // Whose turn it is to feed an upload.
   enum class Turn { kMine, kTakenOver, kCommitted, kDropped };
@@ -114,8 +117,9 @@ class UploadStream {
 
   // end: runs on another thread, at most once, when a newer stream has taken the upload over
   // (ABORTED, UPLOAD_TAKEN_OVER). answer: runs once, on any thread, after kLoad or kAnswer.
+  // tenant: whose upload ids are meant.
   UploadStream(UploadStore* store, std::function<void(absl::Status)> end,
-               adapter::PublishCallback answer);
+               adapter::PublishCallback answer, std::string tenant = "");
   // Leaves the upload to its store.
   ~UploadStream() { Leave(); }
   UploadStream(const UploadStream&) = delete;
@@ -140,6 +144,7 @@ class UploadStream {
   const uint64_t number_;
   const std::function<void(absl::Status)> end_;
   const adapter::PublishCallback answer_;
+  const std::string tenant_;
   std::shared_ptr<UploadStore::Record> record_;  // from Begin to the end
 };
 

@@ -45,18 +45,23 @@ absl::Status WatchReactor::Begin(const v1::WatchRequest& request) {
 }
 
 WatchReactor::Turn WatchReactor::Next(v1::WatchResponse* response) {
-  if (events_.empty()) {
-    absl::StatusOr<std::vector<adapter::RegistryEvent>> events =
-        services_->registry->EventsAfter(generation_, kBatch);
-    if (!events.ok()) return {.end = events.status()};
-    events_.assign(std::make_move_iterator(events->begin()),
-                   std::make_move_iterator(events->end()));
+  while (true) {
+    if (events_.empty()) {
+      absl::StatusOr<std::vector<adapter::RegistryEvent>> events =
+          services_->registry->EventsAfter(generation_, kBatch);
+      if (!events.ok()) return {.end = events.status()};
+      events_.assign(std::make_move_iterator(events->begin()),
+                     std::make_move_iterator(events->end()));
+    }
+    if (events_.empty()) return {};
+    const adapter::RegistryEvent event = std::move(events_.front());
+    events_.pop_front();
+    generation_ = event.generation;
+    // Of other adapters the caller does not learn that they exist.
+    if (!caller().MayTouch(event.adapter.name)) continue;
+    Encode(event, response);
+    return {.message = true};
   }
-  if (events_.empty()) return {};
-  Encode(events_.front(), response);
-  generation_ = events_.front().generation;
-  events_.pop_front();
-  return {.message = true};
 }
 
 void WatchReactor::LeaveSource() {

@@ -1,33 +1,71 @@
-"""Certificates for tests, made with the openssl program: a CA, and leaves that it has signed."""
+"""A certificate authority in a folder, made with openssl's command line."""
 
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+Pair = tuple[Path, Path]
+"""A certificate and its key."""
 
-def _openssl(*arguments: object) -> None:
-    run = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+CONFIG = """
+[ca]
+default_ca = here
+[here]
+database = {folder}/index.txt
+serial = {folder}/serial
+new_certs_dir = {folder}
+default_md = sha256
+policy = policy
+unique_subject = no
+x509_extensions = extensions
+[policy]
+commonName = supplied
+[extensions]
+subjectAltName = IP:127.0.0.1,DNS:localhost
+"""
+
+
+def _openssl(*arguments: str | Path) -> None:
+    line = ["openssl", *map(str, arguments)]
+    run = subprocess.run(line, capture_output=True, text=True)
+    assert run.returncode == 0, f"{' '.join(line)}\n{run.stderr}"
+
+
+def _new_key(*arguments: str | Path) -> None:
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    _openssl("req", *curve, *arguments)
 
 
 class Authority:
-    """A certificate authority in a folder of its own; `certificate` is its PEM file."""
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self.folder = folder / name
+        self.folder.mkdir(parents=True)
+        (self.folder / "index.txt").touch()
+        (self.folder / "serial").write_text("01\n")
+        self.config = self.folder / "ca.cnf"
+        self.config.write_text(CONFIG.format(folder=self.folder))
+        self.certificate, self.key = self.folder / "ca.pem", self.folder / "ca.key"
+        _new_key("-x509", "-subj", f"/CN={name}", "-keyout", self.key, "-out", self.certificate)
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder, self._name = folder, name
-        self.certificate, self._key = folder / f"{name}.crt", folder / f"{name}.key"
-        _openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                 "-days", 2, "-subj", f"/CN={name}", "-keyout", self._key, "-out",
-                 self.certificate)  # fmt: skip
-
-    def sign(self, name: str) -> tuple[Path, Path]:
-        """(certificate, key) for `name`, which is also good for 127.0.0.1."""
-        stem = self._folder / f"{self._name}-{name}"
-        request, certificate, key = (stem.with_suffix(end) for end in (".csr", ".crt", ".key"))
-        extensions = stem.with_suffix(".ext")
-        extensions.write_text(f"subjectAltName=DNS:{name},IP:127.0.0.1\n")
-        _openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                 "-subj", f"/CN={name}", "-keyout", key, "-out", request)  # fmt: skip
-        _openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key,
-                 "-CAcreateserial", "-days", 2, "-extfile", extensions, "-out",
-                 certificate)  # fmt: skip
+    def issue(self, common_name: str, begin: int = -1, end: int = 2) -> Pair:
+        """For a server on this host, or a client; valid between so many days from now."""
+        stem = f"{common_name}-{len(list(self.folder.iterdir()))}"
+        certificate, key = self.folder / f"{stem}.pem", self.folder / f"{stem}.key"
+        request = self.folder / f"{stem}.csr"
+        _new_key("-subj", f"/CN={common_name}", "-keyout", key, "-out", request)
+        days = [datetime.now(UTC) + timedelta(days=day) for day in (begin, end)]
+        first, last = (day.strftime("%Y%m%d%H%M%SZ") for day in days)
+        _openssl(
+            "ca", "-batch", "-notext", "-config", self.config, "-cert", self.certificate,
+            "-keyfile", self.key, "-startdate", first, "-enddate", last, "-in", request,
+            "-out", certificate,
+        )  # fmt: skip
         return certificate, key
+
+
+def install(pair: Pair, where: Pair) -> None:
+    """Puts a pair where a server reads it, each file by a rename."""
+    for source, target in zip(pair, where, strict=True):
+        fresh = target.with_suffix(".new")
+        fresh.write_bytes(source.read_bytes())
+        fresh.rename(target)

@@ -40,7 +40,7 @@ class Nginx:
         self.public, self.admin = free_port(), free_port()
         self.authority = Authority(folder, "servers")
         self.clients = Authority(folder, "clients")
-        certificate, key = self.authority.sign("dorad.test")
+        certificate, key = self.authority.issue("dorad.test")
         for name in ("nginx.conf", "dorad-errors.conf"):
             shutil.copy(FILES / name, folder / name)
         text = (FILES / "dorad.conf").read_text()
@@ -116,7 +116,7 @@ class Nginx:
         root = self.authority.certificate.read_bytes()
         if not certified:
             return grpc.ssl_channel_credentials(root)
-        certificate, key = self.clients.sign("operator")
+        certificate, key = self.clients.issue("operator")
         return grpc.ssl_channel_credentials(root, key.read_bytes(), certificate.read_bytes())
 
 

@@ -333,6 +333,7 @@ TEST(ConfigTest, TableCoversEveryMember) {
   const size_t padding = sizeof(double) - 2 * sizeof(bool)       // before engine.watchdog_seconds
                          + sizeof(std::string*) - sizeof(bool)   // after memory.host_weights
                          + sizeof(std::string*) - sizeof(bool)   // after metrics.vllm_aliases
+                         + sizeof(std::string*) - sizeof(bool)   // after security.allow_insecure
                          + sizeof(std::string*) - sizeof(bool);  // after log.requests
   EXPECT_EQ(bytes + padding, sizeof(Config));
 }

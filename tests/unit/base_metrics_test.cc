@@ -70,6 +70,8 @@ void UseAll(Metrics* metrics) {
   metrics->MemoryGivenBack("adapters", 70);
   metrics->KvMemoryTakenBack(60);
   metrics->SetSleeping("kv", true);
+  metrics->CallDenied("TOKEN_MISSING");
+  metrics->SetSecurity({1, 2, absl::FromUnixSeconds(2'000'000'000)});
   metrics->RpcStarted("Generate");
   metrics->RpcHandled("Generate", "OK", absl::Milliseconds(30));
 }

@@ -366,6 +366,66 @@ TEST_F(EngineTest, RefusesARequestIdInUse) {
   ExpectEverythingBack();
 }
 
+TEST_F(EngineTest, TenantsChooseIdsAndAbortAlone) {
+  Start(DefaultOptions(), 64);
+  absl::Notification go;
+  runner_->on_step = [&] {
+    go.WaitForNotification();
+    return absl::OkStatus();
+  };
+  std::map<std::string, std::shared_ptr<TokenStream>> streams;
+  for (const char* tenant : {"a", "b"}) {
+    GenerateInput input = Input(Prompt(4), 500, MakeAdapter("shared", 1));
+    input.request_id = "same";
+    input.tenant = tenant;
+    streams[tenant] = Submit(std::move(input));
+  }
+  std::vector<int> aborted;
+  const auto abort = [&](AbortTarget target, const char* tenant) {
+    target.tenant = tenant;
+    engine_->Abort(std::move(target), "", [&](int count) { aborted.push_back(count); });
+  };
+  abort({.request_ids = {"same"}}, "c");
+  abort({.adapter = {"shared", 0}}, "c");
+  abort({.all = true}, "c");
+  abort({.request_ids = {"same"}}, "a");
+  abort({.all = true}, "a");
+  go.Notify();
+  EXPECT_EQ(Wait(*streams["a"]).samples.at(0).finish.reason, FinishReason::kAborted);
+  EXPECT_EQ(Wait(*streams["b"]).samples.at(0).finish.reason, FinishReason::kLength);
+  EXPECT_EQ(aborted, (std::vector<int>{0, 0, 0, 1, 0}));
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, TenantsShareNoPrefixes) {
+  Start(DefaultOptions(), 64);
+  const auto cached = [&](const std::string& tenant, const std::string& salt) {
+    GenerateInput input = Input(Prompt(64), 4);
+    input.tenant = tenant;
+    input.cache_salt = salt;
+    return Wait(*Submit(std::move(input))).samples.at(0).finish.usage.cached_prompt_tokens;
+  };
+  EXPECT_EQ(cached("a", "s"), 0u);
+  EXPECT_GT(cached("a", "s"), 0u);
+  EXPECT_EQ(cached("b", "s"), 0u);
+  EXPECT_EQ(cached("", "s"), 0u);
+  EXPECT_EQ(cached("", "a s"), 0u);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineTest, MetersTokensAsTheyAreMadeForWhoeverReadsThem) {
+  Start(DefaultOptions(), 64);
+  std::atomic<int64_t> metered{0};
+  GenerateInput input = Input(Prompt(4), 20);
+  input.n = 3;
+  auto stream = std::make_shared<TokenStream>(/*final_only=*/true,
+                                              [&](int64_t tokens) { metered += tokens; });
+  ASSERT_TRUE(engine_->Submit(std::move(input), stream).ok());
+  Wait(*stream);
+  EXPECT_EQ(metered, 60);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, AFailedStepFailsItsRequestsAndTheEngineGoesOn) {
   Start(DefaultOptions(), 64);
   std::atomic<bool> fail{true};

@@ -62,8 +62,10 @@ TEST(KvPages, DoesNotShareAcrossDigestsOrSalts) {
   const std::vector<TokenId> tokens = Tokens(kKvPageTokens, 0);
   std::vector<int32_t> held;
   Fill(pages, PrefixRoot("digest", "salt"), tokens, &held);
-  for (const PrefixNode& root : {PrefixRoot("digest", "other"), PrefixRoot("other", "salt"),
-                                 PrefixRoot("", ""), PrefixRoot("digests", "alt")}) {
+  for (const PrefixNode& root :
+       {PrefixRoot("digest", "other"), PrefixRoot("other", "salt"), PrefixRoot("", ""),
+        PrefixRoot("digests", "alt"), PrefixRoot("digest", "salt", "tenant"),
+        PrefixRoot("digest", "sal", "t")}) {
     PrefixNode node = root;
     std::vector<int32_t> found;
     pages.MatchPrefix(tokens, &node, &found);

@@ -13,11 +13,13 @@ using Call = UnaryCall<v1::AbortResponse>;
 
 TEST(UnaryCallTest, EndsWithItsCancelHandlerEvenIfThatHoldsIt) {
   Metrics metrics({"test", "test", "test", "cpu", "fp32"});
+  Services services;
+  services.metrics = &metrics;
   grpc::CallbackServerContext context;
   v1::AbortResponse response;
   std::weak_ptr<Call> alive;
   grpc::ServerUnaryReactor* const reactor =
-      Call::Run("Abort", &context, &metrics, &response, [&](const std::shared_ptr<Call>& call) {
+      Call::Run("Abort", &context, &services, &response, [&](const std::shared_ptr<Call>& call) {
         alive = call;
         call->set_on_cancel([call] { call->End(absl::OkStatus()); });
       });

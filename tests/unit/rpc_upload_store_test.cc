@@ -45,12 +45,13 @@ struct Client {
     std::optional<absl::StatusOr<adapter::PublishResult>> answer;
   };
 
-  explicit Client(UploadStore* store)
+  explicit Client(UploadStore* store, const std::string& tenant = "")
       : stream(std::make_unique<UploadStream>(
             store, [told = told](const absl::Status& status) { told->ended = ReasonOf(status); },
             [told = told](const absl::StatusOr<adapter::PublishResult>& result) {
               told->answer = result;
-            })) {}
+            },
+            tenant)) {}
 
   // The refusal's reason; "" for none.
   std::string Feed(v1::PublishRequest part) {
@@ -111,6 +112,17 @@ TEST_F(UploadStoreTest, GoesOnWithABrokenUpload) {
   ASSERT_EQ(second.next, Next::kLoad);
   const std::vector<std::byte> image = second.stream->TakeUpload()->TakeImage();
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(image.data()), image.size()), "hello");
+}
+
+TEST_F(UploadStoreTest, KeepsTheUploadsOfTenantsApart) {
+  Leave("u", "hel", 5);
+  EXPECT_EQ(ReasonOf(store_.Find("u", "team-a").status()), "UPLOAD_NOT_FOUND");
+  Client other(&store_, "team-a");
+  // Neither takes the other one over nor has to send an equal Begin.
+  EXPECT_EQ(other.Feed(Begin("u", 7)), "");
+  EXPECT_EQ(other.Feed(Chunk(0, "HELLO")), "");
+  EXPECT_EQ(Received("u"), 3u);
+  EXPECT_EQ(store_.Find("u", "team-a")->received, 5u);
 }
 
 TEST_F(UploadStoreTest, KeepsNothingWithoutAnId) {

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dorad import _wire, _yielding
 from dorad import types as t
+from dorad._access import Access
 from dorad._channel import (
     DEFAULT_TARGET,
     channel_options,
@@ -89,7 +90,12 @@ class Client:
       retries: let gRPC retry UNAVAILABLE and RESOURCE_EXHAUSTED for calls that can be repeated, up
         to 5 attempts, never after an answer's first message; and let uploads go on after a break.
       keepalive: seconds between pings while calls run, at least 30; math.inf: none.
-      credentials: for TLS; default is an insecure channel.
+      token: shown with every call (DORAD_TOKEN). Never sent in plain text to another host.
+      ca_file: PEM file of the authorities whose servers are trusted (DORAD_CA_FILE). With it, or
+        with cert_file, TCP connections use TLS; socket files never do.
+      cert_file, key_file: PEM files of the client's own certificate and its key, for servers that
+        ask for one (DORAD_CERT_FILE, DORAD_KEY_FILE).
+      credentials: other credentials for TLS instead of the three files.
       metadata: sent with every call, for example an authorization header for a proxy.
       options: further gRPC channel options; they win over ours.
 
@@ -105,6 +111,10 @@ class Client:
         timeout: float | None = 600.0,
         retries: bool = True,
         keepalive: float = 60.0,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        cert_file: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         options: Sequence[tuple[str, Any]] = (),
@@ -112,16 +122,16 @@ class Client:
         self.target = target
         self._timeout = timeout
         self._retries = retries
-        self._metadata = tuple(metadata)
+        access = Access.of(token, ca_file, cert_file, key_file, credentials)
+        self._metadata = (*metadata, *access.metadata)
         settings = channel_options(keepalive, retries, options)
-
-        def connect(address: str) -> grpc.Channel:
-            if credentials is None:
-                return grpc.insecure_channel(address, settings)
-            return grpc.secure_channel(address, credentials, settings)
-
-        self._channel = connect(target)
-        self._admin = self._channel if admin_target is None else connect(admin_target)
+        # Both are looked at before either is made.
+        for address in (target, admin_target or target):
+            access.channel_credentials(address)
+        self._channel = access.channel(target, settings)
+        self._admin = (
+            self._channel if admin_target is None else access.channel(admin_target, settings)
+        )
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._adapters: Any = adapters_pb2_grpc.AdapterServiceStub(self._admin)
         self._control: Any = control_pb2_grpc.ControlServiceStub(self._admin)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -36,10 +37,15 @@ PROBE_SECONDS = 5.0
 STRAGGLER_FACTOR = 2.0
 
 
-def _connect(target: str) -> Client:
-    from dorad.aio import Client  # Not above: dorad.aio offers the pool, and imports this module.
+def _connect(**access: Any) -> Callable[[str], Client]:
+    """Makes clients that all show the same token and certificate."""
 
-    return Client(target)
+    def connect(target: str) -> Client:
+        from dorad.aio import Client  # Not above: it offers the pool, and imports this module.
+
+        return Client(target, **access)
+
+    return connect
 
 
 class RolloutPool:
@@ -47,7 +53,8 @@ class RolloutPool:
 
     Args:
       targets: one address for each server, as of `Client`.
-      connect: makes the client of a target, for TLS, other timeouts and the like.
+      connect: makes the client of a target, where its other arguments matter.
+      token, ca_file, cert_file, key_file: as of `Client`, for every target; not with `connect`.
       timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
         included; None or math.inf: no limit.
 
@@ -58,10 +65,19 @@ class RolloutPool:
         self,
         targets: Iterable[str],
         *,
-        connect: Callable[[str], Client] = _connect,
+        connect: Callable[[str], Client] | None = None,
         timeout: float | None = 600.0,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        cert_file: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._connect = connect
+        access = {"token": token, "ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
+        if connect is not None and any(value is not None for value in access.values()):
+            raise ValueError(
+                "give token, ca_file, cert_file and key_file to the clients of connect"
+            )
+        self._connect = connect or _connect(**access)
         self._timeout = timeout
         self._servers: dict[str, Server] = {}
         self._change = asyncio.Lock()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from dorad import _pool, aio
+from dorad import aio
 from dorad import types as t
 from dorad.errors import DoradError
 
@@ -27,15 +28,27 @@ class RolloutPool:
         self,
         targets: Iterable[str],
         *,
-        connect: Callable[[str], aio.Client] = _pool._connect,
+        connect: Callable[[str], aio.Client] | None = None,
         timeout: float | None = 600.0,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        cert_file: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
         async def make() -> aio.RolloutPool:
-            return aio.RolloutPool(targets, connect=connect, timeout=timeout)
+            return aio.RolloutPool(
+                targets,
+                connect=connect,
+                timeout=timeout,
+                token=token,
+                ca_file=ca_file,
+                cert_file=cert_file,
+                key_file=key_file,
+            )
 
         try:
             self._pool = self._run(make())

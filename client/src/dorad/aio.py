@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from dorad import _wire, _yielding
 from dorad import types as t
+from dorad._access import Access
 from dorad._channel import (
     DEFAULT_TARGET,
     channel_options,
@@ -114,6 +115,10 @@ class Client:
         timeout: float | None = 600.0,
         retries: bool = True,
         keepalive: float = 60.0,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        cert_file: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str]] = (),
         options: Sequence[tuple[str, Any]] = (),
@@ -122,23 +127,21 @@ class Client:
         self.target = target
         self._timeout = timeout
         self._retries = retries
-        self._metadata = tuple(metadata)
+        access = Access.of(token, ca_file, cert_file, key_file, credentials)
+        self._metadata = (*metadata, *access.metadata)
         settings = channel_options(keepalive, retries, options)
+        # Both are looked at before either is made.
+        for address in (target, admin_target or target):
+            access.channel_credentials(address)
 
         def connect_sync() -> grpc.Channel:
-            address = admin_target or target
-            if credentials is None:
-                return grpc.insecure_channel(address, settings)
-            return grpc.secure_channel(address, credentials, settings)
-
-        def connect(address: str) -> grpc.aio.Channel:
-            if credentials is None:
-                return grpc.aio.insecure_channel(address, settings)
-            return grpc.aio.secure_channel(address, credentials, settings)
+            return access.channel(admin_target or target, settings)
 
         self._connect_sync = connect_sync
-        self._channel = connect(target)
-        self._admin = self._channel if admin_target is None else connect(admin_target)
+        self._channel = access.aio_channel(target, settings)
+        self._admin = (
+            self._channel if admin_target is None else access.aio_channel(admin_target, settings)
+        )
         self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._adapters: Any = adapters_pb2_grpc.AdapterServiceStub(self._admin)
         self._control: Any = control_pb2_grpc.ControlServiceStub(self._admin)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dorad.cli import adapters, gateway, generate, operate, score, top
+from dorad.cli import adapters, gateway, generate, operate, score, token, top
 from dorad.cli.common import Group, Output, share_options
 
 app = typer.Typer(
@@ -15,7 +15,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Talk to a dorad server: one base model, many DoRA adapters.",
-    epilog="Exit codes: 0 success, 64 usage, 69 server unavailable, 1 any other failure.",
+    epilog="Who you are and whom to trust: DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE, "
+    "DORAD_KEY_FILE. Exit codes: 0 success, 64 usage, 69 server unavailable, 1 any other failure.",
 )
 
 
@@ -48,6 +49,7 @@ app.command("generate")(generate.generate)
 app.command("score")(score.score)
 app.add_typer(adapters.app, name="adapters", help="Publish, inspect and retire adapters.")
 app.command("gateway")(gateway.gateway)
+app.command("token")(token.token)
 app.command("info")(operate.info)
 app.command("top")(top.top)
 app.command("health")(operate.health)

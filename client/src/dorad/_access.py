@@ -1,0 +1,108 @@
+"""How the client shows who it is: TLS and tokens, from arguments or from the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+StrPath = str | os.PathLike[str]
+
+
+def _is_local(target: str) -> bool:
+    """Whether nobody else can listen in on what is sent there."""
+    if target.startswith(("unix:", "unix-abstract:")):
+        return True
+    address = target
+    for scheme in ("dns:", "ipv4:", "ipv6:"):
+        if target.startswith(scheme):
+            address = target.removeprefix(scheme).rpartition("/")[2]
+    if address.startswith("["):
+        host = address[1:].partition("]")[0]
+    else:
+        host = address.rpartition(":")[0] if address.count(":") == 1 else address
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # A name, or several addresses.
+        return False
+
+
+def _given(value: StrPath | None, variable: str) -> str | None:
+    """An argument, or else the environment's; empty means not given."""
+    return (os.fspath(value) if value is not None else os.environ.get(variable)) or None
+
+
+def _read(path: str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a client shows to a server. Made once for all of a client's connections."""
+
+    token: str | None = field(default=None, repr=False)
+    credentials: grpc.ChannelCredentials | None = None
+
+    @classmethod
+    def of(
+        cls,
+        token: str | None,
+        ca_file: StrPath | None,
+        cert_file: StrPath | None,
+        key_file: StrPath | None,
+        credentials: grpc.ChannelCredentials | None,
+    ) -> Access:
+        """Reads the files. What is not given comes from DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE
+        and DORAD_KEY_FILE; `credentials` leave no room for files."""
+        token = _given(token, "DORAD_TOKEN")
+        if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+            raise ValueError("a token consists of printable ASCII characters without spaces")
+        if credentials is not None:
+            if ca_file is not None or cert_file is not None or key_file is not None:
+                raise ValueError("give either credentials or ca_file, cert_file and key_file")
+            return cls(token, credentials)
+        ca = _given(ca_file, "DORAD_CA_FILE")
+        cert = _given(cert_file, "DORAD_CERT_FILE")
+        key = _given(key_file, "DORAD_KEY_FILE")
+        if (cert is None) != (key is None):
+            raise ValueError("cert_file and key_file come together")
+        if ca is None and cert is None:
+            return cls(token)
+        return cls(token, grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert)))
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call brings."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    def channel_credentials(self, target: str) -> grpc.ChannelCredentials | None:
+        """None: in plain text, as a socket file always is.
+
+        Raises ValueError rather than send a token over a network in plain text.
+        """
+        if target.startswith(("unix:", "unix-abstract:")):
+            return None
+        if self.credentials is None and self.token is not None and not _is_local(target):
+            raise ValueError(
+                f"the token would be sent to {target} in plain text: give ca_file "
+                "(or DORAD_CA_FILE), or use a proxy on this host"
+            )
+        return self.credentials
+
+    def channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+        credentials = self.channel_credentials(target)
+        if credentials is None:
+            return grpc.insecure_channel(target, options)
+        return grpc.secure_channel(target, credentials, options)
+
+    def aio_channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        credentials = self.channel_credentials(target)
+        if credentials is None:
+            return grpc.aio.insecure_channel(target, options)
+        return grpc.aio.secure_channel(target, credentials, options)

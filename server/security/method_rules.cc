@@ -1,0 +1,47 @@
+#include "server/security/method_rules.h"
+
+#include "server/base/check.h"
+
+namespace dorad::security {
+
+const std::vector<MethodRule>& MethodRules() {
+  constexpr Roles kInfer = Role::kInfer;
+  constexpr Roles kPublish = Role::kPublish;
+  constexpr Roles kAdmin = Role::kAdmin;
+  // What ends or asks for something else is no stream: who has used up its streams must be able to.
+  static const auto* const rules = new std::vector<MethodRule>{
+      {"Generate", kInfer, true},
+      {"Score", kInfer, true},
+      {"Abort", kInfer, false},
+      {"Publish", kPublish, true},
+      {"GetUpload", kPublish, false},
+      {"PublishFromPath", kPublish, true},
+      {"PublishFromMemory", kPublish, true},
+      {"Activate", kPublish, false},
+      {"Get", kInfer | kPublish, false},
+      {"List", kInfer | kPublish, false},
+      {"Watch", kInfer | kPublish, true},
+      {"Retire", kPublish, false},
+      {"GetInfo", kInfer | kPublish, false},
+      // Of an adapter; of everything only admins, which the service sees to.
+      {"Pause", kPublish, false},
+      {"Resume", kPublish, false},
+      // These change the server for all tenants.
+      {"Sleep", kAdmin, false},
+      {"Wake", kAdmin, false},
+      {"Yield", kAdmin, false},
+      {"EndYield", kAdmin, false},
+      // Whoever has a ticket runs as the server's own user on its host.
+      {"ShareBaseWeights", kPublish, false},
+  };
+  return *rules;
+}
+
+const MethodRule& RuleOf(std::string_view method) {
+  for (const MethodRule& rule : MethodRules()) {
+    if (method == rule.method) return rule;
+  }
+  DORAD_CHECK(false);
+}
+
+}  // namespace dorad::security

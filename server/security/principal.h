@@ -1,0 +1,52 @@
+// Who calls, and what they may do. Plain values, hence thread-safe once made.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+namespace dorad::security {
+
+enum class Role : uint8_t { kInfer = 1, kPublish = 2, kAdmin = 4 };
+
+// A set of roles. kAdmin has what every other role has.
+class Roles {
+ public:
+  constexpr Roles() = default;
+  constexpr Roles(Role role) : bits_(static_cast<uint8_t>(role)) {}  // NOLINT: a role is a set
+
+  constexpr Roles operator|(Roles other) const { return Roles(bits_ | other.bits_); }
+  constexpr bool Has(Role role) const {
+    return (bits_ & (static_cast<uint8_t>(role) | static_cast<uint8_t>(Role::kAdmin))) != 0;
+  }
+  // Whether this set opens what any of `wanted` opens.
+  constexpr bool HasAnyOf(Roles wanted) const {
+    return (bits_ & (wanted.bits_ | static_cast<uint8_t>(Role::kAdmin))) != 0;
+  }
+  constexpr bool empty() const { return bits_ == 0; }
+  constexpr bool operator==(const Roles&) const = default;
+
+ private:
+  constexpr explicit Roles(int bits) : bits_(static_cast<uint8_t>(bits)) {}
+  uint8_t bits_ = 0;
+};
+
+constexpr Roles operator|(Role a, Role b) { return Roles(a) | Roles(b); }
+
+struct Principal {
+  std::string name;    // of a token or certificate; empty: nobody was asked
+  std::string tenant;  // whose requests, uploads and prefixes are its own
+  Roles roles;
+  std::string adapters;  // what the names of its adapters begin with; empty: all adapters
+
+  // Whether it may use, see and (with the role) change an adapter of this name. The base model ("")
+  // is everybody's.
+  bool MayTouch(std::string_view adapter) const {
+    return adapter.empty() || adapter.substr(0, adapters.size()) == adapters;
+  }
+};
+
+// Whoever calls a server that asks nobody: one tenant, all rights.
+inline Principal Anyone() { return {"", "", Role::kAdmin, ""}; }
+
+}  // namespace dorad::security
