@@ -21,7 +21,7 @@ namespace {
 
 std::string TakeVariable(const char* name) {
   const char* value = std::getenv(name);
-  const std::string text = value == nullptr ? "" : value;
+  std::string text = value == nullptr ? "" : value;
   unsetenv(name);
   return text;
 }
