@@ -140,8 +140,8 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
     Guarded(
         record_.method(),
         [this] {
-          Failpoint("rpc_cancel");
           if (on_cancel_) on_cancel_();
+          Failpoint("rpc_cancel");
           End(record_.CancelStatus());
         },
         [this](const absl::Status& status) { End(status); });
