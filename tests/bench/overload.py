@@ -6,7 +6,9 @@ First finds the capacity with a closed loop (as many callers as the server runs 
 offers `factor` times that, with random times between arrivals that do not wait for answers. Prints
 the goodput of both, how long refusals took, and what they carried. The model is tiny and random.
 The callers are on the server's own machine: they get what it leaves (nice 10), and what processor
-time both took is printed. On a machine that others use, too, repeat it.
+time both took is printed. How long a refusal takes is what one more caller sees, who sends 20
+requests a second from a process of its own that does not wait for the others. Both phases take
+turns, for the sake of machines that others use, too.
 """
 
 import argparse
@@ -32,6 +34,7 @@ RUNNING = 16
 QUEUED = 32
 WARM_UP = 3.0  # seconds
 DRIVERS = 2  # processes
+PROBES = 20.0  # a second
 
 
 # --- A driver: a process of its own, so that the callers' work is not in each other's way.
@@ -39,7 +42,6 @@ DRIVERS = 2  # processes
 
 async def drive(target: str, rate: float, callers: int, seconds: float, tokens: int, seed: int):
     """Calls at `rate` a second or, if that is 0, from `callers` that wait for their answers."""
-    os.nice(10)
     choose = random.Random(seed)
     results: list[dict] = []
     begin = time.monotonic()
@@ -100,18 +102,21 @@ def processor_seconds(pid: int | None = None) -> float:
 
 
 def run_drivers(target: str, rate: float, callers: int, options: argparse.Namespace) -> list[dict]:
-    processes = []
-    for index in range(DRIVERS):
-        line = [sys.executable, __file__, "--drive", target, "--rate", str(rate / DRIVERS)]
-        line += ["--callers", str(callers // DRIVERS), "--seconds", str(options.seconds)]
-        line += ["--tokens", str(options.tokens), "--seed", str(index)]
-        processes.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
+    def driver(seed: int, rate: float, nice: int) -> subprocess.Popen:
+        line = ["nice", "-n", str(nice), sys.executable, __file__, "--drive", target]
+        line += ["--rate", str(rate), "--callers", str(callers // DRIVERS), "--seed", str(seed)]
+        line += ["--seconds", str(options.seconds), "--tokens", str(options.tokens)]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+
+    processes = [driver(seed, rate / DRIVERS, 10) for seed in range(DRIVERS)]
+    if rate > 0:
+        processes.append(driver(DRIVERS, PROBES, 0))
     results = []
-    for process in processes:
+    for index, process in enumerate(processes):
         said, _ = process.communicate(timeout=options.seconds + 300)
         if process.returncode != 0:
             raise RuntimeError("a driver failed")
-        results += json.loads(said)
+        results += [result | {"probe": index == DRIVERS} for result in json.loads(said)]
     return results
 
 
@@ -126,12 +131,13 @@ def percentile(values: list[float], share: float) -> float:
 def summarise(results: list[dict], seconds: float) -> dict:
     served = [r for r in results if r["code"] == "OK"]
     refused = [r for r in results if r["code"] == "RESOURCE_EXHAUSTED"]
-    waits = [r["done"] - r["sent"] for r in refused]
+    waits = [r["done"] - r["sent"] for r in refused if r["probe"]]
     return {
         "goodput": len(served) / seconds,
         "offered_and_ended": len(results) / seconds,
         "served": len(served),
         "refused": len(refused),
+        "refused_probes": len(waits),
         "other_codes": sorted({r["code"] for r in results} - {"OK", "RESOURCE_EXHAUSTED"}),
         "served_p50_s": percentile([r["done"] - r["sent"] for r in served], 0.5),
         "served_p99_s": percentile([r["done"] - r["sent"] for r in served], 0.99),
@@ -242,7 +248,8 @@ def main() -> None:
         f"({', '.join(f'{ratio:.2f}' for ratio in result['goodput_ratios'])})"
     )
     print(
-        f"refused    {opened['refused']} of {opened['served'] + opened['refused']}   "
+        f"refused    {opened['refused']} of {opened['served'] + opened['refused']}; of "
+        f"{opened['refused_probes']} probes   "
         f"p50 {opened['refused_p50_ms']:.1f} ms   p99 {opened['refused_p99_ms']:.1f} ms"
     )
     for name, part in (("capacity", closed), ("overload", opened)):
