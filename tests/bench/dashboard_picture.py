@@ -94,7 +94,10 @@ def main() -> None:
             if not options.all:
                 sections = {"": [charts[title] for title in SELECTION]}
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    caption = "dorad: a small model with five DoRA adapters on two cores; minutes since the begin"
+    caption = (
+        "dorad: a small model, five DoRA adapters, two cores; minutes since the begin, "
+        "last values in the legends"
+    )
     options.output.write_text(picture(list(sections.items()), options.seconds, caption))
     print(f"{options.output}: {options.output.stat().st_size / 1024:.0f} KiB")
 

@@ -60,6 +60,80 @@ def test_scoring_and_refusals_are_counted(server: Server) -> None:
     assert codes, "the refused call is not counted by its code"
 
 
+def test_requests_and_tokens_are_counted_by_adapter(server: Server) -> None:
+    def run() -> None:
+        server.wire.generate(PROMPT, adapter="a@1", n=2, max_tokens=6, ignore_eos=True)
+        server.wire.generate(PROMPT, max_tokens=4, ignore_eos=True)
+        server.wire.score([PROMPT, PROMPT[:9]], ["b", ""])
+
+    changes = delta(server, run)
+    expected = {
+        'dorad_adapter_requests_total{adapter="a"}': 1,
+        'dorad_adapter_requests_total{adapter="b"}': 1,
+        'dorad_adapter_requests_total{adapter="(base)"}': 2,
+        'dorad_adapter_tokens_total{adapter="a",kind="prompt"}': 2 * len(PROMPT),
+        'dorad_adapter_tokens_total{adapter="a",kind="generated"}': 12,
+        'dorad_adapter_tokens_total{adapter="b",kind="scored"}': len(PROMPT) - 1 + 8,
+        'dorad_adapter_tokens_total{adapter="(base)",kind="generated"}': 4,
+        'dorad_adapter_tokens_total{adapter="other",kind="generated"}': 0,
+    }
+    assert {name: changes[name] for name in expected} == expected
+
+
+def test_failed_requests_are_counted_by_reason(server: Server) -> None:
+    import grpc
+
+    def run() -> None:
+        call = server.wire.stream(PROMPT, n=64, max_tokens=150, ignore_eos=True)
+        next(iter(call))
+        call.cancel()
+        wait_until(lambda: server.metric("dorad_engine_running_sequences") == 0, what="the end")
+        with pytest.raises(grpc.RpcError):
+            server.wire.generate(PROMPT, adapter="nobody")
+
+    changes = delta(server, run)
+    failed = 'dorad_requests_failed_total{kind="generate",reason="CLIENT_CANCELLED"}'
+    assert changes[failed] == 1
+    assert moved(changes, "dorad_requests_failed_total") == 1, "a refused request has not failed"
+
+
+def test_steps_are_split_into_phases(server: Server) -> None:
+    def run() -> None:
+        server.wire.generate(PROMPT, max_tokens=20, ignore_eos=True, bypass=True)
+
+    changes = delta(server, run)
+    split = {
+        phase: changes[f'dorad_engine_step_phase_seconds_total{{phase="{phase}"}}']
+        for phase in ("schedule", "launch", "compute", "process")
+    }
+    # The CPU's engine thread computes itself.
+    idle = "launch" if device() == "cpu" else ""
+    assert {phase for phase, seconds in split.items() if seconds == 0} <= {idle}
+    assert moved(changes, "dorad_engine_step_tokens_sum") == len(PROMPT) + 19
+
+
+def test_loads_are_split_into_stages(server: Server, zoo) -> None:
+    def run() -> None:
+        server.wire.publish("staged", zoo.adapter("llama2", "dora"), activate=True)
+
+    changes = delta(server, run)
+    stages = {
+        re.search(r'stage="(\w+)"', key).group(1): value
+        for key, value in changes.items()
+        if key.startswith("dorad_adapter_load_seconds_sum{") and value > 0
+    }
+    parts = {"queue", "read", "validate", "copy", "norms", "activate"}
+    assert set(stages) == parts | {"total"}, "nothing is stored"
+    assert sum(stages[part] for part in parts) <= stages["total"] * 1.001
+    server.wire.retire("staged", 1)
+
+
+def test_the_build_is_named(server: Server) -> None:
+    (info,) = [key for key in server.metrics() if key.startswith("dorad_build_info")]
+    assert re.search(r'commit="(unknown|[0-9a-f]{12,}(-dirty)?)"', info)
+    assert re.search(r'cuda="(yes|no)"', info) and re.search(r'version="\d+\.\d+\.\d+"', info)
+
+
 def test_adapters_and_memory_are_gauged(server: Server, zoo) -> None:
     resident = server.metric("dorad_adapter_resident_bytes")
     server.wire.publish("c", zoo.adapter("llama2", "dora_r96"), activate=True)

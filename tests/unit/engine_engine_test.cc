@@ -3,12 +3,15 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <map>
 #include <random>
 #include <thread>
 
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "server/base/error.h"
+#include "server/base/metrics.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
@@ -289,6 +292,34 @@ TEST_F(EngineTest, RefusesWhatDoesNotFitTheQueueWithARetryHint) {
   go.Notify();
   for (auto& stream : streams) EXPECT_TRUE(Wait(*stream).status.ok());
   ExpectEverythingBack();
+}
+
+double SecondsIn(Metrics& metrics, const std::string& phase) {
+  const std::string series =
+      absl::StrCat("dorad_engine_step_phase_seconds_total{phase=\"", phase, "\"} ");
+  const std::string text = metrics.Render();
+  const size_t at = text.find(series);
+  EXPECT_NE(at, std::string::npos);
+  return std::atof(text.c_str() + at + series.size());
+}
+
+TEST_F(EngineTest, TimeOfStepsIsSplitByWhatTheThreadDoes) {
+  Start(DefaultOptions(), 64, /*max_steps_in_flight=*/1);
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 9))).status.ok());
+  ExpectEverythingBack();
+  for (const char* phase : {"schedule", "compute", "process"}) {
+    EXPECT_GT(SecondsIn(metrics_, phase), 0) << phase;
+  }
+  EXPECT_EQ(SecondsIn(metrics_, "launch"), 0) << "it computes on this thread";
+}
+
+TEST_F(EngineTest, StepsThatAreComputedElsewhereAreLaunched) {
+  Start(DefaultOptions(), 64, /*max_steps_in_flight=*/2);
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 9))).status.ok());
+  ExpectEverythingBack();
+  for (const char* phase : {"schedule", "launch", "compute", "process"}) {
+    EXPECT_GT(SecondsIn(metrics_, phase), 0) << phase;
+  }
 }
 
 TEST_F(EngineTest, AdaptersInUseAreThoseOfRequestsThatRunOrWait) {
