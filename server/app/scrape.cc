@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <utility>
 
 namespace dorad {
 
@@ -13,8 +12,8 @@ std::string Scrape::Render() {
                       stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
                       stats.kv_pages_lent, stats.paused, stats.gpu_share});
   metrics_.SetAdapters(CountAdapters());
-  engine::AdaptersInUse in_use = from_.engine->adapters_in_use();
-  metrics_.SetAdaptersInUse(std::move(in_use.running), std::move(in_use.waiting));
+  const engine::AdaptersInUse in_use = from_.engine->adapters_in_use();
+  metrics_.SetAdaptersInUse(in_use.running, in_use.waiting);
   const Sleeper::Tags asleep = from_.sleeper->asleep();
   for (const std::string& tag : Sleeper::AllTags()) {
     metrics_.SetSleeping(tag, asleep.count(tag) > 0);

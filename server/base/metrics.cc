@@ -177,7 +177,8 @@ void Metrics::AdapterUsed(const std::string& name, const AdapterUse& use) {
   impl_->top_adapters.Count(name, use);
 }
 
-void Metrics::SetAdaptersInUse(std::vector<std::string> running, std::vector<std::string> waiting) {
+void Metrics::SetAdaptersInUse(const std::vector<std::string>& running,
+                               const std::vector<std::string>& waiting) {
   impl_->adapters.running.Set(static_cast<double>(running.size()));
   impl_->adapters.waiting.Set(static_cast<double>(waiting.size()));
   if (impl_->aliases) impl_->aliases->SetAdaptersInUse(running, waiting);

@@ -92,7 +92,8 @@ class Metrics {
   };
   void AdapterUsed(const std::string& name, const AdapterUse& use);
   // Names of adapters that requests run with, or wait for.
-  void SetAdaptersInUse(std::vector<std::string> running, std::vector<std::string> waiting);
+  void SetAdaptersInUse(const std::vector<std::string>& running,
+                        const std::vector<std::string>& waiting);
   // A sequence has waited so long for weights that were away.
   void AdapterStall(absl::Duration time);
   // Durations of one load by stage: queue, read, validate, copy, norms, store, activate, total.
