@@ -1,7 +1,7 @@
-"""Generates the protobuf and gRPC modules of `dorad.v1`, with type stubs.
+"""Generates the protobuf and gRPC modules of `dorad.v1` and the gateway's, with type stubs.
 
-Run by hand for a source checkout (output goes to src/dorad/v1, which git ignores), and by setup.py
-when a wheel is built. Needs grpcio-tools; type stubs (.pyi) need mypy-protobuf as well.
+Run by hand for a source checkout (output goes beside the sources, where git ignores it), and by
+setup.py when a wheel is built. Needs grpcio-tools; type stubs (.pyi) need mypy-protobuf as well.
 
     python client/generate_stubs.py [--out DIR]
 """
@@ -29,6 +29,15 @@ def proto_files() -> list[pathlib.Path]:
     return sorted((proto_root() / "dorad" / "v1").glob("*.proto"))
 
 
+def _sources() -> dict[pathlib.Path, pathlib.PurePath]:
+    """Each proto file, with its path below its root, which is where its modules go."""
+    found = {path: path.relative_to(proto_root()) for path in proto_files()}
+    ours = HERE / "proto"  # What is the client's alone, and no part of the server's contract.
+    return found | {
+        p: p.relative_to(ours) for p in sorted((ours / "dorad/gateway").glob("*.proto"))
+    }
+
+
 def _plugin(name: str) -> str | None:
     """Path of a protoc plugin: beside this interpreter (no activation needed), else on PATH."""
     beside = pathlib.Path(sys.executable).parent / name
@@ -36,14 +45,15 @@ def _plugin(name: str) -> str | None:
 
 
 def generate(out: pathlib.Path) -> None:
-    """Writes dorad/v1/*_pb2*.py (and .pyi) under `out`. Raises RuntimeError with protoc's words."""
+    """Writes dorad/**/*_pb2*.py (and .pyi) under `out`. Raises RuntimeError with protoc's words."""
     out.mkdir(parents=True, exist_ok=True)
-    args = [f"-I{proto_root()}", f"--python_out={out}", f"--grpc_python_out={out}"]
+    roots = dict.fromkeys((proto_root(), HERE / "proto"))
+    args = [*(f"-I{root}" for root in roots), f"--python_out={out}", f"--grpc_python_out={out}"]
     mypy, mypy_grpc = _plugin("protoc-gen-mypy"), _plugin("protoc-gen-mypy_grpc")
     if mypy and mypy_grpc:
         args += [f"--plugin=protoc-gen-mypy={mypy}", f"--mypy_out=quiet:{out}"]
         args += [f"--plugin=protoc-gen-mypy_grpc={mypy_grpc}", f"--mypy_grpc_out=quiet:{out}"]
-    args += [str(path) for path in proto_files()]
+    args += [str(path) for path in _sources()]
     # A process of its own: protoc inside this one would keep its descriptor state.
     run = subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", *args], capture_output=True, text=True
@@ -54,9 +64,9 @@ def generate(out: pathlib.Path) -> None:
 
 def is_fresh(out: pathlib.Path) -> bool:
     """True when every module exists under `out` and is younger than the proto files."""
-    newest = max(path.stat().st_mtime for path in [*proto_files(), pathlib.Path(__file__)])
+    newest = max(path.stat().st_mtime for path in [*_sources(), pathlib.Path(__file__)])
     suffixes = ("_pb2.py", "_pb2_grpc.py")
-    modules = [out / "dorad" / "v1" / (p.stem + s) for p in proto_files() for s in suffixes]
+    modules = [out / p.parent / (p.stem + s) for p in _sources().values() for s in suffixes]
     return all(module.exists() and module.stat().st_mtime >= newest for module in modules)
 
 

@@ -32,7 +32,8 @@ def server(zoo, folder):
 @pytest.fixture(scope="session")
 def gateway(server, folder, tmp_path_factory):
     scratch = tmp_path_factory.mktemp("gateway")
-    with running_gateway(server.grpc, "--tokenizer", folder, scratch=scratch) as running:
+    arguments = ["--tokenizer", folder, "--grpc-listen", "127.0.0.1:0"]
+    with running_gateway(server.grpc, *arguments, scratch=scratch) as running:
         yield running
 
 

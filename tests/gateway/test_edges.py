@@ -322,8 +322,9 @@ def test_the_openapi_document_has_every_route(http):
     assert document["openapi"].startswith("3.1")
     for path, methods in document["paths"].items():
         for method in methods:
-            answer = http.request(method, path.replace("{model}", "dora"), json={})
-            assert answer.status_code != 404 and answer.status_code != 405, path
+            route = path.replace("{model}", "dora").replace("{version}", "1")
+            answer = http.request(method, route, json={})
+            assert answer.status_code in (200, 400), (path, answer.text)
     text = json.dumps(document)
     for reference in ("CompletionRequest", "ChatRequest", "Error"):
         assert f"#/components/schemas/{reference}" in text

@@ -1,4 +1,4 @@
-"""`doractl gateway`: HTTP for programs that speak OpenAI's API."""
+"""`doractl gateway`: for programs that speak OpenAI's API or the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ def gateway(
     listen: Annotated[
         str, typer.Option("--listen", help="HTTP: host:port; port 0 is the kernel's choice.")
     ] = "127.0.0.1:8000",
+    grpc_listen: Annotated[
+        str, typer.Option(help="Serve the Open Inference Protocol over gRPC here as well.")
+    ] = "",
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -43,7 +46,7 @@ def gateway(
     target: TargetOption = DEFAULT_TARGET,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Serve OpenAI's HTTP API in front of the server."""
+    """Serve OpenAI's HTTP API and the Open Inference Protocol in front of the server."""
     try:
         from dorad.gateway.core import Limits
         from dorad.gateway.serve import Settings, serve
@@ -53,6 +56,7 @@ def gateway(
     settings = Settings(
         target=target,
         listen=listen,
+        grpc_listen=grpc_listen,
         token=token,
         tls_cert=tls_cert,
         tls_key=tls_key,
@@ -67,7 +71,7 @@ def gateway(
     )
     text = None if tokenizer is None else ModelText(tokenizer)
 
-    def ready(address: str) -> None:
-        print(f"dorad gateway ready http={address}", flush=True)
+    def ready(http: str, grpc: str) -> None:
+        print(f"dorad gateway ready http={http}" + (f" grpc={grpc}" if grpc else ""), flush=True)
 
     asyncio.run(serve(settings, text, ready))

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dorad.gateway import openai, openapi
+from dorad.gateway import oip_http, openai, openapi
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -47,6 +47,7 @@ def application(gateway: Gateway) -> Starlette:
     return Starlette(
         routes=[
             *openai.routes(gateway),
+            *oip_http.routes(gateway),
             Route("/health", door("health", _health), methods=["GET"]),
             Route("/metrics", door("metrics", _metrics), methods=["GET"]),
             Route("/openapi.json", door("openapi", _openapi), methods=["GET"]),

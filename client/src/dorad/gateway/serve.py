@@ -7,14 +7,18 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import grpc
 import uvicorn
 
 import dorad.aio
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
+from dorad.gateway.oip_grpc import OpenInferenceService
+from dorad.gateway.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from dorad.text import ModelText
 
 
@@ -25,6 +29,8 @@ class Settings:
     target: str
     listen: str
     """host:port; port 0 is the kernel's choice."""
+    grpc_listen: str = ""
+    """Likewise, of the Open Inference Protocol over gRPC; "": not served."""
     token: str = ""
     """The gateway's own, for what it asks itself; callers bring theirs."""
     tls_cert: str = ""
@@ -39,12 +45,13 @@ def check(settings: Settings) -> None:
     """Raises ValueError for an address that would send tokens and texts in the clear."""
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError("--tls-cert and --tls-key belong together")
-    host, _ = split_address(settings.listen)
-    if not _is_loopback(host) and not settings.tls_cert and not settings.allow_insecure:
-        raise ValueError(
-            f"{settings.listen} is not on the loopback: give --tls-cert and --tls-key, put a "
-            "proxy in front, or say --allow-insecure"
-        )
+    for address in filter(None, (settings.listen, settings.grpc_listen)):
+        host, _ = split_address(address)
+        if not _is_loopback(host) and not settings.tls_cert and not settings.allow_insecure:
+            raise ValueError(
+                f"{address} is not on the loopback: give --tls-cert and --tls-key, put a "
+                "proxy in front, or say --allow-insecure"
+            )
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -71,10 +78,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(settings: Settings, text: ModelText | None, ready: Callable[[str], None]) -> None:
+async def serve(
+    settings: Settings, text: ModelText | None, ready: Callable[[str, str], None]
+) -> None:
     """Serves until SIGTERM or SIGINT; a second one ends requests in flight.
 
-    `ready` is called once, with the address of the HTTP listener.
+    `ready` is called once, with the addresses of the HTTP and the gRPC listener ("": none).
     """
     check(settings)
     metadata = [("authorization", f"Bearer {settings.token}")] if settings.token else []
@@ -90,12 +99,38 @@ async def serve(settings: Settings, text: ModelText | None, ready: Callable[[str
             name = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
             server = _Server(_configuration(gateway, settings))
             _on_signals(server)
-            task = asyncio.create_task(server.serve(sockets=[listener]))
-            while not server.started and not task.done():
-                await asyncio.sleep(0.01)
-            if server.started:
-                ready(f"{name}:{bound[1]}")
-            await task
+            async with _grpc_server(gateway, settings) as grpc_address:
+                task = asyncio.create_task(server.serve(sockets=[listener]))
+                while not server.started and not task.done():
+                    await asyncio.sleep(0.01)
+                if server.started:
+                    ready(f"{name}:{bound[1]}", grpc_address)
+                await task
+
+
+@contextlib.asynccontextmanager
+async def _grpc_server(gateway: Gateway, settings: Settings) -> AsyncIterator[str]:
+    """Its address, or "" where none is wanted. Calls in flight may end at the end."""
+    if not settings.grpc_listen:
+        yield ""
+        return
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", settings.limits.body_bytes),
+            ("grpc.so_reuseport", 0),  # A second gateway on the port is a mistake.
+        ]
+    )
+    add_GRPCInferenceServiceServicer_to_server(OpenInferenceService(gateway), server)
+    if settings.tls_cert:
+        pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
+        port = server.add_secure_port(settings.grpc_listen, grpc.ssl_server_credentials([pair]))
+    else:
+        port = server.add_insecure_port(settings.grpc_listen)
+    await server.start()
+    try:
+        yield f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
+    finally:
+        await server.stop(settings.drain_seconds)
 
 
 def _configuration(gateway: Gateway, settings: Settings) -> uvicorn.Config:

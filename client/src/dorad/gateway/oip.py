@@ -1,0 +1,370 @@
+"""The Open Inference Protocol v2 without its transports: models, tensors, inference."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import dorad
+from dorad import types as t
+from dorad.gateway import fields, schema
+from dorad.gateway.assembler import stops_of
+from dorad.gateway.callers import Caller
+from dorad.gateway.core import Gateway
+from dorad.gateway.errors import Refusal
+from dorad.gateway.samples import Choice, Work, choices, updates
+from dorad.types import GenerateOptions
+
+PLATFORM = "dorad"
+EXTENSIONS = ["binary_tensor_data", "generate", "model_repository", "parameters"]
+
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "UINT32": np.dtype("<u4"),
+    "FP32": np.dtype("<f4"),
+}
+_OUTPUTS = {
+    "output_ids": ("INT64", [1, -1]),
+    "logprobs": ("FP32", [1, -1]),
+    "text_output": ("BYTES", [1]),
+    "finish_reason": ("BYTES", [1]),
+}
+
+_PARAMETER_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "priority",
+    "cache_salt",
+)
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        **{name: fields.SHARED[name] for name in _PARAMETER_NAMES},
+        "stop": {"type": "string", "minLength": 1, "maxLength": fields.MAX_STOP_LENGTH},
+        "max_tokens": fields.COMPLETION["properties"]["max_tokens"],
+        "add_special_tokens": fields.COMPLETION["properties"]["add_special_tokens"],
+    },
+}
+# About the transport, or hints of Triton's clients that ask for nothing here.
+_IGNORED = ("binary_data_output", "triton_enable_empty_final_response")
+
+
+# --- Tensors --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of numbers (an array) or of BYTES (a list)."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: npt.NDArray[Any] | list[bytes]
+
+    def raw(self) -> bytes:
+        """Little-endian; an element of BYTES follows its length in four bytes."""
+        if isinstance(self.data, list):
+            return b"".join(struct.pack("<I", len(item)) + item for item in self.data)
+        return self.data.astype(_NUMPY[self.datatype]).tobytes()
+
+
+def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | Sequence[Any]) -> Tensor:
+    """An input, from raw bytes or from a flat list. Raises Refusal when it is not what it says."""
+
+    def refuse(what: str) -> Refusal:
+        return Refusal(400, "TENSOR_INVALID", f"input {name!r} {what}", param=name)
+
+    shape = [int(side) for side in shape]
+    if any(side < 0 for side in shape) or len(shape) > 8:
+        raise refuse(f"has shape {shape}")
+    count = 1
+    for side in shape:
+        count *= side
+    found: npt.NDArray[Any] | list[bytes]
+    if datatype == "BYTES":
+        found = _split(data, refuse) if isinstance(data, bytes) else [_bytes(x) for x in data]
+    elif datatype in _NUMPY:
+        dtype = _NUMPY[datatype]
+        if isinstance(data, bytes):
+            if len(data) % dtype.itemsize:
+                raise refuse(f"has {len(data)} bytes, no multiple of {dtype.itemsize}")
+            found = np.frombuffer(data, dtype)
+        elif dtype.kind in "iu" and not all(type(item) is int for item in data):
+            raise refuse("has elements that are no integers")
+        else:
+            try:
+                found = np.asarray(data, dtype)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise refuse(f"is no {datatype}: {error}") from None
+    else:
+        raise refuse(f"has datatype {datatype!r}; {', '.join(_NUMPY)} and BYTES are taken")
+    if len(found) != count:
+        raise refuse(f"has {len(found)} elements, but shape {shape}")
+    return Tensor(name, datatype, shape, found)
+
+
+def _bytes(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _split(data: bytes, refuse: Any) -> list[bytes]:
+    found, at = [], 0
+    while at < len(data):
+        if at + 4 > len(data):
+            raise refuse("ends within a length")
+        (length,) = struct.unpack_from("<I", data, at)
+        if length > len(data) - at - 4:
+            raise refuse("ends within an element")
+        found.append(data[at + 4 : at + 4 + length])
+        at += 4 + length
+    return found
+
+
+# --- Inference ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Inference:
+    """A request that has been understood."""
+
+    model: str
+    id: str
+    work: Work
+    outputs: list[str]
+
+
+@dataclass(slots=True)
+class Answer:
+    """New tokens of a request; all of them unless it streams."""
+
+    model: str
+    version: str
+    id: str
+    outputs: list[Tensor]
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+async def understand(
+    gateway: Gateway,
+    caller: Caller,
+    *,
+    model: str,
+    version: str,
+    request_id: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[str],
+    parameters: Mapping[str, Any],
+    stream: bool,
+) -> Inference:
+    """Raises Refusal or DoradError."""
+    given = schema.checked({k: v for k, v in parameters.items() if k not in _IGNORED}, PARAMETERS)
+    names = list(outputs) or _default_outputs(gateway)
+    for name in names:
+        if name not in _OUTPUTS:
+            message = f"no output {name!r}; there are {', '.join(_OUTPUTS)}"
+            raise Refusal(400, "OUTPUT_UNKNOWN", message, param=name)
+    if "text_output" in names or "stop" in given:
+        gateway.needs_text()
+    facts = await gateway.model()
+    eos = frozenset(() if given.get("ignore_eos") else facts.eos_token_ids)
+    options: GenerateOptions = {
+        **fields.sampling(given),
+        "adapter": await _reference(gateway, model, version),
+        "max_tokens": given.get("max_tokens"),
+        "request_id": caller.call_id(),
+        "logprobs": "raw" if "logprobs" in names else None,
+    }
+    work = Work(
+        prompts=[await _prompt(gateway, inputs, given)],
+        options=options,
+        stops=stops_of(
+            fields.stop_strings(given),
+            eos,
+            include=given.get("include_stop_str_in_output", False),
+            min_tokens=given.get("min_tokens", 0),
+        ),
+        n=1,
+        stream=stream,
+        eos_token_ids=eos,
+        skip_special_tokens=given.get("skip_special_tokens", True),
+    )
+    return Inference(model, request_id, work, names)
+
+
+def _default_outputs(gateway: Gateway) -> list[str]:
+    return ["output_ids", *(["text_output"] if gateway.text else []), "finish_reason"]
+
+
+async def _reference(gateway: Gateway, model: str, version: str) -> str | None:
+    adapter = await gateway.adapter_of(model)
+    if not version:
+        return adapter
+    if adapter is None:
+        raise Refusal(404, "VERSION_NOT_FOUND", "the base model has no versions", param="version")
+    return f"{adapter}@{version}"
+
+
+async def _prompt(
+    gateway: Gateway, inputs: Sequence[Tensor], given: Mapping[str, Any]
+) -> Sequence[int]:
+    names = sorted(tensor.name for tensor in inputs)
+    if names not in (["input_ids"], ["text_input"]):
+        message = f"inputs must be input_ids or text_input, not {names}"
+        raise Refusal(400, "INPUTS_INVALID", message, param="inputs")
+    (only,) = inputs
+    wanted = only.shape[-1:] if only.name == "input_ids" else [1]
+    if only.shape not in (wanted, [1, *wanted]):
+        message = f"{only.name} has shape {only.shape}: there is one prompt in a request"
+        raise Refusal(400, "TENSOR_INVALID", message, param=only.name)
+    if (only.datatype == "BYTES") != (only.name == "text_input") or only.datatype == "FP32":
+        message = f"{only.name} cannot be {only.datatype}"
+        raise Refusal(400, "TENSOR_INVALID", message, param=only.name)
+    if not isinstance(only.data, list):
+        if only.data.size and not 0 <= only.data.min() <= only.data.max() < 2**31:
+            message = "input_ids do not fit into int32"
+            raise Refusal(400, "TENSOR_INVALID", message, param=only.name)
+        return [int(i) for i in only.data]
+    try:
+        text = only.data[0].decode()
+    except UnicodeDecodeError as error:
+        message = f"text_input is no UTF-8: {error}"
+        raise Refusal(400, "TENSOR_INVALID", message, param=only.name) from None
+    return await gateway.encode(text, special_tokens=given.get("add_special_tokens", True))
+
+
+def _answer(inference: Inference, choice: Choice, *, final: bool) -> Answer:
+    tokens = choice.piece.tokens
+    found = {
+        "output_ids": np.array([token.id for token in tokens], np.int64),
+        "logprobs": np.array([token.logprob or 0.0 for token in tokens], np.float32),
+        "text_output": [choice.piece.text.encode()],
+        "finish_reason": [choice.finish_reason.encode()],
+    }
+    outputs = []
+    for name in inference.outputs:
+        data: Any = found[name]
+        shape = [1] if isinstance(data, list) else [1, len(data)]
+        outputs.append(Tensor(name, _OUTPUTS[name][0], shape, data))
+    span, tally = choice.span, inference.work.tally
+    parameters: dict[str, Any] = {}
+    if span is not None and span.digest:
+        parameters["digest"] = span.digest
+    if final:
+        parameters |= {
+            "prompt_tokens": tally.prompt_tokens,
+            "completion_tokens": tally.completion_tokens,
+            "cached_tokens": tally.cached_tokens,
+        }
+    version = str(span.version) if span is not None and span.adapter else ""
+    return Answer(inference.model, version, inference.id, outputs, parameters)
+
+
+async def infer(gateway: Gateway, caller: Caller, inference: Inference) -> Answer:
+    """The whole answer."""
+    client, work = gateway.client_of(caller), inference.work
+    (choice,) = await choices(client, gateway.text, work, gateway.limits.timeout)
+    gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)
+    return _answer(inference, choice, final=True)
+
+
+async def infer_stream(
+    gateway: Gateway, caller: Caller, inference: Inference
+) -> AsyncGenerator[tuple[Answer, bool]]:
+    """(new tokens, whether they are the last)."""
+    client, work = gateway.client_of(caller), inference.work
+    span: t.Span | None = None
+    try:
+        async with contextlib.aclosing(
+            updates(client, gateway.text, work, gateway.limits.timeout)
+        ) as news:
+            async for update in news:
+                span = update.span or span
+                final = update.finish_reason is not None
+                if not (final or update.piece.text or update.piece.tokens):
+                    continue
+                choice = Choice(update.piece, update.finish_reason or "", update.stop_reason, span)
+                yield _answer(inference, choice, final=final), final
+    finally:
+        gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+async def ready(gateway: Gateway, caller: Caller, model: str, version: str) -> bool:
+    """Whether requests that name it are taken. An unknown one is not."""
+    try:
+        reference = await _reference(gateway, model, version)
+        if reference is None:
+            return await gateway.healthy()
+        return (await gateway.client_of(caller).adapter(reference)).state == "ready"
+    except (dorad.NotFound, dorad.InvalidArgument):
+        return False
+    except Refusal as refusal:
+        if refusal.status == 404:
+            return False
+        raise
+
+
+async def metadata(gateway: Gateway, caller: Caller, model: str, version: str) -> dict[str, Any]:
+    """Raises NotFound."""
+    reference = await _reference(gateway, model, version)
+    versions: list[str] = []
+    if reference is not None:
+        client = gateway.client_of(caller)
+        await client.adapter(reference)
+        name = reference.partition("@")[0]
+        versions = [str(v.version) for v in await client.adapters(name) if v.state == "ready"]
+    inputs = [("input_ids", "INT64", [1, -1])]
+    outputs = dict(_OUTPUTS)
+    if gateway.text is None:
+        del outputs["text_output"]
+    else:
+        inputs.append(("text_input", "BYTES", [1]))
+    return {
+        "name": model,
+        "versions": versions,
+        "platform": PLATFORM,
+        "inputs": [{"name": n, "datatype": d, "shape": s} for n, d, s in inputs],
+        "outputs": [{"name": n, "datatype": d, "shape": s} for n, (d, s) in outputs.items()],
+    }
+
+
+async def index(gateway: Gateway, caller: Caller, *, ready_only: bool) -> list[dict[str, str]]:
+    """The base and every version of every adapter."""
+    versions = await gateway.client_of(caller).adapters()
+    up = await gateway.healthy()
+    base = (await gateway.model()).name
+    rows = [{"name": base, "version": "", "state": "READY" if up else "UNAVAILABLE", "reason": ""}]
+    rows += [
+        {
+            "name": v.name,
+            "version": str(v.version),
+            "state": _STATES.get(v.state, "UNAVAILABLE"),
+            "reason": v.failure,
+        }
+        for v in versions
+    ]
+    return [row for row in rows if row["state"] == "READY" or not ready_only]
+
+
+_STATES = {"ready": "READY", "loading": "LOADING", "retiring": "UNLOADING"}
+
+
+def server_metadata() -> dict[str, Any]:
+    return {"name": "dorad", "version": dorad.__version__, "extensions": EXTENSIONS}
