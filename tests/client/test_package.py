@@ -37,6 +37,9 @@ def test_carries_generated_modules_with_types(wheel):
     for stem in ("types", "inference", "adapters", "control"):
         for end in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"):
             assert f"dorad/v1/{stem}{end}" in names
+    assert {
+        f"dorad/gateway/open_inference_pb2{end}" for end in (".py", ".pyi", "_grpc.py")
+    } <= names
     assert {"dorad/py.typed", "dorad/v1/__init__.py", "dorad/cli/app.py"} <= names
     assert not [name for name in names if name.startswith(("build/", "src/", "tests/"))]
 

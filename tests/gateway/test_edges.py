@@ -2,11 +2,13 @@
 
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import grpc
 import httpx
 import openai
 import pytest
@@ -362,3 +364,22 @@ def test_a_slow_body_does_not_hold_a_place_forever(fake_gateway):
         ),
         what="places are free again",
     )
+
+
+def test_https_and_grpcs_with_a_certificate(fake, folder, tmp_path):
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    line = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    line += f" -keyout {key} -out {cert} -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run(line.split(), check=True, capture_output=True)
+    arguments = ["--tokenizer", folder, "--tls-cert", cert, "--tls-key", key]
+    arguments += ["--grpc-listen", "127.0.0.1:0"]
+    with running_gateway(fake.target, *arguments, scratch=tmp_path) as running:
+        port = running.http.rpartition(":")[2]
+        with httpx.Client(verify=ssl.create_default_context(cafile=cert)) as client:
+            answer = client.post(f"https://localhost:{port}/v1/completions", json=COMPLETION)
+            assert answer.status_code == 200
+        credentials = grpc.ssl_channel_credentials(cert.read_bytes())
+        target = f"localhost:{running.grpc.rpartition(':')[2]}"
+        with grpc.secure_channel(target, credentials) as channel:
+            live = channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+            assert live(b"", timeout=10) == b"\x08\x01"

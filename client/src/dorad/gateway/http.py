@@ -59,13 +59,15 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def read_json(request: Request, limits: Limits) -> bytes:
-    """The body of a request that says it is JSON.
+    """The body of a request that says it is JSON, or says nothing and comes from no web page.
 
-    A page in a browser cannot send that to another origin unasked, and the gateway allows none: so
-    pages cannot use a gateway that listens on the loopback.
+    A page in a browser cannot send JSON to another origin unasked, and the gateway allows none: so
+    pages cannot use a gateway that listens on the loopback. Some clients of the Open Inference
+    Protocol send no type at all; a browser would add its origin.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    untyped = not kind and "origin" not in request.headers
+    if kind != "application/json" and not untyped:
         text = f"content-type must be application/json, not {kind!r}"
         raise Refusal(415, "CONTENT_TYPE_NOT_JSON", text)
     return await read_body(request, limits)

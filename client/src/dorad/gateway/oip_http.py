@@ -269,7 +269,7 @@ async def _server(gateway: Gateway, request: Request, caller: Caller) -> Respons
 
 
 async def _index(gateway: Gateway, request: Request, caller: Caller) -> Response:
-    body = schema.parse(await read_json(request, gateway.limits))
+    body = schema.parse(await read_json(request, gateway.limits) or b"{}")
     given = schema.checked(body, INDEX)
     return answer(await oip.index(gateway, caller, ready_only=given.get("ready", False)))
 
