@@ -62,7 +62,7 @@ class Gateway:
 
     Args:
       own: for what the gateway itself asks: the model's facts and health.
-      callers: carries callers' requests, each with its caller's metadata.
+      callers: carries callers' requests, each with its caller's metadata alone.
       text: the model's tokenizer; None: token ids only.
 
     Owns neither client.

@@ -86,12 +86,13 @@ async def serve(
     `ready` is called once, with the addresses of the HTTP and the gRPC listener ("": none).
     """
     check(settings)
-    metadata = [("authorization", f"Bearer {settings.token}")] if settings.token else []
     # No retries: the caller's client, which knows how long it wants to wait, gets the hint.
-    own = dorad.aio.Client(settings.target, retries=False, metadata=metadata)
-    callers = dorad.aio.Client(settings.target, retries=False, timeout=settings.limits.timeout)
-    async with own, callers:
-        gateway = Gateway(own, callers, text, settings.limits)
+    async with dorad.aio.Client(
+        settings.target, retries=False, timeout=settings.limits.timeout
+    ) as connection:
+        token = [("authorization", f"Bearer {settings.token}")] if settings.token else []
+        own = connection.with_metadata(token)
+        gateway = Gateway(own, connection, text, settings.limits)
         host, port = split_address(settings.listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
