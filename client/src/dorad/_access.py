@@ -13,7 +13,7 @@ import grpc
 StrPath = str | os.PathLike[str]
 
 
-def _is_local(target: str) -> bool:
+def is_local(target: str) -> bool:
     """Whether nobody else can listen in on what is sent there."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
@@ -88,7 +88,7 @@ class Access:
         """
         if target.startswith(("unix:", "unix-abstract:")):
             return None
-        if self.credentials is None and self.token is not None and not _is_local(target):
+        if self.credentials is None and self.token is not None and not is_local(target):
             raise ValueError(
                 f"the token would be sent to {target} in plain text: give ca_file "
                 "(or DORAD_CA_FILE), or use a proxy on this host"

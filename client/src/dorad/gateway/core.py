@@ -61,17 +61,16 @@ class Gateway:
     """One server as seen through the gateway. For one event loop.
 
     Args:
-      own: for what the gateway itself asks: the model's facts and health.
-      callers: carries callers' requests, each with its caller's metadata alone.
+      own: for what the gateway itself asks, the model's facts and health. Its connection carries
+        callers' requests as well, each with its caller's metadata alone.
       text: the model's tokenizer; None: token ids only.
 
-    Owns neither client.
+    Does not own the client.
     """
 
     def __init__(
         self,
         own: dorad.aio.Client,
-        callers: dorad.aio.Client,
         text: ModelText | None,
         limits: Limits,
     ) -> None:
@@ -81,13 +80,12 @@ class Gateway:
         self.metrics = Metrics()
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
-        self._callers = callers
         self._model: t.ModelInfo | None = None
         self._asked = 0.0
         self._asking = asyncio.Lock()
 
     def client_of(self, caller: Caller) -> dorad.aio.Client:
-        return self._callers.with_metadata(caller.metadata)
+        return self.own.with_metadata(caller.metadata)
 
     async def model(self) -> t.ModelInfo:
         """Raises DoradError when the server cannot say."""

@@ -15,6 +15,7 @@ import grpc
 import uvicorn
 
 import dorad.aio
+from dorad._access import Access, is_local
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
 from dorad.gateway.oip_grpc import OpenInferenceService
@@ -42,7 +43,16 @@ class Settings:
 
 
 def check(settings: Settings) -> None:
-    """Raises ValueError for an address that would send tokens and texts in the clear."""
+    """Raises ValueError for an address that would send tokens and texts in the clear.
+
+    To the server, too: the gateway passes on the tokens of whoever calls it.
+    """
+    encrypted = Access.of(settings.token or None, None, None, None, None).credentials is not None
+    if not is_local(settings.target) and not encrypted and not settings.allow_insecure:
+        raise ValueError(
+            f"{settings.target} is reached in plain text: give DORAD_CA_FILE, use a proxy on this "
+            "host, or say --allow-insecure"
+        )
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError("--tls-cert and --tls-key belong together")
     for address in filter(None, (settings.listen, settings.grpc_listen)):
@@ -88,11 +98,12 @@ async def serve(
     check(settings)
     # No retries: the caller's client, which knows how long it wants to wait, gets the hint.
     async with dorad.aio.Client(
-        settings.target, retries=False, timeout=settings.limits.timeout
-    ) as connection:
-        token = [("authorization", f"Bearer {settings.token}")] if settings.token else []
-        own = connection.with_metadata(token)
-        gateway = Gateway(own, connection, text, settings.limits)
+        settings.target,
+        retries=False,
+        timeout=settings.limits.timeout,
+        token=settings.token or None,
+    ) as own:
+        gateway = Gateway(own, text, settings.limits)
         host, port = split_address(settings.listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
