@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "server/adapter/registry.h"
 #include "server/base/error.h"
@@ -89,12 +90,16 @@ absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status
   const std::map<std::string, std::string> metadata = MetadataOf(status);
   const auto nearest = metadata.find("nearest");
   if (nearest == metadata.end()) return status;
-  for (const absl::string_view name : absl::StrSplit(nearest->second, ',')) {
-    if (!caller.MayTouch(std::string_view(name.data(), name.size()))) {
-      return MakeError(status.code(), ReasonOf(status), "there is no such adapter");
-    }
+  const std::vector<std::string> names = absl::StrSplit(nearest->second, ',');
+  std::vector<std::string> own;
+  for (const std::string& name : names) {
+    if (caller.MayTouch(name)) own.push_back(name);
   }
-  return status;
+  if (own.size() == names.size()) return status;
+  std::string message = "there is no adapter of this name";
+  if (!own.empty()) absl::StrAppend(&message, "; did you mean ", absl::StrJoin(own, ", "), "?");
+  absl::Status known = MakeError(status.code(), ReasonOf(status), message);
+  return own.empty() ? known : WithMetadata(std::move(known), "nearest", absl::StrJoin(own, ","));
 }
 
 absl::StatusOr<PublishRoom> ReservePublish(const Services& services,

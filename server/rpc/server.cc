@@ -181,24 +181,20 @@ Server::~Server() { Shutdown(absl::ZeroDuration()); }
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Services* services) {
   gpr_set_log_function(ForwardGrpcLog);
   grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   auto impl = std::make_unique<Impl>(services);
-  // These plugins reach every server built after them: the main one comes first when there is
-  // another for operators.
-  const auto init_plugins = [] {
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-    grpc::channelz::experimental::InitChannelzService();
-  };
+  // The channelz plugin reaches every server built after it: the main one comes first when there
+  // is another for operators.
   const Part inference{kInference, &impl->inference};
   const Part adapters{kAdapters, &impl->adapters};
   const Part control{kControl, &impl->control};
   if (options.admin_listen.empty()) {
-    if (!options.asks_callers) init_plugins();
+    if (!options.asks_callers) grpc::channelz::experimental::InitChannelzService();
     DORAD_ASSIGN_OR_RETURN(impl->main,
                            Listen(options.listen, options, {inference, adapters, control}));
   } else {
-    if (!options.asks_callers) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
     DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {inference}));
-    init_plugins();
+    grpc::channelz::experimental::InitChannelzService();
     DORAD_ASSIGN_OR_RETURN(impl->admin, Listen(options.admin_listen, options, {adapters, control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));

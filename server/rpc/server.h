@@ -22,8 +22,9 @@ class Server {
     int64_t max_concurrent_streams = 1024;
     // Borrowed; of TCP listeners. nullptr: no TLS.
     const security::TlsFiles* tls = nullptr;
-    // Callers are asked who they are: what gRPC answers by itself, without asking, is only served
-    // at admin_listen (channelz, reflection) or tells nothing (health).
+    // Callers are asked who they are. channelz answers by itself, without asking, and tells who is
+    // connected: it is then served at admin_listen only. Health and reflection tell nothing of
+    // them.
     bool asks_callers = false;
   };
   // Serves from now on. services is borrowed. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),

@@ -47,8 +47,9 @@ class TlsCredentials final : public grpc::ServerCredentials {
     const std::shared_ptr<const security::TlsIdentity> now = files_->identity();
     if (now == shown_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
     const grpc_ssl_pem_key_cert_pair pair{now->key.c_str(), now->certificates.c_str()};
-    const char* const roots = now->client_ca.empty() ? nullptr : now->client_ca.c_str();
-    *config = grpc_ssl_server_certificate_config_create(roots, &pair, 1);
+    // gRPC insists on roots here even when it asks clients for nothing; then nobody looks at them.
+    const std::string& roots = now->client_ca.empty() ? now->certificates : now->client_ca;
+    *config = grpc_ssl_server_certificate_config_create(roots.c_str(), &pair, 1);
     shown_ = now;
     return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_NEW;
   }

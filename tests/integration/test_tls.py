@@ -46,8 +46,8 @@ def works(**client: object) -> bool:
 def shown_by(address: str) -> str:
     """The subject of the certificate that a new connection gets."""
     line = ["openssl", "s_client", "-connect", address, "-alpn", "h2"]
-    run = subprocess.run(line, input="", capture_output=True, text=True, timeout=20)
-    match = re.search(r"subject=CN = (\S+)", run.stdout)
+    run = subprocess.run(line, input=b"", capture_output=True, timeout=20)
+    match = re.search(r"subject=CN = (\S+)", run.stdout.decode(errors="replace"))
     return match.group(1) if match else ""
 
 
@@ -57,7 +57,7 @@ def test_serves_only_who_trusts_it_and_speaks_tls(zoo, tmp_path, ca, stranger) -
         assert not works(target=server.grpc, ca_file=stranger.certificate)
         assert not works(target=server.grpc)
         with dorad.Client(server.grpc, ca_file=ca.certificate) as client:
-            samples = client.generate(PROMPT, max_tokens=4, n=2)
+            samples = client.generate(PROMPT, max_tokens=4, n=2, ignore_eos=True)
             assert [len(sample.token_ids) for sample in samples] == [4, 4]
             assert client.health()
         # An old TLS is no TLS.
@@ -126,7 +126,7 @@ class Traffic:
 
     def once(self, client: dorad.Client) -> None:
         try:
-            assert len(client.generate(PROMPT, max_tokens=3)[0].token_ids) == 3
+            assert len(client.generate(PROMPT, max_tokens=3, ignore_eos=True)[0].token_ids) == 3
             self.calls += 1
         except Exception as error:
             self.failures.append(error)
