@@ -133,7 +133,7 @@ grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* con
           call->End(status);
           return;
         }
-        services_->engine->Pause(pause->mode, std::move(pause->scope),
+        services_->engine->Pause(pause->mode, pause->scope,
                                  [call](const absl::StatusOr<int>& affected) {
                                    call->Complete([&affected](v1::PauseResponse* to) {
                                      if (affected.ok()) {

@@ -236,7 +236,7 @@ class TokenTableReader {
   }
 
   std::string ReadName(const YAML::Node& node, const Fields& fields, const char* key) {
-    const std::string text = ReadText(node, fields, key);
+    std::string text = ReadText(node, fields, key);
     if (text.empty() || IsName(text)) return text;
     Report(PlaceOf(node, key), "TOKENS_INVALID_VALUE", "a name is 1 to 128 of [A-Za-z0-9._-]");
     return "";
