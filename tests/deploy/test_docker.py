@@ -4,10 +4,11 @@ import json
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
-from lib.server import ROOT, binary
+from lib.server import ROOT, binary, check_config
 
 FOLDER = ROOT / "deploy" / "docker"
 
@@ -158,11 +159,8 @@ def test_every_shell_line_parses() -> None:
                 assert shlex.split(line)
 
 
-def test_the_server_takes_the_configuration() -> None:
-    run = subprocess.run(
-        [binary(), "check-config", FOLDER / "dorad.yaml"], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+def test_the_server_takes_the_configuration(tmp_path: Path) -> None:
+    check_config(FOLDER / "dorad.yaml", tmp_path)
 
 
 def test_compose_fits_the_image_and_the_configuration() -> None:

@@ -1,7 +1,6 @@
 """deploy/kubernetes: valid for Kubernetes, and in agreement with the server and with itself."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import grpc
@@ -9,7 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from lib.server import ROOT, binary, serve
+from lib.server import ROOT, check_config, serve
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 BASE = FOLDER / "base"
@@ -99,11 +98,8 @@ def test_kustomizations_name_files_that_are_there_and_leave_none_out(folder: str
 @pytest.mark.parametrize(
     "path", sorted(FOLDER.rglob("dorad.yaml")), ids=lambda path: path.parent.name
 )
-def test_the_server_takes_the_configuration(path: Path) -> None:
-    run = subprocess.run(
-        [binary(), "check-config", path], capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 0, run.stderr
+def test_the_server_takes_the_configuration(path: Path, tmp_path: Path) -> None:
+    check_config(path, tmp_path)
 
 
 def test_ports_are_those_of_the_configuration() -> None:

@@ -44,7 +44,7 @@ def idle(server: Server) -> bool:
 SLOW_BUT_WHOLE = {
     "latency": Toxic(latency=0.05, jitter=0.05),
     "bandwidth": Toxic(bandwidth=2e6),
-    "slicer": Toxic(slice=40),
+    "slicer": Toxic(slice=400),
     "all": Toxic(latency=0.002, bandwidth=4e6, slice=3000),
 }
 

@@ -32,6 +32,14 @@ def binary() -> Path:
     return path
 
 
+def check_config(path: Path, scratch: Path) -> None:
+    """That the server takes a file of deploy/, whose folders are another machine's."""
+    changes = ["model.path=", f"adapters.store_path={scratch}/store"]
+    line = [binary(), "check-config", path, *(part for c in changes for part in ("--set", c))]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
 def environment(**changes: str) -> dict[str, str]:
     """Torch's own threads spin: one is plenty, the server has a thread team of its own."""
     return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | changes

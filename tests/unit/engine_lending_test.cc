@@ -3,6 +3,7 @@
 
 #include <random>
 
+#include "absl/synchronization/notification.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
@@ -83,12 +84,19 @@ TEST_F(LendingTest, ALongRequestRunsInWhatIsLeft) {
 TEST_F(LendingTest, ChunksComeBackWhenRequestsAreShortOfPages) {
   StartInChunks(127);
   EXPECT_EQ(Lend(100), 11);
+  // All of them run at a time, however slowly they are submitted.
+  absl::Notification go;
+  runner_->on_step = [&] {
+    go.WaitForNotification();
+    return absl::OkStatus();
+  };
   std::vector<std::pair<SampleText, std::shared_ptr<TokenStream>>> streams;
   for (int i = 0; i < 8; ++i) {
     GenerateInput input = Input(Prompt(100, 10 * i), 100);
     SampleText expected = Expected(input, 0, 512);
     streams.emplace_back(std::move(expected), Submit(std::move(input)));
   }
+  go.Notify();
   for (auto& [expected, stream] : streams) {
     EXPECT_EQ(Wait(*stream).samples.at(0).tokens, expected.tokens);
   }
