@@ -14,6 +14,7 @@ import grpc
 import pytest
 import yaml
 from dorad.v1 import types_pb2
+from lib.certificates import Authority
 from lib.server import Server, binary, command, environment, serve, start, wait_until
 from lib.wire import failure
 
@@ -249,19 +250,30 @@ def test_a_deaf_listener_ends_the_process_and_a_new_one_serves(zoo, tmp_path) ->
         assert len(again.wire.generate(PROMPT, max_tokens=1)) == 1
 
 
-def test_self_dials_do_no_harm(zoo, tmp_path) -> None:
-    """Also to listeners on socket files and on any address."""
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_self_dials_do_no_harm(zoo, tmp_path, encrypted: bool) -> None:
+    """Also to listeners on socket files, and to those that expect a TLS handshake of a client."""
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("dorad")
     settings = {
         "server.self_dial_seconds": 0.05,
-        "server.grpc_listen": "0.0.0.0:0",
         "server.admin_listen": f"unix:{tmp_path / 'admin.sock'}",
     }
+    if encrypted:
+        settings |= {
+            "security.tls_cert": certificate,
+            "security.tls_key": key,
+            "security.tls_client_ca": authority.certificate,
+        }
     with serve(zoo.model("llama2"), None, settings) as server:
-        port = server.grpc.rpartition(":")[2]
         descriptors = Path(f"/proc/{server.pid}/fd")
         before = len(list(descriptors.iterdir()))
         time.sleep(1.5)
-        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        if encrypted:
+            parts = [path.read_bytes() for path in (authority.certificate, key, certificate)]
+            channel = grpc.secure_channel(server.grpc, grpc.ssl_channel_credentials(*parts))
+        else:
+            channel = grpc.insecure_channel(server.grpc)
         grpc.channel_ready_future(channel).result(10)
         channel.close()
         wait_until(lambda: len(list(descriptors.iterdir())) <= before + 5, what="connections to go")
