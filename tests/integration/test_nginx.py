@@ -201,8 +201,9 @@ def ask_all(client, proxy, repeat: int = 3) -> dict[str, set[str]]:
 
 
 def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
-    adapters = dict.fromkeys(NAMES, zoo.adapter("llama2", "dora"))
-    lines = [command(zoo.model("llama2"), adapters) for _ in range(2)]
+    # Slow enough for a kill in the middle of a stream.
+    adapters = dict.fromkeys(NAMES, zoo.adapter("slow", "dora"))
+    lines = [command(zoo.model("slow"), adapters) for _ in range(2)]
     servers = [start(line, tmp_path / f"{i}.log") for i, line in enumerate(lines)]
     addresses = [server.grpc for server in servers]
     try:
@@ -225,7 +226,7 @@ def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
             wait_until(lambda: len(places(proxy, 60).get("", ())) == 2, what="both servers to work")
 
             victim = next(name for name in NAMES if homes[name] == addresses[0])
-            stream = client.stream(PROMPT, adapter=victim, max_tokens=100, ignore_eos=True)
+            stream = client.stream(PROMPT, adapter=victim, max_tokens=150, ignore_eos=True)
             next(stream)
             servers[0].process.send_signal(signal.SIGKILL)
             servers[0].process.wait()
@@ -236,7 +237,7 @@ def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
             assert after == {name: {addresses[1]} for name in NAMES}
 
             # It comes back, and its adapters come back to it.
-            again = command(zoo.model("llama2"), adapters, {"server.grpc_listen": addresses[0]})
+            again = command(zoo.model("slow"), adapters, {"server.grpc_listen": addresses[0]})
             servers[0].wire.close()
             servers[0] = start(again, tmp_path / "again.log")
             assert ask_all(client, proxy) == before

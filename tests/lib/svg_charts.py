@@ -22,7 +22,7 @@ COLOURS = [
 ]
 WIDTH, HEIGHT, GAP = 400, 214, 14
 LEFT, RIGHT, TOP, PLOT = 52, 12, 30, 122
-LEGEND_ROW, LEGEND_ROWS, LETTER = 13, 3, 5.3
+LEGEND_ROW, LEGEND_ROWS, LETTER = 13, 3, 5.9
 HEADING = 30
 GREY, TEXT = "#d9dce1", "#333840"
 
@@ -107,7 +107,7 @@ def legend(lines: Sequence[Line], unit: str, y: float) -> list[str]:
     out, x, row = [], float(LEFT), 0
     for i, line in enumerate(lines):
         label = f"{line.name}: {formatted(line.points[-1][1], unit)}"
-        width = 16 + LETTER * len(label)
+        width = 22 + LETTER * len(label)
         if x + width > WIDTH - RIGHT and x > LEFT:
             x, row = float(LEFT), row + 1
         if row == LEGEND_ROWS - 1 and i < len(lines) - 1 and x + 2 * width > WIDTH - RIGHT:
