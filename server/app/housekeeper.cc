@@ -3,16 +3,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "absl/time/time.h"
 #include "server/base/log.h"
 
 namespace dorad {
-namespace {
-
-constexpr absl::Duration kPeriod = absl::Seconds(1);
-
-}  // namespace
-
 Housekeeper::Housekeeper(Governor::Marks marks, Backend* backend, adapter::Residency* residency,
                          engine::Engine* engine, KvLender* kv_lender, Metrics* metrics)
     : governor_(marks),
@@ -20,16 +13,8 @@ Housekeeper::Housekeeper(Governor::Marks marks, Backend* backend, adapter::Resid
       residency_(*residency),
       engine_(*engine),
       kv_lender_(*kv_lender),
-      metrics_(*metrics) {
-  thread_ = std::thread([this] {
-    while (!stop_.WaitForNotificationWithTimeout(kPeriod)) Turn();
-  });
-}
-
-Housekeeper::~Housekeeper() {
-  stop_.Notify();
-  thread_.join();
-}
+      metrics_(*metrics),
+      poller_([this] { Turn(); }) {}
 
 Governor::Snapshot Housekeeper::Look(const Backend::Device& device) {
   Governor::Snapshot snapshot;

@@ -4,14 +4,12 @@
 // cache, between two steps.
 #pragma once
 
-#include <thread>
-
-#include "absl/synchronization/notification.h"
 #include "server/adapter/residency.h"
 #include "server/app/backend.h"
 #include "server/app/kv_lender.h"
 #include "server/base/governor.h"
 #include "server/base/metrics.h"
+#include "server/base/poller.h"
 #include "server/engine/engine.h"
 
 namespace dorad {
@@ -21,8 +19,6 @@ class Housekeeper {
   // REQUIRES: the backend has a device.
   Housekeeper(Governor::Marks marks, Backend* backend, adapter::Residency* residency,
               engine::Engine* engine, KvLender* kv_lender, Metrics* metrics);
-  // Waits for what is leaving.
-  ~Housekeeper();
 
  private:
   void Turn();
@@ -40,8 +36,7 @@ class Housekeeper {
   KvLender& kv_lender_;
   Metrics& metrics_;
   bool has_warned_ = false;  // of pressure that nothing relieves, since it began
-  absl::Notification stop_;
-  std::thread thread_;
+  Poller poller_;            // of all this: its end waits for what is leaving
 };
 
 }  // namespace dorad

@@ -1,6 +1,5 @@
 #include "server/security/authority.h"
 
-#include <optional>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -28,13 +27,29 @@ std::string_view BearerOf(const std::string& value) {
 absl::StatusOr<std::unique_ptr<Authority>> Authority::Open(const std::string& path,
                                                            std::function<void()> on_failure) {
   std::unique_ptr<Authority> authority(new Authority(path, std::move(on_failure)));
-  absl::MutexLock reading(&authority->reading_);
-  DORAD_RETURN_IF_ERROR(authority->Take(authority->file_.Read()));
+  DORAD_RETURN_IF_ERROR(authority->Reload());
   return authority;
 }
 
-Authority::Authority(std::string path, std::function<void()> on_failure)
-    : path_(std::move(path)), on_failure_(std::move(on_failure)), file_({path_}) {}
+Authority::Authority(const std::string& path, std::function<void()> on_failure)
+    : table_(
+          {path},
+          [path](const SettledFiles::Texts& texts)
+              -> absl::StatusOr<std::shared_ptr<const TokenTable>> {
+            DORAD_ASSIGN_OR_RETURN(std::shared_ptr<const TokenTable> table,
+                                   TokenTable::Parse(texts.front(), path));
+            LogInfo("tokens loaded",
+                    {{"path", path},
+                     {"tokens", static_cast<int64_t>(table->num_tokens())},
+                     {"certificates", static_cast<int64_t>(table->num_certificates())}});
+            return table;
+          },
+          [path, on_failure = std::move(on_failure)](const absl::Status& status) {
+            LogError("the tokens file cannot be used", {{"path", path},
+                                                        {"reason", ReasonOf(status)},
+                                                        {"error", std::string(status.message())}});
+            if (on_failure) on_failure();
+          }) {}
 
 absl::StatusOr<std::shared_ptr<const Principal>> Authority::Identify(
     const Credentials& credentials) const {
@@ -55,43 +70,6 @@ absl::StatusOr<std::shared_ptr<const Principal>> Authority::Identify(
     if (auto principal = table->FindToken(token)) return principal;
   }
   return Unauthenticated("TOKEN_INVALID", "the token is not one of this server's");
-}
-
-std::shared_ptr<const TokenTable> Authority::table() const {
-  absl::MutexLock lock(&mu_);
-  return table_;
-}
-
-void Authority::Poll() {
-  absl::MutexLock reading(&reading_);
-  if (const auto texts = file_.Look()) Take(*texts).IgnoreError();
-}
-
-absl::Status Authority::Reload() {
-  absl::MutexLock reading(&reading_);
-  return Take(file_.Read());
-}
-
-absl::Status Authority::Take(const absl::StatusOr<SettledFiles::Texts>& texts) {
-  absl::StatusOr<std::shared_ptr<const TokenTable>> table;
-  if (texts.ok()) {
-    table = TokenTable::Parse(texts->front(), path_);
-  } else {
-    table = texts.status();
-  }
-  if (!table.ok()) {
-    LogError("the tokens file cannot be used", {{"path", path_},
-                                                {"reason", ReasonOf(table.status())},
-                                                {"error", std::string(table.status().message())}});
-    if (on_failure_) on_failure_();
-    return table.status();
-  }
-  LogInfo("tokens loaded", {{"path", path_},
-                            {"tokens", static_cast<int64_t>((*table)->num_tokens())},
-                            {"certificates", static_cast<int64_t>((*table)->num_certificates())}});
-  absl::MutexLock lock(&mu_);
-  table_ = *std::move(table);
-  return absl::OkStatus();
 }
 
 }  // namespace dorad::security

@@ -7,12 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
+#include "server/security/followed.h"
 #include "server/security/principal.h"
-#include "server/security/settled_files.h"
 #include "server/security/token_table.h"
 
 namespace dorad::security {
@@ -33,24 +31,16 @@ class Authority {
   // a token nor a certificate that the file lists), TOKEN_INVALID (of no known form, or nobody's).
   absl::StatusOr<std::shared_ptr<const Principal>> Identify(const Credentials& credentials) const;
 
-  std::shared_ptr<const TokenTable> table() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::shared_ptr<const TokenTable> table() const { return table_.current(); }
 
-  // Looks whether the file has changed, and reloads it then. To be called about once a second.
-  void Poll() ABSL_LOCKS_EXCLUDED(reading_);
-  // Reads the file now. On failure what was in effect stays.
-  absl::Status Reload() ABSL_LOCKS_EXCLUDED(reading_);
+  // As Followed's.
+  void Poll() { table_.Poll(); }
+  absl::Status Reload() { return table_.Reload(); }
 
  private:
-  Authority(std::string path, std::function<void()> on_failure);
-  absl::Status Take(const absl::StatusOr<SettledFiles::Texts>& texts)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(reading_);
+  Authority(const std::string& path, std::function<void()> on_failure);
 
-  const std::string path_;
-  const std::function<void()> on_failure_;
-  absl::Mutex reading_;  // acquired before mu_
-  SettledFiles file_ ABSL_GUARDED_BY(reading_);
-  mutable absl::Mutex mu_;
-  std::shared_ptr<const TokenTable> table_ ABSL_GUARDED_BY(mu_);
+  Followed<TokenTable> table_;
 };
 
 }  // namespace dorad::security

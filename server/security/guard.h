@@ -11,8 +11,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/base/config.h"
+#include "server/base/poller.h"
 #include "server/security/authority.h"
-#include "server/security/poller.h"
 #include "server/security/quotas.h"
 #include "server/security/tls_files.h"
 

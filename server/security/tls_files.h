@@ -6,10 +6,9 @@
 #include <memory>
 #include <string>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/synchronization/mutex.h"
+#include "server/security/followed.h"
 #include "server/security/settled_files.h"
 #include "server/security/tls_identity.h"
 
@@ -28,24 +27,18 @@ class TlsFiles {
                                                         std::function<void()> on_failure);
 
   // Another object after each reload.
-  std::shared_ptr<const TlsIdentity> identity() const ABSL_LOCKS_EXCLUDED(mu_);
+  std::shared_ptr<const TlsIdentity> identity() const { return identity_.current(); }
 
-  // Looks whether the files have changed, and reloads them then. To be called about once a second.
-  void Poll() ABSL_LOCKS_EXCLUDED(reading_);
-  // Reads the files now. On failure what was in effect stays.
-  absl::Status Reload() ABSL_LOCKS_EXCLUDED(reading_);
+  // As Followed's.
+  void Poll() { identity_.Poll(); }
+  absl::Status Reload() { return identity_.Reload(); }
 
  private:
   TlsFiles(const Paths& paths, std::function<void()> on_failure);
-  absl::Status Take(absl::StatusOr<SettledFiles::Texts> texts)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(reading_);
+  static absl::StatusOr<std::shared_ptr<const TlsIdentity>> Understand(const Paths& paths,
+                                                                       SettledFiles::Texts texts);
 
-  const Paths paths_;
-  const std::function<void()> on_failure_;
-  absl::Mutex reading_;  // acquired before mu_
-  SettledFiles files_ ABSL_GUARDED_BY(reading_);
-  mutable absl::Mutex mu_;
-  std::shared_ptr<const TlsIdentity> identity_ ABSL_GUARDED_BY(mu_);
+  Followed<TlsIdentity> identity_;
 };
 
 }  // namespace dorad::security

@@ -7,7 +7,7 @@ import dorad
 import grpc
 import pytest
 from dorad.v1 import adapters_pb2, types_pb2
-from lib.server import Server, command, serve, start, wait_until
+from lib.server import Server, command, is_idle, serve, start, wait_until
 from lib.toxics import BadNetwork, Toxic
 from lib.wire import CHUNK, Wire, failure, publish_parts
 
@@ -31,16 +31,6 @@ def image(zoo) -> tuple[str, bytes]:
     return config, (folder / "adapter_model.safetensors").read_bytes()
 
 
-def idle(server: Server) -> bool:
-    engine = server.wire.info().engine
-    return not (
-        engine.running_sequences
-        or engine.queued_requests
-        or engine.kv_pages_used
-        or engine.adapter_leases
-    )
-
-
 SLOW_BUT_WHOLE = {
     "latency": Toxic(latency=0.05, jitter=0.05),
     "bandwidth": Toxic(bandwidth=2e6),
@@ -59,7 +49,7 @@ def test_a_slow_network_changes_nothing(server: Server, image, name: str) -> Non
         published = wire.publish_bytes(f"net-{name}", *image, timeout=PATIENCE).adapter
         assert published.digest == server.wire.publish_bytes("direct", *image).adapter.digest
         wire.close()
-    wait_until(lambda: idle(server), what="an idle engine")
+    wait_until(lambda: is_idle(server), what="an idle engine")
 
 
 @pytest.mark.parametrize("how", ["reset_after", "close_after"])
@@ -73,7 +63,7 @@ def test_a_connection_that_breaks_ends_its_calls(server: Server, how: str, size:
                 wire.generate(PROMPT, adapter="a", max_tokens=2, ignore_eos=True, timeout=PATIENCE)
         assert caught.value.code() in BROKEN, caught.value
         wire.close()
-    wait_until(lambda: idle(server), what="an idle engine")
+    wait_until(lambda: is_idle(server), what="an idle engine")
 
 
 def test_a_network_that_falls_silent_ends_by_the_callers_deadline(server: Server) -> None:
@@ -86,7 +76,7 @@ def test_a_network_that_falls_silent_ends_by_the_callers_deadline(server: Server
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         assert time.monotonic() - begin < PATIENCE
         # The caller's RST_STREAM never comes; the server knows the deadline itself.
-        wait_until(lambda: idle(server), what="an idle engine")
+        wait_until(lambda: is_idle(server), what="an idle engine")
         wire.close()
 
 
@@ -158,7 +148,7 @@ def test_a_restart_is_not_followed_by_a_storm_of_retries(zoo, tmp_path) -> None:
                 thread.join(2 * PATIENCE)
                 assert not thread.is_alive(), "a call hangs"
             assert len(done) == CLIENTS
-            wait_until(lambda: idle(second), what="an idle engine")
+            wait_until(lambda: is_idle(second), what="an idle engine")
             attempts = sum(
                 value
                 for key, value in second.metrics().items()

@@ -5,7 +5,7 @@ import time
 
 import grpc
 import pytest
-from lib.server import Server, serve, wait_until
+from lib.server import Server, is_idle, serve, wait_until
 from lib.wire import Wire
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -27,16 +27,7 @@ def server(zoo):
 
 
 def assert_idle(server: Server) -> None:
-    def idle() -> bool:
-        engine = server.wire.info().engine
-        return not (
-            engine.running_sequences
-            or engine.queued_requests
-            or engine.kv_pages_used
-            or engine.adapter_leases
-        )
-
-    wait_until(idle, 20, "an idle engine")
+    wait_until(lambda: is_idle(server), 20, "an idle engine")
 
 
 def ended(server: Server, outcome: str) -> float:

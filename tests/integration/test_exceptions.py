@@ -6,7 +6,7 @@ import time
 import grpc
 import pytest
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
-from lib.server import Server, command, serve, start, wait_until
+from lib.server import Server, command, is_idle, serve, start, wait_until
 from lib.wire import STREAM, failure, generate_request, pack_ids
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -43,16 +43,6 @@ def activate(server: Server, zoo) -> None:
 
 def pause(server: Server, zoo) -> None:
     server.wire.control.Pause(control_pb2.PauseRequest(adapter="none"), timeout=PATIENCE)
-
-
-def idle(server: Server) -> bool:
-    engine = server.wire.info().engine
-    return not (
-        engine.running_sequences
-        or engine.queued_requests
-        or engine.kv_pages_used
-        or engine.adapter_leases
-    )
 
 
 def serve_with(zoo, failpoint: str):
@@ -100,9 +90,9 @@ def test_an_exception_ends_its_call_with_internal_and_no_other(zoo, point: str, 
         assert refusal.code == grpc.StatusCode.INTERNAL, refusal
         assert refusal.reason == "INTERNAL_ERROR" and "failpoint" not in refusal.message
         assert "exception in a call" in server.log()
-        wait_until(lambda: idle(server), what="an idle engine")
+        wait_until(lambda: is_idle(server), what="an idle engine")
         call(server, zoo)  # the next one is served
-        wait_until(lambda: idle(server), what="an idle engine")
+        wait_until(lambda: is_idle(server), what="an idle engine")
         # Ends its drain at once: no call is left behind.
         assert server.stop(timeout=15) == 0
 
@@ -141,7 +131,7 @@ def test_an_exception_while_a_call_is_cancelled_leaves_nothing_behind(zoo, kind:
         if kind == "publish":
             never.set()
         wait_until(lambda: "exception in a call" in server.log(), what="the exception")
-        wait_until(lambda: idle(server), what="an idle engine")
+        wait_until(lambda: is_idle(server), what="an idle engine")
         generate(server, zoo)
         assert server.stop(timeout=15) == 0
 

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from dorad.v1 import control_pb2, inference_pb2
-from lib.server import Server, serve, wait_until
+from lib.server import Server, is_idle, serve, wait_until
 from lib.tiny_models import CONTEXT, VOCAB
 from lib.wire import (
     ABORTED,
@@ -60,16 +60,7 @@ def finish(call, messages) -> dict:
 
 
 def assert_idle(server: Server) -> None:
-    def idle() -> bool:
-        engine = server.wire.info().engine
-        return not (
-            engine.running_sequences
-            or engine.queued_requests
-            or engine.kv_pages_used
-            or engine.adapter_leases
-        )
-
-    wait_until(idle, what="an idle engine")
+    wait_until(lambda: is_idle(server), what="an idle engine")
 
 
 # --- Stopping.

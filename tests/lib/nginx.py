@@ -13,15 +13,9 @@ from pathlib import Path
 import grpc
 
 from lib.certificates import Authority
-from lib.server import ROOT, wait_until
+from lib.server import ROOT, free_port, wait_until
 
 FILES = ROOT / "deploy" / "nginx"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _replaced(text: str, old: str, new: str) -> str:

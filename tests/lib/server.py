@@ -6,6 +6,7 @@ DORAD_BINARY names another binary than build/dorad, DORAD_TEST_DEVICE its model.
 import os
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
@@ -126,6 +127,24 @@ def parse_metrics(text: str) -> dict[str, float]:
             name, _, value = line.rpartition(" ")
             samples[name] = float(value)
     return samples
+
+
+def is_idle(server: "Server") -> bool:
+    """Whether no request holds anything of the server's."""
+    engine = server.wire.info().engine
+    return not (
+        engine.running_sequences
+        or engine.queued_requests
+        or engine.kv_pages_used
+        or engine.adapter_leases
+    )
+
+
+def free_port() -> int:
+    """For programs that cannot say which port they were given."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def wait_until(condition, timeout: float = 10.0, what: str = "condition", interval: float = 0.01):

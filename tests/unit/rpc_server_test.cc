@@ -896,17 +896,21 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfFrozenRequestsAtOnce) {
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
 }
 
+void ExpectAbortedWithTokens(grpc::ClientReader<v1::GenerateResponse>* reader) {
+  v1::GenerateResponse message;
+  EXPECT_TRUE(reader->Read(&message));
+  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
+  EXPECT_FALSE(message.token_ids().empty());
+  EXPECT_TRUE(reader->Finish().ok());
+}
+
 TEST_F(ServerTest, DrainGivesBackTheTokensOfWhatIsLeftAfterItsTime) {
   runner_->step_time = 50;
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(400));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 1; }));
   std::thread drain([&] { Drain(absl::Milliseconds(100), absl::Seconds(10)); });
-  v1::GenerateResponse message;
-  EXPECT_TRUE(reader->Read(&message));
-  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
-  EXPECT_FALSE(message.token_ids().empty());
-  EXPECT_TRUE(reader->Finish().ok());
+  ExpectAbortedWithTokens(reader.get());
   drain.join();
 }
 
@@ -930,11 +934,7 @@ TEST_F(ServerTest, DrainInAHurryGivesBackTheTokensOfWhatRuns) {
   std::thread drain([&] { Drain(absl::Hours(1), absl::Seconds(10)); });
   ASSERT_TRUE(Eventually([&] { return services_.draining.load(); }));
   hurry_.Notify();
-  v1::GenerateResponse message;
-  EXPECT_TRUE(reader->Read(&message));
-  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
-  EXPECT_FALSE(message.token_ids().empty());
-  EXPECT_TRUE(reader->Finish().ok());
+  ExpectAbortedWithTokens(reader.get());
   drain.join();
 }
 

@@ -13,6 +13,15 @@ import grpc
 StrPath = str | os.PathLike[str]
 
 
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # A name, or several addresses.
+        return False
+
+
 def is_local(target: str) -> bool:
     """Whether nobody else can listen in on what is sent there."""
     if target.startswith(("unix:", "unix-abstract:")):
@@ -25,12 +34,7 @@ def is_local(target: str) -> bool:
         host = address[1:].partition("]")[0]
     else:
         host = address.rpartition(":")[0] if address.count(":") == 1 else address
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # A name, or several addresses.
-        return False
+    return is_loopback(host)
 
 
 def _given(value: StrPath | None, variable: str) -> str | None:

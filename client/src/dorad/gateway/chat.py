@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dorad.gateway import fields, schema
-from dorad.gateway.assembler import Token, stops_of
+from dorad.gateway.assembler import Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -56,7 +56,6 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     except (ValueError, TypeError) as error:
         raise Refusal(400, "CHAT_TEMPLATE_REFUSED", str(error), param="messages") from None
     prompt = await gateway.encode(written, special_tokens=False)
-    eos = frozenset(() if body.get("ignore_eos") else model.eos_token_ids)
     options: GenerateOptions = {
         **fields.sampling(body),
         "adapter": adapter,
@@ -65,21 +64,7 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         "logprobs": "raw" if logprobs else None,
         "top_logprobs": top,
     }
-    stream = body.get("stream", False)
-    work = Work(
-        prompts=[prompt],
-        options=options,
-        stops=stops_of(
-            fields.stop_strings(body),
-            [*eos, *body.get("stop_token_ids", ())],
-            include=body.get("include_stop_str_in_output", False),
-            min_tokens=body.get("min_tokens", 0),
-        ),
-        n=n,
-        stream=stream,
-        eos_token_ids=eos,
-        skip_special_tokens=body.get("skip_special_tokens", True),
-    )
+    work = fields.work(body, [prompt], options, model)
     chat = Chat(
         id=f"chatcmpl-{options['request_id']}",
         model=body["model"],
@@ -89,7 +74,7 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         return_token_ids=body.get("return_token_ids", False),
         include_usage=body.get("stream_options", {}).get("include_usage", False),
     )
-    return chat, stream
+    return chat, work.stream
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import dorad.aio
 from dorad import types as t
 from dorad.gateway import fields, schema
-from dorad.gateway.assembler import Piece, Token, stops_of
+from dorad.gateway.assembler import Piece, Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -66,7 +66,6 @@ async def understand(
     model = await gateway.model()
     adapter = await gateway.adapter_of(body["model"])
     prompts = await _prompts(gateway, body, n)
-    eos = frozenset(() if body.get("ignore_eos") else model.eos_token_ids)
     logprobs = body.get("logprobs")
     options: GenerateOptions = {
         **fields.sampling(body),
@@ -76,21 +75,7 @@ async def understand(
         "logprobs": None if logprobs is None else "raw",
         "top_logprobs": logprobs,
     }
-    stream = body.get("stream", False)
-    work = Work(
-        prompts=prompts,
-        options=options,
-        stops=stops_of(
-            fields.stop_strings(body),
-            [*eos, *body.get("stop_token_ids", ())],
-            include=body.get("include_stop_str_in_output", False),
-            min_tokens=body.get("min_tokens", 0),
-        ),
-        n=n,
-        stream=stream,
-        eos_token_ids=eos,
-        skip_special_tokens=body.get("skip_special_tokens", True),
-    )
+    work = fields.work(body, prompts, options, model)
     names = TokenNames(gateway.text, as_ids=body.get("return_tokens_as_token_ids", False))
     completion = Completion(
         id=f"cmpl-{options['request_id']}",
@@ -106,7 +91,7 @@ async def understand(
     )
     if echoed:
         completion.echo = await _echoes(gateway, gateway.client_of(caller), completion)
-    return completion, stream
+    return completion, work.stream
 
 
 async def _prompts(gateway: Gateway, body: Mapping[str, Any], n: int) -> list[list[int]]:

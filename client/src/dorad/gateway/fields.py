@@ -7,7 +7,9 @@ from typing import Any
 
 from dorad import types as t
 from dorad.errors import Violation
+from dorad.gateway.assembler import stops_of
 from dorad.gateway.errors import Refusal
+from dorad.gateway.samples import Work
 from dorad.gateway.schema import TOKEN_IDS, UINT32
 
 MAX_STOP_STRINGS = 16
@@ -198,6 +200,30 @@ def sampling(body: Mapping[str, Any]) -> t.GenerateOptions:
         "priority": body.get("priority"),
         "cache_salt": body.get("cache_salt", ""),
     }
+
+
+def work(
+    body: Mapping[str, Any],
+    prompts: list[list[int]],
+    options: t.GenerateOptions,
+    model: t.ModelInfo,
+) -> Work:
+    """What is to be done for a request, which says how and where its choices end."""
+    eos = frozenset(() if body.get("ignore_eos") else model.eos_token_ids)
+    return Work(
+        prompts=prompts,
+        options=options,
+        stops=stops_of(
+            stop_strings(body),
+            [*eos, *body.get("stop_token_ids", ())],
+            include=body.get("include_stop_str_in_output", False),
+            min_tokens=body.get("min_tokens", 0),
+        ),
+        n=body.get("n", 1),
+        stream=body.get("stream", False),
+        eos_token_ids=eos,
+        skip_special_tokens=body.get("skip_special_tokens", True),
+    )
 
 
 def stop_strings(body: Mapping[str, Any]) -> list[str]:

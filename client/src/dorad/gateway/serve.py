@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,7 +14,7 @@ import grpc
 import uvicorn
 
 import dorad.aio
-from dorad._access import Access, is_local
+from dorad._access import Access, is_local, is_loopback
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
 from dorad.gateway.oip_grpc import OpenInferenceService
@@ -57,7 +56,7 @@ def check(settings: Settings) -> None:
         raise ValueError("--tls-cert and --tls-key belong together")
     for address in filter(None, (settings.listen, settings.grpc_listen)):
         host, _ = split_address(address)
-        if not _is_loopback(host) and not settings.tls_cert and not settings.allow_insecure:
+        if not is_loopback(host) and not settings.tls_cert and not settings.allow_insecure:
             raise ValueError(
                 f"{address} is not on the loopback: give --tls-cert and --tls-key, put a "
                 "proxy in front, or say --allow-insecure"
@@ -69,15 +68,6 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{address!r} is no address: HOST:PORT, for example 127.0.0.1:8000")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Server(uvicorn.Server):

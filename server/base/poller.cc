@@ -1,8 +1,8 @@
-#include "server/security/poller.h"
+#include "server/base/poller.h"
 
 #include <utility>
 
-namespace dorad::security {
+namespace dorad {
 
 Poller::Poller(std::function<void()> poll, absl::Duration period)
     : thread_([this, period, poll = std::move(poll)] {
@@ -14,4 +14,4 @@ Poller::~Poller() {
   thread_.join();
 }
 
-}  // namespace dorad::security
+}  // namespace dorad

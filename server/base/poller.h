@@ -7,7 +7,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 
-namespace dorad::security {
+namespace dorad {
 
 class Poller {
  public:
@@ -22,4 +22,4 @@ class Poller {
   std::thread thread_;
 };
 
-}  // namespace dorad::security
+}  // namespace dorad
