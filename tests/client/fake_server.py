@@ -30,9 +30,7 @@ VOCAB = 1000
 EOS = 2
 
 
-def fail(
-    context, code, reason, message, violations=(), retry_after=None, pushback_ms=None, facts=None
-):
+def fail(context, code, reason, message, violations=(), retry_after=None, facts=None):
     """Ends the call with AIP-193 details, as the real server does."""
     facts = facts or {"k": "v"}
     details = [error_details_pb2.ErrorInfo(reason=reason, domain="dorad", metadata=facts)]
@@ -51,8 +49,10 @@ def fail(
         packed.Pack(detail)
         status.details.append(packed)
     trailers = [("grpc-status-details-bin", status.SerializeToString())]
-    if pushback_ms is not None:
-        trailers.append(("grpc-retry-pushback-ms", str(pushback_ms)))
+    if retry_after is not None:
+        trailers.append(("grpc-retry-pushback-ms", str(int(retry_after * 1000))))
+    elif code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        trailers.append(("grpc-retry-pushback-ms", "-1"))
     context.set_trailing_metadata(trailers)
     context.abort(code, message)
 
@@ -70,15 +70,16 @@ def unavailable(context):
     context.abort(grpc.StatusCode.UNAVAILABLE, "warming up")
 
 
-def overloaded(pushback_ms):
+def overloaded(retry_after):
+    """None: it is of no use to come back."""
+
     def refuse(context):
         fail(
             context,
             grpc.StatusCode.RESOURCE_EXHAUSTED,
             "QUEUE_FULL",
             "the queue is full",
-            retry_after=1.5,
-            pushback_ms=pushback_ms,
+            retry_after=retry_after,
         )
 
     return refuse
@@ -203,7 +204,6 @@ class FakeServer(
                 "QUEUE_FULL",
                 "the queue is full",
                 retry_after=0.02,
-                pushback_ms=-1,
             )
         context.add_callback(lambda: self._on_end(context))
         try:

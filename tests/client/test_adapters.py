@@ -9,7 +9,8 @@ import dorad
 import numpy as np
 import pytest
 import safetensors.numpy
-from dorad import _publish
+from dorad import _retry
+from dorad._retry import UploadAttempts
 from dorad.v1 import control_pb2
 from fake_server import image_of, wait_for
 
@@ -238,12 +239,12 @@ def test_a_lost_answer_does_not_publish_twice(client, server, folder):
 
 
 def test_gives_up_when_nothing_comes_through(client, server, folder, monkeypatch):
-    monkeypatch.setattr(_publish, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(_retry, "_FIRST_DELAY", 0.001)
     server.lose_answers = 1000
     with pytest.raises(dorad.Unavailable):
         client.publish("a", path=folder)
     # The first failure was progress: all bytes had come.
-    assert len(server.publish_begins) <= _publish.ATTEMPTS + 1
+    assert len(server.publish_begins) <= UploadAttempts.MAX_FAILURES + 1
 
 
 def test_no_retries_means_one_attempt(server, folder):
@@ -257,7 +258,7 @@ def test_the_timeout_spans_all_attempts(client, server, folder):
     server.lose_answers = 1000
     with pytest.raises((dorad.Unavailable, dorad.DeadlineExceeded)):
         client.publish("a", path=folder, timeout=0.5)
-    assert 1 < len(server.publish_begins) < _publish.ATTEMPTS
+    assert 1 < len(server.publish_begins) < UploadAttempts.MAX_FAILURES
 
 
 def test_a_refusal_is_not_tried_again(client, server, folder):

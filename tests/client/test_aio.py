@@ -215,7 +215,7 @@ def test_many_cancels_the_rest_on_an_error_or_returns_it(server):
 
 
 def test_retries_before_the_first_message(server):
-    server.refuse_generate = [overloaded(pushback_ms=5)]
+    server.refuse_generate = [overloaded(retry_after=0.005)]
     run(server, lambda client: client.generate([1], max_tokens=1))
     assert len(server.generate_calls) == 2
 

@@ -193,16 +193,17 @@ def test_dropping_a_stream_cancels_it_on_the_server(client, server):
 
 
 def test_retries_before_the_first_message(client, server):
-    server.refuse_generate = [unavailable, overloaded(pushback_ms=10)]
+    server.refuse_generate = [unavailable, overloaded(retry_after=0.01)]
     assert len(client.generate([1], max_tokens=2)) == 1
     assert len(server.generate_calls) == 3
 
 
-def test_server_pushback_can_forbid_retries(client, server):
-    server.refuse_generate = [overloaded(pushback_ms=-1)]
+def test_the_server_can_forbid_retries(client, server):
+    server.refuse_generate = [overloaded(retry_after=None)]
     with pytest.raises(dorad.Overloaded) as caught:
         client.generate([1])
-    assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after == 1.5
+    assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after is None
+    assert not caught.value.retryable
     assert len(server.generate_calls) == 1
 
 

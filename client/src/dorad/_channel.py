@@ -1,54 +1,17 @@
-"""How the client connects: channel options, retries and keepalive, and why they are so."""
+"""How the client connects: channel options, deadlines and keepalive, and why they are so."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
-
-from dorad.errors import DoradError
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 
-# Calls that may be sent again without a second effect. gRPC itself never retries once the first
-# message of the answer has arrived, so a Generate stream is never spliced from two runs.
-# Activate and Retire are left out: UNAVAILABLE can hide a success. Publish goes on by itself.
-_RETRYABLE = [
-    ("dorad.v1.InferenceService", ("Generate", "Score", "Abort")),
-    ("dorad.v1.AdapterService", ("Get", "GetUpload", "List", "Watch")),
-    ("dorad.v1.ControlService", ("GetInfo", "Pause", "Resume", "Yield", "EndYield")),
-]
 
-
-def service_config() -> str:
-    """gRPC service config. A server's grpc-retry-pushback-ms overrides the backoff."""
-    names = [{"service": s, "method": m} for s, methods in _RETRYABLE for m in methods]
-    return json.dumps(
-        {
-            "methodConfig": [
-                {
-                    "name": names,
-                    "retryPolicy": {
-                        "maxAttempts": 5,
-                        "initialBackoff": "0.1s",
-                        "maxBackoff": "5s",
-                        "backoffMultiplier": 2,
-                        "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-                    },
-                }
-            ],
-            # When many calls fail, stop adding retries to the load.
-            "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.5},
-        }
-    )
-
-
-def channel_options(
-    keepalive: float, retries: bool, extra: Sequence[tuple[str, Any]]
-) -> list[tuple[str, Any]]:
+def channel_options(keepalive: float, extra: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Options of the channel; `extra` wins."""
     if keepalive < 30:
         raise ValueError(
@@ -65,11 +28,9 @@ def channel_options(
         "grpc.initial_reconnect_backoff_ms": 200,
         "grpc.min_reconnect_backoff_ms": 200,
         "grpc.max_reconnect_backoff_ms": 5_000,
-        "grpc.enable_retries": 1 if retries else 0,
+        "grpc.enable_retries": 0,  # _retry.py does it.
         "grpc.primary_user_agent": "dorad-python",
     }
-    if retries:
-        options["grpc.service_config"] = service_config()
     options.update(extra)
     return list(options.items())
 
@@ -82,13 +43,6 @@ def deadline(timeout: float | None, default: float | None) -> float | None:
     if not chosen > 0:
         raise ValueError(f"timeout must be positive, not {chosen}")
     return chosen
-
-
-def overload_delay(error: DoradError, attempt: int) -> float:
-    """Seconds to wait before sending a refused request again: the server's hint, else backoff."""
-    if error.retry_after is not None:
-        return max(error.retry_after, 0.01)
-    return min(5.0, 0.1 * 2.0 ** min(attempt, 10))
 
 
 def check_concurrency(concurrency: int) -> int:

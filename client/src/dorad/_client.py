@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +22,10 @@ from dorad._channel import (
     channel_options,
     check_concurrency,
     deadline,
-    overload_delay,
 )
 from dorad._handover import MemoryPublish, SharedTensors
-from dorad._publish import Attempts, Progress, Upload
+from dorad._publish import Progress, Upload
+from dorad._retry import Attempts, Throttle, UploadAttempts
 from dorad._stubs import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -34,7 +33,7 @@ from dorad._stubs import (
     control_pb2_grpc,
     inference_pb2_grpc,
 )
-from dorad.errors import DoradError, NotFound, Overloaded, Unavailable, from_rpc_error
+from dorad.errors import DoradError, NotFound, Unavailable, from_rpc_error
 
 T = TypeVar("T")
 
@@ -46,25 +45,41 @@ class Stream(Generic[T]):
     it has not ended by itself. Iterate from one thread; `close()` may come from any.
     """
 
-    def __init__(self, call: Any, convert: Callable[[Any], T]) -> None:
-        self._call = call
+    def __init__(
+        self, start: Callable[[float], Any], convert: Callable[[Any], T], attempts: Attempts
+    ) -> None:
+        self._start = start
         self._convert = convert
-        self._closed = False
+        self._attempts = attempts
+        self._closed = threading.Event()
+        self._call = start(attempts.left)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
-        try:
-            return self._convert(next(self._call))
-        except grpc.RpcError as error:
-            if self._closed:
-                raise StopIteration from None
-            raise from_rpc_error(error) from None
+        while True:
+            try:
+                message = next(self._call)
+            except grpc.RpcError as error:
+                if self._closed.is_set():
+                    raise StopIteration from None
+                failure = from_rpc_error(error)
+                delay = self._attempts.delay(failure)
+                if delay is None:
+                    raise failure from None
+            else:
+                self._attempts.answered()
+                return self._convert(message)
+            if self._closed.wait(delay):
+                raise StopIteration
+            self._call = self._start(self._attempts.left)
+            if self._closed.is_set():  # It may have cancelled the call before this one.
+                self._call.cancel()
 
     def close(self) -> None:
         """Cancels the call unless it has ended. Idempotent."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -87,8 +102,9 @@ class Client:
       target: "host:port", "[v6]:port" or "unix:PATH".
       admin_target: where the adapter and control services are, if the server has an admin listener.
       timeout: seconds a call may take unless it says otherwise; None or math.inf: no limit.
-      retries: let gRPC retry UNAVAILABLE and RESOURCE_EXHAUSTED for calls that can be repeated, up
-        to 5 attempts, never after an answer's first message; and let uploads go on after a break.
+      retries: send calls that can be repeated again when the server cannot be reached or is full
+        and says when to come back: up to 5 attempts within the timeout, never after an answer's
+        first message; and let uploads go on after a break.
       keepalive: seconds between pings while calls run, at least 30; math.inf: none.
       token: shown with every call (DORAD_TOKEN). Never sent in plain text to another host.
       ca_file: PEM file of the authorities whose servers are trusted (DORAD_CA_FILE). With it, or
@@ -121,10 +137,11 @@ class Client:
     ) -> None:
         self.target = target
         self._timeout = timeout
-        self._retries = retries
+        self._throttle = Throttle() if retries else None
+        self._closed = threading.Event()
         access = Access.of(token, ca_file, cert_file, key_file, credentials)
         self._metadata = (*metadata, *access.metadata)
-        settings = channel_options(keepalive, retries, options)
+        settings = channel_options(keepalive, options)
         # Both are looked at before either is made.
         for address in (target, admin_target or target):
             access.channel_credentials(address)
@@ -148,6 +165,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection; running calls are cancelled. Idempotent."""
+        self._closed.set()
         self._channel.close()
         self._admin.close()
 
@@ -172,6 +190,29 @@ class Client:
             )
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+
+    def _attempts(self, timeout: float | None) -> Attempts:
+        return Attempts(deadline(timeout, self._timeout), self._throttle)
+
+    def _ask(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """As _call, for unary calls that can be repeated without a second effect."""
+        attempts = self._attempts(timeout)
+        return self._repeat(attempts, lambda: self._call(method, request, attempts.left))
+
+    def _repeat(
+        self, attempts: Attempts, run: Callable[[], T], closed: threading.Event | None = None
+    ) -> T:
+        """Runs until an attempt succeeds, none is left, or the client (or `closed`) is closed."""
+        while True:
+            try:
+                result = run()
+            except DoradError as error:
+                delay = attempts.delay(error)
+                if delay is None or (closed or self._closed).wait(delay) or self._closed.is_set():
+                    raise
+            else:
+                attempts.answered()
+                return result
 
     # --- Generation -------------------------------------------------------------------------------
 
@@ -198,7 +239,13 @@ class Client:
           Overloaded: the server's queue is full.
         """
         request = t.GenerateRequest(token_ids, **options)
-        return self._collect(self._start(request, stream=False, timeout=timeout), request)
+        attempts = self._attempts(timeout)
+
+        def run() -> list[t.Sample]:
+            call = self._start(request, stream=False, timeout=attempts.left)
+            return self._collect(call, request, attempts)
+
+        return self._repeat(attempts, run)
 
     def stream(
         self,
@@ -213,18 +260,22 @@ class Client:
         on the server. Tokens a slow reader has not taken yet arrive merged into one delta.
         """
         request = t.GenerateRequest(token_ids, **options)
-        call = self._start(request, stream=True, timeout=timeout)
-        return Stream(call, lambda message: _wire.delta(message, request))
+        return Stream(
+            lambda left: self._start(request, stream=True, timeout=left),
+            lambda message: _wire.delta(message, request),
+            self._attempts(timeout),
+        )
 
     def _start(self, request: t.GenerateRequest, *, stream: bool, timeout: float | None) -> Any:
         message = _wire.generate_request(request, stream=stream)
         return self._call(self._inference.Generate, message, timeout)
 
     @staticmethod
-    def _collect(call: Any, request: t.GenerateRequest) -> list[t.Sample]:
+    def _collect(call: Any, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
         samples = _wire.Samples(request)
         try:
             for message in call:
+                attempts.answered()
                 samples.add(message)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -324,7 +375,7 @@ class Client:
         message = _wire.score_request(
             sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
         )
-        answer = self._call(self._inference.Score, message, timeout)
+        answer = self._ask(self._inference.Score, message, timeout)
         return _wire.score_result(
             answer,
             [len(sequence.token_ids) // 4 for sequence in message.sequences],
@@ -345,7 +396,7 @@ class Client:
         Their callers get the tokens so far with FinishReason.ABORTED.
         """
         message = _wire.abort_request(request_ids, adapter, all)
-        return int(self._call(self._inference.Abort, message, timeout).aborted)
+        return int(self._ask(self._inference.Abort, message, timeout).aborted)
 
     # --- Adapters ---------------------------------------------------------------------------------
 
@@ -439,7 +490,7 @@ class Client:
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     def _upload(self, upload: Upload, timeout: float | None) -> Any:
-        attempts = Attempts(self._retries, deadline(timeout, self._timeout))
+        attempts = UploadAttempts(deadline(timeout, self._timeout), self._throttle is not None)
         while True:
             try:
                 if attempts.again:
@@ -452,9 +503,8 @@ class Client:
                 if upload.failure is not None:
                     raise upload.failure from None
                 delay = attempts.delay(error)
-                if delay is None:
+                if delay is None or self._closed.wait(delay):
                     raise
-            time.sleep(delay)
 
     def _received(self, upload: Upload, timeout: float) -> int:
         """Bytes of an upload that the server has."""
@@ -559,7 +609,7 @@ class Client:
         token = ""
         while True:
             message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
-            answer = self._call(self._adapters.List, message, timeout)
+            answer = self._ask(self._adapters.List, message, timeout)
             found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
             token = answer.next_page_token
             if not token:
@@ -567,7 +617,7 @@ class Client:
 
     def adapter(self, ref: str, *, timeout: float | None = None) -> t.AdapterVersion:
         """One version: "name" (the active one) or "name@version". Raises NotFound."""
-        answer = self._call(self._adapters.Get, adapters_pb2.GetRequest(adapter=ref), timeout)
+        answer = self._ask(self._adapters.Get, adapters_pb2.GetRequest(adapter=ref), timeout)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     def retire(
@@ -596,13 +646,17 @@ class Client:
         `adapters()` and watch from its generation.
         """
         message = adapters_pb2.WatchRequest(from_generation=from_generation)
-        return Stream(self._call(self._adapters.Watch, message, timeout), _wire.watch_event)
+        return Stream(
+            lambda left: self._call(self._adapters.Watch, message, left),
+            _wire.watch_event,
+            self._attempts(timeout),
+        )
 
     # --- Operation --------------------------------------------------------------------------------
 
     def info(self, *, timeout: float | None = None) -> t.ServerInfo:
         """What the server is, holds and does now."""
-        answer = self._call(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
+        answer = self._ask(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
         return _wire.server_info(answer)
 
     def pause(
@@ -619,12 +673,12 @@ class Client:
         new ones, "abort" ends them now. Publishing and activating stay possible.
         """
         message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode), adapter=adapter or "")
-        return int(self._call(self._control.Pause, message, timeout).affected)
+        return int(self._ask(self._control.Pause, message, timeout).affected)
 
     def resume(self, adapter: str | None = None, *, timeout: float | None = None) -> None:
         """Undoes the `pause` of an adapter, or all pauses."""
         message = control_pb2.ResumeRequest(adapter=adapter or "")
-        self._call(self._control.Resume, message, timeout)
+        self._ask(self._control.Resume, message, timeout)
 
     def sleep(
         self,
@@ -671,12 +725,12 @@ class Client:
         in effect.
         """
         message = _yielding.yield_request(share, time_to_live, yield_id)
-        return float(self._call(self._control.Yield, message, timeout).gpu_share)
+        return float(self._ask(self._control.Yield, message, timeout).gpu_share)
 
     def end_yield(self, yield_id: str, *, timeout: float | None = None) -> bool:
         """Ends a yield. False: it had ended by itself, or there was none."""
         message = control_pb2.EndYieldRequest(yield_id=yield_id)
-        return bool(self._call(self._control.EndYield, message, timeout).ended)
+        return bool(self._ask(self._control.EndYield, message, timeout).ended)
 
     def yielding(
         self, share: float, *, time_to_live: float = _yielding.DEFAULT_TIME_TO_LIVE
@@ -762,32 +816,24 @@ class _Many:
         self._stopped = threading.Event()
 
     def run(self, request: t.GenerateRequest) -> list[t.Sample]:
-        end = float("inf") if self._timeout is None else time.monotonic() + self._timeout
-        attempt = 0
-        while True:
-            try:
-                samples = self._once(request, end)
-                break
-            except Overloaded as error:
-                delay = overload_delay(error, attempt) * random.uniform(0.75, 1.25)
-                attempt += 1
-                if time.monotonic() + delay >= end or self._stopped.wait(delay):
-                    raise
+        attempts = Attempts(self._timeout, self._client._throttle, insist=True)
+        samples = self._client._repeat(
+            attempts, lambda: self._once(request, attempts), self._stopped
+        )
         with self._lock:
             self._done += 1
             if self._progress is not None:
                 self._progress(self._done, self._total)
         return samples
 
-    def _once(self, request: t.GenerateRequest, end: float) -> list[t.Sample]:
-        left = max(0.001, end - time.monotonic())
-        call = self._client._start(request, stream=False, timeout=left)
+    def _once(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
+        call = self._client._start(request, stream=False, timeout=attempts.left)
         with self._lock:
             self._calls.add(call)
         try:
             if self._stopped.is_set():
                 call.cancel()
-            return self._client._collect(call, request)
+            return self._client._collect(call, request, attempts)
         finally:
             with self._lock:
                 self._calls.discard(call)

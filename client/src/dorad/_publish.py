@@ -13,12 +13,10 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-import math
 import os
 import pathlib
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -27,19 +25,12 @@ import numpy as np
 
 from dorad._channel import CHUNK_BYTES
 from dorad._stubs import adapters_pb2
-from dorad.errors import DoradError, Unavailable
 
 Progress = Callable[[int, int], None]
 """Called as progress(bytes sent, bytes in all) while an upload runs."""
 
 _CONFIG_FILE = "adapter_config.json"
 _TENSORS_FILE = "adapter_model.safetensors"
-
-
-ATTEMPTS = 8
-"""Failures in a row, without one byte of progress, that end an upload."""
-_FIRST_DELAY = 0.1
-_LONGEST_DELAY = 5.0
 
 
 class Image(Protocol):
@@ -264,45 +255,3 @@ class Upload:
         with self._lock:
             if self._progress is not None and stream == self._stream:
                 self._progress(sent, self._image.size)
-
-
-class Attempts:
-    """When an upload is tried again, and from where. One object for each upload.
-
-    Args:
-      enabled: False: there is one attempt only.
-      timeout: seconds for all of them together; None: no limit.
-    """
-
-    def __init__(self, enabled: bool, timeout: float | None) -> None:
-        self._enabled = enabled
-        self._end = math.inf if timeout is None else time.monotonic() + timeout
-        self._failures = 0
-        self.again = False
-        """There was an attempt before: the server may have some of the upload."""
-        self.offset = 0
-        """Where the next stream goes on."""
-
-    @property
-    def left(self) -> float:
-        """Seconds for the next call."""
-        return max(0.001, self._end - time.monotonic())
-
-    def delay(self, error: DoradError) -> float | None:
-        """Seconds to wait before the next attempt; None: `error` ends the upload."""
-        # What the broken stream had sent may still arrive after the server was asked.
-        moved = self.again and error.reason == "PUBLISH_OFFSET_MISMATCH"
-        if not self._enabled or not (isinstance(error, Unavailable) or moved):
-            return None
-        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**self._failures)
-        self._failures += 1
-        if self._failures >= ATTEMPTS or time.monotonic() + delay >= self._end:
-            return None
-        self.again = True
-        return delay
-
-    def go_on_at(self, offset: int) -> None:
-        """Takes over what the server has."""
-        if offset > self.offset:
-            self._failures = 0
-        self.offset = offset

@@ -16,9 +16,8 @@ import asyncio
 import contextlib
 import copy
 import os
-import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
@@ -31,13 +30,13 @@ from dorad._channel import (
     DEFAULT_TARGET,
     channel_options,
     deadline,
-    overload_delay,
 )
 from dorad._client import _as_requests
 from dorad._handover import MemoryPublish, SharedTensors
 from dorad._many import run_many
 from dorad._pool import RolloutPool
-from dorad._publish import Attempts, Progress, Upload
+from dorad._publish import Progress, Upload
+from dorad._retry import Attempts, Throttle, UploadAttempts
 from dorad._stubs import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -45,7 +44,7 @@ from dorad._stubs import (
     control_pb2_grpc,
     inference_pb2_grpc,
 )
-from dorad.errors import DoradError, NotFound, Overloaded, Unavailable, from_rpc_error
+from dorad.errors import DoradError, NotFound, Unavailable, from_rpc_error
 
 __all__ = ["Client", "RolloutPool", "Stream"]
 
@@ -59,32 +58,43 @@ class Stream(Generic[T]):
     when it has not ended by itself.
     """
 
-    def __init__(self, call: Any, convert: Callable[[Any], T]) -> None:
-        self._call = call
+    def __init__(
+        self, start: Callable[[float], Any], convert: Callable[[Any], T], attempts: Attempts
+    ) -> None:
+        self._start = start
         self._convert = convert
-        self._closed = False
+        self._attempts = attempts
+        self._closed = asyncio.Event()
+        self._call = start(attempts.left)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> T:
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            message = await self._call.read()
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        except asyncio.CancelledError:
-            if self._closed:  # close() from another task, not a cancellation of this one.
-                raise StopAsyncIteration from None
-            raise
-        if message is grpc.aio.EOF:
-            raise StopAsyncIteration
-        return self._convert(message)
+        while not self._closed.is_set():
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                delay = self._attempts.delay(failure)
+                if delay is None:
+                    raise failure from None
+            except asyncio.CancelledError:
+                if self._closed.is_set():  # close() from another task: this one goes on.
+                    break
+                raise
+            else:
+                if message is grpc.aio.EOF:
+                    break
+                self._attempts.answered()
+                return self._convert(message)
+            if not await _is_set_within(self._closed, delay):
+                self._call = self._start(self._attempts.left)
+        raise StopAsyncIteration
 
     def close(self) -> None:
         """Cancels the call unless it has ended. Idempotent."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -99,6 +109,12 @@ class Stream(Generic[T]):
         if hasattr(self, "_call"):
             with contextlib.suppress(RuntimeError):
                 self.close()
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
 
 
 class Client:
@@ -126,10 +142,11 @@ class Client:
         asyncio.get_running_loop()  # The channel binds to it: fail here rather than hang later.
         self.target = target
         self._timeout = timeout
-        self._retries = retries
+        self._throttle = Throttle() if retries else None
+        self._closed = asyncio.Event()
         access = Access.of(token, ca_file, cert_file, key_file, credentials)
         self._metadata = (*metadata, *access.metadata)
-        settings = channel_options(keepalive, retries, options)
+        settings = channel_options(keepalive, options)
         # Both are looked at before either is made.
         for address in (target, admin_target or target):
             access.channel_credentials(address)
@@ -158,6 +175,7 @@ class Client:
 
     async def close(self) -> None:
         """Closes the connection; running calls are cancelled. Idempotent."""
+        self._closed.set()
         await self._channel.close()
         await self._admin.close()
 
@@ -183,6 +201,27 @@ class Client:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
+    def _attempts(self, timeout: float | None) -> Attempts:
+        return Attempts(deadline(timeout, self._timeout), self._throttle)
+
+    async def _ask(self, method: Any, request: Any, timeout: float | None = None) -> Any:
+        """As _call, for unary calls that can be repeated without a second effect."""
+        attempts = self._attempts(timeout)
+        return await self._repeat(attempts, lambda: self._call(method, request, attempts.left))
+
+    async def _repeat(self, attempts: Attempts, run: Callable[[], Awaitable[T]]) -> T:
+        """Runs until an attempt succeeds or none is left, or the client is closed."""
+        while True:
+            try:
+                result = await run()
+            except DoradError as error:
+                delay = attempts.delay(error)
+                if delay is None or await _is_set_within(self._closed, delay):
+                    raise
+            else:
+                attempts.answered()
+                return result
+
     # --- Generation -------------------------------------------------------------------------------
 
     async def generate(
@@ -193,14 +232,21 @@ class Client:
         **options: Unpack[t.GenerateOptions],
     ) -> list[t.Sample]:
         """Samples continuations of a prompt and waits for all of them."""
-        return await self._generate(t.GenerateRequest(token_ids, **options), timeout)
+        request = t.GenerateRequest(token_ids, **options)
+        return await self._generate(request, self._attempts(timeout))
 
-    async def _generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
+    async def _generate(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
         message = _wire.generate_request(request, stream=False)
-        call = self._start(self._inference.Generate, message, timeout)
+        return await self._repeat(attempts, lambda: self._generate_once(request, message, attempts))
+
+    async def _generate_once(
+        self, request: t.GenerateRequest, message: Any, attempts: Attempts
+    ) -> list[t.Sample]:
+        call = self._start(self._inference.Generate, message, attempts.left)
         samples = _wire.Samples(request)
         try:
             while (answer := await call.read()) is not grpc.aio.EOF:
+                attempts.answered()
                 samples.add(answer)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -218,8 +264,11 @@ class Client:
         """Like `generate`, but yields tokens as they come. Not awaited; iterate the result."""
         request = t.GenerateRequest(token_ids, **options)
         message = _wire.generate_request(request, stream=True)
-        call = self._start(self._inference.Generate, message, timeout)
-        return Stream(call, lambda answer: _wire.delta(answer, request))
+        return Stream(
+            lambda left: self._start(self._inference.Generate, message, left),
+            lambda answer: _wire.delta(answer, request),
+            self._attempts(timeout),
+        )
 
     @overload
     async def generate_many(
@@ -267,17 +316,7 @@ class Client:
     async def _insist(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
         """Generates, waiting for room while the server's queue is full."""
         budget = deadline(timeout, self._timeout)
-        end = float("inf") if budget is None else time.monotonic() + budget
-        attempt = 0
-        while True:
-            try:
-                return await self._generate(request, max(0.001, end - time.monotonic()))
-            except Overloaded as error:
-                delay = overload_delay(error, attempt) * random.uniform(0.75, 1.25)
-                attempt += 1
-                if time.monotonic() + delay >= end:
-                    raise
-            await asyncio.sleep(delay)
+        return await self._generate(request, Attempts(budget, self._throttle, insist=True))
 
     # --- Scoring ----------------------------------------------------------------------------------
 
@@ -297,7 +336,7 @@ class Client:
         message = _wire.score_request(
             sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
         )
-        answer = await self._call(self._inference.Score, message, timeout)
+        answer = await self._ask(self._inference.Score, message, timeout)
         return _wire.score_result(
             answer,
             [len(sequence.token_ids) // 4 for sequence in message.sequences],
@@ -315,7 +354,7 @@ class Client:
     ) -> int:
         """Ends requests by id, by adapter, or all; returns how many."""
         message = _wire.abort_request(request_ids, adapter, all)
-        return int((await self._call(self._inference.Abort, message, timeout)).aborted)
+        return int((await self._ask(self._inference.Abort, message, timeout)).aborted)
 
     # --- Adapters ---------------------------------------------------------------------------------
 
@@ -385,7 +424,7 @@ class Client:
         reports INTERNAL instead, grpc issue 36066), which would hide why an adapter was refused.
         Disk reads and hashing stay off the event loop this way as well.
         """
-        attempts = Attempts(self._retries, deadline(timeout, self._timeout))
+        attempts = UploadAttempts(deadline(timeout, self._timeout), self._throttle is not None)
         with self._connect_sync() as channel:
             stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
             while True:
@@ -397,11 +436,10 @@ class Client:
                     if upload.failure is not None:
                         raise upload.failure from None
                     delay = attempts.delay(error)
-                    if delay is None:
+                    if delay is None or await _is_set_within(self._closed, delay):
                         raise
-                await asyncio.sleep(delay)
 
-    async def _send(self, stub: Any, upload: Upload, attempts: Attempts) -> Any:
+    async def _send(self, stub: Any, upload: Upload, attempts: UploadAttempts) -> Any:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         call = stub.Publish.future(
@@ -521,7 +559,7 @@ class Client:
         token = ""
         while True:
             message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
-            answer = await self._call(self._adapters.List, message, timeout)
+            answer = await self._ask(self._adapters.List, message, timeout)
             found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
             token = answer.next_page_token
             if not token:
@@ -530,7 +568,7 @@ class Client:
     async def adapter(self, ref: str, *, timeout: float | None = None) -> t.AdapterVersion:
         """One version: "name" (the active one) or "name@version". Raises NotFound."""
         message = adapters_pb2.GetRequest(adapter=ref)
-        answer = await self._call(self._adapters.Get, message, timeout)
+        answer = await self._ask(self._adapters.Get, message, timeout)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     async def retire(
@@ -552,13 +590,17 @@ class Client:
     ) -> Stream[t.WatchEvent]:
         """Registry events with a greater generation, in order; default: from now on."""
         message = adapters_pb2.WatchRequest(from_generation=from_generation)
-        return Stream(self._start(self._adapters.Watch, message, timeout), _wire.watch_event)
+        return Stream(
+            lambda left: self._start(self._adapters.Watch, message, left),
+            _wire.watch_event,
+            self._attempts(timeout),
+        )
 
     # --- Operation --------------------------------------------------------------------------------
 
     async def info(self, *, timeout: float | None = None) -> t.ServerInfo:
         """What the server is, holds and does now."""
-        answer = await self._call(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
+        answer = await self._ask(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
         return _wire.server_info(answer)
 
     async def pause(
@@ -575,12 +617,12 @@ class Client:
         new ones, "abort" ends them now. Publishing and activating stay possible.
         """
         message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode), adapter=adapter or "")
-        return int((await self._call(self._control.Pause, message, timeout)).affected)
+        return int((await self._ask(self._control.Pause, message, timeout)).affected)
 
     async def resume(self, adapter: str | None = None, *, timeout: float | None = None) -> None:
         """Undoes the `pause` of an adapter, or all pauses."""
         message = control_pb2.ResumeRequest(adapter=adapter or "")
-        await self._call(self._control.Resume, message, timeout)
+        await self._ask(self._control.Resume, message, timeout)
 
     async def sleep(
         self,
@@ -627,12 +669,12 @@ class Client:
         in effect.
         """
         message = _yielding.yield_request(share, time_to_live, yield_id)
-        return float((await self._call(self._control.Yield, message, timeout)).gpu_share)
+        return float((await self._ask(self._control.Yield, message, timeout)).gpu_share)
 
     async def end_yield(self, yield_id: str, *, timeout: float | None = None) -> bool:
         """Ends a yield. False: it had ended by itself, or there was none."""
         message = control_pb2.EndYieldRequest(yield_id=yield_id)
-        return bool((await self._call(self._control.EndYield, message, timeout)).ended)
+        return bool((await self._ask(self._control.EndYield, message, timeout)).ended)
 
     def yielding(
         self, share: float, *, time_to_live: float = _yielding.DEFAULT_TIME_TO_LIVE

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class DoradError(Exception):
       message: one sentence for people.
       violations: every problem found, when the request or adapter was refused.
       retry_after: seconds to wait before trying again, or None.
+      retryable: the same call may succeed later: the server cannot be reached or is on its way out,
+        or is full and says when to come back.
       metadata: further facts the server attached to the reason.
     """
 
@@ -50,6 +53,7 @@ class DoradError(Exception):
         reason: str = "",
         violations: Iterable[Violation] = (),
         retry_after: float | None = None,
+        retryable: bool = False,
         metadata: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -58,6 +62,7 @@ class DoradError(Exception):
         self.reason = reason
         self.violations = list(violations)
         self.retry_after = retry_after
+        self.retryable = retryable
         self.metadata = dict(metadata or {})
 
     def __str__(self) -> str:
@@ -185,6 +190,17 @@ def _details(metadata: Any) -> status_pb2.Status:
     return status
 
 
+def _pushback(metadata: Any) -> float | None:
+    """Seconds; negative: not to be sent again. As gRPC reads it (gRFC A6): nonsense is negative."""
+    for key, value in metadata or ():
+        if key == _PUSHBACK_KEY:
+            try:
+                return int(value) / 1000
+            except ValueError:
+                return -1.0
+    return None
+
+
 def from_code(code: int, reason: str, message: str) -> DoradError:
     """The exception for a failure that did not come over gRPC, by gRPC's number of its code."""
     names = {status.value[0]: status.name for status in grpc.StatusCode}
@@ -212,11 +228,17 @@ def from_rpc_error(error: grpc.RpcError) -> DoradError:
             ]
         elif any_detail.Unpack(retry):
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+    pushback = _pushback(error.trailing_metadata())
+    if retry_after is None and pushback is not None and pushback >= 0:
+        retry_after = pushback
+    forbidden = pushback is not None and pushback < 0
+    full = name == "RESOURCE_EXHAUSTED" and retry_after is not None
     return _BY_CODE.get(name, DoradError)(
         message,
         code=name,
         reason=reason,
         violations=violations,
         retry_after=retry_after,
+        retryable=not forbidden and (full or name == "UNAVAILABLE"),
         metadata=facts,
     )

@@ -197,10 +197,13 @@ class _Run:
         last: dict[int, float] = {}
         counts = self._counts
         # Messages as they are: arrays and spans would cost more than the rest of the work.
-        call = client._start(
-            client._inference.Generate, _wire.generate_request(request, stream=True), None
+        written = _wire.generate_request(request, stream=True)
+        stream = dorad.aio.Stream[Any](
+            lambda left: client._start(client._inference.Generate, written, left),
+            lambda message: message,
+            client._attempts(None),
         )
-        async with dorad.aio.Stream[Any](call, lambda message: message) as stream:
+        async with stream:
             async for message in stream:
                 now, count = time.monotonic(), len(message.token_ids) // 4
                 record.messages += 1

@@ -1,0 +1,148 @@
+"""When a call that failed is sent again.
+
+The client decides this itself, with gRPC's own retries off: with them a call of grpcio 1.85 now and
+then outlived its deadline after its server had died. Besides, gRPC knows neither when the server's
+hint lies beyond the deadline nor that somebody waits for a place in the queue.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+
+from dorad.errors import DoradError, Overloaded, Unavailable
+
+MAX_ATTEMPTS = 5
+_FIRST_DELAY = 0.1
+_LONGEST_DELAY = 5.0
+
+
+def backoff(failures: int) -> float:
+    """Seconds after so many failures in a row, when the server gave no hint."""
+    return min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 10))
+
+
+class Throttle:
+    """Stops retries from adding to the load when many calls of a client fail. Thread-safe.
+
+    As gRPC's retryThrottling (gRFC A6): a failure takes a token, a success brings half of one, and
+    with half of the tokens gone nothing is sent again.
+    """
+
+    _TOKENS = 100.0
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokens = self._TOKENS
+
+    def failed(self) -> bool:
+        """Whether a retry is fine."""
+        with self._lock:
+            self._tokens = max(0.0, self._tokens - 1.0)
+            return self._tokens > self._TOKENS / 2
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._tokens = min(self._TOKENS, self._tokens + 0.5)
+
+
+class Attempts:
+    """The attempts of one call that can be repeated without a second effect.
+
+    Args:
+      timeout: seconds for all of them together; None: no limit.
+      throttle: None: there is one attempt only.
+      insist: go on for as long as the server is full, whatever the rest says.
+    """
+
+    def __init__(
+        self, timeout: float | None, throttle: Throttle | None, *, insist: bool = False
+    ) -> None:
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._throttle = throttle
+        self._insist = insist
+        self._answered = False
+        self._failures = 0
+        self._refusals = 0
+
+    @property
+    def left(self) -> float:
+        """Seconds for the next attempt; math.inf: no limit."""
+        return max(0.001, self._end - time.monotonic())
+
+    def answered(self) -> None:
+        """A message of the answer has come. Nothing is sent again: another run would not fit it."""
+        if not self._answered and self._throttle is not None:
+            self._throttle.succeeded()
+        self._answered = True
+
+    def delay(self, error: DoradError) -> float | None:
+        """Seconds to wait before the next attempt; None: `error` is the call's end."""
+        if self._answered or not error.retryable:
+            return None
+        if self._insist and isinstance(error, Overloaded):
+            delay = self._spread(error, self._refusals)
+            self._refusals += 1
+        else:
+            if self._throttle is None or not self._throttle.failed():
+                return None
+            delay = self._spread(error, self._failures)
+            self._failures += 1
+            if self._failures >= MAX_ATTEMPTS:
+                return None
+        # What ends no later than the call does is worth waiting for; the rest is known now.
+        return delay if time.monotonic() + delay < self._end else None
+
+    @staticmethod
+    def _spread(error: DoradError, failures: int) -> float:
+        # Never before the server's hint; and callers who were refused together come back apart.
+        if error.retry_after is not None:
+            return max(error.retry_after, 0.01) * random.uniform(1.0, 1.25)
+        return backoff(failures) * random.uniform(0.75, 1.25)
+
+
+class UploadAttempts:
+    """When an upload is tried again, and from where. One object for each upload.
+
+    Args:
+      timeout: seconds for all of them together; None: no limit.
+      enabled: False: there is one attempt only.
+    """
+
+    MAX_FAILURES = 8
+    """Failures in a row, without one byte of progress, that end an upload."""
+
+    def __init__(self, timeout: float | None, enabled: bool) -> None:
+        self._enabled = enabled
+        self._end = math.inf if timeout is None else time.monotonic() + timeout
+        self._failures = 0
+        self.again = False
+        """There was an attempt before: the server may have some of the upload."""
+        self.offset = 0
+        """Where the next stream goes on."""
+
+    @property
+    def left(self) -> float:
+        """Seconds for the next call."""
+        return max(0.001, self._end - time.monotonic())
+
+    def delay(self, error: DoradError) -> float | None:
+        """Seconds to wait before the next attempt; None: `error` ends the upload."""
+        # What the broken stream had sent may still arrive after the server was asked.
+        moved = self.again and error.reason == "PUBLISH_OFFSET_MISMATCH"
+        if not self._enabled or not (isinstance(error, Unavailable) or moved):
+            return None
+        delay = backoff(self._failures)
+        self._failures += 1
+        if self._failures >= self.MAX_FAILURES or time.monotonic() + delay >= self._end:
+            return None
+        self.again = True
+        return delay
+
+    def go_on_at(self, offset: int) -> None:
+        """Takes over what the server has."""
+        if offset > self.offset:
+            self._failures = 0
+        self.offset = offset

@@ -1,0 +1,211 @@
+"""When the client sends a call again, and when it says at once that there is no use in it."""
+
+import asyncio
+import itertools
+import threading
+import time
+
+import dorad
+import grpc
+import pytest
+from dorad._retry import MAX_ATTEMPTS, Attempts, Throttle
+from dorad.errors import from_rpc_error
+from fake_server import overloaded, unavailable, wait_for
+
+GONE = dorad.Unavailable("gone", code="UNAVAILABLE", retryable=True)
+FULL = dorad.Overloaded("full", code="RESOURCE_EXHAUSTED", retry_after=0.5, retryable=True)
+
+
+class Failed(grpc.RpcError):
+    """A call that ended with `code` and `trailers`."""
+
+    def __init__(self, code, *trailers):
+        self._code, self._trailers = code, trailers
+
+    def code(self):
+        return self._code
+
+    def details(self):
+        return "no"
+
+    def trailing_metadata(self):
+        return self._trailers
+
+
+@pytest.mark.parametrize(
+    ("code", "pushback", "retryable", "retry_after"),
+    [
+        ("UNAVAILABLE", None, True, None),
+        ("UNAVAILABLE", "250", True, 0.25),
+        ("UNAVAILABLE", "-1", False, None),
+        ("UNAVAILABLE", "soon", False, None),
+        ("RESOURCE_EXHAUSTED", "0", True, 0.0),
+        ("RESOURCE_EXHAUSTED", "-1", False, None),
+        # gRPC's own, of a message that is too large: it will be as large the next time.
+        ("RESOURCE_EXHAUSTED", None, False, None),
+        ("INVALID_ARGUMENT", "250", False, 0.25),
+        ("DEADLINE_EXCEEDED", None, False, None),
+        ("INTERNAL", None, False, None),
+    ],
+)
+def test_what_the_server_says_decides(code, pushback, retryable, retry_after):
+    trailers = [] if pushback is None else [("grpc-retry-pushback-ms", pushback)]
+    error = from_rpc_error(Failed(grpc.StatusCode[code], *trailers))
+    assert (error.retryable, error.retry_after) == (retryable, retry_after)
+
+
+def delays(attempts, errors):
+    """Until the attempts end."""
+    return list(itertools.takewhile(lambda d: d is not None, map(attempts.delay, errors)))
+
+
+def test_delays_grow_and_attempts_are_counted():
+    waits = delays(Attempts(None, Throttle()), itertools.repeat(GONE))
+    assert len(waits) == MAX_ATTEMPTS - 1
+    for wait, base in zip(waits, (0.1, 0.2, 0.4, 0.8), strict=True):
+        assert 0.75 * base <= wait <= 1.25 * base
+
+
+def test_a_hint_is_never_undercut():
+    for _ in range(50):
+        (first, *_) = delays(Attempts(None, Throttle()), [FULL])
+        assert 0.5 <= first <= 0.625
+
+
+def test_nothing_is_sent_again_that_the_deadline_would_end():
+    assert delays(Attempts(0.4, Throttle()), [FULL]) == []
+
+
+def test_who_insists_waits_for_room_but_not_for_a_server_that_is_gone():
+    attempts = Attempts(None, Throttle(), insist=True)
+    assert len(delays(attempts, [FULL] * 100)) == 100
+    assert len(delays(attempts, itertools.repeat(GONE))) == MAX_ATTEMPTS - 1
+    # Also without retries, for as long as the server is full.
+    attempts = Attempts(None, None, insist=True)
+    assert len(delays(attempts, [FULL] * 10)) == 10
+    assert delays(attempts, [GONE]) == []
+
+
+def test_many_failures_stop_all_retries_and_successes_bring_them_back():
+    throttle = Throttle()
+    sent = sum(len(delays(Attempts(None, throttle), itertools.repeat(GONE))) for _ in range(100))
+    assert sent == 40  # of the 49 failures that leave more than half of the tokens
+    assert delays(Attempts(None, throttle), [GONE]) == []
+    for _ in range(104):
+        Attempts(None, throttle).answered()
+    assert len(delays(Attempts(None, throttle), [GONE])) == 1
+
+
+def test_an_answer_counts_once_as_a_success():
+    throttle = Throttle()
+    for _ in range(60):
+        throttle.failed()
+    attempts = Attempts(None, throttle)
+    for _ in range(1000):  # messages
+        attempts.answered()
+    assert delays(Attempts(None, throttle), [GONE]) == []
+
+
+def test_the_timeout_spans_all_attempts(server):
+    server.refuse_generate = [overloaded(0.3)] * 10
+    with dorad.Client(server.target) as client:
+        begin = time.monotonic()
+        with pytest.raises(dorad.Overloaded):
+            client.generate([1], timeout=0.8)
+        assert time.monotonic() - begin < 0.8
+    assert 2 <= len(server.generate_calls) <= 3
+
+
+def test_a_stream_is_sent_again_before_its_first_message(client, server):
+    server.refuse_generate = [unavailable, overloaded(0.01)]
+    with client.stream([1], max_tokens=2) as stream:
+        assert sum(len(delta.token_ids) for delta in stream) == 2
+    assert len(server.generate_calls) == 3
+
+
+def test_an_asynchronous_stream_is_sent_again_before_its_first_message(server):
+    server.refuse_generate = [unavailable, overloaded(0.01)]
+
+    async def body():
+        async with (
+            dorad.aio.Client(server.target, timeout=20) as client,
+            client.stream([1], max_tokens=2) as stream,
+        ):
+            return sum([len(delta.token_ids) async for delta in stream])
+
+    assert asyncio.run(body()) == 2
+    assert len(server.generate_calls) == 3
+
+
+def test_closing_a_stream_ends_its_wait(client, server):
+    server.refuse_generate = [overloaded(10)]
+    stream = client.stream([1])
+    threading.Timer(0.2, stream.close).start()
+    begin = time.monotonic()
+    assert list(stream) == []
+    assert time.monotonic() - begin < 5
+    assert len(server.generate_calls) == 1
+
+
+def test_closing_an_asynchronous_stream_ends_its_wait(server):
+    server.refuse_generate = [overloaded(10)]
+
+    async def body():
+        async with dorad.aio.Client(server.target, timeout=20) as client:
+            stream = client.stream([1])
+            asyncio.get_running_loop().call_later(0.2, stream.close)
+            return [delta async for delta in stream]
+
+    begin = time.monotonic()
+    assert asyncio.run(body()) == []
+    assert time.monotonic() - begin < 5
+    assert len(server.generate_calls) == 1
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_closing_the_client_ends_its_waits(server, many):
+    server.refuse_generate = [overloaded(2 if many else 10)]
+    client = dorad.Client(server.target, timeout=20)
+    errors = []
+
+    def call():
+        try:
+            client.generate_many([[1]]) if many else client.generate([1])
+        except dorad.DoradError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert wait_for(lambda: len(server.generate_calls) == 1)
+    time.sleep(0.1)
+    client.close()
+    thread.join(5)
+    assert not thread.is_alive() and isinstance(errors[0], dorad.Overloaded)
+    assert len(server.generate_calls) == 1
+
+
+def test_closing_an_asynchronous_client_ends_its_waits(server):
+    server.refuse_generate = [overloaded(10)]
+
+    async def body():
+        client = dorad.aio.Client(server.target, timeout=20)
+        call = asyncio.create_task(client.generate([1]))
+        await asyncio.to_thread(wait_for, lambda: len(server.generate_calls) == 1)
+        await asyncio.sleep(0.1)
+        await client.close()
+        with pytest.raises(dorad.Overloaded):
+            await asyncio.wait_for(call, 5)
+
+    asyncio.run(body())
+
+
+def test_what_may_have_had_an_effect_is_not_sent_again(client, server):
+    client.close()
+    begin = time.monotonic()
+    with dorad.Client("127.0.0.1:1") as nobody:
+        with pytest.raises(dorad.Unavailable):
+            nobody.activate("a", 1)
+        assert time.monotonic() - begin < 0.5
+        with pytest.raises(dorad.Unavailable):
+            nobody.adapters()
+    assert time.monotonic() - begin > 0.5
