@@ -144,6 +144,8 @@ class FakeServer(
         self.failing_yields = set()  # INTERNAL for the first call (1), the second, ...
         self.token_delay = 0.0
         self.endless = False
+        self.watches = 0
+        self.break_watches = 0  # that end before their first event
         self.refuse_generate = []  # of callables(context), one for each call to come
         self.capacity = None  # Overloaded above so many running requests
         self.break_after = None  # UNAVAILABLE after this many messages
@@ -461,6 +463,11 @@ class FakeServer(
         )
 
     def Watch(self, request, context):
+        self.watches += 1
+        if self.break_watches:
+            self.break_watches -= 1
+            context.send_initial_metadata(())
+            context.abort(grpc.StatusCode.UNAVAILABLE, "goes away")
         if request.HasField("from_generation") and request.from_generation < 0:
             fail(context, grpc.StatusCode.OUT_OF_RANGE, "GENERATION_TOO_OLD", "too old")
         seen = request.from_generation if request.HasField("from_generation") else self.generation

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from dorad._retry import MAX_ATTEMPTS, Attempts, Throttle
 from dorad.errors import from_rpc_error
-from fake_server import overloaded, unavailable, wait_for
+from fake_server import fail, overloaded, unavailable, wait_for
 
 GONE = dorad.Unavailable("gone", code="UNAVAILABLE", retryable=True)
 FULL = dorad.Overloaded("full", code="RESOURCE_EXHAUSTED", retry_after=0.5, retryable=True)
@@ -154,7 +154,7 @@ def test_closing_an_asynchronous_stream_ends_its_wait(server):
         async with dorad.aio.Client(server.target, timeout=20) as client:
             stream = client.stream([1])
             asyncio.get_running_loop().call_later(0.2, stream.close)
-            return [delta async for delta in stream]
+            return await read(stream)
 
     begin = time.monotonic()
     assert asyncio.run(body()) == []
@@ -162,15 +162,22 @@ def test_closing_an_asynchronous_stream_ends_its_wait(server):
     assert len(server.generate_calls) == 1
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_closing_the_client_ends_its_waits(server, many):
-    server.refuse_generate = [overloaded(2 if many else 10)]
+CALLS = {
+    "generate": lambda client: client.generate([1]),
+    "generate_many": lambda client: client.generate_many([[1]]),
+    "stream": lambda client: list(client.stream([1])),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_closing_the_client_ends_its_waits(server, kind):
+    server.refuse_generate = [overloaded(10 if kind == "generate" else 1)]
     client = dorad.Client(server.target, timeout=20)
     errors = []
 
     def call():
         try:
-            client.generate_many([[1]]) if many else client.generate([1])
+            CALLS[kind](client)
         except dorad.DoradError as error:
             errors.append(error)
 
@@ -184,12 +191,18 @@ def test_closing_the_client_ends_its_waits(server, many):
     assert len(server.generate_calls) == 1
 
 
-def test_closing_an_asynchronous_client_ends_its_waits(server):
-    server.refuse_generate = [overloaded(10)]
+async def read(stream):
+    return [delta async for delta in stream]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_closing_an_asynchronous_client_ends_its_waits(server, streams):
+    server.refuse_generate = [overloaded(1 if streams else 10)]
 
     async def body():
         client = dorad.aio.Client(server.target, timeout=20)
-        call = asyncio.create_task(client.generate([1]))
+        todo = read(client.stream([1])) if streams else client.generate([1])
+        call = asyncio.create_task(todo)
         await asyncio.to_thread(wait_for, lambda: len(server.generate_calls) == 1)
         await asyncio.sleep(0.1)
         await client.close()
@@ -197,6 +210,41 @@ def test_closing_an_asynchronous_client_ends_its_waits(server):
             await asyncio.wait_for(call, 5)
 
     asyncio.run(body())
+
+
+def test_a_cancelled_task_ends_also_when_its_stream_was_closed(server):
+    server.endless, server.token_delay = True, 0.005
+
+    async def body():
+        async with dorad.aio.Client(server.target, timeout=20) as client:
+            stream = client.stream([1])
+            task = asyncio.create_task(read(stream))
+            await asyncio.sleep(0.2)
+            stream.close()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    asyncio.run(body())
+
+
+def test_an_attempt_that_meets_the_one_before_it_is_sent_again(client, server):
+    def in_use(context):
+        fail(context, grpc.StatusCode.ALREADY_EXISTS, "REQUEST_ID_IN_USE", "it runs")
+
+    server.refuse_generate = [unavailable, in_use]
+    assert len(client.generate([1], request_id="mine", max_tokens=1)) == 1
+    assert len(server.generate_calls) == 3
+    server.refuse_generate = [in_use]  # somebody else's
+    with pytest.raises(dorad.Conflict):
+        client.generate([1], request_id="mine")
+
+
+def test_a_watch_does_not_begin_again_by_itself(client, server):
+    server.break_watches = 1
+    with pytest.raises(dorad.Unavailable), client.watch() as events:
+        next(events)
+    assert server.watches == 1
 
 
 def test_what_may_have_had_an_effect_is_not_sent_again(client, server):

@@ -46,8 +46,13 @@ class Stream(Generic[T]):
     """
 
     def __init__(
-        self, start: Callable[[float], Any], convert: Callable[[Any], T], attempts: Attempts
+        self,
+        client: Client,
+        start: Callable[[float], Any],
+        convert: Callable[[Any], T],
+        attempts: Attempts,
     ) -> None:
+        self._client = client
         self._start = start
         self._convert = convert
         self._attempts = attempts
@@ -73,6 +78,8 @@ class Stream(Generic[T]):
                 return self._convert(message)
             if self._closed.wait(delay):
                 raise StopIteration
+            if self._client._closed.is_set():
+                raise failure from None
             self._call = self._start(self._attempts.left)
             if self._closed.is_set():  # It may have cancelled the call before this one.
                 self._call.cancel()
@@ -261,6 +268,7 @@ class Client:
         """
         request = t.GenerateRequest(token_ids, **options)
         return Stream(
+            self,
             lambda left: self._start(request, stream=True, timeout=left),
             lambda message: _wire.delta(message, request),
             self._attempts(timeout),
@@ -642,14 +650,19 @@ class Client:
     ) -> Stream[t.WatchEvent]:
         """Registry events with a greater generation, in order; default: from now on. Never ends.
 
+        Never begins again by itself: after Unavailable, watch from the last event's generation.
+
         Raises InvalidArgument (OUT_OF_RANGE) when events after `from_generation` are gone: call
         `adapters()` and watch from its generation.
         """
         message = adapters_pb2.WatchRequest(from_generation=from_generation)
+        # One attempt: the next one would begin at a later "now", and events between were lost.
+        once = Attempts(deadline(timeout, self._timeout), None)
         return Stream(
+            self,
             lambda left: self._call(self._adapters.Watch, message, left),
             _wire.watch_event,
-            self._attempts(timeout),
+            once,
         )
 
     # --- Operation --------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Attempts:
 
     def delay(self, error: DoradError) -> float | None:
         """Seconds to wait before the next attempt; None: `error` is the call's end."""
-        if self._answered or not error.retryable:
+        if self._answered or not (error.retryable or self._meets_itself(error)):
             return None
         if self._insist and isinstance(error, Overloaded):
             delay = self._spread(error, self._refusals)
@@ -94,6 +94,10 @@ class Attempts:
                 return None
         # What ends no later than the call does is worth waiting for; the rest is known now.
         return delay if time.monotonic() + delay < self._end else None
+
+    def _meets_itself(self, error: DoradError) -> bool:
+        # The connection broke, and the server has not let go of the attempt before.
+        return self._failures > 0 and error.reason == "REQUEST_ID_IN_USE"
 
     @staticmethod
     def _spread(error: DoradError, failures: int) -> float:

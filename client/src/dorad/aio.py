@@ -59,8 +59,13 @@ class Stream(Generic[T]):
     """
 
     def __init__(
-        self, start: Callable[[float], Any], convert: Callable[[Any], T], attempts: Attempts
+        self,
+        client: Client,
+        start: Callable[[float], Any],
+        convert: Callable[[Any], T],
+        attempts: Attempts,
     ) -> None:
+        self._client = client
         self._start = start
         self._convert = convert
         self._attempts = attempts
@@ -80,16 +85,20 @@ class Stream(Generic[T]):
                 if delay is None:
                     raise failure from None
             except asyncio.CancelledError:
-                if self._closed.is_set():  # close() from another task: this one goes on.
-                    break
+                task = asyncio.current_task()
+                if self._closed.is_set() and not (task and task.cancelling()):
+                    break  # close() from another task: this one goes on.
                 raise
             else:
                 if message is grpc.aio.EOF:
                     break
                 self._attempts.answered()
                 return self._convert(message)
-            if not await _is_set_within(self._closed, delay):
-                self._call = self._start(self._attempts.left)
+            if await _is_set_within(self._closed, delay):
+                break
+            if self._client._closed.is_set():
+                raise failure from None
+            self._call = self._start(self._attempts.left)
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -265,6 +274,7 @@ class Client:
         request = t.GenerateRequest(token_ids, **options)
         message = _wire.generate_request(request, stream=True)
         return Stream(
+            self,
             lambda left: self._start(self._inference.Generate, message, left),
             lambda answer: _wire.delta(answer, request),
             self._attempts(timeout),
@@ -590,10 +600,13 @@ class Client:
     ) -> Stream[t.WatchEvent]:
         """Registry events with a greater generation, in order; default: from now on."""
         message = adapters_pb2.WatchRequest(from_generation=from_generation)
+        # As in the synchronous client: one attempt.
+        once = Attempts(deadline(timeout, self._timeout), None)
         return Stream(
+            self,
             lambda left: self._start(self._adapters.Watch, message, left),
             _wire.watch_event,
-            self._attempts(timeout),
+            once,
         )
 
     # --- Operation --------------------------------------------------------------------------------

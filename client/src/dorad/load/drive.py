@@ -199,6 +199,7 @@ class _Run:
         # Messages as they are: arrays and spans would cost more than the rest of the work.
         written = _wire.generate_request(request, stream=True)
         stream = dorad.aio.Stream[Any](
+            client,
             lambda left: client._start(client._inference.Generate, written, left),
             lambda message: message,
             client._attempts(None),
