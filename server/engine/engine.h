@@ -72,7 +72,9 @@ class Engine {
   // version); new ones are taken and wait, with kWait they are refused. `done` runs on the engine
   // thread when the pause is in effect, with the number of requests that were ended (kAbort), have
   // finished (kWait) or are frozen (kKeep). kWait lets frozen requests of its scope run. ABORTED
-  // (PAUSE_SUPERSEDED) for a kWait that another pause or a resume overtakes.
+  // (PAUSE_SUPERSEDED) for a kWait that another pause or a resume of its scope or of everything
+  // overtakes, and for a kKeep of an adapter while a kWait of everything waits.
+  // RESOURCE_EXHAUSTED (PAUSES_FULL).
   using PauseDone = std::function<void(absl::StatusOr<int>)>;
   void Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done);
   // Undoes the pauses of the scope; of the base's reference all pauses.

@@ -21,6 +21,10 @@ KvPages::Chunks ChunksOf(ModelRunner& runner) {
   return chunks == nullptr ? KvPages::Chunks() : KvPages::Chunks{chunks->pages(), chunks->lead()};
 }
 
+absl::Status Superseded(std::string_view why) {
+  return MakeError(absl::StatusCode::kAborted, "PAUSE_SUPERSEDED", why);
+}
+
 // A sequence that does not fit could never finish, whatever comes back.
 int64_t LeastPages(const EngineOptions& options, int64_t max_length) {
   const int64_t longest = (max_length + kKvPageTokens - 1) / kKvPageTokens;
@@ -341,6 +345,11 @@ void EngineLoop::Abort(const AbortTarget& target, const std::string& detail,
 }
 
 void EngineLoop::Pause(PauseMode mode, const adapter::AdapterRef& scope, Engine::PauseDone done) {
+  if (const absl::Status room = pauses_.CheckRoom(scope); !room.ok()) {
+    // New requests of the scope are not refused any longer.
+    admission_->PostTaking(scope, [this, done = std::move(done), room] { Answer(done, room); });
+    return;
+  }
   switch (mode) {
     case PauseMode::kAbort: {
       Supersede(scope);
@@ -351,6 +360,11 @@ void EngineLoop::Pause(PauseMode mode, const adapter::AdapterRef& scope, Engine:
       return;
     }
     case PauseMode::kKeep:
+      if (!scope.is_base() && pauses_.everything_waits()) {
+        // Frozen requests would never end, and the pause of everything would wait for them.
+        Answer(done, Superseded("a pause of everything waits for these requests to end"));
+        return;
+      }
       Supersede(scope);
       FinishAll();
       pauses_.Begin(scope);
@@ -445,8 +459,7 @@ void EngineLoop::LendKv(int64_t bytes, const std::function<void(int64_t)>& done)
 // Ends the pauses that still wait: another word has come in between.
 void EngineLoop::Supersede(const adapter::AdapterRef& scope) {
   for (const Pauses::Waiting& pause : pauses_.TakeOvertaken(scope)) {
-    Answer(pause.done, MakeError(absl::StatusCode::kAborted, "PAUSE_SUPERSEDED",
-                                 "another pause or a resume came before the engine was idle"));
+    Answer(pause.done, Superseded("another pause or a resume came before the engine was idle"));
   }
 }
 

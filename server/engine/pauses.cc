@@ -4,11 +4,22 @@
 #include <iterator>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
+
 namespace dorad::engine {
 
 bool Pauses::Freezes(const Request& request) const {
   return std::any_of(adapters_.begin(), adapters_.end(),
                      [&](const adapter::AdapterRef& ref) { return request.Holds(ref); });
+}
+
+absl::Status Pauses::CheckRoom(const adapter::AdapterRef& scope) const {
+  const bool is_known =
+      scope.is_base() || std::count(adapters_.begin(), adapters_.end(), scope) > 0;
+  if (is_known || adapters_.size() + waiting_.size() < kMost) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kResourceExhausted, "PAUSES_FULL",
+                   absl::StrCat("there are ", kMost, " pauses of adapters; Resume ends them"));
 }
 
 void Pauses::Begin(const adapter::AdapterRef& scope) {
@@ -34,9 +45,12 @@ std::vector<Pauses::Waiting> Pauses::TakeOver(
 }
 
 std::vector<Pauses::Waiting> Pauses::TakeOvertaken(const adapter::AdapterRef& scope) {
-  return Take([&](const Waiting& waiting) {
-    return scope.is_base() || waiting.scope.is_base() || waiting.scope == scope;
-  });
+  return Take([&](const Waiting& waiting) { return scope.is_base() || waiting.scope == scope; });
+}
+
+bool Pauses::everything_waits() const {
+  return std::any_of(waiting_.begin(), waiting_.end(),
+                     [](const Waiting& waiting) { return waiting.scope.is_base(); });
 }
 
 template <typename Condition>

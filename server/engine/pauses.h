@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "server/adapter/version.h"
 #include "server/engine/request.h"
@@ -33,6 +34,10 @@ class Pauses {
   // Whether a pause of one of its adapters stops the request.
   bool Freezes(const Request& request) const;
 
+  // Pauses of adapters, in effect or waiting, that there may be.
+  static constexpr size_t kMost = 1024;
+  // OK: this one may begin or wait. RESOURCE_EXHAUSTED (PAUSES_FULL).
+  absl::Status CheckRoom(const adapter::AdapterRef& scope) const;
   void Begin(const adapter::AdapterRef& scope);
   // Of everything ends the pauses of adapters, too.
   void End(const adapter::AdapterRef& scope);
@@ -41,8 +46,9 @@ class Pauses {
   // Takes out those that are done when `is_over(scope)`.
   std::vector<Waiting> TakeOver(const std::function<bool(const adapter::AdapterRef&)>& is_over);
   // Takes out those that another pause or a resume of the scope overtakes: the same scope's, and
-  // where either is everything, all.
+  // all where that is everything. Who may pause some adapter thus cannot end a pause of everything.
   std::vector<Waiting> TakeOvertaken(const adapter::AdapterRef& scope);
+  bool everything_waits() const;
   bool anyone_waits() const { return !waiting_.empty(); }
 
  private:

@@ -1,8 +1,11 @@
 #include "server/rpc/control_service.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/rpc/access.h"
@@ -63,6 +66,21 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
 // Whether the caller may stop what the scope covers.
 absl::Status CheckScope(const security::Principal& caller, const adapter::AdapterRef& scope) {
   return scope.is_base() ? CheckIsAdmin(caller) : CheckAdapterAccess(caller, scope.name);
+}
+
+// The share of a tenant, who is not to take the places of others'.
+absl::Status CheckPauses(const Services& services, const security::Principal& caller,
+                         const adapter::AdapterRef& scope) {
+  constexpr int64_t kMost = 64;
+  if (caller.roles.Has(security::Role::kAdmin)) return absl::OkStatus();
+  const std::vector<adapter::AdapterRef> paused = services.engine->stats().paused_adapters;
+  const bool is_known = std::count(paused.begin(), paused.end(), scope) > 0;
+  const auto is_own = [&](const adapter::AdapterRef& ref) { return caller.MayTouch(ref.name); };
+  if (is_known || std::count_if(paused.begin(), paused.end(), is_own) < kMost) {
+    return absl::OkStatus();
+  }
+  return MakeError(absl::StatusCode::kResourceExhausted, "PAUSES_FULL",
+                   absl::StrCat("there are ", kMost, " pauses of your adapters; Resume ends them"));
 }
 
 void FillInfo(const Services& services, const security::Principal& caller,
@@ -129,6 +147,7 @@ grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* con
         absl::StatusOr<ParsedPause> pause = ParsePause(*request);
         absl::Status status = pause.status();
         if (status.ok()) status = CheckScope(call->caller(), pause->scope);
+        if (status.ok()) status = CheckPauses(*services_, call->caller(), pause->scope);
         if (!status.ok()) {
           call->End(status);
           return;

@@ -4,7 +4,9 @@
 
 #include <random>
 
+#include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/engine/pauses.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
@@ -247,6 +249,60 @@ TEST_F(PausesTest, APauseThatWaitsIsOvertakenByItsOwnScopeAndByEverything) {
     EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
     Wait(*stream);
   }
+}
+
+// Who may pause some adapter cannot end a pause of everything.
+TEST_F(PausesTest, APauseOfEverythingWaitsOnWhateverComesOfOneAdapter) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  absl::Notification in_effect;
+  absl::StatusOr<int> result;
+  engine_->Pause(PauseMode::kWait, {}, [&](absl::StatusOr<int> r) {
+    result = std::move(r);
+    in_effect.Notify();
+  });
+  Resume(a_);
+  absl::Notification refused;
+  engine_->Pause(PauseMode::kKeep, a_, [&](const absl::StatusOr<int>& r) {
+    EXPECT_EQ(ReasonOf(r.status()), "PAUSE_SUPERSEDED");
+    refused.Notify();
+  });
+  refused.WaitForNotification();
+  EXPECT_EQ(engine_->stats().frozen_requests, 0);
+  EXPECT_FALSE(in_effect.HasBeenNotified());
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
+  in_effect.WaitForNotification();
+  EXPECT_EQ(*result, 1);
+  EXPECT_TRUE(engine_->stats().paused);
+  Resume({});
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3))).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, PausesAreBoundedAndOneTooManyStopsNobody) {
+  Start(DefaultOptions(), 64);
+  std::atomic<int> answered = 0;
+  for (size_t i = 0; i < Pauses::kMost; ++i) {
+    engine_->Pause(PauseMode::kKeep, {absl::StrCat("n", i), 0}, [&](const absl::StatusOr<int>& r) {
+      EXPECT_TRUE(r.ok());
+      ++answered;
+    });
+  }
+  for (const PauseMode mode : {PauseMode::kKeep, PauseMode::kWait, PauseMode::kAbort}) {
+    absl::Notification refused;
+    engine_->Pause(mode, a_, [&](const absl::StatusOr<int>& r) {
+      EXPECT_EQ(ReasonOf(r.status()), "PAUSES_FULL");
+      refused.Notify();
+    });
+    refused.WaitForNotification();
+    EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)))).status.ok());
+  }
+  EXPECT_EQ(answered, static_cast<int>(Pauses::kMost));
+  EXPECT_EQ(Pause(PauseMode::kKeep, {"n7", 0}), 0) << "which is there";
+  Resume({"n8", 0});
+  EXPECT_EQ(Pause(PauseMode::kKeep, a_), 0);
+  Resume({});
+  ExpectEverythingBack();
 }
 
 // Whoever pauses and resumes what, every request ends with its tokens.
