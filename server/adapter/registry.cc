@@ -38,7 +38,7 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
   for (const auto& [name, entry] : stored.names) {
     {
       absl::MutexLock lock(&state_->mu);
-      state_->book.NoteNumber(name, entry.last_version);
+      state_->book.NoteServed(name, entry.last_version);
     }
     for (const auto& [number, kept] : entry.versions) {
       // Takes its time: others may look at the registry meanwhile.

@@ -12,6 +12,9 @@ namespace {
 
 // AdapterRef::Parse reads at most 18 digits.
 constexpr int64_t kMaxVersion = 999'999'999'999'999'999;
+// What a caller may choose, microseconds since 1970 included. The rest is for the numbers that come
+// after: however high somebody begins, there are more than can ever be used.
+constexpr int64_t kMaxWantedVersion = 10'000'000'000'000'000;
 // Names without any record are forgotten beyond this number of names.
 constexpr size_t kMaxNames = 65536;
 // Names before and after an unknown one that are looked at for what was meant.
@@ -142,10 +145,11 @@ absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,
   const auto known = names_.find(name);
   const int64_t last = known == names_.end() ? forgotten_floor_ : known->second.last_version;
   const int64_t number = wanted.value_or(last + 1);
-  if (number < 1 || number > kMaxVersion) {
-    return MakeInvalid(
-        "version", {{"version", "ADAPTER_VERSION_INVALID",
-                     absl::StrCat("version ", number, " is not within [1, ", kMaxVersion, "]")}});
+  const int64_t most = wanted ? kMaxWantedVersion : kMaxVersion;
+  if (number < 1 || number > most) {
+    return MakeInvalid("version",
+                       {{"version", "ADAPTER_VERSION_INVALID",
+                         absl::StrCat("version ", number, " is not within [1, ", most, "]")}});
   }
   if (number <= last) {
     return MakeError(absl::StatusCode::kAborted, "ADAPTER_VERSION_TAKEN",
@@ -159,11 +163,16 @@ void VersionBook::NoteNumber(const std::string& name, int64_t number) {
   names_[name].last_version = number;
 }
 
+void VersionBook::NoteServed(const std::string& name, int64_t number) {
+  NoteNumber(name, number);
+  names_[name].last_served = number;
+}
+
 void VersionBook::ForgetIdleNames() {
   if (names_.size() < kMaxNames) return;
   for (auto it = names_.begin(); it != names_.end();) {
     if (it->second.versions.empty()) {
-      forgotten_floor_ = std::max(forgotten_floor_, it->second.last_version);
+      forgotten_floor_ = std::max(forgotten_floor_, it->second.last_served);
       it = names_.erase(it);
     } else {
       ++it;
@@ -193,6 +202,10 @@ void VersionBook::MakeInactive(Version& version) {
 }
 
 void VersionBook::Ended(const Version& version) {
+  if (version.record.state == AdapterState::kGone) {
+    int64_t& served = names_[version.record.name].last_served;
+    served = std::max(served, version.record.version);
+  }
   ended_.emplace_back(version.record.name, version.record.version);
   while (ended_.size() > max_ended_records_) {
     names_[ended_.front().first].versions.erase(ended_.front().second);

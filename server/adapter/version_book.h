@@ -63,8 +63,11 @@ class VersionBook {
   absl::StatusOr<int64_t> FreeNumber(const std::string& name, std::optional<int64_t> wanted) const;
   // All numbers up to this one have been given out.
   void NoteNumber(const std::string& name, int64_t number);
+  // And versions of them may have served, in an earlier run.
+  void NoteServed(const std::string& name, int64_t number);
   // Drops names without any record when there are very many names. One that comes back starts above
-  // every number of those that were ever dropped.
+  // every number under which a version of the dropped ones ever served; loads that failed count for
+  // nothing, or whoever may publish could drive the numbers of all.
   void ForgetIdleNames();
 
   // --- Changes.
@@ -81,6 +84,7 @@ class VersionBook {
   struct Name {
     std::map<int64_t, Version> versions;
     int64_t last_version = 0;
+    int64_t last_served = 0;  // of the versions that are gone
     int64_t active = 0;
   };
 

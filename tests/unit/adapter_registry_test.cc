@@ -152,6 +152,28 @@ TEST_F(AdapterRegistryTest, VersionNumbersRiseAndAreNeverUsedTwice) {
   }
 }
 
+// Whoever may publish under some names must not take the numbers of others.
+TEST_F(AdapterRegistryTest, LoadsThatFailDoNotDriveTheNumbersOfOtherNames) {
+  constexpr int64_t kMost = 10'000'000'000'000'000;
+  EXPECT_EQ(ReasonOf(registry_->Reserve("z", kMost + 1, {}).status()), "ADAPTER_VERSION_INVALID");
+  registry_->Fail("z", *registry_->Reserve("z", kMost, {}), absl::UnknownError("broken"));
+  EXPECT_EQ(*registry_->Reserve("z", std::nullopt, {}), kMost + 1);
+  registry_->Fail("z", kMost + 1, absl::UnknownError("broken"));
+  EXPECT_EQ(Publish("served", false), 1);
+  EXPECT_EQ(Publish("served", false), 2);
+  for (const int64_t version : {1, 2}) {
+    ASSERT_TRUE(registry_->Retire("served", version).ok());
+  }
+  // So many names that those without a record are forgotten.
+  for (int i = 0; i < 70'000; ++i) {
+    const std::string name = absl::StrCat("n", i);
+    registry_->Fail(name, *registry_->Reserve(name, std::nullopt, {}), absl::UnknownError("no"));
+  }
+  // Above what served, and not above what never did.
+  EXPECT_EQ(*registry_->Reserve("mine", std::nullopt, {}), 3);
+  EXPECT_EQ(*registry_->Reserve("other", 4, {}), 4);
+}
+
 TEST_F(AdapterRegistryTest, ActivationIsACompareAndSet) {
   Publish("a", true);
   Publish("a", false);
@@ -460,19 +482,21 @@ TEST_F(AdapterRegistryTest, AnUnknownNameIsAnsweredWithTheNearOnesThatAreReady) 
   const absl::Status status = registry_->Acquire({"polcy", 0}).status();
   EXPECT_EQ(ReasonOf(status), "ADAPTER_NOT_FOUND");
   EXPECT_THAT(std::string(status.message()), HasSubstr("did you mean policy?"));
-  EXPECT_THAT(MetadataOf(status), ElementsAre(Pair("nearest", "policy")));
+  EXPECT_THAT(MetadataOf(status), ElementsAre(Pair("adapter", "polcy"), Pair("nearest", "policy")));
   EXPECT_THAT(MetadataOf(registry_->Acquire({"policy-1", 0}).status()),
-              ElementsAre(Pair("nearest", "policy-2,policy")));
+              ElementsAre(Pair("adapter", "policy-1"), Pair("nearest", "policy-2,policy")));
   const absl::Status far = registry_->Acquire({"something-else", 0}).status();
-  EXPECT_THAT(MetadataOf(far), IsEmpty());
+  EXPECT_THAT(MetadataOf(far), ElementsAre(Pair("adapter", "something-else")));
   EXPECT_EQ(std::string(far.message()), "there is no adapter named \"something-else\"");
-  EXPECT_THAT(MetadataOf(registry_->Get({std::string(128, 'p'), 0}).status()), IsEmpty());
+  const std::string longest(128, 'p');
+  EXPECT_THAT(MetadataOf(registry_->Get({longest, 0}).status()),
+              ElementsAre(Pair("adapter", longest)));
 }
 
 TEST_F(AdapterRegistryTest, FindsANearNameAmongMany) {
   for (int i = 0; i < 300; ++i) Publish(absl::StrCat("run-", i, "-policy"), false);
   EXPECT_THAT(MetadataOf(registry_->Acquire({"run-2-polic", 0}).status()),
-              ElementsAre(Pair("nearest", HasSubstr("run-2-policy"))));
+              Contains(Pair("nearest", HasSubstr("run-2-policy"))));
 }
 
 TEST_F(AdapterRegistryTest, AnUnknownVersionIsAnsweredWithTheNewestReadyOnes) {
