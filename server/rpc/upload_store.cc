@@ -209,7 +209,7 @@ void UploadStore::Complete(Record& record, const absl::StatusOr<adapter::Publish
     if (RetryAfterOf(result.status()) && Holds(record)) {
       dropped.push_back(std::move(records_.extract(record.key()).mapped()));
     } else {
-      dropped = Thin([](const Record& r) { return r.ended(); }, kMaxResults);
+      dropped = Thin([](const Record& r) { return r.ended() ? 1 : 0; }, kMaxResults);
     }
     changed_.Signal();
   }
@@ -223,7 +223,7 @@ void UploadStore::Leave(std::shared_ptr<Record> record, uint64_t stream) {
     record->stream = 0;
     record->end_stream = nullptr;
     record->expiry = absl::Now() + options_.time_to_live;
-    dropped = Thin([](const Record& r) { return r.idle(); }, kMaxIdle);
+    dropped = Thin([](const Record& r) { return r.idle() ? 1 : 0; }, kMaxIdle);
     changed_.Signal();
   }
   // What is kept must not be held by anyone else, or dropping it would not give its memory back.
@@ -243,11 +243,13 @@ void UploadStore::Drop(const Record& record) {
 bool UploadStore::DropOldestIdle() {
   std::vector<std::shared_ptr<Record>> dropped;
   absl::MutexLock lock(&mu_);
-  const auto is_idle = [](const Record& r) { return r.idle(); };
-  const int idle = static_cast<int>(std::count_if(
-      records_.begin(), records_.end(), [&](const auto& item) { return is_idle(*item.second); }));
+  const auto is_idle = [](const auto& item) { return item.second->idle(); };
+  const auto idle = std::count_if(records_.begin(), records_.end(), is_idle);
   if (idle == 0) return false;
-  dropped = Thin(is_idle, idle - 1);
+  const auto bytes = [](const Record& r) -> int64_t {
+    return r.idle() ? static_cast<int64_t>(r.received) + 1 : 0;
+  };
+  dropped = Thin(bytes, static_cast<int>(idle) - 1);
   return true;
 }
 
@@ -256,19 +258,36 @@ bool UploadStore::Holds(const Record& record) const {
   return found != records_.end() && found->second.get() == &record;
 }
 
-std::vector<std::shared_ptr<UploadStore::Record>> UploadStore::Thin(
-    const std::function<bool(const Record&)>& among, int most) {
-  std::vector<Records::iterator> found;
+std::vector<std::shared_ptr<UploadStore::Record>> UploadStore::Thin(const Weight& weight,
+                                                                    int most) {
+  struct Share {
+    int64_t weight = 0;
+    std::vector<Records::iterator> records;
+  };
+  std::map<std::string, Share> shares;  // by tenant
+  size_t count = 0;
   for (auto it = records_.begin(); it != records_.end(); ++it) {
-    if (among(*it->second)) found.push_back(it);
+    const int64_t own = weight(*it->second);
+    if (own == 0) continue;
+    Share& share = shares[it->second->tenant];
+    share.weight += own;
+    share.records.push_back(it);
+    ++count;
   }
-  std::sort(found.begin(), found.end(), [](Records::iterator a, Records::iterator b) {
-    return a->second->expiry < b->second->expiry;
-  });
   std::vector<std::shared_ptr<Record>> removed;
-  for (size_t i = 0; i + most < found.size(); ++i) {
-    removed.push_back(std::move(found[i]->second));
-    records_.erase(found[i]);
+  for (; count > static_cast<size_t>(most); --count) {
+    Share& largest =
+        std::max_element(shares.begin(), shares.end(), [](const auto& a, const auto& b) {
+          return a.second.weight < b.second.weight;
+        })->second;
+    const auto oldest = std::min_element(largest.records.begin(), largest.records.end(),
+                                         [](Records::iterator a, Records::iterator b) {
+                                           return a->second->expiry < b->second->expiry;
+                                         });
+    largest.weight -= weight(*(*oldest)->second);
+    removed.push_back(std::move((*oldest)->second));
+    records_.erase(*oldest);
+    largest.records.erase(oldest);
   }
   return removed;
 }

@@ -30,7 +30,7 @@ namespace dorad::rpc {
 // Owned by App; outlives streams and loads. Thread-safe.
 class UploadStore {
  public:
-  // More idle uploads or results than these push the oldest out.
+  // More idle uploads or results than these push the oldest out, of the tenant that has the most.
   static constexpr int kMaxIdle = 64;
   static constexpr int kMaxResults = 1024;
 
@@ -90,9 +90,12 @@ class UploadStore {
   bool DropOldestIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
   bool Holds(const Record& record) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Removes the oldest of the records that `among` holds for while they are more than `most`.
-  std::vector<std::shared_ptr<Record>> Thin(const std::function<bool(const Record&)>& among,
-                                            int most) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What a record weighs against the others of its tenant; 0: it is none of those that are thinned.
+  using Weight = std::function<int64_t(const Record&)>;
+  // Removes records while more than `most` weigh anything: each time the oldest one of the tenant
+  // whose records weigh the most, so that nobody pushes out those of somebody who has less.
+  std::vector<std::shared_ptr<Record>> Thin(const Weight& weight, int most)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Collect() ABSL_LOCKS_EXCLUDED(mu_);
 
   const Options options_;

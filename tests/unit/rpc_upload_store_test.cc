@@ -306,6 +306,34 @@ TEST_F(UploadStoreTest, KeepsABoundedNumberOfIdleUploads) {
   EXPECT_EQ(Received("u1"), 1u);
 }
 
+TEST_F(UploadStoreTest, ATenantWithManyUploadsPushesOutItsOwn) {
+  Leave("mine", "x", 2);
+  for (int i = 0; i < 2 * UploadStore::kMaxIdle; ++i) {
+    Client other(&store_, "other");
+    EXPECT_EQ(other.Feed(Begin(absl::StrCat("u", i), 2)), "");
+  }
+  EXPECT_EQ(store_.idle().uploads, UploadStore::kMaxIdle);
+  EXPECT_EQ(Received("mine"), 1u);
+}
+
+TEST_F(UploadStoreTest, RoomForBytesComesFromTheTenantThatHasTheMost) {
+  Leave("mine", "x", 2);  // the oldest
+  const std::string full(kMaxChunkBytes, 'x');
+  Client large(&store_, "other");
+  EXPECT_EQ(large.Feed(Begin("large", kMaxBytes)), "");
+  for (uint64_t at = 0; at < kMaxBytes; at += kMaxChunkBytes) {
+    EXPECT_EQ(large.Feed(Chunk(at, full)), "");
+  }
+  large.stream.reset();
+  Client client(&store_);
+  EXPECT_EQ(client.Feed(Begin("", kMaxBytes)), "");
+  for (uint64_t at = 0; at < kMaxBytes; at += kMaxChunkBytes) {
+    EXPECT_EQ(client.Feed(Chunk(at, full)), "");
+  }
+  EXPECT_EQ(ReasonOf(store_.Find("large", "other").status()), "UPLOAD_NOT_FOUND");
+  EXPECT_EQ(Received("mine"), 1u);
+}
+
 // Each alone, since what wakes the collector for one drops the other, too; and twice, since at
 // first it may not have begun to wait.
 TEST(UploadStoreTimeTest, DropsWhatNobodyGoesOnWithWithoutBeingAsked) {
