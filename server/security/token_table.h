@@ -31,7 +31,8 @@ struct Tenant {
 class TokenTable {
  public:
   // `name` stands for the file in errors. INVALID_ARGUMENT listing every problem with its line
-  // (TOKENS_SYNTAX, TOKENS_UNKNOWN_KEY, TOKENS_DUPLICATE, TOKENS_INVALID_VALUE).
+  // (TOKENS_SYNTAX, TOKENS_UNKNOWN_KEY, TOKENS_DUPLICATE, TOKENS_INVALID_VALUE,
+  // TOKENS_UNKNOWN_TENANT, TOKENS_PREFIXES_OVERLAP).
   static absl::StatusOr<std::shared_ptr<const TokenTable>> Parse(const std::string& text,
                                                                  const std::string& name);
 

@@ -1,5 +1,6 @@
 // The tokens file as YAML. Keeps going after a problem, so that one run shows all of them.
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <set>
 #include <utility>
@@ -103,6 +104,7 @@ class TokenTableReader {
         ReadTenant(item.second, place, &table_.tenants_[tenant]);
       }
     }
+    CheckPrefixesAreApart(node);
   }
 
   void ReadTenant(const YAML::Node& node, const std::string& what, Tenant* tenant) {
@@ -174,6 +176,7 @@ class TokenTableReader {
     principal->tenant = ReadName(node, fields, "tenant");
     principal->roles = ReadRoles(node, fields);
     const std::string tenants = table_.FindTenant(principal->tenant).adapters;
+    CheckTenantIsListed(node, *principal);
     const std::optional<std::string> own = ReadPrefix(fields);
     principal->adapters = own.value_or(tenants);
     if (!absl::StartsWith(principal->adapters, tenants)) {
@@ -185,6 +188,33 @@ class TokenTableReader {
              "an admin works on the whole server and has no prefix");
     }
     return principal;
+  }
+
+  // A misspelt tenant would have no limits. An admin has none anyway.
+  void CheckTenantIsListed(const YAML::Node& node, const Principal& principal) {
+    const std::string& tenant = principal.tenant;
+    const bool is_listed = table_.tenants_.count(tenant) > 0;
+    if (table_.tenants_.empty() || is_listed || tenant.empty()) return;
+    if (principal.roles.Has(Role::kAdmin)) return;
+    Keys listed;
+    for (const auto& [name, limits] : table_.tenants_) listed.push_back(name.c_str());
+    Report(PlaceOf(node, "tenant"), "TOKENS_UNKNOWN_TENANT",
+           absl::StrCat(tenant, " is not among the tenants", DidYouMean(tenant, listed)));
+  }
+
+  // Who owns team-a.x, if one tenant has "team-a." and another "team-"?
+  void CheckPrefixesAreApart(const YAML::Node& node) {
+    for (auto a = table_.tenants_.begin(); a != table_.tenants_.end(); ++a) {
+      for (auto b = std::next(a); b != table_.tenants_.end(); ++b) {
+        const std::string& one = a->second.adapters;
+        const std::string& other = b->second.adapters;
+        if (one.empty() || other.empty() || one == other) continue;  // on purpose
+        if (!absl::StartsWith(one, other) && !absl::StartsWith(other, one)) continue;
+        Report(PlaceOf(node, "tenants"), "TOKENS_PREFIXES_OVERLAP",
+               absl::StrCat(a->first, " has \"", one, "\" and ", b->first, " \"", other,
+                            "\": one of them would have the other's adapters"));
+      }
+    }
   }
 
   Roles ReadRoles(const YAML::Node& node, const Fields& fields) {

@@ -64,6 +64,7 @@ TEST(TokenTableTest, ReadsRolesPrefixesAndQuotas) {
       "tenants:\n"
       "  team-a: {adapters: team-a., quota: {streams: 4, tokens_per_minute: 1000, adapters: 2, "
       "bytes: 2GiB}}\n"
+      "  ops: {}\n"
       "tokens:\n" +
       Entry("worker", "w", "tenant: team-a, roles: [infer]") +
       Entry("trainer", "t", "tenant: team-a, roles: [publish, infer], adapters: team-a.rl.") +
@@ -126,6 +127,33 @@ TEST(TokenTableTest, RefusesAPrefixOutsideOfItsTenants) {
   // The whole name space would be wider than the tenant's.
   EXPECT_THAT(Problems(tenants + Entry("a", "1", "tenant: t, roles: [infer], adapters: \"\"")),
               Contains("t:3: adapters TOKENS_INVALID_VALUE"));
+}
+
+TEST(TokenTableTest, RefusesATenantThatIsNotListedWhereSomeAre) {
+  const std::string stray = Entry("a", "1", "tenant: taem-a, roles: [publish]");
+  const std::string tenants = "tenants: {team-a: {adapters: team-a.}}\ntokens:\n";
+  const auto table = TokenTable::Parse(tenants + stray, "t");
+  const std::vector<Violation> violations = ViolationsOf(table.status());
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].reason, "TOKENS_UNKNOWN_TENANT");
+  EXPECT_THAT(violations[0].description, HasSubstr("did you mean team-a?"));
+  const std::string certificate =
+      "certificates:\n  - {name: c, common_name: c, tenant: taem-a, roles: [infer]}\n";
+  EXPECT_THAT(Problems(tenants + certificate), Contains(HasSubstr("TOKENS_UNKNOWN_TENANT")));
+  // An admin has no limits anyway, and without a list there are none.
+  Parsed(tenants + Entry("a", "1", "tenant: ops, roles: [admin]"));
+  Parsed("tokens:\n" + stray);
+}
+
+TEST(TokenTableTest, RefusesTenantsOfWhichOneHasTheOthersAdapters) {
+  const auto with = [](const std::string& a, const std::string& b) {
+    return Problems(absl::StrCat("tenants: {a: {adapters: ", a, "}, b: {adapters: ", b, "}}\n"));
+  };
+  EXPECT_THAT(with("team-1", "team-10."), Contains("t:1: tenants TOKENS_PREFIXES_OVERLAP"));
+  EXPECT_THAT(with("team-10.", "team-1"), Contains("t:1: tenants TOKENS_PREFIXES_OVERLAP"));
+  EXPECT_THAT(with("team-1.", "team-10."), testing::IsEmpty());
+  EXPECT_THAT(with("shared.", "shared."), testing::IsEmpty()) << "nobody writes that by mistake";
+  EXPECT_THAT(with("team-1.", "\"\""), testing::IsEmpty()) << "nor all names";
 }
 
 TEST(TokenTableTest, RefusesQuotasOfAdaptersWithoutAPrefix) {
