@@ -79,6 +79,7 @@ absl::Status UnknownAdapter(const std::string& name, const std::vector<std::stri
   if (!nearest.empty())
     absl::StrAppend(&text, "; did you mean ", absl::StrJoin(nearest, ", "), "?");
   absl::Status status = MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", text);
+  status = WithMetadata(std::move(status), "adapter", name);
   if (nearest.empty()) return status;
   return WithMetadata(std::move(status), "nearest", absl::StrJoin(nearest, ","));
 }

@@ -23,8 +23,8 @@
 #include "server/adapter/disposal.h"
 #include "server/adapter/event_log.h"
 #include "server/adapter/registry.h"
-#include "server/adapter/subscribers.h"
 #include "server/adapter/version_book.h"
+#include "server/base/subscribers.h"
 
 namespace dorad::adapter {
 

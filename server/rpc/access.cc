@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "server/adapter/registry.h"
+#include "server/adapter/registry_errors.h"
 #include "server/base/error.h"
 #include "server/security/authority.h"
 #include "server/security/method_rules.h"
@@ -96,10 +97,8 @@ absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status
     if (caller.MayTouch(name)) own.push_back(name);
   }
   if (own.size() == names.size()) return status;
-  std::string message = "there is no adapter of this name";
-  if (!own.empty()) absl::StrAppend(&message, "; did you mean ", absl::StrJoin(own, ", "), "?");
-  absl::Status known = MakeError(status.code(), ReasonOf(status), message);
-  return own.empty() ? known : WithMetadata(std::move(known), "nearest", absl::StrJoin(own, ","));
+  // As if there were the own ones only: not even the wording tells that there are others.
+  return adapter::UnknownAdapter(metadata.at("adapter"), own);
 }
 
 absl::StatusOr<PublishRoom> ReservePublish(const Services& services,

@@ -12,10 +12,13 @@
 #include "server/rpc/call_context.h"
 #include "server/rpc/request_defaults.h"
 #include "server/rpc/status.h"
+#include "server/security/authority.h"
 #include "server/security/method_rules.h"
 
 namespace dorad::rpc {
 namespace {
+
+constexpr absl::Duration kRetryRightsChanged = absl::Milliseconds(100);
 
 // Of a metadata key that occurs once; else "". Valid as long as the context.
 std::string_view OnlyValue(const grpc::CallbackServerContext& context, const char* key) {
@@ -43,6 +46,7 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
                        const Services* services)
     : method_(method),
       context_(context),
+      services_(services),
       metrics_(services->metrics),
       start_(absl::Now()),
       log_(std::make_shared<RequestLog>()) {
@@ -53,6 +57,8 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
   log_->Set("peer", std::string(context->peer()));
   std::string trace_id = TraceIdOf(OnlyValue(*context, kTraceparentKey));
   if (!trace_id.empty()) log_->Set("trace_id", std::move(trace_id));
+  // Before the caller is looked up in it: a newer one is looked at once more, not missed.
+  if (services->authority != nullptr) table_ = services->authority->table();
   absl::StatusOr<Caller> caller = Identify(*services, *context, method);
   admission_ = caller.status();
   if (!caller.ok()) return;
@@ -61,6 +67,20 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
   absl::StatusOr<security::Quotas::Hold> stream = services->quotas->OpenStream(caller_->tenant);
   admission_ = stream.status();
   if (stream.ok()) stream_ = *std::move(stream);
+}
+
+absl::Status CallRecord::CheckRights() {
+  if (services_->authority == nullptr) return absl::OkStatus();
+  auto table = services_->authority->table();
+  if (table == table_) return absl::OkStatus();
+  DORAD_ASSIGN_OR_RETURN(const Caller caller, Identify(*services_, *context_, method_));
+  if (!(*caller == *caller_)) {
+    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "RIGHTS_CHANGED",
+                                    "the tokens file gives the caller other rights by now"),
+                          kRetryRightsChanged);
+  }
+  table_ = std::move(table);
+  return absl::OkStatus();
 }
 
 void CallRecord::set_request_id(std::string id) {

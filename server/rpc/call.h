@@ -53,6 +53,9 @@ class CallRecord {
   const absl::Status& admission() const { return admission_; }
   // REQUIRES: admission().ok().
   const Caller& caller() const { return caller_; }
+  // Whether the call may go on as it began: the tokens file may have changed. Identify's statuses,
+  // and UNAVAILABLE (RIGHTS_CHANGED): the caller may now do other things, and may try again.
+  absl::Status CheckRights();
   // Named in the x-request-id trailer, in the log and in the ErrorInfo of a failure: the caller's
   // x-request-id, or one of the server's choice, until the message's own is set.
   const std::string& request_id() const { return request_id_; }
@@ -71,11 +74,13 @@ class CallRecord {
  private:
   const char* const method_;
   grpc::CallbackServerContext* const context_;
+  const Services* const services_;
   Metrics* const metrics_;
   const absl::Time start_;
   absl::Status admission_;
-  Caller caller_;                  // nullptr: unknown
-  security::Quotas::Hold stream_;  // until the end
+  Caller caller_;                                      // nullptr: unknown
+  std::shared_ptr<const security::TokenTable> table_;  // that said so
+  security::Quotas::Hold stream_;                      // until the end
   std::string request_id_;
   std::shared_ptr<RequestLog> log_;
 };

@@ -66,14 +66,14 @@ void PublishReactor::Read(bool ok) {
                              {{"part", "PUBLISH_INCOMPLETE", "the stream ended before commit"}}));
   }
   const bool begins = part_.has_begin();
-  const auto announced = static_cast<int64_t>(part_.begin().safetensors_size());
+  if (begins) announced_ = static_cast<int64_t>(part_.begin().safetensors_size());
   if (const absl::Status allowed = CheckBegin(); !allowed.ok()) return Break(allowed);
   const absl::StatusOr<UploadStream::Next> next = stream_->Accept(&part_);
   if (!next.ok()) return Break(next.status());
   switch (*next) {
     case UploadStream::Next::kRead: {
       if (begins) {
-        if (const absl::Status room = Reserve(announced); !room.ok()) return Break(room);
+        if (const absl::Status room = Reserve(); !room.ok()) return Break(room);
       }
       absl::MutexLock lock(&mu_);
       if (!ended_) StartRead(&part_);
@@ -91,9 +91,21 @@ absl::Status PublishReactor::CheckBegin() const {
   return part_.has_begin() ? CheckAdapterAccess(*caller_, part_.begin().name()) : absl::OkStatus();
 }
 
-absl::Status PublishReactor::Reserve(int64_t bytes) {
-  DORAD_ASSIGN_OR_RETURN(room_, ReservePublish(*services_, *caller_, bytes));
+absl::Status PublishReactor::Reserve() {
+  DORAD_ASSIGN_OR_RETURN(PublishRoom room, ReservePublish(*services_, *caller_, announced_));
+  absl::MutexLock lock(&mu_);
+  if (!ended_) room_ = std::move(room);  // else it is free again
   return absl::OkStatus();
+}
+
+absl::StatusOr<PublishRoom> PublishReactor::TakeRoom() {
+  {
+    absl::MutexLock lock(&mu_);
+    DORAD_RETURN_IF_ERROR(record_.CheckRights());
+    if (room_ != nullptr) return std::move(room_);
+  }
+  // The client has gone since it sent Commit, and its room with it.
+  return ReservePublish(*services_, *caller_, announced_);
 }
 
 void PublishReactor::Break(const absl::Status& status) {
@@ -104,9 +116,11 @@ void PublishReactor::Break(const absl::Status& status) {
 
 void PublishReactor::Load() {
   const std::shared_ptr<Upload> upload = stream_->TakeUpload();
+  absl::StatusOr<PublishRoom> room = TakeRoom();
+  if (!room.ok()) return stream_->Completion()(room.status());
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
   const adapter::PublishCallback done =
-      [upload, room = std::move(room_),
+      [upload, room = *std::move(room),
        complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
         // Whoever learns of the end may publish the next one.
         if (room != nullptr) room->Release();
@@ -150,6 +164,8 @@ void PublishReactor::End(const absl::Status& status) {
 void PublishReactor::EndLocked(const absl::Status& status) {
   if (ended_) return;
   ended_ = true;
+  // Whoever learns of the end may publish the next one.
+  if (room_ != nullptr) room_->Release();
   Finish(record_.End(status));
 }
 

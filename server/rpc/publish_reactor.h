@@ -7,6 +7,7 @@
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <cstdint>
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
@@ -38,11 +39,13 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   // Whether the caller may publish what a Begin names.
   absl::Status CheckBegin() const;
   // Room among the tenant's adapters, after a Begin that was taken.
-  absl::Status Reserve(int64_t bytes);
+  absl::Status Reserve() ABSL_LOCKS_EXCLUDED(mu_);
+  // The room for the load, which the caller must still be allowed.
+  absl::StatusOr<PublishRoom> TakeRoom() ABSL_LOCKS_EXCLUDED(mu_);
   void Read(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
   // The stream ends before Commit.
   void Break(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
-  void Load();
+  void Load() ABSL_LOCKS_EXCLUDED(mu_);
   void Complete(const absl::StatusOr<adapter::PublishResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
   void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -51,7 +54,7 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   std::shared_ptr<PublishReactor> self_;
   v1::PublishRequest part_;               // of the outstanding read
   std::unique_ptr<UploadStream> stream_;  // touched by reads only
-  PublishRoom room_;                      // likewise
+  int64_t announced_ = 0;                 // bytes; likewise
 
   absl::Mutex mu_;
   CallRecord record_ ABSL_GUARDED_BY(mu_);
@@ -59,6 +62,7 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   const absl::Status admission_;
   const Caller caller_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  PublishRoom room_ ABSL_GUARDED_BY(mu_);  // from Begin to the load or the end
 };
 
 }  // namespace dorad::rpc

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 #include "server/rpc/encode.h"
+#include "server/security/authority.h"
 
 namespace dorad::rpc {
 namespace {
@@ -40,11 +41,16 @@ absl::Status WatchReactor::Begin(const v1::WatchRequest& request) {
     StartSendInitialMetadata();
   }
   subscription_ = services_->registry->Subscribe([this] { Wake(); });
+  if (services_->authority != nullptr) {
+    rights_subscription_ = services_->authority->Subscribe([this] { Wake(); });
+  }
   Pump();
   return absl::OkStatus();
 }
 
 WatchReactor::Turn WatchReactor::Next(v1::WatchResponse* response) {
+  // A watch would outlive its token by months.
+  if (const absl::Status rights = record().CheckRights(); !rights.ok()) return {.end = rights};
   while (true) {
     if (events_.empty()) {
       absl::StatusOr<std::vector<adapter::RegistryEvent>> events =
@@ -66,6 +72,7 @@ WatchReactor::Turn WatchReactor::Next(v1::WatchResponse* response) {
 
 void WatchReactor::LeaveSource() {
   if (subscription_) services_->registry->Unsubscribe(*subscription_);
+  if (rights_subscription_) services_->authority->Unsubscribe(*rights_subscription_);
 }
 
 }  // namespace dorad::rpc

@@ -1,7 +1,8 @@
 // One Watch call: registry events in order, from a generation on.
 //
 // Holds a small batch of events; a watcher slower than the registry's event log ends with
-// OUT_OF_RANGE. Lifetime and thread-safety as PumpedWriter.
+// OUT_OF_RANGE, one whose token is taken away with UNAUTHENTICATED. Lifetime and thread-safety as
+// PumpedWriter.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,9 @@ class WatchReactor final : public PumpedWriter<v1::WatchResponse> {
   Turn Next(v1::WatchResponse* response) override;
   void LeaveSource() override;
 
-  std::optional<int64_t> subscription_;          // set once, before the call is bound
+  // Set once, before the call is bound.
+  std::optional<int64_t> subscription_;
+  std::optional<int64_t> rights_subscription_;
   int64_t generation_ ABSL_GUARDED_BY(mu_) = 0;  // of the last event taken
   std::deque<adapter::RegistryEvent> events_ ABSL_GUARDED_BY(mu_);
 };

@@ -49,7 +49,8 @@ Authority::Authority(const std::string& path, std::function<void()> on_failure)
                                                         {"reason", ReasonOf(status)},
                                                         {"error", std::string(status.message())}});
             if (on_failure) on_failure();
-          }) {}
+          },
+          [this] { subscribers_.Notify(); }) {}
 
 absl::StatusOr<std::shared_ptr<const Principal>> Authority::Identify(
     const Credentials& credentials) const {

@@ -2,13 +2,16 @@
 // changes leaves the one before in effect. Owned by App. Thread-safe.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/base/subscribers.h"
 #include "server/security/followed.h"
 #include "server/security/principal.h"
 #include "server/security/token_table.h"
@@ -33,6 +36,13 @@ class Authority {
 
   std::shared_ptr<const TokenTable> table() const { return table_.current(); }
 
+  // on_change runs after each change of the table, on the thread that reads it: it may post a
+  // wake-up, no more. As Subscribers'.
+  int64_t Subscribe(std::function<void()> on_change) const {
+    return subscribers_.Add(std::move(on_change));
+  }
+  void Unsubscribe(int64_t id) const { subscribers_.Remove(id); }
+
   // As Followed's.
   void Poll() { table_.Poll(); }
   absl::Status Reload() { return table_.Reload(); }
@@ -40,6 +50,7 @@ class Authority {
  private:
   Authority(const std::string& path, std::function<void()> on_failure);
 
+  mutable Subscribers subscribers_;  // whoever may ask may subscribe
   Followed<TokenTable> table_;
 };
 

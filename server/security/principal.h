@@ -44,6 +44,8 @@ struct Principal {
   bool MayTouch(std::string_view adapter) const {
     return adapter.empty() || adapter.substr(0, adapters.size()) == adapters;
   }
+
+  bool operator==(const Principal&) const = default;
 };
 
 // Whoever calls a server that asks nobody: one tenant, all rights.

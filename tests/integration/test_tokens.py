@@ -14,7 +14,7 @@ import pytest
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lib.server import serve, wait_until
-from lib.wire import Wire, failure, generate_request
+from lib.wire import Wire, failure, generate_request, publish_parts
 
 PROMPT = list(range(10, 60))
 LONG = 2000
@@ -169,14 +169,21 @@ def test_tenants_use_see_and_change_their_own_adapters_only(connect, zoo) -> Non
     assert names >= {"team-a.x", "team-b.x"}
 
 
-def test_an_unknown_name_is_not_answered_with_others_names(connect, server) -> None:
+def test_an_unknown_name_is_not_answered_with_others_names(connect, zoo) -> None:
+    theirs = connect("a-trainer").publish("team-a.distilled", path=zoo.adapter("slow", "dora"))
     with pytest.raises(dorad.NotFound) as mine:
         connect("b-worker").adapter("team-b.xx")
     assert mine.value.metadata["nearest"] == "team-b.x"
     with pytest.raises(dorad.NotFound) as near:
-        connect("b-worker").adapter("team-b.-x")  # As near to team-a.x.
-    text = str(near.value) + str(near.value.metadata)
-    assert "team-a" not in text
+        connect("b-worker").adapter("team-b.distilled")
+    with pytest.raises(dorad.NotFound) as far:
+        connect("b-worker").adapter("team-b.nothing-is-like-this")
+    # Not even the wording tells that there is one.
+    for error in (near.value, far.value):
+        asked = error.metadata["adapter"]
+        assert error.message == f'there is no adapter named "{asked}"'
+        assert set(error.metadata) == set(far.value.metadata)
+    connect("a-trainer").retire(theirs.ref)
 
 
 def test_pages_of_a_list_hold_only_what_the_caller_may_see(server, connect, zoo) -> None:
@@ -329,7 +336,7 @@ def test_a_minutes_tokens_are_used_up_by_prompts_and_answers(zoo, tmp_path) -> N
     path = tmp_path / "tokens.yaml"
     quota = {"quota": {"tokens_per_minute": 120}}
     write_tokens(path, {"a": ("t", ["infer"]), "b": ("t", ["infer"]), "c": ("u", ["infer"])},
-                 {"t": quota})  # fmt: skip
+                 {"t": quota, "u": {}})  # fmt: skip
     with serve(zoo.model("llama2"), settings={"security.tokens_file": path}) as server:
 
         def client(name: str) -> dorad.Client:
@@ -400,6 +407,117 @@ def test_a_changed_file_counts_without_a_restart_and_a_broken_one_does_not(zoo, 
         assert seen and set(seen) == {""}
         for line in server.log().splitlines():
             assert "-token" not in line, "a token in the log"
+
+
+def test_calls_do_not_outlive_their_callers_rights(zoo, tmp_path) -> None:
+    """A Watch ends with its token, or when it may see other things; an upload is not committed."""
+    path = tmp_path / "tokens.yaml"
+    watcher, stays = ("t", ["infer"]), ("t", ["infer", "publish"])
+    write_tokens(path, {"gone": watcher, "moved": watcher, "stays": stays, "up": stays}, {})
+    folder = zoo.adapter("slow", "dora")
+    config = (folder / "adapter_config.json").read_text()
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    ends: dict[str, str] = {}
+    with serve(zoo.model("slow"), settings={"security.tokens_file": path}) as server:
+
+        def watch(name: str) -> None:
+            with dorad.Client(server.grpc, token=f"{name}-token") as client:
+                ends[name] = reason(lambda: list(client.watch(0)))
+
+        names = ("gone", "moved", "stays")
+        threads = {name: threading.Thread(target=watch, args=(name,)) for name in names}
+        for thread in threads.values():
+            thread.start()
+        has_changed = threading.Event()
+        begin = adapters_pb2.PublishBegin(
+            name="late", adapter_config_json=config, safetensors_size=len(weights)
+        )
+        *parts, commit = publish_parts(begin, weights)
+
+        def upload():
+            yield from parts
+            has_changed.wait(30)
+            yield commit
+
+        wire = Wire(server.grpc)
+        call = wire.adapters.Publish.future(
+            upload(), metadata=[("authorization", "Bearer up-token")], timeout=60
+        )
+        wait_until(lambda: server.metric('dorad_rpc_started_total{method="Watch"}') == 3)
+        time.sleep(0.5)
+        assert not ends
+        tokens = {"moved": ("t", ["infer", "publish"]), "stays": stays}
+        write_tokens(path, tokens, {})
+        threads["gone"].join(20)
+        threads["moved"].join(20)
+        assert ends == {"gone": "TOKEN_INVALID", "moved": "RIGHTS_CHANGED"}
+        has_changed.set()
+        with pytest.raises(grpc.RpcError) as refused:
+            call.result()
+        assert failure(refused.value).reason == "TOKEN_INVALID"
+        with dorad.Client(server.grpc, token="stays-token") as client:
+            assert reason(client.adapter, "late") == "ADAPTER_NOT_FOUND"
+            client.publish("kept", path=folder)
+            assert "stays" not in ends
+            # Its watch goes on, and ends with the server.
+        wire.close()
+        assert server.stop() == 0
+    threads["stays"].join(20)
+    assert not threads["stays"].is_alive()
+
+
+def test_a_newer_stream_takes_an_upload_over_within_the_same_quota(connect, server, zoo) -> None:
+    """The hanging stream's room goes to the one that takes its upload over."""
+    folder = zoo.adapter("slow", "dora")
+    config = (folder / "adapter_config.json").read_text()
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    small = connect("small")
+    kept = small.publish("small.kept", path=folder)  # one of the two that the quota has room for
+    begin = adapters_pb2.PublishBegin(
+        name="small.x",
+        adapter_config_json=config,
+        safetensors_size=len(weights),
+        upload_id="taken-over",
+    )
+    parts = list(publish_parts(begin, weights))
+    forever = threading.Event()
+
+    def hangs():
+        yield parts[0]
+        forever.wait(60)
+
+    metadata = [("authorization", "Bearer small-token")]
+    wire = Wire(server.grpc)
+    hanging = wire.adapters.Publish.future(hangs(), metadata=metadata, timeout=60)
+    wait_until(
+        lambda: reason(small._call, small._adapters.GetUpload, upload_request("taken-over")) == "",
+        what="the upload",
+    )
+    published = wire.adapters.Publish(iter(parts), metadata=metadata, timeout=60)
+    assert published.adapter.version == 1
+    with pytest.raises(grpc.RpcError) as over:
+        hanging.result()
+    assert failure(over.value).reason == "UPLOAD_TAKEN_OVER"
+    forever.set()
+    for ref in ("small.x@1", kept.ref):
+        small.retire(ref)
+    wire.close()
+
+
+def upload_request(upload_id: str) -> adapters_pb2.GetUploadRequest:
+    return adapters_pb2.GetUploadRequest(upload_id=upload_id)
+
+
+def test_a_tenant_has_a_share_of_the_pauses(connect) -> None:
+    small, other = connect("a-trainer"), connect("b-trainer")
+    for number in range(64):
+        small.pause(adapter=f"team-a.p{number}")
+    assert reason(small.pause, adapter="team-a.one-too-many") == "PAUSES_FULL"
+    small.pause(adapter="team-a.p7")  # which is there
+    other.pause(adapter="team-b.x")
+    connect("boss").resume()
+    small.pause(adapter="team-a.one-too-many")
+    connect("boss").resume()
 
 
 def answers(channel: grpc.Channel, method: str) -> bool:

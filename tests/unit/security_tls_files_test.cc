@@ -120,6 +120,20 @@ TEST_F(TlsFilesTest, KeepsTheOldPairWhileTheNewOneIsBroken) {
   EXPECT_EQ(failures_, 2);
 }
 
+TEST_F(TlsFilesTest, TakesACertificateThatWasNotValidYetWhenItIs) {
+  const auto files = Open();
+  Write(MakeCertificate("soon", absl::Seconds(3), absl::Hours(1)));
+  Settle(files.get());
+  EXPECT_EQ(files->identity()->subject, "CN=first");
+  const absl::Time limit = absl::Now() + absl::Seconds(30);
+  while (files->identity()->subject != "CN=soon" && absl::Now() < limit) {
+    files->Poll();
+    absl::SleepFor(absl::Milliseconds(50));
+  }
+  EXPECT_EQ(files->identity()->subject, "CN=soon");
+  EXPECT_EQ(failures_, 1) << "one for all looks";
+}
+
 TEST_F(TlsFilesTest, DoesNotTakeAnEmptyClientCaForNone) {
   Write("ca", first_.certificate);
   const auto files = Open(directory_ + "ca");

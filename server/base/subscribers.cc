@@ -1,9 +1,9 @@
-#include "server/adapter/subscribers.h"
+#include "server/base/subscribers.h"
 
 #include <utility>
 #include <vector>
 
-namespace dorad::adapter {
+namespace dorad {
 
 int64_t Subscribers::Add(std::function<void()> on_event) {
   auto subscriber = std::make_shared<Subscriber>();
@@ -42,4 +42,4 @@ void Subscribers::Notify() {
   for (const auto& subscriber : called) --subscriber->running;
 }
 
-}  // namespace dorad::adapter
+}  // namespace dorad

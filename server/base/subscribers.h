@@ -1,5 +1,5 @@
-// Who is called back after changes of the registry. Owned by AdapterRegistry. Thread-safe; calls
-// back under no lock.
+// Who is called back after changes of something. Owned by what changes. Thread-safe; calls back
+// under no lock of its own.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 
-namespace dorad::adapter {
+namespace dorad {
 
 class Subscribers {
  public:
-  // As AdapterRegistry's Subscribe and Unsubscribe.
   int64_t Add(std::function<void()> on_event);
+  // After it returns the callback neither runs nor is called again; not to be called from within
+  // it.
   void Remove(int64_t id);
   // Of all, whether calls are running or not.
   void Clear();
@@ -34,4 +35,4 @@ class Subscribers {
   int64_t next_id_ ABSL_GUARDED_BY(mu_) = 1;
 };
 
-}  // namespace dorad::adapter
+}  // namespace dorad
