@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import socket
 
 import dorad
 import grpc
@@ -95,6 +96,56 @@ def test_a_token_is_never_sent_to_another_host_in_plain_text(target, monkeypatch
     # With TLS it is.
     credentials = grpc.ssl_channel_credentials()
     assert access(token="t", credentials=credentials).channel_credentials(target) is credentials
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    """A listening socket that every variable of the environment names as the proxy."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for name in ("no_grpc_proxy", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for name in ("grpc_proxy", "https_proxy", "http_proxy"):
+            monkeypatch.setenv(name, f"http://{address}")
+        monkeypatch.setenv("GRPC_ADDRESS_HTTP_PROXY", address)
+        monkeypatch.setenv("GRPC_ADDRESS_HTTP_PROXY_ENABLED_ADDRESSES", "127.0.0.1")
+        yield listener
+
+
+INSISTING = [
+    ("grpc.enable_http_proxy", 1),
+    ("grpc.address_http_proxy_enabled_addresses", "127.0.0.1"),
+]
+
+
+@pytest.mark.parametrize("options", [(), INSISTING])
+def test_no_proxy_of_the_environment_sees_what_is_sent_in_plain_text(server, proxy, options):
+    given = {"token": "secret", "timeout": 5, "options": options, "retries": False}
+    with dorad.Client(server.target, admin_target=server.target, **given) as client:
+        client.generate([1], max_tokens=1)
+        client.info()
+
+    async def generate() -> None:
+        async with dorad.aio.Client(server.target, admin_target=server.target, **given) as client:
+            await client.generate([1], max_tokens=1)
+            await client.info()
+
+    asyncio.run(generate())
+    assert authorization(server) == ["Bearer secret"] * 2
+    with pytest.raises(BlockingIOError):
+        proxy.accept()
+
+
+def test_tls_goes_through_the_environments_proxy_unread(server, proxy) -> None:
+    credentials = grpc.ssl_channel_credentials()
+    given = {"token": "secret", "credentials": credentials, "timeout": 2, "retries": False}
+    with dorad.Client(server.target, **given) as client, pytest.raises(dorad.DoradError):
+        client.info()
+    connection, _ = proxy.accept()
+    with connection:
+        asked = connection.recv(4096)
+    assert asked.startswith(b"CONNECT ") and b"secret" not in asked
 
 
 def test_a_token_is_not_shown() -> None:

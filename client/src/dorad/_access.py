@@ -12,6 +12,13 @@ import grpc
 
 StrPath = str | os.PathLike[str]
 
+# gRPC takes proxies from the environment in two ways: http_proxy, https_proxy or grpc_proxy, and
+# GRPC_ADDRESS_HTTP_PROXY. In plain text each would read the token on its way.
+_NO_PROXY: dict[str, Any] = {
+    "grpc.enable_http_proxy": 0,
+    "grpc.address_http_proxy_enabled_addresses": "",
+}
+
 
 def is_loopback(host: str) -> bool:
     if host == "localhost":
@@ -44,6 +51,10 @@ def _given(value: StrPath | None, variable: str) -> str | None:
 
 def _read(path: str | None) -> bytes | None:
     return None if path is None else Path(path).read_bytes()
+
+
+def _without_proxy(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return list((dict(options) | _NO_PROXY).items())
 
 
 @dataclass(frozen=True)
@@ -99,14 +110,16 @@ class Access:
             )
         return self.credentials
 
+    # A proxy only passes TLS on (CONNECT), so that the environment's is used then.
+
     def channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         credentials = self.channel_credentials(target)
         if credentials is None:
-            return grpc.insecure_channel(target, options)
+            return grpc.insecure_channel(target, _without_proxy(options))
         return grpc.secure_channel(target, credentials, options)
 
     def aio_channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
         credentials = self.channel_credentials(target)
         if credentials is None:
-            return grpc.aio.insecure_channel(target, options)
+            return grpc.aio.insecure_channel(target, _without_proxy(options))
         return grpc.aio.secure_channel(target, credentials, options)
