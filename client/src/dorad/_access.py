@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]+)?")
+
+
+def _host(address: str) -> str:
+    """Of "host", "host:port", "[v6]", "[v6]:port" or "v6"; what is none of these comes back."""
+    match = _ADDRESS.fullmatch(address)
+    return address if match is None else match["v6"] or match["name"]
+
+
 def is_local(target: str) -> bool:
     """Whether nobody else can listen in on what is sent there."""
-    if target.startswith(("unix:", "unix-abstract:")):
+    scheme, colon, path = target.partition(":")
+    if colon and scheme in ("unix", "unix-abstract"):
         return True
-    address = target
-    for scheme in ("dns:", "ipv4:", "ipv6:"):
-        if target.startswith(scheme):
-            address = target.removeprefix(scheme).rpartition("/")[2]
-    if address.startswith("["):
-        host = address[1:].partition("]")[0]
-    else:
-        host = address.rpartition(":")[0] if address.count(":") == 1 else address
-    return is_loopback(host)
+    if "%" in target:  # gRPC decodes it, and what then stands there may be a list.
+        return False
+    if not colon or scheme not in ("dns", "ipv4", "ipv6"):
+        return is_loopback(_host(target))
+    if path.startswith("//"):
+        authority, _, path = path.removeprefix("//").partition("/")
+        if authority:  # Another host is asked what the name stands for.
+            return False
+    # The connection goes to any of them.
+    addresses = [path] if scheme == "dns" else path.split(",")
+    return all(is_loopback(_host(address.removeprefix("/"))) for address in addresses)
 
 
 def _given(value: StrPath | None, variable: str) -> str | None:
