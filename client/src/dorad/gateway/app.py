@@ -42,7 +42,7 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 def application(gateway: Gateway) -> Starlette:
     def door(name: str, handler: object) -> Endpoint:
-        return Endpoint(gateway, name, handler, Refusal.body, counted=False)  # type: ignore[arg-type]
+        return Endpoint(gateway, name, handler, Refusal.body, public=True)  # type: ignore[arg-type]
 
     return Starlette(
         routes=[

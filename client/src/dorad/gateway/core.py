@@ -84,6 +84,11 @@ class Gateway:
         self._asked = 0.0
         self._asking = asyncio.Lock()
 
+    async def admit(self, caller: Caller) -> None:
+        """Before anything is done for a caller. Raises Refusal."""
+        if caller.token_problem:
+            raise Refusal(401, "TOKEN_INVALID", caller.token_problem)
+
     def client_of(self, caller: Caller) -> dorad.aio.Client:
         return self.own.with_metadata(caller.metadata)
 

@@ -157,19 +157,19 @@ class Endpoint:
         handler: Handler,
         error_body: ErrorBody,
         *,
-        counted: bool = True,
+        public: bool = False,
     ) -> None:
-        """`counted`: takes one of the places for requests in flight."""
+        """`public`: for everyone, and takes none of the places for requests in flight."""
         self._gateway = gateway
         self._name = name
         self._handler = handler
         self._error_body = error_body
-        self._counted = counted
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, metrics = time.monotonic(), self._gateway.metrics
         request = Request(scope, receive)
-        caller = caller_of(request.headers)
+        caller = caller_of(request.headers.items())
         status = 499
 
         async def sending(message: Any) -> None:
@@ -183,7 +183,7 @@ class Endpoint:
             await send(message)
 
         try:
-            with self._gateway.places.place() if self._counted else contextlib.nullcontext():
+            with contextlib.nullcontext() if self._public else self._gateway.places.place():
                 response = await self._response(request, caller)
                 await response(scope, receive, sending)
         except ClientGone:
@@ -197,6 +197,8 @@ class Endpoint:
 
     async def _response(self, request: Request, caller: Caller) -> Response:
         try:
+            if not self._public:
+                await self._gateway.admit(caller)
             return await self._handler(self._gateway, request, caller)
         except (Refusal, DoradError) as error:
             return self._refuse(as_refusal(error))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
@@ -50,12 +50,12 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         with self._observed(endpoint) as done:
             try:
                 with self._gateway.places.place():
+                    await self._gateway.admit(caller)
                     found = await work(caller)
             except (Refusal, DoradError) as error:
                 refusal = as_refusal(error)
                 done(_code(refusal).name)
                 await _abort(context, refusal)
-                raise AssertionError("abort returned") from error
             done("OK")
             return found
 
@@ -133,7 +133,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> Any:
         answers: asyncio.Queue[Any] = asyncio.Queue(maxsize=256)
         free = asyncio.Semaphore(_STREAM_REQUESTS)
-        caller = _caller(context)
+        caller = await self._admitted(context)
 
         async def read() -> None:
             async with asyncio.TaskGroup() as group:
@@ -154,11 +154,24 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
+    async def _admitted(self, context: Any) -> Caller:
+        """A stream's sender. Ends the call of one that the gateway does not serve."""
+        caller = _caller(context)
+        try:
+            await self._gateway.admit(caller)
+        except (Refusal, DoradError) as error:
+            refusal = as_refusal(error)
+            with self._observed("grpc_model_stream_infer") as done:
+                done(_code(refusal).name)
+            await _abort(context, refusal)
+        return caller
+
     async def _stream_one(self, request: Any, caller: Caller, answers: Any) -> None:
         """A failure of one request is a message of the stream: the others go on."""
         with self._observed("grpc_model_stream_infer") as done:
             try:
                 with self._gateway.places.place():
+                    await self._gateway.admit(caller)  # A stream may outlive its token.
                     inference = await self._understood(request, caller, stream=True)
                     async with contextlib.aclosing(
                         oip.infer_stream(self._gateway, caller, inference)
@@ -189,14 +202,14 @@ def _wake(task: asyncio.Task[None], answers: asyncio.Queue[Any]) -> None:
 
 def _caller(context: Any) -> Caller:
     pairs = context.invocation_metadata() or ()
-    return caller_of({k.lower(): v for k, v in pairs if isinstance(v, str)})
+    return caller_of((k.lower(), v) for k, v in pairs if isinstance(v, str))
 
 
 def _code(refusal: Refusal) -> grpc.StatusCode:
     return _CODES.get(refusal.status, grpc.StatusCode.INTERNAL)
 
 
-async def _abort(context: Any, refusal: Refusal) -> None:
+async def _abort(context: Any, refusal: Refusal) -> NoReturn:
     """Ends the call with the reason and violations in the details, as the server itself does."""
     code = _code(refusal)
     status = status_pb2.Status(code=code.value[0], message=refusal.message)
@@ -217,6 +230,7 @@ async def _abort(context: Any, refusal: Refusal) -> None:
     trailers = (("grpc-status-details-bin", status.SerializeToString()),)
     message = f"{refusal.reason}: {refusal.message}"
     await context.abort(code, message, trailers)
+    raise AssertionError("abort returned")
 
 
 def _parameter(value: Any) -> Any:

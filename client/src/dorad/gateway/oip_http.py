@@ -275,13 +275,13 @@ async def _index(gateway: Gateway, request: Request, caller: Caller) -> Response
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def door(name: str, handler: Any, *, counted: bool = True) -> Endpoint:
-        return Endpoint(gateway, name, handler, error_body, counted=counted)
+    def door(name: str, handler: Any, *, public: bool = False) -> Endpoint:
+        return Endpoint(gateway, name, handler, error_body, public=public)
 
-    live = door("oip_live", _live, counted=False)
-    ready = door("oip_ready", _ready, counted=False)
+    live = door("oip_live", _live, public=True)
+    ready = door("oip_ready", _ready, public=True)
     found = [
-        Route("/v2", door("oip_server", _server), methods=["GET"]),
+        Route("/v2", door("oip_server", _server, public=True), methods=["GET"]),
         Route("/v2/health/live", live, methods=["GET"]),
         Route("/v2/health/ready", ready, methods=["GET"]),
         Route("/v2/repository/index", door("oip_index", _index), methods=["POST"]),

@@ -106,8 +106,8 @@ async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def door(name: str, handler: Any, *, counted: bool = True) -> Endpoint:
-        return Endpoint(gateway, name, handler, Refusal.body, counted=counted)
+    def door(name: str, handler: Any) -> Endpoint:
+        return Endpoint(gateway, name, handler, Refusal.body)
 
     return [
         Route("/v1/models", door("models", _models), methods=["GET"]),
