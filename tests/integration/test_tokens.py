@@ -1,7 +1,5 @@
 """Tokens, roles, tenants and quotas: what each caller may do, and that tenants do not meet."""
 
-import hashlib
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +12,11 @@ import pytest
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lib.server import serve, wait_until
+from lib.tokens import write_tokens
 from lib.wire import Wire, failure, generate_request, publish_parts
 
 PROMPT = list(range(10, 60))
 LONG = 2000
-
-
-def digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 TENANTS = {
@@ -43,21 +38,10 @@ TOKENS = {
 }
 
 
-def write_tokens(path: Path, tokens=TOKENS, tenants=TENANTS) -> None:
-    """Every token is its entry's name with "-token" behind it."""
-    entries = [
-        {"name": name, "tenant": tenant, "roles": roles, "sha256": digest(f"{name}-token")}
-        for name, (tenant, roles) in tokens.items()
-    ]
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps({"tenants": tenants, "tokens": entries}))
-    fresh.rename(path)
-
-
 @pytest.fixture(scope="module")
 def tokens_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("tokens") / "tokens.yaml"
-    write_tokens(path)
+    write_tokens(path, TOKENS, TENANTS)
     return path
 
 

@@ -21,6 +21,8 @@ class Caller:
     """For the gRPC calls made on its behalf: its own token and trace, never the gateway's."""
     request_id: str
     """As the caller chose it, or made here; in the answer's x-request-id."""
+    authorization: str = ""
+    """As it goes on to the server; "": it brings no token."""
     token_problem: str = ""
     """Why nobody can tell whose token it brings; "": it brings one or none."""
 
@@ -37,13 +39,14 @@ def caller_of(pairs: Iterable[tuple[str, str]]) -> Caller:
     request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
     metadata = [("x-request-id", request_id)]
     token, token_problem = _token([value for name, value in pairs if name == "authorization"])
-    if token:
-        metadata.append(("authorization", f"Bearer {token}"))
+    authorization = f"Bearer {token}" if token else ""
+    if authorization:
+        metadata.append(("authorization", authorization))
     if _TRACEPARENT.fullmatch(parent := headers.get("traceparent", "")):
         metadata.append(("traceparent", parent))
         if _TRACESTATE.fullmatch(state := headers.get("tracestate", "")):
             metadata.append(("tracestate", state))
-    return Caller(tuple(metadata), request_id, token_problem)
+    return Caller(tuple(metadata), request_id, authorization, token_problem)
 
 
 def _token(values: list[str]) -> tuple[str, str]:

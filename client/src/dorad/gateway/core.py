@@ -11,6 +11,7 @@ from typing import Any
 
 import dorad.aio
 from dorad import types as t
+from dorad.gateway.admission import Admission
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
 from dorad.gateway.metrics import Metrics
@@ -80,14 +81,14 @@ class Gateway:
         self.metrics = Metrics()
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
+        self._admission = Admission(own)
         self._model: t.ModelInfo | None = None
         self._asked = 0.0
         self._asking = asyncio.Lock()
 
     async def admit(self, caller: Caller) -> None:
-        """Before anything is done for a caller. Raises Refusal."""
-        if caller.token_problem:
-            raise Refusal(401, "TOKEN_INVALID", caller.token_problem)
+        """Before anything is answered or tokenized for a caller. Raises Refusal or DoradError."""
+        await self._admission.admit(caller)
 
     def client_of(self, caller: Caller) -> dorad.aio.Client:
         return self.own.with_metadata(caller.metadata)

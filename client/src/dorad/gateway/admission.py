@@ -1,0 +1,72 @@
+"""Whether the server knows a caller, asked before the gateway itself does anything for one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+
+import dorad
+import dorad.aio
+from dorad.gateway.callers import Caller
+from dorad.gateway.errors import Refusal
+
+_SECONDS = 5.0  # How long a token that was taken out may still learn the model's facts.
+_REMEMBERED = 4096  # Tokens; callers choose them.
+
+
+class Admission:
+    """What the server said to whom, for a few seconds. For one event loop.
+
+    Calls of a caller are judged by the server anyhow: this is for what the gateway answers from
+    what it knows, and for the work it does before the first call.
+    """
+
+    def __init__(self, own: dorad.aio.Client) -> None:
+        self._own = own
+        # By digest: the gateway keeps nobody's token. None: accepted.
+        self._said: OrderedDict[bytes, tuple[float, dorad.DoradError | None]] = OrderedDict()
+        self._asking: dict[bytes, asyncio.Task[dorad.DoradError | None]] = {}
+
+    async def admit(self, caller: Caller) -> None:
+        """Raises Refusal, or DoradError: what the server says to this caller, or its silence."""
+        if caller.token_problem:
+            raise Refusal(401, "TOKEN_INVALID", caller.token_problem)
+        # Where everyone may call, tokens mean nothing and are not asked about one by one.
+        refused = await self._refused("")
+        if isinstance(refused, dorad.PermissionDenied) and caller.authorization:
+            refused = await self._refused(caller.authorization)
+        if refused is not None:
+            # The same object for all: without this its traceback would grow with each.
+            raise refused.with_traceback(None)
+
+    async def _refused(self, authorization: str) -> dorad.DoradError | None:
+        """Why the server does not take calls with it ("": with none). None: it does."""
+        key = hashlib.sha256(authorization.encode()).digest()
+        if (said := self._said.get(key)) and time.monotonic() - said[0] < _SECONDS:
+            self._said.move_to_end(key)
+            return said[1]
+        # One question for all who wait for its answer; it outlives whoever came first.
+        task = self._asking.get(key)
+        if task is None:
+            task = self._asking[key] = asyncio.create_task(self._ask(key, authorization))
+        return await asyncio.shield(task)
+
+    async def _ask(self, key: bytes, authorization: str) -> dorad.DoradError | None:
+        metadata = (("authorization", authorization),) if authorization else ()
+        try:
+            # Every role may call it.
+            await self._own.with_metadata(metadata).info(timeout=5)
+            refused = None
+        except dorad.PermissionDenied as error:
+            refused = error
+        except dorad.DoradError as error:
+            return error  # It says nothing about the caller: the next one asks again.
+        finally:
+            del self._asking[key]
+        self._said[key] = (time.monotonic(), refused)
+        self._said.move_to_end(key)
+        if len(self._said) > _REMEMBERED:
+            self._said.popitem(last=False)
+        return refused
