@@ -1,6 +1,9 @@
 """Who may ask the gateway for what."""
 
 import asyncio
+import json
+import ssl
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +13,9 @@ import httpx
 import pytest
 from dorad.gateway import admission
 from dorad.gateway.callers import caller_of
-from lib.gateway import running_gateway
-from lib.server import serve, wait_until
+from lib.certificates import Authority
+from lib.gateway import command, running_gateway
+from lib.server import environment, free_port, serve, wait_until
 from lib.tokens import write_tokens
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -315,3 +319,96 @@ def test_what_is_remembered_is_bounded_and_holds_no_token(monkeypatch):
         assert len(door._said) == 8
 
     asyncio.run(run())
+
+
+# --- A gateway that others can reach --------------------------------------------------------------
+
+# The loopback, written as the rule does not know it.
+ELSEWHERE = "127.1:0"
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def https(authority):
+    certificate, key = authority.issue("gateway")
+    return ["--tls-cert", certificate, "--tls-key", key]
+
+
+def refused_start(target, *arguments, **env):
+    """What the gateway says instead of starting."""
+    run = subprocess.run(
+        command(target, *arguments), capture_output=True, text=True, env=environment(**env),
+        timeout=60,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (64, ""), run
+    return run.stderr
+
+
+@pytest.mark.parametrize("listener", ["--listen", "--grpc-listen"])
+def test_others_are_not_let_in_to_a_server_that_asks_nobody(server, https, listener):
+    said = refused_start(server.grpc, listener, ELSEWHERE, *https)
+    assert "without a token" in said and "--allow-insecure" in said
+
+
+@pytest.mark.parametrize("own", [{}, {"DORAD_TOKEN": "own-token"}])
+def test_others_are_let_in_to_a_server_that_asks(asking, https, authority, base, tmp_path, own):
+    with running_gateway(
+        asking.grpc, "--listen", ELSEWHERE, *https, scratch=tmp_path, **own
+    ) as running:
+        trust = ssl.create_default_context(cafile=authority.certificate)
+        url = f"https://{running.http}/v1/models/{base}"
+        assert httpx.get(url, verify=trust).status_code == 401
+        answer = httpx.get(url, verify=trust, headers=bearers("Bearer worker-token"))
+        # Without a token of its own the gateway does not learn the model's facts.
+        assert answer.status_code == (200 if own else 401)
+
+
+def test_allow_insecure_lets_others_in(server, base, tmp_path):
+    arguments = ["--listen", ELSEWHERE, "--allow-insecure"]
+    with running_gateway(server.grpc, *arguments, scratch=tmp_path) as running:
+        assert httpx.get(f"{running.url}/v1/models/{base}").status_code == 200
+
+
+def test_a_server_that_turns_out_to_ask_nobody_gets_no_calls_of_others(
+    folder, https, authority, tmp_path
+):
+    address = f"127.0.0.1:{free_port()}"
+    with running_gateway(
+        address, "--tokenizer", folder, "--listen", ELSEWHERE, *https, scratch=tmp_path
+    ) as running:
+        trust = ssl.create_default_context(cafile=authority.certificate)
+        with httpx.Client(base_url=f"https://{running.http}", verify=trust, timeout=30) as http:
+
+            def code() -> str:
+                return http.post("/v1/completions", json=COMPLETION).json()["error"]["code"]
+
+            assert code() == "UNAVAILABLE"
+            with serve(folder, settings={"server.grpc_listen": address}):
+                wait_until(lambda: http.get("/health").status_code == 200, 20, "health", 0.1)
+                assert code() == "SERVER_OPEN"
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_others_do_not_get_the_rights_of_the_gateways_certificate(
+    folder, https, authority, tmp_path, listed
+):
+    certificate, key = authority.issue("dorad")
+    settings = {
+        "security.tls_cert": certificate,
+        "security.tls_key": key,
+        "security.tls_client_ca": authority.certificate,
+    }
+    if listed:
+        entry = {"name": "g", "tenant": "ops", "roles": ["infer"], "common_name": "client"}
+        settings["security.tokens_file"] = tmp_path / "tokens.yaml"
+        settings["security.tokens_file"].write_text(json.dumps({"certificates": [entry]}))
+    own, own_key = authority.issue("client")
+    files = {"CA": authority.certificate, "CERT": own, "KEY": own_key}
+    env = {f"DORAD_{name}_FILE": str(path) for name, path in files.items()}
+    with serve(folder, settings=settings) as server:
+        said = refused_start(server.grpc, "--listen", ELSEWHERE, *https, **env)
+    assert "certificate" in said and "--allow-insecure" in said

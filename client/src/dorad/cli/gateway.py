@@ -35,7 +35,11 @@ def gateway(
     tls_cert: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
     tls_key: Annotated[str, typer.Option(help="PEM file of the certificate's key.")] = "",
     allow_insecure: Annotated[
-        bool, typer.Option("--allow-insecure", help="Listen beyond the loopback without TLS.")
+        bool,
+        typer.Option(
+            "--allow-insecure",
+            help="Listen beyond the loopback without TLS, or for a server that asks nobody.",
+        ),
     ] = False,
     max_body_bytes: Annotated[int, typer.Option(help="Of one request.", min=1024)] = 4 << 20,
     max_choices: Annotated[int, typer.Option(help="Prompts times n of one request.", min=1)] = 128,

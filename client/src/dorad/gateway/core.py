@@ -65,6 +65,7 @@ class Gateway:
       own: for what the gateway itself asks, the model's facts and health. Its connection carries
         callers' requests as well, each with its caller's metadata alone.
       text: the model's tokenizer; None: token ids only.
+      exposed: as Admission's.
 
     Does not own the client.
     """
@@ -74,6 +75,8 @@ class Gateway:
         own: dorad.aio.Client,
         text: ModelText | None,
         limits: Limits,
+        *,
+        exposed: bool = False,
     ) -> None:
         self.own = own
         self.text = text
@@ -81,14 +84,10 @@ class Gateway:
         self.metrics = Metrics()
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
-        self._admission = Admission(own)
+        self.admission = Admission(own, exposed=exposed)
         self._model: t.ModelInfo | None = None
         self._asked = 0.0
         self._asking = asyncio.Lock()
-
-    async def admit(self, caller: Caller) -> None:
-        """Before anything is answered or tokenized for a caller. Raises Refusal or DoradError."""
-        await self._admission.admit(caller)
 
     def client_of(self, caller: Caller) -> dorad.aio.Client:
         return self.own.with_metadata(caller.metadata)

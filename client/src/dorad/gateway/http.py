@@ -198,7 +198,7 @@ class Endpoint:
     async def _response(self, request: Request, caller: Caller) -> Response:
         try:
             if not self._public:
-                await self._gateway.admit(caller)
+                await self._gateway.admission.admit(caller)
             return await self._handler(self._gateway, request, caller)
         except (Refusal, DoradError) as error:
             return self._refuse(as_refusal(error))

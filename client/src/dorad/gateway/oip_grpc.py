@@ -50,7 +50,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         with self._observed(endpoint) as done:
             try:
                 with self._gateway.places.place():
-                    await self._gateway.admit(caller)
+                    await self._gateway.admission.admit(caller)
                     found = await work(caller)
             except (Refusal, DoradError) as error:
                 refusal = as_refusal(error)
@@ -158,7 +158,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         """A stream's sender. Ends the call of one that the gateway does not serve."""
         caller = _caller(context)
         try:
-            await self._gateway.admit(caller)
+            await self._gateway.admission.admit(caller)
         except (Refusal, DoradError) as error:
             refusal = as_refusal(error)
             with self._observed("grpc_model_stream_infer") as done:
@@ -171,7 +171,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         with self._observed("grpc_model_stream_infer") as done:
             try:
                 with self._gateway.places.place():
-                    await self._gateway.admit(caller)  # A stream may outlive its token.
+                    await self._gateway.admission.admit(caller)  # A stream may outlive its token.
                     inference = await self._understood(request, caller, stream=True)
                     async with contextlib.aclosing(
                         oip.infer_stream(self._gateway, caller, inference)
