@@ -1,6 +1,7 @@
 """Tokenizer and chat template of a model folder, on a small tokenizer made here."""
 
 import json
+import random
 
 import pytest
 from dorad.text import ModelText
@@ -98,6 +99,107 @@ def test_stream_shows_an_unfinished_character_at_the_end(text):
     stream = text.stream()
     ids = text.encode("é")
     assert stream.push(ids[:1]) == "" and stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def text_of(tokenizer, folder):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return ModelText(folder)
+
+
+@pytest.fixture
+def merged_text(tmp_path):
+    """A byte-level tokenizer with tokens that end in one character and begin in another."""
+    alphabet = dict(zip(bytes_to_characters(), range(256), strict=True))
+    characters = list(alphabet)
+    raw = "€é🙂 日a\N{REPLACEMENT CHARACTER}€🙂é".encode()
+    for size in (2, 3, 4, 5):
+        for begin in range(len(raw) - size):
+            token = "".join(characters[byte] for byte in raw[begin : begin + size])
+            alphabet.setdefault(token, len(alphabet))
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    return text_of(tokenizer, tmp_path)
+
+
+def bytes_to_characters():
+    """The byte alphabet in the order of its bytes."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+@pytest.fixture
+def fallback_text(tmp_path):
+    """Tokens for bytes beside tokens for words, as in Llama 2's vocabulary."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {"▁a": 256, "b": 257, "▁": 258, "é": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return text_of(tokenizer, tmp_path)
+
+
+def streamed(text, ids, size=1):
+    stream = text.stream()
+    pieces = [stream.push(ids[begin : begin + size]) for begin in range(0, len(ids), size)]
+    return "".join([*pieces, stream.finish()])
+
+
+def test_stream_is_the_whole_text_whatever_the_bytes(merged_text):
+    rng = random.Random(5)
+    fragments = list("€🙂é日".encode())  # Characters often nearly come about.
+    known = range(128, merged_text.encode("</s>")[0])
+    for _ in range(2000):
+        pool = known if rng.random() < 0.5 else [*fragments, *rng.choices(known, k=2)]
+        ids = rng.choices(pool, k=rng.randint(1, 14))
+        assert streamed(merged_text, ids, rng.randint(1, 3)) == merged_text.decode(ids)
+
+
+def test_stream_is_the_whole_text_with_byte_fallback(fallback_text):
+    rng = random.Random(6)
+    parts = [*(list(c.encode()) for c in "€🙂é日"), [256], [257], [258], [259]]
+    for _ in range(1000):
+        ids = [i for part in rng.choices(parts, k=rng.randint(1, 8)) for i in part]
+        assert streamed(fallback_text, ids) == fallback_text.decode(ids)
+
+
+def test_stream_shows_characters_that_tokens_hold_in_part(merged_text):
+    """Not only once a token happens to end where a character does."""
+    (across,) = (
+        i for i in range(256, 400) if merged_text.token_bytes(i) == "€".encode()[1:] + b"\xc3"
+    )
+    stream = merged_text.stream()
+    euro = list("€".encode())
+    assert stream.push(euro[:1]) == "" and stream.push([across]) == "€"
+    assert stream.push([0xA9]) == "é"
+
+
+@pytest.mark.parametrize("byte", [0x80, 0xE2, 0xF0])
+@pytest.mark.parametrize("kind", ["merged_text", "fallback_text"])
+def test_stream_takes_bytes_that_are_no_text_as_fast_as_any(kind, byte, request, monkeypatch):
+    text = request.getfixturevalue(kind)
+    decoded, decode = [], text.decode
+
+    def counted(token_ids, **options):
+        decoded.append(len(token_ids))
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(text, "decode", counted)
+    work = {}
+    for count in (200, 2000):
+        decoded.clear()
+        assert streamed(text, [byte] * count) == "\N{REPLACEMENT CHARACTER}" * count
+        work[count] = sum(decoded)
+    assert work[2000] < 11 * work[200]
+
+
+def test_stream_gives_up_a_character_that_special_tokens_interrupt(text):
+    stream = text.stream()
+    euro = [text.encode("€")[0]]
+    assert [stream.push(ids) for ids in (euro, [258], [258])] == ["", "", ""]
+    assert stream.push([258]) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_json_in_templates_is_not_escaped_for_html(tmp_path):

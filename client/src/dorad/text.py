@@ -5,6 +5,7 @@ The server knows tokens only; this is what `doractl` and small scripts use. Need
 
 from __future__ import annotations
 
+import codecs
 import datetime
 import json
 import os
@@ -26,6 +27,7 @@ Message = dict[str, Any]
 """{"role": "user", "content": "…"}"""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_UNFINISHED = 3  # Bytes, at most, of a character in UTF-8 that is not complete.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Byte fallback, as in Llama 2's vocabulary.
 
 
@@ -57,7 +59,9 @@ class ModelText:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The library raises bare Exception.
             raise ValueError(f"{file}: {error}") from error
-        self._added = set(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = set(added)
+        self._special = {token_id for token_id, token in added.items() if token.special}
         self._byte_level = "ByteLevel" in str(self._tokenizer.decoder)
         self._config: dict[str, Any] = {}
         if (root / "tokenizer_config.json").is_file():
@@ -105,8 +109,10 @@ class ModelText:
         """One token's text, for tables; may be part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """What one token contributes to the text, as UTF-8; may be part of a character."""
+        if skip_special_tokens and token_id in self._special:
+            return b""
         token = self._tokenizer.id_to_token(token_id)
         if token is None:  # Models may have more rows than their tokenizer has tokens.
             return b""
@@ -134,26 +140,56 @@ class TextStream:
         # a token's text can depend on the one before (spaces).
         self._start = 0
         self._shown = 0
+        # 1 when the last of those ends within a character, which has not been shown.
+        self._open = 0
 
     def push(self, token_ids: TokenIds) -> str:
         """Adds tokens; returns the new text, holding back an unfinished character."""
         self._ids += [int(i) for i in token_ids]
         fresh = self._decode(self._start, len(self._ids))
-        if fresh.endswith(_REPLACEMENT):
+        if not fresh.endswith(_REPLACEMENT):
+            return self._advance(fresh, len(self._ids))
+        end, is_open = self._whole()
+        if end <= self._shown:
             return ""
-        return self._advance(fresh)
+        return self._advance(self._decode(self._start, end), end, is_open)
 
     def finish(self) -> str:
         """What was held back: an incomplete character appears as U+FFFD."""
-        return self._advance(self._decode(self._start, len(self._ids)))
+        return self._advance(self._decode(self._start, len(self._ids)), len(self._ids))
+
+    def _whole(self) -> tuple[int, int]:
+        """(where an unfinished character's tokens begin, 1 if the token before has bytes of it).
+
+        It has at most three bytes: what does not come about with the last three tokens is no text,
+        and is not waited for.
+        """
+        end = len(self._ids)
+        tail = [
+            self._text.token_bytes(i, skip_special_tokens=self._skip)
+            for i in self._ids[-_UNFINISHED:]
+        ]
+        left = _unfinished(b"".join(tail))
+        while left and len(tail[-1]) <= left:
+            left -= len(tail.pop())
+            end -= 1
+        return end, int(left > 0)
 
     def _decode(self, begin: int, end: int) -> str:
         return self._text.decode(self._ids[begin:end], skip_special_tokens=self._skip)
 
-    def _advance(self, fresh: str) -> str:
+    def _advance(self, fresh: str, end: int, is_open: int = 0) -> str:
         before = self._decode(self._start, self._shown)
-        self._start, self._shown = self._shown, len(self._ids)
-        return fresh[len(before) :]
+        new = fresh[len(before) - self._open : len(fresh) - is_open]
+        self._start, self._shown, self._open = self._shown, end, is_open
+        return new
+
+
+def _unfinished(data: bytes) -> int:
+    """How many bytes at the end begin a character without being one."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data[-_UNFINISHED:])
+    return len(decoder.getstate()[0])
 
 
 def _template_source(root: pathlib.Path, config: dict[str, Any]) -> str | None:
