@@ -147,6 +147,7 @@ class FakeServer(
         self.watches = 0
         self.break_watches = 0  # that end before their first event
         self.refuse_generate = []  # of callables(context), one for each call to come
+        self.context_length = 4096
         self.capacity = None  # Overloaded above so many running requests
         self.break_after = None  # UNAVAILABLE after this many messages
         self.page_size = None
@@ -499,7 +500,7 @@ class FakeServer(
             version="0.0-fake", device="cpu", generation=self.generation
         )
         info.model.name, info.model.model_type = "fake-model", "llama"
-        info.model.vocab_size, info.model.context_length = VOCAB, 4096
+        info.model.vocab_size, info.model.context_length = VOCAB, self.context_length
         info.model.eos_token_ids.append(EOS)
         info.limits.max_tokens = 2048
         info.engine.running_sequences = self.running

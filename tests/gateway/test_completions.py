@@ -1,6 +1,7 @@
 """/v1/completions through the official client, compared with the gRPC client."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -174,6 +175,26 @@ def test_echo_without_tokens_only_scores_the_prompt(client, grpc_client, base):
     scores = grpc_client.score([IDS])[0, 0].tolist()
     assert answer.choices[0].logprobs.token_logprobs[1:] == scores[1:]
     assert math.isnan(scores[0]) and answer.usage.completion_tokens == 0
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 1}, {"max_tokens": 0}, {"logprobs": 0}])
+def test_echo_of_a_prompt_longer_than_the_context_is_refused_as_by_the_server(
+    http, base, grpc_client, fields
+):
+    length = grpc_client.info().model.context_length + 1
+    body = {"model": base, "prompt": [40] * length, "max_tokens": 0, "echo": True, **fields}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    wanted = http.post("/v1/completions", json={**body, "echo": False, "max_tokens": 1}).json()
+    if body["max_tokens"] == 0:  # Nothing needs to fit in behind the prompt.
+        wanted = json.loads(json.dumps(wanted).replace(f"{length - 2}", f"{length - 1}"))
+    assert answer.json() == wanted and wanted["error"]["code"] == "PROMPT_TOO_LONG"
+
+
+def test_echo_takes_a_prompt_of_the_whole_context(client, base, grpc_client, text):
+    prompt = [40] * grpc_client.info().model.context_length
+    answer = client.completions.create(model=base, prompt=prompt, max_tokens=0, echo=True)
+    assert answer.choices[0].text == text.decode(prompt)
 
 
 def test_repeated_prompts_report_cached_tokens(client, base):

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -194,6 +195,22 @@ def test_tokens_are_sent_as_they_come(fake, fake_http):
                 arrivals.append((time.monotonic(), line))
     assert len(arrivals) == 5 and arrivals[-1][1] == "data: [DONE]"
     assert arrivals[3][0] - arrivals[0][0] > 0.2  # Not all at the end.
+
+
+def test_a_long_echo_does_not_keep_others_waiting(fake, fake_http, text):
+    fake.context_length = 1 << 15
+    half = next(i for i in range(300) if text.token_bytes(i) == b"\x80")  # Never a character.
+    body = {**COMPLETION, "prompt": [[half] * 20_000] * 8, "echo": True, "max_tokens": 0}
+    with ThreadPoolExecutor(1) as pool:
+        echo = pool.submit(fake_http.post, "/v1/completions", json=body)
+        waits = []
+        while not echo.done():
+            began = time.monotonic()
+            assert fake_http.get("/health").status_code == 200
+            waits.append(time.monotonic() - began)
+    shown = {choice["text"] for choice in echo.result().json()["choices"]}
+    assert shown == {"\N{REPLACEMENT CHARACTER}" * 20_000}
+    assert max(waits) < 1
 
 
 # --- What is passed on ----------------------------------------------------------------------------

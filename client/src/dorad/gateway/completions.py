@@ -11,6 +11,7 @@ from typing import Any
 
 import dorad.aio
 from dorad import types as t
+from dorad.errors import Violation
 from dorad.gateway import fields, schema
 from dorad.gateway.assembler import Piece, Token
 from dorad.gateway.callers import Caller
@@ -18,6 +19,7 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
 from dorad.gateway.samples import Choice, Update, Work, choices, updates
+from dorad.text import ModelText
 from dorad.types import GenerateOptions
 
 _DEFAULT_TOKENS = 16
@@ -90,6 +92,7 @@ async def understand(
         include_usage=body.get("stream_options", {}).get("include_usage", False),
     )
     if echoed:
+        _check_lengths(completion, model)
         completion.echo = await _echoes(gateway, gateway.client_of(caller), completion)
     return completion, work.stream
 
@@ -110,6 +113,17 @@ async def _prompts(gateway: Gateway, body: Mapping[str, Any], n: int) -> list[li
     return found
 
 
+def _check_lengths(completion: Completion, model: t.ModelInfo) -> None:
+    """As the server does, which gets to see a prompt after its echo, or never."""
+    longest = model.context_length - (1 if completion.generates else 0)
+    for prompt in completion.work.prompts:
+        if len(prompt) > longest:
+            field, what = "prompt_token_ids", f"{len(prompt)} token ids are more than {longest}"
+            problem = Violation(field, what, "PROMPT_TOO_LONG")
+            message = f"GenerateRequest: {field}: {what}"
+            raise Refusal(400, problem.reason, message, param=field, violations=[problem])
+
+
 async def _echoes(
     gateway: Gateway, client: dorad.aio.Client, completion: Completion
 ) -> list[Piece]:
@@ -124,12 +138,19 @@ async def _echoes(
             request_id=f"{work.options['request_id']}-echo",
             timeout=gateway.limits.timeout,
         )
+    found = await asyncio.to_thread(_pieces, work, text, scored)
+    if not completion.generates:
+        work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+    return found
+
+
+def _pieces(work: Work, text: ModelText, scored: t.ScoreResult | None) -> list[Piece]:
     found = []
     for i, prompt in enumerate(work.prompts):
         decoder = text.stream(skip_special_tokens=work.skip_special_tokens)
-        piece = Piece()
+        tokens, parts, offset = list[Token](), list[str](), 0
         for position, token_id in enumerate(prompt):
-            token = Token(token_id, None, [], len(piece.text))
+            token = Token(token_id, None, [], offset)
             if scored is not None and position > 0:
                 token.logprob = float(scored[i, 0][position])
                 if scored.top_logprobs is not None:
@@ -137,12 +158,11 @@ async def _echoes(
                     token.top = list(
                         zip(ids[position].tolist(), values[position].tolist(), strict=True)
                     )
-            piece.tokens.append(token)
-            piece.text += decoder.push([token_id])
-        piece.text += decoder.finish()
-        found.append(piece)
-    if not completion.generates:
-        work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+            tokens.append(token)
+            parts.append(decoder.push([token_id]))
+            offset += len(parts[-1])
+        parts.append(decoder.finish())
+        found.append(Piece("".join(parts), tokens))
     return found
 
 
