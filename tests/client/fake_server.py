@@ -148,6 +148,7 @@ class FakeServer(
         self.break_watches = 0  # that end before their first event
         self.refuse_generate = []  # of callables(context), one for each call to come
         self.context_length = 4096
+        self.hang_info = False
         self.capacity = None  # Overloaded above so many running requests
         self.break_after = None  # UNAVAILABLE after this many messages
         self.page_size = None
@@ -496,6 +497,8 @@ class FakeServer(
     # --- Control ----------------------------------------------------------------------------------
 
     def GetInfo(self, request, context):
+        while self.hang_info and context.is_active():
+            time.sleep(0.01)
         info = control_pb2.GetInfoResponse(
             version="0.0-fake", device="cpu", generation=self.generation
         )

@@ -155,6 +155,20 @@ def test_a_full_queue_is_429_with_the_servers_hint(fake, fake_http):
     assert len(fake.generate_calls) == 1  # The gateway itself does not try again.
 
 
+def test_all_who_call_while_the_server_hangs_wait_one_timeout(fake, folder, tmp_path):
+    fake.hang_info = True
+    with running_gateway(fake.target, "--tokenizer", folder, scratch=tmp_path) as running:
+
+        def call(_):
+            url = f"{running.url}/v1/completions"
+            return httpx.post(url, json=COMPLETION, timeout=60).status_code
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(6) as pool:
+            assert list(pool.map(call, range(6))) == [504] * 6
+        assert time.monotonic() - began < 10  # It is 5 s; one after the other, 30.
+
+
 def test_a_failure_before_the_first_token_has_its_status_when_streaming(fake, fake_http):
     fake.refuse_generate = [overloaded(-1)]
     answer = fake_http.post("/v1/completions", json={**COMPLETION, "stream": True})
