@@ -30,7 +30,7 @@ class Update:
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens of all prompts and choices."""
+    """Tokens of all prompts that were answered, and of their choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -75,7 +75,6 @@ async def updates(
     Leaving the iterator (`aclose`) cancels what still runs on the server. Raises DoradError.
     """
     queue: asyncio.Queue[Update | BaseException | None] = asyncio.Queue(maxsize=256)
-    work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
 
     async def one(number: int, prompt: Sequence[int]) -> None:
         run = _Prompt(number, prompt, client, text, work, timeout)
@@ -129,6 +128,7 @@ class _Prompt:
             for _ in range(work.n)
         ]
         self._unfinished = set(range(work.n))
+        self._answered = False
 
     async def updates(self) -> AsyncGenerator[Update]:
         work = self._work
@@ -155,6 +155,9 @@ class _Prompt:
 
     def _take(self, new: t.Delta | t.Sample, finish: t.Finish | None) -> Update:
         assembler, tally = self._assemblers[new.index], self._work.tally
+        if not self._answered:  # Before, the server may refuse the prompt.
+            self._answered = True
+            tally.prompt_tokens += len(self._prompt)
         before = assembler.count
         logprobs = None if new.logprobs is None else new.logprobs.tolist()
         piece = assembler.push(new.token_ids.tolist(), logprobs, new.top_logprobs)
