@@ -1,5 +1,6 @@
 """doractl and dorad-load against the fake server: output, JSON, exit codes."""
 
+import dataclasses
 import http.server
 import json
 import re
@@ -419,6 +420,27 @@ def test_several_processes_send_one_plan_together(dorad_load, server):
     assert server.most_running <= 5
     prompts = [bytes(call.prompt_token_ids) for call in server.generate_calls]
     assert len(set(prompts)) == 21
+
+
+def test_the_processes_of_a_plan_share_its_prefix(dorad_load, server):
+    dorad_load(
+        "-c", 2, "--requests", 8, "--processes", 2, "--output-tokens", 1, "--seed", 3,
+        "--prompt-tokens", 9, "--shared-prefix", 6,
+    )  # fmt: skip
+    prompts = [np.frombuffer(call.prompt_token_ids, "<i4") for call in server.generate_calls]
+    assert len({tuple(prompt[:6]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 8
+
+
+def test_parts_of_a_plan_have_the_prefix_of_the_whole():
+    from dorad.load.plan import Lengths, Plan, Popularity, Source
+
+    length, popularity = Lengths.parse("9"), Popularity.parse([], None)
+    plan = Plan(length, length, popularity, rate=1.0, shared_prefix=6, seed=3)
+    parts = [*plan.split(4), *plan.split(2)[1].split(2), plan]
+    assert len({tuple(Source(part, 1000, {2}).next().token_ids[:6]) for part in parts}) == 1
+    other = Source(dataclasses.replace(plan, seed=4), 1000, {2}).next()
+    assert other.token_ids[:6] != Source(plan, 1000, {2}).next().token_ids[:6]
 
 
 def test_a_plan_too_small_for_its_processes_is_refused(dorad_load, server):

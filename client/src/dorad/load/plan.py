@@ -116,6 +116,8 @@ class Plan:
     """Leading tokens that all prompts have in common."""
     temperature: float = 1.0
     seed: int = 0
+    prefix_seed: int | None = None
+    """Of the shared prefix, in a part of a split plan; None: `seed`."""
     goals: Goals = field(default_factory=lambda: Goals())
 
     def split(self, processes: int) -> list[Plan]:
@@ -134,6 +136,7 @@ class Plan:
                 concurrency=part(self.concurrency, i),
                 requests=part(self.requests, i),
                 seed=self.seed + (i << 32),
+                prefix_seed=self.seed if self.prefix_seed is None else self.prefix_seed,
             )
             for i in range(processes)
         ]
@@ -146,7 +149,10 @@ class Source:
         self._plan = plan
         self._rng = random.Random(plan.seed)
         self._ids = [i for i in range(vocab_size) if i not in reserved] or [0]
-        self._prefix = self._rng.choices(self._ids, k=plan.shared_prefix)
+        # Not what the prompts are drawn with, which differs between the parts of a plan.
+        prefix_seed = plan.seed if plan.prefix_seed is None else plan.prefix_seed
+        prefix = random.Random(f"prefix {prefix_seed}")
+        self._prefix = prefix.choices(self._ids, k=plan.shared_prefix)
         self._numbers = itertools.count()
 
     def gap(self) -> float:
