@@ -1,5 +1,6 @@
 """Refusals, what is passed on, clients that go away, and the other routes."""
 
+import contextlib
 import json
 import socket
 import ssl
@@ -13,6 +14,8 @@ import grpc
 import httpx
 import openai
 import pytest
+from dorad.gateway import open_inference_pb2 as pb
+from dorad.gateway import open_inference_pb2_grpc as pb_grpc
 from lib.gateway import command, running_gateway
 from lib.server import environment, wait_until
 from prometheus_client.parser import text_string_to_metric_families
@@ -309,6 +312,83 @@ def test_requests_in_flight_finish_at_sigterm(fake, folder, tmp_path):
             running.process.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert running.process.wait(20) == 0
+
+
+@pytest.fixture
+def both_doors(fake, folder, tmp_path):
+    """A gateway with a gRPC door, and streams that do not end by themselves."""
+    fake.endless, fake.token_delay = True, 0.02
+    arguments = ["--tokenizer", folder, "--grpc-listen", "127.0.0.1:0", "--drain", 6]
+    with running_gateway(fake.target, *arguments, scratch=tmp_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def http_stream(gateway):
+    """Its lines; the first one has come."""
+    body = {**COMPLETION, "stream": True}
+    with (
+        httpx.Client(base_url=gateway.url, timeout=20) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        yield lines
+
+
+@contextlib.contextmanager
+def grpc_stream(gateway):
+    """Its messages; the first one has come."""
+    request = pb.ModelInferRequest(model_name="fake-model")
+    request.inputs.add(name="input_ids", datatype="INT64", shape=[1])
+    request.inputs[0].contents.int64_contents.append(5)
+    with grpc.insecure_channel(gateway.grpc) as channel:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(iter([request]), timeout=60)
+        next(call)
+        yield call
+
+
+def grpc_code(channel):
+    """How a new call ends."""
+    try:
+        stub = pb_grpc.GRPCInferenceServiceStub(channel)
+        stub.ServerLive(pb.ServerLiveRequest(), timeout=5)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_no_door_takes_requests_while_one_finishes_its_own(both_doors):
+    gone = grpc.StatusCode.UNAVAILABLE
+    with grpc.insecure_channel(both_doors.grpc) as channel, http_stream(both_doors) as lines:
+        assert grpc_code(channel) is grpc.StatusCode.OK
+        both_doors.process.terminate()
+        wait_until(lambda: grpc_code(channel) is gone, 4, "gRPC takes no calls")
+        with grpc.insecure_channel(both_doors.grpc) as another:
+            assert grpc_code(another) is gone
+        assert next(lines) is not None and both_doors.process.poll() is None
+
+
+def test_the_time_to_finish_is_that_of_all_doors_together(both_doors):
+    with grpc_stream(both_doors):
+        with http_stream(both_doors):
+            began = time.monotonic()
+            both_doors.process.terminate()
+            time.sleep(4)
+        assert both_doors.process.wait(30) == 0
+        assert time.monotonic() - began < 9  # It is 6 s; from the end of HTTP's on, 10.
+
+
+def test_a_second_signal_ends_requests_in_flight_over_grpc(both_doors):
+    with grpc_stream(both_doors) as messages:
+        began = time.monotonic()
+        both_doors.process.terminate()
+        time.sleep(0.5)
+        assert next(messages) and both_doors.process.poll() is None
+        both_doors.process.terminate()
+        assert both_doors.process.wait(30) == 0
+        assert time.monotonic() - began < 5  # Before the drain is over.
 
 
 # --- The other routes -----------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
 async def serve(
     settings: Settings, text: ModelText | None, ready: Callable[[str, str], None]
 ) -> None:
-    """Serves until SIGTERM or SIGINT; a second one ends requests in flight.
+    """Serves until SIGTERM or SIGINT; a second one ends requests in flight, over gRPC as well.
 
     `ready` is called once, with the addresses of the HTTP and the gRPC listener ("": none).
     """
@@ -100,8 +100,8 @@ async def serve(
             bound = listener.getsockname()
             name = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
             server = _Server(_configuration(gateway, settings))
-            _on_signals(server)
-            async with _grpc_server(gateway, settings) as grpc_address:
+            async with _grpc_server(gateway, settings) as (grpc_server, grpc_address):
+                _on_signals(server, grpc_server, settings.drain_seconds)
                 task = asyncio.create_task(server.serve(sockets=[listener]))
                 while not server.started and not task.done():
                     await asyncio.sleep(0.01)
@@ -111,10 +111,12 @@ async def serve(
 
 
 @contextlib.asynccontextmanager
-async def _grpc_server(gateway: Gateway, settings: Settings) -> AsyncIterator[str]:
-    """Its address, or "" where none is wanted. Calls in flight may end at the end."""
+async def _grpc_server(
+    gateway: Gateway, settings: Settings
+) -> AsyncIterator[tuple[grpc.aio.Server | None, str]]:
+    """It and its address, or "" where none is wanted. Calls in flight may end at the end."""
     if not settings.grpc_listen:
-        yield ""
+        yield None, ""
         return
     server = grpc.aio.server(
         options=[
@@ -130,7 +132,7 @@ async def _grpc_server(gateway: Gateway, settings: Settings) -> AsyncIterator[st
         port = server.add_insecure_port(settings.grpc_listen)
     await server.start()
     try:
-        yield f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
+        yield server, f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
     finally:
         await server.stop(settings.drain_seconds)
 
@@ -150,11 +152,18 @@ def _configuration(gateway: Gateway, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _on_signals(server: uvicorn.Server) -> None:
-    def end() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
-
+def _on_signals(
+    server: uvicorn.Server, grpc_server: grpc.aio.Server | None, drain_seconds: float
+) -> None:
+    """Both stop at the same time: neither takes new requests while the other drains."""
     loop = asyncio.get_running_loop()
+    stops = set[asyncio.Task[None]]()  # The loop itself would forget them.
+
+    def end() -> None:
+        again = server.should_exit
+        server.should_exit, server.force_exit = True, again
+        if grpc_server is not None:
+            stops.add(loop.create_task(grpc_server.stop(None if again else drain_seconds)))
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
