@@ -5,7 +5,6 @@
 #include <atomic>
 #include <map>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "server/adapter/residency.h"
 #include "server/adapter/store.h"
 #include "server/app/backend.h"
+#include "server/app/bounded_end.h"
 #include "server/app/cli.h"
 #include "server/app/config_check.h"
 #include "server/app/housekeeper.h"
@@ -51,8 +51,8 @@ constexpr int kCouriers = 2;
 constexpr int kRegistryWriters = 1;  // changes are made one after the other anyway
 // What has been computed still has to reach the clients; open Watch streams end with it.
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
-// For what a process that hangs still says.
-constexpr absl::Duration kLastWords = absl::Seconds(10);
+// For what nobody waits for any more, and the parts wait for at their end.
+constexpr absl::Duration kEndGrace = absl::Seconds(2);
 
 void ObserveLoad(Metrics* metrics, const adapter::EndedLoad& load) {
   if (!load.status.ok()) {
@@ -364,11 +364,7 @@ struct App::Impl {
 
   // Nothing that the engine's thread holds can be given back in order any more.
   void EndStalled() {
-    // The log may be what hangs.
-    std::thread([] {
-      absl::SleepFor(kLastWords);
-      _exit(kExitSoftware);
-    }).detach();
+    EndSoon(kExitSoftware);
     LogError("the engine makes no progress; ending the process",
              {{"seconds", absl::ToDoubleSeconds(engine.time_since_heartbeat())}});
     server->SetServing(false);
@@ -377,6 +373,7 @@ struct App::Impl {
     _exit(kExitSoftware);
   }
 
+  BoundedEnd end;
   const Config config;
   Config settings;  // with what was reloaded since the start; of the thread that stops the app
   const std::unique_ptr<security::Guard> guard;
@@ -392,9 +389,11 @@ struct App::Impl {
   rpc::UploadStore uploads;
   Sleeper sleeper;  // before the loader, whose last loads ask what sleeps
   adapter::AdapterLoader loader;
+  const BoundedEnd::Turn loader_ends{&end, BoundedEnd::Part::kLoads};
   engine::Engine engine;
   ThreadPool sleep_pool{1, 0};  // Sleep and Wake, which need all of these, wait on it
-  int64_t activations = 0;      // the engine's subscription of the registry's events
+  const BoundedEnd::Turn engine_ends{&end, BoundedEnd::Part::kStep};
+  int64_t activations = 0;  // the engine's subscription of the registry's events
   rpc::Services services;
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;
@@ -482,12 +481,15 @@ void App::Stop(const absl::Notification& hurry) {
   const ServerConfig& config = impl_->settings.server;
   LogInfo("shutting down", {{"drain_delay_seconds", config.drain_delay_seconds},
                             {"drain_timeout_seconds", config.drain_timeout_seconds}});
+  const absl::Duration delay = absl::Seconds(config.drain_delay_seconds);
+  const absl::Duration timeout = absl::Seconds(config.drain_timeout_seconds);
+  // Requests and calls have a grace each, one after the other.
+  impl_->end.Begin(delay + timeout + 2 * kShutdownGrace + kEndGrace);
   impl_->ready = false;
   if (impl_->self_dial) impl_->self_dial->Stop();
-  impl_->server->Drain({absl::Seconds(config.drain_delay_seconds),
-                        absl::Seconds(config.drain_timeout_seconds), kShutdownGrace},
-                       hurry);
+  impl_->server->Drain({delay, timeout, kShutdownGrace}, hurry);
   impl_->server->Shutdown(kShutdownGrace);
+  impl_->end.WaitFor(BoundedEnd::Part::kChanges);
   LogInfo("shut down", {{"in_a_hurry", hurry.HasBeenNotified()}});
 }
 

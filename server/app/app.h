@@ -34,7 +34,8 @@ class App {
 
   // Not ready any more; after server.drain_delay_seconds refuses new requests, lets running ones
   // finish within server.drain_timeout_seconds, closes. Once `hurry` is notified running requests
-  // are ended with what they have, and nothing but that is waited for.
+  // are ended with what they have, and nothing but that is waited for. Ends the process when
+  // something hangs, also later, in the destructor.
   void Stop(const absl::Notification& hurry);
 
  private:

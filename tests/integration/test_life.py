@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -314,6 +315,51 @@ def test_a_stalled_engine_ends_the_process_with_every_stack_in_the_log(zoo, tmp_
     assert len(stacks) > 5
     assert any('"thread":"engine"' in text for text in stacks)
     assert any("dorad::Signals::Wait" in text for text in stacks), "the main thread's"
+
+
+def test_a_step_that_hangs_cannot_hold_up_the_end(zoo, tmp_path) -> None:
+    """Though the watchdog still has patience with it."""
+    settings = {"engine.watchdog_seconds": 60, "server.drain_timeout_seconds": 1}
+    line = command(zoo.model("llama2"), None, settings)
+    server = start(line, tmp_path / "server.log", DORAD_FAILPOINT="engine_step:5=hang")
+    try:
+        call = server.wire.stream(PROMPT, max_tokens=100, ignore_eos=True)
+        next(call)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == SOFTWARE
+        assert time.monotonic() - begin < 10
+    finally:
+        server.wire.close()
+        server.process.kill()
+        server.process.wait()
+    assert '"waits_for":"a step of the engine"' in server.log()
+    assert "stack of a thread" in server.log()
+
+
+def test_a_load_that_hangs_cannot_hold_up_the_end(zoo, tmp_path) -> None:
+    settings = {
+        "adapters.store_path": tmp_path / "store",
+        "server.drain_timeout_seconds": 0.5,
+    }
+    line = command(zoo.model("llama2"), None, settings)
+    server = start(line, tmp_path / "server.log", DORAD_FAILPOINT="store_tmp_written=hang")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            folder = zoo.adapter("llama2", "dora")
+            publish = pool.submit(server.wire.publish, "a", folder, durable=True)
+            wait_until(lambda: list((tmp_path / "store" / "tmp").iterdir()), what="the load")
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(20) == 0
+            assert time.monotonic() - begin < 10
+            with pytest.raises(grpc.RpcError):
+                publish.result()
+    finally:
+        server.wire.close()
+        server.process.kill()
+        server.process.wait()
+    assert '"waits_for":"loads of adapters"' in server.log()
 
 
 def gone(thread: int, options: int) -> bool:
