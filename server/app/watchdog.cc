@@ -1,8 +1,10 @@
 #include "server/app/watchdog.h"
 
 #include <algorithm>
-#include <chrono>
 #include <utility>
+
+#include "server/base/instant.h"
+#include "server/base/silence_meter.h"
 
 namespace dorad {
 
@@ -11,14 +13,10 @@ Watchdog::Watchdog(absl::Duration limit, std::function<absl::Duration()> silence
   const absl::Duration period = std::clamp(limit / 4, absl::Milliseconds(50), absl::Seconds(1));
   thread_ = std::thread(
       [this, limit, period, silence = std::move(silence), on_stall = std::move(on_stall)] {
-        auto looked = std::chrono::steady_clock::now();
+        // A process that was stopped does not make the engine guilty.
+        SilenceMeter meter(SteadyNow(), period);
         while (!stop_.WaitForNotificationWithTimeout(period)) {
-          const auto now = std::chrono::steady_clock::now();
-          const absl::Duration passed = absl::FromChrono(now - std::exchange(looked, now));
-          // A process that was stopped, or a machine that slept, does not make the engine guilty:
-          // it has a period's time to show that it lives.
-          if (passed > period + limit / 2) continue;
-          if (silence() <= limit) continue;
+          if (meter.Look(SteadyNow(), silence()) <= limit) continue;
           on_stall();
           return;
         }

@@ -61,10 +61,6 @@ Logprobs FirstRow(const ScoreInput& input) {
 
 }  // namespace
 
-Instant SteadyNow() { return std::chrono::steady_clock::now(); }
-
-absl::Duration Between(Instant from, Instant to) { return absl::FromChrono(to - from); }
-
 Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted)
     : generate(std::move(input)),
       stream(std::move(stream)),

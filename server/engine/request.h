@@ -4,7 +4,6 @@
 // is closed, and the leases are given back. Confined to the engine thread.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "server/base/instant.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/scheduler.h"
 #include "server/engine/sequence.h"
@@ -23,11 +23,6 @@ class Metrics;
 }
 
 namespace dorad::engine {
-
-// Deadlines and latencies use a clock that never jumps.
-using Instant = std::chrono::steady_clock::time_point;
-Instant SteadyNow();
-absl::Duration Between(Instant from, Instant to);
 
 // What ends samples, besides what their request says.
 struct StopRules {

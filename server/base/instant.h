@@ -1,0 +1,16 @@
+// A clock that never jumps, for deadlines and for how long something took. Pure functions, hence
+// thread-safe.
+#pragma once
+
+#include <chrono>
+
+#include "absl/time/time.h"
+
+namespace dorad {
+
+using Instant = std::chrono::steady_clock::time_point;
+
+inline Instant SteadyNow() { return std::chrono::steady_clock::now(); }
+inline absl::Duration Between(Instant from, Instant to) { return absl::FromChrono(to - from); }
+
+}  // namespace dorad
