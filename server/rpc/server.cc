@@ -154,6 +154,13 @@ struct Server::Impl {
     });
   }
 
+  // Requests that are frozen, or sleep, would never finish.
+  void AbortFrozen(const engine::EngineStats& stats) {
+    if (!RequestsRun()) return;
+    if (stats.paused || stats.asleep) Abort({.all = true});
+    for (const adapter::AdapterRef& ref : stats.paused_adapters) Abort({.adapter = ref});
+  }
+
   // Waits while busy() and at most `timeout`, or until `hurry`.
   template <typename Busy>
   static void AwaitQuiet(absl::Duration timeout, const absl::Notification& hurry, Busy busy) {
@@ -225,13 +232,12 @@ void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
   impl_->services->draining = true;
   engine::Engine* const engine = impl_->services->engine;
   engine->StopAdmission();
-  // Frozen and sleeping requests would never finish.
-  const engine::EngineStats stats = engine->stats();
-  if (stats.paused || stats.asleep) impl_->Abort({.all = true});
-  for (const adapter::AdapterRef& ref : stats.paused_adapters) impl_->Abort({.adapter = ref});
-  // Loads wait for the weights as long as these sleep.
-  Impl::AwaitQuiet(times.timeout, hurry, [this, loads_go_on = !stats.asleep] {
-    return impl_->RequestsRun() || (loads_go_on && impl_->AdaptersLoad());
+  Impl::AwaitQuiet(times.timeout, hurry, [this, engine] {
+    // Pauses and sleep may begin at any time.
+    const engine::EngineStats stats = engine->stats();
+    impl_->AbortFrozen(stats);
+    // Loads wait for the weights as long as these sleep.
+    return impl_->RequestsRun() || (!stats.asleep && impl_->AdaptersLoad());
   });
   if (!impl_->RequestsRun()) return;
   impl_->Abort({.all = true});

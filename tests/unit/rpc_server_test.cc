@@ -896,6 +896,25 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfFrozenRequestsAtOnce) {
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
 }
 
+TEST_F(ServerTest, DrainGivesBackTheTokensOfRequestsThatAreFrozenMeanwhile) {
+  runner_->step_time = 5;
+  const auto context = Context();
+  const auto reader = inference_->Generate(context.get(), Request(400));
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 3; }));
+  const absl::Time start = absl::Now();
+  std::thread drain([&] { Drain(absl::Seconds(15), absl::Seconds(1)); });
+  EXPECT_TRUE(Eventually([&] { return services_.draining.load(); }));
+  v1::PauseResponse paused;
+  EXPECT_TRUE(control_->Pause(Context().get(), v1::PauseRequest(), &paused).ok());
+  v1::GenerateResponse message;
+  EXPECT_TRUE(reader->Read(&message));
+  EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
+  EXPECT_FALSE(message.token_ids().empty());
+  EXPECT_TRUE(reader->Finish().ok());
+  drain.join();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
+}
+
 void ExpectAbortedWithTokens(grpc::ClientReader<v1::GenerateResponse>* reader) {
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
