@@ -163,9 +163,14 @@ struct App::Impl {
       // A change is copyable; an image is not to be copied.
       auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
       if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
+      // What a stream brought counts from here on; of unary calls the service takes care.
+      auto open = std::make_shared<const rpc::OpenPublish>(&services.open_publishes);
       services.run_change([this, options = std::move(options), json = std::move(json), held, read,
-                           done = std::move(done)] {
-        loader.PublishFromBytes(options, json, std::move(*held), read, done);
+                           done = std::move(done), open = std::move(open)] {
+        const auto answer = [done, open](absl::StatusOr<adapter::PublishResult> result) {
+          done(std::move(result));
+        };
+        loader.PublishFromBytes(options, json, std::move(*held), read, answer);
       });
     };
     services.publisher.from_path = [this](adapter::PublishOptions options, std::string path,

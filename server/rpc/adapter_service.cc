@@ -67,15 +67,21 @@ void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& c
   });
 }
 
+// What a publish holds until its answer.
+struct Admitted {
+  std::shared_ptr<const OpenPublish> open;
+  PublishRoom room;
+};
+
 // Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
-// PeftConfig. room: held until then.
+// PeftConfig.
 template <typename Response>
 adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& call,
-                                  bool typed_config, PublishRoom room) {
+                                  bool typed_config, Admitted admitted) {
   return [call, typed_config,
-          room = std::move(room)](const absl::StatusOr<adapter::PublishResult>& result) {
+          admitted = std::move(admitted)](const absl::StatusOr<adapter::PublishResult>& result) {
     // Whoever learns of the end may publish the next one.
-    if (room != nullptr) room->Release();
+    if (admitted.room != nullptr) admitted.room->Release();
     call->Complete([&](Response* to) {
       if (!result.ok()) {
         return typed_config ? NamePeftConfigFields(result.status()) : result.status();
@@ -89,12 +95,15 @@ adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& ca
 }
 
 // Whether the caller may publish this, and there is room for it.
-absl::StatusOr<PublishRoom> AdmitPublish(const Services& services,
-                                         const security::Principal& caller, const std::string& name,
-                                         int64_t bytes) {
+absl::StatusOr<Admitted> AdmitPublish(Services* services, const security::Principal& caller,
+                                      const std::string& name, int64_t bytes) {
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, name));
-  if (services.draining) return engine::ShuttingDown();
-  return ReservePublish(services, caller, bytes);
+  Admitted admitted;
+  // Before the look: a drain that begins after it waits for this one.
+  admitted.open = std::make_shared<const OpenPublish>(&services->open_publishes);
+  if (services->draining) return engine::ShuttingDown();
+  DORAD_ASSIGN_OR_RETURN(admitted.room, ReservePublish(*services, caller, bytes));
+  return admitted;
 }
 
 absl::Status Get(const adapter::AdapterRegistry& registry, const security::Principal& caller,
@@ -207,15 +216,16 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerCo
           return;
         }
         // How large it is shows when it has been loaded.
-        absl::StatusOr<PublishRoom> room =
-            AdmitPublish(*services_, call->caller(), options->name, /*bytes=*/0);
-        if (!room.ok()) {
-          call->End(room.status());
+        absl::StatusOr<Admitted> admitted =
+            AdmitPublish(services_, call->caller(), options->name, /*bytes=*/0);
+        if (!admitted.ok()) {
+          call->End(admitted.status());
           return;
         }
         call->record().NameAdapter({options->name, options->version.value_or(0)});
-        services_->publisher.from_path(*std::move(options), request->path(),
-                                       AnswerTo(call, /*typed_config=*/false, *std::move(room)));
+        services_->publisher.from_path(
+            *std::move(options), request->path(),
+            AnswerTo(call, /*typed_config=*/false, *std::move(admitted)));
       });
 }
 
@@ -233,16 +243,16 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
         for (const adapter::PeerTensor& tensor : publish->peer.tensors) {
           bytes += static_cast<int64_t>(tensor.bytes);
         }
-        absl::StatusOr<PublishRoom> room =
-            AdmitPublish(*services_, call->caller(), publish->options.name, bytes);
-        if (!room.ok()) {
-          call->End(room.status());
+        absl::StatusOr<Admitted> admitted =
+            AdmitPublish(services_, call->caller(), publish->options.name, bytes);
+        if (!admitted.ok()) {
+          call->End(admitted.status());
           return;
         }
         call->record().NameAdapter({publish->options.name, publish->options.version.value_or(0)});
         services_->publisher.from_memory(
             std::move(publish->options), std::move(publish->config_json), std::move(publish->peer),
-            AnswerTo(call, request->has_peft_config(), *std::move(room)));
+            AnswerTo(call, request->has_peft_config(), *std::move(admitted)));
       });
 }
 

@@ -146,14 +146,6 @@ struct Server::Impl {
 
   bool RequestsRun() const { return !services->engine->idle() || services->open_streams > 0; }
 
-  bool AdaptersLoad() const {
-    const std::vector<adapter::AdapterRecord> versions =
-        services->registry->List("", "", 0, std::numeric_limits<int>::max());
-    return std::any_of(versions.begin(), versions.end(), [](const adapter::AdapterRecord& version) {
-      return version.state == adapter::AdapterState::kLoading;
-    });
-  }
-
   // Requests that are frozen, or sleep, would never finish.
   void AbortFrozen(const engine::EngineStats& stats) {
     if (!RequestsRun()) return;
@@ -237,7 +229,7 @@ void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
     const engine::EngineStats stats = engine->stats();
     impl_->AbortFrozen(stats);
     // Loads wait for the weights as long as these sleep.
-    return impl_->RequestsRun() || (!stats.asleep && impl_->AdaptersLoad());
+    return impl_->RequestsRun() || (!stats.asleep && impl_->services->open_publishes > 0);
   });
   if (!impl_->RequestsRun()) return;
   impl_->Abort({.all = true});

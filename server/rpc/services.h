@@ -73,6 +73,18 @@ struct SleepControl {
   std::function<std::vector<std::string>()> asleep = [] { return std::vector<std::string>(); };
 };
 
+// Counts as a publish that has no answer yet.
+class OpenPublish {
+ public:
+  explicit OpenPublish(std::atomic<int>* open) : open_(open) { ++*open_; }
+  ~OpenPublish() { --*open_; }
+  OpenPublish(const OpenPublish&) = delete;
+  OpenPublish& operator=(const OpenPublish&) = delete;
+
+ private:
+  std::atomic<int>* const open_;
+};
+
 struct Services {
   engine::Engine* engine = nullptr;
   adapter::AdapterRegistry* registry = nullptr;
@@ -105,7 +117,8 @@ struct Services {
   std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};
-  std::atomic<int> open_streams{0};  // Generate calls that have not ended
+  std::atomic<int> open_streams{0};    // Generate calls that have not ended
+  std::atomic<int> open_publishes{0};  // OpenPublishes
 };
 
 }  // namespace dorad::rpc

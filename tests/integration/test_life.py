@@ -362,6 +362,32 @@ def test_a_load_that_hangs_cannot_hold_up_the_end(zoo, tmp_path) -> None:
     assert '"waits_for":"loads of adapters"' in server.log()
 
 
+def test_a_drain_waits_for_a_publish_that_waits_for_the_disk(zoo, tmp_path) -> None:
+    """Which has no version that could be LOADING; the disk never answers here."""
+    settings = {"adapters.store_path": tmp_path / "store", "server.drain_timeout_seconds": 4}
+    line = command(zoo.model("llama2"), None, settings)
+    # The second append is the version's number.
+    server = start(line, tmp_path / "server.log", DORAD_FAILPOINT="journal_before_sync:2=hang")
+    journal = tmp_path / "store" / "journal"
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            before = journal.stat().st_size
+            publish = pool.submit(server.wire.publish, "a", zoo.adapter("llama2", "dora"))
+            wait_until(lambda: journal.stat().st_size > before, what="the number")
+            begin = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.RpcError):
+                publish.result(20)
+            assert time.monotonic() - begin > 3.5
+            assert server.process.wait(20) == 0
+            assert time.monotonic() - begin < 13
+    finally:
+        server.wire.close()
+        server.process.kill()
+        server.process.wait()
+    assert '"waits_for":"changes of the registry"' in server.log()
+
+
 def gone(thread: int, options: int) -> bool:
     """Whether a traced thread has ended, and not only stopped."""
     pid, status = os.waitpid(thread, options | os.WNOHANG)

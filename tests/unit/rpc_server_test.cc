@@ -915,6 +915,35 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfRequestsThatAreFrozenMeanwhile) {
   EXPECT_LT(absl::Now() - start, absl::Seconds(10));
 }
 
+TEST_F(ServerTest, DrainAnswersAPublishThatHasNoVersionYet) {
+  // The disk takes its time for the number, and for what is retired after the version is READY.
+  ThreadPool disk(1, 0);
+  absl::Notification taken;
+  services_.publisher.from_path = [&](adapter::PublishOptions options, const std::string&,
+                                      adapter::PublishCallback done) {
+    disk.Submit([this, options = std::move(options), done = std::move(done)] {
+      absl::SleepFor(absl::Milliseconds(700));
+      const absl::StatusOr<adapter::PublishResult> result = publisher_.Publish(options);
+      absl::SleepFor(absl::Milliseconds(700));
+      done(result);
+    });
+    taken.Notify();
+  };
+  v1::PublishFromPathRequest request;
+  request.set_name("a");
+  request.set_path("/somewhere");
+  v1::PublishFromPathResponse response;
+  grpc::Status status;
+  std::thread publish(
+      [&] { status = adapters_->PublishFromPath(Context().get(), request, &response); });
+  taken.WaitForNotification();
+  Drain(absl::Seconds(15), absl::ZeroDuration());
+  server_->Shutdown(absl::Milliseconds(200));
+  publish.join();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(response.adapter().version(), 1);
+}
+
 void ExpectAbortedWithTokens(grpc::ClientReader<v1::GenerateResponse>* reader) {
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
