@@ -12,7 +12,7 @@
 namespace dorad {
 
 struct Signals::State {
-  enum class Phase { kStarting, kServing, kStopping, kHurrying, kEnding };
+  enum class Phase { kStarting, kServing, kStoppingByItself, kStopping, kHurrying, kEnding };
 
   void Handle(int number) {
     absl::MutexLock lock(&mu);
@@ -25,6 +25,7 @@ struct Signals::State {
         LogInfo("asked to end before serving", {{"signal", int64_t{number}}});
         _exit(0);
       case Phase::kServing:
+      case Phase::kStoppingByItself:
         phase = Phase::kStopping;
         break;
       case Phase::kStopping:
@@ -67,7 +68,7 @@ void Signals::BeginOrderlyEnd() {
 void Signals::RequestEnd(int exit_code) {
   absl::MutexLock lock(&state_->mu);
   if (state_->phase > State::Phase::kServing) return;
-  state_->phase = State::Phase::kStopping;
+  state_->phase = State::Phase::kStoppingByItself;
   state_->exit_code = exit_code;
 }
 

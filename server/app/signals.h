@@ -22,7 +22,8 @@ class Signals {
   // Waits for the next one; a SIGHUP that came before is not lost. After kStop there is none.
   Event Wait();
 
-  // Asks for the orderly end as a first SIGTERM would, with this exit code.
+  // Asks for the orderly end as a first SIGTERM would, with this exit code. Counts as none: the
+  // first signal that comes from outside meanwhile changes nothing.
   void RequestEnd(int exit_code);
 
   // Notified by the second SIGTERM or SIGINT; as long-lived as the process.

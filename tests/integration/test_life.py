@@ -230,7 +230,8 @@ def test_the_soft_limit_of_descriptors_is_raised(zoo, tmp_path) -> None:
 
 def test_a_deaf_listener_ends_the_process_and_a_new_one_serves(zoo, tmp_path) -> None:
     """gRPC 1.51 never accepts again once it has run out of descriptors (CVE-2023-4785)."""
-    line = command(zoo.model("llama2"), None, {"server.self_dial_seconds": 0.3})
+    settings = {"server.self_dial_seconds": 0.3, "server.drain_delay_seconds": 3}
+    line = command(zoo.model("llama2"), None, settings)
     server = start(line, tmp_path / "server.log")
     try:
         server.wire.generate(PROMPT, max_tokens=1)
@@ -241,12 +242,16 @@ def test_a_deaf_listener_ends_the_process_and_a_new_one_serves(zoo, tmp_path) ->
             for _ in range(150):
                 connections.enter_context(socket.create_connection((host, int(port)), 10))
             time.sleep(0.2)
+        wait_until(lambda: "shutting down" in server.log(), 90, what="the end")
+        # A supervisor's, which knows nothing of it and is the first: it is no hurry.
+        server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(90) == DEAF
     finally:
         server.wire.close()
         server.process.kill()
         server.process.wait()
     assert "a listener takes no connections any more" in server.log()
+    assert '"in_a_hurry":false' in server.log()
     with serve(zoo.model("llama2"), None, {"server.grpc_listen": server.grpc}) as again:
         assert len(again.wire.generate(PROMPT, max_tokens=1)) == 1
 
