@@ -71,6 +71,7 @@ void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& c
 struct Admitted {
   std::shared_ptr<const OpenPublish> open;
   PublishRoom room;
+  std::shared_ptr<security::Quotas::Hold> stream;  // nullptr: none
 };
 
 // Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
@@ -81,7 +82,9 @@ adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& ca
   return [call, typed_config,
           admitted = std::move(admitted)](const absl::StatusOr<adapter::PublishResult>& result) {
     // Whoever learns of the end may publish the next one.
-    if (admitted.room != nullptr) admitted.room->Release();
+    for (const auto& hold : {admitted.room, admitted.stream}) {
+      if (hold != nullptr) hold->Release();
+    }
     call->Complete([&](Response* to) {
       if (!result.ok()) {
         return typed_config ? NamePeftConfigFields(result.status()) : result.status();
@@ -95,14 +98,16 @@ adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& ca
 }
 
 // Whether the caller may publish this, and there is room for it.
-absl::StatusOr<Admitted> AdmitPublish(Services* services, const security::Principal& caller,
+absl::StatusOr<Admitted> AdmitPublish(Services* services, const CallRecord& call,
                                       const std::string& name, int64_t bytes) {
+  const security::Principal& caller = *call.caller();
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, name));
   Admitted admitted;
   // Before the look: a drain that begins after it waits for this one.
   admitted.open = std::make_shared<const OpenPublish>(&services->open_publishes);
   if (services->draining) return engine::ShuttingDown();
   DORAD_ASSIGN_OR_RETURN(admitted.room, ReservePublish(*services, caller, bytes));
+  admitted.stream = call.stream();
   return admitted;
 }
 
@@ -217,7 +222,7 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerCo
         }
         // How large it is shows when it has been loaded.
         absl::StatusOr<Admitted> admitted =
-            AdmitPublish(services_, call->caller(), options->name, /*bytes=*/0);
+            AdmitPublish(services_, call->record(), options->name, /*bytes=*/0);
         if (!admitted.ok()) {
           call->End(admitted.status());
           return;
@@ -244,7 +249,7 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
           bytes += static_cast<int64_t>(tensor.bytes);
         }
         absl::StatusOr<Admitted> admitted =
-            AdmitPublish(services_, call->caller(), publish->options.name, bytes);
+            AdmitPublish(services_, call->record(), publish->options.name, bytes);
         if (!admitted.ok()) {
           call->End(admitted.status());
           return;

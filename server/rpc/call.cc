@@ -66,7 +66,7 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
   if (services->quotas == nullptr || !security::RuleOf(method).is_stream) return;
   absl::StatusOr<security::Quotas::Hold> stream = services->quotas->OpenStream(caller_->tenant);
   admission_ = stream.status();
-  if (stream.ok()) stream_ = *std::move(stream);
+  if (stream.ok()) stream_ = std::make_shared<security::Quotas::Hold>(*std::move(stream));
 }
 
 absl::Status CallRecord::CheckRights() {
@@ -111,7 +111,7 @@ absl::Status CallRecord::CancelStatus() const {
 
 grpc::Status CallRecord::End(const absl::Status& ended) {
   // Whoever learns of the end may begin another one.
-  stream_.Release();
+  stream_.reset();
   const absl::Status status = caller_ ? WithoutForeignNames(*caller_, ended) : ended;
   if (const std::optional<std::string> pushback = RetryPushback(status)) {
     context_->AddTrailingMetadata("grpc-retry-pushback-ms", *pushback);

@@ -62,6 +62,9 @@ class CallRecord {
   void set_request_id(std::string id);
   // The adapter that the call is about; version 0: as the name says.
   void NameAdapter(const adapter::AdapterRef& ref);
+  // The call's place among its tenant's streams. Who works on when the call has ended holds it,
+  // too, and releases it before an answer. nullptr: takes none, or after End.
+  const std::shared_ptr<security::Quotas::Hold>& stream() const { return stream_; }
   // The call's line in the log, for others to add to until they let go of it. nullptr after End.
   const std::shared_ptr<RequestLog>& log() const { return log_; }
   // The caller's deadline, or now + fallback if there is none (fallback zero: never).
@@ -80,7 +83,7 @@ class CallRecord {
   absl::Status admission_;
   Caller caller_;                                      // nullptr: unknown
   std::shared_ptr<const security::TokenTable> table_;  // that said so
-  security::Quotas::Hold stream_;                      // until the end
+  std::shared_ptr<security::Quotas::Hold> stream_;
   std::string request_id_;
   std::shared_ptr<RequestLog> log_;
 };

@@ -316,6 +316,41 @@ def test_streams_beyond_the_quota_are_refused_until_one_ends(connect, server) ->
     assert server.metric("dorad_calls_denied_total", reason="QUOTA_STREAMS") >= 1
 
 
+def test_a_publish_that_is_cancelled_takes_its_stream_until_its_load_has_ended(
+    zoo, tmp_path
+) -> None:
+    """Or one tenant could fill the line of loads. The load never ends here."""
+    path = tmp_path / "tokens.yaml"
+    write_tokens(path, {"a": ("t", ["publish"])}, {"t": {"quota": {"streams": 1}}})
+    store = tmp_path / "store"
+    settings = {
+        "security.tokens_file": path,
+        "adapters.store_path": store,
+        "adapters.allowed_roots": f"[{zoo.directory}]",
+        "server.drain_timeout_seconds": 0,
+    }
+    point = {"DORAD_FAILPOINT": "store_tmp_written:2=hang"}
+    with serve(zoo.model("llama2"), None, settings, **point) as server:
+        options = {"timeout": 20, "metadata": (("authorization", "Bearer a-token"),)}
+        publish = server.wire.adapters.PublishFromPath
+        first, second = (
+            adapters_pb2.PublishFromPathRequest(
+                name="a", path=str(zoo.adapter("llama2", "dora", seed)), durable=True
+            )
+            for seed in (0, 1)
+        )
+        # The answer to one is the beginning of the next.
+        publish(first, **options)
+        call = publish.future(second, **options)
+        wait_until(lambda: list((store / "tmp").iterdir()), what="the load")
+        call.cancel()
+        for _ in range(5):
+            time.sleep(0.05)
+            with pytest.raises(grpc.RpcError) as refused:
+                publish(second, **options)
+            assert failure(refused.value).reason == "QUOTA_STREAMS"
+
+
 def test_a_minutes_tokens_are_used_up_by_prompts_and_answers(zoo, tmp_path) -> None:
     path = tmp_path / "tokens.yaml"
     quota = {"quota": {"tokens_per_minute": 120}}
