@@ -118,12 +118,19 @@ void PublishReactor::Load() {
   const std::shared_ptr<Upload> upload = stream_->TakeUpload();
   absl::StatusOr<PublishRoom> room = TakeRoom();
   if (!room.ok()) return stream_->Completion()(room.status());
+  std::shared_ptr<security::Quotas::Hold> stream;
+  {
+    absl::MutexLock lock(&mu_);
+    stream = record_.stream();
+  }
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
   const adapter::PublishCallback done =
-      [upload, room = *std::move(room),
+      [upload, room = *std::move(room), stream = std::move(stream),
        complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
         // Whoever learns of the end may publish the next one.
-        if (room != nullptr) room->Release();
+        for (const auto& hold : {room, stream}) {
+          if (hold != nullptr) hold->Release();
+        }
         if (!result.ok() && upload->typed_config()) result = NamePeftConfigFields(result.status());
         complete(std::move(result));
       };
