@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <filesystem>
 #include <limits>
 #include <system_error>
@@ -16,6 +15,7 @@
 #include "server/base/error.h"
 #include "server/base/failpoint.h"
 #include "server/base/file.h"
+#include "server/base/instant.h"
 #include "server/base/log.h"
 #include "server/base/sha256.h"
 
@@ -334,9 +334,9 @@ absl::Status Store::Replace(const std::string& tmp, const std::string& path) {
 absl::Status Store::Append(const Change& change) {
   const std::string text = ToJson(change);
   absl::MutexLock lock(&mu_);
-  const auto begin = std::chrono::steady_clock::now();
+  const Instant begin = SteadyNow();
   absl::Status status = Noted(journal_->Append(text));
-  const absl::Duration time = absl::FromChrono(std::chrono::steady_clock::now() - begin);
+  const absl::Duration time = Between(begin, SteadyNow());
   if (status.ok()) {
     state_.Apply(change);
     CompactIfLong();

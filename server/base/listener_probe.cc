@@ -11,8 +11,8 @@
 #include <memory>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/base/listen_address.h"
 #include "server/base/unique_fd.h"
 
@@ -27,9 +27,9 @@ absl::Status Silent(const std::string& address, const std::string& why) {
 std::string ErrnoText() { return std::strerror(errno); }
 
 // Waits until the socket is ready for `events`; false when the time is over.
-bool Await(int fd, short events, absl::Time deadline) {
+bool Await(int fd, short events, Instant deadline) {
   while (true) {
-    const absl::Duration left = std::max(absl::ZeroDuration(), deadline - absl::Now());
+    const absl::Duration left = std::max(absl::ZeroDuration(), Between(SteadyNow(), deadline));
     pollfd polled{fd, events, 0};
     const int ready = poll(&polled, 1, static_cast<int>(absl::ToInt64Milliseconds(left)) + 1);
     if (ready > 0) return true;
@@ -81,7 +81,7 @@ std::string Http2Greeting() {
 absl::Status ProbeListener(const std::string& address, const std::string& greeting,
                            absl::Duration timeout) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress parsed, ParseListenAddress(address));
-  const absl::Time deadline = absl::Now() + timeout;
+  const Instant deadline = SteadyNow() + absl::ToChronoNanoseconds(timeout);
   const UniqueFd fd = StartConnect(parsed);
   if (!fd.ok()) return Silent(address, ErrnoText());
   if (!Await(fd.get(), POLLOUT, deadline)) return Silent(address, "no connection in time");

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/match.h"
+#include "absl/time/clock.h"
 #include "server/base/error.h"
 #include "server/base/log.h"
 #include "server/rpc/call_context.h"
@@ -48,7 +49,7 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
       context_(context),
       services_(services),
       metrics_(services->metrics),
-      start_(absl::Now()),
+      start_(SteadyNow()),
       log_(std::make_shared<RequestLog>()) {
   metrics_->RpcStarted(method_);
   const std::string_view id = OnlyValue(*context, kRequestIdKey);
@@ -96,7 +97,7 @@ void CallRecord::NameAdapter(const adapter::AdapterRef& ref) {
 absl::Time CallRecord::Deadline(absl::Duration fallback) const {
   const std::chrono::system_clock::time_point deadline = context_->deadline();
   if (deadline != std::chrono::system_clock::time_point::max()) return absl::FromChrono(deadline);
-  if (fallback > absl::ZeroDuration()) return start_ + fallback;
+  if (fallback > absl::ZeroDuration()) return absl::Now() + fallback;
   return absl::InfiniteFuture();
 }
 
@@ -118,7 +119,7 @@ grpc::Status CallRecord::End(const absl::Status& ended) {
   }
   if (IsDenial(status)) metrics_->CallDenied(ReasonOf(status));
   context_->AddTrailingMetadata(kRequestIdKey, request_id_);
-  const absl::Duration time = absl::Now() - start_;
+  const absl::Duration time = Between(start_, SteadyNow());
   metrics_->RpcHandled(method_, CodeName(status.code()), time);
   log_->Set("code", std::string(CodeName(status.code())));
   if (!status.ok()) log_->Set("reason", ReasonOf(status));

@@ -20,6 +20,7 @@
 #include "absl/time/time.h"
 #include "server/adapter/version.h"
 #include "server/base/failpoint.h"
+#include "server/base/instant.h"
 #include "server/base/metrics.h"
 #include "server/base/request_log.h"
 #include "server/rpc/access.h"
@@ -79,7 +80,7 @@ class CallRecord {
   grpc::CallbackServerContext* const context_;
   const Services* const services_;
   Metrics* const metrics_;
-  const absl::Time start_;
+  const Instant start_;
   absl::Status admission_;
   Caller caller_;                                      // nullptr: unknown
   std::shared_ptr<const security::TokenTable> table_;  // that said so

@@ -18,6 +18,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/base/listen_address.h"
 #include "server/base/listen_socket.h"
 #include "server/base/log.h"
@@ -157,8 +158,8 @@ struct Server::Impl {
   template <typename Busy>
   static void AwaitQuiet(absl::Duration timeout, const absl::Notification& hurry, Busy busy) {
     constexpr absl::Duration kPoll = absl::Milliseconds(20);
-    const auto end = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(timeout);
-    while (busy() && std::chrono::steady_clock::now() < end) {
+    const Instant end = SteadyNow() + absl::ToChronoNanoseconds(timeout);
+    while (busy() && SteadyNow() < end) {
       if (hurry.WaitForNotificationWithTimeout(kPoll)) return;
     }
   }
