@@ -15,6 +15,7 @@ import uvicorn
 
 import dorad.aio
 from dorad._access import Access, is_local, is_loopback
+from dorad.gateway.admission import OPEN_TO_ALL
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
 from dorad.gateway.oip_grpc import OpenInferenceService
@@ -54,13 +55,18 @@ def check(settings: Settings) -> None:
         )
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError("--tls-cert and --tls-key belong together")
-    for address in filter(None, (settings.listen, settings.grpc_listen)):
-        host, _ = split_address(address)
-        if not is_loopback(host) and not settings.tls_cert and not settings.allow_insecure:
+    for address in _beyond_loopback(settings):
+        if not settings.tls_cert and not settings.allow_insecure:
             raise ValueError(
                 f"{address} is not on the loopback: give --tls-cert and --tls-key, put a "
                 "proxy in front, or say --allow-insecure"
             )
+
+
+def _beyond_loopback(settings: Settings) -> list[str]:
+    """Addresses to listen on that other hosts can reach."""
+    addresses = filter(None, (settings.listen, settings.grpc_listen))
+    return [address for address in addresses if not is_loopback(split_address(address)[0])]
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -84,6 +90,9 @@ async def serve(
     """Serves until SIGTERM or SIGINT; a second one ends requests in flight, over gRPC as well.
 
     `ready` is called once, with the addresses of the HTTP and the gRPC listener ("": none).
+
+    Raises ValueError as `check` does, and for a server that asks nobody when others can reach the
+    gateway.
     """
     check(settings)
     # No retries: the caller's client, which knows how long it wants to wait, gets the hint.
@@ -93,7 +102,11 @@ async def serve(
         timeout=settings.limits.timeout,
         token=settings.token or None,
     ) as own:
-        gateway = Gateway(own, text, settings.limits)
+        exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
+        gateway = Gateway(own, text, settings.limits, exposed=exposed)
+        # One that is not there yet is asked again before each caller.
+        if exposed and await gateway.admission.is_open():
+            raise ValueError(OPEN_TO_ALL)
         host, port = split_address(settings.listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
