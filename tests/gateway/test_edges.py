@@ -151,7 +151,7 @@ def test_unknown_routes_and_methods_answer_in_the_same_form(http):
 
 
 def test_a_full_queue_is_429_with_the_servers_hint(fake, fake_http):
-    fake.refuse_generate = [overloaded(-1)]
+    fake.refuse_generate = [overloaded(1.5)]
     answer = fake_http.post("/v1/completions", json=COMPLETION)
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "QUEUE_FULL")
     assert answer.headers["retry-after"] == "2" and answer.headers["retry-after-ms"] == "1500"
@@ -173,7 +173,7 @@ def test_all_who_call_while_the_server_hangs_wait_one_timeout(fake, folder, tmp_
 
 
 def test_a_failure_before_the_first_token_has_its_status_when_streaming(fake, fake_http):
-    fake.refuse_generate = [overloaded(-1)]
+    fake.refuse_generate = [overloaded(1.5)]
     answer = fake_http.post("/v1/completions", json={**COMPLETION, "stream": True})
     assert answer.status_code == 429 and answer.json()["error"]["code"] == "QUEUE_FULL"
 
