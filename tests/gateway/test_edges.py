@@ -14,11 +14,11 @@ import grpc
 import httpx
 import openai
 import pytest
-from dorad.gateway import open_inference_pb2 as pb
-from dorad.gateway import open_inference_pb2_grpc as pb_grpc
 from lib.gateway import command, running_gateway
 from lib.server import environment, wait_until
 from prometheus_client.parser import text_string_to_metric_families
+from tritonclient.grpc import service_pb2 as pb  # A process can have only these or the gateway's.
+from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
 
@@ -446,7 +446,7 @@ def test_metrics_count_requests_and_tokens(fake_http):
 )
 def test_metrics_count_no_tokens_of_a_refused_stream(fake, fake_http, route, body):
     prompt = ("dorad_gateway_tokens_total", (("kind", "prompt"),))
-    fake.refuse_generate = [overloaded(-1)]
+    fake.refuse_generate = [overloaded(None)]
     assert fake_http.post(route, json=body).status_code == 429
     assert samples_of(fake_http).get(prompt, 0) == 0
     assert fake_http.post(route, json=body).status_code == 200
