@@ -24,7 +24,8 @@ mkdir -p "$out/bin" "$out/lib"
 programs=("$build/dorad" "$build"/tests/unit/{kernels,cuda}_*_test "$build"/tests/bench/{kernels,cuda}_*_bench)
 for program in "${programs[@]}"; do
   [[ -x $program ]] || continue
-  strip -o "$out/bin/$(basename "$program")" "$program"
+  # Names stay: a hung server's stacks in the log tell nothing without them.
+  strip --strip-debug -o "$out/bin/$(basename "$program")" "$program"
   while read -r name path; do
     is_host_library "$name" || cp -Lu "$path" "$out/lib/"
   done < <(ldd "$program" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}')
