@@ -199,7 +199,7 @@ def test_check_config_finds_what_a_start_would(zoo, tmp_path) -> None:
     )
     checked = run("check-config", path)
     assert checked.returncode == 78
-    for problem in ("no-model", "no-adapter", "admin_listen", "handover_socket", "store_path"):
+    for problem in ("no-model", "preload.a", "admin_listen", "handover_socket", "store_path"):
         assert problem in checked.stderr, problem
     assert "ready" not in run("serve", "--config", path).stdout
     path.write_text(f"model:\n  path: {zoo.model('llama2')}\n  max_context: 1000000\n")
