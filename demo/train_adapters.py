@@ -110,7 +110,7 @@ def adapted_model(model: Path, recipe: Recipe) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(recipe.seed)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if recipe.start:
         return PeftModel.from_pretrained(base, ensure(recipe.start), is_trainable=True)
     config = LoraConfig(
