@@ -111,15 +111,18 @@ def test_a_flood_of_large_prompts_is_refused_by_tokens(zoo) -> None:
     with serve(zoo.model("slow"), None, settings) as server:
         blocker = server.wire.stream(PROMPT, max_tokens=8000, ignore_eos=True, priority=-1)
         next(blocker)
-        calls = [server.wire.stream([7] * 4000, max_tokens=1) for _ in range(50)]
-        # Two fit; a third would be beyond 10000 tokens.
+        large = [7] * 4000
+        calls = [server.wire.stream(large, max_tokens=1) for _ in range(2)]
+        # Calls of one channel may reach the server in another order than they were made in.
+        wait_until(lambda: server.wire.info().engine.queued_requests == 2, what="two large prompts")
+        # A third would be beyond 10000 tokens.
         codes = []
-        for call in calls[2:]:
+        for call in [server.wire.stream(large, max_tokens=1) for _ in range(48)]:
             with pytest.raises(grpc.RpcError) as caught:
                 next(call)
             codes.append(failure(caught.value).reason)
         assert set(codes) == {"QUEUE_FULL"}
         assert server.wire.info().engine.queued_requests == 2
         blocker.cancel()
-        for call in calls[:2]:
+        for call in calls:
             assert collect(call)[0].reason in (LENGTH, STOP)
