@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import time
-from collections import OrderedDict
 
 import dorad
 import dorad.aio
+from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
 
@@ -37,8 +35,9 @@ class Admission:
         self._own = own
         self._exposed = exposed
         # By digest: the gateway keeps nobody's token. None: accepted.
-        self._said: OrderedDict[bytes, tuple[float, dorad.DoradError | None]] = OrderedDict()
-        self._asking: dict[bytes, asyncio.Task[dorad.DoradError | None]] = {}
+        self._said: Answers[bytes, dorad.PermissionDenied | None] = Answers(
+            seconds=_SECONDS, most=_REMEMBERED
+        )
 
     async def admit(self, caller: Caller) -> None:
         """Raises Refusal, or DoradError: what the server says to this caller, or its silence."""
@@ -48,7 +47,7 @@ class Admission:
         refused = await self._refused("")
         if refused is None and self._exposed:
             raise Refusal(503, "SERVER_OPEN", OPEN_TO_ALL)
-        if isinstance(refused, dorad.PermissionDenied) and caller.authorization:
+        if refused is not None and caller.authorization:
             refused = await self._refused(caller.authorization)
         if refused is not None:
             # The same object for all: without this its traceback would grow with each.
@@ -56,34 +55,21 @@ class Admission:
 
     async def is_open(self) -> bool:
         """Whether the server takes calls of everyone; False if it cannot be asked now."""
-        return await self._refused("") is None
-
-    async def _refused(self, authorization: str) -> dorad.DoradError | None:
-        """Why the server does not take calls with it ("": with none). None: it does."""
-        key = hashlib.sha256(authorization.encode()).digest()
-        if (said := self._said.get(key)) and time.monotonic() - said[0] < _SECONDS:
-            self._said.move_to_end(key)
-            return said[1]
-        # One question for all who wait for its answer; it outlives whoever came first.
-        task = self._asking.get(key)
-        if task is None:
-            task = self._asking[key] = asyncio.create_task(self._ask(key, authorization))
-        return await asyncio.shield(task)
-
-    async def _ask(self, key: bytes, authorization: str) -> dorad.DoradError | None:
-        metadata = (("authorization", authorization),) if authorization else ()
         try:
-            # Every role may call it.
-            await self._own.with_metadata(metadata).info(timeout=5)
-            refused = None
-        except dorad.PermissionDenied as error:
-            refused = error
-        except dorad.DoradError as error:
-            return error  # It says nothing about the caller: the next one asks again.
-        finally:
-            del self._asking[key]
-        self._said[key] = (time.monotonic(), refused)
-        self._said.move_to_end(key)
-        if len(self._said) > _REMEMBERED:
-            self._said.popitem(last=False)
-        return refused
+            return await self._refused("") is None
+        except dorad.DoradError:
+            return False
+
+    async def _refused(self, authorization: str) -> dorad.PermissionDenied | None:
+        """Why the server does not take calls with it ("": with none). None: it does."""
+
+        async def ask() -> dorad.PermissionDenied | None:
+            metadata = (("authorization", authorization),) if authorization else ()
+            try:
+                # Every role may call it.
+                await self._own.with_metadata(metadata).info(timeout=5)
+            except dorad.PermissionDenied as error:
+                return error
+            return None
+
+        return await self._said.get(hashlib.sha256(authorization.encode()).digest(), ask)

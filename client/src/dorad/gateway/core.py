@@ -12,6 +12,7 @@ from typing import Any
 import dorad.aio
 from dorad import types as t
 from dorad.gateway.admission import Admission
+from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
 from dorad.gateway.metrics import Metrics
@@ -85,32 +86,17 @@ class Gateway:
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
         self.admission = Admission(own, exposed=exposed)
-        self._model: t.ModelInfo | None = None
-        self._asked = 0.0
-        self._asking: asyncio.Task[t.ModelInfo] | None = None
+        self._model: Answers[None, t.ModelInfo] = Answers(seconds=_MODEL_SECONDS)
 
     def client_of(self, caller: Caller) -> dorad.aio.Client:
         return self.own.with_metadata(caller.metadata)
 
     async def model(self) -> t.ModelInfo:
         """Raises DoradError when the server cannot say."""
-        if self._model is not None and time.monotonic() - self._asked <= _MODEL_SECONDS:
-            return self._model
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
-            self._asking.add_done_callback(self._asked_for_all)
-        # One question for all who want to know; who goes away leaves it to the others.
-        return await asyncio.shield(self._asking)
+        return await self._model.get(None, self._ask)
 
     async def _ask(self) -> t.ModelInfo:
-        self._model = (await self.own.info(timeout=5)).model
-        self._asked = time.monotonic()
-        return self._model
-
-    def _asked_for_all(self, task: asyncio.Task[t.ModelInfo]) -> None:
-        self._asking = None
-        if not task.cancelled():
-            task.exception()  # Nobody may be left to take it, which is no fault.
+        return (await self.own.info(timeout=5)).model
 
     async def adapter_of(self, model: str) -> str | None:
         """The adapter that a request's `model` names; None: the base model."""
