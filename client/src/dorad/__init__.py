@@ -5,8 +5,9 @@ makes one of several servers, and is there in both forms as well.
 """
 
 from dorad import errors
-from dorad._client import Client, Stream
+from dorad._client import Client
 from dorad._handover import SharedTensors
+from dorad._stream import Stream
 from dorad._sync_pool import RolloutPool
 from dorad.errors import (
     Cancelled,

@@ -7,9 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,15 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dorad import _wire, _yielding
 from dorad import types as t
 from dorad._access import Access
-from dorad._channel import (
-    DEFAULT_TARGET,
-    channel_options,
-    check_concurrency,
-    deadline,
-)
+from dorad._channel import DEFAULT_TARGET, channel_options, deadline
 from dorad._handover import MemoryPublish, SharedTensors
+from dorad._many import RunningCalls, as_requests, run_many
 from dorad._publish import Progress, Upload
 from dorad._retry import Attempts, Throttle, UploadAttempts
+from dorad._stream import Stream
 from dorad._stubs import (
     adapters_pb2,
     adapters_pb2_grpc,
@@ -36,68 +32,6 @@ from dorad._stubs import (
 from dorad.errors import DoradError, NotFound, Unavailable, from_rpc_error
 
 T = TypeVar("T")
-
-
-class Stream(Generic[T]):
-    """Messages of a running call, as an iterator.
-
-    Leaving its `with` block, `close()`, or dropping the object cancels the call on the server when
-    it has not ended by itself. Iterate from one thread; `close()` may come from any.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        start: Callable[[float], Any],
-        convert: Callable[[Any], T],
-        attempts: Attempts,
-    ) -> None:
-        self._client = client
-        self._start = start
-        self._convert = convert
-        self._attempts = attempts
-        self._closed = threading.Event()
-        self._call = start(attempts.left)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        while True:
-            try:
-                message = next(self._call)
-            except grpc.RpcError as error:
-                if self._closed.is_set():
-                    raise StopIteration from None
-                failure = from_rpc_error(error)
-                delay = self._attempts.delay(failure)
-                if delay is None:
-                    raise failure from None
-            else:
-                self._attempts.answered()
-                return self._convert(message)
-            if self._closed.wait(delay):
-                raise StopIteration
-            if self._client._closed.is_set():
-                raise failure from None
-            self._call = self._start(self._attempts.left)
-            if self._closed.is_set():  # It may have cancelled the call before this one.
-                self._call.cancel()
-
-    def close(self) -> None:
-        """Cancels the call unless it has ended. Idempotent."""
-        self._closed.set()
-        self._call.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_call"):
-            self.close()
 
 
 class Client:
@@ -270,10 +204,10 @@ class Client:
         """
         request = t.GenerateRequest(token_ids, **options)
         return Stream(
-            self,
             lambda left: self._start(request, stream=True, timeout=left),
             lambda message: _wire.delta(message, request),
             self._attempts(timeout),
+            self._closed,
         )
 
     def _start(self, request: t.GenerateRequest, *, stream: bool, timeout: float | None) -> Any:
@@ -341,20 +275,27 @@ class Client:
         Returns:
           For each prompt its list of samples (or, with return_errors, a DoradError).
         """
-        todo = _as_requests(requests, options)
-        many = _Many(self, len(todo), timeout, progress)
-        with ThreadPoolExecutor(min(check_concurrency(concurrency), max(1, len(todo)))) as pool:
-            futures = [pool.submit(many.run, request) for request in todo]
-            try:
-                if not return_errors:
-                    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                    for future in done:
-                        future.result()
-                return [_result_or_error(future.result) for future in futures]
-            except BaseException:
-                many.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        budget = deadline(timeout, self._timeout)
+        calls = RunningCalls()
+
+        def generate(request: t.GenerateRequest) -> list[t.Sample]:
+            attempts = Attempts(budget, self._throttle, insist=True)
+
+            def once() -> list[t.Sample]:
+                call = self._start(request, stream=False, timeout=attempts.left)
+                with calls.running(call):
+                    return self._collect(call, request, attempts)
+
+            return self._repeat(attempts, once, calls.stopped)
+
+        return run_many(
+            as_requests(requests, options),
+            generate,
+            calls.stop,
+            concurrency=concurrency,
+            return_errors=return_errors,
+            progress=progress,
+        )
 
     # --- Scoring ----------------------------------------------------------------------------------
 
@@ -661,10 +602,10 @@ class Client:
         # One attempt: the next one would begin at a later "now", and events between were lost.
         once = Attempts(deadline(timeout, self._timeout), None)
         return Stream(
-            self,
             lambda left: self._call(self._adapters.Watch, message, left),
             _wire.watch_event,
             once,
+            self._closed,
         )
 
     # --- Operation --------------------------------------------------------------------------------
@@ -794,69 +735,3 @@ class Client:
                     f"{self.target} is not serving after {timeout:g} s: {state}", code="UNAVAILABLE"
                 )
             time.sleep(0.05)
-
-
-def _as_requests(
-    requests: Iterable[t.TokenIds | t.GenerateRequest], options: t.GenerateOptions
-) -> list[t.GenerateRequest]:
-    return [
-        r if isinstance(r, t.GenerateRequest) else t.GenerateRequest(r, **options) for r in requests
-    ]
-
-
-def _result_or_error(result: Callable[[], list[t.Sample]]) -> list[t.Sample] | DoradError:
-    try:
-        return result()
-    except DoradError as error:
-        return error
-
-
-class _Many:
-    """The workers' shared state in generate_many. Thread-safe."""
-
-    def __init__(
-        self,
-        client: Client,
-        total: int,
-        timeout: float | None,
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._client = client
-        self._total = total
-        self._timeout = deadline(timeout, client._timeout)
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._calls: set[Any] = set()
-        self._done = 0
-        self._stopped = threading.Event()
-
-    def run(self, request: t.GenerateRequest) -> list[t.Sample]:
-        attempts = Attempts(self._timeout, self._client._throttle, insist=True)
-        samples = self._client._repeat(
-            attempts, lambda: self._once(request, attempts), self._stopped
-        )
-        with self._lock:
-            self._done += 1
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-        return samples
-
-    def _once(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
-        call = self._client._start(request, stream=False, timeout=attempts.left)
-        with self._lock:
-            self._calls.add(call)
-        try:
-            if self._stopped.is_set():
-                call.cancel()
-            return self._client._collect(call, request, attempts)
-        finally:
-            with self._lock:
-                self._calls.discard(call)
-
-    def stop(self) -> None:
-        """Cancels what runs; what has not begun ends at once."""
-        self._stopped.set()
-        with self._lock:
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()

@@ -13,13 +13,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from dorad import _wire
 from dorad import types as t
+from dorad._aio_client import Client
+from dorad._aio_many import run_many
 from dorad._channel import deadline
-from dorad._client import _as_requests
-from dorad._many import run_many
+from dorad._many import as_requests
 from dorad._pool_server import History, Server, conflict, gather
 from dorad.errors import (
     DoradError,
@@ -28,9 +29,6 @@ from dorad.errors import (
     Unavailable,
     UnexpectedVersion,
 )
-
-if TYPE_CHECKING:
-    from dorad.aio import Client
 
 PROBE_SECONDS = 5.0
 """How long a server may take to tell how it is."""
@@ -41,8 +39,6 @@ def _connect(**access: Any) -> Callable[[str], Client]:
     """Makes clients that all show the same token and certificate."""
 
     def connect(target: str) -> Client:
-        from dorad.aio import Client  # Not above: it offers the pool, and imports this module.
-
         return Client(target, **access)
 
     return connect
@@ -307,7 +303,7 @@ class RolloutPool:
           Unavailable: a prompt failed on every server.
           PoolError: servers have different versions of an adapter active.
         """
-        todo = _as_requests(requests, options)
+        todo = as_requests(requests, options)
         await self._probe()
         for name in {r.adapter for r in todo if r.adapter and "@" not in r.adapter}:
             if name not in self._history:

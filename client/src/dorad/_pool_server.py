@@ -10,13 +10,11 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dorad import types as t
+from dorad._aio_client import Client
 from dorad.errors import Conflict, DoradError, Unavailable
-
-if TYPE_CHECKING:
-    from dorad.aio import Client
 
 T = TypeVar("T")
 

@@ -198,13 +198,7 @@ class _Run:
         counts = self._counts
         # Messages as they are: arrays and spans would cost more than the rest of the work.
         written = _wire.generate_request(request, stream=True)
-        stream = dorad.aio.Stream[Any](
-            client,
-            lambda left: client._start(client._inference.Generate, written, left),
-            lambda message: message,
-            client._attempts(None),
-        )
-        async with stream:
+        async with client._stream(written, lambda message: message) as stream:
             async for message in stream:
                 now, count = time.monotonic(), len(message.token_ids) // 4
                 record.messages += 1
