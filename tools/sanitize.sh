@@ -13,8 +13,6 @@ case ${1:-} in
     ;;
   thread)
     preset=tsan
-    # Not the arithmetic, which takes half an hour so and shares nothing but the team of threads.
-    export UNIT_REGEX='^(base|engine|adapter|handover|model|rpc|security)_|ops_(thread_team|sampling)_'
     export TSAN_OPTIONS="suppressions=$dir/tsan.supp:second_deadlock_stack=1:ignore_noninstrumented_modules=1:history_size=4"
     ;;
   *) die "usage: make sanitize SAN=address|thread [UNIT=REGEX]" ;;

@@ -10,10 +10,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/adapter/cpu_weights.h"
 #include "server/adapter/violations.h"
 #include "server/base/check.h"
+#include "server/base/instant.h"
 #include "server/ops/dora_norm.h"
 
 namespace dorad::adapter {
@@ -84,18 +85,18 @@ class AdapterBuild {
  private:
   ops::AdapterFactors BuildModule(const ModuleTensors& tensors) {
     const BaseModule& module = modules_.all()[tensors.target.module_id];
-    const absl::Time start = absl::Now();
+    const Instant start = SteadyNow();
     auto [a, b] = CopyFactors(tensors);
-    const absl::Time copied = absl::Now();
+    const Instant copied = SteadyNow();
     ops::AdapterFactors factors;
     factors.scale = static_cast<float>(tensors.target.scale);
     // The norm sees the factors as the file has them, before any rounding for serving.
     if (tensors.magnitude != nullptr) factors.g_O = MagnitudeScaleOf(tensors, module, a, b);
-    const absl::Time normed = absl::Now();
+    const Instant normed = SteadyNow();
     factors.a_RI = ServingLayout(module, module.kind == ModuleKind::kEmbedding ? a.t() : a);
     factors.b_OR = ServingLayout(module, b);
-    built_.copy += (copied - start) + (absl::Now() - normed);
-    built_.norms += normed - copied;
+    built_.copy += Between(start, copied) + Since(normed);
+    built_.norms += Between(copied, normed);
     return factors;
   }
 

@@ -9,12 +9,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/adapter/digest.h"
 #include "server/adapter/folder.h"
 #include "server/adapter/validate.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/base/log.h"
 #include "server/ops/torch_error.h"
 
@@ -46,7 +47,7 @@ struct Job {
   std::optional<PeerTensors> peer;  // the file of tensors is made of them
   bool trusted = false;
   absl::Duration read;  // time the caller spent receiving the bytes
-  absl::Time submitted;
+  Instant submitted;
   absl::Duration queue;     // from then to its turn
   absl::Duration activate;  // of Publish
   PublishCallback done;
@@ -82,7 +83,7 @@ void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
 
 // When the stages of a load ended.
 struct Stages {
-  absl::Time start, read, validated;
+  Instant start, read, validated;
 };
 
 Content MakeContent(const Stages& stages, const AdapterTensors& tensors, std::string digest,
@@ -92,8 +93,8 @@ Content MakeContent(const Stages& stages, const AdapterTensors& tensors, std::st
   for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
   summary.digest = std::move(digest);
   summary.resident_bytes = built.bytes;
-  summary.timing.read = stages.read - stages.start;
-  summary.timing.validate = stages.validated - stages.read;
+  summary.timing.read = Between(stages.start, stages.read);
+  summary.timing.validate = Between(stages.read, stages.validated);
   summary.timing.copy = built.copy;
   summary.timing.norms = built.norms;
   content.weights = std::move(built.weights);
@@ -157,7 +158,7 @@ absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
   }
   DORAD_ASSIGN_OR_RETURN(
       job.version, registry->Reserve(job.options.name, job.options.version, job.options.tags));
-  job.submitted = absl::Now();
+  job.submitted = SteadyNow();
   queue->jobs.push_back(std::move(job));
   return absl::OkStatus();
 }
@@ -194,7 +195,7 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
 }
 
 void AdapterLoader::Impl::Run(Job& job) {
-  job.queue = absl::Now() - job.submitted;
+  job.queue = Since(job.submitted);
   absl::StatusOr<Loaded> loaded = Load(job);
   job.files = AdapterFiles();
   if (job.peer) job.peer->tensors.clear();
@@ -204,9 +205,9 @@ void AdapterLoader::Impl::Run(Job& job) {
     return;
   }
   const AdapterSummary summary = loaded->adapter->summary();
-  const absl::Time publishing = absl::Now();
+  const Instant publishing = SteadyNow();
   const absl::StatusOr<int64_t> generation = Publish(job, *loaded);
-  job.activate = absl::Now() - publishing;
+  job.activate = Since(publishing);
   if (!generation.ok()) {
     if (!loaded->object.empty()) store->Drop(loaded->object);
     End(job, nullptr, generation.status());
@@ -256,7 +257,7 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadHere(Job& job) {
 
 absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
   Stages stages;
-  stages.start = absl::Now();
+  stages.start = SteadyNow();
   if (!job.path.empty()) {
     DORAD_ASSIGN_OR_RETURN(job.files,
                            ReadAdapterFolder(job.path, {options.allowed_roots, job.trusted},
@@ -273,7 +274,7 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
         kSubject, {{kSubject, "ADAPTER_TOO_LARGE",
                     absl::StrCat("the file has more than ", options.max_adapter_bytes, " bytes")}});
   }
-  stages.read = absl::Now();
+  stages.read = SteadyNow();
   DORAD_ASSIGN_OR_RETURN(ValidAdapter valid,
                          ValidateAdapter(job.files.config_json, std::move(job.files.safetensors),
                                          *modules, options.max_rank));
@@ -281,7 +282,7 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
   DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
   std::string digest = ContentDigest(tensors, *modules);
   DORAD_RETURN_IF_ERROR(CheckDigest(job, digest));
-  stages.validated = absl::Now();
+  stages.validated = SteadyNow();
   DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, Build(tensors));
   Content content = MakeContent(stages, tensors, std::move(digest), std::move(built));
   content.summary.timing.read += job.read;
@@ -291,7 +292,7 @@ absl::StatusOr<Content> AdapterLoader::Impl::Read(Job& job) {
 
 absl::StatusOr<Content> AdapterLoader::Impl::ReadDevice(const Job& job) {
   Stages stages;
-  stages.start = absl::Now();
+  stages.start = SteadyNow();
   DORAD_RETURN_IF_ERROR(CheckForm(*job.peer, static_cast<uint64_t>(options.max_adapter_bytes)));
   absl::StatusOr<std::unique_ptr<DeviceTensors>> device;
   (void)residency->WithRoom([&] {
@@ -299,13 +300,13 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadDevice(const Job& job) {
     return device.status();
   });
   if (!device.ok()) return device.status();
-  stages.read = absl::Now();
+  stages.read = SteadyNow();
   DORAD_ASSIGN_OR_RETURN(AdapterTensors tensors,
                          ValidateTensors(job.files.config_json, (*device)->tensors(),
                                          TensorPlace::kDevice, *modules, options.max_rank));
   DORAD_ASSIGN_OR_RETURN(const HostCopies host, HostCopies::Bring(**device, &tensors));
   DORAD_RETURN_IF_ERROR(builder->CheckBaseCopies(tensors));
-  stages.validated = absl::Now();
+  stages.validated = SteadyNow();
   // Beside the norms, which leave a device time for it.
   absl::StatusOr<std::string> digest;
   std::jthread hashing([&] {
@@ -334,16 +335,16 @@ absl::StatusOr<BuiltAdapter> AdapterLoader::Impl::Build(const AdapterTensors& te
 }
 
 absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
-  const absl::Time start = absl::Now();
+  const Instant start = SteadyNow();
   DORAD_ASSIGN_OR_RETURN(Content content, ReadHere(job));
   Loaded loaded;
   // Last: nothing is stored of a load that fails.
   if (job.options.durable) {
-    const absl::Time storing = absl::Now();
+    const Instant storing = SteadyNow();
     DORAD_ASSIGN_OR_RETURN(loaded.object, store->Put(job.files.config_json, content.file->image()));
-    content.summary.timing.store = absl::Now() - storing;
+    content.summary.timing.store = Since(storing);
   }
-  content.summary.timing.total = job.read + (absl::Now() - start);
+  content.summary.timing.total = job.read + Since(start);
   auto adapter = MakeAdapter(job, std::move(content), loaded.object);
   if (!adapter.ok()) {
     if (!loaded.object.empty()) store->Drop(loaded.object);
@@ -375,14 +376,14 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadStored(const std::string& objec
   Job job;
   job.path = store->ObjectPath(object);
   job.trusted = true;
-  const absl::Time start = absl::Now();
+  const Instant start = SteadyNow();
   DORAD_ASSIGN_OR_RETURN(Content content, ReadHere(job));
   if (content.summary.digest != digest) {
     return MakeError(
         absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
         absl::StrCat(job.path, " has the digest ", content.summary.digest, ", not ", digest));
   }
-  content.summary.timing.total = absl::Now() - start;
+  content.summary.timing.total = Since(start);
   return content;
 }
 

@@ -336,7 +336,7 @@ absl::Status Store::Append(const Change& change) {
   absl::MutexLock lock(&mu_);
   const Instant begin = SteadyNow();
   absl::Status status = Noted(journal_->Append(text));
-  const absl::Duration time = Between(begin, SteadyNow());
+  const absl::Duration time = Since(begin);
   if (status.ok()) {
     state_.Apply(change);
     CompactIfLong();

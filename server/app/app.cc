@@ -30,6 +30,7 @@
 #include "server/base/config_reload.h"
 #include "server/base/error.h"
 #include "server/base/http_server.h"
+#include "server/base/instant.h"
 #include "server/base/listener_probe.h"
 #include "server/base/log.h"
 #include "server/base/metrics.h"
@@ -423,7 +424,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<voi
       security::Guard::Open(config.server, config.security);
   if (!guard.ok()) return guard.status();
   ops::SetThreads(Threads(config.engine));
-  const absl::Time begin = absl::Now();
+  const Instant begin = SteadyNow();
   absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
   if (!backend.ok()) return Annotate(backend.status(), "model " + config.model.path);
   const Backend::Info& model = (*backend)->info();
@@ -432,7 +433,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<voi
                            {"digest", model.digest},
                            {"weight_bytes", model.weight_bytes},
                            {"kv_pages", model.kv_pages},
-                           {"seconds", absl::ToDoubleSeconds(absl::Now() - begin)}});
+                           {"seconds", absl::ToDoubleSeconds(Since(begin))}});
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<engine::ModelRunner> runner, (*backend)->MakeRunner());
   auto disk = std::make_unique<adapter::Disk>();
   std::unique_ptr<adapter::Store> store;

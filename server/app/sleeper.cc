@@ -4,8 +4,9 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/base/log.h"
 
 namespace dorad {
@@ -48,7 +49,7 @@ absl::StatusOr<Sleeper::Tags> Sleeper::ParseTags(const std::vector<std::string>&
 
 absl::StatusOr<Sleeper::Bytes> Sleeper::Sleep(const Tags& tags, const Options& options) {
   absl::MutexLock turn(&turn_);
-  const absl::Time start = absl::Now();
+  const Instant start = SteadyNow();
   const Tags before = asleep();
   const auto begins = [&](const char* tag) {
     return tags.count(tag) > 0 && before.count(tag) == 0;
@@ -87,13 +88,13 @@ absl::StatusOr<Sleeper::Bytes> Sleeper::Sleep(const Tags& tags, const Options& o
   for (const auto& [tag, bytes] : freed) {
     LogInfo("sleeping", {{"tag", tag}, {"freed_bytes", bytes}});
   }
-  LogInfo("went to sleep", {{"seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+  LogInfo("went to sleep", {{"seconds", absl::ToDoubleSeconds(Since(start))}});
   return freed;
 }
 
 absl::Status Sleeper::Wake(const Tags& tags) {
   absl::MutexLock turn(&turn_);
-  const absl::Time start = absl::Now();
+  const Instant start = SteadyNow();
   const auto wakes = [&](const char* tag) {
     return tags.count(tag) > 0 && asleep().count(tag) > 0;
   };
@@ -127,7 +128,7 @@ absl::Status Sleeper::Wake(const Tags& tags) {
     DORAD_RETURN_IF_ERROR(Await<absl::Status>(absl::OkStatus(), [&](auto done) {
       engine_.Wake(/*kv=*/false, /*go_on=*/true, std::move(done));
     }));
-    LogInfo("woke up", {{"seconds", absl::ToDoubleSeconds(absl::Now() - start)}});
+    LogInfo("woke up", {{"seconds", absl::ToDoubleSeconds(Since(start))}});
   }
   return absl::OkStatus();
 }

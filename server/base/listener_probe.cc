@@ -81,7 +81,7 @@ std::string Http2Greeting() {
 absl::Status ProbeListener(const std::string& address, const std::string& greeting,
                            absl::Duration timeout) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress parsed, ParseListenAddress(address));
-  const Instant deadline = SteadyNow() + absl::ToChronoNanoseconds(timeout);
+  const Instant deadline = FromNow(timeout);
   const UniqueFd fd = StartConnect(parsed);
   if (!fd.ok()) return Silent(address, ErrnoText());
   if (!Await(fd.get(), POLLOUT, deadline)) return Silent(address, "no connection in time");

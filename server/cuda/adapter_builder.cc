@@ -9,11 +9,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "kernels/dora/import.h"
 #include "kernels/dora/norm.h"
 #include "server/adapter/violations.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/cuda/adapter.h"
 #include "server/cuda/device_reader.h"
 #include "server/cuda/device_tensors.h"
@@ -125,16 +126,16 @@ class AdapterBuild {
   }
 
   absl::StatusOr<BuiltAdapter> Run() {
-    const absl::Time start = absl::Now();
+    const Instant start = SteadyNow();
     DORAD_RETURN_IF_ERROR(PlaceAll());
-    const absl::Time placed = absl::Now();
+    const Instant placed = SteadyNow();
     for (size_t i = 0; i < slices_.size(); ++i) {
       DORAD_RETURN_IF_ERROR(BeginCopies(i));
       if (i > 0) DORAD_RETURN_IF_ERROR(Finish(i - 1));
     }
     if (!slices_.empty()) DORAD_RETURN_IF_ERROR(Finish(slices_.size() - 1));
     DORAD_RETURN_IF_ERROR(uploader_.stream().Synchronize(kLoading));
-    const absl::Time copied = tensors_.place == TensorPlace::kDevice ? placed : absl::Now();
+    const Instant copied = tensors_.place == TensorPlace::kDevice ? placed : SteadyNow();
     const int64_t flags_bytes = model_.modules().size() * int64_t{sizeof(Flags)};
     DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(equipment_.flags.as<>(), scratch_.as<>(flags_at_),
                                                flags_bytes, cudaMemcpyDeviceToHost, stream_.get()),
@@ -145,8 +146,8 @@ class AdapterBuild {
     built.bytes = memory_.bytes();
     DORAD_ASSIGN_OR_RETURN(built.weights, FinishAdapter(model_, std::move(memory_), image_at_,
                                                         std::move(factors_), stream_));
-    built.copy = copied - start;
-    built.norms = absl::Now() - copied;
+    built.copy = Between(start, copied);
+    built.norms = Since(copied);
     return built;
   }
 

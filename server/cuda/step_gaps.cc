@@ -1,6 +1,6 @@
 #include "server/cuda/step_gaps.h"
 
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 
@@ -20,7 +20,7 @@ absl::StatusOr<std::unique_ptr<StepGaps>> StepGaps::Create() {
   return std::unique_ptr<StepGaps>(new StepGaps(std::move(done)));
 }
 
-bool StepGaps::Stepping() const { return steps_ > 0 || absl::Now() - last_end_ < kIdle; }
+bool StepGaps::Stepping() const { return steps_ > 0 || (last_end_ && Since(*last_end_) < kIdle); }
 
 absl::Status StepGaps::Run(const Stream& stream, Work work) {
   {
@@ -56,7 +56,7 @@ void StepGaps::EndStep() {
   absl::MutexLock lock(&mu_);
   DORAD_CHECK(steps_ > 0);
   --steps_;
-  last_end_ = absl::Now();
+  last_end_ = SteadyNow();
 }
 
 }  // namespace dorad::cuda

@@ -9,12 +9,13 @@
 #include <cuda_runtime_api.h>
 
 #include <memory>
+#include <optional>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/time.h"
+#include "server/base/instant.h"
 #include "server/cuda/device.h"
 
 namespace dorad::cuda {
@@ -50,7 +51,7 @@ class StepGaps {
   mutable absl::Mutex mu_;
   Waiting* waiting_ ABSL_GUARDED_BY(mu_) = nullptr;
   int steps_ ABSL_GUARDED_BY(mu_) = 0;  // under way
-  absl::Time last_end_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  std::optional<Instant> last_end_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace dorad::cuda

@@ -119,7 +119,7 @@ grpc::Status CallRecord::End(const absl::Status& ended) {
   }
   if (IsDenial(status)) metrics_->CallDenied(ReasonOf(status));
   context_->AddTrailingMetadata(kRequestIdKey, request_id_);
-  const absl::Duration time = Between(start_, SteadyNow());
+  const absl::Duration time = Since(start_);
   metrics_->RpcHandled(method_, CodeName(status.code()), time);
   log_->Set("code", std::string(CodeName(status.code())));
   if (!status.ok()) log_->Set("reason", ReasonOf(status));

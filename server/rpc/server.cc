@@ -158,7 +158,7 @@ struct Server::Impl {
   template <typename Busy>
   static void AwaitQuiet(absl::Duration timeout, const absl::Notification& hurry, Busy busy) {
     constexpr absl::Duration kPoll = absl::Milliseconds(20);
-    const Instant end = SteadyNow() + absl::ToChronoNanoseconds(timeout);
+    const Instant end = FromNow(timeout);
     while (busy() && SteadyNow() < end) {
       if (hurry.WaitForNotificationWithTimeout(kPoll)) return;
     }

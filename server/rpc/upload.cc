@@ -120,7 +120,7 @@ absl::Status Upload::AcceptBegin(v1::PublishBegin* begin) {
   // Now, not when all the bytes have come.
   if (begin->durable() && !has_store_) return adapter::StoreNotConfigured();
   size_ = begin->safetensors_size();
-  start_ = absl::Now();
+  start_ = SteadyNow();
   options_.name = std::move(*begin->mutable_name());
   if (begin->has_version()) options_.version = begin->version();
   options_.activate = begin->activate();
@@ -170,7 +170,7 @@ absl::Status Upload::AcceptCommit() {
                     absl::StrCat("the bytes that came have SHA-256 ", ToHex(digest)));
     }
   }
-  read_time_ = absl::Now() - start_;
+  read_time_ = Since(start_);
   state_ = State::kCommitted;
   return absl::OkStatus();
 }

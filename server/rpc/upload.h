@@ -18,6 +18,7 @@
 #include "dorad/v1/adapters.pb.h"
 #include "server/adapter/loader.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/base/sha256.h"
 
 namespace dorad::rpc {
@@ -106,7 +107,7 @@ class Upload {
   std::string expected_sha256_;
   Sha256 sha256_;
   std::vector<std::byte> image_;
-  absl::Time start_;
+  Instant start_;
   absl::Duration read_time_;
 };
 

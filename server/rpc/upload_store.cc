@@ -10,8 +10,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "server/base/error.h"
+#include "server/base/instant.h"
 #include "server/base/sha256.h"
 
 namespace dorad::rpc {
@@ -101,7 +102,7 @@ struct UploadStore::Record {
   std::function<void(absl::Status)> end_stream;
   std::vector<adapter::PublishCallback> waiting;  // for the result
   std::optional<absl::StatusOr<adapter::PublishResult>> result;
-  absl::Time expiry = absl::InfiniteFuture();
+  Instant expiry = Instant::max();
 };
 
 UploadStore::UploadStore(const Options& options)
@@ -130,7 +131,7 @@ absl::StatusOr<UploadStore::Progress> UploadStore::Find(const std::string& id,
   progress.total = record.total;
   progress.committed = record.state != Record::State::kReceiving;
   progress.time_left =
-      std::clamp(record.expiry - absl::Now(), absl::ZeroDuration(), options_.time_to_live);
+      std::clamp(Between(SteadyNow(), record.expiry), absl::ZeroDuration(), options_.time_to_live);
   return progress;
 }
 
@@ -155,7 +156,7 @@ absl::StatusOr<std::shared_ptr<UploadStore::Record>> UploadStore::Open(
     DORAD_RETURN_IF_ERROR(CheckEqual(record->begin, fresh->begin));
     if (record->state != Record::State::kReceiving) return record;
     record->stream = stream;
-    record->expiry = absl::InfiniteFuture();
+    record->expiry = Instant::max();
     end_older = std::exchange(record->end_stream, std::move(end));
   }
   if (end_older) end_older(TakenOver(record->id));
@@ -203,7 +204,7 @@ void UploadStore::Complete(Record& record, const absl::StatusOr<adapter::Publish
     if (record.ended()) return;
     record.state = Record::State::kEnded;
     record.result = result;
-    record.expiry = absl::Now() + options_.time_to_live;
+    record.expiry = FromNow(options_.time_to_live);
     waiting.swap(record.waiting);
     // What may succeed later must not be answered with today's refusal.
     if (RetryAfterOf(result.status()) && Holds(record)) {
@@ -222,7 +223,7 @@ void UploadStore::Leave(std::shared_ptr<Record> record, uint64_t stream) {
   if (record->state == Record::State::kReceiving && record->stream == stream) {
     record->stream = 0;
     record->end_stream = nullptr;
-    record->expiry = absl::Now() + options_.time_to_live;
+    record->expiry = FromNow(options_.time_to_live);
     dropped = Thin([](const Record& r) { return r.idle() ? 1 : 0; }, kMaxIdle);
     changed_.Signal();
   }
@@ -296,8 +297,8 @@ void UploadStore::Collect() {
   std::vector<std::shared_ptr<Record>> expired;
   absl::MutexLock lock(&mu_);
   while (!closing_) {
-    const absl::Time now = absl::Now();
-    absl::Time next = absl::InfiniteFuture();
+    const Instant now = SteadyNow();
+    Instant next = Instant::max();
     for (auto it = records_.begin(); it != records_.end();) {
       if (it->second->expiry <= now) {
         expired.push_back(std::move(it->second));
@@ -312,7 +313,7 @@ void UploadStore::Collect() {
       expired.clear();
       mu_.Lock();
     } else {
-      changed_.WaitWithDeadline(&mu_, next);
+      changed_.WaitWithTimeout(&mu_, Between(now, next));
     }
   }
 }
