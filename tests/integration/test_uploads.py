@@ -10,8 +10,8 @@ import dorad.aio
 import grpc
 import pytest
 from dorad.v1 import adapters_pb2
-from lib.proxy import Proxy
 from lib.server import Server, serve, wait_until
+from lib.toxics import BadNetwork, Toxic
 from lib.wire import CHUNK, Wire, failure, publish_parts
 
 
@@ -207,19 +207,19 @@ def test_the_client_goes_on_through_connections_that_break(
     server: Server, zoo, adapter, kind: str
 ) -> None:
     folder, size = zoo.adapter("slow", "dora_r64"), len(adapter[1])
-    limits = [size // 5, 1000, size // 4, size // 3]
-    with Proxy(server.grpc, limits) as proxy:
+    cuts = [Toxic(close_after=after) for after in (size // 5, 1000, size // 4, size // 3)]
+    with BadNetwork(server.grpc, cuts) as network:
         if kind == "sync":
-            with dorad.Client(proxy.target, timeout=60) as client:
+            with dorad.Client(network.target, timeout=60) as client:
                 done = client.publish(f"broken-{kind}", path=folder)
         else:
 
             async def publish():
-                async with dorad.aio.Client(proxy.target, timeout=60) as client:
+                async with dorad.aio.Client(network.target, timeout=60) as client:
                     return await client.publish(f"broken-{kind}", path=folder)
 
             done = asyncio.run(publish())
-        assert proxy.connections > len(limits)
+        assert network.connections > len(cuts)
     whole = server.wire.publish_bytes(f"unbroken-{kind}", *adapter).adapter
     assert (done.version, done.digest) == (1, whole.digest)
     assert len(server.wire.list_adapters(f"broken-{kind}")) == 1
@@ -227,19 +227,19 @@ def test_the_client_goes_on_through_connections_that_break(
 
 def test_the_client_finds_out_what_became_of_a_commit(server: Server, zoo, adapter) -> None:
     folder = zoo.adapter("slow", "dora_r64")
-    with Proxy(server.grpc, [len(adapter[1])], deaf=True) as proxy:
+    with BadNetwork(server.grpc, [Toxic(deaf_after=len(adapter[1]))]) as network:
 
         def cut() -> None:
-            assert proxy.lost.wait(30)
+            assert network.broken.wait(30)
             wait_until(lambda: server.wire.list_adapters("lost"), what="the commit")
-            proxy.cut()
+            network.cut()
 
         cutter = threading.Thread(target=cut)
         cutter.start()
-        with dorad.Client(proxy.target, timeout=60) as client:
+        with dorad.Client(network.target, timeout=60) as client:
             done = client.publish("lost", path=folder)
         cutter.join()
-        assert proxy.connections >= 2
+        assert network.connections >= 2
     assert done.version == 1 and done.state == "ready"
     assert [item.version for item in server.wire.list_adapters("lost")] == [1]
 

@@ -1,11 +1,13 @@
 """A TCP proxy on the loopback that is a bad network; the names are those of Toxiproxy's toxics."""
 
 import contextlib
+import itertools
 import random
 import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,25 +19,38 @@ class Toxic:
     jitter: float = 0.0  # seconds more, at most
     bandwidth: float = 0.0  # bytes a second; 0: all there is
     slice: int = 0  # largest piece that goes on at once, of random size; 0: as it came
-    # After so many bytes from the client the connection is reset (an RST), is closed, or brings
-    # and takes nothing any more.
+    # After so many bytes from the client the connection is reset (an RST), is closed, brings and
+    # takes nothing any more, or brings nothing back while all that the client sends arrives.
     reset_after: int = 0
     close_after: int = 0
     silent_after: int = 0
+    deaf_after: int = 0
+
+    def broken_by(self, passed: int) -> set[str]:
+        """What has become of a connection after so many bytes from the client."""
+        ways = ("reset", "close", "silent", "deaf")
+        return {way for way in ways if 0 < getattr(self, f"{way}_after") <= passed}
 
 
 class BadNetwork:
-    """Forwards connections to a server. Ends with everything that it has open."""
+    """Forwards connections to a server. Ends with everything that it has open.
 
-    def __init__(self, target: str, toxic: Toxic, seed: int = 1) -> None:
+    `toxics` is for every connection, or has one for each of the first.
+    """
+
+    def __init__(self, target: str, toxics: Toxic | Sequence[Toxic], seed: int = 1) -> None:
         host, _, port = target.rpartition(":")
         self._server = (host, int(port))
-        self.toxic = toxic
+        self._toxics = (
+            itertools.repeat(toxics)
+            if isinstance(toxics, Toxic)
+            else itertools.chain(toxics, itertools.repeat(Toxic()))
+        )
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self.connections = 0
-        self._closed = threading.Event()
+        self.broken = threading.Event()  # a connection is beyond its bytes
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -44,11 +59,16 @@ class BadNetwork:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._closed.set()
-        for end in [self._listener, *self._open]:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def cut(self) -> None:
+        """Closes every connection."""
+        with self._lock:
+            ends, self._open = self._open, []
+        _shut(*ends)
 
     def _accept(self) -> None:
         while True:
@@ -62,54 +82,65 @@ class BadNetwork:
             with self._lock:
                 self._open += [client, server]
                 self.connections += 1
-            silent = threading.Event()
-            for source, sink, up in ((client, server, True), (server, client, False)):
-                threading.Thread(
-                    target=self._pump, args=(source, sink, up, silent), daemon=True
-                ).start()
+            ends, toxic, broken = (client, server), next(self._toxics), set[str]()
+            for pump in (self._up, self._down):
+                threading.Thread(target=pump, args=(*ends, toxic, broken), daemon=True).start()
 
-    def _pump(
-        self, source: socket.socket, sink: socket.socket, up: bool, silent: threading.Event
+    def _up(
+        self, client: socket.socket, server: socket.socket, toxic: Toxic, broken: set[str]
     ) -> None:
-        toxic, passed = self.toxic, 0
+        passed = 0
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                for piece in self._slices(data):
-                    if silent.is_set():
-                        continue
-                    time.sleep(self._delay(len(piece)))
-                    sink.sendall(piece)
-                    passed += len(piece)
-                if not up:
-                    continue
-                if toxic.silent_after and passed >= toxic.silent_after:
-                    silent.set()
-                if toxic.reset_after and passed >= toxic.reset_after:
-                    _reset(source)
-                    _reset(sink)
+            while data := client.recv(1 << 16):
+                if "silent" not in broken:
+                    passed += self._pass_on(data, server, toxic)
+                broken |= toxic.broken_by(passed)
+                if broken:
+                    self.broken.set()
+                if "reset" in broken:
+                    _reset(client)
+                    _reset(server)
                     return
-                if toxic.close_after and passed >= toxic.close_after:
+                if "close" in broken:
                     break
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        _shut(client, server)
 
-    def _slices(self, data: bytes) -> list[bytes]:
-        if not self.toxic.slice:
+    def _down(
+        self, client: socket.socket, server: socket.socket, toxic: Toxic, broken: set[str]
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 16):
+                if not broken:
+                    self._pass_on(data, client, toxic)
+        _shut(client, server)
+
+    def _pass_on(self, data: bytes, sink: socket.socket, toxic: Toxic) -> int:
+        for piece in self._slices(data, toxic):
+            time.sleep(self._delay(len(piece), toxic))
+            sink.sendall(piece)
+        return len(data)
+
+    def _slices(self, data: bytes, toxic: Toxic) -> list[bytes]:
+        if not toxic.slice:
             return [data]
         pieces = []
         while data:
             with self._lock:
-                size = self._random.randint(1, self.toxic.slice)
+                size = self._random.randint(1, toxic.slice)
             pieces.append(data[:size])
             data = data[size:]
         return pieces
 
-    def _delay(self, size: int) -> float:
-        toxic = self.toxic
+    def _delay(self, size: int, toxic: Toxic) -> float:
         with self._lock:
             jitter = self._random.random() * toxic.jitter
         return toxic.latency + jitter + (size / toxic.bandwidth if toxic.bandwidth else 0.0)
+
+
+def _shut(*ends: socket.socket) -> None:
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def _reset(end: socket.socket) -> None:
