@@ -17,6 +17,7 @@
 #include "server/adapter/violations.h"
 #include "server/base/error.h"
 #include "server/base/file.h"
+#include "server/base/log.h"
 #include "server/base/unique_fd.h"
 
 namespace dorad::adapter {
@@ -61,6 +62,10 @@ absl::StatusOr<Folder> Resolve(const std::string& path, const FolderAccess& acce
   if (access.trusted) {
     if (!real) return FolderNotFound(path);
     return Folder{*real, ""};
+  }
+  if (access.allowed_roots.empty()) {
+    return MakeError(absl::StatusCode::kPermissionDenied, "PATH_NOT_ALLOWED",
+                     "this server reads no folders: adapters.allowed_roots is empty");
   }
   const std::string written = std::filesystem::path(path).lexically_normal().string();
   for (const std::string& allowed : access.allowed_roots) {
@@ -140,6 +145,14 @@ absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const Fo
       files.safetensors,
       ReadPart(folder, kTensorsName, static_cast<uint64_t>(max_bytes), "ADAPTER_TOO_LARGE"));
   return files;
+}
+
+void WarnOfMissingRoots(const std::vector<std::string>& roots) {
+  for (const std::string& root : roots) {
+    std::error_code error;
+    if (std::filesystem::is_directory(root, error)) continue;
+    LogWarning("adapters.allowed_roots names a folder that is not there", {{"path", root}});
+  }
 }
 
 absl::Status CheckAdapterFolder(const std::string& path) {

@@ -31,6 +31,9 @@ struct FolderAccess {
 absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const FolderAccess& access,
                                                int64_t max_bytes);
 
+// Logs which roots are not there; they may be mounted later.
+void WarnOfMissingRoots(const std::vector<std::string>& roots);
+
 // Whether there is a folder with both files, which are not opened: NOT_FOUND
 // (ADAPTER_FOLDER_NOT_FOUND), INVALID_ARGUMENT (ADAPTER_FILE_MISSING, ADAPTER_FORMAT_UNSUPPORTED).
 absl::Status CheckAdapterFolder(const std::string& path);

@@ -64,10 +64,7 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
 absl::StatusOr<int64_t> AdapterRegistry::Reserve(const std::string& name,
                                                  std::optional<int64_t> version,
                                                  std::map<std::string, std::string> tags) {
-  if (!IsValidAdapterName(name)) {
-    return MakeInvalid("name", {{"name", "ADAPTER_NAME_INVALID",
-                                 "a name is [a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?"}});
-  }
+  DORAD_RETURN_IF_ERROR(CheckAdapterName(name));
   absl::MutexLock change(&state_->change_mu);
   return state_->Reserve(name, version, std::move(tags));
 }

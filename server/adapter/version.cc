@@ -8,6 +8,9 @@ namespace dorad::adapter {
 namespace {
 
 constexpr size_t kMaxNameLength = 128;
+constexpr char kNameForm[] = "[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?";
+// Of a caller's text, in what is said about it.
+constexpr size_t kShownBytes = 80;
 
 bool IsAlnum(char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
 
@@ -20,6 +23,13 @@ bool IsValidAdapterName(std::string_view name) {
     if (!IsAlnum(c) && c != '.' && c != '_' && c != '-') return false;
   }
   return true;
+}
+
+absl::Status CheckAdapterName(std::string_view name) {
+  if (IsValidAdapterName(name)) return absl::OkStatus();
+  return MakeInvalid("name", {{"name", "ADAPTER_NAME_INVALID",
+                               absl::StrCat("\"", std::string(name.substr(0, kShownBytes)),
+                                            "\" is not of the form ", kNameForm)}});
 }
 
 std::string AdapterRef::ToString() const {
@@ -40,12 +50,12 @@ absl::StatusOr<AdapterRef> AdapterRef::Parse(std::string_view text) {
   }
   if (!valid) {
     // The text is the caller's: show a bounded part of it, escaped by the transport.
-    const std::string shown(text.substr(0, 80));
+    const std::string shown(text.substr(0, kShownBytes));
     return MakeInvalid("adapter",
                        {{"adapter", "ADAPTER_NAME_INVALID",
-                         absl::StrCat("\"", shown, text.size() > 80 ? "…" : "",
-                                      "\" is not \"\", \"name\" or \"name@version\" with name "
-                                      "[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])? and version >= 1")}});
+                         absl::StrCat("\"", shown, shown.size() < text.size() ? "…" : "",
+                                      "\" is not \"\", \"name\" or \"name@version\" with name ",
+                                      kNameForm, " and version >= 1")}});
   }
   return ref;
 }

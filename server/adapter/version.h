@@ -37,6 +37,8 @@ struct AdapterRef {
 
 // ^[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?$
 bool IsValidAdapterName(std::string_view name);
+// INVALID_ARGUMENT (ADAPTER_NAME_INVALID).
+absl::Status CheckAdapterName(std::string_view name);
 
 enum class AdapterState { kLoading, kReady, kRetiring, kGone, kFailed };
 enum class AdapterKind { kLora, kDora };

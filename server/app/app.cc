@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/notification.h"
+#include "server/adapter/folder.h"
 #include "server/adapter/loader.h"
 #include "server/adapter/registry.h"
 #include "server/adapter/residency.h"
@@ -448,6 +449,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<voi
   auto impl = std::make_unique<Impl>(config, *std::move(guard), *std::move(backend),
                                      std::move(runner), std::move(disk), std::move(store));
   impl->Restore();
+  adapter::WarnOfMissingRoots(impl->config.adapters.allowed_roots);
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
   impl->WatchListeners(std::move(on_deaf));

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/engine/cpu_model_runner.h"
 
 namespace dorad {
 namespace {
@@ -22,6 +23,13 @@ absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t m
           absl::StrCat(max_context, " is more than the model's own ", model.context_length)}});
   }
   return max_context > 0 ? max_context : model.context_length;
+}
+
+int64_t KvPageBytes(const Config& config, const model::ModelConfig& model) {
+#ifdef DORAD_CUDA
+  if (config.model.device != "cpu") return CudaKvPageBytes(model);
+#endif
+  return engine::CpuKvPageBytes(model, config.model.compute_dtype == "bf16" ? 2 : 4);
 }
 
 absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes) {
@@ -49,6 +57,7 @@ absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
   DORAD_RETURN_IF_ERROR(CheckDevice(config));
+  DORAD_RETURN_IF_ERROR(KvPages(config.engine.kv_bytes, KvPageBytes(config, model)).status());
   return model;
 }
 
@@ -64,8 +73,8 @@ absl::StatusOr<std::unique_ptr<Backend>> Backend::Load(const Config& config) {
   return LoadCpuBackend(config, std::move(model));
 }
 
-absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,
-                               int64_t page_bytes) {
+absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model) {
+  const int64_t page_bytes = KvPageBytes(config, model);
   DORAD_ASSIGN_OR_RETURN(info_.context_length, ContextLength(model, config.model.max_context));
   DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, page_bytes));
   info_.kv_bytes = info_.kv_pages * page_bytes;

@@ -96,8 +96,8 @@ class Backend {
   virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
 
  protected:
-  // What every backend's Load does last: info() of a loaded model whose KV pages take page_bytes.
-  absl::Status Describe(const Config& config, const model::ModelConfig& model, int64_t page_bytes);
+  // What every backend's Load does: info() but for what only the weights say.
+  absl::Status Describe(const Config& config, const model::ModelConfig& model);
 
   Info info_;
 };
@@ -112,5 +112,7 @@ absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model);
 // INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED).
 absl::Status CheckCudaConfig(const Config& config);
+// Bytes of one KV page on a GPU.
+int64_t CudaKvPageBytes(const model::ModelConfig& model);
 
 }  // namespace dorad

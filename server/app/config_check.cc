@@ -10,11 +10,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/adapter/folder.h"
+#include "server/adapter/version.h"
 #include "server/app/backend.h"
 #include "server/app/room_options.h"
 #include "server/base/error.h"
 #include "server/base/listen_address.h"
+#include "server/security/authority.h"
 #include "server/security/exposure.h"
+#include "server/security/tls_files.h"
 
 namespace dorad {
 namespace {
@@ -26,13 +29,16 @@ class Checks {
   absl::Status Run() && {
     if (!config_.model.path.empty()) Add("model", Backend::Check(config_));
     for (const auto& [name, folder] : config_.adapters.preload) {
-      Add(absl::StrCat("adapters.preload.", name), adapter::CheckAdapterFolder(folder));
+      const std::string key = absl::StrCat("adapters.preload.", name);
+      Add(key, adapter::CheckAdapterName(name));
+      Add(key, adapter::CheckAdapterFolder(folder));
     }
     CheckListeners();
     for (Violation& problem :
          ViolationsOf(security::CheckExposure(config_.server, config_.security))) {
       problems_.push_back(std::move(problem));
     }
+    CheckSecurityFiles();
     const std::string& handover = config_.server.handover_socket;
     if (!handover.empty()) CheckSocket("server.handover_socket", handover);
     CheckParent("adapters.store_path", config_.adapters.store_path);
@@ -58,17 +64,27 @@ class Checks {
         {"server.grpc_listen", config_.server.grpc_listen},
         {"server.admin_listen", config_.server.admin_listen},
         {"server.metrics_listen", config_.server.metrics_listen}};
-    for (size_t i = 0; i < listeners.size(); ++i) {
-      const auto& [key, text] = listeners[i];
+    std::vector<std::pair<const char*, ListenAddress>> before;
+    for (const auto& [key, text] : listeners) {
       const absl::StatusOr<ListenAddress> address = ParseListenAddress(text);
       if (text.empty() || !address.ok()) continue;  // off; the rest the reader has refused
       if (!address->unix_path.empty()) CheckSocket(key, address->unix_path);
-      const bool picks_one = address->unix_path.empty() && address->port == 0;
-      for (size_t j = 0; j < i && !picks_one; ++j) {
-        if (listeners[j].second != text) continue;
-        problems_.push_back(
-            {key, "PORT_IN_USE", absl::StrCat(text, " is ", listeners[j].first, ", too")});
+      for (const auto& [other, taken] : before) {
+        if (!Collide(*address, taken)) continue;
+        problems_.push_back({key, "PORT_IN_USE", absl::StrCat(text, " is taken by ", other)});
       }
+      before.emplace_back(key, *address);
+    }
+  }
+
+  void CheckSecurityFiles() {
+    const SecurityConfig& files = config_.security;
+    if (!files.tokens_file.empty()) {
+      Add("security.tokens_file", security::Authority::Check(files.tokens_file));
+    }
+    if (!files.tls_cert.empty() && !files.tls_key.empty()) {
+      Add("security.tls_cert",
+          security::TlsFiles::Check({files.tls_cert, files.tls_key, files.tls_client_ca}));
     }
   }
 

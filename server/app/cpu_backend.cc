@@ -48,7 +48,7 @@ class CpuBackend final : public Backend {
         model_, model::LoadedModel::Load(config.model.path, std::move(model_config), compute,
                                          ops::NormOptions{budget},
                                          /*shareable=*/!config.server.handover_socket.empty()));
-    DORAD_RETURN_IF_ERROR(Describe(config, model_->config(), engine::CpuKvPageBytes(*model_)));
+    DORAD_RETURN_IF_ERROR(Describe(config, model_->config()));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();

@@ -54,7 +54,7 @@ class CudaBackend final : public Backend {
     ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
     ledger_.set_low_water(ByteLimit(config.memory.low_water, memory.total));
     const int64_t page_bytes = cuda::KvPageBytes(model_config);
-    DORAD_RETURN_IF_ERROR(Describe(config, model_config, page_bytes));
+    DORAD_RETURN_IF_ERROR(Describe(config, model_config));
     ledger_.SetGivesWay({{"adapters", 0}, {"loading", 0}, {"kv", info_.kv_min_pages * page_bytes}});
     const cuda::KvLayout kv = cuda::KvLayoutOf(model_config);
     info_.kv_bytes = kv.ChunksFor(info_.kv_pages + cuda::kSparePages) * kv.chunk_bytes();
@@ -149,6 +149,8 @@ absl::Status CheckCudaConfig(const Config& config) {
   }
   return absl::OkStatus();
 }
+
+int64_t CudaKvPageBytes(const model::ModelConfig& model) { return cuda::KvPageBytes(model); }
 
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model) {

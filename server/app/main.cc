@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "server/app/app.h"
 #include "server/app/cli.h"
 #include "server/app/config_check.h"
@@ -33,7 +34,12 @@ std::string OneLine(std::string text) {
   return text;
 }
 
-// One line for each problem.
+void PrintProblem(const char* before, const std::string& text, const std::string& reason) {
+  std::fprintf(stderr, "dorad: %s%s%s\n", before, OneLine(text).c_str(),
+               reason.empty() ? "" : absl::StrCat(" [", reason, "]").c_str());
+}
+
+// One line for each problem, each with its reason.
 void PrintError(const absl::Status& status) {
   const std::vector<Violation> violations = ViolationsOf(status);
   std::string text(status.message());
@@ -42,11 +48,11 @@ void PrintError(const absl::Status& status) {
     std::fprintf(stderr, "dorad: %zu problems: %s\n", violations.size(),
                  OneLine(text.substr(0, text.find(": " + violations[0].field))).c_str());
     for (const Violation& v : violations) {
-      std::fprintf(stderr, "dorad:   %s\n", OneLine(v.field + ": " + v.description).c_str());
+      PrintProblem("  ", v.field + ": " + v.description, v.reason);
     }
     return;
   }
-  std::fprintf(stderr, "dorad: %s\n", OneLine(std::move(text)).c_str());
+  PrintProblem("", text, violations.empty() ? ReasonOf(status) : violations[0].reason);
 }
 
 absl::StatusOr<Config> ReadConfig(const Command& command, ConfigOrigins* origins = nullptr) {

@@ -58,6 +58,17 @@ absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text) {
   return address;
 }
 
+bool Collide(const ListenAddress& a, const ListenAddress& b) {
+  if (!a.unix_path.empty() || !b.unix_path.empty()) return a.unix_path == b.unix_path;
+  if (a.port == 0 || a.port != b.port) return false;
+  const auto is_any = [](const std::string& host) { return host == "0.0.0.0" || host == "::"; };
+  const auto is_local = [](const std::string& host) {
+    return host == "127.0.0.1" || host == "::1";
+  };
+  if (a.host == b.host || is_any(a.host) || is_any(b.host)) return true;
+  return (a.host == "localhost" && is_local(b.host)) || (b.host == "localhost" && is_local(a.host));
+}
+
 std::string JoinHostPort(const std::string& host, int port) {
   const bool v6 = absl::StrContains(host, ":");
   return absl::StrCat(v6 ? "[" : "", host, v6 ? "]:" : ":", port);

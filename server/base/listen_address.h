@@ -16,6 +16,9 @@ struct ListenAddress {
 // INVALID_ARGUMENT (LISTEN_ADDRESS). Names are not looked up.
 absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text);
 
+// Whether one process cannot listen on both. Names are not looked up, but for "localhost".
+bool Collide(const ListenAddress& a, const ListenAddress& b);
+
 // host:port, with brackets around an IPv6 address.
 std::string JoinHostPort(const std::string& host, int port);
 

@@ -132,10 +132,8 @@ class CpuModelRunner final : public ModelRunner {
 
 }  // namespace
 
-int64_t CpuKvPageBytes(const model::LoadedModel& model) {
-  const model::ModelConfig& config = model.config();
-  const int64_t element = model.compute() == ops::ComputeDType::kBF16 ? 2 : 4;
-  return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kKvPageTokens * element;
+int64_t CpuKvPageBytes(const model::ModelConfig& model, int64_t element_bytes) {
+  return 2 * model.num_layers * model.num_kv_heads * model.head_dim * kKvPageTokens * element_bytes;
 }
 
 std::unique_ptr<ModelRunner> MakeCpuModelRunner(const model::LoadedModel& model, int64_t kv_pages,

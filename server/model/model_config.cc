@@ -1,6 +1,8 @@
 #include "server/model/model_config.h"
 
+#include <filesystem>
 #include <optional>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -237,9 +239,13 @@ adapter::BaseModule Linear(const std::string& name, int64_t rows, int64_t cols, 
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
   absl::StatusOr<Json> document = ReadJsonObject(dir, kConfigFile, kMaxConfigBytes);
   if (absl::IsNotFound(document.status())) {
+    std::error_code ignored;
     return MakeError(
         absl::StatusCode::kNotFound, "MODEL_NOT_FOUND",
-        absl::StrCat("no Hugging Face model folder at ", dir, ": it has no ", kConfigFile));
+        std::filesystem::is_directory(dir, ignored)
+            ? absl::StrCat("no Hugging Face model folder at ", dir, ": it has no ", kConfigFile)
+            : absl::StrCat("there is no folder ", dir,
+                           "; a model is a Hugging Face folder on this host, none is downloaded"));
   }
   DORAD_RETURN_IF_ERROR(document.status());
   std::vector<Violation> violations;

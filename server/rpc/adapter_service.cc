@@ -29,10 +29,12 @@ absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRe
   CheckTags(request.tags(), &violations);
   if (request.path().empty()) {
     violations.push_back({"path", "PATH_EMPTY", "the folder of a PEFT adapter is missing"});
-  }
-  if (request.path().size() > kMaxPathBytes) {
+  } else if (request.path().size() > kMaxPathBytes) {
     violations.push_back(
         {"path", "PATH_TOO_LONG", absl::StrCat("a path has at most ", kMaxPathBytes, " bytes")});
+  } else if (request.path().front() != '/') {
+    // Relative to a folder that only the server knows.
+    violations.push_back({"path", "PATH_NOT_ABSOLUTE", "the path does not begin with a slash"});
   }
   if (!violations.empty()) return MakeInvalid("PublishFromPathRequest", std::move(violations));
   adapter::PublishOptions options;

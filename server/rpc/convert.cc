@@ -472,10 +472,9 @@ absl::StatusOr<std::vector<std::string>> ParseSleepTags(
 }
 
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations) {
-  if (adapter::IsValidAdapterName(name)) return;
-  Add(violations, "name", "ADAPTER_NAME_INVALID",
-      absl::StrCat("\"", name.substr(0, 80),
-                   "\" is not of the form [a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?"));
+  for (Violation& violation : ViolationsOf(adapter::CheckAdapterName(name))) {
+    violations->push_back(std::move(violation));
+  }
 }
 
 void CheckAdapterVersion(int64_t version, std::vector<Violation>* violations) {

@@ -24,6 +24,11 @@ std::string_view BearerOf(const std::string& value) {
 
 }  // namespace
 
+absl::Status Authority::Check(const std::string& path) {
+  DORAD_ASSIGN_OR_RETURN(const SettledFiles::Texts texts, SettledFiles({path}).Read());
+  return TokenTable::Parse(texts.front(), path).status();
+}
+
 absl::StatusOr<std::unique_ptr<Authority>> Authority::Open(const std::string& path,
                                                            std::function<void()> on_failure) {
   std::unique_ptr<Authority> authority(new Authority(path, std::move(on_failure)));

@@ -26,6 +26,8 @@ class Authority {
     std::string common_name;  // of the connection's verified certificate; "": it has none
   };
 
+  // As Open, which it leaves to a later time.
+  static absl::Status Check(const std::string& path);
   // on_failure runs after each reload that failed. As SettledFiles::Read and TokenTable::Parse.
   static absl::StatusOr<std::unique_ptr<Authority>> Open(const std::string& path,
                                                          std::function<void()> on_failure);

@@ -20,6 +20,12 @@ void WarnOfReadableKey(const std::string& path) {
 
 }  // namespace
 
+absl::Status TlsFiles::Check(const Paths& paths) {
+  DORAD_ASSIGN_OR_RETURN(SettledFiles::Texts texts,
+                         SettledFiles({paths.certificates, paths.key, paths.client_ca}).Read());
+  return Identify(paths, std::move(texts)).status();
+}
+
 absl::StatusOr<std::unique_ptr<TlsFiles>> TlsFiles::Open(const Paths& paths,
                                                          std::function<void()> on_failure) {
   std::unique_ptr<TlsFiles> files(new TlsFiles(paths, std::move(on_failure)));
@@ -38,16 +44,19 @@ TlsFiles::TlsFiles(const Paths& paths, std::function<void()> on_failure)
             if (on_failure) on_failure();
           }) {}
 
-absl::StatusOr<std::shared_ptr<const TlsIdentity>> TlsFiles::Understand(const Paths& paths,
-                                                                        SettledFiles::Texts texts) {
+absl::StatusOr<TlsIdentity> TlsFiles::Identify(const Paths& paths, SettledFiles::Texts texts) {
   if (!paths.client_ca.empty() && texts[2].empty()) {
     // An empty file is no way to stop asking clients for certificates.
     return MakeError(absl::StatusCode::kInvalidArgument, "TLS_CLIENT_CA_INVALID",
                      "security.tls_client_ca is empty");
   }
-  DORAD_ASSIGN_OR_RETURN(
-      TlsIdentity identity,
-      CheckTlsIdentity(std::move(texts[0]), std::move(texts[1]), std::move(texts[2]), absl::Now()));
+  return CheckTlsIdentity(std::move(texts[0]), std::move(texts[1]), std::move(texts[2]),
+                          absl::Now());
+}
+
+absl::StatusOr<std::shared_ptr<const TlsIdentity>> TlsFiles::Understand(const Paths& paths,
+                                                                        SettledFiles::Texts texts) {
+  DORAD_ASSIGN_OR_RETURN(TlsIdentity identity, Identify(paths, std::move(texts)));
   WarnOfReadableKey(paths.key);
   LogInfo("TLS certificate loaded", {{"path", paths.certificates},
                                      {"subject", identity.subject},

@@ -22,6 +22,8 @@ class TlsFiles {
     std::string client_ca;  // "": clients need no certificate
   };
 
+  // As Open, which it leaves to a later time.
+  static absl::Status Check(const Paths& paths);
   // on_failure runs after each reload that failed. As SettledFiles::Read and CheckTlsIdentity.
   static absl::StatusOr<std::unique_ptr<TlsFiles>> Open(const Paths& paths,
                                                         std::function<void()> on_failure);
@@ -35,6 +37,7 @@ class TlsFiles {
 
  private:
   TlsFiles(const Paths& paths, std::function<void()> on_failure);
+  static absl::StatusOr<TlsIdentity> Identify(const Paths& paths, SettledFiles::Texts texts);
   static absl::StatusOr<std::shared_ptr<const TlsIdentity>> Understand(const Paths& paths,
                                                                        SettledFiles::Texts texts);
 

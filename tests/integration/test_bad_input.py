@@ -409,11 +409,17 @@ def test_bad_versions(server: Server, reference, zoo, version: int) -> None:
     assert (refusal.code, refusal.reason) == (INVALID, "ADAPTER_VERSION_INVALID"), refusal
 
 
-@pytest.mark.parametrize("path", ["{roots}/../..", "/etc", "{roots}/outside", "{roots}x", "good"])
+@pytest.mark.parametrize("path", ["{roots}/../..", "/etc", "{roots}/outside", "{roots}x"])
 def test_paths_outside_the_roots(server: Server, reference, path: str) -> None:
     refusal = refused(server.wire.publish_path, "p", path.format(roots=server.roots))
     assert refusal.code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.NOT_FOUND), refusal
     assert refusal.reason in ("PATH_NOT_ALLOWED", "ADAPTER_FOLDER_NOT_FOUND"), refusal
+
+
+@pytest.mark.parametrize("path", ["good", "./good", "../good"])
+def test_relative_paths(server: Server, reference, path: str) -> None:
+    refusal = refused(server.wire.publish_path, "p", path)
+    assert (refusal.code, refusal.reason) == (INVALID, "PATH_NOT_ABSOLUTE"), refusal
 
 
 def test_a_path_inside_the_roots_is_served(server: Server, reference) -> None:
@@ -698,7 +704,11 @@ def test_bad_shard_index(zoo, tmp_path) -> None:
 
 
 def test_missing_model_folder(tmp_path) -> None:
-    assert_clear_failure(command(tmp_path / "nowhere"), "nowhere")
+    assert_clear_failure(command(tmp_path / "nowhere"), "no folder", "nowhere", "MODEL_NOT_FOUND")
+    assert_clear_failure(command("Qwen/Qwen3-8B"), "none is downloaded")
+    (tmp_path / "file").touch()
+    assert_clear_failure(command(tmp_path / "file"), "no folder")
+    assert_clear_failure(command(tmp_path), "config.json", "MODEL_NOT_FOUND")
 
 
 def test_no_model_at_all() -> None:
@@ -737,7 +747,7 @@ BAD_CONFIGS = [
 def test_bad_configurations(tmp_path, text: str, culprits: list[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    assert_clear_failure([str(binary()), "check-config", str(path)], *culprits)
+    assert_clear_failure([str(binary()), "check-config", str(path)], "[CONFIG_", *culprits)
 
 
 def test_good_configuration_passes(tmp_path) -> None:

@@ -202,6 +202,7 @@ def test_check_config_finds_what_a_start_would(zoo, tmp_path) -> None:
     for problem in ("no-model", "preload.a", "admin_listen", "handover_socket", "store_path"):
         assert problem in checked.stderr, problem
     assert "ready" not in run("serve", "--config", path).stdout
+    assert all("[" in line for line in checked.stderr.splitlines()[1:]), "each has its reason"
     path.write_text(f"model:\n  path: {zoo.model('llama2')}\n  max_context: 1000000\n")
     checked = run("check-config", path)
     assert checked.returncode == 78 and "max_context" in checked.stderr
@@ -213,6 +214,36 @@ def test_check_config_finds_what_a_start_would(zoo, tmp_path) -> None:
     checked = run("check-config", path)
     assert checked.returncode == 0, checked.stderr
     assert not (tmp_path / "store").exists(), "checking makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"server.grpc_listen": "localhost:1", "server.metrics_listen": "127.0.0.1:1"}, "PORT_IN_USE"),
+        ({"server.admin_listen": "127.0.0.1:1", "server.metrics_listen": "0.0.0.0:1"}, "PORT_IN_USE"),
+        ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
+        ({"adapters.preload.Bad Name": "{adapter}"}, "ADAPTER_NAME_INVALID"),
+        ({"security.tokens_file": "{folder}/none.yaml"}, "FILE_NOT_FOUND"),
+        ({"security.tokens_file": "{folder}/bad.yaml"}, "TOKENS_"),
+        ({"security.tls_cert": "{folder}/bad.yaml", "security.tls_key": "{folder}/bad.yaml"}, "TLS_"),
+    ],
+)  # fmt: skip
+def test_check_config_and_serve_say_the_same(zoo, tmp_path, settings: dict, problem: str) -> None:
+    (tmp_path / "bad.yaml").write_text("tokens: [{}]\n")
+    places = {"folder": tmp_path, "adapter": zoo.adapter("llama2", "dora")}
+    tree: dict = {"model": {"path": str(zoo.model("llama2"))}}
+    for key, value in settings.items():
+        *sections, last = key.split(".")
+        values = tree
+        for section in sections:
+            values = values.setdefault(section, {})
+        values[last] = value.format(**places) if isinstance(value, str) else value
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    checked = run("check-config", path)
+    assert checked.returncode == 78 and problem in checked.stderr, checked
+    served = run("serve", "--config", path)
+    assert served.returncode == 78 and served.stderr.strip().endswith(checked.stderr.strip())
 
 
 # --- Watchdogs.

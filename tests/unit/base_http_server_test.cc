@@ -256,6 +256,25 @@ TEST(HttpServerStartTest, RefusesAddressesItCannotListenOn) {
   EXPECT_EQ(reason("192.0.2.1:0"), "LISTEN_FAILED");  // an address no machine has
 }
 
+TEST(ListenAddressTest, KnowsWhichListenersCollide) {
+  const auto collide = [](const char* a, const char* b) {
+    const bool forth = Collide(*ParseListenAddress(a), *ParseListenAddress(b));
+    EXPECT_EQ(forth, Collide(*ParseListenAddress(b), *ParseListenAddress(a))) << a << " " << b;
+    return forth;
+  };
+  EXPECT_TRUE(collide("127.0.0.1:7", "127.0.0.1:7"));
+  EXPECT_TRUE(collide("localhost:7", "127.0.0.1:7"));
+  EXPECT_TRUE(collide("localhost:7", "[::1]:7"));
+  EXPECT_TRUE(collide("0.0.0.0:7", "192.0.2.1:7"));
+  EXPECT_TRUE(collide("[::]:7", "127.0.0.1:7"));
+  EXPECT_TRUE(collide("unix:/a", "unix:/a"));
+  EXPECT_FALSE(collide("127.0.0.1:0", "127.0.0.1:0"));
+  EXPECT_FALSE(collide("127.0.0.1:7", "127.0.0.1:8"));
+  EXPECT_FALSE(collide("127.0.0.1:7", "127.0.0.2:7"));
+  EXPECT_FALSE(collide("unix:/a", "unix:/b"));
+  EXPECT_FALSE(collide("unix:/a", "127.0.0.1:7"));
+}
+
 TEST(ListenAddressTest, SplitsHostAndPort) {
   const auto v4 = ParseListenAddress("0.0.0.0:80");
   ASSERT_TRUE(v4.ok());

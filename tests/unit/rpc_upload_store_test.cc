@@ -17,7 +17,6 @@
 namespace dorad::rpc {
 namespace {
 
-using testing::ElementsAre;
 using testing::UnorderedElementsAre;
 using Next = UploadStream::Next;
 
