@@ -247,6 +247,31 @@ def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
             server.stop()
 
 
+def test_abort_finds_the_server_of_its_adapter_or_is_refused(zoo) -> None:
+    adapters = dict.fromkeys(NAMES, zoo.adapter("slow", "dora"))
+    with (
+        serve(zoo.model("slow"), adapters) as one,
+        serve(zoo.model("slow"), adapters) as other,
+        nginx([one.grpc, other.grpc]) as proxy,
+        client_of(proxy) as client,
+        client_of(proxy, admin=True, certified=True) as operator,
+    ):
+        options = dict(max_tokens=8000, ignore_eos=True)
+        streams = [
+            client.stream(PROMPT, adapter=name, request_id=name, **options) for name in NAMES
+        ]
+        for stream in streams:
+            next(stream)
+        running = [server.wire.info().engine.running_sequences for server in (one, other)]
+        assert min(running) >= 1 and sum(running) == len(NAMES), running
+        for target in (dict(request_ids=NAMES), dict(all=True)):
+            with pytest.raises(dorad.Conflict, match="call each server itself") as caught:
+                operator.abort(**target)
+            assert caught.value.code == "FAILED_PRECONDITION"
+        assert [operator.abort(adapter=f"{name}@1") for name in NAMES] == [1] * len(NAMES)
+        assert all(list(stream)[-1].finish.reason == "aborted" for stream in streams)
+
+
 def test_nobody_there_is_unavailable(proxy) -> None:
     with (
         nginx(["127.0.0.1:1"]) as empty,
