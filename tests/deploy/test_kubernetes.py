@@ -1,6 +1,7 @@
 """deploy/kubernetes: valid for Kubernetes, and in agreement with the server and with itself."""
 
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -176,7 +177,7 @@ def test_selectors_select_pods_that_there_are() -> None:
             assert selects(spec["selector"]), item["metadata"]["name"]
         if item["kind"] in ("PodDisruptionBudget", "PodMonitor"):
             assert selects(spec["selector"]["matchLabels"]), item["metadata"]["name"]
-        if item["kind"] == "NetworkPolicy" and spec["podSelector"]:
+        if item["kind"] == "NetworkPolicy" and "matchLabels" in spec["podSelector"]:
             assert selects(spec["podSelector"]["matchLabels"]), item["metadata"]["name"]
 
 
@@ -275,3 +276,105 @@ def test_what_is_not_allowed_is_refused_on_the_network() -> None:
     # Any pod may call the proxy; the server's ports have a list.
     assert all("from" in rule for rule in policies["dorad-server"]["spec"]["ingress"])
     assert "egress" not in policies["dorad-server"]["spec"]
+
+
+@dataclass
+class Pod:
+    """One end of a connection; `ports` are those that have names."""
+
+    labels: dict[str, str]
+    namespace: str = "dorad"
+    ports: dict[str, int] = field(default_factory=dict)
+
+
+def pod_of(workload: str) -> Pod:
+    spec = workloads()[workload]["spec"]
+    ports = {port["name"]: port["containerPort"] for port in container(spec)["ports"]}
+    return Pod(spec["template"]["metadata"]["labels"], ports=ports)
+
+
+DNS = Pod({"k8s-app": "kube-dns"}, "kube-system")
+PROMETHEUS = Pod({}, "monitoring")
+ELSEWHERE = Pod({}, "default")
+
+
+def caller(role: str, namespace: str = "dorad") -> Pod:
+    return Pod({"dorad/role": role}, namespace)
+
+
+def selected(selector: dict, labels: dict[str, str]) -> bool:
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
+    for expression in selector.get("matchExpressions", []):
+        assert expression["operator"] == "In"
+        if labels.get(expression["key"]) not in expression["values"]:
+            return False
+    return selector.get("matchLabels", {}).items() <= labels.items()
+
+
+def admits(direction: str, own: Pod, other: Pod, port: int, ports: dict[str, int]) -> bool:
+    """Whether `own` may have the connection; `ports` are the names of its target's ports."""
+    (kustomization,) = documents(BASE / "kustomization.yaml")
+    policies = [
+        policy["spec"]
+        for policy in all_of("NetworkPolicy").values()
+        if direction in policy["spec"]["policyTypes"]
+        and own.namespace == kustomization["namespace"]
+        and selected(policy["spec"]["podSelector"], own.labels)
+    ]
+
+    def is_peer(peer: dict) -> bool:
+        assert peer.keys() <= {"podSelector", "namespaceSelector"}
+        if "namespaceSelector" in peer:
+            labels = {"kubernetes.io/metadata.name": other.namespace}
+            if not selected(peer["namespaceSelector"], labels):
+                return False
+        elif own.namespace != other.namespace:
+            return False
+        return selected(peer.get("podSelector", {}), other.labels)
+
+    def allows(rule: dict) -> bool:
+        peers = rule.get("from" if direction == "Ingress" else "to")
+        if peers is not None and not any(map(is_peer, peers)):
+            return False
+        return port in {ports.get(entry["port"], entry["port"]) for entry in rule["ports"]}
+
+    return not policies or any(
+        allows(rule) for policy in policies for rule in policy.get(direction.lower(), [])
+    )
+
+
+def reaches(source: Pod, target: Pod, port: int) -> bool:
+    return admits("Egress", source, target, port, target.ports) and admits(
+        "Ingress", target, source, port, target.ports
+    )
+
+
+@pytest.mark.parametrize("namespace", ["dorad", "training"])
+@pytest.mark.parametrize("role", ["trainer", "gateway"])
+def test_trainers_and_gateways_reach_the_servers_and_names(role: str, namespace: str) -> None:
+    pod, target = caller(role, namespace), pod_of("dorad")
+    assert reaches(pod, target, target.ports["grpc"])
+    assert not reaches(pod, target, target.ports["metrics"])
+    assert reaches(pod, DNS, 53)
+    assert f"`dorad/role: {role}`" in (ROOT / "docs" / "deployment.md").read_text()
+
+
+def test_nobody_else_reaches_the_servers() -> None:
+    target = pod_of("dorad")
+    grpc_port, metrics_port = target.ports["grpc"], target.ports["metrics"]
+    assert reaches(pod_of("dorad-proxy"), target, grpc_port)
+    assert reaches(PROMETHEUS, target, metrics_port)
+    for pod in (Pod({}), caller("worker"), ELSEWHERE, PROMETHEUS, target):
+        assert not reaches(pod, target, grpc_port), pod
+    for pod in (Pod({}), ELSEWHERE, pod_of("dorad-proxy")):
+        assert not reaches(pod, target, metrics_port), pod
+
+
+def test_pods_of_the_namespace_reach_nothing_that_they_do_not_need() -> None:
+    proxy = pod_of("dorad-proxy")
+    for pod in (pod_of("dorad"), proxy, caller("trainer"), caller("gateway")):
+        assert not reaches(pod, ELSEWHERE, 443), pod
+        assert not reaches(pod, caller("gateway"), 8000), pod
+    assert not reaches(pod_of("dorad"), DNS, 53)
+    assert reaches(ELSEWHERE, proxy, proxy.ports["public"])
+    assert reaches(proxy, DNS, 53)
