@@ -378,3 +378,14 @@ def test_pods_of_the_namespace_reach_nothing_that_they_do_not_need() -> None:
     assert not reaches(pod_of("dorad"), DNS, 53)
     assert reaches(ELSEWHERE, proxy, proxy.ports["public"])
     assert reaches(proxy, DNS, 53)
+
+
+# --- With Prometheus
+
+
+def test_the_job_is_the_one_that_the_alerts_ask_for() -> None:
+    monitor = all_of("PodMonitor")["dorad"]["spec"]
+    assert selected(monitor["selector"], pod_of("dorad").labels)
+    job = pod_of("dorad").labels[monitor["jobLabel"]]
+    alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
+    assert set(re.findall(r'\bjob="([^"]*)"', alerts)) == {job}

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from lib import dashboard
 from lib.prometheus import Prometheus, finite, prometheus, target_of, write_config
 from lib.server import ROOT, device, serve
@@ -55,6 +56,31 @@ def alerts() -> list[str]:
 def test_configuration_and_rules_are_valid() -> None:
     passes("check", "config", DEPLOY / "prometheus.yml")
     passes("check", "rules", ALERTS)
+
+
+def test_documented_scrape_configuration_is_valid_and_makes_the_alerts_job(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "monitoring.md").read_text()
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    configuration = yaml.safe_load(example)
+    (scrape,) = configuration["scrape_configs"]
+    # Debian's promtool knows no Kubernetes.
+    (discovery,) = scrape.pop("kubernetes_sd_configs")
+    assert discovery == {"role": "pod", "namespaces": {"names": ["dorad"]}}
+    scrape["static_configs"] = [{"targets": ["dorad-0:9464"]}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
+    passes("check", "config", tmp_path / "prometheus.yml")
+    assert {scrape["job_name"]} == set(re.findall(r'\bjob="([^"]*)"', ALERTS.read_text()))
+    # Labels and the port's name are those of the servers' pods.
+    base = ROOT / "deploy" / "kubernetes" / "base"
+    (pod,) = [
+        item["spec"]["template"]
+        for item in yaml.safe_load_all((base / "server.yaml").read_text())
+        if item["kind"] == "StatefulSet"
+    ]
+    (keep,) = scrape["relabel_configs"]
+    label, port = keep["regex"].split(";")
+    assert pod["metadata"]["labels"]["app.kubernetes.io/name"] == label
+    assert port in [item["name"] for item in pod["spec"]["containers"][0]["ports"]]
 
 
 def test_each_alert_fires_and_stays_silent_where_its_cases_say() -> None:
