@@ -79,6 +79,23 @@ def test_exit_codes_that_a_restart_does_not_help_are_the_servers() -> None:
     assert [str(usage.returncode), str(config.returncode)] == codes
 
 
+def test_folders_that_it_writes_are_there_before_its_start_and_after_its_end() -> None:
+    service = settings("Service")
+    made = {
+        path: (int(mode, 8), owners)
+        for line in (FOLDER / "dorad.tmpfiles").read_text().splitlines()
+        if line and not line.startswith("#")
+        for _, path, mode, *owners in [line.split()]
+    }
+    owners = service["User"] + service["Group"]
+    for kind, above in (("State", "/var/lib"), ("Runtime", "/run")):
+        (name,) = service[f"{kind}Directory"]
+        (mode,) = service[f"{kind}DirectoryMode"]
+        assert made[f"{above}/{name}"] == (int(mode, 8), owners)
+    # Or systemd would remove it when the service stops.
+    assert service["RuntimeDirectoryPreserve"] == ["yes"]
+
+
 def test_its_users_are_those_that_sysusers_makes(tmp_path) -> None:
     line = next(
         line for line in (FOLDER / "dorad.sysusers").read_text().splitlines() if line[:2] == "u "
