@@ -176,6 +176,7 @@ def test_large_tensors_are_cut_at_one_mebibyte(client, server):
         ({"path": "/nowhere/at/all"}, FileNotFoundError, "/nowhere/at/all"),
         ({"tensors": {"w": np.zeros(1)}, "server_side": True}, ValueError, "server_side"),
         ({"path": "/x", "model": object(), "server_side": True}, ValueError, "server_side"),
+        ({"path": "out/x", "server_side": True}, ValueError, "absolute, not 'out/x'"),
         ({"path": "/x", "model": object()}, ValueError, "exactly one"),
         ({"path": "/x", "model_adapter": "a"}, ValueError, "model_adapter needs model"),
         ({"model": object()}, TypeError, "PeftModel, not object"),

@@ -86,6 +86,8 @@ def test_publishes_and_manages_adapters(server, folder):
         tensors = {"w": np.ones((2, 2), np.float32)}
         second = await client.publish("a", tensors=tensors, config={}, activate=False)
         assert (await client.publish("b", path="/b", server_side=True)).ref == "b@1"
+        with pytest.raises(ValueError, match="absolute"):
+            await client.publish("b", path="b", server_side=True)
         assert (await client.activate("a", 2)).previous_version == 1
         assert (await client.adapter("a")).version == second.version
         server.page_size = 1

@@ -112,6 +112,7 @@ def test_generate_as_json(doractl):
         (["adapters", "retire", "a"], "which version of 'a'"),
         (["adapters", "publish", "a", "/nowhere"], "no adapter folder /nowhere"),
         (["adapters", "publish", "a", "/nowhere", "--tag", "x"], "KEY=VALUE"),
+        (["adapters", "publish", "a", "out/a", "--server-side"], "on the server's host"),
         (["info", "--output", "xml"], "xml"),
         (["abort"], "exactly one of"),
         (["top", "--metrics", "file:///etc/passwd"], "not an http URL"),

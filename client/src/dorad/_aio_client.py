@@ -21,7 +21,7 @@ from dorad._aio_stream import Stream, is_set_within
 from dorad._channel import DEFAULT_TARGET, channel_options, deadline
 from dorad._handover import MemoryPublish, SharedTensors
 from dorad._many import as_requests
-from dorad._publish import Progress, Upload
+from dorad._publish import Progress, Upload, server_path
 from dorad._retry import Attempts, Throttle, UploadAttempts
 from dorad._stubs import (
     adapters_pb2,
@@ -312,7 +312,7 @@ class Client:
             message = adapters_pb2.PublishFromPathRequest(
                 name=name,
                 version=version,
-                path=os.fspath(path),
+                path=server_path(path),
                 activate=activate,
                 expected_generation=expected_generation,
                 durable=durable,

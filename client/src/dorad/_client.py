@@ -19,7 +19,7 @@ from dorad._access import Access
 from dorad._channel import DEFAULT_TARGET, channel_options, deadline
 from dorad._handover import MemoryPublish, SharedTensors
 from dorad._many import RunningCalls, as_requests, run_many
-from dorad._publish import Progress, Upload
+from dorad._publish import Progress, Upload, server_path
 from dorad._retry import Attempts, Throttle, UploadAttempts
 from dorad._stream import Stream
 from dorad._stubs import (
@@ -387,7 +387,7 @@ class Client:
             With path or model it replaces theirs.
           activate: requests that name just `name` use this version from now on.
           version: must exceed every version the name ever had; default: the next one.
-          server_side: path is a folder on the server, under one of its allowed roots.
+          server_side: path is an absolute one on the server's host, under one of its allowed roots.
           expected_generation: with activate, fail with Conflict unless the registry is there.
           durable: the version survives a restart of the server, which must have a store
             (adapters.store_path).
@@ -411,7 +411,7 @@ class Client:
             message = adapters_pb2.PublishFromPathRequest(
                 name=name,
                 version=version,
-                path=os.fspath(path),
+                path=server_path(path),
                 activate=activate,
                 expected_generation=expected_generation,
                 durable=durable,

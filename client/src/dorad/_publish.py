@@ -160,6 +160,15 @@ def _from_folder(path: str | os.PathLike[str]) -> tuple[str, Image]:
     return config, FileImage(folder / _TENSORS_FILE)
 
 
+def server_path(path: str | os.PathLike[str]) -> str:
+    """A folder of the server's host. Raises ValueError unless it is absolute: the server would
+    look below its own working directory."""
+    text = os.fspath(path)
+    if not os.path.isabs(text):
+        raise ValueError(f"a path on the server's host must be absolute, not {text!r}")
+    return text
+
+
 class Upload:
     """One publish: a Publish stream, and more of them when it breaks."""
 

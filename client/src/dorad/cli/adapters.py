@@ -163,7 +163,7 @@ def publish(
     activate: Annotated[bool, typer.Option(help="Make it the active version.")] = True,
     version: Annotated[int | None, typer.Option(help="Default: the next one.", min=1)] = None,
     server_side: Annotated[
-        bool, typer.Option("--server-side", help="PATH is on the server, under an allowed root.")
+        bool, typer.Option("--server-side", help="PATH is the server's: absolute, under a root.")
     ] = False,
     expected_generation: GenerationOption = None,
     durable: Annotated[
