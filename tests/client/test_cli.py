@@ -129,6 +129,16 @@ def test_an_unreachable_server_exits_with_69(doractl):
     assert error.startswith("doractl: UNAVAILABLE") and len(error.splitlines()) == 1
 
 
+def test_rows_of_a_table_are_whole_lines_without_a_terminal(doractl, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "team-a." + "r" * 100
+    doractl("adapters", "publish", name, folder, "--tag", f"note={'x' * 200}")
+    rows = doractl("adapters", "list").splitlines()
+    assert len(rows) == 2 and rows[1].startswith(f"{name} ") and max(map(len, rows)) < 300
+    assert f"note={'x' * 200}\n" in doractl("adapters", "show", name)
+    assert max(map(len, doractl("top", "--count", "1").splitlines())) < 300
+
+
 def test_a_refusal_prints_reason_and_violations(doractl, server):
     import grpc
 

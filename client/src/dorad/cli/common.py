@@ -21,6 +21,7 @@ from dorad.types import to_jsonable
 EXIT_USAGE = 64
 EXIT_UNAVAILABLE = 69
 EXIT_FAILURE = 1
+_UNBOUNDED_WIDTH = 1 << 20
 
 
 class Output(enum.StrEnum):
@@ -59,9 +60,17 @@ def connect(target: str, admin_target: str = "", timeout: float = DEFAULT_TIMEOU
 def console() -> Console:
     """Standard output. Made anew for each use, so that redirection is seen.
 
-    No markup: tokens, tags and messages may hold brackets.
+    For people it wraps at the terminal's width; for programs each row is one line. No markup:
+    tokens, tags and messages may hold brackets.
     """
-    return Console(soft_wrap=not sys.stdout.isatty(), markup=False, highlight=False, emoji=False)
+    piped = not sys.stdout.isatty()
+    return Console(
+        soft_wrap=piped,
+        width=_UNBOUNDED_WIDTH if piped else None,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
 
 
 def errors() -> Console:
