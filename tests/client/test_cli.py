@@ -5,15 +5,18 @@ import http.server
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import dorad
+import grpc
 import numpy as np
 import pytest
 from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from dorad.cli.top import Rates, parse_metrics
 from dorad.v1 import types_pb2
-from fake_server import fail, image_of, wait_for
+from fake_server import fail, image_of, overloaded, wait_for
+from lib.certificates import Authority
 from test_text import make_folder
 from typer.testing import CliRunner
 
@@ -129,6 +132,40 @@ def test_an_unreachable_server_exits_with_69(doractl):
     assert error.startswith("doractl: UNAVAILABLE") and len(error.splitlines()) == 1
 
 
+def test_calls_that_the_server_offers_elsewhere_are_told_where(doractl):
+    # As server.grpc_listen beside server.admin_listen: neither adapters nor control.
+    listener = grpc.server(ThreadPoolExecutor(1))
+    target = f"127.0.0.1:{listener.add_insecure_port('127.0.0.1:0')}"
+    listener.start()
+    for command in (["info"], ["adapters", "list"], ["top"], ["yield", "0.5"]):
+        error = doractl(*command, "--target", target, code=1)
+        assert "UNIMPLEMENTED" in error and "--admin-target or DORAD_ADMIN_TARGET" in error
+    listener.stop(None)
+
+
+def test_plain_text_to_a_server_with_tls_gets_a_hint(doractl, tmp_path, monkeypatch):
+    authority = Authority(tmp_path)
+    certificate, key = authority.issue("server")
+    pair = (key.read_bytes(), certificate.read_bytes())
+    listener = grpc.server(ThreadPoolExecutor(1))
+    credentials = grpc.ssl_server_credentials([pair])
+    target = f"127.0.0.1:{listener.add_secure_port('127.0.0.1:0', credentials)}"
+    listener.start()
+    assert "DORAD_CA_FILE" in doractl("info", "--target", target, code=69)
+    monkeypatch.setenv("DORAD_CA_FILE", str(authority.certificate))
+    assert "UNIMPLEMENTED" in doractl("info", "--target", target, code=1)
+    listener.stop(None)
+
+
+def test_a_wait_for_the_next_attempt_is_told_once(server):
+    server.refuse_generate = [overloaded(1.0), overloaded(1.0)]
+    arguments = ["generate", "--token-ids", "1", "--max-tokens", "1", "--target", server.target]
+    result = CliRunner().invoke(app, arguments, prog_name="doractl")
+    assert result.exit_code == 0 and result.stdout == "1\n"
+    [line] = result.stderr.splitlines()
+    assert re.fullmatch(r"doractl: .*QUEUE_FULL.*; trying again in 1\.\d s", line)
+
+
 def test_rows_of_a_table_are_whole_lines_without_a_terminal(doractl, folder, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     name = "team-a." + "r" * 100
@@ -140,8 +177,6 @@ def test_rows_of_a_table_are_whole_lines_without_a_terminal(doractl, folder, mon
 
 
 def test_a_refusal_prints_reason_and_violations(doractl, server):
-    import grpc
-
     problems = [("n", "TOO_LARGE", "is 9"), ("top_p", "OUT_OF_RANGE", "is 2")]
     server.refuse_generate = [
         lambda c: fail(c, grpc.StatusCode.INVALID_ARGUMENT, "BAD", "two problems", problems)

@@ -7,6 +7,7 @@ hint lies beyond the deadline nor that somebody waits for a place in the queue.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import threading
@@ -14,14 +15,23 @@ import time
 
 from dorad.errors import DoradError, Overloaded, Unavailable
 
+_logger = logging.getLogger("dorad")
+
 MAX_ATTEMPTS = 5
 _FIRST_DELAY = 0.1
 _LONGEST_DELAY = 5.0
+_NOTICED_DELAY = 1.0
 
 
 def backoff(failures: int) -> float:
     """Seconds after so many failures in a row, when the server gave no hint."""
     return min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 10))
+
+
+def _log(error: DoradError, delay: float) -> None:
+    """INFO for a wait that people notice."""
+    level = logging.INFO if delay >= _NOTICED_DELAY else logging.DEBUG
+    _logger.log(level, "%s; trying again in %.1f s", error, delay)
 
 
 class Throttle:
@@ -93,7 +103,10 @@ class Attempts:
             if self._failures >= MAX_ATTEMPTS:
                 return None
         # What ends no later than the call does is worth waiting for; the rest is known now.
-        return delay if time.monotonic() + delay < self._end else None
+        if time.monotonic() + delay >= self._end:
+            return None
+        _log(error, delay)
+        return delay
 
     def _meets_itself(self, error: DoradError) -> bool:
         # The connection broke, and the server has not let go of the attempt before.
@@ -143,6 +156,7 @@ class UploadAttempts:
         if self._failures >= self.MAX_FAILURES or time.monotonic() + delay >= self._end:
             return None
         self.again = True
+        _log(error, delay)
         return delay
 
     def go_on_at(self, offset: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -107,6 +110,55 @@ def size(count: int | float) -> str:
     return f"{value:.1f} TB"
 
 
+class _Remarks(logging.Handler):
+    """What the library logs, on standard error: one line within `SECONDS`."""
+
+    SECONDS = 10.0
+
+    def __init__(self, program: str) -> None:
+        super().__init__(logging.INFO)
+        self._program = program
+        self._next = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + self.SECONDS
+            print(f"{self._program}: {record.getMessage()}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _remarks(program: str) -> Iterator[None]:
+    """A block in which people see why a call takes long."""
+    logger, handler = logging.getLogger("dorad"), _Remarks(program)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _hints(error: dorad.DoradError) -> Iterator[str]:
+    """What may help, a line each."""
+    if error.retry_after is not None:
+        yield f"try again in {error.retry_after:g} s"
+    if error.code == "UNIMPLEMENTED":
+        yield (
+            "the server may serve this on its server.admin_listen: --admin-target or "
+            "DORAD_ADMIN_TARGET"
+        )
+    if _may_want_tls(error):
+        yield "the server may want TLS: DORAD_CA_FILE"
+
+
+def _may_want_tls(error: dorad.DoradError) -> bool:
+    """Whether a TCP connection in plain text was accepted and closed at once."""
+    encrypted = os.environ.get("DORAD_CA_FILE") or os.environ.get("DORAD_CERT_FILE")
+    closed = "Socket closed" in error.message or "Connection reset" in error.message
+    connecting = "failed to connect" in error.message and "unix:" not in error.message
+    return error.code == "UNAVAILABLE" and connecting and closed and not encrypted
+
+
 def _explain(error: Exception, program: str) -> int:
     """Prints one or a few lines on standard error; returns the exit code."""
 
@@ -115,8 +167,8 @@ def _explain(error: Exception, program: str) -> int:
 
     if isinstance(error, dorad.DoradError):
         say(str(error))
-        if error.retry_after is not None:
-            say(f"try again in {error.retry_after:g} s")
+        for hint in _hints(error):
+            say(hint)
         return EXIT_UNAVAILABLE if isinstance(error, dorad.Unavailable) else EXIT_FAILURE
     if isinstance(error, (ValueError, TypeError, FileNotFoundError)):
         say(str(error))
@@ -139,7 +191,8 @@ def _explain(error: Exception, program: str) -> int:
 def _run(main: Callable[[], Any], program: str) -> NoReturn:
     """Calls a command's main (not standalone) and exits with the right code."""
     try:
-        result = main()
+        with _remarks(program):
+            result = main()
         code = result if isinstance(result, int) else 0
     except BrokenPipeError:  # The reader (head, less) has had enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
