@@ -108,7 +108,7 @@ def test_generate_as_json(doractl):
         (["generate", "hello"], "--model"),
         (["generate", "hello", "--token-ids", "1"], "not both"),
         (["generate", "--token-ids", "1,x"], "'1,x' is not a list of integers"),
-        (["generate", "--token-ids", "1", "--logprobs", "cooked"], "cooked"),
+        (["generate", "--token-ids", "1", "--logprobs", "cooked"], "'raw', 'processed'"),
         (["generate", "--token-ids", "1", "-n", "0"], "--n"),
         (["generate", "hello", "--model", "/nowhere"], "/nowhere has no tokenizer.json"),
         (["frobnicate"], "frobnicate"),
@@ -117,7 +117,8 @@ def test_generate_as_json(doractl):
         (["adapters", "publish", "a", "/nowhere", "--tag", "x"], "KEY=VALUE"),
         (["adapters", "publish", "a", "out/a", "--server-side"], "on the server's host"),
         (["info", "--output", "xml"], "xml"),
-        (["abort"], "exactly one of"),
+        (["abort"], "give ids, --adapter or --all"),
+        (["abort", "r1", "--all"], "give ids, --adapter or --all"),
         (["top", "--metrics", "file:///etc/passwd"], "not an http URL"),
         (["pause", "--mode", "nap"], "nap"),
     ],
@@ -174,6 +175,11 @@ def test_rows_of_a_table_are_whole_lines_without_a_terminal(doractl, folder, mon
     assert len(rows) == 2 and rows[1].startswith(f"{name} ") and max(map(len, rows)) < 300
     assert f"note={'x' * 200}\n" in doractl("adapters", "show", name)
     assert max(map(len, doractl("top", "--count", "1").splitlines())) < 300
+
+
+def test_the_help_lists_the_exit_codes(doractl):
+    out = " ".join(doractl("--help").split())
+    assert "64 usage" in out and "69 server unavailable" in out and "130 interrupted" in out
 
 
 def test_a_refusal_prints_reason_and_violations(doractl, server):

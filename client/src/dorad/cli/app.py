@@ -16,7 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Talk to a dorad server: one base model, many DoRA adapters.",
     epilog="Who you are and whom to trust: DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE, "
-    "DORAD_KEY_FILE. Exit codes: 0 success, 64 usage, 69 server unavailable, 1 any other failure.",
+    "DORAD_KEY_FILE. Exit codes: 0 success, 64 usage, 69 server unavailable, 130 interrupted, "
+    "1 any other failure.",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import sys
 import time
 from dataclasses import dataclass, field
@@ -40,6 +41,13 @@ from dorad.cli.prompt import (
 
 if TYPE_CHECKING:
     from dorad.text import TextStream
+
+
+class Logprobs(enum.StrEnum):
+    """Which log-probabilities of tokens."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
 
 
 @dataclass
@@ -204,8 +212,9 @@ def generate(
     stop_token_ids: Annotated[str, typer.Option(help="Further stop tokens: 1,2,3.")] = "",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     logprobs: Annotated[
-        str, typer.Option(help='"raw" or "processed": in the JSON output.', show_default=False)
-    ] = "",
+        Logprobs | None,
+        typer.Option(help="In the JSON output: of the model, or of what is sampled from."),
+    ] = None,
     target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
@@ -223,7 +232,7 @@ def generate(
         "seed": seed,
         "stop_token_ids": parse_ids(stop_token_ids, "--stop-token-ids") or None,
         "ignore_eos": ignore_eos,
-        "logprobs": logprobs or None,  # type: ignore[typeddict-item]  # checked when sent
+        "logprobs": logprobs.value if logprobs else None,
     }
     columns = [
         [Answer(ref, i, decoder=ready.text.stream() if ready.text else None) for i in range(n)]

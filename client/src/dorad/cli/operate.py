@@ -254,6 +254,8 @@ def abort(
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """End requests now; their callers keep the tokens so far."""
+    if bool(request_ids) + bool(adapter) + all_requests != 1:
+        raise typer.BadParameter("give ids, --adapter or --all", param_hint="REQUEST_IDS")
     with connect(target, "", timeout) as client:
         ended = client.abort(request_ids or None, adapter=adapter or None, all=all_requests)
     if output is Output.JSON:
