@@ -115,7 +115,8 @@ class FakeServer(
     adapters_pb2_grpc.AdapterServiceServicer,
     control_pb2_grpc.ControlServiceServicer,
 ):
-    def __init__(self):
+    def __init__(self, *, admin_listener=False):
+        self.admin_listener = admin_listener  # Adapters and control are there alone.
         self.lock = threading.Condition()
         self.versions = {}  # (name, version) -> AdapterVersion
         self.active = {}
@@ -149,6 +150,7 @@ class FakeServer(
         self.refuse_generate = []  # of callables(context), one for each call to come
         self.context_length = 4096
         self.hang_info = False
+        self.deny_info = ""  # PERMISSION_DENIED with this message, as a proxy says it
         self.capacity = None  # Overloaded above so many running requests
         self.break_after = None  # UNAVAILABLE after this many messages
         self.page_size = None
@@ -156,26 +158,34 @@ class FakeServer(
         self.lose_answers = 0  # UNAVAILABLE after so many commits
 
     def __enter__(self):
-        self._server = grpc.server(
-            ThreadPoolExecutor(64),
-            options=[("grpc.max_receive_message_length", 64 << 20)],
-            interceptors=[self.routing],
-        )
+        self._server = self._listener(64)
+        self._admin = self._listener(8) if self.admin_listener else self._server
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, self._server)
-        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
-        control_pb2_grpc.add_ControlServiceServicer_to_server(self, self._server)
+        adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._admin)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(self, self._admin)
         self.health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         self.health.set("", health_pb2.HealthCheckResponse.SERVING)
         self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
+        if self.admin_listener:
+            self.admin_target = f"127.0.0.1:{self._admin.add_insecure_port('127.0.0.1:0')}"
+            self._admin.start()
         return self
+
+    def _listener(self, threads):
+        return grpc.server(
+            ThreadPoolExecutor(threads),
+            options=[("grpc.max_receive_message_length", 64 << 20)],
+            interceptors=[self.routing],
+        )
 
     def __exit__(self, *exc):
         with self.lock:
             self.endless = False
             self.lock.notify_all()
         self._server.stop(0.1).wait(5)
+        self._admin.stop(0.1).wait(5)
 
     # --- Inference --------------------------------------------------------------------------------
 
@@ -499,6 +509,8 @@ class FakeServer(
     def GetInfo(self, request, context):
         while self.hang_info and context.is_active():
             time.sleep(0.01)
+        if self.deny_info:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, self.deny_info)
         info = control_pb2.GetInfoResponse(
             version="0.0-fake", device="cpu", generation=self.generation
         )

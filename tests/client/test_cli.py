@@ -15,7 +15,7 @@ from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from dorad.cli.top import Rates, parse_metrics
 from dorad.v1 import types_pb2
-from fake_server import fail, image_of, overloaded, wait_for
+from fake_server import FakeServer, fail, image_of, overloaded, wait_for
 from lib.certificates import Authority
 from test_text import make_folder
 from typer.testing import CliRunner
@@ -134,14 +134,11 @@ def test_an_unreachable_server_exits_with_69(doractl):
 
 
 def test_calls_that_the_server_offers_elsewhere_are_told_where(doractl):
-    # As server.grpc_listen beside server.admin_listen: neither adapters nor control.
-    listener = grpc.server(ThreadPoolExecutor(1))
-    target = f"127.0.0.1:{listener.add_insecure_port('127.0.0.1:0')}"
-    listener.start()
-    for command in (["info"], ["adapters", "list"], ["top"], ["yield", "0.5"]):
-        error = doractl(*command, "--target", target, code=1)
-        assert "UNIMPLEMENTED" in error and "--admin-target or DORAD_ADMIN_TARGET" in error
-    listener.stop(None)
+    with FakeServer(admin_listener=True) as split:
+        for command in (["info"], ["adapters", "list"], ["top"], ["yield", "0.5"]):
+            error = doractl(*command, "--target", split.target, code=1)
+            assert "UNIMPLEMENTED" in error and "--admin-target or DORAD_ADMIN_TARGET" in error
+        doractl("info", "--target", split.target, "--admin-target", split.admin_target)
 
 
 def test_plain_text_to_a_server_with_tls_gets_a_hint(doractl, tmp_path, monkeypatch):
@@ -440,6 +437,18 @@ def test_failures_are_not_refusals(dorad_load, server):
     server.break_after = 0
     report = json.loads(dorad_load("-c", 1, "--requests", 3, "-o", "json", code=1, want="stdout"))
     assert report["errors"] == {"UNAVAILABLE": 3} and report["refused"]["requests"] == 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_load_asks_the_admin_listener_what_the_model_is(processes):
+    arguments = ["-c", 2, "--requests", 4, "--output-tokens", 2, "--processes", processes]
+    with FakeServer(admin_listener=True) as split:
+        given = {"DORAD_TARGET": split.target, "DORAD_ADMIN_TARGET": split.admin_target}
+        result = CliRunner(env=given).invoke(load_app, [*map(str, arguments), "-o", "json"])
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert json.loads(result.stdout)["failed"] == 0
+        result = CliRunner().invoke(load_app, ["--target", split.target, "--requests", "1"])
+        assert result.exit_code == 1 and "DORAD_ADMIN_TARGET" in result.stderr
 
 
 def test_the_warm_up_is_sent_but_does_not_count(dorad_load, server):

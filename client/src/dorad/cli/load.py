@@ -13,6 +13,7 @@ from rich.table import Table
 from dorad import load
 from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import (
+    AdminTargetOption,
     Command,
     Output,
     OutputOption,
@@ -179,6 +180,7 @@ def main(
     ] = 1,
     connections: Annotated[int, typer.Option(help="TCP connections of each.", min=1)] = 1,
     target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = 600.0,
 ) -> None:
@@ -201,7 +203,13 @@ def main(
 
     def run(show: load.Show | None) -> dict[str, Any]:
         return load.run_processes(
-            target, plan, processes, timeout=timeout, connections=connections, show=show
+            target,
+            plan,
+            processes,
+            admin_target=admin_target or None,
+            timeout=timeout,
+            connections=connections,
+            show=show,
         )
 
     if sys.stderr.isatty():

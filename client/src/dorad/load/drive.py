@@ -52,16 +52,26 @@ async def run(
     target: str,
     plan: Plan,
     *,
+    admin_target: str | None = None,
     timeout: float = 600.0,
     connections: int = 1,
     show: Show | None = None,
 ) -> dict[str, Any]:
     """Runs the plan in this process and returns the report (see `summarise`).
 
+    `admin_target` is as of `Client`: it is asked what model the server holds.
+
     Raises DoradError when the server cannot be asked what model it holds; failures of single
     requests are counted in the report.
     """
-    outcome = await drive(target, plan, timeout=timeout, connections=connections, show=show)
+    outcome = await drive(
+        target,
+        plan,
+        admin_target=admin_target,
+        timeout=timeout,
+        connections=connections,
+        show=show,
+    )
     return summarise(plan, [outcome])
 
 
@@ -69,6 +79,7 @@ async def drive(
     target: str,
     plan: Plan,
     *,
+    admin_target: str | None = None,
     timeout: float = 600.0,
     connections: int = 1,
     show: Show | None = None,
@@ -81,7 +92,13 @@ async def drive(
     async with contextlib.AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
-                dorad.aio.Client(target, timeout=timeout, retries=False, options=options)
+                dorad.aio.Client(
+                    target,
+                    admin_target=admin_target,
+                    timeout=timeout,
+                    retries=False,
+                    options=options,
+                )
             )
             for _ in range(connections)
         ]

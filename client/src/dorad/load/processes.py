@@ -22,6 +22,7 @@ def run_processes(
     plan: Plan,
     processes: int,
     *,
+    admin_target: str | None = None,
     timeout: float = 600.0,
     connections: int = 1,
     show: Show | None = None,
@@ -35,7 +36,16 @@ def run_processes(
         if count is not None and count < processes:
             raise ValueError(f"{what} must be at least the {processes} processes, not {count}")
     if processes == 1:
-        return asyncio.run(run(target, plan, timeout=timeout, connections=connections, show=show))
+        return asyncio.run(
+            run(
+                target,
+                plan,
+                admin_target=admin_target,
+                timeout=timeout,
+                connections=connections,
+                show=show,
+            )
+        )
     # Not fork: gRPC's threads do not survive it.
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes)
@@ -43,7 +53,17 @@ def run_processes(
     workers = [
         context.Process(
             target=_work,
-            args=(i, target, part, timeout, connections, show is not None, barrier, results),
+            args=(
+                i,
+                target,
+                admin_target,
+                part,
+                timeout,
+                connections,
+                show is not None,
+                barrier,
+                results,
+            ),
             daemon=True,
         )
         for i, part in enumerate(plan.split(processes))
@@ -90,6 +110,7 @@ def _collect(workers: list[Any], results: Any, show: Show | None) -> list[Any]:
 def _work(
     number: int,
     target: str,
+    admin_target: str | None,
     plan: Plan,
     timeout: float,
     connections: int,
@@ -105,6 +126,7 @@ def _work(
             drive(
                 target,
                 plan,
+                admin_target=admin_target,
                 timeout=timeout,
                 connections=connections,
                 show=show if shows else None,
