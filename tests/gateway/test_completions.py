@@ -4,7 +4,9 @@ import itertools
 import json
 import math
 
+import httpx
 import pytest
+from lib.gateway import running_gateway
 
 IDS = [1, 40, 77, 120, 33]
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "seed": 11}
@@ -95,6 +97,17 @@ def test_n_choices_of_several_prompts_are_numbered_prompt_by_prompt(client, grpc
     ]
     assert [c.token_ids for c in answer.choices] == wanted
     assert answer.usage.prompt_tokens == 8
+
+
+def test_a_gateway_without_a_tokenizer_says_what_takes_token_ids(server, base, tmp_path):
+    with running_gateway(server.grpc, scratch=tmp_path) as running:
+        answer = httpx.post(
+            f"{running.url}/v1/completions", json={"model": base, "prompt": [5, 6]}, timeout=30
+        )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "TOKENIZER_NOT_CONFIGURED")
+    assert "by the Open Inference Protocol (/v2)" in error["message"]
+    assert "OpenAI's API need" in error["message"]
 
 
 def test_a_text_prompt_is_encoded_as_the_tokenizer_begins_a_text(client, base, text):

@@ -101,6 +101,18 @@ def test_a_bad_field_is_400_and_named(http, base, fields, code, param):
     assert answer.status_code == (404 if code == "MODEL_NOT_FOUND" else 400)
 
 
+def test_problems_of_fields_are_listed_whatever_their_kind(http, base):
+    fields = {"model": base, "presence_penalty": 1, "temprature": 1, "stop": ["x", ""]}
+    error = http.post("/v1/completions", json=fields).json()["error"]
+    assert {v["field"]: v["reason"] for v in error["violations"]} == {
+        "presence_penalty": "FIELD_UNSUPPORTED",
+        "prompt": "FIELD_MISSING",
+        "temprature": "FIELD_UNKNOWN",
+        "stop[1]": "FIELD_INVALID",
+    }
+    assert (error["code"], error["param"]) == ("FIELD_UNSUPPORTED", "presence_penalty")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

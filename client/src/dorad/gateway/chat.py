@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dorad.gateway import fields, schema
+from dorad.gateway import fields
 from dorad.gateway.assembler import Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
@@ -37,7 +37,7 @@ class Chat:
 
 async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -> tuple[Chat, bool]:
     """The request and whether to stream. Raises Refusal or DoradError."""
-    body = schema.checked(fields.without_foreign(raw), fields.CHAT)
+    body = fields.checked(raw, fields.CHAT)
     text = gateway.needs_text()
     logprobs, top = body.get("logprobs", False), body.get("top_logprobs")
     if top is not None and not logprobs:

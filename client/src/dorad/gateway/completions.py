@@ -12,7 +12,7 @@ from typing import Any
 import dorad.aio
 from dorad import types as t
 from dorad.errors import Violation
-from dorad.gateway import fields, schema
+from dorad.gateway import fields
 from dorad.gateway.assembler import Piece, Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
@@ -56,7 +56,7 @@ async def understand(
     gateway: Gateway, caller: Caller, raw: Mapping[str, Any]
 ) -> tuple[Completion, bool]:
     """The request and whether to stream. Raises Refusal or DoradError."""
-    body = schema.checked(fields.without_foreign(raw), fields.COMPLETION)
+    body = fields.checked(raw, fields.COMPLETION)
     n = body.get("n", 1)
     if body.get("best_of", n) != n:
         raise Refusal(400, "FIELD_UNSUPPORTED", "best_of must be n", param="best_of")

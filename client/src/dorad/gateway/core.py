@@ -113,7 +113,10 @@ class Gateway:
     def needs_text(self) -> ModelText:
         """Raises Refusal without a tokenizer."""
         if self.text is None:
-            message = "this gateway has no tokenizer (--tokenizer): it takes and gives token ids"
+            message = (
+                "this gateway has no tokenizer (--tokenizer): it serves token ids only, by the "
+                "Open Inference Protocol (/v2); texts and OpenAI's API need one"
+            )
             raise Refusal(400, "TOKENIZER_NOT_CONFIGURED", message)
         return self.text
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from dorad import types as t
 from dorad.errors import Violation
+from dorad.gateway import schema
 from dorad.gateway.assembler import stops_of
-from dorad.gateway.errors import Refusal
 from dorad.gateway.samples import Work
 from dorad.gateway.schema import TOKEN_IDS, UINT32
 
@@ -161,8 +161,8 @@ CHAT: dict[str, Any] = {
 }
 
 
-def without_foreign(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body without fields that change nothing. Raises Refusal for one that would.
+def checked(body: Mapping[str, Any], table: schema.Schema) -> dict[str, Any]:
+    """The fields that say something. Raises Refusal that lists the problems of every field.
 
     What the server cannot do is refused rather than left out: an answer that silently lacks a
     penalty or a tool is wrong.
@@ -176,12 +176,7 @@ def without_foreign(body: Mapping[str, Any]) -> dict[str, Any]:
             kept[name] = value
         elif value is not None and value not in _NEUTRAL[name]:
             problems.append(Violation(name, "is not supported", "FIELD_UNSUPPORTED"))
-    if problems:
-        names = ", ".join(p.field for p in problems)
-        message = f"not supported: {names}"
-        first = problems[0].field
-        raise Refusal(400, "FIELD_UNSUPPORTED", message, param=first, violations=problems)
-    return kept
+    return schema.checked(kept, table, problems)
 
 
 def sampling(body: Mapping[str, Any]) -> t.GenerateOptions:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dorad.errors import Violation
@@ -43,10 +43,15 @@ def parse(body: bytes) -> dict[str, Any]:
     return value
 
 
-def checked(body: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-    """The body's fields without those that are null. Raises Refusal that lists every problem."""
+def checked(
+    body: Mapping[str, Any], schema: Schema, known: Iterable[Violation] = ()
+) -> dict[str, Any]:
+    """The body's fields without those that are null. Raises Refusal that lists every problem.
+
+    `known` are problems that the caller has found before.
+    """
     given = {name: value for name, value in body.items() if value is not None}
-    problems: list[Violation] = []
+    problems = list(known)
     _object(given, schema, "", problems)
     if problems:
         first = problems[0]
@@ -136,9 +141,10 @@ def _items(values: list[Any], schema: Schema, path: str, out: list[Violation]) -
             not values or (min(values) >= low and max(values) <= high)
         ):
             return
+    before = len(out)
     for i, value in enumerate(values):
         _check(value, schema, f"{path}[{i}]", out)
-        if out:
+        if len(out) > before:
             return  # One bad entry of a list is enough.
 
 
