@@ -2,14 +2,20 @@
 
 import json
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from contextlib import contextmanager
 
 import dorad
 import grpc
+import httpx
 import pytest
+from lib.gateway import command as gateway_command
+from lib.gateway import running_gateway
 from lib.nginx import nginx
-from lib.server import command, serve, start, wait_until
+from lib.server import command, environment, serve, start, wait_until
+from lib.texts import make_tokenizer
 
 PROMPT = [11, 12, 13, 14, 15]
 NAMES = [f"adapter-{i}" for i in range(20)]
@@ -133,6 +139,35 @@ def test_the_admin_port_needs_an_adapter_and_has_no_control(proxy) -> None:
             operator.adapters()
         with pytest.raises(dorad.PermissionDenied):
             operator.pause()
+
+
+def test_gateway_and_load_take_a_proxy_whose_servers_control_they_reach(zoo, tmp_path) -> None:
+    admin = f"unix:{tmp_path / 'admin.sock'}"
+    model = make_tokenizer(zoo.model("llama2"))
+    with (
+        serve(model, settings={"server.admin_listen": admin}) as server,
+        nginx([server.grpc]) as proxy,
+    ):
+        target = f"127.0.0.1:{proxy.public}"
+        trust = {"DORAD_CA_FILE": str(proxy.authority.certificate)}
+        run = subprocess.run(
+            gateway_command(target), capture_output=True, text=True, env=environment(**trust),
+            timeout=60,
+        )  # fmt: skip
+        assert run.returncode == 64 and "does not offer this call on this port" in run.stderr
+        arguments = ["--tokenizer", model, "--admin-target", admin]
+        with running_gateway(target, *arguments, scratch=tmp_path, **trust) as gateway:
+            name = httpx.get(f"{gateway.url}/v1/models", timeout=30).json()["data"][0]["id"]
+            body = {"model": name, "prompt": "x", "max_tokens": 2}
+            answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=30)
+            assert answer.status_code == 200, answer.text
+        load = [sys.executable, "-c", "from dorad.cli import load_main; load_main()"]
+        load += ["--target", target, "--requests", "2", "--output-tokens", "2"]
+        for more, code in (([], 1), (["--admin-target", admin], 0)):
+            run = subprocess.run(
+                [*load, *more], capture_output=True, text=True, env=environment(**trust), timeout=60
+            )
+            assert run.returncode == code, run
 
 
 def test_clients_reconnect_after_keepalive_requests(server) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dorad._channel import DEFAULT_TARGET
-from dorad.cli.common import DEFAULT_TIMEOUT, TargetOption, TimeoutOption
+from dorad.cli.common import DEFAULT_TIMEOUT, AdminTargetOption, TargetOption, TimeoutOption
 
 
 def gateway(
@@ -48,6 +48,7 @@ def gateway(
         float, typer.Option(help="Seconds for requests in flight at SIGTERM.", min=1)
     ] = 30.0,
     target: TargetOption = DEFAULT_TARGET,
+    admin_target: AdminTargetOption = "",
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Serve OpenAI's HTTP API and the Open Inference Protocol in front of the server."""
@@ -59,6 +60,7 @@ def gateway(
         raise ImportError(f"{error}: pip install 'dorad[cli,gateway]'") from error
     settings = Settings(
         target=target,
+        admin_target=admin_target,
         listen=listen,
         grpc_listen=grpc_listen,
         token=token,

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import uvicorn
 
+import dorad
 import dorad.aio
 from dorad._access import Access, is_local, is_loopback
 from dorad.gateway.admission import OPEN_TO_ALL
@@ -30,6 +31,8 @@ class Settings:
     target: str
     listen: str
     """host:port; port 0 is the kernel's choice."""
+    admin_target: str = ""
+    """Where adapters and control are served; "": at the target."""
     grpc_listen: str = ""
     """Likewise, of the Open Inference Protocol over gRPC; "": not served."""
     token: str = ""
@@ -48,11 +51,12 @@ def check(settings: Settings) -> None:
     To the server, too: the gateway passes on the tokens of whoever calls it.
     """
     encrypted = Access.of(settings.token or None, None, None, None, None).credentials is not None
-    if not is_local(settings.target) and not encrypted and not settings.allow_insecure:
-        raise ValueError(
-            f"{settings.target} is reached in plain text: give DORAD_CA_FILE, use a proxy on this "
-            "host, or say --allow-insecure"
-        )
+    for target in (settings.target, settings.admin_target or settings.target):
+        if not is_local(target) and not encrypted and not settings.allow_insecure:
+            raise ValueError(
+                f"{target} is reached in plain text: give DORAD_CA_FILE, use a proxy on this "
+                "host, or say --allow-insecure"
+            )
     if bool(settings.tls_cert) != bool(settings.tls_key):
         raise ValueError("--tls-cert and --tls-key belong together")
     for address in _beyond_loopback(settings):
@@ -91,19 +95,21 @@ async def serve(
 
     `ready` is called once, with the addresses of the HTTP and the gRPC listener ("": none).
 
-    Raises ValueError as `check` does, and for a server that asks nobody when others can reach the
-    gateway.
+    Raises ValueError as `check` does, for a target that does not offer GetInfo, and for a server
+    that asks nobody when others can reach the gateway.
     """
     check(settings)
     # No retries: the caller's client, which knows how long it wants to wait, gets the hint.
     async with dorad.aio.Client(
         settings.target,
+        admin_target=settings.admin_target or None,
         retries=False,
         timeout=settings.limits.timeout,
         token=settings.token or None,
     ) as own:
         exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
         gateway = Gateway(own, text, settings.limits, exposed=exposed)
+        await _check_server(own, settings.admin_target or settings.target)
         # One that is not there yet is asked again before each caller.
         if exposed and await gateway.admission.is_open():
             raise ValueError(OPEN_TO_ALL)
@@ -121,6 +127,19 @@ async def serve(
                 if server.started:
                     ready(f"{name}:{bound[1]}", grpc_address)
                 await task
+
+
+async def _check_server(own: dorad.aio.Client, address: str) -> None:
+    """Raises ValueError if GetInfo is not offered there. A server that is away may come later."""
+    try:
+        await own.info(timeout=5)
+    except dorad.DoradError as error:
+        # The server's own refusals of a caller have a reason; a proxy's have none.
+        if error.code in ("UNIMPLEMENTED", "PERMISSION_DENIED") and not error.reason:
+            raise ValueError(
+                f"{address} does not offer GetInfo ({error}): give the server's own address, or "
+                "that of its server.admin_listen as --admin-target"
+            ) from None
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,67 @@
+"""Where the gateway finds the server's services, and when it does not start."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from lib.gateway import command, running_gateway
+from lib.server import environment, free_port, serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
+
+from fake_server import FakeServer
+
+
+def refusal(target, *arguments):
+    """What the gateway says instead of starting."""
+    run = subprocess.run(
+        command(target, *arguments), capture_output=True, text=True, env=environment(), timeout=60
+    )
+    assert (run.returncode, run.stdout) == (64, ""), run
+    return run.stderr
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_adapters_and_control_may_have_a_listener_of_their_own(zoo, folder, tmp_path, by):
+    admin = f"unix:{tmp_path / 'admin.sock'}"
+    arguments = ["--tokenizer", folder, *(["--admin-target", admin] if by == "option" else [])]
+    env = {"DORAD_ADMIN_TARGET": admin} if by == "environment" else {}
+    adapters = {"dora": zoo.adapter("llama2", "dora")}
+    with (
+        serve(folder, adapters, {"server.admin_listen": admin}) as server,
+        running_gateway(server.grpc, *arguments, scratch=tmp_path, **env) as running,
+        httpx.Client(base_url=running.url, timeout=30) as http,
+    ):
+        models = [model["id"] for model in http.get("/v1/models").json()["data"]]
+        assert "dora" in models and len(models) == 2
+        body = {"model": "dora", "prompt": "x", "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.get("/v2/models/dora").status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_a_target_without_control_is_refused_at_the_start():
+    with FakeServer(admin_listener=True) as split:
+        said = refusal(split.target)
+    assert split.target in said and "UNIMPLEMENTED" in said and "--admin-target" in said
+
+
+def test_a_proxy_that_denies_control_is_refused_at_the_start():
+    with FakeServer() as fake:
+        fake.deny_info = "the proxy does not offer this call on this port"
+        said = refusal(fake.target)
+    assert "PERMISSION_DENIED" in said and "does not offer this call" in said
+
+
+def test_an_admin_target_in_plain_text_elsewhere_is_refused():
+    assert "192.0.2.1:1 is reached in plain text" in refusal(
+        "127.0.0.1:1", "--admin-target", "192.0.2.1:1"
+    )
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for(folder, tmp_path):
+    target = f"127.0.0.1:{free_port()}"
+    with running_gateway(target, "--tokenizer", folder, scratch=tmp_path) as running:
+        assert httpx.get(f"{running.url}/health").status_code == 503
