@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 
 import dorad
 import grpc
 import pytest
-from dorad._retry import MAX_ATTEMPTS, Attempts, Throttle
+from dorad._retry import MAX_ATTEMPTS, Attempts, Throttle, UploadAttempts
 from dorad.errors import from_rpc_error
 from fake_server import fail, overloaded, unavailable, wait_for
 
@@ -70,6 +71,16 @@ def test_a_hint_is_never_undercut():
     for _ in range(50):
         (first, *_) = delays(Attempts(None, Throttle()), [FULL])
         assert 0.5 <= first <= 0.625
+
+
+def test_waits_of_a_second_are_logged_for_people_and_shorter_ones_for_debugging(caplog):
+    caplog.set_level(logging.DEBUG, "dorad")
+    attempts = UploadAttempts(None, True)
+    waits = [attempts.delay(GONE) for _ in range(5)] + delays(Attempts(None, Throttle()), [FULL])
+    levels = [record.levelno for record in caplog.records]
+    assert levels == [logging.INFO if wait >= 1 else logging.DEBUG for wait in waits]
+    assert set(levels) == {logging.INFO, logging.DEBUG}
+    assert caplog.messages[0] == "UNAVAILABLE: gone; trying again in 0.1 s"
 
 
 def test_nothing_is_sent_again_that_the_deadline_would_end():

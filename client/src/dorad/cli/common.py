@@ -144,8 +144,8 @@ def _hints(error: dorad.DoradError) -> Iterator[str]:
         yield f"try again in {error.retry_after:g} s"
     if error.code == "UNIMPLEMENTED":
         yield (
-            "the server may serve this on its server.admin_listen: --admin-target or "
-            "DORAD_ADMIN_TARGET"
+            "the server may have adapters and control on its server.admin_listen: --admin-target "
+            "or DORAD_ADMIN_TARGET"
         )
     if _may_want_tls(error):
         yield "the server may want TLS: DORAD_CA_FILE"
