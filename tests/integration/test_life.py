@@ -216,18 +216,22 @@ def test_check_config_finds_what_a_start_would(zoo, tmp_path) -> None:
     assert not (tmp_path / "store").exists(), "checking makes nothing"
 
 
+LOCAL, ANY = "127.0.0.1:1", "0.0.0.0:1"
+BAD = "{folder}/bad.yaml"
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"server.grpc_listen": "localhost:1", "server.metrics_listen": "127.0.0.1:1"}, "PORT_IN_USE"),
-        ({"server.admin_listen": "127.0.0.1:1", "server.metrics_listen": "0.0.0.0:1"}, "PORT_IN_USE"),
+        ({"server.grpc_listen": "localhost:1", "server.metrics_listen": LOCAL}, "PORT_IN_USE"),
+        ({"server.admin_listen": LOCAL, "server.metrics_listen": ANY}, "PORT_IN_USE"),
         ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
         ({"adapters.preload.Bad Name": "{adapter}"}, "ADAPTER_NAME_INVALID"),
         ({"security.tokens_file": "{folder}/none.yaml"}, "FILE_NOT_FOUND"),
-        ({"security.tokens_file": "{folder}/bad.yaml"}, "TOKENS_"),
-        ({"security.tls_cert": "{folder}/bad.yaml", "security.tls_key": "{folder}/bad.yaml"}, "TLS_"),
+        ({"security.tokens_file": BAD}, "TOKENS_"),
+        ({"security.tls_cert": BAD, "security.tls_key": BAD}, "TLS_"),
     ],
-)  # fmt: skip
+)
 def test_check_config_and_serve_say_the_same(zoo, tmp_path, settings: dict, problem: str) -> None:
     (tmp_path / "bad.yaml").write_text("tokens: [{}]\n")
     places = {"folder": tmp_path, "adapter": zoo.adapter("llama2", "dora")}
