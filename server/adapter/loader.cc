@@ -168,7 +168,7 @@ void AdapterLoader::Impl::Submit(Job job) {
   if (status.ok()) {
     SubmitNext();
   } else {
-    if (observer) observer({.status = status});
+    if (observer) observer({.name = job.options.name, .status = status});
     job.done(status);
   }
 }
@@ -360,8 +360,9 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::MakeAd
   if (!object.empty()) {
     recall = [this, object, digest = content.summary.digest]()
         -> absl::StatusOr<std::shared_ptr<const AdapterWeights>> {
-      DORAD_ASSIGN_OR_RETURN(const Content again, ReadStored(object, digest));
-      return again.weights;
+      const absl::StatusOr<Content> again = ReadStored(object, digest);
+      if (!again.ok()) return store->NoteUnreadable(again.status());
+      return again->weights;
     };
   }
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Residency::Entry> entry,
@@ -390,14 +391,21 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadStored(const std::string& objec
 absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::LoadStored(
     const Job& job, const StoredVersion& stored) {
   absl::StatusOr<Content> content = ReadStored(stored.object, stored.digest);
-  if (observer) observer({content.ok() ? &content->summary : nullptr, content.status()});
+  if (observer) {
+    observer({.name = job.options.name,
+              .version = job.version,
+              .summary = content.ok() ? &content->summary : nullptr,
+              .status = content.status()});
+  }
   if (!content.ok()) return content.status();
   return MakeAdapter(job, *std::move(content), stored.object);
 }
 
 void AdapterLoader::Impl::End(Job& job, const AdapterSummary* summary,
                               absl::StatusOr<PublishResult> result) {
-  if (observer) observer({summary, result.status(), job.queue, job.activate});
+  if (observer) {
+    observer({job.options.name, job.version, summary, result.status(), job.queue, job.activate});
+  }
   job.done(std::move(result));
 }
 

@@ -53,6 +53,8 @@ using PublishCallback = std::function<void(absl::StatusOr<PublishResult>)>;
 
 // A load that has ended; summary: nullptr after a failure.
 struct EndedLoad {
+  std::string name;
+  int64_t version = 0;  // 0: it never got one
   const AdapterSummary* summary = nullptr;
   absl::Status status;
   absl::Duration queue;     // in the line of loads

@@ -219,6 +219,22 @@ absl::Status Store::Noted(absl::Status status) {
   return status;
 }
 
+absl::Status Store::NoteUnreadable(const absl::Status& failure) {
+  switch (failure.code()) {
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kDataLoss:
+      return Noted(MakeError(absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
+                             std::string(failure.message())));
+    case absl::StatusCode::kUnavailable:
+      if (ReasonOf(failure) != "FILE_UNREADABLE") return failure;
+      return Noted(MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE",
+                             std::string(failure.message())));
+    default:
+      return failure;
+  }
+}
+
 Store::Stats Store::stats() const {
   absl::MutexLock lock(&stats_mu_);
   return stats_;

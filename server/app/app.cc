@@ -60,8 +60,10 @@ void ObserveLoad(Metrics* metrics, const adapter::EndedLoad& load) {
   if (!load.status.ok()) {
     const std::string reason = ReasonOf(load.status);
     metrics->AdapterLoadFailed(reason);
-    LogWarning("adapter load failed",
-               {{"reason", reason}, {"error", std::string(load.status.message())}});
+    LogWarning("adapter load failed", {{"adapter", load.name},
+                                       {"version", load.version},
+                                       {"reason", reason},
+                                       {"error", std::string(load.status.message())}});
     return;
   }
   const adapter::AdapterSummary* const summary = load.summary;
@@ -75,7 +77,10 @@ void ObserveLoad(Metrics* metrics, const adapter::EndedLoad& load) {
   // A load that lacks a stage says nothing about its time.
   std::erase_if(stages, [](const auto& stage) { return stage.second == absl::ZeroDuration(); });
   metrics->AdapterLoaded(stages);
-  LogInfo("adapter loaded", {{"digest", summary->digest},
+  metrics->AdapterAnnounced(load.name);
+  LogInfo("adapter loaded", {{"adapter", load.name},
+                             {"version", load.version},
+                             {"digest", summary->digest},
                              {"resident_bytes", summary->resident_bytes},
                              {"seconds", absl::ToDoubleSeconds(timing.total)},
                              {"norm_seconds", absl::ToDoubleSeconds(timing.norms)}});

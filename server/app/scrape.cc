@@ -8,9 +8,19 @@ namespace dorad {
 
 std::string Scrape::Render() {
   const engine::EngineStats stats = from_.engine->stats();
-  metrics_.SetEngine({stats.running_sequences, stats.queued_requests, stats.queued_tokens,
-                      stats.kv_pages_total, stats.kv_pages_used, stats.kv_pages_cached,
-                      stats.kv_pages_lent, stats.paused, stats.gpu_share});
+  metrics_.SetEngine({.requests = stats.requests,
+                      .frozen_requests = stats.frozen_requests,
+                      .paused_adapters = static_cast<int>(stats.paused_adapters.size()),
+                      .running_sequences = stats.running_sequences,
+                      .waiting_sequences = stats.waiting_sequences,
+                      .queued_requests = stats.queued_requests,
+                      .queued_tokens = stats.queued_tokens,
+                      .kv_pages_total = stats.kv_pages_total,
+                      .kv_pages_used = stats.kv_pages_used,
+                      .kv_pages_cached = stats.kv_pages_cached,
+                      .kv_pages_lent = stats.kv_pages_lent,
+                      .paused = stats.paused,
+                      .gpu_share = stats.gpu_share});
   metrics_.SetAdapters(CountAdapters());
   const engine::AdaptersInUse in_use = from_.engine->adapters_in_use();
   metrics_.SetAdaptersInUse(in_use.running, in_use.waiting);

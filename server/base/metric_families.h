@@ -115,9 +115,10 @@ struct RequestMetrics {
         cached(prompt_tokens.Add({{"source", "cached"}})),
         generated(Counters(r, "dorad_generated_tokens_total", "Tokens generated.").Add({})),
         scored(Counters(r, "dorad_scored_tokens_total", "Tokens scored.").Add({})),
-        queue(Histograms(r, "dorad_request_queue_seconds",
-                         "Time from admission to a request's first step.")
-                  .Add({}, QueueBuckets())),
+        queue(
+            Histograms(r, "dorad_request_queue_seconds",
+                       "Time from admission to a request's first step, or to its end without one.")
+                .Add({}, QueueBuckets())),
         first_token(Histograms(r, "dorad_time_to_first_token_seconds",
                                "Time from admission to the first token of a request.")
                         .Add({}, FirstTokenBuckets())),
@@ -164,7 +165,20 @@ struct EngineMetrics {
         gpu_share(Gauges(r, "dorad_engine_gpu_share",
                          "The most of the time that steps may take; 1: no limit.")
                       .Add({})),
-        running(Gauges(r, "dorad_engine_running_sequences", "Sequences being computed.").Add({})),
+        requests(Gauges(r, "dorad_engine_requests",
+                        "Requests that the engine has, whatever their state.")
+                     .Add({})),
+        frozen(Gauges(r, "dorad_engine_frozen_requests", "Of these, frozen by pauses of adapters.")
+                   .Add({})),
+        paused_adapters(
+            Gauges(r, "dorad_engine_paused_adapters", "Pauses of adapters in force.").Add({})),
+        running(Gauges(r, "dorad_engine_running_sequences",
+                       "Sequences with a place in the steps, frozen ones included.")
+                    .Add({})),
+        waiting(Gauges(r, "dorad_engine_waiting_sequences",
+                       "Sequences waiting for a place in a step: not begun, preempted, further "
+                       "samples.")
+                    .Add({})),
         queued(
             Gauges(r, "dorad_engine_queued_requests", "Requests waiting to be computed.").Add({})),
         queued_tokens(Gauges(r, "dorad_engine_queued_tokens", "Prompt tokens waiting.").Add({})),
@@ -195,7 +209,9 @@ struct EngineMetrics {
   Counter& switches;
   Counter& held_back;
   Gauge& gpu_share;
-  Gauge &running, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used, &pages_cached;
+  Gauge &requests, &frozen, &paused_adapters;
+  Gauge &running, &waiting, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used,
+      &pages_cached;
   Gauge& pages_lent;
   Counter &queried, &hit, &nonfinite;
 };

@@ -65,6 +65,13 @@ struct Metrics::Impl {
                                                      info.max_adapters_in_step});
     }
     for (const char* result : {"applied", "refused"}) reloads.Of({result});
+    // Those that alerts are about begin at 0: increase() does not see a series' first value.
+    for (const char* reason : {"STORE_FULL", "STORE_UNAVAILABLE", "STORE_OBJECT_DAMAGED"}) {
+      store.failures.Of({reason});
+    }
+    for (const char* reason : {"INTERNAL", "OUT_OF_MEMORY", "STORE_FULL", "STORE_UNAVAILABLE"}) {
+      adapters.failures.Of({reason});
+    }
   }
 
   Registry registry;
@@ -155,7 +162,11 @@ void Metrics::StepsHeldBack(absl::Duration time) {
 
 void Metrics::SetEngine(const EngineGauges& gauges) {
   EngineMetrics& engine = impl_->engine;
+  engine.requests.Set(gauges.requests);
+  engine.frozen.Set(gauges.frozen_requests);
+  engine.paused_adapters.Set(gauges.paused_adapters);
   engine.running.Set(gauges.running_sequences);
+  engine.waiting.Set(static_cast<double>(gauges.waiting_sequences));
   engine.queued.Set(gauges.queued_requests);
   engine.queued_tokens.Set(static_cast<double>(gauges.queued_tokens));
   engine.paused.Set(gauges.paused ? 1 : 0);
@@ -176,6 +187,8 @@ void Metrics::NonFiniteLogits() { impl_->engine.nonfinite.Increment(); }
 void Metrics::AdapterUsed(const std::string& name, const AdapterUse& use) {
   impl_->top_adapters.Count(name, use);
 }
+
+void Metrics::AdapterAnnounced(const std::string& name) { impl_->top_adapters.Announce(name); }
 
 void Metrics::SetAdaptersInUse(const std::vector<std::string>& running,
                                const std::vector<std::string>& waiting) {

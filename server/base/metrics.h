@@ -67,7 +67,11 @@ class Metrics {
   // Steps could have run for so long, but the time was left to others.
   void StepsHeldBack(absl::Duration time);
   struct EngineGauges {
+    int requests = 0;
+    int frozen_requests = 0;  // by pauses of adapters
+    int paused_adapters = 0;
     int running_sequences = 0;
+    int64_t waiting_sequences = 0;
     int queued_requests = 0;
     int64_t queued_tokens = 0;
     int64_t kv_pages_total = 0;
@@ -78,6 +82,7 @@ class Metrics {
     double gpu_share = 1;
   };
   void SetEngine(const EngineGauges& gauges);
+  // One prompt that was looked up.
   void PrefixCache(int64_t queried_tokens, int64_t hit_tokens);
   void NonFiniteLogits();
 
@@ -91,6 +96,8 @@ class Metrics {
     int64_t scored_tokens = 0;
   };
   void AdapterUsed(const std::string& name, const AdapterUse& use);
+  // Requests may name it from now on: its series begin before its first request, if there is room.
+  void AdapterAnnounced(const std::string& name);
   // Names of adapters that requests run with, or wait for.
   void SetAdaptersInUse(const std::vector<std::string>& running,
                         const std::vector<std::string>& waiting);

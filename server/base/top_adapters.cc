@@ -52,6 +52,11 @@ void TopAdapters::Count(const std::string& name, const Metrics::AdapterUse& use)
   if (watched_.contains(name) || watched_.size() < kMaxWatched) watched_[name] += Weight(use);
 }
 
+void TopAdapters::Announce(const std::string& name) {
+  absl::MutexLock lock(&mu_);
+  if (name != kOther && holders_.size() < slots_) holders_.try_emplace(name);
+}
+
 std::vector<prometheus::MetricFamily> TopAdapters::Collect() {
   using prometheus::MetricType;
   prometheus::MetricFamily requests{"dorad_adapter_requests_total",
@@ -75,25 +80,30 @@ std::vector<prometheus::MetricFamily> TopAdapters::Collect() {
   add(kBase, base_);
   add(kOther, other_);
   for (const auto& [name, holder] : holders_) add(name, holder.use);
-  if (const absl::Time now = now_(); now - dealt_ >= kPeriod) Deal(now);
+  if (const absl::Time now = now_(); now - dealt_ >= kPeriod) {
+    for (const std::string& name : Deal(now)) add(name, {});
+  }
   return {std::move(requests), std::move(tokens)};
 }
 
-void TopAdapters::Deal(absl::Time now) {
+std::vector<std::string> TopAdapters::Deal(absl::Time now) {
   using Rank = std::pair<int64_t, std::string>;
   std::vector<Rank> newcomers, holders;
   for (const auto& [name, recent] : watched_) newcomers.emplace_back(recent, name);
   for (const auto& [name, holder] : holders_) holders.emplace_back(holder.recent, name);
   std::sort(newcomers.rbegin(), newcomers.rend());
   std::sort(holders.begin(), holders.end());
+  std::vector<std::string> seated;
   for (size_t i = 0; i < std::min(newcomers.size(), holders.size()); ++i) {
     if (newcomers[i].first <= 2 * holders[i].first) break;
     holders_.erase(holders[i].second);
     holders_.try_emplace(newcomers[i].second);
+    seated.push_back(newcomers[i].second);
   }
   for (auto& [name, holder] : holders_) holder.recent = 0;
   watched_.clear();
   dealt_ = now;
+  return seated;
 }
 
 }  // namespace dorad::internal

@@ -1,12 +1,12 @@
 // Requests and tokens by adapter, in a bounded number of series: the busiest adapters have series
 // of their own, the others share "other".
 //
-// A name takes a free slot with its first request. Once a minute, after a scrape, names without a
-// slot that had more than twice the tokens of a holder in that minute take its slot. The series of
-// who gives a slot up ends; what it counts later is in "other". The series of who takes one begins
-// at 0, and what it had before stays in "other". So no series ever falls while it lasts, and sums
-// over all of them lose nothing but what one scrape after a change of holders has not seen. An
-// adapter that is itself called "other" is counted there.
+// A name takes a free slot when it is announced, or with its first request. Once a minute, at a
+// scrape, names without a slot that had more than twice the tokens of a holder in that minute take
+// its slot. The series of who gives a slot up ends with that scrape; what it counts later is in
+// "other". The series of who takes one begins there, at 0, and what it had before stays in "other".
+// So no series ever falls while it lasts, and sums over all of them lose nothing to whoever
+// scrapes. An adapter that is itself called "other" is counted there.
 //
 // Owned by Metrics. Thread-safe.
 #pragma once
@@ -33,8 +33,11 @@ class TopAdapters {
 
   // name "": the base, which has series of its own beside the slots ("(base)").
   void Count(const std::string& name, const Metrics::AdapterUse& use);
+  // It may be counted from now on.
+  void Announce(const std::string& name);
 
-  // The series as they are, for a scrape; then, when it is time, deals the slots anew.
+  // The series as they are, for a scrape. When it is time, deals the slots anew: then also those of
+  // the new holders.
   std::vector<prometheus::MetricFamily> Collect();
 
  private:
@@ -45,7 +48,8 @@ class TopAdapters {
   // Names without a slot that are watched in one period; those beyond wait for the next.
   static constexpr size_t kMaxWatched = 1024;
 
-  void Deal(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Returns the new holders.
+  std::vector<std::string> Deal(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   const size_t slots_;
   const std::function<absl::Time()> now_;

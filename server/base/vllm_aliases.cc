@@ -39,8 +39,8 @@ struct Alias {
 constexpr Alias kAliases[] = {
     {"vllm:num_requests_running", "Sequences being computed.", {"dorad_engine_running_sequences"}},
     {"vllm:num_requests_waiting",
-     "Requests waiting to be computed.",
-     {"dorad_engine_queued_requests"}},
+     "Sequences waiting for a place in a step.",
+     {"dorad_engine_waiting_sequences"}},
     {"vllm:num_preemptions_total",
      "Sequences put back into the queue.",
      {"dorad_engine_preemptions_total"}},

@@ -62,7 +62,11 @@ void EngineLoop::Run() {
     EndDeadRequests();
     FollowActiveVersions();
     FollowYields(SteadyNow());
-    if (may_step()) Step();
+    if (may_step()) {
+      // A step that hangs must not hide for whom.
+      if (!requests_.empty()) PublishStats();
+      Step();
+    }
     CompletePauses();
     graveyard_.clear();
     PublishStats();
@@ -253,12 +257,16 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
     if (chunk.samples && generated == 0) {
       metrics_->PromptTokens(sequence->prompt_tokens - sequence->cached_tokens,
                              sequence->cached_tokens);
-      metrics_->PrefixCache(sequence->prompt_tokens, sequence->cached_tokens);
+      if (sequence->looked_up) {
+        metrics_->PrefixCache(sequence->prompt_tokens, sequence->cached_tokens);
+      }
     }
+    const int64_t scored = sequence->scored;
     if (request->Accept(chunk, std::move(output), rules_, now, metrics_)) {
       scheduler_.Remove(sequence);
     }
     metrics_->GeneratedTokens(sequence->generated() - generated);
+    metrics_->ScoredTokens(sequence->scored - scored);
   }
   Land(chunk);
 }
@@ -289,10 +297,8 @@ void EngineLoop::Fail(const std::vector<Chunk>& chunks, const absl::Status& stat
 // REQUIRES: none of its chunks is in flight.
 template <typename Ending>
 void EngineLoop::EndWith(Request* request, Ending ending) {
-  if (!request->started) {
-    request->started = SteadyNow();
-    admission_->Started(*request);
-  }
+  // Who never had a turn has waited as well.
+  NoteStarted(request, SteadyNow());
   for (const auto& sequence : request->sequences) {
     DORAD_CHECK(sequence->in_flight == 0);
     scheduler_.Remove(sequence.get());
@@ -501,7 +507,9 @@ void EngineLoop::CompletePauses() {
 
 void EngineLoop::PublishStats() {
   EngineStats stats;
+  stats.requests = static_cast<int>(requests_.size());
   stats.running_sequences = static_cast<int>(scheduler_.running());
+  stats.waiting_sequences = scheduler_.waiting();
   stats.kv_pages_total = pages_.total();
   stats.kv_pages_used = pages_.used();
   stats.kv_pages_cached = pages_.cached();

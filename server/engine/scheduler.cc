@@ -196,7 +196,7 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
 }
 
 bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
-  ReusePrefix(sequence);
+  const bool looked_up = ReusePrefix(sequence);
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
   // of every running sequence stays in reserve, so that admission does not cause preemption in the
   // next steps.
@@ -211,6 +211,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   }
   if (sequence->preemptions == 0 && sequence->generated() == 0) {
     sequence->cached_tokens = sequence->computed;
+    sequence->looked_up = looked_up;
   }
   sequence->state = Sequence::State::kRunning;
   Take(sequence, &waiting_);
@@ -219,7 +220,8 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   return true;
 }
 
-void Scheduler::ReusePrefix(Sequence* sequence) {
+bool Scheduler::ReusePrefix(Sequence* sequence) {
+  bool looked_up = false;
   const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
   const Sequence* const leader = sequence->leader;
   if (HasLeader(*sequence) && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
@@ -230,9 +232,11 @@ void Scheduler::ReusePrefix(Sequence* sequence) {
     pages_->MatchPrefix(
         absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
         &sequence->node, &sequence->pages);
+    looked_up = true;
     sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
   }
   sequence->computed = static_cast<int64_t>(sequence->pages.size()) * kKvPageTokens;
+  return looked_up;
 }
 
 void Scheduler::Preempt(Sequence* sequence, Plan* plan) {

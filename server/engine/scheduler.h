@@ -83,7 +83,8 @@ class Scheduler {
   void Continue(Sequence* sequence, Plan* plan);
   void AdmitWaiting(Plan* plan);
   bool Admit(Sequence* sequence, Plan* plan);
-  void ReusePrefix(Sequence* sequence);
+  // Whether the prefix cache was asked.
+  bool ReusePrefix(Sequence* sequence);
   void Preempt(Sequence* sequence, Plan* plan);
   bool PreemptFrozen(Plan* plan);
   void Put(Sequence* sequence, Line* line);

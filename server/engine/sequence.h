@@ -61,7 +61,8 @@ struct Sequence {
   PrefixNode root;
   PrefixNode node;               // of the last registered page
   int64_t registered_pages = 0;  // of `pages`, from the front
-  int64_t cached_tokens = 0;     // of the first admission
+  int64_t cached_tokens = 0;     // of the first admission, shared with its leader or cached
+  bool looked_up = false;        // these in the prefix cache
   uint32_t preemptions = 0;
 
   // The version of the next token.

@@ -88,18 +88,15 @@ void StepPipeline::Record(const std::vector<Chunk>& chunks, absl::Duration time)
   Metrics::Step step;
   step.time = time;
   absl::flat_hash_set<const adapter::LoadedAdapter*> adapters;
-  int64_t scored = 0;
   for (const Chunk& chunk : chunks) {
     const Sequence& s = *chunk.sequence;
     const bool decode = !s.is_score && chunk.position >= s.prompt_tokens;
     (decode ? step.decode_rows : step.prefill_rows) += chunk.count;
-    if (s.is_score) scored += chunk.count;
     const adapter::LoadedAdapter* const adapter = s.adapter_at(chunk.position);
     if (adapter != nullptr) adapters.insert(adapter);
   }
   step.distinct_adapters = static_cast<int>(adapters.size());
   metrics_->StepDone(step);
-  metrics_->ScoredTokens(scored);
 }
 
 }  // namespace dorad::engine

@@ -155,7 +155,9 @@ struct EngineLimits {
 };
 
 struct EngineStats {
+  int requests = 0;  // that the engine has, whatever their state
   int running_sequences = 0;
+  int64_t waiting_sequences = 0;  // for a place in a step: not begun, preempted, further samples
   int queued_requests = 0;
   int64_t queued_tokens = 0;
   int64_t kv_pages_total = 0;

@@ -179,6 +179,29 @@ def test_durable_versions_beyond_host_memory_come_from_the_store(
         assert server.metric("dorad_adapter_recalls_total", **{"from": "host"}) > 0
 
 
+def test_a_damaged_store_is_to_blame_for_what_it_cannot_bring(
+    zoo, folders, alone, tmp_path
+) -> None:
+    answers, size = alone
+    with serve(zoo.model("slow"), None, settings(tmp_path, 1.5, size)) as server:
+        wire = server.wire
+        for i in range(2):
+            wire.publish(f"a{i}", folders[i], activate=True, durable=True)
+        assert answer(wire, "a0") == answers[0] and answer(wire, "a1") == answers[1]
+        assert not wire.adapter("a0").resident
+        for file in (tmp_path / "store" / "objects").rglob("adapter_model.safetensors"):
+            file.unlink()
+        with pytest.raises(grpc.RpcError) as caught:
+            answer(wire, "a0")
+        refusal = failure(caught.value)
+        assert (refusal.code, refusal.reason) == (
+            grpc.StatusCode.DATA_LOSS,
+            "STORE_OBJECT_DAMAGED",
+        )
+        assert server.metric("dorad_store_failures_total", reason="STORE_OBJECT_DAMAGED") >= 1
+        assert answer(wire, "a1") == answers[1]
+
+
 def test_running_streams_keep_their_adapter_resident(zoo, folders, alone, tmp_path) -> None:
     answers, size = alone
     with serve(zoo.model("slow"), None, settings(tmp_path, 1.5, size)) as server:

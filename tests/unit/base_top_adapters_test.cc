@@ -80,12 +80,36 @@ TEST_F(TopAdaptersTest, ABusierNameTakesTheSlotOfTheLeastBusyAfterAMinute) {
   EXPECT_THAT(Tokens(), Not(Contains(Key("newcomer")))) << "too early";
   EXPECT_THAT(Tokens(), Contains(Pair("other", 50)));
   now_ += absl::Seconds(1);
-  EXPECT_THAT(Tokens(), Contains(Pair("quiet", 1))) << "the scrape sees the last of it";
+  auto tokens = Tokens();
+  EXPECT_THAT(tokens, Contains(Pair("quiet", 1))) << "the scrape sees the last of it";
+  EXPECT_THAT(tokens, Contains(Pair("newcomer", 0))) << "and the beginning: rates lose nothing";
   Use("newcomer", 7);
-  const auto tokens = Tokens();
+  tokens = Tokens();
   EXPECT_THAT(tokens, Not(Contains(Key("quiet"))));
   EXPECT_THAT(tokens, Contains(Pair("newcomer", 7))) << "since it has the slot";
   EXPECT_THAT(tokens, Contains(Pair("other", 50))) << "does not fall";
+}
+
+TEST_F(TopAdaptersTest, AnAnnouncedNameBeginsAtZeroWhileThereIsRoom) {
+  top_.Announce("a");
+  EXPECT_THAT(Tokens(), Contains(Pair("a", 0)));
+  Use("a", 5);
+  top_.Announce("a");
+  top_.Announce("b");
+  top_.Announce("c");
+  top_.Announce("other");
+  const auto tokens = Tokens();
+  EXPECT_THAT(tokens, Contains(Pair("a", 5)));
+  EXPECT_THAT(tokens, Not(Contains(Key("c"))));
+  EXPECT_EQ(tokens.size(), 4);
+}
+
+TEST_F(TopAdaptersTest, AnAnnouncedNameThatNobodyUsesGivesWay) {
+  top_.Announce("a");
+  top_.Announce("b");
+  Use("c", 1);
+  now_ += absl::Minutes(1);
+  EXPECT_THAT(Tokens(), Contains(Pair("c", 0)));
 }
 
 TEST_F(TopAdaptersTest, NamesThatAreAboutAsBusyLeaveHoldersAlone) {
@@ -105,7 +129,7 @@ TEST_F(TopAdaptersTest, NoSeriesFallsWhileItLasts) {
     }
     now_ += absl::Seconds(20);
     const auto tokens = Tokens();
-    EXPECT_LE(tokens.size(), 4);
+    EXPECT_LE(tokens.size(), 6) << "two holders, and two new ones";
     for (const auto& [name, value] : before) {
       if (tokens.contains(name)) {
         EXPECT_GE(tokens.at(name), value) << name << " in round " << round;

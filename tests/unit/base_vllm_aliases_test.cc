@@ -60,7 +60,7 @@ TEST(VllmAliasesTest, SayWhatTheServersOwnMetricsSay) {
   metrics.SampleEnded("aborted");
   Metrics::EngineGauges gauges;
   gauges.running_sequences = 3;
-  gauges.queued_requests = 4;
+  gauges.waiting_sequences = 4;
   gauges.kv_pages_total = 100;
   gauges.kv_pages_used = 60;
   gauges.kv_pages_lent = 20;

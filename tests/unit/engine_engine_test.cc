@@ -267,6 +267,8 @@ TEST_F(EngineTest, ADeadlineEndsQueuedAndRunningRequests) {
   auto second = Submit(std::move(queued));
   EXPECT_EQ(Wait(*second).status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(Wait(*first).status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_request_queue_seconds_count 2\n"))
+      << "who never had a turn has waited, too";
   ExpectEverythingBack();
 }
 
@@ -571,6 +573,8 @@ TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
   for (auto& stream : streams) EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 60u);
   EXPECT_EQ(metrics_.Render().find("dorad_engine_preemptions_total 0\n"), std::string::npos)
       << "the test meant to force a preemption";
+  EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_scored_tokens_total 100\n"))
+      << "rows that were computed again are no results";
   ExpectEverythingBack();
 }
 
@@ -674,6 +678,11 @@ TEST_F(EngineTest, WithoutThePrefixCacheNothingIsReused) {
     EXPECT_EQ(outcome.samples.at(0).finish.usage.cached_prompt_tokens, 0u);
   }
   EXPECT_EQ(engine_->stats().kv_pages_cached, 0);
+  GenerateInput several = Input(Prompt(64), 4);
+  several.n = 3;  // which share the prompt's pages
+  (void)Wait(*Submit(std::move(several)));
+  EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_prefix_cache_queried_tokens_total 0\n"));
+  EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_prefix_cache_hit_tokens_total 0\n"));
 }
 
 TEST_F(EngineTest, PauseAbortEndsEverything) {

@@ -56,6 +56,8 @@ TEST_F(SleepTest, RunningRequestsGoOnWithTheSameTokens) {
     ASSERT_TRUE(Sleep({.kv = true, .keep_kv = keep_kv}).ok());
     const uint64_t steps = engine_->stats().steps;
     EXPECT_EQ(engine_->stats().kv_pages_used > 0, keep_kv);
+    EXPECT_EQ(engine_->stats().requests, 1);
+    EXPECT_EQ(engine_->stats().waiting_sequences, keep_kv ? 0 : 1);
     absl::SleepFor(absl::Milliseconds(5));
     EXPECT_EQ(engine_->stats().steps, steps);
     ASSERT_TRUE(Wake(/*kv=*/true, /*go_on=*/true).ok());
