@@ -1,7 +1,7 @@
 // Every metric of the server, by what happened. The only place that knows their names
 // (docs/metrics.md lists them). Names start with dorad_, base units, lint-clean for promtool; no
-// label carries an unbounded value (adapter names only in the bounded series of TopAdapters; a
-// label's values beyond 256 count as "other").
+// label carries an unbounded value (adapter names only in the bounded series of TopAdapters and in
+// vllm:lora_requests_info; a label's values beyond 256 count as "other").
 // Owned by App. Thread-safe; none of the functions takes a lock that a scrape holds for long.
 #pragma once
 
@@ -37,8 +37,8 @@ class Metrics {
   explicit Metrics(const Info& info);
   ~Metrics();
 
-  // --- Requests. `outcome` is a finish reason or a gRPC code in lower case ("stop", "length",
-  // "aborted", "cancelled", "deadline_exceeded", "resource_exhausted", ...): a small fixed set.
+  // --- Requests. `outcome` is "ok" or a gRPC code in lower case ("aborted", "cancelled",
+  // "deadline_exceeded", "resource_exhausted", ...): a small fixed set.
   void RequestAdmitted(RequestKind kind);
   void RequestRefused(RequestKind kind, const std::string& reason);
   void RequestEnded(RequestKind kind, const std::string& outcome, absl::Duration total);
