@@ -124,7 +124,7 @@ ROWS = [
                 "Queue time",
                 "s",
                 quantiles("dorad_request_queue_seconds"),
-                "From admission to the first step.",
+                "From admission to the first step, or to the end of a request that never had one.",
             ),
             Panel(
                 "RPC handling time",
@@ -203,9 +203,14 @@ ROWS = [
                 "short",
                 [
                     (total("dorad_engine_running_sequences"), "running sequences"),
+                    (total("dorad_engine_waiting_sequences"), "waiting sequences"),
                     (total("dorad_engine_queued_requests"), "queued requests"),
+                    (total("dorad_engine_requests"), "requests"),
+                    (total("dorad_engine_frozen_requests"), "frozen requests"),
                 ],
-                "What is computed and what waits.",
+                "What is computed and what waits: sequences for a place in a step, requests for "
+                "their first step. All requests that have not ended, and those of them that a "
+                "pause of an adapter holds.",
             ),
             Panel(
                 "Tokens in a step",
@@ -282,12 +287,14 @@ ROWS = [
                 "s",
                 [
                     (
-                        mean("dorad_adapter_load_seconds", "stage", 'stage!="total"'),
+                        rate("dorad_adapter_load_seconds_sum", "stage", 'stage!="total"')
+                        + " / on () group_left () "
+                        + rate("dorad_adapter_load_seconds_count", labels='stage="total"'),
                         "{{stage}}",
                     )
                 ],
                 "Mean time of a load, stage upon stage: line, read, validate, copy, norms, store, "
-                "activate.",
+                "activate. A load without a stage counts as 0 there, so that the stages add up.",
                 stacked=True,
             ),
             Panel(
@@ -295,10 +302,7 @@ ROWS = [
                 "short",
                 [
                     (rate("dorad_adapter_loads_total") + " * 60", "loads"),
-                    (
-                        f"sum(deriv({series('dorad_adapter_generation')}[{RATE}])) * 60",
-                        "registry changes",
-                    ),
+                    (rate("dorad_adapter_generation") + " * 60", "registry changes"),
                     (rate("dorad_engine_version_switches_total") + " * 60", "requests switched"),
                 ],
                 "A minute: versions loaded, changes of the registry's generation, and requests "
@@ -487,7 +491,8 @@ ROWS = [
                         "MiB taken back by the KV cache",
                     ),
                 ],
-                "Growths that were refused, memory that went back because others need it.",
+                "Growths that were refused at first (some were granted when idle adapters had made "
+                "room), memory that went back because others need it.",
                 gpu=True,
             ),
             Panel(
@@ -496,8 +501,10 @@ ROWS = [
                 [
                     (f"max by (tag) ({series('dorad_sleeping')})", "{{tag}} asleep"),
                     (f"max({series('dorad_engine_paused')})", "paused"),
+                    (total("dorad_engine_paused_adapters"), "pauses of adapters"),
                 ],
-                "1 while the part sleeps (Sleep) or the engine is paused (Pause).",
+                "1 while the part sleeps (Sleep) or the engine is paused (Pause); the number of "
+                "pauses of adapters in force.",
             ),
             Panel(
                 "Process",
@@ -596,6 +603,7 @@ def panels() -> list[dict]:
 
 
 def label_variable(name: str, query: str) -> dict:
+    """Without an allValue: "All" are those that the query lists, not every job of Prometheus."""
     return {
         "name": name,
         "type": "query",
@@ -605,7 +613,6 @@ def label_variable(name: str, query: str) -> dict:
         "refresh": 2,
         "multi": True,
         "includeAll": True,
-        "allValue": ".*",
         "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
         "sort": 1,
     }
