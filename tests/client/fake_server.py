@@ -152,6 +152,7 @@ class FakeServer(
         self.hang_info = False
         self.deny_info = ""  # PERMISSION_DENIED with this message, as a proxy says it
         self.capacity = None  # Overloaded above so many running requests
+        self.finish_reason = None  # of every sample, instead of STOP or LENGTH
         self.break_after = None  # UNAVAILABLE after this many messages
         self.page_size = None
         self.break_uploads_at = []  # UNAVAILABLE when so many bytes have come, one for each call
@@ -298,7 +299,7 @@ class FakeServer(
             message.chosen_logprobs = pack_floats([[-c / 10 for c in chosen] for _ in tokens])
         if last:
             stop = tokens and tokens[-1] in [EOS, *ids(request.stop.stop_token_ids)]
-            message.finish.reason = (
+            message.finish.reason = self.finish_reason or (
                 types_pb2.FINISH_REASON_STOP if stop else types_pb2.FINISH_REASON_LENGTH
             )
             if stop:

@@ -439,6 +439,15 @@ def test_failures_are_not_refusals(dorad_load, server):
     assert report["errors"] == {"UNAVAILABLE": 3} and report["refused"]["requests"] == 0
 
 
+@pytest.mark.parametrize("reason", ["ABORTED", "NON_FINITE"])
+def test_samples_that_were_cut_short_are_failures(dorad_load, server, reason):
+    server.finish_reason = types_pb2.FinishReason.Value(f"FINISH_REASON_{reason}")
+    arguments = ["-c", 1, "--requests", 3, "--goal-e2e", 60000, "-o", "json"]
+    report = json.loads(dorad_load(*arguments, code=1, want="stdout"))
+    assert report["failed"] == 3 and report["errors"] == {reason: 3}
+    assert report["goodput"]["requests"] == 0 and report["e2e_ms"] is None
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_load_asks_the_admin_listener_what_the_model_is(processes):
     arguments = ["-c", 2, "--requests", 4, "--output-tokens", 2, "--processes", processes]
@@ -469,6 +478,19 @@ def test_goodput_counts_requests_that_keep_every_goal(dorad_load, server):
     assert goodput["share"] == 1 and goodput["requests"] == 10
     goodput = json.loads(dorad_load(*arguments, "--goal-ttft", 60000, "--goal-itl", 5))["goodput"]
     assert goodput["share"] == 0 and goodput["goals_ms"]["itl"] == 5
+
+
+def test_an_answer_without_tokens_keeps_no_goal_of_the_first_token():
+    from dorad.load.plan import Goals, Lengths, Plan, Popularity
+    from dorad.load.records import Outcome, Record
+    from dorad.load.report import summarise
+
+    plan = Plan(
+        Lengths.parse("1"), Lengths.parse("1"), Popularity.parse([], None),
+        concurrency=1, goals=Goals(ttft=60.0),
+    )  # fmt: skip
+    record = Record(None, 1, 10.0, 10.0, messages=1, end=11.0)
+    assert summarise(plan, [Outcome([record], 10.0, 20.0, 1.0, [0.0])])["goodput"]["share"] == 0
 
 
 def test_several_processes_send_one_plan_together(dorad_load, server):

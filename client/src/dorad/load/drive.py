@@ -14,12 +14,18 @@ from typing import Any
 import dorad
 import dorad.aio
 from dorad import _wire
+from dorad._stubs import types_pb2
 from dorad.load.plan import Plan, Source
 from dorad.load.records import Outcome, Record, SelfWatch
 from dorad.load.report import summarise
 from dorad.types import GenerateRequest
 
 _SHOW_SECONDS = 0.25
+# Ends of a sample that fail its request, although the stream's status is OK.
+_CUT_SHORT = {
+    types_pb2.FINISH_REASON_ABORTED: "ABORTED",
+    types_pb2.FINISH_REASON_NON_FINITE: "NON_FINITE",
+}
 
 
 @dataclass
@@ -201,11 +207,10 @@ class _Run:
                 isinstance(error, dorad.Unavailable) and bool(error.reason)
             )
             record.retry_after = error.retry_after
-            counts.refused += record.refused
-            counts.failed += not record.refused
-        else:
-            counts.done += 1
         record.end = time.monotonic()
+        counts.refused += record.refused
+        counts.failed += bool(record.error) and not record.refused
+        counts.done += not record.error
         return not record.error
 
     async def _read(
@@ -219,6 +224,8 @@ class _Run:
             async for message in stream:
                 now, count = time.monotonic(), len(message.token_ids) // 4
                 record.messages += 1
+                if message.HasField("finish") and message.finish.reason in _CUT_SHORT:
+                    record.error = _CUT_SHORT[message.finish.reason]
                 if not count:
                     continue
                 record.tokens += count

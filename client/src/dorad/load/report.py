@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -87,10 +88,10 @@ def _goodput(
         return None
 
     def kept(record: Record) -> bool:
-        ttft, e2e = record.ttft or 0.0, record.end - record.start
+        ttft = math.inf if record.ttft is None else record.ttft
         tokens = sum(count for _, count in record.gaps)
         itl = sum(gap * count for gap, count in record.gaps) / tokens if tokens else 0.0
-        pairs = ((goals.ttft, ttft), (goals.itl, itl), (goals.e2e, e2e))
+        pairs = ((goals.ttft, ttft), (goals.itl, itl), (goals.e2e, record.end - record.start))
         return all(goal is None or value <= goal for goal, value in pairs)
 
     count = sum(kept(record) for record in answered)
