@@ -70,6 +70,14 @@ def unavailable(context):
     context.abort(grpc.StatusCode.UNAVAILABLE, "warming up")
 
 
+def connection_lost(context):
+    context.abort(grpc.StatusCode.UNAVAILABLE, "connection lost")
+
+
+def shutting_down(context):
+    fail(context, grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN", "the server ends", retry_after=1.0)
+
+
 def overloaded(retry_after):
     """None: it is of no use to come back."""
 
@@ -153,7 +161,8 @@ class FakeServer(
         self.deny_info = ""  # PERMISSION_DENIED with this message, as a proxy says it
         self.capacity = None  # Overloaded above so many running requests
         self.finish_reason = None  # of every sample, instead of STOP or LENGTH
-        self.break_after = None  # UNAVAILABLE after this many messages
+        self.break_after = None  # break_with after this many messages
+        self.break_with = connection_lost
         self.page_size = None
         self.break_uploads_at = []  # UNAVAILABLE when so many bytes have come, one for each call
         self.lose_answers = 0  # UNAVAILABLE after so many commits
@@ -260,7 +269,7 @@ class FakeServer(
                     token = (sum(prompt) + 10 * i + position) % VOCAB
                     last = not self.endless and position == count - 1
                     if self.break_after is not None and sent >= self.break_after:
-                        context.abort(grpc.StatusCode.UNAVAILABLE, "connection lost")
+                        self.break_with(context)
                     yield self._message(request, span, i, position, [token], last)
                     sent += 1
                 position += 1

@@ -15,7 +15,7 @@ from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from dorad.cli.top import Rates, parse_metrics
 from dorad.v1 import types_pb2
-from fake_server import FakeServer, fail, image_of, overloaded, wait_for
+from fake_server import FakeServer, fail, image_of, overloaded, shutting_down, wait_for
 from lib.certificates import Authority
 from test_text import make_folder
 from typer.testing import CliRunner
@@ -437,6 +437,19 @@ def test_failures_are_not_refusals(dorad_load, server):
     server.break_after = 0
     report = json.loads(dorad_load("-c", 1, "--requests", 3, "-o", "json", code=1, want="stdout"))
     assert report["errors"] == {"UNAVAILABLE": 3} and report["refused"]["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"), [(shutting_down, "SHUTTING_DOWN"), (overloaded(None), "QUEUE_FULL")]
+)
+def test_what_has_begun_to_answer_is_not_refused(dorad_load, server, end, reason):
+    arguments = ["-c", 1, "--requests", 3, "-o", "json"]
+    server.break_with, server.break_after = end, 0
+    report = json.loads(dorad_load(*arguments, code=1, want="stdout"))
+    assert report["refused"]["reasons"] == {reason: 3} and report["failed"] == 0
+    server.break_after = 2
+    report = json.loads(dorad_load(*arguments, code=1, want="stdout"))
+    assert report["errors"] == {reason: 3} and report["refused"]["requests"] == 0
 
 
 @pytest.mark.parametrize("reason", ["ABORTED", "NON_FINITE"])

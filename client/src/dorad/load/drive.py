@@ -202,9 +202,11 @@ class _Run:
             await self._read(client, request, record)
         except dorad.DoradError as error:
             record.error = error.reason or error.code
-            # UNAVAILABLE with a reason is a server that says so; without, one that is not there.
-            record.refused = isinstance(error, dorad.Overloaded) or (
-                isinstance(error, dorad.Unavailable) and bool(error.reason)
+            # What has begun to answer has accepted. UNAVAILABLE with a reason is a server that says
+            # so; without, one that is not there.
+            record.refused = record.messages == 0 and (
+                isinstance(error, dorad.Overloaded)
+                or (isinstance(error, dorad.Unavailable) and bool(error.reason))
             )
             record.retry_after = error.retry_after
         record.end = time.monotonic()

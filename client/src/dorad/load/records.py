@@ -27,7 +27,7 @@ class Record:
     end: float = 0.0
     error: str = ""
     refused: bool = False
-    """The error is a refusal by a limit of the server, not a failure."""
+    """The server did not accept it, and said why; not a failure."""
     retry_after: float | None = None
     """With an error: the server's hint."""
 
