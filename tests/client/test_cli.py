@@ -483,6 +483,58 @@ def test_the_warm_up_is_sent_but_does_not_count(dorad_load, server):
     assert report["generator"]["loop_lag_ms"]["max"] >= 0
 
 
+def test_rates_are_without_the_drain():
+    """20 requests a second for 10 s from two processes, of which one answer takes 50 s."""
+    from dorad.load.plan import Goals, Lengths, Plan, Popularity
+    from dorad.load.records import Outcome, Record
+    from dorad.load.report import summarise
+
+    def outcome(began, ends):
+        records = [
+            Record(None, 3, end - 0.5, end - 0.5, 0.1, tokens=2, timely_tokens=2, end=end)
+            for end in ends
+        ]
+        return Outcome(records, began, max(ends), 1.0, [0.0])
+
+    plan = Plan(
+        Lengths.parse("3"), Lengths.parse("2"), Popularity.parse([], None),
+        rate=20.0, duration=10.0, goals=Goals(e2e=1.0),
+    )  # fmt: skip
+    halves = [outcome(began, [began + 0.6 + i * 0.09 for i in range(100)]) for began in (5.0, 5.5)]
+    straggler = halves[0].records[-1]
+    straggler.end, straggler.timely_tokens = 65.0, 1
+    halves[0].ended = 65.0
+    report = summarise(plan, halves)
+    assert report["requests"] == 200 and report["generated_tokens"] == 400
+    assert report["seconds"] == 60 and report["drain_seconds"] == 50
+    assert report["requests_per_second"] == report["goodput"]["requests_per_second"] == 19.9
+    assert report["generated_tokens_per_second"] == 39.9
+    assert report["prompt_tokens_per_second"] == pytest.approx(59.7)
+
+    of_the_warm_up = Record(None, 3, 4.0, 4.0, 0.1, tokens=2, timely_tokens=1, end=6.0)
+    halves[1].records.append(of_the_warm_up)
+    report = summarise(plan, halves)
+    assert report["requests"] == 200 and report["requests_per_second"] == 20
+
+    report = summarise(dataclasses.replace(plan, duration=None, requests=200), halves)
+    assert report["drain_seconds"] is None
+    assert report["requests_per_second"] == pytest.approx(200 / 60)
+    # The requests were over long before the time.
+    report = summarise(dataclasses.replace(plan, duration=1000.0, requests=200), halves)
+    assert report["drain_seconds"] == 0
+    assert report["requests_per_second"] == pytest.approx(201 / 60)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tokens_of_the_drain_are_not_in_the_rate(dorad_load, server, processes):
+    server.token_delay = 0.2
+    arguments = ["-c", 2, "-d", 0.5, "--output-tokens", 10, "--processes", processes, "-o", "json"]
+    report = json.loads(dorad_load(*arguments))
+    assert report["requests"] == 2 and report["generated_tokens"] == 20
+    assert report["requests_per_second"] == 0 and report["drain_seconds"] > 1
+    assert 0 < report["generated_tokens_per_second"] <= 6 / 0.5
+
+
 def test_goodput_counts_requests_that_keep_every_goal(dorad_load, server):
     server.token_delay = 0.01
     arguments = ["-c", 2, "--requests", 10, "--output-tokens", 5, "-o", "json"]
@@ -563,6 +615,7 @@ def test_the_generator_says_when_it_was_the_bottleneck():
 def test_report_as_a_table(dorad_load):
     out = dorad_load("-c", 2, "-d", 0.2, "--output-tokens", 3)
     assert "first token" in out and "tokens/s" in out and "generator:" in out
+    assert "rates are without the last" in out
 
 
 def test_all_failed_exits_with_1(dorad_load, server):

@@ -51,6 +51,8 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['generated_tokens_per_second']:.1f} generated and "
         f"{report['prompt_tokens_per_second']:.1f} prompt tokens/s"
     )
+    if drain := report["drain_seconds"]:
+        out.print(f"  rates are without the last {drain:.1f} s, in which nothing was sent")
     for reason, count in report["errors"].items():
         out.print(f"  {count} x {reason}")
     for reason, count in refused["reasons"].items():

@@ -144,7 +144,7 @@ class _Run:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
         return Outcome(
-            records=[r for r in self._records if r.start >= self._begin],
+            records=self._records,
             began=self._begin,
             ended=time.monotonic(),
             cpu_seconds=self._watch.cpu_seconds(),
@@ -232,6 +232,8 @@ class _Run:
                     continue
                 record.tokens += count
                 counts.tokens += count
+                if self._begin <= now <= self._end:
+                    record.timely_tokens += count
                 if record.ttft is None:
                     record.ttft = now - record.start
                     counts.first_tokens += 1

@@ -23,6 +23,8 @@ class Record:
     """(gap, tokens): a message of k tokens after a sample's first counts as k equal gaps."""
     longest_gap: float = 0.0
     tokens: int = 0
+    timely_tokens: int = 0
+    """Those of `tokens` that came within the plan's duration."""
     messages: int = 0
     end: float = 0.0
     error: str = ""
@@ -37,7 +39,7 @@ class Outcome:
     """All that one process has to say; travels between processes."""
 
     records: list[Record]
-    """Those after the warm-up."""
+    """Of all requests, warm-up and all."""
     began: float
     """The end of the warm-up."""
     ended: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,18 @@ def distribution(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str,
 
 
 def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts, rates over the whole run, and latency distributions in milliseconds.
+    """Counts, rates a second, and latency distributions in milliseconds.
+
+    Counts and latencies are of the requests after the warm-up. Rates are over the plan's duration,
+    without what came in the `drain_seconds` after it; over the whole run where it has none, and
+    `drain_seconds` is None.
 
     `refused` is apart from `failed`: a server that is full and says so works as it should.
     """
-    records = [record for outcome in outcomes for record in outcome.records]
+    records = [r for o in outcomes for r in o.records if r.start >= o.began]
     seconds = max(o.ended for o in outcomes) - min(o.began for o in outcomes)
     good = [r for r in records if not r.error]
-    tokens = sum(r.tokens for r in records)
-    prompt_tokens = sum(r.prompt_tokens for r in good)
+    rated = _rated(plan, outcomes, records, seconds)
     by_adapter: Counter[str] = Counter(r.adapter or "base" for r in records)
     failed = [r for r in records if r.error and not r.refused]
     return {
@@ -45,23 +49,54 @@ def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "offered_rate": plan.rate,
         "concurrency": plan.concurrency,
         "seconds": seconds,
+        "drain_seconds": None if plan.duration is None else max(0.0, seconds - rated.seconds),
         "requests": len(records),
         "failed": len(failed),
         "errors": dict(Counter(r.error for r in failed)),
         "refused": _refused([r for r in records if r.refused]),
         "requests_by_adapter": dict(by_adapter),
-        "requests_per_second": len(good) / seconds,
-        "generated_tokens": tokens,
-        "generated_tokens_per_second": tokens / seconds,
-        "prompt_tokens": prompt_tokens,
-        "prompt_tokens_per_second": prompt_tokens / seconds,
+        "requests_per_second": len(rated.answered) / rated.seconds,
+        "generated_tokens": sum(r.tokens for r in records),
+        "generated_tokens_per_second": rated.tokens / rated.seconds,
+        "prompt_tokens": sum(r.prompt_tokens for r in good),
+        "prompt_tokens_per_second": sum(r.prompt_tokens for r in rated.answered) / rated.seconds,
         "ttft_ms": distribution([r.ttft for r in good if r.ttft is not None]),
         "itl_ms": distribution(_gaps(good)),
         "longest_gap_ms": distribution([r.longest_gap for r in good if r.gaps]),
         "e2e_ms": distribution([r.end - r.start for r in good]),
-        "goodput": _goodput(plan.goals, good, len(records), seconds),
+        "goodput": _goodput(plan.goals, good, len(records), rated),
         "generator": _generator(plan, outcomes, records),
     }
+
+
+@dataclass
+class _Rated:
+    """What the rates count, and the seconds that they are over."""
+
+    answered: list[Record]
+    tokens: int
+    seconds: float
+
+
+def _rated(
+    plan: Plan, outcomes: Sequence[Outcome], records: list[Record], seconds: float
+) -> _Rated:
+    """`records` are those after the warm-up, `seconds` is how long they took together."""
+    if plan.duration is None:
+        good = [r for r in records if not r.error]
+        return _Rated(good, sum(r.tokens for r in records), seconds)
+    # What the warm-up left over counts, because what is left over at the end does not: in a steady
+    # state both are as much.
+    answered = [
+        r
+        for o in outcomes
+        for r in o.records
+        if not r.error and o.began <= r.end <= o.began + plan.duration
+    ]
+    tokens = sum(r.timely_tokens for o in outcomes for r in o.records)
+    # The requests, where their number is limited, may be over before the time is.
+    span = plan.duration if plan.requests is None else min(plan.duration, seconds)
+    return _Rated(answered, tokens, span)
 
 
 def _gaps(records: list[Record]) -> npt.NDArray[np.float64]:
@@ -81,7 +116,7 @@ def _refused(records: list[Record]) -> dict[str, Any]:
 
 
 def _goodput(
-    goals: Goals, answered: list[Record], requests: int, seconds: float
+    goals: Goals, answered: list[Record], requests: int, rated: _Rated
 ) -> dict[str, Any] | None:
     """Requests that kept all goals; those that were refused or failed did not."""
     if not goals.any():
@@ -102,7 +137,7 @@ def _goodput(
         },
         "requests": count,
         "share": count / requests if requests else 0.0,
-        "requests_per_second": count / seconds,
+        "requests_per_second": sum(kept(record) for record in rated.answered) / rated.seconds,
     }
 
 
