@@ -152,13 +152,14 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
 
   // The call ends without what is still to come: now, or when the outstanding write is done.
   void Abandon(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
+    {
+      // First: the source ends when it is cancelled, and its end must not be told instead.
+      absl::MutexLock lock(&mu_);
+      abandoned_ = status;
+    }
     CancelSource();
     absl::MutexLock lock(&mu_);
-    if (writing_) {
-      abandoned_ = status;
-    } else {
-      EndLocked(status);
-    }
+    if (!writing_) EndLocked(*abandoned_);
   }
 
   void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {

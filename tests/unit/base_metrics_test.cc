@@ -55,7 +55,19 @@ void UseAll(Metrics* metrics) {
   metrics->StepPhaseDone(StepPhase::kProcess, absl::Milliseconds(4));
   metrics->Preemptions(2);
   metrics->StepsHeldBack(absl::Milliseconds(250));
-  metrics->SetEngine({3, 4, 50, 100, 60, 30, 8, true, 0.5});
+  metrics->SetEngine({.requests = 9,
+                      .frozen_requests = 2,
+                      .paused_adapters = 1,
+                      .running_sequences = 3,
+                      .waiting_sequences = 7,
+                      .queued_requests = 4,
+                      .queued_tokens = 50,
+                      .kv_pages_total = 100,
+                      .kv_pages_used = 60,
+                      .kv_pages_cached = 30,
+                      .kv_pages_lent = 8,
+                      .paused = true,
+                      .gpu_share = 0.5});
   metrics->PrefixCache(16, 6);
   metrics->NonFiniteLogits();
   metrics->AdapterUsed("policy", {1, 20, 7, 0});
@@ -121,7 +133,11 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_engine_preemptions_total", "2"},
       {"dorad_engine_held_back_seconds_total", "0.25"},
       {"dorad_engine_gpu_share", "0.5"},
+      {"dorad_engine_requests", "9"},
+      {"dorad_engine_frozen_requests", "2"},
+      {"dorad_engine_paused_adapters", "1"},
       {"dorad_engine_running_sequences", "3"},
+      {"dorad_engine_waiting_sequences", "7"},
       {"dorad_engine_queued_requests", "4"},
       {"dorad_engine_queued_tokens", "50"},
       {"dorad_engine_paused", "1"},
@@ -226,7 +242,8 @@ TEST(MetricsTest, CountsLabelValuesBeyondTheBoundAsOther) {
   metrics.AdapterLoadFailed("REASON_0");
   const std::string text = metrics.Render();
   EXPECT_EQ(Value(text, R"(dorad_adapter_load_failures_total{reason="REASON_0"})"), "2");
-  EXPECT_EQ(Value(text, R"(dorad_adapter_load_failures_total{reason="other"})"), "744");
+  EXPECT_EQ(Value(text, R"(dorad_adapter_load_failures_total{reason="other"})"), "748")
+      << "of 256 values four have been there from the start";
   EXPECT_THAT(text, Not(HasSubstr("REASON_999")));
 }
 

@@ -230,7 +230,7 @@ class ServerTest : public testing::Test {
                                                                bool activate = true) {
     v1::PublishFromPathRequest request;
     request.set_name(name);
-    request.set_path("anywhere");
+    request.set_path("/anywhere");
     request.set_activate(activate);
     v1::PublishFromPathResponse response;
     const grpc::Status status = adapters_->PublishFromPath(Context().get(), request, &response);
