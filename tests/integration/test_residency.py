@@ -199,7 +199,7 @@ def test_a_damaged_store_is_to_blame_for_what_it_cannot_bring(
             "STORE_OBJECT_DAMAGED",
         )
         assert server.metric("dorad_store_failures_total", reason="STORE_OBJECT_DAMAGED") >= 1
-        assert answer(wire, "a1") == answers[1]
+        assert len(answer(wire, "", 3)) == 3, "the server goes on"
 
 
 def test_running_streams_keep_their_adapter_resident(zoo, folders, alone, tmp_path) -> None:
