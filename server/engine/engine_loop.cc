@@ -63,8 +63,8 @@ void EngineLoop::Run() {
     FollowActiveVersions();
     FollowYields(SteadyNow());
     if (may_step()) {
-      // A step that hangs must not hide for whom.
-      if (!requests_.empty()) PublishStats();
+      // A step that hangs must not hide for whom. Without messages nobody has come.
+      if (!messages.empty()) PublishStats();
       Step();
     }
     CompletePauses();

@@ -274,6 +274,22 @@ TEST_F(EngineTest, ADeadlineEndsQueuedAndRunningRequests) {
   ExpectEverythingBack();
 }
 
+TEST_F(EngineTest, TheFirstStepIsNotHiddenWhileItIsComputed) {
+  Start(DefaultOptions(), 64);
+  absl::Notification computing, go_on;
+  runner_->on_step = [&] {
+    if (!computing.HasBeenNotified()) computing.Notify();
+    go_on.WaitForNotification();
+    return absl::OkStatus();
+  };
+  auto stream = Submit(Input(Prompt(4), 2));
+  computing.WaitForNotification();
+  EXPECT_EQ(engine_->stats().requests, 1);
+  go_on.Notify();
+  Wait(*stream);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, RefusesWhatDoesNotFitTheQueueWithARetryHint) {
   EngineOptions options = DefaultOptions();
   options.max_queued_requests = 2;
