@@ -31,9 +31,9 @@ def total(name: str, by: str = "", labels: str = "") -> str:
     return f"sum by ({by}) ({series(name, labels)})" if by else f"sum({series(name, labels)})"
 
 
-def mean(name: str, by: str = "", labels: str = "") -> str:
+def mean(name: str, by: str = "") -> str:
     """Of a histogram's observations."""
-    return f"{rate(name + '_sum', by, labels)} / {rate(name + '_count', by, labels)}"
+    return f"{rate(name + '_sum', by)} / {rate(name + '_count', by)}"
 
 
 def quantiles(name: str, by: str = "", labels: str = "", of=(0.5, 0.9, 0.99)) -> list:

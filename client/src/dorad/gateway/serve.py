@@ -109,7 +109,7 @@ async def serve(
     ) as own:
         exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
         gateway = Gateway(own, text, settings.limits, exposed=exposed)
-        await _check_server(own, settings.admin_target or settings.target)
+        await _check_server(gateway, settings.admin_target or settings.target)
         # One that is not there yet is asked again before each caller.
         if exposed and await gateway.admission.is_open():
             raise ValueError(OPEN_TO_ALL)
@@ -129,10 +129,10 @@ async def serve(
                 await task
 
 
-async def _check_server(own: dorad.aio.Client, address: str) -> None:
+async def _check_server(gateway: Gateway, address: str) -> None:
     """Raises ValueError if GetInfo is not offered there. A server that is away may come later."""
     try:
-        await own.info(timeout=5)
+        await gateway.model()
     except dorad.DoradError as error:
         # The server's own refusals of a caller have a reason; a proxy's have none.
         if error.code in ("UNIMPLEMENTED", "PERMISSION_DENIED") and not error.reason:
