@@ -27,6 +27,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 VOCAB = 1000
+CONTEXT_LENGTH = 1 << 15
 EOS = 2
 
 
@@ -156,7 +157,6 @@ class FakeServer(
         self.watches = 0
         self.break_watches = 0  # that end before their first event
         self.refuse_generate = []  # of callables(context), one for each call to come
-        self.context_length = 4096
         self.hang_info = False
         self.deny_info = ""  # PERMISSION_DENIED with this message, as a proxy says it
         self.capacity = None  # Overloaded above so many running requests
@@ -525,7 +525,7 @@ class FakeServer(
             version="0.0-fake", device="cpu", generation=self.generation
         )
         info.model.name, info.model.model_type = "fake-model", "llama"
-        info.model.vocab_size, info.model.context_length = VOCAB, self.context_length
+        info.model.vocab_size, info.model.context_length = VOCAB, CONTEXT_LENGTH
         info.model.eos_token_ids.append(EOS)
         info.limits.max_tokens = 2048
         info.engine.running_sequences = self.running
