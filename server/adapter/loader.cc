@@ -360,9 +360,8 @@ absl::StatusOr<std::shared_ptr<const LoadedAdapter>> AdapterLoader::Impl::MakeAd
   if (!object.empty()) {
     recall = [this, object, digest = content.summary.digest]()
         -> absl::StatusOr<std::shared_ptr<const AdapterWeights>> {
-      const absl::StatusOr<Content> again = ReadStored(object, digest);
-      if (!again.ok()) return store->NoteUnreadable(again.status());
-      return again->weights;
+      DORAD_ASSIGN_OR_RETURN(const Content again, ReadStored(object, digest));
+      return again.weights;
     };
   }
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Residency::Entry> entry,
@@ -378,13 +377,15 @@ absl::StatusOr<Content> AdapterLoader::Impl::ReadStored(const std::string& objec
   job.path = store->ObjectPath(object);
   job.trusted = true;
   const Instant start = SteadyNow();
-  DORAD_ASSIGN_OR_RETURN(Content content, ReadHere(job));
-  if (content.summary.digest != digest) {
-    return MakeError(
-        absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
-        absl::StrCat(job.path, " has the digest ", content.summary.digest, ", not ", digest));
+  absl::StatusOr<Content> content = ReadHere(job);
+  if (!content.ok()) return store->NoteUnreadable(object, content.status());
+  const std::string& found = content->summary.digest;
+  if (found != digest) {
+    return store->NoteUnreadable(
+        object,
+        absl::DataLossError(absl::StrCat("its content has the digest ", found, ", not ", digest)));
   }
-  content.summary.timing.total = Since(start);
+  content->summary.timing.total = Since(start);
   return content;
 }
 

@@ -103,8 +103,8 @@ class AdapterLoader {
   void ReleaseLoads();
 
   // The content of a stored version, loaded on a thread of the pool while the caller waits. Fails
-  // as a publish does; DATA_LOSS (STORE_OBJECT_DAMAGED) when its digest is not stored.digest.
-  // REQUIRES: a store.
+  // as Store::NoteUnreadable says when its files cannot be read or have another digest than
+  // stored.digest, and otherwise as a publish does. REQUIRES: a store.
   absl::StatusOr<std::shared_ptr<const LoadedAdapter>> LoadStored(const std::string& name,
                                                                   int64_t version,
                                                                   const StoredVersion& stored);

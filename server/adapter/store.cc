@@ -10,6 +10,7 @@
 #include <limits>
 #include <system_error>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
@@ -219,17 +220,21 @@ absl::Status Store::Noted(absl::Status status) {
   return status;
 }
 
-absl::Status Store::NoteUnreadable(const absl::Status& failure) {
+absl::Status Store::NoteUnreadable(const std::string& object, const absl::Status& failure) {
+  // What the files' readers say names the file alone.
+  const std::string folder = ObjectPath(object);
+  const auto message = [&] {
+    const std::string said(failure.message());
+    return absl::StrContains(said, folder) ? said : absl::StrCat(folder, ": ", said);
+  };
   switch (failure.code()) {
     case absl::StatusCode::kInvalidArgument:
     case absl::StatusCode::kNotFound:
     case absl::StatusCode::kDataLoss:
-      return Noted(MakeError(absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED",
-                             std::string(failure.message())));
+      return Noted(MakeError(absl::StatusCode::kDataLoss, "STORE_OBJECT_DAMAGED", message()));
     case absl::StatusCode::kUnavailable:
       if (ReasonOf(failure) != "FILE_UNREADABLE") return failure;
-      return Noted(MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE",
-                             std::string(failure.message())));
+      return Noted(MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE", message()));
     default:
       return failure;
   }

@@ -73,10 +73,11 @@ class Store : public ChangeLog {
 
   // A PEFT folder.
   std::string ObjectPath(const std::string& object) const;
-  // What it means that an object cannot be read again in the run that has written or restored it:
-  // DATA_LOSS (STORE_OBJECT_DAMAGED), UNAVAILABLE (STORE_UNAVAILABLE), which it counts. What has
-  // another cause, such as too little memory, stays as it is.
-  absl::Status NoteUnreadable(const absl::Status& failure) ABSL_LOCKS_EXCLUDED(stats_mu_);
+  // What it means that an object of the journal's cannot be read: DATA_LOSS (STORE_OBJECT_DAMAGED),
+  // UNAVAILABLE (STORE_UNAVAILABLE), which it counts; the message names the object's folder. What
+  // has another cause, such as too little memory, stays as it is.
+  absl::Status NoteUnreadable(const std::string& object, const absl::Status& failure)
+      ABSL_LOCKS_EXCLUDED(stats_mu_);
 
   absl::Status Append(const Change& change) override;
   // Removes the object when that was its last use.
