@@ -198,7 +198,8 @@ def test_a_damaged_store_is_to_blame_for_what_it_cannot_bring(
             grpc.StatusCode.DATA_LOSS,
             "STORE_OBJECT_DAMAGED",
         )
-        assert any(str(path) in refusal.message for path in (tmp_path / "store").glob("objects/*/*"))
+        objects = (tmp_path / "store").glob("objects/*/*")
+        assert any(str(path) in refusal.message for path in objects)
         assert server.metric("dorad_store_failures_total", reason="STORE_OBJECT_DAMAGED") >= 1
         assert len(answer(wire, "", 3)) == 3, "the server goes on"
 
