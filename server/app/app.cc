@@ -22,12 +22,12 @@
 #include "server/app/config_check.h"
 #include "server/app/housekeeper.h"
 #include "server/app/kv_lender.h"
+#include "server/app/load_report.h"
 #include "server/app/room_options.h"
 #include "server/app/scrape.h"
 #include "server/app/self_dial.h"
 #include "server/app/sleeper.h"
 #include "server/app/watchdog.h"
-#include "server/base/check.h"
 #include "server/base/config_reload.h"
 #include "server/base/error.h"
 #include "server/base/http_server.h"
@@ -55,36 +55,6 @@ constexpr int kRegistryWriters = 1;  // changes are made one after the other any
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
 // For what nobody waits for any more, and the parts wait for at their end.
 constexpr absl::Duration kEndGrace = absl::Seconds(2);
-
-void ObserveLoad(Metrics* metrics, const adapter::EndedLoad& load) {
-  if (!load.status.ok()) {
-    const std::string reason = ReasonOf(load.status);
-    metrics->AdapterLoadFailed(reason);
-    LogWarning("adapter load failed", {{"adapter", load.name},
-                                       {"version", load.version},
-                                       {"reason", reason},
-                                       {"error", std::string(load.status.message())}});
-    return;
-  }
-  const adapter::AdapterSummary* const summary = load.summary;
-  DORAD_CHECK(summary != nullptr);
-  const adapter::LoadTiming& timing = summary->timing;
-  std::map<std::string, absl::Duration> stages = {
-      {"queue", load.queue},         {"read", timing.read},
-      {"validate", timing.validate}, {"copy", timing.copy},
-      {"norms", timing.norms},       {"store", timing.store},
-      {"activate", load.activate},   {"total", load.queue + timing.total + load.activate}};
-  // A load that lacks a stage says nothing about its time.
-  std::erase_if(stages, [](const auto& stage) { return stage.second == absl::ZeroDuration(); });
-  metrics->AdapterLoaded(stages);
-  metrics->AdapterAnnounced(load.name);
-  LogInfo("adapter loaded", {{"adapter", load.name},
-                             {"version", load.version},
-                             {"digest", summary->digest},
-                             {"resident_bytes", summary->resident_bytes},
-                             {"seconds", absl::ToDoubleSeconds(timing.total)},
-                             {"norm_seconds", absl::ToDoubleSeconds(timing.norms)}});
-}
 
 // The same status with the failed part named before its message and violations' fields.
 absl::Status Annotate(const absl::Status& status, const std::string& part) {
@@ -119,7 +89,7 @@ struct App::Impl {
             ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
             &residency, &registry,
             [this](const adapter::EndedLoad& load) {
-              ObserveLoad(&metrics, load);
+              ReportLoad(load, &metrics);
               // Memory that was lent to others is theirs again.
               if (!sleeper.asleep().empty()) backend->ReturnFreedMemory();
             },
@@ -171,7 +141,7 @@ struct App::Impl {
       auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
       if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
       // What a stream brought counts from here on; of unary calls the service takes care.
-      auto open = std::make_shared<const rpc::OpenPublish>(&services.open_publishes);
+      auto open = std::make_shared<const rpc::OpenChange>(&services.open_changes);
       services.run_change([this, options = std::move(options), json = std::move(json), held, read,
                            done = std::move(done), open = std::move(open)] {
         const auto answer = [done, open](absl::StatusOr<adapter::PublishResult> result) {

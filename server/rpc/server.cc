@@ -230,7 +230,7 @@ void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
     const engine::EngineStats stats = engine->stats();
     impl_->AbortFrozen(stats);
     // Loads wait for the weights as long as these sleep.
-    return impl_->RequestsRun() || (!stats.asleep && impl_->services->open_publishes > 0);
+    return impl_->RequestsRun() || (!stats.asleep && impl_->services->open_changes > 0);
   });
   if (!impl_->RequestsRun()) return;
   impl_->Abort({.all = true});

@@ -48,9 +48,10 @@ class Server {
     absl::Duration timeout;
     absl::Duration grace;
   };
-  // Not serving any more; after `delay` new requests are refused, running ones and loads of
-  // adapters go on, at full speed, until all of them have been answered or `timeout` has passed.
-  // What is left then, or was frozen by a pause, is aborted and has `grace` to reach the clients.
+  // Not serving any more; after `delay` new requests are refused, running ones, loads of adapters
+  // and other changes of the registry go on, at full speed, until all of them have been answered or
+  // `timeout` has passed. What is left then, or was frozen by a pause, is aborted and has `grace`
+  // to reach the clients.
   // Once `hurry` is notified neither delay nor timeout is waited for. Once.
   void Drain(const DrainTimes& times, const absl::Notification& hurry);
   // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.

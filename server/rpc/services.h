@@ -73,13 +73,13 @@ struct SleepControl {
   std::function<std::vector<std::string>()> asleep = [] { return std::vector<std::string>(); };
 };
 
-// Counts as a publish that has no answer yet.
-class OpenPublish {
+// Counts as a change of the registry (Publish*, Activate, Retire) that has no answer yet.
+class OpenChange {
  public:
-  explicit OpenPublish(std::atomic<int>* open) : open_(open) { ++*open_; }
-  ~OpenPublish() { --*open_; }
-  OpenPublish(const OpenPublish&) = delete;
-  OpenPublish& operator=(const OpenPublish&) = delete;
+  explicit OpenChange(std::atomic<int>* open) : open_(open) { ++*open_; }
+  ~OpenChange() { --*open_; }
+  OpenChange(const OpenChange&) = delete;
+  OpenChange& operator=(const OpenChange&) = delete;
 
  private:
   std::atomic<int>* const open_;
@@ -118,7 +118,7 @@ struct Services {
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};
   std::atomic<int> open_streams{0};    // Generate calls that have not ended
-  std::atomic<int> open_publishes{0};  // OpenPublishes
+  std::atomic<int> open_changes{0};  // OpenChanges
 };
 
 }  // namespace dorad::rpc

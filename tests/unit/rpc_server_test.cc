@@ -944,6 +944,30 @@ TEST_F(ServerTest, DrainAnswersAPublishThatHasNoVersionYet) {
   EXPECT_EQ(response.adapter().version(), 1);
 }
 
+TEST_F(ServerTest, DrainAnswersAnActivateThatWaitsForTheDisk) {
+  ASSERT_TRUE(Publish("a", /*activate=*/false).first.ok());
+  ThreadPool disk(1, 0);
+  absl::Notification taken;
+  services_.run_change = [&](std::function<void()> change) {
+    disk.Submit([change = std::move(change)] {
+      absl::SleepFor(absl::Milliseconds(700));
+      change();
+    });
+    taken.Notify();
+  };
+  v1::ActivateRequest request;
+  request.set_name("a");
+  request.set_version(1);
+  v1::ActivateResponse response;
+  grpc::Status status;
+  std::thread activate([&] { status = adapters_->Activate(Context().get(), request, &response); });
+  taken.WaitForNotification();
+  Drain(absl::Seconds(15), absl::ZeroDuration());
+  server_->Shutdown(absl::Milliseconds(200));
+  activate.join();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
 void ExpectAbortedWithTokens(grpc::ClientReader<v1::GenerateResponse>* reader) {
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
