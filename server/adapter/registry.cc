@@ -110,13 +110,13 @@ absl::StatusOr<AdapterRegistry::Activation> AdapterRegistry::Activate(
 }
 
 absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::Retire(const std::string& name,
-                                                                    int64_t version) {
+                                                                    int64_t version, bool force) {
   if (version < 1) return NotFound(absl::StrCat("there is no version ", version));
   State::After after;
   absl::StatusOr<Retirement> retirement = Retirement();
   {
     absl::MutexLock change(&state_->change_mu);
-    retirement = state_->Retire(name, version, after);
+    retirement = state_->Retire(name, version, force, after);
   }
   state_->Finish(std::move(after));
   return retirement;
@@ -135,7 +135,7 @@ absl::StatusOr<int> AdapterRegistry::RetireOlder(const std::string& name, int64_
         if (version == nullptr) return retired;
         oldest = version->record.version;
       }
-      status = state_->Retire(name, oldest, after).status();
+      status = state_->Retire(name, oldest, /*force=*/false, after).status();
     }
     state_->Finish(std::move(after));
     if (!status.ok()) return status;

@@ -82,8 +82,9 @@ class AdapterRegistry {
   };
   // READY -> RETIRING (and not active any more), -> GONE when the last lease ends, which without
   // leases is now. Errors as Activate's; retiring twice is ADAPTER_NOT_READY. A durable version
-  // that could not be restored (FAILED) can be retired, too.
-  absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version);
+  // that could not be restored (FAILED) can be retired, too. force: LoadedAdapter::revoked from now
+  // on.
+  absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version, bool force = false);
 
   // Retires the READY versions of a name that are neither active nor among its newest `keep` READY
   // ones, the oldest first; returns how many. Stops at one that the log refuses. REQUIRES: keep

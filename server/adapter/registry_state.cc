@@ -166,6 +166,7 @@ absl::StatusOr<AdapterRegistry::Activation> AdapterRegistry::State::Activate(
 
 absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::State::Retire(const std::string& name,
                                                                            int64_t number,
+                                                                           bool force,
                                                                            After& after) {
   bool outlives = false;
   {
@@ -184,6 +185,7 @@ absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::State::Retire(const
   Retirement retirement;
   if (logged.ok()) {
     Version& version = *book.Find(name, number);
+    if (force && version.adapter != nullptr) version.adapter->Revoke();
     Withdraw(version, after);
     retirement.adapter = version.record;
     retirement.generation = events.generation();

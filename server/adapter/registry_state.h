@@ -49,8 +49,9 @@ struct AdapterRegistry::State {
   absl::StatusOr<Activation> Activate(const std::string& name, int64_t number,
                                       std::optional<int64_t> expected_generation, After& after)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) ABSL_LOCKS_EXCLUDED(mu);
-  absl::StatusOr<Retirement> Retire(const std::string& name, int64_t number, After& after)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) ABSL_LOCKS_EXCLUDED(mu);
+  absl::StatusOr<Retirement> Retire(const std::string& name, int64_t number, bool force,
+                                    After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu)
+      ABSL_LOCKS_EXCLUDED(mu);
   void FailLoad(Version& version, absl::Status reason, After& after)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // The end of a lease. Waits for no change, of which it may even be a part.

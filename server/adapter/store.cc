@@ -10,8 +10,8 @@
 #include <limits>
 #include <system_error>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/base/failpoint.h"
@@ -221,11 +221,11 @@ absl::Status Store::Noted(absl::Status status) {
 }
 
 absl::Status Store::NoteUnreadable(const std::string& object, const absl::Status& failure) {
-  // What the files' readers say names the file alone.
-  const std::string folder = ObjectPath(object);
+  // Callers are told it as well: not where the store lies.
   const auto message = [&] {
-    const std::string said(failure.message());
-    return absl::StrContains(said, folder) ? said : absl::StrCat(folder, ": ", said);
+    const std::string beginning = folder_ + "/";
+    return absl::StrCat("the store's ", ObjectPath(object).substr(beginning.size()), ": ",
+                        absl::StrReplaceAll(failure.message(), {{beginning, ""}}));
   };
   switch (failure.code()) {
     case absl::StatusCode::kInvalidArgument:

@@ -74,8 +74,8 @@ class Store : public ChangeLog {
   // A PEFT folder.
   std::string ObjectPath(const std::string& object) const;
   // What it means that an object of the journal's cannot be read: DATA_LOSS (STORE_OBJECT_DAMAGED),
-  // UNAVAILABLE (STORE_UNAVAILABLE), which it counts; the message names the object's folder. What
-  // has another cause, such as too little memory, stays as it is.
+  // UNAVAILABLE (STORE_UNAVAILABLE), which it counts; the message names the object's folder in the
+  // store. What has another cause, such as too little memory, stays as it is.
   absl::Status NoteUnreadable(const std::string& object, const absl::Status& failure)
       ABSL_LOCKS_EXCLUDED(stats_mu_);
 

@@ -92,12 +92,17 @@ class LoadedAdapter {
   bool in_host_memory() const { return entry_ != nullptr && entry_->in_host_memory(); }
   bool pinned() const { return entry_ == nullptr || entry_->pinned(); }
 
+  // Once it was retired by force: requests that hold it are to end.
+  void Revoke() const { revoked_ = true; }
+  bool revoked() const { return revoked_; }
+
  private:
   const std::string name_;
   const int64_t version_;
   const AdapterSummary summary_;
   const std::shared_ptr<const AdapterWeights> weights_;
   const std::unique_ptr<Residency::Entry> entry_;
+  mutable std::atomic<bool> revoked_{false};
 };
 
 // The right to use one version, held from admission to the end of a request and released exactly

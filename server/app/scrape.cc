@@ -11,6 +11,7 @@ std::string Scrape::Render() {
   metrics_.SetEngine({.requests = stats.requests,
                       .frozen_requests = stats.frozen_requests,
                       .paused_adapters = static_cast<int>(stats.paused_adapters.size()),
+                      .awaited_pauses = static_cast<int>(stats.awaited_pauses.size()),
                       .running_sequences = stats.running_sequences,
                       .waiting_sequences = stats.waiting_sequences,
                       .queued_requests = stats.queued_requests,

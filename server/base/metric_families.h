@@ -172,6 +172,9 @@ struct EngineMetrics {
                    .Add({})),
         paused_adapters(
             Gauges(r, "dorad_engine_paused_adapters", "Pauses of adapters in force.").Add({})),
+        awaited_pauses(Gauges(r, "dorad_engine_awaited_pauses",
+                              "Pauses that wait for requests to end and refuse new ones.")
+                           .Add({})),
         running(Gauges(r, "dorad_engine_running_sequences",
                        "Sequences with a place in the steps, frozen ones included.")
                     .Add({})),
@@ -209,7 +212,7 @@ struct EngineMetrics {
   Counter& switches;
   Counter& held_back;
   Gauge& gpu_share;
-  Gauge &requests, &frozen, &paused_adapters;
+  Gauge &requests, &frozen, &paused_adapters, &awaited_pauses;
   Gauge &running, &waiting, &queued, &queued_tokens, &paused, &pages_capacity, &pages_used,
       &pages_cached;
   Gauge& pages_lent;

@@ -165,6 +165,7 @@ void Metrics::SetEngine(const EngineGauges& gauges) {
   engine.requests.Set(gauges.requests);
   engine.frozen.Set(gauges.frozen_requests);
   engine.paused_adapters.Set(gauges.paused_adapters);
+  engine.awaited_pauses.Set(gauges.awaited_pauses);
   engine.running.Set(gauges.running_sequences);
   engine.waiting.Set(static_cast<double>(gauges.waiting_sequences));
   engine.queued.Set(gauges.queued_requests);

@@ -70,6 +70,7 @@ class Metrics {
     int requests = 0;
     int frozen_requests = 0;  // by pauses of adapters
     int paused_adapters = 0;
+    int awaited_pauses = 0;  // not in effect yet
     int running_sequences = 0;
     int64_t waiting_sequences = 0;
     int queued_requests = 0;

@@ -24,6 +24,12 @@ absl::Status ShuttingDown() {
       kRetryShuttingDown);
 }
 
+absl::Status EnginePaused() {
+  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
+                                  "the engine is paused and refuses new requests"),
+                        kRetryPaused);
+}
+
 absl::Status Admission::Admit(const Request& request, Message enter) {
   const int64_t tokens = request.load_tokens();
   const RequestKind kind = request.generate ? RequestKind::kGenerate : RequestKind::kScore;
@@ -46,13 +52,9 @@ absl::Status Admission::Admit(const Request& request, Message enter) {
 absl::Status Admission::Check(const Request& request, int64_t tokens) const {
   if (closing_ || draining_) return ShuttingDown();
   const bool refused =
-      std::any_of(refusing_.begin(), refusing_.end(),
+      std::any_of(refused_.begin(), refused_.end(),
                   [&](const adapter::AdapterRef& scope) { return Pauses::Covers(scope, request); });
-  if (refused) {
-    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
-                                    "the engine is paused and refuses new requests"),
-                          kRetryPaused);
-  }
+  if (refused) return EnginePaused();
   if (sleeping_) {
     return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
                                     "the server sleeps; Wake ends it"),
@@ -80,26 +82,6 @@ absl::Status Admission::Check(const Request& request, int64_t tokens) const {
 void Admission::Post(Message message) {
   absl::MutexLock lock(&mu_);
   inbox_.push_back(std::move(message));
-}
-
-void Admission::PostRefusing(adapter::AdapterRef scope, Message pause) {
-  absl::MutexLock lock(&mu_);
-  StopRefusing(scope);
-  refusing_.push_back(std::move(scope));
-  inbox_.push_back(std::move(pause));
-}
-
-void Admission::PostTaking(const adapter::AdapterRef& scope, Message message) {
-  absl::MutexLock lock(&mu_);
-  StopRefusing(scope);
-  inbox_.push_back(std::move(message));
-}
-
-void Admission::StopRefusing(const adapter::AdapterRef& scope) {
-  const auto is_meant = [&](const adapter::AdapterRef& ref) {
-    return scope.is_base() || ref == scope;
-  };
-  refusing_.erase(std::remove_if(refusing_.begin(), refusing_.end(), is_meant), refusing_.end());
 }
 
 void Admission::SetSleeping(bool refuses) {
@@ -156,6 +138,11 @@ std::vector<Admission::Message> Admission::Take(absl::Duration patience, bool* s
   }
   *stop = closing_;
   return std::exchange(inbox_, {});
+}
+
+void Admission::SetRefused(std::vector<adapter::AdapterRef> scopes) {
+  absl::MutexLock lock(&mu_);
+  refused_ = std::move(scopes);
 }
 
 void Admission::Started(const Request& request) {

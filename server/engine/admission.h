@@ -25,6 +25,8 @@ namespace dorad::engine {
 
 // UNAVAILABLE (SHUTTING_DOWN) with a retry hint.
 absl::Status ShuttingDown();
+// UNAVAILABLE (ENGINE_PAUSED) with a retry hint.
+absl::Status EnginePaused();
 
 class Admission {
  public:
@@ -38,10 +40,6 @@ class Admission {
   // Lets the request in by the message `enter`. Errors as Engine::Submit.
   absl::Status Admit(const Request& request, Message enter);
   void Post(Message message);
-  // A pause or resume of a scope; from now on its new requests are refused, or not any more. Those
-  // that were let in before enter the engine before the message.
-  void PostRefusing(adapter::AdapterRef scope, Message pause);
-  void PostTaking(const adapter::AdapterRef& scope, Message message);
   // Whether new requests are refused with SERVER_SLEEPING.
   void SetSleeping(bool refuses);
   // From now on new requests are refused with SHUTTING_DOWN.
@@ -68,6 +66,9 @@ class Admission {
   // The messages that have come; waits for one, or for Close, up to `patience`. *stop: after Close,
   // when these are the last.
   std::vector<Message> Take(absl::Duration patience, bool* stop);
+  // New requests that one of the scopes covers are refused with ENGINE_PAUSED. Some may have been
+  // let in before and not have entered.
+  void SetRefused(std::vector<adapter::AdapterRef> scopes);
   // A request that was let in waits no longer; each once.
   void Started(const Request& request);
   // Its id is free again.
@@ -76,7 +77,6 @@ class Admission {
  private:
   absl::Status Check(const Request& request, int64_t tokens) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void StopRefusing(const adapter::AdapterRef& scope) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   Metrics* const metrics_;
   mutable absl::Mutex mu_;
@@ -91,9 +91,9 @@ class Admission {
   std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);    // by adapter
   Queue queue_ ABSL_GUARDED_BY(mu_);
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
-  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;                      // and refusing
-  bool draining_ ABSL_GUARDED_BY(mu_) = false;                      // StopAdmission
-  std::vector<adapter::AdapterRef> refusing_ ABSL_GUARDED_BY(mu_);  // Pause(WAIT) until Resume
+  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;  // and refusing
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;  // StopAdmission
+  std::vector<adapter::AdapterRef> refused_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace dorad::engine

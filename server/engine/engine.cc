@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <thread>
 #include <utility>
 
@@ -62,6 +63,7 @@ struct Engine::Impl {
   const bool prefix_cache;
   const int64_t kv_tokens;
   const StopRules rules;
+  std::atomic<uint64_t> pause_tickets{0};
   Admission admission;
   StatsBoard board;
   EngineLoop loop;
@@ -105,21 +107,21 @@ void Engine::Abort(AbortTarget target, std::string detail, std::function<void(in
                          done = std::move(done)] { loop->Abort(target, detail, done); });
 }
 
-void Engine::Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done) {
-  Admission::Message message = [loop = &impl_->loop, mode, scope,
-                                done = std::move(done)]() mutable {
-    loop->Pause(mode, scope, std::move(done));
-  };
-  if (mode == PauseMode::kWait) {
-    impl_->admission.PostRefusing(scope, std::move(message));
-  } else {
-    impl_->admission.PostTaking(scope, std::move(message));
-  }
+uint64_t Engine::Pause(PauseOptions options, PauseDone done) {
+  const uint64_t ticket = ++impl_->pause_tickets;
+  impl_->admission.Post(
+      [loop = &impl_->loop, ticket, options = std::move(options),
+       done = std::move(done)]() mutable { loop->Pause(options, ticket, std::move(done)); });
+  return ticket;
+}
+
+void Engine::WithdrawPause(uint64_t ticket) {
+  impl_->admission.Post([loop = &impl_->loop, ticket] { loop->WithdrawPause(ticket); });
 }
 
 void Engine::Resume(const adapter::AdapterRef& scope, std::function<void()> done) {
-  impl_->admission.PostTaking(
-      scope, [loop = &impl_->loop, scope, done = std::move(done)] { loop->Resume(scope, done); });
+  impl_->admission.Post(
+      [loop = &impl_->loop, scope, done = std::move(done)] { loop->Resume(scope, done); });
 }
 
 void Engine::Sleep(SleepOptions options, std::function<void(absl::StatusOr<int64_t>)> done) {

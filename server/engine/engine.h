@@ -68,15 +68,24 @@ class Engine {
   // Ends matching requests when the steps at hand have finished; `done` gets their number, on the
   // engine thread.
   void Abort(AbortTarget target, std::string detail, std::function<void(int)> done);
-  // Stops all requests (scope: the base's reference) or those that hold an adapter (version 0: any
-  // version); new ones are taken and wait, with kWait they are refused. `done` runs on the engine
-  // thread when the pause is in effect, with the number of requests that were ended (kAbort), have
-  // finished (kWait) or are frozen (kKeep). kWait lets frozen requests of its scope run. ABORTED
-  // (PAUSE_SUPERSEDED) for a kWait that another pause or a resume of its scope or of everything
-  // overtakes, and for a kKeep of an adapter while a kWait of everything waits.
-  // RESOURCE_EXHAUSTED (PAUSES_FULL).
+  struct PauseOptions {
+    PauseMode mode = PauseMode::kKeep;
+    adapter::AdapterRef scope;  // as of whose requests; the base's: of all
+    // Whose share of the pauses of adapters it takes; nullopt: nobody's.
+    std::optional<std::string> tenant = std::nullopt;
+  };
+  // Stops all requests or those that hold an adapter (version 0: any version); new ones are taken
+  // and wait, with kWait they are refused. `done` runs on the engine thread when the pause is in
+  // effect, with the number of requests that were ended (kAbort), have finished (kWait) or are
+  // frozen (kKeep). kWait lets the requests of its scope run, whatever pauses of adapters there
+  // are. ABORTED (PAUSE_SUPERSEDED) for a kWait that another pause of its scope or of a wider one,
+  // or a resume of its scope or of everything overtakes, and for a kKeep of a part of what a kWait
+  // waits for. RESOURCE_EXHAUSTED (PAUSES_FULL). Returns a ticket for WithdrawPause.
   using PauseDone = std::function<void(absl::StatusOr<int>)>;
-  void Pause(PauseMode mode, const adapter::AdapterRef& scope, PauseDone done);
+  uint64_t Pause(PauseOptions options, PauseDone done);
+  // A kWait that is not in effect yet ends with CANCELLED, and what it changed is undone, unless
+  // somebody else waits for the same.
+  void WithdrawPause(uint64_t ticket);
   // Undoes the pauses of the scope; of the base's reference all pauses.
   void Resume(const adapter::AdapterRef& scope, std::function<void()> done);
 

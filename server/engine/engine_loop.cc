@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 
 #include "server/base/check.h"
 #include "server/base/error.h"
@@ -76,7 +77,7 @@ void EngineLoop::Run() {
     EndRequest(requests_.begin()->second.get(), ShuttingDown());
   }
   graveyard_.clear();
-  Supersede({});
+  Supersede(pauses_.TakeOf({}));
   PublishStats();
 }
 
@@ -104,6 +105,15 @@ void EngineLoop::Enter(std::unique_ptr<Request> owned) {
   request->Enter(&next_arrival_);
   // So may the note of an activation.
   Follow(request, request->NewerVersion());
+  // Both may have come between its admission and its entrance.
+  if (pauses_.Refuses(*request)) {
+    EndRequest(request, EnginePaused());
+    return;
+  }
+  if (request->HoldsRevoked()) {
+    AbortRequest(request, "an adapter version of it was retired by force");
+    return;
+  }
   FreezeOrThaw(request);
   // The note of a cancel may have come before the request.
   cancels_noted_ = cancels_noted_ || request->cancelled();
@@ -350,46 +360,54 @@ void EngineLoop::Abort(const AbortTarget& target, const std::string& detail,
   Answer(done, aborted);
 }
 
-void EngineLoop::Pause(PauseMode mode, const adapter::AdapterRef& scope, Engine::PauseDone done) {
-  if (const absl::Status room = pauses_.CheckRoom(scope); !room.ok()) {
-    // New requests of the scope are not refused any longer.
-    admission_->PostTaking(scope, [this, done = std::move(done), room] { Answer(done, room); });
+void EngineLoop::Pause(const Engine::PauseOptions& options, uint64_t ticket,
+                       Engine::PauseDone done) {
+  const adapter::AdapterRef& scope = options.scope;
+  if (const absl::Status room = pauses_.CheckRoom(scope, options.tenant); !room.ok()) {
+    Answer(done, room);
     return;
   }
-  switch (mode) {
+  switch (options.mode) {
     case PauseMode::kAbort: {
-      Supersede(scope);
-      pauses_.Begin(scope);
+      Supersede(pauses_.TakeWithin(scope));
+      pauses_.Begin(scope, options.tenant);
       const int aborted =
           AbortMatching({.adapter = scope, .all = scope.is_base()}, "the engine was paused");
+      FollowPauses();
       Answer(done, aborted);
       return;
     }
     case PauseMode::kKeep:
-      if (!scope.is_base() && pauses_.everything_waits()) {
-        // Frozen requests would never end, and the pause of everything would wait for them.
-        Answer(done, Superseded("a pause of everything waits for these requests to end"));
+      Supersede(pauses_.TakeWithin(scope));
+      if (pauses_.IsWaitedFor(scope)) {
+        // Frozen requests would never end, and the wider pause would wait for them.
+        Answer(done, Superseded("a pause of more than these requests waits for them to end"));
         return;
       }
-      Supersede(scope);
       FinishAll();
-      pauses_.Begin(scope);
-      FreezeAndThaw();
+      pauses_.Begin(scope, options.tenant);
+      FollowPauses();
       Answer(done, CountCovered(scope));
       return;
     case PauseMode::kWait:
-      // Frozen requests could never finish: a pause that waits lets them run.
-      pauses_.End(scope);
-      FreezeAndThaw();
-      pauses_.Wait({scope, std::move(done), CountCovered(scope)});
+      pauses_.Wait(scope, options.tenant, {ticket, CountCovered(scope), std::move(done)});
+      FollowPauses();
       return;
   }
 }
 
+void EngineLoop::WithdrawPause(uint64_t ticket) {
+  const std::optional<Pauses::Waiter> withdrawn = pauses_.Withdraw(ticket);
+  if (!withdrawn) return;
+  FollowPauses();
+  Answer(withdrawn->done,
+         MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED", "the pause was withdrawn"));
+}
+
 void EngineLoop::Resume(const adapter::AdapterRef& scope, const std::function<void()>& done) {
   pauses_.End(scope);
-  FreezeAndThaw();
-  Supersede(scope);
+  Supersede(pauses_.TakeOf(scope));
+  FollowPauses();
   Answer(done);
 }
 
@@ -462,15 +480,21 @@ void EngineLoop::LendKv(int64_t bytes, const std::function<void(int64_t)>& done)
   Answer(done, kv_released_ ? 0 : lending_.Lend(bytes, SteadyNow()));
 }
 
-// Ends the pauses that still wait: another word has come in between.
-void EngineLoop::Supersede(const adapter::AdapterRef& scope) {
-  for (const Pauses::Waiting& pause : pauses_.TakeOvertaken(scope)) {
-    Answer(pause.done, Superseded("another pause or a resume came before the engine was idle"));
+// Another word has come in between.
+void EngineLoop::Supersede(const std::vector<Pauses::Waiter>& waiters) {
+  for (const Pauses::Waiter& waiter : waiters) {
+    Answer(waiter.done, Superseded("another pause or a resume came before the engine was idle"));
   }
 }
 
-void EngineLoop::FreezeAndThaw() {
+// To be called whenever pauses have come or gone.
+void EngineLoop::FollowPauses() {
+  const bool stops_some = std::any_of(requests_.begin(), requests_.end(), [&](const auto& entry) {
+    return !entry.second->frozen && pauses_.Freezes(*entry.second);
+  });
+  if (stops_some) FinishAll();  // who stands still has nothing in flight
   for (const auto& [id, request] : requests_) FreezeOrThaw(request.get());
+  admission_->SetRefused(pauses_.refused());
 }
 
 // As pauses of adapters say; a pause of everything stops the engine instead.
@@ -493,16 +517,26 @@ int EngineLoop::CountCovered(const adapter::AdapterRef& scope) const {
   }));
 }
 
+// The witness is one that had not at the last question: most often it still has not.
+bool EngineLoop::AllHaveEnded(const adapter::AdapterRef& scope, std::string* witness) const {
+  const auto known = requests_.find(*witness);
+  if (known != requests_.end() && Pauses::Covers(scope, *known->second)) return false;
+  const auto other = std::find_if(requests_.begin(), requests_.end(), [&](const auto& entry) {
+    return Pauses::Covers(scope, *entry.second);
+  });
+  if (other == requests_.end()) return true;
+  *witness = other->first;
+  return false;
+}
+
 // Pause(WAIT) is in effect when the last admitted request of its scope has ended.
 void EngineLoop::CompletePauses() {
-  if (!pauses_.anyone_waits()) return;
-  const auto is_over = [this](const adapter::AdapterRef& scope) {
-    return CountCovered(scope) == 0;
-  };
-  for (const Pauses::Waiting& pause : pauses_.TakeOver(is_over)) {
-    pauses_.Begin(pause.scope);
-    Answer(pause.done, pause.requests);
-  }
+  if (pauses_.waiting().empty()) return;
+  const std::vector<Pauses::Waiter> over = pauses_.Complete(
+      [this](const auto& scope, std::string* witness) { return AllHaveEnded(scope, witness); });
+  if (over.empty()) return;
+  FollowPauses();
+  for (const Pauses::Waiter& waiter : over) Answer(waiter.done, waiter.requests);
 }
 
 void EngineLoop::PublishStats() {
@@ -521,7 +555,8 @@ void EngineLoop::PublishStats() {
   stats.paused = pauses_.all();
   stats.asleep = asleep_;
   stats.gpu_share = pacer_.share();
-  stats.paused_adapters = pauses_.adapters();
+  stats.paused_adapters = pauses_.stopped();
+  stats.awaited_pauses = pauses_.waiting();
   stats.frozen_requests = static_cast<int>(frozen_requests_);
   board_->Publish(std::move(stats));
 }

@@ -45,7 +45,8 @@ class EngineLoop {
   void NoteActivated() { activations_noted_ = true; }
   void Abort(const AbortTarget& target, const std::string& detail,
              const std::function<void(int)>& done);
-  void Pause(PauseMode mode, const adapter::AdapterRef& scope, Engine::PauseDone done);
+  void Pause(const Engine::PauseOptions& options, uint64_t ticket, Engine::PauseDone done);
+  void WithdrawPause(uint64_t ticket);
   void Resume(const adapter::AdapterRef& scope, const std::function<void()>& done);
   void Sleep(const Engine::SleepOptions& options,
              const std::function<void(absl::StatusOr<int64_t>)>& done);
@@ -88,9 +89,10 @@ class EngineLoop {
   int AbortMatching(const AbortTarget& target, const std::string& detail);
 
   // --- Pauses.
-  void Supersede(const adapter::AdapterRef& scope);
-  void FreezeAndThaw();
+  void Supersede(const std::vector<Pauses::Waiter>& waiters);
+  void FollowPauses();
   void FreezeOrThaw(Request* request);
+  bool AllHaveEnded(const adapter::AdapterRef& scope, std::string* witness) const;
   void CompletePauses();
   int CountCovered(const adapter::AdapterRef& scope) const;
   void PublishStats();

@@ -8,59 +8,143 @@
 #include "server/base/error.h"
 
 namespace dorad::engine {
+namespace {
 
-bool Pauses::Freezes(const Request& request) const {
-  return std::any_of(adapters_.begin(), adapters_.end(),
-                     [&](const adapter::AdapterRef& ref) { return request.Holds(ref); });
+// Whether a pause of `whole` is about all that one of `part` is about.
+bool Contains(const adapter::AdapterRef& whole, const adapter::AdapterRef& part) {
+  if (whole.is_base() || whole == part) return true;
+  return whole.name == part.name && whole.version == 0;
 }
 
-absl::Status Pauses::CheckRoom(const adapter::AdapterRef& scope) const {
-  const bool is_known =
-      scope.is_base() || std::count(adapters_.begin(), adapters_.end(), scope) > 0;
-  if (is_known || adapters_.size() + waiting_.size() < kMost) return absl::OkStatus();
-  return MakeError(absl::StatusCode::kResourceExhausted, "PAUSES_FULL",
-                   absl::StrCat("there are ", kMost, " pauses of adapters; Resume ends them"));
+absl::Status Full(int most, std::string_view whose) {
+  return MakeError(
+      absl::StatusCode::kResourceExhausted, "PAUSES_FULL",
+      absl::StrCat("there are ", most, " pauses of ", std::string(whose), "; Resume ends them"));
 }
 
-void Pauses::Begin(const adapter::AdapterRef& scope) {
-  if (scope.is_base()) {
-    all_ = true;
-  } else if (std::find(adapters_.begin(), adapters_.end(), scope) == adapters_.end()) {
-    adapters_.push_back(scope);
+}  // namespace
+
+Pauses::Pause& Pauses::FindOrAdd(const adapter::AdapterRef& scope,
+                                 const std::optional<std::string>& tenant) {
+  for (Pause& pause : pauses_) {
+    if (pause.scope == scope) return pause;
   }
+  return pauses_.emplace_back(Pause{scope, tenant, false, false, {}, {}});
+}
+
+absl::Status Pauses::CheckRoom(const adapter::AdapterRef& scope,
+                               const std::optional<std::string>& tenant) const {
+  if (scope.is_base()) return absl::OkStatus();
+  int all = 0, own = 0;
+  for (const Pause& pause : pauses_) {
+    if (pause.scope == scope) return absl::OkStatus();
+    if (pause.scope.is_base()) continue;
+    ++all;
+    own += pause.tenant == tenant;
+  }
+  if (tenant && own >= kMostOfTenant) return Full(kMostOfTenant, "yours");
+  if (all >= kMost) return Full(kMost, "adapters");
+  return absl::OkStatus();
+}
+
+void Pauses::Begin(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant) {
+  Pause& pause = FindOrAdd(scope, tenant);
+  pause.in_force = true;
+  pause.refuses = false;
+  Update();
 }
 
 void Pauses::End(const adapter::AdapterRef& scope) {
-  if (scope.is_base()) {
-    all_ = false;
-    adapters_.clear();
-  } else {
-    adapters_.erase(std::remove(adapters_.begin(), adapters_.end(), scope), adapters_.end());
+  for (Pause& pause : pauses_) {
+    if (scope.is_base() || pause.scope == scope) pause.in_force = pause.refuses = false;
   }
+  Update();
 }
 
-std::vector<Pauses::Waiting> Pauses::TakeOver(
-    const std::function<bool(const adapter::AdapterRef&)>& is_over) {
-  return Take([&](const Waiting& waiting) { return is_over(waiting.scope); });
+void Pauses::Wait(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant,
+                  Waiter waiter) {
+  FindOrAdd(scope, tenant).waiters.push_back(std::move(waiter));
+  Update();
 }
 
-std::vector<Pauses::Waiting> Pauses::TakeOvertaken(const adapter::AdapterRef& scope) {
-  return Take([&](const Waiting& waiting) { return scope.is_base() || waiting.scope == scope; });
+std::vector<Pauses::Waiter> Pauses::Complete(const IsOver& is_over) {
+  return TakeIf([&](Pause& pause) {
+    if (!is_over(pause.scope, &pause.witness)) return false;
+    pause.in_force = pause.refuses = true;
+    return true;
+  });
 }
 
-bool Pauses::everything_waits() const {
+std::vector<Pauses::Waiter> Pauses::TakeWithin(const adapter::AdapterRef& scope) {
+  return TakeIf([&](const Pause& pause) { return Contains(scope, pause.scope); });
+}
+
+std::vector<Pauses::Waiter> Pauses::TakeOf(const adapter::AdapterRef& scope) {
+  return TakeIf([&](const Pause& pause) { return scope.is_base() || pause.scope == scope; });
+}
+
+std::optional<Pauses::Waiter> Pauses::Withdraw(uint64_t ticket) {
+  for (Pause& pause : pauses_) {
+    const auto it = std::find_if(pause.waiters.begin(), pause.waiters.end(),
+                                 [&](const Waiter& waiter) { return waiter.ticket == ticket; });
+    if (it == pause.waiters.end()) continue;
+    Waiter withdrawn = std::move(*it);
+    pause.waiters.erase(it);
+    Update();
+    return withdrawn;
+  }
+  return std::nullopt;
+}
+
+bool Pauses::Freezes(const Request& request) const {
+  const auto covers = [&](const adapter::AdapterRef& scope) { return Covers(scope, request); };
+  return std::none_of(waiting_.begin(), waiting_.end(), covers) &&
+         std::any_of(stopped_.begin(), stopped_.end(), covers);
+}
+
+bool Pauses::Refuses(const Request& request) const {
+  return std::any_of(refused_.begin(), refused_.end(),
+                     [&](const adapter::AdapterRef& scope) { return Covers(scope, request); });
+}
+
+bool Pauses::IsWaitedFor(const adapter::AdapterRef& scope) const {
   return std::any_of(waiting_.begin(), waiting_.end(),
-                     [](const Waiting& waiting) { return waiting.scope.is_base(); });
+                     [&](const adapter::AdapterRef& waiting) { return Contains(waiting, scope); });
 }
 
 template <typename Condition>
-std::vector<Pauses::Waiting> Pauses::Take(Condition condition) {
-  const auto first = std::stable_partition(waiting_.begin(), waiting_.end(),
-                                           [&](const Waiting& w) { return !condition(w); });
-  std::vector<Waiting> taken(std::make_move_iterator(first),
-                             std::make_move_iterator(waiting_.end()));
-  waiting_.erase(first, waiting_.end());
+std::vector<Pauses::Waiter> Pauses::TakeIf(Condition condition) {
+  std::vector<Waiter> taken;
+  for (Pause& pause : pauses_) {
+    if (pause.waiters.empty() || !condition(pause)) continue;
+    std::move(pause.waiters.begin(), pause.waiters.end(), std::back_inserter(taken));
+    pause.waiters.clear();
+  }
+  if (!taken.empty()) Update();
   return taken;
+}
+
+// Forgets what is neither in force nor waited for.
+void Pauses::Update() {
+  std::erase_if(pauses_,
+                [](const Pause& pause) { return !pause.in_force && pause.waiters.empty(); });
+  all_ = false;
+  stopped_.clear();
+  waiting_.clear();
+  refused_.clear();
+  for (const Pause& pause : pauses_) {
+    const bool waits = !pause.waiters.empty();
+    if (waits) waiting_.push_back(pause.scope);
+    if (waits || pause.refuses) refused_.push_back(pause.scope);
+  }
+  for (const Pause& pause : pauses_) {
+    if (!pause.in_force || IsWaitedFor(pause.scope)) continue;
+    if (pause.scope.is_base()) {
+      all_ = true;
+    } else {
+      stopped_.push_back(pause.scope);
+    }
+  }
 }
 
 }  // namespace dorad::engine

@@ -1,8 +1,11 @@
-// Which requests pauses have stopped, and who waits for a pause to take effect. The base's
-// reference stands for every request. Confined to the engine thread.
+// Which requests pauses have stopped, which new ones they refuse, and who waits for a pause to take
+// effect. The base's reference stands for every request. Confined to the engine thread.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -21,43 +24,75 @@ class Pauses {
 
   // As Engine::PauseDone.
   using Done = std::function<void(absl::StatusOr<int>)>;
-  // A pause that waits for its requests to end.
-  struct Waiting {
-    adapter::AdapterRef scope;
-    Done done;
+  // Somebody who waits for the requests of a scope to end.
+  struct Waiter {
+    uint64_t ticket = 0;
     int requests = 0;
+    Done done;
   };
 
-  bool all() const { return all_; }
-  // Whose requests are stopped, in the order of the pauses.
-  const std::vector<adapter::AdapterRef>& adapters() const { return adapters_; }
+  // Scopes of adapters, in force or waited for, that there may be, and that one tenant may have.
+  static constexpr int kMost = 1024;
+  static constexpr int kMostOfTenant = 64;
+  // OK: the scope is there, or may come. RESOURCE_EXHAUSTED (PAUSES_FULL). nullopt: nobody's.
+  absl::Status CheckRoom(const adapter::AdapterRef& scope,
+                         const std::optional<std::string>& tenant) const;
+
+  // In force from now on.
+  void Begin(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant);
+  // Not in force any more; of everything, no pause is.
+  void End(const adapter::AdapterRef& scope);
+  // What the scope covers runs to its end meanwhile, whatever pauses of adapters are in force; of
+  // everything, whatever pauses are.
+  void Wait(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant,
+            Waiter waiter);
+
+  // The scopes for whose requests somebody waits begin to be in force when `is_over(scope,
+  // &witness)`; returns who waited. The witness is for is_over to remember, by scope, what it saw.
+  using IsOver = std::function<bool(const adapter::AdapterRef& scope, std::string* witness)>;
+  std::vector<Waiter> Complete(const IsOver& is_over);
+  // Who waits for what a pause of the scope would stop: for it, or for a part of it.
+  std::vector<Waiter> TakeWithin(const adapter::AdapterRef& scope);
+  // Who waits for the scope; of everything, all who wait.
+  std::vector<Waiter> TakeOf(const adapter::AdapterRef& scope);
+  // nullopt: nobody waits with this ticket any more.
+  std::optional<Waiter> Withdraw(uint64_t ticket);
+
   // Whether a pause of one of its adapters stops the request.
   bool Freezes(const Request& request) const;
+  bool Refuses(const Request& request) const;
+  // Whether the scope is a part of what somebody waits for.
+  bool IsWaitedFor(const adapter::AdapterRef& scope) const;
 
-  // Pauses of adapters, in effect or waiting, that there may be.
-  static constexpr size_t kMost = 1024;
-  // OK: this one may begin or wait. RESOURCE_EXHAUSTED (PAUSES_FULL).
-  absl::Status CheckRoom(const adapter::AdapterRef& scope) const;
-  void Begin(const adapter::AdapterRef& scope);
-  // Of everything ends the pauses of adapters, too.
-  void End(const adapter::AdapterRef& scope);
-
-  void Wait(Waiting waiting) { waiting_.push_back(std::move(waiting)); }
-  // Takes out those that are done when `is_over(scope)`.
-  std::vector<Waiting> TakeOver(const std::function<bool(const adapter::AdapterRef&)>& is_over);
-  // Takes out those that another pause or a resume of the scope overtakes: the same scope's, and
-  // all where that is everything. Who may pause some adapter thus cannot end a pause of everything.
-  std::vector<Waiting> TakeOvertaken(const adapter::AdapterRef& scope);
-  bool everything_waits() const;
-  bool anyone_waits() const { return !waiting_.empty(); }
+  // Whether everything is stopped.
+  bool all() const { return all_; }
+  // Adapters in force whose requests stand still.
+  const std::vector<adapter::AdapterRef>& stopped() const { return stopped_; }
+  // Whose requests somebody waits for.
+  const std::vector<adapter::AdapterRef>& waiting() const { return waiting_; }
+  // Whose new requests are refused: those that are or were waited for.
+  const std::vector<adapter::AdapterRef>& refused() const { return refused_; }
 
  private:
-  template <typename Condition>
-  std::vector<Waiting> Take(Condition condition);
+  // One for each scope that is in force or waited for.
+  struct Pause {
+    adapter::AdapterRef scope;
+    std::optional<std::string> tenant;
+    bool in_force = false;
+    bool refuses = false;  // since it was waited for
+    std::vector<Waiter> waiters;
+    std::string witness;
+  };
 
+  Pause& FindOrAdd(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant);
+  template <typename Condition>
+  std::vector<Waiter> TakeIf(Condition condition);
+  void Update();
+
+  std::vector<Pause> pauses_;  // in the order in which they came
+  // What these come to.
   bool all_ = false;
-  std::vector<adapter::AdapterRef> adapters_;
-  std::vector<Waiting> waiting_;
+  std::vector<adapter::AdapterRef> stopped_, waiting_, refused_;
 };
 
 }  // namespace dorad::engine

@@ -73,14 +73,25 @@ Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant 
       admitted(admitted),
       deadline(ToInstant(score->deadline, admitted)) {}
 
-bool Request::Holds(const adapter::AdapterRef& adapter) const {
-  const auto matches = [&adapter](const adapter::AdapterLease& lease) {
-    return lease.get() != nullptr && lease.get()->name() == adapter.name &&
-           (adapter.version == 0 || lease.get()->version() == adapter.version);
+template <typename Condition>
+bool Request::HoldsAny(Condition condition) const {
+  const auto matches = [&condition](const adapter::AdapterLease& lease) {
+    return lease.get() != nullptr && condition(*lease.get());
   };
   const std::vector<adapter::AdapterLease>& others = generate ? earlier_ : score->leases;
   return (generate && matches(generate->lease)) ||
          std::any_of(others.begin(), others.end(), matches);
+}
+
+bool Request::Holds(const adapter::AdapterRef& adapter) const {
+  return HoldsAny([&adapter](const adapter::LoadedAdapter& held) {
+    return held.name() == adapter.name &&
+           (adapter.version == 0 || held.version() == adapter.version);
+  });
+}
+
+bool Request::HoldsRevoked() const {
+  return HoldsAny([](const adapter::LoadedAdapter& held) { return held.revoked(); });
 }
 
 std::vector<std::string> Request::adapters() const {

@@ -50,6 +50,8 @@ struct Request {
   bool cancelled() const { return generate ? stream->cancelled() : ticket->cancelled(); }
   // Whether tokens to come or keys and values stand on the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;
+  // Likewise, on one that was retired by force.
+  bool HoldsRevoked() const;
 
   // A lease on the version that is active now, when the request follows the active one and it is
   // another than the request's; else an empty one.
@@ -108,6 +110,8 @@ struct Request {
   bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,
                    Metrics* metrics);
   bool AcceptScores(const Chunk& chunk, StepOutput output);
+  template <typename Condition>
+  bool HoldsAny(Condition condition) const;
   void CountUse(Metrics* metrics) const;
   // Says what the engine knows, and lets go of the log.
   void LogEnd(Instant now);

@@ -172,7 +172,8 @@ struct EngineStats {
   bool asleep = false;
   double gpu_share = 1;  // the most of the time that steps take now
   std::vector<adapter::AdapterRef> paused_adapters;
-  int frozen_requests = 0;  // by pauses of adapters
+  std::vector<adapter::AdapterRef> awaited_pauses;  // scopes of kWaits that are not in effect yet
+  int frozen_requests = 0;                          // by pauses of adapters
 };
 
 }  // namespace dorad::engine

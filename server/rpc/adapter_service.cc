@@ -176,7 +176,7 @@ absl::Status List(const adapter::AdapterRegistry& registry, const security::Prin
 
 void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::RetireResponse>>& call,
             const adapter::AdapterRef& ref, bool force) {
-  const auto retirement = services.registry->Retire(ref.name, ref.version);
+  const auto retirement = services.registry->Retire(ref.name, ref.version, force);
   const auto complete = [call, retirement] {
     call->Complete([&](v1::RetireResponse* to) {
       if (!retirement.ok()) return retirement.status();

@@ -56,6 +56,13 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
   for (const adapter::AdapterRef& ref : stats.paused_adapters) {
     if (caller.MayTouch(ref.name)) to->add_paused_adapters(ref.ToString());
   }
+  for (const adapter::AdapterRef& ref : stats.awaited_pauses) {
+    if (ref.is_base()) {
+      to->set_pausing(true);
+    } else if (caller.MayTouch(ref.name)) {
+      to->add_pausing_adapters(ref.ToString());
+    }
+  }
   to->set_frozen_requests(static_cast<uint32_t>(stats.frozen_requests));
   for (const std::string& tag : services.sleep.asleep()) to->add_sleeping(tag);
   to->set_gpu_share(stats.gpu_share);
@@ -66,21 +73,6 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
 // Whether the caller may stop what the scope covers.
 absl::Status CheckScope(const security::Principal& caller, const adapter::AdapterRef& scope) {
   return scope.is_base() ? CheckIsAdmin(caller) : CheckAdapterAccess(caller, scope.name);
-}
-
-// The share of a tenant, who is not to take the places of others'.
-absl::Status CheckPauses(const Services& services, const security::Principal& caller,
-                         const adapter::AdapterRef& scope) {
-  constexpr int64_t kMost = 64;
-  if (caller.roles.Has(security::Role::kAdmin)) return absl::OkStatus();
-  const std::vector<adapter::AdapterRef> paused = services.engine->stats().paused_adapters;
-  const bool is_known = std::count(paused.begin(), paused.end(), scope) > 0;
-  const auto is_own = [&](const adapter::AdapterRef& ref) { return caller.MayTouch(ref.name); };
-  if (is_known || std::count_if(paused.begin(), paused.end(), is_own) < kMost) {
-    return absl::OkStatus();
-  }
-  return MakeError(absl::StatusCode::kResourceExhausted, "PAUSES_FULL",
-                   absl::StrCat("there are ", kMost, " pauses of your adapters; Resume ends them"));
 }
 
 void FillInfo(const Services& services, const security::Principal& caller,
@@ -95,7 +87,10 @@ void FillInfo(const Services& services, const security::Principal& caller,
   for (const auto& [kind, bytes] : services.memory_by_kind()) {
     (*to->mutable_memory_bytes())[kind] = static_cast<uint64_t>(bytes);
   }
-  to->set_handover_socket(services.info.handover_socket);
+  // A path of this host's, for those who publish from memory.
+  if (caller.roles.Has(security::Role::kPublish)) {
+    to->set_handover_socket(services.info.handover_socket);
+  }
   to->set_lent_weight_bytes(static_cast<uint64_t>(services.lent_weight_bytes()));
 }
 
@@ -147,20 +142,23 @@ grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* con
         absl::StatusOr<ParsedPause> pause = ParsePause(*request);
         absl::Status status = pause.status();
         if (status.ok()) status = CheckScope(call->caller(), pause->scope);
-        if (status.ok()) status = CheckPauses(*services_, call->caller(), pause->scope);
         if (!status.ok()) {
           call->End(status);
           return;
         }
-        services_->engine->Pause(pause->mode, pause->scope,
-                                 [call](const absl::StatusOr<int>& affected) {
-                                   call->Complete([&affected](v1::PauseResponse* to) {
-                                     if (affected.ok()) {
-                                       to->set_affected(static_cast<uint32_t>(*affected));
-                                     }
-                                     return affected.status();
-                                   });
-                                 });
+        engine::Engine::PauseOptions options{pause->mode, pause->scope};
+        const security::Principal& caller = call->caller();
+        if (!caller.roles.Has(security::Role::kAdmin)) options.tenant = caller.tenant;
+        const uint64_t ticket = services_->engine->Pause(
+            std::move(options), [call](const absl::StatusOr<int>& affected) {
+              call->Complete([&affected](v1::PauseResponse* to) {
+                if (affected.ok()) to->set_affected(static_cast<uint32_t>(*affected));
+                return affected.status();
+              });
+            });
+        // Nobody would know of what came into effect later.
+        call->set_on_cancel(
+            [engine = services_->engine, ticket] { engine->WithdrawPause(ticket); });
       });
 }
 

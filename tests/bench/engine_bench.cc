@@ -70,7 +70,7 @@ void Report(int step_us, int sequences) {
   summary.digest = std::string(64, 'd');
   const auto adapter = std::make_shared<const adapter::LoadedAdapter>("policy", 1, summary);
   std::vector<std::shared_ptr<TokenStream>> streams;
-  engine.Pause(PauseMode::kKeep, {}, [](auto) {});
+  engine.Pause({PauseMode::kKeep, {}}, [](auto) {});
   for (int i = 0; i < sequences; ++i) {
     GenerateInput input;
     input.request_id = "request-" + std::to_string(i);

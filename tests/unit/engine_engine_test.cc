@@ -558,7 +558,7 @@ TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
   options.max_step_tokens = 4;
   options.prefix_cache = false;
   Start(options, 14);
-  engine_->Pause(PauseMode::kKeep, {}, [](auto) {});  // so that all begin together
+  engine_->Pause({PauseMode::kKeep, {}}, [](auto) {});  // so that all begin together
   std::vector<std::shared_ptr<TokenStream>> streams;
   for (int i = 0; i < 3; ++i) {
     GenerateInput input = Input(Prompt(4, 50 * i), 60);
@@ -618,7 +618,7 @@ TEST_F(EngineTest, PauseKeepFreezesAndResumeGoesOn) {
   const SampleText expected = Expected(input, 0, 512);
   auto stream = Submit(std::move(input));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kKeep, {}, [&](absl::StatusOr<int> count) {
+  engine_->Pause({PauseMode::kKeep, {}}, [&](absl::StatusOr<int> count) {
     EXPECT_EQ(count.value(), 1);
     paused.Notify();
   });
@@ -641,9 +641,11 @@ TEST_F(EngineTest, PauseWaitRefusesNewRequestsAndAnswersWhenDrained) {
   };
   auto stream = Submit(Input(Prompt(4), 50));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kWait, {}, [&](auto) { paused.Notify(); });
+  engine_->Pause({PauseMode::kWait, {}}, [&](auto) { paused.Notify(); });
+  // At the door, or when it enters behind the pause.
   auto refused = std::make_shared<TokenStream>(false);
-  const absl::Status status = engine_->Submit(Input(Prompt(4), 2), refused);
+  absl::Status status = engine_->Submit(Input(Prompt(4), 2), refused);
+  if (status.ok()) status = Wait(*refused).status;
   EXPECT_EQ(ReasonOf(status), "ENGINE_PAUSED");
   paused.WaitForNotification();
   EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 50u);
@@ -661,10 +663,10 @@ TEST_F(EngineTest, PauseWaitLetsFrozenRequestsFinish) {
   };
   auto stream = Submit(Input(Prompt(4), 50));
   absl::Notification frozen;
-  engine_->Pause(PauseMode::kKeep, {}, [&](auto) { frozen.Notify(); });
+  engine_->Pause({PauseMode::kKeep, {}}, [&](auto) { frozen.Notify(); });
   frozen.WaitForNotification();
   absl::Notification drained;
-  engine_->Pause(PauseMode::kWait, {}, [&](auto) { drained.Notify(); });
+  engine_->Pause({PauseMode::kWait, {}}, [&](auto) { drained.Notify(); });
   EXPECT_TRUE(drained.WaitForNotificationWithTimeout(absl::Seconds(30)));
   EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 50u);
   EXPECT_TRUE(engine_->stats().paused);
@@ -678,7 +680,7 @@ TEST_F(EngineTest, APauseThatWaitsIsToldWhenItIsOvertaken) {
   };
   auto stream = Submit(Input(Prompt(4), 400));
   absl::Notification overtaken;
-  engine_->Pause(PauseMode::kWait, {}, [&](absl::StatusOr<int> result) {
+  engine_->Pause({PauseMode::kWait, {}}, [&](absl::StatusOr<int> result) {
     EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
     overtaken.Notify();
   });
@@ -703,6 +705,21 @@ TEST_F(EngineTest, WithoutThePrefixCacheNothingIsReused) {
   EXPECT_THAT(metrics_.Render(), HasSubstr("dorad_prefix_cache_hit_tokens_total 0\n"));
 }
 
+// Its lease is older than the retirement, whose abort it has missed.
+TEST_F(EngineTest, ARequestThatEntersWithARevokedVersionIsAborted) {
+  Start(DefaultOptions(), 64);
+  const auto adapter = MakeAdapter("a", 1);
+  GenerateInput input = Input(Prompt(4), 50, adapter);
+  adapter->Revoke();
+  const Outcome outcome = Wait(*Submit(std::move(input)));
+  EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+  EXPECT_EQ(outcome.samples.at(0).finish.reason, FinishReason::kAborted);
+  EXPECT_TRUE(outcome.samples.at(0).tokens.empty());
+  EXPECT_EQ(Wait(*Submit(Input(Prompt(4), 5, MakeAdapter("a", 2)))).samples.at(0).tokens.size(),
+            5u);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, PauseAbortEndsEverything) {
   Start(DefaultOptions(), 64);
   runner_->on_step = [] {
@@ -711,7 +728,7 @@ TEST_F(EngineTest, PauseAbortEndsEverything) {
   };
   auto stream = Submit(Input(Prompt(4), 500));
   absl::Notification paused;
-  engine_->Pause(PauseMode::kAbort, {}, [&](absl::StatusOr<int> count) {
+  engine_->Pause({PauseMode::kAbort, {}}, [&](absl::StatusOr<int> count) {
     EXPECT_EQ(count.value(), 1);
     paused.Notify();
   });

@@ -62,7 +62,7 @@ TEST_F(EngineResidencyTest, MoreAdaptersThanFitAreAllServed) {
   Start(DefaultOptions(), 64);
   std::vector<SampleText> expected;
   std::vector<std::shared_ptr<TokenStream>> streams;
-  engine_->Pause(PauseMode::kKeep, {}, [](auto) {});  // none ends before there are too many
+  engine_->Pause({PauseMode::kKeep, {}}, [](auto) {});  // none ends before there are too many
   for (int i = 0; i < 40; ++i) {
     GenerateInput input = Input(Prompt(5 + i), 20, Resident("a" + std::to_string(i % 10)));
     expected.push_back(Expected(input, 0, 512));
@@ -157,7 +157,7 @@ TEST_F(EngineResidencyTest, WeightsThatCannotBeBroughtEndOnlyTheRequestsThatWait
     return absl::OkStatus();
   };
   absl::Notification is_paused;
-  engine_->Pause(PauseMode::kKeep, {"paused", 0}, [&](auto) { is_paused.Notify(); });
+  engine_->Pause({PauseMode::kKeep, {"paused", 0}}, [&](auto) { is_paused.Notify(); });
   is_paused.WaitForNotification();
   auto frozen = Submit(Input(Prompt(5), 3, paused));
   auto other = Submit(Input(Prompt(5), 450, here));
@@ -270,7 +270,7 @@ TEST_F(EngineResidencyTest, AVersionThatWasActiveBetweenTwoTokensIsUsedNoMore) {
   running.WaitForNotification();
   const auto pause = [&] {
     absl::Notification done;
-    engine_->Pause(PauseMode::kKeep, {}, [&](auto) { done.Notify(); });
+    engine_->Pause({PauseMode::kKeep, {}}, [&](auto) { done.Notify(); });
     done.WaitForNotification();
   };
   pause();
@@ -306,7 +306,7 @@ TEST_F(EngineResidencyTest, TheWeightsOfAPausedAdapterMakeRoom) {
     absl::SleepFor(absl::Milliseconds(1));
   }
   absl::Notification done;
-  engine_->Pause(PauseMode::kKeep, {"paused", 0}, [&](auto) { done.Notify(); });
+  engine_->Pause({PauseMode::kKeep, {"paused", 0}}, [&](auto) { done.Notify(); });
   done.WaitForNotification();
   EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, other))).status.ok());
   EXPECT_FALSE(paused->resident());

@@ -788,6 +788,36 @@ TEST_F(ServerTest, WatchRefusesGenerationsItCannotServe) {
   }
 }
 
+TEST_F(ServerTest, APauseWhoseCallerHasGivenUpIsUndone) {
+  runner_->step_time = 5;
+  const auto context = Context();
+  const auto reader = inference_->Generate(context.get(), Request(400));
+  ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 3; }));
+  v1::PauseRequest pause;
+  pause.set_mode(v1::PAUSE_MODE_WAIT);
+  v1::PauseResponse paused;
+  const auto impatient = Context();
+  std::thread pausing([&] {
+    const grpc::Status status = control_->Pause(impatient.get(), pause, &paused);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::CANCELLED);
+  });
+  v1::GetInfoResponse info;
+  EXPECT_TRUE(Eventually([&] {
+    EXPECT_TRUE(control_->GetInfo(Context().get(), v1::GetInfoRequest(), &info).ok());
+    return info.engine().pausing();
+  }));
+  EXPECT_FALSE(info.engine().paused());
+  EXPECT_EQ(ReasonOfWire(Generate(Request(5)).status), "ENGINE_PAUSED");
+  impatient->TryCancel();
+  pausing.join();
+  EXPECT_TRUE(Eventually([&] { return Generate(Request(5)).status.ok(); }));
+  EXPECT_TRUE(engine_->stats().awaited_pauses.empty());
+  context->TryCancel();
+  (void)reader->Finish();
+  EXPECT_TRUE(Eventually([&] { return engine_->idle(); }));
+  EXPECT_FALSE(engine_->stats().paused);
+}
+
 TEST_F(ServerTest, PausesAndResumes) {
   v1::PauseRequest pause;
   pause.set_mode(v1::PAUSE_MODE_WAIT);

@@ -435,7 +435,7 @@ def abort_request(
     return inference_pb2.AbortRequest(all=True)
 
 
-REPEATED = ("eos_token_ids", "paused_adapters", "sleeping")
+REPEATED = ("eos_token_ids", "paused_adapters", "pausing_adapters", "sleeping")
 
 
 def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:

@@ -385,6 +385,10 @@ class EngineInfo:
     """Of "weights", "kv" and "adapters" what sleeps."""
     gpu_share: float = 1.0
     """The most of the time that steps take now; 1: they follow one another."""
+    pausing: bool = False
+    """A pause of everything waits for requests to end; new ones are refused."""
+    pausing_adapters: list[str] = field(default_factory=list)
+    """Each "name" or "name@version" for whose requests such a pause waits."""
 
 
 @dataclass(frozen=True, slots=True)
