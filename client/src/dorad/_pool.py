@@ -21,7 +21,7 @@ from dorad._aio_client import Client
 from dorad._aio_many import run_many
 from dorad._channel import deadline
 from dorad._many import as_requests
-from dorad._pool_server import History, Server, conflict, gather
+from dorad._pool_server import LACKING, History, Server, conflict, gather
 from dorad.errors import (
     DoradError,
     NotFound,
@@ -254,8 +254,11 @@ class RolloutPool:
                     for at, c in self._clients().items()
                 }
             )
-        if failures:
-            raise PoolError(f"{ref} was not retired everywhere", failures)
+            if failures:
+                raise PoolError(f"{ref} was not retired everywhere", failures)
+            history = self._history.get(name)
+            if history and history.versions[history.settled][0] == number:
+                del self._history[name]
 
     # --- Generation -------------------------------------------------------------------------------
 
@@ -296,11 +299,12 @@ class RolloutPool:
         """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
 
         Each prompt goes to the server with the fewest outstanding ones, and to another one when
-        that becomes unavailable before its samples are complete.
+        that becomes unavailable before its samples are complete, or has lost the adapter's version.
 
         Raises:
           UnexpectedVersion: a version that is not the active one made a token.
           Unavailable: a prompt failed on every server.
+          NotFound: no server has the adapter's version.
           PoolError: servers have different versions of an adapter active.
         """
         todo = as_requests(requests, options)
@@ -324,35 +328,55 @@ class RolloutPool:
         mark = history.settled if history else 0
         while True:
             server = self._pick(tried)
+            failure: DoradError
             try:
                 samples = await server.generate(request, max(0.001, end - time.monotonic()))
-            except Unavailable:
+            except Unavailable as error:
                 server.state = "unavailable"
-                tried.add(server)
-                if tried >= set(self._servers.values()):
+                failure = error
+            except DoradError as error:
+                if error.reason not in LACKING:
                     raise
-                server.lost += 1
-                continue
-            self._check(request, samples, server, mark)
-            return samples
+                if self._is_expected(request.adapter or ""):
+                    server.state = "lacking"
+                failure = error
+            else:
+                self._check(request, samples, server, history, mark)
+                return samples
+            tried.add(server)
+            if tried >= set(self._servers.values()):
+                raise failure
+            server.lost += 1
 
     def _pick(self, tried: set[Server]) -> Server:
         """The server with the fewest outstanding prompts of those that can take one."""
         left = [server for server in self._servers.values() if server not in tried]
-        ready = [server for server in left if server.state == "ready"]
-        if not ready:
-            # One that did not answer a moment ago may do so again; a stale one must not be asked.
-            ready = [server for server in left if server.state == "unavailable"]
-        if not ready:
-            raise Unavailable("no server of the pool is ready", code="UNAVAILABLE")
-        return min(ready, key=lambda server: server.outstanding)
+        # One that did not answer a moment ago may do so again, and one that lacks a version answers
+        # all else, or says so; one that has another version must not be asked.
+        for state in ("ready", "unavailable", "lacking"):
+            able = [server for server in left if server.state == state]
+            if able:
+                return min(able, key=lambda server: server.outstanding)
+        raise Unavailable("no server of the pool is ready", code="UNAVAILABLE")
+
+    def _is_expected(self, ref: str) -> bool:
+        """Whether every server is to have what `ref` names."""
+        name, _, pinned = ref.partition("@")
+        history = self._history.get(name)
+        if history is None:
+            return False
+        return not pinned or pinned in {str(n) for n, _ in history.versions[history.settled :]}
 
     def _check(
-        self, request: t.GenerateRequest, samples: list[t.Sample], server: Server, mark: int
+        self,
+        request: t.GenerateRequest,
+        samples: list[t.Sample],
+        server: Server,
+        history: History | None,
+        mark: int,
     ) -> None:
         """Raises UnexpectedVersion unless the versions that made the samples were to be active."""
         name, _, pinned = (request.adapter or "").partition("@")
-        history = self._history.get(name)
         wanted = history.versions[mark:] if history else []
         for span in (span for sample in samples for span in sample.spans):
             fits = span.adapter == name
@@ -389,7 +413,7 @@ class RolloutPool:
                 if (found.version, found.digest) not in history.versions[history.settled :]:
                     return "stale"
         except NotFound:
-            return "stale"
+            return "lacking"
         except DoradError:
             return "unavailable"
         return "ready"
@@ -398,6 +422,8 @@ class RolloutPool:
         """Takes the version that is active on all ready servers for the pool's own."""
         ready = {at: s.client for at, s in self._servers.items() if s.state == "ready"}
         found, failures = await gather({at: c.adapter(name) for at, c in ready.items()})
+        if not found and failures:
+            raise next(iter(failures.values()))
         if not failures and len({(v.version, v.digest) for v in found.values()}) > 1:
             failures = {target: conflict(f"{v.ref} is active") for target, v in found.items()}
         if failures:
@@ -420,7 +446,7 @@ class RolloutPool:
         return [
             t.TargetReport(
                 target=target,
-                state=server.state,
+                state="stale" if server.state == "lacking" else server.state,
                 versions={v.name: v.version for v in versions.get(target, ()) if v.active},
                 outstanding=server.outstanding,
                 oldest=server.oldest(),

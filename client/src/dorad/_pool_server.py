@@ -18,6 +18,9 @@ from dorad.errors import Conflict, DoradError, Unavailable
 
 T = TypeVar("T")
 
+LACKING = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NO_ACTIVE_VERSION", "ADAPTER_NOT_READY"})
+"""Reasons of a server that has not got the version that a prompt is for."""
+
 
 @dataclass
 class History:
@@ -41,7 +44,7 @@ class Server:
     def __init__(self, target: str, client: Client) -> None:
         self.target = target
         self.client = client
-        self.state = "unavailable"  # Until it has been asked.
+        self.state = "unavailable"  # Until it has been asked; else "ready", "stale" or "lacking".
         self.removed = False
         self.completed = self.lost = self.unexpected = 0
         self.latencies: deque[float] = deque(maxlen=256)

@@ -419,8 +419,8 @@ class TargetReport:
 
     target: str
     state: str
-    """One of "ready", "unavailable" (no answer) or "stale" (other versions active than the pool's);
-    prompts go to ready servers only."""
+    """One of "ready", "unavailable" (no answer) or "stale" (other versions active than the pool's,
+    or none); prompts go to ready servers where there are any."""
     versions: dict[str, int]
     """The active version of each adapter name, as the server just said."""
     outstanding: int
@@ -429,7 +429,7 @@ class TargetReport:
     """For how long it has waited for the oldest of them, in seconds."""
     completed: int
     lost: int
-    """Prompts that went to another server, because this one became unavailable."""
+    """Prompts that went to another server: this one became unavailable, or lacked the version."""
     unexpected_version: int
     """Answers by a version that the pool did not take for the active one."""
     latency: float

@@ -1,0 +1,101 @@
+"""The pool against fake servers that fail, hang or lose a version; and its end."""
+
+import contextlib
+
+import dorad
+import grpc
+import numpy as np
+import pytest
+from fake_server import FakeServer, fail
+
+TENSORS = {"w": np.ones((2, 2), np.float32)}
+PROMPTS = [[i + 1] for i in range(8)]
+
+
+@pytest.fixture
+def pair():
+    with FakeServer() as first, FakeServer() as second:
+        yield first, second
+
+
+@contextlib.contextmanager
+def pool_of(*servers, **arguments):
+    with dorad.RolloutPool([server.target for server in servers], **arguments) as pool:
+        yield pool
+
+
+def publish(pool, name="a", **options):
+    return pool.publish(name, tensors=TENSORS, config={}, **options)
+
+
+def forget(server):
+    """What a restart does to versions that are not durable."""
+    server.versions.clear()
+    server.active.clear()
+
+
+def states(pool):
+    return [report.state for report in pool.report()]
+
+
+def no_active_version(context):
+    fail(context, grpc.StatusCode.NOT_FOUND, "ADAPTER_NO_ACTIVE_VERSION", "none is active")
+
+
+def test_a_server_that_has_lost_its_adapter_is_stale_and_its_prompts_go_elsewhere(pair):
+    _, second = pair
+    with pool_of(*pair) as pool:
+        publish(pool)
+        pool.generate_many(PROMPTS, adapter="a", max_tokens=1)
+        forget(second)
+        for _ in range(2):
+            results = pool.generate_many(PROMPTS, adapter="a", max_tokens=1)
+            assert [len(samples) for samples in results] == [1] * len(PROMPTS)
+        assert states(pool) == ["ready", "stale"]
+        assert 1 <= pool.report()[1].lost <= len(PROMPTS)
+        assert publish(pool).version == 2
+        assert states(pool) == ["ready", "ready"]
+
+
+def test_a_server_without_an_active_version_is_stale(pair):
+    _, second = pair
+    with pool_of(*pair) as pool:
+        publish(pool)
+        pool.generate_many(PROMPTS, adapter="a", max_tokens=1)
+        second.refuse_generate = [no_active_version] * len(PROMPTS)
+        second.active.clear()
+        assert len(pool.generate_many(PROMPTS, adapter="a", max_tokens=1)) == len(PROMPTS)
+        assert states(pool) == ["ready", "stale"]
+
+
+def test_what_no_server_has_any_more_is_not_found(pair):
+    with pool_of(*pair) as pool:
+        publish(pool)
+        pool.generate_many(PROMPTS, adapter="a", max_tokens=1)
+        for server in pair:
+            forget(server)
+        for _ in range(2):
+            errors = pool.generate_many(PROMPTS, adapter="a", return_errors=True)
+            assert {type(error) for error in errors} == {dorad.NotFound}
+        # Their base model is not concerned.
+        assert len(pool.generate_many(PROMPTS, max_tokens=1)) == len(PROMPTS)
+
+
+def test_a_pinned_version_that_some_servers_lack_is_asked_of_the_others(pair):
+    _, second = pair
+    with pool_of(*pair) as pool:
+        publish(pool)
+        with dorad.Client(second.target) as alone:
+            alone.publish("a", tensors=TENSORS, config={}, version=7, activate=False)
+        assert len(pool.generate_many(PROMPTS, adapter="a@7", max_tokens=1)) == len(PROMPTS)
+        with pytest.raises(dorad.NotFound):
+            pool.generate_many(PROMPTS, adapter="a@8", max_tokens=1)
+        assert states(pool) == ["ready", "ready"], "they have what is to be active"
+
+
+def test_a_retired_version_is_forgotten(pair):
+    with pool_of(*pair) as pool:
+        pool.retire(publish(pool))
+        with pytest.raises(dorad.NotFound):
+            pool.generate_many(PROMPTS, adapter="a", max_tokens=1)
+        assert states(pool) == ["ready", "ready"]
