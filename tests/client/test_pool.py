@@ -1,12 +1,14 @@
 """The pool against fake servers that fail, hang or lose a version; and its end."""
 
 import contextlib
+import threading
+import time
 
 import dorad
 import grpc
 import numpy as np
 import pytest
-from fake_server import FakeServer, fail
+from fake_server import FakeServer, fail, wait_for
 
 TENSORS = {"w": np.ones((2, 2), np.float32)}
 PROMPTS = [[i + 1] for i in range(8)]
@@ -99,3 +101,54 @@ def test_a_retired_version_is_forgotten(pair):
         with pytest.raises(dorad.NotFound):
             pool.generate_many(PROMPTS, adapter="a", max_tokens=1)
         assert states(pool) == ["ready", "ready"]
+
+
+class Calls:
+    """Calls in threads of their own, and what came of each."""
+
+    def __init__(self, *calls):
+        self.results = [None] * len(calls)
+        self._threads = [
+            threading.Thread(target=self._run, args=(index, call), daemon=True)
+            for index, call in enumerate(calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, index, call):
+        try:
+            self.results[index] = call()
+        except Exception as error:
+            self.results[index] = error
+
+    def join(self):
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive(), "a call hangs"
+        return self.results
+
+
+def test_closing_the_pool_ends_the_calls_of_other_threads(server):
+    server.endless = True
+    big = {f"t{i}": np.zeros(1 << 18, np.float32) for i in range(40)}
+    begun = threading.Event()
+
+    def slow(sent, total):
+        begun.set()
+        time.sleep(0.1)
+
+    pool = dorad.RolloutPool([server.target])
+    calls = Calls(
+        lambda: pool.generate_many(PROMPTS),
+        lambda: pool.publish("a", tensors=big, config={}, progress=slow),
+        lambda: begun.wait(20) and publish(pool, "b"),  # waits for the other publish
+    )
+    assert wait_for(lambda: begun.is_set() and server.running == len(PROMPTS))
+    time.sleep(0.2)
+    pool.close()
+    pool.close()
+    assert [type(result) for result in calls.join()] == [dorad.Cancelled] * 3
+    assert wait_for(lambda: server.running == 0)
+    assert server.versions == {}
+    with pytest.raises(dorad.Cancelled, match="closed"):
+        pool.report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -10,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from dorad import aio
 from dorad import types as t
-from dorad.errors import DoradError
+from dorad.errors import Cancelled, DoradError
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class RolloutPool:
         cert_file: str | os.PathLike[str] | None = None,
         key_file: str | os.PathLike[str] | None = None,
     ) -> None:
+        self._closed = False
+        self._lock = threading.Lock()  # Of it: nothing is begun that close() would not end.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -53,27 +56,44 @@ class RolloutPool:
         try:
             self._pool = self._run(make())
         except BaseException:
-            self._stop()
+            self.close()
             raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise Cancelled("the pool is closed", code="CANCELLED")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise Cancelled("the pool was closed", code="CANCELLED") from None
         except BaseException:  # KeyboardInterrupt, for one: the work must not go on.
             future.cancel()
             raise
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
     def close(self) -> None:
-        """Closes all connections; running calls are cancelled. Idempotent."""
-        if not self._loop.is_closed():
-            self._run(self._pool.close())
-            self._stop()
+        """Closes all connections; calls that run in other threads raise Cancelled. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _end(self) -> None:
+        """Cancels all work, whose callers wait for its end, and waits for it."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if hasattr(self, "_pool"):
+            await self._pool.close()
 
     def __enter__(self) -> Self:
         return self
