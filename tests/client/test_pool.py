@@ -152,3 +152,14 @@ def test_closing_the_pool_ends_the_calls_of_other_threads(server):
     assert server.versions == {}
     with pytest.raises(dorad.Cancelled, match="closed"):
         pool.report()
+
+
+@pytest.mark.parametrize("call", ["report", "close"])
+def test_the_pools_own_thread_cannot_wait_for_the_pool(server, call):
+    with pool_of(server) as pool:
+        many = Calls(
+            lambda: pool.generate_many([[1]], progress=lambda done, total: getattr(pool, call)())
+        )
+        (error,) = many.join()
+        assert isinstance(error, RuntimeError) and "another thread" in str(error)
+        assert pool.generate_many([[1]], max_tokens=1)

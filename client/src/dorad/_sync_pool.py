@@ -59,12 +59,26 @@ class RolloutPool:
             self.close()
             raise
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _refuse_own_thread(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(
+                "generate_many's progress and the pool's connect run in the pool's own thread,"
+                " where waiting for the pool would never end: use it from another thread"
+            )
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        self._refuse_own_thread()
         with self._lock:
             if self._closed:
-                work.close()
                 raise Cancelled("the pool is closed", code="CANCELLED")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            future = self._begin(work)
+        except BaseException:
+            work.close()  # Or it is missed: "was never awaited".
+            raise
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -75,6 +89,7 @@ class RolloutPool:
 
     def close(self) -> None:
         """Closes all connections; calls that run in other threads raise Cancelled. Idempotent."""
+        self._refuse_own_thread()
         with self._lock:
             if self._closed:
                 return
@@ -181,6 +196,7 @@ class RolloutPool:
         **options: Unpack[t.GenerateOptions],
     ) -> Any:
         """As `Client.generate_many`, over all servers; `progress` is called from another thread.
+        That one is the pool's: `progress` must not call the pool.
 
         Raises UnexpectedVersion when another version than the active one made a token, and
         Unavailable when a prompt failed on every server.
