@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_server import FakeServer, fail, wait_for
+from grpc_health.v1 import health_pb2
 
 TENSORS = {"w": np.ones((2, 2), np.float32)}
 PROMPTS = [[i + 1] for i in range(8)]
@@ -163,3 +164,86 @@ def test_the_pools_own_thread_cannot_wait_for_the_pool(server, call):
         (error,) = many.join()
         assert isinstance(error, RuntimeError) and "another thread" in str(error)
         assert pool.generate_many([[1]], max_tokens=1)
+
+
+class Hanging(FakeServer):
+    """Answers no question about adapters while `hang` is set."""
+
+    hang = False
+
+    def _wait(self, context):
+        while self.hang and context.is_active():
+            time.sleep(0.01)
+
+    def List(self, request, context):
+        self._wait(context)
+        return super().List(request, context)
+
+    def Get(self, request, context):
+        self._wait(context)
+        return super().Get(request, context)
+
+    def Retire(self, request, context):
+        self._wait(context)
+        return super().Retire(request, context)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: publish(pool, timeout=1.0),
+        lambda pool: pool.activate("a@1", timeout=1.0),
+        lambda pool: pool.retire("a@1", timeout=1.0),
+    ],
+    ids=["publish", "activate", "retire"],
+)
+def test_the_timeout_of_a_change_spans_all_that_it_asks(server, call):
+    with Hanging() as hanging, pool_of(server, hanging) as pool:
+        publish(pool)
+        hanging.hang = True
+        (error,) = Calls(lambda: call(pool)).join()
+        assert isinstance(error, dorad.PoolError) and error.failures.keys() == {hanging.target}
+
+
+def test_the_timeout_of_a_change_spans_its_wait_for_the_one_before(server):
+    with Hanging() as hanging, pool_of(server, hanging) as pool:
+        hanging.hang = True
+        first = Calls(lambda: publish(pool))
+        time.sleep(0.3)
+        (error,) = Calls(lambda: publish(pool, timeout=1.0)).join()
+        assert isinstance(error, dorad.DeadlineExceeded)
+        hanging.hang = False
+        assert first.join()[0].version == 1
+
+
+def test_prompts_do_not_wait_for_a_server_that_does_not_tell_its_version(server):
+    with Hanging() as hanging:
+        with pool_of(server, hanging) as pool:
+            publish(pool)
+        with pool_of(server, hanging) as pool:
+            pool.generate_many(PROMPTS, max_tokens=1)
+            hanging.hang = True
+            begin = len(hanging.generate_calls)
+            (results,) = Calls(
+                lambda: pool.generate_many(PROMPTS, adapter="a", timeout=2.0, max_tokens=1)
+            ).join()
+            assert [samples[0].spans[0].ref for samples in results] == ["a@1"] * len(PROMPTS)
+            assert len(hanging.generate_calls) == begin
+            with pool_of(hanging) as alone:
+                call = Calls(lambda: alone.generate_many([[1]], adapter="a", timeout=1.0))
+                assert isinstance(call.join()[0], dorad.DeadlineExceeded)
+
+
+def test_a_server_that_begins_to_serve_after_it_was_asked_is_held_to_its_active_version(server):
+    with pool_of(server) as pool:
+        publish(pool)
+    server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    with pool_of(server) as pool:
+        (sample,) = pool.generate_many([[1]], adapter="a", max_tokens=1)[0]
+        assert sample.spans[0].ref == "a@1"
+        with dorad.Client(server.target) as stranger:
+            stranger.publish("a", tensors={"w": np.zeros(3, np.float32)}, config={})
+        with pytest.raises(dorad.UnexpectedVersion, match="a@2"):
+            pool.generate_many([[1]], adapter="a", max_tokens=1)
+    with pool_of(server) as pool, pytest.raises(dorad.NotFound):
+        pool.generate_many([[1]], adapter="b")

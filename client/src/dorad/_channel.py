@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,19 @@ def deadline(timeout: float | None, default: float | None) -> float | None:
     if not chosen > 0:
         raise ValueError(f"timeout must be positive, not {chosen}")
     return chosen
+
+
+class Budget:
+    """A timeout that several calls share. None: each has its client's default."""
+
+    def __init__(self, timeout: float | None) -> None:
+        deadline(timeout, None)  # It can be one.
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    @property
+    def left(self) -> float | None:
+        """Seconds for the next call."""
+        return None if self._end is None else max(0.001, self._end - time.monotonic())
 
 
 def check_concurrency(concurrency: int) -> int:

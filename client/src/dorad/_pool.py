@@ -8,21 +8,22 @@ be answered by that version, or, while an activation runs beside them, by the on
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Literal, Self, Unpack, overload
 
 from dorad import _wire
 from dorad import types as t
 from dorad._aio_client import Client
 from dorad._aio_many import run_many
-from dorad._channel import deadline
+from dorad._channel import Budget, deadline
 from dorad._many import as_requests
 from dorad._pool_server import LACKING, History, Server, conflict, gather
 from dorad.errors import (
+    DeadlineExceeded,
     DoradError,
     NotFound,
     PoolError,
@@ -31,7 +32,7 @@ from dorad.errors import (
 )
 
 PROBE_SECONDS = 5.0
-"""How long a server may take to tell how it is."""
+"""How long a server may take to tell how it is, or to undo what failed elsewhere."""
 STRAGGLER_FACTOR = 2.0
 
 
@@ -54,7 +55,9 @@ class RolloutPool:
       timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
         included; None or math.inf: no limit.
 
-    publish, activate and retire run one after the other, beside any number of generate_many.
+    publish, activate and retire run one after the other, beside any number of generate_many. Their
+    `timeout` is for all that they ask, and for the one before to end; None: the clients' own, for
+    each call to a server.
     """
 
     def __init__(
@@ -117,6 +120,22 @@ class RolloutPool:
 
     # --- Versions ---------------------------------------------------------------------------------
 
+    @contextlib.asynccontextmanager
+    async def _changing(self, timeout: float | None) -> AsyncIterator[Budget]:
+        """A block that no other change runs beside, and what it has left of the timeout."""
+        budget = Budget(timeout)
+        try:
+            async with asyncio.timeout(budget.left):
+                await self._change.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the change before this one has not ended", code="DEADLINE_EXCEEDED"
+            ) from None
+        try:
+            yield budget
+        finally:
+            self._change.release()
+
     async def publish(
         self,
         name: str,
@@ -134,9 +153,9 @@ class RolloutPool:
           PoolError: servers failed, or took longer than `timeout` seconds. Nothing is activated,
             and the version is retired where it had become ready.
         """
-        async with self._change:
+        async with self._changing(timeout) as budget:
             known, failures = await gather(
-                {at: c.adapters(name) for at, c in self._clients().items()}
+                {at: c.adapters(name, timeout=budget.left) for at, c in self._clients().items()}
             )
             if failures:
                 raise PoolError(f"{name!r} was not published, servers do not answer", failures)
@@ -146,16 +165,20 @@ class RolloutPool:
             clients = self._clients()
             made, failures = await gather(
                 {
-                    at: c.publish(name, version=number, activate=False, timeout=timeout, **options)
+                    at: c.publish(
+                        name, version=number, activate=False, timeout=budget.left, **options
+                    )
                     for at, c in clients.items()
                 }
             )
             if failures:
                 # Where only the answer was lost it stays: ready, but nobody names it.
-                await gather({at: clients[at].retire(name, number) for at in made})
+                await gather(
+                    {at: clients[at].retire(name, number, timeout=PROBE_SECONDS) for at in made}
+                )
                 raise PoolError(f"{name}@{number} was not published everywhere", failures)
             if activate:
-                return await self._activate(name, number, timeout)
+                return await self._activate(name, number, budget)
             return next(iter(made.values()))
 
     async def activate(
@@ -169,14 +192,14 @@ class RolloutPool:
         """
         ref = version if isinstance(version, str) else version.ref
         name, number = _wire.split_ref(ref, None)
-        async with self._change:
-            return await self._activate(name, number, timeout)
+        async with self._changing(timeout) as budget:
+            return await self._activate(name, number, budget)
 
-    async def _activate(self, name: str, number: int, timeout: float | None) -> t.AdapterVersion:
+    async def _activate(self, name: str, number: int, budget: Budget) -> t.AdapterVersion:
         ref = f"{name}@{number}"
         clients = self._clients()
         known, failures = await gather(
-            {at: c.adapters(name, timeout=timeout) for at, c in clients.items()}
+            {at: c.adapters(name, timeout=budget.left) for at, c in clients.items()}
         )
         before: dict[str, int] = {}
         digests: dict[str, str] = {}
@@ -204,7 +227,7 @@ class RolloutPool:
         history.versions.append((number, next(iter(digests.values()))))
         try:
             done, failures = await gather(
-                {at: c.activate(name, number, timeout=timeout) for at, c in clients.items()}
+                {at: c.activate(name, number, timeout=budget.left) for at, c in clients.items()}
             )
         except BaseException:
             await self._roll_back(name, before)
@@ -247,10 +270,10 @@ class RolloutPool:
         """Unpublishes a version on all servers, as `Client.retire`. Raises PoolError."""
         ref = version if isinstance(version, str) else version.ref
         name, number = _wire.split_ref(ref, None)
-        async with self._change:
+        async with self._changing(timeout) as budget:
             _, failures = await gather(
                 {
-                    at: c.retire(name, number, force=force, timeout=timeout)
+                    at: c.retire(name, number, force=force, timeout=budget.left)
                     for at, c in self._clients().items()
                 }
             )
@@ -308,10 +331,12 @@ class RolloutPool:
           PoolError: servers have different versions of an adapter active.
         """
         todo = as_requests(requests, options)
-        await self._probe()
+        timeout = deadline(timeout, self._timeout) or math.inf
+        patience = min(PROBE_SECONDS, timeout)
+        await self._probe(patience)
         for name in {r.adapter for r in todo if r.adapter and "@" not in r.adapter}:
             if name not in self._history:
-                await self._learn(name)
+                await self._learn(name, patience)
         return await run_many(
             todo,
             lambda request: self._generate(request, timeout),
@@ -320,17 +345,16 @@ class RolloutPool:
             progress=progress,
         )
 
-    async def _generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
-        budget = deadline(timeout, self._timeout)
-        end = math.inf if budget is None else time.monotonic() + budget
+    async def _generate(self, request: t.GenerateRequest, timeout: float) -> list[t.Sample]:
+        budget = Budget(timeout)
         tried: set[Server] = set()
         history = self._history.get(request.adapter or "")
         mark = history.settled if history else 0
         while True:
-            server = self._pick(tried)
+            server = min(self._able(tried), key=lambda server: server.outstanding)
             failure: DoradError
             try:
-                samples = await server.generate(request, max(0.001, end - time.monotonic()))
+                samples = await server.generate(request, budget.left)
             except Unavailable as error:
                 server.state = "unavailable"
                 failure = error
@@ -348,15 +372,15 @@ class RolloutPool:
                 raise failure
             server.lost += 1
 
-    def _pick(self, tried: set[Server]) -> Server:
-        """The server with the fewest outstanding prompts of those that can take one."""
+    def _able(self, tried: set[Server]) -> list[Server]:
+        """The servers to ask, of those that have not been tried."""
         left = [server for server in self._servers.values() if server not in tried]
         # One that did not answer a moment ago may do so again, and one that lacks a version answers
         # all else, or says so; one that has another version must not be asked.
         for state in ("ready", "unavailable", "lacking"):
             able = [server for server in left if server.state == state]
             if able:
-                return min(able, key=lambda server: server.outstanding)
+                return able
         raise Unavailable("no server of the pool is ready", code="UNAVAILABLE")
 
     def _is_expected(self, ref: str) -> bool:
@@ -397,19 +421,19 @@ class RolloutPool:
 
     # --- State ------------------------------------------------------------------------------------
 
-    async def _probe(self) -> None:
+    async def _probe(self, patience: float = PROBE_SECONDS) -> None:
         """Looks whether servers that were not ready are so again."""
         waiting = [server for server in self._servers.values() if server.state != "ready"]
-        states = await asyncio.gather(*(self._state(server) for server in waiting))
+        states = await asyncio.gather(*(self._state(server, patience) for server in waiting))
         for server, state in zip(waiting, states, strict=True):
             server.state = state
 
-    async def _state(self, server: Server) -> str:
+    async def _state(self, server: Server, patience: float) -> str:
         try:
-            if await server.client.health(timeout=PROBE_SECONDS) != "serving":
+            if await server.client.health(timeout=patience) != "serving":
                 return "unavailable"
             for name, history in list(self._history.items()):
-                found = await server.client.adapter(name, timeout=PROBE_SECONDS)
+                found = await server.client.adapter(name, timeout=patience)
                 if (found.version, found.digest) not in history.versions[history.settled :]:
                     return "stale"
         except NotFound:
@@ -418,14 +442,20 @@ class RolloutPool:
             return "unavailable"
         return "ready"
 
-    async def _learn(self, name: str) -> None:
-        """Takes the version that is active on all ready servers for the pool's own."""
-        ready = {at: s.client for at, s in self._servers.items() if s.state == "ready"}
-        found, failures = await gather({at: c.adapter(name) for at, c in ready.items()})
-        if not found and failures:
+    async def _learn(self, name: str, patience: float) -> None:
+        """Takes the version that is active on all servers that answer for the pool's own."""
+        asked = {server.target: server.client for server in self._able(set())}
+        found, failures = await gather(
+            {at: client.adapter(name, timeout=patience) for at, client in asked.items()}
+        )
+        if not found:
             raise next(iter(failures.values()))
-        if not failures and len({(v.version, v.digest) for v in found.values()}) > 1:
-            failures = {target: conflict(f"{v.ref} is active") for target, v in found.items()}
+        for target in [at for at, error in failures.items() if not isinstance(error, NotFound)]:
+            del failures[target]
+            if target in self._servers:
+                self._servers[target].state = "unavailable"
+        if len({(v.version, v.digest) for v in found.values()}) > 1:
+            failures |= {target: conflict(f"{v.ref} is active") for target, v in found.items()}
         if failures:
             raise PoolError(f"the servers do not agree on the active version of {name!r}", failures)
         for version in found.values():

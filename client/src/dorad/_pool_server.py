@@ -62,7 +62,7 @@ class Server:
     def oldest(self) -> float:
         return time.monotonic() - min(self._started.values()) if self._started else 0.0
 
-    async def generate(self, request: t.GenerateRequest, timeout: float) -> list[t.Sample]:
+    async def generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
         number, began = next(self._numbers), time.monotonic()
         self._started[number] = began
         try:
