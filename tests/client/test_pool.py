@@ -1,10 +1,12 @@
 """The pool against fake servers that fail, hang or lose a version; and its end."""
 
+import asyncio
 import contextlib
 import threading
 import time
 
 import dorad
+import dorad.aio
 import grpc
 import numpy as np
 import pytest
@@ -247,3 +249,54 @@ def test_a_server_that_begins_to_serve_after_it_was_asked_is_held_to_its_active_
             pool.generate_many([[1]], adapter="a", max_tokens=1)
     with pool_of(server) as pool, pytest.raises(dorad.NotFound):
         pool.generate_many([[1]], adapter="b")
+
+
+def test_removing_a_server_that_a_change_waits_for_is_that_servers_failure(server):
+    with Hanging() as hanging, pool_of(server, hanging) as pool:
+        hanging.hang = True
+        call = Calls(lambda: publish(pool))
+        assert wait_for(lambda: ("List", "a") in hanging.routing.seen)
+        pool.remove(hanging.target)
+        (error,) = call.join()
+        assert isinstance(error, dorad.PoolError) and error.failures.keys() == {hanging.target}
+        assert isinstance(error.failures[hanging.target], dorad.Cancelled)
+        assert publish(pool).active
+
+
+def test_a_server_that_was_removed_after_its_upload_does_not_hide_who_failed(pair):
+    first, second = pair
+    uploading = threading.Event()
+
+    class Removing(dorad.aio.Client):
+        """The second server's upload fails when the first one's is done and it is removed."""
+
+        async def publish(self, *arguments, **options):
+            if self.target == first.target:
+                version = await super().publish(*arguments, **options)
+                uploading.set()
+                return version
+            await asyncio.to_thread(removed.wait, 20)
+            raise dorad.Internal("broken", code="INTERNAL")
+
+    removed = threading.Event()
+    with pool_of(*pair, connect=Removing) as pool:
+        call = Calls(lambda: publish(pool))
+        assert uploading.wait(20)
+        pool.remove(first.target)
+        removed.set()
+        (error,) = call.join()
+        assert isinstance(error, dorad.PoolError) and error.failures.keys() == {second.target}
+
+
+def test_closing_an_asyncio_pool_cancels_its_calls(server):
+    server.endless = True
+
+    async def body():
+        pool = dorad.aio.RolloutPool([server.target])
+        call = asyncio.create_task(pool.generate_many(PROMPTS))
+        await asyncio.to_thread(wait_for, lambda: server.running == len(PROMPTS))
+        await pool.close()
+        with pytest.raises(dorad.Cancelled):
+            await asyncio.wait_for(call, 20)
+
+    asyncio.run(body())

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from dorad import _wire, _yielding
 from dorad import types as t
 from dorad._access import Access
+from dorad._aio_errors import as_dorad_errors, closed
 from dorad._aio_many import run_many
 from dorad._aio_stream import Stream, is_set_within
 from dorad._channel import DEFAULT_TARGET, channel_options, deadline
@@ -30,7 +31,7 @@ from dorad._stubs import (
     control_pb2_grpc,
     inference_pb2_grpc,
 )
-from dorad.errors import DoradError, NotFound, Unavailable, from_rpc_error
+from dorad.errors import DoradError, NotFound, Unavailable
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class Client:
         self._timeout = timeout
         self._throttle = Throttle() if retries else None
         self._closed = asyncio.Event()
+        self._uploads: set[Any] = set()  # Calls over connections of their own.
         access = Access.of(token, ca_file, cert_file, key_file, credentials)
         self._metadata = (*metadata, *access.metadata)
         settings = channel_options(keepalive, options)
@@ -92,8 +94,10 @@ class Client:
         return other
 
     async def close(self) -> None:
-        """Closes the connection; running calls are cancelled. Idempotent."""
+        """Closes the connection; running calls raise Cancelled. Idempotent."""
         self._closed.set()
+        for call in self._uploads:
+            call.cancel()
         await self._channel.close()
         await self._admin.close()
 
@@ -105,6 +109,8 @@ class Client:
 
     def _start(self, method: Any, request: Any, timeout: float | None, *, about: Any = None) -> Any:
         """`about` is a message that names the call's adapter, if `request` does not."""
+        if self._closed.is_set():
+            raise closed()
         return method(
             request,
             timeout=deadline(timeout, self._timeout),
@@ -114,10 +120,8 @@ class Client:
     async def _call(
         self, method: Any, request: Any, timeout: float | None = None, *, about: Any = None
     ) -> Any:
-        try:
+        with as_dorad_errors():
             return await self._start(method, request, timeout, about=about)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
 
     def _attempts(self, timeout: float | None) -> Attempts:
         return Attempts(deadline(timeout, self._timeout), self._throttle)
@@ -163,11 +167,10 @@ class Client:
         call = self._start(self._inference.Generate, message, attempts.left)
         samples = _wire.Samples(request)
         try:
-            while (answer := await call.read()) is not grpc.aio.EOF:
-                attempts.answered()
-                samples.add(answer)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            with as_dorad_errors():
+                while (answer := await call.read()) is not grpc.aio.EOF:
+                    attempts.answered()
+                    samples.add(answer)
         finally:
             call.cancel()  # A no-op after the end; otherwise (task cancelled) it frees the slot.
         return samples.finish()
@@ -366,6 +369,8 @@ class Client:
     async def _send(self, stub: Any, upload: Upload, attempts: UploadAttempts) -> Any:
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
+        if self._closed.is_set():
+            raise closed()
         call = stub.Publish.future(
             upload.messages(attempts.offset),
             timeout=deadline(attempts.left, None),
@@ -377,12 +382,15 @@ class Client:
                 loop.call_soon_threadsafe(done.set)
 
         call.add_done_callback(wake)
+        self._uploads.add(call)
         try:
             await done.wait()
-            return call.result()
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            with as_dorad_errors():
+                return call.result()
+        except grpc.FutureCancelledError:
+            raise closed() from None
         finally:
+            self._uploads.discard(call)
             call.cancel()
 
     async def _received(self, upload: Upload, timeout: float) -> int:

@@ -9,8 +9,9 @@ from typing import Any, Generic, Self, TypeVar
 
 import grpc
 
+from dorad._aio_errors import as_dorad_errors
 from dorad._retry import Attempts
-from dorad.errors import from_rpc_error
+from dorad.errors import DoradError
 
 T = TypeVar("T")
 
@@ -42,17 +43,15 @@ class Stream(Generic[T]):
     async def __anext__(self) -> T:
         while not self._closed.is_set():
             try:
-                message = await self._call.read()
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                with as_dorad_errors():
+                    message = await self._call.read()
+            except DoradError as error:
+                if self._closed.is_set():
+                    break  # close() from another task: this one goes on.
+                failure = error
                 delay = self._attempts.delay(failure)
                 if delay is None:
-                    raise failure from None
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if self._closed.is_set() and not (task and task.cancelling()):
-                    break  # close() from another task: this one goes on.
-                raise
+                    raise
             else:
                 if message is grpc.aio.EOF:
                     break

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from dorad import types as t
 from dorad._aio_client import Client
-from dorad.errors import Conflict, DoradError, Unavailable
+from dorad.errors import Cancelled, Conflict, DoradError, Unavailable
 
 T = TypeVar("T")
 
@@ -67,10 +67,8 @@ class Server:
         self._started[number] = began
         try:
             samples = await self.client._insist(request, timeout)
-        except asyncio.CancelledError:
-            # Closing a channel cancels those who wait for its calls; their tasks go on.
-            task = asyncio.current_task()
-            if self.removed and task is not None and not task.cancelling():
+        except Cancelled:
+            if self.removed:
                 raise Unavailable("removed from the pool", code="UNAVAILABLE") from None
             raise
         finally:
@@ -90,7 +88,7 @@ async def gather(
     for target, answer in zip(calls, answers, strict=True):
         if isinstance(answer, DoradError):
             failures[target] = answer
-        elif isinstance(answer, BaseException):  # A mistake of the caller, or a cancellation.
+        elif isinstance(answer, BaseException):  # A mistake of the caller.
             raise answer
         else:
             results[target] = answer
