@@ -6,13 +6,14 @@ import json
 import threading
 
 import dorad
+import grpc
 import numpy as np
 import pytest
 import safetensors.numpy
 from dorad import _retry
 from dorad._retry import UploadAttempts
 from dorad.v1 import control_pb2
-from fake_server import image_of, wait_for
+from fake_server import FakeServer, fail, image_of, overloaded, wait_for
 
 
 @pytest.fixture
@@ -246,6 +247,55 @@ def test_gives_up_when_nothing_comes_through(client, server, folder, monkeypatch
         client.publish("a", path=folder)
     # The first failure was progress: all bytes had come.
     assert len(server.publish_begins) <= UploadAttempts.MAX_FAILURES + 1
+
+
+class Refusing(FakeServer):
+    """Refuses uploads: at their begin, or all of them when they are complete."""
+
+    def __init__(self, *begins, commits=None):
+        super().__init__()
+        self.begins, self.commits, self.bytes = list(begins), commits, 0
+
+    def Publish(self, request_iterator, context):
+        if self.begins:
+            next(request_iterator)
+            self.begins.pop(0)(context)
+        return super().Publish(request_iterator, context)
+
+    def add(self, context, begin, image):
+        if self.commits is not None:
+            self.bytes += len(image)
+            del self.uploads[begin.upload_id]
+            self.commits(context)
+        return super().add(context, begin, image)
+
+
+def store_unavailable(context):
+    fail(context, grpc.StatusCode.UNAVAILABLE, "STORE_UNAVAILABLE", "the disk is gone")
+
+
+def test_an_upload_waits_for_a_server_that_is_full(folder):
+    refusals = [overloaded(0.01)] * (2 * UploadAttempts.MAX_FAILURES)
+    with Refusing(*refusals) as server, dorad.Client(server.target, timeout=20) as client:
+        assert client.publish("a", path=folder).version == 1
+
+
+@pytest.mark.parametrize("hint", [None, 60])
+def test_an_upload_does_not_wait_for_room_in_vain(folder, hint):
+    with Refusing(overloaded(hint)) as server, dorad.Client(server.target, timeout=20) as client:
+        with pytest.raises(dorad.Overloaded):
+            client.publish("a", path=folder)
+        assert server.begins == [] and server.versions == {}
+
+
+@pytest.mark.parametrize("refuse", [store_unavailable, overloaded(0.01)])
+def test_an_image_that_the_server_does_not_keep_is_sent_a_few_times_only(monkeypatch, refuse):
+    monkeypatch.setattr(_retry, "_FIRST_DELAY", 0.001)
+    tensors = {"w": np.zeros(5 << 20, np.float32)}
+    with Refusing(commits=refuse) as server, dorad.Client(server.target, timeout=60) as client:
+        with pytest.raises((dorad.Unavailable, dorad.Overloaded)):
+            client.publish("a", tensors=tensors, config={})
+        assert 2 <= server.bytes // (20 << 20) <= 3
 
 
 def test_no_retries_means_one_attempt(server, folder):

@@ -75,12 +75,18 @@ def test_a_hint_is_never_undercut():
 
 def test_waits_of_a_second_are_logged_for_people_and_shorter_ones_for_debugging(caplog):
     caplog.set_level(logging.DEBUG, "dorad")
-    attempts = UploadAttempts(None, True)
+    attempts = UploadAttempts(None, True, size=1)
     waits = [attempts.delay(GONE) for _ in range(5)] + delays(Attempts(None, Throttle()), [FULL])
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.INFO if wait >= 1 else logging.DEBUG for wait in waits]
     assert set(levels) == {logging.INFO, logging.DEBUG}
     assert caplog.messages[0] == "UNAVAILABLE: gone; trying again in 0.1 s"
+
+
+def test_an_upload_ends_when_it_is_of_no_use_to_come_back():
+    attempts = UploadAttempts(None, True, size=1)
+    assert attempts.delay(dorad.Unavailable("gone", code="UNAVAILABLE")) is None
+    assert attempts.delay(FULL) >= 0.5
 
 
 def test_nothing_is_sent_again_that_the_deadline_would_end():

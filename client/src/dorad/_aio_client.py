@@ -351,13 +351,16 @@ class Client:
         reports INTERNAL instead, grpc issue 36066), which would hide why an adapter was refused.
         Disk reads and hashing stay off the event loop this way as well.
         """
-        attempts = UploadAttempts(deadline(timeout, self._timeout), self._throttle is not None)
+        attempts = UploadAttempts(
+            deadline(timeout, self._timeout), self._throttle is not None, size=upload.size
+        )
         with self._connect_sync() as channel:
             stub: Any = adapters_pb2_grpc.AdapterServiceStub(channel)
             while True:
                 try:
                     if attempts.again:
-                        attempts.go_on_at(await self._received(upload, attempts.left))
+                        received = await self._received(upload, attempts.left)
+                        attempts.go_on_at(received, upload.sent)
                     return await self._send(stub, upload, attempts)
                 except DoradError as error:
                     if upload.failure is not None:

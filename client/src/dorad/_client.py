@@ -441,11 +441,14 @@ class Client:
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     def _upload(self, upload: Upload, timeout: float | None) -> Any:
-        attempts = UploadAttempts(deadline(timeout, self._timeout), self._throttle is not None)
+        attempts = UploadAttempts(
+            deadline(timeout, self._timeout), self._throttle is not None, size=upload.size
+        )
         while True:
             try:
                 if attempts.again:
-                    attempts.go_on_at(self._received(upload, attempts.left))
+                    received = self._received(upload, attempts.left)
+                    attempts.go_on_at(received, upload.sent)
                 messages = upload.messages(attempts.offset)
                 return self._call(
                     self._adapters.Publish, messages, attempts.left, about=upload.begin

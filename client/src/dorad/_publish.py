@@ -222,6 +222,8 @@ class Upload:
         )
         self._lock = threading.Lock()
         self._stream = 0  # Number of the newest stream; an older one reports nothing any more.
+        self.sent = 0
+        """How far the newest stream has come in the image, in bytes."""
         self.failure: BaseException | None = None
         """What stopped the upload on this side: gRPC itself only says that iterating failed."""
 
@@ -230,11 +232,17 @@ class Upload:
         """The upload_id."""
         return self.begin.upload_id
 
+    @property
+    def size(self) -> int:
+        """Bytes of the image."""
+        return self._image.size
+
     def messages(self, offset: int) -> Iterator[adapters_pb2.PublishRequest]:
         """Begin, the chunks from `offset` on, Commit."""
         with self._lock:
             self._stream += 1
             stream = self._stream
+            self.sent = offset
         return self._guarded(offset, stream)
 
     def _guarded(self, offset: int, stream: int) -> Iterator[adapters_pb2.PublishRequest]:
@@ -262,5 +270,8 @@ class Upload:
 
     def _report(self, sent: int, stream: int) -> None:
         with self._lock:
-            if self._progress is not None and stream == self._stream:
-                self._progress(sent, self._image.size)
+            if stream != self._stream:
+                return
+            self.sent = sent
+            if self._progress is not None:
+                self._progress(sent, self.size)

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 
-from dorad.errors import DoradError, Overloaded, Unavailable
+from dorad.errors import DoradError, Overloaded
 
 _logger = logging.getLogger("dorad")
 
@@ -26,6 +26,14 @@ _NOTICED_DELAY = 1.0
 def backoff(failures: int) -> float:
     """Seconds after so many failures in a row, when the server gave no hint."""
     return min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 10))
+
+
+def _wait(error: DoradError, failures: int) -> float:
+    """Seconds before the next attempt: never before the server's hint; and callers who were refused
+    together come back apart."""
+    if error.retry_after is not None:
+        return max(error.retry_after, 0.01) * random.uniform(1.0, 1.25)
+    return backoff(failures) * random.uniform(0.75, 1.25)
 
 
 def _log(error: DoradError, delay: float) -> None:
@@ -93,12 +101,12 @@ class Attempts:
         if self._answered or not (error.retryable or self._meets_itself(error)):
             return None
         if self._insist and isinstance(error, Overloaded):
-            delay = self._spread(error, self._refusals)
+            delay = _wait(error, self._refusals)
             self._refusals += 1
         else:
             if self._throttle is None or not self._throttle.failed():
                 return None
-            delay = self._spread(error, self._failures)
+            delay = _wait(error, self._failures)
             self._failures += 1
             if self._failures >= MAX_ATTEMPTS:
                 return None
@@ -112,13 +120,6 @@ class Attempts:
         # The connection broke, and the server has not let go of the attempt before.
         return self._failures > 0 and error.reason == "REQUEST_ID_IN_USE"
 
-    @staticmethod
-    def _spread(error: DoradError, failures: int) -> float:
-        # Never before the server's hint; and callers who were refused together come back apart.
-        if error.retry_after is not None:
-            return max(error.retry_after, 0.01) * random.uniform(1.0, 1.25)
-        return backoff(failures) * random.uniform(0.75, 1.25)
-
 
 class UploadAttempts:
     """When an upload is tried again, and from where. One object for each upload.
@@ -126,15 +127,20 @@ class UploadAttempts:
     Args:
       timeout: seconds for all of them together; None: no limit.
       enabled: False: there is one attempt only.
+      size: bytes of the image.
     """
 
     MAX_FAILURES = 8
-    """Failures in a row, without one byte of progress, that end an upload."""
+    """Failures in a row, without one byte of progress, that end an upload; of a server that is full
+    and says when to come back none counts."""
+    _CHEAP_BYTES = 16 << 20  # They may be sent in vain whatever the image's size is.
 
-    def __init__(self, timeout: float | None, enabled: bool) -> None:
+    def __init__(self, timeout: float | None, enabled: bool, *, size: int) -> None:
         self._enabled = enabled
         self._end = math.inf if timeout is None else time.monotonic() + timeout
         self._failures = 0
+        self._wasted = 0  # Bytes that the server has not kept.
+        self._most_wasted = max(2 * size, self._CHEAP_BYTES)
         self.again = False
         """There was an attempt before: the server may have some of the upload."""
         self.offset = 0
@@ -149,18 +155,21 @@ class UploadAttempts:
         """Seconds to wait before the next attempt; None: `error` ends the upload."""
         # What the broken stream had sent may still arrive after the server was asked.
         moved = self.again and error.reason == "PUBLISH_OFFSET_MISMATCH"
-        if not self._enabled or not (isinstance(error, Unavailable) or moved):
+        if not self._enabled or not (error.retryable or moved):
             return None
-        delay = backoff(self._failures)
-        self._failures += 1
-        if self._failures >= self.MAX_FAILURES or time.monotonic() + delay >= self._end:
+        delay = _wait(error, self._failures)
+        if not isinstance(error, Overloaded):
+            self._failures += 1
+        spent = self._failures >= self.MAX_FAILURES or self._wasted >= self._most_wasted
+        if spent or time.monotonic() + delay >= self._end:
             return None
         self.again = True
         _log(error, delay)
         return delay
 
-    def go_on_at(self, offset: int) -> None:
-        """Takes over what the server has."""
-        if offset > self.offset:
+    def go_on_at(self, received: int, sent: int) -> None:
+        """Takes over what the server has of all that was sent."""
+        if received > self.offset:
             self._failures = 0
-        self.offset = offset
+        self._wasted += max(0, sent - received)
+        self.offset = received
