@@ -1,11 +1,13 @@
 """Publishing, the registry and control calls of the sync client, against the fake server."""
 
+import asyncio
 import enum
 import hashlib
 import json
 import threading
 
 import dorad
+import dorad.aio
 import grpc
 import numpy as np
 import pytest
@@ -522,3 +524,31 @@ def test_progress_is_whole_when_the_last_stream_had_nothing_left_to_send(client,
     client.publish("a", path=folder, progress=lambda *at: seen.append(at))
     size = len(server.images["a", 1][1])
     assert seen[-1] == (size, size)
+
+
+@pytest.mark.parametrize("kind", ["sync", "asyncio"])
+def test_publishing_from_memory_waits_for_a_buffer_only_as_long_as_it_may(server, tmp_path, kind):
+    arguments = dict(tensors={"w": np.ones(2, np.float32)}, config={}, timeout=0.5)
+
+    async def publish(shared):
+        async with dorad.aio.Client(server.target) as client:
+            await client.publish_from_memory("a", handover=shared, **arguments)
+
+    def call():
+        try:
+            if kind == "asyncio":
+                asyncio.run(publish(shared))
+            else:
+                with dorad.Client(server.target) as client:
+                    client.publish_from_memory("a", handover=shared, **arguments)
+        except dorad.DoradError as error:
+            errors.append(error)
+
+    errors = []
+    with dorad.SharedTensors(tmp_path / "memory.sock") as shared:
+        shared._free.clear()  # Other publishes have them.
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert isinstance(errors[0], dorad.DeadlineExceeded) and "buffer" in str(errors[0])

@@ -444,11 +444,12 @@ class Client:
             pinned=pinned,
             check=check,
             expected_digest=expected_digest,
+            timeout=deadline(timeout, self._timeout),
         )
         with contextlib.ExitStack() as stack:
             message = await self._enter(publish)
             stack.push(publish)
-            answer = await self._call(self._adapters.PublishFromMemory, message, timeout)
+            answer = await self._call(self._adapters.PublishFromMemory, message, publish.left)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     @staticmethod

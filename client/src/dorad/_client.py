@@ -524,9 +524,10 @@ class Client:
             pinned=pinned,
             check=check,
             expected_digest=expected_digest,
+            timeout=deadline(timeout, self._timeout),
         )
         with publish as message:
-            answer = self._call(self._adapters.PublishFromMemory, message, timeout)
+            answer = self._call(self._adapters.PublishFromMemory, message, publish.left)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     def activate(

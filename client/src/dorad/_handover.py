@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import math
 import mmap
 import os
 import select
@@ -20,9 +21,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from dorad._channel import Budget
 from dorad._publish import config_json, from_peft_model, tensor_bytes
 from dorad._stubs import adapters_pb2
-from dorad.errors import Unavailable, from_code
+from dorad.errors import DeadlineExceeded, Unavailable, from_code
 
 _PIECE_BYTES = 16 << 10  # of a digest
 
@@ -272,11 +274,18 @@ class SharedTensors:
 
     @contextlib.contextmanager
     def _writing(
-        self, tensors: Mapping[str, Any], check: bool
+        self, tensors: Mapping[str, Any], check: bool, timeout: float | None = None
     ) -> Iterator[tuple[bytes, list[adapters_pb2.MemoryTensor]]]:
-        """Holds a buffer with the tensors: the ticket, and what the request says of them."""
+        """Holds a buffer with the tensors: the ticket, and what the request says of them.
+
+        `timeout`: seconds to wait for one.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed)
+            if not self._changed.wait_for(lambda: self._free or self._closed, timeout):
+                raise DeadlineExceeded(
+                    "other publishes use all buffers of the shared tensors",
+                    code="DEADLINE_EXCEEDED",
+                )
             if self._closed:
                 raise ValueError("the shared tensors are closed")
             buffer = self._free.pop(0)
@@ -310,7 +319,10 @@ class SharedTensors:
 
 
 class MemoryPublish:
-    """One publish from memory: holds a buffer while its `with` block runs."""
+    """One publish from memory: holds a buffer while its `with` block runs.
+
+    `timeout`: seconds for all of it; None: no limit.
+    """
 
     def __init__(
         self,
@@ -330,6 +342,7 @@ class MemoryPublish:
         pinned: bool,
         check: bool,
         expected_digest: str,
+        timeout: float | None,
     ) -> None:
         if (tensors is None) == (model is None):
             raise ValueError("publish_from_memory needs exactly one of tensors and model")
@@ -344,6 +357,7 @@ class MemoryPublish:
         self._tensors = tensors
         self._handover = handover
         self._check = check
+        self._budget = Budget(timeout)
         self._message = adapters_pb2.PublishFromMemoryRequest(
             name=name,
             version=version,
@@ -358,13 +372,18 @@ class MemoryPublish:
         )
         self._stack = contextlib.ExitStack()
 
+    @property
+    def left(self) -> float:
+        """Seconds of the timeout, for the call; math.inf: no limit."""
+        return math.inf if self._budget.left is None else self._budget.left
+
     def __enter__(self) -> adapters_pb2.PublishFromMemoryRequest:
         """Copies the tensors; returns the request."""
         shared = self._handover
         try:
             if not isinstance(shared, SharedTensors):
                 shared = self._stack.enter_context(SharedTensors(shared, buffers=1))
-            writing = shared._writing(self._tensors, self._check)
+            writing = shared._writing(self._tensors, self._check, self._budget.left)
             self._message.ticket, tensors = self._stack.enter_context(writing)
         except BaseException:
             self._stack.close()
