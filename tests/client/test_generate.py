@@ -327,6 +327,14 @@ def test_many_cancels_the_rest_on_an_error(client, server):
     assert wait_for(lambda: server.running == 0)
 
 
+def test_many_reports_progress_of_prompts_that_failed(client):
+    seen = []
+    client.generate_many(
+        [[1], [], [3]], return_errors=True, max_tokens=1, progress=lambda *at: seen.append(at)
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_many_can_return_errors(client):
     results = client.generate_many([[1], [], [3]], return_errors=True, max_tokens=1)
     assert isinstance(results[1], dorad.InvalidArgument)

@@ -68,31 +68,29 @@ def run_many(
     lock = threading.Lock()
     done = 0
 
-    def run(request: t.GenerateRequest) -> list[t.Sample]:
+    def run(request: t.GenerateRequest) -> list[t.Sample] | DoradError:
         nonlocal done
-        samples = generate(request)
+        result: list[t.Sample] | DoradError
+        try:
+            result = generate(request)
+        except DoradError as error:
+            if not return_errors:
+                raise
+            result = error
         with lock:
             done += 1
             if progress is not None:
                 progress(done, len(todo))
-        return samples
+        return result
 
     with ThreadPoolExecutor(min(check_concurrency(concurrency), max(1, len(todo)))) as workers:
         futures = [workers.submit(run, request) for request in todo]
         try:
-            if not return_errors:
-                finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-                for future in finished:
-                    future.result()
-            return [_result_or_error(future.result) for future in futures]
+            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in finished:
+                future.result()
+            return [future.result() for future in futures]
         except BaseException:
             stop()
             workers.shutdown(wait=True, cancel_futures=True)
             raise
-
-
-def _result_or_error(result: Callable[[], list[t.Sample]]) -> list[t.Sample] | DoradError:
-    try:
-        return result()
-    except DoradError as error:
-        return error
