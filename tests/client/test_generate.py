@@ -352,3 +352,10 @@ def test_metadata_and_channel_options(server):
     assert server.metadata[0]["user-agent"].startswith("dorad-python")
     with pytest.raises(ValueError, match="30 s"):
         dorad.Client(server.target, keepalive=10)
+
+
+def test_scores_under_one_adapter_given_by_its_name(client):
+    client.publish("policy", tensors={"w": np.ones(2, np.float32)}, config={})
+    result = client.score([[1, 2, 3]], "policy")
+    assert [version.ref for version in result.versions] == ["policy@1"]
+    assert len(result[0]) == 1

@@ -250,7 +250,7 @@ class Client:
     async def score(
         self,
         sequences: Iterable[t.TokenIds],
-        adapters: Sequence[str | None] | None = None,
+        adapters: str | Sequence[str | None] | None = None,
         *,
         top_k: int | None = None,
         chosen_token_ids: t.TokenIds | None = None,

@@ -302,7 +302,7 @@ class Client:
     def score(
         self,
         sequences: Iterable[t.TokenIds],
-        adapters: Sequence[str | None] | None = None,
+        adapters: str | Sequence[str | None] | None = None,
         *,
         top_k: int | None = None,
         chosen_token_ids: t.TokenIds | None = None,
@@ -315,7 +315,8 @@ class Client:
 
         Args:
           sequences: token ids, each at least one token.
-          adapters: "name", "name@version" or None (the base model); default: the base model alone.
+          adapters: "name" or "name@version", or several of them and None (the base model); default:
+            the base model alone.
           top_k: also the k most likely tokens of each position.
           chosen_token_ids: also the log-probabilities of these tokens at each position.
           temperature: divides the logits first; default 1.0.

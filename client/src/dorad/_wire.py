@@ -307,13 +307,15 @@ def merge_spans(spans: Iterable[t.Span]) -> list[t.Span]:
 
 def score_request(
     sequences: Iterable[t.TokenIds],
-    adapters: Sequence[str | None] | None,
+    adapters: str | Sequence[str | None] | None,
     top_k: int | None,
     chosen_token_ids: t.TokenIds | None,
     temperature: float | None,
     priority: int | None,
     request_id: str | None,
 ) -> inference_pb2.ScoreRequest:
+    if isinstance(adapters, str):
+        adapters = [adapters]
     return inference_pb2.ScoreRequest(
         sequences=[
             inference_pb2.TokenSequence(token_ids=pack_ids(ids, f"sequences[{i}]"))
