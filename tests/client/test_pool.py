@@ -10,6 +10,7 @@ import dorad.aio
 import grpc
 import numpy as np
 import pytest
+from dorad.v1 import types_pb2
 from fake_server import FakeServer, fail, wait_for
 from grpc_health.v1 import health_pb2
 
@@ -300,3 +301,20 @@ def test_closing_an_asyncio_pool_cancels_its_calls(server):
             await asyncio.wait_for(call, 20)
 
     asyncio.run(body())
+
+
+def test_prompts_that_a_server_aborts_as_it_ends_go_to_another_one(pair):
+    first, second = pair
+    with pool_of(*pair) as pool:
+        pool.generate_many(PROMPTS, max_tokens=1)
+        first.finish_reason = types_pb2.FINISH_REASON_ABORTED
+        aborted = pool.generate_many(PROMPTS, max_tokens=1)  # as somebody asked for
+        assert any(s.finish_reason is dorad.FinishReason.ABORTED for (s,) in aborted)
+        first.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        results = pool.generate_many(PROMPTS, max_tokens=1)
+        assert not any(s.finish_reason is dorad.FinishReason.ABORTED for (s,) in results)
+        assert states(pool) == ["unavailable", "ready"]
+        second.finish_reason = types_pb2.FINISH_REASON_ABORTED
+        second.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        with pytest.raises(dorad.Unavailable, match="ends"):
+            pool.generate_many(PROMPTS, max_tokens=1)

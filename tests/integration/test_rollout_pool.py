@@ -275,6 +275,28 @@ def test_prompts_survive_a_server_that_is_killed(zoo):
         assert caught.value.failures.keys() == {both[0].grpc}
 
 
+def test_frozen_prompts_of_a_server_that_ends_go_to_another_one(zoo):
+    with (
+        servers(zoo.model("llama2"), 2) as both,
+        dorad.RolloutPool([server.grpc for server in both]) as pool,
+    ):
+        options = dict(max_tokens=24, ignore_eos=True, seed=3)
+        expected = pool.generate_many(PROMPTS, **options)
+        with dorad.Client(both[0].grpc) as client:
+            client.pause("keep")
+        results = []
+        worker = threading.Thread(
+            target=lambda: results.extend(pool.generate_many(PROMPTS, **options))
+        )
+        worker.start()
+        wait_until(lambda: pool.report()[1].completed > len(PROMPTS) // 2, what="the others")
+        os.kill(both[0].pid, signal.SIGTERM)
+        worker.join(60)
+        tokens = [[s.token_ids.tolist() for s in samples] for samples in results]
+        assert tokens == [[s.token_ids.tolist() for s in samples] for samples in expected]
+        assert pool.report()[0].lost >= 1
+
+
 def test_a_removed_servers_prompts_go_to_another_one(zoo):
     with (
         servers(zoo.model("slow"), 2) as both,

@@ -21,7 +21,7 @@ from dorad._aio_client import Client
 from dorad._aio_many import run_many
 from dorad._channel import Budget, deadline
 from dorad._many import as_requests
-from dorad._pool_server import LACKING, History, Server, conflict, gather
+from dorad._pool_server import LACKING, PROBE_SECONDS, History, Server, conflict, gather
 from dorad.errors import (
     DeadlineExceeded,
     DoradError,
@@ -31,8 +31,6 @@ from dorad.errors import (
     UnexpectedVersion,
 )
 
-PROBE_SECONDS = 5.0
-"""How long a server may take to tell how it is, or to undo what failed elsewhere."""
 STRAGGLER_FACTOR = 2.0
 
 
@@ -322,7 +320,8 @@ class RolloutPool:
         """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
 
         Each prompt goes to the server with the fewest outstanding ones, and to another one when
-        that becomes unavailable before its samples are complete, or has lost the adapter's version.
+        that becomes unavailable or ends before its samples are complete, or has lost the adapter's
+        version.
 
         Raises:
           UnexpectedVersion: a version that is not the active one made a token.

@@ -14,9 +14,12 @@ from typing import TypeVar
 
 from dorad import types as t
 from dorad._aio_client import Client
-from dorad.errors import Cancelled, Conflict, DoradError, Unavailable
+from dorad.errors import Cancelled, Conflict, DeadlineExceeded, DoradError, Unavailable
 
 T = TypeVar("T")
+
+PROBE_SECONDS = 5.0
+"""How long a server may take to tell how it is, or to undo what failed elsewhere."""
 
 LACKING = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NO_ACTIVE_VERSION", "ADAPTER_NOT_READY"})
 """Reasons of a server that has not got the version that a prompt is for."""
@@ -67,6 +70,8 @@ class Server:
         self._started[number] = began
         try:
             samples = await self.client._insist(request, timeout)
+            if any(s.finish_reason is t.FinishReason.ABORTED for s in samples):
+                await self._check_serving()
         except Cancelled:
             if self.removed:
                 raise Unavailable("removed from the pool", code="UNAVAILABLE") from None
@@ -76,6 +81,15 @@ class Server:
         self.completed += 1
         self.latencies.append(time.monotonic() - began)
         return samples
+
+    async def _check_serving(self) -> None:
+        """Raises Unavailable if the server is ending: then it was not a caller who aborted."""
+        try:
+            serving = await self.client.health(timeout=PROBE_SECONDS) == "serving"
+        except (Unavailable, DeadlineExceeded):
+            serving = False
+        if not serving:
+            raise Unavailable("the server ends and has aborted the prompt", code="UNAVAILABLE")
 
 
 async def gather(
