@@ -1,5 +1,6 @@
 #include "server/adapter/pattern.h"
 
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -12,8 +13,20 @@
 namespace dorad::adapter {
 namespace {
 
+// Of one expression with what matching it keeps. Some thousand instructions.
+constexpr int64_t kMaxMemory = 256 << 10;
+
 absl::Status Unsupported(const std::string& why) {
   return MakeError(absl::StatusCode::kInvalidArgument, "ADAPTER_PATTERN_UNSUPPORTED", why);
+}
+
+absl::Status TooCostly() {
+  return MakeError(
+      absl::StatusCode::kInvalidArgument, "ADAPTER_PATTERNS_TOO_COSTLY",
+      absl::StrCat("the regular expressions of one configuration may be ",
+                   PatternBudget::kMaxExpressions, ", with ", PatternBudget::kMaxBytes,
+                   " bytes and ", PatternBudget::kMaxInstructions,
+                   " compiled instructions together; plain names of modules do not count"));
 }
 
 // Finds what RE2 and Python both accept and read differently. Both have escapes, so a backslash
@@ -38,22 +51,35 @@ Pattern::Pattern(Pattern&&) noexcept = default;
 Pattern& Pattern::operator=(Pattern&&) noexcept = default;
 Pattern::~Pattern() = default;
 
-absl::StatusOr<Pattern> Pattern::Compile(const std::string& expression) {
-  if (expression.size() > kMaxLength) {
-    return Unsupported(absl::StrCat("the pattern has ", expression.size(), " bytes; at most ",
-                                    kMaxLength, " are read"));
-  }
+bool PatternBudget::TakeExpression(size_t bytes) {
+  if (expressions_ == 0 || bytes > static_cast<size_t>(bytes_)) return false;
+  --expressions_;
+  bytes_ -= static_cast<int>(bytes);
+  return true;
+}
+
+bool PatternBudget::TakeInstructions(int count) {
+  if (count > instructions_) return false;
+  instructions_ -= count;
+  return true;
+}
+
+absl::StatusOr<Pattern> Pattern::Compile(const std::string& expression, PatternBudget& budget) {
+  if (!budget.TakeExpression(expression.size())) return TooCostly();
   if (const char* notation = AmbiguousNotation(expression)) {
     return Unsupported(absl::StrCat("the pattern ", Quoted(expression), " uses \"", notation,
                                     "\", which regular expression engines read differently"));
   }
   re2::RE2::Options options;
   options.set_log_errors(false);
+  options.set_max_mem(kMaxMemory);
   auto re = std::make_unique<re2::RE2>(expression, options);
+  if (re->error_code() == re2::RE2::ErrorPatternTooLarge) return TooCostly();
   if (!re->ok()) {
     return Unsupported(absl::StrCat("the pattern ", Quoted(expression),
                                     " is not supported: ", absl::CEscape(re->error())));
   }
+  if (!budget.TakeInstructions(re->ProgramSize())) return TooCostly();
   return Pattern(std::move(re));
 }
 

@@ -2,7 +2,7 @@
 //
 // PEFT runs Python's `re`; we run RE2, which means the same for the syntax both know. What RE2 does
 // not know (look-around, back references, atomic groups) and the two notations that both know with
-// different meanings ("[[:alpha:]]" and "{,n}") are refused. Immutable, hence thread-safe.
+// different meanings ("[[:alpha:]]" and "{,n}") are refused.
 #pragma once
 
 #include <memory>
@@ -16,12 +16,32 @@ class RE2;
 
 namespace dorad::adapter {
 
+// What the expressions of one configuration may cost together. A dozen bytes can stand for hundreds
+// of thousands of instructions ("(?:\pL){240}"), and compiling, keeping and matching an expression
+// costs in proportion to them. Within this budget a configuration takes seconds with a large model
+// at the very worst, and tens of MiB. Thread-compatible.
+class PatternBudget {
+ public:
+  static constexpr int kMaxExpressions = 256;
+  static constexpr int kMaxBytes = 16384;
+  static constexpr int kMaxInstructions = 16384;
+
+  // False when one more expression, or these instructions of it, are too many.
+  bool TakeExpression(size_t bytes);
+  bool TakeInstructions(int count);
+
+ private:
+  int expressions_ = kMaxExpressions;
+  int bytes_ = kMaxBytes;
+  int instructions_ = kMaxInstructions;
+};
+
+// Immutable, hence thread-safe.
 class Pattern {
  public:
-  static constexpr size_t kMaxLength = 8192;
-
-  // INVALID_ARGUMENT (ADAPTER_PATTERN_UNSUPPORTED) with one line that says what is wrong.
-  static absl::StatusOr<Pattern> Compile(const std::string& expression);
+  // INVALID_ARGUMENT with one line that says what is wrong: ADAPTER_PATTERN_UNSUPPORTED, or
+  // ADAPTER_PATTERNS_TOO_COSTLY when the budget does not suffice.
+  static absl::StatusOr<Pattern> Compile(const std::string& expression, PatternBudget& budget);
   Pattern(Pattern&&) noexcept;
   Pattern& operator=(Pattern&&) noexcept;
   ~Pattern();

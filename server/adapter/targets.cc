@@ -4,9 +4,11 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <variant>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "server/adapter/module_key.h"
 #include "server/adapter/pattern.h"
 #include "server/adapter/violations.h"
 
@@ -17,15 +19,27 @@ constexpr char kSubject[] = "adapter_config.json";
 
 std::string FieldName(const std::string& field) { return absl::StrCat(kSubject, ":", field); }
 
-// Compiles, and notes a failure.
-std::optional<Pattern> CompileFor(const std::string& field, const std::string& expression,
-                                  Violations& violations) {
-  absl::StatusOr<Pattern> pattern = Pattern::Compile(expression);
-  if (pattern.ok()) return std::move(pattern).value();
-  violations.Add(FieldName(field), ReasonOf(pattern.status()),
-                 std::string(pattern.status().message()));
-  return std::nullopt;
-}
+// Compiles the regular expressions of one configuration, and notes failures.
+class PatternReader {
+ public:
+  explicit PatternReader(Violations& violations) : violations_(violations) {}
+
+  // Nothing for what was refused, and for all that come after those that cost too much together.
+  std::optional<Pattern> Read(const std::string& field, const std::string& expression) {
+    if (too_costly_) return std::nullopt;
+    absl::StatusOr<Pattern> pattern = Pattern::Compile(expression, budget_);
+    if (pattern.ok()) return std::move(pattern).value();
+    const std::string reason = ReasonOf(pattern.status());
+    too_costly_ = reason == "ADAPTER_PATTERNS_TOO_COSTLY";
+    violations_.Add(FieldName(field), reason, std::string(pattern.status().message()));
+    return std::nullopt;
+  }
+
+ private:
+  Violations& violations_;
+  PatternBudget budget_;
+  bool too_costly_ = false;
+};
 
 // PEFT's list form: an entry fits a module by its whole name or by its last components.
 class NameSet {
@@ -55,26 +69,25 @@ class NameSet {
 // layers_pattern.
 class Matcher {
  public:
-  Matcher(const PeftConfig& config, Violations& violations)
+  Matcher(const PeftConfig& config, PatternReader& patterns)
       : config_(config),
         targets_(config.targets.names),
         exclude_(config.exclude.names),
         layers_(config.layers ? config.layers->begin() : kNoLayers.begin(),
                 config.layers ? config.layers->end() : kNoLayers.end()) {
     if (config.targets.kind == ModuleSelector::Kind::kRegex) {
-      target_regex_ = CompileFor("target_modules", config.targets.regex, violations);
+      target_regex_ = patterns.Read("target_modules", config.targets.regex);
     }
     if (config.exclude.kind == ModuleSelector::Kind::kRegex) {
-      exclude_regex_ = CompileFor("exclude_modules", config.exclude.regex, violations);
+      exclude_regex_ = patterns.Read("exclude_modules", config.exclude.regex);
     }
     if (layers_.empty()) return;
     if (config.layers_pattern.empty()) {
-      Append(CompileFor("layers_to_transform", R"(.*?\.[^.]*\.(?P<idx>\d+)\.)", violations));
+      Append(patterns.Read("layers_to_transform", R"(.*?\.[^.]*\.(?P<idx>\d+)\.)"));
     }
     for (const std::string& pattern : config.layers_pattern) {
-      Append(CompileFor("layers_pattern",
-                        absl::StrCat(R"((?:^|.*?\.))", pattern, R"(\.(?P<idx>\d+)\.)"),
-                        violations));
+      Append(patterns.Read("layers_pattern",
+                           absl::StrCat(R"((?:^|.*?\.))", pattern, R"(\.(?P<idx>\d+)\.)")));
     }
   }
 
@@ -135,27 +148,37 @@ class Matcher {
   absl::flat_hash_set<std::string> used_names_;
 };
 
-// rank_pattern or alpha_pattern, compiled: the value of the first entry that fits a name.
+// rank_pattern or alpha_pattern: the value of the first entry that fits a name.
 template <typename T>
 class Overrides {
  public:
   Overrides(const std::string& field, const std::vector<std::pair<std::string, T>>& entries,
-            Violations& violations) {
+            PatternReader& patterns) {
     for (const auto& [key, value] : entries) {
-      auto pattern = CompileFor(field, absl::StrCat(R"((.*\.)?()", key, ")$"), violations);
-      if (pattern) entries_.emplace_back(*std::move(pattern), value);
+      if (auto plain = ModuleKey::Parse(key)) {
+        entries_.emplace_back(*std::move(plain), value);
+      } else if (auto pattern = patterns.Read(field, absl::StrCat(R"((.*\.)?()", key, ")$"))) {
+        entries_.emplace_back(*std::move(pattern), value);
+      }
     }
   }
 
   T Get(const std::string& name, T otherwise) const {
-    for (const auto& [pattern, value] : entries_) {
-      if (pattern.MatchStart(name)) return value;
+    for (const auto& [key, value] : entries_) {
+      if (Fits(key, name)) return value;
     }
     return otherwise;
   }
 
  private:
-  std::vector<std::pair<Pattern, T>> entries_;
+  using Key = std::variant<ModuleKey, Pattern>;
+
+  static bool Fits(const Key& key, const std::string& name) {
+    if (const auto* plain = std::get_if<ModuleKey>(&key)) return plain->Fits(name);
+    return std::get<Pattern>(key).MatchStart(name);
+  }
+
+  std::vector<std::pair<Key, T>> entries_;
 };
 
 }  // namespace
@@ -163,9 +186,10 @@ class Overrides {
 absl::StatusOr<std::vector<Target>> ResolveTargets(const PeftConfig& config,
                                                    const BaseModules& modules) {
   Violations violations;
-  Matcher matcher(config, violations);
-  const Overrides<int> ranks("rank_pattern", config.rank_pattern, violations);
-  const Overrides<double> alphas("alpha_pattern", config.alpha_pattern, violations);
+  PatternReader patterns(violations);
+  Matcher matcher(config, patterns);
+  const Overrides<int> ranks("rank_pattern", config.rank_pattern, patterns);
+  const Overrides<double> alphas("alpha_pattern", config.alpha_pattern, patterns);
   std::vector<Target> targets;
   for (int id = 0; id < modules.size(); ++id) {
     const BaseModule& module = modules.all()[id];

@@ -19,7 +19,7 @@ struct Target {
 
 // Ascending by module id, at least one. INVALID_ARGUMENT listing every violation:
 // ADAPTER_NO_TARGETS, ADAPTER_TARGET_UNKNOWN (a name in target_modules that fits no module),
-// ADAPTER_PATTERN_UNSUPPORTED.
+// ADAPTER_PATTERN_UNSUPPORTED, ADAPTER_PATTERNS_TOO_COSTLY.
 absl::StatusOr<std::vector<Target>> ResolveTargets(const PeftConfig& config,
                                                    const BaseModules& modules);
 

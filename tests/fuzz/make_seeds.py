@@ -41,6 +41,8 @@ PATTERNS = CONFIG | {
     "exclude_modules": r".*mlp\.(up|down)_proj",
     "use_rslora": True,
 }
+# Each key compiles to hundreds of thousands of instructions.
+COSTLY = CONFIG | {"rank_pattern": {rf"(?:\pL){{240}}{i}": 2 for i in range(4)}}
 
 
 def packed(*ids: int) -> bytes:
@@ -76,7 +78,7 @@ def config() -> list[bytes]:
 
 
 def peft_config() -> list[bytes]:
-    return [json.dumps(values).encode() for values in (CONFIG, PATTERNS)]
+    return [json.dumps(values).encode() for values in (CONFIG, PATTERNS, COSTLY)]
 
 
 def adapter() -> list[bytes]:
@@ -95,6 +97,7 @@ def adapter() -> list[bytes]:
         json.dumps(CONFIG).encode() + b"\n" + header(tensors),
         json.dumps(lora).encode() + b"\n" + header(plain),
         json.dumps(PATTERNS).encode() + b"\n" + header(tensors),
+        json.dumps(COSTLY).encode() + b"\n" + header(tensors),
     ]
 
 

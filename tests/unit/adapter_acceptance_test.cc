@@ -4,6 +4,8 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "server/adapter/module_key.h"
+#include "server/adapter/pattern.h"
 #include "server/adapter/peft_config.h"
 #include "server/adapter/targets.h"
 #include "server/adapter/validate.h"
@@ -103,6 +105,61 @@ TEST(AdapterAcceptanceTest, PatternsFitWholeComponentsOnly) {
   Json config = MakeConfig(true, {"q_proj"}, 8);
   config["rank_pattern"] = {{"_proj", 3}, {"ayers.0.self_attn.q_proj", 4}, {"q_pro", 5}};
   for (const auto& [name, target] : Resolve(config)) EXPECT_EQ(target.rank, 8) << name;
+}
+
+TEST(AdapterAcceptanceTest, NamesOfModulesAsPatternsAreNotCountedAsRegularExpressions) {
+  Json config = MakeConfig(true, {"q_proj"}, 8);
+  for (int i = 0; i < 4000; ++i) {
+    config["rank_pattern"]["model.layers." + std::to_string(i) + ".self_attn.q_proj"] = 2 + i % 100;
+  }
+  const auto targets = Resolve(config);
+  EXPECT_EQ(targets.at("model.layers.0.self_attn.q_proj").rank, 2);
+  EXPECT_EQ(targets.at("model.layers.2.self_attn.q_proj").rank, 4);
+}
+
+// What ModuleKey answers without a regular expression is what the regular expression answers.
+TEST(AdapterAcceptanceTest, PlainKeysFitAsTheRegularExpressionsThatTheyAre) {
+  const std::vector<std::string> names = {
+      "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.up_proj", "lm_head", "proj", "a.b.c"};
+  const std::vector<std::string> keys = {"q_proj",
+                                         "_proj",
+                                         "self_attn.q_proj",
+                                         R"(self_attn\.q_proj)",
+                                         "self_attn.q.proj",
+                                         R"(self_attn\.q\.proj)",
+                                         "layers.1.self_attn.q_proj",
+                                         "1.self_attn.q_proj",
+                                         "^self_attn.q_proj",
+                                         "^model.layers.1.self_attn.q_proj",
+                                         "model.layers.1.self_attn.q_proj",
+                                         ".model.layers.1.self_attn.q_proj",
+                                         "layers.1.mlp.up_proj",
+                                         "layers.11.mlp.up_proj",
+                                         "layers..1.mlp.up_proj",
+                                         "lm_head",
+                                         "^lm_head",
+                                         ".m_head",
+                                         "lm-head",
+                                         ".",
+                                         R"(\.)",
+                                         "^",
+                                         "...",
+                                         "proj",
+                                         "b.c"};
+  PatternBudget budget;
+  for (const std::string& key : keys) {
+    const auto plain = ModuleKey::Parse(key);
+    const auto regex = Pattern::Compile(R"((.*\.)?()" + key + ")$", budget);
+    ASSERT_TRUE(plain.has_value()) << key;
+    ASSERT_TRUE(regex.ok()) << regex.status();
+    for (const std::string& name : names) {
+      EXPECT_EQ(plain->Fits(name), regex->MatchStart(name)) << key << " on " << name;
+    }
+  }
+  for (const char* key :
+       {"q_proj|k_proj", "a*", "[ab]", "(a)", "a$", "a^", "\\d", "a\\", "é", "a{2}"}) {
+    EXPECT_FALSE(ModuleKey::Parse(key).has_value()) << key;
+  }
 }
 
 TEST(AdapterAcceptanceTest, RankStabilisedScaleUsesTheModulesRank) {

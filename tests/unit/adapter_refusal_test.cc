@@ -1,8 +1,11 @@
 // A table of adapters that must be refused, each with the reason and a message that names the
 // culprit. docs/adapters.md lists the reasons.
+#include <sys/resource.h>
+
 #include <cmath>
 #include <limits>
 
+#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "server/adapter/validate.h"
@@ -54,6 +57,13 @@ Case Field(const std::string& key, Json value, const std::string& reason) {
 Case Text(const std::string& name, const std::string& text, const std::string& reason,
           const std::string& culprit = "adapter_config.json") {
   return {name, [text](Adapter& adapter) { adapter.text = text; }, reason, culprit};
+}
+
+// rank_pattern or alpha_pattern with as many different keys that begin with `expression`.
+Json ManyPatterns(const std::string& expression, int count) {
+  Json patterns = Json::object();
+  for (int i = 0; i < count; ++i) patterns[expression + std::to_string(i)] = 2;
+  return patterns;
 }
 
 std::vector<Case> JsonCases() {
@@ -120,7 +130,11 @@ std::vector<Case> FieldCases() {
       Field("target_modules", ".*(?<!k)_proj", "ADAPTER_PATTERN_UNSUPPORTED"),
       Field("target_modules", ".*[[:alpha:]]_proj", "ADAPTER_PATTERN_UNSUPPORTED"),
       Field("target_modules", ".{,9}_proj", "ADAPTER_PATTERN_UNSUPPORTED"),
-      Field("target_modules", std::string(9000, 'q'), "ADAPTER_PATTERN_UNSUPPORTED"),
+      Field("target_modules", std::string(20000, 'q'), "ADAPTER_PATTERNS_TOO_COSTLY"),
+      Field("target_modules", R"((?:\pL){240})", "ADAPTER_PATTERNS_TOO_COSTLY"),
+      Field("rank_pattern", ManyPatterns(R"(\d)", 300), "ADAPTER_PATTERNS_TOO_COSTLY"),
+      Field("rank_pattern", ManyPatterns(R"((?:\pL){8})", 10), "ADAPTER_PATTERNS_TOO_COSTLY"),
+      Field("alpha_pattern", ManyPatterns(R"((?:\pL){240})", 4096), "ADAPTER_PATTERNS_TOO_COSTLY"),
       Field("target_modules", "((a{100}){100}){100}", "ADAPTER_PATTERN_UNSUPPORTED"),
       Field("exclude_modules", "(", "ADAPTER_PATTERN_UNSUPPORTED"),
       Field("exclude_modules", {"q_proj", "down_proj"}, "ADAPTER_NO_TARGETS"),
@@ -324,6 +338,19 @@ TEST(AdapterRefusalTest, ListsAllProblemsOfBothFilesAtOnce) {
               ::testing::UnorderedElementsAre("ADAPTER_BIAS_UNSUPPORTED", "ADAPTER_CONFIG_INVALID",
                                               "ADAPTER_CONFIG_UNKNOWN_KEY",
                                               "ADAPTER_TENSOR_UNEXPECTED", "ADAPTER_NOT_FINITE"));
+}
+
+// Compiled at once they would take minutes and more than a GiB.
+TEST(AdapterRefusalTest, CostlyPatternsAreRefusedBeforeTheyCostMuch) {
+  Adapter adapter;
+  adapter.config["rank_pattern"] = ManyPatterns(R"((?:\pL){240})", 4096);
+  adapter.config["alpha_pattern"] = ManyPatterns(R"((?:\pL){240})", 4096);
+  const absl::Time start = absl::Now();
+  EXPECT_FALSE(Validate(adapter).ok());
+  EXPECT_LT(absl::Now() - start, absl::Seconds(30));
+  rusage usage;
+  ASSERT_EQ(getrusage(RUSAGE_SELF, &usage), 0);
+  EXPECT_LT(usage.ru_maxrss, 1 << 20);  // KiB
 }
 
 TEST(AdapterRefusalTest, BoundsTheListOfProblems) {
