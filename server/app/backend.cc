@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/base/host_memory.h"
 #include "server/engine/cpu_model_runner.h"
 
 namespace dorad {
@@ -52,12 +53,23 @@ absl::Status CheckDevice(const Config& config) {
 #endif
 }
 
+// A cache that the machine can never hold; whether it can at the moment, the start finds out.
+absl::Status CheckHostHoldsKv(const Config& config) {
+  const int64_t total = TotalHostMemory();
+  if (config.model.device != "cpu" || config.engine.kv_bytes <= total) return absl::OkStatus();
+  return MakeInvalid("engine",
+                     {{"engine.kv_bytes", "OUT_OF_MEMORY",
+                       absl::StrCat(config.engine.kv_bytes, " bytes are more than the ", total,
+                                    " bytes of memory that the server may have here")}});
+}
+
 // The model's, once everything that needs neither device nor weights is known to be right.
 absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
   DORAD_RETURN_IF_ERROR(CheckDevice(config));
   DORAD_RETURN_IF_ERROR(KvPages(config.engine.kv_bytes, KvPageBytes(config, model)).status());
+  DORAD_RETURN_IF_ERROR(CheckHostHoldsKv(config));
   return model;
 }
 

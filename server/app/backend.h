@@ -45,7 +45,7 @@ class Backend {
 
   // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
   // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
-  // WATER_MARKS_CROSSED).
+  // WATER_MARKS_CROSSED, OUT_OF_MEMORY: a KV cache that the host can never hold).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
   // What Load would find wrong before it asks for the device or reads weights; its statuses.
   static absl::Status Check(const Config& config);
@@ -92,7 +92,7 @@ class Backend {
   virtual absl::Status WakeWeights() = 0;
   // Hands what has been freed to others who use the device.
   virtual void ReturnFreedMemory() = 0;
-  // Allocates the KV cache. Once.
+  // Allocates the KV cache. Once. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) or the device's statuses.
   virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
 
  protected:

@@ -3,12 +3,14 @@
 #include <atomic>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "server/adapter/cpu_builder.h"
 #include "server/adapter/cpu_images.h"
 #include "server/app/backend.h"
 #include "server/base/error.h"
 #include "server/engine/cpu_model_runner.h"
 #include "server/model/weights.h"
+#include "server/ops/torch_error.h"
 
 namespace dorad {
 namespace {
@@ -81,7 +83,13 @@ class CpuBackend final : public Backend {
   absl::Status WakeWeights() override { return absl::OkStatus(); }
   void ReturnFreedMemory() override {}
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
-    return engine::MakeCpuModelRunner(*model_, info_.kv_pages, info_.context_length);
+    try {
+      return engine::MakeCpuModelRunner(*model_, info_.kv_pages, info_.context_length);
+    } catch (...) {
+      return ops::FromTorchException(
+          absl::StrCat("allocating the ", info_.kv_bytes, " bytes of engine.kv_bytes"),
+          "KV_ALLOCATION_FAILED");
+    }
   }
 
  private:

@@ -166,7 +166,7 @@ int main(int argc, char** argv) {
   try {
     return dorad::Main(std::vector<std::string>(argv + 1, argv + argc));
   } catch (const std::exception& e) {
-    // Libraries throw, for example when memory for the KV cache is not to be had.
+    // Libraries throw, for example when memory for the model's weights is not to be had.
     std::fprintf(stderr, "dorad: %s\n", e.what());
     return dorad::kExitSoftware;
   }

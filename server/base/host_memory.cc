@@ -32,9 +32,13 @@ std::optional<int64_t> Number(const std::string& path) {
   return std::nullopt;  // also "max"
 }
 
+std::optional<int64_t> LimitOfGroup(const std::string& folder) {
+  return Number(folder + "/memory.max");
+}
+
 // What one group leaves; files that are only cached make room.
 std::optional<int64_t> LeftOfGroup(const std::string& folder) {
-  const std::optional<int64_t> max = Number(folder + "/memory.max");
+  const std::optional<int64_t> max = LimitOfGroup(folder);
   const std::optional<int64_t> current = Number(folder + "/memory.current");
   if (!max || !current) return std::nullopt;
   const int64_t cached = NumberAfter(folder + "/memory.stat", "inactive_file").value_or(0);
@@ -51,21 +55,27 @@ std::string OwnGroup(const std::string& root) {
   return "/";
 }
 
+// The least of the host's number in /proc/meminfo and those of the process's groups.
+int64_t Least(const std::string& root, const std::string& host_key,
+              std::optional<int64_t> (*of_group)(const std::string& folder)) {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  if (const auto kib = NumberAfter(root + "/proc/meminfo", host_key)) least = *kib * 1024;
+  // A group's limit holds for all groups within it.
+  for (std::string group = OwnGroup(root);; group.resize(group.rfind('/'))) {
+    if (const auto bytes = of_group(absl::StrCat(root, "/sys/fs/cgroup", group))) {
+      least = std::min(least, *bytes);
+    }
+    if (group.rfind('/') == std::string::npos) return least;
+  }
+}
+
 }  // namespace
 
 int64_t AvailableHostMemory(const std::string& root) {
-  int64_t available = std::numeric_limits<int64_t>::max();
-  if (const auto kib = NumberAfter(root + "/proc/meminfo", "MemAvailable:")) {
-    available = *kib * 1024;
-  }
-  // A group's limit holds for all groups within it.
-  for (std::string group = OwnGroup(root);; group.resize(group.rfind('/'))) {
-    if (const auto left = LeftOfGroup(absl::StrCat(root, "/sys/fs/cgroup", group))) {
-      available = std::min(available, *left);
-    }
-    if (group.rfind('/') == std::string::npos) return available;
-  }
+  return Least(root, "MemAvailable:", LeftOfGroup);
 }
+
+int64_t TotalHostMemory(const std::string& root) { return Least(root, "MemTotal:", LimitOfGroup); }
 
 absl::Status CheckHostMemory(int64_t bytes, int64_t available, const std::string& what) {
   if (bytes <= available - available / 10) return absl::OkStatus();

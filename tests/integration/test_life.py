@@ -16,7 +16,7 @@ import pytest
 import yaml
 from dorad.v1 import types_pb2
 from lib.certificates import Authority
-from lib.server import Server, binary, command, environment, serve, start, wait_until
+from lib.server import Server, binary, command, device, environment, serve, start, wait_until
 from lib.wire import failure
 
 PROMPT = [11, 12, 13, 14, 15]
@@ -226,6 +226,7 @@ BAD = "{folder}/bad.yaml"
         ({"server.grpc_listen": "localhost:1", "server.metrics_listen": LOCAL}, "PORT_IN_USE"),
         ({"server.admin_listen": LOCAL, "server.metrics_listen": ANY}, "PORT_IN_USE"),
         ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
+        ({"engine.kv_bytes": "900TiB"}, "OUT_OF_MEMORY"),
         ({"adapters.preload.Bad Name": "{adapter}"}, "ADAPTER_NAME_INVALID"),
         ({"security.tokens_file": "{folder}/none.yaml"}, "FILE_NOT_FOUND"),
         ({"security.tokens_file": BAD}, "TOKENS_"),
@@ -248,6 +249,17 @@ def test_check_config_and_serve_say_the_same(zoo, tmp_path, settings: dict, prob
     assert checked.returncode == 78 and problem in checked.stderr, checked
     served = run("serve", "--config", path)
     assert served.returncode == 78 and served.stderr.strip().endswith(checked.stderr.strip())
+
+
+@pytest.mark.skipif(device() != "cpu", reason="the KV cache lies in the GPU's memory")
+def test_a_kv_cache_that_cannot_be_allocated_is_a_fault_of_the_configuration(zoo) -> None:
+    line = [*command(zoo.model("llama2")), "--set", "engine.kv_bytes=2GiB"]
+    served = subprocess.run(
+        ["prlimit", f"--data={3 << 29}", *line], capture_output=True, text=True, timeout=60
+    )
+    assert served.returncode == 78, served
+    assert "engine.kv_bytes" in served.stderr and "[OUT_OF_MEMORY]" in served.stderr
+    assert "frame #" not in served.stderr, "no backtrace"
 
 
 # --- Watchdogs.

@@ -53,6 +53,15 @@ TEST_F(HostMemoryTest, EveryGroupAboveTheProcessLimitsIt) {
   EXPECT_EQ(AvailableHostMemory(root_), 0);
 }
 
+TEST_F(HostMemoryTest, TheTotalIsTheHostsOrTheTightestGroups) {
+  Write("proc/meminfo", "MemTotal:  100 kB\nMemFree:  10 kB\nMemAvailable:   40 kB\n");
+  EXPECT_EQ(TotalHostMemory(root_), 100 * 1024);
+  Write("proc/self/cgroup", "0::/a/b\n");
+  Group("/a/b", "max", 1, 0);
+  Group("/a", "9000", 8000, 300);
+  EXPECT_EQ(TotalHostMemory(root_), 9000);
+}
+
 TEST_F(HostMemoryTest, InANamespaceTheGroupIsTheRoot) {
   Write("proc/self/cgroup", "0::/\n");
   Group("", "700", 100, 0);
