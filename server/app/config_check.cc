@@ -1,7 +1,5 @@
 #include "server/app/config_check.h"
 
-#include <sys/un.h>
-
 #include <filesystem>
 #include <string>
 #include <system_error>
@@ -39,9 +37,7 @@ class Checks {
       problems_.push_back(std::move(problem));
     }
     CheckSecurityFiles();
-    const std::string& handover = config_.server.handover_socket;
-    if (!handover.empty()) CheckSocket("server.handover_socket", handover);
-    CheckParent("adapters.store_path", config_.adapters.store_path);
+    CheckStore();
     if (problems_.empty()) return absl::OkStatus();
     return MakeInvalid("configuration", std::move(problems_));
   }
@@ -60,14 +56,19 @@ class Checks {
   }
 
   void CheckListeners() {
+    const ServerConfig& server = config_.server;
+    const std::string& handover = server.handover_socket;
     const std::vector<std::pair<const char*, std::string>> listeners = {
-        {"server.grpc_listen", config_.server.grpc_listen},
-        {"server.admin_listen", config_.server.admin_listen},
-        {"server.metrics_listen", config_.server.metrics_listen}};
+        {"server.grpc_listen", server.grpc_listen},
+        {"server.admin_listen", server.admin_listen},
+        {"server.metrics_listen", server.metrics_listen},
+        {"server.handover_socket", handover.empty() ? "" : absl::StrCat("unix:", handover)}};
     std::vector<std::pair<const char*, ListenAddress>> before;
     for (const auto& [key, text] : listeners) {
       const absl::StatusOr<ListenAddress> address = ParseListenAddress(text);
-      if (text.empty() || !address.ok()) continue;  // off; the rest the reader has refused
+      if (text.empty()) continue;  // off
+      Add(key, address.status());  // only of a handover socket: the others the reader has refused
+      if (!address.ok()) continue;
       if (!address->unix_path.empty()) CheckSocket(key, address->unix_path);
       for (const auto& [other, taken] : before) {
         if (!Collide(*address, taken)) continue;
@@ -88,18 +89,30 @@ class Checks {
     }
   }
 
+  // Whether somebody listens there already is for the start.
   void CheckSocket(const char* key, const std::string& path) {
-    if (path.size() >= sizeof(sockaddr_un::sun_path)) {
-      problems_.push_back({key, "LISTEN_ADDRESS",
-                           absl::StrCat("the path of a socket has fewer than ",
-                                        sizeof(sockaddr_un::sun_path), " bytes: ", path)});
+    std::error_code error;
+    const std::filesystem::file_status there = std::filesystem::status(path, error);
+    if (std::filesystem::exists(there) && !std::filesystem::is_socket(there)) {
+      problems_.push_back({key, "LISTEN_FAILED", absl::StrCat(path, " is there, but no socket")});
     }
     CheckParent(key, path);
   }
 
+  void CheckStore() {
+    const std::string& path = config_.adapters.store_path;
+    if (path.empty()) return;
+    std::error_code error;
+    const std::filesystem::file_status there = std::filesystem::status(path, error);
+    if (std::filesystem::exists(there) && !std::filesystem::is_directory(there)) {
+      problems_.push_back({"adapters.store_path", "STORE_UNAVAILABLE",
+                           absl::StrCat(path, " is there, but no folder")});
+    }
+    CheckParent("adapters.store_path", path);
+  }
+
   // Sockets and the store's folder are made, the folder above them is not.
   void CheckParent(const char* key, const std::string& path) {
-    if (path.empty()) return;
     std::filesystem::path whole = std::filesystem::absolute(path).lexically_normal();
     if (!whole.has_filename()) whole = whole.parent_path();
     std::error_code error;

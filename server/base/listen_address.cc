@@ -1,5 +1,7 @@
 #include "server/base/listen_address.h"
 
+#include <filesystem>
+
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -22,6 +24,10 @@ bool ParsePort(const std::string& text, int* port) {
     if (!absl::ascii_isdigit(static_cast<unsigned char>(c))) return false;
   }
   return absl::SimpleAtoi(text, port) && *port <= 65535;
+}
+
+std::filesystem::path Normal(const std::string& path) {
+  return std::filesystem::absolute(path).lexically_normal();
 }
 
 }  // namespace
@@ -59,7 +65,8 @@ absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text) {
 }
 
 bool Collide(const ListenAddress& a, const ListenAddress& b) {
-  if (!a.unix_path.empty() || !b.unix_path.empty()) return a.unix_path == b.unix_path;
+  if (a.unix_path.empty() != b.unix_path.empty()) return false;
+  if (!a.unix_path.empty()) return Normal(a.unix_path) == Normal(b.unix_path);
   if (a.port == 0 || a.port != b.port) return false;
   const auto is_any = [](const std::string& host) { return host == "0.0.0.0" || host == "::"; };
   const auto is_local = [](const std::string& host) {

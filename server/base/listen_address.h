@@ -16,7 +16,8 @@ struct ListenAddress {
 // INVALID_ARGUMENT (LISTEN_ADDRESS). Names are not looked up.
 absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text);
 
-// Whether one process cannot listen on both. Names are not looked up, but for "localhost".
+// Whether one process cannot listen on both. Names are not looked up, but for "localhost"; paths
+// are compared as they are written from the root, whatever links there are.
 bool Collide(const ListenAddress& a, const ListenAddress& b);
 
 // host:port, with brackets around an IPv6 address.

@@ -10,6 +10,7 @@
 #include <sys/un.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <limits>
@@ -80,11 +81,18 @@ absl::Status CheckSocketFree(const std::string& path) {
   address.sun_family = AF_UNIX;
   std::memcpy(address.sun_path, path.c_str(), path.size());
   const UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
+  const int error =
+      connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 ? 0
+                                                                                           : errno;
+  // Nothing there, or what a dead process has left.
+  if (error == ENOENT || error == ECONNREFUSED) return absl::OkStatus();
+  // EPROTOTYPE: somebody listens for another kind of connection, as a handover socket does.
+  if (error == 0 || error == EPROTOTYPE) {
     return MakeError(absl::StatusCode::kUnavailable, "PORT_IN_USE",
                      absl::StrCat("cannot listen on unix:", path, ": another server does"));
   }
-  return absl::OkStatus();
+  return MakeError(absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+                   absl::StrCat("cannot listen on unix:", path, ": ", std::strerror(error)));
 }
 
 absl::Status WhyListenFailed(const ListenAddress& address, const std::string& text) {

@@ -217,7 +217,7 @@ def test_check_config_finds_what_a_start_would(zoo, tmp_path) -> None:
 
 
 LOCAL, ANY = "127.0.0.1:1", "0.0.0.0:1"
-BAD = "{folder}/bad.yaml"
+BAD, UNIX = "{folder}/bad.yaml", "unix:{folder}/s"
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,12 @@ BAD = "{folder}/bad.yaml"
     [
         ({"server.grpc_listen": "localhost:1", "server.metrics_listen": LOCAL}, "PORT_IN_USE"),
         ({"server.admin_listen": LOCAL, "server.metrics_listen": ANY}, "PORT_IN_USE"),
+        ({"server.grpc_listen": UNIX, "server.handover_socket": "{folder}/s"}, "PORT_IN_USE"),
+        ({"server.grpc_listen": UNIX, "server.admin_listen": "unix:{folder}/./s"}, "PORT_IN_USE"),
+        ({"server.grpc_listen": "unix:{folder}/bad.yaml"}, "LISTEN_FAILED"),
+        ({"server.grpc_listen": "unix:{folder}"}, "LISTEN_FAILED"),
+        ({"server.handover_socket": BAD}, "LISTEN_FAILED"),
+        ({"adapters.store_path": BAD}, "STORE_UNAVAILABLE"),
         ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
         ({"engine.kv_bytes": "900TiB"}, "OUT_OF_MEMORY"),
         ({"adapters.preload.Bad Name": "{adapter}"}, "ADAPTER_NAME_INVALID"),

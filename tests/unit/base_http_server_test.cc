@@ -268,10 +268,12 @@ TEST(ListenAddressTest, KnowsWhichListenersCollide) {
   EXPECT_TRUE(collide("0.0.0.0:7", "192.0.2.1:7"));
   EXPECT_TRUE(collide("[::]:7", "127.0.0.1:7"));
   EXPECT_TRUE(collide("unix:/a", "unix:/a"));
+  EXPECT_TRUE(collide("unix:/a/x", "unix:/a/./b/..//x"));
   EXPECT_FALSE(collide("127.0.0.1:0", "127.0.0.1:0"));
   EXPECT_FALSE(collide("127.0.0.1:7", "127.0.0.1:8"));
   EXPECT_FALSE(collide("127.0.0.1:7", "127.0.0.2:7"));
   EXPECT_FALSE(collide("unix:/a", "unix:/b"));
+  EXPECT_FALSE(collide("unix:a", "unix:/a"));
   EXPECT_FALSE(collide("unix:/a", "127.0.0.1:7"));
 }
 

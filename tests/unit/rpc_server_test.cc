@@ -4,6 +4,9 @@
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/client_unary_call.h>
 #include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -20,6 +23,7 @@
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 #include "server/base/error.h"
+#include "server/base/unique_fd.h"
 #include "server/engine/model_runner.h"
 #include "server/rpc/packing.h"
 #include "server/rpc/server.h"
@@ -1089,6 +1093,25 @@ TEST_F(ServerTest, ListensOnASocketFileAndKeepsOthersFromTakingIt) {
   EXPECT_TRUE(v1::ControlService::NewStub(channel)
                   ->GetInfo(Context().get(), v1::GetInfoRequest(), &info)
                   .ok());
+}
+
+// Such as the handover socket of a server that runs: gRPC would unlink it.
+TEST_F(ServerTest, LeavesASocketOfAnotherKindToItsListener) {
+  const std::string path =
+      absl::StrCat(testing::TempDir(), "/dorad-rpc-test-", getpid(), ".packets");
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof(address.sun_path) - 1);
+  const auto* name = reinterpret_cast<const sockaddr*>(&address);
+  const UniqueFd listener(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(bind(listener.get(), name, sizeof(address)), 0);
+  ASSERT_EQ(listen(listener.get(), 1), 0);
+  Server::Options options;
+  options.listen = absl::StrCat("unix:", path);
+  EXPECT_EQ(ReasonOf(Server::Start(options, &services_).status()), "PORT_IN_USE");
+  const UniqueFd client(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  EXPECT_EQ(connect(client.get(), name, sizeof(address)), 0);
+  unlink(path.c_str());
 }
 
 }  // namespace
