@@ -103,6 +103,29 @@ def test_the_server_takes_the_configuration(path: Path, tmp_path: Path) -> None:
     check_config(path, tmp_path)
 
 
+def in_bytes(size: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([MG]i)B?", size).groups()
+    return int(number) << {"Mi": 20, "Gi": 30}[unit]
+
+
+def test_one_publisher_cannot_fill_the_memory_of_a_pod() -> None:
+    """Uploads under way may be twice as large as an adapter; most is for the rest."""
+    overlay = FOLDER / "overlays" / "cpu"
+    (kustomization,) = documents(overlay / "kustomization.yaml")
+    (patch,) = kustomization["patches"]
+    (small,) = (
+        change["value"]
+        for change in yaml.safe_load(patch["patch"])
+        if change["path"].endswith("/resources")
+    )
+    for config, resources in [
+        (server_config(), container(server())["resources"]),
+        (yaml.safe_load((overlay / "dorad.yaml").read_text()), small),
+    ]:
+        uploads = 2 * in_bytes(config["adapters"]["max_bytes"])
+        assert uploads <= in_bytes(resources["limits"]["memory"]) / 4
+
+
 def test_ports_are_those_of_the_configuration() -> None:
     config = server_config()["server"]
     assert config["grpc_listen"] == f"0.0.0.0:{port_number(server(), 'grpc')}"
