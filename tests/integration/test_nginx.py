@@ -178,7 +178,7 @@ def test_clients_reconnect_after_keepalive_requests(server) -> None:
 
 
 def test_large_requests_are_refused_and_uploads_are_not(server, zoo) -> None:
-    changes = {"client_max_body_size 64m;": "client_max_body_size 16k;"}
+    changes = {"client_max_body_size 64m;": "client_max_body_size 16k;"}  # of the admin port
     folder = zoo.adapter("slow", "dora", 3)
     assert (folder / "adapter_model.safetensors").stat().st_size > 100_000
     with nginx([server.grpc], changes) as proxy:
@@ -186,7 +186,7 @@ def test_large_requests_are_refused_and_uploads_are_not(server, zoo) -> None:
             client_of(proxy) as client,
             pytest.raises(dorad.Overloaded, match="larger than") as caught,
         ):
-            client.generate([5] * 6000, max_tokens=1)
+            client.generate([5] * 300_000, max_tokens=1)
         assert caught.value.code == "RESOURCE_EXHAUSTED"
         with client_of(proxy, admin=True, certified=True) as operator:
             version = operator.publish("large", path=folder)
@@ -195,6 +195,14 @@ def test_large_requests_are_refused_and_uploads_are_not(server, zoo) -> None:
             assert sample.spans[0].digest == version.digest
         refused = [line for line in proxy.access_log() if '"grpc":"8"' in line]
         assert len(refused) == 1, "a request that is too large was sent again"
+
+
+def test_score_may_be_as_large_as_the_server_takes(client) -> None:
+    with pytest.raises(dorad.InvalidArgument) as caught:
+        client.score([[5] * 65] * 16384)
+    assert caught.value.reason == "SCORE_TOO_LARGE"
+    with pytest.raises(dorad.Overloaded, match="larger than"):
+        client.score([[5] * 90] * 16384)
 
 
 def test_too_many_calls_from_an_address_are_told_to_come_back(server) -> None:
