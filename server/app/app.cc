@@ -318,6 +318,7 @@ struct App::Impl {
   // Refuses as a whole, or takes over as a whole.
   absl::StatusOr<ConfigChanges> Reload(absl::StatusOr<Config> next) {
     DORAD_RETURN_IF_ERROR(next.status());
+    DORAD_RETURN_IF_ERROR(CheckStart(*next));  // a restart is to find no more than this
     ResolveComputeDtype(&next->model);
     const ConfigChanges changes = TakeReloadable(*std::move(next), &settings);
     ApplyLogging(settings.log);

@@ -29,7 +29,7 @@ class App {
   bool alive() const;
 
   // Takes over what may change while the server runs, and says in the log what needs a restart. A
-  // configuration that could not be read changes nothing.
+  // configuration that could not be read, or with which a start would fail, changes nothing.
   void Reload(const absl::StatusOr<Config>& config);
 
   // Not ready any more; after server.drain_delay_seconds refuses new requests, lets running ones

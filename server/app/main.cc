@@ -68,6 +68,16 @@ absl::StatusOr<Config> ReadConfig(const Command& command, ConfigOrigins* origins
   return config;
 }
 
+// That of a server: it has a model.
+absl::StatusOr<Config> ReadConfigToServe(const Command& command) {
+  DORAD_ASSIGN_OR_RETURN(Config config, ReadConfig(command));
+  if (config.model.path.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "MODEL_MISSING",
+                     "no model: say --model DIR or set model.path");
+  }
+  return config;
+}
+
 int Fail(const absl::Status& status, int code) {
   PrintError(status);
   return code;
@@ -85,13 +95,8 @@ int Serve(const Command& command) {
   Signals signals;
   absl::StatusOr<std::unique_ptr<App>> app;  // outlives the manager's thread, which asks it
   const std::unique_ptr<ServiceManager> manager = ServiceManager::FromEnvironment();
-  const absl::StatusOr<Config> config = ReadConfig(command);
+  const absl::StatusOr<Config> config = ReadConfigToServe(command);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
-  if (config->model.path.empty()) {
-    return Fail(MakeError(absl::StatusCode::kInvalidArgument, "MODEL_MISSING",
-                          "no model: say --model DIR or set model.path"),
-                kExitConfig);
-  }
   ApplyLogging(config->log);
   if (const char* failpoint = std::getenv("DORAD_FAILPOINT")) {
     const absl::Status armed = ArmFailpoint(failpoint);
@@ -108,7 +113,7 @@ int Serve(const Command& command) {
   manager->KeepAlive([&app] { return (*app)->alive(); });
   while (signals.Wait() == Signals::Event::kReload) {
     manager->Reloading();
-    (*app)->Reload(ReadConfig(command));
+    (*app)->Reload(ReadConfigToServe(command));
     manager->Ready("serving");
   }
   manager->Stopping("finishing running requests");

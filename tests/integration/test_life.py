@@ -128,6 +128,25 @@ def test_a_broken_file_changes_nothing(zoo, tmp_path) -> None:
         assert server.wire.info().limits.max_n == 7
 
 
+def test_a_file_that_the_next_start_would_refuse_changes_nothing(zoo, tmp_path) -> None:
+    config = tmp_path / "c.yaml"
+    handover = f"server: {{handover_socket: {tmp_path}/handover}}\n"
+    adapters = f"adapters: {{store_path: {tmp_path}/store}}\n"
+    config.write_text(handover + adapters + "limits: {max_n: 2}\n")
+    with serve(zoo.model("llama2"), config=config) as server:
+        none = f"{tmp_path}/none"
+        config.write_text(f"limits: {{max_n: 7}}\nsecurity: {{tokens_file: {none}}}\n")
+        reload(server, "refused")
+        assert none in server.log()
+        config.write_text(f"limits: {{max_n: 7}}\nadapters: {{store_path: {none}/store}}\n")
+        reload(server, "refused")
+        assert server.wire.info().limits.max_n == 2
+        # Its own sockets and its own store are no obstacle.
+        config.write_text(handover + adapters + "limits: {max_n: 7}\n")
+        reload(server, "applied")
+        assert server.wire.info().limits.max_n == 7
+
+
 def test_the_command_line_wins_over_a_reloaded_file(zoo, tmp_path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("")
