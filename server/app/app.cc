@@ -234,8 +234,21 @@ struct App::Impl {
                              {"generation", registry.generation()}});
   }
 
+  // The durable version that was active when the last run ended, loaded again or not; 0: none.
+  int64_t StoredActive(const std::string& name) const {
+    if (store == nullptr) return 0;
+    const auto found = store->opened().names.find(name);
+    return found == store->opened().names.end() ? 0 : found->second.active;
+  }
+
   absl::Status Preload() {
     for (const auto& [name, folder] : config.adapters.preload) {
+      // A trained version must not give way to what training began with.
+      if (const int64_t active = StoredActive(name); active != 0) {
+        LogWarning("an adapter is not preloaded: a version from the store is the active one",
+                   {{"adapter", name}, {"version", active}, {"folder", folder}});
+        continue;
+      }
       adapter::PublishOptions options;
       options.name = name;
       options.activate = true;

@@ -130,7 +130,8 @@ const char* HelpText() {
       --config FILE       YAML; deploy/dorad.yaml lists every key with its default
       --set section.key=value
                           overrides the file
-      --adapter name=DIR  PEFT folder that is loaded and activated before the server is ready
+      --adapter name=DIR  PEFT folder that is loaded and activated before the server is ready,
+                          unless the store has an active version of that name
       Prints "dorad ready grpc=HOST:PORT metrics=http://HOST:PORT/metrics" when it serves.
       SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends them, too.
       SIGHUP: reads the file again; what may change while it runs changes.

@@ -68,7 +68,8 @@ struct LimitsConfig {
 };
 
 struct AdaptersConfig {
-  // name=DIR pairs loaded and activated before the server is ready (also --adapter).
+  // name=DIR pairs loaded and activated before the server is ready (also --adapter), but for names
+  // whose active version comes from the store.
   std::vector<std::pair<std::string, std::string>> preload;
   std::vector<std::string> allowed_roots;
   std::string store_path;      // folder of the durable adapters; "" = none

@@ -94,6 +94,28 @@ def test_ephemeral_versions_are_gone_and_their_numbers_stay_taken(zoo, store: Pa
         assert server.wire.publish("z", folder).adapter.version == 2
 
 
+def test_a_preloaded_adapter_takes_no_place_from_a_durable_active_version(zoo, store: Path) -> None:
+    start = {"policy": zoo.adapter(FAMILY, "lora", 0)}
+    with serve_store(zoo, store, start) as server:
+        server.wire.publish("policy", zoo.adapter(FAMILY, "dora", 1), durable=True, activate=True)
+        trained = answer(server, "policy")
+        assert trained != answer(server, "policy@1")
+    for adapters in (start, None):
+        with serve_store(zoo, store, adapters) as server:
+            versions = [(v.version, v.active) for v in server.wire.list_adapters()]
+            assert versions == [(2, True)]
+            assert answer(server, "policy") == trained
+            assert ("an adapter is not preloaded" in server.log()) == (adapters is not None)
+    (damaged,) = store.glob("objects/*/*/adapter_model.safetensors")
+    damaged.write_bytes(b"rotten")
+    with serve_store(zoo, store, start) as server:
+        refusal = refused(server.wire.generate, [1], adapter="policy")
+        assert refusal.reason == "ADAPTER_NO_ACTIVE_VERSION", "the start takes no one's place"
+        server.wire.retire("policy", 2)
+    with serve_store(zoo, store, start) as server:
+        assert [(v.version, v.active) for v in server.wire.list_adapters()] == [(3, True)]
+
+
 def test_generations_go_on_and_watchers_learn_of_the_restart(zoo, store: Path) -> None:
     folder = zoo.adapter(FAMILY, "lora", 0)
     with serve_store(zoo, store) as server:
