@@ -104,6 +104,17 @@ absl::Status NotReady(const AdapterRecord& record) {
   return WithMetadata(std::move(status), "failure_reason", ReasonOf(record.failure));
 }
 
+absl::Status VersionTaken(const std::string& name, int64_t version, int64_t last,
+                          const AdapterRecord* holder) {
+  std::string text = absl::StrCat("version ", version, " of \"", name, "\" is not above ", last,
+                                  ", the highest one so far");
+  const bool failed = holder != nullptr && holder->state == AdapterState::kFailed;
+  if (failed) absl::StrAppend(&text, "; version ", version, " ", WhyNotReady(*holder));
+  absl::Status status = MakeError(absl::StatusCode::kAborted, "ADAPTER_VERSION_TAKEN", text);
+  if (!failed) return status;
+  return WithMetadata(std::move(status), "failure_reason", ReasonOf(holder->failure));
+}
+
 absl::Status GenerationMismatch(int64_t expected, int64_t current) {
   absl::Status status =
       MakeError(absl::StatusCode::kAborted, "GENERATION_MISMATCH",

@@ -26,6 +26,10 @@ absl::Status NoActiveVersion(const std::string& name, const std::vector<int64_t>
 // FAILED_PRECONDITION (ADAPTER_NOT_READY), with the metadata "state" and, of a version that failed,
 // "failure_reason".
 absl::Status NotReady(const AdapterRecord& record);
+// ABORTED (ADAPTER_VERSION_TAKEN): `last` is the name's highest number so far. `holder`: the
+// version that has this one, or nullptr; when it failed, with the metadata "failure_reason".
+absl::Status VersionTaken(const std::string& name, int64_t version, int64_t last,
+                          const AdapterRecord* holder);
 // ABORTED (GENERATION_MISMATCH), with the metadata "current_generation".
 absl::Status GenerationMismatch(int64_t expected, int64_t current);
 

@@ -152,9 +152,12 @@ absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,
                          absl::StrCat("version ", number, " is not within [1, ", most, "]")}});
   }
   if (number <= last) {
-    return MakeError(absl::StatusCode::kAborted, "ADAPTER_VERSION_TAKEN",
-                     absl::StrCat("version ", number, " of \"", name, "\" is not above ", last,
-                                  ", the highest one so far"));
+    const AdapterRecord* holder = nullptr;
+    if (known != names_.end()) {
+      const auto found = known->second.versions.find(number);
+      if (found != known->second.versions.end()) holder = &found->second.record;
+    }
+    return VersionTaken(name, number, last, holder);
   }
   return number;
 }

@@ -69,6 +69,13 @@ absl::Status TakenOver(const std::string& id) {
                    absl::StrCat("a newer stream goes on with the upload \"", id, "\""));
 }
 
+// The server was short of something, a disk included: what may succeed later must not be answered
+// with today's refusal.
+bool MayPass(const absl::Status& refusal) {
+  return refusal.code() == absl::StatusCode::kUnavailable ||
+         refusal.code() == absl::StatusCode::kResourceExhausted;
+}
+
 }  // namespace
 
 // What is not const or atomic is guarded by the store's mutex, except where it says `feeding`.
@@ -206,8 +213,7 @@ void UploadStore::Complete(Record& record, const absl::StatusOr<adapter::Publish
     record.result = result;
     record.expiry = FromNow(options_.time_to_live);
     waiting.swap(record.waiting);
-    // What may succeed later must not be answered with today's refusal.
-    if (RetryAfterOf(result.status()) && Holds(record)) {
+    if (MayPass(result.status()) && Holds(record)) {
       dropped.push_back(std::move(records_.extract(record.key()).mapped()));
     } else {
       dropped = Thin([](const Record& r) { return r.ended() ? 1 : 0; }, kMaxResults);

@@ -3,8 +3,9 @@
 // A stream that breaks before Commit leaves its upload here. A newer stream with an equal Begin
 // goes on with it, or takes it over from a stream whose client the server does not know to be gone:
 // only the client knows which of its connections lives, so the newest one wins. After Commit the
-// result is remembered, so that a client that has lost the answer cannot publish twice. What nobody
-// asks for within the time to live is dropped, and idle uploads make room for bytes that come.
+// result is remembered, so that a client that has lost the answer cannot publish twice; but not
+// that the server was short of something, after which the id is free. What nobody asks for within
+// the time to live is dropped, and idle uploads make room for bytes that come.
 #pragma once
 
 #include <cstdint>

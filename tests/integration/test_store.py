@@ -175,6 +175,33 @@ def test_a_failed_load_leaves_nothing_in_the_store(zoo, store: Path) -> None:
         assert not objects(store) and not leftovers(store)
 
 
+def test_an_upload_that_the_disk_refused_is_published_by_the_next_try(zoo, store: Path) -> None:
+    folder = zoo.adapter(FAMILY, "lora", 0)
+    image = (folder / "adapter_model.safetensors").read_bytes()
+    begin = adapters_pb2.PublishBegin(
+        name="x",
+        adapter_config_json=(folder / "adapter_config.json").read_text(),
+        safetensors_size=len(image),
+        durable=True,
+        upload_id="x",
+    )
+    with serve_store(zoo, store) as server:
+        (store / "objects").rename(store / "away")
+        refusal = refused(server.wire.publish_rest, begin, image, 0)
+        assert refusal.reason == "STORE_UNAVAILABLE"
+        (store / "away").rename(store / "objects")
+        done = server.wire.publish_rest(begin, image, 0).adapter
+        assert (done.version, done.durable) == (2, True)
+        begin.upload_id, begin.version = "with-a-number", 7
+        (store / "objects").rename(store / "away")
+        assert refused(server.wire.publish_rest, begin, image, 0).reason == "STORE_UNAVAILABLE"
+        (store / "away").rename(store / "objects")
+        # Numbers are used once; who chose this one learns what became of it.
+        refusal = refused(server.wire.publish_rest, begin, image, 0)
+        assert refusal.reason == "ADAPTER_VERSION_TAKEN"
+        assert refusal.metadata["failure_reason"] == "STORE_UNAVAILABLE"
+
+
 def test_one_server_at_a_time(zoo, store: Path) -> None:
     with serve_store(zoo, store) as server:
         server.wire.publish("x", zoo.adapter(FAMILY, "lora", 0), durable=True)

@@ -139,7 +139,11 @@ TEST_F(AdapterRegistryTest, VersionNumbersRiseAndAreNeverUsedTwice) {
   EXPECT_EQ(*registry_->Reserve("a", 5, {}), 5);
   EXPECT_EQ(ReasonOf(registry_->Reserve("a", 5, {}).status()), "ADAPTER_VERSION_TAKEN");
   EXPECT_EQ(ReasonOf(registry_->Reserve("a", 4, {}).status()), "ADAPTER_VERSION_TAKEN");
-  registry_->Fail("a", 5, absl::InternalError("broken"));
+  registry_->Fail("a", 5, MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE", "I/O"));
+  const absl::Status taken = registry_->Reserve("a", 5, {}).status();
+  EXPECT_EQ(ReasonOf(taken), "ADAPTER_VERSION_TAKEN");
+  EXPECT_EQ(MetadataOf(taken)["failure_reason"], "STORE_UNAVAILABLE");
+  EXPECT_THAT(std::string(taken.message()), HasSubstr("failed to load"));
   EXPECT_EQ(*registry_->Reserve("a", std::nullopt, {}), 6);
   EXPECT_EQ(*registry_->Reserve("b", std::nullopt, {}), 1);
   EXPECT_EQ(ReasonOf(registry_->Reserve("b", 0, {}).status()), "ADAPTER_VERSION_INVALID");

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -225,21 +226,36 @@ TEST_F(UploadStoreTest, AStreamThatFindsTheUploadCommittedGetsItsResult) {
   EXPECT_EQ((*newest.told->answer)->adapter.version, 1);
 }
 
-TEST_F(UploadStoreTest, RemembersARefusalUnlessItSaysWhenToTryAgain) {
-  const absl::Status refusal = MakeInvalid("adapter", {{"x", "ADAPTER_NOT_FINITE", "NaN"}});
-  const absl::Status busy = WithRetryAfter(
-      MakeError(absl::StatusCode::kResourceExhausted, "LOAD_QUEUE_FULL", "full"), absl::Seconds(1));
-  for (const auto& [id, result] : {std::pair("bad", refusal), std::pair("busy", busy)}) {
+TEST_F(UploadStoreTest, RemembersARefusalUnlessTheServerWasShortOfSomething) {
+  using Code = absl::StatusCode;
+  const std::map<std::string, absl::Status> refusals = {
+      {"bad", MakeInvalid("adapter", {{"x", "ADAPTER_NOT_FINITE", "NaN"}})},
+      {"taken", MakeError(Code::kAborted, "GENERATION_MISMATCH", "moved")},
+      {"busy", WithRetryAfter(MakeError(Code::kResourceExhausted, "LOAD_QUEUE_FULL", "full"),
+                              absl::Seconds(1))},
+      {"memory", MakeError(Code::kResourceExhausted, "OUT_OF_MEMORY", "none")},
+      {"full", MakeError(Code::kResourceExhausted, "STORE_FULL", "full")},
+      {"disk", MakeError(Code::kUnavailable, "STORE_UNAVAILABLE", "I/O error")},
+  };
+  for (const auto& [id, result] : refusals) {
     Client client(&store_);
     EXPECT_EQ(client.Send(id, "hello"), "");
     EXPECT_EQ(client.Feed(Commit()), "");
     client.stream->Completion()(result);
     EXPECT_EQ(client.told->answer->status(), result);
   }
-  Client again(&store_);
-  EXPECT_EQ(again.Feed(Begin("bad", 5)), "");
-  EXPECT_EQ(ReasonOf(again.told->answer->status()), "ADAPTER_NOT_FINITE");
-  EXPECT_EQ(ReasonOf(store_.Find("busy").status()), "UPLOAD_NOT_FOUND");
+  for (const char* id : {"bad", "taken"}) {
+    Client again(&store_);
+    EXPECT_EQ(again.Feed(Begin(id, 5)), "");
+    EXPECT_EQ(again.told->answer->status(), refusals.at(id));
+  }
+  for (const char* id : {"busy", "memory", "full", "disk"}) {
+    EXPECT_EQ(ReasonOf(store_.Find(id).status()), "UPLOAD_NOT_FOUND") << id;
+    Client again(&store_);
+    EXPECT_EQ(again.Send(id, "hello"), "");
+    EXPECT_EQ(again.Feed(Commit()), "");
+    EXPECT_EQ(again.next, Next::kLoad) << id;
+  }
 }
 
 TEST_F(UploadStoreTest, WrongBytesAtCommitDropTheUpload) {
