@@ -12,12 +12,15 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int kFormat = 2;  // 1: digests hashed the tensors' bytes themselves
+// 1: digests hashed the tensors' bytes themselves. 2: did not tell of versions that are not durable
+// whether they came to be READY.
+constexpr int64_t kFormat = 3;
+constexpr int64_t kFormatBefore = 2;
 
 constexpr std::pair<Change::Type, const char*> kTypes[] = {
     {Change::Type::kStarted, "started"},     {Change::Type::kReserved, "reserved"},
-    {Change::Type::kPublished, "published"}, {Change::Type::kActivated, "activated"},
-    {Change::Type::kRetired, "retired"},
+    {Change::Type::kServed, "served"},       {Change::Type::kPublished, "published"},
+    {Change::Type::kActivated, "activated"}, {Change::Type::kRetired, "retired"},
 };
 
 const char* NameOf(Change::Type type) {
@@ -75,6 +78,7 @@ std::string ToJson(const Change& change) {
   if (change.type == Change::Type::kStarted) {
     json["format"] = kFormat;
     json["base"] = change.base;
+    json["floor"] = change.floor;
     return json.dump();
   }
   json["name"] = change.name;
@@ -91,7 +95,7 @@ std::string ToJson(const Change& change) {
   return json.dump();
 }
 
-absl::StatusOr<Change> ParseChange(std::string_view text) {
+absl::StatusOr<Change> ParseChange(std::string_view text, int64_t* format) {
   const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!json.is_object()) return NotAChange(text);
   Members members(json);
@@ -104,10 +108,13 @@ absl::StatusOr<Change> ParseChange(std::string_view text) {
   if (known == std::end(kTypes)) return NotAChange(text);
   change.type = known->first;
   if (change.type == Change::Type::kStarted) {
-    int64_t format = 0;
-    members.Integer("format", &format);
+    members.Integer("format", format);
     members.Text("base", &change.base);
-    if (format != kFormat) return NotAChange(text);
+    if (*format == kFormat) {
+      members.Integer("floor", &change.floor);
+    } else if (*format != kFormatBefore) {
+      return NotAChange(text);
+    }
   } else {
     members.Text("name", &change.name);
     members.Integer("version", &change.version);
@@ -123,6 +130,10 @@ absl::StatusOr<Change> ParseChange(std::string_view text) {
     change.stored.create_time = absl::FromUnixNanos(create_time_ns);
   }
   if (!members.all_read()) return NotAChange(text);
+  // It may have.
+  if (*format == kFormatBefore && change.type == Change::Type::kReserved) {
+    change.type = Change::Type::kServed;
+  }
   return change;
 }
 
@@ -130,6 +141,7 @@ void StoredState::Apply(const Change& change) {
   generation = std::max(generation, change.generation);
   if (change.type == Change::Type::kStarted) {
     base = change.base;
+    floor = std::max(floor, change.floor);
     for (auto& [name, entry] : names) {
       if (entry.versions.count(entry.active) == 0) entry.active = 0;
     }
@@ -137,9 +149,13 @@ void StoredState::Apply(const Change& change) {
   }
   Name& entry = names[change.name];
   entry.last_version = std::max(entry.last_version, change.version);
+  if (change.type != Change::Type::kReserved) {
+    entry.last_served = std::max(entry.last_served, change.version);
+  }
   switch (change.type) {
     case Change::Type::kStarted:
     case Change::Type::kReserved:
+    case Change::Type::kServed:
       break;
     case Change::Type::kPublished:
       entry.versions[change.version] = change.stored;
@@ -155,9 +171,24 @@ void StoredState::Apply(const Change& change) {
   }
 }
 
+void StoredState::ForgetIdleNames() {
+  const auto is_idle = [](const Name& entry) {
+    return entry.versions.empty() && entry.active == 0;
+  };
+  std::erase_if(names, [&](const auto& item) {
+    return is_idle(item.second) && item.second.last_served == 0;
+  });
+  if (names.size() < kMaxNames) return;
+  std::erase_if(names, [&](const auto& item) {
+    if (!is_idle(item.second)) return false;
+    floor = std::max(floor, item.second.last_served);
+    return true;
+  });
+}
+
 std::vector<Change> StoredState::ToChanges() const {
   std::vector<Change> changes = {
-      {.type = Change::Type::kStarted, .generation = generation, .base = base}};
+      {.type = Change::Type::kStarted, .generation = generation, .base = base, .floor = floor}};
   for (const auto& [name, entry] : names) {
     Change change = {.generation = generation, .name = name};
     for (const auto& [version, stored] : entry.versions) {
@@ -167,17 +198,15 @@ std::vector<Change> StoredState::ToChanges() const {
       change.activate = version == entry.active;
       changes.push_back(change);
     }
-    if (change.version < entry.last_version) {
-      changes.push_back({.type = Change::Type::kReserved,
-                         .generation = generation,
-                         .name = name,
-                         .version = entry.last_version});
+    const auto note = [&](Change::Type type, int64_t version) {
+      changes.push_back({.type = type, .generation = generation, .name = name, .version = version});
+    };
+    if (change.version < entry.last_served) note(Change::Type::kServed, entry.last_served);
+    if (entry.last_served < entry.last_version) {
+      note(Change::Type::kReserved, entry.last_version);
     }
     if (entry.active != 0 && entry.versions.count(entry.active) == 0) {
-      changes.push_back({.type = Change::Type::kActivated,
-                         .generation = generation,
-                         .name = name,
-                         .version = entry.active});
+      note(Change::Type::kActivated, entry.active);
     }
   }
   return changes;

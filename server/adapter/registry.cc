@@ -34,11 +34,13 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
     absl::MutexLock lock(&state_->mu);
     DORAD_CHECK(state_->book.empty());
     state_->events.ContinueAfter(stored.generation);
+    state_->book.NoteForgotten(stored.floor);
   }
   for (const auto& [name, entry] : stored.names) {
     {
       absl::MutexLock lock(&state_->mu);
-      state_->book.NoteServed(name, entry.last_version);
+      state_->book.NoteNumber(name, entry.last_version);
+      state_->book.NoteServed(name, entry.last_served);
     }
     for (const auto& [number, kept] : entry.versions) {
       // Takes its time: others may look at the registry meanwhile.

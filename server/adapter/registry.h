@@ -42,8 +42,8 @@ class AdapterRegistry {
 
   // Brings back what earlier runs left, before any other call. `load` gives a version's content;
   // one for which it fails is FAILED with its status. Names whose active version is not READY have
-  // none. Generations and numbers go on above all that were ever given out; the events of earlier
-  // runs count as no longer kept.
+  // none. Generations go on above all that were ever given out, a name's numbers above those that
+  // the state knows of; the events of earlier runs count as no longer kept.
   using LoadStored = std::function<absl::StatusOr<std::shared_ptr<const LoadedAdapter>>(
       const std::string& name, int64_t version, const StoredVersion& stored)>;
   void Restore(const StoredState& stored, const LoadStored& load);

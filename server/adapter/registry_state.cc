@@ -107,11 +107,10 @@ absl::StatusOr<int64_t> AdapterRegistry::State::Publish(
     change.stored.pinned = adapter->pinned();
     change.activate = activate;
     status = Log(std::move(change), 0);
-  } else if (status.ok() && activate) {
-    // An earlier version must not be active again after a restart.
-    status = Log(
-        {.type = Change::Type::kActivated, .name = adapter->name(), .version = adapter->version()},
-        0);
+  } else if (status.ok()) {
+    // After a restart its number must not be given out again, and an earlier version not be active.
+    change.type = activate ? Change::Type::kActivated : Change::Type::kServed;
+    status = Log(std::move(change), 0);
   }
   absl::MutexLock lock(&mu);
   Version& version = *book.Find(adapter->name(), adapter->version());

@@ -138,8 +138,9 @@ absl::Status Store::Lock() {
 }
 
 absl::Status Store::Replay(const std::vector<std::string>& records) {
+  int64_t format = 0;
   for (const std::string& record : records) {
-    DORAD_ASSIGN_OR_RETURN(const Change change, ParseChange(record));
+    DORAD_ASSIGN_OR_RETURN(const Change change, ParseChange(record, &format));
     opened_.Apply(change);
   }
   return absl::OkStatus();
@@ -163,13 +164,15 @@ absl::Status Store::Begin(const std::string& base_digest) {
   }
   // The restart itself is a change: what was not durable is gone.
   const Change started = {.generation = records.empty() ? 0 : opened_.generation + 1,
-                          .base = base_digest};
+                          .base = base_digest,
+                          .floor = opened_.floor};
   opened_.Apply(started);
   for (const auto& [name, entry] : opened_.names) {
     for (const auto& [version, stored] : entry.versions) ++objects_[stored.object].uses;
   }
   for (auto& [name, object] : objects_) object.bytes = BytesOf(ObjectPath(name));
   state_ = opened_;
+  state_.ForgetIdleNames();
   const std::vector<std::string> fewest = RecordsOf(state_);
   const auto bytes = static_cast<int64_t>(Journal::Format(fewest).size());
   long_journal_ = std::max(kShortJournalBytes, kLongJournal * bytes);
@@ -192,6 +195,7 @@ absl::Status Store::Compact(const std::vector<std::string>& fewest) {
 
 void Store::CompactIfLong() {
   if (journal_->bytes() <= long_journal_) return;
+  state_.ForgetIdleNames();
   const std::vector<std::string> fewest = RecordsOf(state_);
   const auto bytes = static_cast<int64_t>(Journal::Format(fewest).size());
   long_journal_ = std::max(kShortJournalBytes, kLongJournal * bytes);

@@ -117,7 +117,8 @@ class Store : public ChangeLog {
   StoredState opened_;
   absl::Mutex mu_;
   std::unique_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
-  StoredState state_ ABSL_GUARDED_BY(mu_);  // as the journal says
+  // As the journal says, perhaps without names that need not be kept.
+  StoredState state_ ABSL_GUARDED_BY(mu_);
   // A journal of more bytes is compared with what its state needs.
   int64_t long_journal_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, Object> objects_ ABSL_GUARDED_BY(mu_);

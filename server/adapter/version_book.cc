@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "server/adapter/change_log.h"
 #include "server/adapter/registry_errors.h"
 #include "server/base/check.h"
 #include "server/base/error.h"
@@ -15,8 +16,6 @@ constexpr int64_t kMaxVersion = 999'999'999'999'999'999;
 // What a caller may choose, microseconds since 1970 included. The rest is for the numbers that come
 // after: however high somebody begins, there are more than can ever be used.
 constexpr int64_t kMaxWantedVersion = 10'000'000'000'000'000;
-// Names without any record are forgotten beyond this number of names.
-constexpr size_t kMaxNames = 65536;
 // Names before and after an unknown one that are looked at for what was meant.
 constexpr int kNearbyNames = 64;
 
@@ -167,9 +166,10 @@ void VersionBook::NoteNumber(const std::string& name, int64_t number) {
 }
 
 void VersionBook::NoteServed(const std::string& name, int64_t number) {
-  NoteNumber(name, number);
   names_[name].last_served = number;
 }
+
+void VersionBook::NoteForgotten(int64_t number) { forgotten_floor_ = number; }
 
 void VersionBook::ForgetIdleNames() {
   if (names_.size() < kMaxNames) return;

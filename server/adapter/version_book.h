@@ -63,8 +63,10 @@ class VersionBook {
   absl::StatusOr<int64_t> FreeNumber(const std::string& name, std::optional<int64_t> wanted) const;
   // All numbers up to this one have been given out.
   void NoteNumber(const std::string& name, int64_t number);
-  // And versions of them may have served, in an earlier run.
+  // In an earlier run versions up to this number served.
   void NoteServed(const std::string& name, int64_t number);
+  // And of names that have been forgotten since.
+  void NoteForgotten(int64_t number);
   // Drops names without any record when there are very many names. One that comes back starts above
   // every number under which a version of the dropped ones ever served; loads that failed count for
   // nothing, or whoever may publish could drive the numbers of all.

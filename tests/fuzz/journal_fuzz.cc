@@ -77,12 +77,13 @@ void CheckFile(const File& file, const std::string& bytes) {
 }
 
 void CheckRecord(const std::string& text) {
-  const auto change = dorad::adapter::ParseChange(text);
+  int64_t format = 0;
+  const auto change = dorad::adapter::ParseChange(text, &format);
   if (!change.ok()) {
     DORAD_CHECK(dorad::ReasonOf(change.status()) == "STORE_DAMAGED");
     return;
   }
-  const auto again = dorad::adapter::ParseChange(dorad::adapter::ToJson(*change));
+  const auto again = dorad::adapter::ParseChange(dorad::adapter::ToJson(*change), &format);
   DORAD_CHECK(again.ok() && *again == *change);
   dorad::adapter::StoredState state;
   state.Apply(*change);

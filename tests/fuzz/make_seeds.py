@@ -118,7 +118,9 @@ def journal_text(texts: list[str]) -> bytes:
 def journal() -> list[bytes]:
     changes = [
         {"type": "started", "generation": 1, "format": 2, "base": "d" * 64},
+        {"type": "started", "generation": 1, "format": 3, "base": "d" * 64, "floor": 4},
         {"type": "reserved", "generation": 1, "name": "a", "version": 1},
+        {"type": "served", "generation": 1, "name": "a", "version": 1},
         {
             "type": "published",
             "generation": 2,

@@ -176,11 +176,11 @@ def test_a_running_server_that_dies_rewriting_its_journal_loses_nothing(
                 folder = zoo.adapter(FAMILY, "dora", version % 2)
                 server.wire.publish("x", folder, durable=True, activate=True, tags=tags)
                 if version > 2:
-                    server.wire.retire("x", version - 1)
                     retired = version - 1
+                    server.wire.retire("x", retired)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         server.process.wait(10)
-    # A journal is rewritten when a change is on the disk, here a publish.
+    # A journal is rewritten when a change is on the disk, a publish or a retirement.
     assert version > 3
     long = 3 * 20000
     assert ((store / "journal").stat().st_size < long) == (point == "after_rename")

@@ -188,6 +188,61 @@ TEST_F(RegistryLogTest, OnlyDurableVersionsComeBack) {
   EXPECT_EQ(ReasonOf(registry_->Reserve("b", 1, {}).status()), "ADAPTER_VERSION_TAKEN");
 }
 
+// A log that is rewritten forgets names; no number that served comes back for it.
+TEST_F(RegistryLogTest, NumbersThatServedAreNotUsedAgainWhateverIsForgotten) {
+  ASSERT_TRUE(registry_->Reserve("durable", 3, {}).ok());
+  ASSERT_TRUE(registry_->Publish(Loaded("durable", 3), false, std::nullopt, "one").ok());
+  ASSERT_TRUE(registry_->Retire("durable", 3).ok());
+  ASSERT_TRUE(registry_->Reserve("active", 4, {}).ok());
+  ASSERT_TRUE(registry_->Publish(Loaded("active", 4), true, std::nullopt).ok());
+  ASSERT_TRUE(registry_->Reserve("ephemeral", 5, {}).ok());
+  ASSERT_TRUE(registry_->Publish(Loaded("ephemeral", 5), false, std::nullopt).ok());
+  registry_->Fail("refused", *registry_->Reserve("refused", 9, {}), absl::UnknownError("no"));
+  Restart();
+  log_.state.ForgetIdleNames();
+  EXPECT_EQ(log_.state.names.count("refused"), 0u);
+  Restart();
+  EXPECT_EQ(*registry_->Reserve("durable", std::nullopt, {}), 4);
+  EXPECT_EQ(*registry_->Reserve("active", std::nullopt, {}), 5);
+  EXPECT_EQ(*registry_->Reserve("ephemeral", std::nullopt, {}), 6);
+  EXPECT_EQ(*registry_->Reserve("refused", std::nullopt, {}), 1);
+}
+
+// Whoever may publish under some names must not take the numbers of others.
+TEST_F(RegistryLogTest, LoadsThatFailedInAnEarlierRunDoNotDriveTheNumbersOfOtherNames) {
+  constexpr int64_t kMost = 10'000'000'000'000'000;
+  registry_->Fail("evil", *registry_->Reserve("evil", kMost, {}), absl::UnknownError("no"));
+  EXPECT_EQ(Publish("served", true, ""), 1);
+  Restart();
+  EXPECT_EQ(*registry_->Reserve("evil", std::nullopt, {}), kMost + 1);
+  registry_->Fail("evil", kMost + 1, absl::UnknownError("no"));
+  // So many names that those without a record are forgotten.
+  for (size_t i = 0; i < kMaxNames + 1000; ++i) {
+    const std::string name = absl::StrCat("n", i);
+    registry_->Fail(name, *registry_->Reserve(name, std::nullopt, {}), absl::UnknownError("no"));
+  }
+  EXPECT_EQ(*registry_->Reserve("other", 2, {}), 2);
+  log_.state.ForgetIdleNames();
+  EXPECT_EQ(log_.state.names.size(), 1u) << "what served";
+  Restart();
+  EXPECT_EQ(*registry_->Reserve("another", 2, {}), 2);
+  EXPECT_EQ(*registry_->Reserve("served", std::nullopt, {}), 2);
+}
+
+TEST_F(RegistryLogTest, NamesThatTheLogForgotStartAboveEveryNumberThatServed) {
+  for (size_t i = 0; i < kMaxNames; ++i) {
+    const Change served = {.type = Type::kServed, .name = absl::StrCat("n", i), .version = 7};
+    ASSERT_TRUE(log_.Append(served).ok());
+  }
+  Publish("kept", true, "one");
+  log_.state.ForgetIdleNames();
+  EXPECT_EQ(log_.state.names.size(), 1u);
+  Restart();
+  EXPECT_EQ(*registry_->Reserve("n1", std::nullopt, {}), 8);
+  EXPECT_EQ(ReasonOf(registry_->Reserve("n2", 7, {}).status()), "ADAPTER_VERSION_TAKEN");
+  EXPECT_EQ(*registry_->Reserve("kept", std::nullopt, {}), 2);
+}
+
 TEST_F(RegistryLogTest, AnEphemeralVersionThatWasActiveLeavesNoActiveOne) {
   Publish("a", true, "one");
   Publish("a", true, "");

@@ -97,7 +97,8 @@ class StoreTest : public ::testing::Test {
     std::vector<std::string> records;
     EXPECT_TRUE(Journal::Open(scratch_.path() / "copy", &disk, &records).ok());
     StoredState state;
-    for (const std::string& record : records) state.Apply(*ParseChange(record));
+    int64_t format = 0;
+    for (const std::string& record : records) state.Apply(*ParseChange(record, &format));
     return state;
   }
 
@@ -282,7 +283,8 @@ TEST_F(StoreTest, RewritesALongJournalWithTheSameState) {
   Publish("a", 1, "one", true);
   Publish("a", 2, "two");
   for (int i = 3; i < 100; ++i) Note(Type::kReserved, "a", i);
-  Note(Type::kReserved, "b", 5);
+  Note(Type::kServed, "b", 5);
+  Note(Type::kReserved, "b", 6);
   const auto before = fs::file_size(path_ / "journal");
   ASSERT_EQ(Open(), "");
   EXPECT_LT(fs::file_size(path_ / "journal"), before / 2);
@@ -292,6 +294,54 @@ TEST_F(StoreTest, RewritesALongJournalWithTheSameState) {
   EXPECT_EQ(store_->opened(), state);
   EXPECT_EQ(state.names.at("a").last_version, 99);
   EXPECT_EQ(state.names.at("a").active, 1);
+}
+
+TEST_F(StoreTest, ForgetsNamesUnderWhichNothingEverServed) {
+  Publish("a", 1, "one", true);
+  Note(Type::kServed, "b", 4);
+  int64_t longest = 0;
+  for (int i = 0; i < 2000; ++i) {
+    Note(Type::kReserved, absl::StrCat("refused", i), 1'000'000'000'000'000);
+    longest = std::max(longest, store_->stats().journal_bytes);
+  }
+  EXPECT_LT(longest, 70 << 10) << "2000 records of 100 bytes were written";
+  EXPECT_GE(store_->stats().compactions, 2);
+  ASSERT_EQ(Open(), "");
+  ASSERT_EQ(Open(), "") << "what was left of them goes with the rewrite at the first start";
+  EXPECT_EQ(store_->opened().floor, 0);
+  ASSERT_EQ(store_->opened().names.size(), 2u);
+  EXPECT_EQ(store_->opened().names.at("a").active, 1);
+  EXPECT_EQ(store_->opened().names.at("b").last_served, 4);
+}
+
+// Format 2 did not tell which of the numbers that are not durable served.
+TEST_F(StoreTest, ReadsAJournalOfTheFormatBefore) {
+  const std::string object = Publish("a", 1, "one", true);
+  std::vector<std::string> records = {
+      R"({"type":"started","generation":0,"format":2,"base":"base"})"};
+  Disk disk;
+  store_.reset();
+  std::vector<std::string> written;
+  ASSERT_TRUE(Journal::Open(path_ / "journal", &disk, &written).ok());
+  records.push_back(written.back());
+  for (int i = 2; i < 100; ++i) {
+    records.push_back(
+        absl::StrCat(R"({"type":"reserved","generation":9,"name":"a","version":)", i, "}"));
+  }
+  records.push_back(R"({"type":"reserved","generation":9,"name":"b","version":5})");
+  std::ofstream(path_ / "journal", std::ios::trunc) << Journal::Format(records);
+  for (int restart = 0; restart < 3; ++restart) {
+    ASSERT_EQ(Open(), "");
+    const StoredState& state = store_->opened();
+    EXPECT_EQ(state.generation, 10 + restart);
+    EXPECT_EQ(state.names.at("a").versions.at(1).object, object);
+    EXPECT_EQ(state.names.at("a").active, 1);
+    EXPECT_EQ(state.names.at("a").last_version, 99);
+    EXPECT_EQ(state.names.at("b").last_served, 5) << "it may have";
+    // What this run reserves is told apart.
+    Note(Type::kReserved, "c", restart + 1);
+    EXPECT_EQ(State().names.at("c").last_served, 0);
+  }
 }
 
 TEST_F(StoreTest, RewritesALongJournalWhileItRuns) {
@@ -407,13 +457,14 @@ TEST(ChangeTest, EveryKindSurvivesItsJson) {
   change.activate = true;
   const std::string json = ToJson(change);
   EXPECT_EQ(json.find('\n'), std::string::npos);
-  EXPECT_EQ(*ParseChange(json), change);
-  for (const Type type : {Type::kReserved, Type::kActivated, Type::kRetired}) {
+  int64_t format = 0;
+  const Change started = {.generation = 4, .base = "0123", .floor = 5};
+  EXPECT_EQ(*ParseChange(ToJson(started), &format), started);
+  EXPECT_EQ(*ParseChange(json, &format), change);
+  for (const Type type : {Type::kReserved, Type::kServed, Type::kActivated, Type::kRetired}) {
     const Change other = {.type = type, .generation = 1, .name = "b", .version = 2};
-    EXPECT_EQ(*ParseChange(ToJson(other)), other);
+    EXPECT_EQ(*ParseChange(ToJson(other), &format), other);
   }
-  const Change started = {.generation = 4, .base = "0123"};
-  EXPECT_EQ(*ParseChange(ToJson(started)), started);
 }
 
 }  // namespace
