@@ -80,6 +80,18 @@ def test_needs_a_tokenizer(tmp_path):
         ModelText(tmp_path)
 
 
+def test_a_prompt_is_whole_whatever_the_folder_was_trained_with(tmp_path):
+    """Trainers save the limits of their batches with the tokenizer."""
+    folder = make_folder(tmp_path / "a")
+    saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    saved.enable_truncation(max_length=8)
+    saved.enable_padding(length=8, pad_id=0, pad_token="!")
+    saved.save(str(folder / "tokenizer.json"))
+    text = ModelText(folder)
+    assert text.decode(text.encode("words " * 10)) == "words " * 10
+    assert len(text.encode("hi")) == 2
+
+
 def test_without_a_template_chat_is_refused(tmp_path):
     text = ModelText(make_folder(tmp_path / "a", None))
     assert not text.has_chat_template

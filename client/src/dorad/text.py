@@ -59,6 +59,9 @@ class ModelText:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The library raises bare Exception.
             raise ValueError(f"{file}: {error}") from error
+        # Trainers leave the limits of their batches in the file.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = set(added)
         self._special = {token_id for token_id, token in added.items() if token.special}
