@@ -87,6 +87,7 @@ def test_every_violation_of_the_server_is_listed(client, base):
         ({"stop": ["x"] * 17}, "FIELD_INVALID", "stop"),
         ({"stop": "x" * 257}, "FIELD_INVALID", "stop"),
         ({"temperature": "hot"}, "FIELD_INVALID", "temperature"),
+        ({"temperature": 10**400}, "FIELD_INVALID", "temperature"),
         ({"presence_penalty": 0.5}, "FIELD_UNSUPPORTED", "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "FIELD_UNSUPPORTED", "logit_bias"),
         ({"best_of": 3}, "FIELD_UNSUPPORTED", "best_of"),
@@ -146,6 +147,7 @@ def test_fields_that_ask_for_nothing_are_taken(http, base):
         (b"[" * 100_000, "application/json", 400, "BODY_NOT_JSON"),
         (b'{"n": ' + b"9" * 5000 + b"}", "application/json", 400, "BODY_NOT_JSON"),
         (b"\xff\xfe", "application/json", 400, "BODY_NOT_JSON"),
+        (b'{"prompt": "\xed\xa0\xbd"}', "application/json", 400, "BODY_NOT_JSON"),
         (b"{}", "text/plain", 415, "CONTENT_TYPE_NOT_JSON"),
         (b" " * ((4 << 20) + 1), "application/json", 413, "BODY_TOO_LARGE"),
     ],
@@ -153,6 +155,31 @@ def test_fields_that_ask_for_nothing_are_taken(http, base):
 def test_a_bad_body_is_refused(http, content, kind, status, code):
     answer = http.post("/v1/completions", content=content, headers={"content-type": kind})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", r'{"model": "m", "prompt": "hi \ud83d"}'),
+        ("/v1/completions", r'{"model": "m\uDE42", "prompt": "hi"}'),
+        ("/v1/completions", r'{"model": "m", "prompt": "hi", "a\ud83d": 1}'),
+        ("/v1/completions", r'{"model": "m", "prompt": "hi", "cache_salt": "\ud83d"}'),
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "\ud83d"}]}'),
+        ("/v2/models/m/generate", r'{"text_input": "\ud83d"}'),
+        ("/v2/models/m/infer", r'{"inputs": [{"name": "text_input", "data": ["\ud83d"]}]}'),
+    ],
+)
+def test_half_a_surrogate_pair_is_no_text(http, route, body):
+    answer = http.post(route, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and "BODY_NOT_JSON" in str(answer.json()["error"])
+
+
+def test_characters_may_be_written_as_surrogate_pairs(http, base, text):
+    body = rf'{{"model": "{base}", "prompt": "\ud83d\ude42", "max_tokens": 0, "echo": true}}'
+    answer = http.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.json()["choices"][0]["text"] == "\N{SLIGHTLY SMILING FACE}"
 
 
 def test_unknown_routes_and_methods_answer_in_the_same_form(http):

@@ -348,6 +348,13 @@ def test_a_bad_http_infer_is_refused(http, base, head, tail, length):
     assert answer.status_code == 400 and ": " in answer.json()["error"]
 
 
+@pytest.mark.parametrize("element", [None, 5, True, {"a": 1}])
+def test_only_strings_are_elements_of_bytes(http, base, element):
+    row = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [element]}
+    answer = http.post(f"/v2/models/{base}/infer", json={"inputs": [row]})
+    assert answer.status_code == 400 and "TENSOR_INVALID" in answer.json()["error"]
+
+
 def test_a_web_page_cannot_infer(http, base):
     """Without a type, as some clients send it, only where no browser names an origin."""
     row = {"name": "input_ids", "datatype": "INT64", "shape": [1], "data": [1]}

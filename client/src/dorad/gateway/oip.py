@@ -97,7 +97,7 @@ def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | Sequenc
         count *= side
     found: npt.NDArray[Any] | list[bytes]
     if datatype == "BYTES":
-        found = _split(data, refuse) if isinstance(data, bytes) else [_bytes(x) for x in data]
+        found = _split(data, refuse) if isinstance(data, bytes) else _strings(data, refuse)
     elif datatype in _NUMPY:
         dtype = _NUMPY[datatype]
         if isinstance(data, bytes):
@@ -118,8 +118,10 @@ def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | Sequenc
     return Tensor(name, datatype, shape, found)
 
 
-def _bytes(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode()
+def _strings(data: Sequence[Any], refuse: Any) -> list[bytes]:
+    if not all(isinstance(item, str | bytes) for item in data):
+        raise refuse("has elements that are no strings")
+    return [item.encode() if isinstance(item, str) else item for item in data]
 
 
 def _split(data: bytes, refuse: Any) -> list[bytes]:

@@ -6,7 +6,8 @@ One table a request (`Schema.properties`) is both: what is checked and what is d
 from __future__ import annotations
 
 import json
-import math
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,15 +28,25 @@ _NAMES: dict[str, tuple[type, ...]] = {
 UINT32 = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
 TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 
+_LARGEST = sys.float_info.max  # Beyond it, integers are no double and literals infinite.
+_SURROGATE = re.compile(r"\\u[dD]")
+
 
 def parse(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises Refusal; NaN and infinities, which are no JSON, are refused, too."""
+    """A JSON object in UTF-8.
+
+    Raises Refusal, also for NaN and infinities, which are no JSON, and for half a surrogate pair,
+    which is no text.
+    """
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        value = json.loads(body, parse_constant=refuse)
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=refuse)
+        if _SURROGATE.search(text):  # Nothing else can have brought one.
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "BODY_NOT_JSON", f"the body is no JSON: {error}") from None
     if not isinstance(value, dict):
@@ -115,7 +126,7 @@ def _check(value: Any, schema: Schema, path: str, out: list[Violation]) -> None:
     if "enum" in schema and value not in schema["enum"]:
         wrong(f"must be one of {', '.join(json.dumps(v) for v in schema['enum'])}")
     elif kind in ("integer", "number"):
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        low, high = schema.get("minimum", -_LARGEST), schema.get("maximum", _LARGEST)
         if not low <= value <= high:
             wrong(f"must be in [{low}, {high}]")
     elif kind in ("string", "array"):
@@ -136,7 +147,7 @@ _LENGTH = {"string": "Length", "array": "Items"}
 
 def _items(values: list[Any], schema: Schema, path: str, out: list[Violation]) -> None:
     if schema.get("type") == "integer":  # Long lists of token ids: not one call for each.
-        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        low, high = schema.get("minimum", -_LARGEST), schema.get("maximum", _LARGEST)
         if all(type(v) is int for v in values) and (
             not values or (min(values) >= low and max(values) <= high)
         ):
