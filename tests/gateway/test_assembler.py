@@ -57,6 +57,20 @@ def test_what_could_begin_a_stop_string_is_held_back(text):
     assert assembler.stopped == "bcd" and assembler.end().text == ""
 
 
+def test_looking_for_the_beginning_of_a_stop_string_is_no_work_where_there_is_none(text):
+    class Counted(str):
+        compared = 0
+
+        def startswith(self, *args):
+            Counted.compared += 1
+            return str.startswith(self, *args)
+
+    ids = [text.encode(c, special_tokens=False)[0] for c in "abc" * 200]
+    texts, _, _ = run(text, ids, stops_of([Counted("z" * 256)], []))
+    assert "".join(texts) == "abc" * 200
+    assert 0 < Counted.compared <= 600  # Each character once.
+
+
 def test_the_stop_string_can_be_kept(text):
     ids = text.encode("one two three", special_tokens=False)
     texts, _, _ = run(text, ids, stops_of(["two"], [], include=True))

@@ -270,6 +270,23 @@ def test_a_long_echo_does_not_keep_others_waiting(fake, fake_http, text):
     assert max(waits) < 1
 
 
+@pytest.mark.parametrize("prompts", [1, 64])
+def test_many_long_choices_do_not_keep_others_waiting(fake_http, prompts):
+    body = {**COMPLETION, "prompt": [[5, 6]] * prompts, "n": 64 // prompts, "max_tokens": 250}
+    began, waits = time.monotonic(), []
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(
+            fake_http.post, "/v1/completions", json={**body, "logprobs": 20}, timeout=90
+        )
+        while not answer.done():
+            asked = time.monotonic()
+            assert fake_http.get("/health", timeout=90).status_code == 200
+            waits.append(time.monotonic() - asked)
+    choices = answer.result().json()["choices"]
+    assert [len(choice["logprobs"]["top_logprobs"]) for choice in choices] == [250] * 64
+    assert max(waits) < max(1, (time.monotonic() - began) / 3)
+
+
 # --- What is passed on ----------------------------------------------------------------------------
 
 

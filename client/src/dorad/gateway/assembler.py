@@ -127,10 +127,12 @@ class Assembler:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that could begin a stop string."""
-        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
-            tail = self._text[-length:]
+        # What has been handed out began none, and does not with more text behind it.
+        first = max(self._released, len(self._text) - self._longest + 1)
+        for begin in range(first, len(self._text)):
+            tail = self._text[begin:]
             if any(s.startswith(tail) for s in self._stops.strings):
-                return length
+                return len(tail)
         return 0
 
     def _release(self, end: int) -> Piece:

@@ -15,6 +15,7 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
 from dorad.gateway.samples import Work, choices, updates
+from dorad.gateway.writing import Rows
 from dorad.types import GenerateOptions
 
 
@@ -88,7 +89,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _logprobs(chat: Chat, tokens: list[Token]) -> dict[str, Any] | None:
     if not chat.logprobs:
         return None
-    return {"content": [chat.names.entry(token) for token in tokens], "refusal": None}
+    return {"content": Rows(tokens, chat.names.entry), "refusal": None}
 
 
 async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
@@ -105,10 +106,10 @@ async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
             "stop_reason": choice.stop_reason,
         }
         if chat.return_token_ids:
-            shown["token_ids"] = [token.id for token in choice.piece.tokens]
+            shown["token_ids"] = Rows(choice.piece.tokens, lambda token: token.id)
         answer["choices"].append(shown)
     if chat.return_token_ids:
-        answer["prompt_token_ids"] = list(work.prompts[0])
+        answer["prompt_token_ids"] = Rows(work.prompts[0], int)
     answer["usage"] = work.tally.usage()
     return answer
 
@@ -137,10 +138,10 @@ async def events(gateway: Gateway, caller: Caller, chat: Chat) -> AsyncGenerator
             if update.finish_reason is not None:
                 shown["stop_reason"] = update.stop_reason
             if chat.return_token_ids:
-                shown["token_ids"] = [token.id for token in update.piece.tokens]
+                shown["token_ids"] = Rows(update.piece.tokens, lambda token: token.id)
             event = {**chat.head("chat.completion.chunk"), "choices": [shown]}
             if chat.return_token_ids and not begun:
-                event["prompt_token_ids"] = list(work.prompts[0])
+                event["prompt_token_ids"] = Rows(work.prompts[0], int)
             begun.add(update.index)
             yield event
     if chat.include_usage:

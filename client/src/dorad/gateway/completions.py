@@ -19,6 +19,7 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
 from dorad.gateway.samples import Choice, Update, Work, choices, updates
+from dorad.gateway.writing import Rows
 from dorad.text import ModelText
 from dorad.types import GenerateOptions
 
@@ -197,14 +198,14 @@ def _choice(
     if completion.logprobs is not None:
         names = completion.names
         found["logprobs"] = {
-            "tokens": [names.name(token.id) for token in piece.tokens],
-            "token_logprobs": [names.value(token.logprob) for token in piece.tokens],
-            "top_logprobs": [names.table(token) for token in piece.tokens],
-            "text_offset": [token.offset for token in piece.tokens],
+            "tokens": Rows(piece.tokens, lambda token: names.name(token.id)),
+            "token_logprobs": Rows(piece.tokens, lambda token: names.value(token.logprob)),
+            "top_logprobs": Rows(piece.tokens, names.table),
+            "text_offset": Rows(piece.tokens, lambda token: token.offset),
         }
     if completion.return_token_ids:
-        found["token_ids"] = [token.id for token in piece.tokens]
-        found["prompt_token_ids"] = list(completion.work.prompts[index // completion.work.n])
+        found["token_ids"] = Rows(piece.tokens, lambda token: token.id)
+        found["prompt_token_ids"] = Rows(completion.work.prompts[index // completion.work.n], int)
     return found
 
 

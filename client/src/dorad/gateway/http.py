@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,6 +17,7 @@ from dorad.errors import DoradError
 from dorad.gateway.callers import Caller, caller_of
 from dorad.gateway.core import Gateway, Limits
 from dorad.gateway.errors import Refusal, as_refusal
+from dorad.gateway.writing import to_json, write
 
 T = TypeVar("T")
 Handler = Callable[[Gateway, Request, Caller], Awaitable[Response]]
@@ -30,12 +30,13 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-def to_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-
 def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(to_json(value), status, headers, "application/json")
+
+
+async def long_answer(value: Any) -> Response:
+    """Of a value with `Rows`."""
+    return Response(await write(value), media_type="application/json")
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -93,7 +94,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events of JSON values. A failure among them is the last event."""
+    """Server-sent events of JSON values, also with `Rows`. A failure among them is the last one."""
 
     def __init__(
         self,
@@ -136,10 +137,10 @@ class EventStream(Response):
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         async with contextlib.aclosing(self._events) as events:
-            await event(to_json(self._first))
+            await event(await write(self._first))
             try:
                 async for value in events:
-                    await event(to_json(value))
+                    await event(await write(value))
             except (Refusal, DoradError) as error:
                 await event(to_json(self._error_body(as_refusal(error))))
             if self._last:

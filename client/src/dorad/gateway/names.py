@@ -17,9 +17,16 @@ class TokenNames:
     def __init__(self, text: ModelText | None, *, as_ids: bool) -> None:
         self._text = text
         self._as_ids = as_ids
+        self._known: dict[int, str] = {}
 
     def name(self, token_id: int) -> str:
         """The token's text; what is no whole character as OpenAI writes it, "bytes:\\xe2"."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._name(token_id)
+        return found
+
+    def _name(self, token_id: int) -> str:
         if self._as_ids or self._text is None:
             return f"token_id:{token_id}"
         raw = self._text.token_bytes(token_id)

@@ -20,9 +20,9 @@ from dorad.gateway.http import (
     answer,
     read_body,
     read_json,
-    to_json,
     while_connected,
 )
+from dorad.gateway.writing import to_json
 
 _HEADER_LENGTH = "inference-header-content-length"
 

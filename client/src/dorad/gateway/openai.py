@@ -14,7 +14,14 @@ from dorad.gateway import chat, completions, schema
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
-from dorad.gateway.http import Endpoint, EventStream, answer, read_json, while_connected
+from dorad.gateway.http import (
+    Endpoint,
+    EventStream,
+    answer,
+    long_answer,
+    read_json,
+    while_connected,
+)
 
 _DONE = b"[DONE]"
 
@@ -31,7 +38,7 @@ async def _complete(
         if not stream:
             found = await kind.whole(gateway, caller, understood)
             gateway.metrics.count_tokens(tally.prompt_tokens, tally.completion_tokens)
-            return answer(found)
+            return await long_answer(found)
 
         async def events() -> Any:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import dorad.aio
@@ -59,6 +59,7 @@ class Work:
     tally: Tally = field(default_factory=Tally)
 
 
+_PART = 32  # Tokens of a whole sample that are assembled in one turn of the event loop.
 _FINISH = {
     t.FinishReason.STOP: "stop",
     t.FinishReason.LENGTH: "length",
@@ -75,9 +76,10 @@ async def updates(
     Leaving the iterator (`aclose`) cancels what still runs on the server. Raises DoradError.
     """
     queue: asyncio.Queue[Update | BaseException | None] = asyncio.Queue(maxsize=256)
+    turn = asyncio.Lock()
 
     async def one(number: int, prompt: Sequence[int]) -> None:
-        run = _Prompt(number, prompt, client, text, work, timeout)
+        run = _Prompt(number, prompt, client, text, work, timeout, turn)
         async with contextlib.aclosing(run.updates()) as news:
             async for update in news:
                 await queue.put(update)
@@ -114,12 +116,15 @@ class _Prompt:
         text: ModelText | None,
         work: Work,
         timeout: float,
+        turn: asyncio.Lock,
     ) -> None:
+        """`turn` is that of the whole request: other requests have theirs after each part."""
         self._first = number * work.n
         self._prompt = prompt
         self._client = client
         self._work = work
         self._timeout = timeout
+        self._turn = turn
         self._options: t.GenerateOptions = {**work.options}
         if (request_id := work.options.get("request_id")) is not None:
             self._options["request_id"] = f"{request_id}-{number}"
@@ -137,23 +142,24 @@ class _Prompt:
                 self._prompt, timeout=self._timeout, **self._options
             )
             for sample in samples:
-                finish = t.Finish(
-                    sample.finish_reason, sample.stop_token_id, sample.detail, sample.usage
-                )
-                yield self._take(sample, finish)
+                for part in _in_parts(sample):
+                    async with self._turn:
+                        update = self._take(part)
+                        await asyncio.sleep(0)
+                    yield update
             return
         # Also for answers in one piece: a stop string ends the call early.
         stream = self._client.stream(self._prompt, timeout=self._timeout, **self._options)
         async with stream:
             async for delta in stream:
                 if delta.index in self._unfinished:
-                    yield self._take(delta, delta.finish)
+                    yield self._take(delta)
                 if not self._unfinished:
                     return
         if self._unfinished:
             raise Internal(f"samples {sorted(self._unfinished)} never finished", code="INTERNAL")
 
-    def _take(self, new: t.Delta | t.Sample, finish: t.Finish | None) -> Update:
+    def _take(self, new: t.Delta) -> Update:
         assembler, tally = self._assemblers[new.index], self._work.tally
         if not self._answered:  # Before, the server may refuse the prompt.
             self._answered = True
@@ -164,6 +170,7 @@ class _Prompt:
         update = Update(self._first + new.index, piece)
         if new.spans:
             update.span = new.spans[-1]
+        finish = new.finish
         if finish is not None:
             if new.index == 0:
                 tally.cached_tokens += finish.usage.cached_prompt_tokens
@@ -179,6 +186,26 @@ class _Prompt:
         if update.finish_reason is not None:
             self._unfinished.discard(new.index)
         return update
+
+
+def _in_parts(sample: t.Sample) -> Iterator[t.Delta]:
+    """As if it had been streamed."""
+    count = len(sample.token_ids)
+    for begin in range(0, max(count, 1), _PART):
+        part, top = slice(begin, begin + _PART), sample.top_logprobs
+        yield t.Delta(
+            request_id=sample.request_id,
+            index=sample.index,
+            token_ids=sample.token_ids[part],
+            logprobs=None if sample.logprobs is None else sample.logprobs[part],
+            top_logprobs=top and t.TopLogprobs(top.token_ids[part], top.logprobs[part]),
+            chosen_logprobs=None,
+            spans=sample.spans,
+            finish=None
+            if begin + _PART < count
+            else t.Finish(sample.finish_reason, sample.stop_token_id, sample.detail, sample.usage),
+            seed=sample.seed,
+        )
 
 
 @dataclass(slots=True)
