@@ -433,6 +433,34 @@ def test_latencies_count_from_the_planned_arrival(server):
     assert report["ttft_ms"]["max"] > 500
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [("--seed", -1, "seed"), ("--seed", 2**64, "seed"), ("--output-tokens", 5 * 10**9, "length")],
+)
+def test_a_plan_that_no_request_can_carry_is_a_usage_error(
+    dorad_load, server, option, value, words
+):
+    assert words in dorad_load("--rate", 20, "-d", 1, option, value, code=64)
+    assert not server.generate_calls
+
+
+def test_a_fault_of_the_generator_ends_an_open_loop(server, monkeypatch):
+    import asyncio
+
+    from dorad import load
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("dorad.load.drive._wire.generate_request", broken)
+    plan = load.Plan(
+        load.Lengths.parse("2"), load.Lengths.parse("2"), load.Popularity.parse([], None),
+        rate=100.0, requests=10,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(load.run(server.target, plan, timeout=30))
+
+
 def test_failures_are_not_refusals(dorad_load, server):
     server.break_after = 0
     report = json.loads(dorad_load("-c", 1, "--requests", 3, "-o", "json", code=1, want="stdout"))

@@ -166,18 +166,14 @@ class _Run:
 
     async def _open_loop(self) -> None:
         due = self._begin - self._plan.warmup
-        tasks: set[asyncio.Task[bool]] = set()
         try:
-            while not self._over(due := due + self._source.gap()):
-                await asyncio.sleep(max(0.0, due - time.monotonic()))
-                task = asyncio.create_task(self._one(due))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
-                self._measured += due >= self._begin
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+            async with asyncio.TaskGroup() as group:
+                while not self._over(due := due + self._source.gap()):
+                    await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    group.create_task(self._one(due))
+                    self._measured += due >= self._begin
+        except ExceptionGroup as errors:  # No failures of requests: those are results.
+            raise errors.exceptions[0] from None
 
     async def _closed_loop(self) -> None:
         async def work() -> None:

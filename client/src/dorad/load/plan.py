@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from dorad.types import GenerateRequest
 
+_LONGEST = 1 << 20
+_SEEDS = 1 << 62  # A run's requests, and its processes, count on from the plan's.
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -23,22 +26,24 @@ class Lengths:
     kind: str
     a: float
     b: float = 0.0
-    cap: int = 1 << 20
+    cap: int = _LONGEST
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
         """Raises ValueError that shows the forms."""
-        if re.fullmatch(r"\d+", text) and int(text) > 0:
+        if re.fullmatch(r"\d+", text) and 0 < int(text) <= _LONGEST:
             return cls("fixed", int(text))
         if match := re.fullmatch(r"(\d+):(\d+)", text):
             low, high = int(match[1]), int(match[2])
-            if 0 < low <= high:
+            if 0 < low <= high <= _LONGEST:
                 return cls("uniform", low, high)
         if match := re.fullmatch(r"lognormal:([\d.]+):([\d.]+)(?::(\d+))?", text):
-            mean, sigma, cap = float(match[1]), float(match[2]), int(match[3] or 1 << 20)
-            if mean >= 1 and cap >= 1:
+            mean, sigma, cap = float(match[1]), float(match[2]), int(match[3] or _LONGEST)
+            if mean >= 1 and 1 <= cap <= _LONGEST:
                 return cls("lognormal", mean, sigma, cap)
-        raise ValueError(f"{text!r} is no length: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP]")
+        raise ValueError(
+            f"{text!r} is no length up to {_LONGEST}: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP]"
+        )
 
     def draw(self, rng: random.Random) -> int:
         if self.kind == "fixed":
@@ -96,7 +101,10 @@ class Goals:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. Exactly one of `rate` and `concurrency` is set."""
+    """What a run does. Exactly one of `rate` and `concurrency` is set.
+
+    Raises ValueError for a seed that no request could have.
+    """
 
     prompt: Lengths
     output: Lengths
@@ -119,6 +127,10 @@ class Plan:
     prefix_seed: int | None = None
     """Of the shared prefix, in a part of a split plan; None: `seed`."""
     goals: Goals = field(default_factory=lambda: Goals())
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < _SEEDS:
+            raise ValueError(f"seed must be in [0, 2^62), not {self.seed}")
 
     def split(self, processes: int) -> list[Plan]:
         """One for each process; together they offer what this one does."""
