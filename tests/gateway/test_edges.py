@@ -332,6 +332,43 @@ def test_a_client_that_goes_away_cancels_on_the_server(fake, fake_gateway, strea
     wait_until(lambda: fake.cancelled == 1 and fake.running == 0, what="the call was cancelled")
 
 
+@contextlib.contextmanager
+def stuck_readers(running, count):
+    """Streams whose readers take nothing."""
+    host, _, port = running.http.rpartition(":")
+    long = {"prompt": [40] * 30_000, "n": 128, "return_token_ids": True}  # More than buffers take.
+    body = json.dumps({**COMPLETION, **long, "stream": True})
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect((host, int(port)))
+            reader.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        yield
+
+
+def test_a_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp_path):
+    fake.endless = True
+    arguments = ["--tokenizer", folder, "--max-requests", 1, "--timeout", 6, "--drain", 2]
+    with (
+        running_gateway(fake.target, *arguments, scratch=tmp_path) as running,
+        stuck_readers(running, 1),
+    ):
+        models = f"{running.url}/v1/models"
+        wait_until(lambda: httpx.get(models).status_code == 429, what="no place is free")
+        wait_until(lambda: httpx.get(models).status_code == 200, 30, "the place is free again")
+
+
+def test_the_gateway_ends_in_peace_beside_a_reader_that_stops_reading(fake, fake_gateway):
+    fake.endless = True
+    with stuck_readers(fake_gateway, 1):
+        wait_until(lambda: fake.running == 1, what="the stream has begun")
+        time.sleep(1)  # Its buffers are full.
+        fake_gateway.process.terminate()
+        assert fake_gateway.process.wait(30) == 0  # The fixture looks at the log.
+
+
 def test_a_met_stop_string_ends_the_call_on_the_server(fake, fake_http, text):
     fake.endless = True
     body = {**COMPLETION, "prompt": [40], "max_tokens": 1000, "stop": text.decode([45])}

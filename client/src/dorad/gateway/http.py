@@ -23,6 +23,8 @@ T = TypeVar("T")
 Handler = Callable[[Gateway, Request, Caller], Awaitable[Response]]
 ErrorBody = Callable[[Refusal], dict[str, Any]]
 
+_LAST_SECONDS = 1.0  # For a stream's last event, which may tell of a deadline.
+
 _log = logging.getLogger("dorad.gateway")
 
 
@@ -186,8 +188,8 @@ class Endpoint:
         try:
             with contextlib.nullcontext() if self._public else self._gateway.places.place():
                 response = await self._response(request, caller)
-                await response(scope, receive, sending)
-        except ClientGone:
+                await self._send(response, scope, receive, sending)
+        except (ClientGone, asyncio.CancelledError):  # The second: at the gateway's own end.
             status = 499
         except (Refusal, DoradError) as error:
             # No place was free, or the answer is one that reads no body.
@@ -195,6 +197,14 @@ class Endpoint:
         finally:
             metrics.requests.labels(self._name, str(status)).inc()
             metrics.seconds.labels(self._name).observe(time.monotonic() - began)
+
+    async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ClientGone for one that does not read: calls on the server have ended by then."""
+        try:
+            async with asyncio.timeout(self._gateway.limits.timeout + _LAST_SECONDS):
+                await response(scope, receive, send)
+        except TimeoutError:
+            raise ClientGone from None
 
     async def _response(self, request: Request, caller: Caller) -> Response:
         try:
