@@ -67,9 +67,30 @@ def test_a_template_that_refuses_or_escapes_is_an_error(tmp_path, template, word
         text.render_chat([])
 
 
-def test_a_broken_template_is_named(tmp_path):
-    with pytest.raises(ValueError, match="does not parse"):
-        ModelText(make_folder(tmp_path / "a", "{% for %}"))
+def test_a_broken_template_is_named_by_what_needs_it(tmp_path):
+    text = ModelText(make_folder(tmp_path / "a", "{% for %}"))
+    assert text.decode(text.encode("x")) == "x"
+    for needs in (text.check_chat_template, lambda: text.render_chat([])):
+        with pytest.raises(ValueError, match="does not parse"):
+            needs()
+
+
+def test_marks_for_a_trainers_loss_are_no_text(tmp_path):
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    text = ModelText(make_folder(tmp_path / "a", template))
+    assert text.render_chat([{"content": "a"}, {"content": "b"}]) == "ab"
+
+
+def test_a_template_has_the_variables_that_transformers_passes(tmp_path):
+    template = (
+        "{{ 'T' if tools is not none }}{{ 'D' if documents is not none }}"
+        "{{ 'G' if add_generation_prompt }}"
+    )
+    text = ModelText(make_folder(tmp_path / "a", template))
+    assert text.render_chat([]) == "G"
+    assert text.render_chat([], tools=[1], add_generation_prompt=False) == "T"
 
 
 def test_needs_a_tokenizer(tmp_path):

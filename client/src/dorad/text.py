@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -18,6 +19,9 @@ from dorad.types import TokenIds
 
 try:
     import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
     import jinja2.sandbox
     import tokenizers
 except ImportError as error:
@@ -69,11 +73,23 @@ class ModelText:
         self._config: dict[str, Any] = {}
         if (root / "tokenizer_config.json").is_file():
             self._config = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8"))
-        self._template = _compile(_template_source(root, self._config))
+        self._source = _template_source(root, self._config)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._source is not None
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        """Compiled by the first chat: what needs none can do with any. Raises ValueError."""
+        if self._source is None:
+            raise ValueError("the model folder has no chat template")
+        return _compile(self._source)
+
+    def check_chat_template(self) -> None:
+        """Raises ValueError for one that does not parse."""
+        if self.has_chat_template:
+            _ = self._template
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids of plain text, with the tokenizer's own begin token if it adds one."""
@@ -84,16 +100,15 @@ class ModelText:
 
         Raises ValueError when the folder has no template or the template refuses the messages.
         """
-        if self._template is None:
-            raise ValueError("the model folder has no chat template")
+        template = self._template
         special = {
             name: _token_text(self._config.get(name))
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         }
+        # What transformers passes; `variables` may be others.
+        known = {"add_generation_prompt": True, "tools": None, "documents": None, **special}
         try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=True, **special, **variables
-            )
+            return template.render({**known, **variables, "messages": list(messages)})
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
@@ -207,16 +222,25 @@ def _template_source(root: pathlib.Path, config: dict[str, Any]) -> str | None:
     return template
 
 
-def _compile(source: str | None) -> jinja2.Template | None:
-    if source is None:
-        return None
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}, which marks answers for a trainer's loss: what is within, as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 has it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _compile(source: str) -> jinja2.Template:
 
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
     # Templates come with models from anywhere: sandboxed, and nothing of Python within reach.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

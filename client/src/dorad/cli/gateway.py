@@ -76,6 +76,8 @@ def gateway(
         ),
     )
     text = None if tokenizer is None else ModelText(tokenizer)
+    if text is not None:
+        text.check_chat_template()
 
     def ready(http: str, grpc: str) -> None:
         print(f"dorad gateway ready http={http}" + (f" grpc={grpc}" if grpc else ""), flush=True)
