@@ -114,6 +114,12 @@ def test_problems_of_fields_are_listed_whatever_their_kind(http, base):
     assert (error["code"], error["param"]) == ("FIELD_UNSUPPORTED", "presence_penalty")
 
 
+def test_too_many_logprobs_are_not_a_matter_of_top_k(http, base):
+    body = {"model": base, "prompt": "x", "logprobs": 999, "top_k": 5}
+    error = http.post("/v1/completions", json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("LOGPROBS_K_OUT_OF_RANGE", "logprobs")
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -65,3 +65,14 @@ def test_a_server_that_is_not_there_yet_is_waited_for(folder, tmp_path):
     target = f"127.0.0.1:{free_port()}"
     with running_gateway(target, "--tokenizer", folder, scratch=tmp_path) as running:
         assert httpx.get(f"{running.url}/health").status_code == 503
+
+
+def test_a_taken_port_is_told_as_that():
+    with FakeServer() as fake:
+        run = subprocess.run(
+            command(fake.target, "--grpc-listen", fake.target),
+            capture_output=True, text=True, env=environment(), timeout=60,
+        )  # fmt: skip
+    told = run.stderr.splitlines()[-1]  # Behind what gRPC itself has to say.
+    assert run.returncode == 1 and told.startswith("doractl: "), run.stderr
+    assert fake.target in told and "Traceback" not in run.stderr

@@ -23,6 +23,7 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
+_PARAMS = {"logprobs.top_k": "logprobs"}  # top_k is another field.
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -66,13 +67,13 @@ class Refusal(Exception):
     @classmethod
     def of(cls, error: DoradError) -> Refusal:
         """A failed gRPC call; its reason and violations stay what they were."""
-        param = error.violations[0].field.rpartition(".")[2] if error.violations else None
+        path = error.violations[0].field if error.violations else ""
         return cls(
             _STATUS.get(error.code, 500),
             error.reason or error.code,
             error.message,
             # The server's path, "sampling.top_p", is "top_p" here.
-            param=param or None,
+            param=_PARAMS.get(path, path.rpartition(".")[2]) or None,
             violations=error.violations,
             retry_after=error.retry_after,
         )

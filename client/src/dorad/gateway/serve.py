@@ -157,11 +157,17 @@ async def _grpc_server(
         ]
     )
     add_GRPCInferenceServiceServicer_to_server(OpenInferenceService(gateway), server)
+    credentials = None
     if settings.tls_cert:
         pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
-        port = server.add_secure_port(settings.grpc_listen, grpc.ssl_server_credentials([pair]))
-    else:
-        port = server.add_insecure_port(settings.grpc_listen)
+        credentials = grpc.ssl_server_credentials([pair])
+    try:
+        if credentials is not None:
+            port = server.add_secure_port(settings.grpc_listen, credentials)
+        else:
+            port = server.add_insecure_port(settings.grpc_listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {settings.grpc_listen}: {error}") from None
     await server.start()
     try:
         yield server, f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
