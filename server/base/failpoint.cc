@@ -17,7 +17,9 @@ namespace internal {
 std::atomic<bool> failpoint_armed{false};
 
 namespace {
-enum class Action { kKill, kThrow, kHang };
+enum class Action { kKill, kThrow, kHang, kDelay };
+
+constexpr unsigned kDelaySeconds = 2;
 
 // Written before failpoint_armed is set.
 std::string armed_name;
@@ -35,6 +37,9 @@ void GoWrong() {
       throw std::runtime_error("failpoint " + armed_name);
     case Action::kHang:
       while (true) pause();
+    case Action::kDelay:
+      (void)sleep(kDelaySeconds);
+      return;
     case Action::kKill:
       break;
   }
@@ -53,19 +58,22 @@ absl::Status ArmFailpoint(std::string_view spec) {
   const std::string_view name = place.substr(0, colon);
   int reaches = 1;
   const bool valid =
-      !name.empty() && (action == "kill" || action == "throw" || action == "hang") &&
+      !name.empty() &&
+      (action == "kill" || action == "throw" || action == "hang" || action == "delay") &&
       (colon == std::string_view::npos ||
        (absl::SimpleAtoi(std::string(place.substr(colon + 1)), &reaches) && reaches >= 1));
   if (!valid) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
-                     absl::StrCat("a failpoint is NAME or NAME:N, perhaps with =kill, =throw or "
-                                  "=hang, not \"",
-                                  std::string(spec), "\""));
+    return MakeError(
+        absl::StatusCode::kInvalidArgument, "USAGE",
+        absl::StrCat("a failpoint is NAME or NAME:N, perhaps with =kill, =throw, =hang "
+                     "or =delay, not \"",
+                     std::string(spec), "\""));
   }
   internal::armed_name = std::string(name);
-  internal::armed_action = action == "throw"  ? internal::Action::kThrow
-                           : action == "hang" ? internal::Action::kHang
-                                              : internal::Action::kKill;
+  internal::armed_action = action == "throw"   ? internal::Action::kThrow
+                           : action == "hang"  ? internal::Action::kHang
+                           : action == "delay" ? internal::Action::kDelay
+                                               : internal::Action::kKill;
   internal::reaches_left = reaches;
   internal::failpoint_armed = true;
   return absl::OkStatus();

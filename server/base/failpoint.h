@@ -1,5 +1,5 @@
 // Named points at which a test lets something go wrong: the process dies as by kill -9, the thread
-// throws, or it stops.
+// throws, stops, or goes on two seconds later.
 //
 // Nothing happens unless a point is armed (dorad: the environment variable DORAD_FAILPOINT); the
 // points and what they are for: docs/development.md. Thread-safe once armed.
@@ -13,7 +13,7 @@
 namespace dorad {
 
 // Arms the point of that name: "NAME", or "NAME:N" for the N-th time that it is reached; with
-// "=kill" (the default), "=throw" or "=hang" behind it. Once, before other threads run.
+// "=kill" (the default), "=throw", "=hang" or "=delay" behind it. Once, before other threads run.
 // INVALID_ARGUMENT (USAGE) for any other form.
 absl::Status ArmFailpoint(std::string_view spec);
 
@@ -21,8 +21,8 @@ namespace internal {
 extern std::atomic<bool> failpoint_armed;
 // True when the armed point has been reached often enough.
 bool FailpointDue(std::string_view name);
-// Dies, throws or hangs, as armed.
-[[noreturn]] void GoWrong();
+// Dies, throws, hangs or only takes its time, as armed.
+void GoWrong();
 }  // namespace internal
 
 // Goes wrong when `name` is due, after last_act().

@@ -172,7 +172,7 @@ void PublishReactor::EndLocked(const absl::Status& status) {
   if (ended_) return;
   ended_ = true;
   // Whoever learns of the end may publish the next one.
-  if (room_ != nullptr) room_->Release();
+  if (const PublishRoom room = std::exchange(room_, nullptr)) room->Release();
   Finish(record_.End(status));
 }
 

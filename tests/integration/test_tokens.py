@@ -394,6 +394,66 @@ def test_adapters_beyond_the_quota_are_refused(connect, server, zoo) -> None:
         small.retire(version.ref)
 
 
+def test_a_publish_that_is_cancelled_at_its_commit_finds_its_room_taken(zoo, tmp_path) -> None:
+    """The room it held is free again, and by now somebody else's."""
+    path = tmp_path / "tokens.yaml"
+    write_tokens(
+        path, {"a": ("t", ["publish"])}, {"t": {"adapters": "t.", "quota": {"adapters": 1}}}
+    )
+    settings = {
+        "security.tokens_file": path,
+        "adapters.allowed_roots": f"[{zoo.directory}]",
+    }
+    folder = zoo.adapter("llama2", "dora")
+    image = (folder / "adapter_model.safetensors").read_bytes()
+    begin = adapters_pb2.PublishBegin(
+        name="t.a",
+        upload_id="u",
+        adapter_config_json=(folder / "adapter_config.json").read_text(),
+        safetensors_size=len(image),
+    )
+    parts = list(publish_parts(begin, image))
+    # The commit has been read, and is looked at when the client has gone.
+    point = {"DORAD_FAILPOINT": f"rpc_read_done:{len(parts)}=delay"}
+    with serve(zoo.model("llama2"), None, settings, **point) as server:
+        options = {"timeout": 20, "metadata": (("authorization", "Bearer a-token"),)}
+        adapters = server.wire.adapters
+        asked = adapters_pb2.GetUploadRequest(upload_id="u")
+        gone, sent = threading.Event(), threading.Event()
+
+        def commit_last():
+            yield from parts[:-1]
+            sent.wait(20)
+            yield parts[-1]
+            gone.wait(20)
+
+        call = adapters.Publish.future(commit_last(), **options)
+
+        def upload() -> adapters_pb2.GetUploadResponse:
+            try:
+                return adapters.GetUpload(asked, **options)
+            except grpc.RpcError:
+                return adapters_pb2.GetUploadResponse()
+
+        wait_until(lambda: upload().received_bytes == len(image), what="the bytes")
+        sent.set()
+        time.sleep(0.7)
+        call.cancel()
+        gone.set()
+        wait_until(
+            lambda: 'dorad_rpc_handled_total{code="CANCELLED"' in server.metrics_text(),
+            what="the end of the call",
+        )
+        other = adapters_pb2.PublishFromPathRequest(name="t.b", path=str(folder))
+        adapters.PublishFromPath(other, **options)
+        wait_until(lambda: upload().committed, what="the commit")
+        # Who asks again learns how it ended.
+        with pytest.raises(grpc.RpcError) as refused:
+            adapters.Publish(iter(parts), **options)
+        assert failure(refused.value).reason == "QUOTA_ADAPTERS"
+        assert len(adapters.List(adapters_pb2.ListRequest(), **options).adapters) == 1
+
+
 def test_a_changed_file_counts_without_a_restart_and_a_broken_one_does_not(zoo, tmp_path) -> None:
     path = tmp_path / "tokens.yaml"
     write_tokens(path, {"old": ("t", ["infer"]), "stays": ("t", ["infer"])}, {})

@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <exception>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "gtest/gtest.h"
 #include "server/base/error.h"
 #include "server/base/failpoint.h"
@@ -65,6 +67,17 @@ TEST(FailpointTest, HangsUntilTheProcessEnds) {
         std::fputs("went on\n", stderr);
       },
       ::testing::KilledBySignal(SIGALRM), "^$");
+}
+
+TEST(FailpointTest, GoesOnAfterADelay) {
+  EXPECT_EXIT(
+      {
+        ASSERT_TRUE(ArmFailpoint("point=delay").ok());
+        const absl::Time begin = absl::Now();
+        Failpoint("point");
+        std::exit(absl::Now() - begin > absl::Seconds(1) ? 0 : 1);
+      },
+      ::testing::ExitedWithCode(0), "^$");
 }
 
 TEST(FailpointTest, RefusesWhatItCannotRead) {
