@@ -141,7 +141,7 @@ struct App::Impl {
       auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
       if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
       // What a stream brought counts from here on; of unary calls the service takes care.
-      auto open = std::make_shared<const rpc::OpenChange>(&services.open_changes);
+      auto open = std::make_shared<const rpc::OpenCount>(&services.open_changes);
       services.run_change([this, options = std::move(options), json = std::move(json), held, read,
                            done = std::move(done), open = std::move(open)] {
         const auto answer = [done, open](absl::StatusOr<adapter::PublishResult> result) {

@@ -63,7 +63,7 @@ absl::Status CheckVersion(const char* subject, const std::string& name, int64_t 
 // Runs body() where changes of the registry run; the call ends with what it throws.
 template <typename Response, typename Body>
 void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& call, Body body) {
-  auto open = std::make_shared<const OpenChange>(&services->open_changes);
+  auto open = std::make_shared<const OpenCount>(&services->open_changes);
   services->run_change([call, body = std::move(body), open = std::move(open)] {
     Guarded(call->record().method(), body,
             [&call](const absl::Status& status) { call->End(status); });
@@ -72,7 +72,7 @@ void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& c
 
 // What a publish holds until its answer.
 struct Admitted {
-  std::shared_ptr<const OpenChange> open;
+  std::shared_ptr<const OpenCount> open;
   PublishRoom room;
   std::shared_ptr<security::Quotas::Hold> stream;  // nullptr: none
 };
@@ -107,7 +107,7 @@ absl::StatusOr<Admitted> AdmitPublish(Services* services, const CallRecord& call
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, name));
   Admitted admitted;
   // Before the look: a drain that begins after it waits for this one.
-  admitted.open = std::make_shared<const OpenChange>(&services->open_changes);
+  admitted.open = std::make_shared<const OpenCount>(&services->open_changes);
   if (services->draining) return engine::ShuttingDown();
   DORAD_ASSIGN_OR_RETURN(admitted.room, ReservePublish(*services, caller, bytes));
   admitted.stream = call.stream();

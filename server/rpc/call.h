@@ -7,10 +7,12 @@
 #include <grpcpp/server_context.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -122,6 +124,9 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
   CallRecord& record() { return record_; }
   const security::Principal& caller() const { return *record_.caller(); }
 
+  // Counts the call there until its answer has been sent. Called by the body.
+  void CountIn(std::atomic<int>* open) { open_.emplace(open); }
+
   // Runs once when the client has gone before the end. Set by the body.
   void set_on_cancel(std::function<void()> on_cancel) { on_cancel_ = std::move(on_cancel); }
 
@@ -158,6 +163,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
   // gRPC calls nothing after it, and it last.
   void OnDone() override {
     on_cancel_ = nullptr;  // may hold what holds this call
+    open_.reset();         // whoever holds this call may outlive the services
     auto self = std::move(self_);
   }
 
@@ -172,6 +178,7 @@ class UnaryCall final : public grpc::ServerUnaryReactor,
   CallRecord record_;
   Response* const response_;
   std::function<void()> on_cancel_;
+  std::optional<OpenCount> open_;
   absl::Mutex mu_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 };

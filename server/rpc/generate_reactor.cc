@@ -9,9 +9,7 @@
 namespace dorad::rpc {
 
 GenerateReactor::GenerateReactor(Services* services, grpc::CallbackServerContext* context)
-    : PumpedWriter("Generate", services, context) {
-  ++services_->open_streams;
-}
+    : PumpedWriter("Generate", services, context), open_(std::in_place, &services->open_requests) {}
 
 absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
   absl::StatusOr<engine::GenerateInput> parsed =
@@ -95,7 +93,7 @@ void GenerateReactor::CancelSource() {
 
 void GenerateReactor::LeaveSource() {
   if (stream_) stream_->SetWaker(nullptr);
-  --services_->open_streams;
+  open_.reset();
 }
 
 }  // namespace dorad::rpc

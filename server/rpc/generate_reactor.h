@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -33,6 +34,7 @@ class GenerateReactor final : public PumpedWriter<v1::GenerateResponse> {
   std::string ChosenRequestId() ABSL_LOCKS_EXCLUDED(mu_);
   void NameRequest(const engine::RequestBase& request) ABSL_LOCKS_EXCLUDED(mu_);
 
+  std::optional<OpenCount> open_;                // until gRPC is done
   std::shared_ptr<engine::TokenStream> stream_;  // set once, before the call is bound
   GenerateHeader header_;
 };

@@ -82,6 +82,7 @@ grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* c
                                                   v1::ScoreResponse* response) {
   return ScoreCall::Run(
       "Score", context, services_, response, [&](const std::shared_ptr<ScoreCall>& call) {
+        call->CountIn(&services_->open_requests);
         absl::StatusOr<ParsedScore> parsed =
             Admit(*services_, call->caller(), *request, &call->record());
         if (!parsed.ok()) {

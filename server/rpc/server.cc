@@ -153,7 +153,7 @@ struct Server::Impl {
     services->engine->Abort(std::move(target), "the server is shutting down", [](int) {});
   }
 
-  bool RequestsRun() const { return !services->engine->idle() || services->open_streams > 0; }
+  bool RequestsRun() const { return !services->engine->idle() || services->open_requests > 0; }
 
   // Requests that are frozen, or sleep, would never finish.
   void AbortFrozen(const engine::EngineStats& stats) {

@@ -73,13 +73,13 @@ struct SleepControl {
   std::function<std::vector<std::string>()> asleep = [] { return std::vector<std::string>(); };
 };
 
-// Counts as a change of the registry (Publish*, Activate, Retire) that has no answer yet.
-class OpenChange {
+// Counts in one of Services' numbers of what is open, which a drain waits for.
+class OpenCount {
  public:
-  explicit OpenChange(std::atomic<int>* open) : open_(open) { ++*open_; }
-  ~OpenChange() { --*open_; }
-  OpenChange(const OpenChange&) = delete;
-  OpenChange& operator=(const OpenChange&) = delete;
+  explicit OpenCount(std::atomic<int>* open) : open_(open) { ++*open_; }
+  ~OpenCount() { --*open_; }
+  OpenCount(const OpenCount&) = delete;
+  OpenCount& operator=(const OpenCount&) = delete;
 
  private:
   std::atomic<int>* const open_;
@@ -117,8 +117,8 @@ struct Services {
   std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};
-  std::atomic<int> open_streams{0};    // Generate calls that have not ended
-  std::atomic<int> open_changes{0};  // OpenChanges
+  std::atomic<int> open_requests{0};  // Generate and Score calls whose end has not been sent
+  std::atomic<int> open_changes{0};   // Publish*, Activate and Retire without an answer
 };
 
 }  // namespace dorad::rpc

@@ -437,7 +437,7 @@ TEST_F(ServerTest, FreesEverythingWhenTheClientCancels) {
   context->TryCancel();
   EXPECT_EQ(reader->Finish().error_code(), grpc::StatusCode::CANCELLED);
   EXPECT_TRUE(Eventually([&] {
-    return engine_->idle() && registry_.total_leases() == 0 && services_.open_streams == 0;
+    return engine_->idle() && registry_.total_leases() == 0 && services_.open_requests == 0;
   }));
   EXPECT_LT(engine_->stats().steps, 300u) << "the request ran to its end";
 }
@@ -497,7 +497,7 @@ TEST_F(ServerTest, SurvivesManyStreamsThatCancelAtRandom) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(ended, 160);
-  EXPECT_TRUE(Eventually([&] { return engine_->idle() && services_.open_streams == 0; }));
+  EXPECT_TRUE(Eventually([&] { return engine_->idle() && services_.open_requests == 0; }));
   // As of the end of a turn, so it follows.
   EXPECT_TRUE(Eventually([&] { return engine_->stats().kv_pages_used == 0; }));
 }
@@ -1002,6 +1002,44 @@ TEST_F(ServerTest, DrainAnswersAnActivateThatWaitsForTheDisk) {
   EXPECT_TRUE(status.ok()) << status.error_message();
 }
 
+// Its answer is far larger than what a client takes that does not ask for it.
+TEST_F(ServerTest, DrainWaitsForAScoreWhoseAnswerIsBeingSent) {
+  grpc::ChannelArguments arguments;
+  arguments.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  const auto stub = v1::InferenceService::NewStub(
+      grpc::CreateCustomChannel(server_->address(), grpc::InsecureChannelCredentials(), arguments));
+  v1::ScoreRequest request;
+  for (int i = 0; i < 500; ++i) {
+    request.add_sequences()->set_token_ids(Pack<int32_t>(std::vector<int32_t>(kContext, 7)));
+  }
+  const auto context = Context();
+  grpc::CompletionQueue queue;
+  const auto next = [&] {
+    void* tag = nullptr;
+    bool ok = false;
+    return queue.Next(&tag, &ok) && ok;
+  };
+  const auto call = stub->AsyncScore(context.get(), request, &queue);
+  call->ReadInitialMetadata(nullptr);
+  ASSERT_TRUE(next());
+  ASSERT_TRUE(Eventually([&] { return engine_->idle(); }));
+  std::atomic<bool> drained{false};
+  std::thread drain([&] {
+    Drain(absl::Seconds(15), absl::ZeroDuration());
+    drained = true;
+  });
+  absl::SleepFor(absl::Milliseconds(300));
+  EXPECT_FALSE(drained);
+  v1::ScoreResponse response;
+  grpc::Status status;
+  call->Finish(&response, &status, nullptr);
+  EXPECT_TRUE(next());
+  drain.join();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(response.sequences_size(), 500);
+}
+
 void ExpectAbortedWithTokens(grpc::ClientReader<v1::GenerateResponse>* reader) {
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
@@ -1066,7 +1104,7 @@ TEST_F(ServerTest, ShutdownEndsWatchersAndPausedRequests) {
   const auto watch_context = Context();
   const auto watch = adapters_->Watch(watch_context.get(), v1::WatchRequest());
   watch->WaitForInitialMetadata();
-  ASSERT_TRUE(Eventually([&] { return services_.open_streams == 1; }));
+  ASSERT_TRUE(Eventually([&] { return services_.open_requests == 1; }));
   server_->Shutdown(absl::Milliseconds(50));
   EXPECT_EQ(stuck->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(watch->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
