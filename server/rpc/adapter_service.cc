@@ -107,7 +107,7 @@ absl::StatusOr<Admitted> AdmitPublish(Services* services, const CallRecord& call
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, name));
   Admitted admitted;
   // Before the look: a drain that begins after it waits for this one.
-  admitted.open = std::make_shared<const OpenCount>(&services->open_changes);
+  admitted.open = std::make_shared<const OpenCount>(&services->open_loads);
   if (services->draining) return engine::ShuttingDown();
   DORAD_ASSIGN_OR_RETURN(admitted.room, ReservePublish(*services, caller, bytes));
   admitted.stream = call.stream();

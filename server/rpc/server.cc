@@ -15,6 +15,7 @@
 #include <cstring>
 #include <limits>
 #include <utility>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -156,6 +157,13 @@ struct Server::Impl {
   bool RequestsRun() const { return !services->engine->idle() || services->open_requests > 0; }
 
   // Requests that are frozen, or sleep, would never finish.
+  // Loads need the base weights, and would wait for them for as long as these sleep.
+  bool LoadsRun() const {
+    if (services->open_loads == 0) return false;
+    const std::vector<std::string> asleep = services->sleep.asleep();
+    return std::find(asleep.begin(), asleep.end(), "weights") == asleep.end();
+  }
+
   void AbortFrozen(const engine::EngineStats& stats) {
     if (!RequestsRun()) return;
     if (stats.paused || stats.asleep) Abort({.all = true});
@@ -235,10 +243,8 @@ void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
   engine->StopAdmission();
   Impl::AwaitQuiet(times.timeout, hurry, [this, engine] {
     // Pauses and sleep may begin at any time.
-    const engine::EngineStats stats = engine->stats();
-    impl_->AbortFrozen(stats);
-    // Loads wait for the weights as long as these sleep.
-    return impl_->RequestsRun() || (!stats.asleep && impl_->services->open_changes > 0);
+    impl_->AbortFrozen(engine->stats());
+    return impl_->RequestsRun() || impl_->LoadsRun() || impl_->services->open_changes > 0;
   });
   if (!impl_->RequestsRun()) return;
   impl_->Abort({.all = true});

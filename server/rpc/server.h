@@ -50,8 +50,8 @@ class Server {
   };
   // Not serving any more; after `delay` new requests are refused, running ones, loads of adapters
   // and other changes of the registry go on, at full speed, until the answers to all of them have
-  // been sent or `timeout` has passed. What is left then, or was frozen by a pause, is aborted and has `grace`
-  // to reach the clients.
+  // been sent or `timeout` has passed; loads that wait for sleeping weights are not waited for.
+  // What is left then, or was frozen by a pause, is aborted and has `grace` to reach the clients.
   // Once `hurry` is notified neither delay nor timeout is waited for. Once.
   void Drain(const DrainTimes& times, const absl::Notification& hurry);
   // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.

@@ -118,7 +118,8 @@ struct Services {
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};
   std::atomic<int> open_requests{0};  // Generate and Score calls whose end has not been sent
-  std::atomic<int> open_changes{0};   // Publish*, Activate and Retire without an answer
+  std::atomic<int> open_loads{0};     // Publish* calls without an answer
+  std::atomic<int> open_changes{0};   // Activate and Retire without an answer
 };
 
 }  // namespace dorad::rpc

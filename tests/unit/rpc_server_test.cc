@@ -196,6 +196,10 @@ class ServerTest : public testing::Test {
                                            adapter::PublishCallback done) {
       done(publisher_.Publish(options));
     };
+    services_.sleep.asleep = [this] {
+      absl::MutexLock lock(&asleep_mu_);
+      return asleep_;
+    };
     services_.memory_by_kind = [] { return std::map<std::string, int64_t>{{"weights", 5}}; };
     services_.max_adapter_bytes = 4 << 20;
   }
@@ -262,6 +266,41 @@ class ServerTest : public testing::Test {
     server_->Drain({absl::ZeroDuration(), timeout, grace}, hurry_);
   }
 
+  void GoToSleep(std::vector<std::string> tags) {
+    {
+      absl::MutexLock lock(&asleep_mu_);
+      asleep_ = std::move(tags);
+    }
+    absl::Notification sleeps;
+    engine_->Sleep({}, [&](const absl::StatusOr<int64_t>&) { sleeps.Notify(); });
+    sleeps.WaitForNotification();
+  }
+
+  // Of a@1, while the disk takes its time; the end cuts short what the drain has not waited for.
+  grpc::Status ActivateInADrain() {
+    ThreadPool disk(1, 0);
+    absl::Notification taken;
+    services_.run_change = [&](std::function<void()> change) {
+      disk.Submit([change = std::move(change)] {
+        absl::SleepFor(absl::Milliseconds(700));
+        change();
+      });
+      taken.Notify();
+    };
+    v1::ActivateRequest request;
+    request.set_name("a");
+    request.set_version(1);
+    v1::ActivateResponse response;
+    grpc::Status status;
+    std::thread activate(
+        [&] { status = adapters_->Activate(Context().get(), request, &response); });
+    taken.WaitForNotification();
+    Drain(absl::Seconds(15), absl::ZeroDuration());
+    server_->Shutdown(absl::Milliseconds(200));
+    activate.join();
+    return status;
+  }
+
   v1::GetUploadResponse Uploaded(const std::string& id) {
     v1::GetUploadRequest request;
     request.set_upload_id(id);
@@ -278,6 +317,8 @@ class ServerTest : public testing::Test {
   CountingRunner* runner_ = nullptr;
   std::unique_ptr<engine::Engine> engine_;
   FakePublisher publisher_;
+  absl::Mutex asleep_mu_;
+  std::vector<std::string> asleep_;
   Services services_;
   std::unique_ptr<Server> server_;
   absl::Notification hurry_;
@@ -980,26 +1021,42 @@ TEST_F(ServerTest, DrainAnswersAPublishThatHasNoVersionYet) {
 
 TEST_F(ServerTest, DrainAnswersAnActivateThatWaitsForTheDisk) {
   ASSERT_TRUE(Publish("a", /*activate=*/false).first.ok());
-  ThreadPool disk(1, 0);
+  const grpc::Status status = ActivateInADrain();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
+TEST_F(ServerTest, DrainAnswersAnActivateThoughTheServerSleeps) {
+  ASSERT_TRUE(Publish("a", /*activate=*/false).first.ok());
+  GoToSleep({"weights", "kv", "adapters"});
+  const grpc::Status status = ActivateInADrain();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+}
+
+TEST_F(ServerTest, DrainWaitsForLoadsUnlessTheWeightsSleep) {
+  std::vector<adapter::PublishCallback> held;
   absl::Notification taken;
-  services_.run_change = [&](std::function<void()> change) {
-    disk.Submit([change = std::move(change)] {
-      absl::SleepFor(absl::Milliseconds(700));
-      change();
-    });
+  services_.publisher.from_path = [&](const adapter::PublishOptions&, const std::string&,
+                                      adapter::PublishCallback done) {
+    held.push_back(std::move(done));
     taken.Notify();
   };
-  v1::ActivateRequest request;
-  request.set_name("a");
-  request.set_version(1);
-  v1::ActivateResponse response;
   grpc::Status status;
-  std::thread activate([&] { status = adapters_->Activate(Context().get(), request, &response); });
+  std::thread publish([&] { status = Publish("a").first; });
   taken.WaitForNotification();
-  Drain(absl::Seconds(15), absl::ZeroDuration());
-  server_->Shutdown(absl::Milliseconds(200));
-  activate.join();
-  EXPECT_TRUE(status.ok()) << status.error_message();
+  GoToSleep({"kv"});
+  std::atomic<bool> drained{false};
+  std::thread drain([&] {
+    Drain(absl::Seconds(15), absl::ZeroDuration());
+    drained = true;
+  });
+  absl::SleepFor(absl::Milliseconds(300));
+  EXPECT_FALSE(drained);
+  GoToSleep({"kv", "weights"});
+  const absl::Time start = absl::Now();
+  drain.join();
+  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
+  held.front()(absl::CancelledError("as the loader's end says"));
+  publish.join();
 }
 
 // Its answer is far larger than what a client takes that does not ask for it.
