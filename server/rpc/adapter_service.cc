@@ -247,12 +247,8 @@ grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
           call->End(publish.status());
           return;
         }
-        int64_t bytes = 0;
-        for (const adapter::PeerTensor& tensor : publish->peer.tensors) {
-          bytes += static_cast<int64_t>(tensor.bytes);
-        }
         absl::StatusOr<Admitted> admitted =
-            AdmitPublish(services_, call->record(), publish->options.name, bytes);
+            AdmitPublish(services_, call->record(), publish->options.name, publish->bytes);
         if (!admitted.ok()) {
           call->End(admitted.status());
           return;

@@ -18,6 +18,7 @@ constexpr int kMaxTensors = 65536;
 constexpr size_t kMaxNameBytes = 512;
 constexpr int kMaxRank = 8;
 constexpr uint64_t kMaxExtent = uint64_t{1} << 48;
+constexpr int64_t kMaxBytes = int64_t{1} << 48;  // of all tensors, which may overlap
 constexpr size_t kDigestBytes = 32;
 constexpr size_t kHexBytes = 64;
 constexpr size_t kMaxViolations = 64;
@@ -105,6 +106,20 @@ std::vector<adapter::PeerTensor> ParseTensors(const v1::PublishFromMemoryRequest
   return tensors;
 }
 
+// Bytes of all tensors; at most one more tensor's than kMaxBytes if those are too many.
+int64_t CountBytes(const std::vector<adapter::PeerTensor>& tensors,
+                   std::vector<Violation>* violations) {
+  int64_t bytes = 0;
+  for (const adapter::PeerTensor& tensor : tensors) {
+    bytes += static_cast<int64_t>(tensor.bytes);
+    if (bytes <= kMaxBytes) continue;
+    violations->push_back(
+        {"tensors", "HANDOVER_TENSORS_INVALID", "together they have more bytes than any memory"});
+    break;
+  }
+  return bytes;
+}
+
 adapter::PublishOptions OptionsOf(const v1::PublishFromMemoryRequest& request) {
   adapter::PublishOptions options;
   options.name = request.name();
@@ -147,6 +162,7 @@ absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequ
                           "a version's digest has 64 hexadecimal digits"});
   }
   publish.peer.tensors = ParseTensors(request, *session, &violations);
+  publish.bytes = CountBytes(publish.peer.tensors, &violations);
   if (!violations.empty()) return MakeInvalid("PublishFromMemoryRequest", std::move(violations));
   publish.options = OptionsOf(request);
   publish.peer.expected_digest = request.expected_digest();

@@ -23,6 +23,7 @@ struct MemoryPublish {
   adapter::PublishOptions options;
   std::string config_json;
   adapter::PeerTensors peer;
+  int64_t bytes = 0;  // of all tensors
 };
 
 // `listener`: as in FindSession. Its statuses, and INVALID_ARGUMENT with every violation

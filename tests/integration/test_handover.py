@@ -19,7 +19,7 @@ import pytest
 from dorad._handover import tensor_digest
 from dorad.v1 import adapters_pb2, types_pb2
 from lib.server import ROOT, Server, command, device, environment, serve, wait_until
-from lib.trainer import Trainer
+from lib.trainer import Handover, Trainer, offer
 from lib.wire import failure
 from safetensors.torch import load_file
 
@@ -229,6 +229,39 @@ def test_the_rest_of_the_request_is_checked_as_that_of_an_upload(server, zoo, so
         assert refused(server, typed).violations[0][0].startswith("peft_config.")
         text = trainer.request("text", adapter_config_json="{}")
         assert refused(server, text).reason == "ADAPTER_CONFIG_MISSING_FIELD"
+
+
+def test_tensors_that_overlap_cannot_have_more_bytes_than_any_memory(server, socket_path) -> None:
+    size = 1 << 48  # of which nothing is ever written
+    fd = os.memfd_create("huge")
+    os.ftruncate(fd, size)
+    handover = Handover(socket_path)
+    try:
+        code, memory, ticket, text = handover.send(offer(size), [fd])
+        assert code == 0, text
+        # The last two sums do not fit into 64 bits, signed and unsigned.
+        for count, reason in (
+            (1, "ADAPTER_TOO_LARGE"),
+            (2, "HANDOVER_TENSORS_INVALID"),
+            (1 << 15, "HANDOVER_TENSORS_INVALID"),
+            (1 << 16, "HANDOVER_TENSORS_INVALID"),
+        ):
+            tensors = [
+                adapters_pb2.MemoryTensor(
+                    name=f"t{i}",
+                    dtype=adapters_pb2.TENSOR_DTYPE_F32,
+                    shape=[size // 4],
+                    memory=memory,
+                )
+                for i in range(count)
+            ]
+            message = adapters_pb2.PublishFromMemoryRequest(
+                name="huge", ticket=ticket, tensors=tensors, adapter_config_json="{}"
+            )
+            assert refused(server, message).reason == reason, count
+    finally:
+        handover.close()
+        os.close(fd)
 
 
 def test_only_the_ticket_of_an_open_connection_is_good(server, zoo, socket_path) -> None:
