@@ -140,14 +140,9 @@ struct App::Impl {
       // A change is copyable; an image is not to be copied.
       auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
       if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
-      // What a stream brought counts from here on; of unary calls the service takes care.
-      auto open = std::make_shared<const rpc::OpenCount>(&services.open_changes);
       services.run_change([this, options = std::move(options), json = std::move(json), held, read,
-                           done = std::move(done), open = std::move(open)] {
-        const auto answer = [done, open](absl::StatusOr<adapter::PublishResult> result) {
-          done(std::move(result));
-        };
-        loader.PublishFromBytes(options, json, std::move(*held), read, answer);
+                           done = std::move(done)] {
+        loader.PublishFromBytes(options, json, std::move(*held), read, done);
       });
     };
     services.publisher.from_path = [this](adapter::PublishOptions options, std::string path,
@@ -377,6 +372,7 @@ struct App::Impl {
   const std::unique_ptr<adapter::Disk> disk;
   const std::unique_ptr<adapter::Store> store;  // nullptr: none
   Metrics metrics;
+  rpc::Services services;  // names what is below; loads count in it until they have ended
   ThreadPool couriers;
   ThreadPool load_pool;
   KvLender kv_lender;
@@ -390,7 +386,6 @@ struct App::Impl {
   ThreadPool sleep_pool{1, 0};  // Sleep and Wake, which need all of these, wait on it
   const BoundedEnd::Turn engine_ends{&end, BoundedEnd::Part::kStep};
   int64_t activations = 0;  // the engine's subscription of the registry's events
-  rpc::Services services;
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;
   std::atomic<bool> ready{false};

@@ -35,6 +35,7 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
 PublishReactor::PublishReactor(Services* services, grpc::CallbackServerContext* context,
                                v1::PublishResponse* response)
     : services_(services),
+      open_(std::make_shared<const OpenCount>(&services->open_loads)),
       record_(kMethod, context, services),
       response_(response),
       admission_(record_.admission()),
@@ -125,7 +126,7 @@ void PublishReactor::Load() {
   }
   // The upload keeps its share of the budget until the load has ended: the image lives as long.
   const adapter::PublishCallback done =
-      [upload, room = *std::move(room), stream = std::move(stream),
+      [upload, open = open_, room = *std::move(room), stream = std::move(stream),
        complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
         // Whoever learns of the end may publish the next one.
         for (const auto& hold : {room, stream}) {

@@ -51,6 +51,9 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   void EndLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   Services* const services_;
+  // Until gRPC is done and the load, which goes on without it, has ended. Before the look at
+  // `draining`: a drain that begins after it waits for this call.
+  const std::shared_ptr<const OpenCount> open_;
   std::shared_ptr<PublishReactor> self_;
   v1::PublishRequest part_;               // of the outstanding read
   std::unique_ptr<UploadStream> stream_;  // touched by reads only

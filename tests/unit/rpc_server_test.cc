@@ -1059,6 +1059,39 @@ TEST_F(ServerTest, DrainWaitsForLoadsUnlessTheWeightsSleep) {
   publish.join();
 }
 
+TEST_F(ServerTest, DrainLetsAnUploadFinishAndAnswersIt) {
+  const auto context = Context();
+  v1::PublishResponse response;
+  const auto writer = adapters_->Publish(context.get(), &response);
+  writer->Write(BeginUpload("u", 1 << 20));
+  ASSERT_TRUE(Eventually([&] { return Uploaded("u").total_bytes() == 1 << 20; }));
+  std::thread drain([&] {
+    Drain(absl::Seconds(15), absl::ZeroDuration());
+    server_->Shutdown(absl::Milliseconds(200));
+  });
+  EXPECT_TRUE(Eventually([&] { return services_.draining.load(); }));
+  absl::SleepFor(absl::Milliseconds(500));
+  writer->Write(Chunk(0, 'a'));
+  v1::PublishRequest commit;
+  commit.mutable_commit();
+  writer->Write(commit);
+  const grpc::Status status = writer->Finish();
+  EXPECT_TRUE(status.ok()) << status.error_message();
+  EXPECT_EQ(response.adapter().version(), 1);
+  drain.join();
+}
+
+TEST_F(ServerTest, DrainWaitsForAnUploadThatStallsNoLongerThanItsTime) {
+  const auto context = Context();
+  v1::PublishResponse response;
+  const auto writer = adapters_->Publish(context.get(), &response);
+  writer->Write(BeginUpload("u", 1 << 20));
+  ASSERT_TRUE(Eventually([&] { return Uploaded("u").total_bytes() == 1 << 20; }));
+  Drain(absl::Milliseconds(200), absl::ZeroDuration());
+  server_->Shutdown(absl::Milliseconds(200));
+  EXPECT_EQ(writer->Finish().error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
 // Its answer is far larger than what a client takes that does not ask for it.
 TEST_F(ServerTest, DrainWaitsForAScoreWhoseAnswerIsBeingSent) {
   grpc::ChannelArguments arguments;
