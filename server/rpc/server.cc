@@ -14,8 +14,8 @@
 #include <chrono>
 #include <cstring>
 #include <limits>
-#include <utility>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -156,7 +156,6 @@ struct Server::Impl {
 
   bool RequestsRun() const { return !services->engine->idle() || services->open_requests > 0; }
 
-  // Requests that are frozen, or sleep, would never finish.
   // Loads need the base weights, and would wait for them for as long as these sleep.
   bool LoadsRun() const {
     if (services->open_loads == 0) return false;
@@ -164,6 +163,7 @@ struct Server::Impl {
     return std::find(asleep.begin(), asleep.end(), "weights") == asleep.end();
   }
 
+  // Requests that are frozen, or sleep, would never finish.
   void AbortFrozen(const engine::EngineStats& stats) {
     if (!RequestsRun()) return;
     if (stats.paused || stats.asleep) Abort({.all = true});
