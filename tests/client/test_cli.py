@@ -446,13 +446,18 @@ def test_a_plan_that_no_request_can_carry_is_a_usage_error(
 
 def test_a_fault_of_the_generator_ends_an_open_loop(server, monkeypatch):
     import asyncio
+    import itertools
 
-    from dorad import load
+    from dorad import _wire, load
+
+    written, calls = _wire.generate_request, itertools.count()
 
     def broken(*args, **kwargs):
-        raise RuntimeError("broken")
+        if next(calls) == 0:  # Long before the last one.
+            raise RuntimeError("broken")
+        return written(*args, **kwargs)
 
-    monkeypatch.setattr("dorad.load.drive._wire.generate_request", broken)
+    monkeypatch.setattr(_wire, "generate_request", broken)
     plan = load.Plan(
         load.Lengths.parse("2"), load.Lengths.parse("2"), load.Popularity.parse([], None),
         rate=100.0, requests=10,
