@@ -388,6 +388,7 @@ struct App::Impl {
   int64_t activations = 0;  // the engine's subscription of the registry's events
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;
+  const BoundedEnd::Turn changes_end{&end, BoundedEnd::Part::kChanges};
   std::atomic<bool> ready{false};
   std::unique_ptr<handover::Listener> handover;  // nullptr: none
   std::unique_ptr<Scrape> scrape;                // nullptr: no metrics_listen
@@ -481,7 +482,6 @@ void App::Stop(const absl::Notification& hurry) {
   if (impl_->self_dial) impl_->self_dial->Stop();
   impl_->server->Drain({delay, timeout, kShutdownGrace}, hurry);
   impl_->server->Shutdown(kShutdownGrace);
-  impl_->end.WaitFor(BoundedEnd::Part::kChanges);
   LogInfo("shut down", {{"in_a_hurry", hurry.HasBeenNotified()}});
 }
 

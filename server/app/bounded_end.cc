@@ -19,7 +19,7 @@ constexpr absl::Duration kLastWords = absl::Seconds(10);
 const char* NameOf(BoundedEnd::Part part) {
   switch (part) {
     case BoundedEnd::Part::kCalls:
-      return "calls";
+      return "calls, or clients that do not take their answers";
     case BoundedEnd::Part::kChanges:
       return "changes of the registry";
     case BoundedEnd::Part::kStep:
@@ -30,11 +30,11 @@ const char* NameOf(BoundedEnd::Part part) {
   return "";
 }
 
-// Calls that were cancelled and steps end soon, or never. Changes and loads may wait for a disk,
-// and nobody was told that they are done.
+// A step ends soon, or never. gRPC waits for clients to take what it has begun to write, also of
+// calls that were cancelled; changes and loads may wait for a disk, and nobody was told that they
+// are done.
 int CodeOf(BoundedEnd::Part part) {
-  const bool is_slow = part == BoundedEnd::Part::kChanges || part == BoundedEnd::Part::kLoads;
-  return is_slow ? kExitOk : kExitSoftware;
+  return part == BoundedEnd::Part::kStep ? kExitSoftware : kExitOk;
 }
 
 }  // namespace

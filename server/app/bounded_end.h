@@ -34,9 +34,10 @@ class BoundedEnd {
 
   // The process has ended in `time`, whatever still runs. Once.
   void Begin(absl::Duration time);
-  void WaitFor(Part part) { *part_ = part; }
 
  private:
+  void WaitFor(Part part) { *part_ = part; }
+
   // Shared with the thread that ends the process, which outlives this.
   const std::shared_ptr<std::atomic<Part>> part_ =
       std::make_shared<std::atomic<Part>>(Part::kCalls);

@@ -1,5 +1,6 @@
 #include "server/rpc/server.h"
 
+#include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/channelz_service_plugin.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
@@ -196,6 +197,9 @@ Server::~Server() { Shutdown(absl::ZeroDuration()); }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Services* services) {
   gpr_set_log_function(ForwardGrpcLog);
+  // Never given back: who gives the last one back waits for gRPC's threads, and these may wait for
+  // clients that are slow to take what was cancelled.
+  grpc_init();
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   auto impl = std::make_unique<Impl>(services);

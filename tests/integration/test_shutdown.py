@@ -10,10 +10,11 @@ import urllib.request
 
 import grpc
 import pytest
-from dorad.v1 import adapters_pb2
+from dorad.v1 import adapters_pb2, inference_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lib.server import binary, command, environment, serve, start, wait_until
-from lib.wire import ABORTED, LENGTH, collect, failure
+from lib.toxics import BadNetwork, Toxic
+from lib.wire import ABORTED, LENGTH, Wire, collect, failure, pack_ids
 
 PROMPT = [11, 12, 13, 14, 15]
 
@@ -137,6 +138,32 @@ def test_refusals_say_when_to_try_again(slow) -> None:
     assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
     call.cancel()
     assert server.process.wait(20) == 0
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut_off_in_time(zoo, tmp_path) -> None:
+    """gRPC waits for what it has begun to write, but not beyond the end's time."""
+    settings = {"engine.kv_bytes": 64 << 20, "server.drain_timeout_seconds": 1}
+    server = start(command(zoo.model("llama2"), None, settings), tmp_path / "server.log")
+    try:
+        # Which takes twenty seconds for the answer.
+        with BadNetwork(server.grpc, Toxic(bandwidth=1_000_000)) as network:
+            wire = Wire(network.target)
+            ids = inference_pb2.TokenSequence(token_ids=pack_ids([7] * 180))
+            request = inference_pb2.ScoreRequest(sequences=[ids] * 500, top_k=20)
+            call = wire.inference.Score.future(request, timeout=60)
+            ended = 'dorad_rpc_handled_total{code="OK",method="Score"'
+            wait_until(lambda: ended in server.metrics_text(), 60, "the answer")
+            os.kill(server.pid, signal.SIGTERM)
+            with pytest.raises(grpc.RpcError) as caught:
+                call.result()
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert server.process.wait(30) == 0
+            wire.close()
+    finally:
+        server.wire.close()
+        server.process.kill()
+        server.process.wait()
+    assert "changes of the registry" not in server.log(), "there is no store to wait for"
 
 
 def test_sigterm_before_it_serves_ends_it_at_once(zoo, tmp_path) -> None:
