@@ -10,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/base/log.h"
 
 namespace dorad {
 namespace internal {
@@ -19,7 +20,7 @@ std::atomic<bool> failpoint_armed{false};
 namespace {
 enum class Action { kKill, kThrow, kHang, kDelay };
 
-constexpr unsigned kDelaySeconds = 2;
+constexpr unsigned kDelaySeconds = 5;
 
 // Written before failpoint_armed is set.
 std::string armed_name;
@@ -38,6 +39,7 @@ void GoWrong() {
     case Action::kHang:
       while (true) pause();
     case Action::kDelay:
+      LogWarning("delayed at a failpoint", {{"point", armed_name}});
       (void)sleep(kDelaySeconds);
       return;
     case Action::kKill:

@@ -1,5 +1,5 @@
 // Named points at which a test lets something go wrong: the process dies as by kill -9, the thread
-// throws, stops, or goes on two seconds later.
+// throws, stops, or goes on five seconds later.
 //
 // Nothing happens unless a point is armed (dorad: the environment variable DORAD_FAILPOINT); the
 // points and what they are for: docs/development.md. Thread-safe once armed.
