@@ -378,12 +378,12 @@ void EngineLoop::Pause(const Engine::PauseOptions& options, uint64_t ticket,
       return;
     }
     case PauseMode::kKeep:
-      Supersede(pauses_.TakeWithin(scope));
-      if (pauses_.IsWaitedFor(scope)) {
+      if (pauses_.IsPartOfWait(scope)) {
         // Frozen requests would never end, and the wider pause would wait for them.
         Answer(done, Superseded("a pause of more than these requests waits for them to end"));
         return;
       }
+      Supersede(pauses_.TakeWithin(scope));
       FinishAll();
       pauses_.Begin(scope, options.tenant);
       FollowPauses();

@@ -107,9 +107,10 @@ bool Pauses::Refuses(const Request& request) const {
                      [&](const adapter::AdapterRef& scope) { return Covers(scope, request); });
 }
 
-bool Pauses::IsWaitedFor(const adapter::AdapterRef& scope) const {
-  return std::any_of(waiting_.begin(), waiting_.end(),
-                     [&](const adapter::AdapterRef& waiting) { return Contains(waiting, scope); });
+bool Pauses::IsPartOfWait(const adapter::AdapterRef& scope) const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const adapter::AdapterRef& waiting) {
+    return waiting != scope && Contains(waiting, scope);
+  });
 }
 
 template <typename Condition>
@@ -138,7 +139,7 @@ void Pauses::Update() {
     if (waits || pause.refuses) refused_.push_back(pause.scope);
   }
   for (const Pause& pause : pauses_) {
-    if (!pause.in_force || IsWaitedFor(pause.scope)) continue;
+    if (!pause.in_force || !pause.waiters.empty() || IsPartOfWait(pause.scope)) continue;
     if (pause.scope.is_base()) {
       all_ = true;
     } else {

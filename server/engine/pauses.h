@@ -61,8 +61,8 @@ class Pauses {
   // Whether a pause of one of its adapters stops the request.
   bool Freezes(const Request& request) const;
   bool Refuses(const Request& request) const;
-  // Whether the scope is a part of what somebody waits for.
-  bool IsWaitedFor(const adapter::AdapterRef& scope) const;
+  // Whether somebody waits for the scope's requests and more.
+  bool IsPartOfWait(const adapter::AdapterRef& scope) const;
 
   // Whether everything is stopped.
   bool all() const { return all_; }
