@@ -373,6 +373,7 @@ class World:
         )
 
 
+@pytest.mark.timeout(900)  # Minutes of disk syncs: a slow disk is no fault.
 def test_random_operations_lose_and_mix_nothing(zoo, tmp_path: Path, figures) -> None:
     world = World(zoo, tmp_path)
     try:
