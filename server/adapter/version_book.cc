@@ -1,6 +1,7 @@
 #include "server/adapter/version_book.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "server/adapter/change_log.h"
@@ -39,11 +40,15 @@ VersionBook::VersionBook(int max_ended_records)
   DORAD_CHECK(max_ended_records >= 1);
 }
 
-VersionBook::Version* VersionBook::Find(const std::string& name, int64_t version) {
+const VersionBook::Version* VersionBook::Find(const std::string& name, int64_t version) const {
   const auto it = names_.find(name);
   if (it == names_.end()) return nullptr;
   const auto found = it->second.versions.find(version);
   return found == it->second.versions.end() ? nullptr : &found->second;
+}
+
+VersionBook::Version* VersionBook::Find(const std::string& name, int64_t version) {
+  return const_cast<Version*>(std::as_const(*this).Find(name, version));
 }
 
 // Ascending, at most kListedVersions.
@@ -151,12 +156,8 @@ absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,
                          absl::StrCat("version ", number, " is not within [1, ", most, "]")}});
   }
   if (number <= last) {
-    const AdapterRecord* holder = nullptr;
-    if (known != names_.end()) {
-      const auto found = known->second.versions.find(number);
-      if (found != known->second.versions.end()) holder = &found->second.record;
-    }
-    return VersionTaken(name, number, last, holder);
+    const Version* const holder = Find(name, number);
+    return VersionTaken(name, number, last, holder == nullptr ? nullptr : &holder->record);
   }
   return number;
 }

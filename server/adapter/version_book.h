@@ -42,6 +42,7 @@ class VersionBook {
   // functions say.
 
   Version* Find(const std::string& name, int64_t version);  // nullptr: there is none
+  const Version* Find(const std::string& name, int64_t version) const;
   absl::StatusOr<Version*> Resolve(const AdapterRef& ref);
   absl::StatusOr<Version*> ResolveReady(const AdapterRef& ref);
   // READY, or durable and not restored: nothing else can be done with such a one.
