@@ -188,6 +188,8 @@ struct App::Impl {
     services.info = ToServerInfo(config, backend->info());
     services.max_message_bytes = config.server.max_message_bytes;
     services.max_adapter_bytes = config.adapters.max_bytes;
+    services.message_deadlines = std::make_unique<rpc::MessageDeadlines>(
+        absl::Seconds(config.server.message_timeout_seconds));
     services.default_deadline_seconds = config.server.default_deadline_seconds;
   }
 

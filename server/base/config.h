@@ -24,6 +24,7 @@ struct ServerConfig {
   double drain_delay_seconds = 0.0;       // SIGTERM: not serving, requests are still taken
   double drain_timeout_seconds = 30.0;    // then: wait this long for running requests
   double default_deadline_seconds = 0.0;  // for calls without a deadline; 0 = none
+  double message_timeout_seconds = 60.0;  // for a request, or an upload's next part, to arrive
   double self_dial_seconds = 10.0;        // between two tries to reach its own listeners; 0 = never
 };
 

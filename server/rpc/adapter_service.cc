@@ -7,13 +7,13 @@
 #include "server/base/error.h"
 #include "server/engine/admission.h"
 #include "server/rpc/access.h"
-#include "server/rpc/call.h"
 #include "server/rpc/convert.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/memory_publish.h"
 #include "server/rpc/page_token.h"
 #include "server/rpc/peft_config_json.h"
 #include "server/rpc/publish_reactor.h"
+#include "server/rpc/unary_call.h"
 #include "server/rpc/watch_reactor.h"
 
 namespace dorad::rpc {
@@ -199,138 +199,104 @@ void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::Retire
 
 }  // namespace
 
-grpc::ServerReadReactor<v1::PublishRequest>* AdapterService::Publish(
-    grpc::CallbackServerContext* context, v1::PublishResponse* response) {
-  return PublishReactor::Start(services_, context, response);
+AdapterService::AdapterService(Services* services)
+    : LateService("dorad.v1.AdapterService", services) {
+  AddClientStream<PublishReactor, v1::PublishRequest, v1::PublishResponse>("Publish");
+  AddUnary("GetUpload", &AdapterService::GetUpload);
+  AddUnary("PublishFromPath", &AdapterService::PublishFromPath);
+  // Names every tensor of an adapter.
+  AddUnary("PublishFromMemory", &AdapterService::PublishFromMemory,
+           [](const Services& of) { return of.max_message_bytes; });
+  AddUnary("Activate", &AdapterService::Activate);
+  AddUnary("Get", &AdapterService::Get);
+  AddUnary("List", &AdapterService::List);
+  AddServerStream<WatchReactor>("Watch");
+  AddUnary("Retire", &AdapterService::Retire);
 }
 
-grpc::ServerUnaryReactor* AdapterService::GetUpload(grpc::CallbackServerContext* context,
-                                                    const v1::GetUploadRequest* request,
-                                                    v1::GetUploadResponse* response) {
-  return UnaryCall<v1::GetUploadResponse>::Run(
-      "GetUpload", context, services_, response, [&](const auto& call) {
-        call->End(rpc::GetUpload(*services_->uploads, call->caller(), *request, response));
-      });
+void AdapterService::GetUpload(const std::shared_ptr<UnaryCall<v1::GetUploadResponse>>& call,
+                               const v1::GetUploadRequest& request) {
+  call->Complete([&](v1::GetUploadResponse* to) {
+    return rpc::GetUpload(*services_->uploads, call->caller(), request, to);
+  });
 }
 
-grpc::ServerUnaryReactor* AdapterService::PublishFromPath(grpc::CallbackServerContext* context,
-                                                          const v1::PublishFromPathRequest* request,
-                                                          v1::PublishFromPathResponse* response) {
-  return UnaryCall<v1::PublishFromPathResponse>::Run(
-      "PublishFromPath", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<adapter::PublishOptions> options = ParsePublish(*request);
-        if (!options.ok()) {
-          call->End(options.status());
-          return;
-        }
-        // How large it is shows when it has been loaded.
-        absl::StatusOr<Admitted> admitted =
-            AdmitPublish(services_, call->record(), options->name, /*bytes=*/0);
-        if (!admitted.ok()) {
-          call->End(admitted.status());
-          return;
-        }
-        call->record().NameAdapter({options->name, options->version.value_or(0)});
-        services_->publisher.from_path(
-            *std::move(options), request->path(),
-            AnswerTo(call, /*typed_config=*/false, *std::move(admitted)));
-      });
+void AdapterService::PublishFromPath(
+    const std::shared_ptr<UnaryCall<v1::PublishFromPathResponse>>& call,
+    const v1::PublishFromPathRequest& request) {
+  absl::StatusOr<adapter::PublishOptions> options = ParsePublish(request);
+  if (!options.ok()) return call->End(options.status());
+  // How large it is shows when it has been loaded.
+  absl::StatusOr<Admitted> admitted =
+      AdmitPublish(services_, call->record(), options->name, /*bytes=*/0);
+  if (!admitted.ok()) return call->End(admitted.status());
+  call->record().NameAdapter({options->name, options->version.value_or(0)});
+  services_->publisher.from_path(*std::move(options), request.path(),
+                                 AnswerTo(call, /*typed_config=*/false, *std::move(admitted)));
 }
 
-grpc::ServerUnaryReactor* AdapterService::PublishFromMemory(
-    grpc::CallbackServerContext* context, const v1::PublishFromMemoryRequest* request,
-    v1::PublishFromMemoryResponse* response) {
-  return UnaryCall<v1::PublishFromMemoryResponse>::Run(
-      "PublishFromMemory", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<MemoryPublish> publish = ParseMemoryPublish(*request, services_->handover);
-        if (!publish.ok()) {
-          call->End(publish.status());
-          return;
-        }
-        absl::StatusOr<Admitted> admitted =
-            AdmitPublish(services_, call->record(), publish->options.name, publish->bytes);
-        if (!admitted.ok()) {
-          call->End(admitted.status());
-          return;
-        }
-        call->record().NameAdapter({publish->options.name, publish->options.version.value_or(0)});
-        services_->publisher.from_memory(
-            std::move(publish->options), std::move(publish->config_json), std::move(publish->peer),
-            AnswerTo(call, request->has_peft_config(), *std::move(admitted)));
-      });
+void AdapterService::PublishFromMemory(
+    const std::shared_ptr<UnaryCall<v1::PublishFromMemoryResponse>>& call,
+    const v1::PublishFromMemoryRequest& request) {
+  absl::StatusOr<MemoryPublish> publish = ParseMemoryPublish(request, services_->handover);
+  if (!publish.ok()) return call->End(publish.status());
+  absl::StatusOr<Admitted> admitted =
+      AdmitPublish(services_, call->record(), publish->options.name, publish->bytes);
+  if (!admitted.ok()) return call->End(admitted.status());
+  call->record().NameAdapter({publish->options.name, publish->options.version.value_or(0)});
+  services_->publisher.from_memory(std::move(publish->options), std::move(publish->config_json),
+                                   std::move(publish->peer),
+                                   AnswerTo(call, request.has_peft_config(), *std::move(admitted)));
 }
 
-grpc::ServerUnaryReactor* AdapterService::Activate(grpc::CallbackServerContext* context,
-                                                   const v1::ActivateRequest* request,
-                                                   v1::ActivateResponse* response) {
-  return UnaryCall<v1::ActivateResponse>::Run(
-      "Activate", context, services_, response, [&](const auto& call) {
-        absl::Status valid = CheckVersion("ActivateRequest", request->name(), request->version());
-        if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request->name());
-        if (!valid.ok()) {
-          call->End(valid);
-          return;
-        }
-        call->record().NameAdapter({request->name(), request->version()});
-        std::optional<int64_t> expected;
-        if (request->has_expected_generation()) expected = request->expected_generation();
-        // gRPC's request and response may be gone before the change is made.
-        RunChange(services_, call,
-                  [call, registry = services_->registry, name = request->name(),
-                   version = request->version(), expected] {
-                    const auto activation = registry->Activate(name, version, expected);
-                    call->Complete([&](v1::ActivateResponse* to) {
-                      if (!activation.ok()) return activation.status();
-                      Encode(activation->adapter, to->mutable_adapter());
-                      to->set_previous_version(activation->previous_version);
-                      to->set_generation(activation->generation);
-                      return absl::OkStatus();
-                    });
-                  });
-      });
+void AdapterService::Activate(const std::shared_ptr<UnaryCall<v1::ActivateResponse>>& call,
+                              const v1::ActivateRequest& request) {
+  absl::Status valid = CheckVersion("ActivateRequest", request.name(), request.version());
+  if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request.name());
+  if (!valid.ok()) return call->End(valid);
+  call->record().NameAdapter({request.name(), request.version()});
+  std::optional<int64_t> expected;
+  if (request.has_expected_generation()) expected = request.expected_generation();
+  // The request is gone before the change is made.
+  RunChange(services_, call,
+            [call, registry = services_->registry, name = request.name(),
+             version = request.version(), expected] {
+              const auto activation = registry->Activate(name, version, expected);
+              call->Complete([&](v1::ActivateResponse* to) {
+                if (!activation.ok()) return activation.status();
+                Encode(activation->adapter, to->mutable_adapter());
+                to->set_previous_version(activation->previous_version);
+                to->set_generation(activation->generation);
+                return absl::OkStatus();
+              });
+            });
 }
 
-grpc::ServerUnaryReactor* AdapterService::Get(grpc::CallbackServerContext* context,
-                                              const v1::GetRequest* request,
-                                              v1::GetResponse* response) {
-  return UnaryCall<v1::GetResponse>::Run(
-      "Get", context, services_, response, [&](const auto& call) {
-        call->End(rpc::Get(*services_->registry, call->caller(), *request, response));
-      });
+void AdapterService::Get(const std::shared_ptr<UnaryCall<v1::GetResponse>>& call,
+                         const v1::GetRequest& request) {
+  call->Complete([&](v1::GetResponse* to) {
+    return rpc::Get(*services_->registry, call->caller(), request, to);
+  });
 }
 
-grpc::ServerUnaryReactor* AdapterService::List(grpc::CallbackServerContext* context,
-                                               const v1::ListRequest* request,
-                                               v1::ListResponse* response) {
-  return UnaryCall<v1::ListResponse>::Run(
-      "List", context, services_, response, [&](const auto& call) {
-        call->End(rpc::List(*services_->registry, call->caller(), *request, response));
-      });
+void AdapterService::List(const std::shared_ptr<UnaryCall<v1::ListResponse>>& call,
+                          const v1::ListRequest& request) {
+  call->Complete([&](v1::ListResponse* to) {
+    return rpc::List(*services_->registry, call->caller(), request, to);
+  });
 }
 
-grpc::ServerWriteReactor<v1::WatchResponse>* AdapterService::Watch(
-    grpc::CallbackServerContext* context, const v1::WatchRequest* request) {
-  return WatchReactor::StartAs<WatchReactor>(services_, context, *request);
-}
-
-grpc::ServerUnaryReactor* AdapterService::Retire(grpc::CallbackServerContext* context,
-                                                 const v1::RetireRequest* request,
-                                                 v1::RetireResponse* response) {
-  return UnaryCall<v1::RetireResponse>::Run(
-      "Retire", context, services_, response, [&](const auto& call) {
-        absl::Status valid = CheckVersion("RetireRequest", request->name(), request->version());
-        if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request->name());
-        if (!valid.ok()) {
-          call->End(valid);
-          return;
-        }
-        call->record().NameAdapter({request->name(), request->version()});
-        RunChange(services_, call,
-                  [call, services = services_, name = request->name(), version = request->version(),
-                   force = request->force()] {
-                    rpc::Retire(*services, call, {name, version}, force);
-                  });
-      });
+void AdapterService::Retire(const std::shared_ptr<UnaryCall<v1::RetireResponse>>& call,
+                            const v1::RetireRequest& request) {
+  absl::Status valid = CheckVersion("RetireRequest", request.name(), request.version());
+  if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request.name());
+  if (!valid.ok()) return call->End(valid);
+  call->record().NameAdapter({request.name(), request.version()});
+  RunChange(services_, call,
+            [call, services = services_, name = request.name(), version = request.version(),
+             force = request.force()] {
+              rpc::Retire(*services, call, {name, version}, force);
+            });
 }
 
 }  // namespace dorad::rpc

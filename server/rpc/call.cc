@@ -110,6 +110,10 @@ absl::Status CallRecord::CancelStatus() const {
                    "the client cancelled the call");
 }
 
+absl::Status CallRecord::NoMessageStatus(const absl::Status& unless_cancelled) const {
+  return context_->IsCancelled() ? CancelStatus() : unless_cancelled;
+}
+
 grpc::Status CallRecord::End(const absl::Status& ended) {
   // Whoever learns of the end may begin another one.
   stream_.reset();

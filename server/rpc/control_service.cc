@@ -9,9 +9,9 @@
 #include "server/base/check.h"
 #include "server/base/error.h"
 #include "server/rpc/access.h"
-#include "server/rpc/call.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/memory_publish.h"
+#include "server/rpc/unary_call.h"
 
 namespace dorad::rpc {
 namespace {
@@ -124,150 +124,116 @@ void FillWeights(const model::WeightLayout& layout, v1::ShareBaseWeightsResponse
 
 }  // namespace
 
-grpc::ServerUnaryReactor* ControlService::GetInfo(grpc::CallbackServerContext* context,
-                                                  const v1::GetInfoRequest*,
-                                                  v1::GetInfoResponse* response) {
-  return UnaryCall<v1::GetInfoResponse>::Run("GetInfo", context, services_, response,
-                                             [&](const auto& call) {
-                                               FillInfo(*services_, call->caller(), response);
-                                               call->End(absl::OkStatus());
-                                             });
+ControlService::ControlService(Services* services)
+    : LateService("dorad.v1.ControlService", services) {
+  AddUnary("GetInfo", &ControlService::GetInfo);
+  AddUnary("Pause", &ControlService::Pause);
+  AddUnary("Resume", &ControlService::Resume);
+  AddUnary("Sleep", &ControlService::Sleep);
+  AddUnary("Wake", &ControlService::Wake);
+  AddUnary("ShareBaseWeights", &ControlService::ShareBaseWeights);
+  AddUnary("Yield", &ControlService::Yield);
+  AddUnary("EndYield", &ControlService::EndYield);
 }
 
-grpc::ServerUnaryReactor* ControlService::Pause(grpc::CallbackServerContext* context,
-                                                const v1::PauseRequest* request,
-                                                v1::PauseResponse* response) {
-  return UnaryCall<v1::PauseResponse>::Run(
-      "Pause", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<ParsedPause> pause = ParsePause(*request);
-        absl::Status status = pause.status();
-        if (status.ok()) status = CheckScope(call->caller(), pause->scope);
-        if (!status.ok()) {
-          call->End(status);
-          return;
-        }
-        engine::Engine::PauseOptions options{pause->mode, pause->scope};
-        const security::Principal& caller = call->caller();
-        if (!caller.roles.Has(security::Role::kAdmin)) options.tenant = caller.tenant;
-        const uint64_t ticket = services_->engine->Pause(
-            std::move(options), [call](const absl::StatusOr<int>& affected) {
-              call->Complete([&affected](v1::PauseResponse* to) {
-                if (affected.ok()) to->set_affected(static_cast<uint32_t>(*affected));
-                return affected.status();
-              });
-            });
-        // Nobody would know of what came into effect later.
-        call->set_on_cancel(
-            [engine = services_->engine, ticket] { engine->WithdrawPause(ticket); });
-      });
+void ControlService::GetInfo(const std::shared_ptr<UnaryCall<v1::GetInfoResponse>>& call,
+                             const v1::GetInfoRequest& /*request*/) {
+  call->Complete([&](v1::GetInfoResponse* to) {
+    FillInfo(*services_, call->caller(), to);
+    return absl::OkStatus();
+  });
 }
 
-grpc::ServerUnaryReactor* ControlService::Resume(grpc::CallbackServerContext* context,
-                                                 const v1::ResumeRequest* request,
-                                                 v1::ResumeResponse* response) {
-  return UnaryCall<v1::ResumeResponse>::Run(
-      "Resume", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<adapter::AdapterRef> scope = adapter::AdapterRef::Parse(request->adapter());
-        absl::Status status = scope.status();
-        if (status.ok()) status = CheckScope(call->caller(), *scope);
-        if (!status.ok()) {
-          call->End(status);
-          return;
-        }
-        services_->engine->Resume(*std::move(scope), [call] { call->End(absl::OkStatus()); });
-      });
-}
-
-grpc::ServerUnaryReactor* ControlService::Sleep(grpc::CallbackServerContext* context,
-                                                const v1::SleepRequest* request,
-                                                v1::SleepResponse* response) {
-  return UnaryCall<v1::SleepResponse>::Run(
-      "Sleep", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request->tags());
-        if (!tags.ok()) {
-          call->End(tags.status());
-          return;
-        }
-        SleepControl::Options options;
-        options.tags = *std::move(tags);
-        options.keep_kv = request->keep_kv();
-        options.refuse_requests = request->refuse_requests();
-        services_->sleep.sleep(std::move(options), [call](const auto& freed) {
-          call->Complete([&freed](v1::SleepResponse* to) {
-            if (!freed.ok()) return freed.status();
-            for (const auto& [tag, bytes] : *freed) {
-              (*to->mutable_freed_bytes())[tag] = static_cast<uint64_t>(bytes);
-            }
-            return absl::OkStatus();
-          });
+void ControlService::Pause(const std::shared_ptr<UnaryCall<v1::PauseResponse>>& call,
+                           const v1::PauseRequest& request) {
+  absl::StatusOr<ParsedPause> pause = ParsePause(request);
+  absl::Status status = pause.status();
+  if (status.ok()) status = CheckScope(call->caller(), pause->scope);
+  if (!status.ok()) return call->End(status);
+  engine::Engine::PauseOptions options{pause->mode, pause->scope};
+  const security::Principal& caller = call->caller();
+  if (!caller.roles.Has(security::Role::kAdmin)) options.tenant = caller.tenant;
+  const uint64_t ticket =
+      services_->engine->Pause(std::move(options), [call](const absl::StatusOr<int>& affected) {
+        call->Complete([&affected](v1::PauseResponse* to) {
+          if (affected.ok()) to->set_affected(static_cast<uint32_t>(*affected));
+          return affected.status();
         });
       });
+  // Nobody would know of what came into effect later.
+  call->set_on_cancel([engine = services_->engine, ticket] { engine->WithdrawPause(ticket); });
 }
 
-grpc::ServerUnaryReactor* ControlService::Wake(grpc::CallbackServerContext* context,
-                                               const v1::WakeRequest* request,
-                                               v1::WakeResponse* response) {
-  return UnaryCall<v1::WakeResponse>::Run(
-      "Wake", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request->tags());
-        if (!tags.ok()) {
-          call->End(tags.status());
-          return;
-        }
-        services_->sleep.wake(*std::move(tags),
-                              [call](const absl::Status& status) { call->End(status); });
-      });
+void ControlService::Resume(const std::shared_ptr<UnaryCall<v1::ResumeResponse>>& call,
+                            const v1::ResumeRequest& request) {
+  absl::StatusOr<adapter::AdapterRef> scope = adapter::AdapterRef::Parse(request.adapter());
+  absl::Status status = scope.status();
+  if (status.ok()) status = CheckScope(call->caller(), *scope);
+  if (!status.ok()) return call->End(status);
+  services_->engine->Resume(*std::move(scope), [call] { call->End(absl::OkStatus()); });
 }
 
-grpc::ServerUnaryReactor* ControlService::ShareBaseWeights(
-    grpc::CallbackServerContext* context, const v1::ShareBaseWeightsRequest* request,
-    v1::ShareBaseWeightsResponse* response) {
-  return UnaryCall<v1::ShareBaseWeightsResponse>::Run(
-      "ShareBaseWeights", context, services_, response, [&](const auto& call) {
-        const auto session = FindSession(request->ticket(), services_->handover);
-        if (session.ok()) {
-          DORAD_CHECK(services_->weight_layout != nullptr);
-          FillWeights(*services_->weight_layout, response);
-        }
-        call->End(session.status());
-      });
+void ControlService::Sleep(const std::shared_ptr<UnaryCall<v1::SleepResponse>>& call,
+                           const v1::SleepRequest& request) {
+  absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request.tags());
+  if (!tags.ok()) return call->End(tags.status());
+  SleepControl::Options options;
+  options.tags = *std::move(tags);
+  options.keep_kv = request.keep_kv();
+  options.refuse_requests = request.refuse_requests();
+  services_->sleep.sleep(std::move(options), [call](const auto& freed) {
+    call->Complete([&freed](v1::SleepResponse* to) {
+      if (!freed.ok()) return freed.status();
+      for (const auto& [tag, bytes] : *freed) {
+        (*to->mutable_freed_bytes())[tag] = static_cast<uint64_t>(bytes);
+      }
+      return absl::OkStatus();
+    });
+  });
 }
 
-grpc::ServerUnaryReactor* ControlService::Yield(grpc::CallbackServerContext* context,
-                                                const v1::YieldRequest* request,
-                                                v1::YieldResponse* response) {
-  return UnaryCall<v1::YieldResponse>::Run(
-      "Yield", context, services_, response, [&](const auto& call) {
-        absl::StatusOr<engine::Engine::YieldOptions> options = ParseYield(*request);
-        if (!options.ok()) {
-          call->End(options.status());
-          return;
-        }
-        services_->engine->Yield(*std::move(options), [call](const absl::StatusOr<double>& share) {
-          call->Complete([&share](v1::YieldResponse* to) {
-            if (share.ok()) to->set_gpu_share(*share);
-            return share.status();
-          });
-        });
-      });
+void ControlService::Wake(const std::shared_ptr<UnaryCall<v1::WakeResponse>>& call,
+                          const v1::WakeRequest& request) {
+  absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request.tags());
+  if (!tags.ok()) return call->End(tags.status());
+  services_->sleep.wake(*std::move(tags),
+                        [call](const absl::Status& status) { call->End(status); });
 }
 
-grpc::ServerUnaryReactor* ControlService::EndYield(grpc::CallbackServerContext* context,
-                                                   const v1::EndYieldRequest* request,
-                                                   v1::EndYieldResponse* response) {
-  return UnaryCall<v1::EndYieldResponse>::Run(
-      "EndYield", context, services_, response, [&](const auto& call) {
-        if (absl::Status status = CheckYieldId(*request); !status.ok()) {
-          call->End(status);
-          return;
-        }
-        services_->engine->EndYield(request->yield_id(), [call](bool ended) {
-          call->Complete([ended](v1::EndYieldResponse* to) {
-            to->set_ended(ended);
-            return absl::OkStatus();
-          });
-        });
-      });
+void ControlService::ShareBaseWeights(
+    const std::shared_ptr<UnaryCall<v1::ShareBaseWeightsResponse>>& call,
+    const v1::ShareBaseWeightsRequest& request) {
+  call->Complete([&](v1::ShareBaseWeightsResponse* to) {
+    const auto session = FindSession(request.ticket(), services_->handover);
+    if (session.ok()) {
+      DORAD_CHECK(services_->weight_layout != nullptr);
+      FillWeights(*services_->weight_layout, to);
+    }
+    return session.status();
+  });
+}
+
+void ControlService::Yield(const std::shared_ptr<UnaryCall<v1::YieldResponse>>& call,
+                           const v1::YieldRequest& request) {
+  absl::StatusOr<engine::Engine::YieldOptions> options = ParseYield(request);
+  if (!options.ok()) return call->End(options.status());
+  services_->engine->Yield(*std::move(options), [call](const absl::StatusOr<double>& share) {
+    call->Complete([&share](v1::YieldResponse* to) {
+      if (share.ok()) to->set_gpu_share(*share);
+      return share.status();
+    });
+  });
+}
+
+void ControlService::EndYield(const std::shared_ptr<UnaryCall<v1::EndYieldResponse>>& call,
+                              const v1::EndYieldRequest& request) {
+  if (absl::Status status = CheckYieldId(request); !status.ok()) return call->End(status);
+  services_->engine->EndYield(request.yield_id(), [call](bool ended) {
+    call->Complete([ended](v1::EndYieldResponse* to) {
+      to->set_ended(ended);
+      return absl::OkStatus();
+    });
+  });
 }
 
 }  // namespace dorad::rpc

@@ -1,42 +1,36 @@
 // dorad.v1.ControlService: what the server is, and pausing it. Owned by Server. Thread-safe.
 #pragma once
 
-#include "dorad/v1/control.grpc.pb.h"
+#include <memory>
+
+#include "dorad/v1/control.pb.h"
+#include "server/rpc/late_service.h"
 #include "server/rpc/services.h"
+#include "server/rpc/unary_call.h"
 
 namespace dorad::rpc {
 
-class ControlService final : public v1::ControlService::CallbackService {
+class ControlService final : public LateService {
  public:
-  explicit ControlService(Services* services) : services_(services) {}
-
-  grpc::ServerUnaryReactor* GetInfo(grpc::CallbackServerContext* context,
-                                    const v1::GetInfoRequest* request,
-                                    v1::GetInfoResponse* response) override;
-  grpc::ServerUnaryReactor* Pause(grpc::CallbackServerContext* context,
-                                  const v1::PauseRequest* request,
-                                  v1::PauseResponse* response) override;
-  grpc::ServerUnaryReactor* Resume(grpc::CallbackServerContext* context,
-                                   const v1::ResumeRequest* request,
-                                   v1::ResumeResponse* response) override;
-  grpc::ServerUnaryReactor* Sleep(grpc::CallbackServerContext* context,
-                                  const v1::SleepRequest* request,
-                                  v1::SleepResponse* response) override;
-  grpc::ServerUnaryReactor* Wake(grpc::CallbackServerContext* context,
-                                 const v1::WakeRequest* request,
-                                 v1::WakeResponse* response) override;
-  grpc::ServerUnaryReactor* ShareBaseWeights(grpc::CallbackServerContext* context,
-                                             const v1::ShareBaseWeightsRequest* request,
-                                             v1::ShareBaseWeightsResponse* response) override;
-  grpc::ServerUnaryReactor* Yield(grpc::CallbackServerContext* context,
-                                  const v1::YieldRequest* request,
-                                  v1::YieldResponse* response) override;
-  grpc::ServerUnaryReactor* EndYield(grpc::CallbackServerContext* context,
-                                     const v1::EndYieldRequest* request,
-                                     v1::EndYieldResponse* response) override;
+  explicit ControlService(Services* services);
 
  private:
-  Services* const services_;
+  void GetInfo(const std::shared_ptr<UnaryCall<v1::GetInfoResponse>>& call,
+               const v1::GetInfoRequest& request);
+  void Pause(const std::shared_ptr<UnaryCall<v1::PauseResponse>>& call,
+             const v1::PauseRequest& request);
+  void Resume(const std::shared_ptr<UnaryCall<v1::ResumeResponse>>& call,
+              const v1::ResumeRequest& request);
+  void Sleep(const std::shared_ptr<UnaryCall<v1::SleepResponse>>& call,
+             const v1::SleepRequest& request);
+  void Wake(const std::shared_ptr<UnaryCall<v1::WakeResponse>>& call,
+            const v1::WakeRequest& request);
+  void ShareBaseWeights(const std::shared_ptr<UnaryCall<v1::ShareBaseWeightsResponse>>& call,
+                        const v1::ShareBaseWeightsRequest& request);
+  void Yield(const std::shared_ptr<UnaryCall<v1::YieldResponse>>& call,
+             const v1::YieldRequest& request);
+  void EndYield(const std::shared_ptr<UnaryCall<v1::EndYieldResponse>>& call,
+                const v1::EndYieldRequest& request);
 };
 
 }  // namespace dorad::rpc

@@ -15,6 +15,8 @@ using Violations = std::vector<Violation>;
 // Bad ids of one list that are named one by one; the rest is counted.
 constexpr int kNamedIds = 8;
 constexpr int64_t kIdBytes = sizeof(int32_t);
+// All of a request but its tokens; more than the most sequences and adapters of a Score need.
+constexpr int64_t kMaxRequestFraming = 1 << 20;
 
 void Add(Violations* to, std::string field, const char* reason, std::string description) {
   to->push_back({std::move(field), reason, std::move(description)});
@@ -300,6 +302,17 @@ std::vector<adapter::AdapterRef> ReadAdapters(const v1::ScoreRequest& request,
 }
 
 }  // namespace
+
+int64_t MaxGenerateBytes(const RequestLimits& limits) {
+  const engine::EngineLimits& engine = limits.engine;
+  const int64_t ids = engine.context_length + engine.max_stop_ids + engine.max_chosen_ids;
+  return kMaxRequestFraming + ids * kIdBytes;
+}
+
+int64_t MaxScoreBytes(const RequestLimits& limits) {
+  return kMaxRequestFraming +
+         (limits.engine.max_score_tokens + limits.engine.max_chosen_ids) * kIdBytes;
+}
 
 absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
                                                     const RequestLimits& limits,

@@ -46,6 +46,11 @@ struct RequestDefaults {
   uint64_t seed = 0;
 };
 
+// The most bytes that a Generate or a Score has whose parts are within the limits, and a mebibyte
+// for all but the tokens: most of what exceeds a limit can be told which.
+int64_t MaxGenerateBytes(const RequestLimits& limits);
+int64_t MaxScoreBytes(const RequestLimits& limits);
+
 // Everything but the lease, what follows it, and the deadline.
 absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
                                                     const RequestLimits& limits,

@@ -9,9 +9,12 @@
 namespace dorad::rpc {
 
 GenerateReactor::GenerateReactor(Services* services, grpc::CallbackServerContext* context)
-    : PumpedWriter("Generate", services, context), open_(std::in_place, &services->open_requests) {}
+    : PumpedWriter("Generate", services, context) {}
+
+int64_t GenerateReactor::MaxRequestBytes() const { return MaxGenerateBytes(services_->limits()); }
 
 absl::Status GenerateReactor::Begin(const v1::GenerateRequest& request) {
+  open_.emplace(&services_->open_requests);
   absl::StatusOr<engine::GenerateInput> parsed =
       ParseGenerate(request, services_->limits(), {ChosenRequestId(), ChooseSeed()});
   absl::Status status = parsed.status();

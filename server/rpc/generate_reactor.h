@@ -17,14 +17,14 @@
 
 namespace dorad::rpc {
 
-class GenerateReactor final : public PumpedWriter<v1::GenerateResponse> {
+class GenerateReactor final : public PumpedWriter<v1::GenerateRequest, v1::GenerateResponse> {
  public:
   GenerateReactor(Services* services, grpc::CallbackServerContext* context);
 
-  // Validates, takes a lease and submits.
-  absl::Status Begin(const v1::GenerateRequest& request);
-
  private:
+  int64_t MaxRequestBytes() const override;
+  // Validates, takes a lease and submits.
+  absl::Status Begin(const v1::GenerateRequest& request) override;
   absl::Status AdmitTokens(int64_t tokens) const;
   std::function<void(int64_t)> Meter() const;
   Turn Next(v1::GenerateResponse* response) override;
@@ -34,8 +34,8 @@ class GenerateReactor final : public PumpedWriter<v1::GenerateResponse> {
   std::string ChosenRequestId() ABSL_LOCKS_EXCLUDED(mu_);
   void NameRequest(const engine::RequestBase& request) ABSL_LOCKS_EXCLUDED(mu_);
 
-  std::optional<OpenCount> open_;                // until gRPC is done
-  std::shared_ptr<engine::TokenStream> stream_;  // set once, before the call is bound
+  std::optional<OpenCount> open_;                // from Begin until gRPC is done
+  std::shared_ptr<engine::TokenStream> stream_;  // set once, by Begin
   GenerateHeader header_;
 };
 

@@ -6,10 +6,10 @@
 
 #include "server/base/error.h"
 #include "server/rpc/access.h"
-#include "server/rpc/call.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/generate_reactor.h"
 #include "server/rpc/request_defaults.h"
+#include "server/rpc/unary_call.h"
 
 namespace dorad::rpc {
 namespace {
@@ -72,62 +72,47 @@ absl::StatusOr<ParsedScore> Admit(const Services& services, const security::Prin
 
 }  // namespace
 
-grpc::ServerWriteReactor<v1::GenerateResponse>* InferenceService::Generate(
-    grpc::CallbackServerContext* context, const v1::GenerateRequest* request) {
-  return GenerateReactor::StartAs<GenerateReactor>(services_, context, *request);
+InferenceService::InferenceService(Services* services)
+    : LateService("dorad.v1.InferenceService", services) {
+  AddServerStream<GenerateReactor>("Generate");
+  AddUnary("Score", &InferenceService::Score,
+           [](const Services& of) { return MaxScoreBytes(of.limits()); });
+  AddUnary("Abort", &InferenceService::Abort);
 }
 
-grpc::ServerUnaryReactor* InferenceService::Score(grpc::CallbackServerContext* context,
-                                                  const v1::ScoreRequest* request,
-                                                  v1::ScoreResponse* response) {
-  return ScoreCall::Run(
-      "Score", context, services_, response, [&](const std::shared_ptr<ScoreCall>& call) {
-        call->CountIn(&services_->open_requests);
-        absl::StatusOr<ParsedScore> parsed =
-            Admit(*services_, call->caller(), *request, &call->record());
-        if (!parsed.ok()) {
-          call->End(parsed.status());
-          return;
-        }
-        const int64_t tokens = TokensOf(*parsed);
-        engine::ScoreInput input = std::move(parsed->input);
-        input.log = call->record().log();
-        input.deadline = call->record().Deadline(services_->default_deadline());
-        auto ticket = MakeTicket(call, services_->couriers, input.request_id, input.top_k);
-        call->set_on_cancel([ticket, engine = services_->engine] {
-          ticket->Cancel();
-          engine->NoteCancelled();
-        });
-        const absl::Status status = services_->engine->Submit(std::move(input), ticket);
-        if (status.ok()) return;
-        if (services_->quotas != nullptr) {
-          services_->quotas->TakeTokens(call->caller().tenant, -tokens);
-        }
-        call->End(status);
-      });
+void InferenceService::Score(const std::shared_ptr<ScoreCall>& call,
+                             const v1::ScoreRequest& request) {
+  call->CountIn(&services_->open_requests);
+  absl::StatusOr<ParsedScore> parsed = Admit(*services_, call->caller(), request, &call->record());
+  if (!parsed.ok()) return call->End(parsed.status());
+  const int64_t tokens = TokensOf(*parsed);
+  engine::ScoreInput input = std::move(parsed->input);
+  input.log = call->record().log();
+  input.deadline = call->record().Deadline(services_->default_deadline());
+  auto ticket = MakeTicket(call, services_->couriers, input.request_id, input.top_k);
+  const absl::Status status = services_->engine->Submit(std::move(input), ticket);
+  if (!status.ok()) {
+    if (services_->quotas != nullptr) services_->quotas->TakeTokens(call->caller().tenant, -tokens);
+    return call->End(status);
+  }
+  call->set_on_cancel([ticket, engine = services_->engine] {
+    ticket->Cancel();
+    engine->NoteCancelled();
+  });
 }
 
-grpc::ServerUnaryReactor* InferenceService::Abort(grpc::CallbackServerContext* context,
-                                                  const v1::AbortRequest* request,
-                                                  v1::AbortResponse* response) {
-  using Call = UnaryCall<v1::AbortResponse>;
-  return Call::Run("Abort", context, services_, response, [&](const std::shared_ptr<Call>& call) {
-    absl::StatusOr<engine::AbortTarget> target = ParseAbort(*request);
-    absl::Status status = target.status();
-    if (status.ok()) status = CheckAdapterAccess(call->caller(), target->adapter.name);
-    if (!status.ok()) {
-      call->End(status);
-      return;
-    }
-    // Ids and "all" mean the tenant's own requests.
-    if (!call->caller().roles.Has(security::Role::kAdmin)) {
-      target->tenant = call->caller().tenant;
-    }
-    services_->engine->Abort(*std::move(target), "ended by Abort", [call](int aborted) {
-      call->Complete([aborted](v1::AbortResponse* to) {
-        to->set_aborted(static_cast<uint32_t>(aborted));
-        return absl::OkStatus();
-      });
+void InferenceService::Abort(const std::shared_ptr<UnaryCall<v1::AbortResponse>>& call,
+                             const v1::AbortRequest& request) {
+  absl::StatusOr<engine::AbortTarget> target = ParseAbort(request);
+  absl::Status status = target.status();
+  if (status.ok()) status = CheckAdapterAccess(call->caller(), target->adapter.name);
+  if (!status.ok()) return call->End(status);
+  // Ids and "all" mean the tenant's own requests.
+  if (!call->caller().roles.Has(security::Role::kAdmin)) target->tenant = call->caller().tenant;
+  services_->engine->Abort(*std::move(target), "ended by Abort", [call](int aborted) {
+    call->Complete([aborted](v1::AbortResponse* to) {
+      to->set_aborted(static_cast<uint32_t>(aborted));
+      return absl::OkStatus();
     });
   });
 }

@@ -1,26 +1,24 @@
 // dorad.v1.InferenceService over the engine. Owned by Server. Thread-safe.
 #pragma once
 
-#include "dorad/v1/inference.grpc.pb.h"
+#include <memory>
+
+#include "dorad/v1/inference.pb.h"
+#include "server/rpc/late_service.h"
 #include "server/rpc/services.h"
+#include "server/rpc/unary_call.h"
 
 namespace dorad::rpc {
 
-class InferenceService final : public v1::InferenceService::CallbackService {
+class InferenceService final : public LateService {
  public:
-  explicit InferenceService(Services* services) : services_(services) {}
-
-  grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(
-      grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override;
-  grpc::ServerUnaryReactor* Score(grpc::CallbackServerContext* context,
-                                  const v1::ScoreRequest* request,
-                                  v1::ScoreResponse* response) override;
-  grpc::ServerUnaryReactor* Abort(grpc::CallbackServerContext* context,
-                                  const v1::AbortRequest* request,
-                                  v1::AbortResponse* response) override;
+  explicit InferenceService(Services* services);
 
  private:
-  Services* const services_;
+  void Score(const std::shared_ptr<UnaryCall<v1::ScoreResponse>>& call,
+             const v1::ScoreRequest& request);
+  void Abort(const std::shared_ptr<UnaryCall<v1::AbortResponse>>& call,
+             const v1::AbortRequest& request);
 };
 
 }  // namespace dorad::rpc

@@ -7,6 +7,7 @@
 #include "server/engine/admission.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/peft_config_json.h"
+#include "server/rpc/request_reading.h"
 
 namespace dorad::rpc {
 namespace {
@@ -26,7 +27,7 @@ grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
         if (!reactor->admission_.ok()) return reactor->End(reactor->admission_);
         if (services->draining) return reactor->End(engine::ShuttingDown());
         reactor->OpenStream();
-        reactor->StartRead(&reactor->part_);
+        reactor->Await();
       },
       [&](const absl::Status& status) { reactor->End(status); });
   return reactor.get();
@@ -36,6 +37,7 @@ PublishReactor::PublishReactor(Services* services, grpc::CallbackServerContext* 
                                v1::PublishResponse* response)
     : services_(services),
       open_(std::make_shared<const OpenCount>(&services->open_loads)),
+      timer_(services->message_deadlines.get()),
       record_(kMethod, context, services),
       response_(response),
       admission_(record_.admission()),
@@ -55,12 +57,20 @@ void PublishReactor::OpenStream() {
       caller_->tenant);
 }
 
+void PublishReactor::Await() {
+  timer_.Start([weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->End(MessageTimedOut());
+  });
+  StartRead(&part_);
+}
+
 void PublishReactor::OnReadDone(bool ok) {
   Guarded(
       kMethod, [&] { Read(ok); }, [&](const absl::Status& status) { End(status); });
 }
 
 void PublishReactor::Read(bool ok) {
+  timer_.Stop();
   Failpoint("rpc_read_done");
   if (!ok) {
     return Break(MakeInvalid("PublishRequest",
@@ -77,7 +87,7 @@ void PublishReactor::Read(bool ok) {
         if (const absl::Status room = Reserve(); !room.ok()) return Break(room);
       }
       absl::MutexLock lock(&mu_);
-      if (!ended_) StartRead(&part_);
+      if (!ended_) Await();
       break;
     }
     case UploadStream::Next::kLoad:

@@ -15,6 +15,7 @@
 #include "dorad/v1/adapters.pb.h"
 #include "server/rpc/access.h"
 #include "server/rpc/call.h"
+#include "server/rpc/message_deadlines.h"
 #include "server/rpc/services.h"
 #include "server/rpc/upload_store.h"
 
@@ -36,6 +37,8 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
 
  private:
   void OpenStream();
+  // Waits for the next part.
+  void Await();
   // Whether the caller may publish what a Begin names.
   absl::Status CheckBegin() const;
   // Room among the tenant's adapters, after a Begin that was taken.
@@ -56,6 +59,7 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   const std::shared_ptr<const OpenCount> open_;
   std::shared_ptr<PublishReactor> self_;
   v1::PublishRequest part_;               // of the outstanding read
+  MessageTimer timer_;                    // likewise
   std::unique_ptr<UploadStream> stream_;  // touched by reads only
   int64_t announced_ = 0;                 // bytes; likewise
 

@@ -1,4 +1,5 @@
-// The server side of a stream of messages whose source wakes it: what Generate and Watch share.
+// The server side of a request that is answered by a stream of messages, whose source wakes it:
+// what Generate and Watch share.
 //
 // At most one write is outstanding. The source only posts a wake-up (it may hold locks of its own
 // and must not be touched from there); a courier thread or gRPC's own takes, encodes and writes.
@@ -7,6 +8,7 @@
 #pragma once
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <atomic>
@@ -19,35 +21,34 @@
 #include "absl/synchronization/mutex.h"
 #include "server/base/failpoint.h"
 #include "server/rpc/call.h"
+#include "server/rpc/message_deadlines.h"
+#include "server/rpc/request_reading.h"
 #include "server/rpc/services.h"
 
 namespace dorad::rpc {
 
-template <typename Response>
-class PumpedWriter : public grpc::ServerWriteReactor<Response>,
-                     public std::enable_shared_from_this<PumpedWriter<Response>> {
+template <typename Request, typename Response>
+class PumpedWriter : public grpc::ServerBidiReactor<grpc::ByteBuffer, Response>,
+                     public std::enable_shared_from_this<PumpedWriter<Request, Response>> {
  public:
-  // Makes a Reactor and, if the caller may, runs its Begin(request); a refusal ends the call before
-  // its first message.
-  template <typename Reactor, typename Request>
-  static grpc::ServerWriteReactor<Response>* StartAs(Services* services,
-                                                     grpc::CallbackServerContext* context,
-                                                     const Request& request) {
+  using Answer = Response;
+
+  // Makes a Reactor and, if the caller may, reads its request.
+  template <typename Reactor>
+  static PumpedWriter* StartAs(Services* services, grpc::CallbackServerContext* context) {
     auto reactor = std::make_shared<Reactor>(services, context);
-    reactor->self_ = reactor;
-    if (!reactor->admission_.ok()) {
-      reactor->Abandon(reactor->admission_);
-      return reactor.get();
-    }
+    PumpedWriter* const writer = reactor.get();
+    writer->self_ = reactor;
     Guarded(
-        reactor->method_,
-        [&] {
-          Failpoint("rpc_handler");
-          const absl::Status status = reactor->Begin(request);
-          if (!status.ok()) reactor->Abandon(status);
-        },
-        [&](const absl::Status& status) { reactor->Abandon(status); });
-    return reactor.get();
+        writer->method_, [&] { writer->Read(); },
+        [&](const absl::Status& status) { writer->Abandon(status); });
+    return writer;
+  }
+
+  void OnReadDone(bool ok) final {
+    Guarded(
+        method_, [&] { TakeRequest(ok); }, [this](const absl::Status& status) { Abandon(status); });
+    EndBegin();
   }
 
   void OnWriteDone(bool ok) final {
@@ -93,15 +94,22 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
         method_(method),
         record_(method, context, services),
         admission_(record_.admission()),
-        caller_(record_.caller()) {}
+        caller_(record_.caller()),
+        timer_(services->message_deadlines.get()) {}
 
+  // The most bytes that a request worth parsing has.
+  virtual int64_t MaxRequestBytes() const { return kSmallRequestBytes; }
+  // Makes the source, which may wake the writer from now on; a refusal ends the call before its
+  // first message.
+  virtual absl::Status Begin(const Request& request) = 0;
   // What the source has for the client now.
   struct Turn {
     bool message = false;             // the response has been filled: write it
     std::optional<absl::Status> end;  // nothing more will come: end with this
   };
   virtual Turn Next(Response* response) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) = 0;
-  // The client wants nothing more. May be called more than once, and before there is a source.
+  // The client wants nothing more. May be called more than once, and after a Begin that made no
+  // source.
   virtual void CancelSource() {}
   // After this returns the source never calls Wake() again.
   virtual void LeaveSource() = 0;
@@ -135,6 +143,49 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
   const security::Principal& caller() const { return *caller_; }
 
  private:
+  // Until Begin has returned the source is nobody else's to cancel.
+  enum class Stage { kReading, kBeginning, kPumping };
+
+  void Read() {
+    if (!admission_.ok()) return Abandon(admission_);
+    timer_.Start([weak = this->weak_from_this()] {
+      if (const auto self = weak.lock()) self->TimeOut();
+    });
+    this->StartRead(&request_);
+  }
+
+  void TimeOut() ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (stage_ == Stage::kReading) EndLocked(MessageTimedOut());
+  }
+
+  void TakeRequest(bool ok) ABSL_LOCKS_EXCLUDED(mu_) {
+    timer_.Stop();
+    {
+      absl::MutexLock lock(&mu_);
+      if (ended_) return;
+      if (!ok) return EndLocked(record_.NoMessageStatus(RequestMissing()));
+      stage_ = Stage::kBeginning;
+    }
+    Failpoint("rpc_handler");
+    Request request;
+    absl::Status status = ParseRequest(&request_, MaxRequestBytes(), &request);
+    if (status.ok()) status = Begin(request);
+    if (!status.ok()) Abandon(status);
+  }
+
+  // What was given up while it began has its source cancelled now.
+  void EndBegin() ABSL_LOCKS_EXCLUDED(mu_) {
+    std::optional<absl::Status> abandoned;
+    {
+      absl::MutexLock lock(&mu_);
+      if (stage_ != Stage::kBeginning) return;
+      stage_ = Stage::kPumping;
+      abandoned = abandoned_;
+    }
+    if (abandoned) Abandon(*abandoned);
+  }
+
   void PumpLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (writing_ || ended_) return;
     if (abandoned_) {
@@ -155,7 +206,9 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
     {
       // First: the source ends when it is cancelled, and its end must not be told instead.
       absl::MutexLock lock(&mu_);
-      abandoned_ = status;
+      if (!abandoned_) abandoned_ = status;
+      if (stage_ == Stage::kReading) return EndLocked(status);
+      if (stage_ == Stage::kBeginning) return;
     }
     CancelSource();
     absl::MutexLock lock(&mu_);
@@ -174,6 +227,9 @@ class PumpedWriter : public grpc::ServerWriteReactor<Response>,
   CallRecord record_ ABSL_GUARDED_BY(mu_);
   const absl::Status admission_;
   const Caller caller_;
+  grpc::ByteBuffer request_;  // of the outstanding read
+  MessageTimer timer_;
+  Stage stage_ ABSL_GUARDED_BY(mu_) = Stage::kReading;
   Response response_ ABSL_GUARDED_BY(mu_);  // of the outstanding write
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;

@@ -6,6 +6,7 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/resource_quota.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -39,6 +40,9 @@ constexpr char kLiveness[] = "liveness";
 constexpr char kInference[] = "dorad.v1.InferenceService";
 constexpr char kAdapters[] = "dorad.v1.AdapterService";
 constexpr char kControl[] = "dorad.v1.ControlService";
+// Of the largest size, that gRPC may be reading at a time; beyond that it ends calls
+// (RESOURCE_EXHAUSTED). It looks at a message's size only when it has all of it.
+constexpr int64_t kReadingMessages = 8;
 
 struct Part {
   const char* name;  // in health checks
@@ -55,7 +59,9 @@ int ClampToInt(int64_t value) {
   return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
 }
 
-void AddLimits(const Server::Options& options, grpc::ServerBuilder* builder) {
+void AddLimits(const Server::Options& options, const grpc::ResourceQuota& quota,
+               grpc::ServerBuilder* builder) {
+  builder->SetResourceQuota(quota);
   builder->SetMaxReceiveMessageSize(ClampToInt(options.max_message_bytes));
   builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
                               ClampToInt(options.max_concurrent_streams));
@@ -114,12 +120,12 @@ struct Listener {
 };
 
 absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
-                                std::vector<Part> parts) {
+                                const grpc::ResourceQuota& quota, std::vector<Part> parts) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
   const bool is_unix = !address.unix_path.empty();
   if (is_unix) DORAD_RETURN_IF_ERROR(CheckSocketFree(address.unix_path));
   grpc::ServerBuilder builder;
-  AddLimits(options, &builder);
+  AddLimits(options, quota, &builder);
   int port = 0;
   Listener listener;
   // Nobody listens in on a socket file.
@@ -203,6 +209,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   auto impl = std::make_unique<Impl>(services);
+  grpc::ResourceQuota quota("dorad");
+  quota.Resize(static_cast<size_t>(kReadingMessages * options.max_message_bytes));
   // The channelz plugin reaches every server built after it: the main one comes first when there
   // is another for operators.
   const Part inference{kInference, &impl->inference};
@@ -211,11 +219,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   if (options.admin_listen.empty()) {
     if (!options.asks_callers) grpc::channelz::experimental::InitChannelzService();
     DORAD_ASSIGN_OR_RETURN(impl->main,
-                           Listen(options.listen, options, {inference, adapters, control}));
+                           Listen(options.listen, options, quota, {inference, adapters, control}));
   } else {
-    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, {inference}));
+    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, quota, {inference}));
     grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(impl->admin, Listen(options.admin_listen, options, {adapters, control}));
+    DORAD_ASSIGN_OR_RETURN(impl->admin,
+                           Listen(options.admin_listen, options, quota, {adapters, control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));
   server->SetAlive(true);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,7 @@
 #include "server/handover/listener.h"
 #include "server/model/weight_layout.h"
 #include "server/rpc/convert.h"
+#include "server/rpc/message_deadlines.h"
 #include "server/rpc/upload_store.h"
 #include "server/security/authority.h"
 #include "server/security/quotas.h"
@@ -114,6 +116,9 @@ struct Services {
   ServerInfo info;
   int64_t max_message_bytes = RequestLimits().max_message_bytes;
   int64_t max_adapter_bytes = 0;
+  // Of messages that calls wait for.
+  std::unique_ptr<MessageDeadlines> message_deadlines =
+      std::make_unique<MessageDeadlines>(absl::Seconds(60));
   std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};

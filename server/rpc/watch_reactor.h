@@ -17,17 +17,16 @@
 
 namespace dorad::rpc {
 
-class WatchReactor final : public PumpedWriter<v1::WatchResponse> {
+class WatchReactor final : public PumpedWriter<v1::WatchRequest, v1::WatchResponse> {
  public:
   WatchReactor(Services* services, grpc::CallbackServerContext* context);
 
-  absl::Status Begin(const v1::WatchRequest& request);
-
  private:
+  absl::Status Begin(const v1::WatchRequest& request) override;
   Turn Next(v1::WatchResponse* response) override;
   void LeaveSource() override;
 
-  // Set once, before the call is bound.
+  // Set once, by Begin.
   std::optional<int64_t> subscription_;
   std::optional<int64_t> rights_subscription_;
   int64_t generation_ ABSL_GUARDED_BY(mu_) = 0;  // of the last event taken

@@ -632,7 +632,7 @@ def test_fields_are_bounded_before_they_are_used(connect, server) -> None:
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         return failure(caught.value).reason
 
-    big = "x" * (8 << 20)
+    big = "x" * (900 << 10)
     ids = inference_pb2.RequestIds(request_ids=[big])
     assert refused(wire.inference.Abort, inference_pb2.AbortRequest(requests=ids)) == (
         "ABORT_TARGET_INVALID"

@@ -2,14 +2,18 @@
 #include <grpcpp/grpcpp.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
 
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "dorad/v1/inference.grpc.pb.h"
 #include "server/base/error.h"
+#include "server/rpc/late_service.h"
 #include "server/rpc/pumped_writer.h"
 
 namespace dorad::rpc {
@@ -17,18 +21,16 @@ namespace {
 
 // Its source ends as soon as it is cancelled, and wakes the call from another thread before
 // CancelSource has returned.
-class EndsAtCancel final : public PumpedWriter<v1::GenerateResponse> {
+class EndsAtCancel final : public PumpedWriter<v1::GenerateRequest, v1::GenerateResponse> {
  public:
   EndsAtCancel(Services* services, grpc::CallbackServerContext* context)
       : PumpedWriter("Generate", services, context) {}
 
-  // NOLINTNEXTLINE(readability-convert-member-functions-to-static): as StartAs calls it.
-  absl::Status Begin(const v1::GenerateRequest& request) {
+ private:
+  absl::Status Begin(const v1::GenerateRequest& request) override {
     if (request.adapter().empty()) throw std::runtime_error("secret internals");
     return MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", "as told");
   }
-
- private:
   Turn Next(v1::GenerateResponse* /*response*/) override {
     Turn turn;
     if (cancelled_) turn.end = MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED", "gone");
@@ -48,17 +50,36 @@ class EndsAtCancel final : public PumpedWriter<v1::GenerateResponse> {
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-class PumpingService final : public v1::InferenceService::CallbackService {
+// Its source is there when Begin returns, which takes so long that the client gives up meanwhile.
+class BeginsSlowly final : public PumpedWriter<v1::GenerateRequest, v1::GenerateResponse> {
  public:
-  explicit PumpingService(Services* services) : services_(services) {}
+  BeginsSlowly(Services* services, grpc::CallbackServerContext* context)
+      : PumpedWriter("Generate", services, context) {}
 
-  grpc::ServerWriteReactor<v1::GenerateResponse>* Generate(
-      grpc::CallbackServerContext* context, const v1::GenerateRequest* request) override {
-    return EndsAtCancel::StartAs<EndsAtCancel>(services_, context, *request);
-  }
+  inline static std::atomic<bool> began = false;
+  inline static std::atomic<bool> cancelled_early = false;
+  inline static absl::Notification cancelled;
 
  private:
-  Services* const services_;
+  absl::Status Begin(const v1::GenerateRequest& /*request*/) override {
+    absl::SleepFor(absl::Milliseconds(300));
+    began = true;
+    return absl::OkStatus();
+  }
+  Turn Next(v1::GenerateResponse* /*response*/) override { return {}; }
+  void CancelSource() override {
+    if (!began) cancelled_early = true;
+    if (!cancelled.HasBeenNotified()) cancelled.Notify();
+  }
+  void LeaveSource() override {}
+};
+
+template <typename Reactor>
+class PumpingService final : public LateService {
+ public:
+  explicit PumpingService(Services* services) : LateService("dorad.v1.InferenceService", services) {
+    AddServerStream<Reactor>("Generate");
+  }
 };
 
 class PumpedWriterTest : public testing::Test {
@@ -66,19 +87,25 @@ class PumpedWriterTest : public testing::Test {
   PumpedWriterTest() {
     services_.metrics = &metrics_;
     services_.couriers = &couriers_;
+  }
+  ~PumpedWriterTest() override { server_->Shutdown(); }
+
+  template <typename Reactor>
+  void Serve() {
+    service_ = std::make_unique<PumpingService<Reactor>>(&services_);
     grpc::ServerBuilder builder;
     int port = 0;
     builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
-    builder.RegisterService(&service_);
+    builder.RegisterService(service_.get());
     server_ = builder.BuildAndStart();
     stub_ = v1::InferenceService::NewStub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port),
                                                               grpc::InsecureChannelCredentials()));
   }
-  ~PumpedWriterTest() override { server_->Shutdown(); }
 
-  grpc::Status Generate(const std::string& adapter) {
+  grpc::Status Generate(const std::string& adapter,
+                        std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
     grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(20));
+    context.set_deadline(std::chrono::system_clock::now() + deadline);
     v1::GenerateRequest request;
     request.set_adapter(adapter);
     const auto reader = stub_->Generate(&context, request);
@@ -90,19 +117,29 @@ class PumpedWriterTest : public testing::Test {
   Metrics metrics_{{"test", "test", "test", "cpu", "fp32"}};
   ThreadPool couriers_{1, 0};
   Services services_;
-  PumpingService service_{&services_};
+  std::unique_ptr<grpc::Service> service_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<v1::InferenceService::Stub> stub_;
 };
 
 TEST_F(PumpedWriterTest, AThrowIsToldEvenIfTheCancelledSourceEndsFirst) {
+  Serve<EndsAtCancel>();
   const grpc::Status status = Generate("");
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INTERNAL);
   EXPECT_EQ(status.error_message().find("secret"), std::string::npos) << status.error_message();
 }
 
 TEST_F(PumpedWriterTest, ARefusalIsToldEvenIfTheCancelledSourceEndsFirst) {
+  Serve<EndsAtCancel>();
   EXPECT_EQ(Generate("unknown").error_code(), grpc::StatusCode::NOT_FOUND);
+}
+
+TEST_F(PumpedWriterTest, ASourceIsCancelledOnlyWhenItIsThereAndThenForSure) {
+  Serve<BeginsSlowly>();
+  EXPECT_EQ(Generate("", std::chrono::milliseconds(50)).error_code(),
+            grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(BeginsSlowly::cancelled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  EXPECT_FALSE(BeginsSlowly::cancelled_early);
 }
 
 }  // namespace

@@ -1,0 +1,31 @@
+// How the request of a call comes in: read once its caller is known, bounded in size;
+// message_deadlines.h bounds the time.
+//
+// gRPC's generated services read the whole request of a unary or server-streaming call before they
+// tell anybody of the call, from whoever reaches the port (late_service.h).
+#pragma once
+
+#include <google/protobuf/message_lite.h>
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+
+namespace dorad::rpc {
+
+// Of requests whose size nothing in them asks for.
+inline constexpr int64_t kSmallRequestBytes = 1 << 20;
+
+// Consumes `bytes`. INVALID_ARGUMENT (REQUEST_TOO_LARGE, REQUEST_MALFORMED).
+absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
+                          google::protobuf::MessageLite* request);
+
+// INVALID_ARGUMENT (REQUEST_MISSING): the client has closed its side without a word, or gRPC has
+// refused its message, and says so itself.
+absl::Status RequestMissing();
+
+// UNAVAILABLE (MESSAGE_TIMEOUT): the same call may succeed once the client is heard again.
+absl::Status MessageTimedOut();
+
+}  // namespace dorad::rpc

@@ -1,0 +1,159 @@
+"""How requests come in: of known callers only, and within bounds of size and time."""
+
+import hashlib
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
+from lib.server import Server, serve, wait_until
+from lib.wire import CHUNK, Failure, failure, publish_parts
+
+PROMPT = [11, 12, 13, 14, 15]
+RAW = dict(request_serializer=bytes, response_deserializer=bytes)
+SCORE = "/dorad.v1.InferenceService/Score"
+METHODS = [
+    f"/{service.full_name}/{method.name}"
+    for file in (inference_pb2, adapters_pb2, control_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+    if not method.client_streaming
+]
+
+
+@pytest.fixture(scope="module")
+def server(zoo):
+    with serve(zoo.model("llama2"), None, {"server.message_timeout_seconds": 1}) as running:
+        yield running
+
+
+def refused(call: grpc.Call) -> Failure:
+    with pytest.raises(grpc.RpcError) as caught:
+        call.result()
+    return failure(caught.value)
+
+
+def send(server: Server, method: str, message: bytes, timeout: float = 60) -> grpc.Future:
+    return server.wire.channel.unary_unary(method, **RAW).future(message, timeout=timeout)
+
+
+@contextmanager
+def peak_growth(server: Server) -> Iterator[list[int]]:
+    """Appends how many bytes more than before the server's memory came to have."""
+
+    def read(key: str) -> int:
+        lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+        (value,) = [int(line.split()[1]) for line in lines if line.startswith(key + ":")]
+        return value << 10
+
+    growth: list[int] = []
+    Path(f"/proc/{server.pid}/clear_refs").write_text("5")
+    before = read("VmRSS")
+    yield growth
+    growth.append(read("VmHWM") - before)
+
+
+def good(server: Server) -> bool:
+    return len(server.wire.generate(PROMPT, max_tokens=2, ignore_eos=True)[0].tokens) == 2
+
+
+def test_messages_of_strangers_are_not_read(zoo, tmp_path, figures) -> None:
+    tokens = tmp_path / "tokens.yaml"
+    digest = hashlib.sha256(b"a-token").hexdigest()
+    token = f"{{name: a, sha256: {digest}, tenant: t, roles: [infer]}}"
+    tokens.write_text(f"tokens:\n- {token}\ntenants:\n  t: {{}}\n")
+    tokens.chmod(0o600)
+    with serve(zoo.model("llama2"), None, {"security.tokens_file": tokens}) as server:
+        message = bytes(60 << 20)
+        with peak_growth(server) as growth:
+            calls = [send(server, SCORE, message) for _ in range(24)]
+            assert {refused(call).reason for call in calls} == {"TOKEN_MISSING"}
+        figures.append(f"24 calls of 60 MiB without a token: {growth[0] >> 20} MiB at the most")
+        assert growth[0] < 256 << 20
+
+
+def test_what_a_method_cannot_need_is_not_parsed(server, figures) -> None:
+    # Two bytes for each sequence, which would take some 60 in memory.
+    with peak_growth(server) as growth:
+        refusal = refused(send(server, SCORE, b"\x12\x00" * (30 << 20)))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.reason == "REQUEST_TOO_LARGE"
+    figures.append(f"30 million empty sequences: {growth[0] >> 20} MiB at the most")
+    assert growth[0] < 256 << 20
+    for method in METHODS:
+        if method.endswith("PublishFromMemory"):
+            continue
+        assert refused(send(server, method, bytes(6 << 20))).reason == "REQUEST_TOO_LARGE", method
+    assert good(server)
+
+
+@pytest.mark.parametrize("method", [SCORE, "/grpc.health.v1.Health/Check"])
+def test_reading_has_a_bound_of_its_own(zoo, figures, method: str) -> None:
+    with serve(zoo.model("llama2"), None, {"server.max_message_bytes": 8 << 20}) as server:
+        with peak_growth(server) as growth:
+            refusal = refused(send(server, method, bytes(500 << 20)))
+        assert refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        figures.append(f"a message of 500 MiB to {method}: {growth[0] >> 20} MiB at the most")
+        assert growth[0] < 250 << 20
+        assert good(server)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_that_are_no_request(server, method: str) -> None:
+    refusal = refused(send(server, method, b"\xff" * 40))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.reason == "REQUEST_MALFORMED"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_call_without_a_request(server, method: str) -> None:
+    call = server.wire.channel.stream_unary(method, **RAW)
+    refusal = refused(call.future(iter([]), timeout=20))
+    assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert refusal.reason == "REQUEST_MISSING"
+
+
+@contextmanager
+def held_back(parts: Iterable = ()) -> Iterator[Iterator]:
+    """The parts, and then silence until the end."""
+    release = threading.Event()
+
+    def all_parts() -> Iterator:
+        yield from parts
+        release.wait(60)
+
+    try:
+        yield all_parts()
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("method", [SCORE, "/dorad.v1.InferenceService/Generate"])
+def test_a_request_that_does_not_come_in_time_ends_its_call(server, method: str) -> None:
+    with held_back() as nothing:
+        call = server.wire.channel.stream_unary(method, **RAW).future(nothing, timeout=30)
+        refusal = refused(call)
+    assert refusal.code == grpc.StatusCode.UNAVAILABLE
+    assert refusal.reason == "MESSAGE_TIMEOUT"
+
+
+def test_an_upload_that_stalls_ends_and_can_be_gone_on_with(server, zoo) -> None:
+    folder = zoo.adapter("llama2", "dora")
+    image = (folder / "adapter_model.safetensors").read_bytes()
+    begin = adapters_pb2.PublishBegin(
+        name="stalls",
+        adapter_config_json=(folder / "adapter_config.json").read_text(),
+        safetensors_size=len(image),
+        upload_id="stalls",
+    )
+    parts = list(publish_parts(begin, image))
+    assert len(image) <= CHUNK, "one chunk is all of it"
+    with held_back(parts[:2]) as half:
+        refusal = refused(server.wire.adapters.Publish.future(half, timeout=30))
+    assert refusal.reason == "MESSAGE_TIMEOUT"
+    wait_until(lambda: server.wire.upload("stalls").received_bytes == len(image), 10, "the upload")
+    rest = [parts[0], parts[-1]]
+    assert server.wire.adapters.Publish(iter(rest), timeout=30).adapter.version == 1
