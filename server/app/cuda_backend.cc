@@ -108,21 +108,11 @@ class CudaBackend final : public Backend {
   absl::Status WakeWeights() override { return model_->Wake(); }
   void ReturnFreedMemory() override { cuda::TrimFreedMemory(); }
   absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() override {
-    DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory before, cuda::MemoryOfDevice());
-    const int64_t held = ledger_.total();
-    DORAD_ASSIGN_OR_RETURN(
-        std::unique_ptr<engine::ModelRunner> runner,
-        cuda::MakeCudaModelRunner(
-            model_.get(),
-            {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
-             engine_.max_running_sequences, gaps_.get(), ToPriority(engine_.stream_priority)},
-            &ledger_));
-    // CUDA does not tell what graphs take (nor libraries): it is what else is gone.
-    DORAD_ASSIGN_OR_RETURN(const cuda::DeviceMemory after, cuda::MemoryOfDevice());
-    const int64_t graphs = before.free - after.free - (ledger_.total() - held);
-    DORAD_RETURN_IF_ERROR(ledger_.Reserve("graphs", std::max<int64_t>(0, graphs),
-                                          cuda::MemoryLedger::Source::kGranted));
-    return runner;
+    return cuda::MakeCudaModelRunner(
+        model_.get(),
+        {info_.kv_pages, info_.context_length, engine_.max_step_tokens,
+         engine_.max_running_sequences, gaps_.get(), ToPriority(engine_.stream_priority)},
+        &ledger_);
   }
 
  private:

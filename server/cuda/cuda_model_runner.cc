@@ -13,6 +13,7 @@
 #include "server/cuda/decode_graphs.h"
 #include "server/cuda/decoder.h"
 #include "server/cuda/sampler.h"
+#include "server/cuda/untold_memory.h"
 #include "server/engine/step_batch.h"
 
 namespace dorad::cuda {
@@ -35,6 +36,18 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
         batch_(ledger, &slots_, kDeviceLogitsRows, kv) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
+    UntoldMemory untold(ledger);
+    DORAD_RETURN_IF_ERROR(untold.Look());
+    DORAD_RETURN_IF_ERROR(MakeParts(model, ledger, &untold));
+    DORAD_RETURN_IF_ERROR(untold.Look());
+    if (untold.of_others() != 0) {
+      LogInfo("others took GPU memory while graphs were captured",
+              {{"bytes", untold.of_others()}, {"counted_as_graphs", untold.bytes()}});
+    }
+    return ledger->Reserve("graphs", untold.bytes(), MemoryLedger::Source::kGranted);
+  }
+
+  absl::Status MakeParts(const CudaModel* model, MemoryLedger* ledger, UntoldMemory* untold) {
     CudaDecoder::Options options;
     options.kv_pages = options_.kv_pages;
     options.max_positions = options_.max_positions;
@@ -50,11 +63,12 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kv_, ledger));
     decode_.emplace(std::move(decode));
+    DORAD_RETURN_IF_ERROR(untold->Look());
     // Harmless contents for the passes that captures begin with.
     DORAD_RETURN_IF_ERROR(decode_->Fill(stream_));
-    DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs,
-                           DecodeGraphs::Capture(stream_, [this](int size, bool adapted) {
-                             return LaunchDecode(size, adapted);
+    const auto launch = [this](int size, bool adapted) { return LaunchDecode(size, adapted); };
+    DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs, DecodeGraphs::Capture(stream_, launch, [untold] {
+                             return untold->Look();
                            }));
     graphs_.emplace(std::move(graphs));
     return absl::OkStatus();

@@ -21,8 +21,8 @@ struct RunnerOptions {
   Priority priority = Priority::kHigh;  // of steps
 };
 
-// model and ledger are borrowed and outlive the runner. Allocates the KV cache and the workspace:
-// OUT_OF_MEMORY names what did not fit.
+// model and ledger are borrowed and outlive the runner. Allocates the KV cache and the workspace,
+// and accounts for graphs and libraries: OUT_OF_MEMORY names what did not fit.
 absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
     const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger);
 

@@ -30,12 +30,14 @@ absl::StatusOr<cudaGraphExec_t> CaptureOne(const Stream& stream, int size, bool 
 
 }  // namespace
 
-absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(const Stream& stream, LaunchStep launch) {
+absl::StatusOr<DecodeGraphs> DecodeGraphs::Capture(const Stream& stream, LaunchStep launch,
+                                                   absl::FunctionRef<absl::Status()> captured) {
   DecodeGraphs graphs;
   for (auto size = DecodeBatch::kSizes.rbegin(); size != DecodeBatch::kSizes.rend(); ++size) {
     for (const bool adapted : {true, false}) {
       DORAD_ASSIGN_OR_RETURN((graphs.graphs_[{*size, adapted}]),
                              CaptureOne(stream, *size, adapted, launch));
+      DORAD_RETURN_IF_ERROR(captured());
     }
   }
   return graphs;

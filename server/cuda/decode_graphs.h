@@ -21,7 +21,9 @@ class DecodeGraphs {
 
   // `launch` enqueues a step of a size on the stream. It runs twice for each graph: once for real,
   // because libraries set themselves up at the first use, and once while the stream records.
-  static absl::StatusOr<DecodeGraphs> Capture(const Stream& stream, LaunchStep launch);
+  // `captured` runs after each graph.
+  static absl::StatusOr<DecodeGraphs> Capture(const Stream& stream, LaunchStep launch,
+                                              absl::FunctionRef<absl::Status()> captured);
   DecodeGraphs(DecodeGraphs&& other) noexcept : graphs_(std::move(other.graphs_)) {
     other.graphs_.clear();
   }

@@ -122,9 +122,12 @@ absl::Status CudaDecoder::UploadRope() {
   std::vector<float> sin(cos.size());
   model::FillRopeTable(model_.config(), options_.max_positions, cos.data(), sin.data());
   const size_t bytes = cos.size() * sizeof(float);
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpy(cos_, cos.data(), bytes, cudaMemcpyHostToDevice), kStep);
-  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpy(sin_, sin.data(), bytes, cudaMemcpyHostToDevice), kStep);
-  return absl::OkStatus();
+  // On the stream that reads them, which waits for no other.
+  for (const auto& [to, from] : {std::pair(cos_, cos.data()), std::pair(sin_, sin.data())}) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_.get()), kStep);
+  }
+  return stream_.Synchronize(kStep);
 }
 
 kernels::AttentionShape CudaDecoder::Shape() const {

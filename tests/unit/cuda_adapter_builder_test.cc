@@ -74,6 +74,7 @@ class Tensors {
       EXPECT_EQ(
           cudaMemcpy(device_->get() + off, bytes_.data(), bytes_.size(), cudaMemcpyHostToDevice),
           cudaSuccess);
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       base = device_->get() + off;
     }
     const auto place = [&](TensorView& view, size_t index) {

@@ -27,16 +27,19 @@ class KernelTest : public testing::Test {
 };
 
 // Device memory of `size` elements, filled with 0xFF bytes (NaN in every floating format), so that
-// an element that a kernel does not write is seen.
+// an element that a kernel does not write is seen. Complete when it is made: streams that do not
+// wait for the default one would otherwise have it filled after what they wrote.
 template <typename T>
 class DeviceBuffer {
  public:
   explicit DeviceBuffer(size_t size) : size_(size) {
     if (cudaMalloc(&data_, Bytes()) != cudaSuccess) data_ = nullptr;
     if (data_ != nullptr) cudaMemset(data_, 0xFF, Bytes());
+    cudaDeviceSynchronize();
   }
   explicit DeviceBuffer(const std::vector<T>& values) : DeviceBuffer(values.size()) {
     cudaMemcpy(data_, values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice);
+    cudaDeviceSynchronize();
   }
   ~DeviceBuffer() { cudaFree(data_); }
   DeviceBuffer(const DeviceBuffer&) = delete;
