@@ -118,6 +118,9 @@ def test_too_many_logprobs_are_not_a_matter_of_top_k(http, base):
     body = {"model": base, "prompt": "x", "logprobs": 999, "top_k": 5}
     error = http.post("/v1/completions", json=body).json()["error"]
     assert (error["code"], error["param"]) == ("LOGPROBS_K_OUT_OF_RANGE", "logprobs")
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 999}
+    error = http.post("/v1/chat/completions", json={"model": base, **chat}).json()["error"]
+    assert (error["code"], error["param"]) == ("LOGPROBS_K_OUT_OF_RANGE", "top_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -366,6 +369,23 @@ def test_a_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp_path
         wait_until(lambda: httpx.get(models).status_code == 200, 30, "the place is free again")
 
 
+def test_a_grpc_reader_that_stops_reading_gives_its_place_back(fake, folder, tmp_path):
+    fake.endless = True
+    arguments = ["--tokenizer", folder, "--grpc-listen", "127.0.0.1:0", "--max-requests", 1]
+    arguments += ["--timeout", 6, "--drain", 2]
+    with (
+        running_gateway(fake.target, *arguments, scratch=tmp_path) as running,
+        grpc_stream(running) as call,
+    ):
+        models = f"{running.url}/v1/models"
+        assert httpx.get(models).status_code == 429
+        wait_until(lambda: httpx.get(models).status_code == 200, 30, "the place is free again")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "STREAM_NOT_READ" in caught.value.details()
+
+
 def test_the_gateway_ends_in_peace_beside_a_reader_that_stops_reading(fake, fake_gateway):
     fake.endless = True
     with stuck_readers(fake_gateway, 1):
@@ -438,11 +458,12 @@ def http_stream(gateway):
 
 @contextlib.contextmanager
 def grpc_stream(gateway):
-    """Its messages; the first one has come."""
+    """Its messages; the first one has come, and few are kept for who does not read."""
     request = pb.ModelInferRequest(model_name="fake-model")
     request.inputs.add(name="input_ids", datatype="INT64", shape=[1])
     request.inputs[0].contents.int64_contents.append(5)
-    with grpc.insecure_channel(gateway.grpc) as channel:
+    small = [("grpc.http2.lookahead_bytes", 4096), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(gateway.grpc, options=small) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer(iter([request]), timeout=60)
         next(call)

@@ -36,6 +36,14 @@ class Chat:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """The number is `logprobs` in completions, `top_logprobs` here."""
+    body = refusal.body()
+    if refusal.reason == "LOGPROBS_K_OUT_OF_RANGE":
+        body["error"]["param"] = "top_logprobs"
+    return body
+
+
 async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -> tuple[Chat, bool]:
     """The request and whether to stream. Raises Refusal or DoradError."""
     body = fields.checked(raw, fields.CHAT)

@@ -53,6 +53,9 @@ class Completion:
         }
 
 
+error_body = Refusal.body
+
+
 async def understand(
     gateway: Gateway, caller: Caller, raw: Mapping[str, Any]
 ) -> tuple[Completion, bool]:

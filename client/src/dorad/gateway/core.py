@@ -36,6 +36,11 @@ class Limits:
     body_seconds: float = 30.0
     """For a request's body to arrive."""
 
+    @property
+    def answer_seconds(self) -> float:
+        """For an answer to be taken: `timeout`, and the last message, which may tell of it."""
+        return self.timeout + 1.0
+
 
 class Places:
     """Room for so many requests at a time."""

@@ -23,8 +23,6 @@ T = TypeVar("T")
 Handler = Callable[[Gateway, Request, Caller], Awaitable[Response]]
 ErrorBody = Callable[[Refusal], dict[str, Any]]
 
-_LAST_SECONDS = 1.0  # For a stream's last event, which may tell of a deadline.
-
 _log = logging.getLogger("dorad.gateway")
 
 
@@ -201,7 +199,7 @@ class Endpoint:
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ClientGone for one that does not read: calls on the server have ended by then."""
         try:
-            async with asyncio.timeout(self._gateway.limits.timeout + _LAST_SECONDS):
+            async with asyncio.timeout(self._gateway.limits.answer_seconds):
                 await response(scope, receive, send)
         except TimeoutError:
             raise ClientGone from None

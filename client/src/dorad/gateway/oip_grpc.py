@@ -149,7 +149,14 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
-            await reader  # Raises what it failed with.
+            stuck = False
+            try:
+                await reader  # Raises what it failed with.
+            except* _Stuck:
+                stuck = True
+            if stuck:
+                message = "the answers were not read in time"
+                await _abort(context, Refusal(504, "STREAM_NOT_READ", message))
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -167,19 +174,15 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         return caller
 
     async def _stream_one(self, request: Any, caller: Caller, answers: Any) -> None:
-        """A failure of one request is a message of the stream: the others go on."""
+        """A failure of one request is a message of the stream: the others go on.
+
+        Raises _Stuck for a reader that does not read: calls on the server have ended by then.
+        """
         with self._observed("grpc_model_stream_infer") as done:
             try:
                 with self._gateway.places.place():
-                    await self._gateway.admission.admit(caller)  # A stream may outlive its token.
-                    inference = await self._understood(request, caller, stream=True)
-                    async with contextlib.aclosing(
-                        oip.infer_stream(self._gateway, caller, inference)
-                    ) as news:
-                        async for found, final in news:
-                            message = _response(found)
-                            message.parameters["triton_final_response"].bool_param = final
-                            await answers.put(pb.ModelStreamInferResponse(infer_response=message))
+                    async with _in_time(self._gateway.limits.answer_seconds):
+                        await self._answer_one(request, caller, answers)
                 done("OK")
             except (Refusal, DoradError) as error:
                 refusal = as_refusal(error)
@@ -190,6 +193,29 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
                 failed.infer_response.id = request.id
                 failed.infer_response.parameters["triton_final_response"].bool_param = True
                 await answers.put(failed)
+
+    async def _answer_one(self, request: Any, caller: Caller, answers: asyncio.Queue[Any]) -> None:
+        await self._gateway.admission.admit(caller)  # A stream may outlive its token.
+        inference = await self._understood(request, caller, stream=True)
+        news = oip.infer_stream(self._gateway, caller, inference)
+        async with contextlib.aclosing(news):
+            async for found, final in news:
+                message = _response(found)
+                message.parameters["triton_final_response"].bool_param = final
+                await answers.put(pb.ModelStreamInferResponse(infer_response=message))
+
+
+class _Stuck(Exception):
+    """Nobody reads the stream."""
+
+
+@contextlib.asynccontextmanager
+async def _in_time(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise _Stuck from None
 
 
 def _wake(task: asyncio.Task[None], answers: asyncio.Queue[Any]) -> None:

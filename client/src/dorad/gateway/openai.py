@@ -16,6 +16,7 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.http import (
     Endpoint,
+    ErrorBody,
     EventStream,
     answer,
     long_answer,
@@ -49,7 +50,7 @@ async def _complete(
                 gateway.metrics.count_tokens(tally.prompt_tokens, tally.completion_tokens)
 
         first = gateway.metrics.first_token(name)
-        stream_of = EventStream(events(), Refusal.body, last=_DONE, on_first=first)
+        stream_of = EventStream(events(), kind.error_body, last=_DONE, on_first=first)
         return await stream_of.begin()
 
     return await while_connected(request.receive, work())
@@ -113,12 +114,16 @@ async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def door(name: str, handler: Any) -> Endpoint:
-        return Endpoint(gateway, name, handler, Refusal.body)
+    def door(name: str, handler: Any, error_body: ErrorBody = Refusal.body) -> Endpoint:
+        return Endpoint(gateway, name, handler, error_body)
 
     return [
         Route("/v1/models", door("models", _models), methods=["GET"]),
         Route("/v1/models/{model:path}", door("model", _model), methods=["GET"]),
         Route("/v1/completions", door("completions", _completions), methods=["POST"]),
-        Route("/v1/chat/completions", door("chat_completions", _chat), methods=["POST"]),
+        Route(
+            "/v1/chat/completions",
+            door("chat_completions", _chat, chat.error_body),
+            methods=["POST"],
+        ),
     ]
