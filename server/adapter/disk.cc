@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
+#include "server/base/log.h"
 #include "server/base/unique_fd.h"
 
 namespace dorad::adapter {
@@ -30,8 +31,13 @@ int Disk::Rename(const std::string& from, const std::string& to) {
   return rename(from.c_str(), to.c_str());
 }
 
-absl::Status DiskError(const std::string& what, int error) {
-  const std::string text = absl::StrCat("the store cannot ", what, ": ", std::strerror(error));
+absl::Status DiskError(const std::string& doing, const std::string& path, int error) {
+  LogWarning("the store's disk fails",
+             {{"doing", doing}, {"path", path}, {"error", std::string(std::strerror(error))}});
+  // Whoever publishes has no business with the host's folders.
+  const std::string name = path.substr(path.find_last_of('/') + 1);
+  const std::string text =
+      absl::StrCat("the store cannot ", doing, " \"", name, "\": ", std::strerror(error));
   if (error == ENOSPC || error == EDQUOT) {
     return MakeError(absl::StatusCode::kResourceExhausted, "STORE_FULL", text);
   }
@@ -42,7 +48,7 @@ absl::Status WriteAll(Disk& disk, int fd, std::string_view bytes, const std::str
   while (!bytes.empty()) {
     const ssize_t n = disk.Write(fd, bytes.data(), std::min(bytes.size(), kMaxWrite));
     if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return DiskError("write " + path, errno);
+    if (n < 0) return DiskError("write", path, errno);
     bytes.remove_prefix(static_cast<size_t>(n));
   }
   return absl::OkStatus();
@@ -51,25 +57,25 @@ absl::Status WriteAll(Disk& disk, int fd, std::string_view bytes, const std::str
 absl::Status WriteNewFile(Disk& disk, const std::string& path,
                           const std::vector<std::string_view>& pieces) {
   const UniqueFd fd(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kFileMode));
-  if (!fd.ok()) return DiskError("create " + path, errno);
+  if (!fd.ok()) return DiskError("create", path, errno);
   for (const std::string_view piece : pieces) {
     DORAD_RETURN_IF_ERROR(WriteAll(disk, fd.get(), piece, path));
   }
-  if (disk.Sync(fd.get()) != 0) return DiskError("sync " + path, errno);
+  if (disk.Sync(fd.get()) != 0) return DiskError("sync", path, errno);
   return absl::OkStatus();
 }
 
 absl::Status MakeFolder(const std::string& path) {
   if (mkdir(path.c_str(), kFolderMode) != 0 && errno != EEXIST) {
-    return DiskError("create " + path, errno);
+    return DiskError("create", path, errno);
   }
   return absl::OkStatus();
 }
 
 absl::Status SyncFolder(Disk& disk, const std::string& path) {
   const UniqueFd fd(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!fd.ok()) return DiskError("open " + path, errno);
-  if (disk.Sync(fd.get()) != 0) return DiskError("sync " + path, errno);
+  if (!fd.ok()) return DiskError("open", path, errno);
+  if (disk.Sync(fd.get()) != 0) return DiskError("sync", path, errno);
   return absl::OkStatus();
 }
 

@@ -26,8 +26,8 @@ class Disk {
 };
 
 // RESOURCE_EXHAUSTED (STORE_FULL) for a full disk or quota, else UNAVAILABLE (STORE_UNAVAILABLE).
-// `error` is an errno.
-absl::Status DiskError(const std::string& what, int error);
+// `error` is an errno. The status names the file, the log says where it is.
+absl::Status DiskError(const std::string& doing, const std::string& path, int error);
 
 // All of these fail as DiskError says.
 

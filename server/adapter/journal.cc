@@ -80,7 +80,7 @@ absl::StatusOr<std::unique_ptr<Journal>> Journal::Open(std::string path, Disk* d
 
 absl::Status Journal::Load(std::vector<std::string>* records) {
   fd_ = UniqueFd(open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0640));
-  if (!fd_.ok()) return DiskError("open " + path_, errno);
+  if (!fd_.ok()) return DiskError("open", path_, errno);
   const std::string folder = std::filesystem::path(path_).parent_path().string();
   DORAD_RETURN_IF_ERROR(SyncFolder(*disk_, folder));
   DORAD_ASSIGN_OR_RETURN(const std::string content,
@@ -113,7 +113,7 @@ absl::Status Journal::Load(std::vector<std::string>* records) {
       "the journal's last record is not whole and is cut off",
       {{"file", path_}, {"offset", bytes_}, {"bytes", static_cast<int64_t>(content.size() - at)}});
   if (disk_->Truncate(fd_.get(), bytes_) != 0 || disk_->Sync(fd_.get()) != 0) {
-    return DiskError("cut " + path_, errno);
+    return DiskError("cut", path_, errno);
   }
   return absl::OkStatus();
 }
@@ -133,7 +133,7 @@ absl::Status Journal::Append(std::string_view text) {
             [&] { (void)disk_->Write(fd_.get(), line.data(), line.size() / 2); });
   absl::Status status = WriteAll(*disk_, fd_.get(), line, path_);
   if (status.ok()) Failpoint("journal_before_sync");
-  if (status.ok() && disk_->Sync(fd_.get()) != 0) status = DiskError("sync " + path_, errno);
+  if (status.ok() && disk_->Sync(fd_.get()) != 0) status = DiskError("sync", path_, errno);
   if (!status.ok()) {
     broken_ = disk_->Truncate(fd_.get(), bytes_) != 0 || disk_->Sync(fd_.get()) != 0;
     if (broken_) LogError("the journal cannot be repaired; the store takes no changes any more");
@@ -163,7 +163,7 @@ absl::Status Journal::Rewrite(const std::vector<std::string>& texts) {
     // After any other failure the old file has kept its name.
     broken_ = error == EIO;
     (void)unlink(fresh.c_str());
-    return DiskError("rename " + fresh, error);
+    return DiskError("rename", fresh, error);
   }
   Failpoint("compaction_after_rename");
   broken_ = true;  // until the new file is read

@@ -130,9 +130,9 @@ absl::Status Store::MakeFolders() {
 absl::Status Store::Lock() {
   const std::string path = folder_ + "/lock";
   lock_ = UniqueFd(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0640));
-  if (!lock_.ok()) return DiskError("open " + path, errno);
+  if (!lock_.ok()) return DiskError("open", path, errno);
   if (flock(lock_.get(), LOCK_EX | LOCK_NB) == 0) return absl::OkStatus();
-  if (errno != EWOULDBLOCK) return DiskError("lock " + path, errno);
+  if (errno != EWOULDBLOCK) return DiskError("lock", path, errno);
   return MakeError(absl::StatusCode::kFailedPrecondition, "STORE_LOCKED",
                    absl::StrCat("another process uses the store: it holds ", path));
 }
@@ -328,7 +328,7 @@ absl::Status Store::Install(const std::string& tmp, const std::string& object) {
   DORAD_RETURN_IF_ERROR(MakeFolder(ShardPath(folder_, object)));
   Failpoint("store_before_rename");
   if (disk_->Rename(tmp, path) != 0) {
-    if (errno != ENOTEMPTY && errno != EEXIST) return DiskError("rename " + tmp, errno);
+    if (errno != ENOTEMPTY && errno != EEXIST) return DiskError("rename", tmp, errno);
     // One that was put meanwhile, which others may be reading, or a damaged one.
     if (IsWhole(object)) {
       RemoveFolder(tmp);
@@ -345,11 +345,11 @@ absl::Status Store::Replace(const std::string& tmp, const std::string& path) {
   {
     absl::MutexLock lock(&mu_);
     old = NewTmpPath();
-    if (disk_->Rename(path, old) != 0) return DiskError("rename " + path, errno);
+    if (disk_->Rename(path, old) != 0) return DiskError("rename", path, errno);
     if (disk_->Rename(tmp, path) != 0) {
       const int error = errno;
       (void)disk_->Rename(old, path);
-      return DiskError("rename " + tmp, error);
+      return DiskError("rename", tmp, error);
     }
   }
   RemoveFolder(old);

@@ -16,6 +16,7 @@ namespace fs = std::filesystem;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using Type = Change::Type;
 
 absl::Span<const std::byte> Bytes(const std::string& text) {
@@ -213,6 +214,7 @@ TEST_F(StoreTest, AFullDiskLeavesNothingBehind) {
       disk_.bytes_before_write_error = written;
       const absl::Status status = store_->Put("{}", Bytes("another")).status();
       EXPECT_EQ(ReasonOf(status), error == EIO ? "STORE_UNAVAILABLE" : "STORE_FULL");
+      EXPECT_THAT(std::string(status.message()), Not(HasSubstr(path_.string())));
       EXPECT_EQ(Objects(), before);
       EXPECT_THAT(Temporary(), IsEmpty());
     }
