@@ -201,12 +201,13 @@ void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::Retire
 
 AdapterService::AdapterService(Services* services)
     : LateService("dorad.v1.AdapterService", services) {
-  AddClientStream<PublishReactor, v1::PublishRequest, v1::PublishResponse>("Publish");
+  AddClientStream<PublishReactor, v1::PublishResponse>("Publish");
   AddUnary("GetUpload", &AdapterService::GetUpload);
   AddUnary("PublishFromPath", &AdapterService::PublishFromPath);
-  // Names every tensor of an adapter.
-  AddUnary("PublishFromMemory", &AdapterService::PublishFromMemory,
-           [](const Services& of) { return of.max_message_bytes; });
+  // Names every tensor of an adapter; nothing does where there is no socket to hand it over.
+  AddUnary("PublishFromMemory", &AdapterService::PublishFromMemory, [](const Services& of) {
+    return of.handover == nullptr ? kSmallRequestBytes : of.max_message_bytes;
+  });
   AddUnary("Activate", &AdapterService::Activate);
   AddUnary("Get", &AdapterService::Get);
   AddUnary("List", &AdapterService::List);

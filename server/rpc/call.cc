@@ -115,6 +115,14 @@ absl::Status CallRecord::NoMessageStatus(const absl::Status& unless_cancelled) c
 }
 
 grpc::Status CallRecord::End(const absl::Status& ended) {
+  grpc::Status status;
+  Guarded(
+      method_, [&] { status = TryEnd(ended); },
+      [&](const absl::Status& failed) { status = ToGrpc(failed); });
+  return status;
+}
+
+grpc::Status CallRecord::TryEnd(const absl::Status& ended) {
   // Whoever learns of the end may begin another one.
   stream_.reset();
   const absl::Status status = caller_ ? WithoutForeignNames(*caller_, ended) : ended;

@@ -68,10 +68,13 @@ class CallRecord {
   absl::Status CancelStatus() const;
   // Why a call without a (further) message ends: CancelStatus, or what is given.
   absl::Status NoMessageStatus(const absl::Status& unless_cancelled) const;
-  // What to finish the call with; adds its id and the retry hint to the trailers. Once.
+  // What to finish the call with; adds its id and the retry hint to the trailers. Once. Throws
+  // nothing: a call that is not finished would hang.
   grpc::Status End(const absl::Status& ended);
 
  private:
+  grpc::Status TryEnd(const absl::Status& ended);
+
   const char* const method_;
   grpc::CallbackServerContext* const context_;
   const Services* const services_;

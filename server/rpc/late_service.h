@@ -15,6 +15,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -47,11 +48,10 @@ class LateService : public grpc::Service {
         [self = static_cast<Self*>(this), handle, max_bytes](const std::shared_ptr<Call>& call,
                                                              grpc::ByteBuffer* bytes) {
           Request request;
-          if (const absl::Status parsed =
-                  ParseRequest(bytes, max_bytes(*self->services_), &request);
-              !parsed.ok()) {
-            return call->End(parsed);
-          }
+          const Services& of = *self->services_;
+          const int64_t most = std::min(max_bytes(of), of.max_message_bytes);
+          const absl::Status parsed = ParseRequest(bytes, most, &request);
+          if (!parsed.ok()) return call->End(parsed);
           (self->*handle)(call, request);
         });
     Add(method, grpc::internal::RpcMethod::BIDI_STREAMING,
@@ -72,18 +72,16 @@ class LateService : public grpc::Service {
   }
 
   // A call with a stream of requests, which gRPC leaves to be read anyway.
-  template <typename Reactor, typename Request, typename Response>
+  template <typename Reactor, typename Response>
   void AddClientStream(const char* method) {
     Add(method, grpc::internal::RpcMethod::CLIENT_STREAMING,
-        new grpc::internal::CallbackClientStreamingHandler<Request, Response>(
+        new grpc::internal::CallbackClientStreamingHandler<grpc::ByteBuffer, Response>(
             [services = services_](grpc::CallbackServerContext* context, Response* response) {
               return Reactor::Start(services, context, response);
             }));
   }
 
-  Services* const services_;
-
- private:
+  // A method of another kind; takes the handler.
   void Add(const char* method, grpc::internal::RpcMethod::RpcType type,
            grpc::internal::MethodHandler* handler) {
     const int index = static_cast<int>(paths_.size());
@@ -92,6 +90,9 @@ class LateService : public grpc::Service {
     MarkMethodCallback(index, handler);
   }
 
+  Services* const services_;
+
+ private:
   const char* const name_;
   std::deque<std::string> paths_;  // borrowed by gRPC: stays where it is
 };

@@ -1,5 +1,6 @@
 #include "server/rpc/publish_reactor.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "server/base/error.h"
@@ -13,10 +14,12 @@ namespace dorad::rpc {
 namespace {
 
 constexpr char kMethod[] = "Publish";
+// A chunk or a configuration, and twice as much for what is told in more words than too large.
+constexpr int64_t kMaxPartBytes = 4 * int64_t{std::max(kMaxChunkBytes, kMaxAdapterConfigBytes)};
 
 }  // namespace
 
-grpc::ServerReadReactor<v1::PublishRequest>* PublishReactor::Start(
+grpc::ServerReadReactor<grpc::ByteBuffer>* PublishReactor::Start(
     Services* services, grpc::CallbackServerContext* context, v1::PublishResponse* response) {
   auto reactor = std::make_shared<PublishReactor>(services, context, response);
   reactor->self_ = reactor;
@@ -59,9 +62,21 @@ void PublishReactor::OpenStream() {
 
 void PublishReactor::Await() {
   timer_.Start([weak = weak_from_this()] {
-    if (const auto self = weak.lock()) self->End(MessageTimedOut());
+    if (const auto self = weak.lock()) self->TimeOut();
   });
-  StartRead(&part_);
+  StartRead(&bytes_);
+}
+
+void PublishReactor::TimeOut() {
+  Guarded(
+      kMethod,
+      [this] {
+        absl::MutexLock lock(&mu_);
+        if (ended_) return;
+        timed_out_ = true;
+        EndLocked(MessageTimedOut());
+      },
+      [this](const absl::Status& status) { End(status); });
 }
 
 void PublishReactor::OnReadDone(bool ok) {
@@ -70,16 +85,26 @@ void PublishReactor::OnReadDone(bool ok) {
 }
 
 void PublishReactor::Read(bool ok) {
-  timer_.Stop();
   Failpoint("rpc_read_done");
+  timer_.Stop();
   if (!ok) {
     return Break(MakeInvalid("PublishRequest",
                              {{"part", "PUBLISH_INCOMPLETE", "the stream ended before commit"}}));
   }
-  const bool begins = part_.has_begin();
-  if (begins) announced_ = static_cast<int64_t>(part_.begin().safetensors_size());
-  if (const absl::Status allowed = CheckBegin(); !allowed.ok()) return Break(allowed);
-  const absl::StatusOr<UploadStream::Next> next = stream_->Accept(&part_);
+  {
+    // It comes too late: the client has been told to send it again.
+    absl::MutexLock lock(&mu_);
+    if (timed_out_) return stream_->Leave();
+  }
+  v1::PublishRequest part;
+  const int64_t most = std::min(kMaxPartBytes, services_->max_message_bytes);
+  if (const absl::Status parsed = ParseRequest(&bytes_, most, &part); !parsed.ok()) {
+    return Break(parsed);
+  }
+  const bool begins = part.has_begin();
+  if (begins) announced_ = static_cast<int64_t>(part.begin().safetensors_size());
+  if (const absl::Status allowed = CheckBegin(part); !allowed.ok()) return Break(allowed);
+  const absl::StatusOr<UploadStream::Next> next = stream_->Accept(&part);
   if (!next.ok()) return Break(next.status());
   switch (*next) {
     case UploadStream::Next::kRead: {
@@ -98,8 +123,8 @@ void PublishReactor::Read(bool ok) {
   }
 }
 
-absl::Status PublishReactor::CheckBegin() const {
-  return part_.has_begin() ? CheckAdapterAccess(*caller_, part_.begin().name()) : absl::OkStatus();
+absl::Status PublishReactor::CheckBegin(const v1::PublishRequest& part) const {
+  return part.has_begin() ? CheckAdapterAccess(*caller_, part.begin().name()) : absl::OkStatus();
 }
 
 absl::Status PublishReactor::Reserve() {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
 #include <cstdint>
@@ -21,12 +22,12 @@
 
 namespace dorad::rpc {
 
-class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
+class PublishReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
                              public std::enable_shared_from_this<PublishReactor> {
  public:
-  static grpc::ServerReadReactor<v1::PublishRequest>* Start(Services* services,
-                                                            grpc::CallbackServerContext* context,
-                                                            v1::PublishResponse* response);
+  static grpc::ServerReadReactor<grpc::ByteBuffer>* Start(Services* services,
+                                                          grpc::CallbackServerContext* context,
+                                                          v1::PublishResponse* response);
 
   PublishReactor(Services* services, grpc::CallbackServerContext* context,
                  v1::PublishResponse* response);
@@ -40,11 +41,12 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   // Waits for the next part.
   void Await();
   // Whether the caller may publish what a Begin names.
-  absl::Status CheckBegin() const;
+  absl::Status CheckBegin(const v1::PublishRequest& part) const;
   // Room among the tenant's adapters, after a Begin that was taken.
   absl::Status Reserve() ABSL_LOCKS_EXCLUDED(mu_);
   // The room for the load, which the caller must still be allowed.
   absl::StatusOr<PublishRoom> TakeRoom() ABSL_LOCKS_EXCLUDED(mu_);
+  void TimeOut() ABSL_LOCKS_EXCLUDED(mu_);
   void Read(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
   // The stream ends before Commit.
   void Break(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
@@ -58,7 +60,7 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   // `draining`: a drain that begins after it waits for this call.
   const std::shared_ptr<const OpenCount> open_;
   std::shared_ptr<PublishReactor> self_;
-  v1::PublishRequest part_;               // of the outstanding read
+  grpc::ByteBuffer bytes_;                // of the outstanding read
   MessageTimer timer_;                    // likewise
   std::unique_ptr<UploadStream> stream_;  // touched by reads only
   int64_t announced_ = 0;                 // bytes; likewise
@@ -69,6 +71,7 @@ class PublishReactor final : public grpc::ServerReadReactor<v1::PublishRequest>,
   const absl::Status admission_;
   const Caller caller_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  bool timed_out_ ABSL_GUARDED_BY(mu_) = false;
   PublishRoom room_ ABSL_GUARDED_BY(mu_);  // from Begin to the load or the end
 };
 

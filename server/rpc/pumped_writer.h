@@ -11,6 +11,7 @@
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/server_callback.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -155,8 +156,13 @@ class PumpedWriter : public grpc::ServerBidiReactor<grpc::ByteBuffer, Response>,
   }
 
   void TimeOut() ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    if (stage_ == Stage::kReading) EndLocked(MessageTimedOut());
+    Guarded(
+        method_,
+        [this] {
+          absl::MutexLock lock(&mu_);
+          if (stage_ == Stage::kReading) EndLocked(MessageTimedOut());
+        },
+        [this](const absl::Status& status) { Abandon(status); });
   }
 
   void TakeRequest(bool ok) ABSL_LOCKS_EXCLUDED(mu_) {
@@ -169,7 +175,8 @@ class PumpedWriter : public grpc::ServerBidiReactor<grpc::ByteBuffer, Response>,
     }
     Failpoint("rpc_handler");
     Request request;
-    absl::Status status = ParseRequest(&request_, MaxRequestBytes(), &request);
+    const int64_t most = std::min(MaxRequestBytes(), services_->max_message_bytes);
+    absl::Status status = ParseRequest(&request_, most, &request);
     if (status.ok()) status = Begin(request);
     if (!status.ok()) Abandon(status);
   }

@@ -5,7 +5,7 @@
 // tell anybody of the call, from whoever reaches the port (late_service.h).
 #pragma once
 
-#include <google/protobuf/message_lite.h>
+#include <google/protobuf/message.h>
 #include <grpcpp/support/byte_buffer.h>
 
 #include <cstdint>
@@ -17,9 +17,13 @@ namespace dorad::rpc {
 // Of requests whose size nothing in them asks for.
 inline constexpr int64_t kSmallRequestBytes = 1 << 20;
 
+// Texts and messages in a request, at all depths: one of two bytes can take a hundred once it is
+// parsed. More than the largest PublishFromMemory has.
+inline constexpr int kMaxRequestParts = 1 << 19;
+
 // Consumes `bytes`. INVALID_ARGUMENT (REQUEST_TOO_LARGE, REQUEST_MALFORMED).
 absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
-                          google::protobuf::MessageLite* request);
+                          google::protobuf::Message* request);
 
 // INVALID_ARGUMENT (REQUEST_MISSING): the client has closed its side without a word, or gRPC has
 // refused its message, and says so itself.

@@ -5,7 +5,8 @@
 #include <grpcpp/ext/channelz_service_plugin.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/grpcpp.h>
-#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/impl/server_builder_option.h>
+#include <grpcpp/impl/server_builder_plugin.h>
 #include <grpcpp/resource_quota.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -29,6 +30,7 @@
 #include "server/base/unique_fd.h"
 #include "server/rpc/adapter_service.h"
 #include "server/rpc/control_service.h"
+#include "server/rpc/health_service.h"
 #include "server/rpc/inference_service.h"
 #include "server/rpc/tls_credentials.h"
 
@@ -40,9 +42,11 @@ constexpr char kLiveness[] = "liveness";
 constexpr char kInference[] = "dorad.v1.InferenceService";
 constexpr char kAdapters[] = "dorad.v1.AdapterService";
 constexpr char kControl[] = "dorad.v1.ControlService";
-// Of the largest size, that gRPC may be reading at a time; beyond that it ends calls
-// (RESOURCE_EXHAUSTED). It looks at a message's size only when it has all of it.
+// Of the largest size, that a listener may be reading at a time; beyond that gRPC ends calls
+// (RESOURCE_EXHAUSTED), whoever's they are.
 constexpr int64_t kReadingMessages = 8;
+// And what connections and calls take besides.
+constexpr int64_t kMinReadingBytes = 64 << 20;
 
 struct Part {
   const char* name;  // in health checks
@@ -59,10 +63,19 @@ int ClampToInt(int64_t value) {
   return static_cast<int>(std::min<int64_t>(value, std::numeric_limits<int>::max()));
 }
 
-void AddLimits(const Server::Options& options, const grpc::ResourceQuota& quota,
-               grpc::ServerBuilder* builder) {
+void AddLimits(const Server::Options& options, grpc::ServerBuilder* builder) {
+  grpc::ResourceQuota quota("dorad");
+  quota.Resize(static_cast<size_t>(
+      std::max(kReadingMessages * options.max_message_bytes, kMinReadingBytes)));
   builder->SetResourceQuota(quota);
-  builder->SetMaxReceiveMessageSize(ClampToInt(options.max_message_bytes));
+  // gRPC looks at a message's size when it has read all of it, and says less of it than
+  // ParseRequest.
+  builder->SetMaxReceiveMessageSize(-1);
+  // Nothing is inflated: three mebibytes would become as many gibibytes, outside the quota.
+  for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
+    builder->SetCompressionAlgorithmSupportStatus(algorithm, false);
+  }
+  builder->AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
   builder->AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS,
                               ClampToInt(options.max_concurrent_streams));
   // A second server on the same port must fail, not share it.
@@ -112,20 +125,45 @@ absl::Status WhyListenFailed(const ListenAddress& address, const std::string& te
                    absl::StrCat("cannot listen on ", text));
 }
 
+// The services of gRPC's that a listener offers. Linking them, or asking for one, adds them to
+// every server of the process.
+struct GrpcsOwn {
+  bool reflection = false;
+  bool channelz = false;
+};
+
+class OnlySome final : public grpc::ServerBuilderOption {
+ public:
+  explicit OnlySome(GrpcsOwn own) : own_(own) {}
+
+  void UpdateArguments(grpc::ChannelArguments* /*args*/) override {}
+  void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
+    const auto last = std::remove_if(plugins->begin(), plugins->end(), [this](const auto& plugin) {
+      return plugin->name() == "channelz_service" ? !own_.channelz : !own_.reflection;
+    });
+    plugins->erase(last, plugins->end());
+  }
+
+ private:
+  const GrpcsOwn own_;
+};
+
 struct Listener {
   std::shared_ptr<grpc::ServerCredentials> credentials;  // which handshakes of the server ask
   std::unique_ptr<grpc::Server> server;
   std::string address;
   std::vector<Part> parts;
+  HealthService* health = nullptr;
 };
 
 absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
-                                const grpc::ResourceQuota& quota, std::vector<Part> parts) {
+                                GrpcsOwn own, HealthService* health, std::vector<Part> parts) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
   const bool is_unix = !address.unix_path.empty();
   if (is_unix) DORAD_RETURN_IF_ERROR(CheckSocketFree(address.unix_path));
   grpc::ServerBuilder builder;
-  AddLimits(options, quota, &builder);
+  AddLimits(options, &builder);
+  builder.SetOption(std::make_unique<OnlySome>(own));
   int port = 0;
   Listener listener;
   // Nobody listens in on a socket file.
@@ -135,7 +173,9 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
       is_unix ? absl::StrCat("unix:", address.unix_path) : JoinHostPort(address.host, address.port),
       listener.credentials, &port);
   for (const Part& part : parts) builder.RegisterService(part.service);
+  builder.RegisterService(health);
   listener.parts = std::move(parts);
+  listener.health = health;
   listener.server = builder.BuildAndStart();
   if (listener.server == nullptr || port == 0) return WhyListenFailed(address, text);
   if (is_unix) chmod(address.unix_path.c_str(), 0660);
@@ -146,13 +186,14 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
 }  // namespace
 
 struct Server::Impl {
-  explicit Impl(Services* s) : services(s), inference(s), adapters(s), control(s) {}
+  explicit Impl(Services* s)
+      : services(s), inference(s), adapters(s), control(s), main_health(s), admin_health(s) {}
 
   // Calls each(health, parts) for each listener that there is.
   template <typename Each>
   void ForEachHealth(Each each) {
     for (Listener* listener : {&main, &admin}) {
-      if (listener->server) each(listener->server->GetHealthCheckService(), listener->parts);
+      if (listener->server) each(listener->health, listener->parts);
     }
   }
 
@@ -191,6 +232,8 @@ struct Server::Impl {
   InferenceService inference;
   AdapterService adapters;
   ControlService control;
+  HealthService main_health;
+  HealthService admin_health;
   // After the services: the servers end first.
   Listener main;
   Listener admin;
@@ -206,25 +249,23 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   // Never given back: who gives the last one back waits for gRPC's threads, and these may wait for
   // clients that are slow to take what was cancelled.
   grpc_init();
-  grpc::EnableDefaultHealthCheckService(true);
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   auto impl = std::make_unique<Impl>(services);
-  grpc::ResourceQuota quota("dorad");
-  quota.Resize(static_cast<size_t>(kReadingMessages * options.max_message_bytes));
-  // The channelz plugin reaches every server built after it: the main one comes first when there
-  // is another for operators.
   const Part inference{kInference, &impl->inference};
   const Part adapters{kAdapters, &impl->adapters};
   const Part control{kControl, &impl->control};
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::channelz::experimental::InitChannelzService();
   if (options.admin_listen.empty()) {
-    if (!options.asks_callers) grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(impl->main,
-                           Listen(options.listen, options, quota, {inference, adapters, control}));
+    const GrpcsOwn own{.reflection = !options.asks_callers, .channelz = !options.asks_callers};
+    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, own, &impl->main_health,
+                                              {inference, adapters, control}));
   } else {
-    DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, quota, {inference}));
-    grpc::channelz::experimental::InitChannelzService();
-    DORAD_ASSIGN_OR_RETURN(impl->admin,
-                           Listen(options.admin_listen, options, quota, {adapters, control}));
+    const GrpcsOwn own{.reflection = !options.asks_callers, .channelz = false};
+    DORAD_ASSIGN_OR_RETURN(impl->main,
+                           Listen(options.listen, options, own, &impl->main_health, {inference}));
+    const GrpcsOwn all{.reflection = true, .channelz = true};
+    DORAD_ASSIGN_OR_RETURN(impl->admin, Listen(options.admin_listen, options, all,
+                                               &impl->admin_health, {adapters, control}));
   }
   std::unique_ptr<Server> server(new Server(std::move(impl)));
   server->SetAlive(true);
@@ -236,16 +277,15 @@ const std::string& Server::address() const { return impl_->main.address; }
 const std::string& Server::admin_address() const { return impl_->admin.address; }
 
 void Server::SetServing(bool serving) {
-  impl_->ForEachHealth([serving](grpc::HealthCheckServiceInterface* health, const auto& parts) {
-    for (const char* name : {"", kReadiness}) health->SetServingStatus(name, serving);
-    for (const Part& part : parts) health->SetServingStatus(part.name, serving);
+  impl_->ForEachHealth([serving](HealthService* health, const auto& parts) {
+    for (const char* name : {"", kReadiness}) health->Set(name, serving);
+    for (const Part& part : parts) health->Set(part.name, serving);
   });
 }
 
 void Server::SetAlive(bool alive) {
-  impl_->ForEachHealth([alive](grpc::HealthCheckServiceInterface* health, const auto&) {
-    health->SetServingStatus(kLiveness, alive);
-  });
+  impl_->ForEachHealth(
+      [alive](HealthService* health, const auto&) { health->Set(kLiveness, alive); });
 }
 
 void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
@@ -267,6 +307,7 @@ void Server::Drain(const DrainTimes& times, const absl::Notification& hurry) {
 
 void Server::Shutdown(absl::Duration grace) {
   if (std::exchange(impl_->shut_down, true)) return;
+  impl_->ForEachHealth([](HealthService* health, const auto&) { health->Shutdown(); });
   const auto deadline = std::chrono::system_clock::now() + absl::ToChronoNanoseconds(grace);
   for (Listener* listener : {&impl_->main, &impl_->admin}) {
     if (listener->server) listener->server->Shutdown(deadline);

@@ -22,9 +22,9 @@ class Server {
     int64_t max_concurrent_streams = 1024;
     // Borrowed; of TCP listeners. nullptr: no TLS.
     const security::TlsFiles* tls = nullptr;
-    // Callers are asked who they are. channelz answers by itself, without asking, and tells who is
-    // connected: it is then served at admin_listen only. Health and reflection tell nothing of
-    // them.
+    // Callers are asked who they are. Reflection and channelz, which are gRPC's own, answer without
+    // asking, read whatever a stranger sends, and channelz tells who is connected: they are then
+    // served at admin_listen only.
     bool asks_callers = false;
   };
   // Serves from now on. services is borrowed. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),

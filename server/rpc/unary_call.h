@@ -122,8 +122,13 @@ class UnaryCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, Respons
   }
 
   void TimeOut() ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    if (stage_ == Stage::kReading) EndLocked(MessageTimedOut());
+    Guarded(
+        record_.method(),
+        [this] {
+          absl::MutexLock lock(&mu_);
+          if (stage_ == Stage::kReading) EndLocked(MessageTimedOut());
+        },
+        [this](const absl::Status& status) { End(status); });
   }
 
   void Handle(bool ok) ABSL_LOCKS_EXCLUDED(mu_) {

@@ -42,6 +42,30 @@ def test_health_watch_reports_at_once(server: Server) -> None:
     call.cancel()
 
 
+def test_health_watch_of_an_unknown_service_says_so(server: Server) -> None:
+    stub = health_pb2_grpc.HealthStub(server.wire.channel)
+    call = stub.Watch(health_pb2.HealthCheckRequest(service="dorad.v1.Nothing"), timeout=10)
+    assert next(call).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    call.cancel()
+
+
+def test_health_watchers_learn_of_the_end_and_do_not_delay_it(zoo) -> None:
+    with serve(zoo.model("llama2")) as server:
+        stub = health_pb2_grpc.HealthStub(server.wire.channel)
+        call = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        assert next(call).status == health_pb2.HealthCheckResponse.SERVING
+        liveness = stub.Watch(health_pb2.HealthCheckRequest(service="liveness"), timeout=60)
+        assert next(liveness).status == health_pb2.HealthCheckResponse.SERVING
+        server.process.terminate()
+        assert next(call).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for ended in (call, liveness):
+            with pytest.raises(grpc.RpcError) as caught:
+                next(ended)
+            assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert "the server is ending" in caught.value.details()
+        assert server.process.wait(60) == 0
+
+
 def reflect(server: Server, **request):
     stub = reflection_pb2_grpc.ServerReflectionStub(server.wire.channel)
     requests = iter([reflection_pb2.ServerReflectionRequest(**request)])

@@ -15,6 +15,9 @@ from lib.wire import CHUNK, Failure, failure, publish_parts
 PROMPT = [11, 12, 13, 14, 15]
 RAW = dict(request_serializer=bytes, response_deserializer=bytes)
 SCORE = "/dorad.v1.InferenceService/Score"
+HEALTH = "/grpc.health.v1.Health/Check"
+HEALTH_METHODS = [HEALTH, "/grpc.health.v1.Health/Watch"]
+PUBLISH = "/dorad.v1.AdapterService/Publish"
 METHODS = [
     f"/{service.full_name}/{method.name}"
     for file in (inference_pb2, adapters_pb2, control_pb2)
@@ -83,14 +86,28 @@ def test_what_a_method_cannot_need_is_not_parsed(server, figures) -> None:
     assert refusal.reason == "REQUEST_TOO_LARGE"
     figures.append(f"30 million empty sequences: {growth[0] >> 20} MiB at the most")
     assert growth[0] < 256 << 20
-    for method in METHODS:
-        if method.endswith("PublishFromMemory"):
-            continue
+    for method in [*METHODS, *HEALTH_METHODS, PUBLISH]:
         assert refused(send(server, method, bytes(6 << 20))).reason == "REQUEST_TOO_LARGE", method
     assert good(server)
 
 
-@pytest.mark.parametrize("method", [SCORE, "/grpc.health.v1.Health/Check"])
+@pytest.mark.parametrize("method", [SCORE, HEALTH])
+def test_nothing_is_inflated(server, figures, method: str) -> None:
+    with grpc.insecure_channel(server.grpc, compression=grpc.Compression.Gzip) as channel:
+        call = channel.unary_unary(method, **RAW)
+        with peak_growth(server) as growth:
+            refusal = refused(call.future(bytes(256 << 20), timeout=60))
+    assert refusal.code == grpc.StatusCode.UNIMPLEMENTED
+    figures.append(f"256 MiB of zeros, compressed, to {method}: {growth[0] >> 20} MiB at the most")
+    assert growth[0] < 64 << 20
+
+
+def test_small_messages_of_many_parts_are_not_parsed(server) -> None:
+    refusal = refused(send(server, SCORE, b"\x12\x00" * 600_000))
+    assert refusal.reason == "REQUEST_TOO_LARGE" and "parts" in refusal.message
+
+
+@pytest.mark.parametrize("method", [SCORE, HEALTH])
 def test_reading_has_a_bound_of_its_own(zoo, figures, method: str) -> None:
     with serve(zoo.model("llama2"), None, {"server.max_message_bytes": 8 << 20}) as server:
         with peak_growth(server) as growth:
@@ -101,14 +118,14 @@ def test_reading_has_a_bound_of_its_own(zoo, figures, method: str) -> None:
         assert good(server)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *HEALTH_METHODS, PUBLISH])
 def test_bytes_that_are_no_request(server, method: str) -> None:
     refusal = refused(send(server, method, b"\xff" * 40))
     assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
     assert refusal.reason == "REQUEST_MALFORMED"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *HEALTH_METHODS])
 def test_a_call_without_a_request(server, method: str) -> None:
     call = server.wire.channel.stream_unary(method, **RAW)
     refusal = refused(call.future(iter([]), timeout=20))
@@ -131,7 +148,7 @@ def held_back(parts: Iterable = ()) -> Iterator[Iterator]:
         release.set()
 
 
-@pytest.mark.parametrize("method", [SCORE, "/dorad.v1.InferenceService/Generate"])
+@pytest.mark.parametrize("method", [SCORE, "/dorad.v1.InferenceService/Generate", *HEALTH_METHODS])
 def test_a_request_that_does_not_come_in_time_ends_its_call(server, method: str) -> None:
     with held_back() as nothing:
         call = server.wire.channel.stream_unary(method, **RAW).future(nothing, timeout=30)
@@ -157,3 +174,22 @@ def test_an_upload_that_stalls_ends_and_can_be_gone_on_with(server, zoo) -> None
     wait_until(lambda: server.wire.upload("stalls").received_bytes == len(image), 10, "the upload")
     rest = [parts[0], parts[-1]]
     assert server.wire.adapters.Publish(iter(rest), timeout=30).adapter.version == 1
+
+
+def test_a_commit_that_comes_too_late_publishes_nothing(zoo) -> None:
+    folder = zoo.adapter("llama2", "dora")
+    image = (folder / "adapter_model.safetensors").read_bytes()
+    begin = adapters_pb2.PublishBegin(
+        name="late",
+        adapter_config_json=(folder / "adapter_config.json").read_text(),
+        safetensors_size=len(image),
+    )
+    parts = list(publish_parts(begin, image))
+    # The last part has come, and five seconds pass before it is looked at.
+    point = {"DORAD_FAILPOINT": f"rpc_read_done:{len(parts)}=delay"}
+    with serve(zoo.model("llama2"), None, {"server.message_timeout_seconds": 1}, **point) as server:
+        refusal = refused(server.wire.adapters.Publish.future(iter(parts), timeout=30))
+        assert refusal.reason == "MESSAGE_TIMEOUT"
+        # An orderly end waits for uploads.
+        assert server.stop() == 0
+        assert "adapter loaded" not in server.log()
