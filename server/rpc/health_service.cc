@@ -19,160 +19,152 @@ using Request = google::protobuf::StringValue;
 using Response = google::protobuf::UInt32Value;
 using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, Response>;
 
-constexpr char kCheck[] = "Check";
-constexpr char kWatch[] = "Watch";
-
-Response Encode(HealthService::Status status) {
-  Response response;
-  response.set_value(static_cast<uint32_t>(status));
-  return response;
-}
+constexpr char kMethod[] = "Health";  // in the log
 
 }  // namespace
 
-// One Check. Kept alive by gRPC until OnDone.
-class HealthService::CheckCall final : public Reactor,
-                                       public std::enable_shared_from_this<CheckCall> {
+// What both calls share: the request, which is the name of a service, read in time. Kept alive by
+// gRPC until OnDone, which it calls last. Lock order: mu_, then the service's. Thread-safe.
+class HealthService::Call : public Reactor, public std::enable_shared_from_this<Call> {
  public:
+  template <typename Kind>
   static Reactor* Start(HealthService* service) {
-    auto call = std::make_shared<CheckCall>(service);
+    auto call = std::make_shared<Kind>(service);
     call->self_ = call;
-    call->timer_.Start([weak = std::weak_ptr(call)] {
+    call->timer_.Start([weak = std::weak_ptr<Call>(call)] {
       if (const auto self = weak.lock()) self->End(MessageTimedOut());
     });
     call->StartRead(&call->bytes_);
     return call.get();
   }
 
-  explicit CheckCall(HealthService* service) : service_(service), timer_(&service->deadlines_) {}
-
-  void OnReadDone(bool ok) override {
+  void OnReadDone(bool ok) final {
     timer_.Stop();
     Guarded(
-        kCheck,
-        [&] {
-          if (!ok) return End(RequestMissing());
-          Request request;
-          absl::Status status = ParseRequest(&bytes_, kMaxHealthRequestBytes, &request);
-          if (!status.ok()) return End(status);
-          const HealthService::Status found = service_->Get(request.value());
-          if (found == HealthService::Status::kServiceUnknown) {
-            return End(absl::NotFoundError("this listener has no such service"));
-          }
-          absl::MutexLock lock(&mu_);
-          if (std::exchange(ended_, true)) return;
-          response_ = Encode(found);
-          StartWriteAndFinish(&response_, grpc::WriteOptions(), grpc::Status::OK);
-        },
-        [this](const absl::Status& status) { End(status); });
-  }
-  void OnDone() override { auto self = std::move(self_); }
-
- private:
-  void End(const absl::Status& status) {
-    absl::MutexLock lock(&mu_);
-    if (!std::exchange(ended_, true)) Finish(ToGrpc(status));
-  }
-
-  HealthService* const service_;
-  std::shared_ptr<CheckCall> self_;
-  grpc::ByteBuffer bytes_;
-  MessageTimer timer_;
-  Response response_;
-  absl::Mutex mu_;
-  bool ended_ ABSL_GUARDED_BY(mu_) = false;
-};
-
-// One Watch: the status now, and whenever it is another one; what a slow reader has not taken is
-// passed over. Kept alive by gRPC until OnDone. Lock order: the service's mutex is never held when
-// its own is acquired.
-class HealthService::WatchCall final : public Reactor,
-                                       public std::enable_shared_from_this<WatchCall> {
- public:
-  static Reactor* Start(HealthService* service) {
-    auto call = std::make_shared<WatchCall>(service);
-    call->self_ = call;
-    call->timer_.Start([weak = std::weak_ptr(call)] {
-      if (const auto self = weak.lock()) self->End(MessageTimedOut());
-    });
-    call->StartRead(&call->bytes_);
-    return call.get();
-  }
-
-  explicit WatchCall(HealthService* service) : service_(service), timer_(&service->deadlines_) {}
-
-  void OnReadDone(bool ok) override {
-    timer_.Stop();
-    Guarded(
-        kWatch,
+        kMethod,
         [&] {
           if (!ok) return End(RequestMissing());
           Request request;
           const absl::Status status = ParseRequest(&bytes_, kMaxHealthRequestBytes, &request);
           if (!status.ok()) return End(status);
-          {
-            absl::MutexLock lock(&mu_);
-            name_ = request.value();
-          }
-          service_->Enter(shared_from_this());
-          Look();
+          Answer(request.value());
         },
         [this](const absl::Status& status) { End(status); });
   }
-  void OnWriteDone(bool ok) override {
-    {
-      absl::MutexLock lock(&mu_);
-      writing_ = false;
-      if (ended_) return Finish(*ended_);
-    }
-    if (ok) Look();
+  void OnWriteDone(bool ok) final {
+    Guarded(
+        kMethod,
+        [&] {
+          {
+            absl::MutexLock lock(&mu_);
+            writing_ = false;
+            if (end_) return Finish(*end_);
+          }
+          if (ok) Look();
+        },
+        [this](const absl::Status& status) { End(status); });
   }
-  void OnCancel() override { End(absl::CancelledError("the client cancelled the call")); }
-  void OnDone() override {
-    service_->Leave(shared_from_this());
-    auto self = std::move(self_);
+  void OnCancel() final {
+    Guarded(
+        kMethod, [this] { End(absl::CancelledError("the client cancelled the call")); },
+        [this](const absl::Status& status) { End(status); });
   }
+  void OnDone() override { auto self = std::move(self_); }
 
-  // Tells the client what the service is now, if that is another status than it was told.
-  void Look() {
-    absl::MutexLock lock(&mu_);
-    if (ended_ || writing_) return;
-    const HealthService::Status now = service_->Get(name_);
-    if (told_ == now) return;
-    told_ = now;
-    writing_ = true;
-    response_ = Encode(now);
-    StartWrite(&response_);
-  }
+  // Something may have changed.
+  virtual void Look() {}
 
   // Once the outstanding write is done.
-  void End(const absl::Status& status) {
+  void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
-    if (ended_) return;
-    ended_ = ToGrpc(status);
-    if (!writing_) Finish(*ended_);
+    EndLocked(ToGrpc(status));
+  }
+
+ protected:
+  explicit Call(HealthService* service) : service_(service), timer_(&service->deadlines_) {}
+
+  virtual void Answer(const std::string& name) = 0;
+
+  // Whether nothing stands against a write.
+  bool IsFree() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !writing_ && !end_; }
+  void Write(Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    writing_ = true;
+    response_.set_value(static_cast<uint32_t>(status));
+    StartWrite(&response_);
+  }
+  void EndLocked(grpc::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (end_) return;
+    end_ = std::move(status);
+    if (!writing_) Finish(*end_);
+  }
+
+  HealthService* const service_;
+  absl::Mutex mu_;
+
+ private:
+  std::shared_ptr<Call> self_;
+  grpc::ByteBuffer bytes_;
+  MessageTimer timer_;
+  Response response_ ABSL_GUARDED_BY(mu_);  // of the outstanding write
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mu_);
+};
+
+class HealthService::CheckCall final : public Call {
+ public:
+  explicit CheckCall(HealthService* service) : Call(service) {}
+
+ private:
+  void Answer(const std::string& name) override {
+    const Status found = service_->Get(name);
+    if (found == Status::kServiceUnknown) {
+      return End(absl::NotFoundError("this listener has no such service"));
+    }
+    absl::MutexLock lock(&mu_);
+    if (!IsFree()) return;
+    Write(found);
+    EndLocked(grpc::Status::OK);
+  }
+};
+
+// The status now, and whenever it is another one; what a slow reader has not taken is passed over.
+class HealthService::WatchCall final : public Call {
+ public:
+  explicit WatchCall(HealthService* service) : Call(service) {}
+
+  void Look() override {
+    absl::MutexLock lock(&mu_);
+    if (!IsFree()) return;
+    const Status now = service_->Get(name_);
+    if (told_ == now) return;
+    told_ = now;
+    Write(now);
+  }
+  void OnDone() override {
+    service_->Leave(shared_from_this());
+    Call::OnDone();
   }
 
  private:
-  HealthService* const service_;
-  std::shared_ptr<WatchCall> self_;
-  grpc::ByteBuffer bytes_;
-  MessageTimer timer_;
-  absl::Mutex mu_;
-  Response response_;  // of the outstanding write
+  void Answer(const std::string& name) override {
+    {
+      absl::MutexLock lock(&mu_);
+      name_ = name;
+    }
+    service_->Enter(shared_from_this());
+    Look();
+  }
+
   std::string name_ ABSL_GUARDED_BY(mu_);
-  std::optional<HealthService::Status> told_ ABSL_GUARDED_BY(mu_);
-  bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  std::optional<grpc::Status> ended_ ABSL_GUARDED_BY(mu_);
+  std::optional<Status> told_ ABSL_GUARDED_BY(mu_);
 };
 
 HealthService::HealthService(Services* services) : LateService("grpc.health.v1.Health", services) {
-  Add(kCheck, grpc::internal::RpcMethod::BIDI_STREAMING,
-      new grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>(
-          [this](grpc::CallbackServerContext*) { return CheckCall::Start(this); }));
-  Add(kWatch, grpc::internal::RpcMethod::BIDI_STREAMING,
-      new grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>(
-          [this](grpc::CallbackServerContext*) { return WatchCall::Start(this); }));
+  using Handler = grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>;
+  Add("Check", grpc::internal::RpcMethod::BIDI_STREAMING,
+      new Handler([this](grpc::CallbackServerContext*) { return Call::Start<CheckCall>(this); }));
+  Add("Watch", grpc::internal::RpcMethod::BIDI_STREAMING,
+      new Handler([this](grpc::CallbackServerContext*) { return Call::Start<WatchCall>(this); }));
 }
 
 HealthService::~HealthService() = default;
@@ -200,7 +192,7 @@ void HealthService::Shutdown() {
   for (const auto& watch : Watchers()) watch->End(absl::UnavailableError("the server is ending"));
 }
 
-void HealthService::Enter(const std::shared_ptr<WatchCall>& watch) {
+void HealthService::Enter(const std::shared_ptr<Call>& watch) {
   {
     absl::MutexLock lock(&mu_);
     if (!shut_down_) {
@@ -211,12 +203,12 @@ void HealthService::Enter(const std::shared_ptr<WatchCall>& watch) {
   watch->End(absl::UnavailableError("the server is ending"));
 }
 
-void HealthService::Leave(const std::shared_ptr<WatchCall>& watch) {
+void HealthService::Leave(const std::shared_ptr<Call>& watch) {
   absl::MutexLock lock(&mu_);
   watchers_.erase(watch);
 }
 
-std::set<std::shared_ptr<HealthService::WatchCall>> HealthService::Watchers() const {
+std::set<std::shared_ptr<HealthService::Call>> HealthService::Watchers() const {
   absl::MutexLock lock(&mu_);
   return watchers_;
 }

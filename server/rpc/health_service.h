@@ -37,17 +37,18 @@ class HealthService final : public LateService {
   void Shutdown() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
+  class Call;
   class CheckCall;
   class WatchCall;
 
-  void Enter(const std::shared_ptr<WatchCall>& watch) ABSL_LOCKS_EXCLUDED(mu_);
-  void Leave(const std::shared_ptr<WatchCall>& watch) ABSL_LOCKS_EXCLUDED(mu_);
-  std::set<std::shared_ptr<WatchCall>> Watchers() const ABSL_LOCKS_EXCLUDED(mu_);
+  void Enter(const std::shared_ptr<Call>& watch) ABSL_LOCKS_EXCLUDED(mu_);
+  void Leave(const std::shared_ptr<Call>& watch) ABSL_LOCKS_EXCLUDED(mu_);
+  std::set<std::shared_ptr<Call>> Watchers() const ABSL_LOCKS_EXCLUDED(mu_);
 
   MessageDeadlines deadlines_{kHealthRequestTime};
   mutable absl::Mutex mu_;
   std::map<std::string, bool> serving_ ABSL_GUARDED_BY(mu_);
-  std::set<std::shared_ptr<WatchCall>> watchers_ ABSL_GUARDED_BY(mu_);
+  std::set<std::shared_ptr<Call>> watchers_ ABSL_GUARDED_BY(mu_);
   bool shut_down_ ABSL_GUARDED_BY(mu_) = false;
 };
 

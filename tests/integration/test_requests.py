@@ -10,7 +10,7 @@ import grpc
 import pytest
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from lib.server import Server, serve, wait_until
-from lib.wire import CHUNK, Failure, failure, publish_parts
+from lib.wire import Failure, failure, publish_parts
 
 PROMPT = [11, 12, 13, 14, 15]
 RAW = dict(request_serializer=bytes, response_deserializer=bytes)
@@ -157,34 +157,34 @@ def test_a_request_that_does_not_come_in_time_ends_its_call(server, method: str)
     assert refusal.reason == "MESSAGE_TIMEOUT"
 
 
-def test_an_upload_that_stalls_ends_and_can_be_gone_on_with(server, zoo) -> None:
+def upload(zoo, name: str, **begin: str) -> list[adapters_pb2.PublishRequest]:
+    """Begin, one chunk that is all of it, and Commit."""
     folder = zoo.adapter("llama2", "dora")
     image = (folder / "adapter_model.safetensors").read_bytes()
-    begin = adapters_pb2.PublishBegin(
-        name="stalls",
+    first = adapters_pb2.PublishBegin(
+        name=name,
         adapter_config_json=(folder / "adapter_config.json").read_text(),
         safetensors_size=len(image),
-        upload_id="stalls",
+        **begin,
     )
-    parts = list(publish_parts(begin, image))
-    assert len(image) <= CHUNK, "one chunk is all of it"
+    parts = list(publish_parts(first, image))
+    assert len(parts) == 3
+    return parts
+
+
+def test_an_upload_that_stalls_ends_and_can_be_gone_on_with(server, zoo) -> None:
+    parts = upload(zoo, "stalls", upload_id="stalls")
+    size = parts[0].begin.safetensors_size
     with held_back(parts[:2]) as half:
         refusal = refused(server.wire.adapters.Publish.future(half, timeout=30))
     assert refusal.reason == "MESSAGE_TIMEOUT"
-    wait_until(lambda: server.wire.upload("stalls").received_bytes == len(image), 10, "the upload")
+    wait_until(lambda: server.wire.upload("stalls").received_bytes == size, 10, "the upload")
     rest = [parts[0], parts[-1]]
     assert server.wire.adapters.Publish(iter(rest), timeout=30).adapter.version == 1
 
 
 def test_a_commit_that_comes_too_late_publishes_nothing(zoo) -> None:
-    folder = zoo.adapter("llama2", "dora")
-    image = (folder / "adapter_model.safetensors").read_bytes()
-    begin = adapters_pb2.PublishBegin(
-        name="late",
-        adapter_config_json=(folder / "adapter_config.json").read_text(),
-        safetensors_size=len(image),
-    )
-    parts = list(publish_parts(begin, image))
+    parts = upload(zoo, "late")
     # The last part has come, and five seconds pass before it is looked at.
     point = {"DORAD_FAILPOINT": f"rpc_read_done:{len(parts)}=delay"}
     with serve(zoo.model("llama2"), None, {"server.message_timeout_seconds": 1}, **point) as server:
