@@ -5,6 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "server/base/error.h"
 #include "server/rpc/call.h"
 #include "server/rpc/message_deadlines.h"
 #include "server/rpc/request_reading.h"
@@ -15,7 +17,7 @@ namespace {
 
 // On the wire HealthCheckRequest is a text with number 1 and HealthCheckResponse a number with
 // number 1, as these are.
-using Request = google::protobuf::StringValue;
+using Request = google::protobuf::BytesValue;
 using Response = google::protobuf::UInt32Value;
 using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, Response>;
 
@@ -32,12 +34,22 @@ class HealthService::Call : public Reactor, public std::enable_shared_from_this<
     auto call = std::make_shared<Kind>(service);
     call->self_ = call;
     call->timer_.Start([weak = std::weak_ptr<Call>(call)] {
-      if (const auto self = weak.lock()) self->End(MessageTimedOut());
+      if (const auto self = weak.lock()) self->TimeOut();
     });
     call->StartRead(&call->bytes_);
     return call.get();
   }
 
+  void TimeOut() {
+    Guarded(
+        kMethod,
+        [this] {
+          End(MakeError(
+              absl::StatusCode::kUnavailable, "MESSAGE_TIMEOUT",
+              absl::StrCat("no request came within ", absl::FormatDuration(kHealthRequestTime))));
+        },
+        [this](const absl::Status& status) { End(status); });
+  }
   void OnReadDone(bool ok) final {
     timer_.Stop();
     Guarded(

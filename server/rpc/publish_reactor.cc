@@ -30,6 +30,7 @@ grpc::ServerReadReactor<grpc::ByteBuffer>* PublishReactor::Start(
         if (!reactor->admission_.ok()) return reactor->End(reactor->admission_);
         if (services->draining) return reactor->End(engine::ShuttingDown());
         reactor->OpenStream();
+        absl::MutexLock lock(&reactor->mu_);
         reactor->Await();
       },
       [&](const absl::Status& status) { reactor->End(status); });
@@ -61,6 +62,7 @@ void PublishReactor::OpenStream() {
 }
 
 void PublishReactor::Await() {
+  reading_ = true;
   timer_.Start([weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->TimeOut();
   });
@@ -72,7 +74,7 @@ void PublishReactor::TimeOut() {
       kMethod,
       [this] {
         absl::MutexLock lock(&mu_);
-        if (ended_) return;
+        if (ended_ || !reading_) return;
         timed_out_ = true;
         EndLocked(MessageTimedOut());
       },
@@ -95,6 +97,7 @@ void PublishReactor::Read(bool ok) {
     // It comes too late: the client has been told to send it again.
     absl::MutexLock lock(&mu_);
     if (timed_out_) return stream_->Leave();
+    reading_ = false;
   }
   v1::PublishRequest part;
   const int64_t most = std::min(kMaxPartBytes, services_->max_message_bytes);

@@ -39,7 +39,7 @@ class PublishReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
  private:
   void OpenStream();
   // Waits for the next part.
-  void Await();
+  void Await() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Whether the caller may publish what a Begin names.
   absl::Status CheckBegin(const v1::PublishRequest& part) const;
   // Room among the tenant's adapters, after a Begin that was taken.
@@ -71,6 +71,7 @@ class PublishReactor final : public grpc::ServerReadReactor<grpc::ByteBuffer>,
   const absl::Status admission_;
   const Caller caller_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  bool reading_ ABSL_GUARDED_BY(mu_) = false;  // a part may still come too late
   bool timed_out_ ABSL_GUARDED_BY(mu_) = false;
   PublishRoom room_ ABSL_GUARDED_BY(mu_);  // from Begin to the load or the end
 };

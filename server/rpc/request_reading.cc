@@ -4,6 +4,8 @@
 #include <google/protobuf/wire_format_lite.h>
 #include <grpcpp/support/proto_buffer_reader.h>
 
+#include <cstdint>
+
 #include "absl/strings/str_cat.h"
 #include "server/base/error.h"
 
@@ -19,22 +21,28 @@ constexpr int kMaxDepth = 32;
 
 // Counts down without keeping anything. False: there are too many, or the bytes are not
 // well-formed.
-bool CountParts(CodedInputStream* in, const Descriptor* type, int depth, int* left) {
+bool CountFields(CodedInputStream* in, const Descriptor* type, int depth, int* left) {
+  constexpr int kPackedBytes = 8;  // of a list of numbers count as a field
   if (depth > kMaxDepth) return false;
   while (const uint32_t tag = in->ReadTag()) {
-    if (WireFormatLite::GetTagWireType(tag) != WireFormatLite::WIRETYPE_LENGTH_DELIMITED) {
-      if (!WireFormatLite::SkipField(in, tag)) return false;
-      continue;
-    }
     if (--*left < 0) return false;
-    const FieldDescriptor* field = type->FindFieldByNumber(WireFormatLite::GetTagFieldNumber(tag));
-    if (field == nullptr || field->type() != FieldDescriptor::TYPE_MESSAGE) {
+    const WireFormatLite::WireType wire = WireFormatLite::GetTagWireType(tag);
+    if (wire == WireFormatLite::WIRETYPE_START_GROUP) return false;  // proto3 has none
+    if (wire != WireFormatLite::WIRETYPE_LENGTH_DELIMITED) {
       if (!WireFormatLite::SkipField(in, tag)) return false;
       continue;
     }
-    const CodedInputStream::Limit end = in->ReadLengthAndPushLimit();
-    if (!CountParts(in, field->message_type(), depth + 1, left)) return false;
-    if (!in->CheckEntireMessageConsumedAndPopLimit(end)) return false;
+    uint32_t length = 0;
+    if (!in->ReadVarint32(&length) || length > INT32_MAX) return false;
+    const FieldDescriptor* field = type->FindFieldByNumber(WireFormatLite::GetTagFieldNumber(tag));
+    if (field != nullptr && field->type() == FieldDescriptor::TYPE_MESSAGE) {
+      const CodedInputStream::Limit end = in->PushLimit(static_cast<int>(length));
+      if (!CountFields(in, field->message_type(), depth + 1, left)) return false;
+      if (!in->CheckEntireMessageConsumedAndPopLimit(end)) return false;
+      continue;
+    }
+    if (field != nullptr && field->is_packable()) *left -= static_cast<int>(length / kPackedBytes);
+    if (*left < 0 || !in->Skip(static_cast<int>(length))) return false;
   }
   return depth > 0 || in->ConsumedEntireMessage();
 }
@@ -53,21 +61,21 @@ absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
     return Refused("REQUEST_TOO_LARGE", absl::StrCat("a request of ", size, " bytes; ", max_bytes,
                                                      " are the most that this method takes"));
   }
-  int parts_left = kMaxRequestParts;
+  int fields_left = kMaxRequestFields;
   bool parsed = true;
   {
     grpc::ProtoBufferReader reader(bytes);
     CodedInputStream in(&reader);
-    parsed = CountParts(&in, request->GetDescriptor(), 0, &parts_left);
+    parsed = CountFields(&in, request->GetDescriptor(), 0, &fields_left);
   }
   if (parsed) {
     grpc::ProtoBufferReader reader(bytes);
     parsed = request->ParseFromZeroCopyStream(&reader);
   }
   bytes->Clear();
-  if (parts_left < 0) {
+  if (fields_left < 0) {
     return Refused("REQUEST_TOO_LARGE",
-                   absl::StrCat("a request has at most ", kMaxRequestParts, " parts"));
+                   absl::StrCat("a request has at most ", kMaxRequestFields, " fields"));
   }
   if (!parsed) {
     return Refused("REQUEST_MALFORMED", absl::StrCat("the bytes are no ", request->GetTypeName()));

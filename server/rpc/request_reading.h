@@ -17,9 +17,9 @@ namespace dorad::rpc {
 // Of requests whose size nothing in them asks for.
 inline constexpr int64_t kSmallRequestBytes = 1 << 20;
 
-// Texts and messages in a request, at all depths: one of two bytes can take a hundred once it is
-// parsed. More than the largest PublishFromMemory has.
-inline constexpr int kMaxRequestParts = 1 << 19;
+// Fields in a request, at all depths: one of two bytes can take a hundred once it is parsed. More
+// than the largest PublishFromMemory has.
+inline constexpr int kMaxRequestFields = 1 << 20;
 
 // Consumes `bytes`. INVALID_ARGUMENT (REQUEST_TOO_LARGE, REQUEST_MALFORMED).
 absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,

@@ -1,5 +1,6 @@
 #include "server/rpc/server.h"
 
+#include <google/protobuf/stubs/logging.h>
 #include <grpc/grpc.h>
 #include <grpc/support/log.h>
 #include <grpcpp/ext/channelz_service_plugin.h>
@@ -57,6 +58,12 @@ struct Part {
 void ForwardGrpcLog(gpr_log_func_args* args) {
   Log(LogLevel::kDebug, "grpc",
       {{"text", std::string(args->message)}, {"at", absl::StrCat(args->file, ":", args->line)}});
+}
+
+// protobuf likewise, about texts of callers' that are no UTF-8.
+void ForwardProtobufLog(google::protobuf::LogLevel /*level*/, const char* file, int line,
+                        const std::string& message) {
+  Log(LogLevel::kDebug, "protobuf", {{"text", message}, {"at", absl::StrCat(file, ":", line)}});
 }
 
 int ClampToInt(int64_t value) {
@@ -246,6 +253,7 @@ Server::~Server() { Shutdown(absl::ZeroDuration()); }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Services* services) {
   gpr_set_log_function(ForwardGrpcLog);
+  google::protobuf::SetLogHandler(ForwardProtobufLog);
   // Never given back: who gives the last one back waits for gRPC's threads, and these may wait for
   // clients that are slow to take what was cancelled.
   grpc_init();

@@ -102,9 +102,15 @@ def test_nothing_is_inflated(server, figures, method: str) -> None:
     assert growth[0] < 64 << 20
 
 
-def test_small_messages_of_many_parts_are_not_parsed(server) -> None:
-    refusal = refused(send(server, SCORE, b"\x12\x00" * 600_000))
-    assert refusal.reason == "REQUEST_TOO_LARGE" and "parts" in refusal.message
+def test_small_messages_of_many_fields_are_not_parsed(server) -> None:
+    refusal = refused(send(server, SCORE, b"\x12\x00" * 1_200_000))
+    assert refusal.reason == "REQUEST_TOO_LARGE" and "fields" in refusal.message
+    # What no message of ours has, and no count sees into.
+    group = b"\x7b" + b"\x7a\x00" * 1000 + b"\x7c"
+    assert refused(send(server, SCORE, group)).reason == "REQUEST_MALFORMED"
+    # A text that is none is refused without a word in the log.
+    assert refused(send(server, HEALTH, b"\x0a\x01\xff")).code == grpc.StatusCode.NOT_FOUND
+    assert all(line.startswith("{") for line in server.log().splitlines())
 
 
 @pytest.mark.parametrize("method", [SCORE, HEALTH])

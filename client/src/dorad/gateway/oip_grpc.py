@@ -181,8 +181,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         with self._observed("grpc_model_stream_infer") as done:
             try:
                 with self._gateway.places.place():
-                    async with _in_time(self._gateway.limits.answer_seconds):
-                        await self._answer_one(request, caller, answers)
+                    await self._answer_one(request, caller, answers)
                 done("OK")
             except (Refusal, DoradError) as error:
                 refusal = as_refusal(error)
@@ -197,25 +196,36 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
     async def _answer_one(self, request: Any, caller: Caller, answers: asyncio.Queue[Any]) -> None:
         await self._gateway.admission.admit(caller)  # A stream may outlive its token.
         inference = await self._understood(request, caller, stream=True)
+        patience = _Patience(self._gateway.limits.answer_seconds)
         news = oip.infer_stream(self._gateway, caller, inference)
         async with contextlib.aclosing(news):
             async for found, final in news:
                 message = _response(found)
                 message.parameters["triton_final_response"].bool_param = final
-                await answers.put(pb.ModelStreamInferResponse(infer_response=message))
+                async with patience.used():
+                    await answers.put(pb.ModelStreamInferResponse(infer_response=message))
 
 
 class _Stuck(Exception):
     """Nobody reads the stream."""
 
 
-@contextlib.asynccontextmanager
-async def _in_time(seconds: float) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        raise _Stuck from None
+class _Patience:
+    """How long, all in all, one request's answers may wait to be read."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    @contextlib.asynccontextmanager
+    async def used(self) -> AsyncIterator[None]:
+        """Raises _Stuck."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                yield
+        except TimeoutError:
+            raise _Stuck from None
+        self._left -= time.monotonic() - began
 
 
 def _wake(task: asyncio.Task[None], answers: asyncio.Queue[Any]) -> None:
