@@ -30,6 +30,9 @@
 namespace dorad::rpc {
 
 class LateService : public grpc::Service {
+ public:
+  const char* name() const { return name_; }
+
  protected:
   // The most bytes that a request worth parsing has.
   using MaxBytes = int64_t (*)(const Services&);

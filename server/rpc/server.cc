@@ -33,6 +33,7 @@
 #include "server/rpc/control_service.h"
 #include "server/rpc/health_service.h"
 #include "server/rpc/inference_service.h"
+#include "server/rpc/late_service.h"
 #include "server/rpc/tls_credentials.h"
 
 namespace dorad::rpc {
@@ -40,19 +41,11 @@ namespace {
 
 constexpr char kReadiness[] = "readiness";
 constexpr char kLiveness[] = "liveness";
-constexpr char kInference[] = "dorad.v1.InferenceService";
-constexpr char kAdapters[] = "dorad.v1.AdapterService";
-constexpr char kControl[] = "dorad.v1.ControlService";
 // Of the largest size, that a listener may be reading at a time; beyond that gRPC ends calls
 // (RESOURCE_EXHAUSTED), whoever's they are.
 constexpr int64_t kReadingMessages = 8;
 // And what connections and calls take besides.
 constexpr int64_t kMinReadingBytes = 64 << 20;
-
-struct Part {
-  const char* name;  // in health checks
-  grpc::Service* service;
-};
 
 // gRPC writes to stderr in a format of its own, also about what we report ourselves.
 void ForwardGrpcLog(gpr_log_func_args* args) {
@@ -159,12 +152,13 @@ struct Listener {
   std::shared_ptr<grpc::ServerCredentials> credentials;  // which handshakes of the server ask
   std::unique_ptr<grpc::Server> server;
   std::string address;
-  std::vector<Part> parts;
+  std::vector<LateService*> parts;
   HealthService* health = nullptr;
 };
 
 absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
-                                GrpcsOwn own, HealthService* health, std::vector<Part> parts) {
+                                GrpcsOwn own, HealthService* health,
+                                std::vector<LateService*> parts) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
   const bool is_unix = !address.unix_path.empty();
   if (is_unix) DORAD_RETURN_IF_ERROR(CheckSocketFree(address.unix_path));
@@ -179,7 +173,7 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
   builder.AddListeningPort(
       is_unix ? absl::StrCat("unix:", address.unix_path) : JoinHostPort(address.host, address.port),
       listener.credentials, &port);
-  for (const Part& part : parts) builder.RegisterService(part.service);
+  for (LateService* part : parts) builder.RegisterService(part);
   builder.RegisterService(health);
   listener.parts = std::move(parts);
   listener.health = health;
@@ -258,9 +252,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   // clients that are slow to take what was cancelled.
   grpc_init();
   auto impl = std::make_unique<Impl>(services);
-  const Part inference{kInference, &impl->inference};
-  const Part adapters{kAdapters, &impl->adapters};
-  const Part control{kControl, &impl->control};
+  LateService* const inference = &impl->inference;
+  LateService* const adapters = &impl->adapters;
+  LateService* const control = &impl->control;
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::channelz::experimental::InitChannelzService();
   if (options.admin_listen.empty()) {
@@ -287,7 +281,7 @@ const std::string& Server::admin_address() const { return impl_->admin.address; 
 void Server::SetServing(bool serving) {
   impl_->ForEachHealth([serving](HealthService* health, const auto& parts) {
     for (const char* name : {"", kReadiness}) health->Set(name, serving);
-    for (const Part& part : parts) health->Set(part.name, serving);
+    for (const LateService* part : parts) health->Set(part->name(), serving);
   });
 }
 

@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -15,6 +16,7 @@
 #include "server/base/error.h"
 #include "server/rpc/late_service.h"
 #include "server/rpc/pumped_writer.h"
+#include "tests/unit/rpc_loopback.h"
 
 namespace dorad::rpc {
 namespace {
@@ -93,13 +95,9 @@ class PumpedWriterTest : public testing::Test {
   template <typename Reactor>
   void Serve() {
     service_ = std::make_unique<PumpingService<Reactor>>(&services_);
-    grpc::ServerBuilder builder;
-    int port = 0;
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
-    builder.RegisterService(service_.get());
-    server_ = builder.BuildAndStart();
-    stub_ = v1::InferenceService::NewStub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port),
-                                                              grpc::InsecureChannelCredentials()));
+    Loopback loopback = ListenOnLoopback(service_.get());
+    server_ = std::move(loopback.server);
+    stub_ = v1::InferenceService::NewStub(loopback.channel);
   }
 
   grpc::Status Generate(const std::string& adapter,

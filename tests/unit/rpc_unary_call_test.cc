@@ -14,6 +14,7 @@
 #include "dorad/v1/inference.grpc.pb.h"
 #include "server/rpc/late_service.h"
 #include "server/rpc/unary_call.h"
+#include "tests/unit/rpc_loopback.h"
 
 namespace dorad::rpc {
 namespace {
@@ -43,13 +44,9 @@ class UnaryCallTest : public testing::Test {
 
   void Serve(Handle handle) {
     service_ = std::make_unique<HandlingService>(&services_, std::move(handle));
-    grpc::ServerBuilder builder;
-    int port = 0;
-    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port);
-    builder.RegisterService(service_.get());
-    server_ = builder.BuildAndStart();
-    stub_ = v1::InferenceService::NewStub(grpc::CreateChannel("127.0.0.1:" + std::to_string(port),
-                                                              grpc::InsecureChannelCredentials()));
+    Loopback loopback = ListenOnLoopback(service_.get());
+    server_ = std::move(loopback.server);
+    stub_ = v1::InferenceService::NewStub(loopback.channel);
   }
 
   grpc::StatusCode Abort(std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
