@@ -23,17 +23,18 @@ foreach(_name status error_details code)
 endforeach()
 
 set(_sources)
-foreach(_name types inference adapters control)
-  set(_proto ${CMAKE_SOURCE_DIR}/proto/dorad/v1/${_name}.proto)
-  set(_generated ${_out}/dorad/v1/${_name}.pb.cc ${_out}/dorad/v1/${_name}.pb.h
-                 ${_out}/dorad/v1/${_name}.grpc.pb.cc ${_out}/dorad/v1/${_name}.grpc.pb.h)
+foreach(_name dorad/v1/types dorad/v1/inference dorad/v1/adapters dorad/v1/control
+        grpc/health/v1/health)
+  set(_proto ${CMAKE_SOURCE_DIR}/proto/${_name}.proto)
+  set(_generated ${_out}/${_name}.pb.cc ${_out}/${_name}.pb.h ${_out}/${_name}.grpc.pb.cc
+                 ${_out}/${_name}.grpc.pb.h)
   add_custom_command(
     OUTPUT ${_generated}
     COMMAND protobuf::protoc -I ${CMAKE_SOURCE_DIR}/proto --cpp_out=${_out} --grpc_out=${_out}
             --plugin=protoc-gen-grpc=${GRPC_CPP_PLUGIN} ${_proto}
     DEPENDS ${CMAKE_SOURCE_DIR}/proto/dorad/v1/types.proto ${_proto}
     VERBATIM)
-  list(APPEND _sources ${_out}/dorad/v1/${_name}.pb.cc ${_out}/dorad/v1/${_name}.grpc.pb.cc)
+  list(APPEND _sources ${_out}/${_name}.pb.cc ${_out}/${_name}.grpc.pb.cc)
 endforeach()
 foreach(_name status error_details)
   set(_proto ${CMAKE_BINARY_DIR}/googleapis/google/rpc/${_name}.proto)

@@ -1,5 +1,6 @@
 // Row norms ||W + s·B·A|| of an adapted linear and g = m / norm (paper, sections "Factored Norm
-// Computation" and "Norm Assembly Kernel"); the CPU's counterpart is server/ops/dora_norm.h.
+// Computation" and "Norm Assembly Kernel"); the CPU's counterpart is
+// server/backends/cpu/ops/dora_norm.h.
 //
 // Two forms of the same number. *Direct*: one tensor-core product B·A, tile by tile, whose epilogue
 // adds the tile of W, squares and sums the rows: nothing cancels and no product is stored.

@@ -1,5 +1,6 @@
-// SHA-256 of the pieces of many tensors: the leaves of a tensor's digest (server/base/tree_sha256.h
-// has the rest), which make parallel what SHA-256 of the whole would do byte after byte.
+// SHA-256 of the pieces of many tensors: the leaves of a tensor's digest
+// (server/platform/files/tree_sha256.h has the rest), which make parallel what SHA-256 of the whole
+// would do byte after byte.
 //
 // Only enqueues work on the stream; thread-safe, and can be captured in graphs.
 #pragma once

@@ -9,8 +9,8 @@ namespace dorad::kernels {
 __device__ inline float Infinity() { return __int_as_float(0x7F800000); }
 __device__ inline float NotANumber() { return __int_as_float(0x7FC00000); }
 
-// e^x for x <= 0, the steps of the CPU's Exp (server/ops/cpu/pointwise.h) with fused multiply-adds:
-// x = n ln2 + r, a polynomial of degree 7 in r, 2^n. Below -87.3 (and at -inf) 0.
+// e^x for x <= 0, the steps of the CPU's Exp (server/backends/cpu/simd/pointwise.h) with fused
+// multiply-adds: x = n ln2 + r, a polynomial of degree 7 in r, 2^n. Below -87.3 (and at -inf) 0.
 __device__ inline float Exp(float x) {
   const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer
   const float shifted = __fmaf_rn(x, 1.44269504f, magic);
@@ -102,8 +102,8 @@ __device__ inline Ranked Units(float weight) {
   return __float2ull_rn(weight * static_cast<float>(kUnits));
 }
 
-// Philox4x32-10 (Salmon et al., SC 2011), see server/ops/philox.h: uniform in [0, 1), a multiple of
-// 2^-53; key seed, counter (position, sample_index, 0).
+// Philox4x32-10 (Salmon et al., SC 2011), see server/backends/cpu/ops/philox.h: uniform in [0, 1),
+// a multiple of 2^-53; key seed, counter (position, sample_index, 0).
 __device__ inline double UniformDraw(uint64_t seed, uint32_t sample_index, uint64_t position) {
   uint32_t c0 = static_cast<uint32_t>(position);
   uint32_t c1 = static_cast<uint32_t>(position >> 32);

@@ -1,12 +1,12 @@
 // From logits to tokens and log-probabilities, on the GPU. The CPU's counterpart, whose semantics
-// these functions share, is server/ops/sampling.h: the same order of processing (temperature,
-// top-k, top-p over what top-k left, min-p relative to the largest kept probability), candidates of
-// equal probability ranked by ascending id, the same Philox4x32-10 draw, the same inverse of the
-// distribution function (ids ascending without truncation, candidates from the likeliest on with
-// it). Exponentials and their sums are computed in the order of the CPU's AVX-512 kernels, sums of
-// them in double, so that both give the same token and the same log-probability for equal logits
-// but for the rounding of double sums. Where more than kMostListed candidates can survive
-// truncation their weights are added up as integers, multiples of 2^-45 of the largest.
+// these functions share, is server/backends/cpu/ops/sampling.h: the same order of processing
+// (temperature, top-k, top-p over what top-k left, min-p relative to the largest kept probability),
+// candidates of equal probability ranked by ascending id, the same Philox4x32-10 draw, the same
+// inverse of the distribution function (ids ascending without truncation, candidates from the
+// likeliest on with it). Exponentials and their sums are computed in the order of the CPU's AVX-512
+// kernels, sums of them in double, so that both give the same token and the same log-probability
+// for equal logits but for the rounding of double sums. Where more than kMostListed candidates can
+// survive truncation their weights are added up as integers, multiples of 2^-45 of the largest.
 //
 // One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
 // read once. Everything but sizes and pointers is read on the device, so that one captured graph

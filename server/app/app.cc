@@ -11,45 +11,41 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/synchronization/notification.h"
-#include "server/adapter/folder.h"
-#include "server/adapter/loader.h"
-#include "server/adapter/registry.h"
-#include "server/adapter/residency.h"
-#include "server/adapter/store.h"
-#include "server/app/backend.h"
-#include "server/app/bounded_end.h"
+#include "server/adapter/peft/folder.h"
+#include "server/adapter/publish/loader.h"
+#include "server/adapter/registry/registry.h"
+#include "server/adapter/residency/residency.h"
+#include "server/adapter/store/store.h"
 #include "server/app/cli.h"
 #include "server/app/config_check.h"
-#include "server/app/housekeeper.h"
-#include "server/app/kv_lender.h"
+#include "server/app/listener_health_check.h"
 #include "server/app/load_report.h"
-#include "server/app/room_options.h"
+#include "server/app/options_from_config.h"
 #include "server/app/scrape.h"
-#include "server/app/self_dial.h"
-#include "server/app/sleeper.h"
+#include "server/app/shutdown_watchdog.h"
 #include "server/app/watchdog.h"
-#include "server/base/config_reload.h"
-#include "server/base/error.h"
-#include "server/base/http_server.h"
-#include "server/base/instant.h"
-#include "server/base/listener_probe.h"
-#include "server/base/log.h"
-#include "server/base/metrics.h"
-#include "server/base/stack_dump.h"
-#include "server/base/thread_pool.h"
+#include "server/backends/backend.h"
+#include "server/colocation/colocation.h"
 #include "server/engine/engine.h"
-#include "server/handover/listener.h"
-#include "server/ops/thread_team.h"
+#include "server/platform/config/config_reload.h"
+#include "server/platform/error.h"
+#include "server/platform/instant.h"
+#include "server/platform/log.h"
+#include "server/platform/metrics/metrics.h"
+#include "server/platform/net/http_server.h"
+#include "server/platform/net/listener_probe.h"
+#include "server/platform/process/stack_dump.h"
+#include "server/platform/thread_pool.h"
 #include "server/rpc/server.h"
 #include "server/rpc/upload_store.h"
-#include "server/security/guard.h"
+#include "server/security/security_manager.h"
 
 namespace dorad {
 namespace {
 
 // Loads must not slow running streams down.
 constexpr int kLoaderNice = 10;
-constexpr int kCouriers = 2;
+constexpr int kResponseThreads = 2;
 constexpr int kRegistryWriters = 1;  // changes are made one after the other anyway
 // What has been computed still has to reach the clients; open Watch streams end with it.
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
@@ -64,14 +60,20 @@ absl::Status Annotate(const absl::Status& status, const std::string& part) {
   return out;
 }
 
+// Closes the colocation at its place among the members.
+struct ColocationEnd {
+  ~ColocationEnd() { colocation->Close(); }
+  Colocation* colocation;
+};
+
 }  // namespace
 
 // Members stand on those above them and end before them.
 struct App::Impl {
   // `opened` stands on `d`; nullptr: no store.
-  Impl(const Config& c, std::unique_ptr<security::Guard> g, std::unique_ptr<Backend> loaded,
-       std::unique_ptr<engine::ModelRunner> runner, std::unique_ptr<adapter::Disk> d,
-       std::unique_ptr<adapter::Store> opened)
+  Impl(const Config& c, std::unique_ptr<security::SecurityManager> g,
+       std::unique_ptr<Backend> loaded, std::unique_ptr<engine::ModelRunner> runner,
+       std::unique_ptr<adapter::Disk> d, std::unique_ptr<adapter::Store> opened)
       : config(c),
         settings(c),
         guard(std::move(g)),
@@ -79,38 +81,46 @@ struct App::Impl {
         disk(std::move(d)),
         store(std::move(opened)),
         metrics(ToMetricsInfo(config, backend->info())),
-        couriers(kCouriers, 0),
+        response_executor(kResponseThreads, 0),
         load_pool(ToInt32(config.adapters.loader_threads), kLoaderNice),
         residency(ResidencyOptions()),
         registry(RegistryOptions()),
         uploads(ToUploadOptions(config, store != nullptr)),
-        sleeper(backend.get(), &residency, &loader, &engine),
         loader(
-            ToLoaderOptions(config), &load_pool, &backend->modules(), backend->adapter_builder(),
+            LoaderOptions(), &load_pool, &backend->modules(), backend->adapter_builder(),
             &residency, &registry,
             [this](const adapter::EndedLoad& load) {
               ReportLoad(load, &metrics);
               // Memory that was lent to others is theirs again.
-              if (!sleeper.asleep().empty()) backend->ReturnFreedMemory();
+              if (colocation.asleep()) backend->ReturnFreedMemory();
             },
             store.get()),
-        engine(ToEngineOptions(config, backend->info()), std::move(runner), &metrics) {
-    kv_lender.Open(&engine);
+        engine(EngineOptions(), std::move(runner), &metrics) {
+    colocation.Attach({backend.get(), &residency, &loader, &engine, &metrics});
+    if (store != nullptr) registry_writer = std::make_unique<ThreadPool>(kRegistryWriters, 0);
     FillServices();
     activations = registry.Subscribe([this] { engine.NoteActivated(); });
   }
 
-  ~Impl() {
-    registry.Unsubscribe(activations);
-    housekeeper.reset();
-    kv_lender.Close();
+  ~Impl() { registry.Unsubscribe(activations); }
+
+  engine::EngineOptions EngineOptions() {
+    engine::EngineOptions options = ToEngineOptions(config, backend->info());
+    // Tokens count when they are generated: a client that goes away before it reads them has had
+    // them made all the same.
+    if (security::Quotas* const quotas = guard->quotas()) {
+      options.on_generated = [quotas](const std::string& tenant, int64_t tokens) {
+        quotas->TakeTokens(tenant, tokens);
+      };
+    }
+    return options;
   }
 
   adapter::Residency::Options ResidencyOptions() {
     adapter::Residency::Options options;
     options.max_bytes = config.adapters.resident_bytes;
-    options.images = backend->weights_images();
-    options.lender = [this](int64_t bytes) { return kv_lender.Lend(bytes); };
+    options.images = backend->host_copies();
+    options.shrink_kv = [this](int64_t bytes) { return colocation.ShrinkKv(bytes); };
     options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
     return options;
   }
@@ -126,65 +136,16 @@ struct App::Impl {
     services.engine = &engine;
     services.registry = &registry;
     services.metrics = &metrics;
-    services.couriers = &couriers;
-    if (store != nullptr) {
-      registry_writer = std::make_unique<ThreadPool>(kRegistryWriters, 0);
-      services.run_change = [this](std::function<void()> change) {
-        registry_writer->Submit(std::move(change));
-      };
-    }
+    services.response_executor = &response_executor;
+    services.run_change = [this](std::function<void()> change) { RunChange(std::move(change)); };
     services.uploads = &uploads;
-    services.publisher.from_bytes = [this](adapter::PublishOptions options, std::string json,
-                                           std::vector<std::byte> image, absl::Duration read,
-                                           adapter::PublishCallback done) {
-      // A change is copyable; an image is not to be copied.
-      auto held = std::make_shared<std::vector<std::byte>>(std::move(image));
-      if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
-      services.run_change([this, options = std::move(options), json = std::move(json), held, read,
-                           done = std::move(done)] {
-        loader.PublishFromBytes(options, json, std::move(*held), read, done);
-      });
-    };
-    services.publisher.from_path = [this](adapter::PublishOptions options, std::string path,
-                                          adapter::PublishCallback done) {
-      if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
-      services.run_change(
-          [this, options = std::move(options), path = std::move(path), done = std::move(done)] {
-            loader.PublishFromPath(options, path, /*trusted=*/false, done);
-          });
-    };
-    services.sleep.sleep = [this](rpc::SleepControl::Options options,
-                                  rpc::SleepControl::SleepDone done) {
-      sleep_pool.Submit([this, options = std::move(options), done = std::move(done)] {
-        const absl::StatusOr<Sleeper::Tags> tags = Sleeper::ParseTags(options.tags);
-        done(tags.ok() ? sleeper.Sleep(*tags, {options.keep_kv, options.refuse_requests})
-                       : tags.status());
-      });
-    };
-    services.sleep.wake = [this](std::vector<std::string> tags,
-                                 std::function<void(absl::Status)> done) {
-      sleep_pool.Submit([this, names = std::move(tags), done = std::move(done)] {
-        const absl::StatusOr<Sleeper::Tags> tags = Sleeper::ParseTags(names);
-        done(tags.ok() ? sleeper.Wake(*tags) : tags.status());
-      });
-    };
-    services.sleep.asleep = [this] {
-      const Sleeper::Tags tags = sleeper.asleep();
-      return std::vector<std::string>(tags.begin(), tags.end());
-    };
-    services.publisher.from_memory = [this](adapter::PublishOptions options, std::string json,
-                                            adapter::PeerTensors peer,
-                                            adapter::PublishCallback done) {
-      if (absl::Status asleep = RefusalOfPublish(); !asleep.ok()) return done(asleep);
-      services.run_change(
-          [this, options = std::move(options), json = std::move(json), peer = std::move(peer),
-           done = std::move(done)] { loader.PublishFromMemory(options, json, peer, done); });
-    };
+    services.publisher = &loader;
+    services.sleep = colocation.sleep();
     services.weight_layout = backend->weight_layout();
     services.authority = guard->authority();
     services.quotas = guard->quotas();
     services.memory_by_kind = [this] { return MemoryByKind(); };
-    services.lent_weight_bytes = [this] { return backend->lent_weight_bytes(); };
+    services.shared_weight_bytes = [this] { return backend->shared_weight_bytes(); };
     services.info = ToServerInfo(config, backend->info());
     services.max_message_bytes = config.server.max_message_bytes;
     services.max_adapter_bytes = config.adapters.max_bytes;
@@ -193,12 +154,16 @@ struct App::Impl {
     services.default_deadline_seconds = config.server.default_deadline_seconds;
   }
 
-  // Norms need the base weights.
-  absl::Status RefusalOfPublish() const {
-    if (sleeper.asleep().count("weights") == 0) return absl::OkStatus();
-    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
-                                    "the base model's weights are asleep; Wake brings them back"),
-                          absl::Seconds(1));
+  adapter::LoaderOptions LoaderOptions() {
+    adapter::LoaderOptions options = ToLoaderOptions(config);
+    options.run_change = [this](std::function<void()> change) { RunChange(std::move(change)); };
+    return options;
+  }
+
+  // A change of the registry: here, or where it may wait for the store's disk.
+  void RunChange(std::function<void()> change) {
+    if (registry_writer == nullptr) return change();
+    registry_writer->Submit(std::move(change));
   }
 
   std::map<std::string, int64_t> MemoryByKind() const {
@@ -210,7 +175,7 @@ struct App::Impl {
   // What earlier runs left in the store.
   void Restore() {
     if (store == nullptr) return;
-    int64_t restored = 0, failed = 0;
+    std::atomic<int64_t> restored = 0, failed = 0;
     registry.Restore(store->opened(), [&](const std::string& name, int64_t version,
                                           const adapter::StoredVersion& stored) {
       auto loaded = loader.LoadStored(name, version, stored);
@@ -226,8 +191,8 @@ struct App::Impl {
       return loaded;
     });
     LogInfo("store opened", {{"path", config.adapters.store_path},
-                             {"restored", restored},
-                             {"failed", failed},
+                             {"restored", restored.load()},
+                             {"failed", failed.load()},
                              {"generation", registry.generation()}});
   }
 
@@ -251,11 +216,11 @@ struct App::Impl {
       options.activate = true;
       absl::Status result;
       absl::Notification done;
-      loader.PublishFromPath(std::move(options), folder, /*trusted=*/true,
-                             [&](const absl::StatusOr<adapter::PublishResult>& published) {
-                               result = published.status();
-                               done.Notify();
-                             });
+      loader.Publish(std::move(options), adapter::PathSource{folder, /*trusted=*/true},
+                     [&](const absl::StatusOr<adapter::PublishResult>& published) {
+                       result = published.status();
+                       done.Notify();
+                     });
       done.WaitForNotification();
       if (!result.ok()) return Annotate(result, absl::StrCat("adapter ", name, "=", folder));
     }
@@ -263,24 +228,15 @@ struct App::Impl {
   }
 
   absl::Status Listen() {
-    if (!config.server.handover_socket.empty()) {
-      handover::Listener::Options memory;
-      memory.path = config.server.handover_socket;
-      memory.lend_weights = [this] { return LendWeights(); };
-      if (auto open = backend->device_memory_opener(); open != nullptr) {
-        memory.open_device = [open](const handover::Offer& offer) {
-          return open(offer.ipc_handle, offer.device_uuid, offer.size);
-        };
-      }
-      auto listening = handover::Listener::Start(std::move(memory));
-      if (!listening.ok()) return Annotate(listening.status(), "handover socket");
-      handover = *std::move(listening);
-      services.handover = handover.get();
+    if (!config.server.shared_memory_socket.empty()) {
+      const absl::Status listening = colocation.Listen(config.server.shared_memory_socket);
+      if (!listening.ok()) return Annotate(listening, "shared-memory socket");
+      services.shared_memory = colocation.listener();
     }
     if (!config.server.metrics_listen.empty()) {
       scrape = std::make_unique<Scrape>(
-          Scrape::Sources{backend.get(), store.get(), &residency, &registry, &uploads, &sleeper,
-                          &engine, handover.get(), guard.get(), services.memory_by_kind},
+          Scrape::Sources{backend.get(), store.get(), &residency, &registry, &uploads, &colocation,
+                          &engine, guard.get(), services.memory_by_kind},
           &metrics);
       absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
           config.server.metrics_listen,
@@ -301,28 +257,23 @@ struct App::Impl {
     server = *std::move(started);
     watchdog = std::make_unique<Watchdog>(
         Patience(), [this] { return EngineSilence(); }, [this] { EndStalled(); });
-    if (const std::optional<Backend::Device> device = backend->device()) {
-      const MemoryConfig& memory = config.memory;
-      const Governor::Marks marks{ByteLimit(memory.high_water, device->total),
-                                  ByteLimit(memory.low_water, device->total)};
-      housekeeper = std::make_unique<Housekeeper>(marks, backend.get(), &residency, &engine,
-                                                  &kv_lender, &metrics);
-    }
+    colocation.KeepBelow(config.memory);
     ready = true;
     return absl::OkStatus();
   }
 
-  void WatchListeners(std::function<void()> on_deaf) {
-    if (config.server.self_dial_seconds == 0) return;
-    std::vector<SelfDial::Listener> listeners = {{server->address(), Http2Greeting()}};
+  void WatchListeners(std::function<void()> on_unresponsive) {
+    if (config.server.listener_check_seconds == 0) return;
+    std::vector<ListenerHealthCheck::Listener> listeners = {{server->address(), Http2Greeting()}};
     if (!server->admin_address().empty()) {
       listeners.push_back({server->admin_address(), Http2Greeting()});
     }
     if (metrics_http) {
       listeners.push_back({metrics_http->address(), "GET /healthz HTTP/1.1\r\n\r\n"});
     }
-    self_dial = std::make_unique<SelfDial>(absl::Seconds(config.server.self_dial_seconds),
-                                           std::move(listeners), std::move(on_deaf));
+    listener_health_check =
+        std::make_unique<ListenerHealthCheck>(absl::Seconds(config.server.listener_check_seconds),
+                                              std::move(listeners), std::move(on_unresponsive));
   }
 
   // Refuses as a whole, or takes over as a whole.
@@ -337,15 +288,6 @@ struct App::Impl {
     loader.SetKeepLast(settings.adapters.keep_last);
     services.default_deadline_seconds = settings.server.default_deadline_seconds;
     return changes;
-  }
-
-  // Its end may wait for whoever uses the weights, and that is not for the listener's thread.
-  absl::StatusOr<std::shared_ptr<const handover::WeightsLease>> LendWeights() {
-    DORAD_ASSIGN_OR_RETURN(std::unique_ptr<handover::WeightsLease> lease, backend->LendWeights());
-    return std::shared_ptr<const handover::WeightsLease>(
-        lease.release(), [this](const handover::WeightsLease* ended) {
-          sleep_pool.Submit([ended] { delete ended; });
-        });
   }
 
   absl::Duration Patience() const { return absl::Seconds(config.engine.watchdog_seconds); }
@@ -366,52 +308,49 @@ struct App::Impl {
     _exit(kExitSoftware);
   }
 
-  BoundedEnd end;
+  ShutdownWatchdog end;
   const Config config;
   Config settings;  // with what was reloaded since the start; of the thread that stops the app
-  const std::unique_ptr<security::Guard> guard;
+  const std::unique_ptr<security::SecurityManager> guard;
   const std::unique_ptr<Backend> backend;
   const std::unique_ptr<adapter::Disk> disk;
   const std::unique_ptr<adapter::Store> store;  // nullptr: none
   Metrics metrics;
   rpc::Services services;  // names what is below; loads count in it until they have ended
-  ThreadPool couriers;
+  ThreadPool response_executor;
   ThreadPool load_pool;
-  KvLender kv_lender;
+  Colocation colocation;  // before the residency and the loader, which ask it to their ends
   adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;
-  Sleeper sleeper;  // before the loader, whose last loads ask what sleeps
   adapter::AdapterLoader loader;
-  const BoundedEnd::Turn loader_ends{&end, BoundedEnd::Part::kLoads};
+  const ShutdownWatchdog::Phase loader_ends{&end, ShutdownWatchdog::Part::kLoads};
   engine::Engine engine;
-  ThreadPool sleep_pool{1, 0};  // Sleep and Wake, which need all of these, wait on it
-  const BoundedEnd::Turn engine_ends{&end, BoundedEnd::Part::kStep};
+  const ColocationEnd colocation_ends{&colocation};
+  const ShutdownWatchdog::Phase engine_ends{&end, ShutdownWatchdog::Part::kStep};
   int64_t activations = 0;  // the engine's subscription of the registry's events
   // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;
-  const BoundedEnd::Turn changes_end{&end, BoundedEnd::Part::kChanges};
+  const ShutdownWatchdog::Phase changes_end{&end, ShutdownWatchdog::Part::kChanges};
   std::atomic<bool> ready{false};
-  std::unique_ptr<handover::Listener> handover;  // nullptr: none
-  std::unique_ptr<Scrape> scrape;                // nullptr: no metrics_listen
+  std::unique_ptr<Scrape> scrape;  // nullptr: no metrics_listen
   std::unique_ptr<MetricsHttpServer> metrics_http;
   std::unique_ptr<rpc::Server> server;
   std::unique_ptr<Watchdog> watchdog;
-  std::unique_ptr<Housekeeper> housekeeper;  // nullptr: no device that is shared
-  std::unique_ptr<SelfDial> self_dial;       // nullptr: none is wanted
+  std::unique_ptr<ListenerHealthCheck> listener_health_check;  // nullptr: none is wanted
 };
 
 App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 App::~App() = default;
 
-absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<void()> on_deaf) {
+absl::StatusOr<std::unique_ptr<App>> App::Start(Config config,
+                                                std::function<void()> on_unresponsive) {
   DORAD_RETURN_IF_ERROR(CheckStart(config));
   ResolveComputeDtype(&config.model);
-  absl::StatusOr<std::unique_ptr<security::Guard>> guard =
-      security::Guard::Open(config.server, config.security);
+  absl::StatusOr<std::unique_ptr<security::SecurityManager>> guard =
+      security::SecurityManager::Open(config.server, config.security);
   if (!guard.ok()) return guard.status();
-  ops::SetThreads(Threads(config.engine));
   const Instant begin = SteadyNow();
   absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
   if (!backend.ok()) return Annotate(backend.status(), "model " + config.model.path);
@@ -439,7 +378,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config, std::function<voi
   adapter::WarnOfMissingRoots(impl->config.adapters.allowed_roots);
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
-  impl->WatchListeners(std::move(on_deaf));
+  impl->WatchListeners(std::move(on_unresponsive));
   return std::unique_ptr<App>(new App(std::move(impl)));
 }
 
@@ -481,7 +420,7 @@ void App::Stop(const absl::Notification& hurry) {
   // Requests and calls have a grace each, one after the other.
   impl_->end.Begin(delay + timeout + 2 * kShutdownGrace + kEndGrace);
   impl_->ready = false;
-  if (impl_->self_dial) impl_->self_dial->Stop();
+  if (impl_->listener_health_check) impl_->listener_health_check->Stop();
   impl_->server->Drain({delay, timeout, kShutdownGrace}, hurry);
   impl_->server->Shutdown(kShutdownGrace);
   LogInfo("shut down", {{"in_a_hurry", hurry.HasBeenNotified()}});

@@ -1,4 +1,4 @@
-// The running server: every part, in the order in which they stand on each other.
+// The running server: owns every part, in the order of their dependencies.
 // Owned by main. Start, Reload and Stop are called by one thread.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/synchronization/notification.h"
-#include "server/base/config.h"
+#include "server/platform/config/config.h"
 
 namespace dorad {
 
@@ -16,9 +16,10 @@ class App {
  public:
   // Loads the model and the preloaded adapters and serves. The status names what was wrong; its
   // message starts with the part that failed.
-  // `on_deaf` is called, once at most and on a thread of its own, when a listener takes no
-  // connections any more (server.self_dial_seconds).
-  static absl::StatusOr<std::unique_ptr<App>> Start(Config config, std::function<void()> on_deaf);
+  // `on_unresponsive` is called, once at most and on a thread of its own, when a listener takes no
+  // connections any more (server.listener_check_seconds).
+  static absl::StatusOr<std::unique_ptr<App>> Start(Config config,
+                                                    std::function<void()> on_unresponsive);
   // Ends at once what Stop has not ended.
   ~App();
 

@@ -1,7 +1,7 @@
 #include "server/app/cli.h"
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
+#include "server/platform/error.h"
 
 namespace dorad {
 namespace {

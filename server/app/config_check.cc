@@ -7,14 +7,14 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/adapter/folder.h"
-#include "server/adapter/version.h"
-#include "server/app/backend.h"
-#include "server/app/room_options.h"
-#include "server/base/error.h"
-#include "server/base/listen_address.h"
+#include "server/adapter/peft/folder.h"
+#include "server/adapter/registry/version.h"
+#include "server/app/options_from_config.h"
+#include "server/backends/backend.h"
+#include "server/platform/error.h"
+#include "server/platform/net/listen_address.h"
 #include "server/security/authority.h"
-#include "server/security/exposure.h"
+#include "server/security/listener_policy.h"
 #include "server/security/tls_files.h"
 
 namespace dorad {
@@ -33,7 +33,7 @@ class Checks {
     }
     CheckListeners();
     for (Violation& problem :
-         ViolationsOf(security::CheckExposure(config_.server, config_.security))) {
+         ViolationsOf(security::CheckListenerPolicy(config_.server, config_.security))) {
       problems_.push_back(std::move(problem));
     }
     CheckSecurityFiles();
@@ -57,17 +57,19 @@ class Checks {
 
   void CheckListeners() {
     const ServerConfig& server = config_.server;
-    const std::string& handover = server.handover_socket;
+    const std::string& shared_memory = server.shared_memory_socket;
     const std::vector<std::pair<const char*, std::string>> listeners = {
         {"server.grpc_listen", server.grpc_listen},
         {"server.admin_listen", server.admin_listen},
         {"server.metrics_listen", server.metrics_listen},
-        {"server.handover_socket", handover.empty() ? "" : absl::StrCat("unix:", handover)}};
+        {"server.shared_memory_socket",
+         shared_memory.empty() ? "" : absl::StrCat("unix:", shared_memory)}};
     std::vector<std::pair<const char*, ListenAddress>> before;
     for (const auto& [key, text] : listeners) {
       const absl::StatusOr<ListenAddress> address = ParseListenAddress(text);
       if (text.empty()) continue;  // off
-      Add(key, address.status());  // only of a handover socket: the others the reader has refused
+      Add(key,
+          address.status());  // only of a shared-memory socket: the others the reader has refused
       if (!address.ok()) continue;
       if (!address->unix_path.empty()) CheckSocket(key, address->unix_path);
       for (const auto& [other, taken] : before) {

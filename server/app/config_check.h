@@ -1,14 +1,14 @@
-// What a start would find wrong with a configuration before it loads anything: what no single key
-// says. Pure function of the configuration and the file system, hence thread-safe.
+// Checks a configuration as a start does before it loads anything: keys against each other, and
+// against the file system. Pure function of both, hence thread-safe.
 #pragma once
 
 #include "absl/status/status.h"
-#include "server/base/config.h"
+#include "server/platform/config/config.h"
 
 namespace dorad {
 
-// INVALID_ARGUMENT listing every problem, each with the reason that the start would give. A model
-// that is not named is not looked at.
+// INVALID_ARGUMENT listing every problem, each with the reason that the start would give. Without
+// model.path the model is not checked.
 absl::Status CheckStart(Config config);
 
 }  // namespace dorad

@@ -4,9 +4,9 @@
 #include <string>
 
 #include "absl/time/time.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
-#include "server/base/log.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/log.h"
 
 namespace dorad {
 

@@ -1,8 +1,8 @@
-// What the log and the metrics say of an adapter's load that has ended. Thread-safe.
+// Writes an ended load of an adapter to the log and the metrics. Thread-safe.
 #pragma once
 
-#include "server/adapter/loader.h"
-#include "server/base/metrics.h"
+#include "server/adapter/publish/loader.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad {
 

@@ -1,177 +1,21 @@
-// The program `dorad`.
-#include <sys/resource.h>
-#include <unistd.h>
-
+// The program `dorad`: reads the command line and runs the command.
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
-#include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "server/app/app.h"
 #include "server/app/cli.h"
-#include "server/app/config_check.h"
-#include "server/app/room_options.h"
-#include "server/app/signals.h"
-#include "server/base/config.h"
-#include "server/base/error.h"
-#include "server/base/failpoint.h"
-#include "server/base/log.h"
-#include "server/base/service_manager.h"
-#include "server/base/stack_dump.h"
-
-namespace dorad {
-namespace {
-
-// A caller's text (a path, a key) must not start a line of its own.
-std::string OneLine(std::string text) {
-  for (char& c : text) {
-    if (static_cast<unsigned char>(c) < ' ') c = ' ';
-  }
-  return text;
-}
-
-void PrintProblem(const char* before, const std::string& text, const std::string& reason) {
-  std::fprintf(stderr, "dorad: %s%s%s\n", before, OneLine(text).c_str(),
-               reason.empty() ? "" : absl::StrCat(" [", reason, "]").c_str());
-}
-
-// One line for each problem, each with its reason.
-void PrintError(const absl::Status& status) {
-  const std::vector<Violation> violations = ViolationsOf(status);
-  std::string text(status.message());
-  if (violations.size() > 1) {
-    // The message lists the first few, after the part that failed; here is room for all.
-    std::fprintf(stderr, "dorad: %zu problems: %s\n", violations.size(),
-                 OneLine(text.substr(0, text.find(": " + violations[0].field))).c_str());
-    for (const Violation& v : violations) {
-      PrintProblem("  ", v.field + ": " + v.description, v.reason);
-    }
-    return;
-  }
-  PrintProblem("", text, violations.empty() ? ReasonOf(status) : violations[0].reason);
-}
-
-absl::StatusOr<Config> ReadConfig(const Command& command, ConfigOrigins* origins = nullptr) {
-  DORAD_ASSIGN_OR_RETURN(Config config,
-                         LoadConfig(command.config_file, command.overrides, origins));
-  if (command.model) config.model.path = *command.model;
-  config.adapters.preload.insert(config.adapters.preload.end(), command.adapters.begin(),
-                                 command.adapters.end());
-  if (origins != nullptr) {
-    if (command.model) (*origins)["model.path"] = "--model";
-    if (!command.adapters.empty()) (*origins)["adapters.preload"] = "--adapter";
-  }
-  return config;
-}
-
-// That of a server: it has a model.
-absl::StatusOr<Config> ReadConfigToServe(const Command& command) {
-  DORAD_ASSIGN_OR_RETURN(Config config, ReadConfig(command));
-  if (config.model.path.empty()) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "MODEL_MISSING",
-                     "no model: say --model DIR or set model.path");
-  }
-  return config;
-}
-
-int Fail(const absl::Status& status, int code) {
-  PrintError(status);
-  return code;
-}
-
-// Each connection takes a descriptor; the soft limit is low for the sake of programs with select().
-void RaiseDescriptorLimit() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
-  limit.rlim_cur = limit.rlim_max;
-  if (setrlimit(RLIMIT_NOFILE, &limit) != 0) LogWarning("cannot raise the limit of descriptors");
-}
-
-int Serve(const Command& command) {
-  Signals signals;
-  absl::StatusOr<std::unique_ptr<App>> app;  // outlives the manager's thread, which asks it
-  const std::unique_ptr<ServiceManager> manager = ServiceManager::FromEnvironment();
-  const absl::StatusOr<Config> config = ReadConfigToServe(command);
-  if (!config.ok()) return Fail(config.status(), kExitConfig);
-  ApplyLogging(config->log);
-  if (const char* failpoint = std::getenv("DORAD_FAILPOINT")) {
-    const absl::Status armed = ArmFailpoint(failpoint);
-    if (!armed.ok()) return Fail(armed, kExitUsage);
-    LogWarning("a failpoint is armed: the process will fail there", {{"failpoint", failpoint}});
-  }
-  RaiseDescriptorLimit();
-  app = App::Start(*config, [&signals] { signals.RequestEnd(kExitDeaf); });
-  if (!app.ok()) return Fail(app.status(), kExitConfig);
-  signals.BeginOrderlyEnd();
-  std::printf("%s\n", (*app)->ReadyLine().c_str());
-  std::fflush(stdout);
-  manager->Ready("serving");
-  manager->KeepAlive([&app] { return (*app)->alive(); });
-  while (signals.Wait() == Signals::Event::kReload) {
-    manager->Reloading();
-    (*app)->Reload(ReadConfigToServe(command));
-    manager->Ready("serving");
-  }
-  manager->Stopping("finishing running requests");
-  (*app)->Stop(signals.hurry());
-  const int code = signals.EndOrderlyEnd();
-  // In a hurry nobody waits for the loads and steps that the parts would wait for at their end;
-  // what is durable is on the disk.
-  if (code != kExitOk) _exit(code);
-  return code;
-}
-
-int CheckConfig(const Command& command) {
-  const absl::StatusOr<Config> config = LoadConfig(command.config_file, command.overrides);
-  if (!config.ok()) return Fail(config.status(), kExitConfig);
-  const absl::Status checked = CheckStart(*config);
-  if (!checked.ok()) return Fail(checked, kExitConfig);
-  std::printf("%s: fine%s\n", command.config_file.c_str(),
-              config->model.path.empty() ? "; it names no model" : "");
-  return kExitOk;
-}
-
-int PrintConfig(const Command& command) {
-  ConfigOrigins origins;
-  const absl::StatusOr<Config> config = ReadConfig(command, &origins);
-  if (!config.ok()) return Fail(config.status(), kExitConfig);
-  std::fputs(ToYaml(*config, &origins).c_str(), stdout);
-  return kExitOk;
-}
-
-int Main(const std::vector<std::string>& arguments) {
-  const absl::StatusOr<Command> command = ParseCommandLine(arguments);
-  if (!command.ok()) return Fail(command.status(), kExitUsage);
-  switch (command->verb) {
-    case Command::Verb::kServe:
-      return Serve(*command);
-    case Command::Verb::kCheckConfig:
-      return CheckConfig(*command);
-    case Command::Verb::kPrintConfig:
-      return PrintConfig(*command);
-    case Command::Verb::kVersion:
-      std::printf("dorad %s\n", DORAD_VERSION);
-      return kExitOk;
-    case Command::Verb::kHelp:
-      std::fputs(HelpText(), stdout);
-      return kExitOk;
-  }
-  return kExitSoftware;
-}
-
-}  // namespace
-}  // namespace dorad
+#include "server/app/commands.h"
+#include "server/platform/process/stack_dump.h"
 
 int main(int argc, char** argv) {
   dorad::InitializeStackDump(argv[0]);
   try {
-    return dorad::Main(std::vector<std::string>(argv + 1, argv + argc));
+    const absl::StatusOr<dorad::Command> command =
+        dorad::ParseCommandLine(std::vector<std::string>(argv + 1, argv + argc));
+    return command.ok() ? dorad::Run(*command) : dorad::Refuse(command.status());
   } catch (const std::exception& e) {
-    // Libraries throw, for example when memory for the model's weights is not to be had.
+    // Libraries throw, for example when the model's weights do not fit into memory.
     std::fprintf(stderr, "dorad: %s\n", e.what());
     return dorad::kExitSoftware;
   }

@@ -11,7 +11,7 @@ std::string Scrape::Render() {
   metrics_.SetEngine({.requests = stats.requests,
                       .frozen_requests = stats.frozen_requests,
                       .paused_adapters = static_cast<int>(stats.paused_adapters.size()),
-                      .awaited_pauses = static_cast<int>(stats.awaited_pauses.size()),
+                      .pending_pauses = static_cast<int>(stats.pending_pauses.size()),
                       .running_sequences = stats.running_sequences,
                       .waiting_sequences = stats.waiting_sequences,
                       .queued_requests = stats.queued_requests,
@@ -19,22 +19,22 @@ std::string Scrape::Render() {
                       .kv_pages_total = stats.kv_pages_total,
                       .kv_pages_used = stats.kv_pages_used,
                       .kv_pages_cached = stats.kv_pages_cached,
-                      .kv_pages_lent = stats.kv_pages_lent,
+                      .kv_pages_released = stats.kv_pages_released,
                       .paused = stats.paused,
                       .gpu_share = stats.gpu_share});
   metrics_.SetAdapters(CountAdapters());
   const engine::AdaptersInUse in_use = from_.engine->adapters_in_use();
   metrics_.SetAdaptersInUse(in_use.running, in_use.waiting);
-  const Sleeper::Tags asleep = from_.sleeper->asleep();
-  for (const std::string& tag : Sleeper::AllTags()) {
-    metrics_.SetSleeping(tag, asleep.count(tag) > 0);
+  const SleepControl::Tags asleep = from_.colocation->sleep()->asleep();
+  for (const char* tag : SleepControl::kAllTags) {
+    metrics_.SetSleeping(tag, std::find(asleep.begin(), asleep.end(), tag) != asleep.end());
   }
   if (from_.store != nullptr) {
     const adapter::Store::Stats kept = from_.store->stats();
     metrics_.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
                        kept.append_time, kept.compactions, kept.failures});
   }
-  const security::Guard::Stats guarded = from_.guard->stats();
+  const security::SecurityManager::Stats guarded = from_.guard->stats();
   metrics_.SetSecurity(
       {guarded.tokens_reload_failures, guarded.tls_reload_failures, guarded.tls_expiry});
   CountMemory();
@@ -52,18 +52,18 @@ Metrics::AdapterGauges Scrape::CountAdapters() const {
   gauges.away = resident.away;
   gauges.evictions = resident.evictions;
   gauges.host_bytes = resident.host_bytes;
-  gauges.recalls_from_host = resident.recalls_from_host;
-  gauges.recalls_from_store = resident.recalls_from_store;
+  gauges.reloads_from_host = resident.reloads_from_host;
+  gauges.reloads_from_store = resident.reloads_from_store;
   gauges.leases = from_.registry->total_leases();
   gauges.generation = from_.registry->generation();
   const rpc::UploadStore::Idle idle = from_.uploads->idle();
   gauges.idle_uploads = idle.uploads;
   gauges.idle_upload_bytes = idle.bytes;
-  if (from_.handover != nullptr) {
-    const handover::Listener::Stats held = from_.handover->stats();
-    gauges.handover_connections = held.connections;
-    gauges.handover_bytes = held.memory_bytes;
-    gauges.lent_weight_bytes = from_.backend->lent_weight_bytes();
+  if (const shared_memory::Listener* listener = from_.colocation->listener()) {
+    const shared_memory::Listener::Stats held = listener->stats();
+    gauges.shared_memory_connections = held.connections;
+    gauges.shared_memory_bytes = held.memory_bytes;
+    gauges.shared_weight_bytes = from_.backend->shared_weight_bytes();
   }
   return gauges;
 }

@@ -1,6 +1,6 @@
-// One scrape of /metrics: reads what the rooms count themselves, and renders all. Owned by App;
-// what it is given outlives it. Confined to the thread of the metrics HTTP server. Holds no lock
-// that a step needs for longer than it takes to copy some numbers.
+// One scrape of /metrics: reads the counts that the rooms keep themselves, and renders all metrics.
+// Owned by App; borrows its sources. Confined to the thread of the metrics HTTP server. Holds a
+// lock that a step needs no longer than it takes to copy some numbers.
 #pragma once
 
 #include <functional>
@@ -8,16 +8,16 @@
 #include <string>
 #include <utility>
 
-#include "server/adapter/registry.h"
-#include "server/adapter/residency.h"
-#include "server/adapter/store.h"
-#include "server/app/backend.h"
-#include "server/app/sleeper.h"
-#include "server/base/metrics.h"
+#include "server/adapter/registry/registry.h"
+#include "server/adapter/residency/residency.h"
+#include "server/adapter/store/store.h"
+#include "server/backends/backend.h"
+#include "server/colocation/colocation.h"
+#include "server/colocation/listener.h"
 #include "server/engine/engine.h"
-#include "server/handover/listener.h"
+#include "server/platform/metrics/metrics.h"
 #include "server/rpc/upload_store.h"
-#include "server/security/guard.h"
+#include "server/security/security_manager.h"
 
 namespace dorad {
 
@@ -29,10 +29,9 @@ class Scrape {
     const adapter::Residency* residency = nullptr;
     const adapter::AdapterRegistry* registry = nullptr;
     const rpc::UploadStore* uploads = nullptr;
-    const Sleeper* sleeper = nullptr;
+    Colocation* colocation = nullptr;
     const engine::Engine* engine = nullptr;
-    const handover::Listener* handover = nullptr;  // nullptr: none
-    const security::Guard* guard = nullptr;
+    const security::SecurityManager* guard = nullptr;
     std::function<std::map<std::string, int64_t>()> memory_by_kind;
   };
   Scrape(Sources sources, Metrics* metrics) : from_(std::move(sources)), metrics_(*metrics) {}

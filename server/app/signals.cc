@@ -7,7 +7,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "server/base/log.h"
+#include "server/platform/log.h"
 
 namespace dorad {
 

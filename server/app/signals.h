@@ -1,6 +1,6 @@
-// SIGTERM and SIGINT: the first one asks for an orderly end, the second one for a quick one, the
-// third one ends the process at once. SIGHUP asks for the configuration to be read again.
-// Thread-safe.
+// SIGTERM and SIGINT: the first one asks for an orderly end, the second one for a quick end, the
+// third one ends the process at once. SIGHUP asks for the configuration to be read again. Owned by
+// the serve command. Thread-safe.
 #pragma once
 
 #include <memory>
@@ -11,25 +11,25 @@ namespace dorad {
 
 class Signals {
  public:
-  // Blocks these signals for the calling thread and all threads that it starts; to be made before
+  // Blocks these signals for the calling thread and all threads that it starts. To be made before
   // any other thread. Ignores SIGPIPE.
   Signals();
 
-  // Until then SIGTERM and SIGINT end the process at once, with 0: nobody is served yet.
+  // Until this call SIGTERM and SIGINT end the process at once with exit code 0: nobody is served.
   void BeginOrderlyEnd();
 
   enum class Event { kReload, kStop };
-  // Waits for the next one; a SIGHUP that came before is not lost. After kStop there is none.
+  // Waits for the next event. A SIGHUP that came before is not lost. kStop is the last event.
   Event Wait();
 
-  // Asks for the orderly end as a first SIGTERM would, with this exit code. Counts as none: the
-  // first signal that comes from outside meanwhile changes nothing.
+  // Asks for the orderly end as a first SIGTERM would, with this exit code. Does not count as a
+  // signal: the first signal that comes from outside meanwhile changes nothing.
   void RequestEnd(int exit_code);
 
   // Notified by the second SIGTERM or SIGINT; as long-lived as the process.
   const absl::Notification& hurry() const;
-  // From now on the next SIGTERM or SIGINT ends the process at once. Returns the exit code of the
-  // end so far: 0, RequestEnd's, or 128 + the number of the signal that asked for a quick one.
+  // From now on the next SIGTERM or SIGINT ends the process at once. Returns the exit code so far:
+  // 0, that of RequestEnd, or 128 + the number of the signal that asked for a quick end.
   int EndOrderlyEnd();
 
  private:

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "server/base/instant.h"
-#include "server/base/silence_meter.h"
+#include "server/platform/instant.h"
+#include "server/platform/process/silence_meter.h"
 
 namespace dorad {
 

@@ -11,8 +11,8 @@ namespace dorad {
 
 class Watchdog {
  public:
-  // Calls on_stall once when `silence` (how long ago the last sign of life was) exceeds `limit`;
-  // time in which the process was stopped does not count.
+  // Calls on_stall once, on its own thread, when `silence` exceeds `limit`. `silence` returns the
+  // time since the last sign of life. Time in which the process was stopped does not count.
   Watchdog(absl::Duration limit, std::function<absl::Duration()> silence,
            std::function<void()> on_stall);
   // Stops watching.

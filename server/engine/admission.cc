@@ -4,9 +4,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
-#include "server/base/metrics.h"
 #include "server/engine/pauses.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad::engine {
 namespace {
@@ -30,23 +31,24 @@ absl::Status EnginePaused() {
                         kRetryPaused);
 }
 
-absl::Status Admission::Admit(const Request& request, Message enter) {
-  const int64_t tokens = request.load_tokens();
-  const RequestKind kind = request.generate ? RequestKind::kGenerate : RequestKind::kScore;
-  const std::vector<std::string> adapters = request.adapters();
+absl::StatusOr<RequestHandle> Admission::Admit(std::unique_ptr<Request> request, Enter enter) {
+  const int64_t tokens = request->load_tokens();
+  const RequestKind kind = request->generate ? RequestKind::kGenerate : RequestKind::kScore;
+  const std::vector<std::string> adapters = request->adapters();
+  RequestHandle handle{request->key()};
   absl::MutexLock lock(&mu_);
-  absl::Status status = Check(request, tokens);
-  if (!status.ok()) {
+  if (absl::Status status = Check(*request, tokens); !status.ok()) {
     metrics_->RequestRefused(kind, ReasonOf(status));
     return status;
   }
-  ids_.insert(request.key());
+  handle.number = request->number = next_number_++;
   ++queue_.requests;
   queue_.tokens += tokens;
   for (const std::string& adapter : adapters) ++users_[adapter].waiting;
   metrics_->RequestAdmitted(kind);
-  inbox_.push_back(std::move(enter));
-  return absl::OkStatus();
+  inbox_.push_back([enter = std::move(enter), entering = request.get()] { enter(entering); });
+  live_.emplace(handle.key, std::move(request));
+  return handle;
 }
 
 absl::Status Admission::Check(const Request& request, int64_t tokens) const {
@@ -64,7 +66,7 @@ absl::Status Admission::Check(const Request& request, int64_t tokens) const {
     return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
                      "the deadline passed before admission");
   }
-  if (ids_.contains(request.key())) {
+  if (live_.contains(request.key())) {
     return MakeError(absl::StatusCode::kAlreadyExists, "REQUEST_ID_IN_USE",
                      absl::StrCat("a running request has the id ", request.base().request_id));
   }
@@ -111,7 +113,12 @@ void Admission::SetLimits(const EngineLimits& limits) {
 
 bool Admission::idle() const {
   absl::MutexLock lock(&mu_);
-  return inbox_.empty() && ids_.empty();
+  return inbox_.empty() && live_.empty();
+}
+
+int64_t Admission::live_count() const {
+  absl::MutexLock lock(&mu_);
+  return static_cast<int64_t>(live_.size());
 }
 
 Admission::Queue Admission::queue() const {
@@ -157,14 +164,32 @@ void Admission::Started(const Request& request) {
   }
 }
 
-void Admission::Ended(const Request& request) {
-  const std::vector<std::string> adapters = request.adapters();
+std::vector<Request*> Admission::Live() const {
+  std::vector<Request*> live;
   absl::MutexLock lock(&mu_);
-  ids_.erase(request.key());
+  live.reserve(live_.size());
+  for (const auto& [key, request] : live_) {
+    if (request->entered) live.push_back(request.get());
+  }
+  return live;
+}
+
+Request* Admission::Find(const std::string& key) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = live_.find(key);
+  return found == live_.end() ? nullptr : found->second.get();
+}
+
+std::unique_ptr<Request> Admission::Ended(Request* request) {
+  const std::vector<std::string> adapters = request->adapters();
+  absl::MutexLock lock(&mu_);
   for (const std::string& adapter : adapters) {
     const auto users = users_.find(adapter);
     if (--users->second.running == 0 && users->second.waiting == 0) users_.erase(users);
   }
+  auto node = live_.extract(request->key());
+  DORAD_CHECK(!node.empty() && node.mapped().get() == request);
+  return std::move(node.mapped());
 }
 
 }  // namespace dorad::engine

@@ -1,19 +1,23 @@
 // The engine's door: which requests are let in, and what other threads want of the engine thread.
-// Owned by Engine. Thread-safe.
+// Has the one table of the requests that are let in and have not ended, and owns them. Owned by
+// Engine. Thread-safe; the requests themselves are the engine thread's once they are let in.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_set.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/adapter/version.h"
+#include "server/adapter/registry/version.h"
 #include "server/engine/request.h"
 #include "server/engine/types.h"
 
@@ -37,8 +41,10 @@ class Admission {
 
   // --- Any thread. Messages run on the engine thread in the order in which they came.
 
-  // Lets the request in by the message `enter`. Errors as Engine::Submit.
-  absl::Status Admit(const Request& request, Message enter);
+  // Takes the request into the table and has the engine thread call `enter` with it. Errors as
+  // Engine::Submit; then the request is gone.
+  using Enter = std::function<void(Request*)>;
+  absl::StatusOr<RequestHandle> Admit(std::unique_ptr<Request> request, Enter enter);
   void Post(Message message);
   // Whether new requests are refused with SERVER_SLEEPING.
   void SetSleeping(bool refuses);
@@ -53,6 +59,8 @@ class Admission {
 
   // True when nobody is in and no message is left.
   bool idle() const;
+  // Requests in the table.
+  int64_t live_count() const;
   struct Queue {
     int64_t requests = 0;
     int64_t tokens = 0;
@@ -71,8 +79,12 @@ class Admission {
   void SetRefused(std::vector<adapter::AdapterRef> scopes);
   // A request that was let in waits no longer; each once.
   void Started(const Request& request);
-  // Its id is free again.
-  void Ended(const Request& request);
+  // Those of the table that have entered.
+  std::vector<Request*> Live() const;
+  // nullptr: there is none.
+  Request* Find(const std::string& key) const;
+  // Takes it out of the table: its id is free again. REQUIRES: it has started.
+  std::unique_ptr<Request> Ended(Request* request);
 
  private:
   absl::Status Check(const Request& request, int64_t tokens) const
@@ -87,8 +99,10 @@ class Admission {
     int64_t waiting = 0;
   };
 
-  absl::flat_hash_set<std::string> ids_ ABSL_GUARDED_BY(mu_);  // Request::key
-  std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);    // by adapter
+  // By Request::key.
+  absl::flat_hash_map<std::string, std::unique_ptr<Request>> live_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_number_ ABSL_GUARDED_BY(mu_) = 1;
+  std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);  // by adapter
   Queue queue_ ABSL_GUARDED_BY(mu_);
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
   bool sleeping_ ABSL_GUARDED_BY(mu_) = false;  // and refusing

@@ -52,18 +52,16 @@ struct Engine::Impl {
     thread.join();
   }
 
-  absl::Status Submit(std::unique_ptr<Request> request) {
+  absl::StatusOr<RequestHandle> Submit(std::unique_ptr<Request> request) {
     // Here rather than on the engine's thread: a large Score has thousands.
     request->MakeSequences(rules, prefix_cache);
-    const Request& wanted = *request;
-    return admission.Admit(
-        wanted, [this, request = std::move(request)]() mutable { loop.Enter(std::move(request)); });
+    return admission.Admit(std::move(request), [this](Request* entering) { loop.Enter(entering); });
   }
 
   const bool prefix_cache;
   const int64_t kv_tokens;
   const StopRules rules;
-  std::atomic<uint64_t> pause_tickets{0};
+  std::atomic<uint64_t> pause_ids{0};
   Admission admission;
   StatsBoard board;
   EngineLoop loop;
@@ -85,16 +83,20 @@ void Engine::SetGpuShare(double share) {
   impl_->admission.Post([loop = &impl_->loop, share] { loop->SetGpuShare(share); });
 }
 
-absl::Status Engine::Submit(GenerateInput input, std::shared_ptr<TokenStream> stream) {
+absl::StatusOr<RequestHandle> Engine::Submit(GenerateInput input,
+                                             std::shared_ptr<TokenStream> stream) {
   return impl_->Submit(std::make_unique<Request>(std::move(input), std::move(stream), SteadyNow()));
 }
 
-absl::Status Engine::Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket) {
-  return impl_->Submit(std::make_unique<Request>(std::move(input), std::move(ticket), SteadyNow()));
+absl::StatusOr<RequestHandle> Engine::Submit(ScoreInput input,
+                                             std::shared_ptr<ScoreTicket> pause_id) {
+  return impl_->Submit(
+      std::make_unique<Request>(std::move(input), std::move(pause_id), SteadyNow()));
 }
 
-void Engine::NoteCancelled() {
-  impl_->admission.Post([loop = &impl_->loop] { loop->NoteCancelled(); });
+void Engine::Cancel(RequestHandle request) {
+  impl_->admission.Post(
+      [loop = &impl_->loop, request = std::move(request)] { loop->Cancel(request); });
 }
 
 void Engine::NoteActivated() {
@@ -108,15 +110,15 @@ void Engine::Abort(AbortTarget target, std::string detail, std::function<void(in
 }
 
 uint64_t Engine::Pause(PauseOptions options, PauseDone done) {
-  const uint64_t ticket = ++impl_->pause_tickets;
+  const uint64_t pause_id = ++impl_->pause_ids;
   impl_->admission.Post(
-      [loop = &impl_->loop, ticket, options = std::move(options),
-       done = std::move(done)]() mutable { loop->Pause(options, ticket, std::move(done)); });
-  return ticket;
+      [loop = &impl_->loop, pause_id, options = std::move(options),
+       done = std::move(done)]() mutable { loop->Pause(options, pause_id, std::move(done)); });
+  return pause_id;
 }
 
-void Engine::WithdrawPause(uint64_t ticket) {
-  impl_->admission.Post([loop = &impl_->loop, ticket] { loop->WithdrawPause(ticket); });
+void Engine::CancelPause(uint64_t pause_id) {
+  impl_->admission.Post([loop = &impl_->loop, pause_id] { loop->CancelPause(pause_id); });
 }
 
 void Engine::Resume(const adapter::AdapterRef& scope, std::function<void()> done) {
@@ -139,25 +141,27 @@ void Engine::Wake(bool kv, bool go_on, std::function<void(absl::Status)> done) {
       });
 }
 
-void Engine::Yield(YieldOptions options, std::function<void(absl::StatusOr<double>)> done) {
+void Engine::LimitGpuShare(GpuShareLimit options,
+                           std::function<void(absl::StatusOr<double>)> done) {
   impl_->admission.Post([loop = &impl_->loop, options = std::move(options),
-                         done = std::move(done)] { loop->Yield(options, done); });
+                         done = std::move(done)] { loop->LimitGpuShare(options, done); });
 }
 
-void Engine::EndYield(std::string id, std::function<void(bool)> done) {
+void Engine::EndGpuShareLimit(std::string id, std::function<void(bool)> done) {
   impl_->admission.Post([loop = &impl_->loop, id = std::move(id), done = std::move(done)] {
-    loop->EndYield(id, done);
+    loop->EndGpuShareLimit(id, done);
   });
 }
 
-void Engine::LendKv(int64_t bytes, std::function<void(int64_t)> done) {
+void Engine::ShrinkKv(int64_t bytes, std::function<void(int64_t)> done) {
   impl_->admission.Post(
-      [loop = &impl_->loop, bytes, done = std::move(done)] { loop->LendKv(bytes, done); });
+      [loop = &impl_->loop, bytes, done = std::move(done)] { loop->ShrinkKv(bytes, done); });
 }
 
 EngineStats Engine::stats() const {
   EngineStats stats = impl_->board.stats();
   const Admission::Queue queue = impl_->admission.queue();
+  stats.requests = static_cast<int>(impl_->admission.live_count());
   stats.queued_requests = static_cast<int>(queue.requests);
   stats.queued_tokens = queue.tokens;
   return stats;

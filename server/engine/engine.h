@@ -3,9 +3,11 @@
 // One thread owns the scheduler, the KV pages and the model runner; everything else talks to it by
 // messages. While the runner computes a step, the next one is scheduled and begun, and what the
 // last one brought is delivered; a sequence that turns out to have ended then has one row more in
-// flight, whose output is dropped, and its request's leases are held until that has finished. Every
-// accepted request ends in exactly one TokenStream::Close or ScoreTicket::Finish. Owned by App. All
-// public functions are thread-safe and never wait for a step, except the destructor.
+// flight, whose output is dropped, and its request's leases are held until that has finished. So it
+// is with requests that are cancelled, aborted or too late: they end without a gap between the
+// steps of others. Every accepted request ends in exactly one TokenStream::Close or
+// ScoreTicket::Finish. Owned by App. All public functions are thread-safe and never wait for a
+// step, except the destructor.
 #pragma once
 
 #include <cstdint>
@@ -51,15 +53,16 @@ class Engine {
   // As EngineOptions::gpu_share, from the next step on.
   void SetGpuShare(double share);
 
-  // On success the engine ends the stream some day; on failure it never touches it.
+  // On success the engine ends the stream some day; on failure it never touches it. The handle is
+  // for Cancel.
   // RESOURCE_EXHAUSTED (QUEUE_FULL) with a retry hint, ALREADY_EXISTS (REQUEST_ID_IN_USE),
   // UNAVAILABLE (ENGINE_PAUSED while Pause(WAIT) holds; SERVER_SLEEPING; SHUTTING_DOWN),
   // DEADLINE_EXCEEDED.
-  absl::Status Submit(GenerateInput input, std::shared_ptr<TokenStream> stream);
-  absl::Status Submit(ScoreInput input, std::shared_ptr<ScoreTicket> ticket);
+  absl::StatusOr<RequestHandle> Submit(GenerateInput input, std::shared_ptr<TokenStream> stream);
+  absl::StatusOr<RequestHandle> Submit(ScoreInput input, std::shared_ptr<ScoreTicket> pause_id);
 
-  // To be called after a stream or ticket was cancelled: the engine looks for it then.
-  void NoteCancelled();
+  // The request ends with CANCELLED (CLIENT_CANCELLED), unless it ends before.
+  void Cancel(RequestHandle request);
 
   // To be called after a name's active version has moved: requests that follow it go over at the
   // next step.
@@ -80,12 +83,12 @@ class Engine {
   // frozen (kKeep). kWait lets the requests of its scope run, whatever pauses of adapters there
   // are. ABORTED (PAUSE_SUPERSEDED) for a kWait that another pause of its scope or of a wider one,
   // or a resume of its scope or of everything overtakes, and for a kKeep of a part of what a kWait
-  // waits for. RESOURCE_EXHAUSTED (PAUSES_FULL). Returns a ticket for WithdrawPause.
+  // waits for. RESOURCE_EXHAUSTED (PAUSES_FULL). Returns a pause_id for CancelPause.
   using PauseDone = std::function<void(absl::StatusOr<int>)>;
   uint64_t Pause(PauseOptions options, PauseDone done);
   // A kWait that is not in effect yet ends with CANCELLED, and what it changed is undone, unless
   // somebody else waits for the same.
-  void WithdrawPause(uint64_t ticket);
+  void CancelPause(uint64_t pause_id);
   // Undoes the pauses of the scope; of the base's reference all pauses.
   void Resume(const adapter::AdapterRef& scope, std::function<void()> done);
 
@@ -102,24 +105,24 @@ class Engine {
   // again. OUT_OF_MEMORY: nothing has changed.
   void Wake(bool kv, bool go_on, std::function<void(absl::Status)> done);
 
-  // From now on steps take at most `share` of the time, for `time` or until EndYield. Under the id
-  // of a yield that is in effect it changes that one. Of several, and of EngineOptions::gpu_share,
-  // the smallest share counts. `done` runs on the engine thread with the share that is in effect
-  // then. RESOURCE_EXHAUSTED (TOO_MANY_YIELDS).
-  struct YieldOptions {
+  // From now on steps take at most `share` of the time, for `time` or until EndGpuShareLimit. Under
+  // the id of a limit that is in effect it changes that one. Of several, and of
+  // EngineOptions::gpu_share, the smallest share counts. `done` runs on the engine thread with the
+  // share that is in effect then. RESOURCE_EXHAUSTED (TOO_MANY_GPU_SHARE_LIMITS).
+  struct GpuShareLimit {
     std::string id;
     double share = 1;  // above 0, at most 1
     absl::Duration time;
   };
-  void Yield(YieldOptions options, std::function<void(absl::StatusOr<double>)> done);
+  void LimitGpuShare(GpuShareLimit options, std::function<void(absl::StatusOr<double>)> done);
   // `done` runs on the engine thread with whether it was in effect still.
-  void EndYield(std::string id, std::function<void(bool)> done);
+  void EndGpuShareLimit(std::string id, std::function<void(bool)> done);
 
   // Gives memory of the KV cache that no request uses to whoever needs it more: so many bytes, or
   // as many as there are. `done` runs on the engine thread when the steps at hand have finished,
   // with the bytes that went back. They come again when requests are short of pages, and nobody
   // else of memory.
-  void LendKv(int64_t bytes, std::function<void(int64_t)> done);
+  void ShrinkKv(int64_t bytes, std::function<void(int64_t)> done);
 
   // As of the end of the last step.
   EngineStats stats() const;
@@ -128,7 +131,7 @@ class Engine {
   absl::Duration time_since_heartbeat() const;
 
   // From now on new requests are refused with UNAVAILABLE (SHUTTING_DOWN); running ones go on with
-  // all of the time, whoever yields and whatever EngineOptions::gpu_share says.
+  // all of the time, whatever limits there are, and whatever EngineOptions::gpu_share says.
   void StopAdmission();
   // True when nothing is queued or running.
   bool idle() const;

@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <map>
 #include <optional>
+#include <string_view>
 
-#include "server/base/check.h"
-#include "server/base/error.h"
-#include "server/base/failpoint.h"
-#include "server/base/log.h"
-#include "server/base/metrics.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/log.h"
+#include "server/platform/metrics/metrics.h"
+#include "server/platform/process/failpoint.h"
 
 namespace dorad::engine {
 namespace {
@@ -20,10 +21,6 @@ constexpr absl::Duration kAskForWeights = absl::Milliseconds(2);
 KvPages::Chunks ChunksOf(ModelRunner& runner) {
   const KvChunks* const chunks = runner.kv_chunks();
   return chunks == nullptr ? KvPages::Chunks() : KvPages::Chunks{chunks->pages(), chunks->lead()};
-}
-
-absl::Status Superseded(std::string_view why) {
-  return MakeError(absl::StatusCode::kAborted, "PAUSE_SUPERSEDED", why);
 }
 
 // A sequence that does not fit could never finish, whatever comes back.
@@ -38,19 +35,20 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
                        std::unique_ptr<ModelRunner> runner, Admission* admission, StatsBoard* board,
                        Metrics* metrics)
     : rules_(std::move(rules)),
+      on_generated_(options.on_generated),
       gpu_share_(options.gpu_share),
       admission_(admission),
       board_(board),
       metrics_(metrics),
       pages_(runner->kv_pages(), ChunksOf(*runner)),
-      lending_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
-               options.kv_least_loan, metrics),
+      balloon_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
+               options.kv_min_shrink_bytes, metrics),
       weights_(metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
                   [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
                  &pages_),
       pipeline_(std::move(runner), metrics) {
-  FollowYields(SteadyNow());
+  ApplyGpuShare(SteadyNow());
   PublishStats();
 }
 
@@ -60,24 +58,20 @@ void EngineLoop::Run() {
     std::vector<Admission::Message> messages = TakeMessages(&stop);
     for (Admission::Message& message : messages) message();
     if (stop) break;
-    EndDeadRequests();
+    EndOverdue();
     FollowActiveVersions();
-    FollowYields(SteadyNow());
-    if (may_step()) {
-      // A step that hangs must not hide for whom. Without messages nobody has come.
-      if (!messages.empty()) PublishStats();
-      Step();
-    }
+    ApplyGpuShare(SteadyNow());
+    // A step that hangs must not hide for whom. Without messages nobody has come.
+    if (!messages.empty()) PublishStats();
+    Step();
     CompletePauses();
-    graveyard_.clear();
+    finished_requests_.clear();
     PublishStats();
   }
-  FinishAll();
-  while (!requests_.empty()) {
-    EndRequest(requests_.begin()->second.get(), ShuttingDown());
-  }
-  graveyard_.clear();
-  Supersede(pauses_.TakeOf({}));
+  FinishAll();  // nothing follows
+  for (Request* request : admission_->Live()) BeginEnd(request, {ShuttingDown(), {}});
+  finished_requests_.clear();
+  Supersede(pauses_.RemoveWaiters({}));
   PublishStats();
 }
 
@@ -87,39 +81,37 @@ std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
   const Instant now = SteadyNow();
   absl::Duration patience = kIdleHeartbeat;
   if (!deadlines_.empty()) patience = std::min(patience, Between(now, deadlines_.begin()->first));
-  if (!yields_.empty()) patience = std::min(patience, Between(now, yields_.next_end()));
+  if (!gpu_share_limits_.empty())
+    patience = std::min(patience, Between(now, gpu_share_limits_.next_end()));
   if (stalled_) patience = std::min(patience, kAskForWeights);
-  const bool busy =
-      !stalled_ && may_step() && static_cast<int64_t>(requests_.size()) > frozen_requests_;
+  const bool can_step =
+      !stalled_ && may_step() && scheduler_.running() + scheduler_.waiting() > scheduler_.frozen();
+  const bool busy = can_step || !pipeline_.empty();
   if (!busy) return admission_->Take(patience, stop);
-  const absl::Duration wait = pipeline_.empty() ? pacer_.Wait(now) : absl::ZeroDuration();
+  const absl::Duration wait = pipeline_.empty() ? limiter_.Wait(now) : absl::ZeroDuration();
   std::vector<Admission::Message> messages = admission_->Take(std::min(patience, wait), stop);
-  if (wait > absl::ZeroDuration()) metrics_->StepsHeldBack(Between(now, SteadyNow()));
+  if (wait > absl::ZeroDuration()) metrics_->StepsThrottled(Between(now, SteadyNow()));
   return messages;
 }
 
-void EngineLoop::Enter(std::unique_ptr<Request> owned) {
-  Request* const request = owned.get();
-  requests_.emplace(request->key(), std::move(owned));
+void EngineLoop::Enter(Request* request) {
+  request->entered = true;
   if (request->deadline != Instant::max()) deadlines_.insert({request->deadline, request});
   request->Enter(&next_arrival_);
   // So may the note of an activation.
   Follow(request, request->NewerVersion());
   // Both may have come between its admission and its entrance.
   if (pauses_.Refuses(*request)) {
-    EndRequest(request, EnginePaused());
+    BeginEnd(request, {EnginePaused(), {}});
     return;
   }
   if (request->HoldsRevoked()) {
-    AbortRequest(request, "an adapter version of it was retired by force");
+    BeginEnd(request, {absl::OkStatus(), "an adapter version of it was retired by force"});
     return;
   }
   FreezeOrThaw(request);
-  // The note of a cancel may have come before the request.
-  cancels_noted_ = cancels_noted_ || request->cancelled();
   if (request->unfinished_sequences == 0) {
-    NoteStarted(request, SteadyNow());
-    EndRequest(request, absl::OkStatus());
+    BeginEnd(request, {});
     return;
   }
   for (const auto& sequence : request->sequences) {
@@ -127,38 +119,20 @@ void EngineLoop::Enter(std::unique_ptr<Request> owned) {
   }
 }
 
-void EngineLoop::EndDeadRequests() {
-  const Instant now = SteadyNow();
-  const bool late = !deadlines_.empty() && deadlines_.begin()->first <= now;
-  if (!late && !cancels_noted_) return;
-  FinishAll();
-  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-    EndRequest(deadlines_.begin()->second, MakeError(absl::StatusCode::kDeadlineExceeded,
-                                                     "DEADLINE_EXCEEDED", "the deadline passed"));
-  }
-  cancels_noted_ = false;
-  std::vector<Request*> cancelled;
-  for (const auto& [id, request] : requests_) {
-    if (request->cancelled()) cancelled.push_back(request.get());
-  }
-  for (Request* request : cancelled) {
-    EndRequest(request, MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED",
-                                  "the client cancelled the request"));
-  }
-}
-
 // Moves the requests that follow their name's active version over to it.
 void EngineLoop::FollowActiveVersions() {
   if (!std::exchange(activations_noted_, false)) return;
   std::vector<std::pair<Request*, adapter::AdapterLease>> moving;
-  for (const auto& [id, request] : requests_) {
+  for (Request* request : admission_->Live()) {
+    if (request->ending) continue;
     adapter::AdapterLease lease = request->NewerVersion();
-    if (lease.get() != nullptr) moving.emplace_back(request.get(), std::move(lease));
+    if (lease.get() != nullptr) moving.emplace_back(request, std::move(lease));
   }
   if (moving.empty()) return;
-  FinishAll();  // which may end some of them
+  // A request goes over between two tokens, when all rows of it have landed, which may end it.
+  FinishAll();
   for (auto& [request, lease] : moving) {
-    if (IsHere(request)) Follow(request, std::move(lease));
+    if (admission_->Find(request->key()) == request) Follow(request, std::move(lease));
   }
 }
 
@@ -170,42 +144,29 @@ void EngineLoop::Follow(Request* request, adapter::AdapterLease lease) {
   metrics_->VersionSwitched();
 }
 
-bool EngineLoop::IsHere(const Request* request) const {
-  const auto it = requests_.find(request->key());
-  return it != requests_.end() && it->second.get() == request;
+// Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
+// the step before brought is delivered. Steps in flight land whatever stops new ones.
+void EngineLoop::Step() {
+  if (may_step()) BeginSteps();
+  if (!pipeline_.empty()) FinishStep();
 }
 
-// Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
-// the step before brought is delivered.
-void EngineLoop::Step() {
-  if (pipeline_.empty() && pacer_.Wait(SteadyNow()) > absl::ZeroDuration()) {
+void EngineLoop::BeginSteps() {
+  if (pipeline_.empty() && limiter_.Wait(SteadyNow()) > absl::ZeroDuration()) {
     stalled_ = false;  // somebody may be able to run when its turn comes
     return;
   }
-  if (pages_.lent() > 0) {
-    lending_.TakeBack(scheduler_.running() + scheduler_.shortage(), SteadyNow());
+  if (pages_.released() > 0) {
+    balloon_.TakeBack(scheduler_.running() + scheduler_.shortage(), SteadyNow());
   }
   while (HasRoom() && BeginStep()) {
   }
   EndWithoutWeights();
   stalled_ = pipeline_.empty() && weights_.any_away();
-  if (!pipeline_.empty()) FinishStep();
 }
 
-bool EngineLoop::HasRoom() const { return pacer_.paces() ? pipeline_.empty() : !pipeline_.full(); }
-
-// Ends the requests that wait for weights which could not be brought.
-void EngineLoop::EndWithoutWeights() {
-  const std::map<WeightsGate::Entries, absl::Status> failures = weights_.TakeFailures();
-  if (failures.empty()) return;
-  FinishAll();
-  for (const auto& [entries, status] : failures) {
-    std::vector<Request*> waiting;
-    for (const auto& [id, request] : requests_) {
-      if (WeightsGate::IsConcerned(*request, entries)) waiting.push_back(request.get());
-    }
-    for (Request* request : waiting) EndRequest(request, status);
-  }
+bool EngineLoop::HasRoom() const {
+  return limiter_.paces() ? pipeline_.empty() : !pipeline_.full();
 }
 
 // False when nothing has begun.
@@ -227,27 +188,50 @@ bool EngineLoop::BeginStep() {
   const absl::Status status = pipeline_.Begin(&chunks, now);
   if (status.ok()) return true;
   for (const Chunk& chunk : chunks) scheduler_.Landed(chunk);
-  FinishAll();  // what began before does not depend on it
+  FinishAll();  // what began before does not depend on it: its tokens come before the end
   Fail(chunks, status);
   return false;
 }
 
 void EngineLoop::FinishStep() {
   StepPipeline::Finished step = pipeline_.Finish();
-  pacer_.Ran(step.time, step.now);
+  limiter_.Ran(step.time, step.now);
   if (!step.outputs.ok()) {
     for (const Chunk& chunk : step.chunks) Land(chunk);
     Fail(step.chunks, step.outputs.status());
-    return;
+  } else {
+    ReportGenerated(step);
+    for (size_t i = 0; i < step.chunks.size(); ++i) {
+      Deliver(step.chunks[i], std::move((*step.outputs)[i]), step.now);
+    }
+    metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));
   }
-  for (size_t i = 0; i < step.chunks.size(); ++i) {
-    Deliver(step.chunks[i], std::move((*step.outputs)[i]), step.now);
+  while (!after_steps_.empty() && after_steps_.front().step <= pipeline_.steps_landed()) {
+    const std::function<void()> then = std::move(after_steps_.front().then);
+    after_steps_.pop_front();
+    then();
   }
-  metrics_->StepPhaseDone(StepPhase::kProcess, Between(step.now, SteadyNow()));
 }
 
 void EngineLoop::FinishAll() {
   while (!pipeline_.empty()) FinishStep();
+}
+
+void EngineLoop::AfterStepsInFlight(std::function<void()> then) {
+  if (pipeline_.empty()) return then();
+  after_steps_.push_back({pipeline_.steps_begun(), std::move(then)});
+}
+
+void EngineLoop::ReportGenerated(const StepPipeline::Finished& step) const {
+  if (on_generated_ == nullptr) return;
+  std::map<std::string_view, int64_t> tokens;  // by tenant
+  for (size_t i = 0; i < step.chunks.size(); ++i) {
+    const Sequence& sequence = *step.chunks[i].sequence;
+    const bool generates = step.chunks[i].samples && (*step.outputs)[i].finite;
+    if (!generates || sequence.state == Sequence::State::kEnded) continue;
+    ++tokens[sequence.request->base().tenant];
+  }
+  for (const auto& [tenant, count] : tokens) on_generated_(std::string(tenant), count);
 }
 
 void EngineLoop::NoteStarted(Request* request, Instant now) {
@@ -281,14 +265,15 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
   Land(chunk);
 }
 
-// Ends the request when this was the last of all its chunks: its leases must outlast them.
+// Completes the request's end when this was the last of all its chunks: its leases and weights must
+// outlast them.
 void EngineLoop::Land(const Chunk& chunk) {
   const Sequence& sequence = *chunk.sequence;
   Request* const request = sequence.request;
   scheduler_.Landed(chunk);
   if (sequence.state != Sequence::State::kEnded || sequence.in_flight > 0) return;
-  chunk.sequence->DropUses();
-  if (--request->unfinished_sequences == 0) EndRequest(request, absl::OkStatus());
+  chunk.sequence->DropPins();
+  if (--request->unfinished_sequences == 0) CompleteEnd(request);
 }
 
 // Ends the requests whose chunks are lost, but for sequences that have ended without them.
@@ -299,126 +284,18 @@ void EngineLoop::Fail(const std::vector<Chunk>& chunks, const absl::Status& stat
   for (const Chunk& chunk : chunks) {
     if (chunk.sequence->state != Sequence::State::kEnded) failed.insert(chunk.sequence->request);
   }
-  for (Request* request : failed) EndRequest(request, status);
-}
-
-// Every way out of the engine. Pages and leases are back before the client learns of the end. The
-// request stays allocated until the end of the turn: the step at hand may still refer to it.
-// REQUIRES: none of its chunks is in flight.
-template <typename Ending>
-void EngineLoop::EndWith(Request* request, Ending ending) {
-  // Who never had a turn has waited as well.
-  NoteStarted(request, SteadyNow());
-  for (const auto& sequence : request->sequences) {
-    DORAD_CHECK(sequence->in_flight == 0);
-    scheduler_.Remove(sequence.get());
-    sequence->DropUses();
-    weights_.NoteGone(sequence.get());
-  }
-  auto node = requests_.extract(request->key());
-  DORAD_CHECK(!node.empty());
-  graveyard_.push_back(std::move(node.mapped()));
-  deadlines_.erase({request->deadline, request});
-  frozen_requests_ -= request->frozen ? 1 : 0;
-  admission_->Ended(*request);
-  ending(request);
-}
-
-void EngineLoop::EndRequest(Request* request, const absl::Status& status) {
-  EndWith(request, [&](Request* r) { r->End(status, SteadyNow(), metrics_); });
-}
-
-void EngineLoop::AbortRequest(Request* request, const std::string& detail) {
-  EndWith(request, [&](Request* r) { r->EndAborted(detail, SteadyNow(), metrics_); });
-}
-
-int EngineLoop::AbortMatching(const AbortTarget& target, const std::string& detail) {
-  FinishAll();
-  std::vector<Request*> matching;
-  for (const auto& [key, request] : requests_) {
-    if (target.tenant && *target.tenant != request->base().tenant) continue;
-    if (target.all || (!target.adapter.is_base() && request->Holds(target.adapter)) ||
-        std::find(target.request_ids.begin(), target.request_ids.end(),
-                  request->base().request_id) != target.request_ids.end()) {
-      matching.push_back(request.get());
-    }
-  }
-  for (Request* request : matching) AbortRequest(request, detail);
-  return static_cast<int>(matching.size());
-}
-
-// Who gets an answer also sees its effect in stats().
-template <typename Done, typename... Args>
-void EngineLoop::Answer(const Done& done, Args... args) {
-  PublishStats();
-  done(args...);
-}
-
-void EngineLoop::Abort(const AbortTarget& target, const std::string& detail,
-                       const std::function<void(int)>& done) {
-  const int aborted = AbortMatching(target, detail);
-  Answer(done, aborted);
-}
-
-void EngineLoop::Pause(const Engine::PauseOptions& options, uint64_t ticket,
-                       Engine::PauseDone done) {
-  const adapter::AdapterRef& scope = options.scope;
-  if (const absl::Status room = pauses_.CheckRoom(scope, options.tenant); !room.ok()) {
-    Answer(done, room);
-    return;
-  }
-  switch (options.mode) {
-    case PauseMode::kAbort: {
-      Supersede(pauses_.TakeWithin(scope));
-      pauses_.Begin(scope, options.tenant);
-      const int aborted =
-          AbortMatching({.adapter = scope, .all = scope.is_base()}, "the engine was paused");
-      FollowPauses();
-      Answer(done, aborted);
-      return;
-    }
-    case PauseMode::kKeep:
-      if (pauses_.IsPartOfWait(scope)) {
-        // Frozen requests would never end, and the wider pause would wait for them.
-        Answer(done, Superseded("a pause of more than these requests waits for them to end"));
-        return;
-      }
-      Supersede(pauses_.TakeWithin(scope));
-      FinishAll();
-      pauses_.Begin(scope, options.tenant);
-      FollowPauses();
-      Answer(done, CountCovered(scope));
-      return;
-    case PauseMode::kWait:
-      pauses_.Wait(scope, options.tenant, {ticket, CountCovered(scope), std::move(done)});
-      FollowPauses();
-      return;
-  }
-}
-
-void EngineLoop::WithdrawPause(uint64_t ticket) {
-  const std::optional<Pauses::Waiter> withdrawn = pauses_.Withdraw(ticket);
-  if (!withdrawn) return;
-  FollowPauses();
-  Answer(withdrawn->done,
-         MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED", "the pause was withdrawn"));
-}
-
-void EngineLoop::Resume(const adapter::AdapterRef& scope, const std::function<void()>& done) {
-  pauses_.End(scope);
-  Supersede(pauses_.TakeOf(scope));
-  FollowPauses();
-  Answer(done);
+  for (Request* request : failed) BeginEnd(request, {status, {}});
 }
 
 void EngineLoop::Sleep(const Engine::SleepOptions& options,
                        const std::function<void(absl::StatusOr<int64_t>)>& done) {
+  // Rows in flight use the weights and the KV memory that go.
   FinishAll();
   asleep_ = true;
   stalled_ = false;
-  for (const auto& [id, request] : requests_) {
+  for (Request* request : admission_->Live()) {
     for (const auto& sequence : request->sequences) {
-      sequence->DropUses();
+      sequence->DropPins();
       weights_.NoteGone(sequence.get());
     }
   }
@@ -445,118 +322,58 @@ absl::Status EngineLoop::Wake(bool kv, bool go_on) {
   return absl::OkStatus();
 }
 
-void EngineLoop::Yield(const Engine::YieldOptions& options,
-                       const std::function<void(absl::StatusOr<double>)>& done) {
+void EngineLoop::LimitGpuShare(const Engine::GpuShareLimit& options,
+                               const std::function<void(absl::StatusOr<double>)>& done) {
   const Instant now = SteadyNow();
-  const absl::Status status =
-      yields_.Set(options.id, options.share, now + absl::ToChronoNanoseconds(options.time));
-  FollowYields(now);
-  Answer(done, status.ok() ? absl::StatusOr<double>(pacer_.share()) : status);
+  const absl::Status status = gpu_share_limits_.Set(options.id, options.share,
+                                                    now + absl::ToChronoNanoseconds(options.time));
+  ApplyGpuShare(now);
+  Answer(done, status.ok() ? absl::StatusOr<double>(limiter_.share()) : status);
 }
 
-void EngineLoop::EndYield(const std::string& id, const std::function<void(bool)>& done) {
-  const bool ended = yields_.End(id);
-  FollowYields(SteadyNow());
+void EngineLoop::EndGpuShareLimit(const std::string& id, const std::function<void(bool)>& done) {
+  const bool ended = gpu_share_limits_.End(id);
+  ApplyGpuShare(SteadyNow());
   Answer(done, ended);
 }
 
-void EngineLoop::FollowYields(Instant now) {
-  yields_.EndOverdue(now);
-  pacer_.SetShare(takes_all_time_ ? 1 : std::min(gpu_share_, yields_.share()), now);
+void EngineLoop::ApplyGpuShare(Instant now) {
+  gpu_share_limits_.EndOverdue(now);
+  limiter_.SetShare(takes_all_time_ ? 1 : std::min(gpu_share_, gpu_share_limits_.share()), now);
 }
 
 void EngineLoop::SetGpuShare(double share) {
   gpu_share_ = share;
-  FollowYields(SteadyNow());
+  ApplyGpuShare(SteadyNow());
 }
 
 void EngineLoop::TakeAllTime() {
   takes_all_time_ = true;
-  FollowYields(SteadyNow());
+  ApplyGpuShare(SteadyNow());
 }
 
-void EngineLoop::LendKv(int64_t bytes, const std::function<void(int64_t)>& done) {
-  FinishAll();  // which may still write to pages that are free by now
-  Answer(done, kv_released_ ? 0 : lending_.Lend(bytes, SteadyNow()));
-}
-
-// Another word has come in between.
-void EngineLoop::Supersede(const std::vector<Pauses::Waiter>& waiters) {
-  for (const Pauses::Waiter& waiter : waiters) {
-    Answer(waiter.done, Superseded("another pause or a resume came before the engine was idle"));
-  }
-}
-
-// To be called whenever pauses have come or gone.
-void EngineLoop::FollowPauses() {
-  const bool stops_some = std::any_of(requests_.begin(), requests_.end(), [&](const auto& entry) {
-    return !entry.second->frozen && pauses_.Freezes(*entry.second);
-  });
-  if (stops_some) FinishAll();  // who stands still has nothing in flight
-  for (const auto& [id, request] : requests_) FreezeOrThaw(request.get());
-  admission_->SetRefused(pauses_.refused());
-}
-
-// As pauses of adapters say; a pause of everything stops the engine instead.
-void EngineLoop::FreezeOrThaw(Request* request) {
-  const bool frozen = pauses_.Freezes(*request);
-  if (frozen == request->frozen) return;
-  request->frozen = frozen;
-  frozen_requests_ += frozen ? 1 : -1;
-  for (const auto& sequence : request->sequences) {
-    scheduler_.SetFrozen(sequence.get(), frozen);
-    if (frozen) weights_.NoteGone(sequence.get());
-    // Its weights may make room meanwhile.
-    if (frozen && sequence->in_flight == 0) sequence->DropUses();
-  }
-}
-
-int EngineLoop::CountCovered(const adapter::AdapterRef& scope) const {
-  return static_cast<int>(std::count_if(requests_.begin(), requests_.end(), [&](const auto& entry) {
-    return Pauses::Covers(scope, *entry.second);
-  }));
-}
-
-// The witness is one that had not at the last question: most often it still has not.
-bool EngineLoop::AllHaveEnded(const adapter::AdapterRef& scope, std::string* witness) const {
-  const auto known = requests_.find(*witness);
-  if (known != requests_.end() && Pauses::Covers(scope, *known->second)) return false;
-  const auto other = std::find_if(requests_.begin(), requests_.end(), [&](const auto& entry) {
-    return Pauses::Covers(scope, *entry.second);
-  });
-  if (other == requests_.end()) return true;
-  *witness = other->first;
-  return false;
-}
-
-// Pause(WAIT) is in effect when the last admitted request of its scope has ended.
-void EngineLoop::CompletePauses() {
-  if (pauses_.waiting().empty()) return;
-  const std::vector<Pauses::Waiter> over = pauses_.Complete(
-      [this](const auto& scope, std::string* witness) { return AllHaveEnded(scope, witness); });
-  if (over.empty()) return;
-  FollowPauses();
-  for (const Pauses::Waiter& waiter : over) Answer(waiter.done, waiter.requests);
+void EngineLoop::ShrinkKv(int64_t bytes, const std::function<void(int64_t)>& done) {
+  FinishAll();  // rows in flight may still write to pages that are free by now
+  Answer(done, kv_released_ ? 0 : balloon_.Shrink(bytes, SteadyNow()));
 }
 
 void EngineLoop::PublishStats() {
   EngineStats stats;
-  stats.requests = static_cast<int>(requests_.size());
   stats.running_sequences = static_cast<int>(scheduler_.running());
   stats.waiting_sequences = scheduler_.waiting();
   stats.kv_pages_total = pages_.total();
   stats.kv_pages_used = pages_.used();
   stats.kv_pages_cached = pages_.cached();
-  stats.kv_pages_lent = pages_.lent();
-  stats.kv_lendable_bytes = kv_released_ ? 0 : lending_.lendable_bytes();
-  stats.kv_short = may_step() && pages_.lent() > 0 && scheduler_.shortage() > 0;
+  stats.kv_pages_released = pages_.released();
+  stats.kv_shrinkable_bytes = kv_released_ ? 0 : balloon_.shrinkable_bytes();
+  stats.kv_short = may_step() && pages_.released() > 0 && scheduler_.shortage() > 0;
   stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();
   stats.asleep = asleep_;
-  stats.gpu_share = pacer_.share();
+  stats.gpu_share = limiter_.share();
   stats.paused_adapters = pauses_.stopped();
-  stats.awaited_pauses = pauses_.waiting();
+  stats.pending_pauses = pauses_.waiting();
   stats.frozen_requests = static_cast<int>(frozen_requests_);
   board_->Publish(std::move(stats));
 }

@@ -1,21 +1,24 @@
-// The engine thread's turns: takes messages, ends what is to end, and computes steps. Confined to
-// the engine thread, but for construction; owned by Engine.
+// The engine thread's turns: takes messages, ends what is to end, and computes steps. Ends of
+// requests are in engine_loop_ends.cc, pauses in engine_loop_pauses.cc. Confined to the engine
+// thread, but for construction; owned by Engine.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "server/engine/admission.h"
+#include "server/engine/duty_cycle_limiter.h"
 #include "server/engine/engine.h"
-#include "server/engine/kv_lending.h"
+#include "server/engine/gpu_share_limits.h"
+#include "server/engine/kv_balloon.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/options.h"
@@ -23,10 +26,8 @@
 #include "server/engine/request.h"
 #include "server/engine/scheduler.h"
 #include "server/engine/stats_board.h"
-#include "server/engine/step_pacer.h"
 #include "server/engine/step_pipeline.h"
 #include "server/engine/weights_gate.h"
-#include "server/engine/yields.h"
 
 namespace dorad::engine {
 
@@ -40,52 +41,55 @@ class EngineLoop {
   void Run();
 
   // --- Messages. As Engine's functions of the same names.
-  void Enter(std::unique_ptr<Request> request);
-  void NoteCancelled() { cancels_noted_ = true; }
+  void Enter(Request* request);
+  void Cancel(const RequestHandle& handle);
   void NoteActivated() { activations_noted_ = true; }
   void Abort(const AbortTarget& target, const std::string& detail,
              const std::function<void(int)>& done);
-  void Pause(const Engine::PauseOptions& options, uint64_t ticket, Engine::PauseDone done);
-  void WithdrawPause(uint64_t ticket);
+  void Pause(const Engine::PauseOptions& options, uint64_t pause_id, Engine::PauseDone done);
+  void CancelPause(uint64_t pause_id);
   void Resume(const adapter::AdapterRef& scope, const std::function<void()>& done);
   void Sleep(const Engine::SleepOptions& options,
              const std::function<void(absl::StatusOr<int64_t>)>& done);
   absl::Status Wake(bool kv, bool go_on);
-  void Yield(const Engine::YieldOptions& options,
-             const std::function<void(absl::StatusOr<double>)>& done);
-  void EndYield(const std::string& id, const std::function<void(bool)>& done);
+  void LimitGpuShare(const Engine::GpuShareLimit& options,
+                     const std::function<void(absl::StatusOr<double>)>& done);
+  void EndGpuShareLimit(const std::string& id, const std::function<void(bool)>& done);
   void SetGpuShare(double share);
-  void LendKv(int64_t bytes, const std::function<void(int64_t)>& done);
+  void ShrinkKv(int64_t bytes, const std::function<void(int64_t)>& done);
   // What runs is to end soon: shares do not count any more.
   void TakeAllTime();
 
  private:
   std::vector<Admission::Message> TakeMessages(bool* stop);
   bool may_step() const { return !pauses_.all() && !asleep_; }
-  void EndDeadRequests();
   void FollowActiveVersions();
   void Follow(Request* request, adapter::AdapterLease lease);
-  bool IsHere(const Request* request) const;
 
-  void FollowYields(Instant now);
+  void ApplyGpuShare(Instant now);
 
   // --- Steps.
   void Step();
+  void BeginSteps();
   bool HasRoom() const;
   bool BeginStep();
   void FinishStep();
+  // Finishes all steps in flight, while the runner has nothing to do: only for what must not happen
+  // while one is.
   void FinishAll();
-  void EndWithoutWeights();
+  // Runs `then` when the steps that are in flight now have landed, without holding up others.
+  void AfterStepsInFlight(std::function<void()> then);
+  void ReportGenerated(const StepPipeline::Finished& step) const;
   void NoteStarted(Request* request, Instant now);
   void Deliver(const Chunk& chunk, StepOutput output, Instant now);
   void Land(const Chunk& chunk);
   void Fail(const std::vector<Chunk>& chunks, const absl::Status& status);
 
   // --- Ends.
-  template <typename Ending>
-  void EndWith(Request* request, Ending ending);
-  void EndRequest(Request* request, const absl::Status& status);
-  void AbortRequest(Request* request, const std::string& detail);
+  void EndOverdue();
+  void EndWithoutWeights();
+  void BeginEnd(Request* request, Request::Ending how);
+  void CompleteEnd(Request* request);
   int AbortMatching(const AbortTarget& target, const std::string& detail);
 
   // --- Pauses.
@@ -96,33 +100,42 @@ class EngineLoop {
   void CompletePauses();
   int CountCovered(const adapter::AdapterRef& scope) const;
   void PublishStats();
+  // Who gets an answer also sees its effect in stats().
   template <typename Done, typename... Args>
-  void Answer(const Done& done, Args... args);
+  void Answer(const Done& done, Args... args) {
+    PublishStats();
+    done(args...);
+  }
 
   const StopRules rules_;
+  const std::function<void(const std::string&, int64_t)> on_generated_;  // EngineOptions'
   double gpu_share_;
   Admission* const admission_;
   StatsBoard* const board_;
   Metrics* const metrics_;
   KvPages pages_;
-  KvLending lending_;
+  KvBalloon balloon_;
   WeightsGate weights_;
   Scheduler scheduler_;
   StepPipeline pipeline_;
-  StepPacer pacer_;
-  Yields yields_;
+  DutyCycleLimiter limiter_;
+  GpuShareLimits gpu_share_limits_;
   Pauses pauses_;
-  std::unordered_map<std::string, std::unique_ptr<Request>> requests_;
   std::set<std::pair<Instant, Request*>> deadlines_;
-  // Have ended in this turn.
-  std::vector<std::unique_ptr<Request>> graveyard_;
+  // Have ended in this turn: the step at hand may still refer to them.
+  std::vector<std::unique_ptr<Request>> finished_requests_;
+  // What waits for the step of this number, and those before it, to land.
+  struct AfterStep {
+    uint64_t step = 0;
+    std::function<void()> then;
+  };
+  std::deque<AfterStep> after_steps_;  // in order of steps
   bool takes_all_time_ = false;
   bool asleep_ = false;
   bool kv_released_ = false;
   bool stalled_ = false;  // nobody can run before weights come
   int64_t frozen_requests_ = 0;
-  bool cancels_noted_ = false;      // since cancelled requests were last looked for
-  bool activations_noted_ = false;  // likewise, active versions
+  bool activations_noted_ = false;  // since active versions were last looked for
   uint64_t next_arrival_ = 0;
 };
 

@@ -4,8 +4,8 @@
 #include <bit>
 #include <cstring>
 
-#include "server/base/check.h"
-#include "server/base/sha256.h"
+#include "server/platform/check.h"
+#include "server/platform/files/sha256.h"
 
 namespace dorad::engine {
 
@@ -129,25 +129,26 @@ void KvPages::DropPrefixes() {
   }
 }
 
-int64_t KvPages::Lendable(int64_t floor) const {
+int64_t KvPages::Shrinkable(int64_t floor) const {
   // The lowest chunk stays, whatever it holds: it has what the runner keeps for itself.
-  const bool first_counts = !chunks_.front().is_lent && chunks_.front().used == 0;
-  const int64_t spare = std::max<int64_t>(0, total() - lent_ - floor);
+  const bool first_counts = !chunks_.front().is_shared && chunks_.front().used == 0;
+  const int64_t spare = std::max<int64_t>(0, total() - released_ - floor);
   return std::min(without_holders_ - (first_counts ? 1 : 0), spare >> shift_);
 }
 
-std::vector<int32_t> KvPages::Lend(int64_t count, int64_t floor) {
-  count = std::min(count, Lendable(floor));
-  std::vector<int32_t> lendable;
+std::vector<int32_t> KvPages::Shrink(int64_t count, int64_t floor) {
+  count = std::min(count, Shrinkable(floor));
+  std::vector<int32_t> shrinkable;
   for (size_t i = 1; i < chunks_.size(); ++i) {
-    if (!chunks_[i].is_lent && chunks_[i].used == 0) lendable.push_back(static_cast<int32_t>(i));
+    if (!chunks_[i].is_shared && chunks_[i].used == 0)
+      shrinkable.push_back(static_cast<int32_t>(i));
   }
   // High ones first, among equals.
-  std::sort(lendable.begin(), lendable.end(), [this](int32_t a, int32_t b) {
+  std::sort(shrinkable.begin(), shrinkable.end(), [this](int32_t a, int32_t b) {
     return std::pair(chunks_[a].cached(), b) < std::pair(chunks_[b].cached(), a);
   });
-  lendable.resize(static_cast<size_t>(count));
-  for (const int32_t index : lendable) {
+  shrinkable.resize(static_cast<size_t>(count));
+  for (const int32_t index : shrinkable) {
     Chunk& chunk = chunks_[index];
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
       if (!pages_[page].registered) continue;
@@ -156,26 +157,26 @@ std::vector<int32_t> KvPages::Lend(int64_t count, int64_t floor) {
       Free(page);
     }
     free_ -= static_cast<int64_t>(chunk.free.size());
-    lent_ += chunk.size();
+    released_ += chunk.size();
     chunk.free.clear();
-    chunk.is_lent = true;
+    chunk.is_shared = true;
     --without_holders_;
   }
-  return lendable;
+  return shrinkable;
 }
 
-int32_t KvPages::FirstLent() const {
-  if (lent_ == 0) return -1;
+int32_t KvPages::FirstReleased() const {
+  if (released_ == 0) return -1;
   const auto first = std::find_if(chunks_.begin(), chunks_.end(),
-                                  [](const Chunk& chunk) { return chunk.is_lent; });
+                                  [](const Chunk& chunk) { return chunk.is_shared; });
   return static_cast<int32_t>(first - chunks_.begin());
 }
 
 void KvPages::TakeBack(int32_t index) {
   Chunk& chunk = chunks_[index];
-  DORAD_CHECK(chunk.is_lent);
-  chunk.is_lent = false;
-  lent_ -= chunk.size();
+  DORAD_CHECK(chunk.is_shared);
+  chunk.is_shared = false;
+  released_ -= chunk.size();
   ++without_holders_;
   for (int32_t page = chunk.end; page > chunk.begin;) Free(--page);
 }
@@ -239,20 +240,20 @@ void KvPages::RemoveCached(int32_t page) {
 
 void KvPages::CheckIntegrity() const {
   std::vector<int> lists(pages_.size(), 0);
-  int64_t free = 0, lent = 0, without_holders = 0;
+  int64_t free = 0, released = 0, without_holders = 0;
   for (size_t i = 0; i < chunks_.size(); ++i) {
     const Chunk& chunk = chunks_[i];
     DORAD_CHECK(chunk.begin == (i == 0 ? 0 : chunks_[i - 1].end));
     DORAD_CHECK(chunk.free.empty() || i >= first_free_);
-    DORAD_CHECK(!chunk.is_lent || (chunk.free.empty() && chunk.used == 0));
+    DORAD_CHECK(!chunk.is_shared || (chunk.free.empty() && chunk.used == 0));
     free += static_cast<int64_t>(chunk.free.size());
-    lent += chunk.is_lent ? chunk.size() : 0;
-    without_holders += !chunk.is_lent && chunk.used == 0;
+    released += chunk.is_shared ? chunk.size() : 0;
+    without_holders += !chunk.is_shared && chunk.used == 0;
     int32_t used = 0;
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
       used += pages_[page].references > 0;
-      DORAD_CHECK(!chunk.is_lent || !pages_[page].registered);
-      if (chunk.is_lent) ++lists[page];  // which is its only place
+      DORAD_CHECK(!chunk.is_shared || !pages_[page].registered);
+      if (chunk.is_shared) ++lists[page];  // which is its only place
     }
     DORAD_CHECK(used == chunk.used);
     for (const int32_t page : chunk.free) {
@@ -262,7 +263,7 @@ void KvPages::CheckIntegrity() const {
     }
   }
   DORAD_CHECK(chunks_.back().end == static_cast<int32_t>(pages_.size()));
-  DORAD_CHECK(free == free_ && lent == lent_ && without_holders == without_holders_);
+  DORAD_CHECK(free == free_ && released == released_ && without_holders == without_holders_);
   int64_t cached = 0;
   for (int32_t page = oldest_; page >= 0; page = pages_[page].newer) {
     DORAD_CHECK(pages_[page].references == 0 && pages_[page].registered);

@@ -76,20 +76,20 @@ class KvPages {
   // --- Chunks.
 
   // How many could go so that at least `floor` pages stay.
-  int64_t Lendable(int64_t floor) const;
+  int64_t Shrinkable(int64_t floor) const;
   // Takes the pages of so many chunks, or of as many as can go; forgets the prefixes in them.
   // Returns the chunks: first those with the fewest prefixes.
-  std::vector<int32_t> Lend(int64_t count, int64_t floor);
-  // The lowest chunk that was lent; -1: there is none.
-  int32_t FirstLent() const;
-  // Its pages are free. REQUIRES: it was lent.
+  std::vector<int32_t> Shrink(int64_t count, int64_t floor);
+  // The lowest chunk that was released; -1: there is none.
+  int32_t FirstReleased() const;
+  // Its pages are free. REQUIRES: it was released.
   void TakeBack(int32_t chunk);
 
   int64_t total() const { return static_cast<int64_t>(pages_.size()); }
-  int64_t lent() const { return lent_; }
+  int64_t released() const { return released_; }
   int64_t available() const { return free_ + cached_; }
   int64_t free() const { return free_; }
-  int64_t used() const { return total() - lent_ - available(); }
+  int64_t used() const { return total() - released_ - available(); }
   int64_t cached() const { return cached_; }
 
   // CHECKs the counts, the lists and the trie against each other. O(pages).
@@ -123,7 +123,7 @@ class KvPages {
     int32_t end = 0;
     std::vector<int32_t> free;
     int32_t used = 0;  // pages with references
-    bool is_lent = false;
+    bool is_shared = false;
     int32_t size() const { return end - begin; }
     int32_t cached() const { return size() - used - static_cast<int32_t>(free.size()); }
   };
@@ -144,8 +144,8 @@ class KvPages {
   std::vector<Chunk> chunks_;
   size_t first_free_ = 0;        // below it no chunk has free pages
   int64_t free_ = 0;             // in all chunks
-  int64_t lent_ = 0;             // pages of the chunks that are
-  int64_t without_holders_ = 0;  // chunks that are not lent and hold no used page
+  int64_t released_ = 0;         // pages of the chunks that are
+  int64_t without_holders_ = 0;  // chunks that are not released and hold no used page
   absl::flat_hash_map<Key, Child> children_;
   int32_t oldest_ = -1;
   int32_t newest_ = -1;

@@ -12,7 +12,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "server/adapter/version.h"
+#include "server/adapter/registry/version.h"
 #include "server/engine/types.h"
 
 namespace dorad::engine {

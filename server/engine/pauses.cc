@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
+#include "server/platform/error.h"
 
 namespace dorad::engine {
 namespace {
@@ -75,18 +75,18 @@ std::vector<Pauses::Waiter> Pauses::Complete(const IsOver& is_over) {
   });
 }
 
-std::vector<Pauses::Waiter> Pauses::TakeWithin(const adapter::AdapterRef& scope) {
+std::vector<Pauses::Waiter> Pauses::RemoveWaitersWithin(const adapter::AdapterRef& scope) {
   return TakeIf([&](const Pause& pause) { return Contains(scope, pause.scope); });
 }
 
-std::vector<Pauses::Waiter> Pauses::TakeOf(const adapter::AdapterRef& scope) {
+std::vector<Pauses::Waiter> Pauses::RemoveWaiters(const adapter::AdapterRef& scope) {
   return TakeIf([&](const Pause& pause) { return scope.is_base() || pause.scope == scope; });
 }
 
-std::optional<Pauses::Waiter> Pauses::Withdraw(uint64_t ticket) {
+std::optional<Pauses::Waiter> Pauses::Cancel(uint64_t pause_id) {
   for (Pause& pause : pauses_) {
     const auto it = std::find_if(pause.waiters.begin(), pause.waiters.end(),
-                                 [&](const Waiter& waiter) { return waiter.ticket == ticket; });
+                                 [&](const Waiter& waiter) { return waiter.pause_id == pause_id; });
     if (it == pause.waiters.end()) continue;
     Waiter withdrawn = std::move(*it);
     pause.waiters.erase(it);

@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/adapter/version.h"
+#include "server/adapter/registry/version.h"
 #include "server/engine/request.h"
 
 namespace dorad::engine {
@@ -26,7 +26,7 @@ class Pauses {
   using Done = std::function<void(absl::StatusOr<int>)>;
   // Somebody who waits for the requests of a scope to end.
   struct Waiter {
-    uint64_t ticket = 0;
+    uint64_t pause_id = 0;
     int requests = 0;
     Done done;
   };
@@ -52,11 +52,11 @@ class Pauses {
   using IsOver = std::function<bool(const adapter::AdapterRef& scope, std::string* witness)>;
   std::vector<Waiter> Complete(const IsOver& is_over);
   // Who waits for what a pause of the scope would stop: for it, or for a part of it.
-  std::vector<Waiter> TakeWithin(const adapter::AdapterRef& scope);
+  std::vector<Waiter> RemoveWaitersWithin(const adapter::AdapterRef& scope);
   // Who waits for the scope; of everything, all who wait.
-  std::vector<Waiter> TakeOf(const adapter::AdapterRef& scope);
-  // nullopt: nobody waits with this ticket any more.
-  std::optional<Waiter> Withdraw(uint64_t ticket);
+  std::vector<Waiter> RemoveWaiters(const adapter::AdapterRef& scope);
+  // nullopt: nobody waits with this pause_id any more.
+  std::optional<Waiter> Cancel(uint64_t pause_id);
 
   // Whether a pause of one of its adapters stops the request.
   bool Freezes(const Request& request) const;

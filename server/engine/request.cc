@@ -8,9 +8,9 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
-#include "server/base/metrics.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad::engine {
 namespace {
@@ -67,9 +67,9 @@ Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Insta
       admitted(admitted),
       deadline(ToInstant(generate->deadline, admitted)) {}
 
-Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted)
+Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> pause_id, Instant admitted)
     : score(std::move(input)),
-      ticket(std::move(ticket)),
+      pause_id(std::move(pause_id)),
       admitted(admitted),
       deadline(ToInstant(score->deadline, admitted)) {}
 
@@ -119,7 +119,7 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
   const adapter::LoadedAdapter* const adapter = generate->lease.get();
   for (const auto& sequence : sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
-    sequence->DropUses();  // of versions whose leases may go; it asks for those that it needs now
+    sequence->DropPins();  // of versions whose leases may go; it asks for those that it needs now
     if (generate->in_flight != InFlightPolicy::kSwitchKeepKv || sequence->generated() == 0) {
       scheduler->Restart(sequence.get(), adapter, root);
       continue;
@@ -315,40 +315,41 @@ bool Request::AcceptScores(const Chunk& chunk, StepOutput output) {
   return sequence.scored == sequence.goal();
 }
 
-void Request::End(const absl::Status& status, Instant now, Metrics* metrics) {
-  absl::Status final_status = status;
+void Request::End(const Ending& how, Instant now, Metrics* metrics) {
+  absl::Status status = how.status;
+  if (how.aborted && score) {
+    status = MakeError(absl::StatusCode::kAborted, "REQUEST_ABORTED", *how.aborted);
+  } else if (how.aborted) {
+    AbortSamples(*how.aborted, now, metrics);
+  }
   if (score && status.ok() && !score_finite_) {
-    final_status = MakeError(absl::StatusCode::kInternal, "LOGITS_NOT_FINITE",
-                             "the model's logits are not finite");
+    status = MakeError(absl::StatusCode::kInternal, "LOGITS_NOT_FINITE",
+                       "the model's logits are not finite");
     metrics->NonFiniteLogits();
   }
-  std::string outcome = final_status.ok() ? "ok" : absl::StatusCodeToString(final_status.code());
+  std::string outcome = status.ok() ? "ok" : absl::StatusCodeToString(status.code());
   absl::AsciiStrToLower(&outcome);
   const RequestKind kind = generate ? RequestKind::kGenerate : RequestKind::kScore;
   metrics->RequestEnded(kind, outcome, Between(admitted, now));
-  if (!final_status.ok()) metrics->RequestFailed(kind, ReasonOf(final_status));
+  if (!status.ok()) metrics->RequestFailed(kind, ReasonOf(status));
   CountUse(metrics);
   LogEnd(now);
   // The leases go first: who sees the end of a request also sees them returned.
   if (generate) {
     generate->lease.Reset();
     earlier_.clear();
-    stream->Close(final_status);
+    stream->Close(status);
   } else {
     score->leases.clear();
-    if (final_status.ok()) {
-      ticket->Finish(std::move(result_));
+    if (status.ok()) {
+      pause_id->Finish(std::move(result_));
     } else {
-      ticket->Finish(final_status);
+      pause_id->Finish(status);
     }
   }
 }
 
-void Request::EndAborted(const std::string& detail, Instant now, Metrics* metrics) {
-  if (score) {
-    End(MakeError(absl::StatusCode::kAborted, "REQUEST_ABORTED", detail), now, metrics);
-    return;
-  }
+void Request::AbortSamples(const std::string& detail, Instant now, Metrics* metrics) {
   for (const auto& sequence : sequences) {
     Sample& sample = samples_[sequence->index];
     if (sample.reason != FinishReason::kNone) continue;
@@ -360,7 +361,6 @@ void Request::EndAborted(const std::string& detail, Instant now, Metrics* metric
     metrics->SampleEnded(NameOf(FinishReason::kAborted));
     stream->Push(std::move(delta));
   }
-  End(absl::OkStatus(), now, metrics);
 }
 
 // Tokens by the adapter that they were computed for; under several of its versions is under it.

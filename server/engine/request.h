@@ -1,7 +1,8 @@
 // A request inside the engine: its input, its sequences, and the way its results leave.
 //
-// A request ends exactly once, through End: pending samples get their finish, the stream or ticket
-// is closed, and the leases are given back. Confined to the engine thread.
+// A request ends exactly once, through End: pending samples get their finish, the stream or
+// pause_id is closed, and the leases are given back. Between the decision to end it and End it may
+// have rows in flight. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +12,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "server/base/instant.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/scheduler.h"
 #include "server/engine/sequence.h"
 #include "server/engine/token_stream.h"
 #include "server/engine/types.h"
+#include "server/platform/instant.h"
 
 namespace dorad {
 class Metrics;
@@ -32,7 +33,7 @@ struct StopRules {
 
 struct Request {
   Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted);
-  Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted);
+  Request(ScoreInput input, std::shared_ptr<ScoreTicket> pause_id, Instant admitted);
 
   // Makes the sequences. A score may need none (all of length 1). Any thread, before Enter.
   void MakeSequences(const StopRules& rules, bool prefix_cache);
@@ -47,7 +48,6 @@ struct Request {
   std::vector<std::string> adapters() const;
   // Unique among all requests: two tenants may choose the same id. No id has a space.
   std::string key() const { return base().tenant + ' ' + base().request_id; }
-  bool cancelled() const { return generate ? stream->cancelled() : ticket->cancelled(); }
   // Whether tokens to come or keys and values stand on the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;
   // Likewise, on one that was retired by force.
@@ -74,21 +74,30 @@ struct Request {
   bool Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
               Metrics* metrics);
 
-  // OK: all samples have finished. Otherwise the stream fails with the status.
-  void End(const absl::Status& status, Instant now, Metrics* metrics);
-  // End with the samples so far marked kAborted (a score fails with ABORTED).
-  void EndAborted(const std::string& detail, Instant now, Metrics* metrics);
+  // How a request ends.
+  struct Ending {
+    absl::Status status;  // OK: all samples have finished, or are aborted; else the stream fails
+    // Why it is aborted: samples that have not finished end with kAborted, a score fails with
+    // ABORTED.
+    std::optional<std::string> aborted;
+  };
+  void End(const Ending& how, Instant now, Metrics* metrics);
 
   // Exactly one of the two kinds.
   std::optional<GenerateInput> generate;
   std::shared_ptr<TokenStream> stream;
   std::optional<ScoreInput> score;
-  std::shared_ptr<ScoreTicket> ticket;
+  std::shared_ptr<ScoreTicket> pause_id;
 
+  uint64_t number = 0;   // RequestHandle's
+  bool entered = false;  // the engine thread has it
   std::vector<std::unique_ptr<Sequence>> sequences;
   bool frozen = false;  // by a pause of an adapter
   // Sequences that have not ended, or of which a chunk is still in flight.
   int64_t unfinished_sequences = 0;
+  // Set when something else than its last token ends the request: it gets no more rows, and ends
+  // when those in flight have landed.
+  std::optional<Ending> ending;
 
   Instant admitted;
   Instant deadline;
@@ -112,6 +121,7 @@ struct Request {
   bool AcceptScores(const Chunk& chunk, StepOutput output);
   template <typename Condition>
   bool HoldsAny(Condition condition) const;
+  void AbortSamples(const std::string& detail, Instant now, Metrics* metrics);
   void CountUse(Metrics* metrics) const;
   // Says what the engine knows, and lets go of the log.
   void LogEnd(Instant now);

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "server/base/check.h"
+#include "server/platform/check.h"
 
 namespace dorad::engine {
 namespace {
@@ -102,7 +102,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     bool admitted = Admit(s, plan);
     while (!admitted && PreemptFrozen(plan)) admitted = Admit(s, plan);
     if (!admitted) {
-      s->DropUses();
+      s->DropPins();
       break;
     }
   }
@@ -126,7 +126,7 @@ void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;
   s.sampling -= chunk.samples ? 1 : 0;
-  if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropUses();
+  if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
 }
 
 void Scheduler::Computed(const Chunk& chunk) {
@@ -251,7 +251,7 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   sequence->state = Sequence::State::kWaiting;
   Put(sequence, &waiting_);
   // Who waits for pages holds no weights: others may wait for those, and have the pages.
-  if (sequence->in_flight == 0) sequence->DropUses();
+  if (sequence->in_flight == 0) sequence->DropPins();
   ++sequence->preemptions;
   ++preemptions_;
   plan->preempted = true;

@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
-#include "server/base/check.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/types.h"
+#include "server/platform/check.h"
 
 namespace dorad::engine {
 
@@ -38,8 +38,8 @@ struct Sequence {
   bool is_score = false;
   bool frozen = false;  // gets no rows until it thaws
   // Of the weights of all kv_spans, while it runs or has rows in flight.
-  std::vector<adapter::WeightsUse> uses;
-  bool has_uses = false;
+  std::vector<adapter::WeightsPin> pins;
+  bool has_pins = false;
   bool use_prefix_cache = true;
 
   // Of steps that have begun and not finished:
@@ -77,9 +77,9 @@ struct Sequence {
     return next == kv_spans.data() + kv_spans.size() ? std::numeric_limits<int64_t>::max()
                                                      : next->begin;
   }
-  void DropUses() {
-    uses.clear();
-    has_uses = false;
+  void DropPins() {
+    pins.clear();
+    has_pins = false;
   }
   // The next token and all after it come from another version; the KV of those before stays.
   // REQUIRES: the last token is sampled and its row not computed; nothing is in flight.

@@ -4,8 +4,8 @@
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
-#include "server/base/check.h"
-#include "server/base/metrics.h"
+#include "server/platform/check.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad::engine {
 namespace {
@@ -57,7 +57,9 @@ absl::Status StepPipeline::Begin(std::vector<Chunk>* chunks, Instant now) {
   const bool computes = runner_->max_steps_in_flight() == 1;
   metrics_->StepPhaseDone(computes ? StepPhase::kCompute : StepPhase::kLaunch,
                           Between(now, SteadyNow()));
-  if (status.ok()) in_flight_.push_back({std::move(*chunks), now});
+  if (!status.ok()) return status;
+  in_flight_.push_back({std::move(*chunks), now});
+  ++steps_begun_;
   return status;
 }
 

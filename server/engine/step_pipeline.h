@@ -29,6 +29,9 @@ class StepPipeline {
   // For what is done between steps. REQUIRES: empty().
   ModelRunner& runner();
   uint64_t steps_finished() const { return steps_finished_; }
+  // Steps that have begun, and those of them that are in flight no more, finished or failed.
+  uint64_t steps_begun() const { return steps_begun_; }
+  uint64_t steps_landed() const { return steps_begun_ - in_flight_.size(); }
 
   // Begins a step at `now` and takes its chunks. After a failure it has not begun, and they are the
   // caller's. REQUIRES: !full().
@@ -56,6 +59,7 @@ class StepPipeline {
   Metrics* const metrics_;
   std::deque<StepInFlight> in_flight_;  // oldest first
   Instant last_finished_;
+  uint64_t steps_begun_ = 0;
   uint64_t steps_finished_ = 0;
 };
 

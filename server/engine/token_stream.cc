@@ -3,12 +3,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "server/base/check.h"
+#include "server/platform/check.h"
 
 namespace dorad::engine {
 
 void TokenStream::Push(SampleDelta delta) {
-  if (meter_ && !delta.token_ids.empty()) meter_(static_cast<int64_t>(delta.token_ids.size()));
   absl::MutexLock lock(&mu_);
   DORAD_CHECK(!closed_);
   const auto pending = std::find_if(deltas_.begin(), deltas_.end(), [&delta](const SampleDelta& d) {

@@ -1,5 +1,5 @@
 // The engine's vocabulary: what a request asks for and what comes back. Plain values, no torch, no
-// protobuf. rpc/convert builds the inputs and has validated them against Limits.
+// protobuf. rpc/request_validation builds the inputs and has validated them against Limits.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "server/adapter/version.h"
-#include "server/base/request_log.h"
+#include "server/adapter/registry/version.h"
+#include "server/platform/metrics/request_log.h"
 
 namespace dorad::engine {
 
@@ -81,6 +81,12 @@ struct ScoreInput : RequestBase {
   float temperature = 1.0f;
   int32_t top_k = 0;
   std::vector<TokenId> chosen_ids;
+};
+
+// Names one request among all that an engine ever has: when it has ended its key may be another's.
+struct RequestHandle {
+  std::string key;  // tenant and id
+  uint64_t number = 0;
 };
 
 struct VersionSpan {
@@ -155,24 +161,24 @@ struct EngineLimits {
 };
 
 struct EngineStats {
-  int requests = 0;  // that the engine has, whatever their state
+  int requests = 0;  // that are let in and have not ended
   int running_sequences = 0;
   int64_t waiting_sequences = 0;  // for a place in a step: not begun, preempted, further samples
   int queued_requests = 0;
   int64_t queued_tokens = 0;
   int64_t kv_pages_total = 0;
-  int64_t kv_pages_used = 0;    // held by sequences
-  int64_t kv_pages_cached = 0;  // hold reusable prefixes only
-  int64_t kv_pages_lent = 0;    // whose memory others have; neither used nor available
-  int64_t kv_lendable_bytes = 0;
-  bool kv_short = false;  // requests wait for pages that are lent
+  int64_t kv_pages_used = 0;      // held by sequences
+  int64_t kv_pages_cached = 0;    // hold reusable prefixes only
+  int64_t kv_pages_released = 0;  // whose memory others have; neither used nor available
+  int64_t kv_shrinkable_bytes = 0;
+  bool kv_short = false;  // requests wait for pages that are released
   int kv_page_tokens = 0;
   uint64_t steps = 0;
   bool paused = false;  // everything
   bool asleep = false;
   double gpu_share = 1;  // the most of the time that steps take now
   std::vector<adapter::AdapterRef> paused_adapters;
-  std::vector<adapter::AdapterRef> awaited_pauses;  // scopes of kWaits that are not in effect yet
+  std::vector<adapter::AdapterRef> pending_pauses;  // scopes of kWaits that are not in effect yet
   int frozen_requests = 0;                          // by pauses of adapters
 };
 

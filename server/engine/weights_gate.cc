@@ -4,12 +4,12 @@
 #include <optional>
 #include <utility>
 
-#include "server/base/metrics.h"
+#include "server/platform/metrics/metrics.h"
 
 namespace dorad::engine {
 
 bool WeightsGate::MayRun(Sequence* sequence) {
-  if (sequence->has_uses) return true;
+  if (sequence->has_pins) return true;
   Entries entries;
   for (const KvSpan& span : sequence->kv_spans) {
     if (span.adapter == nullptr || span.adapter->entry() == nullptr) continue;
@@ -22,16 +22,16 @@ bool WeightsGate::MayRun(Sequence* sequence) {
     NoteStalled(sequence);
     return false;
   }
-  absl::StatusOr<std::optional<adapter::Residency::Uses>> uses =
-      adapter::Residency::UseAll(entries);
+  absl::StatusOr<std::optional<adapter::Residency::Pins>> uses =
+      adapter::Residency::PinAll(entries);
   if (!uses.ok() || !uses->has_value()) {
     if (!uses.ok()) failures_.emplace(entries, uses.status());
     away_.insert(std::move(entries));
     NoteStalled(sequence);
     return false;
   }
-  sequence->uses = **std::move(uses);
-  sequence->has_uses = true;
+  sequence->pins = **std::move(uses);
+  sequence->has_pins = true;
   EndStall(sequence, now_);
   return true;
 }
@@ -51,7 +51,7 @@ std::map<WeightsGate::Entries, absl::Status> WeightsGate::TakeFailures() {
 
 bool WeightsGate::IsConcerned(const Request& request, const Entries& entries) {
   for (const auto& sequence : request.sequences) {
-    if (sequence->state == Sequence::State::kEnded || sequence->has_uses || sequence->frozen) {
+    if (sequence->state == Sequence::State::kEnded || sequence->has_pins || sequence->frozen) {
       continue;
     }
     for (const KvSpan& span : sequence->kv_spans) {

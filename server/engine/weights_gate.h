@@ -9,7 +9,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
-#include "server/adapter/residency.h"
+#include "server/adapter/residency/residency.h"
 #include "server/engine/request.h"
 #include "server/engine/sequence.h"
 

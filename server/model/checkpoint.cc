@@ -8,9 +8,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
-#include "server/base/sha256.h"
 #include "server/model/config_json.h"
+#include "server/platform/error.h"
+#include "server/platform/files/sha256.h"
 
 namespace dorad::model {
 namespace {

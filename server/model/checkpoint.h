@@ -16,8 +16,8 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "server/base/file.h"
-#include "server/base/safetensors_header.h"
+#include "server/platform/files/file.h"
+#include "server/platform/files/safetensors_header.h"
 
 namespace dorad::model {
 

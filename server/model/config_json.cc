@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/file.h"
+#include "server/platform/files/file.h"
 
 namespace dorad::model {
 namespace {

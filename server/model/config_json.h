@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "server/base/error.h"
+#include "server/platform/error.h"
 
 namespace dorad::model {
 

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "server/adapter/base_modules.h"
+#include "server/adapter/peft/base_modules.h"
 
 namespace dorad::model {
 

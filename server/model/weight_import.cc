@@ -7,8 +7,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "server/base/error.h"
 #include "server/model/checkpoint.h"
+#include "server/platform/error.h"
 
 namespace dorad::model {
 namespace {

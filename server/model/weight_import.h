@@ -10,9 +10,9 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "server/base/safetensors_header.h"
 #include "server/model/checkpoint.h"
 #include "server/model/model_config.h"
+#include "server/platform/files/safetensors_header.h"
 
 namespace dorad::model {
 

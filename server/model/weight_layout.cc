@@ -1,6 +1,6 @@
 #include "server/model/weight_layout.h"
 
-#include "server/base/check.h"
+#include "server/platform/check.h"
 
 namespace dorad::model {
 

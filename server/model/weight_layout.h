@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "server/base/safetensors.h"
 #include "server/model/checkpoint.h"
+#include "server/platform/files/safetensors.h"
 
 namespace dorad::model {
 

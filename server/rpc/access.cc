@@ -7,9 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
-#include "server/adapter/registry.h"
-#include "server/adapter/registry_errors.h"
-#include "server/base/error.h"
+#include "server/adapter/registry/registry.h"
+#include "server/adapter/registry/registry_errors.h"
+#include "server/platform/error.h"
 #include "server/security/authority.h"
 #include "server/security/method_rules.h"
 

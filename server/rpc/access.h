@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/adapter/version.h"
+#include "server/adapter/registry/version.h"
 #include "server/rpc/services.h"
 #include "server/security/principal.h"
 #include "server/security/quotas.h"

@@ -4,17 +4,17 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
 #include "server/engine/admission.h"
+#include "server/platform/error.h"
 #include "server/rpc/access.h"
-#include "server/rpc/convert.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/memory_publish.h"
 #include "server/rpc/page_token.h"
 #include "server/rpc/peft_config_json.h"
-#include "server/rpc/publish_reactor.h"
+#include "server/rpc/publish_call.h"
+#include "server/rpc/publish_validation.h"
 #include "server/rpc/unary_call.h"
-#include "server/rpc/watch_reactor.h"
+#include "server/rpc/watch_call.h"
 
 namespace dorad::rpc {
 namespace {
@@ -24,45 +24,15 @@ constexpr uint32_t kMaxPageSize = 1000;
 
 absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRequest& request) {
   std::vector<Violation> violations;
-  CheckAdapterName(request.name(), &violations);
-  if (request.has_version()) CheckAdapterVersion(request.version(), &violations);
-  CheckTags(request.tags(), &violations);
-  if (request.path().empty()) {
-    violations.push_back({"path", "PATH_EMPTY", "the folder of a PEFT adapter is missing"});
-  } else if (request.path().size() > kMaxPathBytes) {
-    violations.push_back(
-        {"path", "PATH_TOO_LONG", absl::StrCat("a path has at most ", kMaxPathBytes, " bytes")});
-  } else if (request.path().front() != '/') {
-    // Relative to a folder that only the server knows.
-    violations.push_back({"path", "PATH_NOT_ABSOLUTE", "the path does not begin with a slash"});
-  }
+  adapter::PublishOptions options = ParsePublishOptions(request, &violations);
+  CheckPath(request.path(), &violations);
   if (!violations.empty()) return MakeInvalid("PublishFromPathRequest", std::move(violations));
-  adapter::PublishOptions options;
-  options.name = request.name();
-  if (request.has_version()) options.version = request.version();
-  options.activate = request.activate();
-  if (request.has_expected_generation()) {
-    options.expected_generation = request.expected_generation();
-  }
-  options.durable = request.durable();
-  options.pinned = request.pinned();
-  if (request.has_keep_last()) options.keep_last = request.keep_last();
-  options.tags.insert(request.tags().begin(), request.tags().end());
   return options;
-}
-
-// The exact version that Activate and Retire name.
-absl::Status CheckVersion(const char* subject, const std::string& name, int64_t version) {
-  std::vector<Violation> violations;
-  CheckAdapterName(name, &violations);
-  CheckAdapterVersion(version, &violations);
-  if (violations.empty()) return absl::OkStatus();
-  return MakeInvalid(subject, std::move(violations));
 }
 
 // Runs body() where changes of the registry run; the call ends with what it throws.
 template <typename Response, typename Body>
-void RunChange(Services* services, const std::shared_ptr<UnaryCall<Response>>& call, Body body) {
+void RunChange(Services* services, const UnaryPtr<Response>& call, Body body) {
   auto open = std::make_shared<const OpenCount>(&services->open_changes);
   services->run_change([call, body = std::move(body), open = std::move(open)] {
     Guarded(call->record().method(), body,
@@ -80,8 +50,8 @@ struct Admitted {
 // Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
 // PeftConfig.
 template <typename Response>
-adapter::PublishCallback AnswerTo(const std::shared_ptr<UnaryCall<Response>>& call,
-                                  bool typed_config, Admitted admitted) {
+adapter::PublishCallback AnswerTo(const UnaryPtr<Response>& call, bool typed_config,
+                                  Admitted admitted) {
   return [call, typed_config,
           admitted = std::move(admitted)](const absl::StatusOr<adapter::PublishResult>& result) {
     // Whoever learns of the end may publish the next one.
@@ -174,7 +144,7 @@ absl::Status List(const adapter::AdapterRegistry& registry, const security::Prin
   return absl::OkStatus();
 }
 
-void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::RetireResponse>>& call,
+void Retire(const Services& services, const UnaryPtr<v1::RetireResponse>& call,
             const adapter::AdapterRef& ref, bool force) {
   const auto retirement = services.registry->Retire(ref.name, ref.version, force);
   const auto complete = [call, retirement] {
@@ -200,61 +170,58 @@ void Retire(const Services& services, const std::shared_ptr<UnaryCall<v1::Retire
 }  // namespace
 
 AdapterService::AdapterService(Services* services)
-    : LateService("dorad.v1.AdapterService", services) {
-  AddClientStream<PublishReactor, v1::PublishResponse>("Publish");
+    : RawService("dorad.v1.AdapterService", services) {
+  AddStream<PublishCall>("Publish", PublishCall::MaxMessageBytes);
   AddUnary("GetUpload", &AdapterService::GetUpload);
   AddUnary("PublishFromPath", &AdapterService::PublishFromPath);
   // Names every tensor of an adapter; nothing does where there is no socket to hand it over.
   AddUnary("PublishFromMemory", &AdapterService::PublishFromMemory, [](const Services& of) {
-    return of.handover == nullptr ? kSmallRequestBytes : of.max_message_bytes;
+    return of.shared_memory == nullptr ? kSmallRequestBytes : of.max_message_bytes;
   });
   AddUnary("Activate", &AdapterService::Activate);
   AddUnary("Get", &AdapterService::Get);
   AddUnary("List", &AdapterService::List);
-  AddServerStream<WatchReactor>("Watch");
+  AddStream<WatchCall>("Watch");
   AddUnary("Retire", &AdapterService::Retire);
 }
 
-void AdapterService::GetUpload(const std::shared_ptr<UnaryCall<v1::GetUploadResponse>>& call,
-                               const v1::GetUploadRequest& request) {
-  call->Complete([&](v1::GetUploadResponse* to) {
+absl::Status AdapterService::GetUpload(const UnaryPtr<v1::GetUploadResponse>& call,
+                                       const v1::GetUploadRequest& request) {
+  return call->Answer([&](v1::GetUploadResponse* to) {
     return rpc::GetUpload(*services_->uploads, call->caller(), request, to);
   });
 }
 
-void AdapterService::PublishFromPath(
-    const std::shared_ptr<UnaryCall<v1::PublishFromPathResponse>>& call,
-    const v1::PublishFromPathRequest& request) {
-  absl::StatusOr<adapter::PublishOptions> options = ParsePublish(request);
-  if (!options.ok()) return call->End(options.status());
+absl::Status AdapterService::PublishFromPath(const UnaryPtr<v1::PublishFromPathResponse>& call,
+                                             const v1::PublishFromPathRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(adapter::PublishOptions options, ParsePublish(request));
   // How large it is shows when it has been loaded.
-  absl::StatusOr<Admitted> admitted =
-      AdmitPublish(services_, call->record(), options->name, /*bytes=*/0);
-  if (!admitted.ok()) return call->End(admitted.status());
-  call->record().NameAdapter({options->name, options->version.value_or(0)});
-  services_->publisher.from_path(*std::move(options), request.path(),
-                                 AnswerTo(call, /*typed_config=*/false, *std::move(admitted)));
+  DORAD_ASSIGN_OR_RETURN(Admitted admitted,
+                         AdmitPublish(services_, call->record(), options.name, /*bytes=*/0));
+  call->record().NameAdapter({options.name, options.version.value_or(0)});
+  services_->publisher->Publish(std::move(options), adapter::PathSource{request.path()},
+                                AnswerTo(call, /*typed_config=*/false, std::move(admitted)));
+  return absl::OkStatus();
 }
 
-void AdapterService::PublishFromMemory(
-    const std::shared_ptr<UnaryCall<v1::PublishFromMemoryResponse>>& call,
-    const v1::PublishFromMemoryRequest& request) {
-  absl::StatusOr<MemoryPublish> publish = ParseMemoryPublish(request, services_->handover);
-  if (!publish.ok()) return call->End(publish.status());
-  absl::StatusOr<Admitted> admitted =
-      AdmitPublish(services_, call->record(), publish->options.name, publish->bytes);
-  if (!admitted.ok()) return call->End(admitted.status());
-  call->record().NameAdapter({publish->options.name, publish->options.version.value_or(0)});
-  services_->publisher.from_memory(std::move(publish->options), std::move(publish->config_json),
-                                   std::move(publish->peer),
-                                   AnswerTo(call, request.has_peft_config(), *std::move(admitted)));
+absl::Status AdapterService::PublishFromMemory(const UnaryPtr<v1::PublishFromMemoryResponse>& call,
+                                               const v1::PublishFromMemoryRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(MemoryPublish publish,
+                         ParseMemoryPublish(request, services_->shared_memory));
+  DORAD_ASSIGN_OR_RETURN(Admitted admitted, AdmitPublish(services_, call->record(),
+                                                         publish.options.name, publish.bytes));
+  call->record().NameAdapter({publish.options.name, publish.options.version.value_or(0)});
+  services_->publisher->Publish(
+      std::move(publish.options),
+      adapter::MemorySource{std::move(publish.config_json), std::move(publish.peer)},
+      AnswerTo(call, request.has_peft_config(), std::move(admitted)));
+  return absl::OkStatus();
 }
 
-void AdapterService::Activate(const std::shared_ptr<UnaryCall<v1::ActivateResponse>>& call,
-                              const v1::ActivateRequest& request) {
-  absl::Status valid = CheckVersion("ActivateRequest", request.name(), request.version());
-  if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request.name());
-  if (!valid.ok()) return call->End(valid);
+absl::Status AdapterService::Activate(const UnaryPtr<v1::ActivateResponse>& call,
+                                      const v1::ActivateRequest& request) {
+  DORAD_RETURN_IF_ERROR(CheckAdapterVersion("ActivateRequest", request.name(), request.version()));
+  DORAD_RETURN_IF_ERROR(CheckAdapterAccess(call->caller(), request.name()));
   call->record().NameAdapter({request.name(), request.version()});
   std::optional<int64_t> expected;
   if (request.has_expected_generation()) expected = request.expected_generation();
@@ -271,33 +238,34 @@ void AdapterService::Activate(const std::shared_ptr<UnaryCall<v1::ActivateRespon
                 return absl::OkStatus();
               });
             });
+  return absl::OkStatus();
 }
 
-void AdapterService::Get(const std::shared_ptr<UnaryCall<v1::GetResponse>>& call,
-                         const v1::GetRequest& request) {
-  call->Complete([&](v1::GetResponse* to) {
+absl::Status AdapterService::Get(const UnaryPtr<v1::GetResponse>& call,
+                                 const v1::GetRequest& request) {
+  return call->Answer([&](v1::GetResponse* to) {
     return rpc::Get(*services_->registry, call->caller(), request, to);
   });
 }
 
-void AdapterService::List(const std::shared_ptr<UnaryCall<v1::ListResponse>>& call,
-                          const v1::ListRequest& request) {
-  call->Complete([&](v1::ListResponse* to) {
+absl::Status AdapterService::List(const UnaryPtr<v1::ListResponse>& call,
+                                  const v1::ListRequest& request) {
+  return call->Answer([&](v1::ListResponse* to) {
     return rpc::List(*services_->registry, call->caller(), request, to);
   });
 }
 
-void AdapterService::Retire(const std::shared_ptr<UnaryCall<v1::RetireResponse>>& call,
-                            const v1::RetireRequest& request) {
-  absl::Status valid = CheckVersion("RetireRequest", request.name(), request.version());
-  if (valid.ok()) valid = CheckAdapterAccess(call->caller(), request.name());
-  if (!valid.ok()) return call->End(valid);
+absl::Status AdapterService::Retire(const UnaryPtr<v1::RetireResponse>& call,
+                                    const v1::RetireRequest& request) {
+  DORAD_RETURN_IF_ERROR(CheckAdapterVersion("RetireRequest", request.name(), request.version()));
+  DORAD_RETURN_IF_ERROR(CheckAdapterAccess(call->caller(), request.name()));
   call->record().NameAdapter({request.name(), request.version()});
   RunChange(services_, call,
             [call, services = services_, name = request.name(), version = request.version(),
              force = request.force()] {
               rpc::Retire(*services, call, {name, version}, force);
             });
+  return absl::OkStatus();
 }
 
 }  // namespace dorad::rpc

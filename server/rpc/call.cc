@@ -1,143 +1,185 @@
 #include "server/rpc/call.h"
 
-#include <chrono>
-#include <iterator>
-#include <optional>
-#include <string_view>
-#include <utility>
+#include <grpcpp/support/proto_buffer_writer.h>
+#include <grpcpp/support/slice.h>
 
-#include "absl/strings/match.h"
-#include "absl/time/clock.h"
-#include "server/base/error.h"
-#include "server/base/log.h"
-#include "server/rpc/call_context.h"
-#include "server/rpc/request_defaults.h"
-#include "server/rpc/status.h"
-#include "server/security/authority.h"
-#include "server/security/method_rules.h"
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+#include "server/platform/process/failpoint.h"
+#include "server/rpc/request_reading.h"
 
 namespace dorad::rpc {
 namespace {
 
-constexpr absl::Duration kRetryRightsChanged = absl::Milliseconds(100);
-
-// Of a metadata key that occurs once; else "". Valid as long as the context.
-std::string_view OnlyValue(const grpc::CallbackServerContext& context, const char* key) {
-  const auto [begin, end] = context.client_metadata().equal_range(key);
-  if (begin == end || std::next(begin) != end) return {};
-  return {begin->second.data(), begin->second.size()};
-}
-
-// Refused for who makes the call, or for what his tenant uses.
-bool IsDenial(const absl::Status& status) {
-  return absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status) ||
-         absl::StartsWith(ReasonOf(status), "QUOTA_");
+void Serialize(const google::protobuf::Message& message, grpc::ByteBuffer* to) {
+  constexpr int kBlockBytes = 1 << 20;
+  const size_t size = message.ByteSizeLong();
+  if (size > std::numeric_limits<int>::max()) throw std::length_error("a response over 2 GiB");
+  to->Clear();
+  if (size == 0) {
+    const grpc::Slice nothing;
+    *to = grpc::ByteBuffer(&nothing, 1);
+    return;
+  }
+  grpc::ProtoBufferWriter writer(to, kBlockBytes, static_cast<int>(size));
+  message.SerializeToZeroCopyStream(&writer);
 }
 
 }  // namespace
 
-absl::Status ExceptionStatus(const char* method, const char* what) {
-  LogError("exception in a call", {{"method", std::string(method)}, {"error", std::string(what)}});
-  // The text of an exception may show internals: it stays in the log.
-  return MakeError(absl::StatusCode::kInternal, "INTERNAL_ERROR",
-                   "the server failed to handle the call; its log says why");
-}
-
-CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
-                       const Services* services)
+Call::Call(const Method& method, grpc::CallbackServerContext* context, Services* services)
     : method_(method),
-      context_(context),
       services_(services),
-      metrics_(services->metrics),
-      start_(SteadyNow()),
-      log_(std::make_shared<RequestLog>()) {
-  metrics_->RpcStarted(method_);
-  const std::string_view id = OnlyValue(*context, kRequestIdKey);
-  set_request_id(IsRequestId(id) ? std::string(id) : ChooseRequestId());
-  log_->Set("method", std::string(method));
-  log_->Set("peer", std::string(context->peer()));
-  std::string trace_id = TraceIdOf(OnlyValue(*context, kTraceparentKey));
-  if (!trace_id.empty()) log_->Set("trace_id", std::move(trace_id));
-  // Before the caller is looked up in it: a newer one is looked at once more, not missed.
-  if (services->authority != nullptr) table_ = services->authority->table();
-  absl::StatusOr<Caller> caller = Identify(*services, *context, method);
-  admission_ = caller.status();
-  if (!caller.ok()) return;
-  caller_ = *std::move(caller);
-  if (services->quotas == nullptr || !security::RuleOf(method).is_stream) return;
-  absl::StatusOr<security::Quotas::Hold> stream = services->quotas->OpenStream(caller_->tenant);
-  admission_ = stream.status();
-  if (stream.ok()) stream_ = std::make_shared<security::Quotas::Hold>(*std::move(stream));
-}
+      record_(method.name, context, services, method.is_probe),
+      timer_(method.deadlines) {}
 
-absl::Status CallRecord::CheckRights() {
-  if (services_->authority == nullptr) return absl::OkStatus();
-  auto table = services_->authority->table();
-  if (table == table_) return absl::OkStatus();
-  DORAD_ASSIGN_OR_RETURN(const Caller caller, Identify(*services_, *context_, method_));
-  if (!(*caller == *caller_)) {
-    return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "RIGHTS_CHANGED",
-                                    "the tokens file gives the caller other rights by now"),
-                          kRetryRightsChanged);
-  }
-  table_ = std::move(table);
-  return absl::OkStatus();
-}
-
-void CallRecord::set_request_id(std::string id) {
-  request_id_ = std::move(id);
-  log_->Set("request_id", request_id_);
-}
-
-void CallRecord::NameAdapter(const adapter::AdapterRef& ref) {
-  log_->Set("adapter", ref.name);
-  if (ref.version > 0) log_->Set("adapter_version", ref.version);
-}
-
-absl::Time CallRecord::Deadline(absl::Duration fallback) const {
-  const std::chrono::system_clock::time_point deadline = context_->deadline();
-  if (deadline != std::chrono::system_clock::time_point::max()) return absl::FromChrono(deadline);
-  if (fallback > absl::ZeroDuration()) return absl::Now() + fallback;
-  return absl::InfiniteFuture();
-}
-
-absl::Status CallRecord::CancelStatus() const {
-  if (absl::Now() >= Deadline(absl::ZeroDuration())) {
-    return MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
-                     "the deadline passed");
-  }
-  return MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED",
-                   "the client cancelled the call");
-}
-
-absl::Status CallRecord::NoMessageStatus(const absl::Status& unless_cancelled) const {
-  return context_->IsCancelled() ? CancelStatus() : unless_cancelled;
-}
-
-grpc::Status CallRecord::End(const absl::Status& ended) {
-  grpc::Status status;
+void Call::Run() {
   Guarded(
-      method_, [&] { status = TryEnd(ended); },
-      [&](const absl::Status& failed) { status = ToGrpc(failed); });
-  return status;
+      method_.name,
+      [this] {
+        absl::Status status = record_.admission();
+        if (status.ok()) status = OnStart();
+        if (!status.ok()) return Abandon(status);
+        ReadNext();
+      },
+      [this](const absl::Status& status) { Abandon(status); });
+  EndHandling();
 }
 
-grpc::Status CallRecord::TryEnd(const absl::Status& ended) {
-  // Whoever learns of the end may begin another one.
-  stream_.reset();
-  const absl::Status status = caller_ ? WithoutForeignNames(*caller_, ended) : ended;
-  if (const std::optional<std::string> pushback = RetryPushback(status)) {
-    context_->AddTrailingMetadata("grpc-retry-pushback-ms", *pushback);
+void Call::OnReadDone(bool ok) {
+  Guarded(
+      method_.name,
+      [&] {
+        OnRead();
+        TakeMessage(ok);
+      },
+      [this](const absl::Status& status) { Abandon(status); });
+  EndHandling();
+}
+
+void Call::TakeMessage(bool ok) {
+  timer_.Stop();
+  {
+    absl::MutexLock lock(&mu_);
+    reading_ = false;
+    // The message comes too late: the client has been told of the end.
+    if (ended_ || abandoned_) return;
+    handling_ = true;
   }
-  if (IsDenial(status)) metrics_->CallDenied(ReasonOf(status));
-  context_->AddTrailingMetadata(kRequestIdKey, request_id_);
-  const absl::Duration time = Since(start_);
-  metrics_->RpcHandled(method_, CodeName(status.code()), time);
-  log_->Set("code", std::string(CodeName(status.code())));
-  if (!status.ok()) log_->Set("reason", ReasonOf(status));
-  log_->Set("total_seconds", absl::ToDoubleSeconds(time));
-  log_.reset();
-  return ToGrpc(status, {{"request_id", request_id_}});
+  if (!ok) return Abandon(record_.NoMessageStatus(NoMessage()));
+  Reach("rpc_handler");
+  const absl::Status status = OnMessage(&received_);
+  if (!status.ok()) Abandon(status);
+}
+
+// A call that was abandoned during the handler ends now.
+void Call::EndHandling() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (!handling_) return;
+    handling_ = false;
+    if (ended_) return;
+    if (!abandoned_) {
+      if (std::exchange(read_next_, false)) ReadLocked();
+      return;
+    }
+  }
+  EndAbandoned();
+}
+
+void Call::ReadLocked() {
+  reading_ = true;
+  timer_.Start([weak = weak_from_this()] {
+    if (const auto call = weak.lock()) call->TimeOut();
+  });
+  StartRead(&received_);
+}
+
+void Call::TimeOut() {
+  Guarded(
+      method_.name,
+      [this] {
+        const absl::Status late = MessageTimedOut(method_.deadlines->timeout());
+        {
+          absl::MutexLock lock(&mu_);
+          if (!reading_ || ended_ || abandoned_) return;
+          abandoned_ = late;
+        }
+        EndAbandoned();
+      },
+      [this](const absl::Status& status) { Abandon(status); });
+}
+
+void Call::Abandon(const absl::Status& status) {
+  {
+    // First of all: cancelled work ends, and its status must not be sent instead.
+    absl::MutexLock lock(&mu_);
+    if (ended_ || abandoned_) return;
+    abandoned_ = status;
+    if (handling_) return;
+  }
+  EndAbandoned();
+}
+
+void Call::EndAbandoned() {
+  Guarded(
+      method_.name, [this] { CancelWork(); }, [](const absl::Status& /*logged*/) {});
+  absl::MutexLock lock(&mu_);
+  work_cancelled_ = true;
+  if (!writing_) FinishLocked(*abandoned_);
+}
+
+void Call::OnCancel() {
+  Guarded(
+      method_.name,
+      [this] {
+        Reach("rpc_cancel");
+        Abandon(record_.CancelStatus());
+      },
+      [this](const absl::Status& status) { Abandon(status); });
+}
+
+void Call::OnDone() {
+  Release();
+  open_.reset();  // holders of the call may outlive the services
+  const auto self = std::move(self_);
+}
+
+absl::Status Call::NoMessage() const { return RequestMissing(); }
+
+absl::Status Call::Parse(grpc::ByteBuffer* bytes, google::protobuf::Message* request) const {
+  const int64_t most = std::min(method_.max_bytes(*services_), services_->max_message_bytes);
+  return ParseRequest(bytes, most, request);
+}
+
+void Call::Reach(const char* failpoint) const {
+  if (!method_.is_probe) Failpoint(failpoint);
+}
+
+void Call::WriteLocked(const google::protobuf::Message& message) {
+  Serialize(message, &sent_);
+  writing_ = true;
+  StartWrite(&sent_);
+}
+
+void Call::FinishLocked(const absl::Status& status) {
+  if (ended_) return;
+  ended_ = true;
+  absl::Status end = status;
+  if (end.ok() && response_message_ != nullptr) {
+    Guarded(
+        method_.name,
+        [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { Serialize(*response_message_, &sent_); },
+        [&end](const absl::Status& failed) { end = failed; });
+  }
+  const grpc::Status sent = record_.End(end);
+  if (sent.ok() && response_message_ != nullptr) {
+    StartWriteAndFinish(&sent_, grpc::WriteOptions(), sent);
+  } else {
+    Finish(sent);
+  }
 }
 
 }  // namespace dorad::rpc

@@ -1,91 +1,170 @@
-// One call's book-keeping.
+// The life of one RPC, the same for all kinds: the caller is authorised before any message is read,
+// each message is awaited under a deadline, handled, and the call ends once, with its status in the
+// metrics, the log and the trailers.
 //
-// Exceptions must not reach gRPC: one that leaves a callback hangs the call. Every callback of this
-// room runs its body through Guarded.
+// A kind adds what differs: SingleResponseCall (UnaryCall, PublishCall) or ServerStreamCall. gRPC
+// sees a bidirectional stream of bytes in all cases; on the wire nothing differs. Exceptions do not
+// reach gRPC: they end the call with INTERNAL.
+//
+// gRPC keeps a call alive until OnDone, and so does everyone with a reference. Lock order: mu_,
+// then those of the engine, the registry and the response executor. Thread-safe.
 #pragma once
 
+#include <google/protobuf/message.h>
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/server_callback.h>
 
-#include <exception>
+#include <atomic>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
-#include "absl/time/time.h"
-#include "server/adapter/version.h"
-#include "server/base/instant.h"
-#include "server/base/metrics.h"
-#include "server/base/request_log.h"
-#include "server/rpc/access.h"
+#include "absl/synchronization/mutex.h"
+#include "server/rpc/call_record.h"
+#include "server/rpc/message_deadlines.h"
 #include "server/rpc/services.h"
 
 namespace dorad::rpc {
 
-// INTERNAL (INTERNAL_ERROR), logged with what it was.
-absl::Status ExceptionStatus(const char* method, const char* what);
+// One method of a service. Owned by the service, which outlives its calls.
+struct Method {
+  std::string path;  // "/dorad.v1.InferenceService/Generate"
+  const char* name;  // "Generate"
+  // The upper bound of a valid request, in bytes.
+  int64_t (*max_bytes)(const Services&);
+  MessageDeadlines* deadlines;  // of the messages it waits for
+  // Serves anybody, without metrics and log.
+  bool is_probe = false;
+};
 
-// Runs body(); what it throws becomes a status for on_error(absl::Status).
-template <typename Body, typename OnError>
-void Guarded(const char* method, Body&& body, OnError&& on_error) {
-  try {
-    body();
-  } catch (const std::exception& e) {
-    on_error(ExceptionStatus(method, e.what()));
-  } catch (...) {
-    on_error(ExceptionStatus(method, "unknown exception"));
-  }
-}
-
-// Identifies the caller of a call, counts it, makes its final status and says how it went in the
-// log. Not thread-safe.
-class CallRecord {
+class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+             public std::enable_shared_from_this<Call> {
  public:
-  CallRecord(const char* method, grpc::CallbackServerContext* context, const Services* services);
+  // Makes and starts a call of a kind. gRPC takes the result.
+  template <typename Kind, typename... Args>
+  static Call* Start(Args&&... args) {
+    const std::shared_ptr<Call> call = std::make_shared<Kind>(std::forward<Args>(args)...);
+    call->self_ = call;
+    call->Run();
+    return call.get();
+  }
 
-  const char* method() const { return method_; }
-  // Why the call must not run: Identify's statuses, and those of the tenant's quota of streams.
-  const absl::Status& admission() const { return admission_; }
-  // REQUIRES: admission().ok().
-  const Caller& caller() const { return caller_; }
-  // Whether the call may go on as it began: the tokens file may have changed. Identify's statuses,
-  // and UNAVAILABLE (RIGHTS_CHANGED): the caller may now do other things, and may try again.
-  absl::Status CheckRights();
-  // Named in the x-request-id trailer, in the log and in the ErrorInfo of a failure: the caller's
-  // x-request-id, or one of the server's choice, until the message's own is set.
-  const std::string& request_id() const { return request_id_; }
-  void set_request_id(std::string id);
-  // The adapter that the call is about; version 0: as the name says.
-  void NameAdapter(const adapter::AdapterRef& ref);
-  // The call's place among its tenant's streams. Who works on when the call has ended holds it,
-  // too, and releases it before an answer. nullptr: takes none, or after End.
-  const std::shared_ptr<security::Quotas::Hold>& stream() const { return stream_; }
-  // The call's line in the log, for others to add to until they let go of it. nullptr after End.
-  const std::shared_ptr<RequestLog>& log() const { return log_; }
-  // The caller's deadline, or now + fallback if there is none (fallback zero: never).
-  absl::Time Deadline(absl::Duration fallback) const;
-  // Why a call that the client no longer waits for ends.
-  absl::Status CancelStatus() const;
-  // Why a call without a (further) message ends: CancelStatus, or what is given.
-  absl::Status NoMessageStatus(const absl::Status& unless_cancelled) const;
-  // What to finish the call with; adds its id and the retry hint to the trailers. Once. Throws
-  // nothing: a call that is not finished would hang.
-  grpc::Status End(const absl::Status& ended);
+  // All three are borrowed.
+  Call(const Method& method, grpc::CallbackServerContext* context, Services* services);
+
+  CallRecord& record() { return record_; }
+  const security::Principal& caller() const { return *record_.caller(); }
+
+  // Counts the call in `open` until its end has been sent. For handlers.
+  void CountIn(std::atomic<int>* open) { open_ = std::make_shared<const OpenCount>(open); }
+
+  // Cancels what the call has started, then ends it once no write is outstanding. The first status
+  // wins. While a message is handled both wait for the handler.
+  void Abandon(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
+
+  void OnReadDone(bool ok) final;
+  void OnCancel() final;
+  void OnDone() final;
+
+ protected:
+  // Runs before the first message is read.
+  virtual absl::Status OnStart() { return absl::OkStatus(); }
+  // A read has ended; whether its message is still handled is not decided yet.
+  virtual void OnRead() const {}
+  // Handles a message, with no lock held. A failure abandons the call.
+  virtual absl::Status OnMessage(grpc::ByteBuffer* bytes) = 0;
+  // Why a call ends whose client sends no further message.
+  virtual absl::Status NoMessage() const;
+  // Cancels what OnMessage has started. Runs at most once, not during OnMessage, nor after an end.
+  virtual void CancelWork() {}
+  // gRPC is done with the call.
+  virtual void Release() {}
+
+  // Reads another message once the handler has returned.
+  void ReadNext() { read_next_ = true; }
+  // As ParseRequest, with the method's bound.
+  absl::Status Parse(grpc::ByteBuffer* bytes, google::protobuf::Message* request) const;
+  // A named point of failure; probes have none.
+  void Reach(const char* failpoint) const;
+
+  void WriteLocked(const google::protobuf::Message& message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void FinishLocked(const absl::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  const Method& method_;
+  Services* const services_;
+  // What a call with one answer sends when it ends with OK; set by its constructor.
+  const google::protobuf::Message* response_message_ = nullptr;
+  // Touched by the handler, and then under mu_.
+  CallRecord record_;
+  std::shared_ptr<const OpenCount> open_;
+
+  absl::Mutex mu_;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  // Of an abandoned call: what it ends with.
+  std::optional<absl::Status> abandoned_ ABSL_GUARDED_BY(mu_);
+  // And CancelWork has run.
+  bool work_cancelled_ ABSL_GUARDED_BY(mu_) = false;
 
  private:
-  grpc::Status TryEnd(const absl::Status& ended);
+  void Run();
+  void TakeMessage(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
+  void EndHandling() ABSL_LOCKS_EXCLUDED(mu_);
+  void TimeOut() ABSL_LOCKS_EXCLUDED(mu_);
+  void EndAbandoned() ABSL_LOCKS_EXCLUDED(mu_);
+  void ReadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  const char* const method_;
-  grpc::CallbackServerContext* const context_;
-  const Services* const services_;
-  Metrics* const metrics_;
-  const Instant start_;
-  absl::Status admission_;
-  Caller caller_;                                      // nullptr: unknown
-  std::shared_ptr<const security::TokenTable> table_;  // that said so
-  std::shared_ptr<security::Quotas::Hold> stream_;
-  std::string request_id_;
-  std::shared_ptr<RequestLog> log_;
+  std::shared_ptr<Call> self_;  // until OnDone
+  MessageTimer timer_;
+  grpc::ByteBuffer received_;  // by the outstanding read
+  grpc::ByteBuffer sent_ ABSL_GUARDED_BY(mu_);
+  bool read_next_ = false;  // touched by the handler only
+  bool handling_ ABSL_GUARDED_BY(mu_) = true;
+  bool reading_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+// A call with one answer, which may be given later, from any thread.
+template <typename Response>
+class SingleResponseCall : public Call {
+ public:
+  SingleResponseCall(const Method& method, grpc::CallbackServerContext* context, Services* services)
+      : Call(method, context, services) {
+    response_message_ = &response_;
+  }
+
+  // Ends the call unless it has ended: with the response as it is, if the status is OK.
+  void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (!abandoned_) FinishLocked(status);
+  }
+
+  // Calls fill(Response*) -> absl::Status, if the call has not ended, and ends it with the result.
+  template <typename Fill>
+  void Complete(Fill&& fill) ABSL_LOCKS_EXCLUDED(mu_) {
+    absl::MutexLock lock(&mu_);
+    if (ended_ || abandoned_) return;
+    Guarded(
+        method_.name,
+        [&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+          Reach("rpc_answer");
+          FinishLocked(fill(&response_));
+        },
+        [&](const absl::Status& status) ABSL_NO_THREAD_SAFETY_ANALYSIS { FinishLocked(status); });
+  }
+  // The same, for handlers that answer at once.
+  template <typename Fill>
+  absl::Status Answer(Fill&& fill) ABSL_LOCKS_EXCLUDED(mu_) {
+    Complete(std::forward<Fill>(fill));
+    return absl::OkStatus();
+  }
+
+ private:
+  Response response_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace dorad::rpc

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
 #include "server/rpc/access.h"
 #include "server/rpc/encode.h"
 #include "server/rpc/memory_publish.h"
@@ -56,7 +56,7 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
   for (const adapter::AdapterRef& ref : stats.paused_adapters) {
     if (caller.MayTouch(ref.name)) to->add_paused_adapters(ref.ToString());
   }
-  for (const adapter::AdapterRef& ref : stats.awaited_pauses) {
+  for (const adapter::AdapterRef& ref : stats.pending_pauses) {
     if (ref.is_base()) {
       to->set_pausing(true);
     } else if (caller.MayTouch(ref.name)) {
@@ -64,7 +64,7 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
     }
   }
   to->set_frozen_requests(static_cast<uint32_t>(stats.frozen_requests));
-  for (const std::string& tag : services.sleep.asleep()) to->add_sleeping(tag);
+  for (const std::string& tag : services.sleep->asleep()) to->add_sleeping(tag);
   to->set_gpu_share(stats.gpu_share);
   to->set_deterministic(services.info.deterministic);
   to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
@@ -89,9 +89,9 @@ void FillInfo(const Services& services, const security::Principal& caller,
   }
   // A path of this host's, for those who publish from memory.
   if (caller.roles.Has(security::Role::kPublish)) {
-    to->set_handover_socket(services.info.handover_socket);
+    to->set_shared_memory_socket(services.info.shared_memory_socket);
   }
-  to->set_lent_weight_bytes(static_cast<uint64_t>(services.lent_weight_bytes()));
+  to->set_shared_weight_bytes(static_cast<uint64_t>(services.shared_weight_bytes()));
 }
 
 v1::TensorDtype EncodeDtype(DType dtype) {
@@ -125,63 +125,57 @@ void FillWeights(const model::WeightLayout& layout, v1::ShareBaseWeightsResponse
 }  // namespace
 
 ControlService::ControlService(Services* services)
-    : LateService("dorad.v1.ControlService", services) {
+    : RawService("dorad.v1.ControlService", services) {
   AddUnary("GetInfo", &ControlService::GetInfo);
   AddUnary("Pause", &ControlService::Pause);
   AddUnary("Resume", &ControlService::Resume);
   AddUnary("Sleep", &ControlService::Sleep);
   AddUnary("Wake", &ControlService::Wake);
   AddUnary("ShareBaseWeights", &ControlService::ShareBaseWeights);
-  AddUnary("Yield", &ControlService::Yield);
-  AddUnary("EndYield", &ControlService::EndYield);
+  AddUnary("LimitGpuShare", &ControlService::LimitGpuShare);
+  AddUnary("EndGpuShareLimit", &ControlService::EndGpuShareLimit);
 }
 
-void ControlService::GetInfo(const std::shared_ptr<UnaryCall<v1::GetInfoResponse>>& call,
-                             const v1::GetInfoRequest& /*request*/) {
-  call->Complete([&](v1::GetInfoResponse* to) {
+absl::Status ControlService::GetInfo(const UnaryPtr<v1::GetInfoResponse>& call,
+                                     const v1::GetInfoRequest& /*request*/) {
+  return call->Answer([&](v1::GetInfoResponse* to) {
     FillInfo(*services_, call->caller(), to);
     return absl::OkStatus();
   });
 }
 
-void ControlService::Pause(const std::shared_ptr<UnaryCall<v1::PauseResponse>>& call,
-                           const v1::PauseRequest& request) {
-  absl::StatusOr<ParsedPause> pause = ParsePause(request);
-  absl::Status status = pause.status();
-  if (status.ok()) status = CheckScope(call->caller(), pause->scope);
-  if (!status.ok()) return call->End(status);
-  engine::Engine::PauseOptions options{pause->mode, pause->scope};
+absl::Status ControlService::Pause(const UnaryPtr<v1::PauseResponse>& call,
+                                   const v1::PauseRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(ParsedPause pause, ParsePause(request));
+  DORAD_RETURN_IF_ERROR(CheckScope(call->caller(), pause.scope));
+  engine::Engine::PauseOptions options{pause.mode, std::move(pause.scope)};
   const security::Principal& caller = call->caller();
   if (!caller.roles.Has(security::Role::kAdmin)) options.tenant = caller.tenant;
-  const uint64_t ticket =
+  const uint64_t pause_id =
       services_->engine->Pause(std::move(options), [call](const absl::StatusOr<int>& affected) {
         call->Complete([&affected](v1::PauseResponse* to) {
           if (affected.ok()) to->set_affected(static_cast<uint32_t>(*affected));
           return affected.status();
         });
       });
-  // Nobody would know of what came into effect later.
-  call->set_on_cancel([engine = services_->engine, ticket] { engine->WithdrawPause(ticket); });
+  // Nobody would know of a pause that came into effect later.
+  call->set_on_cancel([engine = services_->engine, pause_id] { engine->CancelPause(pause_id); });
+  return absl::OkStatus();
 }
 
-void ControlService::Resume(const std::shared_ptr<UnaryCall<v1::ResumeResponse>>& call,
-                            const v1::ResumeRequest& request) {
-  absl::StatusOr<adapter::AdapterRef> scope = adapter::AdapterRef::Parse(request.adapter());
-  absl::Status status = scope.status();
-  if (status.ok()) status = CheckScope(call->caller(), *scope);
-  if (!status.ok()) return call->End(status);
-  services_->engine->Resume(*std::move(scope), [call] { call->End(absl::OkStatus()); });
+absl::Status ControlService::Resume(const UnaryPtr<v1::ResumeResponse>& call,
+                                    const v1::ResumeRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(adapter::AdapterRef scope, adapter::AdapterRef::Parse(request.adapter()));
+  DORAD_RETURN_IF_ERROR(CheckScope(call->caller(), scope));
+  services_->engine->Resume(std::move(scope), [call] { call->End(absl::OkStatus()); });
+  return absl::OkStatus();
 }
 
-void ControlService::Sleep(const std::shared_ptr<UnaryCall<v1::SleepResponse>>& call,
-                           const v1::SleepRequest& request) {
-  absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request.tags());
-  if (!tags.ok()) return call->End(tags.status());
-  SleepControl::Options options;
-  options.tags = *std::move(tags);
-  options.keep_kv = request.keep_kv();
-  options.refuse_requests = request.refuse_requests();
-  services_->sleep.sleep(std::move(options), [call](const auto& freed) {
+absl::Status ControlService::Sleep(const UnaryPtr<v1::SleepResponse>& call,
+                                   const v1::SleepRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(std::vector<std::string> tags, ParseSleepTags(request.tags()));
+  const SleepControl::Options options{request.keep_kv(), request.refuse_requests()};
+  services_->sleep->Sleep(std::move(tags), options, [call](const auto& freed) {
     call->Complete([&freed](v1::SleepResponse* to) {
       if (!freed.ok()) return freed.status();
       for (const auto& [tag, bytes] : *freed) {
@@ -190,50 +184,49 @@ void ControlService::Sleep(const std::shared_ptr<UnaryCall<v1::SleepResponse>>& 
       return absl::OkStatus();
     });
   });
+  return absl::OkStatus();
 }
 
-void ControlService::Wake(const std::shared_ptr<UnaryCall<v1::WakeResponse>>& call,
-                          const v1::WakeRequest& request) {
-  absl::StatusOr<std::vector<std::string>> tags = ParseSleepTags(request.tags());
-  if (!tags.ok()) return call->End(tags.status());
-  services_->sleep.wake(*std::move(tags),
-                        [call](const absl::Status& status) { call->End(status); });
+absl::Status ControlService::Wake(const UnaryPtr<v1::WakeResponse>& call,
+                                  const v1::WakeRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(std::vector<std::string> tags, ParseSleepTags(request.tags()));
+  services_->sleep->Wake(std::move(tags),
+                         [call](const absl::Status& status) { call->End(status); });
+  return absl::OkStatus();
 }
 
-void ControlService::ShareBaseWeights(
-    const std::shared_ptr<UnaryCall<v1::ShareBaseWeightsResponse>>& call,
-    const v1::ShareBaseWeightsRequest& request) {
-  call->Complete([&](v1::ShareBaseWeightsResponse* to) {
-    const auto session = FindSession(request.ticket(), services_->handover);
-    if (session.ok()) {
-      DORAD_CHECK(services_->weight_layout != nullptr);
-      FillWeights(*services_->weight_layout, to);
-    }
-    return session.status();
+absl::Status ControlService::ShareBaseWeights(const UnaryPtr<v1::ShareBaseWeightsResponse>& call,
+                                              const v1::ShareBaseWeightsRequest& request) {
+  DORAD_RETURN_IF_ERROR(FindSession(request.session_token(), services_->shared_memory).status());
+  return call->Answer([this](v1::ShareBaseWeightsResponse* to) {
+    DORAD_CHECK(services_->weight_layout != nullptr);
+    FillWeights(*services_->weight_layout, to);
+    return absl::OkStatus();
   });
 }
 
-void ControlService::Yield(const std::shared_ptr<UnaryCall<v1::YieldResponse>>& call,
-                           const v1::YieldRequest& request) {
-  absl::StatusOr<engine::Engine::YieldOptions> options = ParseYield(request);
-  if (!options.ok()) return call->End(options.status());
-  services_->engine->Yield(*std::move(options), [call](const absl::StatusOr<double>& share) {
-    call->Complete([&share](v1::YieldResponse* to) {
+absl::Status ControlService::LimitGpuShare(const UnaryPtr<v1::LimitGpuShareResponse>& call,
+                                           const v1::LimitGpuShareRequest& request) {
+  DORAD_ASSIGN_OR_RETURN(engine::Engine::GpuShareLimit options, ParseGpuShareLimit(request));
+  services_->engine->LimitGpuShare(std::move(options), [call](const absl::StatusOr<double>& share) {
+    call->Complete([&share](v1::LimitGpuShareResponse* to) {
       if (share.ok()) to->set_gpu_share(*share);
       return share.status();
     });
   });
+  return absl::OkStatus();
 }
 
-void ControlService::EndYield(const std::shared_ptr<UnaryCall<v1::EndYieldResponse>>& call,
-                              const v1::EndYieldRequest& request) {
-  if (absl::Status status = CheckYieldId(request); !status.ok()) return call->End(status);
-  services_->engine->EndYield(request.yield_id(), [call](bool ended) {
-    call->Complete([ended](v1::EndYieldResponse* to) {
+absl::Status ControlService::EndGpuShareLimit(const UnaryPtr<v1::EndGpuShareLimitResponse>& call,
+                                              const v1::EndGpuShareLimitRequest& request) {
+  DORAD_RETURN_IF_ERROR(CheckLimitId(request));
+  services_->engine->EndGpuShareLimit(request.limit_id(), [call](bool ended) {
+    call->Complete([ended](v1::EndGpuShareLimitResponse* to) {
       to->set_ended(ended);
       return absl::OkStatus();
     });
   });
+  return absl::OkStatus();
 }
 
 }  // namespace dorad::rpc

@@ -9,7 +9,7 @@
 #include "dorad/v1/adapters.pb.h"
 #include "dorad/v1/inference.pb.h"
 #include "dorad/v1/types.pb.h"
-#include "server/adapter/registry.h"
+#include "server/adapter/registry/registry.h"
 #include "server/engine/types.h"
 
 namespace dorad::rpc {

@@ -1,199 +1,89 @@
 #include "server/rpc/health_service.h"
 
-#include <google/protobuf/wrappers.pb.h>
-
-#include <optional>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
-#include "server/base/error.h"
-#include "server/rpc/call.h"
-#include "server/rpc/message_deadlines.h"
-#include "server/rpc/request_reading.h"
-#include "server/rpc/status.h"
+#include "server/rpc/server_stream_call.h"
 
 namespace dorad::rpc {
 namespace {
 
-// On the wire HealthCheckRequest is a text with number 1 and HealthCheckResponse a number with
-// number 1, as these are.
-using Request = google::protobuf::BytesValue;
-using Response = google::protobuf::UInt32Value;
-using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, Response>;
-
-constexpr char kMethod[] = "Health";  // in the log
+absl::Status Ending() { return absl::UnavailableError("the server is ending"); }
 
 }  // namespace
 
-// What both calls share: the request, which is the name of a service, read in time. Kept alive by
-// gRPC until OnDone, which it calls last. Lock order: mu_, then the service's. Thread-safe.
-class HealthService::Call : public Reactor, public std::enable_shared_from_this<Call> {
+// One Watch call: the status now, and whenever it changes; what a slow reader has not taken is
+// passed over. Lock order: the call's, then the service's.
+class HealthService::Watch final : public ServerStreamCall {
  public:
-  template <typename Kind>
-  static Reactor* Start(HealthService* service) {
-    auto call = std::make_shared<Kind>(service);
-    call->self_ = call;
-    call->timer_.Start([weak = std::weak_ptr<Call>(call)] {
-      if (const auto self = weak.lock()) self->TimeOut();
-    });
-    call->StartRead(&call->bytes_);
-    return call.get();
-  }
+  Watch(const Method& method, grpc::CallbackServerContext* context, Services* services,
+        HealthService* service)
+      : ServerStreamCall(method, context, services), service_(service) {}
 
-  void TimeOut() {
-    Guarded(
-        kMethod,
-        [this] {
-          End(MakeError(
-              absl::StatusCode::kUnavailable, "MESSAGE_TIMEOUT",
-              absl::StrCat("no request came within ", absl::FormatDuration(kHealthRequestTime))));
-        },
-        [this](const absl::Status& status) { End(status); });
-  }
-  void OnReadDone(bool ok) final {
-    timer_.Stop();
-    Guarded(
-        kMethod,
-        [&] {
-          if (!ok) return End(RequestMissing());
-          Request request;
-          const absl::Status status = ParseRequest(&bytes_, kMaxHealthRequestBytes, &request);
-          if (!status.ok()) return End(status);
-          Answer(request.value());
-        },
-        [this](const absl::Status& status) { End(status); });
-  }
-  void OnWriteDone(bool ok) final {
-    Guarded(
-        kMethod,
-        [&] {
-          {
-            absl::MutexLock lock(&mu_);
-            writing_ = false;
-            if (end_) return Finish(*end_);
-          }
-          if (ok) Look();
-        },
-        [this](const absl::Status& status) { End(status); });
-  }
-  void OnCancel() final {
-    Guarded(
-        kMethod, [this] { End(absl::CancelledError("the client cancelled the call")); },
-        [this](const absl::Status& status) { End(status); });
-  }
-  void OnDone() override { auto self = std::move(self_); }
-
-  // Something may have changed.
-  virtual void Look() {}
-
-  // Once the outstanding write is done.
-  void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
-    absl::MutexLock lock(&mu_);
-    EndLocked(ToGrpc(status));
-  }
-
- protected:
-  explicit Call(HealthService* service) : service_(service), timer_(&service->deadlines_) {}
-
-  virtual void Answer(const std::string& name) = 0;
-
-  // Whether nothing stands against a write.
-  bool IsFree() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !writing_ && !end_; }
-  void Write(Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    writing_ = true;
-    response_.set_value(static_cast<uint32_t>(status));
-    StartWrite(&response_);
-  }
-  void EndLocked(grpc::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    if (end_) return;
-    end_ = std::move(status);
-    if (!writing_) Finish(*end_);
-  }
-
-  HealthService* const service_;
-  absl::Mutex mu_;
+  using ServerStreamCall::Pump;
 
  private:
-  std::shared_ptr<Call> self_;
-  grpc::ByteBuffer bytes_;
-  MessageTimer timer_;
-  Response response_ ABSL_GUARDED_BY(mu_);  // of the outstanding write
-  bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  std::optional<grpc::Status> end_ ABSL_GUARDED_BY(mu_);
-};
+  std::shared_ptr<Watch> Self() { return std::static_pointer_cast<Watch>(shared_from_this()); }
 
-class HealthService::CheckCall final : public Call {
- public:
-  explicit CheckCall(HealthService* service) : Call(service) {}
-
- private:
-  void Answer(const std::string& name) override {
-    const Status found = service_->Get(name);
-    if (found == Status::kServiceUnknown) {
-      return End(absl::NotFoundError("this listener has no such service"));
-    }
-    absl::MutexLock lock(&mu_);
-    if (!IsFree()) return;
-    Write(found);
-    EndLocked(grpc::Status::OK);
-  }
-};
-
-// The status now, and whenever it is another one; what a slow reader has not taken is passed over.
-class HealthService::WatchCall final : public Call {
- public:
-  explicit WatchCall(HealthService* service) : Call(service) {}
-
-  void Look() override {
-    absl::MutexLock lock(&mu_);
-    if (!IsFree()) return;
-    const Status now = service_->Get(name_);
-    if (told_ == now) return;
-    told_ = now;
-    Write(now);
-  }
-  void OnDone() override {
-    service_->Leave(shared_from_this());
-    Call::OnDone();
-  }
-
- private:
-  void Answer(const std::string& name) override {
+  absl::Status OnMessage(grpc::ByteBuffer* bytes) override {
+    grpc::health::v1::HealthCheckRequest request;
+    DORAD_RETURN_IF_ERROR(Parse(bytes, &request));
     {
       absl::MutexLock lock(&mu_);
-      name_ = name;
+      name_ = std::move(*request.mutable_service());
     }
-    service_->Enter(shared_from_this());
-    Look();
+    DORAD_RETURN_IF_ERROR(service_->Enter(Self()));
+    Pump();
+    return absl::OkStatus();
   }
 
+  Turn Next() override {
+    const Status::ServingStatus now = service_->Get(name_);
+    // UNKNOWN has been sent to nobody.
+    if (response_.status() == now) return {};
+    response_.set_status(now);
+    return {.message = &response_};
+  }
+
+  void Release() override { service_->Leave(Self()); }
+
+  HealthService* const service_;
   std::string name_ ABSL_GUARDED_BY(mu_);
-  std::optional<Status> told_ ABSL_GUARDED_BY(mu_);
+  Status response_ ABSL_GUARDED_BY(mu_);  // the last one sent
 };
 
-HealthService::HealthService(Services* services) : LateService("grpc.health.v1.Health", services) {
-  using Handler = grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>;
-  Add("Check", grpc::internal::RpcMethod::BIDI_STREAMING,
-      new Handler([this](grpc::CallbackServerContext*) { return Call::Start<CheckCall>(this); }));
-  Add("Watch", grpc::internal::RpcMethod::BIDI_STREAMING,
-      new Handler([this](grpc::CallbackServerContext*) { return Call::Start<WatchCall>(this); }));
+HealthService::HealthService(Services* services, MessageDeadlines* deadlines)
+    : RawService("grpc.health.v1.Health", services, deadlines, /*is_probe=*/true) {
+  AddUnary("Check", &HealthService::Check, AtMost<kMaxHealthRequestBytes>);
+  AddStream<Watch>("Watch", AtMost<kMaxHealthRequestBytes>, this);
 }
 
 HealthService::~HealthService() = default;
+
+absl::Status HealthService::Check(const UnaryPtr<Status>& call,
+                                  const grpc::health::v1::HealthCheckRequest& request) {
+  const Status::ServingStatus status = Get(request.service());
+  if (status == Status::SERVICE_UNKNOWN) {
+    return absl::NotFoundError("this listener has no such service");
+  }
+  return call->Answer([status](Status* to) {
+    to->set_status(status);
+    return absl::OkStatus();
+  });
+}
 
 void HealthService::Set(const std::string& service, bool serving) {
   {
     absl::MutexLock lock(&mu_);
     serving_[service] = serving;
   }
-  for (const auto& watch : Watchers()) watch->Look();
+  for (const auto& watch : Watches()) watch->Pump();
 }
 
-HealthService::Status HealthService::Get(const std::string& service) const {
+HealthService::Status::ServingStatus HealthService::Get(const std::string& service) const {
   absl::MutexLock lock(&mu_);
   const auto found = serving_.find(service);
-  if (found == serving_.end()) return Status::kServiceUnknown;
-  return found->second ? Status::kServing : Status::kNotServing;
+  if (found == serving_.end()) return Status::SERVICE_UNKNOWN;
+  return found->second ? Status::SERVING : Status::NOT_SERVING;
 }
 
 void HealthService::Shutdown() {
@@ -201,28 +91,24 @@ void HealthService::Shutdown() {
     absl::MutexLock lock(&mu_);
     shut_down_ = true;
   }
-  for (const auto& watch : Watchers()) watch->End(absl::UnavailableError("the server is ending"));
+  for (const auto& watch : Watches()) watch->Abandon(Ending());
 }
 
-void HealthService::Enter(const std::shared_ptr<Call>& watch) {
-  {
-    absl::MutexLock lock(&mu_);
-    if (!shut_down_) {
-      watchers_.insert(watch);
-      return;
-    }
-  }
-  watch->End(absl::UnavailableError("the server is ending"));
-}
-
-void HealthService::Leave(const std::shared_ptr<Call>& watch) {
+absl::Status HealthService::Enter(const std::shared_ptr<Watch>& watch) {
   absl::MutexLock lock(&mu_);
-  watchers_.erase(watch);
+  if (shut_down_) return Ending();
+  watches_.insert(watch);
+  return absl::OkStatus();
 }
 
-std::set<std::shared_ptr<HealthService::Call>> HealthService::Watchers() const {
+void HealthService::Leave(const std::shared_ptr<Watch>& watch) {
   absl::MutexLock lock(&mu_);
-  return watchers_;
+  watches_.erase(watch);
+}
+
+std::set<std::shared_ptr<HealthService::Watch>> HealthService::Watches() const {
+  absl::MutexLock lock(&mu_);
+  return watches_;
 }
 
 }  // namespace dorad::rpc

@@ -5,15 +5,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
-#include "server/rpc/convert.h"
-#include "server/rpc/peft_config_json.h"
-#include "server/rpc/upload.h"
+#include "server/platform/error.h"
+#include "server/rpc/publish_validation.h"
 
 namespace dorad::rpc {
 namespace {
 
-// As of safetensors files (server/base/safetensors.h).
+// As of safetensors files (server/platform/files/safetensors.h).
 constexpr int kMaxTensors = 65536;
 constexpr size_t kMaxNameBytes = 512;
 constexpr int kMaxRank = 8;
@@ -47,9 +45,9 @@ std::optional<uint64_t> BytesOf(const v1::MemoryTensor& tensor, DType dtype) {
 }
 
 absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
-                                                const handover::Session& session) {
+                                                const shared_memory::Session& session) {
   const auto invalid = [](const std::string& why) {
-    return MakeError(absl::StatusCode::kInvalidArgument, "HANDOVER_TENSOR_INVALID", why);
+    return MakeError(absl::StatusCode::kInvalidArgument, "SHARED_MEMORY_TENSOR_INVALID", why);
   };
   if (tensor.name().empty() || tensor.name().size() > kMaxNameBytes) {
     return invalid(absl::StrCat("a tensor's name has 1 to ", kMaxNameBytes, " bytes"));
@@ -84,12 +82,12 @@ absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
 }
 
 std::vector<adapter::PeerTensor> ParseTensors(const v1::PublishFromMemoryRequest& request,
-                                              const handover::Session& session,
+                                              const shared_memory::Session& session,
                                               std::vector<Violation>* violations) {
   std::vector<adapter::PeerTensor> tensors;
   if (request.tensors_size() == 0 || request.tensors_size() > kMaxTensors) {
     violations->push_back(
-        {"tensors", "HANDOVER_TENSORS_INVALID",
+        {"tensors", "SHARED_MEMORY_TENSORS_INVALID",
          absl::StrCat(request.tensors_size(), " tensors are not in [1, ", kMaxTensors, "]")});
     return tensors;
   }
@@ -113,58 +111,37 @@ int64_t CountBytes(const std::vector<adapter::PeerTensor>& tensors,
   for (const adapter::PeerTensor& tensor : tensors) {
     bytes += static_cast<int64_t>(tensor.bytes);
     if (bytes <= kMaxBytes) continue;
-    violations->push_back(
-        {"tensors", "HANDOVER_TENSORS_INVALID", "together they have more bytes than any memory"});
+    violations->push_back({"tensors", "SHARED_MEMORY_TENSORS_INVALID",
+                           "together they have more bytes than any memory"});
     break;
   }
   return bytes;
 }
 
-adapter::PublishOptions OptionsOf(const v1::PublishFromMemoryRequest& request) {
-  adapter::PublishOptions options;
-  options.name = request.name();
-  if (request.has_version()) options.version = request.version();
-  options.activate = request.activate();
-  if (request.has_expected_generation()) {
-    options.expected_generation = request.expected_generation();
-  }
-  options.durable = request.durable();
-  options.pinned = request.pinned();
-  if (request.has_keep_last()) options.keep_last = request.keep_last();
-  options.tags.insert(request.tags().begin(), request.tags().end());
-  return options;
-}
-
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<const handover::Session>> FindSession(
-    const std::string& ticket, const handover::Listener* listener) {
-  if (listener != nullptr) return listener->Find(ticket);
-  return MakeError(absl::StatusCode::kFailedPrecondition, "HANDOVER_NOT_CONFIGURED",
-                   "the server has no server.handover_socket");
+absl::StatusOr<std::shared_ptr<const shared_memory::Session>> FindSession(
+    const std::string& session_token, const shared_memory::Listener* listener) {
+  if (listener != nullptr) return listener->Find(session_token);
+  return MakeError(absl::StatusCode::kFailedPrecondition, "SHARED_MEMORY_NOT_CONFIGURED",
+                   "the server has no server.shared_memory_socket");
 }
 
 absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequest& request,
-                                                 const handover::Listener* listener) {
-  DORAD_ASSIGN_OR_RETURN(const std::shared_ptr<const handover::Session> session,
-                         FindSession(request.ticket(), listener));
+                                                 const shared_memory::Listener* listener) {
+  DORAD_ASSIGN_OR_RETURN(const std::shared_ptr<const shared_memory::Session> session,
+                         FindSession(request.session_token(), listener));
   MemoryPublish publish;
-  publish.config_json = request.has_peft_config() ? ToBoundedConfigJson(request.peft_config())
-                                                  : request.adapter_config_json();
   std::vector<Violation> violations;
-  CheckAdapterName(request.name(), &violations);
-  if (request.has_version()) CheckAdapterVersion(request.version(), &violations);
-  CheckTags(request.tags(), &violations);
-  CheckAdapterConfig(request.has_peft_config(), request.adapter_config_json(), publish.config_json,
-                     &violations);
+  publish.options = ParsePublishOptions(request, &violations);
+  publish.config_json = ParseAdapterConfig(request, &violations);
   if (!request.expected_digest().empty() && request.expected_digest().size() != kHexBytes) {
-    violations.push_back({"expected_digest", "HANDOVER_DIGEST_INVALID",
+    violations.push_back({"expected_digest", "SHARED_MEMORY_DIGEST_INVALID",
                           "a version's digest has 64 hexadecimal digits"});
   }
   publish.peer.tensors = ParseTensors(request, *session, &violations);
   publish.bytes = CountBytes(publish.peer.tensors, &violations);
   if (!violations.empty()) return MakeInvalid("PublishFromMemoryRequest", std::move(violations));
-  publish.options = OptionsOf(request);
   publish.peer.expected_digest = request.expected_digest();
   publish.peer.wanted = [session] { return session->open(); };
   return publish;

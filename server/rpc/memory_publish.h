@@ -8,16 +8,16 @@
 
 #include "absl/status/statusor.h"
 #include "dorad/v1/adapters.pb.h"
-#include "server/adapter/loader.h"
-#include "server/adapter/peer_tensors.h"
-#include "server/handover/listener.h"
+#include "server/adapter/peft/peer_tensors.h"
+#include "server/adapter/publish/publisher.h"
+#include "server/colocation/listener.h"
 
 namespace dorad::rpc {
 
-// A ticket's connection. `listener`: nullptr when the server has no handover socket.
-// FAILED_PRECONDITION (HANDOVER_NOT_CONFIGURED), NOT_FOUND (HANDOVER_TICKET_UNKNOWN).
-absl::StatusOr<std::shared_ptr<const handover::Session>> FindSession(
-    const std::string& ticket, const handover::Listener* listener);
+// A session_token's connection. `listener`: nullptr when the server has no shared-memory socket.
+// FAILED_PRECONDITION (SHARED_MEMORY_NOT_CONFIGURED), NOT_FOUND (SHARED_MEMORY_SESSION_UNKNOWN).
+absl::StatusOr<std::shared_ptr<const shared_memory::Session>> FindSession(
+    const std::string& session_token, const shared_memory::Listener* listener);
 
 struct MemoryPublish {
   adapter::PublishOptions options;
@@ -27,9 +27,9 @@ struct MemoryPublish {
 };
 
 // `listener`: as in FindSession. Its statuses, and INVALID_ARGUMENT with every violation
-// (HANDOVER_TENSORS_INVALID, HANDOVER_TENSOR_INVALID, HANDOVER_DIGEST_INVALID, PUBLISH_CONFIG_*,
-// and those of names, versions and tags).
+// (SHARED_MEMORY_TENSORS_INVALID, SHARED_MEMORY_TENSOR_INVALID, SHARED_MEMORY_DIGEST_INVALID,
+// PUBLISH_CONFIG_*, and those of names, versions and tags).
 absl::StatusOr<MemoryPublish> ParseMemoryPublish(const v1::PublishFromMemoryRequest& request,
-                                                 const handover::Listener* listener);
+                                                 const shared_memory::Listener* listener);
 
 }  // namespace dorad::rpc

@@ -1,8 +1,7 @@
-// Times for messages that the server waits for: requests, and the parts of uploads.
+// Ends waits for messages that do not come: requests, and the parts of uploads.
 //
-// All have the same time, so the one that began first ends first, and a message that comes, as
-// nearly all do at once, costs a place in a list. One thread for all of them. Owned by Services.
-// Thread-safe.
+// All timeouts are equal, so a FIFO list suffices. One thread serves all waits. Owned by Services
+// and by Server. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -12,7 +11,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/base/instant.h"
+#include "server/platform/instant.h"
 
 namespace dorad::rpc {
 
@@ -22,6 +21,8 @@ class MessageDeadlines {
   ~MessageDeadlines();
   MessageDeadlines(const MessageDeadlines&) = delete;
   MessageDeadlines& operator=(const MessageDeadlines&) = delete;
+
+  absl::Duration timeout() const { return timeout_; }
 
  private:
   friend class MessageTimer;
@@ -42,7 +43,7 @@ class MessageDeadlines {
   std::thread thread_;  // last: Run needs the others
 };
 
-// One wait at a time. Start and Stop are confined to who reads; stopped before the deadlines go.
+// One wait at a time. Only the reader calls Start and Stop. The deadlines outlive it.
 class MessageTimer {
  public:
   explicit MessageTimer(MessageDeadlines* deadlines) : deadlines_(deadlines) {}
@@ -50,7 +51,7 @@ class MessageTimer {
   MessageTimer(const MessageTimer&) = delete;
   MessageTimer& operator=(const MessageTimer&) = delete;
 
-  // Calls `late` once from another thread if the time passes; at the same time as Stop, perhaps.
+  // Calls `late` once, on another thread, if the time passes. Stop may return while it runs.
   void Start(std::function<void()> late);
   void Stop();
 

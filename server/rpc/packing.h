@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "server/base/check.h"
+#include "server/platform/check.h"
 
 namespace dorad::rpc {
 

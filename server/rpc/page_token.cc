@@ -6,8 +6,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "server/adapter/version.h"
-#include "server/base/error.h"
+#include "server/adapter/registry/version.h"
+#include "server/platform/error.h"
 
 namespace dorad::rpc {
 namespace {

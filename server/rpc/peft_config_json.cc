@@ -7,7 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "server/base/error.h"
+#include "server/platform/error.h"
 
 namespace dorad::rpc {
 namespace {

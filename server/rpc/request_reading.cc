@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
+#include "server/platform/error.h"
 
 namespace dorad::rpc {
 namespace {
@@ -87,9 +87,9 @@ absl::Status RequestMissing() {
   return Refused("REQUEST_MISSING", "the call ended before a whole request had come");
 }
 
-absl::Status MessageTimedOut() {
+absl::Status MessageTimedOut(absl::Duration timeout) {
   return MakeError(absl::StatusCode::kUnavailable, "MESSAGE_TIMEOUT",
-                   "no message came within server.message_timeout_seconds");
+                   absl::StrCat("no message came within ", absl::FormatDuration(timeout)));
 }
 
 }  // namespace dorad::rpc

@@ -2,7 +2,7 @@
 // message_deadlines.h bounds the time.
 //
 // gRPC's generated services read the whole request of a unary or server-streaming call before they
-// tell anybody of the call, from whoever reaches the port (late_service.h).
+// tell anybody of the call, from whoever reaches the port (raw_service.h).
 #pragma once
 
 #include <google/protobuf/message.h>
@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 
 namespace dorad::rpc {
 
@@ -30,6 +31,6 @@ absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
 absl::Status RequestMissing();
 
 // UNAVAILABLE (MESSAGE_TIMEOUT): the same call may succeed once the client is heard again.
-absl::Status MessageTimedOut();
+absl::Status MessageTimedOut(absl::Duration timeout);
 
 }  // namespace dorad::rpc

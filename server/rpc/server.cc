@@ -18,22 +18,24 @@
 #include <chrono>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
-#include "server/base/instant.h"
-#include "server/base/listen_address.h"
-#include "server/base/listen_socket.h"
-#include "server/base/log.h"
-#include "server/base/unique_fd.h"
+#include "server/platform/error.h"
+#include "server/platform/instant.h"
+#include "server/platform/log.h"
+#include "server/platform/net/listen_address.h"
+#include "server/platform/net/listen_socket.h"
+#include "server/platform/net/unique_fd.h"
 #include "server/rpc/adapter_service.h"
 #include "server/rpc/control_service.h"
 #include "server/rpc/health_service.h"
 #include "server/rpc/inference_service.h"
-#include "server/rpc/late_service.h"
+#include "server/rpc/message_deadlines.h"
+#include "server/rpc/raw_service.h"
 #include "server/rpc/tls_credentials.h"
 
 namespace dorad::rpc {
@@ -107,7 +109,7 @@ absl::Status CheckSocketFree(const std::string& path) {
                                                                                            : errno;
   // Nothing there, or what a dead process has left.
   if (error == ENOENT || error == ECONNREFUSED) return absl::OkStatus();
-  // EPROTOTYPE: somebody listens for another kind of connection, as a handover socket does.
+  // EPROTOTYPE: somebody listens for another kind of connection, as a shared-memory socket does.
   if (error == 0 || error == EPROTOTYPE) {
     return MakeError(absl::StatusCode::kUnavailable, "PORT_IN_USE",
                      absl::StrCat("cannot listen on unix:", path, ": another server does"));
@@ -152,13 +154,27 @@ struct Listener {
   std::shared_ptr<grpc::ServerCredentials> credentials;  // which handshakes of the server ask
   std::unique_ptr<grpc::Server> server;
   std::string address;
-  std::vector<LateService*> parts;
+  std::vector<RawService*> parts;
   HealthService* health = nullptr;
+};
+
+// While it lives, files that the process makes are not for others: gRPC makes the socket file, and
+// starts to listen, in one call. The process has one umask: a file that another thread makes
+// meanwhile is not for others either.
+class KeepOthersOut {
+ public:
+  KeepOthersOut() : before_(umask(S_IRWXG | S_IRWXO)) { umask(before_ | S_IRWXO); }
+  ~KeepOthersOut() { umask(before_); }
+  KeepOthersOut(const KeepOthersOut&) = delete;
+  KeepOthersOut& operator=(const KeepOthersOut&) = delete;
+
+ private:
+  const mode_t before_;
 };
 
 absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
                                 GrpcsOwn own, HealthService* health,
-                                std::vector<LateService*> parts) {
+                                std::vector<RawService*> parts) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
   const bool is_unix = !address.unix_path.empty();
   if (is_unix) DORAD_RETURN_IF_ERROR(CheckSocketFree(address.unix_path));
@@ -173,13 +189,22 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
   builder.AddListeningPort(
       is_unix ? absl::StrCat("unix:", address.unix_path) : JoinHostPort(address.host, address.port),
       listener.credentials, &port);
-  for (LateService* part : parts) builder.RegisterService(part);
+  for (RawService* part : parts) builder.RegisterService(part);
   builder.RegisterService(health);
   listener.parts = std::move(parts);
   listener.health = health;
-  listener.server = builder.BuildAndStart();
+  {
+    // There is no moment at which others could connect to a socket file.
+    std::optional<KeepOthersOut> keep_others_out;
+    if (is_unix) keep_others_out.emplace();
+    listener.server = builder.BuildAndStart();
+  }
   if (listener.server == nullptr || port == 0) return WhyListenFailed(address, text);
-  if (is_unix) chmod(address.unix_path.c_str(), 0660);
+  if (is_unix && chmod(address.unix_path.c_str(), 0660) != 0) {
+    return MakeError(
+        absl::StatusCode::kUnavailable, "LISTEN_FAILED",
+        absl::StrCat("cannot set the mode of ", address.unix_path, ": ", std::strerror(errno)));
+  }
   listener.address = is_unix ? text : JoinHostPort(address.host, port);
   return listener;
 }
@@ -188,7 +213,12 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
 
 struct Server::Impl {
   explicit Impl(Services* s)
-      : services(s), inference(s), adapters(s), control(s), main_health(s), admin_health(s) {}
+      : services(s),
+        inference(s),
+        adapters(s),
+        control(s),
+        main_health(s, &health_deadlines),
+        admin_health(s, &health_deadlines) {}
 
   // Calls each(health, parts) for each listener that there is.
   template <typename Each>
@@ -208,7 +238,7 @@ struct Server::Impl {
   // Loads need the base weights, and would wait for them for as long as these sleep.
   bool LoadsRun() const {
     if (services->open_loads == 0) return false;
-    const std::vector<std::string> asleep = services->sleep.asleep();
+    const std::vector<std::string> asleep = services->sleep->asleep();
     return std::find(asleep.begin(), asleep.end(), "weights") == asleep.end();
   }
 
@@ -233,6 +263,7 @@ struct Server::Impl {
   InferenceService inference;
   AdapterService adapters;
   ControlService control;
+  MessageDeadlines health_deadlines{kHealthRequestTime};
   HealthService main_health;
   HealthService admin_health;
   // After the services: the servers end first.
@@ -252,9 +283,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   // clients that are slow to take what was cancelled.
   grpc_init();
   auto impl = std::make_unique<Impl>(services);
-  LateService* const inference = &impl->inference;
-  LateService* const adapters = &impl->adapters;
-  LateService* const control = &impl->control;
+  RawService* const inference = &impl->inference;
+  RawService* const adapters = &impl->adapters;
+  RawService* const control = &impl->control;
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::channelz::experimental::InitChannelzService();
   if (options.admin_listen.empty()) {
@@ -281,7 +312,7 @@ const std::string& Server::admin_address() const { return impl_->admin.address; 
 void Server::SetServing(bool serving) {
   impl_->ForEachHealth([serving](HealthService* health, const auto& parts) {
     for (const char* name : {"", kReadiness}) health->Set(name, serving);
-    for (const LateService* part : parts) health->Set(part->name(), serving);
+    for (const RawService* part : parts) health->Set(part->name(), serving);
   });
 }
 

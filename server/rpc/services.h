@@ -15,15 +15,16 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "server/adapter/loader.h"
-#include "server/adapter/registry.h"
-#include "server/base/metrics.h"
-#include "server/base/thread_pool.h"
+#include "server/adapter/publish/publisher.h"
+#include "server/adapter/registry/registry.h"
+#include "server/colocation/listener.h"
+#include "server/colocation/sleep_control.h"
 #include "server/engine/engine.h"
-#include "server/handover/listener.h"
 #include "server/model/weight_layout.h"
-#include "server/rpc/convert.h"
+#include "server/platform/metrics/metrics.h"
+#include "server/platform/thread_pool.h"
 #include "server/rpc/message_deadlines.h"
+#include "server/rpc/request_validation.h"
 #include "server/rpc/upload_store.h"
 #include "server/security/authority.h"
 #include "server/security/quotas.h"
@@ -44,35 +45,8 @@ struct ServerInfo {
   std::vector<int32_t> eos_token_ids;
   int64_t max_adapter_rank = 0;
   bool deterministic = false;
-  std::string handover_socket;  // absolute path; "": none
+  std::string shared_memory_socket;  // absolute path; "": none
   absl::Time start_time;
-};
-
-// AdapterLoader's entrances (see there); functions, so that tests need no loader.
-struct Publisher {
-  std::function<void(adapter::PublishOptions, std::string config_json,
-                     std::vector<std::byte> safetensors, absl::Duration read,
-                     adapter::PublishCallback)>
-      from_bytes;
-  std::function<void(adapter::PublishOptions, std::string path, adapter::PublishCallback)>
-      from_path;
-  std::function<void(adapter::PublishOptions, std::string config_json, adapter::PeerTensors,
-                     adapter::PublishCallback)>
-      from_memory;
-};
-
-// Sleeper's functions (see there), which call back from another thread; functions, so that tests
-// need no device.
-struct SleepControl {
-  struct Options {
-    std::vector<std::string> tags;
-    bool keep_kv = false;
-    bool refuse_requests = false;
-  };
-  using SleepDone = std::function<void(absl::StatusOr<std::map<std::string, int64_t>>)>;
-  std::function<void(Options, SleepDone)> sleep;
-  std::function<void(std::vector<std::string> tags, std::function<void(absl::Status)>)> wake;
-  std::function<std::vector<std::string>()> asleep = [] { return std::vector<std::string>(); };
 };
 
 // Counts in one of Services' numbers of what is open, which a drain waits for.
@@ -91,20 +65,21 @@ struct Services {
   engine::Engine* engine = nullptr;
   adapter::AdapterRegistry* registry = nullptr;
   Metrics* metrics = nullptr;
-  // Carries results from the engine's thread to gRPC; outlives the engine.
-  ThreadPool* couriers = nullptr;
+  // Encodes results of the engine and hands them to gRPC; outlives the engine.
+  ThreadPool* response_executor = nullptr;
   UploadStore* uploads = nullptr;
-  Publisher publisher;
-  handover::Listener* handover = nullptr;  // nullptr: nothing can be published from memory
+  adapter::AdapterPublisher* publisher = nullptr;
+  const shared_memory::Listener* shared_memory =
+      nullptr;  // nullptr: nothing can be published from memory
   // Runs a change of the registry: here, or where it may wait for the store's disk.
   std::function<void(std::function<void()>)> run_change = [](const std::function<void()>& change) {
     change();
   };
-  // Where the base weights lie; nullptr without a handover socket.
+  // Where the base weights lie; nullptr without a shared-memory socket.
   const model::WeightLayout* weight_layout = nullptr;
   std::function<std::map<std::string, int64_t>()> memory_by_kind;
-  std::function<int64_t()> lent_weight_bytes = [] { return 0; };
-  SleepControl sleep;
+  std::function<int64_t()> shared_weight_bytes = [] { return 0; };
+  SleepControl* sleep = nullptr;
   // Who callers are, and what they may use. nullptr, both: nobody is asked.
   const security::Authority* authority = nullptr;
   security::Quotas* quotas = nullptr;
@@ -116,9 +91,8 @@ struct Services {
   ServerInfo info;
   int64_t max_message_bytes = RequestLimits().max_message_bytes;
   int64_t max_adapter_bytes = 0;
-  // Of messages that calls wait for.
-  std::unique_ptr<MessageDeadlines> message_deadlines =
-      std::make_unique<MessageDeadlines>(absl::Seconds(60));
+  // Bounds the wait for each message of a call.
+  std::unique_ptr<MessageDeadlines> message_deadlines;
   std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
   // Publishing is refused once it is set.
   std::atomic<bool> draining{false};

@@ -8,8 +8,8 @@
 #include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/base/error.h"
-#include "server/base/utf8.h"
+#include "server/platform/error.h"
+#include "server/platform/files/utf8.h"
 
 namespace dorad::rpc {
 namespace {

@@ -1,5 +1,5 @@
-// From absl::Status with the payloads of server/base/error.h to what callers see: a grpc::Status
-// with google.rpc.Status details (AIP-193). Pure functions, hence thread-safe.
+// From absl::Status with the payloads of server/platform/error.h to what callers see: a
+// grpc::Status with google.rpc.Status details (AIP-193). Pure functions, hence thread-safe.
 #pragma once
 
 #include <grpcpp/support/status.h>

@@ -7,7 +7,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "server/base/check.h"
+#include "server/platform/check.h"
 
 namespace dorad::rpc {
 namespace {

@@ -16,27 +16,14 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "dorad/v1/adapters.pb.h"
-#include "server/adapter/loader.h"
-#include "server/base/error.h"
-#include "server/base/instant.h"
-#include "server/base/sha256.h"
+#include "server/adapter/publish/publisher.h"
+#include "server/platform/error.h"
+#include "server/platform/files/sha256.h"
+#include "server/platform/instant.h"
 
 namespace dorad::rpc {
 
 inline constexpr size_t kMaxChunkBytes = 1 << 20;
-inline constexpr size_t kMaxAdapterConfigBytes = 1 << 20;
-
-// UPLOAD_ID_INVALID unless it is 1 to 128 of [A-Za-z0-9._-].
-void CheckUploadId(const std::string& id, std::vector<Violation>* violations);
-
-// The configuration of a publish: PUBLISH_CONFIG_TWICE unless it was given once, as message
-// (`typed`) or as `text`, and PUBLISH_CONFIG_SIZE. `json`: what it amounts to.
-void CheckAdapterConfig(bool typed, const std::string& text, const std::string& json,
-                        std::vector<Violation>* violations);
-
-// As ToAdapterConfigJson; empty, which CheckAdapterConfig refuses, for a message that is too large
-// to be written out.
-std::string ToBoundedConfigJson(const v1::PeftConfig& config);
 
 // Bytes held by the images of all uploads that are under way or kept; a stalled upload holds only
 // what has come of it. Shared by UploadStore and the uploads. Thread-safe.
@@ -88,11 +75,11 @@ class Upload {
  private:
   enum class State { kStart, kReceiving, kCommitted };
 
-  absl::Status AcceptBegin(v1::PublishBegin* begin);
+  absl::Status AcceptBegin(const v1::PublishBegin& begin);
   absl::Status AcceptChunk(const v1::PublishChunk& chunk);
   absl::Status AcceptCommit();
-  // Makes room for `bytes` more of the image.
-  absl::Status Grow(size_t bytes);
+  // Takes a share of the budget for `bytes` more of the image, and at the first call the buffer.
+  absl::Status ReserveFor(size_t bytes);
   void GiveBack();
 
   const int64_t max_bytes_;

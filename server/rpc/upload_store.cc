@@ -11,9 +11,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "server/base/error.h"
-#include "server/base/instant.h"
-#include "server/base/sha256.h"
+#include "server/platform/error.h"
+#include "server/platform/files/sha256.h"
+#include "server/platform/instant.h"
 
 namespace dorad::rpc {
 namespace {

@@ -23,7 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "dorad/v1/adapters.pb.h"
-#include "server/adapter/loader.h"
+#include "server/adapter/publish/publisher.h"
 #include "server/rpc/upload.h"
 
 namespace dorad::rpc {

@@ -5,8 +5,8 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/string_view.h"
-#include "server/base/error.h"
-#include "server/base/log.h"
+#include "server/platform/error.h"
+#include "server/platform/log.h"
 
 namespace dorad::security {
 namespace {
@@ -25,7 +25,7 @@ std::string_view BearerOf(const std::string& value) {
 }  // namespace
 
 absl::Status Authority::Check(const std::string& path) {
-  DORAD_ASSIGN_OR_RETURN(const SettledFiles::Texts texts, SettledFiles({path}).Read());
+  DORAD_ASSIGN_OR_RETURN(const FileWatcher::Texts texts, FileWatcher({path}).Read());
   return TokenTable::Parse(texts.front(), path).status();
 }
 
@@ -39,7 +39,7 @@ absl::StatusOr<std::unique_ptr<Authority>> Authority::Open(const std::string& pa
 Authority::Authority(const std::string& path, std::function<void()> on_failure)
     : table_(
           {path},
-          [path](const SettledFiles::Texts& texts)
+          [path](const FileWatcher::Texts& texts)
               -> absl::StatusOr<std::shared_ptr<const TokenTable>> {
             DORAD_ASSIGN_OR_RETURN(std::shared_ptr<const TokenTable> table,
                                    TokenTable::Parse(texts.front(), path));

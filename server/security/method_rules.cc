@@ -1,6 +1,6 @@
 #include "server/security/method_rules.h"
 
-#include "server/base/check.h"
+#include "server/platform/check.h"
 
 namespace dorad::security {
 
@@ -29,8 +29,8 @@ const std::vector<MethodRule>& MethodRules() {
       // These change the server for all tenants.
       {"Sleep", kAdmin, false},
       {"Wake", kAdmin, false},
-      {"Yield", kAdmin, false},
-      {"EndYield", kAdmin, false},
+      {"LimitGpuShare", kAdmin, false},
+      {"EndGpuShareLimit", kAdmin, false},
       // Whoever has a ticket runs as the server's own user on its host.
       {"ShareBaseWeights", kPublish, false},
   };

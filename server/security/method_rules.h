@@ -1,4 +1,4 @@
-// Which roles open which method of dorad.v1. Constant, hence thread-safe.
+// The roles that each method of dorad.v1 asks for. Constant, hence thread-safe.
 #pragma once
 
 #include <string_view>

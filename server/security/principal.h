@@ -1,4 +1,4 @@
-// Who calls, and what they may do. Plain values, hence thread-safe once made.
+// A caller and its rights. Plain values, hence thread-safe once made.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace dorad::security {
 
 enum class Role : uint8_t { kInfer = 1, kPublish = 2, kAdmin = 4 };
 
-// A set of roles. kAdmin has what every other role has.
+// A set of roles. kAdmin includes every other role.
 class Roles {
  public:
   constexpr Roles() = default;
@@ -19,7 +19,7 @@ class Roles {
   constexpr bool Has(Role role) const {
     return (bits_ & (static_cast<uint8_t>(role) | static_cast<uint8_t>(Role::kAdmin))) != 0;
   }
-  // Whether this set opens what any of `wanted` opens.
+  // Whether one of the roles in `wanted` is in this set.
   constexpr bool HasAnyOf(Roles wanted) const {
     return (bits_ & (wanted.bits_ | static_cast<uint8_t>(Role::kAdmin))) != 0;
   }
@@ -34,10 +34,10 @@ class Roles {
 constexpr Roles operator|(Role a, Role b) { return Roles(a) | Roles(b); }
 
 struct Principal {
-  std::string name;    // of a token or certificate; empty: nobody was asked
-  std::string tenant;  // whose requests, uploads and prefixes are its own
+  std::string name;    // of a token or certificate; empty: the server asks nobody
+  std::string tenant;  // shares requests, uploads and prefixes with its other principals
   Roles roles;
-  std::string adapters;  // what the names of its adapters begin with; empty: all adapters
+  std::string adapters;  // prefix of its adapters' names; empty: all adapters
 
   // Whether it may use, see and (with the role) change an adapter of this name. The base model ("")
   // is everybody's.
@@ -48,7 +48,7 @@ struct Principal {
   bool operator==(const Principal&) const = default;
 };
 
-// Whoever calls a server that asks nobody: one tenant, all rights.
+// Every caller of a server without tokens and certificates: one tenant, all rights.
 inline Principal Anyone() { return {"", "", Role::kAdmin, ""}; }
 
 }  // namespace dorad::security

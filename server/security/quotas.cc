@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/error.h"
+#include "server/platform/error.h"
 
 namespace dorad::security {
 namespace {

@@ -91,7 +91,7 @@ class Quotas {
 
   const std::function<Quota(const std::string&)> quota_of_;
   const std::function<absl::Time()> now_;
-  absl::Mutex mu_;  // the engine takes it for each token: never held for long
+  absl::Mutex mu_;  // the engine takes it in each step: never held for long
   std::map<std::string, Account> accounts_ ABSL_GUARDED_BY(mu_);  // tenants of the tokens file
   absl::Mutex publishing_;
   std::map<std::string, Live> on_their_way_ ABSL_GUARDED_BY(publishing_);  // likewise

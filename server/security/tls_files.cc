@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "absl/time/clock.h"
-#include "server/base/error.h"
-#include "server/base/log.h"
+#include "server/platform/error.h"
+#include "server/platform/log.h"
 
 namespace dorad::security {
 namespace {
@@ -21,8 +21,8 @@ void WarnOfReadableKey(const std::string& path) {
 }  // namespace
 
 absl::Status TlsFiles::Check(const Paths& paths) {
-  DORAD_ASSIGN_OR_RETURN(SettledFiles::Texts texts,
-                         SettledFiles({paths.certificates, paths.key, paths.client_ca}).Read());
+  DORAD_ASSIGN_OR_RETURN(FileWatcher::Texts texts,
+                         FileWatcher({paths.certificates, paths.key, paths.client_ca}).Read());
   return Identify(paths, std::move(texts)).status();
 }
 
@@ -36,7 +36,7 @@ absl::StatusOr<std::unique_ptr<TlsFiles>> TlsFiles::Open(const Paths& paths,
 TlsFiles::TlsFiles(const Paths& paths, std::function<void()> on_failure)
     : identity_(
           {paths.certificates, paths.key, paths.client_ca},
-          [paths](SettledFiles::Texts texts) { return Understand(paths, std::move(texts)); },
+          [paths](FileWatcher::Texts texts) { return Parse(paths, std::move(texts)); },
           [paths, on_failure = std::move(on_failure)](const absl::Status& status) {
             LogError("the TLS files cannot be used", {{"certificate", paths.certificates},
                                                       {"reason", ReasonOf(status)},
@@ -44,7 +44,7 @@ TlsFiles::TlsFiles(const Paths& paths, std::function<void()> on_failure)
             if (on_failure) on_failure();
           }) {}
 
-absl::StatusOr<TlsIdentity> TlsFiles::Identify(const Paths& paths, SettledFiles::Texts texts) {
+absl::StatusOr<TlsIdentity> TlsFiles::Identify(const Paths& paths, FileWatcher::Texts texts) {
   if (!paths.client_ca.empty() && texts[2].empty()) {
     // An empty file is no way to stop asking clients for certificates.
     return MakeError(absl::StatusCode::kInvalidArgument, "TLS_CLIENT_CA_INVALID",
@@ -54,8 +54,8 @@ absl::StatusOr<TlsIdentity> TlsFiles::Identify(const Paths& paths, SettledFiles:
                           absl::Now());
 }
 
-absl::StatusOr<std::shared_ptr<const TlsIdentity>> TlsFiles::Understand(const Paths& paths,
-                                                                        SettledFiles::Texts texts) {
+absl::StatusOr<std::shared_ptr<const TlsIdentity>> TlsFiles::Parse(const Paths& paths,
+                                                                   FileWatcher::Texts texts) {
   DORAD_ASSIGN_OR_RETURN(TlsIdentity identity, Identify(paths, std::move(texts)));
   WarnOfReadableKey(paths.key);
   LogInfo("TLS certificate loaded", {{"path", paths.certificates},

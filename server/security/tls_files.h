@@ -1,5 +1,9 @@
-// The certificate that is shown to new connections, kept up to date with its files. What is broken,
-// expired or does not fit together leaves the one before in effect. Owned by App. Thread-safe.
+// The certificate for new connections, kept up to date with its files. When changed files are
+// broken, expired or do not fit together, the certificate before stays in effect.
+//
+// gRPC's FileWatcherCertificateProvider (1.51) does less: it takes files that others may write,
+// expired certificates and keys of other certificates, reports no failure and no expiry to us, and
+// after a broken file refuses all new connections. Owned by SecurityManager. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -8,8 +12,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "server/security/followed.h"
-#include "server/security/settled_files.h"
+#include "server/security/file_watcher.h"
+#include "server/security/reloadable_files.h"
 #include "server/security/tls_identity.h"
 
 namespace dorad::security {
@@ -22,26 +26,27 @@ class TlsFiles {
     std::string client_ca;  // "": clients need no certificate
   };
 
-  // As Open, which it leaves to a later time.
+  // Statuses of Open, without opening.
   static absl::Status Check(const Paths& paths);
-  // on_failure runs after each reload that failed. As SettledFiles::Read and CheckTlsIdentity.
+  // on_failure runs after each reload that failed. Statuses of FileWatcher::Read and
+  // CheckTlsIdentity.
   static absl::StatusOr<std::unique_ptr<TlsFiles>> Open(const Paths& paths,
                                                         std::function<void()> on_failure);
 
-  // Another object after each reload.
+  // A new object after each reload.
   std::shared_ptr<const TlsIdentity> identity() const { return identity_.current(); }
 
-  // As Followed's.
+  // See ReloadableFiles.
   void Poll() { identity_.Poll(); }
   absl::Status Reload() { return identity_.Reload(); }
 
  private:
   TlsFiles(const Paths& paths, std::function<void()> on_failure);
-  static absl::StatusOr<TlsIdentity> Identify(const Paths& paths, SettledFiles::Texts texts);
-  static absl::StatusOr<std::shared_ptr<const TlsIdentity>> Understand(const Paths& paths,
-                                                                       SettledFiles::Texts texts);
+  static absl::StatusOr<TlsIdentity> Identify(const Paths& paths, FileWatcher::Texts texts);
+  static absl::StatusOr<std::shared_ptr<const TlsIdentity>> Parse(const Paths& paths,
+                                                                  FileWatcher::Texts texts);
 
-  Followed<TlsIdentity> identity_;
+  ReloadableFiles<TlsIdentity> identity_;
 };
 
 }  // namespace dorad::security

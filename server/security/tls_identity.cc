@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
 
 namespace dorad::security {
 namespace {

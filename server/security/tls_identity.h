@@ -1,5 +1,5 @@
-// What a TLS listener shows and asks for, checked before anyone sees it. Immutable values; pure
-// functions, hence thread-safe.
+// A TLS listener's certificate, key and client authority, checked before any client sees them.
+// Immutable values and pure functions, hence thread-safe.
 #pragma once
 
 #include <string>
@@ -19,7 +19,7 @@ struct TlsIdentity {
   absl::Time expiry;
 };
 
-// Whether a handshake can be made with them at `now`, as OpenSSL sees it. INVALID_ARGUMENT
+// Checks that OpenSSL can make a handshake with them at `now`. INVALID_ARGUMENT
 // (TLS_CERTIFICATE_INVALID, TLS_KEY_INVALID, TLS_KEY_MISMATCH, TLS_CLIENT_CA_INVALID),
 // FAILED_PRECONDITION (TLS_CERTIFICATE_EXPIRED).
 absl::StatusOr<TlsIdentity> CheckTlsIdentity(std::string certificates, std::string key,

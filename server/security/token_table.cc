@@ -4,7 +4,7 @@
 
 #include <cstring>
 
-#include "server/base/sha256.h"
+#include "server/platform/files/sha256.h"
 
 namespace dorad::security {
 

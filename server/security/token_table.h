@@ -1,5 +1,5 @@
-// What a tokens file says: who has which token or certificate, and what each tenant may use. The
-// file holds the SHA-256 of each token, never a token. Immutable, hence thread-safe.
+// The content of a tokens file: the principal of each token and certificate, and each tenant's
+// quota. The file holds the SHA-256 of each token, never a token. Immutable, hence thread-safe.
 #pragma once
 
 #include <array>
@@ -15,7 +15,7 @@
 
 namespace dorad::security {
 
-// The most that a tenant uses at the same time (or in a minute). 0: no limit.
+// The most that a tenant may use at the same time, or in a minute. 0: no limit.
 struct Quota {
   int64_t streams = 0;
   int64_t tokens_per_minute = 0;
@@ -24,7 +24,7 @@ struct Quota {
 };
 
 struct Tenant {
-  std::string adapters;  // what its adapters' names begin with; "": all names
+  std::string adapters;  // prefix of its adapters' names; "": all names
   Quota quota;
 };
 
@@ -40,7 +40,7 @@ class TokenTable {
   std::shared_ptr<const Principal> FindToken(std::string_view token) const;
   // nullptr: no entry. common_name: of a certificate that has been verified.
   std::shared_ptr<const Principal> FindCertificate(const std::string& common_name) const;
-  // Without limits when the file says nothing of it.
+  // Without limits when the file does not list the tenant.
   Tenant FindTenant(const std::string& tenant) const;
 
   size_t num_tokens() const { return tokens_.size(); }

@@ -10,10 +10,10 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "server/base/config_value.h"
-#include "server/base/edit_distance.h"
-#include "server/base/error.h"
-#include "server/base/yaml_document.h"
+#include "server/platform/config/config_value.h"
+#include "server/platform/config/edit_distance.h"
+#include "server/platform/config/yaml_document.h"
+#include "server/platform/error.h"
 #include "server/security/token_table.h"
 
 namespace dorad::security {

@@ -32,16 +32,16 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "kernels/random/fill.h"
-#include "server/adapter/loader.h"
-#include "server/adapter/registry.h"
-#include "server/base/thread_pool.h"
-#include "server/cuda/adapter.h"
-#include "server/cuda/adapter_builder.h"
-#include "server/cuda/adapter_images.h"
-#include "server/cuda/cuda_model_runner.h"
-#include "server/cuda/device.h"
-#include "server/cuda/model.h"
-#include "server/cuda/pinned_pages.h"
+#include "server/adapter/publish/loader.h"
+#include "server/adapter/registry/registry.h"
+#include "server/backends/cuda/adapter.h"
+#include "server/backends/cuda/adapter_builder.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/host_copies.h"
+#include "server/backends/cuda/model.h"
+#include "server/backends/cuda/model_runner.h"
+#include "server/backends/cuda/pinned_pages.h"
+#include "server/platform/thread_pool.h"
 #include "tests/bench/cuda_model.h"
 #include "tests/bench/model_shapes.h"
 
@@ -211,8 +211,8 @@ class Publisher {
     options.name = "bench";
     options.activate = true;
     absl::Notification done;
-    loader_.PublishFromPath(
-        std::move(options), folder_, /*trusted=*/true,
+    loader_.Publish(
+        std::move(options), adapter::PathSource{folder_, /*trusted=*/true},
         [&](const absl::StatusOr<adapter::PublishResult>& result) {
           Must(result.status());
           const adapter::LoadTiming& timing = result->adapter.summary.timing;
@@ -243,7 +243,7 @@ class Bench {
     Must(OpenDevice().status());
     model_ = Must(CudaModel::Random(Must(bench::ReadModelShape("qwen3-8b", options_.at("layers"))),
                                     1, &ledger_));
-    gaps_ = Must(StepGaps::Create());
+    gaps_ = Must(BackgroundLaunchQueue::Create());
     Uploader::Options upload = Uploader::DefaultOptions();
     if (options_.at("threads") > 0) upload.threads = static_cast<int>(options_.at("threads"));
     upload.piece_bytes = options_.at("piece_kib") << 10;
@@ -322,7 +322,7 @@ class Bench {
   }
 
   void MakeImages(int64_t bytes) {
-    images_ = Must(MakeCudaWeightsImages(model_.get(), bytes + PinnedPages::kPageBytes, &ledger_));
+    images_ = Must(MakeCudaHostCopies(model_.get(), bytes + PinnedPages::kPageBytes, &ledger_));
   }
 
   // Steps of a decoding batch, alone and while adapters are loaded one after the other.
@@ -400,9 +400,9 @@ class Bench {
   const Options options_;
   MemoryLedger ledger_;
   std::unique_ptr<CudaModel> model_;
-  std::unique_ptr<StepGaps> gaps_;
+  std::unique_ptr<BackgroundLaunchQueue> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
-  std::unique_ptr<adapter::WeightsImages> images_;
+  std::unique_ptr<adapter::HostCopies> images_;
 };
 
 }  // namespace

@@ -49,8 +49,8 @@ def main() -> None:
         tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
         if on_gpu:
             tensors = {name: tensor.cuda() for name, tensor in tensors.items()}
-        socket = str(Path(scratch) / "handover.sock")
-        settings = {"server.handover_socket": socket, "adapters.allowed_roots": f"[{scratch}]"}
+        socket = str(Path(scratch) / "shared_memory.sock")
+        settings = {"server.shared_memory_socket": socket, "adapters.allowed_roots": f"[{scratch}]"}
         with (
             serve(model, {}, settings, timeout=300) as server,
             dorad.Client(server.grpc) as client,
@@ -73,7 +73,7 @@ def main() -> None:
                     torch.cuda.synchronize()
                 began = time.perf_counter()
                 version = client.publish_from_memory(
-                    "policy", handover=shared, tensors=tensors, config=config, check=check,
+                    "policy", shared_memory=shared, tensors=tensors, config=config, check=check,
                     keep_last=1,
                 )  # fmt: skip
                 answered = time.perf_counter()

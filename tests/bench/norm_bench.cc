@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "server/ops/dora_norm.h"
+#include "server/backends/cpu/ops/dora_norm.h"
 
 namespace {
 

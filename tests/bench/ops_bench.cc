@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "server/ops/cpu/kernels.h"
-#include "server/ops/dora_linear.h"
-#include "server/ops/thread_team.h"
+#include "server/backends/cpu/ops/dora_linear.h"
+#include "server/backends/cpu/ops/thread_team.h"
+#include "server/backends/cpu/simd/kernels.h"
 
 namespace {
 

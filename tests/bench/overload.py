@@ -172,8 +172,8 @@ class Phase:
 
 
 def measure(options: argparse.Namespace) -> dict:
-    from conftest import Zoo
     from lib.server import serve
+    from lib.zoo import Zoo
 
     settings = {
         "engine.threads": max(1, (os.cpu_count() or 2) - 1),

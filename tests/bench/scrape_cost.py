@@ -26,10 +26,11 @@ FAMILY = tiny_models.BY_NAME["slow"]
 PERIOD = 6.0
 
 
-def scrape(server: Server) -> tuple[float, int]:
-    """The time from the request to the last byte, connection included, and the page's bytes."""
+def scrape(server: Server, encoding: str = "gzip") -> tuple[float, int]:
+    """The time from the request to the last byte, connection included, and the bytes sent."""
+    request = urllib.request.Request(server.metrics_url, headers={"Accept-Encoding": encoding})
     begin = time.perf_counter()
-    with urllib.request.urlopen(server.metrics_url, timeout=10) as response:
+    with urllib.request.urlopen(request, timeout=10) as response:
         size = len(response.read())
     return time.perf_counter() - begin, size
 
@@ -71,10 +72,12 @@ def main() -> None:
             for i in range(count):
                 server.wire.publish(f"adapter-{i}", folder, activate=True)
             print(f"{count} adapters published in {time.monotonic() - begin:.0f} s")
-            idle = sorted(scrape(server)[0] for _ in range(200))
-            print(
-                f"idle: median {1e3 * statistics.median(idle):.2f} ms, p99 {1e3 * idle[197]:.2f} ms"
-            )
+            for encoding in ("identity", "gzip"):
+                idle = sorted(scrape(server, encoding) for _ in range(200))
+                print(
+                    f"idle, {encoding}: median {1e3 * idle[100][0]:.2f} ms, "
+                    f"p99 {1e3 * idle[197][0]:.2f} ms, {idle[100][1] / 1024:.1f} KiB a page"
+                )
             over = threading.Event()
 
             def work(worker: int) -> None:

@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src")]
 
 import grpc  # noqa: E402
-from conftest import Zoo  # noqa: E402
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2, types_pb2  # noqa: E402
 from lib.server import Server, serve, wait_until  # noqa: E402
 from lib.wire import Wire, collect, failure, publish_parts  # noqa: E402
+from lib.zoo import Zoo  # noqa: E402
 
 FAMILY = "slow"
 NAMES = ["a", "b", "c", "policy"]

@@ -52,6 +52,9 @@ GOAL = 7e-4
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERY = 20  # steps between two reports
 FIFTHS = 5
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# The demo's examples, all of them, and a longer training than the demo's.
+LONG = dict(rank=16, alpha=32, examples=1000, learning_rate=3e-4)
 
 
 class Training:
@@ -87,7 +90,7 @@ def adapted(folder: Path, recipe: train_adapters.Recipe, dtype: torch.dtype, dev
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
-        target_modules=train_adapters.MODULES,
+        target_modules=MODULES,
         use_dora=True,
         task_type="CAUSAL_LM",
     )
@@ -193,7 +196,7 @@ def train(
 ) -> list[float]:
     """Both trainings, step by step. Returns PEFT's curve."""
     recipe = replace(
-        train_adapters.RECIPES[options.recipe], start="", seed=seed, batch=options.batch
+        train_adapters.RECIPES[options.recipe], start="", seed=seed, batch=options.batch, **LONG
     )
     folder = convert_smollm2.ensure()
     peft = adapted(folder, recipe, PRECISIONS[precision], options.device)
@@ -219,7 +222,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--recipe", choices=train_adapters.RECIPES, default="pirate-v1")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--batch", type=int, default=train_adapters.Recipe.batch)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--output", type=Path, help="where to write; default: stdout")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()

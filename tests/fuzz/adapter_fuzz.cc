@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "server/adapter/validate.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
+#include "server/adapter/peft/validate.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
 #include "tests/unit/support/adapter_fixture.h"
 
 namespace {

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "server/base/check.h"
-#include "server/base/config.h"
-#include "server/base/error.h"
+#include "server/platform/check.h"
+#include "server/platform/config/config.h"
+#include "server/platform/error.h"
 
 namespace {
 

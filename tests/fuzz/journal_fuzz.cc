@@ -14,11 +14,11 @@
 #include <string>
 #include <vector>
 
-#include "server/adapter/change_log.h"
-#include "server/adapter/disk.h"
-#include "server/adapter/journal.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
+#include "server/adapter/registry/change_log.h"
+#include "server/adapter/store/disk.h"
+#include "server/adapter/store/journal.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
 
 namespace {
 

@@ -102,7 +102,7 @@ def adapter() -> list[bytes]:
 
 
 def journal_text(texts: list[str]) -> bytes:
-    """As server/adapter/journal.cc writes it."""
+    """As server/adapter/store/journal.cc writes it."""
 
     def framed(text: bytes) -> bytes:
         return struct.pack("<Q", len(text)) + text
@@ -149,7 +149,7 @@ def journal() -> list[bytes]:
     ]
 
 
-def handover() -> list[bytes]:
+def shared_memory() -> list[bytes]:
     offer = b"DORADMEM" + struct.pack("<IIQ", 1, 0, 4096) + bytes(80)
     cuda = b"DORADMEM" + struct.pack("<IIQ", 2, 0, 4096) + bytes(range(80))
     return [b"\1" + offer, b"\0" + cuda, b"\0DORADGET" + struct.pack("<Q", 3)]
@@ -209,8 +209,8 @@ def request() -> list[bytes]:
         (2, v1.AbortRequest(requests=v1.RequestIds(request_ids=["r"]))),
         (2, v1.AbortRequest(all=True)),
         (3, control_pb2.PauseRequest(mode=1, adapter="a@2")),
-        (4, control_pb2.YieldRequest(yield_id="y", gpu_share=0.3, time_to_live=ttl)),
-        (5, control_pb2.EndYieldRequest(yield_id="y")),
+        (4, control_pb2.LimitGpuShareRequest(limit_id="y", gpu_share=0.3, time_to_live=ttl)),
+        (5, control_pb2.EndGpuShareLimitRequest(limit_id="y")),
         (6, adapters_pb2.ListRequest(name="a", page_token="MS9hL2EvMQ==")),
         (7, adapters_pb2.GetRequest(adapter="name@12")),
         (8, path),
@@ -227,7 +227,7 @@ WORDS = {
     "peft_config": [*JSON_WORDS, *CONFIG, "all-linear", "LORA", "none"],
     "adapter": [*JSON_WORDS, *CONFIG, "lora_A", "lora_B", "lora_magnitude_vector", "q_proj"],
     "journal": [*JSON_WORDS, "started", "published", "generation", "create_time_ns", "\\x0a"],
-    "handover": ["DORADMEM", "DORADGET"],
+    "shared_memory": ["DORADMEM", "DORADGET"],
     "request": ["a@1", "@", "all-linear"],
 }
 SEEDS = {
@@ -236,7 +236,7 @@ SEEDS = {
     "peft_config": peft_config,
     "adapter": adapter,
     "journal": journal,
-    "handover": handover,
+    "shared_memory": shared_memory,
     "request": request,
 }
 

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <string>
 
-#include "server/adapter/peft_config.h"
-#include "server/adapter/strict_json.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
+#include "server/adapter/peft/peft_config.h"
+#include "server/adapter/peft/strict_json.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
 
 namespace {
 

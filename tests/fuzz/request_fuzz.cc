@@ -22,15 +22,16 @@
 #include "dorad/v1/control.pb.h"
 #include "dorad/v1/inference.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/adapter/version.h"
-#include "server/base/check.h"
-#include "server/base/error.h"
-#include "server/base/unique_fd.h"
-#include "server/handover/listener.h"
-#include "server/handover/message.h"
-#include "server/rpc/convert.h"
+#include "server/adapter/registry/version.h"
+#include "server/colocation/listener.h"
+#include "server/colocation/message.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/net/unique_fd.h"
 #include "server/rpc/memory_publish.h"
 #include "server/rpc/page_token.h"
+#include "server/rpc/publish_validation.h"
+#include "server/rpc/request_validation.h"
 #include "server/rpc/status.h"
 #include "server/rpc/upload.h"
 
@@ -118,16 +119,16 @@ void Check(const v1::AbortRequest& request) {
 
 void Check(const v1::PauseRequest& request) { CheckStatus(rpc::ParsePause(request).status()); }
 
-void Check(const v1::YieldRequest& request) {
-  const auto options = rpc::ParseYield(request);
+void Check(const v1::LimitGpuShareRequest& request) {
+  const auto options = rpc::ParseGpuShareLimit(request);
   CheckStatus(options.status());
   if (!options.ok()) return;
   DORAD_CHECK(options->share >= rpc::kMinGpuShare && options->share <= 1);
   DORAD_CHECK(options->time > absl::ZeroDuration());
-  DORAD_CHECK(options->time <= rpc::kMaxYieldTime);
+  DORAD_CHECK(options->time <= rpc::kMaxGpuShareTime);
 }
 
-void Check(const v1::EndYieldRequest& request) { CheckStatus(rpc::CheckYieldId(request)); }
+void Check(const v1::EndGpuShareLimitRequest& request) { CheckStatus(rpc::CheckLimitId(request)); }
 
 void Check(const v1::ListRequest& request) {
   const auto position = rpc::ParsePageToken(request.page_token(), request.name());
@@ -150,9 +151,9 @@ void Check(const v1::GetRequest& request) {
 // As PublishFromPath, Activate and Retire begin.
 void Check(const v1::PublishFromPathRequest& request) {
   std::vector<Violation> violations;
-  rpc::CheckAdapterName(request.name(), &violations);
-  rpc::CheckAdapterVersion(request.version(), &violations);
-  rpc::CheckTags(request.tags(), &violations);
+  rpc::ParsePublishOptions(request, &violations);
+  rpc::CheckPath(request.path(), &violations);
+  CheckStatus(rpc::CheckAdapterVersion("ActivateRequest", request.name(), request.version()));
   if (!violations.empty()) CheckStatus(MakeInvalid("PublishFromPathRequest", violations));
 }
 
@@ -176,22 +177,22 @@ void CheckUpload(std::string_view bytes) {
 }
 
 // A connection that has handed one memory over.
-class Handover {
+class SharedMemory {
  public:
-  Handover() {
+  SharedMemory() {
     std::string folder = (std::filesystem::temp_directory_path() / "request_fuzz.XXXXXX").string();
     DORAD_CHECK(mkdtemp(folder.data()) != nullptr);
-    handover::Listener::Options options;
+    shared_memory::Listener::Options options;
     options.path = folder + "/socket";
-    auto listener = handover::Listener::Start(options);
+    auto listener = shared_memory::Listener::Start(options);
     DORAD_CHECK(listener.ok());
     listener_ = *std::move(listener);
     Connect(options.path);
     std::filesystem::remove_all(folder);
   }
 
-  const handover::Listener* listener() const { return listener_.get(); }
-  const std::string& ticket() const { return ticket_; }
+  const shared_memory::Listener* listener() const { return listener_.get(); }
+  const std::string& session_token() const { return session_token_; }
 
  private:
   void Connect(const std::string& path) {
@@ -204,7 +205,7 @@ class Handover {
     std::memcpy(address.sun_path, path.c_str(), path.size());
     DORAD_CHECK(
         connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
-    std::array<char, handover::kOfferBytes> offer{};
+    std::array<char, shared_memory::kOfferBytes> offer{};
     std::memcpy(offer.data(), "DORADMEM\1", 9);
     const uint64_t size = kMemoryBytes;
     std::memcpy(offer.data() + 16, &size, sizeof(size));
@@ -222,21 +223,21 @@ class Handover {
     const int fd = memory.get();
     std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
     DORAD_CHECK(sendmsg(socket_.get(), &message, 0) == static_cast<ssize_t>(offer.size()));
-    std::array<char, handover::kMaxAnswerBytes> answer{};
+    std::array<char, shared_memory::kMaxAnswerBytes> answer{};
     DORAD_CHECK(recv(socket_.get(), answer.data(), answer.size(), 0) >= 24 && answer[0] == 0);
-    ticket_.assign(answer.data() + 8, handover::kTicketBytes);
+    session_token_.assign(answer.data() + 8, shared_memory::kSessionTokenBytes);
   }
 
-  std::unique_ptr<handover::Listener> listener_;
+  std::unique_ptr<shared_memory::Listener> listener_;
   UniqueFd socket_;
-  std::string ticket_;
+  std::string session_token_;
 };
 
 void Check(v1::PublishFromMemoryRequest request) {
-  static const Handover handover;
-  // Nobody guesses a ticket.
-  request.set_ticket(handover.ticket());
-  const auto publish = rpc::ParseMemoryPublish(request, handover.listener());
+  static const SharedMemory shared_memory;
+  // Nobody guesses a session_token.
+  request.set_session_token(shared_memory.session_token());
+  const auto publish = rpc::ParseMemoryPublish(request, shared_memory.listener());
   CheckStatus(publish.status());
   if (!publish.ok()) return;
   for (const adapter::PeerTensor& tensor : publish->peer.tensors) {
@@ -270,9 +271,9 @@ void CheckInput(std::string_view bytes) {
     case 3:
       return CheckBytes<v1::PauseRequest>(message);
     case 4:
-      return CheckBytes<v1::YieldRequest>(message);
+      return CheckBytes<v1::LimitGpuShareRequest>(message);
     case 5:
-      return CheckBytes<v1::EndYieldRequest>(message);
+      return CheckBytes<v1::EndGpuShareLimitRequest>(message);
     case 6:
       return CheckBytes<v1::ListRequest>(message);
     case 7:

@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
-#include "server/base/check.h"
-#include "server/base/error.h"
-#include "server/base/safetensors.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/files/safetensors.h"
 
 namespace {
 

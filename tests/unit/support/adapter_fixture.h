@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "server/adapter/base_modules.h"
+#include "server/adapter/peft/base_modules.h"
 #include "tests/unit/support/safetensors_writer.h"
 
 namespace dorad::test {

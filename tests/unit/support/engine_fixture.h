@@ -11,10 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
-#include "server/base/metrics.h"
 #include "server/engine/engine.h"
+#include "server/platform/metrics/metrics.h"
 #include "tests/unit/support/fake_model_runner.h"
 
 namespace dorad::engine {
@@ -90,9 +92,17 @@ class EngineTest : public ::testing::Test {
 
   std::shared_ptr<TokenStream> Submit(GenerateInput input) {
     auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
-    const absl::Status status = engine_->Submit(std::move(input), stream);
-    EXPECT_TRUE(status.ok()) << status;
+    const absl::StatusOr<RequestHandle> handle = engine_->Submit(std::move(input), stream);
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    absl::MutexLock lock(&handles_mu_);
+    handles_[stream.get()] = handle.value_or(RequestHandle());
     return stream;
+  }
+
+  // Of what Submit returned. Any thread.
+  void Cancel(const std::shared_ptr<TokenStream>& stream) {
+    absl::MutexLock lock(&handles_mu_);
+    engine_->Cancel(handles_.at(stream.get()));
   }
 
   static Outcome Wait(TokenStream& stream) {
@@ -156,6 +166,10 @@ class EngineTest : public ::testing::Test {
   FakeModelRunner* runner_ = nullptr;
   std::unique_ptr<Engine> engine_;
   int next_id_ = 0;
+
+ private:
+  absl::Mutex handles_mu_;
+  std::map<const TokenStream*, RequestHandle> handles_ ABSL_GUARDED_BY(handles_mu_);
 };
 
 inline std::vector<TokenId> Prompt(int64_t length, TokenId first = 100) {

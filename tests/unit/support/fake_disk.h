@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
-#include "server/adapter/disk.h"
+#include "server/adapter/store/disk.h"
 
 namespace dorad::test {
 

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "server/base/check.h"
 #include "server/engine/model_runner.h"
+#include "server/platform/check.h"
 
 namespace dorad::engine {
 
@@ -74,6 +74,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     if (on_begin) {
       if (absl::Status status = on_begin(sequences); !status.ok()) return status;
     }
+    begun_alone += in_flight_.empty() ? 1 : 0;
     std::vector<Rows>& step = in_flight_.emplace_back();
     for (const StepSequence& s : sequences) {
       DORAD_CHECK(s.adapter == nullptr || s.adapter->resident());
@@ -124,7 +125,9 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   std::atomic<bool> fail_release{false}, fail_restore{false};
   // Others have taken what was lent.
   std::atomic<bool> fail_map{false};
-  std::atomic<int> chunks_lent{0};
+  std::atomic<int> chunks_released{0};
+  // Steps that began when none was in flight: a device would have had nothing to do until then.
+  std::atomic<int> begun_alone{0};
   // Called when a step begins and when its outputs are asked for; a failure fails it.
   std::function<absl::Status(absl::Span<const StepSequence>)> on_begin;
   std::function<absl::Status()> on_step;
@@ -164,7 +167,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   int64_t bytes() const override { return kChunkBytes; }
   void Unmap(int32_t chunk) override {
     DORAD_CHECK(in_flight_.empty() && !released_ && chunk > 0 && lent_.insert(chunk).second);
-    ++chunks_lent;
+    ++chunks_released;
     const int64_t tokens = chunk_pages_ * kKvPageTokens;
     const int64_t end = std::min<int64_t>((chunk + 1) * tokens - kKvPageTokens, kv_.size());
     std::fill(kv_.begin() + chunk * tokens - kKvPageTokens, kv_.begin() + end, 0xDEAD);
@@ -173,7 +176,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     DORAD_CHECK(!released_);
     if (fail_map) return absl::ResourceExhaustedError("as told");
     DORAD_CHECK(lent_.erase(chunk) == 1);
-    --chunks_lent;
+    --chunks_released;
     return absl::OkStatus();
   }
 

@@ -1,0 +1,44 @@
+// What a PEFT adapter_config.json says, as far as it changes a result.
+//
+// Fail closed: every field that changes what the adapter computes is understood or refused, and a
+// key that is not known is accepted only with a value that says "not used" (null, false, empty).
+// docs/guides/adapters.md lists the fields. Plain data; functions are thread-safe.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace dorad::adapter {
+
+// Which modules a field means.
+struct ModuleSelector {
+  enum class Kind { kNone, kNames, kRegex, kAllLinear };
+  Kind kind = Kind::kNone;
+  std::vector<std::string> names;  // kNames: a module's whole name or its last components
+  std::string regex;               // kRegex: matched against the whole name
+};
+
+struct PeftConfig {
+  int rank = 0;
+  double alpha = 0.0;
+  bool use_dora = false;
+  bool use_rslora = false;  // s = alpha / sqrt(rank) instead of alpha / rank
+  // Regular expressions on the last components of a module's name; the first that matches counts.
+  std::vector<std::pair<std::string, int>> rank_pattern;
+  std::vector<std::pair<std::string, double>> alpha_pattern;
+  ModuleSelector targets;
+  ModuleSelector exclude;
+  // Only these layers; nullopt or empty: all.
+  std::optional<std::vector<int>> layers;
+  // Names of the list of layers; empty: the first number in a module's name is its layer.
+  std::vector<std::string> layers_pattern;
+};
+
+// INVALID_ARGUMENT listing every violation. Reasons: docs/guides/adapters.md.
+absl::StatusOr<PeftConfig> ParsePeftConfig(const std::string& json, int max_rank);
+
+}  // namespace dorad::adapter

@@ -1,0 +1,258 @@
+#include "server/adapter/peft/tensors.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "server/adapter/peft/violations.h"
+
+namespace dorad::adapter {
+namespace {
+
+constexpr char kSubject[] = "adapter_model.safetensors";
+constexpr char kPrefix[] = "base_model.model.";
+
+enum Part { kA, kB, kMagnitude, kBaseCopy, kNumParts };
+
+struct Suffix {
+  const char* text;
+  Part part;
+  std::optional<ModuleKind> kind;  // nullopt: of both
+};
+// What follows a module's name in a key; a key ends in at most one of them.
+constexpr Suffix kSuffixes[] = {
+    {".lora_A.weight", kA, ModuleKind::kLinear},
+    {".lora_B.weight", kB, ModuleKind::kLinear},
+    {".lora_embedding_A", kA, ModuleKind::kEmbedding},
+    {".lora_embedding_B", kB, ModuleKind::kEmbedding},
+    {".lora_magnitude_vector", kMagnitude, std::nullopt},
+    {".lora_magnitude_vector.weight", kMagnitude, std::nullopt},
+    {".base_layer.weight", kBaseCopy, std::nullopt},
+};
+
+struct Place {
+  int module_id = 0;
+  Part part = kA;
+};
+
+// Where a key belongs; nullopt: nowhere.
+std::optional<Place> PlaceOf(const std::string& key, const BaseModules& modules) {
+  absl::string_view rest = key;
+  if (!absl::ConsumePrefix(&rest, kPrefix)) return std::nullopt;
+  for (const Suffix& suffix : kSuffixes) {
+    absl::string_view name = rest;
+    if (!absl::ConsumeSuffix(&name, suffix.text)) continue;
+    const int id = modules.Find(std::string_view(name.data(), name.size()));
+    if (id < 0 || (suffix.kind && *suffix.kind != modules.all()[id].kind)) return std::nullopt;
+    return Place{id, suffix.part};
+  }
+  // An embedding or head that PEFT saved whole because it was asked to.
+  absl::string_view name = rest;
+  if (absl::ConsumeSuffix(&name, ".weight")) {
+    const int id = modules.Find(std::string_view(name.data(), name.size()));
+    if (id >= 0 &&
+        (modules.all()[id].kind == ModuleKind::kEmbedding || modules.all()[id].is_output_head)) {
+      return Place{id, kBaseCopy};
+    }
+  }
+  return std::nullopt;
+}
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
+
+constexpr char kNoPlace[] = "no module of the base model has a tensor of that name";
+
+using NamedTensors = std::map<std::string, TensorView>;
+
+void CheckFinite(const NamedTensors& tensors, TensorPlace place, Violations& violations) {
+  if (place == TensorPlace::kDevice) return;
+  for (const auto& [key, tensor] : tensors) {
+    if (!AllFinite(tensor)) {
+      violations.Add(key, "ADAPTER_NOT_FINITE", "the tensor contains NaN or infinity");
+    }
+  }
+}
+
+class Mapper {
+ public:
+  Mapper(const NamedTensors& tensors, TensorPlace place, bool use_dora,
+         const std::vector<Target>& targets, const BaseModules& modules)
+      : tensors_(tensors), use_dora_(use_dora), modules_(modules) {
+    result_.place = place;
+    for (const Target& target : targets) slots_[target.module_id].target = target;
+  }
+
+  absl::StatusOr<AdapterTensors> Map() {
+    for (const auto& [key, tensor] : tensors_) Assign(key, tensor);
+    for (auto& [id, slot] : slots_) CheckModule(modules_.all()[id], slot);
+    CheckFinite(tensors_, result_.place, violations_);
+    DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
+    for (auto& [id, slot] : slots_) {
+      result_.modules.push_back({slot.target, *slot.parts[kA].tensor, *slot.parts[kB].tensor,
+                                 slot.parts[kMagnitude].tensor});
+    }
+    return std::move(result_);
+  }
+
+ private:
+  struct PartTensor {
+    const std::string* key = nullptr;
+    const TensorView* tensor = nullptr;
+  };
+  struct Slot {
+    Target target;
+    std::array<PartTensor, kNumParts> parts;
+  };
+
+  void Unexpected(const std::string& key, const std::string& why) {
+    violations_.Add(key, "ADAPTER_TENSOR_UNEXPECTED", why);
+  }
+
+  void Assign(const std::string& key, const TensorView& tensor) {
+    const std::optional<Place> place = PlaceOf(key, modules_);
+    if (!place) {
+      Unexpected(key, kNoPlace);
+      return;
+    }
+    const BaseModule& module = modules_.all()[place->module_id];
+    if (place->part == kBaseCopy) {
+      CheckShape(key, tensor, {module.rows, module.cols});
+      result_.base_copies.push_back({place->module_id, key, &tensor});
+      return;
+    }
+    const auto slot = slots_.find(place->module_id);
+    if (slot == slots_.end()) {
+      Unexpected(key, "the configuration does not target this module");
+    } else if (place->part == kMagnitude && !use_dora_) {
+      Unexpected(key, "the configuration says use_dora: false");
+    } else if (slot->second.parts[place->part].tensor != nullptr) {
+      violations_.Add(key, "ADAPTER_TENSOR_DUPLICATE",
+                      absl::StrCat("the same tensor is also present as ",
+                                   *slot->second.parts[place->part].key));
+    } else {
+      slot->second.parts[place->part] = {&key, &tensor};
+    }
+  }
+
+  void CheckModule(const BaseModule& module, const Slot& slot) {
+    const bool linear = module.kind == ModuleKind::kLinear;
+    const std::string stem = absl::StrCat(kPrefix, module.name);
+    const PartTensor& a = slot.parts[kA];
+    const PartTensor& b = slot.parts[kB];
+    const PartTensor& magnitude = slot.parts[kMagnitude];
+    if (a.tensor == nullptr) {
+      Missing(absl::StrCat(stem, linear ? ".lora_A.weight" : ".lora_embedding_A"), module);
+    }
+    if (b.tensor == nullptr) {
+      Missing(absl::StrCat(stem, linear ? ".lora_B.weight" : ".lora_embedding_B"), module);
+    }
+    if (use_dora_ && magnitude.tensor == nullptr) {
+      violations_.Add(absl::StrCat(stem, ".lora_magnitude_vector"), "ADAPTER_MAGNITUDE_MISSING",
+                      "use_dora is true, but the file has no magnitude for this module");
+    }
+    if (magnitude.tensor != nullptr) {
+      CheckShape(*magnitude.key, *magnitude.tensor, {module.magnitude_size()});
+    }
+    CheckFactors(module, slot.target.rank, a, b);
+  }
+
+  // Two factors that agree on a rank other than the configuration's are one problem, not two.
+  void CheckFactors(const BaseModule& module, int rank, const PartTensor& a, const PartTensor& b) {
+    const bool linear = module.kind == ModuleKind::kLinear;
+    const int64_t inner = linear ? module.cols : module.rows;
+    const int64_t outer = linear ? module.rows : module.cols;
+    if (a.tensor != nullptr && b.tensor != nullptr && a.tensor->shape.size() == 2 &&
+        b.tensor->shape.size() == 2 && a.tensor->shape[1] == inner && b.tensor->shape[0] == outer &&
+        a.tensor->shape[0] == b.tensor->shape[1] && a.tensor->shape[0] != rank) {
+      violations_.Add(*a.key, "ADAPTER_RANK_MISMATCH",
+                      absl::StrCat("the factors have rank ", a.tensor->shape[0],
+                                   ", the configuration says ", rank, " for this module"));
+      return;
+    }
+    if (a.tensor != nullptr) CheckShape(*a.key, *a.tensor, {rank, inner});
+    if (b.tensor != nullptr) CheckShape(*b.key, *b.tensor, {outer, rank});
+  }
+
+  void Missing(const std::string& key, const BaseModule& module) {
+    violations_.Add(key, "ADAPTER_TENSOR_MISSING",
+                    absl::StrCat("the configuration targets ", module.name,
+                                 ", but the file has no such tensor"));
+  }
+
+  void CheckShape(const std::string& key, const TensorView& tensor,
+                  const std::vector<int64_t>& expected) {
+    if (tensor.shape != expected) {
+      violations_.Add(key, "ADAPTER_TENSOR_SHAPE",
+                      absl::StrCat("expected shape ", ShapeText(expected), ", found ",
+                                   ShapeText(tensor.shape)));
+    }
+  }
+
+  const NamedTensors& tensors_;
+  const bool use_dora_;
+  const BaseModules& modules_;
+  std::map<int, Slot> slots_;
+  AdapterTensors result_;
+  Violations violations_;
+};
+
+// A float is NaN or infinite exactly when all bits of its exponent are set. Blocks of fixed size
+// are copied out (the bytes may be unaligned) and scanned without a branch, so that the loop
+// becomes vector code.
+template <typename Word>
+bool AllFiniteWords(absl::Span<const std::byte> bytes, Word exponent) {
+  constexpr size_t kBlock = 4096 / sizeof(Word);
+  Word block[kBlock];
+  for (size_t begin = 0; begin < bytes.size(); begin += sizeof(block)) {
+    const size_t size = std::min(sizeof(block), bytes.size() - begin);
+    if (size < sizeof(block)) std::fill(block, block + kBlock, Word{0});
+    std::memcpy(block, bytes.data() + begin, size);
+    Word bad = 0;
+    for (size_t i = 0; i < kBlock; ++i) {
+      bad |= static_cast<Word>((block[i] & exponent) == exponent);
+    }
+    if (bad != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool AllFinite(const TensorView& tensor) {
+  switch (tensor.dtype) {
+    case DType::kF32:
+      return AllFiniteWords<uint32_t>(tensor.bytes, 0x7f800000u);
+    case DType::kBF16:
+      return AllFiniteWords<uint16_t>(tensor.bytes, 0x7f80u);
+    case DType::kF16:
+      return AllFiniteWords<uint16_t>(tensor.bytes, 0x7c00u);
+  }
+  return false;
+}
+
+absl::StatusOr<AdapterTensors> MapTensors(const NamedTensors& tensors, TensorPlace place,
+                                          bool use_dora, const std::vector<Target>& targets,
+                                          const BaseModules& modules) {
+  return Mapper(tensors, place, use_dora, targets, modules).Map();
+}
+
+absl::Status CheckTensorsAlone(const NamedTensors& tensors, TensorPlace place,
+                               const BaseModules& modules) {
+  Violations violations;
+  for (const auto& [key, tensor] : tensors) {
+    if (!PlaceOf(key, modules)) violations.Add(key, "ADAPTER_TENSOR_UNEXPECTED", kNoPlace);
+  }
+  CheckFinite(tensors, place, violations);
+  return violations.ToStatus(kSubject);
+}
+
+}  // namespace dorad::adapter

@@ -1,0 +1,66 @@
+// From the tensors of an adapter_model.safetensors to the factors of each targeted module.
+//
+// Every tensor of the file has a place, and every place its tensor, or the adapter is refused.
+// Functions are thread-safe; views point to where those of the tensors do.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/adapter/peft/base_modules.h"
+#include "server/adapter/peft/targets.h"
+#include "server/platform/files/safetensors.h"
+
+namespace dorad::adapter {
+
+// One adapted module as the file has it. Linear: a [R, I], b [O, R]. Embedding: a [R, V], b [D, R].
+struct ModuleTensors {
+  Target target;
+  TensorView a;
+  TensorView b;
+  const TensorView* magnitude = nullptr;  // nullptr: plain LoRA
+};
+
+// A copy of a base weight, which PEFT puts beside an adapter on the embedding or on the head.
+struct BaseCopy {
+  int module_id = 0;
+  std::string key;
+  const TensorView* tensor = nullptr;
+};
+
+// Where the bytes of an adapter's tensors lie. What is read from files and uploads is in kHost;
+// the other places spare a builder for a GPU copies.
+enum class TensorPlace {
+  kHost,
+  kPinned,  // page-locked host memory
+  kDevice,  // the GPU's memory; views are aligned to their elements and cannot be read here
+};
+
+struct AdapterTensors {
+  TensorPlace place = TensorPlace::kHost;  // of the modules' tensors
+  std::vector<ModuleTensors> modules;      // ascending by module id
+  // The loader compares them with the base model: an adapter of other weights is refused. Always
+  // readable here.
+  std::vector<BaseCopy> base_copies;
+};
+
+// INVALID_ARGUMENT listing every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
+// ADAPTER_TENSOR_DUPLICATE, ADAPTER_MAGNITUDE_MISSING, ADAPTER_TENSOR_SHAPE, ADAPTER_RANK_MISMATCH,
+// ADAPTER_NOT_FINITE.
+// What lies on a device is not looked at for NaN and infinity: its builder does that.
+absl::StatusOr<AdapterTensors> MapTensors(const std::map<std::string, TensorView>& tensors,
+                                          TensorPlace place, bool use_dora,
+                                          const std::vector<Target>& targets,
+                                          const BaseModules& modules);
+
+// What can be said of the tensors without knowing the configuration: ADAPTER_TENSOR_UNEXPECTED and
+// ADAPTER_NOT_FINITE.
+absl::Status CheckTensorsAlone(const std::map<std::string, TensorView>& tensors, TensorPlace place,
+                               const BaseModules& modules);
+
+// Whether no element is NaN or infinite.
+bool AllFinite(const TensorView& tensor);
+
+}  // namespace dorad::adapter

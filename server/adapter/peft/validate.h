@@ -1,0 +1,35 @@
+// Everything that is checked of an adapter before its norms are computed, in one call.
+// Functions are thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/adapter/peft/base_modules.h"
+#include "server/adapter/peft/tensors.h"
+#include "server/platform/files/safetensors.h"
+
+namespace dorad::adapter {
+
+struct ValidAdapter {
+  std::unique_ptr<SafetensorsFile> file;
+  AdapterTensors tensors;  // views into the file
+};
+
+// INVALID_ARGUMENT listing the problems of both files together: where the configuration cannot be
+// used, the tensors are still checked as far as they can be. Reasons: docs/guides/adapters.md.
+absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
+                                             std::vector<std::byte> safetensors,
+                                             const BaseModules& modules, int max_rank);
+
+// The same for tensors that are not in a file, wherever they lie.
+absl::StatusOr<AdapterTensors> ValidateTensors(const std::string& config_json,
+                                               const std::map<std::string, TensorView>& tensors,
+                                               TensorPlace place, const BaseModules& modules,
+                                               int max_rank);
+
+}  // namespace dorad::adapter

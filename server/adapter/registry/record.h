@@ -1,0 +1,38 @@
+// What the registry tells of a version and of each change. Plain values.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "server/adapter/registry/version.h"
+
+namespace dorad::adapter {
+
+// A copy of one version's record.
+struct AdapterRecord {
+  std::string name;
+  int64_t version = 0;
+  AdapterState state = AdapterState::kLoading;
+  absl::Status failure;  // set in kFailed
+  bool active = false;
+  bool durable = false;         // survives a restart
+  bool resident = false;        // its weights are where the model is computed
+  bool in_host_memory = false;  // they can come back from there
+  AdapterSummary summary;       // set from kReady on
+  int leases = 0;
+  absl::Time create_time;
+  std::map<std::string, std::string> tags;
+};
+
+enum class EventType { kPublished, kActivated, kRetired, kGone, kFailed };
+
+struct RegistryEvent {
+  int64_t generation = 0;
+  EventType type = EventType::kPublished;
+  AdapterRecord adapter;
+};
+
+}  // namespace dorad::adapter

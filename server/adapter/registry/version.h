@@ -1,0 +1,135 @@
+// Identity, state and lease of adapter versions. Torch-free.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "server/adapter/residency/residency.h"
+
+namespace dorad::adapter {
+
+// "" (base), "name" (its active version) or "name@version" as requests write it. version 0: active.
+struct AdapterRef {
+  std::string name;
+  int64_t version = 0;
+
+  bool is_base() const { return name.empty(); }
+  bool operator==(const AdapterRef&) const = default;
+  // As Parse reads it.
+  std::string ToString() const;
+  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID) for anything that is not of the three forms.
+  static absl::StatusOr<AdapterRef> Parse(std::string_view text);
+};
+
+// ^[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?$
+bool IsValidAdapterName(std::string_view name);
+// INVALID_ARGUMENT (ADAPTER_NAME_INVALID).
+absl::Status CheckAdapterName(std::string_view name);
+
+enum class AdapterState { kLoading, kReady, kRetiring, kGone, kFailed };
+enum class AdapterKind { kLora, kDora };
+
+struct LoadTiming {
+  absl::Duration read, validate, copy, norms;
+  absl::Duration store;  // of what is durable
+  absl::Duration total;  // from the first to the end of the last
+};
+
+// What is known of a version's content once it is loaded.
+struct AdapterSummary {
+  std::string digest;                     // lower-case hex SHA-256 of the canonical content
+  AdapterKind kind = AdapterKind::kLora;  // kDora if any module has a magnitude
+  int min_rank = 0;
+  int max_rank = 0;
+  int num_modules = 0;
+  int64_t num_parameters = 0;
+  int64_t resident_bytes = 0;
+  LoadTiming timing;
+};
+
+// A loaded version: immutable content, whose weights may be away at times. Shared between the
+// registry and the leases; the last reference is always dropped on a loader thread (the registry
+// sees to it).
+class LoadedAdapter {
+ public:
+  // Weights that never go.
+  LoadedAdapter(std::string name, int64_t version, AdapterSummary summary,
+                std::shared_ptr<const AdapterWeights> weights = nullptr)
+      : name_(std::move(name)),
+        version_(version),
+        summary_(std::move(summary)),
+        weights_(std::move(weights)) {}
+  LoadedAdapter(std::string name, int64_t version, AdapterSummary summary,
+                std::unique_ptr<Residency::Entry> entry)
+      : name_(std::move(name)),
+        version_(version),
+        summary_(std::move(summary)),
+        entry_(std::move(entry)) {}
+
+  const std::string& name() const { return name_; }
+  int64_t version() const { return version_; }
+  const std::string& digest() const { return summary_.digest; }
+  const AdapterSummary& summary() const { return summary_; }
+  // For Residency::PinAll; nullptr: weights that never go.
+  Residency::Entry* entry() const { return entry_.get(); }
+  // REQUIRES: a use is held.
+  const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
+  bool resident() const { return entry_ == nullptr || entry_->resident(); }
+  bool in_host_memory() const { return entry_ != nullptr && entry_->in_host_memory(); }
+  bool pinned() const { return entry_ == nullptr || entry_->pinned(); }
+
+  // Once it was retired by force: requests that hold it are to end.
+  void Revoke() const { revoked_ = true; }
+  bool revoked() const { return revoked_; }
+
+ private:
+  const std::string name_;
+  const int64_t version_;
+  const AdapterSummary summary_;
+  const std::shared_ptr<const AdapterWeights> weights_;
+  const std::unique_ptr<Residency::Entry> entry_;
+  mutable std::atomic<bool> revoked_{false};
+};
+
+// The right to use one version, held from admission to the end of a request and released exactly
+// once, by destruction. Move-only; an empty lease stands for the base model. Thread-compatible.
+class AdapterLease {
+ public:
+  AdapterLease() = default;
+  AdapterLease(std::shared_ptr<const LoadedAdapter> adapter, std::function<void()> release)
+      : adapter_(std::move(adapter)), release_(std::move(release)) {}
+  AdapterLease(AdapterLease&& other) noexcept
+      : adapter_(std::move(other.adapter_)), release_(std::exchange(other.release_, nullptr)) {}
+  AdapterLease& operator=(AdapterLease&& other) noexcept {
+    if (this != &other) {
+      Reset();
+      adapter_ = std::move(other.adapter_);
+      release_ = std::exchange(other.release_, nullptr);
+    }
+    return *this;
+  }
+  AdapterLease(const AdapterLease&) = delete;
+  AdapterLease& operator=(const AdapterLease&) = delete;
+  ~AdapterLease() { Reset(); }
+
+  // nullptr: the base model.
+  const LoadedAdapter* get() const { return adapter_.get(); }
+  // Gives the lease back; the object is empty afterwards.
+  void Reset() {
+    adapter_.reset();
+    if (auto release = std::exchange(release_, nullptr)) release();
+  }
+
+ private:
+  std::shared_ptr<const LoadedAdapter> adapter_;
+  std::function<void()> release_;
+};
+
+}  // namespace dorad::adapter

@@ -1,0 +1,105 @@
+#include "server/app/options_from_config.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <limits>
+
+#include "absl/time/clock.h"
+#include "commit.h"
+#include "server/engine/model_runner.h"
+#include "server/platform/log.h"
+
+namespace dorad {
+
+int32_t ToInt32(int64_t value) {
+  return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
+}
+
+void ResolveComputeDtype(ModelOptions* model) {
+  if (model->compute_dtype == "auto") {
+    model->compute_dtype = model->device == "cpu" ? "fp32" : "bf16";
+  }
+}
+
+void ApplyLogging(const LogConfig& config) {
+  LogLevel level = LogLevel::kInfo;
+  ParseLogLevel(config.level, &level);
+  SetLogging(level, config.format == "json", config.requests);
+}
+
+engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model) {
+  engine::EngineOptions options;
+  options.max_step_tokens = config.engine.max_step_tokens;
+  options.max_running_sequences = ToInt32(config.engine.max_running_sequences);
+  options.kv_min_pages = model.kv_min_pages;
+  options.prefix_cache = config.engine.prefix_cache;
+  options.gpu_share = config.engine.gpu_share;
+  options.eos_token_ids = model.eos_token_ids;
+  options.vocab_size = ToInt32(model.vocab_size);
+  options.context_length = model.context_length;
+  options.max_tokens = config.limits.max_tokens;
+  options.max_n = ToInt32(config.limits.max_n);
+  options.max_logprobs_k = ToInt32(config.limits.max_logprobs_k);
+  options.max_chosen_ids = ToInt32(config.limits.max_chosen_ids);
+  options.max_stop_ids = ToInt32(config.limits.max_stop_ids);
+  options.max_score_tokens = config.limits.max_score_tokens;
+  options.max_queued_requests = ToInt32(config.limits.max_queued_requests);
+  options.max_queued_tokens = config.limits.max_queued_tokens;
+  return options;
+}
+
+adapter::LoaderOptions ToLoaderOptions(const Config& config) {
+  adapter::LoaderOptions options;
+  options.read.max_rank = ToInt32(config.adapters.max_rank);
+  options.read.max_adapter_bytes = config.adapters.max_bytes;
+  options.read.allowed_roots = config.adapters.allowed_roots;
+  options.keep_last = config.adapters.keep_last;
+  return options;
+}
+
+rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store) {
+  rpc::UploadStore::Options options;
+  options.has_store = has_store;
+  options.max_image_bytes = config.adapters.max_bytes;
+  options.max_bytes = 2 * config.adapters.max_bytes;
+  options.time_to_live = absl::Seconds(config.adapters.upload_ttl_seconds);
+  return options;
+}
+
+Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model) {
+  Metrics::Info info{DORAD_VERSION, model.name, model.model_type, config.model.device,
+                     config.model.compute_dtype};
+  info.commit = DORAD_COMMIT;
+#ifdef DORAD_CUDA
+  info.cuda = true;
+#endif
+  info.top_adapters = ToInt32(config.metrics.top_adapters);
+  info.vllm_aliases = config.metrics.vllm_aliases;
+  info.kv_page_tokens = static_cast<int>(engine::kKvPageTokens);
+  info.max_adapters_in_step = ToInt32(config.engine.max_running_sequences);
+  return info;
+}
+
+rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {
+  rpc::ServerInfo info;
+  info.version = DORAD_VERSION;
+  info.device = config.model.device;
+  info.model_type = model.model_type;
+  info.model_name = model.name;
+  info.model_digest = model.digest;
+  info.compute_dtype = config.model.compute_dtype;
+  info.hidden_size = model.hidden_size;
+  info.num_layers = model.num_layers;
+  info.num_parameters = model.num_parameters;
+  info.eos_token_ids = model.eos_token_ids;
+  info.max_adapter_rank = config.adapters.max_rank;
+  info.deterministic = config.engine.deterministic;
+  if (!config.server.shared_memory_socket.empty()) {
+    info.shared_memory_socket =
+        std::filesystem::absolute(config.server.shared_memory_socket).string();
+  }
+  info.start_time = absl::Now();
+  return info;
+}
+
+}  // namespace dorad

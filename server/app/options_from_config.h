@@ -1,0 +1,31 @@
+// Turns the configuration and the model's description into each room's options. All functions but
+// ApplyLogging are pure, hence thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "server/adapter/publish/loader.h"
+#include "server/backends/backend.h"
+#include "server/engine/options.h"
+#include "server/platform/config/config.h"
+#include "server/platform/metrics/metrics.h"
+#include "server/rpc/services.h"
+#include "server/rpc/upload_store.h"
+
+namespace dorad {
+
+// Values above int32's range become its largest value.
+int32_t ToInt32(int64_t value);
+
+// Replaces compute_dtype "auto" by the device's own.
+void ResolveComputeDtype(ModelOptions* model);
+void ApplyLogging(const LogConfig& config);
+
+engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model);
+adapter::LoaderOptions ToLoaderOptions(const Config& config);
+rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store);
+Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model);
+// Holds the time of this call as the time of the start.
+rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model);
+
+}  // namespace dorad

@@ -1,0 +1,63 @@
+#include "server/backends/backend.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/backends/cpu/model_runner.h"
+#include "server/backends/description.h"
+#include "server/platform/error.h"
+#include "server/platform/process/host_memory.h"
+
+namespace dorad {
+namespace {
+
+int64_t KvPageBytes(const Config& config, const model::ModelConfig& model) {
+#ifdef DORAD_CUDA
+  if (config.model.device != "cpu") return CudaKvPageBytes(model);
+#endif
+  return engine::CpuKvPageBytes(model, config.model.compute_dtype == "bf16" ? 2 : 4);
+}
+
+absl::Status CheckDevice(const Config& config) {
+  if (config.model.device == "cpu") return absl::OkStatus();
+#ifdef DORAD_CUDA
+  return CheckCudaConfig(config);
+#else
+  return MakeInvalid("model", {{"model.device", "DEVICE_NOT_BUILT",
+                                "this binary was built without CUDA (no nvcc was found)"}});
+#endif
+}
+
+// A cache that the machine can never hold; whether it can at the moment, the start finds out.
+absl::Status CheckHostHoldsKv(const Config& config) {
+  const int64_t total = TotalHostMemory();
+  if (config.model.device != "cpu" || config.engine.kv_bytes <= total) return absl::OkStatus();
+  return MakeInvalid("engine",
+                     {{"engine.kv_bytes", "OUT_OF_MEMORY",
+                       absl::StrCat(config.engine.kv_bytes, " bytes are more than the ", total,
+                                    " bytes of memory that the server may have here")}});
+}
+
+// The model's, once everything that needs neither device nor weights is known to be right.
+absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
+  DORAD_RETURN_IF_ERROR(CheckDevice(config));
+  DORAD_RETURN_IF_ERROR(KvPages(config.engine.kv_bytes, KvPageBytes(config, model)).status());
+  DORAD_RETURN_IF_ERROR(CheckHostHoldsKv(config));
+  return model;
+}
+
+}  // namespace
+
+absl::Status Backend::Check(const Config& config) { return ReadChecked(config).status(); }
+
+absl::StatusOr<std::unique_ptr<Backend>> Backend::Load(const Config& config) {
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, ReadChecked(config));
+#ifdef DORAD_CUDA
+  if (config.model.device != "cpu") return LoadCudaBackend(config, std::move(model));
+#endif
+  return LoadCpuBackend(config, std::move(model));
+}
+
+}  // namespace dorad

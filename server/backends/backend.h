@@ -1,0 +1,116 @@
+// The base model and its device, behind a header without torch and CUDA: what App needs to build
+// adapters and the engine on. Owned by App; outlives both. Thread-safe after Load.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/adapter/peft/base_modules.h"
+#include "server/adapter/peft/peer_tensors.h"
+#include "server/adapter/publish/builder.h"
+#include "server/adapter/residency/host_copies.h"
+#include "server/backends/weights_lease.h"
+#include "server/engine/model_runner.h"
+#include "server/model/model_config.h"
+#include "server/model/weight_layout.h"
+#include "server/platform/config/config.h"
+
+namespace dorad {
+
+class Backend {
+ public:
+  struct Info {
+    std::string model_type;
+    std::string name;  // the folder's
+    std::string digest;
+    int64_t vocab_size = 0;
+    int64_t hidden_size = 0;
+    int64_t num_layers = 0;
+    int64_t context_length = 0;  // after model.max_context
+    int64_t num_parameters = 0;
+    std::vector<int32_t> eos_token_ids;
+    int64_t kv_pages = 0;
+    int64_t kv_min_pages = 0;  // memory.kv_min_bytes
+    int64_t weight_bytes = 0;
+    int64_t kv_bytes = 0;
+  };
+
+  // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
+  // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
+  // WATER_MARKS_CROSSED, OUT_OF_MEMORY: a KV cache that the host can never hold).
+  static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
+  // What Load would find wrong before it asks for the device or reads weights; its statuses.
+  static absl::Status Check(const Config& config);
+  virtual ~Backend() = default;
+
+  const Info& info() const { return info_; }
+  virtual const adapter::BaseModules& modules() const = 0;
+  virtual adapter::AdapterBuilder* adapter_builder() = 0;
+  // nullptr without adapters.host_bytes.
+  virtual adapter::HostCopies* host_copies() = 0;
+  // Opens memory that another process has on the GPU: its CUDA IPC handle, the GPU's UUID, bytes.
+  // Statuses of cuda::PeerMemories::Open.
+  using DeviceMemoryOpener =
+      std::function<absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>>(
+          absl::Span<const std::byte>, absl::Span<const std::byte>, uint64_t)>;
+  // nullptr without a GPU.
+  virtual DeviceMemoryOpener device_memory_opener() = 0;
+  // Where the base weights lie for those who are lent them; nullptr without a shared-memory socket.
+  virtual const model::WeightLayout* weight_layout() const = 0;
+  // Lends the base weights: while a lease lives, their memory is neither written nor given back.
+  // UNAVAILABLE (SERVER_SLEEPING). REQUIRES: weight_layout() != nullptr.
+  virtual absl::StatusOr<std::unique_ptr<shared_memory::WeightsLease>> LeaseWeights() = 0;
+  // The weights' memory while anybody is lent it; else 0.
+  virtual int64_t shared_weight_bytes() const = 0;
+  // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
+  // is all there is to say.
+  virtual std::map<std::string, int64_t> memory_by_kind() const = 0;
+  // What there is of a device that others use, too. nullopt: the data lies in RAM, which the system
+  // governs.
+  struct Device {
+    int64_t total = 0;
+    int64_t free = 0;
+    int64_t pooled = 0;  // freed by this server, and not given back
+    int64_t limit = 0;   // of this server
+    // Growths refused because of the limit, or because of what others have taken.
+    int64_t refused_by_limit = 0;
+    int64_t refused_by_reserve = 0;
+  };
+  virtual std::optional<Device> device() const = 0;
+  // Gives the base weights' device memory back, and takes it again; 0 bytes where they lie in host
+  // memory anyway, or are lent: then they go when the last lease ends asleep. Statuses of
+  // cuda::CudaModel::Wake. REQUIRES: the engine sleeps.
+  virtual int64_t SleepWeights() = 0;
+  virtual absl::Status WakeWeights() = 0;
+  // Hands what has been freed to others who use the device.
+  virtual void ReturnFreedMemory() = 0;
+  // Allocates the KV cache. Once. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) or the device's statuses.
+  virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
+
+ protected:
+  // What every backend's Load does: info() but for what only the weights say.
+  absl::Status Describe(const Config& config, const model::ModelConfig& model,
+                        int64_t kv_page_bytes);
+
+  Info info_;
+};
+
+// The devices' own Load. REQUIRES: model is that of config.model.path.
+absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
+                                                        model::ModelConfig model);
+absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
+                                                         model::ModelConfig model);
+// INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED).
+absl::Status CheckCudaConfig(const Config& config);
+// Bytes of one KV page on a GPU.
+int64_t CudaKvPageBytes(const model::ModelConfig& model);
+
+}  // namespace dorad

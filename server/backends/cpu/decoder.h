@@ -1,0 +1,55 @@
+// The one decoder of all supported families: a plain function of weights and a batch of rows.
+// Differences between families are data in ModelConfig and LayerWeights (undefined tensors).
+// Immutable after construction; Forward is thread-safe for distinct KV pages.
+//
+// Shape suffixes: T rows, D hidden size, H query heads, K kv heads, N rows with logits, V
+// vocabulary.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "server/backends/cpu/adapter_weights.h"
+#include "server/backends/cpu/model.h"
+#include "server/backends/cpu/ops/attention.h"
+
+namespace dorad::model {
+
+// Rows [begin, end) use `weights` (nullptr: the base model). Ascending, covering all rows.
+struct AdapterRows {
+  const adapter::CpuAdapterWeights* weights = nullptr;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+struct DecoderBatch {
+  at::Tensor token_ids_T;  // int32
+  absl::Span<const ops::SequenceRows> sequences;
+  absl::Span<const AdapterRows> adapters;
+};
+
+class Decoder {
+ public:
+  // model is borrowed. max_positions bounds the rotary table.
+  Decoder(const LoadedModel& model, int64_t max_positions);
+
+  // One cache for each layer.
+  std::vector<ops::PagedKv> AllocateKv(int64_t pages) const;
+
+  // Writes keys and values of all rows into kv and returns the last layer's residual stream,
+  // [T, D] fp32, before the final norm.
+  at::Tensor Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>& kv) const;
+
+  // Final norm and head of some rows. hidden_ND: rows of Forward's result. Returns [N, V] fp32.
+  at::Tensor Logits(const at::Tensor& hidden_ND, absl::Span<const AdapterRows> adapters) const;
+
+ private:
+  class Pass;
+  const LoadedModel& model_;
+  ops::RopeTable rope_;
+};
+
+}  // namespace dorad::model

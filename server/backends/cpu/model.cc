@@ -1,0 +1,226 @@
+#include "server/backends/cpu/model.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/model/weight_import.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/exception.h"
+
+namespace dorad::model {
+namespace {
+
+at::ScalarType ToScalarType(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return at::kFloat;
+    case DType::kF16:
+      return at::kHalf;
+    case DType::kBF16:
+      return at::kBFloat16;
+  }
+  DORAD_CHECK(false);
+}
+
+DType FromScalarType(at::ScalarType type) {
+  DORAD_CHECK(type == at::kFloat || type == at::kBFloat16);
+  return type == at::kFloat ? DType::kF32 : DType::kBF16;
+}
+
+at::ScalarType StorageType(const WeightSlot& slot, ops::ComputeDType compute) {
+  if (slot.kind != WeightKind::kMatrix) return at::kFloat;
+  if (compute == ops::ComputeDType::kBF16) return at::kBFloat16;
+  return slot.dtype == DType::kBF16 ? at::kBFloat16 : at::kFloat;
+}
+
+// Of each tensor in shared memory, as of those that ATen allocates.
+constexpr uint64_t kAlignment = 64;
+
+// Converts blocks to where they belong.
+class TensorSink final : public WeightSink {
+ public:
+  // `memory`: made for the tensors; nullptr: they are allocated one by one.
+  TensorSink(const ModelConfig& config, ops::ComputeDType compute, ModelWeights* weights,
+             SealedMemory* memory)
+      : config_(config), compute_(compute), weights_(*weights), memory_(memory) {
+    weights_.layers.resize(config.num_layers);
+  }
+
+  int64_t bytes() const { return bytes_; }
+  // In the memory.
+  const std::map<std::string, PlacedTensor>& places() const { return places_; }
+
+  absl::Status Allocate(const WeightSlots& slots) override {
+    uint64_t end = 0;
+    for (const auto& [name, slot] : slots) {
+      const at::ScalarType type = StorageType(slot, compute_);
+      places_[name] = {FromScalarType(type), end};
+      const uint64_t size = static_cast<uint64_t>(slot.num_elements()) * at::elementSize(type);
+      bytes_ += static_cast<int64_t>(size);
+      end += (size + kAlignment - 1) / kAlignment * kAlignment;
+    }
+    if (memory_ != nullptr) {
+      DORAD_ASSIGN_OR_RETURN(*memory_, SealedMemory::Create("dorad-weights", end));
+    }
+    for (const auto& [name, slot] : slots) {
+      const at::ScalarType type = StorageType(slot, compute_);
+      Place(slot) = memory_ == nullptr ? at::empty(slot.shape, type)
+                                       : at::from_blob(memory_->data() + places_.at(name).offset,
+                                                       slot.shape, at::TensorOptions(type));
+    }
+    if (config_.tied_embeddings) weights_.head.weight_OI = weights_.embedding_VD;
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
+                             absl::Span<const std::byte> block) override {
+    const auto elements = static_cast<int64_t>(block.size() / SizeOf(slot.dtype));
+    const at::Tensor source = at::from_blob(const_cast<std::byte*>(block.data()), {elements},
+                                            at::TensorOptions(ToScalarType(slot.dtype)));
+    at::Tensor target = Place(slot).view({-1}).narrow(0, first_element, elements);
+    target.copy_(source);
+    // A finite fp32 value near the limit becomes infinite in bf16.
+    if (slot.dtype != DType::kF32 || target.scalar_type() != at::kBFloat16) return true;
+    return !HasNonFinite({static_cast<const std::byte*>(target.const_data_ptr()), target.nbytes()},
+                         DType::kBF16);
+  }
+
+ private:
+  at::Tensor& Place(const WeightSlot& slot) {
+    switch (slot.kind) {
+      case WeightKind::kMatrix:
+        return slot.index == EmbeddingId(config_) ? weights_.embedding_VD
+                                                  : weights_.Linear(slot.index).weight_OI;
+      case WeightKind::kBias:
+        return weights_.Linear(slot.index).bias_O;
+      case WeightKind::kInputNorm:
+        return weights_.layers[slot.index].input_norm;
+      case WeightKind::kPostAttentionNorm:
+        return weights_.layers[slot.index].post_attention_norm;
+      case WeightKind::kQueryNorm:
+        return weights_.layers[slot.index].q_norm;
+      case WeightKind::kKeyNorm:
+        return weights_.layers[slot.index].k_norm;
+      case WeightKind::kFinalNorm:
+        return weights_.final_norm;
+    }
+    DORAD_CHECK(false);
+  }
+
+  const ModelConfig& config_;
+  const ops::ComputeDType compute_;
+  ModelWeights& weights_;
+  SealedMemory* const memory_;
+  std::map<std::string, PlacedTensor> places_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace
+
+ops::BaseLinear& ModelWeights::Linear(int module_id) {
+  const auto layer = static_cast<size_t>(module_id / kModulesPerLayer);
+  if (layer == layers.size()) return head;
+  ops::BaseLinear LayerWeights::*const linears[kModulesPerLayer] = {
+      &LayerWeights::q,    &LayerWeights::k,  &LayerWeights::v,   &LayerWeights::o,
+      &LayerWeights::gate, &LayerWeights::up, &LayerWeights::down};
+  return layers[layer].*linears[module_id % kModulesPerLayer];
+}
+
+LoadedModel::LoadedModel(ModelConfig config, ops::ComputeDType compute,
+                         ops::NormOptions norm_options)
+    : config_(std::move(config)),
+      compute_(compute),
+      norm_options_(norm_options),
+      modules_(ListModules(config_)),
+      squared_norms_(modules_.size()) {}
+
+absl::StatusOr<std::unique_ptr<LoadedModel>> LoadedModel::Load(const std::string& dir,
+                                                               ModelConfig config,
+                                                               ops::ComputeDType compute,
+                                                               ops::NormOptions norm_options,
+                                                               bool shareable) {
+  std::unique_ptr<LoadedModel> model(new LoadedModel(std::move(config), compute, norm_options));
+  try {
+    TensorSink sink(model->config_, compute, &model->weights_,
+                    shareable ? &model->memory_ : nullptr);
+    DORAD_ASSIGN_OR_RETURN(ImportedCheckpoint imported, ImportWeights(dir, model->config_, sink));
+    model->bytes_ = sink.bytes();
+    model->num_parameters_ = imported.num_parameters;
+    model->digest_ = std::move(imported.digest);
+    if (shareable) {
+      DORAD_RETURN_IF_ERROR(model->memory_.Seal());
+      model->layout_ = {model->digest_,
+                        LayOut(imported.tensors, sink.places()),
+                        {model->memory_.size()},
+                        /*device_uuid=*/""};
+    }
+    for (const DType dtype : imported.dtypes) {
+      model->checkpoint_dtypes_.push_back(ToScalarType(dtype));
+    }
+  } catch (...) {  // ATen's allocator throws
+    return StatusOfException(absl::StrCat("loading the weights of ", dir), "INTERNAL");
+  }
+  return model;
+}
+
+int64_t LoadedModel::norm_cache_bytes() const {
+  absl::MutexLock lock(&mu_);
+  int64_t bytes = 0;
+  for (const at::Tensor& norms : squared_norms_) {
+    if (norms.defined()) bytes += static_cast<int64_t>(norms.nbytes());
+  }
+  return bytes;
+}
+
+int LoadedModel::norm_cache_entries() const {
+  absl::MutexLock lock(&mu_);
+  int entries = 0;
+  for (const at::Tensor& norms : squared_norms_) entries += norms.defined() ? 1 : 0;
+  return entries;
+}
+
+at::Tensor LoadedModel::Weight(int module_id) const {
+  DORAD_CHECK(module_id >= 0 && module_id < modules_.size());
+  if (module_id == EmbeddingId(config_)) return weights_.embedding_VD;
+  return weights_.Linear(module_id).weight_OI;
+}
+
+at::Tensor LoadedModel::SquaredNorms(int module_id) {
+  DORAD_CHECK(module_id >= 0 && module_id < modules_.size());
+  {
+    absl::MutexLock lock(&mu_);
+    const auto free = [this, module_id]() ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+      return computing_.count(module_id) == 0;
+    };
+    mu_.Await(absl::Condition(&free));
+    if (squared_norms_[module_id].defined()) return squared_norms_[module_id];
+    computing_.insert(module_id);
+  }
+  // Outside the lock: other modules, and those that are ready, need not wait for this one.
+  const auto axis = module_id == EmbeddingId(config_) ? ops::NormAxis::kCols : ops::NormAxis::kRows;
+  at::Tensor norms;
+  const auto end = [&]() {
+    absl::MutexLock lock(&mu_);
+    squared_norms_[module_id] = norms;
+    computing_.erase(module_id);
+  };
+  try {
+    norms = ops::BaseSquaredNorms(Weight(module_id), axis, norm_options_);
+  } catch (...) {
+    end();  // the next caller tries again
+    throw;
+  }
+  end();
+  return norms;
+}
+
+at::ScalarType LoadedModel::CheckpointDtype(int module_id) const {
+  DORAD_CHECK(module_id >= 0 && module_id < modules_.size());
+  return checkpoint_dtypes_[module_id];
+}
+
+}  // namespace dorad::model

@@ -1,0 +1,144 @@
+#include "server/backends/cpu/model_runner.h"
+
+#include <ATen/ATen.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+
+#include "server/backends/cpu/decoder.h"
+#include "server/backends/cpu/row_sampling.h"
+#include "server/engine/step_batch.h"
+#include "server/platform/exception.h"
+
+namespace dorad::engine {
+namespace {
+
+static_assert(kKvPageTokens == ops::kPageTokens);
+
+std::vector<model::AdapterRows> ToModel(absl::Span<const StepBatch::AdapterRows> ranges) {
+  std::vector<model::AdapterRows> out;
+  for (const StepBatch::AdapterRows& range : ranges) {
+    const auto* weights =
+        range.adapter == nullptr
+            ? nullptr
+            : static_cast<const adapter::CpuAdapterWeights*>(&range.adapter->weights());
+    out.push_back({weights, range.begin, range.end});
+  }
+  return out;
+}
+
+// Gives the whole pages of RAM within back to the system; they read as zeros when they are touched
+// again.
+int64_t GiveBack(std::byte* begin, std::byte* end) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
+  const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
+  if (first >= last) return 0;
+  // A hint: where it is not taken, the memory stays, and nothing is wrong.
+  const int failed = madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+  return failed == 0 ? static_cast<int64_t>(last - first) : 0;
+}
+
+class CpuModelRunner final : public ModelRunner {
+ public:
+  CpuModelRunner(const model::LoadedModel& model, int64_t kv_pages, int64_t max_positions)
+      : decoder_(model, max_positions),
+        vocab_size_(model.config().vocab_size),
+        kv_(decoder_.AllocateKv(kv_pages)),
+        kv_pages_(kv_pages) {}
+
+  int64_t kv_pages() const override { return kv_pages_; }
+
+  // It computes on the engine's thread: whatever the order, nothing would overlap.
+  int max_steps_in_flight() const override { return 1; }
+
+  absl::Status Begin(absl::Span<const StepSequence> sequences) override {
+    // The one place where exceptions of libtorch end.
+    try {
+      outputs_ = RunUnchecked(sequences);
+    } catch (...) {
+      return StatusOfException("the step", "STEP_FAILED");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::vector<StepOutput>> Finish() override { return std::move(outputs_); }
+
+  // The cache lies in RAM anyway: what is to be kept stays where it is.
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
+    int64_t released = 0;
+    for (const ops::PagedKv& layer : kv_) {
+      for (const at::Tensor* tensor : {&layer.k, &layer.v}) {
+        const int64_t page_bytes = static_cast<int64_t>(tensor->nbytes()) / kv_pages_;
+        auto* const begin = static_cast<std::byte*>(tensor->mutable_data_ptr());
+        int64_t page = 0;
+        for (size_t i = 0; i <= keep.size(); ++i) {
+          const int64_t end = i < keep.size() ? keep[i] : kv_pages_;
+          released += GiveBack(begin + page * page_bytes, begin + end * page_bytes);
+          page = end + 1;
+        }
+      }
+    }
+    return released;
+  }
+
+  absl::Status RestoreKv() override { return absl::OkStatus(); }
+
+ private:
+  std::vector<StepOutput> RunUnchecked(absl::Span<const StepSequence> sequences) {
+    const StepBatch batch(sequences);
+    const at::Tensor token_ids = at::empty({batch.rows}, at::kInt);
+    std::vector<ops::SequenceRows> rows;
+    for (size_t i = 0; i < batch.order.size(); ++i) {
+      const StepSequence& s = sequences[batch.order[i]];
+      std::copy(s.tokens.begin(), s.tokens.end(),
+                token_ids.data_ptr<int32_t>() + batch.row_begin[i]);
+      rows.push_back(
+          {batch.row_begin[i], static_cast<int64_t>(s.tokens.size()), s.position, s.pages});
+    }
+    const at::Tensor hidden = decoder_.Forward({token_ids, rows, ToModel(batch.adapters)}, kv_);
+    std::vector<StepOutput> outputs(sequences.size());
+    ForEachBlock(batch.samples, hidden, sequences, SampleRows, &outputs);
+    ForEachBlock(batch.scores, hidden, sequences, ScoreRows, &outputs);
+    return outputs;
+  }
+
+  template <typename Use>
+  void ForEachBlock(absl::Span<const WantedRow> rows, const at::Tensor& hidden,
+                    absl::Span<const StepSequence> sequences, Use use,
+                    std::vector<StepOutput>* outputs) const {
+    for (size_t begin = 0; begin < rows.size(); begin += kLogitsRows) {
+      const absl::Span<const WantedRow> block = rows.subspan(begin, kLogitsRows);
+      at::Tensor index = at::empty({static_cast<int64_t>(block.size())}, at::kLong);
+      std::vector<StepBatch::AdapterRows> adapters;
+      for (size_t i = 0; i < block.size(); ++i) {
+        index.data_ptr<int64_t>()[i] = block[i].row;
+        AppendRows(sequences[block[i].sequence].adapter, static_cast<int64_t>(i), 1, &adapters);
+      }
+      const at::Tensor logits = decoder_.Logits(hidden.index_select(0, index), ToModel(adapters));
+      use(block, logits.const_data_ptr<float>(), vocab_size_, sequences, outputs);
+    }
+  }
+
+  const model::Decoder decoder_;
+  const int64_t vocab_size_;
+  std::vector<ops::PagedKv> kv_;
+  const int64_t kv_pages_;
+  std::vector<StepOutput> outputs_;  // of the step in flight
+};
+
+}  // namespace
+
+int64_t CpuKvPageBytes(const model::ModelConfig& model, int64_t element_bytes) {
+  return 2 * model.num_layers * model.num_kv_heads * model.head_dim * kKvPageTokens * element_bytes;
+}
+
+std::unique_ptr<ModelRunner> MakeCpuModelRunner(const model::LoadedModel& model, int64_t kv_pages,
+                                                int64_t max_positions) {
+  return std::make_unique<CpuModelRunner>(model, kv_pages, max_positions);
+}
+
+}  // namespace dorad::engine

@@ -1,0 +1,1 @@
+#include "server/backends/cpu/simd/variant.h"

@@ -1,0 +1,25 @@
+// The CUDA backend's AdapterBuilder: factors come to the GPU as they are, and their layout, their
+// rounding and the norms are made there, a few modules at a time, while the next ones are copied.
+#pragma once
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "server/adapter/publish/builder.h"
+#include "server/backends/cuda/background_launch_queue.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/model.h"
+#include "server/backends/cuda/staging.h"
+
+namespace dorad::cuda {
+
+// model, gaps and ledger are borrowed and outlive the builder and its weights, which are
+// CudaAdapterWeights. Takes tensors from wherever they lie (adapter::TensorPlace). Factors are
+// rounded to bf16, and the norms are those of the rounded factors: of what is served. Works on
+// streams of its own, the norms in `gaps`; builds one adapter at a time. Kinds "adapters" and,
+// while it works, "loading": both are reserved before anything is copied.
+absl::StatusOr<std::unique_ptr<adapter::AdapterBuilder>> MakeCudaAdapterBuilder(
+    const CudaModel* model, BackgroundLaunchQueue* gaps, MemoryLedger* ledger,
+    const Uploader::Options& upload = Uploader::DefaultOptions());
+
+}  // namespace dorad::cuda

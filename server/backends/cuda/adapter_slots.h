@@ -1,0 +1,47 @@
+// The table of adapters on the device: slots that hold what kernels need to find an adapter's
+// factors, filled when a step first uses an adapter and kept while there is room.
+// Confined to the engine thread.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/dora/factors.h"
+#include "server/backends/cuda/adapter.h"
+#include "server/backends/cuda/device.h"
+
+namespace dorad::cuda {
+
+class AdapterSlots {
+ public:
+  // slots: at least the number of distinct adapters in one step.
+  static absl::StatusOr<AdapterSlots> Create(int slots, int modules, MemoryLedger* ledger);
+
+  // Begins a step: slots that it does not ask for may be filled anew.
+  void BeginStep() { ++step_; }
+  // The slot of an adapter in this step. A copy that fills it is in order with `stream`'s work.
+  absl::StatusOr<int> Assign(const CudaAdapterWeights& weights, const Stream& stream);
+
+  kernels::AdapterTable table() const { return {memory_.as<kernels::DoraFactors>(), modules_}; }
+  // Two for each element of the table.
+  const CUtensorMap* maps() const { return memory_.as<CUtensorMap>(maps_at_); }
+
+ private:
+  struct Slot {
+    uint64_t adapter = 0;  // CudaAdapterWeights::id; 0: empty
+    uint64_t step = 0;     // that used it last
+  };
+
+  AdapterSlots(int slots, int modules) : modules_(modules), slots_(slots) {}
+
+  int modules_;
+  std::vector<Slot> slots_;
+  DeviceBuffer memory_;
+  int64_t maps_at_ = 0;
+  uint64_t step_ = 0;
+};
+
+}  // namespace dorad::cuda

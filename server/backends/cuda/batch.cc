@@ -1,0 +1,195 @@
+#include "server/backends/cuda/batch.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/decoder/feed.h"
+#include "server/platform/error.h"
+
+namespace dorad::cuda {
+namespace {
+
+using engine::StepBatch;
+using engine::StepSequence;
+using engine::WantedRow;
+using kernels::kSegmentBlockRows;
+using kernels::RowSegment;
+
+constexpr char kStep[] = "the step";
+
+}  // namespace
+
+absl::StatusOr<std::vector<AdapterRange>> ToRanges(absl::Span<const StepBatch::AdapterRows> rows,
+                                                   AdapterSlots* slots, const Stream& stream) {
+  std::vector<AdapterRange> ranges;
+  for (const StepBatch::AdapterRows& range : rows) {
+    AdapterRange to{nullptr, -1, range.begin, range.end};
+    if (range.adapter != nullptr) {
+      to.weights = static_cast<const CudaAdapterWeights*>(&range.adapter->weights());
+      DORAD_ASSIGN_OR_RETURN(to.slot, slots->Assign(*to.weights, stream));
+    }
+    ranges.push_back(to);
+  }
+  return ranges;
+}
+
+void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to) {
+  std::transform(pages.begin(), pages.end(), to,
+                 [&kv](int32_t page) { return kv.Place(page + kSparePages); });
+}
+
+bool IsAdapted(absl::Span<const StepBatch::AdapterRows> rows) {
+  return std::any_of(rows.begin(), rows.end(),
+                     [](const StepBatch::AdapterRows& range) { return range.adapter != nullptr; });
+}
+
+// Packs arrays into the host's buffer and knows where they will be on the device. Everything is
+// written twice: without memory, to learn the size, and then for good.
+class DeviceBatch::Writer {
+ public:
+  Writer(PinnedBuffer* host, DeviceBuffer* device) : host_(host), device_(device) {}
+
+  bool writing() const { return host_ != nullptr; }
+  int64_t bytes() const { return layout_.bytes(); }
+
+  // Where to write on the host (null in the first pass), and the array's address on the device.
+  template <typename T>
+  T* Array(int64_t size, const T** on_device) {
+    const int64_t offset = layout_.Add(size * static_cast<int64_t>(sizeof(T)));
+    if (!writing()) return nullptr;
+    *on_device = device_->as<T>(offset);
+    return host_->as<T>(offset);
+  }
+
+ private:
+  PinnedBuffer* const host_;
+  DeviceBuffer* const device_;
+  Layout layout_;
+};
+
+namespace {
+
+template <typename Writer>
+void WriteSegments(LinearRows* linear, Writer& writer) {
+  const int64_t blocks = (linear->rows + kSegmentBlockRows - 1) / kSegmentBlockRows;
+  RowSegment* segments = writer.Array(blocks * kSegmentBlockRows, &linear->segments.blocks);
+  int32_t* counts = writer.Array(blocks, &linear->segments.counts);
+  RowSegment* whole =
+      writer.Array(static_cast<int64_t>(linear->ranges.size()), &linear->range_segments);
+  if (!writer.writing()) return;
+  std::fill_n(counts, blocks, 0);
+  for (const AdapterRange& range : linear->ranges) {
+    *whole++ = {range.slot, static_cast<int32_t>(range.begin), static_cast<int32_t>(range.end)};
+    for (int64_t begin = range.begin; begin < range.end;) {
+      const int64_t block = begin / kSegmentBlockRows;
+      const int64_t first = block * kSegmentBlockRows;
+      const int64_t end = std::min(range.end, first + kSegmentBlockRows);
+      segments[first + counts[block]++] = {range.slot, static_cast<int32_t>(begin - first),
+                                           static_cast<int32_t>(end - first)};
+      begin = end;
+    }
+  }
+}
+
+}  // namespace
+
+absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
+                                     absl::Span<const StepSequence> sequences, const Stream& stream,
+                                     std::vector<LogitsBlock>* blocks) {
+  blocks->clear();
+  for (int64_t begin = 0; begin < static_cast<int64_t>(rows.size()); begin += max_logits_rows_) {
+    LogitsBlock block;
+    block.wanted = rows.subspan(begin, max_logits_rows_);
+    std::vector<StepBatch::AdapterRows> adapters;
+    for (const WantedRow& row : block.wanted) {
+      engine::AppendRows(sequences[row.sequence].adapter, block.linear.rows++, 1, &adapters);
+    }
+    DORAD_ASSIGN_OR_RETURN(block.linear.ranges, ToRanges(adapters, &slots_, stream));
+    block.linear.adapted = IsAdapted(adapters);
+    block.linear.table = slots_.table();
+    block.linear.maps = slots_.maps();
+    blocks->push_back(std::move(block));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSequence> sequences,
+                                 const Stream& stream, const SampledTokens& previous) {
+  const auto count = static_cast<int64_t>(sequences.size());
+  bool feed = false;
+  slots_.BeginStep();
+  DORAD_ASSIGN_OR_RETURN(linear_.ranges, ToRanges(batch.adapters, &slots_, stream));
+  linear_.adapted = IsAdapted(batch.adapters);
+  linear_.rows = batch.rows;
+  linear_.table = slots_.table();
+  linear_.maps = slots_.maps();
+  DORAD_RETURN_IF_ERROR(MakeBlocks(batch.samples, sequences, stream, &samples_));
+  DORAD_RETURN_IF_ERROR(MakeBlocks(batch.scores, sequences, stream, &scores_));
+  int64_t num_pages = 0;
+  for (const StepSequence& s : sequences) num_pages += static_cast<int64_t>(s.pages.size());
+
+  const auto write_rows = [&](Writer& writer) {
+    int32_t* ids = writer.Array(batch.rows, &rows_.token_ids);
+    int32_t* positions = writer.Array(batch.rows, &rows_.positions);
+    int32_t* owners = writer.Array(batch.rows, &rows_.sequences);
+    int32_t* page_begin = writer.Array(count, &rows_.page_begin);
+    int32_t* pages = writer.Array(num_pages, &rows_.pages);
+    if (!writer.writing()) return;
+    rows_.rows = static_cast<int32_t>(batch.rows);
+    int32_t page = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const StepSequence& s = sequences[batch.order[i]];
+      const auto tokens = static_cast<int64_t>(s.tokens.size());
+      const int64_t row = batch.row_begin[i];
+      std::copy(s.tokens.begin(), s.tokens.end(), ids + row);
+      if (s.follows >= 0) {
+        ids[row] = FedToken(s, previous);
+        feed = true;
+      }
+      for (int64_t r = 0; r < tokens; ++r) {
+        positions[row + r] = static_cast<int32_t>(s.position + r);
+      }
+      std::fill_n(owners + row, tokens, static_cast<int32_t>(i));
+      page_begin[i] = page;
+      WritePlaces(s.pages, kv_, pages + page);
+      page += static_cast<int32_t>(s.pages.size());
+    }
+  };
+  const auto write_blocks = [&](Writer& writer, std::vector<LogitsBlock>& blocks) {
+    for (LogitsBlock& block : blocks) {
+      int32_t* indices = writer.Array(block.linear.rows, &block.row_indices);
+      for (int64_t i = 0; i < block.linear.rows && writer.writing(); ++i) {
+        indices[i] = static_cast<int32_t>(block.wanted[i].row);
+      }
+      WriteSegments(&block.linear, writer);
+    }
+  };
+  const auto write_all = [&](Writer& writer) {
+    write_rows(writer);
+    WriteSegments(&linear_, writer);
+    write_blocks(writer, samples_);
+    write_blocks(writer, scores_);
+  };
+
+  Buffers& buffers = buffers_[next_];
+  next_ = (next_ + 1) % buffers_.size();
+  Writer measure(nullptr, nullptr);
+  write_all(measure);
+  if (measure.bytes() > buffers.host.bytes()) {
+    const int64_t bytes = std::max(2 * buffers.host.bytes(), measure.bytes());
+    DORAD_ASSIGN_OR_RETURN(buffers.device,
+                           DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, bytes));
+    DORAD_ASSIGN_OR_RETURN(buffers.host, PinnedBuffer::Allocate(bytes));
+  }
+  Writer writer(&buffers.host, &buffers.device);
+  write_all(writer);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(buffers.device.as<>(), buffers.host.as<>(),
+                                             writer.bytes(), cudaMemcpyHostToDevice, stream.get()),
+                             kStep);
+  if (!feed) return absl::OkStatus();
+  return ToStatus(kernels::FeedTokens(const_cast<int32_t*>(rows_.token_ids), rows_.rows,
+                                      previous.tokens, stream.get()),
+                  kStep);
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,119 @@
+// Any step's rows on the device: what StepBatch says, as arrays that the kernels read.
+// Owned by the runner and reused for every step. Confined to the engine thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/decoder/rows.h"
+#include "kernels/dora/factors.h"
+#include "server/backends/cuda/adapter.h"
+#include "server/backends/cuda/adapter_slots.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/kv_layout.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/step_batch.h"
+
+namespace dorad::cuda {
+
+// Rows [begin, end) of a product use one adapter's factors (null, slot -1: the base model).
+struct AdapterRange {
+  const CudaAdapterWeights* weights = nullptr;
+  int slot = -1;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// The rows of a product and their adapters, on the host and on the device.
+struct LinearRows {
+  int64_t rows = 0;
+  bool adapted = true;  // false: promises that no row has an adapter
+  std::vector<AdapterRange> ranges;
+  kernels::AdapterTable table;
+  const CUtensorMap* maps = nullptr;  // of the table
+  kernels::RowSegments segments;
+  const kernels::RowSegment* range_segments = nullptr;  // device: `ranges`; null in decode graphs
+};
+
+// Rows whose logits are wanted, in pieces that are computed one after another.
+struct LogitsBlock {
+  absl::Span<const engine::WantedRow> wanted;
+  const int32_t* row_indices = nullptr;  // device, of the step's rows; null: all of them, in order
+  LinearRows linear;
+};
+
+// Whether any of the rows has an adapter.
+bool IsAdapted(absl::Span<const engine::StepBatch::AdapterRows> rows);
+
+// Gives each adapter its slot; copies that fill slots are in order with the stream's work.
+absl::StatusOr<std::vector<AdapterRange>> ToRanges(
+    absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
+    const Stream& stream);
+
+// Where the kernels find the pages of a sequence.
+void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to);
+
+// Steps that may have begun and not finished: what the host writes for one must stay while the one
+// before it is under way.
+inline constexpr int kStepsInFlight = 2;
+
+// Where the tokens of the step that began last will be.
+struct SampledTokens {
+  const int32_t* tokens = nullptr;  // device
+  std::vector<int32_t> index;  // of the token of a sequence, by the caller's order in that step
+};
+
+// What stands for the token of a sequence of one row until kernels::FeedTokens has run: the token
+// itself where it is known.
+inline int32_t FedToken(const engine::StepSequence& sequence, const SampledTokens& previous) {
+  return sequence.follows < 0 ? sequence.tokens[0] : -1 - previous.index[sequence.follows];
+}
+
+class DeviceBatch {
+ public:
+  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: where the sequences' pages lie.
+  DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows,
+              const KvLayout& kv)
+      : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows), kv_(kv) {}
+
+  // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
+  // that `previous` brings. REQUIRES: the work of the upload before the last has ended. Borrows
+  // `batch` until the next upload.
+  absl::Status Upload(const engine::StepBatch& batch,
+                      absl::Span<const engine::StepSequence> sequences, const Stream& stream,
+                      const SampledTokens& previous = {});
+
+  // Of the last upload.
+  const kernels::StepRows& rows() const { return rows_; }
+  const LinearRows& linear() const { return linear_; }
+  const std::vector<LogitsBlock>& samples() const { return samples_; }
+  const std::vector<LogitsBlock>& scores() const { return scores_; }
+
+ private:
+  class Writer;
+
+  absl::Status MakeBlocks(absl::Span<const engine::WantedRow> rows,
+                          absl::Span<const engine::StepSequence> sequences, const Stream& stream,
+                          std::vector<LogitsBlock>* blocks);
+
+  MemoryLedger* const ledger_;
+  AdapterSlots& slots_;
+  const int64_t max_logits_rows_;
+  const KvLayout kv_;
+  struct Buffers {
+    PinnedBuffer host;
+    DeviceBuffer device;
+  };
+  std::array<Buffers, kStepsInFlight> buffers_;
+  size_t next_ = 0;
+  kernels::StepRows rows_;
+  LinearRows linear_;
+  std::vector<LogitsBlock> samples_;
+  std::vector<LogitsBlock> scores_;
+};
+
+}  // namespace dorad::cuda

@@ -1,0 +1,129 @@
+#include "server/backends/cuda/decode_batch.h"
+
+#include <algorithm>
+
+#include "kernels/decoder/feed.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+
+namespace dorad::cuda {
+
+namespace {
+
+constexpr char kStep[] = "the step";
+
+}  // namespace
+
+static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
+
+absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pages_per_sequence,
+                                                const KvLayout& kv, MemoryLedger* ledger) {
+  DecodeBatch batch(slots, kv);
+  Layout layout;
+  batch.ids_at_ = layout.Add(kMaxRows * 4);
+  batch.positions_at_ = layout.Add(kMaxRows * 4);
+  batch.owners_at_ = layout.Add(kMaxRows * 4);
+  batch.page_begin_at_ = layout.Add(kMaxRows * 4);
+  batch.segments_at_ = layout.Add(kMaxRows * int64_t{sizeof(kernels::RowSegment)});
+  batch.count_at_ = layout.Add(4);
+  batch.pages_at_ = layout.Add((kMaxRows * pages_per_sequence + 1) * 4);
+  for (PinnedBuffer& host : batch.hosts_) {
+    DORAD_ASSIGN_OR_RETURN(host, PinnedBuffer::Allocate(layout.bytes()));
+  }
+  DORAD_ASSIGN_OR_RETURN(batch.device_,
+                         DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
+  return batch;
+}
+
+bool DecodeBatch::Takes(absl::Span<const engine::StepSequence> sequences) {
+  return sequences.size() <= kMaxRows &&
+         std::all_of(sequences.begin(), sequences.end(), [](const engine::StepSequence& s) {
+           return s.sample != nullptr && s.tokens.size() == 1;
+         });
+}
+
+int DecodeBatch::SizeFor(int64_t rows) {
+  return *std::lower_bound(kSizes.begin(), kSizes.end(), rows);
+}
+
+absl::Status DecodeBatch::Fill(const Stream& stream) {
+  DORAD_RETURN_IF_ERROR(UploadPadded(engine::StepBatch({}), {}, kMaxRows, {}, stream));
+  return stream.Synchronize("filling a batch");
+}
+
+absl::Status DecodeBatch::Upload(const engine::StepBatch& batch,
+                                 absl::Span<const engine::StepSequence> sequences,
+                                 const SampledTokens& previous, const Stream& stream) {
+  DORAD_CHECK(batch.rows == static_cast<int64_t>(sequences.size()));
+  return UploadPadded(batch, sequences, SizeFor(batch.rows), previous, stream);
+}
+
+absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
+                                       absl::Span<const engine::StepSequence> sequences,
+                                       int64_t size, const SampledTokens& previous,
+                                       const Stream& stream) {
+  const PinnedBuffer& host = hosts_[next_];
+  next_ = (next_ + 1) % hosts_.size();
+  const int64_t rows = batch.rows;
+  bool feed = false;
+  int32_t page = 0;
+  int32_t* pages = host.as<int32_t>(pages_at_);
+  for (int64_t row = 0; row < size; ++row) {
+    host.as<int32_t>(owners_at_)[row] = static_cast<int32_t>(row);
+    host.as<int32_t>(page_begin_at_)[row] = page;
+    if (row < rows) {
+      const engine::StepSequence& s = sequences[batch.order[row]];
+      host.as<int32_t>(ids_at_)[row] = FedToken(s, previous);
+      feed = feed || s.follows >= 0;
+      host.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
+      WritePlaces(s.pages, kv_, pages + page);
+      page += static_cast<int32_t>(s.pages.size());
+    } else {
+      host.as<int32_t>(ids_at_)[row] = 0;
+      host.as<int32_t>(positions_at_)[row] = 0;
+      pages[page] = kv_.Place(0);  // one for all padded rows
+    }
+  }
+  slots_->BeginStep();
+  DORAD_ASSIGN_OR_RETURN(const std::vector<AdapterRange> ranges,
+                         ToRanges(batch.adapters, slots_, stream));
+  auto* segments = host.as<kernels::RowSegment>(segments_at_);
+  int32_t count = 0;
+  for (const AdapterRange& range : ranges) {
+    segments[count++] = {range.slot, static_cast<int32_t>(range.begin),
+                         static_cast<int32_t>(range.end)};
+  }
+  // Padded rows join the last segment: the weights that they use are read anyway.
+  if (count == 0) segments[count++] = {-1, 0, 0};
+  segments[count - 1].end = static_cast<int32_t>(size);
+  *host.as<int32_t>(count_at_) = count;
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemcpyAsync(device_.as<>(), host.as<>(), pages_at_ + (page + 1) * 4,
+                      cudaMemcpyHostToDevice, stream.get()),
+      kStep);
+  if (!feed) return absl::OkStatus();
+  return ToStatus(kernels::FeedTokens(device_.as<int32_t>(ids_at_), static_cast<int32_t>(rows),
+                                      previous.tokens, stream.get()),
+                  kStep);
+}
+
+kernels::StepRows DecodeBatch::rows(int size) const {
+  return {size,
+          device_.as<int32_t>(ids_at_),
+          device_.as<int32_t>(positions_at_),
+          device_.as<int32_t>(owners_at_),
+          device_.as<int32_t>(page_begin_at_),
+          device_.as<int32_t>(pages_at_)};
+}
+
+LinearRows DecodeBatch::linear(int size, bool adapted) const {
+  LinearRows linear;
+  linear.rows = size;
+  linear.adapted = adapted;
+  linear.table = slots_->table();
+  linear.maps = slots_->maps();
+  linear.segments = {device_.as<kernels::RowSegment>(segments_at_), device_.as<int32_t>(count_at_)};
+  return linear;
+}
+
+}  // namespace dorad::cuda

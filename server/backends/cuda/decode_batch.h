@@ -1,0 +1,64 @@
+// The rows of a step in which every sequence decodes one token, at addresses that never change, so
+// that captured graphs read them. A batch is padded to one of a few sizes; padded rows compute
+// something harmless on a page of their own.
+// Owned by the runner and reused for every step. Confined to the engine thread.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/backends/cuda/batch.h"
+#include "server/backends/cuda/device.h"
+#include "server/engine/step_batch.h"
+
+namespace dorad::cuda {
+
+class DecodeBatch {
+ public:
+  // The sizes that graphs are captured for, ascending.
+  static constexpr std::array<int, 19> kSizes = {1,  2,  4,  8,   16,  24,  32,  40,  48, 56,
+                                                 64, 80, 96, 112, 128, 160, 192, 224, 256};
+
+  // slots is borrowed. kv: where the sequences' pages lie; padded rows write to the spare one.
+  static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t pages_per_sequence,
+                                            const KvLayout& kv, MemoryLedger* ledger);
+
+  // Whether a step is of this kind, and small enough.
+  static bool Takes(absl::Span<const engine::StepSequence> sequences);
+  // The smallest of kSizes that holds so many rows.
+  static int SizeFor(int64_t rows);
+
+  // Padded rows alone, as many as there can be.
+  absl::Status Fill(const Stream& stream);
+  // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
+  // that `previous` brings. REQUIRES: Takes, and the work of the upload before the last has ended.
+  absl::Status Upload(const engine::StepBatch& batch,
+                      absl::Span<const engine::StepSequence> sequences,
+                      const SampledTokens& previous, const Stream& stream);
+
+  // What a pass over `size` rows reads. The same for every step.
+  kernels::StepRows rows(int size) const;
+  LinearRows linear(int size, bool adapted) const;
+
+ private:
+  static constexpr int kMaxRows = kSizes.back();
+
+  absl::Status UploadPadded(const engine::StepBatch& batch,
+                            absl::Span<const engine::StepSequence> sequences, int64_t size,
+                            const SampledTokens& previous, const Stream& stream);
+
+  DecodeBatch(AdapterSlots* slots, const KvLayout& kv) : slots_(slots), kv_(kv) {}
+
+  AdapterSlots* slots_;
+  KvLayout kv_;
+  std::array<PinnedBuffer, kStepsInFlight> hosts_;
+  size_t next_ = 0;
+  DeviceBuffer device_;
+  // Offsets in all of them.
+  int64_t ids_at_ = 0, positions_at_ = 0, owners_at_ = 0, page_begin_at_ = 0;
+  int64_t segments_at_ = 0, count_at_ = 0, pages_at_ = 0;
+};
+
+}  // namespace dorad::cuda

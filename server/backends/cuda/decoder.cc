@@ -1,0 +1,253 @@
+#include "server/backends/cuda/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "kernels/decoder/activation.h"
+#include "kernels/decoder/embedding.h"
+#include "kernels/decoder/rms_norm.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+
+namespace dorad::cuda {
+namespace {
+
+constexpr char kStep[] = "the step";
+
+}  // namespace
+
+int64_t KvPageBytes(const model::ModelConfig& config) {
+  return 2 * config.num_layers * config.kv_size() * kernels::kKvPageTokens *
+         static_cast<int64_t>(sizeof(__nv_bfloat16));
+}
+
+KvLayout KvLayoutOf(const model::ModelConfig& config) {
+  const int64_t planes = 2 * config.num_layers;
+  return KvLayout(planes, KvPageBytes(config) / planes, kMappedPageBytes);
+}
+
+absl::StatusOr<std::unique_ptr<CudaDecoder>> CudaDecoder::Create(const CudaModel* model,
+                                                                 const Options& options,
+                                                                 MemoryLedger* ledger,
+                                                                 const Stream* stream) {
+  std::vector<const LinearGroup*> groups = {&model->head()};
+  for (const LayerWeights& layer : model->layers()) {
+    groups.insert(groups.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  }
+  const int64_t most_rows = std::max(options.max_rows, options.max_logits_rows);
+  DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, most_rows, ledger, stream));
+  std::unique_ptr<CudaDecoder> decoder(new CudaDecoder(model, options, stream, std::move(linear)));
+  DORAD_RETURN_IF_ERROR(decoder->AllocateAll(ledger));
+  DORAD_RETURN_IF_ERROR(decoder->UploadRope());
+  return decoder;
+}
+
+absl::StatusOr<int64_t> CudaDecoder::ReleaseKv(absl::Span<const int32_t> keep) {
+  std::vector<int32_t> pages(keep.begin(), keep.end());
+  for (int32_t& page : pages) page += kSparePages;
+  DORAD_ASSIGN_OR_RETURN(kv_image_,
+                         KvImage::Save(kv_memory_.as(), kv_memory_.layout(), pages, stream_));
+  return kv_memory_.UnmapAll();
+}
+
+absl::Status CudaDecoder::RestoreKv() {
+  DORAD_RETURN_IF_ERROR(kv_memory_.MapAgain());
+  absl::Status status = kv_image_.Restore(kv_memory_.as(), stream_);
+  if (status.ok()) {
+    kv_image_ = KvImage();
+  } else {
+    (void)kv_memory_.UnmapAll();
+  }
+  return status;
+}
+
+absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
+  const model::ModelConfig& config = model_.config();
+  const KvLayout layout_of_kv = KvLayoutOf(config);
+  DORAD_ASSIGN_OR_RETURN(kv_memory_,
+                         KvMemory::Create(layout_of_kv, options_.kv_pages + kSparePages, ledger));
+  const int64_t plane = layout_of_kv.plane_bytes() / static_cast<int64_t>(sizeof(__nv_bfloat16));
+  for (int64_t i = 0; i < config.num_layers; ++i) {
+    __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
+    kv_.push_back({k, k + plane});
+  }
+
+  const int64_t rows = options_.max_rows;
+  const int64_t rope = options_.max_positions * (config.head_dim / 2) * 4;
+  const int64_t wide =
+      std::max(config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size);
+  const int64_t narrow = std::max(config.q_size(), config.intermediate_size);
+  Layout layout;
+  const int64_t cos_at = layout.Add(rope);
+  const int64_t sin_at = layout.Add(rope);
+  const int64_t residual_at = layout.Add(rows * config.hidden_size * 4);
+  const int64_t normed_at =
+      layout.Add(std::max(rows, options_.max_logits_rows) * config.hidden_size * 2);
+  const int64_t wide_at = layout.Add(rows * wide * 2);
+  const int64_t narrow_at = layout.Add(rows * narrow * 2);
+  const int64_t delta_at = layout.Add(rows * config.hidden_size * 4);
+  const int64_t q_at = layout.Add(rows * config.q_size() * 2);
+  const int64_t logits_at = layout.Add(options_.max_logits_rows * config.vocab_size * 4);
+  const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
+      Shape(), static_cast<int32_t>(rows), static_cast<int32_t>(options_.max_positions));
+  std::map<int64_t, int64_t> plans_at;
+  for (const int64_t window : config.windows) {
+    if (plans_at.count(window) == 0) {
+      plans_at[window] = layout.Add(static_cast<int64_t>(plan_bytes));
+    }
+  }
+  DORAD_ASSIGN_OR_RETURN(workspace_,
+                         DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
+  cos_ = workspace_.as<float>(cos_at);
+  sin_ = workspace_.as<float>(sin_at);
+  residual_ = workspace_.as<float>(residual_at);
+  normed_ = workspace_.as<__nv_bfloat16>(normed_at);
+  wide_ = workspace_.as<__nv_bfloat16>(wide_at);
+  narrow_ = workspace_.as<__nv_bfloat16>(narrow_at);
+  delta_ = workspace_.as<float>(delta_at);
+  q_ = workspace_.as<__nv_bfloat16>(q_at);
+  logits_ = workspace_.as<float>(logits_at);
+  for (const auto& [window, at] : plans_at) {
+    plans_[window] = {workspace_.as<>(at), plan_bytes, static_cast<int32_t>(rows)};
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(workspace_.as<>(at), 0xFF, plan_bytes, stream_.get()), kStep);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaDecoder::UploadRope() {
+  const int64_t half = model_.config().head_dim / 2;
+  std::vector<float> cos(static_cast<size_t>(options_.max_positions * half));
+  std::vector<float> sin(cos.size());
+  model::FillRopeTable(model_.config(), options_.max_positions, cos.data(), sin.data());
+  const size_t bytes = cos.size() * sizeof(float);
+  // On the stream that reads them, which waits for no other.
+  for (const auto& [to, from] : {std::pair(cos_, cos.data()), std::pair(sin_, sin.data())}) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_.get()), kStep);
+  }
+  return stream_.Synchronize(kStep);
+}
+
+kernels::AttentionShape CudaDecoder::Shape() const {
+  const model::ModelConfig& config = model_.config();
+  return {static_cast<int32_t>(config.num_heads), static_cast<int32_t>(config.num_kv_heads),
+          static_cast<int32_t>(config.head_dim)};
+}
+
+absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* weight) {
+  kernels::AddRmsNormParams params;
+  params.rows = static_cast<int32_t>(rows);
+  params.size = static_cast<int32_t>(model_.config().hidden_size);
+  params.residual = residual_;
+  params.delta = delta;
+  params.weight = weight;
+  params.eps = static_cast<float>(model_.config().rms_norm_eps);
+  params.out = normed_;
+  return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kStep);
+}
+
+absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
+                                const LinearRows& linear, bool decode, const float* pending) {
+  const model::ModelConfig& config = model_.config();
+  const LayerWeights& w = model_.layers()[index];
+
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_));
+  kernels::RopeAppendParams rope;
+  rope.rows = rows;
+  rope.shape = Shape();
+  rope.qkv = wide_;
+  rope.q_norm = w.q_norm;
+  rope.k_norm = w.k_norm;
+  rope.eps = static_cast<float>(config.rms_norm_eps);
+  rope.cos = cos_;
+  rope.sin = sin_;
+  rope.q = q_;
+  rope.cache = kv_[index];
+  kernels::PagedAttentionParams attention;
+  attention.rows = rows;
+  attention.shape = rope.shape;
+  attention.q = q_;
+  attention.cache = kv_[index];
+  attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
+  attention.window = static_cast<int32_t>(config.windows[index]);
+  attention.row_tiles = !decode;
+  attention.workspace = plans_.at(config.windows[index]);
+  attention.out = narrow_;
+  if (decode) {
+    // Every sequence has one row, and writes to a page of its own.
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::AppendAttention(rope, attention, stream_.get()), kStep);
+  } else {
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::RopeAppend(rope, stream_.get()), kStep);
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::PagedAttention(attention, stream_.get()), kStep);
+  }
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
+
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm));
+  DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_));
+  DORAD_RETURN_IF_CUDA_ERROR(
+      kernels::SiluMul(wide_, rows.rows, static_cast<int32_t>(config.intermediate_size), narrow_,
+                       stream_.get()),
+      kStep);
+  return linear_.Run(w.down, linear, narrow_, delta_);
+}
+
+absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool decode) {
+  for (const auto& [window, workspace] : plans_) {
+    kernels::AttentionPlanParams plan;
+    plan.rows = rows;
+    plan.shape = Shape();
+    plan.window = static_cast<int32_t>(window);
+    plan.row_tiles = !decode;
+    plan.workspace = workspace;
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::PlanAttention(plan, stream_.get()), kStep);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRows& linear,
+                                  bool decode) {
+  const model::ModelConfig& config = model_.config();
+  DORAD_CHECK(rows.rows <= options_.max_rows);
+  kernels::EmbedParams embed;
+  embed.rows = rows;
+  embed.weight = model_.embedding();
+  embed.size = static_cast<int32_t>(config.hidden_size);
+  embed.adapters = linear.table;
+  embed.module = model::EmbeddingId(config);
+  embed.segments = linear.segments;
+  embed.out = residual_;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
+  DORAD_RETURN_IF_ERROR(PlanAttention(rows, decode));
+  // The output of the last projection, not yet added to the residual.
+  const float* pending = nullptr;
+  for (int64_t layer = 0; layer < config.num_layers; ++layer) {
+    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode, pending));
+    pending = delta_;
+  }
+  // Adds what is pending and norms all rows; Logits norms again if it wants some of them only.
+  return Norm(rows.rows, pending, model_.final_norm());
+}
+
+absl::StatusOr<const float*> CudaDecoder::Logits(const LogitsBlock& block) {
+  DORAD_CHECK(block.linear.rows <= options_.max_logits_rows);
+  if (block.row_indices == nullptr) {
+    DORAD_RETURN_IF_ERROR(linear_.Run(model_.head(), block.linear, normed_, logits_));
+    return logits_;
+  }
+  kernels::AddRmsNormParams norm;
+  norm.rows = static_cast<int32_t>(block.linear.rows);
+  norm.size = static_cast<int32_t>(model_.config().hidden_size);
+  norm.residual = residual_;
+  norm.weight = model_.final_norm();
+  norm.eps = static_cast<float>(model_.config().rms_norm_eps);
+  norm.gather = block.row_indices;
+  norm.out = normed_;
+  DORAD_RETURN_IF_CUDA_ERROR(kernels::AddRmsNorm(norm, stream_.get()), kStep);
+  DORAD_RETURN_IF_ERROR(linear_.Run(model_.head(), block.linear, normed_, logits_));
+  return logits_;
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,95 @@
+// The decoder of all supported families on the GPU: kernel launches over buffers that are made
+// once. Differences between families are data (ModelConfig, null pointers in LayerWeights). Owned
+// by the runner; confined to the engine thread.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/decoder/attention.h"
+#include "server/backends/cuda/batch.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/kv_image.h"
+#include "server/backends/cuda/kv_layout.h"
+#include "server/backends/cuda/kv_memory.h"
+#include "server/backends/cuda/linear.h"
+#include "server/backends/cuda/model.h"
+
+namespace dorad::cuda {
+
+// Bytes of one KV page over all layers.
+int64_t KvPageBytes(const model::ModelConfig& config);
+// Where the pages lie.
+KvLayout KvLayoutOf(const model::ModelConfig& config);
+
+class CudaDecoder {
+ public:
+  struct Options {
+    int64_t kv_pages = 0;  // of the engine
+    int64_t max_positions = 0;
+    int64_t max_rows = 0;         // of one step
+    int64_t max_logits_rows = 0;  // of one call of Logits
+  };
+  // model, ledger and stream are borrowed. OUT_OF_MEMORY names what did not fit.
+  static absl::StatusOr<std::unique_ptr<CudaDecoder>> Create(const CudaModel* model,
+                                                             const Options& options,
+                                                             MemoryLedger* ledger,
+                                                             const Stream* stream);
+
+  // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
+  // decode: no sequence has more than one row.
+  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear, bool decode);
+  // Launches the final norm and the head for some rows of the last Forward. Returns device memory
+  // [rows, vocabulary] fp32, valid until the next call.
+  absl::StatusOr<const float*> Logits(const LogitsBlock& block);
+
+  // As engine::ModelRunner's. REQUIRES: nothing that was launched is under way.
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep);
+  absl::Status RestoreKv();
+  // Its chunks come and go as engine::KvChunks says.
+  KvMemory& kv_memory() { return kv_memory_; }
+
+  // Whether passes may be captured and replayed for other rows.
+  bool is_capturable() const { return linear_.is_capturable(); }
+
+ private:
+  CudaDecoder(const CudaModel* model, const Options& options, const Stream* stream, Linear linear)
+      : model_(*model), options_(options), stream_(*stream), linear_(std::move(linear)) {}
+
+  absl::Status AllocateAll(MemoryLedger* ledger);
+  absl::Status UploadRope();
+  absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
+                     bool decode, const float* pending);
+  absl::Status PlanAttention(const kernels::StepRows& rows, bool decode);
+  absl::Status Norm(int64_t rows, const float* delta, const float* weight);
+  kernels::AttentionShape Shape() const;
+
+  const CudaModel& model_;
+  const Options options_;
+  const Stream& stream_;
+  Linear linear_;
+  KvMemory kv_memory_;
+  KvImage kv_image_;  // while it is released
+  DeviceBuffer workspace_;
+  std::vector<kernels::KvCache> kv_;  // by layer
+  // By window size (0: none): where a step's attention is planned.
+  std::map<int64_t, kernels::AttentionWorkspace> plans_;
+  // Parts of the workspace.
+  float* cos_ = nullptr;  // [max_positions, head_dim / 2]
+  float* sin_ = nullptr;
+  float* residual_ = nullptr;        // [max_rows, hidden]
+  __nv_bfloat16* normed_ = nullptr;  // [max_rows, hidden]
+  __nv_bfloat16* wide_ = nullptr;    // [max_rows, the wider of qkv and gate_up]
+  __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the wider input of o and down]
+  float* delta_ = nullptr;           // [max_rows, hidden]: what o and down add to the residual
+  __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
+  float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
+};
+
+}  // namespace dorad::cuda

@@ -1,0 +1,122 @@
+#include "server/backends/cuda/linear.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/dora/linear.h"
+#include "kernels/dora/linear_prefill.h"
+#include "server/platform/error.h"
+
+namespace dorad::cuda {
+namespace {
+
+static_assert(kernels::kDoraLinearMaxRows == kernels::kSegmentBlockRows);
+
+constexpr char kStep[] = "the step";
+
+kernels::DoraLinearShape ShapeOf(const LinearGroup& group) {
+  kernels::DoraLinearShape shape;
+  shape.in = static_cast<int32_t>(group.in);
+  shape.parts = static_cast<int32_t>(group.outs.size());
+  for (size_t i = 0; i < group.outs.size(); ++i) {
+    shape.out[i] = static_cast<int32_t>(group.outs[i]);
+  }
+  return shape;
+}
+
+// 0 for shapes that the kernel does not take.
+size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
+  const int64_t block = std::min<int64_t>(rows, kernels::kDoraLinearMaxRows);
+  return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), static_cast<int>(block), kMaxRank);
+}
+
+// Whether all rows can go through one launch.
+bool TakenAtOnce(const LinearGroup& group, const LinearRows& rows) {
+  return rows.rows > kernels::kDoraLinearMaxRows &&
+         rows.ranges.size() <= kernels::kPrefillMaxSegments &&
+         kernels::DoraLinearPrefillWorkspaceBytes(ShapeOf(group), static_cast<int>(rows.rows),
+                                                  kMaxRank) > 0;
+}
+
+}  // namespace
+
+absl::StatusOr<Linear> Linear::Create(absl::Span<const LinearGroup* const> groups, int64_t max_rows,
+                                      MemoryLedger* ledger, const Stream* stream) {
+  size_t bytes = kernels::kDoraLinearSignalBytes;
+  int64_t widest = 0;  // of the library's
+  for (const LinearGroup* group : groups) {
+    if (WorkspaceBytes(*group, 1) == 0) widest = std::max(widest, group->out);
+    bytes = std::max(bytes, WorkspaceBytes(*group, kernels::kDoraLinearMaxRows));
+    bytes = std::max(bytes, kernels::DoraLinearPrefillWorkspaceBytes(
+                                ShapeOf(*group), static_cast<int>(max_rows), kMaxRank));
+  }
+  DORAD_ASSIGN_OR_RETURN(LibraryLinear library,
+                         LibraryLinear::Create(*stream, max_rows, widest, ledger));
+  Linear linear(std::move(library), stream);
+  linear.is_capturable_ = widest == 0;
+  DORAD_ASSIGN_OR_RETURN(linear.workspace_, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace,
+                                                                   static_cast<int64_t>(bytes)));
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemsetAsync(linear.workspace_.as<>(), 0, kernels::kDoraLinearSignalBytes, stream->get()),
+      kStep);
+  return linear;
+}
+
+absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                         float* y) {
+  return RunAs(group, rows, x, y);
+}
+
+absl::Status Linear::Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                         __nv_bfloat16* y) {
+  return RunAs(group, rows, x, y);
+}
+
+template <typename T>
+absl::Status Linear::RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                           T* y) {
+  if (WorkspaceBytes(group, rows.rows) == 0) return library_.Run(group, rows, x, y);
+  if (TakenAtOnce(group, rows)) {
+    kernels::DoraLinearPrefillParams params;
+    params.shape = ShapeOf(group);
+    params.rows = static_cast<int32_t>(rows.rows);
+    params.max_rank = rows.adapted ? kMaxRank : 0;
+    params.x = x;
+    params.w = group.weight;
+    params.bias = group.bias;
+    params.table = rows.table;
+    params.maps = rows.maps;
+    params.first_module = group.first_module;
+    params.segments = rows.range_segments;
+    params.num_segments = static_cast<int32_t>(rows.ranges.size());
+    params.y = y;
+    params.y_fp32 = std::is_same_v<T, float>;
+    params.workspace = workspace_.as<>();
+    params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
+    return ToStatus(kernels::DoraLinearPrefill(params, stream_->get()), kStep);
+  }
+  kernels::DoraLinearParams params;
+  params.shape = ShapeOf(group);
+  params.max_rank = rows.adapted ? kMaxRank : 0;
+  params.w = group.weight;
+  params.bias = group.bias;
+  params.table = rows.table;
+  params.maps = rows.maps;
+  params.first_module = group.first_module;
+  params.y_fp32 = std::is_same_v<T, float>;
+  params.workspace = workspace_.as<>();
+  params.workspace_bytes = static_cast<size_t>(workspace_.bytes());
+  for (int64_t begin = 0; begin < rows.rows; begin += kernels::kSegmentBlockRows) {
+    const int64_t block = begin / kernels::kSegmentBlockRows;
+    params.rows =
+        static_cast<int32_t>(std::min<int64_t>(rows.rows - begin, kernels::kSegmentBlockRows));
+    params.x = x + begin * group.in;
+    params.y = y + begin * group.out;
+    params.segments = rows.segments.blocks + begin;
+    params.num_segments = rows.segments.counts + block;
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::DoraLinear(params, stream_->get()), kStep);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,52 @@
+// The adapted linear layers of a step: the fused kernel where it takes the shape, library products
+// where it does not. Confined to the engine thread.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "server/backends/cuda/batch.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/library_linear.h"
+#include "server/backends/cuda/model.h"
+
+namespace dorad::cuda {
+
+class Linear {
+ public:
+  // groups: all that will be run, for the size of the workspace. The stream is borrowed.
+  static absl::StatusOr<Linear> Create(absl::Span<const LinearGroup* const> groups,
+                                       int64_t max_rows, MemoryLedger* ledger,
+                                       const Stream* stream);
+
+  // y = g ⊙ (W x + s·B(A x)) + bias. x: [rows, in] bf16; y: [rows, out]. Launches only. With the
+  // fused kernel a row's bits do not depend on the other rows.
+  absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                   float* y);
+  absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                   __nv_bfloat16* y);
+
+  // Whether launches may be captured and replayed for other rows: library products look at the
+  // adapters of a batch when they are launched.
+  bool is_capturable() const { return is_capturable_; }
+
+ private:
+  template <typename T>
+  absl::Status RunAs(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
+                     T* y);
+
+  Linear(LibraryLinear library, const Stream* stream)
+      : library_(std::move(library)), stream_(stream) {}
+
+  LibraryLinear library_;
+  const Stream* stream_;
+  DeviceBuffer workspace_;
+  bool is_capturable_ = true;
+};
+
+}  // namespace dorad::cuda

@@ -1,0 +1,407 @@
+#include "server/backends/cuda/model.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/dora/import.h"
+#include "kernels/random/fill.h"
+#include "server/backends/cuda/elements.h"
+#include "server/backends/cuda/page_copier.h"
+#include "server/backends/cuda/staging.h"
+#include "server/model/weight_import.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+#include "server/platform/log.h"
+
+namespace dorad::cuda {
+
+using model::WeightKind;
+using model::WeightSlot;
+
+namespace {
+
+constexpr char kLoading[] = "loading weights";
+
+absl::Status Asleep() {
+  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
+                                  "the base model's weights are asleep; Wake brings them back"),
+                        absl::Seconds(1));
+}
+
+absl::StatusOr<std::string> DeviceUuid() {
+  int device = 0;
+  cudaDeviceProp properties;
+  DORAD_RETURN_IF_CUDA_ERROR(cudaGetDevice(&device), kLoading);
+  DORAD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, device), kLoading);
+  return std::string(properties.uuid.bytes, sizeof(properties.uuid.bytes));
+}
+
+}  // namespace
+
+// Where everything goes.
+class CudaModel::Places {
+ public:
+  explicit Places(CudaModel* model) : model_(*model), config_(model->config_) {}
+
+  // Lays the weights out behind `base`, points the model at them and returns their size. Called
+  // with 0 first, to learn it.
+  int64_t Place(uintptr_t base) {
+    Layout layout;
+    PlaceAll(layout, base);
+    return layout.bytes();
+  }
+
+  using Key = std::pair<WeightKind, int>;
+  static Key KeyOf(const WeightSlot& slot) { return {slot.kind, slot.index}; }
+  const std::map<Key, char*>& all() const { return places_; }
+
+ private:
+  static char* At(uintptr_t base, int64_t offset) {
+    return reinterpret_cast<char*>(base + static_cast<uintptr_t>(offset));
+  }
+
+  void PlaceAll(Layout& layout, uintptr_t base) {
+    const auto vector = [&](WeightKind kind, int index, int64_t size) {
+      char* at = At(base, layout.Add(size * 4));
+      places_[{kind, index}] = at;
+      return reinterpret_cast<const float*>(at);
+    };
+    model_.layers_.resize(config_.num_layers);
+    for (int64_t i = 0; i < config_.num_layers; ++i) {
+      LayerWeights& layer = model_.layers_[i];
+      const auto id = [i](model::LayerModule module) { return model::LayerModuleId(i, module); };
+      layer.qkv = Group(layout, base, id(model::kQ), 3, config_.qkv_bias);
+      layer.o = Group(layout, base, id(model::kO), 1, config_.output_bias);
+      layer.gate_up = Group(layout, base, id(model::kGate), 2, config_.mlp_bias);
+      layer.down = Group(layout, base, id(model::kDown), 1, config_.mlp_bias);
+      const auto index = static_cast<int>(i);
+      layer.input_norm = vector(WeightKind::kInputNorm, index, config_.hidden_size);
+      layer.post_attention_norm =
+          vector(WeightKind::kPostAttentionNorm, index, config_.hidden_size);
+      if (config_.qk_norm) {
+        layer.q_norm = vector(WeightKind::kQueryNorm, index, config_.head_dim);
+        layer.k_norm = vector(WeightKind::kKeyNorm, index, config_.head_dim);
+      }
+    }
+    const int embedding = model::EmbeddingId(config_);
+    const int head = model::HeadId(config_);
+    (void)Group(layout, base, embedding, 1, /*bias=*/false);
+    if (config_.tied_embeddings) {
+      model_.matrices_[head] = model_.matrices_[embedding];
+      model_.head_ = {model_.matrices_[head], nullptr, config_.hidden_size,
+                      config_.vocab_size,     head,    {config_.vocab_size}};
+    } else {
+      model_.head_ = Group(layout, base, head, 1, /*bias=*/false);
+    }
+    model_.final_norm_ = vector(WeightKind::kFinalNorm, 0, config_.hidden_size);
+  }
+
+  LinearGroup Group(Layout& layout, uintptr_t base, int first, int count, bool bias) {
+    LinearGroup group;
+    group.first_module = first;
+    for (int id = first; id < first + count; ++id) {
+      const adapter::BaseModule& module = model_.modules_.all()[id];
+      group.in = module.cols;
+      group.out += module.rows;
+      group.outs.push_back(module.rows);
+    }
+    char* weight = At(base, layout.Add(group.out * group.in * 2));
+    group.weight = reinterpret_cast<const __nv_bfloat16*>(weight);
+    char* biases = bias ? At(base, layout.Add(group.out * 4)) : nullptr;
+    group.bias = reinterpret_cast<const float*>(biases);
+    for (int i = 0; i < count; ++i) {
+      places_[{WeightKind::kMatrix, first + i}] = weight;
+      model_.matrices_[first + i] = reinterpret_cast<const __nv_bfloat16*>(weight);
+      weight += group.outs[i] * group.in * 2;
+      if (!bias) continue;
+      places_[{WeightKind::kBias, first + i}] = biases;
+      biases += group.outs[i] * 4;
+    }
+    return group;
+  }
+
+  CudaModel& model_;
+  const model::ModelConfig& config_;
+  std::map<Key, char*> places_;
+};
+
+// Brings blocks to the device as they are, and converts them there.
+class CudaModel::Sink final : public model::WeightSink {
+ public:
+  static absl::StatusOr<std::unique_ptr<Sink>> Create(CudaModel* model, MemoryLedger* ledger) {
+    DORAD_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader,
+                           Uploader::Create(Uploader::DefaultOptions()));
+    return std::unique_ptr<Sink>(new Sink(model, ledger, std::move(uploader)));
+  }
+
+  // After a failure kernels may still read what goes now.
+  ~Sink() override { (void)Finish(); }
+
+  absl::Status Allocate(const model::WeightSlots& slots) override {
+    const int64_t bytes = places_.Place(0);
+    if (model_.memory_.as<>() == nullptr) {
+      DORAD_ASSIGN_OR_RETURN(model_.memory_,
+                             MappedMemory::Create(ledger_, "weights", bytes, model_.shareable_));
+    }
+    DORAD_CHECK(places_.Place(reinterpret_cast<uintptr_t>(model_.memory_.as<>())) == bytes);
+    for (const auto& [name, slot] : slots) {
+      const auto place = places_.all().find(Places::KeyOf(slot));
+      DORAD_CHECK(place != places_.all().end());
+      const DType dtype = slot.kind == WeightKind::kMatrix ? DType::kBF16 : DType::kF32;
+      placed_[name] = {dtype, static_cast<uint64_t>(place->second - model_.memory_.as<char>())};
+    }
+    return absl::OkStatus();
+  }
+
+  // By name, in the model's memory.
+  const std::map<std::string, model::PlacedTensor>& placed() const { return placed_; }
+
+  absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
+                             absl::Span<const std::byte> block) override {
+    const bool matrix = slot.kind == WeightKind::kMatrix;
+    const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
+    char* const to = places_.all().at(Places::KeyOf(slot)) + first_element * to_size;
+    const auto bytes = static_cast<int64_t>(block.size());
+    if (slot.dtype == (matrix ? DType::kBF16 : DType::kF32)) {
+      DORAD_RETURN_IF_ERROR(Copy(block, to));
+      return true;
+    }
+    DORAD_RETURN_IF_ERROR(MakeRoom(bytes));
+    DORAD_RETURN_IF_ERROR(Copy(block, raw_.as<>()));
+    const int64_t count = bytes / static_cast<int64_t>(SizeOf(slot.dtype));
+    if (!matrix) {
+      DORAD_RETURN_IF_CUDA_ERROR(
+          kernels::ImportVector(raw_.as<>(), TypeOf(slot.dtype), count,
+                                reinterpret_cast<float*>(to), stream().get()),
+          kLoading);
+      return true;
+    }
+    kernels::ImportParams params;
+    params.from = raw_.as<>();
+    params.type = TypeOf(slot.dtype);
+    params.count = params.columns = params.ld = count;
+    params.to = reinterpret_cast<__nv_bfloat16*>(to);
+    params.not_finite = not_finite_.as<uint32_t>();
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemsetAsync(params.not_finite, 0, sizeof(uint32_t), stream().get()), kLoading);
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::ImportFactor(params, stream().get()), kLoading);
+    // A finite fp32 value near the limit becomes infinite in bf16.
+    uint32_t not_finite = 0;
+    DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(&not_finite, params.not_finite, sizeof(not_finite),
+                                               cudaMemcpyDeviceToHost, stream().get()),
+                               kLoading);
+    DORAD_RETURN_IF_ERROR(Finish());
+    return not_finite == 0;
+  }
+
+  absl::Status Randomise(uint32_t seed) {
+    for (const auto& [key, place] : places_.all()) {
+      const auto [kind, index] = key;
+      const model::ModelConfig& config = model_.config_;
+      const adapter::BaseModule& module =
+          model_.modules_
+              .all()[kind == WeightKind::kMatrix || kind == WeightKind::kBias ? index : 0];
+      cudaError_t error = cudaSuccess;
+      switch (kind) {
+        case WeightKind::kMatrix:
+          error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place),
+                                      module.rows * module.cols, 0.035f, seed++, stream().get());
+          break;
+        case WeightKind::kBias:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), module.rows, 0.0f,
+                                        stream().get());
+          break;
+        case WeightKind::kQueryNorm:
+        case WeightKind::kKeyNorm:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), config.head_dim, 1.0f,
+                                        stream().get());
+          break;
+        default:
+          error = kernels::FillConstant(reinterpret_cast<float*>(place), config.hidden_size, 1.0f,
+                                        stream().get());
+          break;
+      }
+      DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Finish() { return stream().Synchronize(kLoading); }
+
+ private:
+  Sink(CudaModel* model, MemoryLedger* ledger, std::unique_ptr<Uploader> uploader)
+      : model_(*model), ledger_(ledger), places_(model), uploader_(std::move(uploader)) {}
+
+  const Stream& stream() const { return uploader_->stream(); }
+
+  absl::Status Copy(absl::Span<const std::byte> block, void* to) {
+    return uploader_->Wait(*uploader_->Start(
+        {{block.data(), to, static_cast<int64_t>(block.size())}}, /*pinned=*/false));
+  }
+
+  // For a block that is not served as it is.
+  absl::Status MakeRoom(int64_t bytes) {
+    if (raw_.bytes() >= bytes) return absl::OkStatus();
+    DORAD_RETURN_IF_ERROR(Finish());
+    DORAD_ASSIGN_OR_RETURN(raw_, DeviceBuffer::Allocate(ledger_, "loading", bytes));
+    DORAD_ASSIGN_OR_RETURN(not_finite_,
+                           DeviceBuffer::Allocate(ledger_, "loading", sizeof(uint32_t)));
+    return absl::OkStatus();
+  }
+
+  CudaModel& model_;
+  MemoryLedger* const ledger_;
+  Places places_;
+  std::map<std::string, model::PlacedTensor> placed_;
+  DeviceBuffer raw_;
+  DeviceBuffer not_finite_;
+  std::unique_ptr<Uploader> uploader_;  // ends first
+};
+
+CudaModel::CudaModel(model::ModelConfig config)
+    : config_(std::move(config)), modules_(ListModules(config_)), matrices_(modules_.size()) {}
+
+int64_t CudaModel::BytesFor(model::ModelConfig config) {
+  CudaModel model(std::move(config));
+  return Places(&model).Place(0);
+}
+
+absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& dir,
+                                                           model::ModelConfig config,
+                                                           MemoryLedger* ledger, bool shareable) {
+  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+  model->shareable_ = shareable;
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
+  DORAD_ASSIGN_OR_RETURN(model::ImportedCheckpoint imported,
+                         model::ImportWeights(dir, model->config_, *sink));
+  DORAD_RETURN_IF_ERROR(sink->Finish());
+  model->dir_ = dir;
+  model->ledger_ = ledger;
+  model->dtypes_ = std::move(imported.dtypes);
+  model->digest_ = std::move(imported.digest);
+  model->num_parameters_ = imported.num_parameters;
+  if (shareable) {
+    DORAD_ASSIGN_OR_RETURN(std::string uuid, DeviceUuid());
+    model->layout_ = {model->digest_, model::LayOut(imported.tensors, sink->placed()),
+                      model->memory_.piece_bytes(), std::move(uuid)};
+  }
+  return model;
+}
+
+absl::StatusOr<CudaModel::Use> CudaModel::UseWeights() const {
+  mu_.ReaderLock();
+  Use use(&mu_);
+  absl::MutexLock lock(&state_mu_);
+  if (!asleep_) return use;
+  return Asleep();
+}
+
+absl::Status CudaModel::KeepHostCopy() {
+  DORAD_ASSIGN_OR_RETURN(PageCopier copier, PageCopier::Create());
+  absl::MutexLock lock(&mu_);
+  const int64_t pages = PinnedPages::PagesFor(memory_.bytes());
+  DORAD_ASSIGN_OR_RETURN(host_, PinnedPages::Create(pages * PinnedPages::kPageBytes));
+  DORAD_ASSIGN_OR_RETURN(host_pages_, host_->Take(pages));
+  return copier.FromDevice(host_pages_, memory_.as<std::byte>(), memory_.bytes(),
+                           "copying the weights to host memory");
+}
+
+int64_t CudaModel::Sleep() {
+  {
+    absl::MutexLock lock(&state_mu_);
+    if (std::exchange(asleep_, true)) return 0;
+  }
+  absl::MutexLock lock(&mu_);  // waits for the uses that have begun
+  if (lent()) {
+    LogInfo("the weights are lent and stay on the GPU", {{"bytes", memory_.size()}});
+    return 0;
+  }
+  LetGo();
+  return memory_.mapped() ? 0 : memory_.size();
+}
+
+absl::Status CudaModel::Wake() {
+  absl::MutexLock lock(&mu_);
+  if (!memory_.mapped()) {
+    DORAD_RETURN_IF_ERROR(memory_.Map());
+    if (absl::Status status = Restore(); !status.ok()) {
+      memory_.Unmap();
+      return status;
+    }
+  }
+  absl::MutexLock state_lock(&state_mu_);
+  asleep_ = false;
+  return absl::OkStatus();
+}
+
+absl::Status CudaModel::BeginSharing() {
+  DORAD_CHECK(shareable_);
+  absl::MutexLock lock(&state_mu_);
+  if (asleep_) return Asleep();
+  ++shares_;
+  return absl::OkStatus();
+}
+
+void CudaModel::EndSharing() {
+  {
+    absl::MutexLock lock(&state_mu_);
+    if (--shares_ > 0 || !asleep_) return;
+  }
+  absl::MutexLock lock(&mu_);
+  if (!LetGo()) return;
+  LogInfo("the weights are not lent any more and leave the GPU", {{"bytes", memory_.size()}});
+}
+
+// A Wake or another end may have come before mu_ was had.
+bool CudaModel::LetGo() {
+  if (!asleep() || lent() || !memory_.mapped()) return false;
+  memory_.Unmap();
+  return true;
+}
+
+absl::StatusOr<std::vector<UniqueFd>> CudaModel::Share(size_t first, size_t max) const {
+  DORAD_CHECK(lent());
+  const size_t pieces = layout_.piece_bytes.size();
+  std::vector<UniqueFd> fds;
+  for (size_t i = std::min(first, pieces); i < pieces && fds.size() < max; ++i) {
+    DORAD_ASSIGN_OR_RETURN(UniqueFd fd, memory_.Share(i));
+    fds.push_back(std::move(fd));
+  }
+  return fds;
+}
+
+absl::Status CudaModel::Restore() {
+  if (host_ != nullptr) {
+    DORAD_ASSIGN_OR_RETURN(PageCopier copier, PageCopier::Create());
+    return copier.ToDevice(host_pages_, memory_.as<std::byte>(), memory_.bytes(),
+                           "restoring the weights");
+  }
+  DORAD_CHECK(!dir_.empty());
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(this, ledger_));
+  DORAD_ASSIGN_OR_RETURN(const model::ImportedCheckpoint imported,
+                         model::ImportWeights(dir_, config_, *sink));
+  DORAD_RETURN_IF_ERROR(sink->Finish());
+  if (imported.digest == digest_) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kDataLoss, "MODEL_CHANGED",
+                   absl::StrCat("the files in ", dir_, " have the digest ", imported.digest,
+                                ", not ", digest_, " as when the server started"));
+}
+
+absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Random(model::ModelConfig config,
+                                                             uint32_t seed, MemoryLedger* ledger) {
+  std::unique_ptr<CudaModel> model(new CudaModel(std::move(config)));
+  DORAD_ASSIGN_OR_RETURN(const std::unique_ptr<Sink> sink, Sink::Create(model.get(), ledger));
+  DORAD_RETURN_IF_ERROR(sink->Allocate({}));
+  DORAD_RETURN_IF_ERROR(sink->Randomise(seed));
+  DORAD_RETURN_IF_ERROR(sink->Finish());
+  model->ledger_ = ledger;
+  model->dtypes_.assign(model->matrices_.size(), DType::kBF16);
+  model->digest_ = absl::StrCat("random-", seed);
+  for (const adapter::BaseModule& module : model->modules_.all()) {
+    model->num_parameters_ += module.rows * module.cols;
+  }
+  return model;
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,157 @@
+// The base model's weights on the GPU, read once from a Hugging Face folder. Matrices are bf16 in
+// the files' row-major layout; those that share their input lie behind each other (q, k, v; gate,
+// up), so that they are one product. Biases and norms are fp32.
+// Their device memory can be given back for a time, while all pointers to it stay. It can be lent
+// to other processes; then it stays where it is.
+//
+// Owned by the CUDA backend. Thread-safe; who computes with the weights holds a Use, or knows that
+// nobody calls Sleep.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/statusor.h"
+#include "absl/synchronization/mutex.h"
+#include "server/adapter/peft/base_modules.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/mapped_memory.h"
+#include "server/backends/cuda/pinned_pages.h"
+#include "server/model/model_config.h"
+#include "server/model/weight_layout.h"
+#include "server/platform/files/safetensors.h"
+#include "server/platform/net/unique_fd.h"
+
+namespace dorad::cuda {
+
+// Linear modules of consecutive ids that share their input, stacked by rows.
+struct LinearGroup {
+  const __nv_bfloat16* weight = nullptr;  // [out, in]
+  const float* bias = nullptr;            // [out], or null
+  int64_t in = 0;
+  int64_t out = 0;
+  int first_module = 0;
+  std::vector<int64_t> outs;  // of the modules, in order
+};
+
+struct LayerWeights {
+  LinearGroup qkv, o, gate_up, down;
+  const float* input_norm = nullptr;
+  const float* post_attention_norm = nullptr;
+  const float* q_norm = nullptr;  // null where the family has none
+  const float* k_norm = nullptr;
+};
+
+class CudaModel {
+ public:
+  // Of a configuration's weights on the device.
+  static int64_t BytesFor(model::ModelConfig config);
+  // model::ImportWeights' statuses and OUT_OF_MEMORY. The ledger is borrowed; kind "weights".
+  // `shareable`: they can be lent.
+  static absl::StatusOr<std::unique_ptr<CudaModel>> Load(const std::string& dir,
+                                                         model::ModelConfig config,
+                                                         MemoryLedger* ledger, bool shareable);
+
+  // Random weights of a configuration's shapes, for benchmarks: matrices uniform in ±0.035
+  // (standard deviation 0.02), biases 0, norms 1.
+  static absl::StatusOr<std::unique_ptr<CudaModel>> Random(model::ModelConfig config, uint32_t seed,
+                                                           MemoryLedger* ledger);
+
+  // The weights are there while it lives, on the thread that got it.
+  class Use {
+   public:
+    explicit Use(absl::Mutex* mu) : mu_(mu) {}
+    Use(Use&& other) noexcept : mu_(std::exchange(other.mu_, nullptr)) {}
+    Use& operator=(Use&&) = delete;
+    ~Use() {
+      if (mu_ != nullptr) mu_->ReaderUnlock();
+    }
+
+   private:
+    absl::Mutex* mu_;
+  };
+  // UNAVAILABLE (SERVER_SLEEPING).
+  absl::StatusOr<Use> UseWeights() const;
+
+  // Copies the weights to page-locked memory, from where Wake brings them at the link's speed.
+  absl::Status KeepHostCopy();
+  // Gives the device memory back when all uses have ended; returns how much. 0: it was asleep, or
+  // is lent and goes when that ends.
+  int64_t Sleep();
+  // From the host copy, or read again, unless the memory has stayed because it is lent.
+  // OUT_OF_MEMORY, the statuses of Load, DATA_LOSS (MODEL_CHANGED) when the files are not what they
+  // were: still asleep.
+  absl::Status Wake();
+
+  // From here to EndSharing the memory stays as it is. UNAVAILABLE (SERVER_SLEEPING); does not wait
+  // for a Sleep or Wake under way. REQUIRES: shareable.
+  absl::Status BeginSharing();
+  // Waits for uses if the weights sleep: then the last loan's end gives the memory back.
+  void EndSharing();
+  // Descriptors of the memory's pieces from `first` on, at most `max`. INTERNAL (CUDA_ERROR).
+  // REQUIRES: a loan.
+  absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const;
+  int64_t shared_bytes() const { return lent() ? memory_.size() : 0; }
+  // nullptr unless shareable.
+  const model::WeightLayout* layout() const { return layout_.tensors.empty() ? nullptr : &layout_; }
+
+  const model::ModelConfig& config() const { return config_; }
+  const adapter::BaseModules& modules() const { return modules_; }
+  const std::vector<LayerWeights>& layers() const { return layers_; }
+  const LinearGroup& head() const { return head_; }
+  const __nv_bfloat16* embedding() const { return matrices_[model::EmbeddingId(config_)]; }
+  const float* final_norm() const { return final_norm_; }
+  // [rows, cols] of the module.
+  const __nv_bfloat16* Weight(int module_id) const { return matrices_[module_id]; }
+  DType CheckpointDtype(int module_id) const { return dtypes_[module_id]; }
+
+  const std::string& digest() const { return digest_; }
+  int64_t num_parameters() const { return num_parameters_; }
+  int64_t bytes() const { return memory_.bytes(); }
+
+ private:
+  class Places;
+  class Sink;
+  explicit CudaModel(model::ModelConfig config);
+
+  const model::ModelConfig config_;
+  const adapter::BaseModules modules_;
+  absl::Status Restore();
+  // Gives the memory back unless it has gone, or is to stay. REQUIRES: mu_ is held for writing.
+  bool LetGo();
+  bool asleep() const {
+    absl::MutexLock lock(&state_mu_);
+    return asleep_;
+  }
+  bool lent() const {
+    absl::MutexLock lock(&state_mu_);
+    return shares_ > 0;
+  }
+
+  std::string dir_;  // "": random weights
+  bool shareable_ = false;
+  MemoryLedger* ledger_ = nullptr;
+  mutable absl::Mutex mu_;  // held by users for reading; for writing by who maps or unmaps
+  mutable absl::Mutex state_mu_ ABSL_ACQUIRED_AFTER(mu_);
+  bool asleep_ ABSL_GUARDED_BY(state_mu_) = false;  // or will be as soon as the uses have ended
+  int shares_ ABSL_GUARDED_BY(state_mu_) = 0;       // does not rise while asleep_
+  MappedMemory memory_;
+  model::WeightLayout layout_;
+  std::unique_ptr<PinnedPages> host_;  // nullptr: no copy
+  PinnedPages::Pages host_pages_;
+  std::vector<LayerWeights> layers_;
+  LinearGroup head_;
+  const float* final_norm_ = nullptr;
+  std::vector<const __nv_bfloat16*> matrices_;  // by module id
+  std::vector<DType> dtypes_;                   // by module id
+  std::string digest_;
+  int64_t num_parameters_ = 0;
+};
+
+}  // namespace dorad::cuda

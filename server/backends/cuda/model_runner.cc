@@ -1,0 +1,188 @@
+#include "server/backends/cuda/model_runner.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "server/backends/cuda/batch.h"
+#include "server/backends/cuda/decode_batch.h"
+#include "server/backends/cuda/decode_graphs.h"
+#include "server/backends/cuda/decoder.h"
+#include "server/backends/cuda/sampler.h"
+#include "server/backends/cuda/unaccounted_memory.h"
+#include "server/engine/step_batch.h"
+#include "server/platform/error.h"
+#include "server/platform/log.h"
+
+namespace dorad::cuda {
+namespace {
+
+using engine::StepOutput;
+using engine::StepSequence;
+
+// Rows of logits on the device at once: a whole decode step's.
+constexpr int64_t kDeviceLogitsRows = DecodeBatch::kSizes.back();
+
+class CudaModelRunner final : public engine::ModelRunner, private engine::KvChunks {
+ public:
+  CudaModelRunner(const RunnerOptions& options, const KvLayout& kv, MemoryLedger* ledger,
+                  Stream stream, AdapterSlots slots)
+      : options_(options),
+        kv_(kv),
+        stream_(std::move(stream)),
+        slots_(std::move(slots)),
+        batch_(ledger, &slots_, kDeviceLogitsRows, kv) {}
+
+  absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
+    UnaccountedMemory untold(ledger);
+    DORAD_RETURN_IF_ERROR(untold.Look());
+    DORAD_RETURN_IF_ERROR(MakeParts(model, ledger, &untold));
+    DORAD_RETURN_IF_ERROR(untold.Look());
+    if (untold.of_others() != 0) {
+      LogInfo("others took GPU memory while graphs were captured",
+              {{"bytes", untold.of_others()}, {"counted_as_graphs", untold.bytes()}});
+    }
+    return ledger->Reserve("graphs", untold.bytes(), MemoryLedger::Source::kGranted);
+  }
+
+  absl::Status MakeParts(const CudaModel* model, MemoryLedger* ledger, UnaccountedMemory* untold) {
+    CudaDecoder::Options options;
+    options.kv_pages = options_.kv_pages;
+    options.max_positions = options_.max_positions;
+    options.max_rows = std::max(options_.max_rows, kDeviceLogitsRows);
+    options.max_logits_rows = kDeviceLogitsRows;
+    DORAD_ASSIGN_OR_RETURN(decoder_, CudaDecoder::Create(model, options, ledger, &stream_));
+    DORAD_ASSIGN_OR_RETURN(Sampler sampler,
+                           Sampler::Create(model->config().vocab_size, ledger, &stream_));
+    sampler_.emplace(std::move(sampler));
+    // Other steps can do all that decode steps can.
+    if (!decoder_->is_capturable()) return absl::OkStatus();
+    const int64_t pages =
+        (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
+    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kv_, ledger));
+    decode_.emplace(std::move(decode));
+    DORAD_RETURN_IF_ERROR(untold->Look());
+    // Harmless contents for the passes that captures begin with.
+    DORAD_RETURN_IF_ERROR(decode_->Fill(stream_));
+    const auto launch = [this](int size, bool adapted) { return LaunchDecode(size, adapted); };
+    DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs, DecodeGraphs::Capture(stream_, launch, [untold] {
+                             return untold->Look();
+                           }));
+    graphs_.emplace(std::move(graphs));
+    return absl::OkStatus();
+  }
+
+  int64_t kv_pages() const override { return options_.kv_pages; }
+
+  engine::KvChunks* kv_chunks() override { return this; }
+
+  int max_steps_in_flight() const override { return kStepsInFlight; }
+
+  absl::Status Begin(absl::Span<const StepSequence> sequences) override {
+    if (options_.gaps != nullptr) options_.gaps->BeginStep(stream_);
+    absl::Status status = BeginStep(sequences);
+    if (!status.ok()) {
+      if (options_.gaps != nullptr) options_.gaps->EndStep();
+      AwaitAfterFailure();
+    }
+    return status;
+  }
+
+  absl::StatusOr<std::vector<StepOutput>> Finish() override {
+    absl::StatusOr<std::vector<StepOutput>> outputs = sampler_->Finish();
+    if (options_.gaps != nullptr) options_.gaps->EndStep();
+    if (!outputs.ok()) AwaitAfterFailure();
+    return outputs;
+  }
+
+  absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
+    DORAD_RETURN_IF_ERROR(stream_.Synchronize("going to sleep"));
+    return decoder_->ReleaseKv(keep);
+  }
+
+  absl::Status RestoreKv() override { return decoder_->RestoreKv(); }
+
+ private:
+  // --- engine::KvChunks.
+  int64_t pages() const override { return kv_.chunk_pages(); }
+  int64_t lead() const override { return kSparePages; }
+  int64_t bytes() const override { return kv_.chunk_bytes(); }
+  // Of the step that finished last, kernels behind its results may still run.
+  void Unmap(int32_t chunk) override {
+    if (!stream_.Synchronize("giving KV pages back").ok()) AwaitAfterFailure();
+    decoder_->kv_memory().Unmap(chunk);
+  }
+  absl::Status Map(int32_t chunk) override { return decoder_->kv_memory().Map(chunk); }
+
+  // Nothing that was launched for a step that failed is under way any more when this returns. After
+  // an illegal access or the like every call fails, and nothing but a new process helps: better
+  // none than one that answers all with errors.
+  static void AwaitAfterFailure() {
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error == cudaSuccess) return;
+    LogError("the GPU cannot be used any more: ending", {{"error", cudaGetErrorString(error)}});
+    std::abort();
+  }
+
+  absl::Status BeginStep(absl::Span<const StepSequence> sequences) {
+    const engine::StepBatch batch(sequences);
+    const SampledTokens& previous = sampler_->sampled();
+    DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
+    if (graphs_.has_value() && DecodeBatch::Takes(sequences)) {
+      DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
+      DORAD_RETURN_IF_ERROR(
+          graphs_->Launch(DecodeBatch::SizeFor(batch.rows), IsAdapted(batch.adapters), stream_));
+      DORAD_RETURN_IF_ERROR(sampler_->Sample(batch.rows, decode_logits_));
+      return sampler_->End();
+    }
+    DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), /*decode=*/false));
+    for (const LogitsBlock& block : batch_.samples()) {
+      DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
+      DORAD_RETURN_IF_ERROR(sampler_->Sample(block.linear.rows, logits));
+    }
+    for (const LogitsBlock& block : batch_.scores()) {
+      DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
+      DORAD_RETURN_IF_ERROR(sampler_->Score(block.linear.rows, logits));
+    }
+    return sampler_->End();
+  }
+
+  // A decode step of `size` rows over the fixed buffers.
+  absl::Status LaunchDecode(int size, bool adapted) {
+    const LinearRows linear = decode_->linear(size, adapted);
+    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear, /*decode=*/true));
+    DORAD_ASSIGN_OR_RETURN(decode_logits_, decoder_->Logits({{}, nullptr, linear}));
+    return absl::OkStatus();
+  }
+
+  const RunnerOptions options_;
+  const KvLayout kv_;
+  const Stream stream_;
+  AdapterSlots slots_;
+  DeviceBatch batch_;
+  std::optional<Sampler> sampler_;
+  std::unique_ptr<CudaDecoder> decoder_;
+  // Of decode steps; none where the decoder cannot be captured.
+  std::optional<DecodeBatch> decode_;
+  const float* decode_logits_ = nullptr;  // device: of a decode step's rows
+  std::optional<DecodeGraphs> graphs_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
+    const CudaModel* model, const RunnerOptions& options, MemoryLedger* ledger) {
+  DORAD_ASSIGN_OR_RETURN(Stream stream, Stream::Create(options.priority));
+  DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
+                         AdapterSlots::Create(static_cast<int>(options.max_sequences),
+                                              model->modules().size(), ledger));
+  auto runner = std::make_unique<CudaModelRunner>(options, KvLayoutOf(model->config()), ledger,
+                                                  std::move(stream), std::move(slots));
+  DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));
+  return runner;
+}
+
+}  // namespace dorad::cuda

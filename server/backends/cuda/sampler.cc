@@ -1,0 +1,234 @@
+#include "server/backends/cuda/sampler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+
+namespace dorad::cuda {
+
+using engine::StepOutput;
+using engine::StepSequence;
+using engine::TokenId;
+using engine::WantedRow;
+
+namespace {
+
+constexpr char kStep[] = "the step";
+
+kernels::LogprobMode ToKernels(engine::LogprobMode mode) {
+  switch (mode) {
+    case engine::LogprobMode::kNone:
+      return kernels::LogprobMode::kNone;
+    case engine::LogprobMode::kRaw:
+      return kernels::LogprobMode::kRaw;
+    case engine::LogprobMode::kProcessed:
+      return kernels::LogprobMode::kProcessed;
+  }
+  return kernels::LogprobMode::kNone;
+}
+
+// Appends to a list that the device gets and returns the range's begin.
+int32_t AppendTo(std::vector<TokenId>* list, absl::Span<const TokenId> ids) {
+  const auto begin = static_cast<int32_t>(list->size());
+  list->insert(list->end(), ids.begin(), ids.end());
+  return begin;
+}
+
+}  // namespace
+
+// What the device is told of a step's rows.
+struct Sampler::Specs {
+  std::vector<kernels::SampleRowSpec> samples;
+  std::vector<kernels::ScoreRowSpec> scores;
+  std::vector<TokenId> chosen;
+  std::vector<TokenId> banned;
+
+  Row Add(const engine::SampleWant& want) {
+    Row row;
+    row.token = true;
+    kernels::SampleRowSpec& spec = samples.emplace_back();
+    spec.seed = want.sampling.seed;
+    spec.position = static_cast<uint64_t>(want.position);
+    spec.sample_index = want.sample_index;
+    spec.temperature = want.sampling.temperature;
+    spec.top_p = want.sampling.top_p;
+    spec.min_p = want.sampling.min_p;
+    spec.top_k = want.sampling.top_k;
+    spec.banned_begin = AppendTo(&banned, want.banned);
+    spec.banned_count = static_cast<int32_t>(want.banned.size());
+    if (want.logprobs != nullptr && want.logprobs->mode != engine::LogprobMode::kNone) {
+      spec.logprob_mode = ToKernels(want.logprobs->mode);
+      AddLogprobs(want.logprobs->top_k, want.logprobs->chosen_ids, &spec, &row);
+    }
+    return row;
+  }
+
+  Row Add(const engine::ScoreWant& want, int64_t chunk_row) {
+    Row row;
+    kernels::ScoreRowSpec& spec = scores.emplace_back();
+    spec.target = want.targets[chunk_row];
+    spec.temperature = want.temperature;
+    AddLogprobs(want.top_k, want.chosen_ids, &spec, &row);
+    return row;
+  }
+
+ private:
+  template <typename Spec>
+  void AddLogprobs(int32_t top, absl::Span<const TokenId> chosen_ids, Spec* spec, Row* row) {
+    row->logprob = true;
+    row->top = spec->top_logprobs = top;
+    row->chosen_begin = spec->chosen_begin = AppendTo(&chosen, chosen_ids);
+    row->chosen_count = spec->chosen_count = static_cast<int32_t>(chosen_ids.size());
+  }
+};
+
+absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, MemoryLedger* ledger,
+                                        const Stream* stream) {
+  static_assert(kStepsInFlight == 2);
+  DORAD_ASSIGN_OR_RETURN(Event first, Event::Create());
+  DORAD_ASSIGN_OR_RETURN(Event second, Event::Create());
+  return Sampler(vocab_size, ledger, stream, std::move(first), std::move(second));
+}
+
+absl::Status Sampler::Begin(const engine::StepBatch& batch,
+                            absl::Span<const StepSequence> sequences) {
+  DORAD_CHECK(ended_ - finished_ < kStepsInFlight);
+  Step& step = begun();
+  step.sequences = sequences.size();
+  step.samples = static_cast<int64_t>(batch.samples.size());
+  step.launched = 0;
+  step.max_top = 0;
+  step.rows.clear();
+  step.sampled.index.assign(sequences.size(), -1);
+  Specs specs;
+  for (const WantedRow& wanted : batch.samples) {
+    step.sampled.index[wanted.sequence] = static_cast<int32_t>(step.rows.size());
+    step.rows.push_back(specs.Add(*sequences[wanted.sequence].sample));
+    step.rows.back().sequence = wanted.sequence;
+  }
+  for (const WantedRow& wanted : batch.scores) {
+    step.rows.push_back(specs.Add(*sequences[wanted.sequence].score, wanted.chunk_row));
+    step.rows.back().sequence = wanted.sequence;
+  }
+  for (const Row& row : step.rows) step.max_top = std::max(step.max_top, row.top);
+
+  const auto rows = static_cast<int64_t>(step.rows.size());
+  const auto chosen = static_cast<int64_t>(specs.chosen.size());
+  Layout layout;
+  const auto add = [&layout](const auto& list) {
+    return layout.Add(static_cast<int64_t>(list.size() * sizeof(list[0])));
+  };
+  Places& at = step.at;
+  at.samples = add(specs.samples);
+  at.scores = add(specs.scores);
+  at.chosen = add(specs.chosen);
+  at.banned = add(specs.banned);
+  at.in_bytes = layout.bytes();
+  at.tokens = layout.Add(rows * 4);
+  at.logprobs = layout.Add(rows * 4);
+  at.finite = layout.Add(rows);
+  at.top_ids = layout.Add(rows * step.max_top * 4);
+  at.top_logprobs = layout.Add(rows * step.max_top * 4);
+  at.chosen_logprobs = layout.Add(chosen * 4);
+  at.bytes = layout.bytes();
+  if (at.bytes > step.host.bytes()) {
+    const int64_t bytes = std::max(2 * step.host.bytes(), at.bytes);
+    DORAD_ASSIGN_OR_RETURN(step.device,
+                           DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, bytes));
+    DORAD_ASSIGN_OR_RETURN(step.host, PinnedBuffer::Allocate(bytes));
+  }
+  step.sampled.tokens = step.device.as<int32_t>(at.tokens);
+  std::copy(specs.samples.begin(), specs.samples.end(),
+            step.host.as<kernels::SampleRowSpec>(at.samples));
+  std::copy(specs.scores.begin(), specs.scores.end(),
+            step.host.as<kernels::ScoreRowSpec>(at.scores));
+  std::copy(specs.chosen.begin(), specs.chosen.end(), step.host.as<TokenId>(at.chosen));
+  std::copy(specs.banned.begin(), specs.banned.end(), step.host.as<TokenId>(at.banned));
+  if (at.in_bytes == 0) return absl::OkStatus();
+  return ToStatus(cudaMemcpyAsync(step.device.as<>(), step.host.as<>(), at.in_bytes,
+                                  cudaMemcpyHostToDevice, stream_.get()),
+                  kStep);
+}
+
+// What both kernels are told of the next rows.
+template <typename Params>
+Params Sampler::NextRows(int64_t rows, const float* logits) {
+  Step& step = begun();
+  const DeviceBuffer& device = step.device;
+  const Places& at = step.at;
+  const int64_t first = step.launched;
+  Params params;
+  params.logits = logits;
+  params.chosen_ids = device.as<int32_t>(at.chosen);
+  params.out.tokens = device.as<int32_t>(at.tokens) + first;
+  params.out.logprobs = device.as<float>(at.logprobs) + first;
+  params.out.finite = device.as<uint8_t>(at.finite) + first;
+  params.out.top_ids = device.as<int32_t>(at.top_ids) + first * step.max_top;
+  params.out.top_logprobs = device.as<float>(at.top_logprobs) + first * step.max_top;
+  params.out.chosen_logprobs = device.as<float>(at.chosen_logprobs);
+  params.logits_ld = vocab_size_;
+  params.rows = static_cast<int32_t>(rows);
+  params.vocabulary = static_cast<int32_t>(vocab_size_);
+  params.max_top = step.max_top;
+  step.launched += rows;
+  return params;
+}
+
+absl::Status Sampler::Sample(int64_t rows, const float* logits) {
+  const Step& step = begun();
+  const int64_t first = step.launched;
+  auto params = NextRows<kernels::SampleParams>(rows, logits);
+  params.specs = step.device.as<kernels::SampleRowSpec>(step.at.samples) + first;
+  params.banned = step.device.as<int32_t>(step.at.banned);
+  return ToStatus(kernels::Sample(params, stream_.get()), kStep);
+}
+
+absl::Status Sampler::Score(int64_t rows, const float* logits) {
+  const Step& step = begun();
+  const int64_t first = step.launched - step.samples;
+  auto params = NextRows<kernels::ScoreParams>(rows, logits);
+  params.specs = step.device.as<kernels::ScoreRowSpec>(step.at.scores) + first;
+  return ToStatus(kernels::Score(params, stream_.get()), kStep);
+}
+
+absl::Status Sampler::End() {
+  const Step& step = begun();
+  DORAD_CHECK(step.launched == static_cast<int64_t>(step.rows.size()));
+  if (step.at.bytes > step.at.tokens) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(step.host.as<>(step.at.tokens), step.device.as<>(step.at.tokens),
+                        step.at.bytes - step.at.tokens, cudaMemcpyDeviceToHost, stream_.get()),
+        kStep);
+  }
+  DORAD_RETURN_IF_ERROR(step.done.Record(stream_, kStep));
+  ++ended_;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<StepOutput>> Sampler::Finish() {
+  DORAD_CHECK(finished_ < ended_);
+  const Step& step = steps_[finished_++ % kStepsInFlight];
+  DORAD_RETURN_IF_ERROR(step.done.Synchronize(kStep));
+  const PinnedBuffer& host = step.host;
+  const Places& at = step.at;
+  std::vector<StepOutput> outputs(step.sequences);
+  for (size_t i = 0; i < step.rows.size(); ++i) {
+    const Row& row = step.rows[i];
+    StepOutput& output = outputs[row.sequence];
+    if (row.token) output.token = host.as<int32_t>(at.tokens)[i];
+    output.finite = output.finite && host.as<uint8_t>(at.finite)[i] != 0;
+    engine::Logprobs& to = output.logprobs;
+    if (row.logprob) to.logprobs.push_back(host.as<float>(at.logprobs)[i]);
+    const int32_t* top_ids = host.as<int32_t>(at.top_ids) + i * step.max_top;
+    const float* top_logprobs = host.as<float>(at.top_logprobs) + i * step.max_top;
+    to.top_ids.insert(to.top_ids.end(), top_ids, top_ids + row.top);
+    to.top_logprobs.insert(to.top_logprobs.end(), top_logprobs, top_logprobs + row.top);
+    const float* chosen = host.as<float>(at.chosen_logprobs) + row.chosen_begin;
+    to.chosen.insert(to.chosen.end(), chosen, chosen + row.chosen_count);
+  }
+  return outputs;
+}
+
+}  // namespace dorad::cuda

@@ -1,0 +1,98 @@
+// From rows of logits on the device to what the engine asked of them. Only results cross to the
+// host, once a step. Owned by the runner; confined to the engine thread.
+//
+// A step is Begin, any number of Sample and Score for its rows in order, End; then, while the next
+// one may already have ended as well, Finish.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "kernels/sampling/sampling.h"
+#include "server/backends/cuda/batch.h"
+#include "server/backends/cuda/device.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/step_batch.h"
+
+namespace dorad::cuda {
+
+class Sampler {
+ public:
+  // ledger and stream are borrowed.
+  static absl::StatusOr<Sampler> Create(int64_t vocab_size, MemoryLedger* ledger,
+                                        const Stream* stream);
+
+  // Sends what is asked of the batch's samples and scores to the device, in order with the stream's
+  // work. Instead of a step that has begun and not ended. REQUIRES: fewer than kStepsInFlight steps
+  // have ended and not finished.
+  absl::Status Begin(const engine::StepBatch& batch,
+                     absl::Span<const engine::StepSequence> sequences);
+  // Launches the sampling of the next `rows` samples. logits: device, [rows, vocabulary] fp32, made
+  // by earlier work of the stream.
+  absl::Status Sample(int64_t rows, const float* logits);
+  // The same for scores, which come after all samples.
+  absl::Status Score(int64_t rows, const float* logits);
+  // The results are on their way back. REQUIRES: all rows have been launched.
+  absl::Status End();
+  // The tokens of the step that ended last, for later work of the stream.
+  const SampledTokens& sampled() const { return steps_[(ended_ + 1) % kStepsInFlight].sampled; }
+
+  // Waits for the oldest step that has ended. One output for each sequence, in the caller's order.
+  absl::StatusOr<std::vector<engine::StepOutput>> Finish();
+
+ private:
+  // What is asked of a row.
+  struct Row {
+    size_t sequence = 0;
+    bool token = false;  // else a score
+    bool logprob = false;
+    int32_t top = 0;
+    int32_t chosen_begin = 0;
+    int32_t chosen_count = 0;
+  };
+  // Offsets of a step's arrays: what goes to the device, then what comes back. Samples, then
+  // scores.
+  struct Places {
+    int64_t samples, scores, chosen, banned;
+    int64_t in_bytes;
+    int64_t tokens, logprobs, finite, top_ids, top_logprobs, chosen_logprobs;
+    int64_t bytes;
+  };
+  struct Step {
+    explicit Step(Event done) : done(std::move(done)) {}
+    Event done;
+    PinnedBuffer host;
+    DeviceBuffer device;
+    Places at{};
+    std::vector<Row> rows;
+    int32_t max_top = 0;
+    size_t sequences = 0;
+    int64_t samples = 0;   // of the rows; the others are scores
+    int64_t launched = 0;  // of the rows
+    SampledTokens sampled;
+  };
+  struct Specs;
+
+  Sampler(int64_t vocab_size, MemoryLedger* ledger, const Stream* stream, Event first, Event second)
+      : vocab_size_(vocab_size),
+        ledger_(ledger),
+        stream_(*stream),
+        steps_{Step(std::move(first)), Step(std::move(second))} {}
+
+  Step& begun() { return steps_[ended_ % kStepsInFlight]; }
+  template <typename Params>
+  Params NextRows(int64_t rows, const float* logits);
+
+  const int64_t vocab_size_;
+  MemoryLedger* const ledger_;
+  const Stream& stream_;
+  std::array<Step, kStepsInFlight> steps_;
+  // Steps so far.
+  uint64_t ended_ = 0;
+  uint64_t finished_ = 0;
+};
+
+}  // namespace dorad::cuda

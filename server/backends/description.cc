@@ -1,0 +1,60 @@
+#include "server/backends/description.h"
+
+#include <filesystem>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "server/backends/backend.h"
+#include "server/platform/error.h"
+
+namespace dorad {
+namespace {
+
+std::string FolderName(const std::string& path) {
+  const std::filesystem::path normal = std::filesystem::path(path).lexically_normal();
+  return (normal.has_filename() ? normal : normal.parent_path()).filename().string();
+}
+
+}  // namespace
+
+absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t max_context) {
+  if (max_context > model.context_length) {
+    return MakeInvalid(
+        "model",
+        {{"model.max_context", "MAX_CONTEXT_OUT_OF_RANGE",
+          absl::StrCat(max_context, " is more than the model's own ", model.context_length)}});
+  }
+  return max_context > 0 ? max_context : model.context_length;
+}
+
+absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes) {
+  const int64_t pages = kv_bytes / page_bytes;
+  if (pages < 2) {
+    return MakeInvalid("engine", {{"engine.kv_bytes", "KV_TOO_SMALL",
+                                   absl::StrCat(kv_bytes, " bytes hold ", pages, " pages of ",
+                                                page_bytes, " bytes; at least 2 are needed")}});
+  }
+  return pages;
+}
+
+bool FactorsInBf16(const Config& config) {
+  return config.adapters.dtype == "bf16" ||
+         (config.adapters.dtype == "auto" && config.model.compute_dtype == "bf16");
+}
+
+absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,
+                               int64_t kv_page_bytes) {
+  DORAD_ASSIGN_OR_RETURN(info_.context_length, ContextLength(model, config.model.max_context));
+  DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv_page_bytes));
+  info_.kv_bytes = info_.kv_pages * kv_page_bytes;
+  info_.kv_min_pages = (config.memory.kv_min_bytes + kv_page_bytes - 1) / kv_page_bytes;
+  info_.model_type = model.model_type;
+  info_.name = FolderName(config.model.path);
+  info_.vocab_size = model.vocab_size;
+  info_.hidden_size = model.hidden_size;
+  info_.num_layers = model.num_layers;
+  info_.eos_token_ids = model.eos_token_ids;
+  return absl::OkStatus();
+}
+
+}  // namespace dorad

@@ -1,0 +1,20 @@
+// What the configuration and the model's config.json say of a backend before weights are read. Pure
+// functions, hence thread-safe.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "server/model/model_config.h"
+#include "server/platform/config/config.h"
+
+namespace dorad {
+
+// Tokens; max_context 0: the model's own. INVALID_ARGUMENT (MAX_CONTEXT_OUT_OF_RANGE).
+absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t max_context);
+// KV pages in so many bytes. INVALID_ARGUMENT (KV_TOO_SMALL).
+absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes);
+// Whether fp32 factors of adapters are rounded to bf16 for serving (adapters.dtype).
+bool FactorsInBf16(const Config& config);
+
+}  // namespace dorad

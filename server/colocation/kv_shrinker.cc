@@ -1,0 +1,30 @@
+#include "server/colocation/kv_shrinker.h"
+
+#include "absl/synchronization/notification.h"
+
+namespace dorad {
+
+void KvShrinker::Open(engine::Engine* engine) {
+  absl::MutexLock lock(&mu_);
+  engine_ = engine;
+}
+
+void KvShrinker::Close() {
+  absl::MutexLock lock(&mu_);
+  engine_ = nullptr;
+}
+
+int64_t KvShrinker::Shrink(int64_t bytes) {
+  absl::ReaderMutexLock lock(&mu_);
+  if (engine_ == nullptr || engine_->stats().kv_shrinkable_bytes == 0) return 0;
+  int64_t lent = 0;
+  absl::Notification done;
+  engine_->ShrinkKv(bytes, [&](int64_t given) {
+    lent = given;
+    done.Notify();
+  });
+  done.WaitForNotification();
+  return lent;
+}
+
+}  // namespace dorad

@@ -1,0 +1,96 @@
+// The ends of requests: by deadline, cancel, abort, or for want of weights. An end does not hold up
+// the steps in flight. BeginEnd takes the request out of the scheduler at once; CompleteEnd tells
+// the client when the last row of it has landed.
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "server/engine/engine_loop.h"
+#include "server/platform/check.h"
+#include "server/platform/error.h"
+
+namespace dorad::engine {
+
+// Its pages go to others at once: steps are computed in order, so what others write comes after the
+// rows in flight. Leases and weights stay until those have landed. The first of several ends
+// counts.
+void EngineLoop::BeginEnd(Request* request, Request::Ending how) {
+  if (request->ending) return;
+  request->ending = std::move(how);
+  deadlines_.erase({request->deadline, request});
+  NoteStarted(request, SteadyNow());  // who never had a turn has waited as well
+  for (const auto& sequence : request->sequences) {
+    if (sequence->state == Sequence::State::kEnded) continue;
+    scheduler_.Remove(sequence.get());
+    if (sequence->in_flight > 0) continue;
+    sequence->DropPins();
+    --request->unfinished_sequences;
+  }
+  if (request->unfinished_sequences == 0) CompleteEnd(request);
+}
+
+// Every way out of the engine. Pages and leases are back before the client learns of the end. The
+// request stays allocated until the end of the turn: the step at hand may still refer to it.
+// REQUIRES: none of its chunks is in flight.
+void EngineLoop::CompleteEnd(Request* request) {
+  for (const auto& sequence : request->sequences) {
+    DORAD_CHECK(sequence->state == Sequence::State::kEnded && sequence->in_flight == 0);
+    weights_.NoteGone(sequence.get());
+  }
+  deadlines_.erase({request->deadline, request});
+  frozen_requests_ -= request->frozen ? 1 : 0;
+  finished_requests_.push_back(admission_->Ended(request));
+  request->End(request->ending.value_or(Request::Ending()), SteadyNow(), metrics_);
+}
+
+void EngineLoop::EndOverdue() {
+  const Instant now = SteadyNow();
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    BeginEnd(deadlines_.begin()->second, {MakeError(absl::StatusCode::kDeadlineExceeded,
+                                                    "DEADLINE_EXCEEDED", "the deadline passed"),
+                                          {}});
+  }
+}
+
+void EngineLoop::Cancel(const RequestHandle& handle) {
+  Request* const request = admission_->Find(handle.key);
+  if (request == nullptr || request->number != handle.number) return;
+  BeginEnd(request, {MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED",
+                               "the client cancelled the request"),
+                     {}});
+}
+
+// Ends the requests that wait for weights which could not be brought.
+void EngineLoop::EndWithoutWeights() {
+  for (const auto& [entries, status] : weights_.TakeFailures()) {
+    std::vector<Request*> waiting;
+    for (Request* request : admission_->Live()) {
+      if (WeightsGate::IsConcerned(*request, entries)) waiting.push_back(request);
+    }
+    for (Request* request : waiting) BeginEnd(request, {status, {}});
+  }
+}
+
+// Returns how many ends have begun by it.
+int EngineLoop::AbortMatching(const AbortTarget& target, const std::string& detail) {
+  std::vector<Request*> matching;
+  for (Request* request : admission_->Live()) {
+    if (request->ending) continue;
+    if (target.tenant && *target.tenant != request->base().tenant) continue;
+    if (target.all || (!target.adapter.is_base() && request->Holds(target.adapter)) ||
+        std::find(target.request_ids.begin(), target.request_ids.end(),
+                  request->base().request_id) != target.request_ids.end()) {
+      matching.push_back(request);
+    }
+  }
+  for (Request* request : matching) BeginEnd(request, {absl::OkStatus(), detail});
+  return static_cast<int>(matching.size());
+}
+
+void EngineLoop::Abort(const AbortTarget& target, const std::string& detail,
+                       const std::function<void(int)>& done) {
+  const int aborted = AbortMatching(target, detail);
+  AfterStepsInFlight([this, aborted, done] { Answer(done, aborted); });
+}
+
+}  // namespace dorad::engine

@@ -1,1 +1,0 @@
-#include "server/ops/cpu/variant.h"

@@ -1,0 +1,68 @@
+// The one table of configuration keys. Parsing, --set, ToYaml, validation and the tests of the
+// documentation use it. A new key needs a member in config.h and a line in config_schema.cc.
+// The table is constant after its first use, hence thread-safe. The program owns it.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "server/platform/config/config.h"
+
+namespace dorad {
+
+using ConfigStringMap = std::vector<std::pair<std::string, std::string>>;
+// Where a key's value lives in a Config.
+using ConfigField = std::variant<std::string*, int64_t*, double*, bool*, std::vector<std::string>*,
+                                 ConfigStringMap*>;
+
+enum class ConfigType {
+  kText,
+  kChoice,  // one of `choices`
+  kListen,  // host:port, [v6]:port or unix:PATH
+  kTcp,     // host:port or [v6]:port
+  kInteger,
+  kBytes,      // 1048576, 512MiB, 2GiB
+  kByteLimit,  // the same, or a share of what there is: 0.5
+  kSeconds,    // a decimal number
+  kShare,      // likewise
+  kBoolean,
+  kFolders,  // list of absolute paths
+  kMap,      // name: text
+};
+
+struct ConfigKey {
+  const char* section;
+  const char* name;
+  ConfigType type;
+  std::function<ConfigField(Config&)> field;
+  double min, max;  // of kInteger, kBytes, kSeconds and kShare, both allowed
+  std::vector<std::string> choices;
+  bool may_be_empty;  // only of kListen and kTcp
+
+  std::string path() const { return std::string(section) + "." + name; }
+};
+
+// In the order of config.h.
+const std::vector<ConfigKey>& ConfigKeys();
+
+// nullptr when there is none.
+const ConfigKey* FindConfigKey(std::string_view section, std::string_view name);
+
+// What values the key takes, for messages and documentation: "integer, 1 to 4096".
+std::string DescribeValues(const ConfigKey& key);
+
+// The known "section.name" nearest to the given one, or "" when nothing is near. A name in the
+// wrong section is found by its name.
+std::string NearestConfigKey(const std::string& section, const std::string& name);
+std::string NearestConfigSection(const std::string& section);
+
+// 1048576 as "1MiB": the largest unit that keeps it whole.
+std::string FormatBytes(int64_t bytes);
+// The shortest decimal text that reads back as the same number.
+std::string FormatDecimal(double value);
+
+}  // namespace dorad

@@ -1,0 +1,18 @@
+// Finds the known name that a misspelt one stands for. Pure functions, hence thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+namespace dorad {
+
+// Names longer than this are not compared: it bounds the work.
+inline constexpr size_t kLongestComparedName = 64;
+
+// Levenshtein.
+size_t EditDistance(std::string_view a, std::string_view b);
+
+// Whether a name at that distance from `text` may be a misspelling of it.
+bool IsNear(size_t distance, std::string_view text);
+
+}  // namespace dorad

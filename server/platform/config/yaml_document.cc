@@ -1,0 +1,44 @@
+#include "server/platform/config/yaml_document.h"
+
+#include <sstream>
+
+#include "yaml-cpp/eventhandler.h"
+
+namespace dorad {
+namespace {
+
+// Remembers where the last document began.
+class DocumentMarks : public YAML::EventHandler {
+ public:
+  YAML::Mark last;
+
+  void OnDocumentStart(const YAML::Mark& mark) override { last = mark; }
+  void OnDocumentEnd() override {}
+  void OnNull(const YAML::Mark&, YAML::anchor_t) override {}
+  void OnAlias(const YAML::Mark&, YAML::anchor_t) override {}
+  void OnScalar(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                const std::string&) override {}
+  void OnSequenceStart(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                       YAML::EmitterStyle::value) override {}
+  void OnSequenceEnd() override {}
+  void OnMapStart(const YAML::Mark&, const std::string&, YAML::anchor_t,
+                  YAML::EmitterStyle::value) override {}
+  void OnMapEnd() override {}
+};
+
+}  // namespace
+
+YAML::Node LoadYamlDocument(const std::string& text) {
+  // yaml-cpp takes a stray token (",", "]") for an empty document without moving past it: Load
+  // ignores the rest of the text, LoadAll makes documents until memory ends. So look for a second
+  // document, and never further.
+  std::istringstream stream(text);
+  YAML::Parser parser(stream);
+  DocumentMarks marks;
+  if (parser.HandleNextDocument(marks) && parser.HandleNextDocument(marks)) {
+    throw YAML::ParserException(marks.last, "a second document, or text that belongs to none");
+  }
+  return YAML::Load(text);
+}
+
+}  // namespace dorad

@@ -1,0 +1,195 @@
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "server/rpc/field_validation.h"
+#include "server/rpc/request_validation.h"
+
+namespace dorad::rpc {
+namespace {
+
+// NaN is in no range.
+bool Within(float value, float low, float high) { return value >= low && value <= high; }
+
+std::string FloatRange(const char* range, float value) {
+  return absl::StrCat(value, " is not in ", range);
+}
+
+engine::InFlightPolicy ReadInFlightPolicy(v1::InFlightPolicy policy,
+                                          const adapter::AdapterRef& adapter,
+                                          Violations* violations) {
+  engine::InFlightPolicy read = engine::InFlightPolicy::kPin;
+  switch (policy) {
+    case v1::IN_FLIGHT_POLICY_UNSPECIFIED:
+    case v1::IN_FLIGHT_POLICY_PIN:
+      return read;
+    case v1::IN_FLIGHT_POLICY_SWITCH_KEEP_KV:
+      read = engine::InFlightPolicy::kSwitchKeepKv;
+      break;
+    case v1::IN_FLIGHT_POLICY_SWITCH_RECOMPUTE:
+      read = engine::InFlightPolicy::kSwitchRecompute;
+      break;
+    default:
+      Add(violations, "in_flight_policy", "IN_FLIGHT_POLICY_INVALID",
+          absl::StrCat("unknown policy ", static_cast<int>(policy)));
+      return read;
+  }
+  if (adapter.is_base() || adapter.version != 0) {
+    Add(violations, "in_flight_policy", "IN_FLIGHT_POLICY_INVALID",
+        "only a request that names an adapter without a version can follow its active one");
+  }
+  return read;
+}
+
+engine::SamplingParams ReadSampling(const v1::SamplingParams& wire, int32_t vocab_size,
+                                    uint64_t default_seed, Violations* violations) {
+  engine::SamplingParams sampling;
+  if (wire.has_temperature()) sampling.temperature = wire.temperature();
+  if (!Within(sampling.temperature, 0.0f, 100.0f)) {
+    Add(violations, "sampling.temperature", "TEMPERATURE_OUT_OF_RANGE",
+        FloatRange("[0, 100]", sampling.temperature));
+  }
+  if (wire.has_top_k()) {
+    constexpr uint32_t kMax = std::numeric_limits<int32_t>::max();
+    if (wire.top_k() == 0 || wire.top_k() > kMax) {
+      Add(violations, "sampling.top_k", "TOP_K_OUT_OF_RANGE",
+          absl::StrCat(wire.top_k(), " is not in [1, ", kMax,
+                       "]; leave it out to keep all tokens"));
+    } else if (wire.top_k() < static_cast<uint32_t>(vocab_size)) {
+      sampling.top_k = static_cast<int32_t>(wire.top_k());
+    }
+  }
+  if (wire.has_top_p()) sampling.top_p = wire.top_p();
+  if (!(sampling.top_p > 0.0f && sampling.top_p <= 1.0f)) {
+    Add(violations, "sampling.top_p", "TOP_P_OUT_OF_RANGE", FloatRange("(0, 1]", sampling.top_p));
+  }
+  if (wire.has_min_p()) sampling.min_p = wire.min_p();
+  if (!Within(sampling.min_p, 0.0f, 1.0f)) {
+    Add(violations, "sampling.min_p", "MIN_P_OUT_OF_RANGE", FloatRange("[0, 1]", sampling.min_p));
+  }
+  sampling.seed = wire.has_seed() ? wire.seed() : default_seed;
+  return sampling;
+}
+
+engine::StopParams ReadStop(const v1::StopParams& wire, int64_t prompt_tokens,
+                            const engine::EngineLimits& limits, Violations* violations) {
+  engine::StopParams stop;
+  // What the prompt leaves of the context; the engine cuts a larger max_tokens to it.
+  const int64_t room = std::max<int64_t>(limits.context_length - prompt_tokens, 1);
+  stop.max_tokens = std::min(limits.max_tokens, room);
+  if (wire.has_max_tokens()) {
+    stop.max_tokens = wire.max_tokens();
+    if (stop.max_tokens < 1 || stop.max_tokens > limits.max_tokens) {
+      Add(violations, "stop.max_tokens", "MAX_TOKENS_OUT_OF_RANGE",
+          absl::StrCat(stop.max_tokens, " is not in [1, ", limits.max_tokens, "]"));
+    }
+  }
+  stop.min_tokens = wire.min_tokens();
+  if (stop.min_tokens > stop.max_tokens) {
+    Add(violations, "stop.min_tokens", "MIN_TOKENS_OUT_OF_RANGE",
+        absl::StrCat(stop.min_tokens, " is greater than max_tokens, ", stop.max_tokens));
+  }
+  stop.stop_token_ids = ReadIds("stop.stop_token_ids", wire.stop_token_ids(), limits.max_stop_ids,
+                                "STOP_IDS_TOO_MANY", limits.vocab_size, violations);
+  stop.ignore_eos = wire.ignore_eos();
+  return stop;
+}
+
+engine::LogprobParams ReadLogprobs(const v1::LogprobParams& wire,
+                                   const engine::EngineLimits& limits, Violations* violations) {
+  engine::LogprobParams logprobs;
+  switch (wire.mode()) {
+    case v1::LOGPROB_MODE_UNSPECIFIED:
+    case v1::LOGPROB_MODE_RAW:
+      logprobs.mode = engine::LogprobMode::kRaw;
+      break;
+    case v1::LOGPROB_MODE_PROCESSED:
+      logprobs.mode = engine::LogprobMode::kProcessed;
+      break;
+    default:
+      Add(violations, "logprobs.mode", "LOGPROB_MODE_INVALID",
+          absl::StrCat("unknown mode ", static_cast<int>(wire.mode())));
+  }
+  logprobs.top_k = ReadTopLogprobs("logprobs.top_k", wire.top_k(), limits, violations);
+  logprobs.chosen_ids =
+      ReadIds("logprobs.chosen_token_ids", wire.chosen_token_ids(), limits.max_chosen_ids,
+              "CHOSEN_IDS_TOO_MANY", limits.vocab_size, violations);
+  return logprobs;
+}
+
+// What all samples together may hold of the server's memory.
+void CheckResultSize(int64_t tokens, int64_t n, int64_t bytes_per_token, int64_t max_message_bytes,
+                     Violations* violations) {
+  const int64_t max_tokens = kMaxResultMessages * max_message_bytes / bytes_per_token;
+  if (tokens <= max_tokens / n) return;
+  Add(violations, "n", "RESPONSE_TOO_LARGE",
+      absl::StrCat("with these log-probabilities all samples together may have ", max_tokens,
+                   " tokens, and ", n, " times ", tokens, " are asked for"));
+}
+
+std::vector<int32_t> ReadPrompt(const std::string& bytes, const engine::EngineLimits& limits,
+                                Violations* violations) {
+  if (bytes.empty()) {
+    Add(violations, "prompt_token_ids", "PROMPT_EMPTY", "a prompt has at least one token");
+    return {};
+  }
+  // One token must remain to be generated.
+  return ReadIds("prompt_token_ids", bytes, limits.context_length - 1, "PROMPT_TOO_LONG",
+                 limits.vocab_size, violations);
+}
+
+}  // namespace
+
+int64_t MaxGenerateBytes(const RequestLimits& limits) {
+  const engine::EngineLimits& engine = limits.engine;
+  const int64_t ids = engine.context_length + engine.max_stop_ids + engine.max_chosen_ids;
+  return kMaxRequestFraming + ids * kIdBytes;
+}
+
+absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
+                                                    const RequestLimits& limits,
+                                                    RequestDefaults defaults) {
+  Violations violations;
+  engine::GenerateInput input;
+  input.request_id = ReadRequestId(request, std::move(defaults.request_id), &violations);
+  input.prompt = ReadPrompt(request.prompt_token_ids(), limits.engine, &violations);
+  input.adapter = ReadAdapter("adapter", request.adapter(), &violations);
+  input.in_flight = ReadInFlightPolicy(request.in_flight_policy(), input.adapter, &violations);
+  const uint32_t n = request.has_n() ? request.n() : 1;
+  if (n < 1 || n > static_cast<uint32_t>(limits.engine.max_n)) {
+    Add(&violations, "n", "N_OUT_OF_RANGE",
+        absl::StrCat(n, " is not in [1, ", limits.engine.max_n, "]"));
+  } else {
+    input.n = static_cast<int32_t>(n);
+  }
+  input.sampling =
+      ReadSampling(request.sampling(), limits.engine.vocab_size, defaults.seed, &violations);
+  input.stop = ReadStop(request.stop(), static_cast<int64_t>(input.prompt.size()), limits.engine,
+                        &violations);
+  if (request.has_logprobs()) {
+    input.logprobs = ReadLogprobs(request.logprobs(), limits.engine, &violations);
+  }
+  if (!v1::ResponseMode_IsValid(request.response_mode())) {
+    Add(&violations, "response_mode", "RESPONSE_MODE_INVALID",
+        absl::StrCat("unknown mode ", static_cast<int>(request.response_mode())));
+  }
+  if (request.cache_salt().size() > kMaxCacheSaltBytes) {
+    Add(&violations, "cache_salt", "CACHE_SALT_TOO_LONG",
+        absl::StrCat(request.cache_salt().size(), " bytes are more than ", kMaxCacheSaltBytes));
+  }
+  if (violations.empty()) {
+    const int64_t room = limits.engine.context_length - static_cast<int64_t>(input.prompt.size());
+    const int64_t tokens = std::min(input.stop.max_tokens, room);
+    const int64_t bytes = BytesPerToken(input.logprobs.top_k, input.logprobs.chosen_ids.size());
+    CheckResponseSize("logprobs", tokens, 0, bytes, limits.max_message_bytes, &violations);
+    CheckResultSize(tokens, input.n, bytes, limits.max_message_bytes, &violations);
+  }
+  if (!violations.empty()) return MakeInvalid("GenerateRequest", std::move(violations));
+  input.cache_salt = request.cache_salt();
+  input.bypass_prefix_cache = request.bypass_prefix_cache();
+  input.priority = request.priority();
+  return input;
+}
+
+}  // namespace dorad::rpc

@@ -1,0 +1,80 @@
+#include "tests/bench/model_shapes.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace dorad::bench {
+namespace {
+
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+model::ModelConfig MustRead(const std::string& name, int64_t layers = 0) {
+  const absl::StatusOr<model::ModelConfig> config = ReadModelShape(name, layers);
+  EXPECT_TRUE(config.ok()) << config.status();
+  return config.value_or(model::ModelConfig());
+}
+
+// Of a DoRA adapter on every linear of the layers: factors and magnitudes.
+int64_t AdapterParameters(const model::ModelConfig& config, int64_t rank) {
+  int64_t parameters = 0;
+  for (const adapter::BaseModule& module : ListModules(config)) {
+    if (module.layer >= 0) parameters += rank * (module.rows + module.cols) + module.rows;
+  }
+  return parameters;
+}
+
+TEST(ModelShapesTest, TheServerReadsEveryShape) {
+  for (const std::string& name : ModelShapeNames()) {
+    const model::ModelConfig config = MustRead(name);
+    EXPECT_EQ(config.windows.size(), config.num_layers) << name;
+    EXPECT_EQ(MustRead(name, 1).num_layers, 1) << name;
+  }
+}
+
+// The paper's models: how many linears they have, and how many parameters, in millions, its
+// adapters of rank 384 have. Any size of a layer that is wrong shows here.
+TEST(ModelShapesTest, AdaptersOfThePapersModelsHaveTheSizesItReports) {
+  struct Known {
+    const char* name;
+    int64_t linears;
+    int64_t millions;
+  };
+  for (const Known& known :
+       {Known{"qwen2.5-vl-32b", 448, 3226}, Known{"qwen3-vl-32b", 448, 3226},
+        Known{"gemma3-27b-plain", 434, 2728}, Known{"mistral-small-24b", 280, 2221},
+        Known{"qwen3-vl-8b", 252, 1049}}) {
+    const model::ModelConfig config = MustRead(known.name);
+    EXPECT_EQ(model::EmbeddingId(config), known.linears) << known.name;
+    EXPECT_EQ((AdapterParameters(config, 384) + 500'000) / 1'000'000, known.millions) << known.name;
+  }
+}
+
+TEST(ModelShapesTest, FamiliesDifferInBiasesNormsAndWindows) {
+  EXPECT_TRUE(MustRead("qwen2.5-vl-32b").qkv_bias);
+  EXPECT_FALSE(MustRead("qwen2.5-vl-32b").qk_norm);
+  EXPECT_TRUE(MustRead("qwen3-vl-32b").qk_norm);
+  EXPECT_FALSE(MustRead("mistral-small-24b").qkv_bias);
+  EXPECT_FALSE(MustRead("mistral-small-24b").qk_norm);
+  EXPECT_THAT(MustRead("mistral-small-24b").windows, Each(0));
+  EXPECT_TRUE(MustRead("gemma3-27b-plain").tied_embeddings);
+}
+
+TEST(ModelShapesTest, LayerTypesRepeat) {
+  EXPECT_THAT(MustRead("gemma3-27b-plain", 8).windows,
+              ElementsAre(1024, 1024, 1024, 1024, 1024, 0, 1024, 1024));
+  const model::ModelConfig config = MustRead("gemma3-27b-plain");
+  EXPECT_EQ(std::count(config.windows.begin(), config.windows.end(), 0), 10);
+}
+
+TEST(ModelShapesTest, AnUnknownNameIsAnsweredWithThoseThereAre) {
+  const absl::Status status = ReadModelShape("qwen3-9b", 0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(status.message(), HasSubstr("qwen3-8b"));
+}
+
+}  // namespace
+}  // namespace dorad::bench

@@ -1,0 +1,169 @@
+#include "server/backends/cuda/model_runner.h"
+
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "server/backends/cuda/adapter.h"
+#include "server/backends/cuda/decoder.h"
+#include "tests/unit/cuda/small_model.h"
+#include "tests/unit/kernels/device.h"
+
+namespace dorad::cuda {
+namespace {
+
+using engine::StepOutput;
+using engine::StepSequence;
+using engine::TokenId;
+
+constexpr int64_t kPages = 64;
+constexpr int64_t kMostPages = 8;  // of a sequence
+
+// With norms of queries and keys, and heads of the attention kernel's own size.
+model::ModelConfig SmallQwen3() {
+  model::ModelConfig config = SmallModel(2);
+  config.model_type = "qwen3";
+  config.num_heads = 4;
+  config.head_dim = 64;
+  config.context_length = kMostPages * engine::kKvPageTokens;
+  config.qkv_bias = false;
+  config.qk_norm = true;
+  return config;
+}
+
+// A sequence that is generated: what the engine would know of it.
+struct Line {
+  std::vector<TokenId> tokens;
+  std::vector<float> logprobs;
+  std::vector<int32_t> pages;
+  engine::SampleWant want;
+  const adapter::LoadedAdapter* adapter = nullptr;
+  int64_t begun = 0;   // positions
+  int32_t index = -1;  // in the step that began last
+  size_t first_step = 0;
+};
+
+class CudaModelRunnerTest : public kernels::KernelTest {
+ protected:
+  void SetUp() override {
+    kernels::KernelTest::SetUp();
+    if (IsSkipped()) return;
+    model_ = Must(CudaModel::Random(SmallQwen3(), 1, &ledger_));
+    for (const int rank : {8, 64}) {
+      adapters_.push_back(std::make_unique<adapter::LoadedAdapter>(
+          "a", rank, adapter::AdapterSummary(),
+          Must(MakeRandomAdapter(*model_, rank, static_cast<uint32_t>(rank), &ledger_))));
+    }
+    raw_.mode = engine::LogprobMode::kRaw;
+    raw_.top_k = 2;
+  }
+
+  // Prompts of different lengths over the base and both adapters; the later ones come when the
+  // earlier ones decode, so that some steps are mixed.
+  std::deque<Line> Lines() const {
+    std::deque<Line> lines;
+    for (int i = 0; i < 7; ++i) {
+      Line& line = lines.emplace_back();
+      for (int t = 0; t < 3 + 11 * (i % 3); ++t) line.tokens.push_back((17 * i + 29 * t) % 1000);
+      for (int p = 0; p < kMostPages; ++p) line.pages.push_back(PageAt(kMostPages * i + p));
+      line.want.sampling.temperature = i % 2 == 0 ? 0.0f : 0.8f;
+      line.want.sampling.seed = static_cast<uint64_t>(i);
+      line.want.logprobs = &raw_;
+      if (i % 3 != 0) line.adapter = adapters_[i % 3 - 1].get();
+      line.first_step = i < 4 ? 0 : 2 * i;
+    }
+    return lines;
+  }
+
+  // `steps` steps, each begun when `ahead` others are in flight.
+  std::vector<Line> Generate(size_t steps, int ahead) {
+    auto runner = Must(MakeCudaModelRunner(model_.get(), {kv_pages_, 128, 256, 8}, &ledger_));
+    for (const int32_t chunk : away_) runner->kv_chunks()->Unmap(chunk);
+    EXPECT_GT(runner->max_steps_in_flight(), ahead);
+    std::deque<Line> lines = Lines();
+    std::deque<std::vector<Line*>> in_flight;
+    const auto finish = [&] {
+      const std::vector<StepOutput> outputs = Must(runner->Finish());
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        Line& line = *in_flight.front()[i];
+        line.tokens.push_back(outputs[i].token);
+        for (const float value : outputs[i].logprobs.logprobs) line.logprobs.push_back(value);
+        for (const float value : outputs[i].logprobs.top_logprobs) line.logprobs.push_back(value);
+      }
+      in_flight.pop_front();
+    };
+    for (size_t step = 0; step < steps; ++step) {
+      std::vector<Line*> in_step;
+      for (Line& line : lines) {
+        if (step >= line.first_step) in_step.push_back(&line);
+      }
+      // Whatever the order, a row finds the one that it follows.
+      std::rotate(in_step.begin(), in_step.begin() + step % in_step.size(), in_step.end());
+      std::vector<StepSequence> sequences;
+      for (Line* const at : in_step) {
+        Line& line = *at;
+        const auto known = static_cast<int64_t>(line.tokens.size());
+        StepSequence s;
+        s.position = line.begun;
+        if (line.begun == known) {
+          s.follows = line.index;
+          s.tokens = absl::MakeConstSpan(line.tokens).subspan(0, 1);  // anything
+        } else {
+          s.tokens = absl::MakeConstSpan(line.tokens).subspan(line.begun);
+        }
+        line.begun += static_cast<int64_t>(s.tokens.size());
+        line.want.position = line.begun;
+        s.pages = line.pages;
+        s.adapter = line.adapter;
+        s.sample = &line.want;
+        line.index = static_cast<int32_t>(sequences.size());
+        sequences.push_back(s);
+      }
+      EXPECT_TRUE(runner->Begin(sequences).ok());
+      in_flight.push_back(std::move(in_step));
+      if (static_cast<int>(in_flight.size()) > ahead) finish();
+    }
+    while (!in_flight.empty()) finish();
+    return {lines.begin(), lines.end()};
+  }
+
+  // Every second page lies in the cache's last chunk, if there are three.
+  int32_t PageAt(int32_t index) const {
+    const auto chunk = static_cast<int32_t>(KvLayoutOf(SmallQwen3()).chunk_pages());
+    return kv_pages_ > 2 * chunk && index % 2 == 1 ? 2 * chunk + index : index;
+  }
+
+  MemoryLedger ledger_;
+  int64_t kv_pages_ = kPages;
+  std::vector<int32_t> away_;  // chunks of the cache
+  engine::LogprobParams raw_;
+  std::unique_ptr<CudaModel> model_;
+  std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
+};
+
+TEST_F(CudaModelRunnerTest, PagesServeAlikeWhereverTheyLieAndWhateverIsAway) {
+  const std::vector<Line> expected = Generate(24, 1);
+  kv_pages_ = 3 * KvLayoutOf(SmallQwen3()).chunk_pages() - kSparePages;
+  away_ = {1};
+  const std::vector<Line> got = Generate(24, 1);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].tokens, expected[i].tokens);
+    EXPECT_EQ(got[i].logprobs, expected[i].logprobs);
+  }
+}
+
+TEST_F(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
+  const std::vector<Line> one = Generate(40, 0);
+  const std::vector<Line> two = Generate(40, 1);
+  for (size_t i = 0; i < one.size(); ++i) {
+    EXPECT_EQ(one[i].tokens, two[i].tokens) << i;
+    EXPECT_EQ(one[i].logprobs, two[i].logprobs) << i;
+    EXPECT_EQ(one[i].tokens.size(), Lines()[i].tokens.size() + 40 - one[i].first_step);
+  }
+}
+
+}  // namespace
+}  // namespace dorad::cuda

@@ -1,0 +1,505 @@
+// Pauses of one adapter; those of everything are in engine_test.cc.
+#include "server/engine/pauses.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "absl/strings/str_cat.h"
+#include "server/platform/error.h"
+#include "tests/unit/support/engine_fixture.h"
+
+namespace dorad::engine {
+namespace {
+
+class PausesTest : public EngineTest {
+ protected:
+  int Pause(PauseMode mode, adapter::AdapterRef scope) {
+    absl::Notification done;
+    int affected = -1;
+    engine_->Pause({mode, std::move(scope)}, [&](absl::StatusOr<int> count) {
+      affected = count.value_or(-1);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    return affected;
+  }
+
+  void Resume(adapter::AdapterRef scope) {
+    absl::Notification done;
+    engine_->Resume(std::move(scope), [&] { done.Notify(); });
+    done.WaitForNotification();
+  }
+
+  // A Pause(WAIT), whose end is not waited for.
+  struct Waiting {
+    uint64_t pause_id = 0;
+    absl::Notification over;
+    absl::StatusOr<int> result = -1;
+  };
+  std::unique_ptr<Waiting> BeginWait(const adapter::AdapterRef& scope) {
+    auto waiting = std::make_unique<Waiting>();
+    waiting->pause_id =
+        engine_->Pause({PauseMode::kWait, scope}, [w = waiting.get()](absl::StatusOr<int> result) {
+          w->result = std::move(result);
+          w->over.Notify();
+        });
+    return waiting;
+  }
+
+  // How a request of the adapter goes that is sent now.
+  absl::Status Try(std::shared_ptr<const adapter::LoadedAdapter> adapter) {
+    auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+    const absl::Status status =
+        engine_->Submit(Input(Prompt(5), 3, std::move(adapter)), stream).status();
+    return status.ok() ? Wait(*stream).status : status;
+  }
+
+  // Steps that take so long that a pause comes before the end of what runs.
+  void StartSlowly() {
+    Start(DefaultOptions(), 64);
+    runner_->on_step = [] {
+      absl::SleepFor(absl::Microseconds(200));
+      return absl::OkStatus();
+    };
+  }
+
+  // Nothing of the stream within the time in which others end.
+  void ExpectSilent(TokenStream& stream) {
+    while (stream.Take()) {
+    }
+    EXPECT_TRUE(Wait(*Submit(Input(Prompt(7), 30))).status.ok());
+    EXPECT_FALSE(stream.Take().has_value());
+    EXPECT_FALSE(stream.Ended().has_value());
+  }
+
+  const adapter::AdapterRef a_{"a", 0};
+  const adapter::AdapterRef a1_{"a", 1};
+};
+
+TEST_F(PausesTest, KeepFreezesTheRequestsOfOneAdapterOnly) {
+  StartSlowly();
+  GenerateInput input = Input(Prompt(5), 400, MakeAdapter("a", 1));
+  const SampleText expected = Expected(input, 0, 512);
+  auto frozen = Submit(std::move(input));
+  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 1);
+  const EngineStats stats = engine_->stats();
+  EXPECT_FALSE(stats.paused);
+  EXPECT_EQ(stats.frozen_requests, 1);
+  EXPECT_THAT(stats.paused_adapters, testing::ElementsAre(a_));
+  auto late = Submit(Input(Prompt(5), 3, MakeAdapter("a", 2)));
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 9, MakeAdapter("b", 1)))).status.ok());
+  ExpectSilent(*late);
+  Resume(a_);
+  EXPECT_EQ(Wait(*late).samples.at(0).tokens.size(), 3u);
+  EXPECT_EQ(Wait(*frozen).samples.at(0).tokens, expected.tokens);
+  EXPECT_EQ(engine_->stats().frozen_requests, 0);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, NothingIsBeingComputedWhenAPauseThatKeepsIsAnswered) {
+  for (const adapter::AdapterRef& scope : {adapter::AdapterRef(), a_}) {
+    StartSlowly();
+    std::atomic<int> begun = 0, finished = 0;
+    absl::Notification running;
+    runner_->on_begin = [&](auto) {
+      ++begun;
+      return absl::OkStatus();
+    };
+    runner_->on_step = [&] {
+      absl::SleepFor(absl::Microseconds(200));
+      if (++finished == 20) running.Notify();
+      return absl::OkStatus();
+    };
+    auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+    running.WaitForNotification();  // two steps in flight by now
+    ASSERT_EQ(Pause(PauseMode::kKeep, scope), 1);
+    EXPECT_EQ(begun, finished);
+    size_t tokens = 0;
+    while (const auto delta = stream->Take()) tokens += delta->token_ids.size();
+    EXPECT_EQ(tokens, static_cast<size_t>(finished)) << "every step's token has been delivered";
+    Resume({});
+    EXPECT_TRUE(Wait(*stream).status.ok());
+    ExpectEverythingBack();
+  }
+}
+
+TEST_F(PausesTest, AVersionIsPausedWithoutItsSiblings) {
+  Start(DefaultOptions(), 64);
+  ASSERT_EQ(Pause(PauseMode::kKeep, a1_), 0);
+  auto frozen = Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)));
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, MakeAdapter("a", 2)))).status.ok());
+  ExpectSilent(*frozen);
+  Resume(a_);  // another pause, of which there is none
+  ExpectSilent(*frozen);
+  Resume({});  // every pause
+  EXPECT_TRUE(Wait(*frozen).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AnEngineWithFrozenRequestsOnlyIsIdle) {
+  Start(DefaultOptions(), 64);
+  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 0);
+  auto frozen = Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)));
+  const uint64_t steps = engine_->stats().steps;
+  absl::SleepFor(absl::Milliseconds(50));
+  EXPECT_EQ(engine_->stats().steps, steps);
+  Cancel(frozen);
+  EXPECT_EQ(Wait(*frozen).status.code(), absl::StatusCode::kCancelled);
+  Resume({});
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AbortEndsTheRequestsOfOneAdapterOnly) {
+  StartSlowly();
+  auto ended = Submit(Input(Prompt(5), 500, MakeAdapter("a", 1)));
+  auto other = Submit(Input(Prompt(5), 400, MakeAdapter("b", 1)));
+  EXPECT_EQ(Pause(PauseMode::kAbort, a_), 1);
+  EXPECT_TRUE(Wait(*ended).status.ok());
+  EXPECT_EQ(Wait(*other).samples.at(0).tokens.size(), 400u);
+  auto later = Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)));
+  ExpectSilent(*later);
+  Resume(a_);
+  EXPECT_TRUE(Wait(*later).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, WaitRefusesTheAdapterAndAnswersWhenItsRequestsHaveEnded) {
+  StartSlowly();
+  auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  auto other = Submit(Input(Prompt(5), 500, MakeAdapter("b", 1)));
+  EXPECT_EQ(Pause(PauseMode::kWait, a_), 1);
+  EXPECT_EQ(Wait(*running).samples.at(0).tokens.size(), 400u);
+  auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+  const absl::Status refused =
+      engine_->Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)), stream).status();
+  EXPECT_EQ(ReasonOf(refused), "ENGINE_PAUSED");
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3))).status.ok());
+  Resume(a_);
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)))).status.ok());
+  EXPECT_TRUE(Wait(*other).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, FrozenRequestsGiveTheirPagesToOthersAndLoseNoToken) {
+  Start(DefaultOptions(), 24);  // 384 tokens
+  std::vector<std::shared_ptr<TokenStream>> frozen;
+  std::vector<std::vector<TokenId>> expected;
+  absl::Notification begun;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 10) begun.Notify();
+    return absl::OkStatus();
+  };
+  for (int i = 0; i < 3; ++i) {
+    GenerateInput input = Input(Prompt(60, 100 + i), 300, MakeAdapter("a", 1));
+    expected.push_back(Expected(input, 0, 384).tokens);
+    frozen.push_back(Submit(std::move(input)));
+  }
+  begun.WaitForNotification();
+  Pause(PauseMode::kKeep, a_);
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(Wait(*Submit(Input(Prompt(250, 500 + i), 60))).samples.at(0).tokens.size(), 60u);
+  }
+  Resume(a_);
+  for (int i = 0; i < 3; ++i) EXPECT_EQ(Wait(*frozen[i]).samples.at(0).tokens, expected[i]) << i;
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, ARunningRequestTakesThePagesOfFrozenOnesBeforeItsOwn) {
+  Start(DefaultOptions(), 24, /*max_steps_in_flight=*/1);
+  absl::Notification begun;
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 3) begun.Notify();
+    absl::SleepFor(absl::Microseconds(500));
+    return absl::OkStatus();
+  };
+  GenerateInput input = Input(Prompt(90), 200, MakeAdapter("a", 1));
+  const SampleText expected = Expected(input, 0, 384);
+  auto frozen = Submit(std::move(input));
+  begun.WaitForNotification();
+  Pause(PauseMode::kKeep, a_);
+  // Together with the six pages of the frozen one it needs more than there are.
+  const SampleText sample = Wait(*Submit(Input(Prompt(250, 500), 60))).samples.at(0);
+  EXPECT_EQ(sample.tokens.size(), 60u);
+  EXPECT_EQ(sample.finish.usage.preemptions, 0u);
+  Resume(a_);
+  EXPECT_EQ(Wait(*frozen).samples.at(0).tokens, expected.tokens);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, ARequestThatGoesOverToAPausedVersionFreezes) {
+  Start(DefaultOptions(), 64);
+  const auto first = MakeAdapter("a", 1);
+  const auto second = MakeAdapter("a", 2);
+  std::atomic<bool> moved = false;
+  GenerateInput input = Input(Prompt(5), 300, first);
+  input.in_flight = InFlightPolicy::kSwitchRecompute;
+  input.follow = [&]() -> absl::StatusOr<adapter::AdapterLease> {
+    return leases_.Take(moved ? second : first);
+  };
+  ASSERT_EQ(Pause(PauseMode::kKeep, {"a", 2}), 0);
+  runner_->on_step = [&, step = 0]() mutable {
+    if (++step == 5) {
+      moved = true;
+      engine_->NoteActivated();
+    }
+    return absl::OkStatus();
+  };
+  auto stream = Submit(std::move(input));
+  const absl::Time limit = absl::Now() + absl::Seconds(20);
+  while (engine_->stats().frozen_requests == 0 && absl::Now() < limit) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  ASSERT_EQ(engine_->stats().frozen_requests, 1);
+  Resume({"a", 2});
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 300u);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, APauseThatWaitsIsOvertakenByItsOwnScopeAndByEverything) {
+  for (const adapter::AdapterRef& by : {a_, adapter::AdapterRef()}) {
+    StartSlowly();
+    auto stream = Submit(Input(Prompt(5), 300, MakeAdapter("a", 1)));
+    absl::Notification overtaken;
+    absl::StatusOr<int> result;
+    engine_->Pause({PauseMode::kWait, a_}, [&](absl::StatusOr<int> r) {
+      result = std::move(r);
+      overtaken.Notify();
+    });
+    Resume({"b", 0});  // none of its business
+    EXPECT_FALSE(overtaken.HasBeenNotified());
+    Resume(by);
+    overtaken.WaitForNotification();
+    EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
+    Wait(*stream);
+  }
+}
+
+// Who may pause some adapter cannot end a pause of everything.
+TEST_F(PausesTest, APauseOfEverythingWaitsOnWhateverComesOfOneAdapter) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  absl::Notification in_effect;
+  absl::StatusOr<int> result;
+  engine_->Pause({PauseMode::kWait, {}}, [&](absl::StatusOr<int> r) {
+    result = std::move(r);
+    in_effect.Notify();
+  });
+  Resume(a_);
+  absl::Notification refused;
+  engine_->Pause({PauseMode::kKeep, a_}, [&](const absl::StatusOr<int>& r) {
+    EXPECT_EQ(ReasonOf(r.status()), "PAUSE_SUPERSEDED");
+    refused.Notify();
+  });
+  refused.WaitForNotification();
+  EXPECT_EQ(engine_->stats().frozen_requests, 0);
+  EXPECT_FALSE(in_effect.HasBeenNotified());
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
+  in_effect.WaitForNotification();
+  EXPECT_EQ(*result, 1);
+  EXPECT_TRUE(engine_->stats().paused);
+  Resume({});
+  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3))).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AWithdrawnPauseRefusesAndStopsNobody) {
+  for (const adapter::AdapterRef& scope : {adapter::AdapterRef(), a_, a1_}) {
+    StartSlowly();
+    auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+    const auto waiting = BeginWait(scope);
+    EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
+    EXPECT_THAT(engine_->stats().pending_pauses, testing::ElementsAre(scope));
+    engine_->CancelPause(waiting->pause_id);
+    waiting->over.WaitForNotification();
+    EXPECT_EQ(waiting->result.status().code(), absl::StatusCode::kCancelled);
+    EXPECT_TRUE(Try(MakeAdapter("a", 1)).ok());
+    EXPECT_EQ(Wait(*running).samples.at(0).tokens.size(), 400u);
+    EXPECT_TRUE(Try(MakeAdapter("a", 1)).ok());
+    const EngineStats stats = engine_->stats();
+    EXPECT_TRUE(!stats.paused && stats.paused_adapters.empty() && stats.pending_pauses.empty());
+    ExpectEverythingBack();
+  }
+}
+
+TEST_F(PausesTest, OfTwoWhoWaitForTheSameOneMayWithdraw) {
+  StartSlowly();
+  auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  const auto first = BeginWait(a_);
+  const auto second = BeginWait(a_);
+  engine_->CancelPause(first->pause_id);
+  first->over.WaitForNotification();
+  EXPECT_EQ(first->result.status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
+  EXPECT_TRUE(Wait(*running).status.ok());
+  second->over.WaitForNotification();
+  EXPECT_EQ(second->result.value(), 1);
+  EXPECT_THAT(engine_->stats().paused_adapters, testing::ElementsAre(a_));
+  engine_->CancelPause(second->pause_id);  // too late
+  EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
+  Resume(a_);
+  EXPECT_TRUE(Try(MakeAdapter("a", 1)).ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, WhatAPauseThatWaitedLetRunIsFrozenAgainWhenThatIsWithdrawn) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 1);
+  const auto waiting = BeginWait({});
+  const absl::Time limit = absl::Now() + absl::Seconds(20);
+  while (engine_->stats().frozen_requests > 0 && absl::Now() < limit) {
+    absl::SleepFor(absl::Milliseconds(1));
+  }
+  EXPECT_TRUE(engine_->stats().paused_adapters.empty()) << "none stands still meanwhile";
+  engine_->CancelPause(waiting->pause_id);
+  waiting->over.WaitForNotification();
+  EXPECT_EQ(engine_->stats().frozen_requests, 1);
+  EXPECT_THAT(engine_->stats().paused_adapters, testing::ElementsAre(a_));
+  ExpectSilent(*stream);
+  Resume(a_);
+  EXPECT_TRUE(Wait(*stream).status.ok());
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, AWiderPauseOvertakesTheOneThatWaitsForAPart) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  const auto waiting = BeginWait(a1_);
+  EXPECT_EQ(Pause(PauseMode::kKeep, a_), 1);
+  waiting->over.WaitForNotification();
+  EXPECT_EQ(ReasonOf(waiting->result.status()), "PAUSE_SUPERSEDED");
+  EXPECT_EQ(engine_->stats().frozen_requests, 1);
+  Resume(a_);
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, WhatIsWaitedForRunsThoughAWiderPauseOfTheAdapterKeepsIt) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  auto sibling = Submit(Input(Prompt(5), 40, MakeAdapter("a", 2)));
+  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 2);
+  EXPECT_EQ(Pause(PauseMode::kWait, a1_), 1);
+  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
+  ExpectSilent(*sibling);
+  EXPECT_EQ(engine_->stats().frozen_requests, 1);
+  Resume({});
+  EXPECT_TRUE(Wait(*sibling).status.ok());
+  ExpectEverythingBack();
+}
+
+// Keeping some of what a pause waits for would have it wait for ever.
+TEST_F(PausesTest, NothingIsKeptOfWhatAPauseOfAllVersionsWaitsFor) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  const auto waiting = BeginWait(a_);
+  const auto part = BeginWait(a1_);
+  EXPECT_EQ(Pause(PauseMode::kKeep, a1_), -1);
+  EXPECT_TRUE(Wait(*stream).status.ok());
+  for (const auto* each : {&waiting, &part}) {
+    (*each)->over.WaitForNotification();
+    EXPECT_EQ((*each)->result.value_or(-1), 1) << "what is refused overtakes nobody";
+  }
+  Resume({});
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, ATenantHasAShareOfThePausesAndOfThoseThatWait) {
+  StartSlowly();
+  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
+  std::atomic<int> full = 0, answered = 0;
+  const auto count = [&](const absl::StatusOr<int>& result) {
+    full += ReasonOf(result.status()) == "PAUSES_FULL";
+    ++answered;
+  };
+  // Any number may wait for the same.
+  for (int i = 0; i < 2000; ++i) engine_->Pause({PauseMode::kWait, a_, "small"}, count);
+  for (int i = 0; i < 2000; ++i) {
+    const PauseMode mode = i % 2 == 0 ? PauseMode::kKeep : PauseMode::kWait;
+    engine_->Pause({mode, {absl::StrCat("n", i), 0}, "small"}, count);
+  }
+  absl::Notification other;
+  engine_->Pause({PauseMode::kKeep, {"b", 0}, "other"}, [&](const absl::StatusOr<int>& result) {
+    EXPECT_TRUE(result.ok()) << result.status();
+    other.Notify();
+  });
+  other.WaitForNotification();
+  EXPECT_EQ(full, 2000 - (Pauses::kMostOfTenant - 1));
+  Resume({});
+  EXPECT_EQ(answered, 4000);
+  Wait(*stream);
+  ExpectEverythingBack();
+}
+
+TEST_F(PausesTest, PausesAreBoundedAndOneTooManyStopsNobody) {
+  Start(DefaultOptions(), 64);
+  std::atomic<int> answered = 0;
+  for (int i = 0; i < Pauses::kMost; ++i) {
+    engine_->Pause({PauseMode::kKeep, {absl::StrCat("n", i), 0}},
+                   [&](const absl::StatusOr<int>& r) {
+                     EXPECT_TRUE(r.ok());
+                     ++answered;
+                   });
+  }
+  for (const PauseMode mode : {PauseMode::kKeep, PauseMode::kWait, PauseMode::kAbort}) {
+    absl::Notification refused;
+    engine_->Pause({mode, a_}, [&](const absl::StatusOr<int>& r) {
+      EXPECT_EQ(ReasonOf(r.status()), "PAUSES_FULL");
+      refused.Notify();
+    });
+    refused.WaitForNotification();
+    EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3, MakeAdapter("a", 1)))).status.ok());
+  }
+  EXPECT_EQ(answered, Pauses::kMost);
+  EXPECT_EQ(Pause(PauseMode::kKeep, {"n7", 0}), 0) << "which is there";
+  Resume({"n8", 0});
+  EXPECT_EQ(Pause(PauseMode::kKeep, a_), 0);
+  Resume({});
+  ExpectEverythingBack();
+}
+
+// Whoever pauses and resumes what, every request ends with its tokens.
+TEST_F(PausesTest, RandomPausesLoseNoToken) {
+  for (uint32_t seed = 1; seed <= 8; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    const auto below = [&](int n) { return static_cast<int>(random() % n); };
+    Start(DefaultOptions(), 30 + below(20));
+    const adapter::AdapterRef scopes[] = {{}, {"a", 0}, {"a", 1}, {"a", 2}, {"b", 0}};
+    std::vector<std::shared_ptr<TokenStream>> streams;
+    std::vector<SampleText> expected;
+    std::vector<uint64_t> tickets;
+    for (int i = 0; i < 60; ++i) {
+      GenerateInput input = Input(Prompt(1 + below(80), 100 + below(50)), 1 + below(60),
+                                  MakeAdapter(below(2) ? "a" : "b", 1 + below(2)));
+      const SampleText text = Expected(input, 0, 512);
+      auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+      if (engine_->Submit(std::move(input), stream).ok()) {
+        streams.push_back(stream);
+        expected.push_back(text);
+      }
+      const adapter::AdapterRef& scope = scopes[below(5)];
+      if (below(3) == 0) {
+        const PauseMode mode = below(2) ? PauseMode::kKeep : PauseMode::kWait;
+        tickets.push_back(engine_->Pause({mode, scope}, [](auto) {}));
+      } else if (below(3) == 0 && !tickets.empty()) {
+        engine_->CancelPause(tickets[random() % tickets.size()]);
+      } else if (below(3) == 0) {
+        engine_->Resume(scope, [] {});
+      }
+    }
+    Resume({});
+    for (size_t i = 0; i < streams.size(); ++i) {
+      const Outcome outcome = Wait(*streams[i]);
+      // A pause that refuses may have come before the request entered.
+      if (ReasonOf(outcome.status) == "ENGINE_PAUSED") continue;
+      EXPECT_EQ(outcome.samples.at(0).tokens, expected[i].tokens) << i;
+    }
+    ExpectEverythingBack();
+  }
+}
+
+}  // namespace
+}  // namespace dorad::engine

@@ -1,0 +1,192 @@
+// Random traffic: whatever happens, what is delivered is right and everything comes back.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/synchronization/mutex.h"
+#include "server/engine/engine.h"
+#include "server/platform/error.h"
+#include "tests/unit/support/engine_fixture.h"
+
+namespace dorad::engine {
+namespace {
+
+// A request of random traffic, and what a run of its own gives.
+struct Pending {
+  std::shared_ptr<TokenStream> stream;
+  std::vector<SampleText> expected;
+  bool cancelled = false;  // or another end before its last token
+};
+
+// No page that a row of the step writes is any other sequence's in the same step.
+void ExpectPagesApart(absl::Span<const StepSequence> step) {
+  std::map<int32_t, int> users;  // sequences of the step, by page
+  for (const StepSequence& s : step) {
+    for (const int32_t page : s.pages) ++users[page];
+  }
+  for (const StepSequence& s : step) {
+    const auto end = s.position + static_cast<int64_t>(s.tokens.size());
+    for (int64_t p = s.position / kKvPageTokens; p * kKvPageTokens < end; ++p) {
+      EXPECT_EQ(users[s.pages[p]], 1) << "page " << s.pages[p];
+    }
+  }
+}
+
+// What has come is right, and complete where the sample ended by itself.
+void ExpectRightAsFarAsItGoes(const Outcome& outcome, const std::vector<SampleText>& all) {
+  for (const auto& [index, sample] : outcome.samples) {
+    const std::vector<TokenId>& expected = all[index].tokens;
+    ASSERT_LE(sample.tokens.size(), expected.size());
+    EXPECT_TRUE(std::equal(sample.tokens.begin(), sample.tokens.end(), expected.begin()));
+    if (sample.finish.reason == FinishReason::kLength ||
+        sample.finish.reason == FinishReason::kStop) {
+      EXPECT_EQ(sample.tokens, expected);
+    }
+  }
+}
+
+// Random arrivals, cancels, aborts and deadlines over few pages, also while rows are in flight:
+// whatever finishes has exactly the tokens of a run of its own, and everything is given back.
+TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
+  for (uint32_t seed = 0; seed < 6; ++seed) {
+    std::mt19937 random(seed);
+    EngineOptions options = DefaultOptions();
+    options.max_step_tokens = 1 + random() % 60;
+    options.max_running_sequences = 1 + random() % 12;
+    const int64_t pages = 6 + random() % 20;
+    Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2);
+    const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
+        nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1)};
+    runner_->on_begin = [](absl::Span<const StepSequence> step) {
+      ExpectPagesApart(step);
+      return absl::OkStatus();
+    };
+    // Ends that come while a step is computed.
+    absl::Mutex mu;
+    std::vector<std::pair<std::string, std::shared_ptr<TokenStream>>> victims;
+    runner_->on_step = [&, ends = std::mt19937(seed + 1000)]() mutable {
+      absl::MutexLock lock(&mu);
+      if (victims.empty() || ends() % 4 != 0) return absl::OkStatus();
+      const auto& [id, stream] = victims.back();
+      if (ends() % 2 == 0) {
+        Cancel(stream);
+      } else {
+        engine_->Abort({.request_ids = {id}}, "random", [](int) {});
+      }
+      victims.pop_back();
+      return absl::OkStatus();
+    };
+    std::vector<Pending> pending;
+    for (int i = 0; i < 120; ++i) {
+      GenerateInput input = Input(Prompt(1 + random() % 70, random() % 3), 1 + random() % 30,
+                                  adapters[random() % adapters.size()]);
+      input.n = 1 + random() % 4;
+      input.sampling.temperature = random() % 2;
+      input.sampling.seed = random();
+      input.stop.ignore_eos = random() % 2;
+      input.priority = random() % 3;
+      input.bypass_prefix_cache = random() % 4 == 0;
+      Pending p;
+      if (random() % 12 == 0) {
+        input.deadline = absl::Now() + absl::Microseconds(500 + random() % 20000);
+        p.cancelled = true;
+      }
+      for (int s = 0; s < input.n; ++s) {
+        p.expected.push_back(Expected(input, s, engine_->limits().context_length,
+                                      /*stop_at_eos=*/!input.stop.ignore_eos));
+      }
+      const std::string id = input.request_id;
+      p.stream = Submit(std::move(input));
+      if (random() % 8 == 0) {
+        Cancel(p.stream);
+        p.cancelled = true;
+      } else if (random() % 10 == 0) {
+        engine_->Abort({.request_ids = {id}}, "random", [](int) {});
+        p.cancelled = true;
+      } else if (random() % 6 == 0) {
+        absl::MutexLock lock(&mu);
+        victims.emplace_back(id, p.stream);
+        p.cancelled = true;
+      }
+      pending.push_back(std::move(p));
+      if (random() % 5 == 0) absl::SleepFor(absl::Microseconds(random() % 2000));
+    }
+    for (Pending& p : pending) {
+      const Outcome outcome = Wait(*p.stream);
+      ASSERT_TRUE(p.cancelled || outcome.status.code() != absl::StatusCode::kDeadlineExceeded);
+      ASSERT_TRUE(outcome.status.code() != absl::StatusCode::kDeadlineExceeded ||
+                  ReasonOf(outcome.status) == "DEADLINE_EXCEEDED");
+      ASSERT_NO_FATAL_FAILURE(ExpectRightAsFarAsItGoes(outcome, p.expected));
+      if (!p.cancelled) {
+        EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+        EXPECT_EQ(outcome.samples.size(), p.expected.size());
+      }
+    }
+    ExpectEverythingBack();
+    engine_.reset();
+  }
+}
+
+// Steps that do not begin, steps that fail with another behind them, rows that are not finite and
+// clients that leave: what is delivered is right as far as it goes, and everything comes back.
+TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
+  for (uint32_t seed = 0; seed < 8; ++seed) {
+    std::mt19937 random(seed + 100);
+    EngineOptions options = DefaultOptions();
+    options.max_step_tokens = 4 + random() % 60;
+    options.max_running_sequences = 2 + random() % 12;
+    Start(options, 8 + random() % 20, /*max_steps_in_flight=*/1 + seed % 2);
+    auto faults = std::make_shared<std::mt19937>(seed);  // the engine's thread
+    runner_->on_begin = [faults](auto) {
+      return (*faults)() % 60 == 0 ? absl::InternalError("begin") : absl::OkStatus();
+    };
+    runner_->on_step = [faults] {
+      return (*faults)() % 60 == 0 ? absl::InternalError("finish") : absl::OkStatus();
+    };
+    runner_->poison = 77;
+    const auto adapter = MakeAdapter("a", 1);
+    std::vector<Pending> pending;
+    for (int i = 0; i < 100; ++i) {
+      GenerateInput input = Input(Prompt(1 + random() % 50, random() % 3), 1 + random() % 40,
+                                  random() % 2 == 0 ? adapter : nullptr);
+      input.n = 1 + random() % 3;
+      input.sampling.temperature = random() % 2;
+      input.sampling.seed = random();
+      input.stop.ignore_eos = false;
+      Pending p;
+      for (int s = 0; s < input.n; ++s) {
+        p.expected.push_back(
+            Expected(input, s, engine_->limits().context_length, /*stop_at_eos=*/true));
+      }
+      p.stream = Submit(std::move(input));
+      if (random() % 10 == 0) {
+        Cancel(p.stream);
+        p.cancelled = true;
+      }
+      pending.push_back(std::move(p));
+      if (random() % 5 == 0) absl::SleepFor(absl::Microseconds(random() % 1000));
+    }
+    int failed = 0;
+    for (Pending& p : pending) {
+      const Outcome outcome = Wait(*p.stream);
+      failed += outcome.status.code() == absl::StatusCode::kInternal ? 1 : 0;
+      EXPECT_TRUE(outcome.status.ok() || outcome.status.code() == absl::StatusCode::kInternal ||
+                  (p.cancelled && outcome.status.code() == absl::StatusCode::kCancelled))
+          << outcome.status;
+      ASSERT_NO_FATAL_FAILURE(ExpectRightAsFarAsItGoes(outcome, p.expected));
+    }
+    EXPECT_GT(failed, 0) << "the test meant to fail steps";
+    EXPECT_LT(failed, 100);
+    ExpectEverythingBack();
+    engine_.reset();
+  }
+}
+
+}  // namespace
+}  // namespace dorad::engine

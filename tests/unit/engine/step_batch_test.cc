@@ -1,0 +1,85 @@
+#include "server/engine/step_batch.h"
+
+#include <memory>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace dorad::engine {
+namespace {
+
+using ::testing::ElementsAre;
+
+class StepBatchTest : public ::testing::Test {
+ protected:
+  StepBatchTest() {
+    for (int i = 0; i < 2; ++i) {
+      adapters_.push_back(
+          std::make_unique<adapter::LoadedAdapter>("a", i + 1, adapter::AdapterSummary()));
+    }
+  }
+
+  // A sequence of `tokens` rows; adapter -1 is the base.
+  StepSequence Sequence(int tokens, int adapter) {
+    StepSequence sequence;
+    sequence.tokens = absl::MakeConstSpan(tokens_).subspan(0, tokens);
+    if (adapter >= 0) sequence.adapter = adapters_[adapter].get();
+    return sequence;
+  }
+
+  std::vector<TokenId> tokens_ = std::vector<TokenId>(8);
+  std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
+  const SampleWant sample_{};
+  const ScoreWant score_{};
+};
+
+TEST_F(StepBatchTest, PutsRowsOfOneAdapterNextToEachOtherAndKeepsArrivalWithin) {
+  const std::vector<StepSequence> sequences = {Sequence(2, 0), Sequence(1, -1), Sequence(3, 0),
+                                               Sequence(1, -1)};
+  const StepBatch batch(sequences);
+  EXPECT_EQ(batch.rows, 7);
+  EXPECT_THAT(batch.order, ElementsAre(1, 3, 0, 2));
+  EXPECT_THAT(batch.row_begin, ElementsAre(0, 1, 2, 4));
+  ASSERT_EQ(batch.adapters.size(), 2);
+  EXPECT_EQ(batch.adapters[0].adapter, nullptr);
+  EXPECT_EQ(batch.adapters[0].end, 2);
+  EXPECT_EQ(batch.adapters[1].adapter, adapters_[0].get());
+  EXPECT_EQ(batch.adapters[1].begin, 2);
+  EXPECT_EQ(batch.adapters[1].end, 7);
+}
+
+TEST_F(StepBatchTest, EveryAdapterHasOneRange) {
+  std::vector<StepSequence> sequences;
+  for (int i = 0; i < 9; ++i) sequences.push_back(Sequence(1, i % 3 - 1));
+  const StepBatch batch(sequences);
+  ASSERT_EQ(batch.adapters.size(), 3);
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(batch.adapters[i].begin, static_cast<int64_t>(3 * i));
+    EXPECT_EQ(batch.adapters[i].end, static_cast<int64_t>(3 * i + 3));
+  }
+}
+
+TEST_F(StepBatchTest, WantsTheLastRowOfASampleAndEveryRowOfAScore) {
+  std::vector<StepSequence> sequences = {Sequence(3, -1), Sequence(2, -1), Sequence(2, -1)};
+  sequences[0].sample = &sample_;
+  sequences[1].score = &score_;
+  const StepBatch batch(sequences);
+  ASSERT_EQ(batch.samples.size(), 1);
+  EXPECT_EQ(batch.samples[0].row, 2);
+  EXPECT_EQ(batch.samples[0].sequence, 0);
+  EXPECT_EQ(batch.samples[0].chunk_row, 2);
+  ASSERT_EQ(batch.scores.size(), 2);
+  EXPECT_EQ(batch.scores[0].row, 3);
+  EXPECT_EQ(batch.scores[1].row, 4);
+  EXPECT_EQ(batch.scores[1].sequence, 1);
+  EXPECT_EQ(batch.scores[1].chunk_row, 1);
+}
+
+TEST_F(StepBatchTest, NoSequencesAreNoRows) {
+  const StepBatch batch({});
+  EXPECT_EQ(batch.rows, 0);
+  EXPECT_TRUE(batch.adapters.empty());
+}
+
+}  // namespace
+}  // namespace dorad::engine

@@ -1,0 +1,231 @@
+// Appending to the cache: norm, rotation and attention in one kernel or in two.
+#include "tests/unit/kernels/attention_step.h"
+
+namespace dorad::kernels {
+namespace {
+
+using AttentionEdges = KernelTest;
+
+TEST_F(AttentionEdges, RefusesWhatItCannotHold) {
+  PagedAttentionParams params;
+  params.rows.rows = 1;
+  params.shape = {6, 4, 128};
+  EXPECT_EQ(PagedAttention(params, nullptr), cudaErrorInvalidValue);
+  params.shape = {4, 4, 258};
+  EXPECT_EQ(PagedAttention(params, nullptr), cudaErrorInvalidValue);
+  AttentionPlanParams plan;
+  plan.rows.rows = 1000;
+  plan.shape = {4, 4, 128};
+  DeviceBuffer<char> small(1000);
+  plan.workspace = {small.get(), 1000, 1000};
+  EXPECT_EQ(PlanAttention(plan, nullptr), cudaErrorInvalidValue);
+}
+
+// Norm, rotation and append against fp64, values passed through, and nothing else touched.
+TEST_F(AttentionEdges, RopeAppendWritesQueriesAndTheCache) {
+  for (const AttentionShape shape :
+       {AttentionShape{32, 8, 128}, {6, 2, 80}, {3, 3, 96}, {4, 1, 256}, {9, 3, 64}, {2, 1, 18}}) {
+    for (const bool has_norm : {true, false}) {
+      for (const int rows : {1, 5, 200}) {
+        const auto [heads, kv_heads, dim] = shape;
+        const int all = heads + 2 * kv_heads, half = dim / 2;
+        std::mt19937 random(rows);
+        std::normal_distribution<float> normal;
+        std::vector<Bf16> qkv(int64_t{rows} * all * dim);
+        std::vector<float> q_norm(dim), k_norm(dim);
+        for (Bf16& x : qkv) x = __float2bfloat16(normal(random));
+        for (float& x : q_norm) x = normal(random);
+        for (float& x : k_norm) x = normal(random);
+        std::vector<int32_t> positions, sequences, page_begin, pages;
+        for (int r = 0; r < rows; ++r) {
+          positions.push_back((r * 7 + 3) % 48);
+          sequences.push_back(r);
+          page_begin.push_back(3 * r);
+          for (int i = 0; i < 3; ++i) pages.push_back(3 * (rows - 1 - r) + (i + 1) % 3);
+        }
+        std::vector<float> cos(48 * half), sin(48 * half);
+        for (size_t i = 0; i < cos.size(); ++i) {
+          cos[i] = std::cos(0.1f * static_cast<float>(i));
+          sin[i] = std::sin(0.1f * static_cast<float>(i));
+        }
+        DeviceBuffer<Bf16> d_qkv(qkv);
+        DeviceBuffer<float> d_q_norm(q_norm), d_k_norm(k_norm), d_cos(cos), d_sin(sin);
+        DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
+            d_page_begin(page_begin), d_pages(pages);
+        const int64_t plane = int64_t{3} * rows * kv_heads * kKvPageTokens * dim;
+        DeviceBuffer<Bf16> d_q(int64_t{rows} * heads * dim), d_k(plane), d_v(plane);
+        RopeAppendParams params;
+        params.rows = {
+            rows, nullptr, d_positions.get(), d_sequences.get(), d_page_begin.get(), d_pages.get()};
+        params.shape = shape;
+        params.qkv = d_qkv.get();
+        params.q_norm = has_norm ? d_q_norm.get() : nullptr;
+        params.k_norm = has_norm ? d_k_norm.get() : nullptr;
+        params.eps = 1e-6f;
+        params.cos = d_cos.get();
+        params.sin = d_sin.get();
+        params.q = d_q.get();
+        params.cache = {d_k.get(), d_v.get()};
+        DORAD_ASSERT_CUDA(RopeAppend(params, nullptr));
+        DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
+        const auto q = d_q.Read(), k = d_k.Read(), v = d_v.Read();
+        int64_t written = 0;
+        for (const Bf16 x : k) written += !std::isnan(__bfloat162float(x));
+        EXPECT_EQ(written, int64_t{rows} * kv_heads * dim);
+        for (int r = 0; r < rows; ++r) {
+          const int position = positions[r];
+          const int64_t page = pages[page_begin[r] + position / kKvPageTokens];
+          for (int head = 0; head < all; ++head) {
+            const Bf16* const row = qkv.data() + (int64_t{r} * all + head) * dim;
+            const auto x = [row](int i) { return double{__bfloat162float(row[i])}; };
+            const bool is_query = head < heads;
+            const int kv_head = (head - heads) % kv_heads;
+            const int64_t at =
+                is_query
+                    ? (int64_t{r} * heads + head) * dim
+                    : ((page * kv_heads + kv_head) * kKvPageTokens + position % kKvPageTokens) *
+                          dim;
+            const Bf16* got = (is_query ? q : head < heads + kv_heads ? k : v).data() + at;
+            double squares = 0.0;
+            for (int i = 0; i < dim; ++i) squares += x(i) * x(i);
+            const double scale = has_norm ? 1.0 / std::sqrt(squares / dim + 1e-6) : 1.0;
+            const std::vector<float>& norm = is_query ? q_norm : k_norm;
+            for (int i = 0; i < dim; ++i) {
+              double expected = x(i);
+              if (head < heads + kv_heads) {
+                const auto value = [&](int at_dim) {
+                  return x(at_dim) * (has_norm ? scale * double{norm[at_dim]} : 1.0);
+                };
+                const double c = double{cos[position * half + i % half]};
+                const double s = double{sin[position * half + i % half]};
+                expected = i < half ? value(i) * c - value(i + half) * s
+                                    : value(i) * c + value(i - half) * s;
+              }
+              ASSERT_NEAR(double{__bfloat162float(got[i])}, expected,
+                          std::abs(expected) * 0.004 + 1e-5)
+                  << dim << " row " << r << " head " << head << " dim " << i;
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// The same bits in the output and all over the cache as by RopeAppend and PagedAttention.
+TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
+  const std::vector<int> lengths = {1, 2, 16, 17, 63, 64, 65, 128, 129, 300, 656, 1500};
+  for (const AttentionShape shape : {AttentionShape{32, 8, 128},
+                                     {6, 2, 80},
+                                     {3, 3, 96},
+                                     {4, 1, 256},
+                                     {9, 3, 64},
+                                     {16, 1, 128},
+                                     {2, 1, 18}}) {
+    for (const bool has_norm : {true, false}) {
+      const int window = has_norm ? 0 : 100;
+      for (const size_t rows : {size_t{1}, lengths.size(), size_t{90}}) {
+        const auto [heads, kv_heads, dim] = shape;
+        const int all = heads + 2 * kv_heads, half = dim / 2;
+        std::mt19937 random(static_cast<uint32_t>(rows) + dim);
+        std::normal_distribution<float> normal;
+        std::vector<int32_t> positions, sequences, page_begin, pages;
+        for (size_t r = 0; r < rows; ++r) {
+          const int length = rows == 1 ? 656 : lengths[r % lengths.size()];
+          positions.push_back(length - 1);
+          sequences.push_back(static_cast<int32_t>(r));
+          page_begin.push_back(static_cast<int32_t>(pages.size()));
+          for (int at = 0; at < length; at += kKvPageTokens) {
+            pages.push_back(static_cast<int32_t>(pages.size()));
+          }
+        }
+        std::shuffle(pages.begin(), pages.end(), random);
+        const auto normals = [&](int64_t size) {
+          std::vector<float> values(size);
+          for (float& x : values) x = normal(random);
+          return values;
+        };
+        const auto rounded = [&](int64_t size) {
+          std::vector<Bf16> values(size);
+          for (Bf16& x : values) x = __float2bfloat16(normal(random));
+          return values;
+        };
+        const int64_t plane = static_cast<int64_t>(pages.size()) * kv_heads * kKvPageTokens * dim;
+        const std::vector<Bf16> cache = rounded(plane);
+        const DeviceBuffer<Bf16> qkv(rounded(static_cast<int64_t>(rows) * all * dim));
+        const DeviceBuffer<Bf16> other_qkv(rounded(static_cast<int64_t>(rows) * all * dim));
+        const DeviceBuffer<float> q_norm(normals(dim)), k_norm(normals(dim)),
+            cos(normals(int64_t{1500} * half)), sin(normals(int64_t{1500} * half));
+        const DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
+            d_page_begin(page_begin), d_pages(pages);
+        const size_t bytes = AttentionWorkspaceBytes(shape, static_cast<int32_t>(rows), 1500);
+        const DeviceBuffer<char> workspace(std::max<size_t>(bytes, 1));
+        std::vector<std::vector<Bf16>> results;
+        for (const bool in_one : {false, true}) {
+          for (const AttentionSplit split : {AttentionSplit::kByLoad, AttentionSplit::kAlways}) {
+            const DeviceBuffer<Bf16> k(cache), v(cache), q(rows * heads * dim),
+                out(rows * heads * dim);
+            RopeAppendParams append;
+            append.rows = {static_cast<int32_t>(rows), nullptr,
+                           d_positions.get(),          d_sequences.get(),
+                           d_page_begin.get(),         d_pages.get()};
+            append.shape = shape;
+            append.q_norm = has_norm ? q_norm.get() : nullptr;
+            append.k_norm = has_norm ? k_norm.get() : nullptr;
+            append.eps = 1e-6f;
+            append.cos = cos.get();
+            append.sin = sin.get();
+            append.q = q.get();
+            append.cache = {k.get(), v.get()};
+            AttentionPlanParams plan;
+            plan.rows = append.rows;
+            plan.shape = shape;
+            plan.window = window;
+            plan.row_tiles = false;
+            plan.split = split;
+            plan.workspace = {bytes == 0 ? nullptr : workspace.get(), bytes,
+                              static_cast<int32_t>(rows)};
+            DORAD_ASSERT_CUDA(PlanAttention(plan, nullptr));
+            PagedAttentionParams params;
+            params.rows = append.rows;
+            params.shape = shape;
+            params.q = q.get();
+            params.cache = append.cache;
+            params.softmax_scale = 0.1f;
+            params.window = window;
+            params.row_tiles = false;
+            params.workspace = plan.workspace;
+            params.out = out.get();
+            // The second time, nothing of the first may be left.
+            for (const auto* input : {&other_qkv, &qkv}) {
+              append.qkv = input->get();
+              if (in_one) {
+                DORAD_ASSERT_CUDA(AppendAttention(append, params, nullptr));
+              } else {
+                DORAD_ASSERT_CUDA(RopeAppend(append, nullptr));
+                DORAD_ASSERT_CUDA(PagedAttention(params, nullptr));
+              }
+            }
+            DORAD_ASSERT_CUDA(cudaDeviceSynchronize());
+            std::vector<Bf16> result = out.Read();
+            for (const auto* buffer : {&k, &v}) {
+              const std::vector<Bf16> values = buffer->Read();
+              result.insert(result.end(), values.begin(), values.end());
+            }
+            results.push_back(std::move(result));
+          }
+        }
+        for (size_t i = 1; i < results.size(); ++i) {
+          ASSERT_EQ(
+              std::memcmp(results[i].data(), results[0].data(), results[0].size() * sizeof(Bf16)),
+              0)
+              << "head_dim " << dim << ", " << rows << " rows, norm " << has_norm << ", window "
+              << window << ", way " << i;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dorad::kernels

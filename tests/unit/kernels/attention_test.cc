@@ -1,0 +1,112 @@
+// The attention kernels against fp64 on the host, on caches whose pages are shuffled and whose
+// unused places are NaN; and against themselves, to the last bit, in other company.
+#include "tests/unit/kernels/attention_step.h"
+
+namespace dorad::kernels {
+namespace {
+
+class AttentionTest : public KernelTest, public testing::WithParamInterface<Case> {};
+
+TEST_P(AttentionTest, IsTheSoftmaxAverage) {
+  const Step step(GetParam(), 1);
+  const int64_t width = int64_t{GetParam().shape.heads} * GetParam().shape.head_dim;
+  for (const bool simple : {true, false}) {
+    Bits out;
+    step.Compute(step.All(), {.simple = simple}, &out);
+    if (HasFatalFailure()) return;
+    // Long runs: the rows at borders, and some others.
+    for (int row = 0; row<step.rows(); row += step.rows()> 64 && row % 64 > 2 ? 5 : 1) {
+      // Rounded probabilities and outputs: 2^-9 each at most, mostly far less.
+      ASSERT_LT(step.Error(row, out.data() + row * width), 4e-3)
+          << "row " << row << (simple ? " simple" : "");
+    }
+  }
+}
+
+TEST_P(AttentionTest, RowsAreTheSameInAnyCompany) {
+  const Step step(GetParam(), 2);
+  const int64_t width = int64_t{GetParam().shape.heads} * GetParam().shape.head_dim;
+  Bits whole;
+  step.Compute(step.All(), {}, &whole);
+  const Step::How hows[] = {
+      {.row_tiles = false},
+      {.split = AttentionSplit::kAlways},
+      {.row_tiles = false, .split = AttentionSplit::kAlways},
+      {.row_tiles = false, .split = AttentionSplit::kNever},
+      // Room for some parts only.
+      {.row_tiles = false,
+       .split = AttentionSplit::kAlways,
+       .workspace = AttentionWorkspaceBytes(GetParam().shape, step.rows(), 128) + 100000},
+  };
+  for (size_t i = 0; i < std::size(hows); ++i) {
+    Bits other;
+    step.Compute(step.All(), hows[i], &other);
+    if (HasFatalFailure()) return;
+    int different = 0, first = -1;
+    for (size_t at = 0; at < whole.size(); ++at) {
+      if (whole[at] == other[at]) continue;
+      if (first < 0) first = static_cast<int>(at / width);
+      ++different;
+    }
+    EXPECT_EQ(different, 0) << "way " << i << ", first in row " << first;
+  }
+  // Each alone, and in reverse order.
+  std::vector<int> reversed = step.All();
+  std::reverse(reversed.begin(), reversed.end());
+  Bits backwards;
+  step.Compute(reversed, {}, &backwards);
+  for (int row = 0; row < step.rows(); row += std::max(1, step.rows() / 16)) {
+    Bits alone;
+    step.Compute({row}, {}, &alone);
+    if (HasFatalFailure()) return;
+    const auto begin = whole.begin() + row * width;
+    EXPECT_TRUE(std::equal(alone.begin(), alone.end(), begin)) << "row " << row;
+    EXPECT_TRUE(
+        std::equal(alone.begin(), alone.end(), backwards.begin() + (step.rows() - 1 - row) * width))
+        << "row " << row;
+  }
+}
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  // Contexts at the borders of pages, tiles and chunks.
+  const std::vector<Run> borders = {{0},   {1},   {15},  {16},  {63},  {64},  {65},  {127},
+                                    {128}, {191}, {255}, {256}, {300}, {383}, {384}, {655}};
+  cases.push_back({"qwen3", {32, 8, 128}, 0, borders});
+  cases.push_back({"one_row", {32, 8, 128}, 0, {{700}}});
+  cases.push_back({"first_position", {32, 8, 128}, 0, {{0}}});
+  cases.push_back({"long", {8, 2, 128}, 0, {{3000}, {17}, {2047}}});
+  for (const int group : {1, 2, 3, 5, 6, 7, 8, 9, 12, 16, 20}) {
+    cases.push_back(
+        {"group_" + std::to_string(group), {2 * group, 2, 128}, 0, {{5}, {333}, {128}}});
+  }
+  for (const int dim : {16, 64, 80, 96, 256}) {
+    cases.push_back({"dim_" + std::to_string(dim), {6, 2, dim}, 0, borders});
+    cases.push_back({"wide_dim_" + std::to_string(dim), {12, 1, dim}, 0, {{5}, {333}, {128}}});
+    cases.push_back(
+        {"dim_" + std::to_string(dim) + "_runs", {6, 2, dim}, 0, {{0, 150}, {77}, {130, 60}}});
+  }
+  for (const int window : {1, 16, 100, 128, 500}) {
+    cases.push_back({"window_" + std::to_string(window), {8, 2, 128}, window, borders});
+    cases.push_back({"window_" + std::to_string(window) + "_runs",
+                     {8, 2, 128},
+                     window,
+                     {{0, 200}, {600}, {250, 70}}});
+  }
+  cases.push_back({"prefill", {8, 2, 128}, 0, {{0, 300}}});
+  cases.push_back({"prefill_group_1", {2, 2, 128}, 0, {{0, 300}}});
+  cases.push_back({"prefill_group_7", {14, 2, 128}, 0, {{0, 100}, {40, 50}}});
+  cases.push_back({"prefill_group_16", {16, 1, 128}, 0, {{0, 100}, {40, 50}}});
+  cases.push_back({"later_chunk", {8, 2, 128}, 0, {{517, 130}}});
+  cases.push_back({"mixed",
+                   {32, 8, 128},
+                   0,
+                   {{100}, {0, 64}, {655}, {90, 40}, {7, 5}, {256, 33}, {64, 16}, {130}}});
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Shapes, AttentionTest, testing::ValuesIn(Cases()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace dorad::kernels

@@ -1,0 +1,286 @@
+// Requests as one batch on the device, their results against the reference, and random requests.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/sampling/sampling.h"
+#include "tests/unit/kernels/device.h"
+#include "tests/unit/kernels/sampling_reference.h"
+
+namespace dorad::kernels {
+
+// --- The kernel. ---
+
+inline constexpr int32_t kMaxTop = 24;
+
+// All requests as one batch; logits begin `shift` floats beyond an aligned address, and rows are
+// `padding` floats longer than the vocabulary.
+class Batch {
+ public:
+  Batch(const std::vector<Request>& requests, int shift, int padding)
+      : vocabulary_(static_cast<int>(requests[0].logits.size())), requests_(requests) {
+    const int64_t ld = vocabulary_ + padding;
+    std::vector<float> logits(shift + requests.size() * ld, kNan);
+    std::vector<int32_t> banned;
+    std::vector<int32_t> chosen;
+    std::vector<SampleRowSpec> specs;
+    for (size_t r = 0; r < requests.size(); ++r) {
+      const Request& request = requests[r];
+      std::copy(request.logits.begin(), request.logits.end(), logits.begin() + shift + r * ld);
+      SampleRowSpec spec = request.spec;
+      spec.banned_begin = static_cast<int32_t>(banned.size());
+      spec.banned_count = static_cast<int32_t>(request.banned.size());
+      spec.chosen_begin = static_cast<int32_t>(chosen.size());
+      spec.chosen_count = static_cast<int32_t>(request.chosen.size());
+      banned.insert(banned.end(), request.banned.begin(), request.banned.end());
+      chosen.insert(chosen.end(), request.chosen.begin(), request.chosen.end());
+      specs.push_back(spec);
+      begins_.push_back(spec.chosen_begin);
+    }
+    const size_t rows = requests.size();
+    logits_ = std::make_unique<DeviceBuffer<float>>(logits);
+    specs_ = std::make_unique<DeviceBuffer<SampleRowSpec>>(specs);
+    banned_ = std::make_unique<DeviceBuffer<int32_t>>(banned);
+    chosen_ = std::make_unique<DeviceBuffer<int32_t>>(chosen);
+    tokens_ = std::make_unique<DeviceBuffer<int32_t>>(rows);
+    logprobs_ = std::make_unique<DeviceBuffer<float>>(rows);
+    finite_ = std::make_unique<DeviceBuffer<uint8_t>>(rows);
+    top_ids_ = std::make_unique<DeviceBuffer<int32_t>>(rows * kMaxTop);
+    top_logprobs_ = std::make_unique<DeviceBuffer<float>>(rows * kMaxTop);
+    chosen_logprobs_ = std::make_unique<DeviceBuffer<float>>(chosen.size());
+    params_.logits = logits_->get() + shift;
+    params_.specs = specs_->get();
+    params_.banned = banned_->get();
+    params_.chosen_ids = chosen_->get();
+    params_.out = {tokens_->get(),  logprobs_->get(),     finite_->get(),
+                   top_ids_->get(), top_logprobs_->get(), chosen_logprobs_->get()};
+    params_.logits_ld = ld;
+    params_.rows = static_cast<int32_t>(rows);
+    params_.vocabulary = vocabulary_;
+    params_.max_top = kMaxTop;
+  }
+
+  SampleParams& params() { return params_; }
+  const DeviceBuffer<SampleRowSpec>& specs() const { return *specs_; }
+
+  // After a run. Lists as long as wanted.
+  std::vector<Result> Read(bool score = false) const {
+    const auto tokens = tokens_->Read();
+    const auto logprobs = logprobs_->Read();
+    const auto finite = finite_->Read();
+    const auto top_ids = top_ids_->Read();
+    const auto top_logprobs = top_logprobs_->Read();
+    const auto chosen = chosen_logprobs_->Read();
+    std::vector<Result> results(tokens.size());
+    for (size_t r = 0; r < results.size(); ++r) {
+      Result& result = results[r];
+      result.token = tokens[r];
+      result.logprob = logprobs[r];
+      result.finite = finite[r] != 0;
+      if (!score && requests_[r].spec.logprob_mode == LogprobMode::kNone) continue;
+      const size_t top = requests_[r].spec.top_logprobs;
+      result.top_ids.assign(top_ids.begin() + r * kMaxTop, top_ids.begin() + r * kMaxTop + top);
+      result.top_logprobs.assign(top_logprobs.begin() + r * kMaxTop,
+                                 top_logprobs.begin() + r * kMaxTop + top);
+      result.chosen_logprobs.assign(chosen.begin() + begins_[r],
+                                    chosen.begin() + begins_[r] + requests_[r].chosen.size());
+    }
+    return results;
+  }
+
+ private:
+  const int vocabulary_;
+  const std::vector<Request> requests_;
+  std::vector<int32_t> begins_;
+  SampleParams params_;
+  std::unique_ptr<DeviceBuffer<float>> logits_, logprobs_, top_logprobs_, chosen_logprobs_;
+  std::unique_ptr<DeviceBuffer<SampleRowSpec>> specs_;
+  std::unique_ptr<DeviceBuffer<int32_t>> banned_, chosen_, tokens_, top_ids_;
+  std::unique_ptr<DeviceBuffer<uint8_t>> finite_;
+};
+
+inline std::vector<Result> SampleAll(const std::vector<Request>& requests, int shift = 0,
+                                     int padding = 0) {
+  Batch batch(requests, shift, padding);
+  EXPECT_EQ(Sample(batch.params(), nullptr), cudaSuccess);
+  std::vector<Result> results = batch.Read();
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  return results;
+}
+Result SampleOne(const Request& request) { return SampleAll({request})[0]; }
+
+inline std::vector<Result> ScoreAll(const std::vector<Request>& requests,
+                                    const std::vector<int32_t>& targets) {
+  Batch batch(requests, 0, 0);
+  const std::vector<SampleRowSpec> specs = batch.specs().Read();
+  std::vector<ScoreRowSpec> scores;
+  for (size_t r = 0; r < requests.size(); ++r) {
+    scores.push_back({targets[r], specs[r].temperature, specs[r].top_logprobs,
+                      specs[r].chosen_begin, specs[r].chosen_count});
+  }
+  const DeviceBuffer<ScoreRowSpec> device_scores(scores);
+  const SampleParams& p = batch.params();
+  ScoreParams params;
+  params.logits = p.logits;
+  params.specs = device_scores.get();
+  params.chosen_ids = p.chosen_ids;
+  params.out = p.out;
+  params.logits_ld = p.logits_ld;
+  params.rows = p.rows;
+  params.vocabulary = p.vocabulary;
+  params.max_top = p.max_top;
+  EXPECT_EQ(Score(params, nullptr), cudaSuccess);
+  return batch.Read(true);
+}
+
+inline bool SameFloats(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+inline bool SameBits(const Result& a, const Result& b) {
+  return a.token == b.token && SameFloats({a.logprob}, {b.logprob}) && a.finite == b.finite &&
+         a.top_ids == b.top_ids && SameFloats(a.top_logprobs, b.top_logprobs) &&
+         SameFloats(a.chosen_logprobs, b.chosen_logprobs);
+}
+
+// An ulp or two: the logarithms and double sums of host and device round differently.
+inline bool Near(float a, float b) {
+  if (std::isnan(b)) return std::isnan(a);
+  if (std::isinf(b)) return a == b;
+  return std::abs(a - b) <= 2.4e-7f * std::max(1.0f, std::abs(b));
+}
+inline bool Near(const std::vector<float>& a, const std::vector<float>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!Near(a[i], b[i])) return false;
+  }
+  return true;
+}
+
+inline std::string Describe(const Request& request) {
+  const SampleRowSpec& s = request.spec;
+  std::ostringstream out;
+  out << "vocabulary " << request.logits.size() << " temperature " << s.temperature << " top_k "
+      << s.top_k << " top_p " << s.top_p << " min_p " << s.min_p << " mode "
+      << static_cast<int>(s.logprob_mode) << " top " << s.top_logprobs << " banned "
+      << request.banned.size();
+  return out.str();
+}
+
+// Rows whose outcome hangs on rounding are counted and not compared.
+inline void ExpectAsReference(const std::vector<Request>& requests,
+                              const std::vector<Result>& results) {
+  int close = 0;
+  for (size_t r = 0; r < requests.size(); ++r) {
+    SCOPED_TRACE(testing::Message() << "row " << r << ": " << Describe(requests[r]));
+    const Result expected = Reference(requests[r]);
+    if (expected.close) {
+      ++close;
+      continue;
+    }
+    EXPECT_EQ(results[r].token, expected.token);
+    EXPECT_EQ(results[r].finite, expected.finite);
+    EXPECT_TRUE(Near(results[r].logprob, expected.logprob))
+        << results[r].logprob << " " << expected.logprob;
+    EXPECT_EQ(results[r].top_ids, expected.top_ids);
+    EXPECT_TRUE(Near(results[r].top_logprobs, expected.top_logprobs));
+    EXPECT_TRUE(Near(results[r].chosen_logprobs, expected.chosen_logprobs));
+  }
+  EXPECT_LE(close, 1 + requests.size() / 10);
+}
+
+inline std::vector<float> Normal(int size, float deviation, std::mt19937& random) {
+  std::normal_distribution<float> normal(0.0f, deviation);
+  std::vector<float> values(size);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+// Logits of many shapes: from a few likely tokens to all alike, with ties and impossible ones.
+inline std::vector<float> Logits(int size, int kind, std::mt19937& random) {
+  switch (kind % 8) {
+    case 0:
+      return Normal(size, 4.0f, random);
+    case 1: {  // a model that knows what it wants
+      std::vector<float> x = Normal(size, 1.5f, random);
+      for (int i = 0; i < 30; ++i) x[random() % size] = 18.0f - 0.3f * static_cast<float>(i);
+      return x;
+    }
+    case 2:
+      return Normal(size, 0.01f, random);
+    case 3: {  // ties
+      std::vector<float> x = Normal(size, 3.0f, random);
+      for (float& v : x) v = std::round(v);
+      return x;
+    }
+    case 4: {  // most are impossible
+      std::vector<float> x = Normal(size, 2.0f, random);
+      for (float& v : x) v = random() % 16 != 0 ? -kInfinity : v;
+      x[random() % size] = 1.0f;
+      return x;
+    }
+    case 5:
+      return std::vector<float>(size, 1.25f);
+    case 6:
+      return Normal(size, 40.0f, random);
+    default: {  // masked with a large number, large offset
+      std::vector<float> x = Normal(size, 2.0f, random);
+      for (float& v : x) v = random() % 3 != 0 ? v + 300.0f : -1e30f;
+      x[0] = 300.0f;
+      return x;
+    }
+  }
+}
+
+template <typename T>
+inline T Pick(std::initializer_list<T> values, std::mt19937& random) {
+  return values.begin()[random() % values.size()];
+}
+
+inline Request RandomRequest(int vocabulary, int kind, std::mt19937& random) {
+  Request request;
+  request.logits = Logits(vocabulary, kind, random);
+  SampleRowSpec& spec = request.spec;
+  spec.seed = random() | static_cast<uint64_t>(random()) << 32;
+  spec.position = random() % 5000;
+  spec.sample_index = random() % 8;
+  spec.temperature = Pick({0.0f, 1.0f, 1.0f, 0.7f, 0.3f, 1.5f, 3.0f}, random);
+  spec.top_k = Pick({0, 0, 0, 1, 5, 50, 800, 2047, 5000, vocabulary - 1}, random);
+  spec.top_k = std::max(spec.top_k, 0);
+  spec.top_p = Pick({1.0f, 1.0f, 1.0f, 0.95f, 0.9f, 0.5f, 0.0f, 0.999f}, random);
+  spec.min_p = Pick({0.0f, 0.0f, 0.0f, 0.05f, 0.5f, 1e-4f, 1.0f}, random);
+  spec.logprob_mode = Pick({LogprobMode::kNone, LogprobMode::kRaw, LogprobMode::kRaw,
+                            LogprobMode::kProcessed, LogprobMode::kProcessed},
+                           random);
+  spec.top_logprobs = Pick({0, 0, 1, 5, kMaxTop}, random);
+  if (random() % 3 == 0) {
+    const int count = std::min<int>(1 + random() % 6, vocabulary - 1);
+    for (int i = 0; i < count; ++i) request.banned.push_back(random() % vocabulary);
+    // The likeliest, too: bans must change the maximum.
+    const auto best = std::max_element(request.logits.begin(), request.logits.end());
+    if (vocabulary > 8) {
+      request.banned.push_back(static_cast<int32_t>(best - request.logits.begin()));
+    }
+  }
+  if (random() % 2 == 0) {
+    for (int i = 0; i < 3; ++i) request.chosen.push_back(random() % vocabulary);
+    if (!request.banned.empty()) request.chosen.push_back(request.banned[0]);
+  }
+  return request;
+}
+
+}  // namespace dorad::kernels

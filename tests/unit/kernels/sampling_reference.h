@@ -1,0 +1,265 @@
+// The CPU's semantics of sampling, by sorting everything, and the kernel's results beside them.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/sampling/sampling.h"
+#include "tests/unit/kernels/device.h"
+
+namespace dorad::kernels {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// One row and what is wanted of it.
+struct Request {
+  std::vector<float> logits;
+  SampleRowSpec spec;  // ranges are filled in by Batch
+  std::vector<int32_t> banned;
+  std::vector<int32_t> chosen;
+};
+
+struct Result {
+  int32_t token = -1;
+  float logprob = 0.0f;
+  bool finite = true;
+  std::vector<int32_t> top_ids;
+  std::vector<float> top_logprobs;
+  std::vector<float> chosen_logprobs;
+  // Of the reference: a running sum came so close to its target that rounding may decide.
+  bool close = false;
+};
+
+// --- The CPU's semantics (server/backends/cpu/ops/sampling.cc), by sorting everything. ---
+
+// Its exponential, and its sums of 1024 terms in the AVX-512 order.
+inline float ReferenceExp(float x) {
+  if (x < -87.3f) return 0.0f;
+  const float magic = 12582912.0f;
+  const volatile float shifted = std::fma(x, 1.44269504f, magic);
+  const float n = shifted - magic;
+  float r = std::fma(n, -0.693145752f, x);
+  r = std::fma(n, -1.42860677e-6f, r);
+  float p = 1.0f / 5040;
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f}) p = std::fma(p, r, c);
+  const volatile float pr = p * r;
+  const volatile float y = std::fma(pr, r, r) + 1.0f;
+  return std::ldexp(y, static_cast<int>(n));
+}
+
+inline double BlockSum(const std::vector<float>& z, size_t begin, float maximum) {
+  float columns[64] = {};
+  for (size_t i = begin; i < std::min(begin + 1024, z.size()); ++i) {
+    columns[i % 64] += ReferenceExp(z[i] - maximum);
+  }
+  float lanes[16];
+  for (int i = 0; i < 16; ++i) {
+    lanes[i] = (columns[i] + columns[i + 16]) + (columns[i + 32] + columns[i + 48]);
+  }
+  for (int apart : {8, 4, 2, 1}) {
+    for (int i = 0; i < apart; ++i) lanes[i] += lanes[i + apart];
+  }
+  return lanes[0];
+}
+
+struct ReferenceRow {
+  std::vector<float> z;
+  std::vector<int32_t> order;
+  float maximum = -kInfinity;
+  double total = 0.0;
+  bool usable = true;
+
+  ReferenceRow(const std::vector<float>& logits, float temperature,
+               const std::vector<int32_t>& banned)
+      : z(logits) {
+    float largest = -kInfinity;
+    for (float x : logits) {
+      if (!(x < kInfinity)) usable = false;
+      largest = std::max(largest, x);
+    }
+    if (!(largest > -kInfinity)) usable = false;
+    if (!usable) return;
+    if (temperature != 1.0f) {
+      for (float& x : z) {
+        const volatile float distance = x - largest;
+        x = distance / temperature;
+      }
+    }
+    for (int32_t id : banned) z[id] = -kInfinity;
+    maximum = *std::max_element(z.begin(), z.end());
+    usable = maximum > -kInfinity;
+    if (!usable) return;
+    for (size_t i = 0; i < z.size(); i += 1024) total += BlockSum(z, i, maximum);
+    order.resize(z.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return z[a] > z[b]; });
+  }
+  float LogProb(float value, double sum) const {
+    return static_cast<float>(static_cast<double>(value) - maximum - std::log(sum));
+  }
+};
+
+bool Close(double a, double b, double total) { return std::abs(a - b) < 1e-8 * total; }
+
+inline void ReferenceFull(const ReferenceRow& row, int32_t token, const Request& request,
+                          bool candidates, Result* result) {
+  result->logprob = token < 0 ? kNan : row.LogProb(row.z[token], row.total);
+  for (int i = 0; i < request.spec.top_logprobs; ++i) {
+    const bool present =
+        i < static_cast<int>(row.z.size()) && (!candidates || row.z[row.order[i]] > -kInfinity);
+    result->top_ids.push_back(present ? row.order[i] : -1);
+    result->top_logprobs.push_back(present ? row.LogProb(row.z[row.order[i]], row.total)
+                                           : -kInfinity);
+  }
+  for (int32_t id : request.chosen) {
+    result->chosen_logprobs.push_back(row.LogProb(row.z[id], row.total));
+  }
+}
+
+inline double ReferenceUniform(const SampleRowSpec& spec) {
+  uint32_t c[4] = {static_cast<uint32_t>(spec.position), static_cast<uint32_t>(spec.position >> 32),
+                   spec.sample_index, 0};
+  uint32_t k[2] = {static_cast<uint32_t>(spec.seed), static_cast<uint32_t>(spec.seed >> 32)};
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t a = uint64_t{0xD2511F53} * c[0];
+    const uint64_t b = uint64_t{0xCD9E8D57} * c[2];
+    const uint32_t next[4] = {
+        static_cast<uint32_t>(b >> 32) ^ c[1] ^ k[0], static_cast<uint32_t>(b),
+        static_cast<uint32_t>(a >> 32) ^ c[3] ^ k[1], static_cast<uint32_t>(a)};
+    std::copy(next, next + 4, c);
+    k[0] += 0x9E3779B9;
+    k[1] += 0xBB67AE85;
+  }
+  return static_cast<double>((static_cast<uint64_t>(c[0]) << 32 | c[1]) >> 11) * 0x1p-53;
+}
+
+inline Result ReferenceUnusable(const Request& request, bool lists) {
+  Result result;
+  result.finite = false;
+  result.logprob = kNan;
+  if (lists) {
+    result.top_ids.assign(request.spec.top_logprobs, -1);
+    result.top_logprobs.assign(request.spec.top_logprobs, kNan);
+    result.chosen_logprobs.assign(request.chosen.size(), kNan);
+  }
+  return result;
+}
+
+inline Result Reference(const Request& request) {
+  const SampleRowSpec& spec = request.spec;
+  const int vocabulary = static_cast<int>(request.logits.size());
+  const bool greedy = spec.temperature == 0.0f;
+  const bool processed = spec.logprob_mode == LogprobMode::kProcessed;
+  const ReferenceRow row(request.logits, greedy ? 1.0f : spec.temperature, request.banned);
+  if (!row.usable) {
+    return ReferenceUnusable(request, spec.logprob_mode != LogprobMode::kNone);
+  }
+  Result result;
+  const double uniform = ReferenceUniform(spec);
+  if (greedy) {
+    result.token = row.order[0];
+    if (processed) {
+      for (int i = 0; i < spec.top_logprobs; ++i) {
+        result.top_ids.push_back(i == 0 ? result.token : -1);
+        result.top_logprobs.push_back(i == 0 ? 0.0f : -kInfinity);
+      }
+      for (int32_t id : request.chosen) {
+        result.chosen_logprobs.push_back(id == result.token ? 0.0f : -kInfinity);
+      }
+    }
+  } else if ((spec.top_k <= 0 || spec.top_k >= vocabulary) && spec.top_p >= 1.0f &&
+             spec.min_p <= 0.0f) {
+    const double target = uniform * row.total;
+    double running = 0.0;
+    size_t block = 0;
+    while (block + 1024 < row.z.size()) {
+      const double sum = BlockSum(row.z, block, row.maximum);
+      if (running + sum > target) break;
+      running += sum;
+      block += 1024;
+    }
+    for (size_t i = block; i < std::min(block + 1024, row.z.size()); ++i) {
+      running += ReferenceExp(row.z[i] - row.maximum);
+      result.close = result.close || std::abs(running - target) < 1e-13 * row.total;
+      if (running > target && result.token < 0) result.token = static_cast<int32_t>(i);
+    }
+    if (result.token < 0) {
+      for (size_t i = block; i < std::min(block + 1024, row.z.size()); ++i) {
+        if (ReferenceExp(row.z[i] - row.maximum) > 0.0f) result.token = static_cast<int32_t>(i);
+      }
+    }
+    if (processed) ReferenceFull(row, result.token, request, true, &result);
+  } else {
+    std::vector<float> weights;
+    for (int32_t id : row.order) weights.push_back(ReferenceExp(row.z[id] - row.maximum));
+    const bool by_count = spec.top_k > 0 && spec.top_k < vocabulary;
+    size_t kept = by_count ? spec.top_k : vocabulary;
+    if (spec.top_p < 1.0f) {
+      double all = by_count ? 0.0 : row.total;
+      if (by_count) {
+        for (size_t i = 0; i < kept; ++i) all += weights[i];
+      }
+      const double mass = static_cast<double>(spec.top_p) * all;
+      double running = 0.0;
+      size_t size = 0;
+      bool reached = false;
+      while (size < kept && !reached) {
+        running += weights[size++];
+        reached = running >= mass;
+        result.close = result.close || Close(running, mass, all);
+      }
+      kept = size;
+      // Units of 2^-45 leave the last of many to rounding.
+      if (kept > static_cast<size_t>(kMostListed) / 2) {
+        result.close = result.close || Close(running - weights[kept - 1], mass, all);
+      }
+    }
+    while (kept > 1 && (weights[kept - 1] < spec.min_p || weights[kept - 1] == 0.0f)) --kept;
+    double total = 0.0;
+    for (size_t i = 0; i < kept; ++i) total += weights[i];
+    const double target = uniform * total;
+    double running = 0.0;
+    size_t drawn = kept - 1;
+    for (size_t i = 0; i < kept; ++i) {
+      running += weights[i];
+      result.close = result.close || Close(running, target, total);
+      if (running > target) {
+        drawn = i;
+        break;
+      }
+    }
+    result.token = row.order[drawn];
+    if (processed) {
+      result.logprob = row.LogProb(row.z[result.token], total);
+      std::vector<float> logprobs(vocabulary, -kInfinity);
+      for (size_t i = 0; i < kept; ++i) {
+        logprobs[row.order[i]] = row.LogProb(row.z[row.order[i]], total);
+      }
+      for (size_t i = 0; i < static_cast<size_t>(spec.top_logprobs); ++i) {
+        result.top_ids.push_back(i < kept ? row.order[i] : -1);
+        result.top_logprobs.push_back(i < kept ? logprobs[row.order[i]] : -kInfinity);
+      }
+      for (int32_t id : request.chosen) result.chosen_logprobs.push_back(logprobs[id]);
+    }
+  }
+  if (spec.logprob_mode == LogprobMode::kRaw) {
+    ReferenceFull(ReferenceRow(request.logits, 1.0f, {}), result.token, request, false, &result);
+  }
+  return result;
+}
+
+}  // namespace dorad::kernels

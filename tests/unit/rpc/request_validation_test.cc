@@ -1,0 +1,482 @@
+#include "server/rpc/request_validation.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "server/platform/error.h"
+#include "server/rpc/packing.h"
+
+namespace dorad::rpc {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+RequestLimits Limits() {
+  RequestLimits limits;
+  limits.engine.vocab_size = 100;
+  limits.engine.context_length = 32;
+  limits.engine.max_tokens = 20;
+  limits.engine.max_n = 4;
+  limits.engine.max_logprobs_k = 5;
+  limits.engine.max_chosen_ids = 6;
+  limits.engine.max_stop_ids = 3;
+  limits.engine.max_score_tokens = 64;
+  limits.max_message_bytes = 1 << 20;
+  return limits;
+}
+
+v1::GenerateRequest GoodGenerate() {
+  v1::GenerateRequest request;
+  request.set_prompt_token_ids(Pack<int32_t>({1, 2, 3}));
+  return request;
+}
+
+v1::ScoreRequest GoodScore() {
+  v1::ScoreRequest request;
+  request.add_sequences()->set_token_ids(Pack<int32_t>({1, 2, 3}));
+  return request;
+}
+
+std::vector<std::string> FieldsAndReasons(const absl::Status& status) {
+  std::vector<std::string> out;
+  for (const Violation& v : ViolationsOf(status)) out.push_back(v.field + " " + v.reason);
+  return out;
+}
+
+TEST(ParseGenerate, FillsDefaults) {
+  const auto input = ParseGenerate(GoodGenerate(), Limits(), {"r-7", 99});
+  ASSERT_TRUE(input.ok()) << input.status();
+  EXPECT_EQ(input->request_id, "r-7");
+  EXPECT_THAT(input->prompt, testing::ElementsAre(1, 2, 3));
+  EXPECT_TRUE(input->adapter.is_base());
+  EXPECT_EQ(input->n, 1);
+  EXPECT_EQ(input->sampling.temperature, 1.0f);
+  EXPECT_EQ(input->sampling.top_k, 0);
+  EXPECT_EQ(input->sampling.top_p, 1.0f);
+  EXPECT_EQ(input->sampling.min_p, 0.0f);
+  EXPECT_EQ(input->sampling.seed, 99u);
+  EXPECT_EQ(input->stop.max_tokens, 20);
+  EXPECT_EQ(input->stop.min_tokens, 0);
+  EXPECT_FALSE(input->stop.ignore_eos);
+  EXPECT_EQ(input->logprobs.mode, engine::LogprobMode::kNone);
+  EXPECT_EQ(input->priority, 0);
+}
+
+TEST(ParseGenerate, CarriesEveryField) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_request_id("mine");
+  request.set_adapter("pirate@3");
+  request.set_n(4);
+  request.mutable_sampling()->set_temperature(0.0f);
+  request.mutable_sampling()->set_top_k(7);
+  request.mutable_sampling()->set_top_p(0.5f);
+  request.mutable_sampling()->set_min_p(0.25f);
+  request.mutable_sampling()->set_seed(0);
+  request.mutable_stop()->set_max_tokens(9);
+  request.mutable_stop()->set_min_tokens(9);
+  request.mutable_stop()->set_stop_token_ids(Pack<int32_t>({0, 99}));
+  request.mutable_stop()->set_ignore_eos(true);
+  request.mutable_logprobs()->set_mode(v1::LOGPROB_MODE_PROCESSED);
+  request.mutable_logprobs()->set_top_k(5);
+  request.mutable_logprobs()->set_chosen_token_ids(Pack<int32_t>({4}));
+  request.set_cache_salt("salt");
+  request.set_bypass_prefix_cache(true);
+  request.set_priority(-5);
+  const auto input = ParseGenerate(request, Limits(), {"r-7", 99});
+  ASSERT_TRUE(input.ok()) << input.status();
+  EXPECT_EQ(input->request_id, "mine");
+  EXPECT_EQ(input->adapter.name, "pirate");
+  EXPECT_EQ(input->adapter.version, 3);
+  EXPECT_EQ(input->n, 4);
+  EXPECT_EQ(input->sampling.temperature, 0.0f);
+  EXPECT_EQ(input->sampling.top_k, 7);
+  EXPECT_EQ(input->sampling.top_p, 0.5f);
+  EXPECT_EQ(input->sampling.min_p, 0.25f);
+  EXPECT_EQ(input->sampling.seed, 0u) << "an explicit zero is not the default";
+  EXPECT_EQ(input->stop.max_tokens, 9);
+  EXPECT_EQ(input->stop.min_tokens, 9);
+  EXPECT_THAT(input->stop.stop_token_ids, testing::ElementsAre(0, 99));
+  EXPECT_TRUE(input->stop.ignore_eos);
+  EXPECT_EQ(input->logprobs.mode, engine::LogprobMode::kProcessed);
+  EXPECT_EQ(input->logprobs.top_k, 5);
+  EXPECT_THAT(input->logprobs.chosen_ids, testing::ElementsAre(4));
+  EXPECT_EQ(input->cache_salt, "salt");
+  EXPECT_TRUE(input->bypass_prefix_cache);
+  EXPECT_EQ(input->priority, -5);
+}
+
+TEST(ParseGenerate, ARequestByNameMayFollowTheActiveVersion) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_adapter("policy");
+  const auto in_flight = [&] { return ParseGenerate(request, Limits(), {"r", 1})->in_flight; };
+  EXPECT_EQ(in_flight(), engine::InFlightPolicy::kPin);
+  request.set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_KEEP_KV);
+  EXPECT_EQ(in_flight(), engine::InFlightPolicy::kSwitchKeepKv);
+  request.set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_RECOMPUTE);
+  EXPECT_EQ(in_flight(), engine::InFlightPolicy::kSwitchRecompute);
+}
+
+TEST(ParseGenerate, AsksForRawLogprobsUnlessSaidOtherwise) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.mutable_logprobs();
+  const auto input = ParseGenerate(request, Limits(), {});
+  ASSERT_TRUE(input.ok());
+  EXPECT_EQ(input->logprobs.mode, engine::LogprobMode::kRaw);
+}
+
+TEST(ParseGenerate, DefaultsMaxTokensToTheRestOfTheContext) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_prompt_token_ids(Pack(std::vector<int32_t>(25, 1)));
+  EXPECT_EQ(ParseGenerate(request, Limits(), {})->stop.max_tokens, 7);
+  // An explicit one may exceed what is left: the engine ends with LENGTH.
+  request.mutable_stop()->set_max_tokens(20);
+  EXPECT_EQ(ParseGenerate(request, Limits(), {})->stop.max_tokens, 20);
+}
+
+TEST(ParseGenerate, TakesATopKAboveTheVocabularyAsAll) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.mutable_sampling()->set_top_k(100);
+  EXPECT_EQ(ParseGenerate(request, Limits(), {})->sampling.top_k, 0);
+}
+
+struct BadGenerate {
+  const char* expected;  // "field REASON" of the only violation
+  std::function<void(v1::GenerateRequest*)> spoil;
+};
+
+std::string Ids(std::vector<int32_t> ids) { return Pack(ids); }
+
+std::vector<BadGenerate> BadGenerates() {
+  using R = v1::GenerateRequest;
+  return {
+      {"prompt_token_ids PROMPT_EMPTY", [](R* r) { r->clear_prompt_token_ids(); }},
+      {"prompt_token_ids TOKEN_BYTES_INVALID", [](R* r) { r->set_prompt_token_ids("abcde"); }},
+      {"prompt_token_ids[1] TOKEN_ID_OUT_OF_RANGE",
+       [](R* r) {
+         r->set_prompt_token_ids(Ids({0, -1}));
+       }},
+      {"prompt_token_ids[2] TOKEN_ID_OUT_OF_RANGE",
+       [](R* r) {
+         r->set_prompt_token_ids(Ids({0, 99, 100}));
+       }},
+      {"prompt_token_ids PROMPT_TOO_LONG",
+       [](R* r) { r->set_prompt_token_ids(Ids(std::vector<int32_t>(32, 1))); }},
+      {"adapter ADAPTER_NAME_INVALID", [](R* r) { r->set_adapter("../x"); }},
+      {"adapter ADAPTER_NAME_INVALID", [](R* r) { r->set_adapter("a@0"); }},
+      {"n N_OUT_OF_RANGE", [](R* r) { r->set_n(0); }},
+      {"n N_OUT_OF_RANGE", [](R* r) { r->set_n(5); }},
+      {"n N_OUT_OF_RANGE", [](R* r) { r->set_n(0xFFFFFFFFu); }},
+      {"stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
+       [](R* r) { r->mutable_stop()->set_max_tokens(0); }},
+      {"stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
+       [](R* r) { r->mutable_stop()->set_max_tokens(21); }},
+      {"stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
+       [](R* r) { r->mutable_stop()->set_max_tokens(0x80000000u); }},
+      {"stop.min_tokens MIN_TOKENS_OUT_OF_RANGE",
+       [](R* r) {
+         r->mutable_stop()->set_max_tokens(5);
+         r->mutable_stop()->set_min_tokens(6);
+       }},
+      {"stop.stop_token_ids TOKEN_BYTES_INVALID",
+       [](R* r) { r->mutable_stop()->set_stop_token_ids("a"); }},
+      {"stop.stop_token_ids STOP_IDS_TOO_MANY",
+       [](R* r) {
+         r->mutable_stop()->set_stop_token_ids(Ids({1, 2, 3, 4}));
+       }},
+      {"stop.stop_token_ids[0] TOKEN_ID_OUT_OF_RANGE",
+       [](R* r) { r->mutable_stop()->set_stop_token_ids(Ids({100})); }},
+      {"sampling.temperature TEMPERATURE_OUT_OF_RANGE",
+       [](R* r) { r->mutable_sampling()->set_temperature(-0.1f); }},
+      {"sampling.temperature TEMPERATURE_OUT_OF_RANGE",
+       [](R* r) { r->mutable_sampling()->set_temperature(100.5f); }},
+      {"sampling.temperature TEMPERATURE_OUT_OF_RANGE",
+       [](R* r) { r->mutable_sampling()->set_temperature(kNan); }},
+      {"sampling.temperature TEMPERATURE_OUT_OF_RANGE",
+       [](R* r) { r->mutable_sampling()->set_temperature(kInf); }},
+      {"sampling.top_k TOP_K_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_top_k(0); }},
+      {"sampling.top_k TOP_K_OUT_OF_RANGE",
+       [](R* r) { r->mutable_sampling()->set_top_k(0x80000000u); }},
+      {"sampling.top_p TOP_P_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_top_p(0.0f); }},
+      {"sampling.top_p TOP_P_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_top_p(1.01f); }},
+      {"sampling.top_p TOP_P_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_top_p(kNan); }},
+      {"sampling.min_p MIN_P_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_min_p(-0.01f); }},
+      {"sampling.min_p MIN_P_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_min_p(kNan); }},
+      {"logprobs.mode LOGPROB_MODE_INVALID",
+       [](R* r) { r->mutable_logprobs()->set_mode(static_cast<v1::LogprobMode>(9)); }},
+      {"logprobs.top_k LOGPROBS_K_OUT_OF_RANGE", [](R* r) { r->mutable_logprobs()->set_top_k(6); }},
+      {"logprobs.chosen_token_ids CHOSEN_IDS_TOO_MANY",
+       [](R* r) {
+         r->mutable_logprobs()->set_chosen_token_ids(Ids({1, 2, 3, 4, 5, 6, 7}));
+       }},
+      {"logprobs.chosen_token_ids[1] TOKEN_ID_OUT_OF_RANGE",
+       [](R* r) {
+         r->mutable_logprobs()->set_chosen_token_ids(Ids({1, 1000}));
+       }},
+      {"response_mode RESPONSE_MODE_INVALID",
+       [](R* r) { r->set_response_mode(static_cast<v1::ResponseMode>(5)); }},
+      {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
+       [](R* r) { r->set_in_flight_policy(static_cast<v1::InFlightPolicy>(9)); }},
+      {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
+       [](R* r) { r->set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_KEEP_KV); }},
+      {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
+       [](R* r) {
+         r->set_adapter("a@2");
+         r->set_in_flight_policy(v1::IN_FLIGHT_POLICY_SWITCH_RECOMPUTE);
+       }},
+      {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id(""); }},
+      {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id("a b"); }},
+      {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id("a\nb"); }},
+      {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id("\xc3\xa9"); }},
+      {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id(std::string(129, 'x')); }},
+      {"cache_salt CACHE_SALT_TOO_LONG", [](R* r) { r->set_cache_salt(std::string(257, 'x')); }},
+  };
+}
+
+TEST(ParseGenerate, NamesTheOneThingThatIsWrong) {
+  for (const BadGenerate& bad : BadGenerates()) {
+    v1::GenerateRequest request = GoodGenerate();
+    bad.spoil(&request);
+    const auto input = ParseGenerate(request, Limits(), {});
+    EXPECT_EQ(input.status().code(), absl::StatusCode::kInvalidArgument) << bad.expected;
+    EXPECT_THAT(FieldsAndReasons(input.status()), testing::ElementsAre(bad.expected));
+  }
+}
+
+TEST(ParseGenerate, ListsEverythingThatIsWrong) {
+  v1::GenerateRequest request;
+  request.set_n(0);
+  request.mutable_sampling()->set_temperature(kNan);
+  request.mutable_stop()->set_max_tokens(0);
+  request.set_adapter("UPPER");
+  const absl::Status status = ParseGenerate(request, Limits(), {}).status();
+  EXPECT_THAT(FieldsAndReasons(status),
+              testing::UnorderedElementsAre("prompt_token_ids PROMPT_EMPTY", "n N_OUT_OF_RANGE",
+                                            "sampling.temperature TEMPERATURE_OUT_OF_RANGE",
+                                            "stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
+                                            "adapter ADAPTER_NAME_INVALID"));
+  EXPECT_EQ(ReasonOf(status), "PROMPT_EMPTY");
+}
+
+TEST(ParseGenerate, CountsBadIdsBeyondTheFirstFew) {
+  v1::GenerateRequest request;
+  request.set_prompt_token_ids(Pack(std::vector<int32_t>(30, 500)));
+  const auto violations = ViolationsOf(ParseGenerate(request, Limits(), {}).status());
+  ASSERT_EQ(violations.size(), 9u);
+  EXPECT_THAT(violations.back().description, testing::HasSubstr("22 more"));
+}
+
+TEST(ParseGenerate, RefusesAResponseThatCouldExceedAMessage) {
+  RequestLimits limits = Limits();
+  // 8 + 8*5 bytes a token and 16 KiB of framing.
+  limits.max_message_bytes = (16 << 10) + 48 * 10;
+  v1::GenerateRequest request = GoodGenerate();
+  request.mutable_logprobs()->set_top_k(5);
+  request.mutable_stop()->set_max_tokens(10);
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+  request.mutable_stop()->set_max_tokens(11);
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
+              testing::ElementsAre("logprobs RESPONSE_TOO_LARGE"));
+}
+
+TEST(ParseGenerate, RefusesSamplesThatTogetherTakeTooMuchMemory) {
+  RequestLimits limits = Limits();
+  limits.engine.max_n = 100;
+  limits.engine.context_length = 1 << 20;
+  limits.engine.max_tokens = 1 << 20;
+  limits.max_message_bytes = 1 << 20;
+  // Half a message each, at 8 bytes a token.
+  v1::GenerateRequest request = GoodGenerate();
+  request.mutable_stop()->set_max_tokens(1 << 16);
+  request.set_n(32);
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+  request.set_n(33);
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
+              testing::ElementsAre("n RESPONSE_TOO_LARGE"));
+}
+
+TEST(ParseScore, RefusesTooManyCells) {
+  RequestLimits limits = Limits();
+  limits.engine.max_score_tokens = 1 << 20;
+  limits.max_message_bytes = 64 << 20;
+  v1::ScoreRequest request;
+  for (int i = 0; i < kMaxScoreCells / 2; ++i) request.add_sequences()->set_token_ids(Ids({1}));
+  request.add_adapters("a");
+  request.add_adapters("b");
+  EXPECT_TRUE(ParseScore(request, limits, {}).ok());
+  request.add_sequences()->set_token_ids(Ids({1}));
+  EXPECT_THAT(FieldsAndReasons(ParseScore(request, limits, {}).status()),
+              testing::ElementsAre("sequences SCORE_TOO_MANY_CELLS"));
+}
+
+TEST(ParseScore, CountsTheFramingOfEveryCell) {
+  RequestLimits limits = Limits();
+  // One token of 8 bytes in a cell of 32.
+  limits.max_message_bytes = (16 << 10) + 3 * (8 + 32);
+  v1::ScoreRequest request;
+  for (int i = 0; i < 3; ++i) request.add_sequences()->set_token_ids(Ids({1}));
+  EXPECT_TRUE(ParseScore(request, limits, {}).ok());
+  request.add_sequences()->set_token_ids(Ids({1}));
+  EXPECT_THAT(FieldsAndReasons(ParseScore(request, limits, {}).status()),
+              testing::ElementsAre("sequences RESPONSE_TOO_LARGE"));
+}
+
+TEST(ParseScore, MeansTheBaseByAnEmptyListOfAdapters) {
+  const auto parsed = ParseScore(GoodScore(), Limits(), {"r-1", 0});
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  ASSERT_EQ(parsed->adapters.size(), 1u);
+  EXPECT_TRUE(parsed->adapters[0].is_base());
+  EXPECT_EQ(parsed->input.temperature, 1.0f);
+  EXPECT_THAT(parsed->input.sequences, testing::ElementsAre(testing::ElementsAre(1, 2, 3)));
+}
+
+TEST(ParseScore, AcceptsASequenceThatFillsTheContext) {
+  v1::ScoreRequest request;
+  request.add_sequences()->set_token_ids(Pack(std::vector<int32_t>(32, 1)));
+  EXPECT_TRUE(ParseScore(request, Limits(), {}).ok());
+}
+
+struct BadScore {
+  const char* expected;
+  std::function<void(v1::ScoreRequest*)> spoil;
+};
+
+TEST(ParseScore, NamesTheOneThingThatIsWrong) {
+  using R = v1::ScoreRequest;
+  const std::vector<BadScore> cases = {
+      {"sequences SCORE_EMPTY", [](R* r) { r->clear_sequences(); }},
+      {"sequences[1].token_ids SEQUENCE_EMPTY", [](R* r) { r->add_sequences(); }},
+      {"sequences[1].token_ids SEQUENCE_TOO_LONG",
+       [](R* r) { r->add_sequences()->set_token_ids(Ids(std::vector<int32_t>(33, 1))); }},
+      {"sequences[1].token_ids TOKEN_BYTES_INVALID",
+       [](R* r) { r->add_sequences()->set_token_ids("abc"); }},
+      {"sequences[0].token_ids[1] TOKEN_ID_OUT_OF_RANGE",
+       [](R* r) {
+         r->mutable_sequences(0)->set_token_ids(Ids({1, -7}));
+       }},
+      {"sequences SCORE_TOO_LARGE",
+       [](R* r) {
+         for (int i = 0; i < 22; ++i) r->add_adapters("");
+       }},
+      {"sequences SCORE_TOO_LARGE",
+       [](R* r) {
+         for (int i = 0; i < 65; ++i) r->add_sequences();
+       }},
+      {"adapters[1] ADAPTER_NAME_INVALID",
+       [](R* r) {
+         r->add_adapters("good");
+         r->add_adapters("b@d");
+       }},
+      {"temperature TEMPERATURE_OUT_OF_RANGE", [](R* r) { r->set_temperature(0.0f); }},
+      {"temperature TEMPERATURE_OUT_OF_RANGE", [](R* r) { r->set_temperature(kNan); }},
+      {"top_k LOGPROBS_K_OUT_OF_RANGE", [](R* r) { r->set_top_k(6); }},
+      {"chosen_token_ids CHOSEN_IDS_TOO_MANY",
+       [](R* r) {
+         r->set_chosen_token_ids(Ids({1, 2, 3, 4, 5, 6, 7}));
+       }},
+      {"request_id REQUEST_ID_INVALID", [](R* r) { r->set_request_id("\x01"); }},
+  };
+  for (const BadScore& bad : cases) {
+    v1::ScoreRequest request = GoodScore();
+    bad.spoil(&request);
+    const auto parsed = ParseScore(request, Limits(), {});
+    EXPECT_THAT(FieldsAndReasons(parsed.status()), testing::ElementsAre(bad.expected));
+  }
+}
+
+TEST(ParseScore, RefusesTooManyAdapters) {
+  v1::ScoreRequest request = GoodScore();
+  for (int i = 0; i < 65; ++i) request.add_adapters("a");
+  EXPECT_THAT(FieldsAndReasons(ParseScore(request, Limits(), {}).status()),
+              testing::Contains("adapters ADAPTERS_TOO_MANY"));
+}
+
+TEST(ParseAbort, NeedsOneClearTarget) {
+  v1::AbortRequest request;
+  EXPECT_EQ(ReasonOf(ParseAbort(request).status()), "ABORT_TARGET_INVALID");
+  request.set_all(false);
+  EXPECT_EQ(ReasonOf(ParseAbort(request).status()), "ABORT_TARGET_INVALID");
+  request.mutable_requests();
+  EXPECT_EQ(ReasonOf(ParseAbort(request).status()), "ABORT_TARGET_INVALID");
+  request.set_adapter("");
+  EXPECT_EQ(ReasonOf(ParseAbort(request).status()), "ABORT_TARGET_INVALID");
+  request.set_adapter("a@2");
+  EXPECT_EQ(ParseAbort(request)->adapter.version, 2);
+  request.set_all(true);
+  EXPECT_TRUE(ParseAbort(request)->all);
+  request.mutable_requests()->add_request_ids("x");
+  EXPECT_THAT(ParseAbort(request)->request_ids, testing::ElementsAre("x"));
+}
+
+v1::PauseRequest PauseOf(v1::PauseMode mode, const std::string& adapter = "") {
+  v1::PauseRequest request;
+  request.set_mode(mode);
+  request.set_adapter(adapter);
+  return request;
+}
+
+TEST(ParsePause, KeepsEverythingByDefault) {
+  const ParsedPause parsed = *ParsePause(v1::PauseRequest());
+  EXPECT_EQ(parsed.mode, engine::PauseMode::kKeep);
+  EXPECT_TRUE(parsed.scope.is_base());
+}
+
+TEST(ParsePause, ReadsModeAndAdapter) {
+  EXPECT_EQ(ParsePause(PauseOf(v1::PAUSE_MODE_ABORT))->mode, engine::PauseMode::kAbort);
+  const ParsedPause parsed = *ParsePause(PauseOf(v1::PAUSE_MODE_WAIT, "policy@3"));
+  EXPECT_EQ(parsed.mode, engine::PauseMode::kWait);
+  EXPECT_EQ(parsed.scope, (adapter::AdapterRef{"policy", 3}));
+}
+
+TEST(ParsePause, RefusesTheUnknown) {
+  EXPECT_EQ(
+      ViolationsOf(ParsePause(PauseOf(static_cast<v1::PauseMode>(17), "No!")).status()).size(), 2u);
+}
+
+v1::LimitGpuShareRequest GpuShareLimitOf(const std::string& id, double share, int64_t seconds) {
+  v1::LimitGpuShareRequest request;
+  request.set_limit_id(id);
+  request.set_gpu_share(share);
+  request.mutable_time_to_live()->set_seconds(seconds);
+  return request;
+}
+
+TEST(ParseGpuShareLimit, ReadsAllOfIt) {
+  v1::LimitGpuShareRequest request = GpuShareLimitOf("trainer-1", 0.01, 3);
+  request.mutable_time_to_live()->set_nanos(500'000'000);
+  const auto options = ParseGpuShareLimit(request);
+  ASSERT_TRUE(options.ok()) << options.status();
+  EXPECT_EQ(options->id, "trainer-1");
+  EXPECT_EQ(options->share, 0.01);
+  EXPECT_EQ(options->time, absl::Seconds(3.5));
+  EXPECT_TRUE(ParseGpuShareLimit(GpuShareLimitOf(std::string(128, 'x'), 1, 24 * 3600)).ok());
+}
+
+TEST(ParseGpuShareLimit, ListsEveryViolation) {
+  EXPECT_THAT(FieldsAndReasons(ParseGpuShareLimit(v1::LimitGpuShareRequest()).status()),
+              testing::ElementsAre("limit_id GPU_SHARE_LIMIT_ID_INVALID",
+                                   "gpu_share GPU_SHARE_OUT_OF_RANGE",
+                                   "time_to_live TIME_TO_LIVE_OUT_OF_RANGE"));
+  for (const double share : {0.0, 0.009, -1.0, 1.001, double{kNan}, double{kInf}}) {
+    EXPECT_EQ(ReasonOf(ParseGpuShareLimit(GpuShareLimitOf("a", share, 3)).status()),
+              "GPU_SHARE_OUT_OF_RANGE");
+  }
+  for (const int64_t seconds : {int64_t{-1}, int64_t{0}, int64_t{24 * 3600 + 1}, INT64_MAX}) {
+    EXPECT_EQ(ReasonOf(ParseGpuShareLimit(GpuShareLimitOf("a", 0.5, seconds)).status()),
+              "TIME_TO_LIVE_OUT_OF_RANGE");
+  }
+  for (const char* id : {"", "a b", "\n", "\xff"}) {
+    EXPECT_EQ(ReasonOf(ParseGpuShareLimit(GpuShareLimitOf(id, 0.5, 3)).status()),
+              "GPU_SHARE_LIMIT_ID_INVALID");
+    v1::EndGpuShareLimitRequest end;
+    end.set_limit_id(id);
+    EXPECT_EQ(ReasonOf(CheckLimitId(end)), "GPU_SHARE_LIMIT_ID_INVALID");
+  }
+}
+
+}  // namespace
+}  // namespace dorad::rpc
