@@ -1,4 +1,4 @@
-"""Builds the generated `dorad.v1` modules into the wheel; the rest is in pyproject.toml."""
+"""Builds the generated modules into the wheel; the rest is in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from setuptools.command.sdist import sdist
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-import generate_stubs  # noqa: E402  (lies beside this file, outside the package)
+import generate  # noqa: E402  (lies beside this file, outside the package)
 
 
 class BuildPy(build_py):
-    """Generates the stubs: into src/ for an editable install, else into the build folder."""
+    """Generates modules: into src/ for an editable install, else into the build folder."""
 
     def run(self) -> None:
         super().run()
-        generate_stubs.generate(
-            HERE / "src" if self.editable_mode else pathlib.Path(self.build_lib)
-        )
+        generate.generate(HERE / "src" if self.editable_mode else pathlib.Path(self.build_lib))
 
 
 class Sdist(sdist):
@@ -35,7 +33,7 @@ class Sdist(sdist):
         super().make_release_tree(base_dir, files)
         target = pathlib.Path(base_dir) / "proto" / "dorad" / "v1"
         target.mkdir(parents=True, exist_ok=True)
-        for path in generate_stubs.proto_files():
+        for path in generate.proto_files():
             shutil.copy2(path, target / path.name)
 
 

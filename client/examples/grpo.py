@@ -10,7 +10,7 @@ activated. The log-probabilities of trainer and server are compared at every ste
 Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --colocate both
 share the server's device, which on a GPU is the GPU: the server reads the adapter out of this
 process's memory, this process trains over the server's base weights, of which there is one copy,
-and has the KV cache's memory while it trains. SOCKET is the server's server.handover_socket.
+and has the KV cache's memory while it trains. SOCKET is the server's server.shared_memory_socket.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def publish(client: Client, policy: PeftModel, shared: SharedTensors | None) -> 
     """Publishes and activates the policy as it is now."""
     if shared is None:
         return client.publish(NAME, model=policy)
-    return client.publish_from_memory(NAME, model=policy, handover=shared)
+    return client.publish_from_memory(NAME, model=policy, shared_memory=shared)
 
 
 @contextmanager
@@ -297,7 +297,7 @@ def run(
 
 
 @contextmanager
-def own_server(model: Path, device: str, handover_socket: str) -> Iterator[str]:
+def own_server(model: Path, device: str, shared_memory_socket: str) -> Iterator[str]:
     """The address of a server that runs as long as the block."""
     binary = os.environ.get("DORAD_BINARY", str(ROOT / "build" / "dorad"))
     command = [binary, "serve", "--model", str(model), "--set", f"model.device={device}"]
@@ -306,7 +306,7 @@ def own_server(model: Path, device: str, handover_socket: str) -> Iterator[str]:
     for setting in (
         "server.grpc_listen=127.0.0.1:0",
         "server.metrics_listen=",
-        f"server.handover_socket={handover_socket}",
+        f"server.shared_memory_socket={shared_memory_socket}",
         "log.level=warning",
     ):
         command += ["--set", setting]
@@ -334,7 +334,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=MODEL, help="the base, for both sides")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--target", help="a running server of the same model, computing in fp32")
-    parser.add_argument("--colocate", default="", help="the handover socket of a server beside it")
+    parser.add_argument(
+        "--colocate", default="", help="the shared-memory socket of a server beside it"
+    )
     parser.add_argument("--device", default="cpu", help="of a server of its own: cpu or cuda")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

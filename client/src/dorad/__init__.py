@@ -1,14 +1,14 @@
-"""Client of dorad, the server of one base model and many DoRA adapters. See docs/client.md.
+"""Client of dorad, the server of one base model and many DoRA adapters. See docs/guides/client.md.
 
 `Client` is for threads, `dorad.aio.Client` for asyncio; both have the same methods. `RolloutPool`
 makes one of several servers, and is there in both forms as well.
 """
 
 from dorad import errors
-from dorad._client import Client
-from dorad._handover import SharedTensors
-from dorad._stream import Stream
-from dorad._sync_pool import RolloutPool
+from dorad._shared_memory_socket import SharedTensors
+from dorad._sync.client import Client
+from dorad._sync.pool import RolloutPool
+from dorad._sync.stream import Stream
 from dorad.errors import (
     Cancelled,
     Conflict,

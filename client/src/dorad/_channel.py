@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dorad.errors import Cancelled
+
 DEFAULT_TARGET = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
@@ -47,7 +49,11 @@ def deadline(timeout: float | None, default: float | None) -> float | None:
 
 
 class Budget:
-    """A timeout that several calls share. None: each has its client's default."""
+    """A timeout that several calls share.
+
+    Args:
+      timeout: seconds; math.inf: no limit; None: each call has its client's default.
+    """
 
     def __init__(self, timeout: float | None) -> None:
         deadline(timeout, None)  # It can be one.
@@ -55,8 +61,17 @@ class Budget:
 
     @property
     def left(self) -> float | None:
-        """Seconds for the next call."""
+        """Seconds for the next call, or None."""
         return None if self._end is None else max(0.001, self._end - time.monotonic())
+
+    def outlasts(self, seconds: float) -> bool:
+        """Whether there is some of it left after so many seconds."""
+        return self._end is None or time.monotonic() + seconds < self._end
+
+
+def closed() -> Cancelled:
+    """The error of a call that the client's end has ended."""
+    return Cancelled("the client was closed", code="CANCELLED")
 
 
 def check_concurrency(concurrency: int) -> int:

@@ -1,4 +1,4 @@
-"""Several servers of one model as one: versions become active on all of them or on none. asyncio.
+"""The work of a pool, for one event loop. Its public form is in dorad._aio.pool.
 
 What is expected of answers: for each adapter name the pool knows the version that it has activated
 (or found active everywhere when it first needed to know). Requests that name just the adapter must
@@ -10,17 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import statistics
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Literal, Self, Unpack, overload
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from dorad import _wire
 from dorad import types as t
-from dorad._aio_client import Client
-from dorad._aio_many import run_many
+from dorad._aio.client import Client
+from dorad._asyncio import run_many
 from dorad._channel import Budget, deadline
-from dorad._many import as_requests
 from dorad._pool_server import LACKING, PROBE_SECONDS, History, Server, conflict, gather
 from dorad.errors import (
     DeadlineExceeded,
@@ -34,47 +32,25 @@ from dorad.errors import (
 STRAGGLER_FACTOR = 2.0
 
 
-def _connect(**access: Any) -> Callable[[str], Client]:
-    """Makes clients that all show the same token and certificate."""
-
-    def connect(target: str) -> Client:
-        return Client(target, **access)
-
+def connector(connect: Callable[[str], Client] | None, **access: Any) -> Callable[[str], Client]:
+    """`connect`, or what makes clients that all show the same token and certificate."""
+    if connect is None:
+        return lambda target: Client(target, **access)
+    if any(value is not None for value in access.values()):
+        raise ValueError("give token, ca_file, cert_file and key_file to the clients of connect")
     return connect
 
 
-class RolloutPool:
-    """Several servers of one model, for one event loop: make it inside a coroutine.
+class Pool:
+    """Several servers of one model as one: versions become active on all of them or on none.
 
-    Args:
-      targets: one address for each server, as of `Client`.
-      connect: makes the client of a target, where its other arguments matter.
-      token, ca_file, cert_file, key_file: as of `Client`, for every target; not with `connect`.
-      timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
-        included; None or math.inf: no limit.
-
-    publish, activate and retire run one after the other, beside any number of generate_many. Their
-    `timeout` is for all that they ask, and for the one before to end; None: the clients' own, for
-    each call to a server.
+    Methods, arguments and errors are those of `RolloutPool`, where they are described.
     """
 
     def __init__(
-        self,
-        targets: Iterable[str],
-        *,
-        connect: Callable[[str], Client] | None = None,
-        timeout: float | None = 600.0,
-        token: str | None = None,
-        ca_file: str | os.PathLike[str] | None = None,
-        cert_file: str | os.PathLike[str] | None = None,
-        key_file: str | os.PathLike[str] | None = None,
+        self, targets: Iterable[str], connect: Callable[[str], Client], timeout: float | None
     ) -> None:
-        access = {"token": token, "ca_file": ca_file, "cert_file": cert_file, "key_file": key_file}
-        if connect is not None and any(value is not None for value in access.values()):
-            raise ValueError(
-                "give token, ca_file, cert_file and key_file to the clients of connect"
-            )
-        self._connect = connect or _connect(**access)
+        self._connect = connect
         self._timeout = timeout
         self._servers: dict[str, Server] = {}
         self._change = asyncio.Lock()
@@ -93,13 +69,11 @@ class RolloutPool:
         return {target: server.client for target, server in self._servers.items()}
 
     def add(self, target: str) -> None:
-        """Takes a server in. It gets prompts when the pool's active versions are active there."""
         if target in self._servers:
             raise ValueError(f"{target} is in the pool already")
         self._servers[target] = Server(target, self._connect(target))
 
     async def remove(self, target: str) -> None:
-        """Goes on without a server. Prompts that are running there go to other ones."""
         if self.targets == [target]:
             raise ValueError(f"{target} is the pool's only server")
         server = self._servers.pop(target)
@@ -107,14 +81,7 @@ class RolloutPool:
         await server.client.close()
 
     async def close(self) -> None:
-        """Closes all connections; running calls are cancelled. Idempotent."""
         await asyncio.gather(*(server.client.close() for server in self._servers.values()))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     # --- Versions ---------------------------------------------------------------------------------
 
@@ -135,22 +102,8 @@ class RolloutPool:
             self._change.release()
 
     async def publish(
-        self,
-        name: str,
-        *,
-        activate: bool = True,
-        timeout: float | None = None,
-        **options: Unpack[t.PublishOptions],
+        self, name: str, activate: bool, timeout: float | None, options: t.PublishOptions
     ) -> t.AdapterVersion:
-        """Publishes to all servers at the same time, under one number; returns when all are ready.
-
-        The number is the first one that is free on every server. With `activate` the version
-        becomes active when it is ready everywhere.
-
-        Raises:
-          PoolError: servers failed, or took longer than `timeout` seconds. Nothing is activated,
-            and the version is retired where it had become ready.
-        """
         async with self._changing(timeout) as budget:
             known, failures = await gather(
                 {at: c.adapters(name, timeout=budget.left) for at, c in self._clients().items()}
@@ -180,14 +133,8 @@ class RolloutPool:
             return next(iter(made.values()))
 
     async def activate(
-        self, version: str | t.AdapterVersion, *, timeout: float | None = None
+        self, version: str | t.AdapterVersion, timeout: float | None
     ) -> t.AdapterVersion:
-        """Makes a version ("name@version") active on all servers, if all have it ready.
-
-        Raises:
-          PoolError: a server does not have it ready, or failed to activate it; then those that had
-            done so are set back to the version that was active there before.
-        """
         ref = version if isinstance(version, str) else version.ref
         name, number = _wire.split_ref(ref, None)
         async with self._changing(timeout) as budget:
@@ -263,9 +210,8 @@ class RolloutPool:
         return failures
 
     async def retire(
-        self, version: str | t.AdapterVersion, *, force: bool = False, timeout: float | None = None
+        self, version: str | t.AdapterVersion, force: bool, timeout: float | None
     ) -> None:
-        """Unpublishes a version on all servers, as `Client.retire`. Raises PoolError."""
         ref = version if isinstance(version, str) else version.ref
         name, number = _wire.split_ref(ref, None)
         async with self._changing(timeout) as budget:
@@ -283,66 +229,17 @@ class RolloutPool:
 
     # --- Generation -------------------------------------------------------------------------------
 
-    @overload
     async def generate_many(
-        self,
-        requests: Iterable[t.TokenIds | t.GenerateRequest],
-        *,
-        concurrency: int = ...,
-        return_errors: Literal[False] = ...,
-        progress: Callable[[int, int], None] | None = ...,
-        timeout: float | None = ...,
-        **options: Unpack[t.GenerateOptions],
-    ) -> list[list[t.Sample]]: ...
-
-    @overload
-    async def generate_many(
-        self,
-        requests: Iterable[t.TokenIds | t.GenerateRequest],
-        *,
-        concurrency: int = ...,
-        return_errors: Literal[True],
-        progress: Callable[[int, int], None] | None = ...,
-        timeout: float | None = ...,
-        **options: Unpack[t.GenerateOptions],
-    ) -> list[list[t.Sample] | DoradError]: ...
-
-    async def generate_many(
-        self,
-        requests: Iterable[t.TokenIds | t.GenerateRequest],
-        *,
-        concurrency: int = 512,
-        return_errors: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-        timeout: float | None = None,
-        **options: Unpack[t.GenerateOptions],
-    ) -> Any:
-        """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
-
-        Each prompt goes to the server with the fewest outstanding ones, and to another one when
-        that becomes unavailable or ends before its samples are complete, or has lost the adapter's
-        version.
-
-        Raises:
-          UnexpectedVersion: a version that is not the active one made a token.
-          Unavailable: a prompt failed on every server.
-          NotFound: no server has the adapter's version.
-          PoolError: servers have different versions of an adapter active.
-        """
-        todo = as_requests(requests, options)
+        self, todo: Sequence[t.GenerateRequest], timeout: float | None, **options: Any
+    ) -> list[Any]:
+        """`options` are those of `run_many`."""
         timeout = deadline(timeout, self._timeout) or math.inf
         patience = min(PROBE_SECONDS, timeout)
         await self._probe(patience)
         for name in {r.adapter for r in todo if r.adapter and "@" not in r.adapter}:
             if name not in self._history:
                 await self._learn(name, patience)
-        return await run_many(
-            todo,
-            lambda request: self._generate(request, timeout),
-            concurrency=concurrency,
-            return_errors=return_errors,
-            progress=progress,
-        )
+        return await run_many(todo, lambda request: self._generate(request, timeout), **options)
 
     async def _generate(self, request: t.GenerateRequest, timeout: float) -> list[t.Sample]:
         budget = Budget(timeout)
@@ -461,7 +358,6 @@ class RolloutPool:
             self._history[name] = History([(version.version, version.digest)])
 
     async def report(self) -> list[t.TargetReport]:
-        """How every server does: asks each for its state, its queue and its active versions."""
         await self._probe()
         servers = dict(self._servers)
         (infos, failures), (versions, failed) = await asyncio.gather(

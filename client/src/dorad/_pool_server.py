@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dorad import types as t
-from dorad._aio_client import Client
+from dorad._aio.client import Client
 from dorad.errors import Cancelled, Conflict, DeadlineExceeded, DoradError, Unavailable
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Server:
         number, began = next(self._numbers), time.monotonic()
         self._started[number] = began
         try:
-            samples = await self.client._insist(request, timeout)
+            samples = await self.client._insist(request, timeout, self.client._calls)
             if any(s.finish_reason is t.FinishReason.ABORTED for s in samples):
                 await self._check_serving()
         except Cancelled:

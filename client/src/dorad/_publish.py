@@ -170,24 +170,20 @@ def server_path(path: str | os.PathLike[str]) -> str:
 
 
 class Upload:
-    """One publish: a Publish stream, and more of them when it breaks."""
+    """One publish: a Publish stream, and more of them when it breaks.
+
+    `options` are the other fields of PublishBegin, by name.
+    """
 
     def __init__(
         self,
-        name: str,
+        options: Mapping[str, Any],
         *,
         path: str | os.PathLike[str] | None,
         tensors: Mapping[str, Any] | None,
         model: Any,
         model_adapter: str | None,
         config: Any,
-        activate: bool,
-        version: int | None,
-        expected_generation: int | None,
-        durable: bool,
-        tags: Mapping[str, str] | None,
-        keep_last: int | None,
-        pinned: bool,
         progress: Progress | None,
     ) -> None:
         if sum(source is not None for source in (path, tensors, model)) != 1:
@@ -208,17 +204,10 @@ class Upload:
             text, self._image = config_json(config), TensorImage(tensors)
         self._progress = progress
         self.begin = adapters_pb2.PublishBegin(
-            name=name,
-            version=version,
             adapter_config_json=text,
             safetensors_size=self._image.size,
-            activate=activate,
-            expected_generation=expected_generation,
-            durable=durable,
-            tags=tags,
-            keep_last=keep_last,
-            pinned=pinned,
             upload_id=uuid.uuid4().hex,
+            **options,
         )
         self._lock = threading.Lock()
         self._stream = 0  # Number of the newest stream; an older one reports nothing any more.

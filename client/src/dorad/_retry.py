@@ -8,11 +8,10 @@ hint lies beyond the deadline nor that somebody waits for a place in the queue.
 from __future__ import annotations
 
 import logging
-import math
 import random
 import threading
-import time
 
+from dorad._channel import Budget
 from dorad.errors import DoradError, Overloaded
 
 _logger = logging.getLogger("dorad")
@@ -70,25 +69,18 @@ class Attempts:
     """The attempts of one call that can be repeated without a second effect.
 
     Args:
-      timeout: seconds for all of them together; None: no limit.
+      budget: for all of them together.
       throttle: None: there is one attempt only.
       insist: go on for as long as the server is full, whatever the rest says.
     """
 
-    def __init__(
-        self, timeout: float | None, throttle: Throttle | None, *, insist: bool = False
-    ) -> None:
-        self._end = math.inf if timeout is None else time.monotonic() + timeout
+    def __init__(self, budget: Budget, throttle: Throttle | None, *, insist: bool = False) -> None:
+        self.budget = budget
         self._throttle = throttle
         self._insist = insist
         self._answered = False
         self._failures = 0
         self._refusals = 0
-
-    @property
-    def left(self) -> float:
-        """Seconds for the next attempt; math.inf: no limit."""
-        return max(0.001, self._end - time.monotonic())
 
     def answered(self) -> None:
         """A message of the answer has come. Nothing is sent again: another run would not fit it."""
@@ -111,7 +103,7 @@ class Attempts:
             if self._failures >= MAX_ATTEMPTS:
                 return None
         # What ends no later than the call does is worth waiting for; the rest is known now.
-        if time.monotonic() + delay >= self._end:
+        if not self.budget.outlasts(delay):
             return None
         _log(error, delay)
         return delay
@@ -125,7 +117,7 @@ class UploadAttempts:
     """When an upload is tried again, and from where. One object for each upload.
 
     Args:
-      timeout: seconds for all of them together; None: no limit.
+      budget: for all of them together.
       enabled: False: there is one attempt only.
       size: bytes of the image.
     """
@@ -135,9 +127,9 @@ class UploadAttempts:
     and says when to come back none counts."""
     _CHEAP_BYTES = 16 << 20  # They may be sent in vain whatever the image's size is.
 
-    def __init__(self, timeout: float | None, enabled: bool, *, size: int) -> None:
+    def __init__(self, budget: Budget, enabled: bool, *, size: int) -> None:
+        self._budget = budget
         self._enabled = enabled
-        self._end = math.inf if timeout is None else time.monotonic() + timeout
         self._failures = 0
         self._wasted = 0  # Bytes that the server has not kept.
         self._most_wasted = max(2 * size, self._CHEAP_BYTES)
@@ -145,11 +137,6 @@ class UploadAttempts:
         """There was an attempt before: the server may have some of the upload."""
         self.offset = 0
         """Where the next stream goes on."""
-
-    @property
-    def left(self) -> float:
-        """Seconds for the next call."""
-        return max(0.001, self._end - time.monotonic())
 
     def delay(self, error: DoradError) -> float | None:
         """Seconds to wait before the next attempt; None: `error` ends the upload."""
@@ -161,7 +148,7 @@ class UploadAttempts:
         if not isinstance(error, Overloaded):
             self._failures += 1
         spent = self._failures >= self.MAX_FAILURES or self._wasted >= self._most_wasted
-        if spent or time.monotonic() + delay >= self._end:
+        if spent or not self._budget.outlasts(delay):
             return None
         self.again = True
         _log(error, delay)

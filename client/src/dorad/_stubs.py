@@ -1,8 +1,9 @@
-"""The generated modules, with a helpful word when a source checkout has not generated them."""
+"""The protobuf modules, with a helpful word when a source checkout has no generated modules."""
 
 from __future__ import annotations
 
 try:
+    import dorad._sync  # noqa: F401  (It comes from the same program.)
     from dorad.v1 import (
         adapters_pb2,
         adapters_pb2_grpc,
@@ -13,9 +14,9 @@ try:
         types_pb2,
     )
 except ImportError as error:
-    if (error.name or "").startswith("dorad.v1") or "dorad.v1" in str(error):
+    if (error.name or "").startswith(("dorad._sync", "dorad.v1")) or "dorad.v1" in str(error):
         raise ImportError(
-            "dorad's generated modules are missing: run `python client/generate_stubs.py` in a "
+            "dorad's generated modules are missing: run `python client/generate.py` in a "
             "source checkout, or install the wheel"
         ) from error
     raise

@@ -122,6 +122,15 @@ def routing(request: Any) -> tuple[tuple[str, str], ...]:
 # --- Generate -------------------------------------------------------------------------------------
 
 
+def as_requests(
+    requests: Iterable[t.TokenIds | t.GenerateRequest], options: t.GenerateOptions
+) -> list[t.GenerateRequest]:
+    """Bare token ids take `options`."""
+    return [
+        r if isinstance(r, t.GenerateRequest) else t.GenerateRequest(r, **options) for r in requests
+    ]
+
+
 def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueType:
     known = {
         "pin": inference_pb2.IN_FLIGHT_POLICY_PIN,
@@ -424,6 +433,14 @@ def pause_mode(mode: str) -> control_pb2.PauseMode.ValueType:
     return _one_of(mode, modes, "pause mode")
 
 
+def gpu_share_request(
+    share: float, time_to_live: float, limit_id: str
+) -> control_pb2.LimitGpuShareRequest:
+    message = control_pb2.LimitGpuShareRequest(limit_id=limit_id, gpu_share=share)
+    message.time_to_live.FromNanoseconds(round(time_to_live * 1e9))
+    return message
+
+
 def abort_request(
     request_ids: str | Iterable[str] | None, adapter: str | None, all: bool
 ) -> inference_pb2.AbortRequest:
@@ -454,6 +471,6 @@ def server_info(message: control_pb2.GetInfoResponse) -> t.ServerInfo:
         generation=message.generation,
         uptime=_seconds(message.uptime),
         memory_bytes=dict(message.memory_bytes),
-        handover_socket=message.handover_socket,
-        lent_weight_bytes=message.lent_weight_bytes,
+        shared_memory_socket=message.shared_memory_socket,
+        shared_weight_bytes=message.shared_weight_bytes,
     )

@@ -6,12 +6,11 @@
             async for delta in stream:
                 ...
 
-Arguments, results and errors are those of the synchronous client, whose docstrings describe them.
 `RolloutPool` makes one of several servers.
 """
 
-from dorad._aio_client import Client
-from dorad._aio_stream import Stream
-from dorad._pool import RolloutPool
+from dorad._aio.client import Client
+from dorad._aio.pool import RolloutPool
+from dorad._aio.stream import Stream
 
 __all__ = ["Client", "RolloutPool", "Stream"]

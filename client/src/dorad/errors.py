@@ -1,7 +1,7 @@
 """Exceptions by what the caller can do about them, decoded from the server's error details.
 
-Every failed call raises a `DoradError`. `reason` is a stable UPPER_SNAKE code (docs/errors.md);
-test it rather than the message.
+Every failed call raises a `DoradError`. `reason` is a stable UPPER_SNAKE code
+(docs/reference/errors.md): test it rather than the message.
 """
 
 from __future__ import annotations

@@ -234,11 +234,11 @@ class ScoreResult(Sequence[list[FloatArray]]):
     """
 
     logprobs: list[list[FloatArray]]
-    """[sequence][adapter]."""
+    """`[sequence][adapter]`."""
     top_logprobs: list[list[TopLogprobs]] | None
-    """[sequence][adapter], arrays [tokens, k]; ids of position 0 are -1. None unless asked for."""
+    """`[sequence][adapter]`, [tokens, k]; ids of position 0 are -1. None unless asked for."""
     chosen_logprobs: list[list[FloatArray]] | None
-    """[sequence][adapter], float32 [tokens, chosen]; None unless asked for."""
+    """`[sequence][adapter]`, float32 [tokens, chosen]; None unless asked for."""
     versions: list[Span]
     """The version each adapter resolved to, in the request's order (begin and end are 0)."""
     request_id: str
@@ -407,9 +407,9 @@ class ServerInfo:
     """Seconds."""
     memory_bytes: dict[str, int]
     """Resident bytes by kind."""
-    handover_socket: str = ""
+    shared_memory_socket: str = ""
     """Its absolute path on the server's host; "": none."""
-    lent_weight_bytes: int = 0
+    shared_weight_bytes: int = 0
     """The base weights' memory while a process has been lent it."""
 
 

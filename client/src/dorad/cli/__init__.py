@@ -1,5 +1,5 @@
-"""The command lines `doractl` and `dorad-load`. They need `dorad[cli]`; text prompts need
-`dorad[text]` as well."""
+"""The command lines `doractl` and `dorad-load`. They need `dorad[cli]`. Text prompts also need
+`dorad[text]`."""
 
 from __future__ import annotations
 

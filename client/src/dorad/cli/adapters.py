@@ -43,7 +43,7 @@ app = typer.Typer(cls=Group, no_args_is_help=True)
 RefArgument = Annotated[str, typer.Argument(metavar="NAME@VERSION", show_default=False)]
 GenerationOption = Annotated[
     int | None,
-    typer.Option(help="Fail unless the registry is at this generation (compare-and-set)."),
+    typer.Option(help="Fail if the registry is not at this generation (compare-and-set)."),
 ]
 
 
@@ -53,7 +53,7 @@ def _rank(version: dorad.AdapterVersion) -> str:
 
 
 def versions_table(versions: Sequence[dorad.AdapterVersion]) -> Table:
-    """One row for each version, as `adapters list` and `top` show them."""
+    """One row for each version, for `adapters list` and `top`."""
     made = table(
         "NAME", ">VERSION", "ACTIVE", "DURABLE", "STATE", "KIND", ">RANK", ">SIZE", ">LEASES",
         "DIGEST",
@@ -75,7 +75,7 @@ def versions_table(versions: Sequence[dorad.AdapterVersion]) -> Table:
 
 
 def _weights(version: dorad.AdapterVersion) -> str:
-    """Where they are: resident, in host memory, or to be read again."""
+    """Location of the weights: "resident", "in host memory" or "away"."""
     if version.state not in ("ready", "retiring"):
         return ""
     places = ["resident"] if version.resident else []
@@ -163,19 +163,25 @@ def publish(
     activate: Annotated[bool, typer.Option(help="Make it the active version.")] = True,
     version: Annotated[int | None, typer.Option(help="Default: the next one.", min=1)] = None,
     server_side: Annotated[
-        bool, typer.Option("--server-side", help="PATH is the server's: absolute, under a root.")
+        bool,
+        typer.Option(
+            "--server-side", help="PATH is on the server's host: absolute, below an allowed root."
+        ),
     ] = False,
     expected_generation: GenerationOption = None,
     durable: Annotated[
-        bool, typer.Option("--durable", help="Survives a restart of the server.")
+        bool, typer.Option("--durable", help="Keep the version when the server restarts.")
     ] = False,
     tag: Annotated[list[str] | None, typer.Option(help="KEY=VALUE, repeatable.")] = None,
     keep_last: Annotated[
         int | None,
-        typer.Option(help="Retire older ready versions, the active one apart; 0: none.", min=0),
+        typer.Option(
+            help="Retire all but the newest N ready versions and the active one. 0: none.",
+            min=0,
+        ),
     ] = None,
     pinned: Annotated[
-        bool, typer.Option("--pinned", help="Its weights never make room for those of others.")
+        bool, typer.Option("--pinned", help="Never evict its weights from memory.")
     ] = False,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
@@ -220,7 +226,7 @@ def activate(
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Make a version the one that requests naming just NAME use."""
+    """Make a version active: requests for NAME then use it."""
     with connect(target, admin_target, timeout) as client:
         _print_activation(client.activate(ref, expected_generation=expected_generation), output)
 
@@ -237,7 +243,7 @@ def _version_below_active(name: str, versions: Sequence[dorad.AdapterVersion]) -
     active = next((v.version for v in versions if v.active), None)
     if active is None:
         message = (
-            f"{name!r} has no active version to go back from"
+            f"{name!r} has no active version"
             if versions
             else (f"there is no adapter named {name!r}")
         )
@@ -254,18 +260,20 @@ def rollback(
     name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
     to: Annotated[
         int | None,
-        typer.Option(help="Version; default: the newest ready one below the active one.", min=1),
+        typer.Option(
+            help="Version. Default: the newest ready version below the active one.", min=1
+        ),
     ] = None,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Go back to an earlier version. Fails when somebody changes the registry meanwhile."""
+    """Activate an earlier version. Fails if the registry changes at the same time."""
     with connect(target, admin_target, timeout) as client:
         versions = client.adapters(name)
         number = _version_below_active(name, versions) if to is None else to
-        # Of the answer that the choice was made by. Without versions the server says what is wrong.
+        # The generation of this list. Without versions the server reports the error.
         generation = versions[0].generation if versions else None
         _print_activation(client.activate(name, number, expected_generation=generation), output)
 
@@ -273,33 +281,33 @@ def rollback(
 @app.command()
 def retire(
     ref: RefArgument,
-    force: Annotated[bool, typer.Option("--force", help="Abort requests that hold it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Abort the requests that use it.")] = False,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Unpublish a version now and free it when its requests have ended."""
+    """Retire a version now. Its memory is freed when its requests have ended."""
     with connect(target, admin_target, timeout) as client:
         gone = client.retire(ref, force=force)
     if output is Output.JSON:
         print_json(gone)
     else:
-        print(f"{gone.ref} is {gone.state}; {gone.leases} requests still hold it")
+        print(f"{gone.ref} is {gone.state}; {gone.leases} requests still use it")
 
 
 @app.command()
 def watch(
     from_generation: Annotated[
         int | None,
-        typer.Option("--from", help="Also events after this generation; default: from now on."),
+        typer.Option("--from", help="Start after this generation. Default: only new events."),
     ] = None,
-    count: Annotated[int, typer.Option(help="Stop after so many events; 0: never.", min=0)] = 0,
+    count: Annotated[int, typer.Option(help="Stop after this many events. 0: never.", min=0)] = 0,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print registry events as they happen (JSON: one line each)."""
+    """Print registry events as they happen. JSON: one line for each event."""
     with connect(target, admin_target) as client, client.watch(from_generation) as events:
         for number, event in enumerate(events, 1):
             if output is Output.JSON:

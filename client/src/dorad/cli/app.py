@@ -1,4 +1,4 @@
-"""The commands of `doractl`, put together."""
+"""The commands of `doractl`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Talk to a dorad server: one base model, many DoRA adapters.",
-    epilog="Who you are and whom to trust: DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE, "
-    "DORAD_KEY_FILE. Exit codes: 0 success, 64 usage, 69 server unavailable, 130 interrupted, "
+    epilog="Credentials: DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE, DORAD_KEY_FILE. "
+    "Exit codes: 0 success, 64 usage, 69 server unavailable, 130 interrupted, "
     "1 any other failure.",
 )
 
@@ -33,10 +33,10 @@ def _version(value: bool) -> None:
 def root(
     ctx: typer.Context,
     target: Annotated[
-        str, typer.Option("--target", "-t", help="As of each command.", show_default=False)
+        str, typer.Option("--target", "-t", help="Default for all subcommands.", show_default=False)
     ] = "",
     output: Annotated[
-        Output | None, typer.Option("--output", "-o", help="As of each command.")
+        Output | None, typer.Option("--output", "-o", help="Default for all subcommands.")
     ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -58,6 +58,6 @@ app.command("pause")(operate.pause)
 app.command("resume")(operate.resume)
 app.command("sleep")(operate.sleep)
 app.command("wake")(operate.wake)
-app.command("yield")(operate.yield_gpu)
-app.command("end-yield")(operate.end_yield)
+app.command("limit-gpu-share")(operate.limit_gpu_share)
+app.command("end-gpu-share-limit")(operate.end_gpu_share_limit)
 app.command("abort")(operate.abort)

@@ -1,4 +1,4 @@
-"""What every command shares: options, output, errors and exit codes."""
+"""Options, output, errors and exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNBOUNDED_WIDTH = 1 << 20
 
 
 class Output(enum.StrEnum):
-    """How results are printed."""
+    """Output format."""
 
     TABLE = "table"
     JSON = "json"
@@ -43,12 +43,12 @@ AdminTargetOption = Annotated[
     typer.Option(
         "--admin-target",
         envvar="DORAD_ADMIN_TARGET",
-        help="Where adapters and control are served, when not at the target.",
+        help="Address of the adapter and control services, if it differs from the target.",
     ),
 ]
-OutputOption = Annotated[Output, typer.Option("--output", "-o", help="How to print results.")]
+OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Output format.")]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", help="Seconds a call may take.", min=0.001)
+    float, typer.Option("--timeout", help="Time limit of a call in seconds.", min=0.001)
 ]
 
 DEFAULT_TIMEOUT = 600.0
@@ -61,10 +61,10 @@ def connect(target: str, admin_target: str = "", timeout: float = DEFAULT_TIMEOU
 
 
 def console() -> Console:
-    """Standard output. Made anew for each use, so that redirection is seen.
+    """Standard output. Created for each use, because it may have been redirected.
 
-    For people it wraps at the terminal's width; for programs each row is one line. No markup:
-    tokens, tags and messages may hold brackets.
+    In a terminal long rows wrap. In a pipe each row is one line. Markup is off, because tokens,
+    tags and messages may contain brackets.
     """
     piped = not sys.stdout.isatty()
     return Console(
@@ -77,7 +77,7 @@ def console() -> Console:
 
 
 def errors() -> Console:
-    """Standard error, for progress and remarks."""
+    """Standard error, for progress and log messages."""
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
 
 
@@ -92,7 +92,7 @@ def print_json_line(value: Any) -> None:
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A plain table; columns whose name starts with ">" are right-aligned numbers."""
+    """A plain table. Columns whose name starts with ">" are right-aligned."""
     made = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
     for column in columns:
         right = column.startswith(">")
@@ -101,7 +101,7 @@ def table(*columns: str, title: str | None = None) -> Table:
 
 
 def size(count: int | float) -> str:
-    """Bytes for people: 2.1 GB."""
+    """Bytes in human-readable form: 2.1 GB."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:
@@ -111,7 +111,7 @@ def size(count: int | float) -> str:
 
 
 class _Remarks(logging.Handler):
-    """What the library logs, on standard error: one line within `SECONDS`."""
+    """Prints log messages of the library on standard error, at most one in `SECONDS`."""
 
     SECONDS = 10.0
 
@@ -128,7 +128,7 @@ class _Remarks(logging.Handler):
 
 @contextlib.contextmanager
 def _remarks(program: str) -> Iterator[None]:
-    """A block in which people see why a call takes long."""
+    """Prints log messages, such as retries, while the block runs."""
     logger, handler = logging.getLogger("dorad"), _Remarks(program)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -139,16 +139,16 @@ def _remarks(program: str) -> Iterator[None]:
 
 
 def _hints(error: dorad.DoradError) -> Iterator[str]:
-    """What may help, a line each."""
+    """Hints for the user, one line each."""
     if error.retry_after is not None:
         yield f"try again in {error.retry_after:g} s"
     if error.code == "UNIMPLEMENTED":
         yield (
-            "the server may have adapters and control on its server.admin_listen: --admin-target "
+            "the server may offer this call at its server.admin_listen only: set --admin-target "
             "or DORAD_ADMIN_TARGET"
         )
     if _may_want_tls(error):
-        yield "the server may want TLS: DORAD_CA_FILE"
+        yield "the server may require TLS: set DORAD_CA_FILE"
 
 
 def _may_want_tls(error: dorad.DoradError) -> bool:
@@ -160,7 +160,7 @@ def _may_want_tls(error: dorad.DoradError) -> bool:
 
 
 def _explain(error: Exception, program: str) -> int:
-    """Prints one or a few lines on standard error; returns the exit code."""
+    """Prints the error on standard error and returns the exit code."""
 
     def say(message: str) -> None:
         print(f"{program}: {message}", file=sys.stderr)
@@ -189,12 +189,12 @@ def _explain(error: Exception, program: str) -> int:
 
 
 def _run(main: Callable[[], Any], program: str) -> NoReturn:
-    """Calls a command's main (not standalone) and exits with the right code."""
+    """Calls a command's main and exits with its exit code."""
     try:
         with _remarks(program):
             result = main()
         code = result if isinstance(result, int) else 0
-    except BrokenPipeError:  # The reader (head, less) has had enough.
+    except BrokenPipeError:  # The reader (head, less) has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILURE
     except Exception as error:
@@ -203,7 +203,7 @@ def _run(main: Callable[[], Any], program: str) -> NoReturn:
 
 
 class _Main:
-    """Mixed into typer's classes: failures become clear lines and documented exit codes."""
+    """Mixin for typer's classes that prints errors as one line and sets the exit code."""
 
     def main(
         self,
@@ -226,11 +226,11 @@ class Group(_Main, typer.core.TyperGroup):
 
 
 class Command(_Main, typer.core.TyperCommand):
-    """A program of one command."""
+    """A program with one command."""
 
 
 def share_options(command: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Defaults for every command below `command`, from options given before its name."""
+    """Makes options before the command name defaults of all subcommands."""
     children = getattr(command, "commands", {})
     return {
         name: share_options(child, values) if getattr(child, "commands", None) else dict(values)

@@ -1,4 +1,4 @@
-"""`doractl gateway`: for programs that speak OpenAI's API or the Open Inference Protocol."""
+"""`doractl gateway`: OpenAI's API and the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -14,44 +14,51 @@ from dorad.cli.common import DEFAULT_TIMEOUT, AdminTargetOption, TargetOption, T
 
 def gateway(
     listen: Annotated[
-        str, typer.Option("--listen", help="HTTP: host:port; port 0 is the kernel's choice.")
+        str, typer.Option("--listen", help="HTTP: host:port. Port 0: a free port.")
     ] = "127.0.0.1:8000",
     grpc_listen: Annotated[
-        str, typer.Option(help="Serve the Open Inference Protocol over gRPC here as well.")
+        str, typer.Option(help="Also serve the Open Inference Protocol over gRPC: host:port.")
     ] = "",
     tokenizer: Annotated[
         Path | None,
         typer.Option(
             envvar="DORAD_MODEL",
-            help="Model folder with tokenizer and chat template; without: token ids only.",
+            help="Model folder with tokenizer and chat template. Default: token ids only.",
         ),
     ] = None,
     token: Annotated[
         str,
         typer.Option(
-            envvar="DORAD_TOKEN", help="For the gateway's own questions; callers bring theirs."
+            envvar="DORAD_TOKEN", help="Token of the gateway's own calls. Callers send theirs."
         ),
     ] = "",
-    tls_cert: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
-    tls_key: Annotated[str, typer.Option(help="PEM file of the certificate's key.")] = "",
+    tls_cert: Annotated[str, typer.Option(help="Certificate (PEM): serve HTTPS.")] = "",
+    tls_key: Annotated[str, typer.Option(help="Private key of the certificate (PEM).")] = "",
     allow_insecure: Annotated[
         bool,
         typer.Option(
             "--allow-insecure",
-            help="Listen beyond the loopback without TLS, or for a server that asks nobody.",
+            help="Allow listening beyond the loopback without TLS, or for a server without tokens.",
         ),
     ] = False,
-    max_body_bytes: Annotated[int, typer.Option(help="Of one request.", min=1024)] = 4 << 20,
-    max_choices: Annotated[int, typer.Option(help="Prompts times n of one request.", min=1)] = 128,
-    max_requests: Annotated[int, typer.Option(help="In flight; more get 429.", min=1)] = 1024,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Maximum body size of a request.", min=1024)
+    ] = 4 << 20,
+    max_choices: Annotated[
+        int, typer.Option(help="Maximum of prompts times n in a request.", min=1)
+    ] = 128,
+    max_requests: Annotated[
+        int, typer.Option(help="Maximum number of requests in flight; more get 429.", min=1)
+    ] = 1024,
     drain: Annotated[
-        float, typer.Option(help="Seconds for requests in flight at SIGTERM.", min=1)
+        float,
+        typer.Option(help="Seconds that requests in flight may still run after SIGTERM.", min=1),
     ] = 30.0,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Serve OpenAI's HTTP API and the Open Inference Protocol in front of the server."""
+    """Serve OpenAI's HTTP API and the Open Inference Protocol in front of a server."""
     try:
         from dorad.gateway.core import Limits
         from dorad.gateway.serve import Settings, serve

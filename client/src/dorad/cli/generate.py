@@ -1,4 +1,4 @@
-"""`doractl generate`: one prompt, any number of adapters side by side, text as it comes."""
+"""`doractl generate`: streams text for one prompt from several adapters side by side."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Logprobs(enum.StrEnum):
-    """Which log-probabilities of tokens."""
+    """Which log-probabilities to return."""
 
     RAW = "raw"
     PROCESSED = "processed"
@@ -52,7 +52,7 @@ class Logprobs(enum.StrEnum):
 
 @dataclass
 class Answer:
-    """One sample of one adapter while it grows."""
+    """One sample of one adapter, while it is generated."""
 
     adapter: str | None
     index: int
@@ -63,12 +63,12 @@ class Answer:
     finish: dorad.Finish | None = None
     seed: int = 0
     first: float | None = None
-    """Seconds from the request to the first token, as seen here."""
+    """Seconds from the request to the first token, measured by the client."""
     seconds: float = 0.0
     decoder: TextStream | None = None
 
     def add(self, delta: dorad.Delta, elapsed: float) -> str:
-        """Takes a delta; returns the new text."""
+        """Adds a delta and returns the new text."""
         fresh = delta.token_ids.tolist()
         if fresh and self.first is None:
             self.first = elapsed
@@ -92,7 +92,7 @@ class Answer:
         return (ref or "base") + (f" · {self.index}" if self.index else "")
 
     def summary(self) -> str:
-        """One line about how it went: reason, tokens, time to first token, rate."""
+        """One line: finish reason, tokens, time to first token and rate."""
         if self.finish is None:
             return f"{len(self.token_ids)} tokens"
         words = [f"{self.finish.reason.value}", f"{len(self.token_ids)} tokens"]
@@ -123,7 +123,7 @@ class Answer:
 
 
 class Board:
-    """All answers, drawn with one column for each adapter."""
+    """Draws all answers, with one column for each adapter."""
 
     def __init__(self, columns: list[list[Answer]]) -> None:
         self.columns = columns
@@ -145,7 +145,7 @@ async def _run(
     options: dorad.GenerateOptions,
     on_text: Any,
 ) -> None:
-    """Streams every column's answers at once, so that they share the server's batches."""
+    """Streams all columns at the same time, so that they share the server's batches."""
 
     async def one(client: dorad.aio.Client, column: list[Answer]) -> None:
         start = time.monotonic()
@@ -173,7 +173,7 @@ def _print(piece: str) -> None:
 
 
 def _show(columns: list[list[Answer]], run: Any) -> None:
-    """Runs while drawing: plain text for one answer, a live board or sections for several."""
+    """Runs and prints: plain text for one answer, a live board or sections for several."""
     answers = [answer for column in columns for answer in column]
     if len(answers) == 1:
         asyncio.run(run(_print))
@@ -193,7 +193,7 @@ def _show(columns: list[list[Answer]], run: Any) -> None:
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help='User message; "-" or nothing: standard input.')
+        str | None, typer.Argument(help='User message. "-" or none: standard input.')
     ] = None,
     model: ModelOption = None,
     token_ids: TokenIdsOption = "",
@@ -201,19 +201,32 @@ def generate(
     base: BaseOption = False,
     system: Annotated[str, typer.Option("--system", help="System message.")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="Plain text: no chat template.")] = False,
-    n: Annotated[int, typer.Option("--n", "-n", help="Samples of each.", min=1)] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a sample.", min=1)] = 256,
-    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens of a sample.")] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Samples for each adapter.", min=1)] = 1,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens of a sample.", min=1)
+    ] = 256,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Minimum number of tokens of a sample.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Draw the same sample again.")] = None,
-    stop_token_ids: Annotated[str, typer.Option(help="Further stop tokens: 1,2,3.")] = "",
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most likely tokens with this total probability."),
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below this share of the highest probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed repeats a sample.")] = None,
+    stop_token_ids: Annotated[str, typer.Option(help="Additional stop tokens: 1,2,3.")] = "",
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Do not stop at end tokens.")
+    ] = False,
     logprobs: Annotated[
         Logprobs | None,
-        typer.Option(help="In the JSON output: of the model, or of what is sampled from."),
+        typer.Option(
+            help="For JSON output. raw: of the model; processed: after temperature and filters."
+        ),
     ] = None,
     target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,

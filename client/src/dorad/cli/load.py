@@ -52,26 +52,25 @@ def _print(report: dict[str, Any]) -> None:
         f"{report['prompt_tokens_per_second']:.1f} prompt tokens/s"
     )
     if drain := report["drain_seconds"]:
-        out.print(f"  rates are without the last {drain:.1f} s, in which nothing was sent")
+        out.print(f"  rates exclude the last {drain:.1f} s, in which nothing was sent")
     for reason, count in report["errors"].items():
         out.print(f"  {count} x {reason}")
     for reason, count in refused["reasons"].items():
         out.print(f"  {count} x {reason}, refused after {_milliseconds(refused['latency_ms'])}")
     if hints := refused["retry_after_ms"]:
-        out.print(f"  told to come back after {_milliseconds(hints)}")
+        out.print(f"  retry hint {_milliseconds(hints)}")
     if goodput := report["goodput"]:
         out.print(
-            f"{goodput['share']:.1%} kept all goals: "
-            f"{goodput['requests_per_second']:.2f} requests/s"
+            f"{goodput['share']:.1%} met all goals: {goodput['requests_per_second']:.2f} requests/s"
         )
     generator = report["generator"]
     out.print(
         f"generator: {generator['processes']} process(es), busy {generator['cpu_share']:.0%}, "
-        f"timers late by {_milliseconds(generator['loop_lag_ms'])}"
+        f"event loop lag {_milliseconds(generator['loop_lag_ms'])}"
     )
     if generator["bottleneck"]:
         out.print(f"  THE GENERATOR WAS THE BOTTLENECK: {'; '.join(generator['why'])}.")
-        out.print("  Take these figures as its own, not the server's; try more --processes.")
+        out.print("  The figures show its limits, not the server's. Try more --processes.")
 
 
 def _milliseconds(row: dict[str, float] | None) -> str:
@@ -79,7 +78,7 @@ def _milliseconds(row: dict[str, float] | None) -> str:
 
 
 class _View:
-    """A line that says how a run goes on; rates are those since the look before."""
+    """A live progress line. Rates count from the previous update."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -93,7 +92,7 @@ class _View:
 
     def show(self, counts: load.Counts) -> None:
         now = time.monotonic()
-        if now - self._at < 0.25:  # Several processes report one after the other.
+        if now - self._at < 0.25:  # Several processes report.
             return
         self.live.update(self._table(counts, now), refresh=True)
         self._before, self._at = counts, now
@@ -121,7 +120,7 @@ class _View:
 def _plan(
     rate: float | None, concurrency: int | None, requests: int | None, duration: float | None
 ) -> dict[str, Any]:
-    """The loop's four settings. Without any: 8 in flight for 10 seconds."""
+    """Settings of the loop. Default: 8 requests in flight for 10 seconds."""
     if rate is not None and concurrency is not None:
         raise typer.BadParameter("give --rate or --concurrency, not both", param_hint="--rate")
     if rate is None and concurrency is None:
@@ -139,56 +138,61 @@ def _plan(
 @app.command(cls=Command)
 def main(
     rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests a second (Poisson).", min=0.001)
+        float | None, typer.Option(help="Open loop: requests per second (Poisson).", min=0.001)
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option("--concurrency", "-c", help="Closed loop: in flight.", min=1)
+        int | None,
+        typer.Option("--concurrency", "-c", help="Closed loop: requests in flight.", min=1),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="Stop after so many.", min=1)] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Stop after this many requests.", min=1)
+    ] = None,
     duration: Annotated[
-        float | None, typer.Option("--duration", "-d", help="Send for so many seconds.", min=0.1)
+        float | None, typer.Option("--duration", "-d", help="Send for this many seconds.", min=0.1)
     ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option("--adapter", "-a", help='"name", "name@version" or "base", with "=WEIGHT".'),
     ] = None,
     zipf: Annotated[
-        float | None, typer.Option(help="Popularity by order: the i-th adapter weighs i^-ZIPF.")
+        float | None, typer.Option(help="Zipf popularity: the i-th adapter has weight i^-ZIPF.")
     ] = None,
     prompt_tokens: Annotated[
-        str, typer.Option(help="128, 32:256 or lognormal:MEAN:SIGMA[:CAP].")
+        str, typer.Option(help="Prompt length: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP].")
     ] = "128",
-    output_tokens: Annotated[str, typer.Option(help="As --prompt-tokens.")] = "64",
+    output_tokens: Annotated[
+        str, typer.Option(help="Output length, in the form of --prompt-tokens.")
+    ] = "64",
     shared_prefix: Annotated[
-        int, typer.Option(help="Leading tokens all prompts have in common.", min=0)
+        int, typer.Option(help="Number of leading tokens that all prompts share.", min=0)
     ] = 0,
     n: Annotated[int, typer.Option("--n", help="Samples of each prompt.", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same requests.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed repeats the requests.")] = 0,
     warmup: Annotated[
-        float, typer.Option(help="Seconds of the same load before anything counts.", min=0)
+        float, typer.Option(help="Seconds of load before the measurement.", min=0)
     ] = 0.0,
     goal_ttft: Annotated[
-        float | None, typer.Option(help="Goodput: milliseconds to the first token.", min=0)
+        float | None, typer.Option(help="Goodput goal: milliseconds to the first token.", min=0)
     ] = None,
     goal_itl: Annotated[
-        float | None, typer.Option(help="Goodput: mean milliseconds between tokens.", min=0)
+        float | None, typer.Option(help="Goodput goal: mean milliseconds between tokens.", min=0)
     ] = None,
     goal_e2e: Annotated[
-        float | None, typer.Option(help="Goodput: milliseconds of a whole request.", min=0)
+        float | None, typer.Option(help="Goodput goal: milliseconds of a whole request.", min=0)
     ] = None,
     processes: Annotated[
-        int, typer.Option(help="Processes that share the load; one uses one core.", min=1)
+        int, typer.Option(help="Processes that share the load. Each uses one core.", min=1)
     ] = 1,
-    connections: Annotated[int, typer.Option(help="TCP connections of each.", min=1)] = 1,
+    connections: Annotated[int, typer.Option(help="TCP connections of each process.", min=1)] = 1,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = 600.0,
 ) -> None:
-    """Drive a server with many requests; report latencies and throughput.
+    """Send many requests to a server and report latencies and throughput.
 
-    Exit code 1 when no request succeeded.
+    The exit code is 1 if no request succeeded.
     """
     plan = load.Plan(
         prompt=load.Lengths.parse(prompt_tokens),

@@ -1,4 +1,5 @@
-"""`doractl info | health | pause | resume | sleep | wake | yield | end-yield | abort`."""
+"""Commands that operate a server: `doractl info`, `health`, `pause`, `resume`, `sleep`, `wake`,
+`limit-gpu-share`, `end-gpu-share-limit` and `abort`."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def info(
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Show what the server is, holds and does."""
+    """Show the server's model, state, memory and limits."""
     with connect(target, admin_target, timeout) as client:
         found = client.info()
     if output is Output.JSON:
@@ -83,12 +84,14 @@ def info(
 
 
 def health(
-    service: Annotated[str, typer.Argument(help="Full service name; default: the server.")] = "",
+    service: Annotated[
+        str, typer.Argument(help="Full service name. Default: the whole server.")
+    ] = "",
     target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = 5.0,
 ) -> None:
-    """Ask whether the server is serving; exit code 69 when it is not."""
+    """Check whether the server is serving. The exit code is 69 if it is not."""
     with connect(target, "", timeout) as client:
         status = client.health(service, timeout=timeout)
     if output is Output.JSON:
@@ -100,7 +103,7 @@ def health(
 
 
 class PauseMode(enum.StrEnum):
-    """What happens to requests that run."""
+    """Treatment of running requests."""
 
     KEEP = "keep"
     WAIT = "wait"
@@ -110,7 +113,9 @@ class PauseMode(enum.StrEnum):
 def pause(
     mode: Annotated[
         PauseMode,
-        typer.Option(help="keep: freeze requests; wait: let them finish; abort: end them now."),
+        typer.Option(
+            help="Running requests. keep: freeze them; wait: let them finish; abort: end them now."
+        ),
     ] = PauseMode.KEEP,
     adapter: Annotated[
         str, typer.Option("--adapter", "-a", help='Only requests of "name" or "name@version".')
@@ -131,15 +136,13 @@ def pause(
 
 
 def resume(
-    adapter: Annotated[
-        str, typer.Option("--adapter", "-a", help="Undo the pause of this adapter only.")
-    ] = "",
+    adapter: Annotated[str, typer.Option("--adapter", "-a", help="Resume this adapter only.")] = "",
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Undo `doractl pause`: all pauses, or that of one adapter."""
+    """Undo `doractl pause`, for all requests or for one adapter."""
     with connect(target, admin_target, timeout) as client:
         client.resume(adapter or None)
     if output is Output.JSON:
@@ -149,30 +152,30 @@ def resume(
 
 
 class Tag(enum.StrEnum):
-    """What can sleep."""
+    """Memory that can sleep."""
 
     WEIGHTS = "weights"
     KV = "kv"
     ADAPTERS = "adapters"
 
 
-TagsArgument = Annotated[list[Tag] | None, typer.Argument(help="What; all if none is named.")]
+TagsArgument = Annotated[list[Tag] | None, typer.Argument(help="Memory to release. Default: all.")]
 
 
 def sleep(
     tags: TagsArgument = None,
     keep_kv: Annotated[
-        bool, typer.Option("--keep-kv", help="Copy the KV cache to host memory.")
+        bool, typer.Option("--keep-kv", help="Save the KV cache in host memory.")
     ] = False,
     refuse: Annotated[
-        bool, typer.Option("--refuse", help="Refuse new requests; otherwise they wait.")
+        bool, typer.Option("--refuse", help="Refuse new requests. Default: they wait.")
     ] = False,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Give the device's memory to others until `doractl wake`."""
+    """Release device memory to other programs until `doractl wake`."""
     with connect(target, admin_target, timeout) as client:
         freed = client.sleep(
             *[tag.value for tag in tags or []], keep_kv=keep_kv, refuse_requests=refuse
@@ -200,51 +203,54 @@ def wake(
         print(f"asleep: {' '.join(left)}" if left else "awake")
 
 
-YieldIdOption = Annotated[str, typer.Option("--id", help="Whose yield it is.")]
+LimitIdOption = Annotated[str, typer.Option("--id", help="Identifier of the limit.")]
 
 
-def yield_gpu(
+def limit_gpu_share(
     share: Annotated[
-        float, typer.Argument(help="The most of the time that steps take, 0.01 to 1.")
+        float, typer.Argument(help="Maximum share of time for the server's steps, 0.01 to 1.")
     ],
     time_to_live: Annotated[
-        float, typer.Option("--for", help="Seconds after which it ends by itself.")
+        float, typer.Option("--for", help="Seconds until the limit ends by itself.")
     ] = 600.0,
-    yield_id: YieldIdOption = "doractl",
+    limit_id: LimitIdOption = "doractl",
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Leave the device to others for a part of the time until `doractl end-yield`."""
+    """Leave part of the GPU's time to other programs until `doractl end-gpu-share-limit`."""
     with connect(target, admin_target, timeout) as client:
-        in_effect = client.yield_gpu(share, time_to_live=time_to_live, yield_id=yield_id)
+        in_effect = client.limit_gpu_share(share, time_to_live=time_to_live, limit_id=limit_id)
     if output is Output.JSON:
         print_json({"gpu_share": in_effect})
     else:
         print(f"steps take at most {in_effect:.0%} of the time")
 
 
-def end_yield(
-    yield_id: YieldIdOption = "doractl",
+def end_gpu_share_limit(
+    limit_id: LimitIdOption = "doractl",
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Undo `doractl yield`."""
+    """Undo `doractl limit-gpu-share`."""
     with connect(target, admin_target, timeout) as client:
-        ended = client.end_yield(yield_id)
+        ended = client.end_gpu_share_limit(limit_id)
         left = client.info().engine.gpu_share
     if output is Output.JSON:
         print_json({"ended": ended, "gpu_share": left})
     else:
-        what = "ended" if ended else f"no yield {yield_id}"
-        print(f"{what}; steps take " + ("their time" if left == 1 else f"at most {left:.0%} of it"))
+        what = "ended" if ended else f"no limit {limit_id}"
+        print(
+            f"{what}; steps take "
+            + ("all the time" if left == 1 else f"at most {left:.0%} of the time")
+        )
 
 
 def abort(
-    request_ids: Annotated[list[str] | None, typer.Argument(help="Ids of requests.")] = None,
+    request_ids: Annotated[list[str] | None, typer.Argument(help="Request ids.")] = None,
     adapter: Annotated[
         str, typer.Option("--adapter", "-a", help='Requests of "name" or "name@version".')
     ] = "",
@@ -253,7 +259,7 @@ def abort(
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """End requests now; their callers keep the tokens so far."""
+    """Abort requests. Their callers get the tokens so far."""
     if bool(request_ids) + bool(adapter) + all_requests != 1:
         raise typer.BadParameter("give ids, --adapter or --all", param_hint="REQUEST_IDS")
     with connect(target, "", timeout) as client:

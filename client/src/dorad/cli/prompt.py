@@ -1,4 +1,4 @@
-"""From the command line's prompt options to token ids, and from token ids back to text."""
+"""Converts the prompt options to token ids, and token ids to text."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ AdapterOption = Annotated[
     typer.Option("--adapter", "-a", help='"name" or "name@version"; repeatable, run side by side.'),
 ]
 BaseOption = Annotated[
-    bool, typer.Option("--base", help="The base model too (alone: when no --adapter is given).")
+    bool, typer.Option("--base", help="Also run the base model. Without --adapter it runs alone.")
 ]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids and, when a model folder was given, the tokenizer they came from."""
+    """Token ids, and the tokenizer if a model folder was given."""
 
     token_ids: list[int]
     text: ModelText | None
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text, or the ids themselves without a tokenizer."""
+        """Text, or the ids if there is no tokenizer."""
         if self.text is None:
             return " ".join(map(str, token_ids))
         return self.text.decode(token_ids)
@@ -51,7 +51,7 @@ class Prompt:
 
 
 def adapters_of(adapters: list[str] | None, base: bool) -> list[str | None]:
-    """What to run: the base model first when asked for or when nothing else is."""
+    """References to run. None, the base model, is first with --base or without adapters."""
     chosen: list[str | None] = list(adapters or [])
     return [None, *chosen] if base or not chosen else chosen
 
@@ -70,7 +70,7 @@ def parse_ids(text: str, option: str = "--token-ids") -> list[int]:
 def _load(model: Path | None) -> ModelText | None:
     if model is None:
         return None
-    from dorad.text import ModelText  # Slow to import, and an extra.
+    from dorad.text import ModelText  # Slow to import, and needs an extra.
 
     return ModelText(model)
 

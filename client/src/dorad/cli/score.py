@@ -1,4 +1,4 @@
-"""`doractl score`: how likely a text is under several adapters."""
+"""`doractl score`: log-probabilities of a text under several adapters."""
 
 from __future__ import annotations
 
@@ -62,18 +62,22 @@ def _by_token(result: dorad.ScoreResult, prompt: Prompt) -> None:
 
 
 def score(
-    text: Annotated[str | None, typer.Argument(help='"-" or nothing: standard input.')] = None,
+    text: Annotated[str | None, typer.Argument(help='Text. "-" or none: standard input.')] = None,
     model: ModelOption = None,
     token_ids: TokenIdsOption = "",
     adapter: AdapterOption = None,
     base: BaseOption = False,
-    per_token: Annotated[bool, typer.Option("--per-token", help="A row for each token.")] = False,
-    temperature: Annotated[float | None, typer.Option(help="Divide the logits first.")] = None,
+    per_token: Annotated[
+        bool, typer.Option("--per-token", help="Print a row for each token.")
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(help="Divide the logits by this value first.")
+    ] = None,
     target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Log-probabilities of a text under the base model and adapters."""
+    """Print log-probabilities of a text under the base model and adapters."""
     prompt = read(text, token_ids, model, chat=False)
     with connect(target, "", timeout) as client:
         result = client.score(

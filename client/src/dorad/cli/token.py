@@ -1,4 +1,4 @@
-"""`doractl token`: makes a token and the entry of the server's tokens file that goes with it."""
+"""`doractl token`: creates a token and its entry for the server's tokens file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 from dorad.cli.common import Output, OutputOption, print_json
 
 BYTES = 32
-"""Of randomness: nobody guesses it, so a plain SHA-256 hides it."""
+"""Random bytes of a token. Enough entropy for an unsalted SHA-256."""
 
 
 class Role(enum.StrEnum):
-    """What a token opens."""
+    """Services that a token may use."""
 
     INFER = "infer"
     PUBLISH = "publish"
@@ -25,17 +25,17 @@ class Role(enum.StrEnum):
 
 
 def token(
-    name: Annotated[str, typer.Argument(help="Who gets it, for logs.", show_default=False)],
-    tenant: Annotated[str, typer.Option("--tenant", help="Whose requests these are.")] = "default",
+    name: Annotated[str, typer.Argument(help="Name of the holder, for logs.", show_default=False)],
+    tenant: Annotated[str, typer.Option("--tenant", help="Tenant of the requests.")] = "default",
     role: Annotated[
-        list[Role] | None, typer.Option("--role", "-r", help="May be repeated.  [default: infer]")
+        list[Role] | None, typer.Option("--role", "-r", help="Role; repeatable.  [default: infer]")
     ] = None,
     adapters: Annotated[
-        str, typer.Option("--adapters", help="What the names of its adapters begin with.")
+        str, typer.Option("--adapters", help="Prefix of the adapter names that it may use.")
     ] = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Makes a token. The server keeps its SHA-256 only: give the token to its holder now."""
+    """Create a token. The server stores its SHA-256 only, so give the token to its holder now."""
     made = f"dorad_{secrets.token_urlsafe(BYTES)}"
     entry: dict[str, object] = {
         "name": name,

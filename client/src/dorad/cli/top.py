@@ -1,4 +1,4 @@
-"""`doractl top`: what the server is doing, live."""
+"""`doractl top`: a live view of the server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dorad.cli.common import (
 )
 from dorad.cli.operate import duration
 
-_STEPS = "steps"  # From GetInfo, so that there is a rate without the metrics too.
+_STEPS = "steps"  # From GetInfo, so that this rate needs no --metrics.
 _RATES = {
     "steps/s": _STEPS,
     "generated tokens/s": "dorad_generated_tokens_total",
@@ -50,7 +50,7 @@ _MEANS = {
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus text → the sum over labels of every sample name (buckets left out)."""
+    """Parses Prometheus text. Returns the sum over labels for each sample name, without buckets."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
@@ -58,7 +58,7 @@ def parse_metrics(text: str) -> dict[str, float]:
         name = line.split("{", 1)[0].split(" ", 1)[0]
         if name.endswith("_bucket"):
             continue
-        # A label's value may hold spaces; what follows the last "}" is the value (and a time).
+        # Label values may contain spaces. The value, and a timestamp, follow the last "}".
         rest = line.rsplit("}", 1)[-1] if "{" in line else line[len(name) :]
         try:
             sums[name] = sums.get(name, 0.0) + float(rest.split()[0])
@@ -76,21 +76,21 @@ def fetch_metrics(url: str) -> dict[str, float]:
 
 
 class Rates:
-    """Turns counters into what happened since the last look."""
+    """Computes rates from counters."""
 
     def __init__(self) -> None:
         self._last: dict[str, float] | None = None
         self._at = 0.0
 
     def update(self, counters: dict[str, float], at: float) -> dict[str, float]:
-        """Rates per second and means in milliseconds; empty at the first look."""
+        """Rates per second and means in milliseconds since the last call. Empty at first."""
         last, seconds = self._last, at - self._at
         self._last, self._at = counters, at
         if last is None or seconds <= 0:
             return {}
 
         def moved(name: str) -> float:
-            # Below zero after a restart of the server.
+            # The difference is negative after a restart of the server.
             return max(0.0, counters.get(name, 0.0) - last.get(name, 0.0))
 
         found = {label: moved(name) / seconds for label, name in _RATES.items() if name in counters}
@@ -137,17 +137,17 @@ def top(
     metrics: Annotated[
         str,
         typer.Option(
-            "--metrics", envvar="DORAD_METRICS", help="The server's /metrics URL, for rates."
+            "--metrics", envvar="DORAD_METRICS", help="URL of the server's /metrics, for rates."
         ),
     ] = "",
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
-    count: Annotated[int, typer.Option(help="Stop after so many looks; 0: never.", min=0)] = 0,
+    interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
+    count: Annotated[int, typer.Option(help="Stop after this many updates. 0: never.", min=0)] = 0,
     target: TargetOption = DEFAULT_TARGET,
     admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
     timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
-    """Watch the server work: queue, throughput, KV cache, adapters. Ctrl-C ends it."""
+    """Show queue, throughput, KV cache and adapters live. Ctrl-C ends it."""
     rates = Rates()
 
     def look(client: dorad.Client) -> tuple[dorad.ServerInfo, list[dorad.AdapterVersion], Any]:

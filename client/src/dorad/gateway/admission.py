@@ -1,4 +1,4 @@
-"""Whether the server knows a caller, asked before the gateway itself does anything for one."""
+"""Asks the server whether it accepts a caller, before the gateway works for that caller."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
 
-_SECONDS = 5.0  # How long a token that was taken out may still learn the model's facts.
-_REMEMBERED = 4096  # Tokens; callers choose them.
+_SECONDS = 5.0  # A removed token can still read the model's facts for this long.
+_REMEMBERED = 4096  # Tokens. Callers choose them, so the number must be bounded.
 
 OPEN_TO_ALL = (
     "the server takes calls without a token over this connection, and the gateway listens beyond "
-    "the loopback: have the server ask for tokens (and list no certificate of the gateway's), or "
-    "say --allow-insecure"
+    "the loopback: configure tokens on the server (and do not list the gateway's certificate "
+    "there), or pass --allow-insecure"
 )
 
 
 class Admission:
-    """What the server said to whom, for a few seconds. For one event loop.
+    """Caches for some seconds which tokens the server accepts. Use it from one event loop.
 
-    Calls of a caller are judged by the server anyhow: this is for what the gateway answers from
-    what it knows, and for the work it does before the first call.
+    The server checks every call of a caller. This check protects the answers that the gateway
+    gives from its own memory, and its work before the first call.
 
     Args:
-      exposed: others can reach the gateway, so that it must not stand before a server that takes
-        calls of everyone.
+      exposed: other hosts can reach the gateway. It then refuses callers while the server accepts
+        calls without a token.
     """
 
     def __init__(self, own: dorad.aio.Client, *, exposed: bool = False) -> None:
         self._own = own
         self._exposed = exposed
-        # By digest: the gateway keeps nobody's token. None: accepted.
+        # Keys are digests, so that no token stays in memory. None: accepted.
         self._said: Answers[bytes, dorad.PermissionDenied | None] = Answers(
             seconds=_SECONDS, most=_REMEMBERED
         )
 
     async def admit(self, caller: Caller) -> None:
-        """Raises Refusal, or DoradError: what the server says to this caller, or its silence."""
+        """Raises Refusal or DoradError when the server refuses the caller or does not answer."""
         if caller.token_problem:
             raise Refusal(401, "TOKEN_INVALID", caller.token_problem)
-        # Where everyone may call, tokens mean nothing and are not asked about one by one.
+        # A server that accepts calls without a token ignores tokens, so they need no check.
         refused = await self._refused("")
         if refused is None and self._exposed:
             raise Refusal(503, "SERVER_OPEN", OPEN_TO_ALL)
         if refused is not None and caller.authorization:
             refused = await self._refused(caller.authorization)
         if refused is not None:
-            # The same object for all: without this its traceback would grow with each.
+            # All callers get this object. Its traceback would grow with each raise.
             raise refused.with_traceback(None)
 
     async def is_open(self) -> bool:
-        """Whether the server takes calls of everyone; False if it cannot be asked now."""
+        """Whether the server accepts calls without a token. False if it does not answer."""
         try:
             return await self._refused("") is None
         except dorad.DoradError:
             return False
 
     async def _refused(self, authorization: str) -> dorad.PermissionDenied | None:
-        """Why the server does not take calls with it ("": with none). None: it does."""
+        """Why the server refuses this header value ("": no token). None: it accepts it."""
 
         async def ask() -> dorad.PermissionDenied | None:
             metadata = (("authorization", authorization),) if authorization else ()
             try:
-                # Every role may call it.
+                # Every role may call GetInfo.
                 await self._own.with_metadata(metadata).info(timeout=5)
             except dorad.PermissionDenied as error:
                 return error

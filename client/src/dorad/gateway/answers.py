@@ -1,4 +1,4 @@
-"""Answers of the server that many requests need: asked for once, then known for some seconds."""
+"""A cache of server answers that many requests need. Concurrent requests share one call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ V = TypeVar("V")
 
 
 class Answers(Generic[K, V]):
-    """What was answered to which question. For one event loop.
+    """An LRU cache with a time to live. Use it from one event loop.
 
     Args:
-      seconds: how long an answer is good for.
-      most: answers kept, the latest used ones.
+      seconds: time to live of an answer.
+      most: maximum number of answers.
     """
 
     def __init__(self, *, seconds: float, most: int = 1) -> None:
@@ -27,9 +27,9 @@ class Answers(Generic[K, V]):
         self._asking: dict[K, asyncio.Task[V]] = {}
 
     async def get(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        """The answer that is known, or the one that `ask` gets now, one call for all who wait.
+        """Returns the cached answer, or that of one call of `ask` for all who wait.
 
-        Raises what `ask` raises to all of them; nobody remembers it, the next one asks again.
+        A failure of `ask` is raised to all of them and is not cached.
         """
         known = self._known.get(key)
         if known is not None and time.monotonic() - known[0] <= self._seconds:
@@ -39,7 +39,7 @@ class Answers(Generic[K, V]):
         if task is None:
             task = self._asking[key] = asyncio.create_task(self._ask(key, ask))
             task.add_done_callback(_take_exception)
-        # It outlives whoever came first.
+        # The task goes on when the first waiter is cancelled.
         return await asyncio.shield(task)
 
     async def _ask(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:
@@ -55,6 +55,6 @@ class Answers(Generic[K, V]):
 
 
 def _take_exception(task: asyncio.Task[Any]) -> None:
-    """Nobody may be left to take it, which is no fault."""
+    """Keeps asyncio from reporting the exception when all waiters are gone."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""The gateway's HTTP application: all routes, and errors of requests that meet none."""
+"""The gateway's HTTP application: all routes, and the errors for unknown routes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from dorad.gateway.http import Endpoint, answer
 
 
 async def _health(gateway: Gateway, request: Request, caller: Caller) -> Response:
-    """200 while the server takes requests."""
+    """Whether the server takes requests."""
     if await gateway.healthy():
         return answer({"status": "ok"})
     raise Refusal(503, "SERVER_NOT_READY", "the server is not serving", retry_after=1)
 
 
 async def _metrics(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """The gateway's own metrics, for Prometheus."""
     return Response(gateway.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def _openapi(gateway: Gateway, request: Request, caller: Caller) -> Response:
-    return answer(openapi.document())
+    """This document."""
+    return answer(openapi.document(request.app.routes))
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -41,16 +43,16 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 def application(gateway: Gateway) -> Starlette:
-    def door(name: str, handler: object) -> Endpoint:
+    def endpoint(name: str, handler: object) -> Endpoint:
         return Endpoint(gateway, name, handler, Refusal.body, public=True)  # type: ignore[arg-type]
 
     return Starlette(
         routes=[
             *openai.routes(gateway),
             *oip_http.routes(gateway),
-            Route("/health", door("health", _health), methods=["GET"]),
-            Route("/metrics", door("metrics", _metrics), methods=["GET"]),
-            Route("/openapi.json", door("openapi", _openapi), methods=["GET"]),
+            Route("/health", endpoint("health", _health), methods=["GET"]),
+            Route("/metrics", endpoint("metrics", _metrics), methods=["GET"]),
+            Route("/openapi.json", endpoint("openapi", _openapi), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _unknown},
     )

@@ -1,4 +1,4 @@
-"""From the tokens of one sample to text that may be shown: characters whole, stop strings cut."""
+"""Turns the tokens of one sample into text: whole characters only, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dorad.text import ModelText, TextStream
 
 @dataclass(slots=True)
 class Token:
-    """One generated token as an answer shows it."""
+    """One generated token of an answer."""
 
     id: int
     logprob: float | None
@@ -23,7 +23,7 @@ class Token:
 
 @dataclass(slots=True)
 class Piece:
-    """What has become certain since the last piece."""
+    """New final text and tokens since the last piece."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
@@ -31,23 +31,22 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """What ends a sample's text, besides its end."""
+    """Stop conditions of a sample."""
 
     strings: tuple[str, ...] = ()
     token_ids: frozenset[int] = frozenset()
-    """Tokens that end a sample; their text is not the answer's."""
+    """Tokens that end a sample. Their text is left out."""
     include: bool = False
-    """The stop string, or the stop token's text, belongs to the answer."""
+    """Keep the stop string, or the stop token's text."""
     min_tokens: int = 0
-    """Stop strings before so many tokens are text like any other."""
+    """Stop strings do not count before this many tokens."""
 
 
 class Assembler:
     """Collects one sample. Not thread-safe.
 
-    Text that may turn out to begin a stop string is held back, together with its tokens, so that
-    what has been handed out is never taken back. Without a tokenizer (`text` is None) there are
-    only tokens.
+    Text that could begin a stop string is held back with its tokens, so that a piece is final once
+    it is returned. Without a tokenizer (`text` is None) pieces have tokens only.
     """
 
     def __init__(
@@ -60,12 +59,12 @@ class Assembler:
         self._longest = max((len(s) for s in stops.strings), default=0)
         self._text = ""
         self._released = 0
-        self._searched = 0  # No stop string that counts ends before this point.
+        self._searched = 0  # No valid stop string ends before this point.
         self._pending: list[Token] = []
         self.count = 0
-        """Tokens that have come, up to the one that completed a stop string."""
+        """Number of tokens so far, up to the one that completed a stop string."""
         self.stopped: str | None = None
-        """The stop string that was met; nothing more is taken then."""
+        """The stop string that ended the sample. Later tokens are ignored."""
 
     def push(
         self,
@@ -73,7 +72,7 @@ class Assembler:
         logprobs: Sequence[float] | None = None,
         top: t.TopLogprobs | None = None,
     ) -> Piece:
-        """Takes new tokens."""
+        """Adds tokens and returns the new final text."""
         for i, token_id in enumerate(token_ids):
             pairs = (
                 list(zip(top.token_ids[i].tolist(), top.logprobs[i].tolist(), strict=True))
@@ -92,7 +91,7 @@ class Assembler:
         return self._release(len(self._text) - self._held_back())
 
     def end(self) -> Piece:
-        """The sample has ended: what was held back comes out."""
+        """Ends the sample and returns all text and tokens held back."""
         if self.stopped is not None:
             return Piece()
         if self._decoder is not None:
@@ -100,19 +99,19 @@ class Assembler:
             if self._cut():
                 return self._release(len(self._text))
         piece = self._release(len(self._text))
-        # Tokens without text of their own, such as the one that ended the sample.
+        # Tokens without text, such as the end token.
         piece.tokens += self._pending
         self._pending = []
         return piece
 
     def _cut(self) -> bool:
-        """Looks for a stop string; ends the text at the first."""
+        """Searches for stop strings and cuts the text at the first one."""
         if not self._stops.strings:
             return False
         if self.count <= self._stops.min_tokens:
             self._searched = len(self._text)
             return False
-        # Only those that end behind what has been searched.
+        # Only matches that end after the searched part.
         found = [
             (at, s)
             for s in self._stops.strings
@@ -126,8 +125,8 @@ class Assembler:
         return True
 
     def _held_back(self) -> int:
-        """Length of the longest end of the text that could begin a stop string."""
-        # What has been handed out began none, and does not with more text behind it.
+        """Length of the longest suffix that could begin a stop string."""
+        # Released text begins no stop string, and more text does not change that.
         first = max(self._released, len(self._text) - self._longest + 1)
         for begin in range(first, len(self._text)):
             tail = self._text[begin:]
@@ -153,5 +152,5 @@ def stops_of(
     include: bool = False,
     min_tokens: int = 0,
 ) -> Stops:
-    """`Stops` without repetitions."""
+    """`Stops` without duplicates."""
     return Stops(tuple(dict.fromkeys(strings)), frozenset(token_ids), include, min_tokens)

@@ -1,4 +1,4 @@
-"""Who asks: what of a request goes on to the server with each of its calls."""
+"""The caller of a request: its token, request id and trace context."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One request's sender."""
+    """The sender of one request."""
 
     metadata: tuple[tuple[str, str], ...]
-    """For the gRPC calls made on its behalf: its own token and trace, never the gateway's."""
+    """Metadata for gRPC calls on its behalf: the caller's token and trace, never the gateway's."""
     request_id: str
-    """As the caller chose it, or made here; in the answer's x-request-id."""
+    """The caller's own or a new one. Returned as x-request-id."""
     authorization: str = ""
-    """As it goes on to the server; "": it brings no token."""
+    """The header value for the server. "": no token."""
     token_problem: str = ""
-    """Why nobody can tell whose token it brings; "": it brings one or none."""
+    """Why the authorization is invalid. "": it is valid or absent."""
 
     def call_id(self) -> str:
-        """For one call on the server: unique, where a caller may use its own id twice at a time."""
+        """A unique id for one call. Callers may use the same request id twice."""
         return f"{self.request_id}-{secrets.token_hex(4)}"
 
 
 def caller_of(pairs: Iterable[tuple[str, str]]) -> Caller:
-    """From headers, lower-case names. Of ids and traces what is malformed is left out."""
+    """Reads headers (lower-case names). Malformed ids and traces are ignored."""
     pairs = list(pairs)
     headers = dict(pairs)
     given = headers.get("x-request-id", "")
@@ -50,11 +50,11 @@ def caller_of(pairs: Iterable[tuple[str, str]]) -> Caller:
 
 
 def _token(values: list[str]) -> tuple[str, str]:
-    """The token, or what is wrong with it. As strict as the server, which sees one value at most:
-    of several one could be a proxy's, and without a malformed one the caller would be another."""
+    """Returns (token, problem). One of several headers could be a proxy's, and a malformed one
+    must not turn its sender into an anonymous caller: both are refused."""
     if not values:
         return "", ""
     if len(values) > 1:
-        return "", "the request brings more than one authorization"
+        return "", "the request has more than one authorization header"
     match = _TOKEN.fullmatch(values[0])
     return ("", "authorization must be Bearer TOKEN") if match is None else (match[1], "")

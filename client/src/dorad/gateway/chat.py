@@ -8,12 +8,13 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dorad.gateway import fields
+from dorad.gateway import requests
 from dorad.gateway.assembler import Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
+from dorad.gateway.requests import ChatRequest, Message
 from dorad.gateway.samples import Work, choices, updates
 from dorad.gateway.writing import Rows
 from dorad.types import GenerateOptions
@@ -21,7 +22,7 @@ from dorad.types import GenerateOptions
 
 @dataclass(slots=True)
 class Chat:
-    """A request that has been understood."""
+    """A checked request."""
 
     id: str
     model: str
@@ -37,7 +38,7 @@ class Chat:
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """The number is `logprobs` in completions, `top_logprobs` here."""
+    """Chats call the server's logprobs.top_k `top_logprobs`; completions call it `logprobs`."""
     body = refusal.body()
     if refusal.reason == "LOGPROBS_K_OUT_OF_RANGE":
         body["error"]["param"] = "top_logprobs"
@@ -45,49 +46,49 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
 
 
 async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -> tuple[Chat, bool]:
-    """The request and whether to stream. Raises Refusal or DoradError."""
-    body = fields.checked(raw, fields.CHAT)
+    """Returns the checked request and whether to stream. Raises Refusal or DoradError."""
+    body = requests.checked(raw, ChatRequest)
     text = gateway.needs_text()
-    logprobs, top = body.get("logprobs", False), body.get("top_logprobs")
-    if top is not None and not logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         message = "top_logprobs needs logprobs: true"
         raise Refusal(400, "LOGPROBS_MISSING", message, param="top_logprobs")
     if not text.has_chat_template:
         message = "the tokenizer's folder has no chat template; /v1/completions takes plain text"
         raise Refusal(400, "CHAT_TEMPLATE_MISSING", message, param="messages")
-    n = body.get("n", 1)
-    gateway.check_choices([None], n)
+    gateway.check_choices([None], body.n)
     model = await gateway.model()
-    adapter = await gateway.adapter_of(body["model"])
+    adapter = await gateway.adapter_of(body.model)
     try:
-        variables = body.get("chat_template_kwargs", {})
-        written = text.render_chat([_message(m) for m in body["messages"]], **variables)
+        written = text.render_chat(
+            [_message(m) for m in body.messages], **body.chat_template_kwargs
+        )
     except (ValueError, TypeError) as error:
         raise Refusal(400, "CHAT_TEMPLATE_REFUSED", str(error), param="messages") from None
     prompt = await gateway.encode(written, special_tokens=False)
     options: GenerateOptions = {
-        **fields.sampling(body),
+        **body.options(),
         "adapter": adapter,
-        "max_tokens": body.get("max_completion_tokens", body.get("max_tokens")),
+        "max_tokens": body.max_tokens
+        if body.max_completion_tokens is None
+        else body.max_completion_tokens,
         "request_id": caller.call_id(),
-        "logprobs": "raw" if logprobs else None,
-        "top_logprobs": top,
+        "logprobs": "raw" if body.logprobs else None,
+        "top_logprobs": body.top_logprobs,
     }
-    work = fields.work(body, [prompt], options, model)
     chat = Chat(
         id=f"chatcmpl-{options['request_id']}",
-        model=body["model"],
-        work=work,
-        names=TokenNames(text, as_ids=body.get("return_tokens_as_token_ids", False)),
-        logprobs=logprobs,
-        return_token_ids=body.get("return_token_ids", False),
-        include_usage=body.get("stream_options", {}).get("include_usage", False),
+        model=body.model,
+        work=body.work([prompt], options, model, stream=body.stream),
+        names=TokenNames(text, as_ids=body.return_tokens_as_token_ids),
+        logprobs=body.logprobs,
+        return_token_ids=body.return_token_ids,
+        include_usage=body.stream_options.include_usage,
     )
-    return chat, work.stream
+    return chat, body.stream
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With its parts joined: templates expect text."""
+def _message(message: Message) -> dict[str, Any]:
+    """Joins content parts, because templates expect text."""
     content = message["content"]
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
@@ -101,7 +102,7 @@ def _logprobs(chat: Chat, tokens: list[Token]) -> dict[str, Any] | None:
 
 
 async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
-    """The answer in one piece."""
+    """The whole answer."""
     work = chat.work
     found = await choices(gateway.client_of(caller), gateway.text, work, gateway.limits.timeout)
     answer: dict[str, Any] = {**chat.head("chat.completion"), "choices": []}
@@ -123,13 +124,13 @@ async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
 
 
 async def events(gateway: Gateway, caller: Caller, chat: Chat) -> AsyncGenerator[dict[str, Any]]:
-    """The answer's events, without the last "[DONE]"."""
+    """The events of a streamed answer, without the last "[DONE]"."""
     work, begun = chat.work, set[int]()
     client = gateway.client_of(caller)
     async with contextlib.aclosing(
         updates(client, gateway.text, work, gateway.limits.timeout)
-    ) as news:
-        async for update in news:
+    ) as incoming:
+        async for update in incoming:
             delta: dict[str, Any] = {}
             if update.index not in begun:
                 delta["role"] = "assistant"

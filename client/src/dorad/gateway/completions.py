@@ -12,23 +12,22 @@ from typing import Any
 import dorad.aio
 from dorad import types as t
 from dorad.errors import Violation
-from dorad.gateway import fields
+from dorad.gateway import requests
 from dorad.gateway.assembler import Piece, Token
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
+from dorad.gateway.requests import CompletionRequest
 from dorad.gateway.samples import Choice, Update, Work, choices, updates
 from dorad.gateway.writing import Rows
 from dorad.text import ModelText
 from dorad.types import GenerateOptions
 
-_DEFAULT_TOKENS = 16
-
 
 @dataclass(slots=True)
 class Completion:
-    """A request that has been understood."""
+    """A checked request."""
 
     id: str
     model: str
@@ -37,9 +36,9 @@ class Completion:
     names: TokenNames
     logprobs: int | None
     echo: list[Piece] | None
-    """One for each prompt, if asked for."""
+    """One piece for each prompt, with `echo`."""
     generates: bool
-    """False: the prompts are only echoed (max_tokens is 0)."""
+    """False: only echo the prompts (max_tokens is 0)."""
     return_token_ids: bool
     include_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -59,54 +58,50 @@ error_body = Refusal.body
 async def understand(
     gateway: Gateway, caller: Caller, raw: Mapping[str, Any]
 ) -> tuple[Completion, bool]:
-    """The request and whether to stream. Raises Refusal or DoradError."""
-    body = fields.checked(raw, fields.COMPLETION)
-    n = body.get("n", 1)
-    if body.get("best_of", n) != n:
+    """Returns the checked request and whether to stream. Raises Refusal or DoradError."""
+    body = requests.checked(raw, CompletionRequest)
+    if body.best_of not in (None, body.n):
         raise Refusal(400, "FIELD_UNSUPPORTED", "best_of must be n", param="best_of")
-    echoed, max_tokens = body.get("echo", False), body.get("max_tokens", _DEFAULT_TOKENS)
-    if max_tokens == 0 and not echoed:
+    if body.max_tokens == 0 and not body.echo:
         message = "max_tokens must be at least 1 without echo"
         raise Refusal(400, "MAX_TOKENS_OUT_OF_RANGE", message, param="max_tokens")
     gateway.needs_text()
     model = await gateway.model()
-    adapter = await gateway.adapter_of(body["model"])
-    prompts = await _prompts(gateway, body, n)
-    logprobs = body.get("logprobs")
+    adapter = await gateway.adapter_of(body.model)
+    prompts = await _prompts(gateway, body)
     options: GenerateOptions = {
-        **fields.sampling(body),
+        **body.options(),
         "adapter": adapter,
-        "max_tokens": max_tokens,
+        "max_tokens": body.max_tokens,
         "request_id": caller.call_id(),
-        "logprobs": None if logprobs is None else "raw",
-        "top_logprobs": logprobs,
+        "logprobs": None if body.logprobs is None else "raw",
+        "top_logprobs": body.logprobs,
     }
-    work = fields.work(body, prompts, options, model)
-    names = TokenNames(gateway.text, as_ids=body.get("return_tokens_as_token_ids", False))
+    work = body.work(prompts, options, model, stream=body.stream)
     completion = Completion(
         id=f"cmpl-{options['request_id']}",
-        model=body["model"],
+        model=body.model,
         adapter=adapter,
         work=work,
-        names=names,
-        logprobs=logprobs,
+        names=TokenNames(gateway.text, as_ids=body.return_tokens_as_token_ids),
+        logprobs=body.logprobs,
         echo=None,
-        generates=max_tokens > 0,
-        return_token_ids=body.get("return_token_ids", False),
-        include_usage=body.get("stream_options", {}).get("include_usage", False),
+        generates=body.max_tokens > 0,
+        return_token_ids=body.return_token_ids,
+        include_usage=body.stream_options.include_usage,
     )
-    if echoed:
+    if body.echo:
         _check_lengths(completion, model)
         completion.echo = await _echoes(gateway, gateway.client_of(caller), completion)
     return completion, work.stream
 
 
-async def _prompts(gateway: Gateway, body: Mapping[str, Any], n: int) -> list[list[int]]:
-    given = body["prompt"]
+async def _prompts(gateway: Gateway, body: CompletionRequest) -> list[list[int]]:
+    given: Any = body.prompt
     several = isinstance(given, list) and not isinstance(given[0], int)
     prompts = given if several else [given]
-    gateway.check_choices(prompts, n)
-    special = body.get("add_special_tokens", True)
+    gateway.check_choices(prompts, body.n)
+    special = body.add_special_tokens
     found = [
         await gateway.encode(p, special_tokens=special) if isinstance(p, str) else p
         for p in prompts
@@ -118,7 +113,7 @@ async def _prompts(gateway: Gateway, body: Mapping[str, Any], n: int) -> list[li
 
 
 def _check_lengths(completion: Completion, model: t.ModelInfo) -> None:
-    """As the server does, which gets to see a prompt after its echo, or never."""
+    """Checks the length like the server, which sees a prompt only after its echo, or never."""
     longest = model.context_length - (1 if completion.generates else 0)
     for prompt in completion.work.prompts:
         if len(prompt) > longest:
@@ -131,7 +126,7 @@ def _check_lengths(completion: Completion, model: t.ModelInfo) -> None:
 async def _echoes(
     gateway: Gateway, client: dorad.aio.Client, completion: Completion
 ) -> list[Piece]:
-    """The prompts' own text, and their log-probabilities if those were asked for."""
+    """Text of the prompts, with log-probabilities if requested."""
     work, text = completion.work, gateway.needs_text()
     scored: t.ScoreResult | None = None
     if completion.logprobs is not None:
@@ -171,7 +166,7 @@ def _pieces(work: Work, text: ModelText, scored: t.ScoreResult | None) -> list[P
 
 
 def _with_echo(completion: Completion, index: int, piece: Piece, *, first: bool) -> Piece:
-    """The piece as it stands behind the prompt, and behind its text if it is the choice's first."""
+    """Moves offsets behind the echoed prompt. The first piece of a choice begins with the echo."""
     if completion.echo is None:
         return piece
     echo = completion.echo[index // completion.work.n]
@@ -213,7 +208,7 @@ def _choice(
 
 
 async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dict[str, Any]:
-    """The answer in one piece."""
+    """The whole answer."""
     work = completion.work
     if completion.generates:
         found = await choices(gateway.client_of(caller), gateway.text, work, gateway.limits.timeout)
@@ -238,10 +233,10 @@ async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dic
 async def events(
     gateway: Gateway, caller: Caller, completion: Completion
 ) -> AsyncGenerator[dict[str, Any]]:
-    """The answer's events, without the last "[DONE]"."""
+    """The events of a streamed answer, without the last "[DONE]"."""
     work, begun = completion.work, set[int]()
-    async with contextlib.aclosing(_news(gateway, caller, completion)) as news:
-        async for update in news:
+    async with contextlib.aclosing(_updates(gateway, caller, completion)) as incoming:
+        async for update in incoming:
             first = update.index not in begun
             begun.add(update.index)
             piece = _with_echo(completion, update.index, update.piece, first=first)
@@ -257,14 +252,16 @@ async def events(
         yield {**completion.head(), "choices": [], "usage": work.tally.usage()}
 
 
-async def _news(gateway: Gateway, caller: Caller, completion: Completion) -> AsyncGenerator[Update]:
+async def _updates(
+    gateway: Gateway, caller: Caller, completion: Completion
+) -> AsyncGenerator[Update]:
     work = completion.work
     if completion.generates:
         client = gateway.client_of(caller)
         async with contextlib.aclosing(
             updates(client, gateway.text, work, gateway.limits.timeout)
-        ) as news:
-            async for update in news:
+        ) as incoming:
+            async for update in incoming:
                 yield update
         return
     for index in range(len(work.prompts) * work.n):

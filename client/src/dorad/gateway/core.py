@@ -1,4 +1,4 @@
-"""What all of the gateway's doors share: clients, the model's facts, limits, metrics."""
+"""State that all endpoints share: the client, facts about the model, limits and metrics."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from dorad.gateway.errors import Refusal
 from dorad.gateway.metrics import Metrics
 from dorad.text import ModelText
 
-_MODEL_SECONDS = 10.0  # A server that was started again may hold another model.
-_LONG_TEXT = 4096  # Characters from which on tokenizing leaves the event loop alone.
+_MODEL_SECONDS = 10.0  # A restarted server may hold another model.
+_LONG_TEXT = 4096  # Characters. Longer texts are tokenized in a thread.
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request, and all together, may take of the gateway."""
+    """Limits of one request and of the whole gateway."""
 
     body_bytes: int = 4 << 20
     choices: int = 128
-    """Prompts times n."""
+    """Maximum of prompts times n."""
     requests: int = 1024
-    """In flight."""
+    """Maximum number of requests in flight."""
     timeout: float = 600.0
-    """Seconds for one request."""
+    """Time limit of one request in seconds."""
     body_seconds: float = 30.0
-    """For a request's body to arrive."""
+    """Time limit for the arrival of a body in seconds."""
 
     @property
     def answer_seconds(self) -> float:
-        """For an answer to be taken: `timeout`, and the last message, which may tell of it."""
+        """Time limit for reading an answer: `timeout`, plus time for the error message about it."""
         return self.timeout + 1.0
 
 
 class Places:
-    """Room for so many requests at a time."""
+    """Limits the number of requests in flight."""
 
     def __init__(self, count: int, metrics: Metrics) -> None:
         self._free = count
@@ -51,9 +51,9 @@ class Places:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Raises Refusal when there is none."""
+        """Raises Refusal at the limit."""
         if self._free == 0:
-            message = "the gateway has as many requests in flight as it may"
+            message = "the gateway is at its limit of requests in flight (--max-requests)"
             raise Refusal(429, "GATEWAY_BUSY", message, retry_after=1)
         self._free -= 1
         self._metrics.in_flight.inc()
@@ -65,15 +65,13 @@ class Places:
 
 
 class Gateway:
-    """One server as seen through the gateway. For one event loop.
+    """One server behind the gateway. Use it from one event loop. It does not own the client.
 
     Args:
-      own: for what the gateway itself asks, the model's facts and health. Its connection carries
-        callers' requests as well, each with its caller's metadata alone.
+      own: the gateway's own client, for facts about the model and health. Calls for callers share
+        its connection, each with its caller's metadata only.
       text: the model's tokenizer; None: token ids only.
-      exposed: as Admission's.
-
-    Does not own the client.
+      exposed: see Admission.
     """
 
     def __init__(
@@ -97,14 +95,14 @@ class Gateway:
         return self.own.with_metadata(caller.metadata)
 
     async def model(self) -> t.ModelInfo:
-        """Raises DoradError when the server cannot say."""
+        """Facts about the model. Raises DoradError when the call fails."""
         return await self._model.get(None, self._ask)
 
     async def _ask(self) -> t.ModelInfo:
         return (await self.own.info(timeout=5)).model
 
     async def adapter_of(self, model: str) -> str | None:
-        """The adapter that a request's `model` names; None: the base model."""
+        """The adapter for a request's `model` field. None: the base model."""
         if not model:
             raise Refusal(404, "MODEL_NOT_FOUND", "model is empty", param="model")
         return None if model == (await self.model()).name else model

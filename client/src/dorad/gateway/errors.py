@@ -1,4 +1,4 @@
-"""Failures as HTTP statuses and bodies: the gateway's own refusals, and the server's."""
+"""Errors of the gateway and of the server as HTTP statuses and bodies."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _TYPES = {
 
 
 class Refusal(Exception):
-    """An answer other than success, by the gateway itself.
+    """An error answer.
 
     Attributes:
       status: HTTP status code.
-      reason: stable UPPER_SNAKE code (docs/gateway.md), the `code` of OpenAI's error object.
-      param: the field that is wrong, or None.
+      reason: stable UPPER_SNAKE code (docs/guides/gateway.md), the `code` of OpenAI's error object.
+      param: the invalid field, or None.
       retry_after: seconds, or None.
     """
 
@@ -66,7 +66,7 @@ class Refusal(Exception):
 
     @classmethod
     def of(cls, error: DoradError) -> Refusal:
-        """A failed gRPC call; its reason and violations stay what they were."""
+        """A failed gRPC call, with the server's reason and violations."""
         path = error.violations[0].field if error.violations else ""
         return cls(
             _STATUS.get(error.code, 500),
@@ -97,7 +97,7 @@ class Refusal(Exception):
         return {"error": found}
 
     def headers(self) -> dict[str, str]:
-        """Retry-After in whole seconds, and in milliseconds for clients that know better."""
+        """Retry-After in whole seconds, and retry-after-ms in milliseconds for OpenAI's clients."""
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))

@@ -1,4 +1,4 @@
-"""HTTP without any endpoint's meaning: bodies, answers, event streams, clients that go away."""
+"""HTTP for all endpoints: bodies, answers, event streams and disconnects."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import pydantic
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,7 +28,7 @@ _log = logging.getLogger("dorad.gateway")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -35,7 +36,7 @@ def answer(value: Any, status: int = 200, headers: dict[str, str] | None = None)
 
 
 async def long_answer(value: Any) -> Response:
-    """Of a value with `Rows`."""
+    """An answer from a value with `Rows`."""
     return Response(await write(value), media_type="application/json")
 
 
@@ -60,11 +61,11 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def read_json(request: Request, limits: Limits) -> bytes:
-    """The body of a request that says it is JSON, or says nothing and comes from no web page.
+    """The body of a JSON request. A request without content-type must not come from a browser.
 
-    A page in a browser cannot send JSON to another origin unasked, and the gateway allows none: so
-    pages cannot use a gateway that listens on the loopback. Some clients of the Open Inference
-    Protocol send no type at all; a browser would add its origin.
+    Browsers ask before they send JSON to another origin, and the gateway never permits it. So web
+    pages cannot use a gateway on the loopback. Some clients of the Open Inference Protocol send no
+    content-type; a browser would add an Origin header.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     untyped = not kind and "origin" not in request.headers
@@ -75,7 +76,7 @@ async def read_json(request: Request, limits: Limits) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` returns. When the client goes away first: cancels it, raises ClientGone."""
+    """Awaits `work`. Cancels it and raises ClientGone when the client disconnects."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -94,7 +95,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Server-sent events of JSON values, also with `Rows`. A failure among them is the last one."""
+    """Server-sent events of JSON values, also with `Rows`. An error becomes the last event."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class EventStream(Response):
     ) -> None:
         super().__init__(status_code=200, media_type="text/event-stream")
         del self.headers["content-length"]
-        # For proxies that would collect the answer.
+        # Tell proxies not to buffer the answer.
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         self._events = events
@@ -116,7 +117,7 @@ class EventStream(Response):
         self._first: Any = None
 
     async def begin(self) -> EventStream:
-        """Waits for the first event, so that a refusal can still have a status of its own."""
+        """Waits for the first event, so that an early error still gets its HTTP status."""
         try:
             self._first = await anext(self._events)
         except BaseException:
@@ -149,7 +150,7 @@ class EventStream(Response):
 
 
 class Endpoint:
-    """One door as an ASGI application: errors as answers, limits, metrics."""
+    """One endpoint as an ASGI application, with error answers, limits and metrics."""
 
     def __init__(
         self,
@@ -158,9 +159,15 @@ class Endpoint:
         handler: Handler,
         error_body: ErrorBody,
         *,
+        body: type[pydantic.BaseModel] | None = None,
         public: bool = False,
     ) -> None:
-        """`public`: for everyone, and takes none of the places for requests in flight."""
+        """`handler`'s docstring and `body`, the request's model, are for the OpenAPI document.
+
+        `public`: needs no token, and does not count as a request in flight.
+        """
+        self.summary = (handler.__doc__ or "").partition("\n")[0]
+        self.body = body
         self._gateway = gateway
         self._name = name
         self._handler = handler
@@ -187,17 +194,17 @@ class Endpoint:
             with contextlib.nullcontext() if self._public else self._gateway.places.place():
                 response = await self._response(request, caller)
                 await self._send(response, scope, receive, sending)
-        except (ClientGone, asyncio.CancelledError):  # The second: at the gateway's own end.
+        except (ClientGone, asyncio.CancelledError):  # CancelledError: the gateway ends.
             status = 499
         except (Refusal, DoradError) as error:
-            # No place was free, or the answer is one that reads no body.
+            # At the limit of requests in flight: no handler was called.
             await self._refuse(as_refusal(error))(scope, receive, sending)
         finally:
             metrics.requests.labels(self._name, str(status)).inc()
             metrics.seconds.labels(self._name).observe(time.monotonic() - began)
 
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ClientGone for one that does not read: calls on the server have ended by then."""
+        """Raises ClientGone for a client that does not read. Server calls have ended by then."""
         try:
             async with asyncio.timeout(self._gateway.limits.answer_seconds):
                 await response(scope, receive, send)

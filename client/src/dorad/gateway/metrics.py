@@ -1,4 +1,4 @@
-"""The gateway's own metrics, in a registry of their own."""
+"""The gateway's metrics, in a separate registry."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 
 
 class Metrics:
-    """docs/gateway.md describes them."""
+    """See docs/guides/gateway.md."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "dorad_gateway_requests_total",
-            "Requests that have ended, by door and HTTP status (or gRPC code).",
+            "Finished requests, by endpoint and HTTP status or gRPC code.",
             ["endpoint", "code"],
             registry=self.registry,
         )
         self.seconds = Histogram(
             "dorad_gateway_request_seconds",
-            "From a request's first byte to the end of its answer.",
+            "Duration of a request, to the end of its answer.",
             ["endpoint"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.first_token_seconds = Histogram(
             "dorad_gateway_time_to_first_token_seconds",
-            "From a streaming request's body to its first event.",
+            "Time from the body of a streaming request to its first event.",
             ["endpoint"],
             buckets=_SECONDS,
             registry=self.registry,
         )
         self.in_flight = Gauge(
             "dorad_gateway_requests_in_flight",
-            "Requests that have not ended.",
+            "Requests in flight.",
             registry=self.registry,
         )
         self.tokens = Counter(
@@ -52,7 +52,7 @@ class Metrics:
         self.tokens.labels("completion").inc(completion)
 
     def first_token(self, endpoint: str) -> Callable[[], None]:
-        """Begins to wait for a first token; call the result when it is there."""
+        """Starts a timer for the first token. Call the result when the token arrives."""
         began = time.monotonic()
         seconds = self.first_token_seconds.labels(endpoint)
         return lambda: seconds.observe(time.monotonic() - began)

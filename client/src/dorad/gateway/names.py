@@ -1,4 +1,4 @@
-"""How answers show single tokens and their log-probabilities."""
+"""Tokens and their log-probabilities in answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TokenNames:
         self._known: dict[int, str] = {}
 
     def name(self, token_id: int) -> str:
-        """The token's text; what is no whole character as OpenAI writes it, "bytes:\\xe2"."""
+        """The token's text. A part of a character is written as by OpenAI, "bytes:\\xe2"."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._name(token_id)
@@ -42,7 +42,7 @@ class TokenNames:
         return max(logprob, _LOWEST)
 
     def table(self, token: Token) -> dict[str, float | None] | None:
-        """Of /v1/completions: log-probabilities by name, the sampled token's among them."""
+        """For /v1/completions: log-probabilities by name, including the sampled token's."""
         if token.logprob is None:
             return None
         found: dict[str, float | None] = {}
@@ -52,7 +52,7 @@ class TokenNames:
         return found
 
     def entry(self, token: Token) -> dict[str, Any]:
-        """Of /v1/chat/completions."""
+        """For /v1/chat/completions."""
         return {
             **self._entry(token.id, token.logprob),
             "top_logprobs": [self._entry(i, p) for i, p in token.top],

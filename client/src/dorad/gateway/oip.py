@@ -1,4 +1,4 @@
-"""The Open Inference Protocol v2 without its transports: models, tensors, inference."""
+"""The Open Inference Protocol v2 without its transports: models, tensors and inference."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 import dorad
 from dorad import types as t
-from dorad.gateway import fields, schema
-from dorad.gateway.assembler import stops_of
+from dorad.gateway import validation
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
+from dorad.gateway.requests import Sampling, StopString
 from dorad.gateway.samples import Choice, Work, choices, updates
+from dorad.gateway.validation import UInt32
 from dorad.types import GenerateOptions
 
 PLATFORM = "dorad"
@@ -37,30 +38,19 @@ _OUTPUTS = {
     "finish_reason": ("BYTES", [1]),
 }
 
-_PARAMETER_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "priority",
-    "cache_salt",
-)
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        **{name: fields.SHARED[name] for name in _PARAMETER_NAMES},
-        "stop": {"type": "string", "minLength": 1, "maxLength": fields.MAX_STOP_LENGTH},
-        "max_tokens": fields.COMPLETION["properties"]["max_tokens"],
-        "add_special_tokens": fields.COMPLETION["properties"]["add_special_tokens"],
-    },
-}
-# About the transport, or hints of Triton's clients that ask for nothing here.
+
+class Parameters(Sampling):
+    """A request's `parameters`."""
+
+    stop: StopString | None = None
+    """A string that ends the text."""
+    max_tokens: UInt32 | None = None
+    """Default: all that fits into the context."""
+    add_special_tokens: bool = True
+    """Add the tokenizer's special tokens to text_input."""
+
+
+# For the transport, or hints of Triton's clients without effect here.
 _IGNORED = ("binary_data_output", "triton_enable_empty_final_response")
 
 
@@ -77,14 +67,14 @@ class Tensor:
     data: npt.NDArray[Any] | list[bytes]
 
     def raw(self) -> bytes:
-        """Little-endian; an element of BYTES follows its length in four bytes."""
+        """Little-endian bytes. Each BYTES element follows its length as uint32."""
         if isinstance(self.data, list):
             return b"".join(struct.pack("<I", len(item)) + item for item in self.data)
         return self.data.astype(_NUMPY[self.datatype]).tobytes()
 
 
 def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | Sequence[Any]) -> Tensor:
-    """An input, from raw bytes or from a flat list. Raises Refusal when it is not what it says."""
+    """An input from raw bytes or from a flat list. Raises Refusal if the data does not fit."""
 
     def refuse(what: str) -> Refusal:
         return Refusal(400, "TENSOR_INVALID", f"input {name!r} {what}", param=name)
@@ -102,17 +92,17 @@ def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | Sequenc
         dtype = _NUMPY[datatype]
         if isinstance(data, bytes):
             if len(data) % dtype.itemsize:
-                raise refuse(f"has {len(data)} bytes, no multiple of {dtype.itemsize}")
+                raise refuse(f"has {len(data)} bytes, not a multiple of {dtype.itemsize}")
             found = np.frombuffer(data, dtype)
         elif dtype.kind in "iu" and not all(type(item) is int for item in data):
-            raise refuse("has elements that are no integers")
+            raise refuse("has elements that are not integers")
         else:
             try:
                 found = np.asarray(data, dtype)
             except (ValueError, TypeError, OverflowError) as error:
-                raise refuse(f"is no {datatype}: {error}") from None
+                raise refuse(f"is not {datatype}: {error}") from None
     else:
-        raise refuse(f"has datatype {datatype!r}; {', '.join(_NUMPY)} and BYTES are taken")
+        raise refuse(f"has datatype {datatype!r}, not {', '.join(_NUMPY)} or BYTES")
     if len(found) != count:
         raise refuse(f"has {len(found)} elements, but shape {shape}")
     return Tensor(name, datatype, shape, found)
@@ -120,7 +110,7 @@ def tensor(name: str, datatype: str, shape: Sequence[int], data: bytes | Sequenc
 
 def _strings(data: Sequence[Any], refuse: Any) -> list[bytes]:
     if not all(isinstance(item, str | bytes) for item in data):
-        raise refuse("has elements that are no strings")
+        raise refuse("has elements that are not strings")
     return [item.encode() if isinstance(item, str) else item for item in data]
 
 
@@ -142,7 +132,7 @@ def _split(data: bytes, refuse: Any) -> list[bytes]:
 
 @dataclass(slots=True)
 class Inference:
-    """A request that has been understood."""
+    """A checked request."""
 
     model: str
     id: str
@@ -152,7 +142,7 @@ class Inference:
 
 @dataclass(slots=True)
 class Answer:
-    """New tokens of a request; all of them unless it streams."""
+    """New tokens of a stream, or the whole answer."""
 
     model: str
     version: str
@@ -174,37 +164,26 @@ async def understand(
     stream: bool,
 ) -> Inference:
     """Raises Refusal or DoradError."""
-    given = schema.checked({k: v for k, v in parameters.items() if k not in _IGNORED}, PARAMETERS)
+    given = validation.checked(
+        {k: v for k, v in parameters.items() if k not in _IGNORED}, Parameters
+    )
     names = list(outputs) or _default_outputs(gateway)
     for name in names:
         if name not in _OUTPUTS:
-            message = f"no output {name!r}; there are {', '.join(_OUTPUTS)}"
+            message = f"unknown output {name!r}; outputs are {', '.join(_OUTPUTS)}"
             raise Refusal(400, "OUTPUT_UNKNOWN", message, param=name)
-    if "text_output" in names or "stop" in given:
+    if "text_output" in names or given.stop is not None:
         gateway.needs_text()
     facts = await gateway.model()
-    eos = frozenset(() if given.get("ignore_eos") else facts.eos_token_ids)
     options: GenerateOptions = {
-        **fields.sampling(given),
+        **given.options(),
         "adapter": await _reference(gateway, model, version),
-        "max_tokens": given.get("max_tokens"),
+        "max_tokens": given.max_tokens,
         "request_id": caller.call_id(),
         "logprobs": "raw" if "logprobs" in names else None,
     }
-    work = Work(
-        prompts=[await _prompt(gateway, inputs, given)],
-        options=options,
-        stops=stops_of(
-            fields.stop_strings(given),
-            eos,
-            include=given.get("include_stop_str_in_output", False),
-            min_tokens=given.get("min_tokens", 0),
-        ),
-        n=1,
-        stream=stream,
-        eos_token_ids=eos,
-        skip_special_tokens=given.get("skip_special_tokens", True),
-    )
+    prompt = await _prompt(gateway, inputs, given)
+    work = given.work([prompt], options, facts, stream=stream)
     return Inference(model, request_id, work, names)
 
 
@@ -221,9 +200,7 @@ async def _reference(gateway: Gateway, model: str, version: str) -> str | None:
     return f"{adapter}@{version}"
 
 
-async def _prompt(
-    gateway: Gateway, inputs: Sequence[Tensor], given: Mapping[str, Any]
-) -> Sequence[int]:
+async def _prompt(gateway: Gateway, inputs: Sequence[Tensor], given: Parameters) -> list[int]:
     names = sorted(tensor.name for tensor in inputs)
     if names not in (["input_ids"], ["text_input"]):
         message = f"inputs must be input_ids or text_input, not {names}"
@@ -231,22 +208,22 @@ async def _prompt(
     (only,) = inputs
     wanted = only.shape[-1:] if only.name == "input_ids" else [1]
     if only.shape not in (wanted, [1, *wanted]):
-        message = f"{only.name} has shape {only.shape}: there is one prompt in a request"
+        message = f"{only.name} has shape {only.shape}; a request has one prompt"
         raise Refusal(400, "TENSOR_INVALID", message, param=only.name)
     if (only.datatype == "BYTES") != (only.name == "text_input") or only.datatype == "FP32":
         message = f"{only.name} cannot be {only.datatype}"
         raise Refusal(400, "TENSOR_INVALID", message, param=only.name)
     if not isinstance(only.data, list):
         if only.data.size and not 0 <= only.data.min() <= only.data.max() < 2**31:
-            message = "input_ids do not fit into int32"
+            message = "input_ids are outside int32 or negative"
             raise Refusal(400, "TENSOR_INVALID", message, param=only.name)
         return [int(i) for i in only.data]
     try:
         text = only.data[0].decode()
     except UnicodeDecodeError as error:
-        message = f"text_input is no UTF-8: {error}"
+        message = f"text_input is not UTF-8: {error}"
         raise Refusal(400, "TENSOR_INVALID", message, param=only.name) from None
-    return await gateway.encode(text, special_tokens=given.get("add_special_tokens", True))
+    return await gateway.encode(text, special_tokens=given.add_special_tokens)
 
 
 def _answer(inference: Inference, choice: Choice, *, final: bool) -> Answer:
@@ -287,14 +264,14 @@ async def infer(gateway: Gateway, caller: Caller, inference: Inference) -> Answe
 async def infer_stream(
     gateway: Gateway, caller: Caller, inference: Inference
 ) -> AsyncGenerator[tuple[Answer, bool]]:
-    """(new tokens, whether they are the last)."""
+    """GpuShareLimits (new tokens, whether they are the last)."""
     client, work = gateway.client_of(caller), inference.work
     span: t.Span | None = None
     try:
         async with contextlib.aclosing(
             updates(client, gateway.text, work, gateway.limits.timeout)
-        ) as news:
-            async for update in news:
+        ) as incoming:
+            async for update in incoming:
                 span = update.span or span
                 final = update.finish_reason is not None
                 if not (final or update.piece.text or update.piece.tokens):
@@ -309,7 +286,7 @@ async def infer_stream(
 
 
 async def ready(gateway: Gateway, caller: Caller, model: str, version: str) -> bool:
-    """Whether requests that name it are taken. An unknown one is not."""
+    """Whether the model accepts requests. False for an unknown model."""
     try:
         reference = await _reference(gateway, model, version)
         if reference is None:

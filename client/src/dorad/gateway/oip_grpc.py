@@ -34,11 +34,11 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-_STREAM_REQUESTS = 64  # Of one stream, at the same time.
+_STREAM_REQUESTS = 64  # Maximum number of concurrent requests of one stream.
 
 
 class OpenInferenceService(GRPCInferenceServiceServicer):
-    """The service on grpc.aio. Thread-safe as its gateway is: for one event loop."""
+    """The service on grpc.aio. Use it from one event loop, like its gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -144,25 +144,25 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
             await answers.put(None)
 
         reader = asyncio.create_task(read())
-        # Should it fail, nobody would end the stream.
+        # Ends the stream if the reader fails.
         reader.add_done_callback(lambda task: _wake(task, answers))
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
             stuck = False
             try:
-                await reader  # Raises what it failed with.
+                await reader  # Raises the reader's error.
             except* _Stuck:
                 stuck = True
             if stuck:
-                message = "the answers were not read in time"
+                message = "the client did not read the answers in time"
                 await _abort(context, Refusal(504, "STREAM_NOT_READ", message))
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _admitted(self, context: Any) -> Caller:
-        """A stream's sender. Ends the call of one that the gateway does not serve."""
+        """The caller of a stream. Aborts the call if the caller is refused."""
         caller = _caller(context)
         try:
             await self._gateway.admission.admit(caller)
@@ -174,9 +174,9 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         return caller
 
     async def _stream_one(self, request: Any, caller: Caller, answers: Any) -> None:
-        """A failure of one request is a message of the stream: the others go on.
+        """Serves one request. Its error becomes a message, and the other requests go on.
 
-        Raises _Stuck for a reader that does not read: calls on the server have ended by then.
+        Raises _Stuck when the client does not read. Server calls have ended by then.
         """
         with self._observed("grpc_model_stream_infer") as done:
             try:
@@ -197,9 +197,9 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         await self._gateway.admission.admit(caller)  # A stream may outlive its token.
         inference = await self._understood(request, caller, stream=True)
         patience = _Patience(self._gateway.limits.answer_seconds)
-        news = oip.infer_stream(self._gateway, caller, inference)
-        async with contextlib.aclosing(news):
-            async for found, final in news:
+        answers_of_one = oip.infer_stream(self._gateway, caller, inference)
+        async with contextlib.aclosing(answers_of_one):
+            async for found, final in answers_of_one:
                 message = _response(found)
                 message.parameters["triton_final_response"].bool_param = final
                 async with patience.used():
@@ -207,11 +207,11 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
 
 
 class _Stuck(Exception):
-    """Nobody reads the stream."""
+    """The client does not read the stream."""
 
 
 class _Patience:
-    """How long, all in all, one request's answers may wait to be read."""
+    """Limits the total time that the answers of one request wait for the client."""
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
@@ -246,7 +246,7 @@ def _code(refusal: Refusal) -> grpc.StatusCode:
 
 
 async def _abort(context: Any, refusal: Refusal) -> NoReturn:
-    """Ends the call with the reason and violations in the details, as the server itself does."""
+    """Ends the call with reason and violations in the status details, like the server."""
     code = _code(refusal)
     status = status_pb2.Status(code=code.value[0], message=refusal.message)
     details: list[Any] = [error_details_pb2.ErrorInfo(reason=refusal.reason, domain="dorad")]

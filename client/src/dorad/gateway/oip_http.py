@@ -6,80 +6,88 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dorad.gateway import oip, schema
+from dorad.gateway import oip, validation
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.http import (
     Endpoint,
     EventStream,
+    Handler,
     answer,
     read_body,
     read_json,
     while_connected,
 )
+from dorad.gateway.validation import Body, TokenIds, UInt32
 from dorad.gateway.writing import to_json
 
 _HEADER_LENGTH = "inference-header-content-length"
 
-_TENSOR = {
-    "type": "object",
-    "required": ["name", "shape", "datatype"],
-    "properties": {
-        "name": {"type": "string"},
-        "datatype": {"type": "string"},
-        "shape": {"type": "array", "items": {"type": "integer"}, "maxItems": 8},
-        "data": {"type": "array"},
-        "parameters": {
-            "type": "object",
-            "properties": {"binary_data_size": schema.UINT32},
-        },
-    },
-}
-INFER: dict[str, Any] = {
-    "type": "object",
-    "required": ["inputs"],
-    "additionalProperties": False,
-    "properties": {
-        "id": {"type": "string", "maxLength": 256},
-        "parameters": {"type": "object"},
-        "inputs": {"type": "array", "items": _TENSOR, "minItems": 1, "maxItems": 8},
-        "outputs": {
-            "type": "array",
-            "maxItems": 8,
-            "items": {
-                "type": "object",
-                "required": ["name"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"binary_data": {"type": "boolean"}},
-                    },
-                },
-            },
-        },
-    },
-}
-GENERATE: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string", "maxLength": 256},
-        "text_input": {"type": "string"},
-        "input_ids": schema.TOKEN_IDS,
-        "parameters": {"type": "object"},
-    },
-}
 
-INDEX: dict[str, Any] = {"type": "object", "properties": {"ready": {"type": "boolean"}}}
+class TensorParameters(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    binary_data_size: UInt32 | None = None
+    """Bytes of the tensor behind the JSON."""
+
+
+class InputTensor(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    datatype: str
+    shape: list[int] = Field(max_length=8, fail_fast=True)
+    data: list[Any] | None = None
+    """Flat, or nested as the shape says."""
+    parameters: TensorParameters = TensorParameters()
+
+
+class OutputParameters(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    binary_data: bool | None = None
+
+
+class RequestedOutput(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    parameters: OutputParameters = OutputParameters()
+
+
+class InferRequest(Body):
+    id: str = Field(default="", max_length=256)
+    parameters: dict[str, Any] = Field(default={})
+    inputs: list[InputTensor] = Field(min_length=1, max_length=8, fail_fast=True)
+    outputs: list[RequestedOutput] = Field(default=[], max_length=8, fail_fast=True)
+
+
+class GenerateRequest(Body):
+    """Other fields are parameters, as if they stood in `parameters`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str = Field(default="", max_length=256)
+    text_input: str | None = None
+    input_ids: TokenIds | None = None
+    parameters: dict[str, Any] = Field(default={})
+
+
+class IndexRequest(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    ready: bool = False
+    """Only models that are ready."""
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
-    """The protocol's own form has text only; the reason stands before it."""
+    """The protocol's error is a text. It begins with the reason."""
     return {"error": f"{refusal.reason}: {refusal.message}"}
 
 
@@ -91,27 +99,28 @@ def _named(request: Request) -> tuple[str, str]:
 
 
 async def _infer(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Tokens for a prompt given as tensors."""
     body, binary = await _parts(gateway, request)
-    checked = schema.checked(schema.parse(body), INFER)
+    checked = validation.checked(validation.parse(body), InferRequest)
     inputs, at = [], 0
-    for item in checked["inputs"]:
-        size = (item.get("parameters") or {}).get("binary_data_size")
+    for item in checked.inputs:
+        size = item.parameters.binary_data_size
         data: Any
         if size is not None:
             data, at = binary[at : at + size], at + size
-        elif "data" in item:
-            data = _flat(item["data"])
+        elif item.data is not None:
+            data = _flat(item.data)
         else:
-            message = f"input {item['name']!r} has no data"
-            raise Refusal(400, "TENSOR_INVALID", message, param=item["name"])
-        inputs.append(oip.tensor(item["name"], item["datatype"], item["shape"], data))
+            message = f"input {item.name!r} has no data"
+            raise Refusal(400, "TENSOR_INVALID", message, param=item.name)
+        inputs.append(oip.tensor(item.name, item.datatype, item.shape, data))
     if at != len(binary):
-        message = f"the binary part has {len(binary)} bytes, the inputs name {at}"
+        message = f"the binary part has {len(binary)} bytes, but the inputs declare {at}"
         raise Refusal(400, "TENSOR_INVALID", message, param="inputs")
-    outputs, parameters = checked.get("outputs", []), checked.get("parameters", {})
-    all_binary = parameters.get("binary_data_output") is True
+    all_binary = checked.parameters.get("binary_data_output") is True
     as_binary = {
-        row["name"]: (row.get("parameters") or {}).get("binary_data", all_binary) for row in outputs
+        row.name: all_binary if row.parameters.binary_data is None else row.parameters.binary_data
+        for row in checked.outputs
     }
     model, version = _named(request)
 
@@ -121,10 +130,10 @@ async def _infer(gateway: Gateway, request: Request, caller: Caller) -> Response
             caller,
             model=model,
             version=version,
-            request_id=checked.get("id", ""),
+            request_id=checked.id,
             inputs=inputs,
             outputs=list(as_binary),
-            parameters=parameters,
+            parameters=checked.parameters,
             stream=False,
         )
         return await oip.infer(gateway, caller, inference)
@@ -134,19 +143,19 @@ async def _infer(gateway: Gateway, request: Request, caller: Caller) -> Response
 
 
 async def _parts(gateway: Gateway, request: Request) -> tuple[bytes, bytes]:
-    """The JSON and the binary part of a body. The header of the second is no browser's to send."""
+    """The JSON and the binary part of a body. Browsers cannot send the header of the second."""
     length = request.headers.get(_HEADER_LENGTH)
     if length is None:
         return await read_json(request, gateway.limits), b""
     body = await read_body(request, gateway.limits)
     if not length.isdecimal() or int(length) > len(body):
-        message = f"{_HEADER_LENGTH} is {length!r}, the body has {len(body)} bytes"
+        message = f"{_HEADER_LENGTH} is {length!r}, but the body has {len(body)} bytes"
         raise Refusal(400, "TENSOR_INVALID", message)
     return body[: int(length)], body[int(length) :]
 
 
 def _flat(data: list[Any]) -> list[Any]:
-    """Rows may be nested as the shape says, or flat."""
+    """Flattens rows that are nested as in the shape."""
     while data and all(isinstance(row, list) for row in data):
         data = [item for row in data for item in row]
     return data
@@ -187,27 +196,24 @@ def _head(found: oip.Answer) -> dict[str, Any]:
 
 
 async def _understood(gateway: Gateway, request: Request, caller: Caller, *, stream: bool) -> Any:
-    """Fields beside the inputs are parameters, as if they stood in `parameters`."""
-    body = schema.parse(await read_json(request, gateway.limits))
-    given = schema.checked(body, GENERATE)
+    body = validation.parse(await read_json(request, gateway.limits))
+    given = validation.checked(body, GenerateRequest)
     inputs = []
-    if "input_ids" in given:
-        ids = given.pop("input_ids")
+    if given.input_ids is not None:
+        ids = given.input_ids
         inputs.append(oip.tensor("input_ids", "INT64", [len(ids)], ids))
-    if "text_input" in given:
-        inputs.append(oip.tensor("text_input", "BYTES", [1], [given.pop("text_input")]))
-    parameters = given.pop("parameters", {})
-    request_id = given.pop("id", "")
+    if given.text_input is not None:
+        inputs.append(oip.tensor("text_input", "BYTES", [1], [given.text_input]))
     model, version = _named(request)
     return await oip.understand(
         gateway,
         caller,
         model=model,
         version=version,
-        request_id=request_id,
+        request_id=given.id,
         inputs=inputs,
         outputs=(),
-        parameters={**parameters, **given},
+        parameters={**given.parameters, **(given.model_extra or {})},
         stream=stream,
     )
 
@@ -223,17 +229,19 @@ def _shown(found: oip.Answer) -> dict[str, Any]:
 
 
 async def _generate(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Tokens for a prompt."""
     inference = await _understood(gateway, request, caller, stream=False)
     found = await while_connected(request.receive, oip.infer(gateway, caller, inference))
     return answer(_shown(found))
 
 
 async def _generate_stream(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Tokens for a prompt, as server-sent events."""
     inference = await _understood(gateway, request, caller, stream=True)
 
     async def events() -> AsyncGenerator[dict[str, Any]]:
-        async with contextlib.aclosing(oip.infer_stream(gateway, caller, inference)) as news:
-            async for found, _ in news:
+        async with contextlib.aclosing(oip.infer_stream(gateway, caller, inference)) as incoming:
+            async for found, _ in incoming:
                 yield _shown(found)
 
     first = gateway.metrics.first_token("oip_generate_stream")
@@ -245,54 +253,62 @@ async def _generate_stream(gateway: Gateway, request: Request, caller: Caller) -
 
 
 async def _live(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Whether the gateway runs."""
     return answer({"live": True})
 
 
 async def _ready(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Whether the server takes requests."""
     up = await gateway.healthy()
     return answer({"ready": up}, 200 if up else 503)
 
 
 async def _model_ready(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Whether requests for a model are taken."""
     model, version = _named(request)
     up = await oip.ready(gateway, caller, model, version)
     return answer({"name": model, "ready": up}, 200 if up else 404)
 
 
 async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """A model's tensors and versions."""
     model, version = _named(request)
     return answer(await oip.metadata(gateway, caller, model, version))
 
 
 async def _server(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """The server's name, version and extensions."""
     return answer(oip.server_metadata())
 
 
 async def _index(gateway: Gateway, request: Request, caller: Caller) -> Response:
-    body = schema.parse(await read_json(request, gateway.limits) or b"{}")
-    given = schema.checked(body, INDEX)
-    return answer(await oip.index(gateway, caller, ready_only=given.get("ready", False)))
+    """All models and versions."""
+    body = validation.parse(await read_json(request, gateway.limits) or b"{}")
+    given = validation.checked(body, IndexRequest)
+    return answer(await oip.index(gateway, caller, ready_only=given.ready))
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def door(name: str, handler: Any, *, public: bool = False) -> Endpoint:
-        return Endpoint(gateway, name, handler, error_body, public=public)
+    def endpoint(name: str, handler: Handler, **options: Any) -> Endpoint:
+        return Endpoint(gateway, name, handler, error_body, **options)
 
-    live = door("oip_live", _live, public=True)
-    ready = door("oip_ready", _ready, public=True)
+    live = endpoint("oip_live", _live, public=True)
+    ready = endpoint("oip_ready", _ready, public=True)
+    index = endpoint("oip_index", _index, body=IndexRequest)
     found = [
-        Route("/v2", door("oip_server", _server, public=True), methods=["GET"]),
+        Route("/v2", endpoint("oip_server", _server, public=True), methods=["GET"]),
         Route("/v2/health/live", live, methods=["GET"]),
         Route("/v2/health/ready", ready, methods=["GET"]),
-        Route("/v2/repository/index", door("oip_index", _index), methods=["POST"]),
+        Route("/v2/repository/index", index, methods=["POST"]),
     ]
+    stream = endpoint("oip_generate_stream", _generate_stream, body=GenerateRequest)
     of_models = (
-        ("", "GET", door("oip_model", _model)),
-        ("/ready", "GET", door("oip_model_ready", _model_ready)),
-        ("/infer", "POST", door("oip_infer", _infer)),
-        ("/generate", "POST", door("oip_generate", _generate)),
-        ("/generate_stream", "POST", door("oip_generate_stream", _generate_stream)),
+        ("", "GET", endpoint("oip_model", _model)),
+        ("/ready", "GET", endpoint("oip_model_ready", _model_ready)),
+        ("/infer", "POST", endpoint("oip_infer", _infer, body=InferRequest)),
+        ("/generate", "POST", endpoint("oip_generate", _generate, body=GenerateRequest)),
+        ("/generate_stream", "POST", stream),
     )
     for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        found += [Route(start + end, door, methods=[method]) for end, method, door in of_models]
+        found += [Route(start + end, app, methods=[method]) for end, method, app in of_models]
     return found

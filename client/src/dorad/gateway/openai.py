@@ -10,19 +10,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dorad import types as t
-from dorad.gateway import chat, completions, schema
+from dorad.gateway import chat, completions, validation
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.http import (
     Endpoint,
-    ErrorBody,
     EventStream,
+    Handler,
     answer,
     long_answer,
     read_json,
     while_connected,
 )
+from dorad.gateway.requests import ChatRequest, CompletionRequest
 
 _DONE = b"[DONE]"
 
@@ -31,7 +32,7 @@ async def _complete(
     gateway: Gateway, request: Request, caller: Caller, kind: Any, name: str
 ) -> Response:
     """`kind` is the module of the request: completions or chat."""
-    body = schema.parse(await read_json(request, gateway.limits))
+    body = validation.parse(await read_json(request, gateway.limits))
 
     async def work() -> Response:
         understood, stream = await kind.understand(gateway, caller, body)
@@ -57,10 +58,12 @@ async def _complete(
 
 
 async def _completions(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Completes prompts."""
     return await _complete(gateway, request, caller, completions, "completions")
 
 
 async def _chat(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Answers a conversation."""
     return await _complete(gateway, request, caller, chat, "chat_completions")
 
 
@@ -88,7 +91,7 @@ def _adapter(
         "object": "model",
         "created": gateway.started if made is None else int(made.timestamp()),
         "owned_by": "dorad",
-        # What the name stands for now.
+        # The active version.
         "root": version.ref,
         "parent": model.name,
         "max_model_len": model.context_length,
@@ -97,6 +100,7 @@ def _adapter(
 
 
 async def _models(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """The base model and the adapters with an active version."""
     versions = await gateway.client_of(caller).adapters()
     model = await gateway.model()
     rows = [_base(gateway, model)]
@@ -105,6 +109,7 @@ async def _models(gateway: Gateway, request: Request, caller: Caller) -> Respons
 
 
 async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """One model, by its id or as name@version."""
     name = request.path_params["model"]
     model = await gateway.model()
     if name == model.name:
@@ -114,16 +119,16 @@ async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def door(name: str, handler: Any, error_body: ErrorBody = Refusal.body) -> Endpoint:
-        return Endpoint(gateway, name, handler, error_body)
+    def get(name: str, handler: Handler) -> Endpoint:
+        return Endpoint(gateway, name, handler, Refusal.body)
 
+    completions_endpoint = Endpoint(
+        gateway, "completions", _completions, completions.error_body, body=CompletionRequest
+    )
+    chat_endpoint = Endpoint(gateway, "chat_completions", _chat, chat.error_body, body=ChatRequest)
     return [
-        Route("/v1/models", door("models", _models), methods=["GET"]),
-        Route("/v1/models/{model:path}", door("model", _model), methods=["GET"]),
-        Route("/v1/completions", door("completions", _completions), methods=["POST"]),
-        Route(
-            "/v1/chat/completions",
-            door("chat_completions", _chat, chat.error_body),
-            methods=["POST"],
-        ),
+        Route("/v1/models", get("models", _models), methods=["GET"]),
+        Route("/v1/models/{model:path}", get("model", _model), methods=["GET"]),
+        Route("/v1/completions", completions_endpoint, methods=["POST"]),
+        Route("/v1/chat/completions", chat_endpoint, methods=["POST"]),
     ]

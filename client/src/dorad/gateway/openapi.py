@@ -1,112 +1,75 @@
-"""The OpenAPI 3.1 document of the gateway, from the tables that requests are checked with."""
+"""The OpenAPI 3.1 document of the gateway, from its routes and the models of their requests."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pydantic
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute, Route
+
 import dorad
-from dorad.gateway import fields, oip_http
+from dorad.gateway.http import Endpoint
 
-_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string", "description": "A stable reason."},
-                "violations": {"type": "array", "items": {"type": "object"}},
-            },
-        }
-    },
-}
+_COMPONENT = "#/components/schemas/{model}"
 
 
-def _json(schema: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+class OpenAIError(pydantic.BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+    """A stable reason."""
+    violations: list[dict[str, str]] = []
 
 
-def _answers(description: str, *, streams: bool = False) -> dict[str, Any]:
-    good = _json({"type": "object"}, description)
-    if streams:
-        good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    error = _json({"$ref": "#/components/schemas/Error"}, "A refusal or a failure.")
-    return {"200": good, "4XX": error, "5XX": error}
+class Error(pydantic.BaseModel):
+    error: OpenAIError | str
+    """Below /v2 a string, "REASON: message"."""
 
 
-def _of_models() -> dict[str, Any]:
-    """The Open Inference Protocol's routes of one model, and of one version of it."""
-    found = {}
-    for start, names in (
-        ("/v2/models/{model}", ["model"]),
-        ("/v2/models/{model}/versions/{version}", ["model", "version"]),
-    ):
-        found[start] = _get("A model's tensors and versions.", *names)
-        found[f"{start}/ready"] = _get("Whether requests for it are taken.", *names)
-        for end, request in (
-            ("infer", "InferRequest"),
-            ("generate", "GenerateRequest"),
-            ("generate_stream", "GenerateRequest"),
-        ):
-            path = _post("Tokens for a prompt.", request, *names)
-            found[f"{start}/{end}"] = path
-    return found
-
-
-def _parameters(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    schema = {"type": "string"}
-    return [{"name": n, "in": "path", "required": True, "schema": schema} for n in names]
-
-
-def _get(summary: str, *parameters: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"summary": summary, "responses": _answers(summary)}
-    return {"get": {**found, "parameters": _parameters(parameters)}}
-
-
-def _post(summary: str, request: str, *parameters: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{request}"}}}
-    return {
-        "post": {
-            "summary": summary,
-            "parameters": _parameters(parameters),
-            "requestBody": {"required": True, "content": content},
-            "responses": _answers(summary, streams=True),
-        }
-    }
-
-
-def document() -> dict[str, Any]:
+def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    paths: dict[str, Any] = {}
+    models: set[type[pydantic.BaseModel]] = {Error}
+    for route in routes:
+        assert isinstance(route, Route) and isinstance(route.endpoint, Endpoint)
+        if route.endpoint.body is not None:
+            models.add(route.endpoint.body)
+        path = route.path.replace(":path", "")
+        for method in (route.methods or set()) - {"HEAD"}:
+            paths.setdefault(path, {})[method.lower()] = _operation(route, route.endpoint)
+    _, schemas = models_json_schema([(m, "validation") for m in models], ref_template=_COMPONENT)
     return {
         "openapi": "3.1.0",
         "info": {"title": "dorad gateway", "version": dorad.__version__},
         "security": [{}, {"token": []}],
-        "paths": {
-            "/v1/models": _get("The base model and the adapters with an active version."),
-            "/v1/models/{model}": _get("One of them, or name@version.", "model"),
-            "/v1/completions": _post("Completes prompts.", "CompletionRequest"),
-            "/v1/chat/completions": _post("Answers a conversation.", "ChatRequest"),
-            "/v2": _get("The server's name, version and extensions."),
-            "/v2/health/live": _get("Whether the gateway runs."),
-            "/v2/health/ready": _get("Whether the server takes requests."),
-            "/v2/repository/index": _post("All models and versions.", "IndexRequest"),
-            **_of_models(),
-            "/health": _get("Whether the server takes requests."),
-            "/metrics": _get("The gateway's own metrics, for Prometheus."),
-            "/openapi.json": _get("This document."),
-        },
+        "paths": paths,
         "components": {
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
-            "schemas": {
-                "CompletionRequest": fields.COMPLETION,
-                "ChatRequest": fields.CHAT,
-                "InferRequest": oip_http.INFER,
-                "GenerateRequest": oip_http.GENERATE,
-                "IndexRequest": oip_http.INDEX,
-                "Error": _ERROR,
-            },
+            "schemas": schemas["$defs"],
         },
     }
+
+
+def _operation(route: Route, endpoint: Endpoint) -> dict[str, Any]:
+    found = {"schema": {"type": "object"}}
+    content = {"application/json": found}
+    error = {"description": "A refusal or a failure.", "content": _json(Error)}
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ],
+    }
+    if endpoint.body is not None:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["requestBody"] = {"required": True, "content": _json(endpoint.body)}
+    good = {"description": endpoint.summary, "content": content}
+    operation["responses"] = {"200": good, "4XX": error, "5XX": error}
+    return operation
+
+
+def _json(model: type[pydantic.BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _COMPONENT.format(model=model.__name__)}}}

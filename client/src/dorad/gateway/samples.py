@@ -1,4 +1,4 @@
-"""Runs the prompts of one HTTP request on the server and merges what comes of them."""
+"""Runs the prompts of one HTTP request on the server and merges their results."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dorad.text import ModelText
 
 @dataclass(slots=True)
 class Update:
-    """News of one choice."""
+    """New tokens of one choice."""
 
     index: int
-    """Of the choice: prompt * n + sample."""
+    """Index of the choice: prompt * n + sample."""
     piece: Piece
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """The stop string, or the token that ended it when it was not the model's own."""
+    """The stop string, or the token of `stop_token_ids`, that ended the choice."""
     span: t.Span | None = None
-    """The version that made the newest token."""
+    """The version that generated the newest token."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens of all prompts that were answered, and of their choices."""
+    """Token counts of all accepted prompts and their choices."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -47,7 +47,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a request asks for, in the server's terms."""
+    """The Generate calls of one request."""
 
     prompts: Sequence[Sequence[int]]
     options: t.GenerateOptions
@@ -59,7 +59,7 @@ class Work:
     tally: Tally = field(default_factory=Tally)
 
 
-_PART = 32  # Tokens of a whole sample that are assembled in one turn of the event loop.
+_PART = 32  # Tokens of a whole sample that are assembled before other tasks run.
 _FINISH = {
     t.FinishReason.STOP: "stop",
     t.FinishReason.LENGTH: "length",
@@ -71,17 +71,17 @@ _FINISH = {
 async def updates(
     client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
 ) -> AsyncGenerator[Update]:
-    """News of all choices as they come; the last of each has a finish_reason.
+    """GpuShareLimits updates of all choices; the last update of a choice has a finish_reason.
 
-    Leaving the iterator (`aclose`) cancels what still runs on the server. Raises DoradError.
+    `aclose` cancels the calls that still run. Raises DoradError.
     """
     queue: asyncio.Queue[Update | BaseException | None] = asyncio.Queue(maxsize=256)
     turn = asyncio.Lock()
 
     async def one(number: int, prompt: Sequence[int]) -> None:
         run = _Prompt(number, prompt, client, text, work, timeout, turn)
-        async with contextlib.aclosing(run.updates()) as news:
-            async for update in news:
+        async with contextlib.aclosing(run.updates()) as incoming:
+            async for update in incoming:
                 await queue.put(update)
 
     async def all_of_them() -> None:
@@ -106,7 +106,7 @@ async def updates(
 
 
 class _Prompt:
-    """One prompt: a Generate call and the assemblers of its samples."""
+    """The Generate call of one prompt, with one assembler per sample."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _Prompt:
         timeout: float,
         turn: asyncio.Lock,
     ) -> None:
-        """`turn` is that of the whole request: other requests have theirs after each part."""
+        """All prompts of a request share `turn`, so that other requests run after each part."""
         self._first = number * work.n
         self._prompt = prompt
         self._client = client
@@ -148,7 +148,7 @@ class _Prompt:
                         await asyncio.sleep(0)
                     yield update
             return
-        # Also for answers in one piece: a stop string ends the call early.
+        # Also for unary answers with stop strings, which end the call early.
         stream = self._client.stream(self._prompt, timeout=self._timeout, **self._options)
         async with stream:
             async for delta in stream:
@@ -161,7 +161,7 @@ class _Prompt:
 
     def _take(self, new: t.Delta) -> Update:
         assembler, tally = self._assemblers[new.index], self._work.tally
-        if not self._answered:  # Before, the server may refuse the prompt.
+        if not self._answered:  # Until its first answer the server may refuse the prompt.
             self._answered = True
             tally.prompt_tokens += len(self._prompt)
         before = assembler.count
@@ -189,7 +189,7 @@ class _Prompt:
 
 
 def _in_parts(sample: t.Sample) -> Iterator[t.Delta]:
-    """As if it had been streamed."""
+    """Splits a sample into deltas, like a stream."""
     count = len(sample.token_ids)
     for begin in range(0, max(count, 1), _PART):
         part, top = slice(begin, begin + _PART), sample.top_logprobs
@@ -228,9 +228,9 @@ class Choice:
 async def choices(
     client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
 ) -> list[Choice]:
-    """All choices, when all have ended."""
+    """All choices, after the last has ended."""
     found = [Choice() for _ in range(len(work.prompts) * work.n)]
-    async with contextlib.aclosing(updates(client, text, work, timeout)) as news:
-        async for update in news:
+    async with contextlib.aclosing(updates(client, text, work, timeout)) as incoming:
+        async for update in incoming:
             found[update.index].add(update)
     return found

@@ -1,4 +1,4 @@
-"""Listens and serves until a signal."""
+"""Runs the gateway until a signal."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dorad._access import Access, is_local, is_loopback
 from dorad.gateway.admission import OPEN_TO_ALL
 from dorad.gateway.app import application
 from dorad.gateway.core import Gateway, Limits
+from dorad.gateway.listener import listen, split_address
 from dorad.gateway.oip_grpc import OpenInferenceService
 from dorad.gateway.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from dorad.text import ModelText
@@ -26,62 +27,55 @@ from dorad.text import ModelText
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How `doractl gateway` was called."""
+    """Options of `doractl gateway`."""
 
     target: str
     listen: str
-    """host:port; port 0 is the kernel's choice."""
+    """host:port. Port 0: a free port."""
     admin_target: str = ""
-    """Where adapters and control are served; "": at the target."""
+    """Address of the adapter and control services. "": the target."""
     grpc_listen: str = ""
-    """Likewise, of the Open Inference Protocol over gRPC; "": not served."""
+    """host:port for the Open Inference Protocol over gRPC. "": none."""
     token: str = ""
-    """The gateway's own, for what it asks itself; callers bring theirs."""
+    """Token for the gateway's own calls. Callers send theirs."""
     tls_cert: str = ""
     tls_key: str = ""
     allow_insecure: bool = False
     drain_seconds: float = 30.0
-    """For requests in flight at a signal."""
+    """Time for requests in flight after a signal."""
     limits: Limits = field(default_factory=Limits)
 
 
 def check(settings: Settings) -> None:
-    """Raises ValueError for an address that would send tokens and texts in the clear.
+    """Raises ValueError for an address that would carry tokens and texts in plain text.
 
-    To the server, too: the gateway passes on the tokens of whoever calls it.
+    This includes the server's address, because the gateway forwards its callers' tokens.
     """
     encrypted = Access.of(settings.token or None, None, None, None, None).credentials is not None
     for target in (settings.target, settings.admin_target or settings.target):
         if not is_local(target) and not encrypted and not settings.allow_insecure:
             raise ValueError(
-                f"{target} is reached in plain text: give DORAD_CA_FILE, use a proxy on this "
-                "host, or say --allow-insecure"
+                f"{target} is reached in plain text: set DORAD_CA_FILE, use a proxy on this "
+                "host, or pass --allow-insecure"
             )
     if bool(settings.tls_cert) != bool(settings.tls_key):
-        raise ValueError("--tls-cert and --tls-key belong together")
+        raise ValueError("--tls-cert and --tls-key must be given together")
     for address in _beyond_loopback(settings):
         if not settings.tls_cert and not settings.allow_insecure:
             raise ValueError(
                 f"{address} is not on the loopback: give --tls-cert and --tls-key, put a "
-                "proxy in front, or say --allow-insecure"
+                "proxy in front, or pass --allow-insecure"
             )
 
 
 def _beyond_loopback(settings: Settings) -> list[str]:
-    """Addresses to listen on that other hosts can reach."""
+    """Listening addresses that other hosts can reach."""
     addresses = filter(None, (settings.listen, settings.grpc_listen))
     return [address for address in addresses if not is_loopback(split_address(address)[0])]
 
 
-def split_address(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address: HOST:PORT, for example 127.0.0.1:8000")
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
 class _Server(uvicorn.Server):
-    """Leaves signals to `serve`: uvicorn would send them to the process again at its end."""
+    """Leaves signals to `serve`. uvicorn would raise them again when it ends."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -91,15 +85,15 @@ class _Server(uvicorn.Server):
 async def serve(
     settings: Settings, text: ModelText | None, ready: Callable[[str, str], None]
 ) -> None:
-    """Serves until SIGTERM or SIGINT; a second one ends requests in flight, over gRPC as well.
+    """Serves until SIGTERM or SIGINT. A second signal ends requests in flight, also over gRPC.
 
-    `ready` is called once, with the addresses of the HTTP and the gRPC listener ("": none).
+    `ready` is called once with the addresses of the HTTP and the gRPC listener ("": none).
 
-    Raises ValueError as `check` does, for a target that does not offer GetInfo, and for a server
-    that asks nobody when others can reach the gateway.
+    Raises ValueError like `check`, for a target without GetInfo, and for a server that accepts
+    calls without a token while other hosts can reach the gateway.
     """
     check(settings)
-    # No retries: the caller's client, which knows how long it wants to wait, gets the hint.
+    # No retries: the caller gets the retry hint and decides.
     async with dorad.aio.Client(
         settings.target,
         admin_target=settings.admin_target or None,
@@ -110,14 +104,12 @@ async def serve(
         exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
         gateway = Gateway(own, text, settings.limits, exposed=exposed)
         await _check_server(gateway, settings.admin_target or settings.target)
-        # One that is not there yet is asked again before each caller.
+        # A server that is not up yet is checked before each caller instead.
         if exposed and await gateway.admission.is_open():
             raise ValueError(OPEN_TO_ALL)
-        host, port = split_address(settings.listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server((host, port), family=family, backlog=1024) as listener:
+        with listen(settings.listen) as listener:
             bound = listener.getsockname()
-            name = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
+            name = f"[{bound[0]}]" if listener.family == socket.AF_INET6 else bound[0]
             server = _Server(_configuration(gateway, settings))
             async with _grpc_server(gateway, settings) as (grpc_server, grpc_address):
                 _on_signals(server, grpc_server, settings.drain_seconds)
@@ -130,15 +122,15 @@ async def serve(
 
 
 async def _check_server(gateway: Gateway, address: str) -> None:
-    """Raises ValueError if GetInfo is not offered there. A server that is away may come later."""
+    """Raises ValueError if the address has no GetInfo. A server that is down may start later."""
     try:
         await gateway.model()
     except dorad.DoradError as error:
-        # The server's own refusals of a caller have a reason; a proxy's have none.
+        # Refusals by the server have a reason; those of a proxy have none.
         if error.code in ("UNIMPLEMENTED", "PERMISSION_DENIED") and not error.reason:
             raise ValueError(
                 f"{address} does not offer GetInfo ({error}): give the server's own address, or "
-                "that of its server.admin_listen as --admin-target"
+                "its server.admin_listen as --admin-target"
             ) from None
 
 
@@ -146,14 +138,14 @@ async def _check_server(gateway: Gateway, address: str) -> None:
 async def _grpc_server(
     gateway: Gateway, settings: Settings
 ) -> AsyncIterator[tuple[grpc.aio.Server | None, str]]:
-    """It and its address, or "" where none is wanted. Calls in flight may end at the end."""
+    """The gRPC server and its address, or (None, ""). Calls in flight may finish on exit."""
     if not settings.grpc_listen:
         yield None, ""
         return
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", settings.limits.body_bytes),
-            ("grpc.so_reuseport", 0),  # A second gateway on the port is a mistake.
+            ("grpc.so_reuseport", 0),  # Two gateways must not share a port.
         ]
     )
     add_GRPCInferenceServiceServicer_to_server(OpenInferenceService(gateway), server)
@@ -193,9 +185,9 @@ def _configuration(gateway: Gateway, settings: Settings) -> uvicorn.Config:
 def _on_signals(
     server: uvicorn.Server, grpc_server: grpc.aio.Server | None, drain_seconds: float
 ) -> None:
-    """Both stop at the same time: neither takes new requests while the other drains."""
+    """Stops both at the same time, so that neither accepts requests while the other drains."""
     loop = asyncio.get_running_loop()
-    stops = set[asyncio.Task[None]]()  # The loop itself would forget them.
+    stops = set[asyncio.Task[None]]()  # The loop keeps only weak references to tasks.
 
     def end() -> None:
         again = server.should_exit

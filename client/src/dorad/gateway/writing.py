@@ -1,4 +1,4 @@
-"""Answers as JSON, also long ones beside which others are served."""
+"""Writes answers as JSON. Long answers let other tasks run meanwhile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_SLICE = 16  # Rows, each perhaps a table.
+_SLICE = 16  # Rows per slice. A row may be a table.
 _TURN_SECONDS = 0.002
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 class Rows:
-    """A list in an answer, one row for each item, made while it is written."""
+    """A list in an answer. Each item becomes a row when it is written."""
 
     def __init__(self, items: Sequence[T], row: Callable[[T], Any]) -> None:
         self._items = items
@@ -33,7 +33,7 @@ def to_json(value: Any) -> bytes:
 
 
 async def write(value: Any) -> bytes:
-    """As `to_json`, of a value with `Rows`, too. The event loop gets its turn meanwhile."""
+    """Like `to_json`, also for values with `Rows`. Other tasks run meanwhile."""
     parts = []
     turn = time.monotonic() + _TURN_SECONDS
     for part in _parts(value):
@@ -45,7 +45,7 @@ async def write(value: Any) -> bytes:
 
 
 def _parts(value: Any) -> Iterator[str]:
-    """The JSON in parts that take little time each."""
+    """The JSON in parts that are quick to encode."""
     if isinstance(value, Rows):
         yield "["
         for i, rows in enumerate(value.slices()):
@@ -54,7 +54,7 @@ def _parts(value: Any) -> Iterator[str]:
         return
     try:
         yield _encode(value)
-    except TypeError:  # Rows are within.
+    except TypeError:  # It contains Rows.
         if isinstance(value, dict):
             for i, (name, item) in enumerate(value.items()):
                 yield ("," if i else "{") + _encode(name) + ":"

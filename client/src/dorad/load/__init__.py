@@ -1,9 +1,9 @@
-"""`dorad-load`: drives a server with many requests and reports latencies and throughput.
+"""`dorad-load`: sends many requests to a server and reports latencies and throughput.
 
-Closed loop keeps a fixed number of requests in flight; open loop sends them at the arrival times of
-a Poisson process whether or not earlier ones have been answered. Open-loop latencies count from the
-planned arrival, so a server that falls behind cannot hide it. The report also tells what the
-generator itself took, and whether it was the one that fell behind.
+The closed loop keeps a fixed number of requests in flight. The open loop sends requests at the
+arrival times of a Poisson process, without waiting for answers. Its latencies count from the
+planned arrival, so they include the delay of a server that falls behind. The report also has the
+generator's own CPU time, and says whether the generator was the bottleneck.
 """
 
 from dorad.load.drive import Counts, Show, run

@@ -1,4 +1,4 @@
-"""Sends one process's share of a plan, and records what comes back."""
+"""Sends one process's part of a plan and records the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dorad.load.report import summarise
 from dorad.types import GenerateRequest
 
 _SHOW_SECONDS = 0.25
-# Ends of a sample that fail its request, although the stream's status is OK.
+# Finish reasons that count as failures, although the status of the stream is OK.
 _CUT_SHORT = {
     types_pb2.FINISH_REASON_ABORTED: "ABORTED",
     types_pb2.FINISH_REASON_NON_FINITE: "NON_FINITE",
@@ -30,7 +30,7 @@ _CUT_SHORT = {
 
 @dataclass
 class Counts:
-    """How far a run is, for a live view. Counts are of all requests, warm-up and all."""
+    """Progress of a run, for a live view. Counts include the warm-up."""
 
     sent: int = 0
     done: int = 0
@@ -40,7 +40,7 @@ class Counts:
     first_tokens: int = 0
     first_token_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of the generator."""
+    """CPU time of the generator."""
 
     @property
     def in_flight(self) -> int:
@@ -65,10 +65,9 @@ async def run(
 ) -> dict[str, Any]:
     """Runs the plan in this process and returns the report (see `summarise`).
 
-    `admin_target` is as of `Client`: it is asked what model the server holds.
+    `admin_target` is that of `Client`. GetInfo is called there.
 
-    Raises DoradError when the server cannot be asked what model it holds; failures of single
-    requests are counted in the report.
+    Raises DoradError when GetInfo fails. Failures of single requests are counted in the report.
     """
     outcome = await drive(
         target,
@@ -91,9 +90,9 @@ async def drive(
     show: Show | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """As `run`, before the report. `ready` blocks until all processes may begin."""
-    # Pools of their own: otherwise clients of one target share a connection. No retries: a refusal
-    # is a result, and what a retry would hide.
+    """Like `run`, but returns the raw records. `ready` blocks until all processes may begin."""
+    # Local subchannel pools: otherwise clients of one target share a connection. No retries: they
+    # would hide refusals, which are results.
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
         clients = [
@@ -172,7 +171,7 @@ class _Run:
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
                     group.create_task(self._one(due))
                     self._measured += due >= self._begin
-        except ExceptionGroup as errors:  # No failures of requests: those are results.
+        except ExceptionGroup as errors:  # Not from requests: their failures are results.
             raise errors.exceptions[0] from None
 
     async def _closed_loop(self) -> None:
@@ -180,14 +179,14 @@ class _Run:
             while not self._over(now := time.monotonic()):
                 self._measured += now >= self._begin
                 if not await self._one(now):
-                    # A server that refuses at once must not make us spin.
+                    # Do not spin when the server refuses at once.
                     await asyncio.sleep(0.01)
 
         assert self._plan.concurrency is not None
         await asyncio.gather(*(work() for _ in range(self._plan.concurrency)))
 
     async def _one(self, due: float) -> bool:
-        """Sends the next request and reads its answer; False: it failed or was refused."""
+        """Sends the next request and reads its answer. False: it failed or was refused."""
         request = self._source.next()
         client = self._clients[self._counts.sent % len(self._clients)]
         self._counts.sent += 1
@@ -198,8 +197,8 @@ class _Run:
             await self._read(client, request, record)
         except dorad.DoradError as error:
             record.error = error.reason or error.code
-            # What has begun to answer has accepted. UNAVAILABLE with a reason is a server that says
-            # so; without, one that is not there.
+            # A request with a first message was accepted. UNAVAILABLE with a reason comes from the
+            # server; without a reason the server is down.
             record.refused = record.messages == 0 and (
                 isinstance(error, dorad.Overloaded)
                 or (isinstance(error, dorad.Unavailable) and bool(error.reason))
@@ -216,7 +215,7 @@ class _Run:
     ) -> None:
         last: dict[int, float] = {}
         counts = self._counts
-        # Messages as they are: arrays and spans would cost more than the rest of the work.
+        # Raw messages: converting them would cost more than all other work here.
         written = _wire.generate_request(request, stream=True)
         async with client._stream(written, lambda message: message) as stream:
             async for message in stream:

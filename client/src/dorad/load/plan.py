@@ -1,4 +1,4 @@
-"""What a run sends: lengths, adapters, arrival times; the same plan sends the same requests."""
+"""Lengths, adapters and arrival times of a run. Equal plans send equal requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from dorad.types import GenerateRequest
 
 _LONGEST = 1 << 20
-_SEEDS = 1 << 62  # A run's requests, and its processes, count on from the plan's.
+_SEEDS = 1 << 62  # Requests and processes add to the plan's seed.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Raises ValueError that shows the forms."""
+        """Raises ValueError that shows the valid forms."""
         if re.fullmatch(r"\d+", text) and 0 < int(text) <= _LONGEST:
             return cls("fixed", int(text))
         if match := re.fullmatch(r"(\d+):(\d+)", text):
@@ -42,7 +42,7 @@ class Lengths:
             if mean >= 1 and 1 <= cap <= _LONGEST:
                 return cls("lognormal", mean, sigma, cap)
         raise ValueError(
-            f"{text!r} is no length up to {_LONGEST}: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP]"
+            f"{text!r} is not a length up to {_LONGEST}: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP]"
         )
 
     def draw(self, rng: random.Random) -> int:
@@ -57,7 +57,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Popularity:
-    """Which adapter a request names."""
+    """Distribution of requests over adapters."""
 
     adapters: list[str | None]
     weights: list[float]
@@ -66,7 +66,7 @@ class Popularity:
     def parse(cls, items: list[str], zipf: float | None) -> Popularity:
         """Items are "name", "name@version" or "base", each with an optional "=WEIGHT".
 
-        With `zipf` the i-th item (from 1) weighs i^-zipf and no item may have its own weight.
+        With `zipf` the i-th item (from 1) has weight i^-zipf, and items must not have weights.
         """
         if not items:
             return cls([None], [1.0])
@@ -75,11 +75,11 @@ class Popularity:
         for i, item in enumerate(items, 1):
             name, equals, weight = item.partition("=")
             if zipf is not None and equals:
-                raise ValueError(f"{item!r} has a weight; with --zipf the order decides")
+                raise ValueError(f"{item!r} has a weight, but --zipf sets the weights by order")
             names.append(None if name == "base" else name)
             weights.append(i**-zipf if zipf is not None else float(weight or 1))
         if min(weights) < 0 or sum(weights) <= 0:
-            raise ValueError("adapter weights must not be negative, nor all zero")
+            raise ValueError("adapter weights must not be negative or all zero")
         return cls(names, weights)
 
     def draw(self, rng: random.Random) -> str | None:
@@ -88,7 +88,7 @@ class Popularity:
 
 @dataclass(frozen=True)
 class Goals:
-    """What an answer must keep to be a good one; seconds, None: anything will do."""
+    """Latency goals for goodput, in seconds. None: no goal."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -101,31 +101,31 @@ class Goals:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. Exactly one of `rate` and `concurrency` is set.
+    """Settings of a run. Exactly one of `rate` and `concurrency` is set.
 
-    Raises ValueError for a seed that no request could have.
+    Raises ValueError for a seed outside [0, 2^62).
     """
 
     prompt: Lengths
     output: Lengths
     popularity: Popularity
     rate: float | None = None
-    """Requests a second (open loop)."""
+    """Requests per second (open loop)."""
     concurrency: int | None = None
     """Requests in flight (closed loop)."""
     requests: int | None = None
-    """After the warm-up."""
+    """Number of requests after the warm-up."""
     duration: float | None = None
-    """Seconds in which requests are sent after the warm-up; those in flight are waited for."""
+    """Seconds of sending after the warm-up. The run then waits for requests in flight."""
     warmup: float = 0.0
-    """Seconds before; requests that are due in them are sent, but not counted."""
+    """Seconds before the measurement. Their requests are sent but not counted."""
     n: int = 1
     shared_prefix: int = 0
-    """Leading tokens that all prompts have in common."""
+    """Number of leading tokens that all prompts share."""
     temperature: float = 1.0
     seed: int = 0
     prefix_seed: int | None = None
-    """Of the shared prefix, in a part of a split plan; None: `seed`."""
+    """Seed of the shared prefix, which is equal in all parts of a split plan. None: `seed`."""
     goals: Goals = field(default_factory=lambda: Goals())
 
     def __post_init__(self) -> None:
@@ -133,7 +133,7 @@ class Plan:
             raise ValueError(f"seed must be in [0, 2^62), not {self.seed}")
 
     def split(self, processes: int) -> list[Plan]:
-        """One for each process; together they offer what this one does."""
+        """One plan for each process. Together they offer the load of this plan."""
 
         def part(whole: int | None, i: int) -> int | None:
             if whole is None:
@@ -155,13 +155,13 @@ class Plan:
 
 
 class Source:
-    """Draws requests; the same plan gives the same ones."""
+    """Draws requests. Equal plans give equal requests."""
 
     def __init__(self, plan: Plan, vocab_size: int, reserved: set[int]) -> None:
         self._plan = plan
         self._rng = random.Random(plan.seed)
         self._ids = [i for i in range(vocab_size) if i not in reserved] or [0]
-        # Not what the prompts are drawn with, which differs between the parts of a plan.
+        # Not self._rng, which differs between the parts of a plan.
         prefix_seed = plan.seed if plan.prefix_seed is None else plan.prefix_seed
         prefix = random.Random(f"prefix {prefix_seed}")
         self._prefix = prefix.choices(self._ids, k=plan.shared_prefix)
@@ -182,7 +182,7 @@ class Source:
             adapter=adapter,
             n=plan.n,
             max_tokens=plan.output.draw(rng),
-            ignore_eos=True,  # The drawn length is the length.
+            ignore_eos=True,  # Every answer gets its drawn length.
             temperature=plan.temperature,
             seed=plan.seed + next(self._numbers),
         )

@@ -1,4 +1,4 @@
-"""One plan in several processes: one event loop cannot use more than one core."""
+"""Runs a plan in several processes, because an event loop uses one core only."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_processes(
     connections: int = 1,
     show: Show | None = None,
 ) -> dict[str, Any]:
-    """As `run`, from so many processes that begin together; each has `connections`.
+    """Like `run`, in several processes that begin together. Each has `connections`.
 
-    Raises ValueError for a plan that cannot be split, Internal when a process died, and what `run`
-    raises.
+    Raises ValueError for a plan that cannot be split, Internal when a process died, and the errors
+    of `run`.
     """
     for what, count in (("requests", plan.requests), ("concurrency", plan.concurrency)):
         if count is not None and count < processes:
@@ -46,7 +46,7 @@ def run_processes(
                 show=show,
             )
         )
-    # Not fork: gRPC's threads do not survive it.
+    # Not fork, which breaks gRPC's threads.
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes)
     results: Any = context.Queue()
@@ -90,7 +90,7 @@ def _collect(workers: list[Any], results: Any, show: Show | None) -> list[Any]:
         except queue.Empty:
             dead = [i for i, w in enumerate(workers) if w.exitcode is not None]
             if set(dead) - set(outcomes):
-                # It may have put its result right before it ended.
+                # A result may arrive just after the process has ended.
                 time.sleep(0.1)
                 if results.empty():
                     message = f"load processes {dead} ended without a result"
@@ -135,9 +135,9 @@ def _work(
         )
         results.put((number, outcome))
     except KeyboardInterrupt:
-        pass  # The parent has it, too.
+        pass  # The parent gets it, too.
     except threading.BrokenBarrierError:
-        pass  # Another one failed, and says why.
+        pass  # Another process failed and reports why.
     except Exception as error:
         results.put((number, error))
         barrier.abort()

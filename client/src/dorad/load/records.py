@@ -1,4 +1,4 @@
-"""What one process saw: its requests, and itself."""
+"""Records of one process: its requests, CPU time and event loop lag."""
 
 from __future__ import annotations
 
@@ -6,58 +6,58 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-_BEAT = 0.02  # Seconds between looks at the event loop.
+_BEAT = 0.02  # Seconds between measurements of the event loop lag.
 
 
 @dataclass(slots=True)
 class Record:
-    """One request as the client saw it; times in seconds of the monotonic clock."""
+    """One request. Times are seconds of the monotonic clock."""
 
     adapter: str | None
     prompt_tokens: int
     start: float
-    """When it was due (open loop) or sent (closed loop)."""
+    """Planned arrival (open loop) or time of sending (closed loop)."""
     sent: float
     ttft: float | None = None
     gaps: list[tuple[float, int]] = field(default_factory=list)
-    """(gap, tokens): a message of k tokens after a sample's first counts as k equal gaps."""
+    """(gap, tokens): a later message of a sample with k tokens counts as k equal gaps."""
     longest_gap: float = 0.0
     tokens: int = 0
     timely_tokens: int = 0
-    """Those of `tokens` that came within the plan's duration."""
+    """Tokens received within the plan's duration."""
     messages: int = 0
     end: float = 0.0
     error: str = ""
     refused: bool = False
-    """The server did not accept it, and said why; not a failure."""
+    """The server refused the request with a reason. Not a failure."""
     retry_after: float | None = None
-    """With an error: the server's hint."""
+    """The server's retry hint in seconds, with an error."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """All that one process has to say; travels between processes."""
+    """The result of one process. It is sent to the parent process."""
 
     records: list[Record]
-    """Of all requests, warm-up and all."""
+    """All requests, including the warm-up."""
     began: float
-    """The end of the warm-up."""
+    """End of the warm-up."""
     ended: float
     cpu_seconds: float
-    """Of this process since `began`."""
+    """CPU time of this process since `began`."""
     lags: list[float]
-    """How late the event loop came to its timers, since `began`."""
+    """Event loop lags in seconds since `began`."""
 
 
 class SelfWatch:
-    """Watches this process: its CPU time, and how late its event loop comes to its timers."""
+    """Measures the CPU time and the event loop lag of this process."""
 
     def __init__(self) -> None:
         self._cpu = time.process_time()
         self.lags: list[float] = []
 
     def reset(self) -> None:
-        """The warm-up is over."""
+        """Starts the measurement again, after the warm-up."""
         self._cpu = time.process_time()
         self.lags = []
 
@@ -65,7 +65,7 @@ class SelfWatch:
         return time.process_time() - self._cpu
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Measures until it is cancelled."""
         while True:
             due = time.monotonic() + _BEAT
             await asyncio.sleep(_BEAT)

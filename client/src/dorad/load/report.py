@@ -1,4 +1,4 @@
-"""The report of a run: plain numbers, ready for JSON."""
+"""The report of a run as plain numbers for JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dorad.load.plan import Goals, Plan
 from dorad.load.records import Outcome, Record
 
 _PERCENTILES = (50, 90, 95, 99)
-# Where what was measured is the generator's own doing.
+# Above these limits the generator is the bottleneck.
 _BUSY_SHARE = 0.9
 _LATE_SECONDS = 0.1
 
 
 def distribution(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float] | None:
-    """Milliseconds; None without values."""
+    """Mean, percentiles and maximum in milliseconds, from seconds. None without values."""
     if len(values) == 0:
         return None
     array = np.asarray(values) * 1000
@@ -30,13 +30,13 @@ def distribution(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str,
 
 
 def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Counts, rates a second, and latency distributions in milliseconds.
+    """Counts, rates per second, and latency distributions in milliseconds.
 
-    Counts and latencies are of the requests after the warm-up. Rates are over the plan's duration,
-    without what came in the `drain_seconds` after it; over the whole run where it has none, and
-    `drain_seconds` is None.
+    Counts and latencies cover the requests after the warm-up. Rates cover the plan's duration,
+    without the `drain_seconds` after it. For a plan without a duration they cover the whole run,
+    and `drain_seconds` is None.
 
-    `refused` is apart from `failed`: a server that is full and says so works as it should.
+    `refused` is separate from `failed`, because a full server is right to refuse.
     """
     records = [r for o in outcomes for r in o.records if r.start >= o.began]
     seconds = max(o.ended for o in outcomes) - min(o.began for o in outcomes)
@@ -71,7 +71,7 @@ def summarise(plan: Plan, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 @dataclass
 class _Rated:
-    """What the rates count, and the seconds that they are over."""
+    """Counts and seconds of the rates."""
 
     answered: list[Record]
     tokens: int
@@ -81,12 +81,12 @@ class _Rated:
 def _rated(
     plan: Plan, outcomes: Sequence[Outcome], records: list[Record], seconds: float
 ) -> _Rated:
-    """`records` are those after the warm-up, `seconds` is how long they took together."""
+    """`records` are the requests after the warm-up, `seconds` the duration of the run."""
     if plan.duration is None:
         good = [r for r in records if not r.error]
         return _Rated(good, sum(r.tokens for r in records), seconds)
-    # What the warm-up left over counts, because what is left over at the end does not: in a steady
-    # state both are as much.
+    # Answers to requests of the warm-up count, and answers after the end do not. In a steady state
+    # both are equally many.
     answered = [
         r
         for o in outcomes
@@ -94,7 +94,7 @@ def _rated(
         if not r.error and o.began <= r.end <= o.began + plan.duration
     ]
     tokens = sum(r.timely_tokens for o in outcomes for r in o.records)
-    # The requests, where their number is limited, may be over before the time is.
+    # A limited number of requests may end before the duration.
     span = plan.duration if plan.requests is None else min(plan.duration, seconds)
     return _Rated(answered, tokens, span)
 
@@ -118,7 +118,7 @@ def _refused(records: list[Record]) -> dict[str, Any]:
 def _goodput(
     goals: Goals, answered: list[Record], requests: int, rated: _Rated
 ) -> dict[str, Any] | None:
-    """Requests that kept all goals; those that were refused or failed did not."""
+    """Requests that met all goals. Refused and failed requests do not count."""
     if not goals.any():
         return None
 
@@ -142,7 +142,7 @@ def _goodput(
 
 
 def _generator(plan: Plan, outcomes: Sequence[Outcome], records: list[Record]) -> dict[str, Any]:
-    """What the generator took, and why its own figures may be to blame."""
+    """CPU time and lags of the generator, and why it may be the bottleneck."""
     cpu = sum(o.cpu_seconds for o in outcomes)
     shares = [o.cpu_seconds / max(1e-9, o.ended - o.began) for o in outcomes]
     messages = sum(r.messages for r in records)
@@ -152,7 +152,7 @@ def _generator(plan: Plan, outcomes: Sequence[Outcome], records: list[Record]) -
     reasons = []
     if max(shares) >= _BUSY_SHARE:
         reasons.append(f"a process was busy for {max(shares):.0%} of the time")
-    for values, what in ((lags, "came late to its timers"), (late, "sent late")):
+    for values, what in ((lags, "had event loop lag"), (late, "sent late")):
         if len(values) and (p99 := float(np.percentile(values, 99))) > _LATE_SECONDS:
             reasons.append(f"it {what}: p99 is {p99 * 1000:.0f} ms")
     return {
@@ -162,7 +162,7 @@ def _generator(plan: Plan, outcomes: Sequence[Outcome], records: list[Record]) -
         "cpu_us_per_request": cpu / len(records) * 1e6 if records else None,
         "cpu_us_per_message": cpu / messages * 1e6 if messages else None,
         "tokens_per_message": tokens / messages if messages else None,
-        # What it could read at this mix if it had its cores for itself.
+        # Messages per second that it could read on idle cores.
         "messages_per_second_limit": messages / cpu * len(outcomes) if messages else None,
         "loop_lag_ms": distribution(lags),
         "sent_late_ms": distribution(late),

@@ -1,4 +1,4 @@
-"""DoRA training with PEFT, with fast norms and a fused compose. See docs/training.md.
+"""DoRA training with PEFT, with fast norms and a fused compose. See docs/guides/training.md.
 
 `patch` makes an existing PEFT model use them and `unpatch` undoes it. `base_weights` borrows the
 base weights of a server on the same host, and `adopt_base` makes a model use them. Needs the extra

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dorad import Client
-from dorad._handover import Connection
+from dorad._shared_memory_socket import Connection
 from dorad._stubs import adapters_pb2, control_pb2
 from dorad.errors import Conflict, Unavailable
 from dorad.train._shared_memory import DeviceMemory, HostMemory, Memory
@@ -64,7 +64,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
 def base_weights(
     client: Client,
     *,
-    handover: str | os.PathLike[str] | None = None,
+    shared_memory: str | os.PathLike[str] | None = None,
     verify: bool = False,
     expected_digest: str | None = None,
     timeout: float | None = None,
@@ -79,8 +79,8 @@ def base_weights(
     copy.
 
     Args:
-      handover: where this process finds the server's server.handover_socket, when it is not where
-        the server says.
+      shared_memory: path of the server's server.shared_memory_socket in this process's view, if
+        it differs from the server's.
       verify: compute the checkpoint's digest from what was borrowed, and compare. Reads all of it,
         and from a GPU through the host.
       expected_digest: of the checkpoint that the trainer means, as `ModelInfo.digest`.
@@ -89,16 +89,16 @@ def base_weights(
     Raises:
       BaseWeightsError: a digest differs, or (verify) the server has rounded weights to a narrower
         dtype, so that there is nothing to compare.
-      Conflict: the server has no server.handover_socket.
+      Conflict: the server has no server.shared_memory_socket.
       PermissionDenied: it runs as another user.
       Unavailable: the socket is not there, or the weights sleep.
     """
-    path = os.fspath(handover or client.info(timeout=timeout).handover_socket)
+    path = os.fspath(shared_memory or client.info(timeout=timeout).shared_memory_socket)
     if not path:
         raise Conflict(
-            "the server has no server.handover_socket",
+            "the server has no server.shared_memory_socket",
             code="FAILED_PRECONDITION",
-            reason="HANDOVER_NOT_CONFIGURED",
+            reason="SHARED_MEMORY_NOT_CONFIGURED",
         )
     connection = Connection(path)
     try:
@@ -127,8 +127,8 @@ def base_weights(
 def _borrow(
     client: Client, connection: Connection, timeout: float | None
 ) -> tuple[Memory, control_pb2.ShareBaseWeightsResponse]:
-    connection.borrow_weights(_AFTER_ALL_PIECES)  # Begins the lease, and brings the ticket.
-    request = control_pb2.ShareBaseWeightsRequest(ticket=connection.ticket)
+    connection.borrow_weights(_AFTER_ALL_PIECES)  # Begins the lease, and brings the session_token.
+    request = control_pb2.ShareBaseWeightsRequest(session_token=connection.session_token)
     message = client._call(client._control.ShareBaseWeights, request, timeout)
     sizes = list(message.piece_bytes)
     pieces = _pieces(connection, len(sizes))

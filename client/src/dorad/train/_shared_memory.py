@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from dorad import _cuda_ipc
-from dorad._handover import Connection
+from dorad._shared_memory_socket import Connection
 
 _POSIX_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE

@@ -1,15 +1,13 @@
-"""A running call as an async iterator that begins again when it may."""
+"""A running call as an iterator that begins again when it may."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
-import grpc
-
-from dorad._aio_errors import as_dorad_errors
+from dorad._aio.calls import RunningCalls
+from dorad._asyncio import AsDoradErrors, Event, is_set_within, read
 from dorad._retry import Attempts
 from dorad.errors import DoradError
 
@@ -20,22 +18,22 @@ class Stream(Generic[T]):
     """Messages of a running call, as an async iterator.
 
     Leaving its `async with` block, `close()`, or dropping the object cancels the call on the server
-    when it has not ended by itself.
+    when it has not ended by itself. Iterate from one task; `close()` may come from any.
     """
 
     def __init__(
         self,
-        start: Callable[[float], Any],
+        start: Callable[[float | None], Any],
         convert: Callable[[Any], T],
         attempts: Attempts,
-        ended: asyncio.Event,
+        calls: RunningCalls,
     ) -> None:
         self._start = start
         self._convert = convert
         self._attempts = attempts
-        self._ended = ended  # The client is closed: nothing is tried again.
-        self._closed = asyncio.Event()
-        self._call = start(attempts.left)
+        self._calls = calls  # When these have been ended, nothing is tried again.
+        self._closed = Event()
+        self._call = start(attempts.budget.left)
 
     def __aiter__(self) -> Self:
         return self
@@ -43,25 +41,26 @@ class Stream(Generic[T]):
     async def __anext__(self) -> T:
         while not self._closed.is_set():
             try:
-                with as_dorad_errors():
-                    message = await self._call.read()
+                with AsDoradErrors():
+                    message = await read(self._call)
             except DoradError as error:
                 if self._closed.is_set():
-                    break  # close() from another task: this one goes on.
-                failure = error
-                delay = self._attempts.delay(failure)
+                    break  # Another task has called close(): this one goes on.
+                delay = self._attempts.delay(error)
                 if delay is None:
                     raise
+                if await is_set_within(self._closed, delay):
+                    break
+                if self._calls.ended:
+                    raise
             else:
-                if message is grpc.aio.EOF:
+                if message is None:
                     break
                 self._attempts.answered()
                 return self._convert(message)
-            if await is_set_within(self._closed, delay):
-                break
-            if self._ended.is_set():
-                raise failure from None
-            self._call = self._start(self._attempts.left)
+            self._call = self._start(self._attempts.budget.left)
+            if self._closed.is_set():  # close() may have cancelled the call before this one.
+                self._call.cancel()
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -76,15 +75,8 @@ class Stream(Generic[T]):
         self.close()
 
     def __del__(self) -> None:
-        # Without this, gRPC's own task keeps an abandoned call alive. After the loop has closed
+        # Without this, gRPC itself keeps an abandoned call alive. After the event loop has closed
         # there is no call left to cancel, and cancelling raises.
         if hasattr(self, "_call"):
             with contextlib.suppress(RuntimeError):
                 self.close()
-
-
-async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    """Waits for the event, at most so long; says whether it came."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()

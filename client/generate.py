@@ -1,9 +1,10 @@
-"""Generates the protobuf and gRPC modules of `dorad.v1` and the gateway's, with type stubs.
+"""Generates modules: the protobuf and gRPC ones of `dorad.v1` and the gateway, with type stubs, and
+the synchronous client (sync_source.py).
 
 Run by hand for a source checkout (output goes beside the sources, where git ignores it), and by
 setup.py when a wheel is built. Needs grpcio-tools; type stubs (.pyi) need mypy-protobuf as well.
 
-    python client/generate_stubs.py [--out DIR]
+    python client/generate.py [--out DIR]
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import pathlib
 import shutil
 import subprocess
 import sys
+
+import sync_source
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -44,9 +47,16 @@ def _plugin(name: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(name)
 
 
-def generate(out: pathlib.Path) -> None:
-    """Writes dorad/**/*_pb2*.py (and .pyi) under `out`. Raises RuntimeError with protoc's words."""
+def generate(out: pathlib.Path, *, if_stale: bool = False) -> None:
+    """Writes all modules under `out`. Raises RuntimeError with protoc's words."""
     out.mkdir(parents=True, exist_ok=True)
+    sync_source.generate(HERE / "src/dorad/_aio", out / "dorad/_sync")
+    if not (if_stale and _is_fresh(out)):
+        _run_protoc(out)
+
+
+def _run_protoc(out: pathlib.Path) -> None:
+    """Writes dorad/**/*_pb2*.py (and .pyi) under `out`."""
     roots = dict.fromkeys((proto_root(), HERE / "proto"))
     args = [*(f"-I{root}" for root in roots), f"--python_out={out}", f"--grpc_python_out={out}"]
     mypy, mypy_grpc = _plugin("protoc-gen-mypy"), _plugin("protoc-gen-mypy_grpc")
@@ -62,8 +72,8 @@ def generate(out: pathlib.Path) -> None:
         raise RuntimeError(f"protoc failed:\n{run.stderr.strip()}")
 
 
-def is_fresh(out: pathlib.Path) -> bool:
-    """True when every module exists under `out` and is younger than the proto files."""
+def _is_fresh(out: pathlib.Path) -> bool:
+    """True when every module of protoc exists under `out` and is younger than the proto files."""
     newest = max(path.stat().st_mtime for path in [*_sources(), pathlib.Path(__file__)])
     suffixes = ("_pb2.py", "_pb2_grpc.py")
     modules = [out / p.parent / (p.stem + s) for p in _sources().values() for s in suffixes]
@@ -75,12 +85,10 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "src")
     parser.add_argument("--if-stale", action="store_true", help="do nothing when up to date")
     args = parser.parse_args()
-    if args.if_stale and is_fresh(args.out):
-        return 0
     try:
-        generate(args.out)
-    except (RuntimeError, FileNotFoundError) as error:
-        print(f"generate_stubs: {error}", file=sys.stderr)
+        generate(args.out, if_stale=args.if_stale)
+    except (RuntimeError, FileNotFoundError, ValueError) as error:
+        print(f"generate: {error}", file=sys.stderr)
         return 1
     return 0
 

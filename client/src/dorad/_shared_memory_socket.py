@@ -1,6 +1,6 @@
-"""The trainer's side of the server's handover socket, and publishing from memory.
+"""The trainer's side of the server's shared-memory socket, and publishing from memory.
 
-The wire format is described in server/handover/message.h.
+The wire format is described in server/colocation/message.h.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import math
 import mmap
 import os
 import select
@@ -21,7 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from dorad._channel import Budget
+from dorad._channel import Budget, deadline
 from dorad._publish import config_json, from_peft_model, tensor_bytes
 from dorad._stubs import adapters_pb2
 from dorad.errors import DeadlineExceeded, Unavailable, from_code
@@ -47,8 +46,8 @@ _DTYPES = {
 
 
 class Connection:
-    """A connection to the handover socket: what is offered is held, and what is lent is kept, as
-    long as it is open."""
+    """A connection to the shared-memory socket. Memory stays registered and leased as long as it
+    is open."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -58,9 +57,9 @@ class Connection:
         except OSError as error:
             self._socket.close()
             raise Unavailable(
-                f"no handover socket at {path}: {error}", code="UNAVAILABLE"
+                f"no shared-memory socket at {path}: {error}", code="UNAVAILABLE"
             ) from error
-        self.ticket = b""
+        self.session_token = b""
 
     def offer_file(self, fd: int, size: int) -> int:
         """Hands a memory file over; returns its index."""
@@ -97,15 +96,15 @@ class Connection:
             )
         except OSError as error:
             raise Unavailable(
-                f"the handover socket does not answer: {error}", code="UNAVAILABLE"
+                f"the shared-memory socket does not answer: {error}", code="UNAVAILABLE"
             ) from error
         if len(answer) < _ANSWER.size:
-            raise Unavailable("the handover socket was closed", code="UNAVAILABLE")
-        code, number, ticket = _ANSWER.unpack_from(answer)
+            raise Unavailable("the shared-memory socket was closed", code="UNAVAILABLE")
+        code, number, session_token = _ANSWER.unpack_from(answer)
         if code != 0:
             reason, _, text = answer[_ANSWER.size :].decode(errors="replace").partition(" ")
             raise from_code(code, reason, text)
-        self.ticket = ticket
+        self.session_token = session_token
         return int(number), answered
 
     @property
@@ -144,7 +143,7 @@ class _Buffer:
     def write(
         self, tensors: Mapping[str, Any], check: bool
     ) -> tuple[bytes, list[adapters_pb2.MemoryTensor]]:
-        """(ticket, tensors of the request) after copying what lies in the host's memory."""
+        """(session_token, tensors of the request) after copying what lies in the host's memory."""
         if not tensors:
             raise ValueError("tensors is empty")
         parts, size = _lay_out({n: x for n, x in tensors.items() if not _is_cuda(x)})
@@ -154,7 +153,7 @@ class _Buffer:
         for name, tensor in tensors.items():
             if name not in messages:
                 messages[name] = self._export(connection, name, tensor, check)
-        return connection.ticket, list(messages.values())
+        return connection.session_token, list(messages.values())
 
     def _reserve(self, size: int) -> None:
         if size == 0 or (self._map is not None and len(self._map) >= size):
@@ -226,7 +225,7 @@ class _Buffer:
 
 
 def tensor_digest(data: Any) -> bytes:
-    """The digest of a tensor's bytes (docs/adapters.md): 32 bytes."""
+    """The digest of a tensor's bytes (docs/guides/adapters.md): 32 bytes."""
     view = memoryview(data).cast("B")
     root = hashlib.sha256()
     for begin in range(0, len(view), _PIECE_BYTES):
@@ -261,7 +260,7 @@ class SharedTensors:
     publish that has not ended by then is refused. Not usable across fork().
 
     Args:
-      path: the server's server.handover_socket.
+      path: the server's server.shared_memory_socket.
       buffers: publishes that may run at the same time; others wait for their end.
     """
 
@@ -276,7 +275,7 @@ class SharedTensors:
     def _writing(
         self, tensors: Mapping[str, Any], check: bool, timeout: float | None = None
     ) -> Iterator[tuple[bytes, list[adapters_pb2.MemoryTensor]]]:
-        """Holds a buffer with the tensors: the ticket, and what the request says of them.
+        """Holds a buffer with the tensors: the session_token, and what the request says of them.
 
         `timeout`: seconds to wait for one.
         """
@@ -321,28 +320,22 @@ class SharedTensors:
 class MemoryPublish:
     """One publish from memory: holds a buffer while its `with` block runs.
 
-    `timeout`: seconds for all of it; None: no limit.
+    Args:
+      options: the fields of PublishFromMemoryRequest that do not depend on the tensors, by name.
+      budget: for all of it.
     """
 
     def __init__(
         self,
-        name: str,
+        options: Mapping[str, Any],
+        budget: Budget,
         *,
-        handover: str | os.PathLike[str] | SharedTensors,
+        shared_memory: str | os.PathLike[str] | SharedTensors,
         tensors: Mapping[str, Any] | None,
         model: Any,
         model_adapter: str | None,
         config: Any,
-        activate: bool,
-        version: int | None,
-        expected_generation: int | None,
-        durable: bool,
-        tags: Mapping[str, str] | None,
-        keep_last: int | None,
-        pinned: bool,
         check: bool,
-        expected_digest: str,
-        timeout: float | None,
     ) -> None:
         if (tensors is None) == (model is None):
             raise ValueError("publish_from_memory needs exactly one of tensors and model")
@@ -355,36 +348,22 @@ class MemoryPublish:
             raise ValueError("publish_from_memory with tensors needs config")
         assert tensors is not None
         self._tensors = tensors
-        self._handover = handover
+        self._shared_memory_socket = shared_memory
         self._check = check
-        self._budget = Budget(timeout)
+        self._budget = budget
         self._message = adapters_pb2.PublishFromMemoryRequest(
-            name=name,
-            version=version,
-            adapter_config_json=config_json(config),
-            activate=activate,
-            expected_generation=expected_generation,
-            durable=durable,
-            tags=tags,
-            keep_last=keep_last,
-            pinned=pinned,
-            expected_digest=expected_digest,
+            adapter_config_json=config_json(config), **options
         )
         self._stack = contextlib.ExitStack()
 
-    @property
-    def left(self) -> float:
-        """Seconds of the timeout, for the call; math.inf: no limit."""
-        return math.inf if self._budget.left is None else self._budget.left
-
     def __enter__(self) -> adapters_pb2.PublishFromMemoryRequest:
         """Copies the tensors; returns the request."""
-        shared = self._handover
+        shared = self._shared_memory_socket
         try:
             if not isinstance(shared, SharedTensors):
                 shared = self._stack.enter_context(SharedTensors(shared, buffers=1))
-            writing = shared._writing(self._tensors, self._check, self._budget.left)
-            self._message.ticket, tensors = self._stack.enter_context(writing)
+            writing = shared._writing(self._tensors, self._check, deadline(self._budget.left, None))
+            self._message.session_token, tensors = self._stack.enter_context(writing)
         except BaseException:
             self._stack.close()
             raise

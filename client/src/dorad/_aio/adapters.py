@@ -1,0 +1,288 @@
+"""Publishing and managing adapters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+
+from dorad import _wire
+from dorad import types as t
+from dorad._aio.connection import Connection
+from dorad._aio.stream import Stream
+from dorad._asyncio import AsDoradErrors, entered, outcome, upload_channel
+from dorad._channel import Budget, closed
+from dorad._publish import Progress, Upload, server_path
+from dorad._retry import Attempts, UploadAttempts
+from dorad._shared_memory_socket import MemoryPublish, SharedTensors
+from dorad._stubs import adapters_pb2, adapters_pb2_grpc
+from dorad.errors import DoradError, NotFound
+
+
+class Adapters(Connection):
+    """The methods of the adapter service."""
+
+    async def publish(
+        self,
+        name: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        tensors: Mapping[str, Any] | None = None,
+        model: Any = None,
+        model_adapter: str | None = None,
+        config: Any = None,
+        activate: bool = True,
+        version: int | None = None,
+        server_side: bool = False,
+        expected_generation: int | None = None,
+        durable: bool = False,
+        tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
+        pinned: bool = False,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Publishes a new version of an adapter and returns when it is ready.
+
+        An upload whose connection breaks goes on from what the server has, and is published once,
+        also when only the answer was lost.
+
+        Args:
+          name: lower-case letters, digits, ".", "_" and "-".
+          path: a PEFT folder (adapter_config.json, adapter_model.safetensors), uploaded from here.
+          tensors: instead of path: name → torch tensor or numpy array, named as PEFT saves them.
+            They must not change until this returns.
+          model: instead of path: a peft.PeftModel, which must not be trained until this returns.
+          model_adapter: with model: PEFT's name of the adapter to take; default: the active one.
+          config: with tensors: adapter_config.json as a mapping, JSON text or PEFT config object.
+            With path or model it replaces theirs.
+          activate: requests that name just `name` use this version from now on.
+          version: must exceed every version the name ever had; default: the next one.
+          server_side: path is an absolute one on the server's host, under one of its allowed roots.
+          expected_generation: with activate, fail with Conflict unless the registry is there.
+          durable: the version survives a restart of the server, which must have a store
+            (adapters.store_path).
+          tags: free text stored with the version.
+          keep_last: afterwards, retire this name's ready versions that are neither active nor among
+            its newest so many ready ones; 0: none; default: the server's adapters.keep_last.
+          pinned: its weights never make room for those of others (adapters.resident_bytes).
+          progress: called as progress(bytes sent, bytes in all), from another thread; it steps
+            back when an upload goes on after a break.
+
+        Raises:
+          InvalidArgument: the adapter is refused; `violations` lists every problem.
+          Conflict: the version number is taken, or the generation has moved.
+          Unavailable, Overloaded: among others, the server's store cannot take a durable
+            version (reasons STORE_UNAVAILABLE, STORE_FULL); nothing of it is left.
+          FileNotFoundError: the local folder or one of its files is missing.
+        """
+        options: dict[str, Any] = {
+            "name": name,
+            "version": version,
+            "activate": activate,
+            "expected_generation": expected_generation,
+            "durable": durable,
+            "tags": tags,
+            "keep_last": keep_last,
+            "pinned": pinned,
+        }
+        if server_side:
+            if path is None or any(x is not None for x in (tensors, model, model_adapter, config)):
+                raise ValueError("server_side takes path, and neither tensors, model nor config")
+            message = adapters_pb2.PublishFromPathRequest(path=server_path(path), **options)
+            answer = await self._call(self._adapters.PublishFromPath, message, timeout)
+        else:
+            upload = Upload(
+                options,
+                path=path,
+                tensors=tensors,
+                model=model,
+                model_adapter=model_adapter,
+                config=config,
+                progress=progress,
+            )
+            answer = await self._upload(upload, self._budget(timeout))
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    async def _upload(self, upload: Upload, budget: Budget) -> Any:
+        attempts = UploadAttempts(budget, self._throttle is not None, size=upload.size)
+        with upload_channel(
+            self._access, self._admin_target, self._options, self._admin
+        ) as channel:
+            method = adapters_pb2_grpc.AdapterServiceStub(channel).Publish.future
+            while True:
+                try:
+                    if attempts.again:
+                        received = await self._received(upload, budget)
+                        attempts.go_on_at(received, upload.sent)
+                    messages = upload.messages(attempts.offset)
+                    call = self._start(method, messages, budget.left, about=upload.begin)
+                    try:
+                        with self._calls.running(call), AsDoradErrors():
+                            return await outcome(call)
+                    except grpc.FutureCancelledError:
+                        raise closed() from None
+                except DoradError as error:
+                    if upload.failure is not None:
+                        raise upload.failure from None
+                    delay = attempts.delay(error)
+                    if delay is None or await self._calls.ended_within(delay):
+                        raise
+
+    async def _received(self, upload: Upload, budget: Budget) -> int:
+        """Bytes of an upload that the server has."""
+        message = adapters_pb2.GetUploadRequest(upload_id=upload.id)
+        try:
+            answer = await self._call(
+                self._adapters.GetUpload, message, budget.left, about=upload.begin
+            )
+        except NotFound:
+            return 0
+        return int(answer.received_bytes)
+
+    async def publish_from_memory(
+        self,
+        name: str,
+        *,
+        shared_memory: str | os.PathLike[str] | SharedTensors,
+        tensors: Mapping[str, Any] | None = None,
+        model: Any = None,
+        model_adapter: str | None = None,
+        config: Any = None,
+        activate: bool = True,
+        version: int | None = None,
+        expected_generation: int | None = None,
+        durable: bool = False,
+        tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
+        pinned: bool = False,
+        check: bool = False,
+        expected_digest: str = "",
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Publishes a new version that the server reads out of this host's memory.
+
+        The server must run on this host under this process's user, with
+        server.shared_memory_socket. Options that `publish` has as well mean the same.
+
+        Args:
+          shared_memory: path of the server's server.shared_memory_socket, or an object that holds
+            the memory across steps.
+          tensors: name → torch tensor or numpy array, named as PEFT saves them, in the host's
+            memory or on the server's GPU. They must not change until this returns.
+          model: instead of tensors: a peft.PeftModel, which must not be trained until this returns.
+          check: hash every tensor here; the server refuses what it reads differently.
+          expected_digest: refuse the version unless it has this digest.
+
+        Raises:
+          InvalidArgument: the adapter is refused, or its memory was written to too early
+            (SHARED_MEMORY_DIGEST_MISMATCH; only with check or expected_digest).
+          Unavailable: nobody listens on the shared-memory socket.
+          PermissionDenied: the server runs under another user.
+        """
+        budget = self._budget(timeout)
+        publish = MemoryPublish(
+            {
+                "name": name,
+                "version": version,
+                "activate": activate,
+                "expected_generation": expected_generation,
+                "durable": durable,
+                "tags": tags,
+                "keep_last": keep_last,
+                "pinned": pinned,
+                "expected_digest": expected_digest,
+            },
+            budget,
+            shared_memory=shared_memory,
+            tensors=tensors,
+            model=model,
+            model_adapter=model_adapter,
+            config=config,
+            check=check,
+        )
+        async with entered(publish) as message:
+            answer = await self._call(self._adapters.PublishFromMemory, message, budget.left)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    async def activate(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        expected_generation: int | None = None,
+        timeout: float | None = None,
+    ) -> t.Activation:
+        """Makes a version the active one: activate("a@2") or activate("a", 2).
+
+        Raises Conflict when `expected_generation` is given and the registry has moved on.
+        """
+        name, number = _wire.split_ref(name, version)
+        message = adapters_pb2.ActivateRequest(
+            name=name, version=number, expected_generation=expected_generation
+        )
+        answer = await self._call(self._adapters.Activate, message, timeout)
+        return t.Activation(
+            _wire.adapter_version(answer.adapter, answer.generation),
+            answer.previous_version,
+            answer.generation,
+        )
+
+    async def adapters(
+        self, name: str | None = None, *, timeout: float | None = None
+    ) -> list[t.AdapterVersion]:
+        """All versions (of one name), ordered by name and version; every page is fetched."""
+        found: list[t.AdapterVersion] = []
+        token = ""
+        while True:
+            message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
+            answer = await self._ask(self._adapters.List, message, timeout)
+            found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
+            token = answer.next_page_token
+            if not token:
+                return found
+
+    async def adapter(self, ref: str, *, timeout: float | None = None) -> t.AdapterVersion:
+        """One version: "name" (the active one) or "name@version". Raises NotFound."""
+        message = adapters_pb2.GetRequest(adapter=ref)
+        answer = await self._ask(self._adapters.Get, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    async def retire(
+        self,
+        name: str,
+        version: int | None = None,
+        *,
+        force: bool = False,
+        timeout: float | None = None,
+    ) -> t.AdapterVersion:
+        """Unpublishes a version now: retire("a@1") or retire("a", 1).
+
+        Its memory is freed when the requests that hold it end; with `force` they are aborted.
+        """
+        name, number = _wire.split_ref(name, version)
+        message = adapters_pb2.RetireRequest(name=name, version=number, force=force)
+        answer = await self._call(self._adapters.Retire, message, timeout)
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
+    def watch(
+        self, from_generation: int | None = None, *, timeout: float | None = float("inf")
+    ) -> Stream[t.WatchEvent]:
+        """Registry events with a greater generation, in order; default: from now on. Never ends.
+
+        Never begins again by itself: after Unavailable, watch from the last event's generation.
+
+        Raises InvalidArgument (OUT_OF_RANGE) when events after `from_generation` are gone: call
+        `adapters()` and watch from its generation.
+        """
+        message = adapters_pb2.WatchRequest(from_generation=from_generation)
+        # One attempt: the next one would begin at a later "now", and events between were lost.
+        once = Attempts(self._budget(timeout), None)
+        return Stream(
+            lambda left: self._start(self._adapters.Watch, message, left),
+            _wire.watch_event,
+            once,
+            self._calls,
+        )

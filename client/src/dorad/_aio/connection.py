@@ -1,0 +1,134 @@
+"""A client's connection: how calls begin, fail, and are sent again."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+
+from dorad import _wire
+from dorad._access import Access
+from dorad._aio.calls import RunningCalls
+from dorad._asyncio import AsDoradErrors, connect
+from dorad._channel import DEFAULT_TARGET, Budget, channel_options, closed, deadline
+from dorad._retry import Attempts, Throttle
+from dorad._stubs import adapters_pb2_grpc, control_pb2_grpc, inference_pb2_grpc
+from dorad.errors import DoradError
+
+T = TypeVar("T")
+
+
+class Connection:
+    """What the methods of a client's services have in common."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        admin_target: str | None = None,
+        timeout: float | None = 600.0,
+        retries: bool = True,
+        keepalive: float = 60.0,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        cert_file: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        self.target = target
+        self._timeout = timeout
+        self._throttle = Throttle() if retries else None
+        self._calls = RunningCalls()
+        self._access = Access.of(token, ca_file, cert_file, key_file, credentials)
+        self._metadata = (*metadata, *self._access.metadata)
+        self._options = channel_options(keepalive, options)
+        self._admin_target = admin_target or target
+        # Both are looked at before either is made.
+        for address in (target, self._admin_target):
+            self._access.channel_credentials(address)
+        self._channel = connect(self._access, target, self._options)
+        self._admin = self._channel
+        if admin_target is not None:
+            self._admin = connect(self._access, admin_target, self._options)
+        self._inference: Any = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._adapters: Any = adapters_pb2_grpc.AdapterServiceStub(self._admin)
+        self._control: Any = control_pb2_grpc.ControlServiceStub(self._admin)
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def with_metadata(self, metadata: Sequence[tuple[str, str]]) -> Self:
+        """A client over the same connection, whose calls carry `metadata` in place of this one's.
+
+        For a proxy that passes on what its callers sent. Close the original only.
+        """
+        other = copy.copy(self)
+        other._metadata = tuple(metadata)
+        return other
+
+    async def close(self) -> None:
+        """Closes the connection; running calls raise Cancelled. Idempotent."""
+        self._calls.cancel()
+        await self._channel.close()
+        await self._admin.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _budget(self, timeout: float | None) -> Budget:
+        """The seconds of a method's `timeout`."""
+        seconds = deadline(timeout, self._timeout)
+        return Budget(math.inf if seconds is None else seconds)
+
+    def _attempts(self, timeout: float | None, *, insist: bool = False) -> Attempts:
+        return Attempts(self._budget(timeout), self._throttle, insist=insist)
+
+    def _start(self, method: Any, request: Any, timeout: float | None, *, about: Any = None) -> Any:
+        """Starts a call with this client's deadline and metadata.
+
+        `about` is a message that names the call's adapter, if `request` does not.
+        """
+        if self._calls.ended:
+            raise closed()
+        return method(
+            request,
+            timeout=deadline(timeout, self._timeout),
+            metadata=self._metadata + _wire.routing(request if about is None else about),
+        )
+
+    async def _call(
+        self, method: Any, request: Any, timeout: float | None = None, *, about: Any = None
+    ) -> Any:
+        """Runs a unary call."""
+        with AsDoradErrors():
+            return await self._start(method, request, timeout, about=about)
+
+    async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
+        """As _call, for calls that can be repeated without a second effect."""
+        attempts = self._attempts(timeout)
+        return await self._repeat(
+            attempts, lambda: self._call(method, request, attempts.budget.left), self._calls
+        )
+
+    async def _repeat(
+        self, attempts: Attempts, run: Callable[[], Awaitable[T]], calls: RunningCalls
+    ) -> T:
+        """Runs until an attempt succeeds or none is left, or `calls` have been ended."""
+        while True:
+            try:
+                result = await run()
+            except DoradError as error:
+                delay = attempts.delay(error)
+                if delay is None or await calls.ended_within(delay):
+                    raise
+            else:
+                attempts.answered()
+                return result

@@ -1,0 +1,203 @@
+"""Generation and scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar, Unpack, overload
+
+from dorad import _wire
+from dorad import types as t
+from dorad._aio.calls import RunningCalls
+from dorad._aio.connection import Connection
+from dorad._aio.stream import Stream
+from dorad._asyncio import AsDoradErrors, read, run_calls
+from dorad._retry import Attempts
+from dorad.errors import DoradError
+
+T = TypeVar("T")
+
+
+class Inference(Connection):
+    """The methods of the inference service."""
+
+    async def generate(
+        self,
+        token_ids: t.TokenIds,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[t.Sample]:
+        """Samples continuations of a prompt and waits for all of them.
+
+        Args:
+          token_ids: the prompt, at least one token.
+          timeout: seconds; None: the client's default, math.inf: none.
+          **options: see `GenerateOptions` (adapter, n, max_tokens, temperature, seed, logprobs, …).
+
+        Returns:
+          n samples in order of their index; token_ids int32 [tokens], logprobs float32 [tokens].
+
+        Raises:
+          InvalidArgument: with every problem in `violations`.
+          NotFound: no such adapter or version.
+          Overloaded: the server's queue is full.
+        """
+        request = t.GenerateRequest(token_ids, **options)
+        return await self._generate(request, self._attempts(timeout), self._calls)
+
+    async def _generate(
+        self, request: t.GenerateRequest, attempts: Attempts, calls: RunningCalls
+    ) -> list[t.Sample]:
+        message = _wire.generate_request(request, stream=False)
+
+        async def run() -> list[t.Sample]:
+            call = self._start(self._inference.Generate, message, attempts.budget.left)
+            samples = _wire.Samples(request)
+            with calls.running(call), AsDoradErrors():
+                while (answer := await read(call)) is not None:
+                    attempts.answered()
+                    samples.add(answer)
+            return samples.finish()
+
+        return await self._repeat(attempts, run, calls)
+
+    def stream(
+        self,
+        token_ids: t.TokenIds,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Stream[t.Delta]:
+        """Like `generate`, but yields tokens as they come, of all n samples interleaved.
+
+        Use it in an `async with` statement, or let it go out of scope: a stream left early is
+        cancelled on the server. Tokens a slow reader has not taken yet arrive merged into one
+        delta.
+        """
+        request = t.GenerateRequest(token_ids, **options)
+        message = _wire.generate_request(request, stream=True)
+        return self._stream(message, lambda answer: _wire.delta(answer, request), timeout)
+
+    def _stream(
+        self, message: Any, convert: Callable[[Any], T], timeout: float | None = None
+    ) -> Stream[T]:
+        return Stream(
+            lambda left: self._start(self._inference.Generate, message, left),
+            convert,
+            self._attempts(timeout),
+            self._calls,
+        )
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[False] = ...,
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample]]: ...
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[True],
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample] | DoradError]: ...
+
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = 512,
+        return_errors: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Any:
+        """Generates for many prompts, at most `concurrency` at once; results in order.
+
+        A prompt the server refuses because its queue is full is sent again after the server's
+        `retry_after` until its timeout has passed, so any number of prompts may be given.
+
+        Args:
+          requests: prompts; bare token ids take `options`, a `GenerateRequest` has its own.
+          return_errors: put a prompt's error into the result instead of cancelling the rest.
+          progress: called as progress(done, total), one call at a time, on the event loop.
+          timeout: seconds for each prompt, waiting for the queue included.
+
+        Returns:
+          For each prompt its list of samples (or, with return_errors, a DoradError).
+        """
+        return await run_calls(
+            _wire.as_requests(requests, options),
+            lambda request, calls: self._insist(request, timeout, calls),
+            self._calls,
+            concurrency=concurrency,
+            return_errors=return_errors,
+            progress=progress,
+        )
+
+    async def _insist(
+        self, request: t.GenerateRequest, timeout: float | None, calls: RunningCalls
+    ) -> list[t.Sample]:
+        """Generates, waiting for room while the server's queue is full."""
+        return await self._generate(request, self._attempts(timeout, insist=True), calls)
+
+    async def score(
+        self,
+        sequences: Iterable[t.TokenIds],
+        adapters: str | Sequence[str | None] | None = None,
+        *,
+        top_k: int | None = None,
+        chosen_token_ids: t.TokenIds | None = None,
+        temperature: float | None = None,
+        priority: int | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+    ) -> t.ScoreResult:
+        """Log-probabilities of given sequences under several adapters at once.
+
+        Args:
+          sequences: token ids, each at least one token.
+          adapters: "name" or "name@version", or several of them and None (the base model); default:
+            the base model alone.
+          top_k: also the k most likely tokens of each position.
+          chosen_token_ids: also the log-probabilities of these tokens at each position.
+          temperature: divides the logits first; default 1.0.
+
+        Returns:
+          `result[sequence][adapter]`: float32 [len(tokens)], NaN at position 0.
+        """
+        message = _wire.score_request(
+            sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
+        )
+        answer = await self._ask(self._inference.Score, message, timeout)
+        return _wire.score_result(
+            answer,
+            [len(sequence.token_ids) // 4 for sequence in message.sequences],
+            top_k=top_k or 0,
+            chosen=None if chosen_token_ids is None else len(chosen_token_ids),
+        )
+
+    async def abort(
+        self,
+        request_ids: str | Iterable[str] | None = None,
+        *,
+        adapter: str | None = None,
+        all: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Ends requests by id, by adapter ("name" or "name@version"), or all; returns how many.
+
+        Their callers get the tokens so far with FinishReason.ABORTED.
+        """
+        message = _wire.abort_request(request_ids, adapter, all)
+        return int((await self._ask(self._inference.Abort, message, timeout)).aborted)

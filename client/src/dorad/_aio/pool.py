@@ -1,0 +1,169 @@
+"""A pool: several servers of one model as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Self, Unpack, overload
+
+import dorad.aio
+from dorad import _wire
+from dorad import types as t
+from dorad._asyncio import Runner
+from dorad._pool import Pool, connector
+from dorad.errors import DoradError
+
+
+class RolloutPool:
+    """Several servers of one model as one, for one event loop: make it inside a coroutine.
+
+    A version is published to all servers under the same number, and becomes active on all of them
+    or on none. Prompts go to the server with the fewest outstanding ones.
+
+    Args:
+      targets: one address for each server, as of `Client`.
+      connect: makes the client of a target, where its other arguments matter.
+      token, ca_file, cert_file, key_file: as of `Client`, for every target; not with `connect`.
+      timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
+        included; None or math.inf: no limit.
+
+    publish, activate and retire run one after the other, beside any number of generate_many. Their
+    `timeout` is for all that they ask, and for the one before to end; None: the clients' own, for
+    each call to a server.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[str],
+        *,
+        connect: Callable[[str], dorad.aio.Client] | None = None,
+        timeout: float | None = 600.0,
+        token: str | None = None,
+        ca_file: str | os.PathLike[str] | None = None,
+        cert_file: str | os.PathLike[str] | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+    ) -> None:
+        make = connector(
+            connect, token=token, ca_file=ca_file, cert_file=cert_file, key_file=key_file
+        )
+        self._runner = Runner(lambda: Pool(targets, make, timeout))
+        self._pool = self._runner.object
+
+    async def close(self) -> None:
+        """Closes all connections; running calls raise Cancelled. Idempotent."""
+        await self._runner.close(Pool.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def targets(self) -> list[str]:
+        """The addresses of the servers, in the order in which they were added."""
+        return self._pool.targets
+
+    def add(self, target: str) -> None:
+        """Takes a server in. It gets prompts when the pool's active versions are active there."""
+        self._runner.call(lambda: self._pool.add(target))
+
+    async def remove(self, target: str) -> None:
+        """Goes on without a server. Prompts that are running there go to other ones."""
+        await self._runner.run(self._pool.remove(target))
+
+    async def publish(
+        self,
+        name: str,
+        *,
+        activate: bool = True,
+        timeout: float | None = None,
+        **options: Unpack[t.PublishOptions],
+    ) -> t.AdapterVersion:
+        """Publishes to all servers at the same time, under one number; returns when all are ready.
+
+        The number is the first one that is free on every server. With `activate` the version
+        becomes active when it is ready everywhere.
+
+        Raises:
+          PoolError: servers failed, or took longer than `timeout` seconds. Nothing is activated,
+            and the version is retired where it had become ready.
+        """
+        return await self._runner.run(self._pool.publish(name, activate, timeout, options))
+
+    async def activate(
+        self, version: str | t.AdapterVersion, *, timeout: float | None = None
+    ) -> t.AdapterVersion:
+        """Makes a version ("name@version") active on all servers, if all have it ready.
+
+        Raises:
+          PoolError: a server does not have it ready, or failed to activate it; then those that had
+            done so are set back to the version that was active there before.
+        """
+        return await self._runner.run(self._pool.activate(version, timeout))
+
+    async def retire(
+        self, version: str | t.AdapterVersion, *, force: bool = False, timeout: float | None = None
+    ) -> None:
+        """Unpublishes a version on all servers, as `Client.retire`. Raises PoolError."""
+        await self._runner.run(self._pool.retire(version, force, timeout))
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[False] = ...,
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample]]: ...
+
+    @overload
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = ...,
+        return_errors: Literal[True],
+        progress: Callable[[int, int], None] | None = ...,
+        timeout: float | None = ...,
+        **options: Unpack[t.GenerateOptions],
+    ) -> list[list[t.Sample] | DoradError]: ...
+
+    async def generate_many(
+        self,
+        requests: Iterable[t.TokenIds | t.GenerateRequest],
+        *,
+        concurrency: int = 512,
+        return_errors: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[t.GenerateOptions],
+    ) -> Any:
+        """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
+
+        Each prompt goes to the server with the fewest outstanding ones, and to another one when
+        that becomes unavailable or ends before its samples are complete, or has lost the adapter's
+        version.
+
+        Raises:
+          UnexpectedVersion: a version that is not the active one made a token.
+          Unavailable: a prompt failed on every server.
+          NotFound: no server has the adapter's version.
+          PoolError: servers have different versions of an adapter active.
+        """
+        return await self._runner.run(
+            self._pool.generate_many(
+                _wire.as_requests(requests, options),
+                timeout,
+                concurrency=concurrency,
+                return_errors=return_errors,
+                progress=progress,
+            )
+        )
+
+    async def report(self) -> list[t.TargetReport]:
+        """How every server does: asks each for its state, its queue and its active versions."""
+        return await self._runner.run(self._pool.report())

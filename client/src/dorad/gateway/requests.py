@@ -1,0 +1,245 @@
+"""Requests of the OpenAI API as pydantic models, which check and document their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Discriminator, Field, Tag, with_config
+from typing_extensions import TypedDict
+
+from dorad import types as t
+from dorad.errors import Violation
+from dorad.gateway import validation
+from dorad.gateway.assembler import stops_of
+from dorad.gateway.samples import Work
+from dorad.gateway.validation import Body, M, TokenIds, UInt32
+
+# The server checks the ranges of sampling parameters. The models check the ranges of the wire.
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _kind(value: Any) -> str | None:
+    """The tag of a union's member: pydantic then reports the errors of this member only."""
+    if isinstance(value, list):
+        return "<list>"
+    return "<string>" if isinstance(value, str) else None
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    if value and isinstance(value, list):
+        for kind, tag in ((str, "<strings>"), (list, "<lists>")):
+            if isinstance(value[0], kind):
+                return tag
+    return _kind(value)
+
+
+def _union(kind: Callable[[Any], str | None], expected: str) -> Discriminator:
+    return Discriminator(
+        kind, custom_error_type="union", custom_error_message=f"Input should be {expected}"
+    )
+
+
+Stop = Annotated[
+    Annotated[StopString, Tag("<string>")]
+    | Annotated[list[StopString], Field(max_length=16, fail_fast=True), Tag("<list>")],
+    _union(_kind, "a string or a list of strings"),
+]
+Prompt = Annotated[
+    Annotated[str, Tag("<string>")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("<strings>")]
+    | Annotated[TokenIds, Field(min_length=1), Tag("<list>")]
+    | Annotated[
+        list[Annotated[TokenIds, Field(min_length=1)]], Field(fail_fast=True), Tag("<lists>")
+    ],
+    _union(_kind_of_prompt, "a string, or a list of strings, token ids or lists of token ids"),
+]
+
+
+class Sampling(Body):
+    """Sampling parameters that all APIs have."""
+
+    temperature: float | None = None
+    """Default 1; 0 is greedy."""
+    top_p: float | None = None
+    """Default 1."""
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    """-1 and 0: all tokens."""
+    min_p: float | None = None
+    """Default 0."""
+    seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
+    """The same seed repeats a sample."""
+    min_tokens: UInt32 | None = None
+    """No stop before this many tokens."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string in the text."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own end tokens."""
+    skip_special_tokens: bool = True
+    """Special tokens have no text."""
+    priority: int | None = Field(default=None, ge=-(2**31), le=2**31 - 1)
+    """Lower values run first."""
+    cache_salt: str = ""
+    """Only requests with equal salts share cached prefixes."""
+    stop: Stop | None = None
+    """Strings that end a choice."""
+
+    def options(self) -> t.GenerateOptions:
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k if self.top_k and self.top_k > 0 else None,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+        }
+
+    def work(
+        self,
+        prompts: list[list[int]],
+        options: t.GenerateOptions,
+        model: t.ModelInfo,
+        *,
+        stream: bool,
+    ) -> Work:
+        """The Generate calls of this request, and how their samples end."""
+        eos = frozenset(() if self.ignore_eos else model.eos_token_ids)
+        stop = self.stop or []
+        return Work(
+            prompts=prompts,
+            options=options,
+            stops=stops_of(
+                [stop] if isinstance(stop, str) else stop,
+                [*eos, *(options.get("stop_token_ids") or ())],
+                include=self.include_stop_str_in_output,
+                min_tokens=self.min_tokens or 0,
+            ),
+            n=options.get("n") or 1,
+            stream=stream,
+            eos_token_ids=eos,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    """One more event at the end, with the usage."""
+
+
+class OpenAIRequest(Sampling):
+    """Fields that completions and chats have in common."""
+
+    model: str
+    """The base model's id, an adapter's name or name@version."""
+    n: int = Field(default=1, ge=1, le=2**32 - 1)
+    """Choices of each prompt."""
+    stop_token_ids: TokenIds | None = None
+    """Tokens that end a choice, besides the model's own."""
+    stream: bool = False
+    """Answer with server-sent events."""
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+    """Add the token ids of prompt and choices."""
+    return_tokens_as_token_ids: bool = False
+    """Log-probabilities name tokens "token_id:7" instead of by their text."""
+
+    def options(self) -> t.GenerateOptions:
+        return {**super().options(), "n": self.n, "stop_token_ids": self.stop_token_ids}
+
+
+class CompletionRequest(OpenAIRequest):
+    prompt: Prompt
+    """One prompt or several, as text or as token ids."""
+    max_tokens: UInt32 = 16
+    """0 only with echo."""
+    logprobs: UInt32 | None = None
+    """Log-probabilities, also of this many most likely tokens."""
+    echo: bool = False
+    """Begin each choice with its prompt."""
+    best_of: UInt32 | None = None
+    """Must equal n."""
+    add_special_tokens: bool = True
+    """Add the tokenizer's special tokens, such as the begin token."""
+
+
+@with_config(extra="allow")
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+@with_config(extra="allow")
+class Message(TypedDict):
+    """All fields reach the chat template."""
+
+    role: str
+    content: Annotated[
+        Annotated[str, Tag("<string>")]
+        | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
+        _union(_kind, "a string or a list of text parts"),
+    ]
+    name: NotRequired[str | None]
+
+
+class ChatRequest(OpenAIRequest):
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    """The conversation."""
+    max_tokens: UInt32 | None = None
+    """The older name of max_completion_tokens."""
+    max_completion_tokens: UInt32 | None = None
+    """Default: all that fits into the context."""
+    logprobs: bool = False
+    """Log-probabilities of the choice's tokens."""
+    top_logprobs: UInt32 | None = None
+    """With logprobs: also of this many most likely tokens."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables for the chat template."""
+
+
+# Fields without effect.
+_IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "parallel_tool_calls",
+)
+# Fields that the server cannot honour, with their values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"], []),
+}
+
+
+def checked(body: Mapping[str, Any], model: type[M]) -> M:
+    """The body as `model`. Raises Refusal that lists the problems of every field.
+
+    A field that the server cannot honour is refused: an answer without the penalty or the tools
+    that it asks for would be wrong.
+    """
+    problems = []
+    kept = {}
+    for name, value in body.items():
+        if name in _IGNORED:
+            continue
+        if name not in _NEUTRAL:
+            kept[name] = value
+        elif value is not None and value not in _NEUTRAL[name]:
+            problems.append(Violation(name, "is not supported", "FIELD_UNSUPPORTED"))
+    return validation.checked(kept, model, problems)
