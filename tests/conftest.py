@@ -1,4 +1,5 @@
-"""Fixtures of the Python tests. They run against the real binary: build/dorad, or DORAD_BINARY."""
+"""Fixtures and tiers of the Python tests. They run against the real binary: build/dorad, or
+DORAD_BINARY. DORAD_DEEP=1 adds the tests marked `deep`; `--smoke ROOM` runs those of one room."""
 
 import os
 import subprocess
@@ -13,13 +14,40 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+# Here rather than in a hook, and first: files below import the client. One process does it for all.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    generator = Path(__file__).resolve().parents[1] / "client" / "generate.py"
+    subprocess.run([sys.executable, generator, "--if-stale"], check=True)
+
+from lib.server import ROOT
+from lib.smollm2 import CACHE, SmolLM2, trained
+from lib.tiers import SMOKE, deep
+from lib.zoo import Zoo, default_directory
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this process runs tests for another one (pytest-xdist)."""
+    return hasattr(config, "workerinput")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--smoke", metavar="ROOM", help="only the smoke tests of a room")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    generator = ROOT / "client" / "generate_stubs.py"
-    subprocess.run([sys.executable, generator, "--if-stale"], check=True)
+    room = config.getoption("--smoke")
+    if room:
+        config.args[:] = [str(ROOT / "tests" / test) for test in SMOKE.get(room, [])]
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [] if deep() else [item for item in items if item.get_closest_marker("deep")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+# --- Figures.
 
 _FIGURES = pytest.StashKey[list[str]]()
 
@@ -30,73 +58,34 @@ def figures(pytestconfig: pytest.Config) -> list[str]:
     return pytestconfig.stash.setdefault(_FIGURES, [])
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if is_worker(session.config):
+        session.config.workeroutput["figures"] = session.config.stash.get(_FIGURES, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error: object) -> None:
+    """A worker has ended: its figures are this process's to print."""
+    figures = getattr(node, "workeroutput", {}).get("figures", [])
+    node.config.stash.setdefault(_FIGURES, []).extend(figures)
+
+
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     lines = config.stash.get(_FIGURES, [])
     if lines:
         terminalreporter.section("measured")
-        for line in lines:
+        for line in sorted(lines):
             terminalreporter.write_line(line)
 
 
-class Zoo:
-    """Tiny models and adapters on disk, made when first asked for and kept for the session."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._oracles = {}
-
-    def model(self, family: str) -> Path:
-        from lib import tiny_models
-
-        return tiny_models.make(tiny_models.BY_NAME[family], self.directory / family)
-
-    def oracle(self, family: str):
-        from lib.oracle import Oracle
-
-        if family not in self._oracles:
-            self._oracles[family] = Oracle(self.model(family))
-        return self._oracles[family]
-
-    def adapter(self, family: str, kind: str, seed: int = 0) -> Path:
-        from lib import adapters
-
-        directory = self.directory / f"{family}-{kind}-{seed}"
-        return adapters.make(self.oracle(family).base, adapters.BY_NAME[kind], directory, seed)
-
-    def sequences(self, family: str, seed: int = 7) -> list[list[int]]:
-        from lib import tiny_models
-
-        return tiny_models.sequences(tiny_models.BY_NAME[family], seed)
+# --- Models and adapters.
 
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return Zoo(tmp_path_factory.mktemp("zoo"))
-
-
-class SmolLM2:
-    """The demo's model and its two adapters."""
-
-    def __init__(self, model: Path, adapters: dict[str, Path]) -> None:
-        self.model, self.adapters = model, adapters
+def zoo() -> Zoo:
+    return Zoo(default_directory(CACHE / "tests"))
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> SmolLM2:
-    # Cached, as the demo has it; what is missing trains with every core, since nothing else runs.
-    threads = os.environ | {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    demo = ROOT / "demo"
-    names = {"pirate": "pirate-v1", "telegram": "telegram-v1"}
-    for script, *arguments in ("convert_smollm2.py",), ("train_adapters.py", *names.values()):
-        subprocess.run([sys.executable, demo / script, *arguments], check=True, env=threads)
-    cache = ROOT / ".cache"
-    return SmolLM2(
-        cache / "models" / "SmolLM2-135M-Instruct",
-        {name: cache / "adapters" / folder for name, folder in names.items()},
-    )
+    return trained()

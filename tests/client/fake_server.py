@@ -141,7 +141,7 @@ class FakeServer(
         self.sleeping = set()
         self.sleep_requests = []
         self.yields = {}  # id -> share
-        self.yield_requests = []
+        self.gpu_share_requests = []
         self.pause_modes = []
         self.generate_calls = []
         self.metadata = []
@@ -151,7 +151,7 @@ class FakeServer(
         self.cancelled = 0
         self.aborts = []
         # Steering.
-        self.failing_yields = set()  # INTERNAL for the first call (1), the second, ...
+        self.failing_limits = set()  # INTERNAL for the first call (1), the second, ...
         self.token_delay = 0.0
         self.endless = False
         self.watches = 0
@@ -556,17 +556,17 @@ class FakeServer(
         self.sleeping -= set(request.tags or ["weights", "kv", "adapters"])
         return control_pb2.WakeResponse()
 
-    def Yield(self, request, context):
+    def LimitGpuShare(self, request, context):
         with self.lock:
-            self.yield_requests.append(request)
-            if len(self.yield_requests) in self.failing_yields:
+            self.gpu_share_requests.append(request)
+            if len(self.gpu_share_requests) in self.failing_limits:
                 context.abort(grpc.StatusCode.INTERNAL, "as told")
-            self.yields[request.yield_id] = request.gpu_share
-            return control_pb2.YieldResponse(gpu_share=self.gpu_share())
+            self.yields[request.limit_id] = request.gpu_share
+            return control_pb2.LimitGpuShareResponse(gpu_share=self.gpu_share())
 
-    def EndYield(self, request, context):
-        ended = self.yields.pop(request.yield_id, None) is not None
-        return control_pb2.EndYieldResponse(ended=ended)
+    def EndGpuShareLimit(self, request, context):
+        ended = self.yields.pop(request.limit_id, None) is not None
+        return control_pb2.EndGpuShareLimitResponse(ended=ended)
 
     def gpu_share(self):
         return min([1.0, *self.yields.values()])

@@ -434,41 +434,41 @@ def test_sleeps_and_wakes(client, server):
 
 
 def test_yields_and_ends_the_yield(client, server):
-    assert client.yield_gpu(0.5, time_to_live=2.5, yield_id="a") == 0.5
-    assert client.yield_gpu(0.75, time_to_live=60, yield_id="b") == 0.5
-    assert server.yield_requests[0].time_to_live.ToMilliseconds() == 2500
+    assert client.limit_gpu_share(0.5, time_to_live=2.5, limit_id="a") == 0.5
+    assert client.limit_gpu_share(0.75, time_to_live=60, limit_id="b") == 0.5
+    assert server.gpu_share_requests[0].time_to_live.ToMilliseconds() == 2500
     assert client.info().engine.gpu_share == 0.5
-    assert client.end_yield("a") and not client.end_yield("a")
+    assert client.end_gpu_share_limit("a") and not client.end_gpu_share_limit("a")
     assert client.info().engine.gpu_share == 0.75
 
 
 def test_a_block_renews_its_yield_and_ends_it(client, server):
-    with client.yielding(0.25, time_to_live=0.15) as share:
+    with client.limited_gpu_share(0.25, time_to_live=0.15) as share:
         assert share == 0.25 and list(server.yields.values()) == [0.25]
-        with client.yielding(0.5) as both:
+        with client.limited_gpu_share(0.5) as both:
             assert both == 0.25 and len(server.yields) == 2
-        assert wait_for(lambda: len(server.yield_requests) >= 5)
+        assert wait_for(lambda: len(server.gpu_share_requests) >= 5)
         assert len(server.yields) == 1
     assert server.yields == {}
-    assert {request.time_to_live.ToMilliseconds() for request in server.yield_requests} == {
+    assert {request.time_to_live.ToMilliseconds() for request in server.gpu_share_requests} == {
         150,
         30_000,
     }
 
 
 def test_only_the_first_call_of_a_yield_can_fail_the_block(client, server, caplog):
-    server.failing_yields = {1}
-    with pytest.raises(dorad.DoradError), client.yielding(0.25):
+    server.failing_limits = {1}
+    with pytest.raises(dorad.DoradError), client.limited_gpu_share(0.25):
         raise AssertionError("must not run")
-    server.failing_yields = {3}
-    with client.yielding(0.25, time_to_live=0.15):
-        assert wait_for(lambda: len(server.yield_requests) >= 4)
+    server.failing_limits = {3}
+    with client.limited_gpu_share(0.25, time_to_live=0.15):
+        assert wait_for(lambda: len(server.gpu_share_requests) >= 4)
     assert "could not be renewed" in caplog.text and server.yields == {}
-    with pytest.raises(ZeroDivisionError), client.yielding(0.25):
+    with pytest.raises(ZeroDivisionError), client.limited_gpu_share(0.25):
         raise ZeroDivisionError
     assert server.yields == {}
     with pytest.raises(ValueError, match="time_to_live"):
-        client.yielding(0.25, time_to_live=0)
+        client.limited_gpu_share(0.25, time_to_live=0)
 
 
 def test_pauses_and_resumes(client, server):
@@ -532,7 +532,7 @@ def test_publishing_from_memory_waits_for_a_buffer_only_as_long_as_it_may(server
 
     async def publish(shared):
         async with dorad.aio.Client(server.target) as client:
-            await client.publish_from_memory("a", handover=shared, **arguments)
+            await client.publish_from_memory("a", shared_memory=shared, **arguments)
 
     def call():
         try:
@@ -540,7 +540,7 @@ def test_publishing_from_memory_waits_for_a_buffer_only_as_long_as_it_may(server
                 asyncio.run(publish(shared))
             else:
                 with dorad.Client(server.target) as client:
-                    client.publish_from_memory("a", handover=shared, **arguments)
+                    client.publish_from_memory("a", shared_memory=shared, **arguments)
         except dorad.DoradError as error:
             errors.append(error)
 

@@ -28,20 +28,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["Client", "RolloutPool"])
-def test_has_the_methods_and_parameters_of_the_sync_form(name):
-    def public(cls):
-        return {n: f for n, f in inspect.getmembers(cls, inspect.isfunction) if n[0] != "_"}
-
-    sync, aio = getattr(dorad, name), getattr(dorad.aio, name)
-    assert public(sync).keys() == public(aio).keys()
-    for method, function in public(sync).items():
-        ours = inspect.signature(function).parameters
-        theirs = inspect.signature(public(aio)[method]).parameters
-        assert list(ours) == list(theirs), method
-    assert list(inspect.signature(sync).parameters) == list(inspect.signature(aio).parameters)
-
-
 def test_metadata_can_be_that_of_one_caller_over_the_same_connection(server):
     async def body(client):
         ours = client.with_metadata([("x-who", "one")])
@@ -96,13 +82,13 @@ def test_publishes_and_manages_adapters(server, folder):
         async with client.watch(0) as events:
             assert (await anext(events)).type == "published"
         assert await client.abort(all=True) == 3
-        assert await client.yield_gpu(0.5, time_to_live=9, yield_id="a") == 0.5
-        async with client.yielding(0.25, time_to_live=0.15) as share:
+        assert await client.limit_gpu_share(0.5, time_to_live=9, limit_id="a") == 0.5
+        async with client.limited_gpu_share(0.25, time_to_live=0.15) as share:
             assert share == 0.25
-            while len(server.yield_requests) < 5:
+            while len(server.gpu_share_requests) < 5:
                 await asyncio.sleep(0.01)
         assert server.yields == {"a": 0.5}
-        assert await client.end_yield("a") and not await client.end_yield("a")
+        assert await client.end_gpu_share_limit("a") and not await client.end_gpu_share_limit("a")
         assert await client.sleep("kv") == {"kv": 1 << 20}
         await client.wake()
         assert await client.pause("keep") == 2

@@ -135,7 +135,7 @@ def test_an_unreachable_server_exits_with_69(doractl):
 
 def test_calls_that_the_server_offers_elsewhere_are_told_where(doractl):
     with FakeServer(admin_listener=True) as split:
-        for command in (["info"], ["adapters", "list"], ["top"], ["yield", "0.5"]):
+        for command in (["info"], ["adapters", "list"], ["top"], ["limit-gpu-share", "0.5"]):
             error = doractl(*command, "--target", split.target, code=1)
             assert "UNIMPLEMENTED" in error and "--admin-target or DORAD_ADMIN_TARGET" in error
         doractl("info", "--target", split.target, "--admin-target", split.admin_target)
@@ -303,16 +303,20 @@ def test_operates(doractl, server):
     assert doractl("pause", "-a", "pirate") == "paused pirate (keep); 2 requests affected\n"
     assert doractl("resume", "-a", "pirate") == "resumed\n"
     assert doractl("resume") == "resumed\n"
-    assert doractl("yield", "0.25", "--for", "30") == "steps take at most 25% of the time\n"
-    assert server.yield_requests[0].time_to_live.seconds == 30
+    assert (
+        doractl("limit-gpu-share", "0.25", "--for", "30") == "steps take at most 25% of the time\n"
+    )
+    assert server.gpu_share_requests[0].time_to_live.seconds == 30
     assert "25% of the time" in doractl("info")
-    assert json.loads(doractl("yield", "0.5", "--id", "b", "-o", "json")) == {"gpu_share": 0.25}
-    assert doractl("end-yield") == "ended; steps take at most 50% of it\n"
-    assert json.loads(doractl("end-yield", "--id", "b", "-o", "json")) == {
+    assert json.loads(doractl("limit-gpu-share", "0.5", "--id", "b", "-o", "json")) == {
+        "gpu_share": 0.25
+    }
+    assert doractl("end-gpu-share-limit") == "ended; steps take at most 50% of the time\n"
+    assert json.loads(doractl("end-gpu-share-limit", "--id", "b", "-o", "json")) == {
         "ended": True,
         "gpu_share": 1.0,
     }
-    assert doractl("end-yield") == "no yield doractl; steps take their time\n"
+    assert doractl("end-gpu-share-limit") == "no limit doractl; steps take all the time\n"
     assert doractl("abort", "r1", "r2") == "3 requests aborted\n"
     assert json.loads(doractl("abort", "--all", "-o", "json")) == {"aborted": 3}
     assert doractl("health") == "serving\n"
@@ -641,14 +645,14 @@ def test_the_generator_says_when_it_was_the_bottleneck():
 
     assert not report(5.0, 0.01, 0.01)["bottleneck"]
     assert "busy" in report(9.5, 0.01, 0.01)["why"][0]
-    assert "timers" in report(5.0, 0.2, 0.01)["why"][0]
+    assert "lag" in report(5.0, 0.2, 0.01)["why"][0]
     assert "late" in report(5.0, 0.01, 0.3)["why"][0]
 
 
 def test_report_as_a_table(dorad_load):
     out = dorad_load("-c", 2, "-d", 0.2, "--output-tokens", 3)
     assert "first token" in out and "tokens/s" in out and "generator:" in out
-    assert "rates are without the last" in out
+    assert "rates exclude the last" in out
 
 
 def test_all_failed_exits_with_1(dorad_load, server):

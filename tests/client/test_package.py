@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     tree = tmp_path_factory.mktemp("tree")
-    ignore = shutil.ignore_patterns("*_pb2*", "build", "dist", "*.egg-info", "__pycache__")
+    ignore = shutil.ignore_patterns("*_pb2*", "_sync", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT / "client", tree / "client", ignore=ignore)
     shutil.copytree(ROOT / "proto", tree / "proto")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
@@ -40,6 +40,7 @@ def test_carries_generated_modules_with_types(wheel):
     assert {
         f"dorad/gateway/open_inference_pb2{end}" for end in (".py", ".pyi", "_grpc.py")
     } <= names
+    assert {"dorad/_sync/client.py", "dorad/_sync/stream.py"} <= names
     assert {"dorad/py.typed", "dorad/v1/__init__.py", "dorad/cli/app.py"} <= names
     assert not [name for name in names if name.startswith(("build/", "src/", "tests/"))]
 

@@ -3,16 +3,20 @@
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
 
 import dorad
 import grpc
+import numpy as np
 import pytest
+from dorad._channel import Budget
 from dorad._retry import MAX_ATTEMPTS, Attempts, Throttle, UploadAttempts
 from dorad.errors import from_rpc_error
 from fake_server import fail, overloaded, unavailable, wait_for
 
+NO_LIMIT = Budget(math.inf)
 GONE = dorad.Unavailable("gone", code="UNAVAILABLE", retryable=True)
 FULL = dorad.Overloaded("full", code="RESOURCE_EXHAUSTED", retry_after=0.5, retryable=True)
 
@@ -61,7 +65,7 @@ def delays(attempts, errors):
 
 
 def test_delays_grow_and_attempts_are_counted():
-    waits = delays(Attempts(None, Throttle()), itertools.repeat(GONE))
+    waits = delays(Attempts(NO_LIMIT, Throttle()), itertools.repeat(GONE))
     assert len(waits) == MAX_ATTEMPTS - 1
     for wait, base in zip(waits, (0.1, 0.2, 0.4, 0.8), strict=True):
         assert 0.75 * base <= wait <= 1.25 * base
@@ -69,14 +73,16 @@ def test_delays_grow_and_attempts_are_counted():
 
 def test_a_hint_is_never_undercut():
     for _ in range(50):
-        (first, *_) = delays(Attempts(None, Throttle()), [FULL])
+        (first, *_) = delays(Attempts(NO_LIMIT, Throttle()), [FULL])
         assert 0.5 <= first <= 0.625
 
 
 def test_waits_of_a_second_are_logged_for_people_and_shorter_ones_for_debugging(caplog):
     caplog.set_level(logging.DEBUG, "dorad")
-    attempts = UploadAttempts(None, True, size=1)
-    waits = [attempts.delay(GONE) for _ in range(5)] + delays(Attempts(None, Throttle()), [FULL])
+    attempts = UploadAttempts(NO_LIMIT, True, size=1)
+    waits = [attempts.delay(GONE) for _ in range(5)] + delays(
+        Attempts(NO_LIMIT, Throttle()), [FULL]
+    )
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.INFO if wait >= 1 else logging.DEBUG for wait in waits]
     assert set(levels) == {logging.INFO, logging.DEBUG}
@@ -84,43 +90,45 @@ def test_waits_of_a_second_are_logged_for_people_and_shorter_ones_for_debugging(
 
 
 def test_an_upload_ends_when_it_is_of_no_use_to_come_back():
-    attempts = UploadAttempts(None, True, size=1)
+    attempts = UploadAttempts(NO_LIMIT, True, size=1)
     assert attempts.delay(dorad.Unavailable("gone", code="UNAVAILABLE")) is None
     assert attempts.delay(FULL) >= 0.5
 
 
 def test_nothing_is_sent_again_that_the_deadline_would_end():
-    assert delays(Attempts(0.4, Throttle()), [FULL]) == []
+    assert delays(Attempts(Budget(0.4), Throttle()), [FULL]) == []
 
 
 def test_who_insists_waits_for_room_but_not_for_a_server_that_is_gone():
-    attempts = Attempts(None, Throttle(), insist=True)
+    attempts = Attempts(NO_LIMIT, Throttle(), insist=True)
     assert len(delays(attempts, [FULL] * 100)) == 100
     assert len(delays(attempts, itertools.repeat(GONE))) == MAX_ATTEMPTS - 1
     # Also without retries, for as long as the server is full.
-    attempts = Attempts(None, None, insist=True)
+    attempts = Attempts(NO_LIMIT, None, insist=True)
     assert len(delays(attempts, [FULL] * 10)) == 10
     assert delays(attempts, [GONE]) == []
 
 
 def test_many_failures_stop_all_retries_and_successes_bring_them_back():
     throttle = Throttle()
-    sent = sum(len(delays(Attempts(None, throttle), itertools.repeat(GONE))) for _ in range(100))
+    sent = sum(
+        len(delays(Attempts(NO_LIMIT, throttle), itertools.repeat(GONE))) for _ in range(100)
+    )
     assert sent == 40  # of the 49 failures that leave more than half of the tokens
-    assert delays(Attempts(None, throttle), [GONE]) == []
+    assert delays(Attempts(NO_LIMIT, throttle), [GONE]) == []
     for _ in range(104):
-        Attempts(None, throttle).answered()
-    assert len(delays(Attempts(None, throttle), [GONE])) == 1
+        Attempts(NO_LIMIT, throttle).answered()
+    assert len(delays(Attempts(NO_LIMIT, throttle), [GONE])) == 1
 
 
 def test_an_answer_counts_once_as_a_success():
     throttle = Throttle()
     for _ in range(60):
         throttle.failed()
-    attempts = Attempts(None, throttle)
+    attempts = Attempts(NO_LIMIT, throttle)
     for _ in range(1000):  # messages
         attempts.answered()
-    assert delays(Attempts(None, throttle), [GONE]) == []
+    assert delays(Attempts(NO_LIMIT, throttle), [GONE]) == []
 
 
 def test_the_timeout_spans_all_attempts(server):
@@ -206,6 +214,17 @@ def test_closing_the_client_ends_its_waits(server, kind):
     thread.join(5)
     assert not thread.is_alive() and isinstance(errors[0], dorad.Overloaded)
     assert len(server.generate_calls) == 1
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_a_closed_client_begins_no_calls(server, kind):
+    client = dorad.Client(server.target, timeout=20)
+    client.close()
+    with pytest.raises(dorad.Cancelled, match="closed"):
+        CALLS[kind](client)
+    with pytest.raises(dorad.Cancelled, match="closed"):
+        client.publish("a", tensors={"w": np.zeros(1, np.float32)}, config={})
+    assert server.generate_calls == []
 
 
 async def read(stream):

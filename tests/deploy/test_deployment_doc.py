@@ -1,4 +1,4 @@
-"""docs/deployment.md: its commands work as they are written, below a folder of the test."""
+"""docs/guides/deployment.md: its commands work as they are written, below a folder of the test."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lib.server import ROOT, binary
 
-PAGE = (ROOT / "docs" / "deployment.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "deployment.md").read_text()
 # In the place of what a test must not do: the least of it that the next commands need.
 STUBS = {
     "git": 'cp -a "$2" "$3"',
@@ -79,7 +79,7 @@ def test_after_the_systemd_section_the_configuration_passes_before_the_first_sta
     text = config.read_text()
     for old, new in {
         'store_path: ""': f'store_path: "{host.root}/var/lib/dorad/store"',
-        'handover_socket: ""': f'handover_socket: "{host.root}/run/dorad/handover"',
+        'shared_memory_socket: ""': f'shared_memory_socket: "{host.root}/run/dorad/shared_memory"',
     }.items():
         assert text.count(old) == 1
         text = text.replace(old, new)

@@ -147,7 +147,7 @@ def test_the_health_check_asks_what_the_server_answers() -> None:
     config = yaml.safe_load((FOLDER / "dorad.yaml").read_text())
     port = config["server"]["metrics_listen"].rpartition(":")[2]
     assert command[-1] == f"http://127.0.0.1:{port}/healthz"
-    assert "/healthz" in (ROOT / "docs" / "metrics.md").read_text()
+    assert "/healthz" in (ROOT / "docs" / "reference" / "metrics.md").read_text()
 
 
 def test_every_shell_line_parses() -> None:

@@ -174,7 +174,7 @@ def test_metrics_that_scaling_asks_for_are_exported(zoo) -> None:
     (trigger,) = all_of("ScaledObject")["dorad"]["spec"]["triggers"]
     names = {metric["pods"]["metric"]["name"]}
     names |= set(re.findall(r"dorad_[a-z_]+", trigger["metadata"]["query"]))
-    documented = (ROOT / "docs" / "metrics.md").read_text()
+    documented = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     with serve(zoo.model("llama2")) as running:
         for name in names:
             assert f"`{name}`" in documented
@@ -258,7 +258,7 @@ def test_volumes_are_of_things_that_there_are() -> None:
         for folder in (BASE, ROOT / "deploy" / "nginx")
         for generator in documents(folder / "kustomization.yaml")[0]["configMapGenerator"]
     }
-    to_be_made = (ROOT / "docs" / "deployment.md").read_text()
+    to_be_made = (ROOT / "docs" / "guides" / "deployment.md").read_text()
     for workload in workloads().values():
         spec = workload["spec"]
         claims = {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", [])}
@@ -379,7 +379,7 @@ def test_trainers_and_gateways_reach_the_servers_and_names(role: str, namespace:
     assert reaches(pod, target, target.ports["grpc"])
     assert not reaches(pod, target, target.ports["metrics"])
     assert reaches(pod, DNS, 53)
-    assert f"`dorad/role: {role}`" in (ROOT / "docs" / "deployment.md").read_text()
+    assert f"`dorad/role: {role}`" in (ROOT / "docs" / "guides" / "deployment.md").read_text()
 
 
 def test_nobody_else_reaches_the_servers() -> None:

@@ -82,7 +82,7 @@ void Grid::Enter() {
   thread.done = true;
   --thread.block->alive;
   emulator.Progress();
-  emulator.Yield();
+  emulator.LimitGpuShare();
 }
 
 void Emulator::Run(const std::vector<Grid*>& grids) {
@@ -144,7 +144,7 @@ int Arrive(Meeting& meeting, int count) {
 }
 
 void Await(const Meeting& meeting, int generation) {
-  while (meeting.generation == generation) Emulator::Get().Yield();
+  while (meeting.generation == generation) Emulator::Get().LimitGpuShare();
 }
 
 void Meet(Meeting& meeting, int count) { Await(meeting, Arrive(meeting, count)); }

@@ -124,7 +124,7 @@ class Emulator {
   // Something that the copy engine does some time later.
   void Later(std::function<void()> work) { later_.push_back(std::move(work)); }
   void Progress() { ++progress_; }
-  void Yield() { swapcontext(&thread_->context, &scheduler_); }
+  void LimitGpuShare() { swapcontext(&thread_->context, &scheduler_); }
   Thread& thread() { return *thread_; }
   std::mt19937& random() { return random_; }
   static Emulator& Get() { return *current_; }

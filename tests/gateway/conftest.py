@@ -7,14 +7,13 @@ import pytest
 from dorad.text import ModelText
 from lib.gateway import running_gateway
 from lib.server import serve
-from lib.texts import make_tokenizer
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(scope="session")
 def folder(zoo):
-    return make_tokenizer(zoo.model("llama2"))
+    return zoo.model_with_tokenizer("llama2")
 
 
 @pytest.fixture(scope="session")

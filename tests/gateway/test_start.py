@@ -1,11 +1,13 @@
 """Where the gateway finds the server's services, and when it does not start."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from dorad.gateway.listener import listen
 from lib.gateway import command, running_gateway
 from lib.server import environment, free_port, serve
 
@@ -76,3 +78,14 @@ def test_a_taken_port_is_told_as_that():
     told = run.stderr.splitlines()[-1]  # Behind what gRPC itself has to say.
     assert run.returncode == 1 and told.startswith("doractl: "), run.stderr
     assert fake.target in told and "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0"])
+def test_answers_do_not_wait_for_the_clients_acknowledgement(address):
+    with (
+        listen(address) as listener,
+        socket.create_connection(listener.getsockname()[:2]),
+    ):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

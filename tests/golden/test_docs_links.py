@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs", "deploy", "client")
+FOLDERS = ("bench", "docs", "deploy", "client")
 PAGES = sorted(
-    [ROOT / "README.md", *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
+    [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 )
 LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*$|(`+)[^\n]*?\2", re.MULTILINE | re.DOTALL)
@@ -69,8 +69,8 @@ def test_dead_links_would_be_noticed() -> None:
 ```
 # no heading [no](link.md)
 ```
-`[no](link.md)` [a](#a-heading-with_signs-two) [b](#twice-1) [`c`](api.md) [d](https://x.example/)
-[e](#twice-2) [f](#no-heading) [g](nothing.md) [h](api.md#nothing) [`i`](../../else.md)
+`[no](link.md)` [a](#a-heading-with_signs-two) [b](#twice-1) [`c`](fidelity.md) [d](https://x.example/)
+[e](#twice-2) [f](#no-heading) [g](nothing.md) [h](fidelity.md#nothing) [`i`](../../else.md)
 """
-    wrong = ["#twice-2", "#no-heading", "nothing.md", "api.md#nothing", "../../else.md"]
+    wrong = ["#twice-2", "#no-heading", "nothing.md", "fidelity.md#nothing", "../../else.md"]
     assert dead(page, text) == wrong

@@ -1,4 +1,4 @@
-"""docs/errors.md lists every reason that the server can give, and no other."""
+"""docs/reference/errors.md lists every reason that the server can give, and no other."""
 
 import re
 from pathlib import Path
@@ -38,7 +38,7 @@ CODES = {
 
 def rows() -> list[list[str]]:
     """The cells of the tables' rows that begin with a reason."""
-    lines = (ROOT / "docs" / "errors.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "reference" / "errors.md").read_text().splitlines()
     return [line.strip("|").split("|") for line in lines if line.startswith("| `")]
 
 

@@ -204,8 +204,8 @@ def test_parameters_without_measure_are_refused_and_leave_memory_flat(server: Se
             ),
         ),
         (
-            server.wire.control.Yield,
-            control_pb2.YieldRequest(yield_id="y" * million, gpu_share=0.5),
+            server.wire.control.LimitGpuShare,
+            control_pb2.LimitGpuShareRequest(limit_id="y" * million, gpu_share=0.5),
         ),
         (server.wire.control.Sleep, control_pb2.SleepRequest(tags=["kv?"] * million)),
     ]
@@ -307,10 +307,10 @@ def test_it_listens_where_it_was_told_to_and_nowhere_else(zoo, tmp_path) -> None
     settings = {
         "server.grpc_listen": f"unix:{tmp_path}/grpc.sock",
         "server.admin_listen": f"unix:{tmp_path}/admin.sock",
-        "server.handover_socket": tmp_path / "handover.sock",
+        "server.shared_memory_socket": tmp_path / "shared_memory.sock",
         "server.metrics_listen": "",
     }
     with serve(zoo.model("llama2"), None, settings) as server:
         server.wire.generate(PROMPT, max_tokens=1)
-        wanted = {f"unix:{tmp_path}/{name}.sock" for name in ("grpc", "admin", "handover")}
+        wanted = {f"unix:{tmp_path}/{name}.sock" for name in ("grpc", "admin", "shared_memory")}
         wait_until(lambda: listening(server.pid) == wanted, 5, "exactly the configured sockets")

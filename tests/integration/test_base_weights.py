@@ -29,12 +29,12 @@ FAMILY = "llama3"
 
 @pytest.fixture(scope="module")
 def socket_path(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("handover") / "memory.sock")
+    return str(tmp_path_factory.mktemp("shared_memory") / "memory.sock")
 
 
 @pytest.fixture(scope="module")
 def server(zoo, socket_path):
-    settings = {"server.handover_socket": socket_path, "engine.kv_bytes": 16 << 20}
+    settings = {"server.shared_memory_socket": socket_path, "engine.kv_bytes": 16 << 20}
     with serve(zoo.model(FAMILY), None, settings) as running:
         yield running
 
@@ -48,7 +48,7 @@ def client(server: Server):
 
 def lent(server: Server) -> float:
     gc.collect()
-    return server.metric("dorad_lent_weight_bytes")
+    return server.metric("dorad_shared_weight_bytes")
 
 
 def in_files(model: Path) -> dict[str, torch.Tensor]:
@@ -65,7 +65,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2_window", "qwen25_tied", "qwen3_tied"])
 def test_every_tensor_is_that_of_the_files_bit_for_bit(zoo, tmp_path, family) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(zoo.model(family), None, settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client, verify=True)
         files = in_files(zoo.model(family))
@@ -77,13 +77,13 @@ def test_every_tensor_is_that_of_the_files_bit_for_bit(zoo, tmp_path, family) ->
         vectors = sum(tensor.nbytes for tensor in files.values() if tensor.ndim == 1)
         assert weights.copied_bytes == vectors
         assert weights.shared_bytes == sum(t.nbytes for t in files.values()) - vectors
-        assert client.info().lent_weight_bytes >= weights.shared_bytes
+        assert client.info().shared_weight_bytes >= weights.shared_bytes
 
 
 @pytest.mark.skipif(device() == "cuda", reason="a GPU computes in bf16")
 @pytest.mark.parametrize("family", ["llama_bias", "llama_yarn", "llama_dynamic", "mistral"])
 def test_on_the_cpu_wider_checkpoints_keep_their_values(zoo, tmp_path, family) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(zoo.model(family), None, settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client, verify=True)
         files = in_files(zoo.model(family))
@@ -94,7 +94,10 @@ def test_on_the_cpu_wider_checkpoints_keep_their_values(zoo, tmp_path, family) -
 
 
 def test_rounded_weights_are_those_that_are_served_and_cannot_be_verified(zoo, tmp_path) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock", "model.compute_dtype": "bf16"}
+    settings = {
+        "server.shared_memory_socket": tmp_path / "memory.sock",
+        "model.compute_dtype": "bf16",
+    }
     with serve(zoo.model("llama2"), None, settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client)
         for name, tensor in in_files(zoo.model("llama2")).items():
@@ -168,7 +171,7 @@ def test_server_and_trainer_map_the_same_memory(server, client) -> None:
 
 @pytest.mark.skipif(device() != "cuda", reason="of a GPU's memory")
 def test_borrowing_takes_no_memory_of_the_gpu(zoo, tmp_path) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(zoo.model("slow"), None, settings) as server, dorad.Client(server.grpc) as client:
         first = dorad.train.base_weights(client)  # And whatever the libraries take once.
         before = torch.cuda.mem_get_info()[0]
@@ -274,7 +277,7 @@ def test_one_tensor_keeps_the_lease(server, client) -> None:
 
 
 def test_what_was_borrowed_outlives_the_server(zoo, tmp_path) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with (
         serve(zoo.model(FAMILY), None, settings, expect_exit=-signal.SIGKILL) as server,
         dorad.Client(server.grpc) as client,
@@ -289,30 +292,32 @@ def test_what_was_borrowed_outlives_the_server(zoo, tmp_path) -> None:
 # --- Refusals -------------------------------------------------------------------------------------
 
 
-def test_without_a_handover_socket_nothing_is_lent(zoo) -> None:
+def test_without_a_shared_memory_socket_nothing_is_lent(zoo) -> None:
     with serve(zoo.model(FAMILY)) as server, dorad.Client(server.grpc) as client:
-        assert client.info().handover_socket == ""
+        assert client.info().shared_memory_socket == ""
         with pytest.raises(dorad.Conflict) as caught:
             dorad.train.base_weights(client)
-        assert caught.value.reason == "HANDOVER_NOT_CONFIGURED"
+        assert caught.value.reason == "SHARED_MEMORY_NOT_CONFIGURED"
         with pytest.raises(grpc.RpcError) as refused:
             server.wire.control.ShareBaseWeights(control_pb2.ShareBaseWeightsRequest())
-        assert failure(refused.value).reason == "HANDOVER_NOT_CONFIGURED"
+        assert failure(refused.value).reason == "SHARED_MEMORY_NOT_CONFIGURED"
 
 
-def test_only_the_ticket_of_an_open_connection_is_good(server) -> None:
-    for ticket in (b"", bytes(16), b"x" * 17):
+def test_only_the_session_token_of_an_open_connection_is_good(server) -> None:
+    for session_token in (b"", bytes(16), b"x" * 17):
         with pytest.raises(grpc.RpcError) as caught:
-            server.wire.control.ShareBaseWeights(control_pb2.ShareBaseWeightsRequest(ticket=ticket))
-        assert failure(caught.value).reason == "HANDOVER_TICKET_UNKNOWN"
+            server.wire.control.ShareBaseWeights(
+                control_pb2.ShareBaseWeightsRequest(session_token=session_token)
+            )
+        assert failure(caught.value).reason == "SHARED_MEMORY_SESSION_UNKNOWN"
 
 
 def test_a_socket_that_is_elsewhere_is_named(server, client, socket_path, tmp_path) -> None:
-    with pytest.raises(dorad.Unavailable, match="no handover socket at"):
-        dorad.train.base_weights(client, handover=tmp_path / "none.sock")
+    with pytest.raises(dorad.Unavailable, match="no shared-memory socket at"):
+        dorad.train.base_weights(client, shared_memory=tmp_path / "none.sock")
     there = tmp_path / "there.sock"
     there.symlink_to(socket_path)
-    assert dorad.train.base_weights(client, handover=there)
+    assert dorad.train.base_weights(client, shared_memory=there)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to become somebody else")
@@ -328,14 +333,14 @@ s.send(b"DORADGET" + bytes(8))
 answer, fds, _, _ = socket.recv_fds(s, 512, 4)
 print(struct.unpack_from("<I", answer)[0], answer[24:].decode().split()[0], len(fds))
 """
-        with serve(zoo.model(FAMILY), None, {"server.handover_socket": path}):
+        with serve(zoo.model(FAMILY), None, {"server.shared_memory_socket": path}):
             # Where the files let others through, the kernel tells who connects.
             os.chmod(folder, 0o755)
             os.chmod(path, 0o666)
             run = subprocess.run(
                 [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
             )
-    assert run.stdout.split() == ["7", "HANDOVER_PEER_REFUSED", "0"], run.stderr
+    assert run.stdout.split() == ["7", "SHARED_MEMORY_PEER_REFUSED", "0"], run.stderr
 
 
 # --- Training over it -----------------------------------------------------------------------------
@@ -371,7 +376,7 @@ def losses(model: torch.nn.Module, steps: int = 4) -> list[float]:
 def test_training_over_the_servers_base_is_training_over_ones_own(zoo, tmp_path, family) -> None:
     folder = zoo.model(family)
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device())
-    settings = {"server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(folder, None, settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client)
         borrowed = empty_model(folder)
@@ -392,7 +397,10 @@ def test_training_over_the_servers_base_is_training_over_ones_own(zoo, tmp_path,
 
 
 def test_a_model_takes_norms_in_its_own_dtype(zoo, tmp_path) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock", "model.compute_dtype": "bf16"}
+    settings = {
+        "server.shared_memory_socket": tmp_path / "memory.sock",
+        "model.compute_dtype": "bf16",
+    }
     with serve(zoo.model("llama2"), None, settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client)  # Norms in fp32, as in the files.
         model = empty_model(zoo.model("llama2"))
@@ -433,7 +441,7 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_changed(zoo, clie
 @pytest.mark.parametrize("host_weights", [True, False])
 def test_lent_weights_sleep_without_being_given_back(zoo, tmp_path, host_weights) -> None:
     settings = {
-        "server.handover_socket": tmp_path / "memory.sock",
+        "server.shared_memory_socket": tmp_path / "memory.sock",
         "engine.kv_bytes": 16 << 20,
         "memory.host_weights": host_weights,
     }
@@ -443,7 +451,7 @@ def test_lent_weights_sleep_without_being_given_back(zoo, tmp_path, host_weights
         weights = dorad.train.base_weights(client)
         freed = client.sleep()
         assert freed["weights"] == 0 and freed["kv"] > 0
-        assert client.info().lent_weight_bytes >= weights.shared_bytes
+        assert client.info().shared_weight_bytes >= weights.shared_bytes
         assert server.wire.info().memory_bytes["weights"] == held
         assert all(same(weights[name], files[name]) for name in files), "the trainer's turn"
         client.wake()

@@ -17,7 +17,7 @@ EXIT_SOFTWARE = 70
 
 
 def generate(server: Server, zoo) -> None:
-    # So many that they cannot all come as one message, however slow the couriers are.
+    # So many that they cannot all come as one message, however slow the response executor is.
     request = generate_request(PROMPT, adapter="a", max_tokens=300, ignore_eos=True, mode=STREAM)
     for _ in server.wire.inference.Generate(request, timeout=PATIENCE):
         pass

@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_run(grpo, model, client):
 def test_beside_the_server_it_publishes_the_same_from_memory(grpo, model, client, tmp_path):
     uploaded = grpo.run(client, model, steps=2, seed=3)
     path = tmp_path / "memory.sock"
-    settings = {"model.device": "cpu", "server.handover_socket": path}
+    settings = {"model.device": "cpu", "server.shared_memory_socket": path}
     with (
         serve(model, settings=settings) as server,
         dorad.Client(server.grpc) as beside,
@@ -87,7 +87,7 @@ def test_beside_the_server_it_publishes_the_same_from_memory(grpo, model, client
 
 
 def test_beside_the_server_it_trains_over_the_servers_base(grpo, model, tmp_path):
-    settings = {"model.device": "cpu", "server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"model.device": "cpu", "server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(model, settings=settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client)
         places = {tensor.data_ptr() for tensor in weights.values()}

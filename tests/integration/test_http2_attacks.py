@@ -1,7 +1,7 @@
 """Hostile HTTP/2 peers, at a server and at nginx before it: others are served meanwhile.
 
-What gRPC 1.51 alone cannot withstand is in docs/deployment.md; at the bare server those attacks are
-smaller here, so that they end.
+docs/guides/deployment.md lists what gRPC 1.51 alone cannot withstand. At the bare server those
+attacks are smaller here, so that they end.
 """
 
 import os

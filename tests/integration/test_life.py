@@ -130,9 +130,9 @@ def test_a_broken_file_changes_nothing(zoo, tmp_path) -> None:
 
 def test_a_file_that_the_next_start_would_refuse_changes_nothing(zoo, tmp_path) -> None:
     config = tmp_path / "c.yaml"
-    handover = f"server: {{handover_socket: {tmp_path}/handover}}\n"
+    shared_memory = f"server: {{shared_memory_socket: {tmp_path}/shared_memory}}\n"
     adapters = f"adapters: {{store_path: {tmp_path}/store}}\n"
-    config.write_text(handover + adapters + "limits: {max_n: 2}\n")
+    config.write_text(shared_memory + adapters + "limits: {max_n: 2}\n")
     with serve(zoo.model("llama2"), config=config) as server:
         none = f"{tmp_path}/none"
         config.write_text(f"limits: {{max_n: 7}}\nsecurity: {{tokens_file: {none}}}\n")
@@ -142,7 +142,7 @@ def test_a_file_that_the_next_start_would_refuse_changes_nothing(zoo, tmp_path) 
         reload(server, "refused")
         assert server.wire.info().limits.max_n == 2
         # Its own sockets and its own store are no obstacle.
-        config.write_text(handover + adapters + "limits: {max_n: 7}\n")
+        config.write_text(shared_memory + adapters + "limits: {max_n: 7}\n")
         reload(server, "applied")
         assert server.wire.info().limits.max_n == 7
 
@@ -211,14 +211,14 @@ def test_check_config_finds_what_a_start_would(zoo, tmp_path) -> None:
         "server:\n"
         "  grpc_listen: 127.0.0.1:7777\n"
         "  admin_listen: 127.0.0.1:7777\n"
-        f"  handover_socket: {tmp_path}/none/handover.sock\n"
+        f"  shared_memory_socket: {tmp_path}/none/shared_memory.sock\n"
         f"model:\n  path: {tmp_path}/no-model\n"
         f"adapters:\n  preload:\n    a: {tmp_path}/no-adapter\n"
         f"  store_path: {tmp_path}/nowhere/store\n"
     )
     checked = run("check-config", path)
     assert checked.returncode == 78
-    for problem in ("no-model", "preload.a", "admin_listen", "handover_socket", "store_path"):
+    for problem in ("no-model", "preload.a", "admin_listen", "shared_memory_socket", "store_path"):
         assert problem in checked.stderr, problem
     assert "ready" not in run("serve", "--config", path).stdout
     assert all("[" in line for line in checked.stderr.splitlines()[1:]), "each has its reason"
@@ -244,11 +244,11 @@ BAD, UNIX = "{folder}/bad.yaml", "unix:{folder}/s"
     [
         ({"server.grpc_listen": "localhost:1", "server.metrics_listen": LOCAL}, "PORT_IN_USE"),
         ({"server.admin_listen": LOCAL, "server.metrics_listen": ANY}, "PORT_IN_USE"),
-        ({"server.grpc_listen": UNIX, "server.handover_socket": "{folder}/s"}, "PORT_IN_USE"),
+        ({"server.grpc_listen": UNIX, "server.shared_memory_socket": "{folder}/s"}, "PORT_IN_USE"),
         ({"server.grpc_listen": UNIX, "server.admin_listen": "unix:{folder}/./s"}, "PORT_IN_USE"),
         ({"server.grpc_listen": "unix:{folder}/bad.yaml"}, "LISTEN_FAILED"),
         ({"server.grpc_listen": "unix:{folder}"}, "LISTEN_FAILED"),
-        ({"server.handover_socket": BAD}, "LISTEN_FAILED"),
+        ({"server.shared_memory_socket": BAD}, "LISTEN_FAILED"),
         ({"adapters.store_path": BAD}, "STORE_UNAVAILABLE"),
         ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
         ({"engine.kv_bytes": "900TiB"}, "OUT_OF_MEMORY"),
@@ -300,9 +300,9 @@ def test_the_soft_limit_of_descriptors_is_raised(zoo, tmp_path) -> None:
         assert server.stop() == 0
 
 
-def test_a_deaf_listener_ends_the_process_and_a_new_one_serves(zoo, tmp_path) -> None:
+def test_an_unresponsive_listener_ends_the_process_and_a_new_one_serves(zoo, tmp_path) -> None:
     """gRPC 1.51 never accepts again once it has run out of descriptors (CVE-2023-4785)."""
-    settings = {"server.self_dial_seconds": 0.3, "server.drain_delay_seconds": 3}
+    settings = {"server.listener_check_seconds": 0.3, "server.drain_delay_seconds": 3}
     line = command(zoo.model("llama2"), None, settings)
     server = start(line, tmp_path / "server.log")
     try:
@@ -329,12 +329,12 @@ def test_a_deaf_listener_ends_the_process_and_a_new_one_serves(zoo, tmp_path) ->
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_self_dials_do_no_harm(zoo, tmp_path, encrypted: bool) -> None:
+def test_listener_checks_do_no_harm(zoo, tmp_path, encrypted: bool) -> None:
     """Also to listeners on socket files, and to those that expect a TLS handshake of a client."""
     authority = Authority(tmp_path)
     certificate, key = authority.issue("dorad")
     settings = {
-        "server.self_dial_seconds": 0.05,
+        "server.listener_check_seconds": 0.05,
         "server.admin_listen": f"unix:{tmp_path / 'admin.sock'}",
     }
     if encrypted:

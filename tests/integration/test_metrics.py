@@ -178,7 +178,7 @@ def test_names_of_adapters_are_in_bounded_families_only_and_all_have_help(
 
 def test_documentation_lists_every_metric(server: Server) -> None:
     exported = set(re.findall(r"^# TYPE (dorad_\w+) ", server.metrics_text(), re.MULTILINE))
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     documented = set(re.findall(r"`(dorad_\w+)`", page))
     assert exported - documented == set()
     # A metric with labels appears with its first value.

@@ -32,8 +32,8 @@ GPU_RECORDING = {
     "dorad_device_memory_others_bytes": 35000,
     'dorad_memory_refusals_total{by="limit"}': 2,
     'dorad_memory_refusals_total{by="reserve"}': 1,
-    'dorad_memory_given_back_bytes_total{from="kv"}': 512,
-    "dorad_kv_taken_back_bytes_total": 256,
+    'dorad_memory_released_bytes_total{from="kv"}': 512,
+    "dorad_kv_grown_bytes_total": 256,
 }
 
 
@@ -59,7 +59,7 @@ def test_configuration_and_rules_are_valid() -> None:
 
 
 def test_documented_scrape_configuration_is_valid_and_makes_the_alerts_job(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = (ROOT / "docs" / "guides" / "monitoring.md").read_text()
     (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     configuration = yaml.safe_load(example)
     (scrape,) = configuration["scrape_configs"]
@@ -107,13 +107,14 @@ def test_each_alert_is_silent_for_a_healthy_server_in_its_cases() -> None:
 
 
 def test_monitoring_page_explains_every_alert() -> None:
-    page = (ROOT / "docs" / "monitoring.md").read_text()
+    page = (ROOT / "docs" / "guides" / "monitoring.md").read_text()
     explained = re.findall(r"^\| `(Dorad\w+)` \|", page, re.MULTILINE)
     assert sorted(explained) == sorted(alerts())
 
 
 def test_dashboard_and_alerts_use_documented_metrics_only() -> None:
-    documented = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    documented = set(re.findall(r"`(\w+)`", page))
     used = set(re.findall(r"\b(?:dorad|process)_\w+", ALERTS.read_text()))
     for panel in dashboard.panels("1m"):
         for target in panel.targets:

@@ -1,8 +1,8 @@
-"""Thousands of random operations against a model of the registry: publish, activate, retire,
-generate, abort, pause, sleep, restart and kill -9. At the end nothing is held, leaked, lost or
-mixed up.
+"""Random operations against a model of the registry: publish, activate, retire, generate, abort,
+pause, sleep, restart and kill -9. At the end nothing is held, leaked, lost or mixed up.
 
-DORAD_RANDOM_OPERATIONS and DORAD_RANDOM_SEED choose how many and which.
+There are 500, and 10,000 in the deep tier. DORAD_RANDOM_OPERATIONS and DORAD_RANDOM_SEED choose how
+many and which.
 """
 
 import os
@@ -18,9 +18,10 @@ import pytest
 from dorad.v1 import control_pb2, inference_pb2, types_pb2
 from lib.registry_model import FAILED, READY, RETIRING, RegistryModel
 from lib.server import Server, command, start, wait_until
+from lib.tiers import deep
 from lib.wire import ABORTED, LENGTH, Sample, collect, failure
 
-OPERATIONS = int(os.environ.get("DORAD_RANDOM_OPERATIONS", "10000"))
+OPERATIONS = int(os.environ.get("DORAD_RANDOM_OPERATIONS", "10000" if deep() else "500"))
 SEED = int(os.environ.get("DORAD_RANDOM_SEED", "1"))
 NAMES = ["a", "b", "c", "policy"]
 CONTENTS = 4

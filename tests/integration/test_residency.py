@@ -55,7 +55,7 @@ def test_adapters_take_turns_and_answer_as_if_alone(zoo, folders, alone, tmp_pat
             wire.publish(f"a{i}", folder, activate=True, durable=True)
         assert wire.info().memory_bytes["adapters"] == 2 * size
         assert sum(item.resident for item in wire.list_adapters()) == 2
-        assert server.metric("dorad_adapter_away_versions") == ADAPTERS - 2
+        assert server.metric("dorad_adapter_evicted_versions") == ADAPTERS - 2
         failures = []
 
         def ask(first: int) -> None:
@@ -71,7 +71,7 @@ def test_adapters_take_turns_and_answer_as_if_alone(zoo, folders, alone, tmp_pat
         for thread in threads:
             thread.join(120)
         assert not failures and not any(thread.is_alive() for thread in threads)
-        assert server.metric("dorad_adapter_recalls_total", **{"from": "store"}) > 0
+        assert server.metric("dorad_adapter_reloads_total", **{"from": "store"}) > 0
         assert server.metric("dorad_adapter_evictions_total") > 0
         # One request for all of them.
         (scores,) = wire.score([[*PROMPT, *answers[0]]], [f"a{i}" for i in range(ADAPTERS)])
@@ -154,8 +154,8 @@ def test_ephemeral_versions_take_turns_through_host_memory(zoo, folders, alone, 
         for thread in threads:
             thread.join(120)
         assert not failures and not any(thread.is_alive() for thread in threads)
-        assert server.metric("dorad_adapter_recalls_total", **{"from": "host"}) > 0
-        assert server.metric("dorad_adapter_recalls_total", **{"from": "store"}) == 0
+        assert server.metric("dorad_adapter_reloads_total", **{"from": "host"}) > 0
+        assert server.metric("dorad_adapter_reloads_total", **{"from": "store"}) == 0
         for i in range(ADAPTERS):
             wire.retire(f"a{i}", 1)
         wait_until(lambda: server.metric("dorad_adapter_host_bytes") == 0, what="host memory")
@@ -173,10 +173,10 @@ def test_durable_versions_beyond_host_memory_come_from_the_store(
         for _ in range(2):
             for i in range(4):
                 assert answer(wire, f"a{i}") == answers[i]
-        assert server.metric("dorad_adapter_recalls_total", **{"from": "store"}) > 0
+        assert server.metric("dorad_adapter_reloads_total", **{"from": "store"}) > 0
         for i in (2, 3, 2, 3):
             assert answer(wire, f"a{i}") == answers[i]
-        assert server.metric("dorad_adapter_recalls_total", **{"from": "host"}) > 0
+        assert server.metric("dorad_adapter_reloads_total", **{"from": "host"}) > 0
 
 
 def test_a_damaged_store_is_to_blame_for_what_it_cannot_bring(

@@ -93,17 +93,17 @@ def test_idle_adapters_go_to_host_memory_when_others_need_the_gpu_and_come_back(
         for name in ("a", "b", "c"):
             server.wire.publish(name, adapter, activate=True)
         expected, base = ask(server, "a"), ask(server, "")
-        assert server.metric("dorad_kv_pages_lent") == 0
+        assert server.metric("dorad_kv_pages_released") == 0
         with gpu_hog(LEFT):
             wait_until(
-                lambda: server.metric("dorad_adapter_away_versions") == 3,
+                lambda: server.metric("dorad_adapter_evicted_versions") == 3,
                 what="idle adapters to go",
             )
             wait_until(
-                lambda: server.metric("dorad_kv_pages_lent") > 0, what="unused KV pages to go"
+                lambda: server.metric("dorad_kv_pages_released") > 0, what="unused KV pages to go"
             )
-            assert server.metric("dorad_memory_given_back_bytes_total", **{"from": "adapters"}) > 0
-            assert server.metric("dorad_memory_given_back_bytes_total", **{"from": "kv"}) > 0
+            assert server.metric("dorad_memory_released_bytes_total", **{"from": "adapters"}) > 0
+            assert server.metric("dorad_memory_released_bytes_total", **{"from": "kv"}) > 0
             assert ask(server, "") == base
         for name in ("a", "b", "c"):
             assert ask(server, name) == expected
@@ -134,7 +134,7 @@ def test_adapters_take_unused_kv_pages_and_requests_take_them_back(zoo) -> None:
         expected = ask(server, "a", 60)
         kv = server.wire.info().memory_bytes["kv"]
         versions = fill(server, adapter)
-        lent = server.metric("dorad_kv_pages_lent")
+        lent = server.metric("dorad_kv_pages_released")
         assert lent > 0
         after = server.wire.info().memory_bytes
         assert after["kv"] < kv and sum(after.values()) <= held + (8 << 20)
@@ -152,10 +152,10 @@ def test_adapters_take_unused_kv_pages_and_requests_take_them_back(zoo) -> None:
 
         def pages_came_back() -> bool:
             server.wire.generate_many(requests)
-            return server.metric("dorad_kv_pages_lent") < lent
+            return server.metric("dorad_kv_pages_released") < lent
 
         wait_until(pages_came_back, timeout=60, what="the cache to take its memory back")
-        assert server.metric("dorad_kv_taken_back_bytes_total") > 0
+        assert server.metric("dorad_kv_grown_bytes_total") > 0
         assert ask(server, "a", 60) == expected
 
 

@@ -1,4 +1,4 @@
-"""Tokens, roles, tenants and quotas: what each caller may do, and that tenants do not meet."""
+"""Tokens, roles and tenants: what each caller may do, and that tenants do not meet."""
 
 import threading
 import time
@@ -7,73 +7,32 @@ from pathlib import Path
 
 import dorad
 import grpc
-import numpy as np
 import pytest
 from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lib.server import serve, wait_until
+from lib.tenants import PROMPT, connections, reason, serve_tenants
 from lib.tokens import write_tokens
 from lib.wire import Wire, failure, generate_request, publish_parts
 
-PROMPT = list(range(10, 60))
 LONG = 2000
-
-
-TENANTS = {
-    "team-a": {"adapters": "team-a."},
-    "team-b": {"adapters": "team-b."},
-    "small": {
-        "adapters": "small.",
-        "quota": {"streams": 2, "adapters": 2, "bytes": "1GiB"},
-    },
-}
-TOKENS = {
-    "a-worker": ("team-a", ["infer"]),
-    "a-trainer": ("team-a", ["infer", "publish"]),
-    "b-worker": ("team-b", ["infer"]),
-    "b-trainer": ("team-b", ["infer", "publish"]),
-    "publisher": ("team-a", ["publish"]),
-    "small": ("small", ["infer", "publish"]),
-    "boss": ("ops", ["admin"]),
-}
 
 
 @pytest.fixture(scope="module")
 def tokens_file(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("tokens") / "tokens.yaml"
-    write_tokens(path, TOKENS, TENANTS)
-    return path
+    return tmp_path_factory.mktemp("tokens") / "tokens.yaml"
 
 
 @pytest.fixture(scope="module")
 def server(zoo, tokens_file):
-    adapters = {name: zoo.adapter("slow", "dora") for name in ("team-a.x", "team-b.x")}
-    settings = {"security.tokens_file": tokens_file, "engine.kv_bytes": 256 << 20}
-    with serve(zoo.model("slow"), adapters, settings) as running:
+    with serve_tenants(zoo, tokens_file) as running:
         yield running
 
 
 @pytest.fixture
 def connect(server):
-    """The client of a token's name."""
-    clients = []
-
-    def make(name: str) -> dorad.Client:
-        clients.append(dorad.Client(server.grpc, token=f"{name}-token", retries=False, timeout=60))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.close()
-
-
-def reason(call, *arguments, **options) -> str:
-    """Why a call is refused; "" when it is not."""
-    try:
-        call(*arguments, **options)
-    except dorad.DoradError as error:
-        return error.reason
-    return ""
+    with connections(server) as connect:
+        yield connect
 
 
 def test_nobody_gets_in_without_a_token_of_the_file(server) -> None:
@@ -299,161 +258,6 @@ def test_uploads_of_others_cannot_be_found_or_gone_on_with(server, zoo) -> None:
     wire.close()
 
 
-def test_streams_beyond_the_quota_are_refused_until_one_ends(connect, server) -> None:
-    small = connect("small")
-    options = {"max_tokens": LONG, "ignore_eos": True}
-    with small.stream(PROMPT, **options) as first, small.stream(PROMPT, **options) as second:
-        next(iter(first)), next(iter(second))
-        with pytest.raises(dorad.Overloaded) as refused:
-            small.generate(PROMPT, max_tokens=1)
-        assert refused.value.reason == "QUOTA_STREAMS" and refused.value.retry_after > 0
-        # What is needed to end one is no stream.
-        assert small.info().device
-        assert connect("a-worker").generate(PROMPT, max_tokens=1)
-    # Cancelled, both: nothing leaks.
-    for _ in range(5):
-        wait_until(lambda: reason(small.generate, PROMPT, max_tokens=1) == "", what="a free stream")
-    assert server.metric("dorad_calls_denied_total", reason="QUOTA_STREAMS") >= 1
-
-
-def test_a_publish_that_is_cancelled_takes_its_stream_until_its_load_has_ended(
-    zoo, tmp_path
-) -> None:
-    """Or one tenant could fill the line of loads. The load never ends here."""
-    path = tmp_path / "tokens.yaml"
-    write_tokens(path, {"a": ("t", ["publish"])}, {"t": {"quota": {"streams": 1}}})
-    store = tmp_path / "store"
-    settings = {
-        "security.tokens_file": path,
-        "adapters.store_path": store,
-        "adapters.allowed_roots": f"[{zoo.directory}]",
-        "server.drain_timeout_seconds": 0,
-    }
-    point = {"DORAD_FAILPOINT": "store_tmp_written:2=hang"}
-    with serve(zoo.model("llama2"), None, settings, **point) as server:
-        options = {"timeout": 20, "metadata": (("authorization", "Bearer a-token"),)}
-        publish = server.wire.adapters.PublishFromPath
-        first, second = (
-            adapters_pb2.PublishFromPathRequest(
-                name="a", path=str(zoo.adapter("llama2", "dora", seed)), durable=True
-            )
-            for seed in (0, 1)
-        )
-        # The answer to one is the beginning of the next.
-        publish(first, **options)
-        call = publish.future(second, **options)
-        wait_until(lambda: list((store / "tmp").iterdir()), what="the load")
-        call.cancel()
-        for _ in range(5):
-            time.sleep(0.05)
-            with pytest.raises(grpc.RpcError) as refused:
-                publish(second, **options)
-            assert failure(refused.value).reason == "QUOTA_STREAMS"
-
-
-def test_a_minutes_tokens_are_used_up_by_prompts_and_answers(zoo, tmp_path) -> None:
-    path = tmp_path / "tokens.yaml"
-    quota = {"quota": {"tokens_per_minute": 120}}
-    write_tokens(path, {"a": ("t", ["infer"]), "b": ("t", ["infer"]), "c": ("u", ["infer"])},
-                 {"t": quota, "u": {}})  # fmt: skip
-    with serve(zoo.model("llama2"), settings={"security.tokens_file": path}) as server:
-
-        def client(name: str) -> dorad.Client:
-            return dorad.Client(server.grpc, token=f"{name}-token", retries=False)
-
-        with client("a") as a, client("b") as b, client("c") as c:
-            options = {"ignore_eos": True}
-            a.generate(PROMPT, max_tokens=100, **options)  # 50 + 100: more than there is
-            with pytest.raises(dorad.Overloaded) as refused:
-                b.generate(PROMPT, max_tokens=1)
-            assert refused.value.reason == "QUOTA_TOKENS"
-            assert 0 < refused.value.retry_after <= 30
-            assert reason(b.score, [PROMPT]) == "QUOTA_TOKENS"
-            assert c.generate(PROMPT, max_tokens=100, **options)
-            # The hint tells when: two tokens a second.
-            time.sleep(refused.value.retry_after)
-            wait_until(lambda: reason(b.generate, [1], max_tokens=1) == "", 5, "tokens")
-
-
-def test_adapters_beyond_the_quota_are_refused(connect, server, zoo) -> None:
-    small, folder = connect("small"), zoo.adapter("slow", "lora")
-    versions = [small.publish("small.x", path=folder) for _ in range(2)]
-    with pytest.raises(dorad.Overloaded) as refused:
-        small.publish("small.x", path=folder)
-    assert refused.value.reason == "QUOTA_ADAPTERS"
-    small.retire(versions[0].ref)
-    wait_until(
-        lambda: small.adapter(versions[0].ref).state == "gone", what="the memory of the version"
-    )
-    # A publish that failed leaves its room.
-    for _ in range(3):
-        with pytest.raises(dorad.InvalidArgument):
-            small.publish("small.x", tensors={"x": np.zeros((2, 2))}, config={"r": 1})
-    versions.append(small.publish("small.x", path=folder))
-    for version in versions[1:]:
-        small.retire(version.ref)
-
-
-def test_a_publish_that_is_cancelled_at_its_commit_finds_its_room_taken(zoo, tmp_path) -> None:
-    """The room it held is free again, and by now somebody else's."""
-    path = tmp_path / "tokens.yaml"
-    write_tokens(
-        path, {"a": ("t", ["publish"])}, {"t": {"adapters": "t.", "quota": {"adapters": 1}}}
-    )
-    settings = {
-        "security.tokens_file": path,
-        "adapters.allowed_roots": f"[{zoo.directory}]",
-    }
-    folder = zoo.adapter("llama2", "dora")
-    image = (folder / "adapter_model.safetensors").read_bytes()
-    begin = adapters_pb2.PublishBegin(
-        name="t.a",
-        upload_id="u",
-        adapter_config_json=(folder / "adapter_config.json").read_text(),
-        safetensors_size=len(image),
-    )
-    parts = list(publish_parts(begin, image))
-    # The commit has been read, and is looked at when the client has gone.
-    point = {"DORAD_FAILPOINT": f"rpc_read_done:{len(parts)}=delay"}
-    with serve(zoo.model("llama2"), None, settings, **point) as server:
-        options = {"timeout": 20, "metadata": (("authorization", "Bearer a-token"),)}
-        adapters = server.wire.adapters
-        asked = adapters_pb2.GetUploadRequest(upload_id="u")
-        gone, sent = threading.Event(), threading.Event()
-
-        def commit_last():
-            yield from parts[:-1]
-            sent.wait(20)
-            yield parts[-1]
-            gone.wait(20)
-
-        call = adapters.Publish.future(commit_last(), **options)
-
-        def upload() -> adapters_pb2.GetUploadResponse:
-            try:
-                return adapters.GetUpload(asked, **options)
-            except grpc.RpcError:
-                return adapters_pb2.GetUploadResponse()
-
-        wait_until(lambda: upload().received_bytes == len(image), what="the bytes")
-        sent.set()
-        wait_until(lambda: "delayed at a failpoint" in server.log(), what="the commit was read")
-        call.cancel()
-        gone.set()
-        wait_until(
-            lambda: 'dorad_rpc_handled_total{code="CANCELLED"' in server.metrics_text(),
-            what="the end of the call",
-        )
-        other = adapters_pb2.PublishFromPathRequest(name="t.b", path=str(folder))
-        adapters.PublishFromPath(other, **options)
-        # A version would be remembered; after a refusal for want of room the id is free.
-        wait_until(lambda: upload().committed or not upload().received_bytes, what="the load's end")
-        with pytest.raises(grpc.RpcError) as refused:
-            adapters.Publish(iter(parts), **options)
-        assert failure(refused.value).reason == "QUOTA_ADAPTERS"
-        assert len(adapters.List(adapters_pb2.ListRequest(), **options).adapters) == 1
-
-
 def test_a_changed_file_counts_without_a_restart_and_a_broken_one_does_not(zoo, tmp_path) -> None:
     path = tmp_path / "tokens.yaml"
     write_tokens(path, {"old": ("t", ["infer"]), "stays": ("t", ["infer"])}, {})
@@ -543,60 +347,6 @@ def test_calls_do_not_outlive_their_callers_rights(zoo, tmp_path) -> None:
         assert server.stop() == 0
     threads["stays"].join(20)
     assert not threads["stays"].is_alive()
-
-
-def test_a_newer_stream_takes_an_upload_over_within_the_same_quota(connect, server, zoo) -> None:
-    """The hanging stream's room goes to the one that takes its upload over."""
-    folder = zoo.adapter("slow", "dora")
-    config = (folder / "adapter_config.json").read_text()
-    weights = (folder / "adapter_model.safetensors").read_bytes()
-    small = connect("small")
-    kept = small.publish("small.kept", path=folder)  # one of the two that the quota has room for
-    begin = adapters_pb2.PublishBegin(
-        name="small.x",
-        adapter_config_json=config,
-        safetensors_size=len(weights),
-        upload_id="taken-over",
-    )
-    parts = list(publish_parts(begin, weights))
-    forever = threading.Event()
-
-    def hangs():
-        yield parts[0]
-        forever.wait(60)
-
-    metadata = [("authorization", "Bearer small-token")]
-    wire = Wire(server.grpc)
-    hanging = wire.adapters.Publish.future(hangs(), metadata=metadata, timeout=60)
-    wait_until(
-        lambda: reason(small._call, small._adapters.GetUpload, upload_request("taken-over")) == "",
-        what="the upload",
-    )
-    published = wire.adapters.Publish(iter(parts), metadata=metadata, timeout=60)
-    assert published.adapter.name == "small.x"
-    with pytest.raises(grpc.RpcError) as over:
-        hanging.result()
-    assert failure(over.value).reason == "UPLOAD_TAKEN_OVER"
-    forever.set()
-    for ref in (f"small.x@{published.adapter.version}", kept.ref):
-        small.retire(ref)
-    wire.close()
-
-
-def upload_request(upload_id: str) -> adapters_pb2.GetUploadRequest:
-    return adapters_pb2.GetUploadRequest(upload_id=upload_id)
-
-
-def test_a_tenant_has_a_share_of_the_pauses(connect) -> None:
-    small, other = connect("a-trainer"), connect("b-trainer")
-    for number in range(64):
-        small.pause(adapter=f"team-a.p{number}")
-    assert reason(small.pause, adapter="team-a.one-too-many") == "PAUSES_FULL"
-    small.pause(adapter="team-a.p7")  # which is there
-    other.pause(adapter="team-b.x")
-    connect("boss").resume()
-    small.pause(adapter="team-a.one-too-many")
-    connect("boss").resume()
 
 
 def answers(channel: grpc.Channel, method: str, request: bytes) -> bool:

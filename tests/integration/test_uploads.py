@@ -227,7 +227,7 @@ def test_the_client_goes_on_through_connections_that_break(
 
 def test_the_client_finds_out_what_became_of_a_commit(server: Server, zoo, adapter) -> None:
     folder = zoo.adapter("slow", "dora_r64")
-    with BadNetwork(server.grpc, [Toxic(deaf_after=len(adapter[1]))]) as network:
+    with BadNetwork(server.grpc, [Toxic(unresponsive_after=len(adapter[1]))]) as network:
 
         def cut() -> None:
             assert network.broken.wait(30)

@@ -166,6 +166,6 @@ def test_aliases_say_what_the_servers_own_metrics_say(server: Server) -> None:
 def test_every_alias_is_documented_and_typed(server: Server) -> None:
     text = server.metrics_text()
     typed = set(re.findall(r"^# TYPE (vllm:\w+) \w+$", text, re.MULTILINE))
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     assert typed == set(re.findall(r"^\| `(vllm:\w+)` \|", page, re.MULTILINE))
     assert set(re.findall(r"^# HELP (vllm:\w+) \S", text, re.MULTILINE)) == typed

@@ -110,7 +110,9 @@ def perturb(model: torch.nn.Module, seed: int, delta: float = 0.8) -> None:
                 m.mul_(0.7 + 0.6 * torch.rand(m.shape, generator=generator))
 
 
-def make(base: torch.nn.Module, kind: Kind, directory: Path, seed: int = 0) -> Path:
+def make(
+    base: torch.nn.Module, kind: Kind, directory: Path, seed: int = 0, delta: float = 0.8
+) -> Path:
     """Saves a perturbed adapter of that kind for the base model, unless it is already there."""
     if (directory / "adapter_config.json").exists():
         return directory
@@ -119,7 +121,7 @@ def make(base: torch.nn.Module, kind: Kind, directory: Path, seed: int = 0) -> P
         model = get_peft_model(
             copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **kind.config)
         )
-        perturb(model, seed)
+        perturb(model, seed, delta)
         model.save_pretrained(directory, save_embedding_layers=kind.save_embeddings)
     _store(directory / WEIGHTS, kind)
     return directory

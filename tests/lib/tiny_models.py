@@ -111,7 +111,7 @@ FAMILIES = [
         ),
         sharded=True,
     ),
-    # Served up to the original context, with the short factors (docs/models.md).
+    # Served up to the original context, with the short factors (docs/guides/models.md).
     Family(
         "llama_longrope",
         _llama(

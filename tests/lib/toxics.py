@@ -24,11 +24,11 @@ class Toxic:
     reset_after: int = 0
     close_after: int = 0
     silent_after: int = 0
-    deaf_after: int = 0
+    unresponsive_after: int = 0
 
     def broken_by(self, passed: int) -> set[str]:
         """What has become of a connection after so many bytes from the client."""
-        ways = ("reset", "close", "silent", "deaf")
+        ways = ("reset", "close", "silent", "unresponsive")
         return {way for way in ways if 0 < getattr(self, f"{way}_after") <= passed}
 
 

@@ -29,8 +29,8 @@ def offer(size: int, kind: int = FILE, zero: int = 0, handle: bytes = b"") -> by
     return OFFER.pack(b"DORADMEM", kind, zero, size, handle, b"")
 
 
-class Handover:
-    """A connection to the handover socket."""
+class SharedMemory:
+    """A connection to the shared-memory socket."""
 
     def __init__(self, path: str | Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -38,7 +38,7 @@ class Handover:
         self.socket.connect(str(path))
 
     def send(self, message: bytes, fds: list[int]) -> tuple[int, int, bytes, str]:
-        """The answer: code, index, ticket, reason and message."""
+        """The answer: code, index, session_token, reason and message."""
         socket.send_fds(self.socket, [message], fds)
         answer = self.socket.recv(1024)
         return *struct.unpack_from("<II16s", answer), answer[24:].decode()
@@ -66,8 +66,10 @@ class Trainer:
         os.ftruncate(self.fd, len(data))
         self.memory = mmap.mmap(self.fd, len(data))
         self.memory[:] = data
-        self.handover = Handover(path)
-        code, self.index, self.ticket, text = self.handover.send(offer(len(data)), [self.fd])
+        self.shared_memory = SharedMemory(path)
+        code, self.index, self.session_token, text = self.shared_memory.send(
+            offer(len(data)), [self.fd]
+        )
         assert code == 0, text
 
     def tensors(self) -> list[adapters_pb2.MemoryTensor]:
@@ -85,7 +87,7 @@ class Trainer:
     def request(self, name: str, **changes) -> adapters_pb2.PublishFromMemoryRequest:
         values = dict(
             name=name,
-            ticket=self.ticket,
+            session_token=self.session_token,
             tensors=self.tensors(),
             adapter_config_json=self.config,
             activate=True,
@@ -93,7 +95,7 @@ class Trainer:
         return adapters_pb2.PublishFromMemoryRequest(**values | changes)
 
     def close(self) -> None:
-        self.handover.close()
+        self.shared_memory.close()
         self.memory.close()
         os.close(self.fd)
 

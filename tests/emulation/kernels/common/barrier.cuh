@@ -59,7 +59,7 @@ inline void BarrierArriveRemote(uint32_t barrier) {
 inline void BarrierHoldForCopies(uint32_t) {}  // CopyAsync16 is done at once
 inline void BarrierWait(uint32_t barrier, uint32_t parity) {
   const emulation::Barrier& awaited = emulation::ThisBlock().BarrierAt(barrier);
-  while (awaited.phase == static_cast<int>(parity)) emulation::Emulator::Get().Yield();
+  while (awaited.phase == static_cast<int>(parity)) emulation::Emulator::Get().LimitGpuShare();
 }
 
 inline bool BarrierIsComplete(uint32_t barrier, uint32_t parity) {
@@ -148,7 +148,7 @@ inline void FenceProxyAsyncGlobal() {}
 
 inline void LaunchDependents() {}
 inline void WaitForPrevious() {
-  while (!emulation::ThisBlock().grid->CanFollow()) emulation::Emulator::Get().Yield();
+  while (!emulation::ThisBlock().grid->CanFollow()) emulation::Emulator::Get().LimitGpuShare();
 }
 inline void NamedBarrier(int id, int threads) {
   emulation::Meet(emulation::ThisBlock().named[id], threads);
@@ -174,7 +174,7 @@ inline void SignalRelease(uint32_t* counter) {
   emulation::Emulator::Get().Progress();
 }
 inline void SpinUntil(const uint32_t* counter, uint32_t value) {
-  while (*counter != value) emulation::Emulator::Get().Yield();
+  while (*counter != value) emulation::Emulator::Get().LimitGpuShare();
 }
 
 }  // namespace dorad::kernels

@@ -1,4 +1,4 @@
-"""Yielding: steps take a share of the time, and requests notice only that."""
+"""A GPU share limit: steps take a share of the time, and requests notice only that."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def ask(wire, adapter: str = "a", tokens: int = 200):
 
 def busy_fraction(server, work) -> tuple[float, float]:
     """The parts of the time of `work` that steps took and were held back for."""
-    names = ("dorad_engine_step_seconds_sum", "dorad_engine_held_back_seconds_total")
+    names = ("dorad_engine_step_seconds_sum", "dorad_engine_throttled_seconds_total")
     before, began = [server.metric(name) for name in names], time.monotonic()
     work()
     wall = time.monotonic() - began
@@ -53,9 +53,9 @@ def test_steps_take_their_share_of_the_time_and_answers_stay_the_same(server, cl
     wire = server.wire
     expected, base = ask(wire), ask(wire, "")
     assert server.metric("dorad_engine_gpu_share") == 1
-    assert busy_fraction(server, lambda: ask(wire))[1] == 0, "nobody yields"
+    assert busy_fraction(server, lambda: ask(wire))[1] == 0, "there is no limit"
     for share in (0.25, 0.5):
-        with client.yielding(share) as in_effect:
+        with client.limited_gpu_share(share) as in_effect:
             assert in_effect == share == server.metric("dorad_engine_gpu_share")
             got: list = []
             stepping, held = busy_fraction(
@@ -83,7 +83,7 @@ def test_the_share_holds_for_many_streams_together(server, client) -> None:
         return results
 
     expected = ask(server.wire)
-    with client.yielding(0.25):
+    with client.limited_gpu_share(0.25):
         results: list = []
         stepping, held = busy_fraction(server, lambda: results.extend(streams()))
     assert results == [expected] * 4
@@ -92,19 +92,19 @@ def test_the_share_holds_for_many_streams_together(server, client) -> None:
 
 
 def test_a_trainer_that_dies_does_not_leave_the_server_slow(server, client) -> None:
-    assert client.yield_gpu(0.05, time_to_live=1.0, yield_id="dead") == 0.05
+    assert client.limit_gpu_share(0.05, time_to_live=1.0, limit_id="dead") == 0.05
     assert server.wire.info().engine.gpu_share == 0.05
     # An idle engine keeps the time, too.
-    wait_until(lambda: server.metric("dorad_engine_gpu_share") == 1, what="the yield to end")
-    assert not client.end_yield("dead")
+    wait_until(lambda: server.metric("dorad_engine_gpu_share") == 1, what="the limit to end")
+    assert not client.end_gpu_share_limit("dead")
 
 
 def test_the_smallest_share_counts_and_each_ends_alone(server, client) -> None:
-    with client.yielding(0.5), client.yielding(0.25) as least:
+    with client.limited_gpu_share(0.5), client.limited_gpu_share(0.25) as least:
         assert least == 0.25
-        assert client.yield_gpu(0.75, time_to_live=60, yield_id="other") == 0.25
+        assert client.limit_gpu_share(0.75, time_to_live=60, limit_id="other") == 0.25
     assert client.info().engine.gpu_share == 0.75
-    assert client.end_yield("other") and client.info().engine.gpu_share == 1
+    assert client.end_gpu_share_limit("other") and client.info().engine.gpu_share == 1
 
 
 def test_the_configured_share_is_the_most(zoo, adapter) -> None:
@@ -117,11 +117,11 @@ def test_the_configured_share_is_the_most(zoo, adapter) -> None:
         # Long enough for the 50 ms that an idle engine may make up for not to count.
         stepping, held = busy_fraction(server, lambda: ask(server.wire, tokens=500))
         assert stepping / (stepping + held) == pytest.approx(0.5, rel=0.4)
-        assert client.yield_gpu(1.0, time_to_live=60, yield_id="greedy") == 0.5
+        assert client.limit_gpu_share(1.0, time_to_live=60, limit_id="greedy") == 0.5
 
 
 def test_a_request_under_a_small_share_can_be_aborted_and_has_its_deadline(server, client) -> None:
-    client.yield_gpu(0.01, time_to_live=600, yield_id="slow")
+    client.limit_gpu_share(0.01, time_to_live=600, limit_id="slow")
     try:
         with client.stream(PROMPT, max_tokens=2000, ignore_eos=True, request_id="r") as stream:
             next(stream)
@@ -132,7 +132,7 @@ def test_a_request_under_a_small_share_can_be_aborted_and_has_its_deadline(serve
             client.generate(PROMPT, max_tokens=8000, ignore_eos=True, timeout=0.5)
         wait_until(lambda: client.info().engine.running_sequences == 0, what="it to end")
     finally:
-        assert client.end_yield("slow")
+        assert client.end_gpu_share_limit("slow")
 
 
 def test_a_server_that_ends_does_not_yield(zoo, adapter) -> None:
@@ -140,7 +140,7 @@ def test_a_server_that_ends_does_not_yield(zoo, adapter) -> None:
         serve(zoo.model("slow"), {"a": adapter}) as server,
         dorad.Client(server.grpc) as client,
     ):
-        client.yield_gpu(0.01, time_to_live=600, yield_id="trainer")
+        client.limit_gpu_share(0.01, time_to_live=600, limit_id="trainer")
         call = server.wire.stream(PROMPT, adapter="a", max_tokens=1000, ignore_eos=True)
         begun = collect([next(call)])
         os.kill(server.process.pid, signal.SIGTERM)
@@ -152,9 +152,9 @@ def test_a_server_that_ends_does_not_yield(zoo, adapter) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.005, 1.5, float("nan")])
 def test_impossible_shares_are_refused(server, client, share) -> None:
     with pytest.raises(dorad.InvalidArgument) as refused:
-        client.yield_gpu(share, time_to_live=0, yield_id="a b")
+        client.limit_gpu_share(share, time_to_live=0, limit_id="a b")
     assert [violation.reason for violation in refused.value.violations] == [
-        "YIELD_ID_INVALID",
+        "GPU_SHARE_LIMIT_ID_INVALID",
         "GPU_SHARE_OUT_OF_RANGE",
         "TIME_TO_LIVE_OUT_OF_RANGE",
     ]
@@ -163,10 +163,10 @@ def test_impossible_shares_are_refused(server, client, share) -> None:
 
 def test_yields_are_bounded(server, client) -> None:
     ids = [f"y{number}" for number in range(64)]
-    for yield_id in ids:
-        client.yield_gpu(0.9, time_to_live=60, yield_id=yield_id)
+    for limit_id in ids:
+        client.limit_gpu_share(0.9, time_to_live=60, limit_id=limit_id)
     with pytest.raises(dorad.DoradError) as refused:
-        client.yield_gpu(0.9, time_to_live=60, yield_id="another")
-    assert refused.value.reason == "TOO_MANY_YIELDS"
-    for yield_id in ids:
-        assert client.end_yield(yield_id)
+        client.limit_gpu_share(0.9, time_to_live=60, limit_id="another")
+    assert refused.value.reason == "TOO_MANY_GPU_SHARE_LIMITS"
+    for limit_id in ids:
+        assert client.end_gpu_share_limit(limit_id)

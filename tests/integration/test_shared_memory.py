@@ -16,10 +16,10 @@ import dorad.aio
 import grpc
 import numpy as np
 import pytest
-from dorad._handover import tensor_digest
+from dorad._shared_memory_socket import tensor_digest
 from dorad.v1 import adapters_pb2, types_pb2
 from lib.server import ROOT, Server, command, device, environment, serve, wait_until
-from lib.trainer import Handover, Trainer, offer
+from lib.trainer import SharedMemory, Trainer, offer
 from lib.wire import failure
 from safetensors.torch import load_file
 
@@ -28,13 +28,13 @@ KIND = "dora_r64"
 
 @pytest.fixture(scope="module")
 def socket_path(tmp_path_factory) -> str:
-    return str(tmp_path_factory.mktemp("handover") / "memory.sock")
+    return str(tmp_path_factory.mktemp("shared_memory") / "memory.sock")
 
 
 @pytest.fixture(scope="module")
 def server(zoo, socket_path, tmp_path_factory):
     settings = {
-        "server.handover_socket": socket_path,
+        "server.shared_memory_socket": socket_path,
         "adapters.store_path": tmp_path_factory.mktemp("store") / "store",
     }
     with serve(zoo.model("slow"), None, settings) as running:
@@ -70,7 +70,7 @@ def refused(server: Server, message: adapters_pb2.PublishFromMemoryRequest):
 def test_is_the_version_that_the_same_files_make(server, client, zoo, socket_path, kind) -> None:
     from_file = client.publish(f"file-{kind}".replace("_", "-"), path=zoo.adapter("slow", kind))
     name = f"memory-{kind}".replace("_", "-")
-    made = client.publish_from_memory(name, handover=socket_path, **adapter(zoo, kind=kind))
+    made = client.publish_from_memory(name, shared_memory=socket_path, **adapter(zoo, kind=kind))
     assert made.digest == from_file.digest
     assert (made.version, made.state, made.active) == (1, "ready", True)
     scores = client.score(
@@ -86,7 +86,9 @@ def test_the_asyncio_client_publishes_from_memory(server, client, zoo, socket_pa
         async with dorad.aio.Client(server.grpc, timeout=60) as made:
             with dorad.SharedTensors(socket_path) as shared:
                 calls = [
-                    made.publish_from_memory(f"aio-{i}", handover=shared, **adapter(zoo, i % 2))
+                    made.publish_from_memory(
+                        f"aio-{i}", shared_memory=shared, **adapter(zoo, i % 2)
+                    )
                     for i in range(5)  # more than there are buffers
                 ]
                 return await asyncio.gather(*calls)
@@ -97,7 +99,7 @@ def test_the_asyncio_client_publishes_from_memory(server, client, zoo, socket_pa
 
 def test_a_durable_version_from_memory_survives_a_restart(zoo, tmp_path: Path) -> None:
     settings = {
-        "server.handover_socket": tmp_path / "memory.sock",
+        "server.shared_memory_socket": tmp_path / "memory.sock",
         "adapters.store_path": tmp_path / "store",
     }
     with (
@@ -105,18 +107,18 @@ def test_a_durable_version_from_memory_survives_a_restart(zoo, tmp_path: Path) -
         serve(zoo.model("slow"), None, settings) as server,
         dorad.Client(server.grpc) as client,
     ):
-        made = client.publish_from_memory("d", handover=shared, durable=True, **adapter(zoo))
+        made = client.publish_from_memory("d", shared_memory=shared, durable=True, **adapter(zoo))
     assert not (tmp_path / "memory.sock").exists()
     with serve(zoo.model("slow"), None, settings) as server, dorad.Client(server.grpc) as client:
         assert client.adapter("d").digest == made.digest
 
 
 def test_shared_tensors_follow_a_server_that_was_killed(zoo, tmp_path: Path) -> None:
-    settings = {"server.handover_socket": tmp_path / "memory.sock"}
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with dorad.SharedTensors(tmp_path / "memory.sock") as shared:
         with serve(zoo.model("slow"), None, settings, expect_exit=-signal.SIGKILL) as server:
             with dorad.Client(server.grpc) as client:
-                first = client.publish_from_memory("a", handover=shared, **adapter(zoo))
+                first = client.publish_from_memory("a", shared_memory=shared, **adapter(zoo))
             server.process.kill()
             server.process.wait()
         # The dead server's file is still there.
@@ -124,7 +126,7 @@ def test_shared_tensors_follow_a_server_that_was_killed(zoo, tmp_path: Path) -> 
             serve(zoo.model("slow"), None, settings) as server,
             dorad.Client(server.grpc) as client,
         ):
-            again = client.publish_from_memory("a", handover=shared, **adapter(zoo))
+            again = client.publish_from_memory("a", shared_memory=shared, **adapter(zoo))
     assert again.digest == first.digest
 
 
@@ -146,7 +148,7 @@ def test_memory_overwritten_too_early_is_detected_when_asked(server, zoo, socket
         trainer.memory[spans[name][0] : spans[name][0] + 4] = np.float32(0.125).tobytes()
         for message, field in ((hashed, name), (expected, "expected_digest")):
             refusal = refused(server, message)
-            assert refusal.reason == "HANDOVER_DIGEST_MISMATCH"
+            assert refusal.reason == "SHARED_MEMORY_DIGEST_MISMATCH"
             assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
             assert [where for where, _, _ in refusal.violations] == [field]
         # What nobody asked to be checked is what was read, and its digest says so.
@@ -164,7 +166,7 @@ def test_memory_that_became_shorter_is_refused_and_the_server_lives(
     with Trainer(socket_path, zoo.adapter("slow", KIND)) as trainer:
         os.ftruncate(trainer.fd, 4096)
         refusal = refused(server, trainer.request("shorter"))
-    assert refusal.reason == "HANDOVER_MEMORY_INVALID"
+    assert refusal.reason == "SHARED_MEMORY_MEMORY_INVALID"
     assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
     assert len(server.wire.generate([1, 2, 3], max_tokens=2, ignore_eos=True)[0].tokens) == 2
 
@@ -198,7 +200,7 @@ def test_a_tensor_that_cannot_be_there_is_refused(server, zoo, socket_path, chan
                 setattr(tensor, key, value)
         refusal = refused(server, message)
     assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert refusal.reason == "HANDOVER_TENSOR_INVALID"
+    assert refusal.reason == "SHARED_MEMORY_TENSOR_INVALID"
     assert [field for field, _, _ in refusal.violations] == ["tensors[3]"]
     assert not server.wire.list_adapters("lies")
 
@@ -213,10 +215,10 @@ def test_the_rest_of_the_request_is_checked_as_that_of_an_upload(server, zoo, so
             "ADAPTER_VERSION_INVALID",
             "TAGS_INVALID",
             "PUBLISH_CONFIG_SIZE",
-            "HANDOVER_DIGEST_INVALID",
+            "SHARED_MEMORY_DIGEST_INVALID",
         }
         nothing = trainer.request("none", tensors=[])
-        assert refused(server, nothing).reason == "HANDOVER_TENSORS_INVALID"
+        assert refused(server, nothing).reason == "SHARED_MEMORY_TENSORS_INVALID"
         twice = trainer.request("twice")
         twice.tensors.append(twice.tensors[0])
         assert refused(server, twice).reason == "SAFETENSORS_DUPLICATE_KEY"
@@ -235,16 +237,16 @@ def test_tensors_that_overlap_cannot_have_more_bytes_than_any_memory(server, soc
     size = 1 << 48  # of which nothing is ever written
     fd = os.memfd_create("huge")
     os.ftruncate(fd, size)
-    handover = Handover(socket_path)
+    shared_memory = SharedMemory(socket_path)
     try:
-        code, memory, ticket, text = handover.send(offer(size), [fd])
+        code, memory, session_token, text = shared_memory.send(offer(size), [fd])
         assert code == 0, text
         # The last two sums do not fit into 64 bits, signed and unsigned.
         for count, reason in (
             (1, "ADAPTER_TOO_LARGE"),
-            (2, "HANDOVER_TENSORS_INVALID"),
-            (1 << 15, "HANDOVER_TENSORS_INVALID"),
-            (1 << 16, "HANDOVER_TENSORS_INVALID"),
+            (2, "SHARED_MEMORY_TENSORS_INVALID"),
+            (1 << 15, "SHARED_MEMORY_TENSORS_INVALID"),
+            (1 << 16, "SHARED_MEMORY_TENSORS_INVALID"),
         ):
             tensors = [
                 adapters_pb2.MemoryTensor(
@@ -256,38 +258,49 @@ def test_tensors_that_overlap_cannot_have_more_bytes_than_any_memory(server, soc
                 for i in range(count)
             ]
             message = adapters_pb2.PublishFromMemoryRequest(
-                name="huge", ticket=ticket, tensors=tensors, adapter_config_json="{}"
+                name="huge", session_token=session_token, tensors=tensors, adapter_config_json="{}"
             )
             assert refused(server, message).reason == reason, count
     finally:
-        handover.close()
+        shared_memory.close()
         os.close(fd)
 
 
-def test_only_the_ticket_of_an_open_connection_is_good(server, zoo, socket_path) -> None:
+def test_only_the_session_token_of_an_open_connection_is_good(server, zoo, socket_path) -> None:
+    before = server.metric("dorad_shared_memory_connections")
     with Trainer(socket_path, zoo.adapter("slow", KIND)) as trainer:
-        for ticket in (b"", bytes(16), trainer.ticket[:-1], trainer.ticket + b"x"):
-            refusal = refused(server, trainer.request("foreign", ticket=ticket))
-            assert refusal.reason == "HANDOVER_TICKET_UNKNOWN"
+        for session_token in (
+            b"",
+            bytes(16),
+            trainer.session_token[:-1],
+            trainer.session_token + b"x",
+        ):
+            refusal = refused(server, trainer.request("foreign", session_token=session_token))
+            assert refusal.reason == "SHARED_MEMORY_SESSION_UNKNOWN"
             assert refusal.code == grpc.StatusCode.NOT_FOUND
         message = trainer.request("foreign")
-    wait_until(lambda: refused(server, message).reason == "HANDOVER_TICKET_UNKNOWN")
+    # A publish that overtakes the end of the connection would leave a failed version.
+    wait_until(
+        lambda: server.metric("dorad_shared_memory_connections") == before,
+        what="the end of the connection",
+    )
+    assert refused(server, message).reason == "SHARED_MEMORY_SESSION_UNKNOWN"
     assert not server.wire.list_adapters("foreign")
 
 
-def test_without_a_handover_socket_nothing_is_published_from_memory(zoo, socket_path) -> None:
+def test_without_a_shared_memory_socket_nothing_is_published_from_memory(zoo, socket_path) -> None:
     with serve(zoo.model("slow")) as plain:
-        message = adapters_pb2.PublishFromMemoryRequest(name="a", ticket=bytes(16))
+        message = adapters_pb2.PublishFromMemoryRequest(name="a", session_token=bytes(16))
         refusal = refused(plain, message)
-    assert refusal.reason == "HANDOVER_NOT_CONFIGURED"
+    assert refusal.reason == "SHARED_MEMORY_NOT_CONFIGURED"
     assert refusal.code == grpc.StatusCode.FAILED_PRECONDITION
 
 
 def test_the_socket_is_the_owners_alone_and_no_second_server_takes_it(server, zoo, socket_path):
     assert os.stat(socket_path).st_mode & 0o777 == 0o600
-    line = command(zoo.model("slow"), settings={"server.handover_socket": socket_path})
+    line = command(zoo.model("slow"), settings={"server.shared_memory_socket": socket_path})
     other = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
-    assert other.returncode != 0 and "handover socket: " in other.stderr
+    assert other.returncode != 0 and "shared-memory socket: " in other.stderr
     with Trainer(socket_path, zoo.adapter("slow", KIND)) as trainer:
         server.wire.publish_memory(trainer.request("still"))
 
@@ -327,16 +340,16 @@ def test_a_trainer_killed_before_or_after_its_publish_leaves_nothing_behind(
     zoo, tmp_path: Path
 ) -> None:
     path, folder = tmp_path / "memory.sock", zoo.adapter("slow", KIND)
-    with serve(zoo.model("slow"), None, {"server.handover_socket": path}) as server:
+    with serve(zoo.model("slow"), None, {"server.shared_memory_socket": path}) as server:
 
         def nothing_held() -> bool:
-            names = ("dorad_handover_connections", "dorad_handover_bytes")
+            names = ("dorad_shared_memory_connections", "dorad_shared_memory_bytes")
             return all(server.metric(name) == 0 for name in names)
 
         def kill_two(number: int) -> None:
             with victim(server, path, folder, "before", "before") as trainer:
-                assert server.metric("dorad_handover_connections") == 1
-                assert server.metric("dorad_handover_bytes") > 0
+                assert server.metric("dorad_shared_memory_connections") == 1
+                assert server.metric("dorad_shared_memory_bytes") > 0
                 trainer.kill()
             assert not server.wire.list_adapters("before")
             with victim(server, path, folder, "after") as trainer:
@@ -404,9 +417,9 @@ def test_a_call_that_was_given_up_is_withdrawn(server, client, zoo, socket_path)
             load.start()
         wait_until(lambda: len(server.wire.list_adapters("busy")) >= len(before) + len(loads))
         with pytest.raises(dorad.DeadlineExceeded):
-            client.publish_from_memory("late", handover=shared, timeout=0.05, **adapter(zoo))
+            client.publish_from_memory("late", shared_memory=shared, timeout=0.05, **adapter(zoo))
         # The buffer serves the next publish, which has nothing to do with the last one.
-        made = client.publish_from_memory("next", handover=shared, **adapter(zoo, 1))
+        made = client.publish_from_memory("next", shared_memory=shared, **adapter(zoo, 1))
         for load in loads:
             load.join()
     late = version_of(server, "late@1")
@@ -427,14 +440,14 @@ def test_streams_stay_on_one_version_while_many_are_published(zoo, tmp_path: Pat
     prompts = [[10 + i, 3, 5] for i in range(4)]
     seen, stop = [], threading.Event()
     with (
-        serve(zoo.model("llama2"), None, {"server.handover_socket": path}) as server,
+        serve(zoo.model("llama2"), None, {"server.shared_memory_socket": path}) as server,
         dorad.Client(server.grpc, timeout=60) as client,
         dorad.SharedTensors(path) as shared,
     ):
 
         def publish(step: int) -> dorad.AdapterVersion:
             source = sources[step % 2]
-            return client.publish_from_memory("rl", handover=shared, keep_last=2, **source)
+            return client.publish_from_memory("rl", shared_memory=shared, keep_last=2, **source)
 
         contents = [publish(step).digest for step in range(2)]
         assert contents[0] != contents[1]
@@ -480,16 +493,16 @@ def test_tensors_on_the_gpu_make_the_version_that_the_same_files_make(
     source["tensors"] = {name: tensor.cuda() for name, tensor in source["tensors"].items()}
     name = f"gpu-memory-{kind}".replace("_", "-")
     with dorad.SharedTensors(socket_path) as shared:
-        made = client.publish_from_memory(name, handover=shared, check=True, **source)
+        made = client.publish_from_memory(name, shared_memory=shared, check=True, **source)
         assert made.digest == from_file.digest
         # The trainer's next step, in the same allocations.
         for tensor in source["tensors"].values():
             tensor.mul_(0.5)
         if kind != "dora_saved_embedding":
-            following = client.publish_from_memory(name, handover=shared, **source)
+            following = client.publish_from_memory(name, shared_memory=shared, **source)
             assert following.digest != made.digest
         durable = client.publish_from_memory(
-            name, handover=shared, durable=True, **adapter(zoo, kind=kind)
+            name, shared_memory=shared, durable=True, **adapter(zoo, kind=kind)
         )
         assert durable.digest == made.digest
     scores = client.score(

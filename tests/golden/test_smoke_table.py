@@ -1,0 +1,17 @@
+"""tests/lib/tiers.py: the smoke tests that it names exist, for rooms that exist."""
+
+import re
+
+import pytest
+from lib.server import ROOT
+from lib.tiers import SMOKE
+
+
+@pytest.mark.parametrize("room", SMOKE)
+def test_every_smoke_test_exists(room: str) -> None:
+    assert any((ROOT / parent / room).is_dir() for parent in ("server", "tests/unit"))
+    for test in SMOKE[room]:
+        path, _, name = test.partition("::")
+        function = re.escape(name.partition("[")[0])
+        text = (ROOT / "tests" / path).read_text()
+        assert re.search(rf"^def {function or 'test_'}", text, re.MULTILINE), test

@@ -1,0 +1,111 @@
+"""Tiny models and adapters on disk. They are made when first asked for and kept for later runs.
+
+The processes of a run share them: a file lock lets one process make an item while the others wait.
+Importing torch, transformers and peft takes seconds and happens only when something is missing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lib.oracle import Oracle
+
+LIB = Path(__file__).resolve().parent
+# A change of any of these makes another zoo.
+SOURCES = ["zoo.py", "tiny_models.py", "adapters.py", "texts.py"]
+PACKAGES = ["torch", "transformers", "peft", "safetensors", "tokenizers"]
+
+
+def fingerprint() -> str:
+    """Names everything that the files of a zoo depend on."""
+    parts = [(LIB / name).read_text() for name in SOURCES]
+    parts += [f"{name}=={version(name)}" for name in PACKAGES]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def default_directory(cache: Path) -> Path:
+    """The folder of today's zoo. Those of earlier fingerprints go."""
+    directory = cache / f"zoo-{fingerprint()}"
+    for old in cache.glob("zoo-*"):
+        if old != directory:
+            shutil.rmtree(old, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def make_once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """`directory`, which make(scratch) fills in one process. It is complete or absent."""
+    if not directory.exists():
+        with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not directory.exists():
+                with tempfile.TemporaryDirectory(dir=directory.parent, prefix=".make-") as scratch:
+                    made = Path(scratch) / directory.name
+                    make(made)
+                    made.rename(directory)
+    return directory
+
+
+def _prepare() -> None:
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+class Zoo:
+    """The models and adapters below one folder. Tests read them and never write there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._oracles: dict[str, Oracle] = {}
+
+    def model(self, family: str) -> Path:
+        def make(folder: Path) -> None:
+            _prepare()
+            from lib import tiny_models
+
+            tiny_models.make(tiny_models.BY_NAME[family], folder)
+
+        return make_once(self.directory / family, make)
+
+    def model_with_tokenizer(self, family: str) -> Path:
+        """The same model with the tokenizer and the chat template of lib.texts."""
+
+        def make(folder: Path) -> None:
+            from lib.texts import make_tokenizer
+
+            make_tokenizer(shutil.copytree(self.model(family), folder))
+
+        return make_once(self.directory / f"{family}-text", make)
+
+    def oracle(self, family: str) -> Oracle:
+        if family not in self._oracles:
+            _prepare()
+            from lib.oracle import Oracle
+
+            self._oracles[family] = Oracle(self.model(family))
+        return self._oracles[family]
+
+    def adapter(self, family: str, kind: str, seed: int = 0) -> Path:
+        def make(folder: Path) -> None:
+            from lib import adapters
+
+            adapters.make(self.oracle(family).base, adapters.BY_NAME[kind], folder, seed)
+
+        return make_once(self.directory / f"{family}-{kind}-{seed}", make)
+
+    def sequences(self, family: str, seed: int = 7) -> list[list[int]]:
+        from lib import tiny_models
+
+        return tiny_models.sequences(tiny_models.BY_NAME[family], seed)
