@@ -1,12 +1,13 @@
 # Every command works alone on a fresh tree: what it needs is installed and built first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev server build test demo demo-rl assets serve lint format sanitize fuzz bundle bench clean
+.PHONY: help setup setup-dev server build test test-deep check demo demo-rl assets serve docs lint format sanitize fuzz bundle bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
 SAN ?= address
 UNIT ?=
+ROOM ?=
 SECONDS_EACH ?= 600
 ARGS ?=
 
@@ -31,15 +32,21 @@ build: setup ## the same, and the unit tests
 	@tools/client.sh
 	@tools/build.sh build
 
-test: build ## all tests; ARGS goes to pytest (ARGS="-k score")
+test: build ## all tests but the long ones; ARGS goes to pytest (ARGS="-k score")
 	@tools/test.sh $(ARGS)
 
+test-deep: build ## all tests, the long ones at full length
+	@DORAD_DEEP=1 tools/test.sh $(ARGS)
+
+check: setup ## one room's unit and smoke tests: ROOM=engine
+	@tools/client.sh
+	@tools/check.sh "$(ROOM)"
+
 assets: setup ## the demo's model and adapters, in .cache
-	@$(PYTHON) demo/convert_smollm2.py
 	@$(PYTHON) demo/train_adapters.py
 
-demo: server assets ## a real model and two DoRA adapters in one batch, with a hot load
-	@$(PYTHON) demo/demo.py $(ARGS)
+demo: setup ## a real model and two DoRA adapters in one batch, with a hot load
+	@tools/demo.sh $(ARGS)
 
 demo-rl: server ## a GRPO loop: sample, train and publish a DoRA policy, step after step
 	@$(PYTHON) demo/convert_smollm2.py
@@ -49,6 +56,9 @@ serve: server ## run the server: MODEL=folder ARGS="--adapter name=folder"
 	@[[ "$(MODEL)" != .cache/models/SmolLM2-135M-Instruct ]] || $(PYTHON) demo/convert_smollm2.py
 	@exec env OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive build/dorad serve --model "$(MODEL)" $(ARGS)
 
+docs: ## the documentation as a site in build/site; ARGS=--serve shows it
+	@tools/docs.sh $(ARGS)
+
 lint: setup-dev ## clang-format, clang-tidy, ruff, mypy and the proto rules
 	@tools/client.sh
 	@tools/lint.sh
@@ -56,7 +66,7 @@ lint: setup-dev ## clang-format, clang-tidy, ruff, mypy and the proto rules
 format: setup-dev ## rewrite sources in the project's format
 	@tools/format.sh
 
-sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread; UNIT=regex: some
+sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or thread; UNIT=rooms: some
 	@tools/sanitize.sh $(SAN) '$(UNIT)'
 
 fuzz: setup-dev ## the fuzz targets, SECONDS_EACH=600

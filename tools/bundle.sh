@@ -21,7 +21,7 @@ is_host_library() {
 
 rm -rf "$out"
 mkdir -p "$out/bin" "$out/lib"
-programs=("$build/dorad" "$build"/tests/unit/{kernels,cuda}_*_test "$build"/tests/bench/{kernels,cuda}_*_bench)
+programs=("$build/dorad" "$build"/tests/unit/{kernels,cuda}_test "$build"/tests/bench/{kernels,cuda}_*_bench)
 for program in "${programs[@]}"; do
   [[ -x $program ]] || continue
   # Names stay: a hung server's stacks in the log tell nothing without them.

@@ -1,12 +1,26 @@
 #!/usr/bin/env bash
-# Torch ships an older google/protobuf on its include path, so no file may include both a .pb.h and
-# a torch header. usage: tools/check_includes.sh FILE...
+# What may include what: tools/check_includes.sh FILE...
+#   torch's headers: backends/cpu, its tests and benches alone. Torch also ships an older
+#   google/protobuf on its include path, so no file may see both.
+#   grpc::internal: one file at most.
 set -euo pipefail
 status=0
+internal=()
+complain() {
+  echo "$*" >&2
+  status=1
+}
 for file in "$@"; do
-  if grep -qE '^#include [<"](torch|ATen|c10)/' "$file" && grep -qE '^#include .*\.pb\.h[">]' "$file"; then
-    echo "$file includes both a .pb.h and a torch header" >&2
-    status=1
+  if grep -qE '^#include [<"](torch|ATen|c10)/' "$file"; then
+    case $file in
+      server/backends/cpu/* | tests/unit/cpu/* | tests/bench/*) ;;
+      *) complain "$file includes torch's headers outside of server/backends/cpu" ;;
+    esac
+    if grep -qE '^#include .*\.pb\.h[">]' "$file"; then
+      complain "$file includes both a .pb.h and a torch header"
+    fi
   fi
+  if grep -q 'grpc::internal' "$file"; then internal+=("$file"); fi
 done
+if ((${#internal[@]} > 1)); then complain "more than one file uses grpc::internal: ${internal[*]}"; fi
 exit "$status"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The Python client in .venv: generated stubs, and `doractl` through an editable install.
+# The Python client in .venv: generated modules, and `doractl` through an editable install.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 stamp=$VENV/.dorad-client
@@ -9,4 +9,4 @@ if [[ $(cat "$stamp" 2>/dev/null) != "$want" ]]; then
     --no-input --no-build-isolation --no-deps -e client
   echo "$want" >"$stamp"
 fi
-"$VENV/bin/python" client/generate_stubs.py --if-stale || die "generating the client's stubs failed"
+"$VENV/bin/python" client/generate.py --if-stale || die "generating the client's modules failed"

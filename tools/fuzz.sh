@@ -14,7 +14,7 @@ findings=$ROOT/build-fuzz/findings
 
 DORAD_NO_CUDA=1 CMAKE_FLAGS="--preset fuzz -DDORAD_BUILD_TESTS=OFF" tools/build.sh build-fuzz fuzzers
 mkdir -p "$findings"
-"$VENV/bin/python" client/generate_stubs.py --if-stale
+"$VENV/bin/python" client/generate.py --if-stale
 "$VENV/bin/python" tests/fuzz/make_seeds.py "$corpora"
 export ASAN_OPTIONS="detect_stack_use_after_return=1:allocator_may_return_null=1"
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:suppressions=$ROOT/tools/sanitizers/ubsan.supp"

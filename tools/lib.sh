@@ -65,6 +65,27 @@ stage() {
   return "$status"
 }
 
+# beside LOG COMMAND...: starts a command beside the stages that follow. Its output goes to
+# build/logs/LOG.log and, a line at a time, between theirs. It ends with this script.
+beside() {
+  BESIDE_LOG=$LOGS/$1.log
+  shift
+  : >"$BESIDE_LOG"
+  PYTHONUNBUFFERED=1 "$@" >"$BESIDE_LOG" 2>&1 </dev/null &
+  BESIDE=$!
+  trap 'kill "$BESIDE" 2>/dev/null || true' EXIT
+  tail -n +1 -f --pid="$BESIDE" "$BESIDE_LOG" 2>/dev/null |
+    while IFS= read -r line; do printf '%s%s\n' "${TTY:+$'\r\e[K'}" "$line"; done &
+  BESIDE_LINES=$!
+}
+
+# wait_beside WHAT: until the command of `beside` has ended. Ends the script when it failed.
+wait_beside() {
+  wait "$BESIDE" || die "$1 failed: see $BESIDE_LOG"
+  wait "$BESIDE_LINES" || true
+  trap - EXIT
+}
+
 # Compilers of this code take up to 2 GiB each: as many jobs as fit.
 job_count() {
   local cores memory_kib jobs
@@ -74,6 +95,18 @@ job_count() {
   ((jobs < 1)) && jobs=1
   ((jobs > cores)) && jobs=$cores
   echo "${JOBS:-$jobs}"
+}
+
+# The environment of tests, for a build folder: an empty folder of results, and `cores`.
+enter_tests() {
+  results=$ROOT/$1/test-results
+  rm -rf "$results"
+  mkdir -p "$results/unit"
+  export PATH="$ROOT/$VENV/bin:$PATH"
+  # shellcheck disable=SC2034  # nproc heeds OMP_NUM_THREADS: before it is set
+  cores=$(nproc)
+  # Torch's OpenMP threads spin: two processes with default threads on two cores crawl.
+  export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 }
 
 # Path of nvcc, or nothing.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the unit tests with a sanitizer and runs them: tools/sanitize.sh address|thread [REGEX]
-# With a regular expression, only those whose names it matches.
+# Builds the unit tests with a sanitizer and runs them: tools/sanitize.sh address|thread [ROOMS]
+# With a regular expression, only the rooms that it matches.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 dir=$ROOT/tools/sanitizers
@@ -15,14 +15,14 @@ case ${1:-} in
     preset=tsan
     export TSAN_OPTIONS="suppressions=$dir/tsan.supp:second_deadlock_stack=1:ignore_noninstrumented_modules=1:history_size=4"
     ;;
-  *) die "usage: make sanitize SAN=address|thread [UNIT=REGEX]" ;;
+  *) die "usage: make sanitize SAN=address|thread [UNIT=ROOMS]" ;;
 esac
 
 targets=(all)
 if [[ ${2:-} ]]; then
   export UNIT_REGEX=$2
-  mapfile -t targets < <(basename -s .cc tests/unit/*_test.cc | grep -Ev '^(cuda|kernels)_' | grep -E "$2")
-  ((${#targets[@]} > 0)) || die "no unit test for the CPU matches $2"
+  mapfile -t targets < <(basename -a tests/unit/*/ | grep -Ev '^(cuda|kernels|support)$' | grep -E "$2" | sed 's/$/_test/')
+  ((${#targets[@]} > 0)) || die "no room with unit tests for the CPU matches $2"
 fi
 
 # compute-sanitizer checks what runs on a GPU.

@@ -1,9 +1,12 @@
-"""Prints one line for each JUnit file and a verdict. Exits 1 unless every test ran and passed."""
+"""Prints what a run of tests came to, from the files in its folder: unit/*.xml (GoogleTest, one a
+program's shard), programs.xml (CTest: programs that failed as a whole) and python.xml (pytest).
+Exits 1 unless every test passed that ran, and some did."""
 
 from __future__ import annotations
 
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,47 +18,54 @@ class Counts:
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-
-def read(path: Path) -> Counts:
-    counts = Counts()
-    for case in ET.parse(path).getroot().iter("testcase"):
-        counts.seconds += float(case.get("time") or 0)
-        # ctest reports a failure through the status attribute, pytest through a child.
-        if (
-            case.find("failure") is not None
-            or case.find("error") is not None
-            or case.get("status") == "fail"
+    def add(self, case: ET.Element) -> None:
+        self.seconds += float(case.get("time") or 0)
+        # CTest reports a failure through the status attribute, the others through a child.
+        if case.get("status") == "fail" or any(
+            case.find(child) is not None for child in ("failure", "error")
         ):
             group = case.get("classname") or ""
             name = case.get("name") or ""
-            counts.failed.append(name if group in ("", name) else f"{group}::{name}")
+            self.failed.append(name if group in ("", name) else f"{group}::{name}")
         elif case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
-            counts.skipped += 1
+            self.skipped += 1
         else:
-            counts.passed += 1
+            self.passed += 1
+
+
+def read(paths: Iterable[Path]) -> Counts:
+    counts = Counts()
+    for path in paths:
+        for case in ET.parse(path).getroot().iter("testcase"):
+            counts.add(case)
     return counts
 
 
-def main(paths: list[str]) -> int:
-    total = Counts()
+def main(folder: Path) -> int:
+    groups = {
+        "unit": read(sorted(folder.glob("unit/*.xml"))),
+        "python": read(folder.glob("python.xml")),
+    }
+    # A program that crashed has left no file of its own.
+    programs = read(folder.glob("programs.xml"))
     print()
-    for path in map(Path, paths):
-        counts = read(path)
+    for name, counts in groups.items():
         print(
-            f"{path.stem:8} {counts.passed:5} passed {len(counts.failed):4} failed"
+            f"{name:8} {counts.passed:5} passed {len(counts.failed):4} failed"
             f" {counts.skipped:4} skipped {counts.seconds:8.1f} s"
         )
-        for name in counts.failed:
-            print(f"         FAILED {name}")
-        total.passed += counts.passed
-        total.skipped += counts.skipped
-        total.failed += counts.failed
-    if total.failed or not total.passed:
-        print(f"FAILED: {len(total.failed)} of {total.passed + len(total.failed)} tests")
+        for failed in counts.failed:
+            print(f"         FAILED {failed}")
+    for failed in programs.failed:
+        print(f"         FAILED the program {failed}")
+    passed = sum(counts.passed for counts in groups.values())
+    failures = sum(len(counts.failed) for counts in groups.values()) or len(programs.failed)
+    if failures or not passed:
+        print(f"FAILED: {failures} of {passed + failures} tests")
         return 1
-    print(f"OK: {total.passed} tests passed")
+    print(f"OK: {passed} tests passed")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(Path(sys.argv[1])))

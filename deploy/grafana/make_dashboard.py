@@ -168,7 +168,7 @@ ROWS = [
                 "Failures by reason",
                 "reqps",
                 [(rate("dorad_requests_failed_total", "reason"), "{{reason}}")],
-                "Accepted requests that ended with an error; docs/errors.md explains the reasons.",
+                "Accepted requests that ended with an error, by reason (docs/reference/errors.md).",
                 stacked=True,
             ),
             Panel(
@@ -259,12 +259,12 @@ ROWS = [
                 [
                     (f"avg({series('dorad_engine_gpu_share')})", "share that steps may take"),
                     (
-                        f"avg(rate({series('dorad_engine_held_back_seconds_total')}[{RATE}]))",
+                        f"avg(rate({series('dorad_engine_throttled_seconds_total')}[{RATE}]))",
                         "held back",
                     ),
                 ],
-                "engine.gpu_share and Yield: the most that steps may take, and the time in which "
-                "steps were held back for it.",
+                "engine.gpu_share and LimitGpuShare: the most that steps may take, and the time in "
+                "which steps were held back for it.",
             ),
         ],
     ),
@@ -276,7 +276,7 @@ ROWS = [
                 "short",
                 [
                     (total("dorad_adapter_versions", "state"), "{{state}}"),
-                    (total("dorad_adapter_away_versions"), "away"),
+                    (total("dorad_adapter_evicted_versions"), "away"),
                     (total("dorad_adapter_leases"), "leases"),
                 ],
                 "Versions held by state, those whose weights are not resident, and leases of "
@@ -321,7 +321,7 @@ ROWS = [
                 [
                     (rate("dorad_adapter_evictions_total") + " * 60", "evictions"),
                     (
-                        rate("dorad_adapter_recalls_total", "from") + " * 60",
+                        rate("dorad_adapter_reloads_total", "from") + " * 60",
                         "recalls from {{from}}",
                     ),
                 ],
@@ -350,8 +350,8 @@ ROWS = [
                     (total("dorad_adapter_resident_bytes"), "resident"),
                     (total("dorad_adapter_host_bytes"), "host copies"),
                     (total("dorad_adapter_idle_upload_bytes"), "broken uploads"),
-                    (total("dorad_handover_bytes"), "handed over"),
-                    (total("dorad_lent_weight_bytes"), "weights lent"),
+                    (total("dorad_shared_memory_bytes"), "handed over"),
+                    (total("dorad_shared_weight_bytes"), "weights lent"),
                 ],
                 "Weights where they are used, their copies in host memory, and memory of others.",
             ),
@@ -387,10 +387,10 @@ ROWS = [
                 [
                     (total("dorad_kv_pages_used"), "used"),
                     (total("dorad_kv_pages_cached"), "cached"),
-                    (total("dorad_kv_pages_lent"), "lent"),
+                    (total("dorad_kv_pages_released"), "lent"),
                     (
                         f"{total('dorad_kv_pages_capacity')} - {total('dorad_kv_pages_used')} "
-                        f"- {total('dorad_kv_pages_cached')} - {total('dorad_kv_pages_lent')}",
+                        f"- {total('dorad_kv_pages_cached')} - {total('dorad_kv_pages_released')}",
                         "free",
                     ),
                 ],
@@ -480,12 +480,12 @@ ROWS = [
                         "refused by {{by}}",
                     ),
                     (
-                        f"sum by (from) (increase({series('dorad_memory_given_back_bytes_total')}"
+                        f"sum by (from) (increase({series('dorad_memory_released_bytes_total')}"
                         f"[{RATE}])) / 1048576",
                         "MiB given back from {{from}}",
                     ),
                     (
-                        f"sum(increase({series('dorad_kv_taken_back_bytes_total')}[{RATE}]) "
+                        f"sum(increase({series('dorad_kv_grown_bytes_total')}[{RATE}]) "
                         f"and on (job, instance) {series('dorad_device_memory_bytes')} > 0) "
                         "/ 1048576",
                         "MiB taken back by the KV cache",
@@ -622,7 +622,7 @@ def dashboard() -> dict:
     return {
         "uid": "dorad",
         "title": "dorad",
-        "description": "A language model server with many DoRA adapters; docs/monitoring.md.",
+        "description": "A server of many DoRA adapters over one model; docs/guides/monitoring.md.",
         "tags": ["dorad", "llm"],
         "schemaVersion": 39,
         "version": 1,
