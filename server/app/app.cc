@@ -119,7 +119,7 @@ struct App::Impl {
   adapter::Residency::Options ResidencyOptions() {
     adapter::Residency::Options options;
     options.max_bytes = config.adapters.resident_bytes;
-    options.images = backend->host_copies();
+    options.host_copies = backend->host_copies();
     options.shrink_kv = [this](int64_t bytes) { return colocation.ShrinkKv(bytes); };
     options.executor = [this](std::function<void()> task) { load_pool.Submit(std::move(task)); };
     return options;

@@ -96,7 +96,6 @@ absl::StatusOr<SleepController::Bytes> SleepController::SleepNow(const TagSet& t
   if (begins(kWeights)) {
     SetAsleep(kWeights, true);
     loader_.Suspend();
-    residency_.HoldReloads();
     freed[kWeights] = backend_.SleepWeights();
   }
   for (const auto& [tag, bytes] : freed) {
@@ -126,7 +125,6 @@ absl::Status SleepController::WakeNow(const TagSet& tags) {
   if (wakes(kWeights)) {
     DORAD_RETURN_IF_ERROR(WithRoom([&] { return backend_.WakeWeights(); }));
     SetAsleep(kWeights, false);
-    residency_.ReleaseReloads();
     loader_.Resume();
   }
   if (wakes(kKv)) {

@@ -58,7 +58,7 @@ void Report(int versions, int sequences, bool hosted) {
   std::deque<std::function<void()>> tasks;
   Residency::Options options;
   options.max_bytes = versions / 2;
-  if (hosted) options.images = &images;
+  if (hosted) options.host_copies = &images;
   options.executor = [&](std::function<void()> task) { tasks.push_back(std::move(task)); };
   Residency residency(std::move(options));
   const auto run_tasks = [&] {

@@ -310,12 +310,16 @@ void AdapterLoader::SetKeepLast(int64_t keep_last) { impl_->keep_last = keep_las
 
 void AdapterLoader::Suspend() {
   Impl::Queue& queue = *impl_->queue;
-  absl::MutexLock lock(&queue.mu);
-  queue.suspended = true;
-  queue.AwaitNoneRunning();
+  {
+    absl::MutexLock lock(&queue.mu);
+    queue.suspended = true;
+    queue.AwaitNoneRunning();
+  }
+  impl_->residency->Suspend();
 }
 
 void AdapterLoader::Resume() {
+  impl_->residency->Resume();
   Impl::Queue& queue = *impl_->queue;
   absl::MutexLock lock(&queue.mu);
   queue.suspended = false;

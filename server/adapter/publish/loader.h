@@ -57,8 +57,8 @@ class AdapterLoader final : public AdapterPublisher {
   // As LoaderOptions::keep_last, for publishes that end from now on.
   void SetKeepLast(int64_t keep_last);
 
-  // No load begins until Resume, nor is any under way on return: the base weights, which norms
-  // need, may go. Queued loads wait; new ones are refused.
+  // No load of a publish or of the residency begins until Resume, and none is under way on return:
+  // the base weights may go, which norms need. Queued loads wait; new publishes are refused.
   void Suspend();
   void Resume();
 

@@ -1,6 +1,6 @@
 // Copies of adapters' weights in host memory, from which they come back without reading, checking
 // and norms: what the residency needs of a backend for its second tier. Torch-free.
-// Owned by Backend, outlives the images. Thread-safe; saving and restoring run on loader threads.
+// Owned by Backend, outlives the copies. Thread-safe; saving and restoring run on loader threads.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ class HostCopy {
 class HostCopies {
  public:
   virtual ~HostCopies() = default;
-  // Host memory for all images. Residency counts before it saves, so that it suffices.
+  // Host memory for all copies. Residency counts before it saves, so that it suffices.
   virtual int64_t capacity_bytes() const = 0;
-  // What the image of weights of so many bytes takes of it.
+  // The part of it that a copy of weights of so many bytes takes.
   virtual int64_t BytesFor(int64_t weights_bytes) const = 0;
   // Both may fail as the device does. Restore: the same weights, to the last bit, perhaps at
   // another place; RESOURCE_EXHAUSTED (OUT_OF_MEMORY) when there is none for them.
   virtual absl::StatusOr<std::unique_ptr<const HostCopy>> Save(
       const std::shared_ptr<const AdapterWeights>& weights) = 0;
-  virtual absl::StatusOr<std::shared_ptr<const AdapterWeights>> Restore(const HostCopy& image) = 0;
+  virtual absl::StatusOr<std::shared_ptr<const AdapterWeights>> Restore(const HostCopy& copy) = 0;
 };
 
 }  // namespace dorad::adapter

@@ -32,7 +32,7 @@ absl::StatusOr<std::unique_ptr<Residency::Entry>> Residency::Add(
   auto record = std::make_shared<ResidencyRecord>();
   record->weights = std::move(built);
   record->bytes = bytes;
-  if (state_->options.images) record->host_copy_bytes = state_->options.images->BytesFor(bytes);
+  if (state_->options.host_copies) record->host_copy_bytes = state_->options.host_copies->BytesFor(bytes);
   record->reload = std::move(reload);
   record->permanent = pinned;
   {
@@ -64,15 +64,15 @@ int64_t Residency::Sleep() { return state_->Sleep(); }
 
 absl::Status Residency::Wake() { return state_->Wake(); }
 
-void Residency::HoldReloads() {
+void Residency::Suspend() {
   absl::MutexLock lock(&state_->mu);
-  state_->held = true;
+  state_->suspended = true;
   state_->TakeBackLoads();
 }
 
-void Residency::ReleaseReloads() {
+void Residency::Resume() {
   absl::MutexLock lock(&state_->mu);
-  state_->held = false;
+  state_->suspended = false;
   state_->LoadWanted();
 }
 
@@ -89,7 +89,7 @@ Residency::Stats Residency::stats() const {
   stats.resident = static_cast<int>(lists.resident());
   stats.away =
       static_cast<int>(lists.away().count() + lists.evicting().count() + lists.loading().count());
-  stats.images = state_->host_copies;
+  stats.host_copies = state_->host_copies;
   return stats;
 }
 

@@ -1,18 +1,17 @@
-// Which versions' weights lie where the model is computed (RAM, or a GPU's memory), and which of
-// them make room for others.
+// Which versions' weights lie in the memory of the device that computes the model (RAM for the
+// CPU), and which of them make room for others.
 //
-// A version's weights are resident, leaving, away, or on their way back. Sequences use them from
-// their first row to their end; what is in use stays. When room is needed the least recently used
-// ones of the others go, if they can come back: from an image in host memory, which is made when
-// they leave, or else from the store. Images are kept as long as there is room for them, also of
-// weights that have come back (they need not be saved again); those go first, then the least
-// recently used ones of what the store has.
+// A version's weights are resident, being evicted, away, or being loaded. A sequence pins its
+// weights from its first row to its end; pinned weights stay. When room is needed the least
+// recently used of the others are evicted, if they can come back: from a copy in host memory, made
+// when they are evicted, or else from the store. A host copy is kept while there is room for it,
+// also of weights that came back (they need not be saved again); such copies are dropped first,
+// then the least recently used ones of versions that the store has.
 //
-// Who wants weights that are away asks again, and again, until they are back; they come in the
-// order in which they were first asked for. Weights that are wanted for longer than `patience`
-// starve: then as many of those in use as must go, the longest resident ones first, get no new
-// users until they have gone. What has come back stays for the one who wanted it, for `patience` at
-// most.
+// A caller that needs absent weights asks again until they are there; weights are loaded in the
+// order of the first requests. Weights that are wanted for longer than `patience` starve: then the
+// longest resident ones of those in use get no new users until they are evicted. Loaded weights
+// stay for the caller that wanted them, for `patience` at most.
 //
 // Owned by App; entries may outlive it. Thread-safe.
 #pragma once
@@ -43,15 +42,15 @@ class Residency {
   // Builds a version's weights once more, the same ones. Runs on the executor.
   using Reload = std::function<absl::StatusOr<std::shared_ptr<const AdapterWeights>>()>;
   struct Options {
-    int64_t max_bytes = 0;  // of weights that are resident or on their way; 0: no limit
+    int64_t max_bytes = 0;  // of weights that are resident or being loaded; 0: no limit
     // Borrowed, outlives the entries. nullptr: there is no host memory for weights.
-    HostCopies* images = nullptr;
+    HostCopies* host_copies = nullptr;
     absl::Duration patience = absl::Seconds(2);
-    // Makes room elsewhere when no idle weights can: is asked for so many bytes, returns how many
-    // it gave. Called on any thread that brings or adds weights, under no lock. Null: there is
-    // none.
+    // Takes so many bytes from the KV cache when no idle weights are left; returns the bytes it
+    // gave. Called under no lock, on any thread that loads or adds weights. Null: the KV cache
+    // gives nothing.
     std::function<int64_t(int64_t)> shrink_kv;
-    // Runs a task elsewhere (a loader thread): weights leave and come back there.
+    // Runs a task on a loader thread: weights are evicted and loaded there.
     std::function<void(std::function<void()>)> executor;
     // Of a clock that never jumps.
     std::function<absl::Time()> now = [] {
@@ -61,51 +60,51 @@ class Residency {
   };
   explicit Residency(Options options);
   ~Residency();
-  // From now on nothing comes back. Waits for the reloads that are under way.
+  // Nothing is loaded from now on. Waits for the loads that are under way.
   void Close();
 
   class Entry;
   using Pins = std::vector<WeightsPin>;
-  // Pins of all of these, which are entries of one Residency, or nullopt while some of the weights
-  // are away or held back for others that starve; those are wanted then, and while they are the
-  // next to come the rest stays. The error of a reload that has failed, once; the next call wants
-  // the weights again. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) for weights that would not fit together
-  // beside those that never go.
+  // Pins all entries; they belong to one Residency. nullopt while some of the weights are away, or
+  // make room for others that starve: these are wanted from then on, and while they are the next
+  // to be loaded the rest stays. The error of a failed load, once; the next call wants the weights
+  // again. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) when the weights do not fit together beside those
+  // that are never evicted.
   static absl::StatusOr<std::optional<Pins>> PinAll(absl::Span<Entry* const> entries);
-  // Takes weights that were just built and that nobody uses yet. reload: null where only an image
-  // can bring them back. pinned: they never go. Without room beside what is in use they leave at
-  // once; if they cannot, RESOURCE_EXHAUSTED (OUT_OF_MEMORY). To be called on a thread on which
-  // weights may be saved.
+  // Takes new weights that have no user yet. reload: null if only a host copy can bring them back.
+  // pinned: they are never evicted. Without room beside the weights in use they are evicted at
+  // once; if they cannot be, RESOURCE_EXHAUSTED (OUT_OF_MEMORY). Saves weights on the calling
+  // thread.
   absl::StatusOr<std::unique_ptr<Entry>> Add(std::shared_ptr<const AdapterWeights> weights,
                                              int64_t bytes, Reload reload, bool pinned = false);
-  // Tries something that needs memory where weights lie, and again while it is OUT_OF_MEMORY and
-  // idle weights can leave, which they do on this thread, or else the shrink_kv gives; but not when
-  // it says that it never fits (kNeverFits).
+  // Tries something that needs device memory. After OUT_OF_MEMORY it evicts idle weights on this
+  // thread, or else shrinks the KV cache, and tries again; but not after an error that says
+  // kNeverFits.
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
 
-  // Idle weights leave, the least recently used first, until so many bytes have gone or no more
-  // can; returns how many have. To be called on a thread on which weights may be saved.
+  // Evicts idle weights, the least recently used first, until so many bytes are free or no more can
+  // be; returns the bytes. Saves weights on the calling thread.
   int64_t GiveBack(int64_t wanted_bytes);
 
-  // Everything leaves that has a way back, pinned weights too, and what comes anew leaves at once;
-  // nothing comes back until Wake. Returns when they have gone, with their bytes. To be called on a
-  // thread on which weights may be saved. REQUIRES: nobody uses weights until Wake.
+  // Evicts all weights that can come back, pinned ones too, and new ones at once; nothing is loaded
+  // until Wake. Returns their bytes when they are gone. Saves weights on the calling thread.
+  // REQUIRES: no weights are in use until Wake.
   int64_t Sleep();
-  // Returns when the pinned weights are back; with the failure of one that could not be brought,
-  // and then all sleep on. While reloads are held they come later.
+  // Returns when the pinned weights are back, or with the failure of one of them; then all sleep
+  // on. While loads are suspended the pinned weights come later.
   absl::Status Wake();
-  // Nothing is reloaded until ReleaseReloads, nor is any reload under way on return: a backend that
-  // cannot build weights for a time needs that.
-  void HoldReloads();
-  void ReleaseReloads();
+  // No load begins until Resume, and none is under way on return: while the base weights are gone
+  // no adapter's norms can be computed.
+  void Suspend();
+  void Resume();
 
   struct Stats {
-    int64_t bytes = 0;       // of what is resident or on its way
-    int64_t idle_bytes = 0;  // of what GiveBack could make leave
-    int64_t host_bytes = 0;  // of images
+    int64_t bytes = 0;       // resident or being loaded
+    int64_t idle_bytes = 0;  // that GiveBack could free
+    int64_t host_bytes = 0;  // of host copies
     int resident = 0;
-    int away = 0;    // all others
-    int images = 0;  // of resident weights, too
+    int away = 0;         // all others
+    int host_copies = 0;  // also of resident weights
     int64_t evictions = 0;
     int64_t reloads_from_host = 0;
     int64_t reloads_from_store = 0;

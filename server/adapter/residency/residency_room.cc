@@ -6,6 +6,7 @@
 #include "server/adapter/residency/residency_state.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
+#include "server/platform/exception.h"
 #include "server/platform/log.h"
 
 namespace dorad::adapter {
@@ -171,7 +172,11 @@ void Residency::State::Evict(const RecordPtr& record) {
     saves = record->has_host_room && record->host_copy == nullptr && !record->destroyed;
   }
   absl::StatusOr<std::unique_ptr<const HostCopy>> copy = nullptr;
-  if (saves) copy = options.images->Save(weights);
+  try {
+    if (saves) copy = options.host_copies->Save(weights);
+  } catch (...) {
+    copy = StatusOfException("the copy to host memory", "INTERNAL_ERROR");
+  }
   if (!copy.ok()) {
     LogError("an adapter's weights cannot be saved in host memory",
              {{"error", std::string(copy.status().message())}});

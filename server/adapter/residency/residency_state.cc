@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "server/platform/exception.h"
+
 namespace dorad::adapter {
 namespace {
 
@@ -12,7 +14,7 @@ constexpr absl::Duration kAskAgain = absl::Milliseconds(20);
 
 Residency::State::State(Options opts)
     : options(std::move(opts)),
-      host_capacity(options.images == nullptr ? 0 : options.images->capacity_bytes()) {}
+      host_capacity(options.host_copies == nullptr ? 0 : options.host_copies->capacity_bytes()) {}
 
 void Residency::State::Want(Record* record) {
   if (record->wanted) return;
@@ -32,7 +34,7 @@ void Residency::State::StopDraining(Record* record) {
 }
 
 void Residency::State::LoadWanted() {
-  if (asleep || held) return;
+  if (asleep || suspended) return;
   for (auto it = wanted.begin(); it != wanted.end() && !closed;) {
     Record* const record = *it;
     if (NeverFit({&record, 1})) {
@@ -79,16 +81,21 @@ void Residency::State::BeginLoad(Record* record) {
   });
 }
 
-// What is on its way keeps its host copy and its reload.
+// Weights that are being loaded keep their host copy and their reload. The callers that want them
+// are owed an answer, so an exception becomes a status.
 absl::StatusOr<std::shared_ptr<const AdapterWeights>> Residency::State::Load(const Record& record,
                                                                              bool from_host) {
-  if (!from_host) return record.reload();
-  absl::StatusOr<std::shared_ptr<const AdapterWeights>> restored = nullptr;
-  (void)WithRoom([&] {
-    restored = options.images->Restore(*record.host_copy);
-    return restored.status();
-  });
-  return restored;
+  try {
+    if (!from_host) return record.reload();
+    absl::StatusOr<std::shared_ptr<const AdapterWeights>> restored = nullptr;
+    (void)WithRoom([&] {
+      restored = options.host_copies->Restore(*record.host_copy);
+      return restored.status();
+    });
+    return restored;
+  } catch (...) {
+    return StatusOfException("the load of an adapter's weights", "INTERNAL_ERROR");
+  }
 }
 
 void Residency::State::EndLoad(const RecordPtr& record, bool from_host,
@@ -132,7 +139,7 @@ absl::Status Residency::State::Wake() {
     }
   }
   LoadWanted();
-  if (held) return absl::OkStatus();
+  if (suspended) return absl::OkStatus();
   const auto are_settled = [&permanent]() {
     return std::none_of(permanent.begin(), permanent.end(), [](const RecordPtr& record) {
       return !record->destroyed && (record->wanted || record->place == Place::kLoading);

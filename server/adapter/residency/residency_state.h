@@ -71,7 +71,7 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   // As Residency's.
   int64_t Sleep() ABSL_LOCKS_EXCLUDED(mu);
   absl::Status Wake() ABSL_LOCKS_EXCLUDED(mu);
-  // Loads that have not begun are wanted again; waits for the others. REQUIRES: asleep or held.
+  // Loads that have not begun are wanted again; waits for the others. REQUIRES: asleep or suspended.
   void TakeBackLoads() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // Gets new users again.
   void StopDraining(Record* record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
@@ -92,7 +92,7 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   int under_way ABSL_GUARDED_BY(mu) = 0;  // loads that the executor has
   bool closed ABSL_GUARDED_BY(mu) = false;
   bool asleep ABSL_GUARDED_BY(mu) = false;
-  bool held ABSL_GUARDED_BY(mu) = false;  // as HoldReloads says
+  bool suspended ABSL_GUARDED_BY(mu) = false;
 
  private:
   // For host copies, were all dropped that can be, but for that of `spared`.

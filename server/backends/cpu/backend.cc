@@ -71,14 +71,14 @@ class CpuBackend final : public Backend {
     builder_ = adapter::MakeCpuAdapterBuilder(&model_->modules(), model_.get(),
                                               {budget, FactorsInBf16(config)});
     if (config.adapters.host_bytes > 0) {
-      images_ = adapter::MakeCpuHostCopies(config.adapters.host_bytes);
+      host_copies_ = adapter::MakeCpuHostCopies(config.adapters.host_bytes);
     }
     return absl::OkStatus();
   }
 
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
-  adapter::HostCopies* host_copies() override { return images_.get(); }
+  adapter::HostCopies* host_copies() override { return host_copies_.get(); }
   DeviceMemoryOpener device_memory_opener() override { return nullptr; }
   const model::WeightLayout* weight_layout() const override { return model_->layout(); }
   absl::StatusOr<std::unique_ptr<shared_memory::WeightsLease>> LeaseWeights() override {
@@ -109,7 +109,7 @@ class CpuBackend final : public Backend {
  private:
   std::unique_ptr<model::LoadedModel> model_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
-  std::unique_ptr<adapter::HostCopies> images_;
+  std::unique_ptr<adapter::HostCopies> host_copies_;
   std::atomic<int> leases_{0};  // of the weights
 };
 

@@ -75,7 +75,7 @@ class CudaBackend final : public Backend {
     if (config.memory.host_weights) DORAD_RETURN_IF_ERROR(model_->KeepHostCopy());
     if (config.adapters.host_bytes > 0) {
       DORAD_ASSIGN_OR_RETURN(
-          images_, cuda::MakeCudaHostCopies(model_.get(), config.adapters.host_bytes, &ledger_));
+          host_copies_, cuda::MakeCudaHostCopies(model_.get(), config.adapters.host_bytes, &ledger_));
     }
     if (!config.server.shared_memory_socket.empty()) {
       DORAD_ASSIGN_OR_RETURN(peer_memories_, cuda::PeerMemories::Create());
@@ -86,7 +86,7 @@ class CudaBackend final : public Backend {
 
   const adapter::BaseModules& modules() const override { return model_->modules(); }
   adapter::AdapterBuilder* adapter_builder() override { return builder_.get(); }
-  adapter::HostCopies* host_copies() override { return images_.get(); }
+  adapter::HostCopies* host_copies() override { return host_copies_.get(); }
   DeviceMemoryOpener device_memory_opener() override {
     return [memories = peer_memories_.get()](
                absl::Span<const std::byte> ipc_handle, absl::Span<const std::byte> device_uuid,
@@ -122,7 +122,7 @@ class CudaBackend final : public Backend {
   std::unique_ptr<cuda::CudaModel> model_;
   std::unique_ptr<cuda::BackgroundLaunchQueue> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;
-  std::unique_ptr<adapter::HostCopies> images_;
+  std::unique_ptr<adapter::HostCopies> host_copies_;
   std::unique_ptr<cuda::PeerMemories> peer_memories_;  // nullptr: no shared-memory socket
   EngineConfig engine_;
 };

@@ -12,8 +12,8 @@
 
 namespace dorad::cuda {
 
-// Pins so much host memory. model and ledger are borrowed and outlive the images and the weights
-// that are restored, which are CudaAdapterWeights of the ledger's kind "adapters". Saves and
+// Pins so much host memory. model and ledger are borrowed and outlive the copies and the restored
+// weights, which are CudaAdapterWeights of the ledger's kind "adapters". Saves and
 // restores at the same time, one of each.
 absl::StatusOr<std::unique_ptr<adapter::HostCopies>> MakeCudaHostCopies(const CudaModel* model,
                                                                         int64_t capacity_bytes,

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <list>
 #include <thread>
 #include <utility>
 
 #include "server/platform/check.h"
 #include "server/platform/error.h"
+#include "server/platform/exception.h"
 
 namespace dorad::cuda {
 namespace {
@@ -64,8 +66,7 @@ absl::Status Uploader::AllocateAll() {
   for (int i = 0; i < 2 * options_.threads; ++i) {
     DORAD_ASSIGN_OR_RETURN(PinnedBuffer memory, PinnedBuffer::Allocate(options_.piece_bytes));
     DORAD_ASSIGN_OR_RETURN(Event copied, Event::Create(Event::Wait::kSleeping));
-    buffers_.push_back(std::make_unique<Buffer>(std::move(memory), std::move(copied)));
-    free_.push_back(buffers_.back().get());
+    free_.emplace_back(std::move(memory), std::move(copied));
   }
   absl::MutexLock send_lock(&send_mu_);
   for (int i = 0; i < options_.window; ++i) {
@@ -88,7 +89,11 @@ std::shared_ptr<Uploader::Batch> Uploader::Start(absl::Span<const Copy> copies, 
   }
   auto batch = std::make_shared<Batch>(static_cast<int64_t>(pieces.size()));
   for (const Copy& piece : pieces) {
-    pool_.Submit([this, piece, pinned, batch] { batch->Done(Bring(piece, pinned)); });
+    try {
+      pool_.Submit([this, piece, pinned, batch] { batch->Done(Bring(piece, pinned)); });
+    } catch (...) {  // Wait returns only when earlier pieces have read their sources
+      batch->Done(StatusOfException(kCopy, "INTERNAL_ERROR"));
+    }
   }
   return batch;
 }
@@ -97,19 +102,19 @@ absl::Status Uploader::Wait(const Batch& batch) { return batch.Wait(); }
 
 absl::Status Uploader::Bring(const Copy& piece, bool pinned) {
   if (pinned) return Send(piece, nullptr);
-  Buffer* buffer = nullptr;
+  std::list<Buffer> taken;
   {
     absl::MutexLock lock(&mu_);
-    buffer = free_.front();
-    free_.pop_front();
+    taken.splice(taken.end(), free_, free_.begin());
   }
-  absl::Status status = buffer->copied.Synchronize(kCopy);
+  const Buffer& buffer = taken.front();
+  absl::Status status = buffer.copied.Synchronize(kCopy);
   if (status.ok()) {
-    std::memcpy(buffer->memory.as<>(), piece.from, static_cast<size_t>(piece.bytes));
-    status = Send({buffer->memory.as<>(), piece.to, piece.bytes}, &buffer->copied);
+    std::memcpy(buffer.memory.as<>(), piece.from, static_cast<size_t>(piece.bytes));
+    status = Send({buffer.memory.as<>(), piece.to, piece.bytes}, &buffer.copied);
   }
   absl::MutexLock lock(&mu_);
-  free_.push_back(buffer);
+  free_.splice(free_.end(), taken);
   return status;
 }
 

@@ -8,7 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -70,11 +70,12 @@ class Uploader {
   const Options options_;
   const Stream stream_;
   absl::Mutex mu_;
-  std::deque<Buffer*> free_ ABSL_GUARDED_BY(mu_);  // least recently used first
+  // Least recently used first. A list: to take one and to give it back needs no memory, so no
+  // buffer is lost to an exception.
+  std::list<Buffer> free_ ABSL_GUARDED_BY(mu_);
   absl::Mutex send_mu_;
   std::vector<Event> window_ ABSL_GUARDED_BY(send_mu_);
   int64_t sent_ ABSL_GUARDED_BY(send_mu_) = 0;
-  std::vector<std::unique_ptr<Buffer>> buffers_;
   ThreadPool pool_;  // ends first
 };
 
