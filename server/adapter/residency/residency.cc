@@ -32,7 +32,8 @@ absl::StatusOr<std::unique_ptr<Residency::Entry>> Residency::Add(
   auto record = std::make_shared<ResidencyRecord>();
   record->weights = std::move(built);
   record->bytes = bytes;
-  if (state_->options.host_copies) record->host_copy_bytes = state_->options.host_copies->BytesFor(bytes);
+  if (state_->options.host_copies)
+    record->host_copy_bytes = state_->options.host_copies->BytesFor(bytes);
   record->reload = std::move(reload);
   record->permanent = pinned;
   {

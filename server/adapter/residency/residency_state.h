@@ -71,7 +71,8 @@ struct Residency::State : std::enable_shared_from_this<Residency::State> {
   // As Residency's.
   int64_t Sleep() ABSL_LOCKS_EXCLUDED(mu);
   absl::Status Wake() ABSL_LOCKS_EXCLUDED(mu);
-  // Loads that have not begun are wanted again; waits for the others. REQUIRES: asleep or suspended.
+  // Loads that have not begun are wanted again; waits for the others. REQUIRES: asleep or
+  // suspended.
   void TakeBackLoads() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // Gets new users again.
   void StopDraining(Record* record) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
