@@ -124,7 +124,8 @@ def run_all(rank, file, paths, failures):
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    context = mp.get_context("fork")  # its modules are there already
+    # Not fork: this process may have threads of gRPC and torch, whose locks a child would inherit.
+    context = mp.get_context("spawn")
     queue = context.Queue()
     file = tmp_path_factory.mktemp("group") / "store"
     workers = [
