@@ -1,6 +1,7 @@
 #include "server/model/checkpoint.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <filesystem>
 #include <set>
 #include <string_view>
@@ -11,6 +12,7 @@
 #include "server/model/config_json.h"
 #include "server/platform/error.h"
 #include "server/platform/files/sha256.h"
+#include "server/platform/parallel_for.h"
 
 namespace dorad::model {
 namespace {
@@ -22,6 +24,7 @@ constexpr char kIndexFile[] = "model.safetensors.index.json";
 constexpr uint64_t kMaxIndexBytes = 64 << 20;
 constexpr uint64_t kMaxShardBytes = uint64_t{1} << 42;
 constexpr uint64_t kBlockBytes = 1 << 20;
+constexpr int kMaxReaders = 16;
 
 bool Exists(const std::string& dir, const std::string& name) {
   std::error_code error;  // what cannot be looked at is reported when it is opened
@@ -101,19 +104,19 @@ absl::StatusOr<Checkpoint::Shard> Checkpoint::OpenShard(const std::string& dir,
     return MakeInvalid(path, {{"header", "SAFETENSORS_HEADER_TOO_SMALL",
                                absl::StrCat("the file has only ", file.size(), " bytes")}});
   }
-  const auto text = [](const std::vector<std::byte>& bytes) {
+  const auto text = [](const ByteBuffer& bytes) {
     return std::string_view(reinterpret_cast<const char*>(bytes.data()), bytes.size());
   };
-  std::vector<std::byte> prefix;
+  ByteBuffer prefix;
   DORAD_RETURN_IF_ERROR(file.Append(kSafetensorsPrefixBytes, &prefix));
   DORAD_ASSIGN_OR_RETURN(const uint64_t length,
                          SafetensorsHeaderLength(text(prefix), file.size(), path));
-  std::vector<std::byte> header;
+  ByteBuffer header;
   DORAD_RETURN_IF_ERROR(file.Append(length, &header));
   DORAD_ASSIGN_OR_RETURN(
       SafetensorsHeader parsed,
       ParseSafetensorsHeader(text(header), file.size() - kSafetensorsPrefixBytes - length, path));
-  return Shard{std::move(file), name, std::move(parsed)};
+  return Shard{std::move(file), std::move(parsed), kSafetensorsPrefixBytes + length};
 }
 
 absl::Status Checkpoint::AddShards(const std::string& dir,
@@ -152,31 +155,44 @@ absl::Status Checkpoint::AddShards(const std::string& dir,
 }
 
 absl::Status Checkpoint::ReadAll(BlockSink sink) {
-  for (Shard& shard : shards_) DORAD_RETURN_IF_ERROR(ReadShard(shard, sink));
-  return absl::OkStatus();
+  struct Task {
+    const Shard* shard;
+    const std::string* name;
+    uint64_t begin;
+  };
+  std::vector<Task> tasks;
+  for (const Shard& shard : shards_) {
+    const auto first = static_cast<std::ptrdiff_t>(tasks.size());
+    for (const auto& [name, entry] : shard.header.tensors) {
+      tasks.push_back({&shard, &name, entry.begin});
+    }
+    // In the file's order, which disks and the kernel's read-ahead like.
+    std::sort(tasks.begin() + first, tasks.end(),
+              [](const Task& a, const Task& b) { return a.begin < b.begin; });
+  }
+  return ParallelFor(UsableCores(kMaxReaders), tasks.size(), [&](size_t i) -> absl::Status {
+    const Task& task = tasks[i];
+    DORAD_ASSIGN_OR_RETURN(tensors_.at(*task.name).sha256,
+                           ReadTensor(*task.shard, *task.name, sink));
+    return absl::OkStatus();
+  });
 }
 
-absl::Status Checkpoint::ReadShard(Shard& shard, BlockSink sink) {
-  using Entry = std::pair<const std::string, SafetensorsEntry>;
-  std::vector<const Entry*> entries;  // in the file's order: they follow each other without holes
-  for (const Entry& entry : shard.header.tensors) entries.push_back(&entry);
-  std::sort(entries.begin(), entries.end(), [](const Entry* a, const Entry* b) {
-    return std::pair(a->second.begin, a->second.end) < std::pair(b->second.begin, b->second.end);
-  });
-  std::vector<std::byte> block;
-  block.reserve(kBlockBytes);
-  for (const Entry* entry : entries) {
-    const uint64_t size = entry->second.end - entry->second.begin;
-    Sha256 hash;
-    for (uint64_t offset = 0; offset < size; offset += block.size()) {
-      block.clear();
-      DORAD_RETURN_IF_ERROR(shard.file.Append(std::min(kBlockBytes, size - offset), &block));
-      hash.Update(block.data(), block.size());
-      sink(entry->first, offset, block);
-    }
-    tensors_.at(entry->first).sha256 = hash.Final();
+absl::StatusOr<std::array<uint8_t, 32>> Checkpoint::ReadTensor(const Shard& shard,
+                                                               const std::string& name,
+                                                               BlockSink sink) {
+  const SafetensorsEntry& entry = shard.header.tensors.at(name);
+  const uint64_t size = entry.end - entry.begin;
+  ByteBuffer memory(std::min(kBlockBytes, size));
+  Sha256 hash;
+  for (uint64_t offset = 0; offset < size;) {
+    const auto block = absl::MakeSpan(memory).first(std::min(kBlockBytes, size - offset));
+    DORAD_RETURN_IF_ERROR(shard.file.ReadAt(shard.data_begin + entry.begin + offset, block));
+    hash.Update(block.data(), block.size());
+    DORAD_RETURN_IF_ERROR(sink(name, offset, block));
+    offset += block.size();
   }
-  return absl::OkStatus();
+  return hash.Final();
 }
 
 std::string Checkpoint::Digest() const {

@@ -2,8 +2,8 @@
 // model.safetensors.index.json names. Torch-free.
 //
 // Opening reads headers only, so a wrong model is refused before its data is read. The data is read
-// once, front to back, in blocks that fit into a cache: it never lies in memory as a whole.
-// Belongs to one thread.
+// once, by several threads, in blocks that fit into a cache: it never lies in memory as a whole.
+// One thread calls; the sink is called by several.
 #pragma once
 
 #include <array>
@@ -36,10 +36,11 @@ class Checkpoint {
 
   const std::map<std::string, CheckpointTensor>& tensors() const { return tensors_; }
 
-  // Consecutive blocks of one tensor after another, whole elements each. offset: of the block's
-  // first byte in the tensor.
-  using BlockSink = absl::FunctionRef<void(const std::string& name, uint64_t offset,
-                                           absl::Span<const std::byte> block)>;
+  // A block of a tensor, whole elements. offset: of its first byte in the tensor. The blocks of one
+  // tensor come in order and on one thread, tensors at the same time on several. An error ends the
+  // reading.
+  using BlockSink = absl::FunctionRef<absl::Status(const std::string& name, uint64_t offset,
+                                                   absl::Span<const std::byte> block)>;
   // REQUIRES: not called before.
   absl::Status ReadAll(BlockSink sink);
 
@@ -50,15 +51,17 @@ class Checkpoint {
 
  private:
   struct Shard {
-    RegularFile file;  // positioned after the header
-    std::string name;
+    RegularFile file;
     SafetensorsHeader header;
+    uint64_t data_begin = 0;  // of the tensors' bytes in the file
   };
 
   Checkpoint() = default;
   static absl::StatusOr<Shard> OpenShard(const std::string& dir, const std::string& name);
   absl::Status AddShards(const std::string& dir, const std::map<std::string, std::string>& index);
-  absl::Status ReadShard(Shard& shard, BlockSink sink);
+  static absl::StatusOr<std::array<uint8_t, 32>> ReadTensor(const Shard& shard,
+                                                            const std::string& name,
+                                                            BlockSink sink);
 
   std::vector<Shard> shards_;
   std::map<std::string, CheckpointTensor> tensors_;

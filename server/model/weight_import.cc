@@ -1,5 +1,6 @@
 #include "server/model/weight_import.h"
 
+#include <atomic>
 #include <cstring>
 #include <set>
 #include <utility>
@@ -7,8 +8,12 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/time.h"
 #include "server/model/checkpoint.h"
 #include "server/platform/error.h"
+#include "server/platform/instant.h"
+#include "server/platform/log.h"
 
 namespace dorad::model {
 namespace {
@@ -99,6 +104,37 @@ std::vector<Violation> CheckTiedHead(const Checkpoint& checkpoint, const ModelCo
            absl::StrCat("differs from ", kEmbedding, ", though tie_word_embeddings is true")}};
 }
 
+// Logs how far the reading is, every few seconds. Thread-safe.
+class Progress {
+ public:
+  explicit Progress(const Checkpoint& checkpoint) {
+    for (const auto& [name, tensor] : checkpoint.tensors()) {
+      uint64_t size = SizeOf(tensor.dtype);
+      for (const int64_t extent : tensor.shape) size *= static_cast<uint64_t>(extent);
+      total_ += size;
+    }
+  }
+
+  void Add(uint64_t bytes) {
+    const uint64_t done = done_ += bytes;
+    const double seconds = absl::ToDoubleSeconds(Since(start_));
+    double due = due_;
+    if (seconds < due || !due_.compare_exchange_strong(due, seconds + kSecondsBetween)) return;
+    const double rate = static_cast<double>(done) / seconds;
+    LogInfo("loading weights", {{"bytes", static_cast<int64_t>(done)},
+                                {"of", static_cast<int64_t>(total_)},
+                                {"bytes_per_second", rate},
+                                {"seconds_left", static_cast<double>(total_ - done) / rate}});
+  }
+
+ private:
+  static constexpr double kSecondsBetween = 2;
+  const Instant start_ = SteadyNow();
+  uint64_t total_ = 0;
+  std::atomic<uint64_t> done_{0};
+  std::atomic<double> due_{kSecondsBetween};
+};
+
 }  // namespace
 
 int64_t WeightSlot::num_elements() const {
@@ -139,23 +175,22 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
   for (auto& [name, slot] : slots) slot.dtype = checkpoint.tensors().at(name).dtype;
 
   DORAD_RETURN_IF_ERROR(sink.Allocate(slots));
+  Progress progress(checkpoint);
+  absl::Mutex mu;
   std::set<std::string> not_finite;
-  absl::Status written;
-  DORAD_RETURN_IF_ERROR(checkpoint.ReadAll(
-      [&](const std::string& name, uint64_t offset, absl::Span<const std::byte> block) {
-        const auto found = slots.find(name);
-        // Of a tolerated tensor the digest is enough.
-        if (found == slots.end() || !written.ok()) return;
-        const WeightSlot& slot = found->second;
-        const auto first = static_cast<int64_t>(offset / SizeOf(slot.dtype));
-        const absl::StatusOr<bool> finite = sink.Write(slot, first, block);
-        if (!finite.ok()) {
-          written = finite.status();
-        } else if (!*finite || HasNonFinite(block, slot.dtype)) {
-          not_finite.insert(name);
-        }
-      }));
-  DORAD_RETURN_IF_ERROR(written);
+  DORAD_RETURN_IF_ERROR(checkpoint.ReadAll([&](const std::string& name, uint64_t offset,
+                                               absl::Span<const std::byte> block) -> absl::Status {
+    progress.Add(block.size());
+    const auto found = slots.find(name);
+    if (found == slots.end()) return absl::OkStatus();  // a tolerated tensor: its digest is enough
+    const WeightSlot& slot = found->second;
+    const auto first = static_cast<int64_t>(offset / SizeOf(slot.dtype));
+    DORAD_ASSIGN_OR_RETURN(const bool finite, sink.Write(slot, first, block));
+    if (finite && !HasNonFinite(block, slot.dtype)) return absl::OkStatus();
+    absl::MutexLock lock(&mu);
+    not_finite.insert(name);
+    return absl::OkStatus();
+  }));
 
   for (const std::string& name : not_finite) {
     violations.push_back({name, "MODEL_TENSOR_NOT_FINITE", "has an infinite or NaN element"});

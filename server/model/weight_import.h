@@ -40,14 +40,14 @@ struct WeightSlot {
 // By Hugging Face name. A tied head has no slot.
 using WeightSlots = std::map<std::string, WeightSlot>;
 
-// Where the weights go. Confined to the importing thread.
+// Where the weights go. Write is called by several threads at once, for different tensors.
 class WeightSink {
  public:
   virtual ~WeightSink() = default;
   // All that will be written. Once, before the first block.
   virtual absl::Status Allocate(const WeightSlots& slots) = 0;
-  // Consecutive elements of one tensor, as the checkpoint has them; the memory is the caller's.
-  // Returns whether all of them are finite as they are stored, given that they are in the file.
+  // Elements of one tensor, as the checkpoint has them; the memory is the caller's. Returns whether
+  // all of them are finite as they are stored, given that they are in the file.
   virtual absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                                      absl::Span<const std::byte> block) = 0;
 };

@@ -84,7 +84,7 @@ void PublishCall::Load() {
       [&] {
         adapter::PublishOptions options = upload->TakeOptions();
         std::string config = upload->TakeConfig();
-        std::vector<std::byte> image = upload->TakeImage();
+        ByteBuffer image = upload->TakeImage();
         services_->publisher->Publish(
             std::move(options),
             adapter::BytesSource{std::move(config), std::move(image), upload->read_time()}, done);

@@ -11,13 +11,13 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "dorad/v1/adapters.pb.h"
 #include "server/adapter/publish/publisher.h"
 #include "server/platform/error.h"
+#include "server/platform/files/byte_buffer.h"
 #include "server/platform/files/sha256.h"
 #include "server/platform/instant.h"
 
@@ -68,7 +68,7 @@ class Upload {
   std::string TakeConfig() { return std::move(config_); }
   // The configuration came as a PeftConfig.
   bool typed_config() const { return typed_config_; }
-  std::vector<std::byte> TakeImage() { return std::move(image_); }
+  ByteBuffer TakeImage() { return std::move(image_); }
   // From Begin to Commit.
   absl::Duration read_time() const { return read_time_; }
 
@@ -93,7 +93,7 @@ class Upload {
   uint64_t size_ = 0;
   std::string expected_sha256_;
   Sha256 sha256_;
-  std::vector<std::byte> image_;
+  ByteBuffer image_;
   Instant start_;
   absl::Duration read_time_;
 };

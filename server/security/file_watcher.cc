@@ -22,7 +22,7 @@ absl::StatusOr<std::string> ReadOne(const std::string& path) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "FILE_WRITABLE_BY_OTHERS",
                      absl::StrCat(path, " can be written by every user of this host"));
   }
-  DORAD_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, file.ReadAll());
+  DORAD_ASSIGN_OR_RETURN(const ByteBuffer bytes, file.ReadAll());
   return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 

@@ -36,8 +36,8 @@ size_t LargestNumber(const std::string& header) {
   return largest;
 }
 
-std::vector<std::byte> Image(const std::string& header) {
-  std::vector<std::byte> image(8 + header.size() + LargestNumber(header));
+ByteBuffer Image(const std::string& header) {
+  ByteBuffer image(8 + header.size() + LargestNumber(header), std::byte{0});
   const uint64_t length = header.size();
   std::memcpy(image.data(), &length, 8);
   if (!header.empty()) std::memcpy(image.data() + 8, header.data(), header.size());

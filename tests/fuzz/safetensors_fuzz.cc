@@ -27,7 +27,7 @@ void CheckViews(const dorad::SafetensorsFile& file, size_t file_bytes) {
   DORAD_CHECK(covered + 8 <= file_bytes);
 }
 
-void Parse(std::vector<std::byte> image) {
+void Parse(ByteBuffer image) {
   const size_t bytes = image.size();
   const auto file = dorad::SafetensorsFile::Parse(std::move(image), "fuzz");
   if (file.ok()) {
@@ -43,9 +43,9 @@ void Parse(std::vector<std::byte> image) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
-  Parse(std::vector<std::byte>(bytes, bytes + size));
+  Parse(ByteBuffer(bytes, bytes + size));
   // Once more as header text alone with a length that fits: most random lengths end early.
-  std::vector<std::byte> image(8 + size);
+  ByteBuffer image(8 + size, std::byte{0});
   const uint64_t length = size;
   std::memcpy(image.data(), &length, 8);
   if (size > 0) std::memcpy(image.data() + 8, data, size);

@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <bit>
+#include <map>
 #include <vector>
 
+#include "server/platform/error.h"
 #include "server/platform/files/sha256.h"
+#include "server/platform/parallel_for.h"
 
 namespace dorad::adapter {
 namespace {
 
+constexpr int kMaxThreads = 8;
 // Changes whenever the framing does.
 constexpr char kFormat[] = "dorad-adapter-2";
 
@@ -21,11 +25,6 @@ void Add(Sha256& hash, const TensorView& tensor, const Digest& digest) {
 }
 
 }  // namespace
-
-std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules) {
-  return ContentDigest(tensors, modules,
-                       [](const TensorView& view) { return TreeSha256(view.bytes); });
-}
 
 std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
                           const std::function<Digest(const TensorView&)>& digest_of) {
@@ -50,6 +49,25 @@ std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modu
     if (module->magnitude != nullptr) add(*module->magnitude);
   }
   return ToHex(hash.Final());
+}
+
+absl::StatusOr<std::string> ContentDigest(const AdapterTensors& tensors,
+                                          const BaseModules& modules) {
+  std::vector<const TensorView*> views;
+  for (const ModuleTensors& module : tensors.modules) {
+    views.push_back(&module.a);
+    views.push_back(&module.b);
+    if (module.magnitude != nullptr) views.push_back(module.magnitude);
+  }
+  std::vector<Digest> digests(views.size());
+  DORAD_RETURN_IF_ERROR(ParallelFor(UsableCores(kMaxThreads), views.size(), [&](size_t i) {
+    digests[i] = TreeSha256(views[i]->bytes);
+    return absl::OkStatus();
+  }));
+  std::map<const TensorView*, const Digest*> by_view;
+  for (size_t i = 0; i < views.size(); ++i) by_view[views[i]] = &digests[i];
+  return ContentDigest(tensors, modules,
+                       [&](const TensorView& view) { return *by_view.at(&view); });
 }
 
 }  // namespace dorad::adapter

@@ -5,6 +5,7 @@
 #include <functional>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "server/adapter/peft/base_modules.h"
 #include "server/adapter/peft/tensors.h"
 #include "server/platform/files/tree_sha256.h"
@@ -13,10 +14,12 @@ namespace dorad::adapter {
 
 // Lower-case hex. The same for the same tensors, ranks and scales, however the file orders or names
 // them and whatever else the configuration says; different in all other cases.
-std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules);
-
-// The same of tensors whose bytes were hashed elsewhere: digest_of gives TreeSha256 of a view's.
+// digest_of gives TreeSha256 of a view's bytes.
 std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
                           const std::function<Digest(const TensorView&)>& digest_of);
+
+// The same of tensors in host memory, which several threads hash. Errors: memory runs out.
+absl::StatusOr<std::string> ContentDigest(const AdapterTensors& tensors,
+                                          const BaseModules& modules);
 
 }  // namespace dorad::adapter

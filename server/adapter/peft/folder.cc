@@ -82,8 +82,8 @@ absl::StatusOr<Folder> Resolve(const std::string& path, const FolderAccess& acce
 
 // Reads the file that `name` means in the folder. Between looking and opening someone may swap a
 // part of the path for a link: the kernel is told not to leave the root.
-absl::StatusOr<std::vector<std::byte>> ReadFrom(const Folder& folder, const std::string& name,
-                                                uint64_t max_bytes) {
+absl::StatusOr<ByteBuffer> ReadFrom(const Folder& folder, const std::string& name,
+                                    uint64_t max_bytes) {
   const std::string path = absl::StrCat(folder.path, "/", name);
   if (folder.root.empty()) return ReadFileBytes(path, max_bytes);
   const std::optional<std::string> real = RealPath(path);
@@ -119,9 +119,9 @@ absl::Status Missing(const Folder& folder, const std::string& name) {
   return MakeInvalid(name, {{name, "ADAPTER_FILE_MISSING", "the folder has no such file"}});
 }
 
-absl::StatusOr<std::vector<std::byte>> ReadPart(const Folder& folder, const std::string& name,
-                                                uint64_t max_bytes, const std::string& too_large) {
-  absl::StatusOr<std::vector<std::byte>> bytes = ReadFrom(folder, name, max_bytes);
+absl::StatusOr<ByteBuffer> ReadPart(const Folder& folder, const std::string& name,
+                                    uint64_t max_bytes, const std::string& too_large) {
+  absl::StatusOr<ByteBuffer> bytes = ReadFrom(folder, name, max_bytes);
   const std::string reason = ReasonOf(bytes.status());
   if (reason == "FILE_NOT_FOUND") return Missing(folder, name);
   if (reason == "FILE_TOO_LARGE") {
@@ -137,7 +137,7 @@ absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const Fo
                                                int64_t max_bytes) {
   DORAD_ASSIGN_OR_RETURN(const Folder folder, Resolve(path, access));
   DORAD_ASSIGN_OR_RETURN(
-      const std::vector<std::byte> config,
+      const ByteBuffer config,
       ReadPart(folder, kConfigName, JsonLimits().max_bytes, "ADAPTER_CONFIG_TOO_LARGE"));
   AdapterFiles files;
   files.config_json.assign(reinterpret_cast<const char*>(config.data()), config.size());

@@ -9,12 +9,13 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "server/platform/files/byte_buffer.h"
 
 namespace dorad::adapter {
 
 struct AdapterFiles {
   std::string config_json;
-  std::vector<std::byte> safetensors;
+  ByteBuffer safetensors;
 };
 
 struct FolderAccess {

@@ -19,8 +19,7 @@ constexpr char kSubject[] = "adapter_model.safetensors";
 // What is read at a time.
 constexpr uint64_t kPieceBytes = 1 << 20;
 
-absl::Status Append(const PeerTensor& tensor, std::vector<std::byte>* image,
-                    Violations* violations) {
+absl::Status Append(const PeerTensor& tensor, ByteBuffer* image, Violations* violations) {
   const size_t begin = image->size();
   for (uint64_t done = 0; done < tensor.bytes;) {
     const size_t piece = static_cast<size_t>(std::min(kPieceBytes, tensor.bytes - done));
@@ -81,10 +80,10 @@ void CheckTensorDigest(const PeerTensor& tensor, const Digest& found, Violations
                                ": the memory was written to before the publish was answered"));
 }
 
-absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes) {
+absl::StatusOr<ByteBuffer> CopyToImage(const PeerTensors& peer, uint64_t max_bytes) {
   DORAD_ASSIGN_OR_RETURN(const uint64_t bytes, ImageBytes(peer, max_bytes));
   const std::string header = ImageHeader(peer);
-  std::vector<std::byte> image;
+  ByteBuffer image;
   ReserveBytes(bytes, &image);
   const auto* text = reinterpret_cast<const std::byte*>(header.data());
   image.assign(text, text + header.size());

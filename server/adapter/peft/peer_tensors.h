@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/adapter/peft/violations.h"
+#include "server/platform/files/byte_buffer.h"
 #include "server/platform/files/safetensors.h"
 #include "server/platform/files/tree_sha256.h"
 
@@ -56,7 +57,7 @@ struct PeerTensors {
 // The tensors as the image of a safetensors file. INVALID_ARGUMENT (ADAPTER_TOO_LARGE, before
 // memory is asked for; SHARED_MEMORY_MEMORY_INVALID; SHARED_MEMORY_DIGEST_MISMATCH naming every
 // tensor that has not its digest).
-absl::StatusOr<std::vector<std::byte>> CopyToImage(const PeerTensors& peer, uint64_t max_bytes);
+absl::StatusOr<ByteBuffer> CopyToImage(const PeerTensors& peer, uint64_t max_bytes);
 
 // The parts of CopyToImage. The header is that of the image, with its length before it; what is
 // wrong with names and shapes is found by who reads it. ImageBytes: ADAPTER_TOO_LARGE.

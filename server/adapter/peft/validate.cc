@@ -25,8 +25,7 @@ absl::StatusOr<Plan> ReadPlan(const std::string& config_json, const BaseModules&
 
 }  // namespace
 
-absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
-                                             std::vector<std::byte> safetensors,
+absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, ByteBuffer safetensors,
                                              const BaseModules& modules, int max_rank) {
   absl::StatusOr<std::unique_ptr<SafetensorsFile>> file =
       SafetensorsFile::Parse(std::move(safetensors), "adapter_model.safetensors");

@@ -6,11 +6,11 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "server/adapter/peft/base_modules.h"
 #include "server/adapter/peft/tensors.h"
+#include "server/platform/files/byte_buffer.h"
 #include "server/platform/files/safetensors.h"
 
 namespace dorad::adapter {
@@ -22,8 +22,7 @@ struct ValidAdapter {
 
 // INVALID_ARGUMENT listing the problems of both files together: where the configuration cannot be
 // used, the tensors are still checked as far as they can be. Reasons: docs/guides/adapters.md.
-absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
-                                             std::vector<std::byte> safetensors,
+absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, ByteBuffer safetensors,
                                              const BaseModules& modules, int max_rank);
 
 // The same for tensors that are not in a file, wherever they lie.

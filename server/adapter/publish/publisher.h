@@ -9,12 +9,12 @@
 #include <optional>
 #include <string>
 #include <variant>
-#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "server/adapter/peft/peer_tensors.h"
 #include "server/adapter/registry/registry.h"
+#include "server/platform/files/byte_buffer.h"
 
 namespace dorad::adapter {
 
@@ -32,7 +32,7 @@ struct PublishOptions {
 // An upload.
 struct BytesSource {
   std::string adapter_config_json;
-  std::vector<std::byte> safetensors;
+  ByteBuffer safetensors;
   absl::Duration read;  // time the caller spent receiving the bytes
 };
 

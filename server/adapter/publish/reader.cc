@@ -36,26 +36,6 @@ void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
   }
 }
 
-// When the stages of a load ended.
-struct Stages {
-  Instant start, read, validated;
-};
-
-Content MakeContent(const Stages& stages, const AdapterTensors& tensors, std::string digest,
-                    BuiltAdapter built) {
-  Content content;
-  AdapterSummary& summary = content.summary;
-  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
-  summary.digest = std::move(digest);
-  summary.resident_bytes = built.bytes;
-  summary.timing.read = Between(stages.start, stages.read);
-  summary.timing.validate = Between(stages.read, stages.validated);
-  summary.timing.copy = built.copy;
-  summary.timing.norms = built.norms;
-  content.weights = std::move(built.weights);
-  return content;
-}
-
 }  // namespace
 
 absl::Status CheckWanted(const std::function<bool()>& wanted) {
@@ -113,11 +93,10 @@ absl::StatusOr<Content> AdapterReader::ReadAny(AdapterSource& source, bool needs
                                          options_.max_rank));
   const AdapterTensors& tensors = valid.tensors;
   DORAD_RETURN_IF_ERROR(builder_.CheckBaseCopies(tensors));
-  std::string digest = ContentDigest(tensors, modules_);
-  DORAD_RETURN_IF_ERROR(CheckDigest(expected_digest, digest));
   stages.validated = SteadyNow();
-  DORAD_ASSIGN_OR_RETURN(BuiltAdapter built, Build(tensors));
-  Content content = MakeContent(stages, tensors, std::move(digest), std::move(built));
+  DORAD_ASSIGN_OR_RETURN(Content content,
+                         BuildBesideDigest(stages, tensors, expected_digest, name,
+                                           [&] { return ContentDigest(tensors, modules_); }));
   content.summary.timing.read += received;
   content.config_json = std::move(files.config_json);
   content.file = std::move(valid.file);
@@ -143,11 +122,17 @@ absl::StatusOr<Content> AdapterReader::ReadDevice(const MemorySource& source,
   DORAD_ASSIGN_OR_RETURN(const BaseCopiesOnHost host, BaseCopiesOnHost::Bring(**device, &tensors));
   DORAD_RETURN_IF_ERROR(builder_.CheckBaseCopies(tensors));
   stages.validated = SteadyNow();
-  // Beside the norms, which leave a device time for it.
+  return BuildBesideDigest(stages, tensors, peer.expected_digest, name,
+                           [&] { return DigestOnDevice(**device, peer, tensors, modules_); });
+}
+
+absl::StatusOr<Content> AdapterReader::BuildBesideDigest(
+    const Stages& stages, const AdapterTensors& tensors, const std::string& expected_digest,
+    const std::string& name, absl::FunctionRef<absl::StatusOr<std::string>()> compute_digest) {
   absl::StatusOr<std::string> digest;
   std::jthread hashing([&] {
     try {
-      digest = DigestOnDevice(**device, peer, tensors, modules_);
+      digest = compute_digest();
     } catch (...) {
       digest = StatusOfException("the digest of adapter " + name, "INTERNAL");
     }
@@ -155,9 +140,19 @@ absl::StatusOr<Content> AdapterReader::ReadDevice(const MemorySource& source,
   absl::StatusOr<BuiltAdapter> built = Build(tensors);
   hashing.join();
   DORAD_RETURN_IF_ERROR(digest.status());
-  DORAD_RETURN_IF_ERROR(CheckDigest(peer.expected_digest, *digest));
+  DORAD_RETURN_IF_ERROR(CheckDigest(expected_digest, *digest));
   if (!built.ok()) return built.status();
-  return MakeContent(stages, tensors, *std::move(digest), *std::move(built));
+  Content content;
+  AdapterSummary& summary = content.summary;
+  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
+  summary.digest = *std::move(digest);
+  summary.resident_bytes = built->bytes;
+  summary.timing.read = Between(stages.start, stages.read);
+  summary.timing.validate = Between(stages.read, stages.validated);
+  summary.timing.copy = built->copy;
+  summary.timing.norms = built->norms;
+  content.weights = std::move(built->weights);
+  return content;
 }
 
 absl::StatusOr<BuiltAdapter> AdapterReader::Build(const AdapterTensors& tensors) {

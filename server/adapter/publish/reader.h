@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "server/adapter/peft/base_modules.h"
 #include "server/adapter/publish/builder.h"
@@ -15,6 +16,7 @@
 #include "server/adapter/registry/version.h"
 #include "server/adapter/residency/residency.h"
 #include "server/platform/files/safetensors.h"
+#include "server/platform/instant.h"
 
 namespace dorad::adapter {
 
@@ -55,6 +57,14 @@ class AdapterReader {
  private:
   absl::StatusOr<Content> ReadAny(AdapterSource& source, bool needs_file, const std::string& name);
   absl::StatusOr<Content> ReadDevice(const MemorySource& source, const std::string& name);
+  // When the stages of a load ended.
+  struct Stages {
+    Instant start, read, validated;
+  };
+  // Builds the adapter while another thread computes the digest.
+  absl::StatusOr<Content> BuildBesideDigest(
+      const Stages& stages, const AdapterTensors& tensors, const std::string& expected_digest,
+      const std::string& name, absl::FunctionRef<absl::StatusOr<std::string>()> compute_digest);
   // Where memory is short, idle weights of other versions make room.
   absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors);
 

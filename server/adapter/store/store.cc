@@ -52,7 +52,7 @@ absl::StatusOr<std::string> ObjectIn(const std::string& folder) {
   Sha256 hash;
   hash.UpdateFramed(config);
   hash.UpdateU64(file.size());
-  std::vector<std::byte> block;
+  ByteBuffer block;
   for (uint64_t left = file.size(); left > 0; left -= block.size()) {
     block.clear();
     DORAD_RETURN_IF_ERROR(file.Append(std::min(left, kReadBytes), &block));

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -79,9 +80,16 @@ class TensorSink final : public WeightSink {
   absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                              absl::Span<const std::byte> block) override {
     const auto elements = static_cast<int64_t>(block.size() / SizeOf(slot.dtype));
+    at::Tensor& whole = Place(slot);
+    if (FromScalarType(whole.scalar_type()) == slot.dtype) {
+      std::memcpy(static_cast<std::byte*>(whole.mutable_data_ptr()) +
+                      static_cast<size_t>(first_element) * SizeOf(slot.dtype),
+                  block.data(), block.size());
+      return true;
+    }
     const at::Tensor source = at::from_blob(const_cast<std::byte*>(block.data()), {elements},
                                             at::TensorOptions(ToScalarType(slot.dtype)));
-    at::Tensor target = Place(slot).view({-1}).narrow(0, first_element, elements);
+    at::Tensor target = whole.view({-1}).narrow(0, first_element, elements);
     target.copy_(source);
     // A finite fp32 value near the limit becomes infinite in bf16.
     if (slot.dtype != DType::kF32 || target.scalar_type() != at::kBFloat16) return true;

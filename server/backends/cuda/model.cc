@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "kernels/dora/import.h"
 #include "kernels/random/fill.h"
 #include "server/backends/cuda/elements.h"
@@ -167,6 +169,7 @@ class CudaModel::Sink final : public model::WeightSink {
       DORAD_RETURN_IF_ERROR(Copy(block, to));
       return true;
     }
+    absl::MutexLock lock(&mu_);
     DORAD_RETURN_IF_ERROR(MakeRoom(bytes));
     DORAD_RETURN_IF_ERROR(Copy(block, raw_.as<>()));
     const int64_t count = bytes / static_cast<int64_t>(SizeOf(slot.dtype));
@@ -240,8 +243,8 @@ class CudaModel::Sink final : public model::WeightSink {
         {{block.data(), to, static_cast<int64_t>(block.size())}}, /*pinned=*/false));
   }
 
-  // For a block that is not served as it is.
-  absl::Status MakeRoom(int64_t bytes) {
+  // For a block that is converted.
+  absl::Status MakeRoom(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (raw_.bytes() >= bytes) return absl::OkStatus();
     DORAD_RETURN_IF_ERROR(Finish());
     DORAD_ASSIGN_OR_RETURN(raw_, DeviceBuffer::Allocate(ledger_, "loading", bytes));
@@ -254,8 +257,9 @@ class CudaModel::Sink final : public model::WeightSink {
   MemoryLedger* const ledger_;
   Places places_;
   std::map<std::string, model::PlacedTensor> placed_;
-  DeviceBuffer raw_;
-  DeviceBuffer not_finite_;
+  absl::Mutex mu_;
+  DeviceBuffer raw_ ABSL_GUARDED_BY(mu_);
+  DeviceBuffer not_finite_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<Uploader> uploader_;  // ends first
 };
 

@@ -1,7 +1,6 @@
 #include "server/platform/files/file.h"
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,13 +11,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/platform/error.h"
+#include "server/platform/parallel_for.h"
 
 namespace dorad {
 namespace {
 
-// Growing the vector by blocks of about an L2 cache keeps the zeros that resize() writes in the
-// cache until read() overwrites them: memory is touched once, not twice.
-constexpr uint64_t kBlockBytes = 1 << 20;
+// Larger reads are shared by several threads, in blocks of this size.
+constexpr uint64_t kBlockBytes = 4 << 20;
+constexpr int kMaxReaders = 8;
 
 absl::Status Unreadable(const std::string& path, const std::string& why) {
   return MakeError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",
@@ -59,51 +59,49 @@ absl::StatusOr<RegularFile> RegularFile::Open(const std::string& path, uint64_t 
   return RegularFile(std::move(fd), size, (info.st_mode & S_IWOTH) != 0, path);
 }
 
-absl::Status RegularFile::Append(uint64_t bytes, std::vector<std::byte>* out) {
-  while (bytes > 0) {
-    const size_t block = static_cast<size_t>(std::min(bytes, kBlockBytes));
-    const size_t old_size = out->size();
-    out->resize(old_size + block);
-    size_t done = 0;
-    while (done < block) {
-      const ssize_t n = read(fd_.get(), out->data() + old_size + done, block - done);
-      if (n < 0 && errno == EINTR) continue;
-      if (n < 0) return Unreadable(path_, std::strerror(errno));
-      if (n == 0) return Unreadable(path_, "it became shorter while it was read");
-      done += static_cast<size_t>(n);
-    }
-    bytes -= block;
+absl::Status RegularFile::ReadAt(uint64_t offset, absl::Span<std::byte> out) const {
+  size_t done = 0;
+  while (done < out.size()) {
+    const ssize_t n =
+        pread(fd_.get(), out.data() + done, out.size() - done, static_cast<off_t>(offset + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return Unreadable(path_, std::strerror(errno));
+    if (n == 0) return Unreadable(path_, "it became shorter while it was read");
+    done += static_cast<size_t>(n);
   }
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<std::byte>> RegularFile::ReadAll() {
-  std::vector<std::byte> bytes;
+absl::Status RegularFile::Append(uint64_t bytes, ByteBuffer* out) {
+  const size_t old_size = out->size();
+  out->resize(old_size + bytes);
+  const absl::Span<std::byte> added = absl::MakeSpan(*out).subspan(old_size);
+  const size_t blocks = (bytes + kBlockBytes - 1) / kBlockBytes;
+  const absl::Status status = ParallelFor(UsableCores(kMaxReaders), blocks, [&](size_t i) {
+    return ReadAt(next_ + i * kBlockBytes, added.subspan(i * kBlockBytes, kBlockBytes));
+  });
+  if (status.ok()) {
+    next_ += bytes;
+  } else {
+    out->resize(old_size);
+  }
+  return status;
+}
+
+absl::StatusOr<ByteBuffer> RegularFile::ReadAll() {
+  ByteBuffer bytes;
   ReserveBytes(size_, &bytes);
   DORAD_RETURN_IF_ERROR(Append(size_, &bytes));
   return bytes;
 }
 
-void ReserveBytes(uint64_t bytes, std::vector<std::byte>* out) {
-  constexpr uintptr_t kPage = 4096;
-  // What malloc maps on its own, whatever it has learnt: the hint must not stick to its heap.
-  constexpr uint64_t kWorthIt = 64 << 20;
-  out->reserve(bytes);
-  if (out->capacity() < kWorthIt) return;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(out->data()) + kPage - 1) / kPage * kPage;
-  const uintptr_t end =
-      (reinterpret_cast<uintptr_t>(out->data()) + out->capacity()) / kPage * kPage;
-  // A hint: a refusal changes nothing.
-  (void)madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-}
-
-absl::StatusOr<std::vector<std::byte>> ReadFileBytes(const std::string& path, uint64_t max_bytes) {
+absl::StatusOr<ByteBuffer> ReadFileBytes(const std::string& path, uint64_t max_bytes) {
   DORAD_ASSIGN_OR_RETURN(RegularFile file, RegularFile::Open(path, max_bytes));
   return file.ReadAll();
 }
 
 absl::StatusOr<std::string> ReadFileText(const std::string& path, uint64_t max_bytes) {
-  DORAD_ASSIGN_OR_RETURN(const std::vector<std::byte> bytes, ReadFileBytes(path, max_bytes));
+  DORAD_ASSIGN_OR_RETURN(const ByteBuffer bytes, ReadFileBytes(path, max_bytes));
   return std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 

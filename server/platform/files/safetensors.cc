@@ -18,7 +18,7 @@ absl::Status TooSmall(const std::string& subject, uint64_t bytes) {
                                              kSafetensorsPrefixBytes, " of the header's length")}});
 }
 
-std::string_view TextOf(const std::vector<std::byte>& image, size_t offset, size_t size) {
+std::string_view TextOf(const ByteBuffer& image, size_t offset, size_t size) {
   return {reinterpret_cast<const char*>(image.data()) + offset, size};
 }
 
@@ -57,7 +57,7 @@ int64_t TensorView::num_elements() const {
 }
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Parse(
-    std::vector<std::byte> image, const std::string& subject) {
+    ByteBuffer image, const std::string& subject) {
   if (image.size() < kSafetensorsPrefixBytes) return TooSmall(subject, image.size());
   DORAD_ASSIGN_OR_RETURN(
       const uint64_t length,
@@ -77,7 +77,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
                                                                        uint64_t max_bytes) {
   DORAD_ASSIGN_OR_RETURN(RegularFile source, RegularFile::Open(path, max_bytes));
   if (source.size() < kSafetensorsPrefixBytes) return TooSmall(path, source.size());
-  std::vector<std::byte> image;
+  ByteBuffer image;
   DORAD_RETURN_IF_ERROR(source.Append(kSafetensorsPrefixBytes, &image));
   DORAD_ASSIGN_OR_RETURN(
       const uint64_t length,

@@ -18,6 +18,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "server/platform/files/byte_buffer.h"
 
 namespace dorad {
 
@@ -37,7 +38,7 @@ class SafetensorsFile {
  public:
   // Takes ownership of a whole file's image. `subject` names it in errors.
   // INVALID_ARGUMENT with reason SAFETENSORS_* otherwise.
-  static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(std::vector<std::byte> image,
+  static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(ByteBuffer image,
                                                                 const std::string& subject);
   // Reads a regular file of at most max_bytes. NOT_FOUND (FILE_NOT_FOUND), INVALID_ARGUMENT
   // (SAFETENSORS_*), RESOURCE_EXHAUSTED (FILE_TOO_LARGE), UNAVAILABLE (FILE_UNREADABLE).
@@ -54,7 +55,7 @@ class SafetensorsFile {
 
  private:
   SafetensorsFile() = default;
-  std::vector<std::byte> image_;
+  ByteBuffer image_;
   std::map<std::string, TensorView> tensors_;
   std::map<std::string, std::string> metadata_;
 };

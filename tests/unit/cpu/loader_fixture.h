@@ -22,6 +22,7 @@
 #include "server/backends/cpu/adapter_weights.h"
 #include "server/backends/cpu/ops/dora_norm.h"
 #include "server/platform/error.h"
+#include "server/platform/files/byte_buffer.h"
 #include "tests/unit/support/adapter_fixture.h"
 
 namespace dorad::adapter {
@@ -146,8 +147,7 @@ class AdapterLoaderTest : public ::testing::Test {
 
   // A sound adapter in a folder of its own.
   std::filesystem::path WriteAdapter(const std::filesystem::path& path) {
-    const std::vector<std::byte> image =
-        test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
+    const ByteBuffer image = test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
     WriteFile(path / "adapter_config.json", MakeConfig(true, {"q_proj"}).dump());
     WriteFile(path / "adapter_model.safetensors",
               std::string(reinterpret_cast<const char*>(image.data()), image.size()));

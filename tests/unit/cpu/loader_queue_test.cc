@@ -13,8 +13,7 @@ TEST_F(AdapterLoaderTest, EndsQueuedLoadsWithCancelledAndWaitsForTheRunningOne) 
     leave.WaitForNotification();
   };
   const std::string config = MakeConfig(true, {"q_proj"}).dump();
-  const std::vector<std::byte> image =
-      test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
+  const ByteBuffer image = test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
   std::vector<absl::Status> results(4, absl::UnknownError("not called"));
   const auto submit = [&](int i) {
     loader_->Publish({.name = "a"}, BytesSource{config, image, absl::ZeroDuration()},
@@ -46,8 +45,7 @@ TEST_F(AdapterLoaderTest, QueuedLoadsWaitWhileTheLoaderIsSuspendedAndNewOnesAreR
     leave.WaitForNotification();
   };
   const std::string config = MakeConfig(true, {"q_proj"}).dump();
-  const std::vector<std::byte> image =
-      test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
+  const ByteBuffer image = test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
   std::vector<absl::Status> results(3, absl::UnknownError("not called"));
   std::vector<absl::Notification> done(3);
   const auto submit = [&](int i) {

@@ -364,7 +364,7 @@ TEST(ModelWeightsTest, FolderWithoutWeightsIsNotFound) {
 
 TEST(ModelWeightsTest, RefusesATruncatedFile) {
   const ModelFolder folder;
-  std::vector<std::byte> image = WriteSafetensors(Checkpoint(Config(), "F32"));
+  ByteBuffer image = WriteSafetensors(Checkpoint(Config(), "F32"));
   image.pop_back();
   folder.Write(kSingle, image);
   const absl::Status status = LoadFrom(folder).status();

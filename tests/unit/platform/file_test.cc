@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <utility>
 
 #include "gtest/gtest.h"
 #include "server/platform/error.h"
@@ -20,7 +21,7 @@ class FileTest : public ::testing::Test {
 
 TEST_F(FileTest, ReadsAllBytesOfSeveralBlocks) {
   std::string text;
-  while (text.size() < (5 << 19)) text += std::to_string(text.size()) + ",";
+  while (text.size() < (9 << 20)) text += std::to_string(text.size()) + ",";
   Write(text);
   const auto read = ReadFileText(path_, text.size());
   ASSERT_TRUE(read.ok()) << read.status();
@@ -30,12 +31,25 @@ TEST_F(FileTest, ReadsAllBytesOfSeveralBlocks) {
   EXPECT_EQ(bytes->size(), text.size());
 }
 
+TEST_F(FileTest, ReadsPartsInAnyOrder) {
+  Write("0123456789");
+  const auto file = RegularFile::Open(path_, 100);
+  ASSERT_TRUE(file.ok());
+  std::string part(3, ' ');
+  const auto bytes = absl::MakeSpan(reinterpret_cast<std::byte*>(part.data()), part.size());
+  for (const auto& [offset, expected] : {std::pair(7, "789"), {0, "012"}, {4, "456"}}) {
+    ASSERT_TRUE(file->ReadAt(offset, bytes).ok());
+    EXPECT_EQ(part, expected);
+  }
+  EXPECT_EQ(ReasonOf(file->ReadAt(8, bytes)), "FILE_UNREADABLE");
+}
+
 TEST(ReserveBytes, KeepsTheContentAndMakesRoom) {
   for (const uint64_t room : {uint64_t{0}, uint64_t{100}, uint64_t{70} << 20}) {
-    std::vector<std::byte> bytes = {std::byte{1}, std::byte{2}};
+    ByteBuffer bytes = {std::byte{1}, std::byte{2}};
     ReserveBytes(room, &bytes);
     EXPECT_GE(bytes.capacity(), room);
-    EXPECT_EQ(bytes, (std::vector<std::byte>{std::byte{1}, std::byte{2}}));
+    EXPECT_EQ(bytes, (ByteBuffer{std::byte{1}, std::byte{2}}));
     bytes.resize(std::max<uint64_t>(room, 2), std::byte{3});
     EXPECT_EQ(bytes.back(), room > 2 ? std::byte{3} : std::byte{2});
   }
@@ -78,10 +92,11 @@ TEST_F(FileTest, NoticesThatAFileBecameShorter) {
   Write("0123456789");
   auto file = RegularFile::Open(path_, 100);
   ASSERT_TRUE(file.ok());
-  std::vector<std::byte> bytes;
+  ByteBuffer bytes;
   ASSERT_TRUE(file->Append(2, &bytes).ok());
   ASSERT_EQ(truncate(path_.c_str(), 5), 0);
   EXPECT_EQ(ReasonOf(file->Append(8, &bytes)), "FILE_UNREADABLE");
+  EXPECT_EQ(bytes.size(), 2) << "as before the failure";
 }
 
 }  // namespace

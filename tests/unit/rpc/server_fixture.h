@@ -31,6 +31,7 @@
 #include "server/colocation/sleep_control.h"
 #include "server/engine/model_runner.h"
 #include "server/platform/error.h"
+#include "server/platform/files/byte_buffer.h"
 #include "server/rpc/message_deadlines.h"
 #include "server/rpc/packing.h"
 #include "server/rpc/server.h"
@@ -120,7 +121,7 @@ struct FakePublisher final : adapter::AdapterPublisher {
   bool throws = false;
   std::function<void(const adapter::PublishOptions&, adapter::PublishCallback)> on_publish;
   std::string config;
-  std::vector<std::byte> image;
+  ByteBuffer image;
 };
 
 // Sleeps and wakes at once, or fails as told.

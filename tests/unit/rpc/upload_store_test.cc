@@ -111,7 +111,7 @@ TEST_F(UploadStoreTest, GoesOnWithABrokenUpload) {
   EXPECT_EQ(second.Feed(Chunk(3, "lo")), "");
   EXPECT_EQ(second.Feed(Commit()), "");
   ASSERT_EQ(second.next, Next::kLoad);
-  const std::vector<std::byte> image = second.stream->TakeUpload()->TakeImage();
+  const ByteBuffer image = second.stream->TakeUpload()->TakeImage();
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(image.data()), image.size()), "hello");
 }
 

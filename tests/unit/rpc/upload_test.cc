@@ -82,7 +82,7 @@ TEST_F(UploadTest, JoinsChunksAndChecksTheDigest) {
   EXPECT_EQ(options.expected_generation, 3);
   EXPECT_EQ(options.tags.at("step"), "12");
   EXPECT_EQ(upload_->TakeConfig(), "{}");
-  const std::vector<std::byte> image = upload_->TakeImage();
+  const ByteBuffer image = upload_->TakeImage();
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(image.data()), image.size()), "hello");
 }
 
@@ -194,7 +194,7 @@ TEST_F(UploadTest, OutlivesWhoSharedTheBudget) {
 }
 
 // Bytes of the image's buffer that take memory.
-int64_t ResidentBytes(const std::vector<std::byte>& image) {
+int64_t ResidentBytes(const ByteBuffer& image) {
   constexpr uintptr_t kPage = 4096;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(image.data()) / kPage * kPage;
   const uintptr_t end = reinterpret_cast<uintptr_t>(image.data()) + image.capacity();

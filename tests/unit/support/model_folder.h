@@ -9,7 +9,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
+
+#include "server/platform/files/byte_buffer.h"
 
 namespace dorad::model {
 
@@ -39,7 +40,7 @@ class ModelFolder {
   void Write(const std::string& file, const nlohmann::json& document) const {
     Write(file, document.dump());
   }
-  void Write(const std::string& file, const std::vector<std::byte>& bytes) const {
+  void Write(const std::string& file, const ByteBuffer& bytes) const {
     Write(file, std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
   }
   void Remove(const std::string& file) const { std::filesystem::remove(path_ / file); }

@@ -10,12 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "server/platform/files/byte_buffer.h"
+
 namespace dorad::test {
 
 struct TestTensor {
   std::string dtype = "F32";
   std::vector<int64_t> shape;
-  std::vector<std::byte> bytes;
+  ByteBuffer bytes;
 };
 
 // fp32 values in the given dtype; bf16 and fp16 are cut, not rounded, so choose values they hold
@@ -42,9 +44,9 @@ inline TestTensor MakeTensor(const std::string& dtype, std::vector<int64_t> shap
 }
 
 // Tensors are laid out in the order of their names.
-inline std::vector<std::byte> WriteSafetensors(const std::map<std::string, TestTensor>& tensors) {
+inline ByteBuffer WriteSafetensors(const std::map<std::string, TestTensor>& tensors) {
   nlohmann::json header = {{"__metadata__", {{"format", "pt"}}}};
-  std::vector<std::byte> data;
+  ByteBuffer data;
   for (const auto& [name, tensor] : tensors) {
     header[name] = {{"dtype", tensor.dtype},
                     {"shape", tensor.shape},
@@ -54,7 +56,7 @@ inline std::vector<std::byte> WriteSafetensors(const std::map<std::string, TestT
   std::string text = header.dump();
   text.resize((text.size() + 7) / 8 * 8, ' ');
   const uint64_t size = text.size();
-  std::vector<std::byte> image(sizeof(size) + text.size());
+  ByteBuffer image(sizeof(size) + text.size());
   std::memcpy(image.data(), &size, sizeof(size));
   std::memcpy(image.data() + sizeof(size), text.data(), text.size());
   image.insert(image.end(), data.begin(), data.end());
