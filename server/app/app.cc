@@ -33,6 +33,8 @@
 #include "server/platform/log.h"
 #include "server/platform/metrics/metrics.h"
 #include "server/platform/net/http_server.h"
+#include "server/platform/net/listen_address.h"
+#include "server/platform/net/listen_socket.h"
 #include "server/platform/net/listener_probe.h"
 #include "server/platform/process/stack_dump.h"
 #include "server/platform/thread_pool.h"
@@ -66,16 +68,31 @@ struct ColocationEnd {
   Colocation* colocation;
 };
 
+// A port that is taken ends the start before the weights are read.
+absl::Status TryListeners(const ServerConfig& server) {
+  for (const auto& [what, text] : {std::pair("gRPC listener", &server.grpc_listen),
+                                   {"gRPC listener", &server.admin_listen},
+                                   {"metrics listener", &server.metrics_listen}}) {
+    if (text->empty()) continue;
+    DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(*text));
+    if (!address.unix_path.empty()) continue;
+    const absl::StatusOr<ListenSocket> socket = ListenTcp(address);
+    if (!socket.ok()) return Annotate(socket.status(), what);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 // Members stand on those above them and end before them.
 struct App::Impl {
   // `opened` stands on `d`; nullptr: no store.
-  Impl(const Config& c, std::unique_ptr<security::SecurityManager> g,
+  // `given` is the configuration as it was read, `c` has values in place of "auto".
+  Impl(const Config& c, const Config& given, std::unique_ptr<security::SecurityManager> g,
        std::unique_ptr<Backend> loaded, std::unique_ptr<engine::ModelRunner> runner,
        std::unique_ptr<adapter::Disk> d, std::unique_ptr<adapter::Store> opened)
       : config(c),
-        settings(c),
+        settings(given),
         guard(std::move(g)),
         backend(std::move(loaded)),
         disk(std::move(d)),
@@ -280,10 +297,9 @@ struct App::Impl {
   absl::StatusOr<ConfigChanges> Reload(absl::StatusOr<Config> next) {
     DORAD_RETURN_IF_ERROR(next.status());
     DORAD_RETURN_IF_ERROR(CheckStart(*next));  // a restart is to find no more than this
-    ResolveComputeDtype(&next->model);
     const ConfigChanges changes = TakeReloadable(*std::move(next), &settings);
     ApplyLogging(settings.log);
-    engine.SetLimits(ToEngineOptions(settings, backend->info()));
+    engine.SetLimits(ToEngineOptions(Resolved(settings), backend->info()));
     engine.SetGpuShare(settings.engine.gpu_share);
     loader.SetKeepLast(settings.adapters.keep_last);
     services.default_deadline_seconds = settings.server.default_deadline_seconds;
@@ -344,10 +360,11 @@ App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 App::~App() = default;
 
-absl::StatusOr<std::unique_ptr<App>> App::Start(Config config,
+absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& given,
                                                 std::function<void()> on_unresponsive) {
-  DORAD_RETURN_IF_ERROR(CheckStart(config));
-  ResolveComputeDtype(&config.model);
+  DORAD_RETURN_IF_ERROR(CheckStart(given));
+  const Config config = Resolved(given);
+  DORAD_RETURN_IF_ERROR(TryListeners(config.server));
   absl::StatusOr<std::unique_ptr<security::SecurityManager>> guard =
       security::SecurityManager::Open(config.server, config.security);
   if (!guard.ok()) return guard.status();
@@ -361,6 +378,9 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config,
                            {"weight_bytes", model.weight_bytes},
                            {"kv_pages", model.kv_pages},
                            {"seconds", absl::ToDoubleSeconds(Since(begin))}});
+  if (std::vector<LogField> chosen = ChosenValues(given, config, model); !chosen.empty()) {
+    LogFields(LogLevel::kInfo, "values chosen for \"auto\"", chosen);
+  }
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<engine::ModelRunner> runner, (*backend)->MakeRunner());
   auto disk = std::make_unique<adapter::Disk>();
   std::unique_ptr<adapter::Store> store;
@@ -372,13 +392,17 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(Config config,
     }
     store = *std::move(opened);
   }
-  auto impl = std::make_unique<Impl>(config, *std::move(guard), *std::move(backend),
+  auto impl = std::make_unique<Impl>(config, given, *std::move(guard), *std::move(backend),
                                      std::move(runner), std::move(disk), std::move(store));
   impl->Restore();
   adapter::WarnOfMissingRoots(impl->config.adapters.allowed_roots);
   DORAD_RETURN_IF_ERROR(impl->Preload());
   DORAD_RETURN_IF_ERROR(impl->Listen());
   impl->WatchListeners(std::move(on_unresponsive));
+  LogInfo("serving", {{"grpc", impl->server->address()},
+                      {"admin", impl->server->admin_address()},
+                      {"metrics", impl->metrics_http ? impl->metrics_http->address() : ""},
+                      {"seconds", absl::ToDoubleSeconds(Since(begin))}});
   return std::unique_ptr<App>(new App(std::move(impl)));
 }
 

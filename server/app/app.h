@@ -18,7 +18,7 @@ class App {
   // message starts with the part that failed.
   // `on_unresponsive` is called, once at most and on a thread of its own, when a listener takes no
   // connections any more (server.listener_check_seconds).
-  static absl::StatusOr<std::unique_ptr<App>> Start(Config config,
+  static absl::StatusOr<std::unique_ptr<App>> Start(const Config& given,
                                                     std::function<void()> on_unresponsive);
   // Ends at once what Stop has not ended.
   ~App();

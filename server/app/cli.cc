@@ -1,6 +1,8 @@
 #include "server/app/cli.h"
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "server/platform/config/edit_distance.h"
 #include "server/platform/error.h"
 
 namespace dorad {
@@ -57,40 +59,36 @@ absl::Status AddAdapter(const std::string& value, Command* command) {
   return absl::OkStatus();
 }
 
-// Of serve and of print-config, which shows what serve would take.
-absl::Status ParseServeFlag(Arguments* arguments, Command* command) {
-  const std::string flag = arguments->word();
-  if (flag == "--help" && !arguments->has_inline_value()) {
-    command->verb = Command::Verb::kHelp;
+constexpr const char* kVerbs[] = {"serve", "check-config", "print-config"};
+constexpr const char* kFlags[] = {"--model", "--config", "--set", "--adapter", "--help"};
+
+// The argument without a flag: the model of serve and print-config, the file of check-config.
+absl::Status TakePositional(const std::string& value, Command* command) {
+  if (command->verb == Command::Verb::kCheckConfig) {
+    if (!command->config_file.empty()) return Usage("dorad check-config takes one FILE");
+    command->config_file = value;
     return absl::OkStatus();
   }
-  const bool known =
-      flag == "--model" || flag == "--config" || flag == "--set" || flag == "--adapter";
-  if (!known) return Usage(absl::StrCat("unknown argument \"", flag, "\""));
-  DORAD_ASSIGN_OR_RETURN(std::string value, arguments->Value());
-  if (flag == "--adapter") return AddAdapter(value, command);
-  if (flag == "--model") command->model = value;
-  if (flag == "--config") command->config_file = value;
-  if (flag == "--set") command->overrides.push_back(value);
+  if (command->model) return Usage(absl::StrCat("a second model, \"", value, "\""));
+  command->model = value;
   return absl::OkStatus();
 }
 
-absl::Status ParseCheckConfigFlag(Arguments* arguments, Command* command) {
+absl::Status ParseArgument(Arguments* arguments, Command* command) {
   const std::string word = arguments->word();
   if (word == "--help" && !arguments->has_inline_value()) {
     command->verb = Command::Verb::kHelp;
     return absl::OkStatus();
   }
-  if (word == "--set") {
-    DORAD_ASSIGN_OR_RETURN(std::string value, arguments->Value());
-    command->overrides.push_back(value);
-    return absl::OkStatus();
+  if (word.rfind('-', 0) != 0) return TakePositional(word, command);
+  if (!absl::c_linear_search(kFlags, word) || word == "--help") {
+    return Usage(absl::StrCat("unknown argument \"", word, "\"", DidYouMean(word, kFlags)));
   }
-  if (word.rfind("--", 0) == 0) {
-    return Usage(absl::StrCat("dorad check-config: unknown argument \"", word, "\""));
-  }
-  if (!command->config_file.empty()) return Usage("dorad check-config takes one FILE");
-  command->config_file = word;
+  DORAD_ASSIGN_OR_RETURN(std::string value, arguments->Value());
+  if (word == "--adapter") return AddAdapter(value, command);
+  if (word == "--model") command->model = value;
+  if (word == "--config") command->config_file = value;
+  if (word == "--set") command->overrides.push_back(value);
   return absl::OkStatus();
 }
 
@@ -106,27 +104,29 @@ absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& argumen
     command.verb = Command::Verb::kVersion;
     return command;
   }
-  if (verb == "serve" || verb == "print-config") {
-    command.verb = verb == "serve" ? Command::Verb::kServe : Command::Verb::kPrintConfig;
-    while (words.Next()) DORAD_RETURN_IF_ERROR(ParseServeFlag(&words, &command));
-    return command;
-  }
-  if (verb == "check-config") {
+  if (verb == "serve") {
+    command.verb = Command::Verb::kServe;
+  } else if (verb == "print-config") {
+    command.verb = Command::Verb::kPrintConfig;
+  } else if (verb == "check-config") {
     command.verb = Command::Verb::kCheckConfig;
-    while (words.Next()) DORAD_RETURN_IF_ERROR(ParseCheckConfigFlag(&words, &command));
-    if (command.verb == Command::Verb::kCheckConfig && command.config_file.empty()) {
-      return Usage("dorad check-config needs a FILE");
-    }
-    return command;
+  } else {
+    return Usage(absl::StrCat("unknown command \"", verb, "\": serve, check-config or print-config",
+                              DidYouMean(verb, kVerbs)));
   }
-  return Usage(absl::StrCat("unknown command \"", verb, "\": serve, check-config or print-config"));
+  bool is_empty = true;
+  for (; words.Next(); is_empty = false) {
+    DORAD_RETURN_IF_ERROR(ParseArgument(&words, &command));
+  }
+  if (verb == "check-config" && is_empty) return Usage("dorad check-config needs a FILE or flags");
+  return command;
 }
 
 const char* HelpText() {
   return R"(dorad: serves one base model and many DoRA and LoRA adapters over gRPC.
 
-  dorad serve --model DIR [--config FILE] [--set section.key=value]... [--adapter name=DIR]...
-      --model DIR         Hugging Face folder (also model.path)
+  dorad serve [MODEL] [--config FILE] [--set section.key=value]... [--adapter name=DIR]...
+      MODEL, --model DIR  Hugging Face folder (also model.path)
       --config FILE       YAML; deploy/dorad.yaml lists every key with its default
       --set section.key=value
                           overrides the file
@@ -136,7 +136,7 @@ const char* HelpText() {
       SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends them, too.
       SIGHUP: reads the file again; what may change while it runs changes.
 
-  dorad check-config FILE [--set section.key=value]...
+  dorad check-config [FILE] [the flags of serve]
       Says what a start would find wrong before it loads anything.
   dorad print-config [the arguments of serve]
       Prints the configuration in effect as YAML, each value with where it comes from.

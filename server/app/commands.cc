@@ -71,7 +71,7 @@ absl::StatusOr<Config> ReadConfigToServe(const Command& command) {
   DORAD_ASSIGN_OR_RETURN(Config config, ReadConfig(command));
   if (config.model.path.empty()) {
     return MakeError(absl::StatusCode::kInvalidArgument, "MODEL_MISSING",
-                     "no model: say --model DIR or set model.path");
+                     "no model: say dorad serve MODEL or set model.path");
   }
   return config;
 }
@@ -124,11 +124,12 @@ int Serve(const Command& command) {
 }
 
 int CheckConfig(const Command& command) {
-  const absl::StatusOr<Config> config = LoadConfig(command.config_file, command.overrides);
+  const absl::StatusOr<Config> config = ReadConfig(command);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
   const absl::Status checked = CheckStart(*config);
   if (!checked.ok()) return Fail(checked, kExitConfig);
-  std::printf("%s: fine%s\n", command.config_file.c_str(),
+  std::printf("%s: fine%s\n",
+              command.config_file.empty() ? "configuration" : command.config_file.c_str(),
               config->model.path.empty() ? "; it names no model" : "");
   return kExitOk;
 }

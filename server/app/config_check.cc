@@ -129,9 +129,9 @@ class Checks {
 
 }  // namespace
 
-absl::Status CheckStart(Config config) {
-  ResolveComputeDtype(&config.model);
-  return Checks(config).Run();
+absl::Status CheckStart(const Config& config) {
+  const Config resolved = Resolved(config);
+  return Checks(resolved).Run();
 }
 
 }  // namespace dorad

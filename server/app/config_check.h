@@ -9,6 +9,6 @@ namespace dorad {
 
 // INVALID_ARGUMENT listing every problem, each with the reason that the start would give. Without
 // model.path the model is not checked.
-absl::Status CheckStart(Config config);
+absl::Status CheckStart(const Config& config);
 
 }  // namespace dorad

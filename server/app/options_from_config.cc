@@ -15,10 +15,40 @@ int32_t ToInt32(int64_t value) {
   return static_cast<int32_t>(std::min<int64_t>(value, std::numeric_limits<int32_t>::max()));
 }
 
-void ResolveComputeDtype(ModelOptions* model) {
-  if (model->compute_dtype == "auto") {
-    model->compute_dtype = model->device == "cpu" ? "fp32" : "bf16";
+Config Resolved(Config config) {
+  ModelOptions& model = config.model;
+  if (model.device == "auto") model.device = Backend::ChooseDevice().name;
+  const bool on_cpu = model.device == "cpu";
+  if (model.compute_dtype == "auto") model.compute_dtype = on_cpu ? "fp32" : "bf16";
+  const auto choose = [on_cpu](int64_t* value, int64_t cpu, int64_t gpu) {
+    if (*value == 0) *value = on_cpu ? cpu : gpu;
+  };
+  choose(&config.engine.max_step_tokens, 512, 2048);
+  choose(&config.engine.max_running_sequences, 256, 1024);
+  choose(&config.server.max_concurrent_streams, 1024, 4096);
+  return config;
+}
+
+std::vector<LogField> ChosenValues(const Config& config, const Config& resolved,
+                                   const Backend::Info& model) {
+  std::vector<LogField> chosen;
+  if (config.model.device == "auto") {
+    chosen.emplace_back("model.device", resolved.model.device);
+    chosen.emplace_back("because", Backend::ChooseDevice().reason);
   }
+  if (config.model.compute_dtype == "auto") {
+    chosen.emplace_back("model.compute_dtype", resolved.model.compute_dtype);
+  }
+  const auto add = [&chosen](const char* key, int64_t configured, int64_t value) {
+    if (configured == 0) chosen.emplace_back(key, value);
+  };
+  add("engine.max_step_tokens", config.engine.max_step_tokens, resolved.engine.max_step_tokens);
+  add("engine.max_running_sequences", config.engine.max_running_sequences,
+      resolved.engine.max_running_sequences);
+  add("engine.kv_bytes", config.engine.kv_bytes, model.kv_bytes);
+  add("server.max_concurrent_streams", config.server.max_concurrent_streams,
+      resolved.server.max_concurrent_streams);
+  return chosen;
 }
 
 void ApplyLogging(const LogConfig& config) {

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "server/adapter/publish/loader.h"
 #include "server/backends/backend.h"
 #include "server/engine/options.h"
 #include "server/platform/config/config.h"
+#include "server/platform/log.h"
 #include "server/platform/metrics/metrics.h"
 #include "server/rpc/services.h"
 #include "server/rpc/upload_store.h"
@@ -17,8 +19,12 @@ namespace dorad {
 // Values above int32's range become its largest value.
 int32_t ToInt32(int64_t value);
 
-// Replaces compute_dtype "auto" by the device's own.
-void ResolveComputeDtype(ModelOptions* model);
+// The configuration with values in place of "auto", except for engine.kv_bytes, which the backend
+// chooses when it knows what the weights leave. May look for a GPU.
+Config Resolved(Config config);
+// The keys that Resolved fills in, with their values: for the log.
+std::vector<LogField> ChosenValues(const Config& config, const Config& resolved,
+                                   const Backend::Info& model);
 void ApplyLogging(const LogConfig& config);
 
 engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model);

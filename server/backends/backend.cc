@@ -43,12 +43,26 @@ absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
   DORAD_RETURN_IF_ERROR(CheckDevice(config));
+  if (config.engine.kv_bytes == 0) return model;
   DORAD_RETURN_IF_ERROR(KvPages(config.engine.kv_bytes, KvPageBytes(config, model)).status());
   DORAD_RETURN_IF_ERROR(CheckHostHoldsKv(config));
   return model;
 }
 
 }  // namespace
+
+const Backend::DeviceChoice& Backend::ChooseDevice() {
+  static const auto* const choice = new DeviceChoice([]() -> DeviceChoice {
+#ifdef DORAD_CUDA
+    const absl::StatusOr<std::string> gpu = FindGpu();
+    if (gpu.ok()) return {"cuda", *gpu};
+    return {"cpu", std::string(gpu.status().message())};
+#else
+    return {"cpu", "this binary was built without CUDA"};
+#endif
+  }());
+  return *choice;
+}
 
 absl::Status Backend::Check(const Config& config) { return ReadChecked(config).status(); }
 

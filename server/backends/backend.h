@@ -43,6 +43,13 @@ class Backend {
     int64_t kv_bytes = 0;
   };
 
+  // The device of model.device auto, and the reason for the choice: the first GPU if the kernels
+  // support it, else the CPU. Cached after the first call.
+  struct DeviceChoice {
+    std::string name;  // "cuda" or "cpu"
+    std::string reason;
+  };
+  static const DeviceChoice& ChooseDevice();
   // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
   // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
   // WATER_MARKS_CROSSED, OUT_OF_MEMORY: a KV cache that the host can never hold).
@@ -96,18 +103,22 @@ class Backend {
   virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
 
  protected:
-  // What every backend's Load does: info() but for what only the weights say.
+  // Fills in info() as far as it does not need the weights. kv_available: bytes for the KV cache
+  // where engine.kv_bytes is auto. Warns when the cache is too small for a whole context.
   absl::Status Describe(const Config& config, const model::ModelConfig& model,
-                        int64_t kv_page_bytes);
+                        int64_t kv_page_bytes, int64_t kv_available);
 
   Info info_;
 };
 
-// The devices' own Load. REQUIRES: model is that of config.model.path.
+// The devices' own Load. REQUIRES: model is that of config.model.path; no value but engine.kv_bytes
+// is auto.
 absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
                                                         model::ModelConfig model);
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
                                                          model::ModelConfig model);
+// The name of the GPU that LoadCudaBackend would use. FAILED_PRECONDITION (DEVICE_UNAVAILABLE).
+absl::StatusOr<std::string> FindGpu();
 // INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED).
 absl::Status CheckCudaConfig(const Config& config);
 // Bytes of one KV page on a GPU.

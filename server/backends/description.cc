@@ -1,11 +1,14 @@
 #include "server/backends/description.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "server/backends/backend.h"
+#include "server/engine/model_runner.h"
 #include "server/platform/error.h"
+#include "server/platform/log.h"
 
 namespace dorad {
 namespace {
@@ -13,6 +16,10 @@ namespace {
 std::string FolderName(const std::string& path) {
   const std::filesystem::path normal = std::filesystem::path(path).lexically_normal();
   return (normal.has_filename() ? normal : normal.parent_path()).filename().string();
+}
+
+int64_t PagesFor(int64_t tokens) {
+  return (tokens + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
 }
 
 }  // namespace
@@ -42,10 +49,27 @@ bool FactorsInBf16(const Config& config) {
          (config.adapters.dtype == "auto" && config.model.compute_dtype == "bf16");
 }
 
+int64_t AutoKvPages(int64_t available, int64_t page_bytes, int64_t context_length,
+                    int64_t max_running_sequences) {
+  const int64_t usable = max_running_sequences * PagesFor(context_length);
+  return std::max<int64_t>(2, std::min(available / page_bytes, usable));
+}
+
 absl::Status Backend::Describe(const Config& config, const model::ModelConfig& model,
-                               int64_t kv_page_bytes) {
+                               int64_t kv_page_bytes, int64_t kv_available) {
   DORAD_ASSIGN_OR_RETURN(info_.context_length, ContextLength(model, config.model.max_context));
-  DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv_page_bytes));
+  if (config.engine.kv_bytes == 0) {
+    info_.kv_pages = AutoKvPages(kv_available, kv_page_bytes, info_.context_length,
+                                 config.engine.max_running_sequences);
+  } else {
+    DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv_page_bytes));
+  }
+  if (const int64_t whole = PagesFor(info_.context_length); info_.kv_pages < whole) {
+    LogWarning("the KV cache is smaller than one whole context: longer requests are refused",
+               {{"context_length", info_.context_length},
+                {"kv_tokens", info_.kv_pages * engine::kKvPageTokens},
+                {"engine.kv_bytes_needed", whole * kv_page_bytes}});
+  }
   info_.kv_bytes = info_.kv_pages * kv_page_bytes;
   info_.kv_min_pages = (config.memory.kv_min_bytes + kv_page_bytes - 1) / kv_page_bytes;
   info_.model_type = model.model_type;

@@ -305,14 +305,6 @@ class TokenTableReader {
     return fields;
   }
 
-  static std::string DidYouMean(const std::string& key, const Keys& known) {
-    if (key.size() > kLongestComparedName) return "";
-    for (const char* name : known) {
-      if (IsNear(EditDistance(key, name), name)) return absl::StrCat("; did you mean ", name, "?");
-    }
-    return "";
-  }
-
   std::string Place(const YAML::Mark& mark) const {
     return mark.is_null() ? name_ : absl::StrCat(name_, ":", mark.line + 1);
   }

@@ -55,6 +55,8 @@ def command(
     """The command line; ports are picked by the kernel unless settings say otherwise."""
     values = {"server.grpc_listen": "127.0.0.1:0", "server.metrics_listen": "127.0.0.1:0"}
     values["model.device"] = device()
+    if config is None:
+        values["engine.kv_bytes"] = "1GiB"  # not a share of this machine's free memory
     values |= settings or {}
     line = [str(binary()), "serve"]
     line += ["--model", str(model)] if model is not None else []

@@ -16,6 +16,7 @@
 #include "server/backends/description.h"
 #include "server/platform/error.h"
 #include "server/platform/exception.h"
+#include "server/platform/process/host_memory.h"
 
 namespace dorad {
 namespace {
@@ -49,6 +50,9 @@ int Threads(const EngineConfig& config) {
   return config.threads > 0 ? static_cast<int>(config.threads) : hardware;
 }
 
+// An automatic KV cache takes a quarter of the memory that is free once the weights are loaded.
+constexpr int64_t kAutoKvDivisor = 4;
+
 class CpuBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
@@ -64,7 +68,8 @@ class CpuBackend final : public Backend {
                     /*shareable=*/!config.server.shared_memory_socket.empty()));
     const int64_t page_bytes =
         engine::CpuKvPageBytes(model_->config(), compute == ops::ComputeDType::kBF16 ? 2 : 4);
-    DORAD_RETURN_IF_ERROR(Describe(config, model_->config(), page_bytes));
+    DORAD_RETURN_IF_ERROR(
+        Describe(config, model_->config(), page_bytes, AvailableHostMemory() / kAutoKvDivisor));
     info_.digest = model_->digest();
     info_.num_parameters = model_->num_parameters();
     info_.weight_bytes = model_->bytes();

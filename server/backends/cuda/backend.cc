@@ -47,6 +47,20 @@ absl::Status CheckWaterMarks(const MemoryConfig& memory, int64_t device_bytes) {
         absl::StrCat(memory.low_water, " is above memory.high_water, ", memory.high_water)}});
 }
 
+// For an automatic KV cache: the memory that weights and a reserve for adapters and workspace leave
+// of the limit. Adapters beyond the reserve shrink the cache.
+int64_t AutoKvBytes(const Config& config, const model::ModelConfig& model,
+                    const cuda::DeviceMemory& memory) {
+  constexpr int64_t kLeastReserve = int64_t{2} << 30;
+  const int64_t limit = std::min(ByteLimit(config.memory.vram_limit, memory.total),
+                                 memory.free - config.memory.reserve);
+  const int64_t left = limit - cuda::CudaModel::BytesFor(model);
+  const int64_t logits = config.engine.max_running_sequences * model.vocab_size * 4;
+  const int64_t reserve =
+      std::max({left / 8, kLeastReserve, config.adapters.resident_bytes}) + 2 * logits;
+  return std::max<int64_t>(0, left - reserve);
+}
+
 class CudaBackend final : public Backend {
  public:
   absl::Status Load(const Config& config, model::ModelConfig model_config) {
@@ -56,7 +70,8 @@ class CudaBackend final : public Backend {
     ledger_.SetReserve(config.memory.reserve, cuda::MemoryOfDevice);
     ledger_.set_low_water(ByteLimit(config.memory.low_water, memory.total));
     const int64_t page_bytes = cuda::KvPageBytes(model_config);
-    DORAD_RETURN_IF_ERROR(Describe(config, model_config, page_bytes));
+    DORAD_RETURN_IF_ERROR(
+        Describe(config, model_config, page_bytes, AutoKvBytes(config, model_config, memory)));
     ledger_.SetGivesWay({{"adapters", 0}, {"loading", 0}, {"kv", info_.kv_min_pages * page_bytes}});
     const cuda::KvLayout kv = cuda::KvLayoutOf(model_config);
     info_.kv_bytes = kv.ChunksFor(info_.kv_pages + cuda::kSparePages) * kv.chunk_bytes();
@@ -74,8 +89,8 @@ class CudaBackend final : public Backend {
                            cuda::MakeCudaAdapterBuilder(model_.get(), gaps_.get(), &ledger_));
     if (config.memory.host_weights) DORAD_RETURN_IF_ERROR(model_->KeepHostCopy());
     if (config.adapters.host_bytes > 0) {
-      DORAD_ASSIGN_OR_RETURN(
-          host_copies_, cuda::MakeCudaHostCopies(model_.get(), config.adapters.host_bytes, &ledger_));
+      DORAD_ASSIGN_OR_RETURN(host_copies_, cuda::MakeCudaHostCopies(
+                                               model_.get(), config.adapters.host_bytes, &ledger_));
     }
     if (!config.server.shared_memory_socket.empty()) {
       DORAD_ASSIGN_OR_RETURN(peer_memories_, cuda::PeerMemories::Create());
@@ -128,6 +143,8 @@ class CudaBackend final : public Backend {
 };
 
 }  // namespace
+
+absl::StatusOr<std::string> FindGpu() { return cuda::FindGpu(); }
 
 absl::Status CheckCudaConfig(const Config& config) {
   if (config.model.compute_dtype != "bf16" || !FactorsInBf16(config)) {

@@ -57,21 +57,26 @@ absl::StatusOr<DeviceMemory> MemoryOfDevice() {
                       static_cast<int64_t>(pooled)};
 }
 
-absl::StatusOr<DeviceMemory> OpenDevice() {
+absl::StatusOr<std::string> FindGpu() {
   const auto unavailable = [](const std::string& why) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "DEVICE_UNAVAILABLE",
-                     absl::StrCat("model.device is cuda, but ", why));
+                     absl::StrCat("no GPU can be used: ", why));
   };
   int devices = 0;
   const cudaError_t error = cudaGetDeviceCount(&devices);
   if (error != cudaSuccess) return unavailable(cudaGetErrorString(error));
-  if (devices == 0) return unavailable("there is no GPU");
+  if (devices == 0) return unavailable("there is none");
   cudaDeviceProp properties;
   DORAD_RETURN_IF_CUDA_ERROR(cudaGetDeviceProperties(&properties, 0), "opening the GPU");
   if (properties.major != kMajor) {
     return unavailable(absl::StrCat(properties.name, " has compute capability ", properties.major,
                                     ".", properties.minor, "; the kernels need 9.0 (Hopper)"));
   }
+  return std::string(properties.name);
+}
+
+absl::StatusOr<DeviceMemory> OpenDevice() {
+  DORAD_RETURN_IF_ERROR(FindGpu().status());
   DORAD_RETURN_IF_CUDA_ERROR(cudaSetDevice(0), "opening the GPU");
   // Freed memory stays in the pool: giving it back to the driver waits for the whole device.
   cudaMemPool_t pool = nullptr;

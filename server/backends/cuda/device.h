@@ -33,8 +33,10 @@ struct DeviceMemory {
 
 absl::StatusOr<DeviceMemory> MemoryOfDevice();
 
-// Makes the GPU this process's. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless there is one that
-// the kernels were built for.
+// The name of the first GPU. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless the kernels were built
+// for it.
+absl::StatusOr<std::string> FindGpu();
+// Makes that GPU this process's. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) as FindGpu.
 absl::StatusOr<DeviceMemory> OpenDevice();
 
 // Gives what DeviceBuffers have freed back to the device. Waits for its work.

@@ -20,7 +20,7 @@ struct ServerConfig {
   std::string admin_listen;                       // "" = admin RPCs share grpc_listen
   std::string shared_memory_socket;               // path; "" = none
   int64_t max_message_bytes = 64 << 20;
-  int64_t max_concurrent_streams = 1024;
+  int64_t max_concurrent_streams = 0;     // of a connection; 0: auto
   double drain_delay_seconds = 0.0;       // SIGTERM: not serving, requests are still taken
   double drain_timeout_seconds = 30.0;    // then: wait this long for running requests
   double default_deadline_seconds = 0.0;  // for calls without a deadline; 0 = none
@@ -30,16 +30,16 @@ struct ServerConfig {
 
 struct ModelOptions {
   std::string path;                    // Hugging Face folder
-  std::string device = "cpu";          // "cpu" or "cuda"
+  std::string device = "auto";         // "cpu", "cuda"; "auto": a supported GPU, else the CPU
   std::string compute_dtype = "auto";  // "fp32", "bf16"; "auto": fp32 on the CPU, else bf16
   int64_t max_context = 0;             // 0 = the model's own
 };
 
 struct EngineConfig {
-  int64_t threads = 0;  // 0 = all cores
-  int64_t max_step_tokens = 512;
-  int64_t max_running_sequences = 256;
-  int64_t kv_bytes = int64_t{1} << 30;
+  int64_t threads = 0;                // 0 = all cores
+  int64_t max_step_tokens = 0;        // 0: auto
+  int64_t max_running_sequences = 0;  // 0: auto
+  int64_t kv_bytes = 0;               // 0: auto
   bool prefix_cache = true;
   bool deterministic = true;
   double gpu_share = 1.0;  // the most of the time that steps take; on the CPU likewise

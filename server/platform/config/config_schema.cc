@@ -40,12 +40,15 @@ class SectionKeys {
     Add(key, ConfigType::kChoice, member).keys_->back().choices = std::move(choices);
     return *this;
   }
-  SectionKeys& Integer(const char* key, int64_t Section::*member, double min, double max) {
-    return Add(key, ConfigType::kInteger, member, min, max);
+  SectionKeys& Integer(const char* key, int64_t Section::*member, double min, double max,
+                       bool may_be_auto = false) {
+    Add(key, ConfigType::kInteger, member, min, max).keys_->back().may_be_auto = may_be_auto;
+    return *this;
   }
   SectionKeys& Bytes(const char* key, int64_t Section::*member, double min = 0,
-                     double max = kMaxBytes) {
-    return Add(key, ConfigType::kBytes, member, min, max);
+                     double max = kMaxBytes, bool may_be_auto = false) {
+    Add(key, ConfigType::kBytes, member, min, max).keys_->back().may_be_auto = may_be_auto;
+    return *this;
   }
   SectionKeys& ByteLimit(const char* key, std::string Section::*member) {
     return Add(key, ConfigType::kByteLimit, member);
@@ -74,7 +77,7 @@ class SectionKeys {
     const auto field = [section = section_, member](Config& config) -> ConfigField {
       return &(config.*section.*member);
     };
-    keys_->push_back({name_, key, type, field, min, max, {}, false});
+    keys_->push_back({name_, key, type, field, min, max, {}, false, false});
     return *this;
   }
 
@@ -93,7 +96,7 @@ std::vector<ConfigKey> AllKeys() {
   using Metrics = MetricsConfig;
   using Security = SecurityConfig;
   using Log = LogConfig;
-  constexpr bool kMayBeEmpty = true;
+  constexpr bool kMayBeEmpty = true, kMayBeAuto = true;
   std::vector<ConfigKey> keys;
   SectionKeys("server", &Config::server, &keys)
       .Listen("grpc_listen", &Server::grpc_listen)
@@ -101,7 +104,7 @@ std::vector<ConfigKey> AllKeys() {
       .Listen("admin_listen", &Server::admin_listen, kMayBeEmpty)
       .Text("shared_memory_socket", &Server::shared_memory_socket)
       .Bytes("max_message_bytes", &Server::max_message_bytes, 65536, kMaxCount)
-      .Integer("max_concurrent_streams", &Server::max_concurrent_streams, 1, kMaxCount)
+      .Integer("max_concurrent_streams", &Server::max_concurrent_streams, 1, kMaxCount, kMayBeAuto)
       .Seconds("drain_delay_seconds", &Server::drain_delay_seconds)
       .Seconds("drain_timeout_seconds", &Server::drain_timeout_seconds)
       .Seconds("default_deadline_seconds", &Server::default_deadline_seconds, 0, 7 * kDay)
@@ -109,14 +112,14 @@ std::vector<ConfigKey> AllKeys() {
       .Seconds("listener_check_seconds", &Server::listener_check_seconds);
   SectionKeys("model", &Config::model, &keys)
       .Text("path", &Model::path)
-      .Choice("device", &Model::device, {"cpu", "cuda"})
+      .Choice("device", &Model::device, {"auto", "cpu", "cuda"})
       .Choice("compute_dtype", &Model::compute_dtype, {"auto", "fp32", "bf16"})
       .Integer("max_context", &Model::max_context, 0, kMaxCount);
   SectionKeys("engine", &Config::engine, &keys)
       .Integer("threads", &Engine::threads, 0, 4096)
-      .Integer("max_step_tokens", &Engine::max_step_tokens, 1, 1 << 20)
-      .Integer("max_running_sequences", &Engine::max_running_sequences, 1, 1 << 20)
-      .Bytes("kv_bytes", &Engine::kv_bytes, 1)
+      .Integer("max_step_tokens", &Engine::max_step_tokens, 1, 1 << 20, kMayBeAuto)
+      .Integer("max_running_sequences", &Engine::max_running_sequences, 1, 1 << 20, kMayBeAuto)
+      .Bytes("kv_bytes", &Engine::kv_bytes, 1, kMaxBytes, kMayBeAuto)
       .Boolean("prefix_cache", &Engine::prefix_cache)
       .Boolean("deterministic", &Engine::deterministic)
       .Share("gpu_share", &Engine::gpu_share, 0.01, 1)
@@ -189,7 +192,8 @@ const ConfigKey* FindConfigKey(std::string_view section, std::string_view name) 
 
 std::string DescribeValues(const ConfigKey& key) {
   const auto range = [&key] {
-    return absl::StrCat(Number(key.type, key.min), " to ", Number(key.type, key.max));
+    return absl::StrCat(Number(key.type, key.min), " to ", Number(key.type, key.max),
+                        key.may_be_auto ? ", or auto" : "");
   };
   switch (key.type) {
     case ConfigType::kText:

@@ -42,6 +42,7 @@ struct ConfigKey {
   double min, max;  // of kInteger, kBytes, kSeconds and kShare, both allowed
   std::vector<std::string> choices;
   bool may_be_empty;  // only of kListen and kTcp
+  bool may_be_auto;   // only of kInteger and kBytes: the text "auto" is the value 0
 
   std::string path() const { return std::string(section) + "." + name; }
 };

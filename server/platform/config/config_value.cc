@@ -19,6 +19,8 @@
 namespace dorad {
 namespace {
 
+constexpr char kAuto[] = "auto";
+
 std::string Expected(const ConfigKey& key, const std::string& text) {
   constexpr size_t kShown = 80;
   return absl::StrCat("'", text.substr(0, kShown), text.size() > kShown ? "..." : "",
@@ -46,6 +48,10 @@ bool ParseShare(const std::string& text, double* value) {
 }
 
 std::string SetNumber(const ConfigKey& key, const std::string& text, int64_t* field) {
+  if (key.may_be_auto && text == kAuto) {
+    *field = 0;
+    return "";
+  }
   int64_t value = 0;
   const bool parsed =
       key.type == ConfigType::kBytes ? ParseBytes(text, &value) : ParseInteger(text, &value);
@@ -223,6 +229,7 @@ std::string ValueToYaml(const ConfigKey& key, Config* config) {
   const ConfigField field = key.field(*config);
   if (auto* const* value = std::get_if<std::string*>(&field)) return Quote(**value);
   if (auto* const* value = std::get_if<int64_t*>(&field)) {
+    if (key.may_be_auto && **value == 0) return kAuto;
     return key.type == ConfigType::kBytes ? FormatBytes(**value) : absl::StrCat(**value);
   }
   if (auto* const* value = std::get_if<double*>(&field)) return FormatDecimal(**value);

@@ -4,6 +4,8 @@
 #include <numeric>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+
 namespace dorad {
 
 // One row at a time.
@@ -24,6 +26,14 @@ size_t EditDistance(std::string_view a, std::string_view b) {
 
 bool IsNear(size_t distance, std::string_view text) {
   return distance <= std::max<size_t>(2, text.size() / 3);
+}
+
+std::string DidYouMean(std::string_view text, absl::Span<const char* const> known) {
+  if (text.size() > kLongestComparedName) return "";
+  for (const char* name : known) {
+    if (IsNear(EditDistance(text, name), name)) return absl::StrCat("; did you mean ", name, "?");
+  }
+  return "";
 }
 
 }  // namespace dorad

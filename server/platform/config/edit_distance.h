@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <string_view>
+
+#include "absl/types/span.h"
 
 namespace dorad {
 
@@ -14,5 +17,8 @@ size_t EditDistance(std::string_view a, std::string_view b);
 
 // Whether a name at that distance from `text` may be a misspelling of it.
 bool IsNear(size_t distance, std::string_view text);
+
+// "; did you mean NAME?" with the first known name that is near, or "".
+std::string DidYouMean(std::string_view text, absl::Span<const char* const> known);
 
 }  // namespace dorad

@@ -16,16 +16,36 @@ TEST(OptionsFromConfigTest, ClampsToInt32) {
   EXPECT_EQ(ToInt32(int64_t{1} << 40), std::numeric_limits<int32_t>::max());
 }
 
-TEST(OptionsFromConfigTest, TheDeviceDecidesComputeDtypeAuto) {
-  ModelOptions model;
-  ResolveComputeDtype(&model);
-  EXPECT_EQ(model.compute_dtype, "fp32");
-  model = {.device = "cuda"};
-  ResolveComputeDtype(&model);
-  EXPECT_EQ(model.compute_dtype, "bf16");
-  model = {.device = "cuda", .compute_dtype = "fp32"};
-  ResolveComputeDtype(&model);
-  EXPECT_EQ(model.compute_dtype, "fp32");
+TEST(OptionsFromConfigTest, TheDeviceDecidesAutomaticValues) {
+  Config config;
+  config.model.device = "cpu";
+  Config cpu = Resolved(config);
+  EXPECT_EQ(cpu.model.compute_dtype, "fp32");
+  config.model.device = "cuda";
+  const Config cuda = Resolved(config);
+  EXPECT_EQ(cuda.model.compute_dtype, "bf16");
+  for (const auto member : {&EngineConfig::max_step_tokens, &EngineConfig::max_running_sequences}) {
+    EXPECT_GT(cpu.engine.*member, 0);
+    EXPECT_GT(cuda.engine.*member, cpu.engine.*member);
+  }
+  EXPECT_EQ(cuda.engine.kv_bytes, 0) << "the backend chooses it";
+  config.model.device = "auto";
+  EXPECT_EQ(Resolved(config).model.device, Backend::ChooseDevice().name);
+}
+
+TEST(OptionsFromConfigTest, GivenValuesStay) {
+  Config config;
+  config.model.device = "cuda";
+  config.model.compute_dtype = "fp32";
+  config.engine.max_step_tokens = 7;
+  config.engine.max_running_sequences = 8;
+  config.server.max_concurrent_streams = 9;
+  const Config resolved = Resolved(config);
+  EXPECT_EQ(resolved.model.compute_dtype, "fp32");
+  EXPECT_EQ(resolved.engine.max_step_tokens, 7);
+  EXPECT_EQ(resolved.engine.max_running_sequences, 8);
+  EXPECT_EQ(resolved.server.max_concurrent_streams, 9);
+  EXPECT_TRUE(ChosenValues(resolved, resolved, {.kv_bytes = 1}).size() == 1) << "engine.kv_bytes";
 }
 
 TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {

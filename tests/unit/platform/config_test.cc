@@ -31,7 +31,7 @@ absl::Status Fail(const std::string& text, const std::vector<std::string>& overr
 }
 
 TEST(ConfigTest, TakesDefaultsFileAndOverridesInThisOrder) {
-  EXPECT_EQ(Parse("").engine.max_step_tokens, 512);
+  EXPECT_EQ(Parse("").engine.max_step_tokens, 0);
   const std::string file = "engine: {max_step_tokens: 64, prefix_cache: false}\nlimits:\n";
   EXPECT_EQ(Parse(file).engine.max_step_tokens, 64);
   EXPECT_FALSE(Parse(file).engine.prefix_cache);
@@ -179,7 +179,7 @@ std::vector<Bad> BadValues() {
       {"yes for true", "", {"engine.prefix_cache=yes"}, value, "true or false"},
       {"1 for true", "", {"engine.prefix_cache=1"}, value, "true or false"},
       {"unknown choice", "", {"model.compute_dtype=fp16"}, value, "one of auto, fp32, bf16"},
-      {"unknown device", "", {"model.device=tpu"}, value, "one of cpu, cuda"},
+      {"unknown device", "", {"model.device=tpu"}, value, "one of auto, cpu, cuda"},
       {"unknown level", "", {"log.level=INFO"}, value, "debug, info, warning, error"},
       {"no port", "", {"server.grpc_listen=localhost"}, value, "expected host:port"},
       {"port too large", "", {"server.grpc_listen=a:65536"}, value, "0 to 65535"},
@@ -245,6 +245,24 @@ TEST(ConfigTest, AcceptsTheEndsOfEveryRange) {
       Config config;
       EXPECT_NE(SetFromText(key, absl::StrCat(static_cast<int64_t>(value)), &config), "")
           << key.path();
+    }
+  }
+}
+
+TEST(ConfigTest, AutoIsAValueOfSomeNumbers) {
+  const Config config = Parse("engine: {kv_bytes: 1GiB, max_step_tokens: auto}",
+                              {"engine.kv_bytes=auto", "server.max_concurrent_streams=7"});
+  EXPECT_EQ(config.engine.kv_bytes, 0);
+  EXPECT_EQ(config.engine.max_step_tokens, 0);
+  EXPECT_THAT(ToYaml(config), HasSubstr("kv_bytes: auto"));
+  for (const ConfigKey& key : ConfigKeys()) {
+    Config changed;
+    const bool number = key.type == ConfigType::kInteger || key.type == ConfigType::kBytes;
+    if (number) {
+      EXPECT_EQ(SetFromText(key, "auto", &changed).empty(), key.may_be_auto) << key.path();
+    }
+    if (key.may_be_auto) {
+      EXPECT_NE(SetFromText(key, "0", &changed), "") << key.path();
     }
   }
 }
