@@ -140,7 +140,7 @@ TEST_F(CudaSharedWeightsTest, EachTensorLiesWhereTheLayoutSays) {
   EXPECT_TRUE(Must(model->Share(layout.piece_bytes.size(), 100)).empty());
   ASSERT_EQ(layout.tensors.size(), tensors.size());
   for (const model::LaidOutTensor& tensor : layout.tensors) {
-    const std::vector<std::byte>& bytes = tensors.at(tensor.name).bytes;
+    const ByteBuffer& bytes = tensors.at(tensor.name).bytes;
     ASSERT_TRUE(tensor.place.has_value()) << tensor.name;
     if (tensor.place->dtype == DType::kBF16) {
       const std::vector<char> read = imported.Read(tensor.place->offset, bytes.size());
