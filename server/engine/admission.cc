@@ -19,7 +19,7 @@ constexpr absl::Duration kRetryShuttingDown = absl::Seconds(1);
 }  // namespace
 
 absl::Status ShuttingDown() {
-  // Behind a load balancer the next try reaches another server.
+  // Behind a load balancer the retry reaches another server.
   return WithRetryAfter(
       MakeError(absl::StatusCode::kUnavailable, "SHUTTING_DOWN", "the server is shutting down"),
       kRetryShuttingDown);
@@ -70,7 +70,7 @@ absl::Status Admission::Check(const Request& request, int64_t tokens) const {
     return MakeError(absl::StatusCode::kAlreadyExists, "REQUEST_ID_IN_USE",
                      absl::StrCat("a running request has the id ", request.base().request_id));
   }
-  // One request is always let in, however large: it was validated, and nobody is before it.
+  // An empty queue accepts one request of any size: validation has bounded it.
   if (queue_.requests > 0 && (queue_.requests >= limits_.max_queued_requests ||
                               queue_.tokens + tokens > limits_.max_queued_tokens)) {
     return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "QUEUE_FULL",

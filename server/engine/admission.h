@@ -1,6 +1,6 @@
-// The engine's door: which requests are let in, and what other threads want of the engine thread.
-// Has the one table of the requests that are let in and have not ended, and owns them. Owned by
-// Engine. Thread-safe; the requests themselves are the engine thread's once they are let in.
+// Admission of requests, and the queue of messages for the engine thread. Owns the table of
+// admitted requests that have not ended. Owned by Engine. Thread-safe; after its admission only the
+// engine thread uses a request.
 #pragma once
 
 #include <cstdint>
@@ -39,10 +39,10 @@ class Admission {
   // metrics is borrowed.
   Admission(const EngineLimits& limits, Metrics* metrics) : metrics_(metrics), limits_(limits) {}
 
-  // --- Any thread. Messages run on the engine thread in the order in which they came.
+  // --- Any thread. Messages run on the engine thread in order of arrival.
 
-  // Takes the request into the table and has the engine thread call `enter` with it. Errors as
-  // Engine::Submit; then the request is gone.
+  // Adds the request to the table; the engine thread then calls `enter` with it. Errors as
+  // Engine::Submit; an error destroys the request.
   using Enter = std::function<void(Request*)>;
   absl::StatusOr<RequestHandle> Admit(std::unique_ptr<Request> request, Enter enter);
   void Post(Message message);
@@ -50,14 +50,14 @@ class Admission {
   void SetSleeping(bool refuses);
   // From now on new requests are refused with SHUTTING_DOWN.
   void StopAdmission();
-  // Likewise, and the engine thread is told to end.
+  // As StopAdmission; the engine thread also ends.
   void Close();
 
   EngineLimits limits() const;
-  // For requests that have not been let in yet.
+  // For requests that are not admitted yet.
   void SetLimits(const EngineLimits& limits);
 
-  // True when nobody is in and no message is left.
+  // True when the table and the message queue are empty.
   bool idle() const;
   // Requests in the table.
   int64_t live_count() const;
@@ -65,25 +65,25 @@ class Admission {
     int64_t requests = 0;
     int64_t tokens = 0;
   };
-  // Of requests that have not started.
+  // Requests that have not started.
   Queue queue() const;
   AdaptersInUse adapters_in_use() const;
 
   // --- The engine thread.
 
-  // The messages that have come; waits for one, or for Close, up to `patience`. *stop: after Close,
-  // when these are the last.
+  // Returns the queued messages; waits up to `patience` for one or for Close. *stop: Close was
+  // called and no message follows these.
   std::vector<Message> Take(absl::Duration patience, bool* stop);
-  // New requests that one of the scopes covers are refused with ENGINE_PAUSED. Some may have been
-  // let in before and not have entered.
+  // Refuses new requests of these scopes with ENGINE_PAUSED. Requests that were admitted before may
+  // still enter.
   void SetRefused(std::vector<adapter::AdapterRef> scopes);
-  // A request that was let in waits no longer; each once.
+  // An admitted request has left the queue. Once for each request.
   void Started(const Request& request);
-  // Those of the table that have entered.
+  // The requests that have entered.
   std::vector<Request*> Live() const;
-  // nullptr: there is none.
+  // nullptr: no such request.
   Request* Find(const std::string& key) const;
-  // Takes it out of the table: its id is free again. REQUIRES: it has started.
+  // Removes the request and frees its id. REQUIRES: it has started.
   std::unique_ptr<Request> Ended(Request* request);
 
  private:
@@ -105,8 +105,8 @@ class Admission {
   std::map<std::string, Users> users_ ABSL_GUARDED_BY(mu_);  // by adapter
   Queue queue_ ABSL_GUARDED_BY(mu_);
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
-  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;  // and refusing
-  bool draining_ ABSL_GUARDED_BY(mu_) = false;  // StopAdmission
+  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;  // requests are refused
+  bool draining_ ABSL_GUARDED_BY(mu_) = false;  // after StopAdmission
   std::vector<adapter::AdapterRef> refused_ ABSL_GUARDED_BY(mu_);
 };
 

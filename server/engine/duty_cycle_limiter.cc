@@ -21,7 +21,7 @@ absl::Duration DutyCycleLimiter::BalanceAt(Instant now) const {
 
 void DutyCycleLimiter::Ran(absl::Duration busy, Instant end) {
   if (!paces()) return;
-  // What grows while the step runs is not left over: only what was there before it is bounded.
+  // The window bounds only the credit from before the step.
   const Instant begin = end - absl::ToChronoNanoseconds(busy);
   balance_ = BalanceAt(begin) - busy * (1 - share_);
   as_of_ = std::max(as_of_, end);
@@ -29,7 +29,7 @@ void DutyCycleLimiter::Ran(absl::Duration busy, Instant end) {
 
 absl::Duration DutyCycleLimiter::Wait(Instant now) const {
   if (!paces()) return absl::ZeroDuration();
-  // A whole number of the clock's ticks: who waits so long finds that it was enough.
+  // Rounded up to the clock's tick: after this wait the balance is not negative.
   return absl::Ceil(std::max(absl::ZeroDuration(), -BalanceAt(now) / share_), absl::Nanoseconds(1));
 }
 

@@ -53,7 +53,7 @@ struct Engine::Impl {
   }
 
   absl::StatusOr<RequestHandle> Submit(std::unique_ptr<Request> request) {
-    // Here rather than on the engine's thread: a large Score has thousands.
+    // Not on the engine thread: a large Score has thousands of sequences.
     request->MakeSequences(rules, prefix_cache);
     return admission.Admit(std::move(request), [this](Request* entering) { loop.Enter(entering); });
   }
@@ -89,9 +89,8 @@ absl::StatusOr<RequestHandle> Engine::Submit(GenerateInput input,
 }
 
 absl::StatusOr<RequestHandle> Engine::Submit(ScoreInput input,
-                                             std::shared_ptr<ScoreTicket> pause_id) {
-  return impl_->Submit(
-      std::make_unique<Request>(std::move(input), std::move(pause_id), SteadyNow()));
+                                             std::shared_ptr<ScoreTicket> ticket) {
+  return impl_->Submit(std::make_unique<Request>(std::move(input), std::move(ticket), SteadyNow()));
 }
 
 void Engine::Cancel(RequestHandle request) {

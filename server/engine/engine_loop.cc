@@ -15,7 +15,7 @@ namespace dorad::engine {
 namespace {
 
 constexpr absl::Duration kIdleHeartbeat = absl::Seconds(1);
-// Between two questions whether weights have come, when there is nothing else to do.
+// Poll interval for evicted weights when no step can run.
 constexpr absl::Duration kAskForWeights = absl::Milliseconds(2);
 
 KvPages::Chunks ChunksOf(ModelRunner& runner) {
@@ -23,7 +23,7 @@ KvPages::Chunks ChunksOf(ModelRunner& runner) {
   return chunks == nullptr ? KvPages::Chunks() : KvPages::Chunks{chunks->pages(), chunks->lead()};
 }
 
-// A sequence that does not fit could never finish, whatever comes back.
+// A smaller cache could never finish the longest sequence.
 int64_t LeastPages(const EngineOptions& options, int64_t max_length) {
   const int64_t longest = (max_length + kKvPageTokens - 1) / kKvPageTokens;
   return std::max(options.kv_min_pages, longest);
@@ -42,7 +42,7 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       metrics_(metrics),
       pages_(runner->kv_pages(), ChunksOf(*runner)),
       balloon_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
-               options.kv_min_shrink_bytes, metrics),
+               options.kv_shrink_hold, metrics),
       weights_(metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
                   [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
@@ -61,7 +61,7 @@ void EngineLoop::Run() {
     EndOverdue();
     FollowActiveVersions();
     ApplyGpuShare(SteadyNow());
-    // A step that hangs must not hide for whom. Without messages nobody has come.
+    // A step that hangs must not hide the requests in it. Only messages add requests.
     if (!messages.empty()) PublishStats();
     Step();
     CompletePauses();
@@ -75,8 +75,7 @@ void EngineLoop::Run() {
   PublishStats();
 }
 
-// Waits while there is nothing to do or the next step has to wait, but not longer than until the
-// next deadline.
+// Waits while no step may begin, at most until the next deadline.
 std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
   const Instant now = SteadyNow();
   absl::Duration patience = kIdleHeartbeat;
@@ -98,9 +97,9 @@ void EngineLoop::Enter(Request* request) {
   request->entered = true;
   if (request->deadline != Instant::max()) deadlines_.insert({request->deadline, request});
   request->Enter(&next_arrival_);
-  // So may the note of an activation.
+  // An activation may have come between the request's admission and its entry.
   Follow(request, request->NewerVersion());
-  // Both may have come between its admission and its entrance.
+  // So may a pause and a retirement.
   if (pauses_.Refuses(*request)) {
     BeginEnd(request, {EnginePaused(), {}});
     return;
@@ -129,23 +128,22 @@ void EngineLoop::FollowActiveVersions() {
     if (lease.get() != nullptr) moving.emplace_back(request, std::move(lease));
   }
   if (moving.empty()) return;
-  // A request goes over between two tokens, when all rows of it have landed, which may end it.
+  // A request switches between two tokens: all its rows must have landed. It may end by that.
   FinishAll();
   for (auto& [request, lease] : moving) {
     if (admission_->Find(request->key()) == request) Follow(request, std::move(lease));
   }
 }
 
-// Without a lease there is nothing to follow.
 void EngineLoop::Follow(Request* request, adapter::AdapterLease lease) {
   if (lease.get() == nullptr) return;
   request->Switch(std::move(lease), &scheduler_);
-  FreezeOrThaw(request);  // it may hold other versions now
+  FreezeOrThaw(request);  // pauses may cover the new version
   metrics_->VersionSwitched();
 }
 
-// Keeps the runner busy: while it computes one step the next one is scheduled and begun, and what
-// the step before brought is delivered. Steps in flight land whatever stops new ones.
+// Keeps the runner busy: while it computes one step, the next one is scheduled and begun and the
+// results of the last one are delivered. Steps in flight land also during a pause.
 void EngineLoop::Step() {
   if (may_step()) BeginSteps();
   if (!pipeline_.empty()) FinishStep();
@@ -153,11 +151,11 @@ void EngineLoop::Step() {
 
 void EngineLoop::BeginSteps() {
   if (pipeline_.empty() && limiter_.Wait(SteadyNow()) > absl::ZeroDuration()) {
-    stalled_ = false;  // somebody may be able to run when its turn comes
+    stalled_ = false;  // unknown until the next schedule
     return;
   }
   if (pages_.released() > 0) {
-    balloon_.TakeBack(scheduler_.running() + scheduler_.shortage(), SteadyNow());
+    balloon_.Grow(scheduler_.running() + scheduler_.shortage(), SteadyNow());
   }
   while (HasRoom() && BeginStep()) {
   }
@@ -169,7 +167,7 @@ bool EngineLoop::HasRoom() const {
   return limiter_.paces() ? pipeline_.empty() : !pipeline_.full();
 }
 
-// False when nothing has begun.
+// False when no step has begun.
 bool EngineLoop::BeginStep() {
   const uint64_t preemptions = scheduler_.preemptions();
   const Instant begin = SteadyNow();
@@ -188,7 +186,7 @@ bool EngineLoop::BeginStep() {
   const absl::Status status = pipeline_.Begin(&chunks, now);
   if (status.ok()) return true;
   for (const Chunk& chunk : chunks) scheduler_.Landed(chunk);
-  FinishAll();  // what began before does not depend on it: its tokens come before the end
+  FinishAll();  // earlier steps are valid: their tokens precede the end
   Fail(chunks, status);
   return false;
 }
@@ -244,7 +242,7 @@ void EngineLoop::NoteStarted(Request* request, Instant now) {
 void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
   Sequence* const sequence = chunk.sequence;
   Request* const request = sequence->request;
-  // A row of a sequence that ended meanwhile was computed in vain.
+  // The row of an ended sequence was computed in vain.
   if (sequence->state != Sequence::State::kEnded) {
     scheduler_.Computed(chunk);
     const int64_t generated = sequence->generated();
@@ -265,8 +263,7 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
   Land(chunk);
 }
 
-// Completes the request's end when this was the last of all its chunks: its leases and weights must
-// outlast them.
+// Completes the request's end with the last of its chunks: they need its leases and weights.
 void EngineLoop::Land(const Chunk& chunk) {
   const Sequence& sequence = *chunk.sequence;
   Request* const request = sequence.request;
@@ -276,8 +273,8 @@ void EngineLoop::Land(const Chunk& chunk) {
   if (--request->unfinished_sequences == 0) CompleteEnd(request);
 }
 
-// Ends the requests whose chunks are lost, but for sequences that have ended without them.
-// REQUIRES: no step is in flight.
+// Ends the requests whose chunks are lost, except sequences that have already ended. REQUIRES: no
+// step is in flight.
 void EngineLoop::Fail(const std::vector<Chunk>& chunks, const absl::Status& status) {
   LogError("step failed", {{"error", std::string(status.message())}});
   std::set<Request*> failed;
@@ -289,7 +286,7 @@ void EngineLoop::Fail(const std::vector<Chunk>& chunks, const absl::Status& stat
 
 void EngineLoop::Sleep(const Engine::SleepOptions& options,
                        const std::function<void(absl::StatusOr<int64_t>)>& done) {
-  // Rows in flight use the weights and the KV memory that go.
+  // Rows in flight use the weights and the KV memory that sleep releases.
   FinishAll();
   asleep_ = true;
   stalled_ = false;
@@ -353,7 +350,7 @@ void EngineLoop::TakeAllTime() {
 }
 
 void EngineLoop::ShrinkKv(int64_t bytes, const std::function<void(int64_t)>& done) {
-  FinishAll();  // rows in flight may still write to pages that are free by now
+  FinishAll();  // rows in flight may still write to free pages
   Answer(done, kv_released_ ? 0 : balloon_.Shrink(bytes, SteadyNow()));
 }
 

@@ -1,6 +1,6 @@
-// The engine thread's turns: takes messages, ends what is to end, and computes steps. Ends of
-// requests are in engine_loop_ends.cc, pauses in engine_loop_pauses.cc. Confined to the engine
-// thread, but for construction; owned by Engine.
+// The engine thread's loop: handles messages, ends requests and computes steps. Ends of requests
+// are in engine_loop_ends.cc, pauses in engine_loop_pauses.cc. Confined to the engine thread,
+// except for construction; owned by Engine.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ class EngineLoop {
   EngineLoop(const EngineOptions& options, StopRules rules, std::unique_ptr<ModelRunner> runner,
              Admission* admission, StatsBoard* board, Metrics* metrics);
 
-  // Until Admission::Close; then every request has ended with UNAVAILABLE (SHUTTING_DOWN).
+  // Runs until Admission::Close and ends every request with UNAVAILABLE (SHUTTING_DOWN).
   void Run();
 
   // --- Messages. As Engine's functions of the same names.
@@ -57,7 +57,7 @@ class EngineLoop {
   void EndGpuShareLimit(const std::string& id, const std::function<void(bool)>& done);
   void SetGpuShare(double share);
   void ShrinkKv(int64_t bytes, const std::function<void(int64_t)>& done);
-  // What runs is to end soon: shares do not count any more.
+  // For the drain: shares no longer apply.
   void TakeAllTime();
 
  private:
@@ -74,10 +74,9 @@ class EngineLoop {
   bool HasRoom() const;
   bool BeginStep();
   void FinishStep();
-  // Finishes all steps in flight, while the runner has nothing to do: only for what must not happen
-  // while one is.
+  // Finishes all steps in flight. Leaves the runner idle: only for work that cannot overlap a step.
   void FinishAll();
-  // Runs `then` when the steps that are in flight now have landed, without holding up others.
+  // Runs `then` after the steps now in flight; they do not wait for it.
   void AfterStepsInFlight(std::function<void()> then);
   void ReportGenerated(const StepPipeline::Finished& step) const;
   void NoteStarted(Request* request, Instant now);
@@ -100,7 +99,7 @@ class EngineLoop {
   void CompletePauses();
   int CountCovered(const adapter::AdapterRef& scope) const;
   void PublishStats();
-  // Who gets an answer also sees its effect in stats().
+  // Publishes first: the caller must see its effect in stats().
   template <typename Done, typename... Args>
   void Answer(const Done& done, Args... args) {
     PublishStats();
@@ -122,9 +121,9 @@ class EngineLoop {
   GpuShareLimits gpu_share_limits_;
   Pauses pauses_;
   std::set<std::pair<Instant, Request*>> deadlines_;
-  // Have ended in this turn: the step at hand may still refer to them.
+  // Ended in this turn; kept because the current step may still refer to them.
   std::vector<std::unique_ptr<Request>> finished_requests_;
-  // What waits for the step of this number, and those before it, to land.
+  // Runs `then` after the step of this number and all earlier ones.
   struct AfterStep {
     uint64_t step = 0;
     std::function<void()> then;
@@ -133,9 +132,9 @@ class EngineLoop {
   bool takes_all_time_ = false;
   bool asleep_ = false;
   bool kv_released_ = false;
-  bool stalled_ = false;  // nobody can run before weights come
+  bool stalled_ = false;  // all runnable sequences wait for evicted weights
   int64_t frozen_requests_ = 0;
-  bool activations_noted_ = false;  // since active versions were last looked for
+  bool activations_noted_ = false;  // since the last FollowActiveVersions
   uint64_t next_arrival_ = 0;
 };
 

@@ -1,6 +1,6 @@
-// The ends of requests: by deadline, cancel, abort, or for want of weights. An end does not hold up
-// the steps in flight. BeginEnd takes the request out of the scheduler at once; CompleteEnd tells
-// the client when the last row of it has landed.
+// The ends of requests: deadline, cancel, abort, missing weights. An end does not delay the steps
+// in flight. BeginEnd takes the request out of the scheduler at once; CompleteEnd closes its stream
+// after its last row has landed.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -11,14 +11,13 @@
 
 namespace dorad::engine {
 
-// Its pages go to others at once: steps are computed in order, so what others write comes after the
-// rows in flight. Leases and weights stay until those have landed. The first of several ends
-// counts.
+// Frees the pages at once: steps are computed in order, so a new owner writes after the rows in
+// flight. Leases and weights stay until those rows have landed. The first of several ends counts.
 void EngineLoop::BeginEnd(Request* request, Request::Ending how) {
   if (request->ending) return;
   request->ending = std::move(how);
   deadlines_.erase({request->deadline, request});
-  NoteStarted(request, SteadyNow());  // who never had a turn has waited as well
+  NoteStarted(request, SteadyNow());  // ends its queue time if it never ran
   for (const auto& sequence : request->sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
     scheduler_.Remove(sequence.get());
@@ -29,8 +28,8 @@ void EngineLoop::BeginEnd(Request* request, Request::Ending how) {
   if (request->unfinished_sequences == 0) CompleteEnd(request);
 }
 
-// Every way out of the engine. Pages and leases are back before the client learns of the end. The
-// request stays allocated until the end of the turn: the step at hand may still refer to it.
+// The only way out of the engine. Releases pages and leases before the client learns of the end.
+// The request stays allocated until the end of the turn: the current step may still refer to it.
 // REQUIRES: none of its chunks is in flight.
 void EngineLoop::CompleteEnd(Request* request) {
   for (const auto& sequence : request->sequences) {
@@ -60,7 +59,7 @@ void EngineLoop::Cancel(const RequestHandle& handle) {
                      {}});
 }
 
-// Ends the requests that wait for weights which could not be brought.
+// Ends the requests that wait for weights whose reload failed.
 void EngineLoop::EndWithoutWeights() {
   for (const auto& [entries, status] : weights_.TakeFailures()) {
     std::vector<Request*> waiting;
@@ -71,7 +70,7 @@ void EngineLoop::EndWithoutWeights() {
   }
 }
 
-// Returns how many ends have begun by it.
+// Returns the number of requests it ends.
 int EngineLoop::AbortMatching(const AbortTarget& target, const std::string& detail) {
   std::vector<Request*> matching;
   for (Request* request : admission_->Live()) {

@@ -1,4 +1,4 @@
-// What pauses do to requests, and who is told of them.
+// The effect of pauses on requests, and the answers to their callers.
 #include <algorithm>
 #include <optional>
 #include <string_view>
@@ -35,12 +35,12 @@ void EngineLoop::Pause(const Engine::PauseOptions& options, uint64_t pause_id,
     }
     case PauseMode::kKeep:
       if (pauses_.IsPartOfWait(scope)) {
-        // Frozen requests would never end, and the wider pause would wait for them.
-        Answer(done, Superseded("a pause of more than these requests waits for them to end"));
+        // Frozen requests would never end; the wider pause would wait forever.
+        Answer(done, Superseded("a wider pause waits for these requests to end"));
         return;
       }
       Supersede(pauses_.RemoveWaitersWithin(scope));
-      FinishAll();  // the answer says that nothing comes any more
+      FinishAll();  // no token may follow the answer
       pauses_.Begin(scope, options.tenant);
       FollowPauses();
       Answer(done, CountCovered(scope));
@@ -53,11 +53,11 @@ void EngineLoop::Pause(const Engine::PauseOptions& options, uint64_t pause_id,
 }
 
 void EngineLoop::CancelPause(uint64_t pause_id) {
-  const std::optional<Pauses::Waiter> withdrawn = pauses_.Cancel(pause_id);
-  if (!withdrawn) return;
+  const std::optional<Pauses::Waiter> cancelled = pauses_.Cancel(pause_id);
+  if (!cancelled) return;
   FollowPauses();
-  Answer(withdrawn->done,
-         MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED", "the pause was withdrawn"));
+  Answer(cancelled->done,
+         MakeError(absl::StatusCode::kCancelled, "CLIENT_CANCELLED", "the pause was cancelled"));
 }
 
 void EngineLoop::Resume(const adapter::AdapterRef& scope, const std::function<void()>& done) {
@@ -67,25 +67,25 @@ void EngineLoop::Resume(const adapter::AdapterRef& scope, const std::function<vo
   Answer(done);
 }
 
-// Fails those who wait for a pause that another pause or a resume has overtaken.
+// Fails the waiters of a superseded pause.
 void EngineLoop::Supersede(const std::vector<Pauses::Waiter>& waiters) {
   for (const Pauses::Waiter& waiter : waiters) {
     Answer(waiter.done, Superseded("another pause or a resume came before the engine was idle"));
   }
 }
 
-// To be called whenever pauses have come or gone.
+// Call after every change of pauses_.
 void EngineLoop::FollowPauses() {
   const std::vector<Request*> live = admission_->Live();
   const bool stops_some = std::any_of(live.begin(), live.end(), [&](const Request* request) {
     return !request->ending && !request->frozen && pauses_.Freezes(*request);
   });
-  if (stops_some) FinishAll();  // a request that stands still has no row in flight
+  if (stops_some) FinishAll();  // a frozen request has no row in flight
   for (Request* request : stops_some ? admission_->Live() : live) FreezeOrThaw(request);
   admission_->SetRefused(pauses_.refused());
 }
 
-// As pauses of adapters say; a pause of everything stops the engine instead.
+// Only for pauses of adapters; a pause of everything stops the engine instead.
 void EngineLoop::FreezeOrThaw(Request* request) {
   if (request->ending) return;
   const bool frozen = pauses_.Freezes(*request);
@@ -95,7 +95,7 @@ void EngineLoop::FreezeOrThaw(Request* request) {
   for (const auto& sequence : request->sequences) {
     scheduler_.SetFrozen(sequence.get(), frozen);
     if (frozen) weights_.NoteGone(sequence.get());
-    // Its weights may make room meanwhile.
+    // Its weights may be evicted meanwhile.
     if (frozen && sequence->in_flight == 0) sequence->DropPins();
   }
 }
@@ -107,7 +107,7 @@ int EngineLoop::CountCovered(const adapter::AdapterRef& scope) const {
   }));
 }
 
-// The witness is one that had not at the last question: most often it still has not.
+// The witness is a request that had not ended at the last call: usually it still has not.
 bool EngineLoop::AllHaveEnded(const adapter::AdapterRef& scope, std::string* witness) const {
   const Request* const known = admission_->Find(*witness);
   if (known != nullptr && Pauses::Covers(scope, *known)) return false;

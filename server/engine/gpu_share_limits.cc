@@ -13,7 +13,7 @@ absl::Status GpuShareLimits::Set(const std::string& id, double share, Instant un
   const auto found = limits_.find(id);
   if (found == limits_.end() && limits_.size() >= kMost) {
     return MakeError(absl::StatusCode::kResourceExhausted, "TOO_MANY_GPU_SHARE_LIMITS",
-                     absl::StrCat(kMost, " limits are in effect; one has to end first"));
+                     absl::StrCat(kMost, " limits are in effect; end one first"));
   }
   limits_.insert_or_assign(id, LimitGpuShare{share, until});
   return absl::OkStatus();

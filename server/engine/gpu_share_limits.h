@@ -1,6 +1,6 @@
-// The limits that callers have set on the share of GPU time. Each has an id and ends by
-// EndGpuShareLimit or at its time to live: a trainer that died does not leave the server slow.
-// Confined to the engine thread; owned by EngineLoop.
+// The callers' limits on the share of GPU time. Each has an id and ends by EndGpuShareLimit or at
+// its time to live, so that a dead trainer does not keep the server slow. Confined to the engine
+// thread; owned by EngineLoop.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,17 @@ class GpuShareLimits {
  public:
   static constexpr size_t kMost = 64;
 
-  // Begins the limit, or changes the one of that id. RESOURCE_EXHAUSTED
-  // (TOO_MANY_GPU_SHARE_LIMITS). REQUIRES: 0 < share <= 1.
+  // Begins a limit or replaces the one of that id. RESOURCE_EXHAUSTED (TOO_MANY_GPU_SHARE_LIMITS).
+  // REQUIRES: 0 < share <= 1.
   absl::Status Set(const std::string& id, double share, Instant until);
-  // Whether there was one.
+  // False: no such limit.
   bool End(const std::string& id) { return limits_.erase(id) > 0; }
   void EndOverdue(Instant now);
 
   bool empty() const { return limits_.empty(); }
-  // The smallest of all shares; 1 without any.
+  // The smallest share; 1 without limits.
   double share() const;
-  // When the first of them is over. REQUIRES: !empty().
+  // The earliest end of a limit. REQUIRES: !empty().
   Instant next_end() const;
 
  private:

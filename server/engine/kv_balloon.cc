@@ -9,7 +9,7 @@
 namespace dorad::engine {
 namespace {
 
-// The question goes to the driver, while steps wait.
+// Each try asks the driver for memory while steps wait.
 constexpr absl::Duration kAskAgain = absl::Milliseconds(200);
 
 }  // namespace
@@ -19,29 +19,29 @@ int64_t KvBalloon::Shrink(int64_t bytes, Instant now) {
   const std::vector<int32_t> released = pages_.Shrink((bytes - 1) / chunks_->bytes() + 1, floor_);
   if (released.empty()) return 0;
   for (const int32_t chunk : released) chunks_->Unmap(chunk);
-  next_take_ = now + absl::ToChronoNanoseconds(min_shrink_bytes_);
+  next_grow_ = now + absl::ToChronoNanoseconds(shrink_hold_);
   const int64_t freed = static_cast<int64_t>(released.size()) * chunks_->bytes();
   metrics_.MemoryReleased("kv", freed);
-  LogInfo("the KV cache lends memory", {{"bytes", freed}, {"pages_released", pages_.released()}});
+  LogInfo("the KV cache released memory",
+          {{"bytes", freed}, {"pages_released", pages_.released()}});
   return freed;
 }
 
-void KvBalloon::TakeBack(int64_t wanted_pages, Instant now) {
-  if (pages_.released() == 0 || pages_.available() >= wanted_pages || now < next_take_) return;
-  int64_t taken = 0;
+void KvBalloon::Grow(int64_t wanted_pages, Instant now) {
+  if (pages_.released() == 0 || pages_.available() >= wanted_pages || now < next_grow_) return;
+  int64_t grown = 0;
   while (pages_.released() > 0 && pages_.available() < wanted_pages) {
     const int32_t chunk = pages_.FirstReleased();
     if (!chunks_->Map(chunk).ok()) {
-      next_take_ = now + absl::ToChronoNanoseconds(kAskAgain);
+      next_grow_ = now + absl::ToChronoNanoseconds(kAskAgain);
       break;
     }
-    pages_.TakeBack(chunk);
-    taken += chunks_->bytes();
+    pages_.Grow(chunk);
+    grown += chunks_->bytes();
   }
-  if (taken == 0) return;
-  metrics_.KvMemoryTakenBack(taken);
-  LogInfo("the KV cache takes memory back",
-          {{"bytes", taken}, {"pages_released", pages_.released()}});
+  if (grown == 0) return;
+  metrics_.KvMemoryGrown(grown);
+  LogInfo("the KV cache grew", {{"bytes", grown}, {"pages_released", pages_.released()}});
 }
 
 }  // namespace dorad::engine

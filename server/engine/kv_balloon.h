@@ -1,6 +1,6 @@
-// Which chunks of the KV cache's memory are released to others (adapters, other processes), and
-// when they come back. Only chunks go that hold nothing of a sequence, and never so many that a
-// sequence of full length would not fit. Confined to the engine thread.
+// Shrinks the KV cache for adapters and other processes, and grows it again. Releases only chunks
+// without pages of a sequence, and keeps enough for a sequence of full length. Confined to the
+// engine thread.
 #pragma once
 
 #include <cstdint>
@@ -18,33 +18,33 @@ namespace dorad::engine {
 
 class KvBalloon {
  public:
-  // All are borrowed. chunks: nullptr when the memory stays. floor: pages that are always there.
-  // min_shrink_bytes: so long nothing comes back after chunks were released.
-  KvBalloon(KvPages* pages, KvChunks* chunks, int64_t floor, absl::Duration min_shrink_bytes,
+  // All are borrowed. chunks: nullptr when the cache cannot shrink. floor: pages that are never
+  // released. shrink_hold: time without growth after a shrink.
+  KvBalloon(KvPages* pages, KvChunks* chunks, int64_t floor, absl::Duration shrink_hold,
             Metrics* metrics)
       : pages_(*pages),
         chunks_(chunks),
         floor_(floor),
-        min_shrink_bytes_(min_shrink_bytes),
+        shrink_hold_(shrink_hold),
         metrics_(*metrics) {}
 
   int64_t shrinkable_bytes() const {
     return chunks_ == nullptr ? 0 : pages_.Shrinkable(floor_) * chunks_->bytes();
   }
-  // Lends at least so many bytes, or as many as can go; returns how many. Prefixes in them are
-  // forgotten. REQUIRES: no step has begun.
+  // Releases at least `bytes`, or as much as possible; returns the bytes released. Drops the
+  // prefixes in them. REQUIRES: no step has begun.
   int64_t Shrink(int64_t bytes, Instant now);
-  // Takes chunks back until so many pages are free or hold prefixes alone, while there is memory;
-  // after a loan or a refusal not for a while. Steps may have begun.
-  void TakeBack(int64_t wanted_pages, Instant now);
+  // Grows until `wanted_pages` are available (free or prefixes only), while there is memory; not
+  // for a while after a shrink or a failure. Steps may have begun.
+  void Grow(int64_t wanted_pages, Instant now);
 
  private:
   KvPages& pages_;
   KvChunks* const chunks_;
   const int64_t floor_;
-  const absl::Duration min_shrink_bytes_;
+  const absl::Duration shrink_hold_;
   Metrics& metrics_;
-  Instant next_take_ = Instant::min();
+  Instant next_grow_ = Instant::min();
 };
 
 }  // namespace dorad::engine

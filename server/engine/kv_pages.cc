@@ -36,7 +36,7 @@ KvPages::KvPages(int64_t pages, Chunks chunks)
     const auto first = static_cast<int64_t>(i) << shift_;
     chunks_[i].begin = static_cast<int32_t>(std::max<int64_t>(0, first - lead_));
     chunks_[i].end = static_cast<int32_t>(std::min(pages, first + (int64_t{1} << shift_) - lead_));
-    // Pages leave from the back: hand out low numbers first.
+    // The free list is taken from the back: low numbers first.
     for (int32_t page = chunks_[i].end; page > chunks_[i].begin;) Free(--page);
   }
 }
@@ -103,8 +103,7 @@ PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId>
   const Key key = MakeKey(parent, tokens);
   const auto known = children_.find(key);
   if (known != children_.end()) return known->second.node;
-  // A page that siblings share may still be registered after a parent that has been evicted since;
-  // no path leads there any more.
+  // A shared page may still be registered under an evicted parent; no path leads to it.
   if (pages_[page].registered) Unregister(page);
   const PrefixNode node{0, next_node_++};
   children_.emplace(key, Child{node, page});
@@ -130,7 +129,7 @@ void KvPages::DropPrefixes() {
 }
 
 int64_t KvPages::Shrinkable(int64_t floor) const {
-  // The lowest chunk stays, whatever it holds: it has what the runner keeps for itself.
+  // The lowest chunk always stays: the runner keeps data of its own in it.
   const bool first_counts = !chunks_.front().is_shared && chunks_.front().used == 0;
   const int64_t spare = std::max<int64_t>(0, total() - released_ - floor);
   return std::min(without_holders_ - (first_counts ? 1 : 0), spare >> shift_);
@@ -143,7 +142,7 @@ std::vector<int32_t> KvPages::Shrink(int64_t count, int64_t floor) {
     if (!chunks_[i].is_shared && chunks_[i].used == 0)
       shrinkable.push_back(static_cast<int32_t>(i));
   }
-  // High ones first, among equals.
+  // High chunks first among equals.
   std::sort(shrinkable.begin(), shrinkable.end(), [this](int32_t a, int32_t b) {
     return std::pair(chunks_[a].cached(), b) < std::pair(chunks_[b].cached(), a);
   });
@@ -172,7 +171,7 @@ int32_t KvPages::FirstReleased() const {
   return static_cast<int32_t>(first - chunks_.begin());
 }
 
-void KvPages::TakeBack(int32_t index) {
+void KvPages::Grow(int32_t index) {
   Chunk& chunk = chunks_[index];
   DORAD_CHECK(chunk.is_shared);
   chunk.is_shared = false;
@@ -253,7 +252,7 @@ void KvPages::CheckIntegrity() const {
     for (int32_t page = chunk.begin; page < chunk.end; ++page) {
       used += pages_[page].references > 0;
       DORAD_CHECK(!chunk.is_shared || !pages_[page].registered);
-      if (chunk.is_shared) ++lists[page];  // which is its only place
+      if (chunk.is_shared) ++lists[page];  // its only list
     }
     DORAD_CHECK(used == chunk.used);
     for (const int32_t page : chunk.free) {

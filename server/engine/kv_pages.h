@@ -4,13 +4,12 @@
 // the registered continuation of a prefix). Cached pages are reused by content and evicted, least
 // recently used first, when pages are needed.
 //
-// Pages come in chunks, whose memory can be taken away while no page of theirs is held. Low chunks
-// are filled first, so that the others become empty.
+// Pages are grouped in chunks. A chunk's memory can be released while none of its pages is held.
+// Low chunks are filled first, so that high ones become empty.
 //
 // A prefix is named by a node: (parent node, the page's tokens). Nodes are compared token by token,
-// so a hash collision cannot mix contents up; the root stands for one adapter version, one
-// tenant and one salt (SHA-256 of all three), never for a name. Confined to the engine thread; no
-// torch.
+// so a hash collision cannot mix contents up; the root stands for one adapter version, one tenant
+// and one salt (SHA-256 of all three), never for a name. Confined to the engine thread; no torch.
 #pragma once
 
 #include <array>
@@ -25,8 +24,8 @@
 
 namespace dorad::engine {
 
-// A place in the trie of prefixes. Node ids are never used again, so a node that outlives its page
-// leads nowhere instead of to something else.
+// A place in the trie of prefixes. Node ids are never reused, so a node of an evicted page matches
+// nothing.
 struct PrefixNode {
   uint64_t hi = 0;
   uint64_t lo = 0;
@@ -48,21 +47,21 @@ class KvPages {
   };
   explicit KvPages(int64_t pages) : KvPages(pages, Chunks()) {}
   KvPages(int64_t pages, Chunks chunks);
-  ~KvPages();  // CHECKs that every reference came back
+  ~KvPages();  // CHECKs that no reference is left
   KvPages(const KvPages&) = delete;
   KvPages& operator=(const KvPages&) = delete;
 
   // Appends `count` pages with one reference each to *to, evicting cached pages if needed; false
   // and no change if there are not enough.
   [[nodiscard]] bool Allocate(int64_t count, std::vector<int32_t>* to);
-  // Gives one reference of each page back, last page first (so that the ends of prefixes are
-  // evicted before their beginnings), and clears the list.
+  // Drops one reference of each page, last page first (so that the ends of prefixes are evicted
+  // before their beginnings), and clears the list.
   void Release(std::vector<int32_t>* pages);
   // One more reference of each page, appended to *to.
   void Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to);
 
-  // Walks the trie from *node along whole pages of tokens. Each page found gets one reference and
-  // is appended to *to; *node moves along.
+  // Walks the trie from *node along whole pages of tokens. Adds a reference to each page found,
+  // appends it to *to and advances *node.
   void MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node, std::vector<int32_t>* to);
   // Makes a held page, filled with exactly these kKvPageTokens tokens after `parent`, reusable.
   // Returns its node; an equal one registered earlier keeps its page.
@@ -70,20 +69,20 @@ class KvPages {
 
   // Forgets all prefixes: cached pages become free. REQUIRES: no page is held.
   void DropPrefixes();
-  // Pages whose content matters, in ascending order.
+  // Pages that are held or cached, in ascending order.
   std::vector<int32_t> Filled() const;
 
   // --- Chunks.
 
-  // How many could go so that at least `floor` pages stay.
+  // Chunks that can be released while at least `floor` pages stay.
   int64_t Shrinkable(int64_t floor) const;
-  // Takes the pages of so many chunks, or of as many as can go; forgets the prefixes in them.
-  // Returns the chunks: first those with the fewest prefixes.
+  // Releases `count` chunks, or as many as possible, and drops the prefixes in them. Returns the
+  // chunks, those with the fewest prefixes first.
   std::vector<int32_t> Shrink(int64_t count, int64_t floor);
-  // The lowest chunk that was released; -1: there is none.
+  // The lowest released chunk; -1: none.
   int32_t FirstReleased() const;
-  // Its pages are free. REQUIRES: it was released.
-  void TakeBack(int32_t chunk);
+  // Makes the chunk's pages free. REQUIRES: it was released.
+  void Grow(int32_t chunk);
 
   int64_t total() const { return static_cast<int64_t>(pages_.size()); }
   int64_t released() const { return released_; }
@@ -144,7 +143,7 @@ class KvPages {
   std::vector<Chunk> chunks_;
   size_t first_free_ = 0;        // below it no chunk has free pages
   int64_t free_ = 0;             // in all chunks
-  int64_t released_ = 0;         // pages of the chunks that are
+  int64_t released_ = 0;         // pages of released chunks
   int64_t without_holders_ = 0;  // chunks that are not released and hold no used page
   absl::flat_hash_map<Key, Child> children_;
   int32_t oldest_ = -1;

@@ -1,10 +1,9 @@
-// What the engine needs of a model: forward passes over the rows of many sequences. The seam
-// between scheduling (no torch) and computing, and the place where tests put a fake.
+// The engine's view of a model: forward passes over the rows of many sequences. The seam between
+// scheduling (no torch) and computing; tests put a fake here.
 //
-// A step has two ends: the engine begins it and asks for its outputs later. A runner that computes
-// elsewhere (a GPU) takes the next step while the last one is being computed, so that the engine
-// schedules and delivers meanwhile; one that computes on the engine's thread takes one at a time.
-// Confined to the engine thread.
+// A step has two calls: Begin, and later Finish for its outputs. A runner on another device (a GPU)
+// accepts the next step while it computes the last one, so that the engine schedules and delivers
+// meanwhile; a runner on the engine's thread accepts one at a time. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,7 @@ inline constexpr int64_t kKvPageTokens = 16;
 struct SampleWant {
   SamplingParams sampling;
   uint32_t sample_index = 0;
-  // Absolute position of the token to sample: with seed and sample_index the key of its draw.
+  // Absolute position of the token to sample: the key of its draw with seed and sample_index.
   int64_t position = 0;
   absl::Span<const TokenId> banned;  // see ops::SampleSpec
   const LogprobParams* logprobs = nullptr;
@@ -42,8 +41,8 @@ struct ScoreWant {
 // adapter until the step has finished.
 struct StepSequence {
   absl::Span<const TokenId> tokens;
-  // >= 0: the one token is what the sequence of this index sampled in the step that began last and
-  // has not finished; tokens[0] says nothing.
+  // >= 0: the one token is the sample of the sequence with this index in the last step, which has
+  // not finished; tokens[0] is unused.
   int32_t follows = -1;
   int64_t position = 0;                             // of tokens[0]
   absl::Span<const int32_t> pages;                  // page of position p: pages[p / kKvPageTokens]
@@ -59,19 +58,19 @@ struct StepOutput {
   Logprobs logprobs;   // one position with sample, all rows with score
 };
 
-// The KV cache's memory in chunks, which go and come one by one while addresses stay. All are there
-// at first. Owned by the runner; confined to the engine thread.
+// The KV cache's memory in chunks. Single chunks can be unmapped and mapped; addresses stay. All
+// are mapped at first. Owned by the runner; confined to the engine thread.
 class KvChunks {
  public:
   virtual ~KvChunks() = default;
-  // Of one chunk, a power of two; page p lies in chunk (p + lead()) / pages().
+  // Pages of one chunk, a power of two; page p lies in chunk (p + lead()) / pages().
   virtual int64_t pages() const = 0;
   virtual int64_t lead() const = 0;
   virtual int64_t bytes() const = 0;
-  // Gives the memory back; what it held is lost. REQUIRES: it is there, is not the first one, and
-  // no step has begun that uses its pages.
+  // Releases the memory and loses its contents. REQUIRES: it is mapped, is not the first one, and
+  // no step that uses its pages has begun.
   virtual void Unmap(int32_t chunk) = 0;
-  // Steps may have begun. RESOURCE_EXHAUSTED (OUT_OF_MEMORY): others need the memory more.
+  // Steps may have begun. RESOURCE_EXHAUSTED (OUT_OF_MEMORY): no memory to spare.
   virtual absl::Status Map(int32_t chunk) = 0;
 };
 
@@ -80,27 +79,26 @@ class ModelRunner {
   virtual ~ModelRunner() = default;
   // Pages of the KV cache, ids [0, kv_pages()).
   virtual int64_t kv_pages() const = 0;
-  // nullptr: the cache's memory stays, but for sleep.
+  // nullptr: only sleep releases the cache's memory.
   virtual KvChunks* kv_chunks() { return nullptr; }
-  // How many steps may have begun and not finished: 1 or 2. REQUIRES of Begin: fewer have.
+  // The limit of steps in flight: 1 or 2. REQUIRES of Begin: fewer are in flight.
   virtual int max_steps_in_flight() const = 0;
-  // Begins a step. Steps are computed one after another in the order in which they begin: one that
-  // begins later may use pages that an earlier one still reads and writes. A failure fails every
-  // sequence of the step, which then has not begun.
+  // Begins a step. Steps are computed in order: a later step may use pages that an earlier one
+  // still reads and writes. A failure fails every sequence of the step, which has then not begun.
   virtual absl::Status Begin(absl::Span<const StepSequence> sequences) = 0;
-  // Waits for the oldest step. One output for each of its sequences, in order; what follows a row
-  // that was not finite is undefined. A failure fails every sequence of the step and of the steps
-  // that began behind it; the KV pages that they wrote are undefined. REQUIRES: one has begun.
+  // Waits for the oldest step. One output for each of its sequences, in order; the outputs of later
+  // steps are undefined for a sequence whose logits were not finite. A failure fails every sequence
+  // of this step and of all later ones; the KV pages that they wrote are undefined. REQUIRES: a
+  // step is in flight.
   virtual absl::StatusOr<std::vector<StepOutput>> Finish() = 0;
 
   // --- Sleeping. REQUIRES: no step has begun.
 
-  // Gives the KV cache's memory back, as far as there is somebody to give it to; returns how much.
-  // Chunks that have gone are gone before and after.
-  // What `keep` holds comes back with RestoreKv, the other pages are undefined then. After a
-  // failure nothing has changed.
+  // Releases the KV cache's memory, if another process can use it; returns the bytes. Unmapped
+  // chunks stay unmapped. RestoreKv restores the contents of `keep`; other pages are undefined
+  // then. After a failure nothing has changed.
   virtual absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) = 0;
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY): it is still released. REQUIRES: it is.
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY): it stays released. REQUIRES: it is released.
   virtual absl::Status RestoreKv() = 0;
 };
 

@@ -1,4 +1,4 @@
-// What the engine can be told. Filled from configuration by App. Plain values.
+// Options of the engine. Filled from configuration by App. Plain values.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ struct EngineOptions {
   int64_t max_step_tokens = 512;  // rows of one forward pass
   int32_t max_running_sequences = 256;
   int64_t kv_min_pages = 0;  // never released; at least what a sequence of full length needs
-  // So long nothing of the KV cache comes back after a loan: who asked for the memory takes it
-  // soon, but not at once.
-  absl::Duration kv_min_shrink_bytes = absl::Seconds(3);
+  // The KV cache does not grow for this long after a shrink: the caller needs time to allocate the
+  // memory.
+  absl::Duration kv_shrink_hold = absl::Seconds(3);
   bool prefix_cache = true;  // false: no request reads or fills it
-  // The most of the time that steps take; 1: they follow one another. REQUIRES: above 0, at most 1.
+  // The largest share of time for steps; 1: they follow one another. REQUIRES: above 0, at most 1.
   double gpu_share = 1;
   std::vector<int32_t> eos_token_ids;
   // Gets the number of tokens that a step generated for a tenant, once a step and tenant, before
-  // anyone sees them. Runs on the engine thread and must be short. Null: nobody counts.
+  // the tokens are delivered. Runs on the engine thread and must be short. Null: not counted.
   std::function<void(const std::string& tenant, int64_t tokens)> on_generated;
   // Limits checked at admission.
   int32_t vocab_size = 0;

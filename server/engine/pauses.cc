@@ -10,7 +10,7 @@
 namespace dorad::engine {
 namespace {
 
-// Whether a pause of `whole` is about all that one of `part` is about.
+// Whether a pause of `whole` covers all requests of `part`.
 bool Contains(const adapter::AdapterRef& whole, const adapter::AdapterRef& part) {
   if (whole.is_base() || whole == part) return true;
   return whole.name == part.name && whole.version == 0;
@@ -88,10 +88,10 @@ std::optional<Pauses::Waiter> Pauses::Cancel(uint64_t pause_id) {
     const auto it = std::find_if(pause.waiters.begin(), pause.waiters.end(),
                                  [&](const Waiter& waiter) { return waiter.pause_id == pause_id; });
     if (it == pause.waiters.end()) continue;
-    Waiter withdrawn = std::move(*it);
+    Waiter cancelled = std::move(*it);
     pause.waiters.erase(it);
     Update();
-    return withdrawn;
+    return cancelled;
   }
   return std::nullopt;
 }
@@ -125,7 +125,7 @@ std::vector<Pauses::Waiter> Pauses::TakeIf(Condition condition) {
   return taken;
 }
 
-// Forgets what is neither in force nor waited for.
+// Drops pauses that are neither in force nor waited for.
 void Pauses::Update() {
   std::erase_if(pauses_,
                 [](const Pause& pause) { return !pause.in_force && pause.waiters.empty(); });

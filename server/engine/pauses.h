@@ -1,5 +1,5 @@
-// Which requests pauses have stopped, which new ones they refuse, and who waits for a pause to take
-// effect. The base's reference stands for every request. Confined to the engine thread.
+// The pauses of requests, the refusals of new requests, and the callers that wait for a pause to
+// take effect. The base's reference stands for every request. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -17,60 +17,60 @@ namespace dorad::engine {
 
 class Pauses {
  public:
-  // Whether a pause of the scope is about the request.
+  // Whether a pause of the scope covers the request.
   static bool Covers(const adapter::AdapterRef& scope, const Request& request) {
     return scope.is_base() || request.Holds(scope);
   }
 
   // As Engine::PauseDone.
   using Done = std::function<void(absl::StatusOr<int>)>;
-  // Somebody who waits for the requests of a scope to end.
+  // A caller that waits for the requests of a scope to end.
   struct Waiter {
     uint64_t pause_id = 0;
     int requests = 0;
     Done done;
   };
 
-  // Scopes of adapters, in force or waited for, that there may be, and that one tenant may have.
+  // Limits on pauses of adapters, in force or waited for: of all, and of one tenant.
   static constexpr int kMost = 1024;
   static constexpr int kMostOfTenant = 64;
-  // OK: the scope is there, or may come. RESOURCE_EXHAUSTED (PAUSES_FULL). nullopt: nobody's.
+  // OK: the scope exists or may be added. RESOURCE_EXHAUSTED (PAUSES_FULL). nullopt: no tenant.
   absl::Status CheckRoom(const adapter::AdapterRef& scope,
                          const std::optional<std::string>& tenant) const;
 
-  // In force from now on.
+  // Puts the pause in force.
   void Begin(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant);
-  // Not in force any more; of everything, no pause is.
+  // Ends the pause of the scope; for the base, all pauses.
   void End(const adapter::AdapterRef& scope);
-  // What the scope covers runs to its end meanwhile, whatever pauses of adapters are in force; of
-  // everything, whatever pauses are.
+  // Lets the requests of the scope run to their end in spite of pauses of adapters; for the base,
+  // in spite of all pauses.
   void Wait(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant,
             Waiter waiter);
 
-  // The scopes for whose requests somebody waits begin to be in force when `is_over(scope,
-  // &witness)`; returns who waited. The witness is for is_over to remember, by scope, what it saw.
+  // Puts each waited-for scope in force for which `is_over(scope, &witness)` is true; returns the
+  // waiters. is_over may store a request in the scope's witness for its next call.
   using IsOver = std::function<bool(const adapter::AdapterRef& scope, std::string* witness)>;
   std::vector<Waiter> Complete(const IsOver& is_over);
-  // Who waits for what a pause of the scope would stop: for it, or for a part of it.
+  // The waiters whose scope a pause of `scope` covers.
   std::vector<Waiter> RemoveWaitersWithin(const adapter::AdapterRef& scope);
-  // Who waits for the scope; of everything, all who wait.
+  // The waiters of the scope; for the base, all waiters.
   std::vector<Waiter> RemoveWaiters(const adapter::AdapterRef& scope);
-  // nullopt: nobody waits with this pause_id any more.
+  // nullopt: no such waiter.
   std::optional<Waiter> Cancel(uint64_t pause_id);
 
   // Whether a pause of one of its adapters stops the request.
   bool Freezes(const Request& request) const;
   bool Refuses(const Request& request) const;
-  // Whether somebody waits for the scope's requests and more.
+  // Whether a caller waits for a wider scope.
   bool IsPartOfWait(const adapter::AdapterRef& scope) const;
 
   // Whether everything is stopped.
   bool all() const { return all_; }
-  // Adapters in force whose requests stand still.
+  // Adapters whose requests are frozen.
   const std::vector<adapter::AdapterRef>& stopped() const { return stopped_; }
-  // Whose requests somebody waits for.
+  // Scopes with waiters.
   const std::vector<adapter::AdapterRef>& waiting() const { return waiting_; }
-  // Whose new requests are refused: those that are or were waited for.
+  // Scopes whose new requests are refused: they are or were waited for.
   const std::vector<adapter::AdapterRef>& refused() const { return refused_; }
 
  private:
@@ -79,7 +79,7 @@ class Pauses {
     adapter::AdapterRef scope;
     std::optional<std::string> tenant;
     bool in_force = false;
-    bool refuses = false;  // since it was waited for
+    bool refuses = false;  // it was waited for
     std::vector<Waiter> waiters;
     std::string witness;
   };
@@ -89,8 +89,8 @@ class Pauses {
   std::vector<Waiter> TakeIf(Condition condition);
   void Update();
 
-  std::vector<Pause> pauses_;  // in the order in which they came
-  // What these come to.
+  std::vector<Pause> pauses_;  // in order of arrival
+  // Derived from pauses_ by Update.
   bool all_ = false;
   std::vector<adapter::AdapterRef> stopped_, waiting_, refused_;
 };

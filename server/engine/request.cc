@@ -48,7 +48,7 @@ PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt,
   return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt, tenant);
 }
 
-// The row before the first: nothing predicts token 0.
+// The row of token 0, which no row predicts.
 Logprobs FirstRow(const ScoreInput& input) {
   constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
   Logprobs row;
@@ -67,9 +67,9 @@ Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Insta
       admitted(admitted),
       deadline(ToInstant(generate->deadline, admitted)) {}
 
-Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> pause_id, Instant admitted)
+Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted)
     : score(std::move(input)),
-      pause_id(std::move(pause_id)),
+      ticket(std::move(ticket)),
       admitted(admitted),
       deadline(ToInstant(score->deadline, admitted)) {}
 
@@ -108,7 +108,7 @@ std::vector<std::string> Request::adapters() const {
 adapter::AdapterLease Request::NewerVersion() const {
   if (!generate || !generate->follow) return {};
   absl::StatusOr<adapter::AdapterLease> lease = generate->follow();
-  // Without an active version there is nothing to go over to.
+  // Without an active version there is no switch.
   if (!lease.ok() || lease->get() == generate->lease.get()) return {};
   return *std::move(lease);
 }
@@ -119,7 +119,7 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
   const adapter::LoadedAdapter* const adapter = generate->lease.get();
   for (const auto& sequence : sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
-    sequence->DropPins();  // of versions whose leases may go; it asks for those that it needs now
+    sequence->DropPins();  // the leases of their versions may be released
     if (generate->in_flight != InFlightPolicy::kSwitchKeepKv || sequence->generated() == 0) {
       scheduler->Restart(sequence.get(), adapter, root);
       continue;
@@ -303,7 +303,7 @@ bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules
 
 bool Request::AcceptScores(const Chunk& chunk, StepOutput output) {
   Sequence& sequence = *chunk.sequence;
-  // Rows that were only recomputed after a preemption bring no results.
+  // Rows recomputed after a preemption have no new results.
   if (chunk.end() > sequence.scored) {
     DORAD_CHECK(chunk.position == sequence.scored);
     score_finite_ = score_finite_ && output.finite;
@@ -334,7 +334,7 @@ void Request::End(const Ending& how, Instant now, Metrics* metrics) {
   if (!status.ok()) metrics->RequestFailed(kind, ReasonOf(status));
   CountUse(metrics);
   LogEnd(now);
-  // The leases go first: who sees the end of a request also sees them returned.
+  // Releases the leases first: a caller that sees the end must not see them still held.
   if (generate) {
     generate->lease.Reset();
     earlier_.clear();
@@ -342,9 +342,9 @@ void Request::End(const Ending& how, Instant now, Metrics* metrics) {
   } else {
     score->leases.clear();
     if (status.ok()) {
-      pause_id->Finish(std::move(result_));
+      ticket->Finish(std::move(result_));
     } else {
-      pause_id->Finish(status);
+      ticket->Finish(status);
     }
   }
 }
@@ -363,7 +363,7 @@ void Request::AbortSamples(const std::string& detail, Instant now, Metrics* metr
   }
 }
 
-// Tokens by the adapter that they were computed for; under several of its versions is under it.
+// Counts tokens by name; several versions of one name count once.
 void Request::CountUse(Metrics* metrics) const {
   if (generate) {
     Metrics::AdapterUse use{.requests = 1};
@@ -386,7 +386,7 @@ void Request::CountUse(Metrics* metrics) const {
 
 void Request::LogEnd(Instant now) {
   RequestBase& request = generate ? static_cast<RequestBase&>(*generate) : *score;
-  // The line is written by whoever lets go last, best not by the engine's thread.
+  // Releases the log outside the engine thread if possible: the last owner writes the line.
   const std::shared_ptr<RequestLog> held_log = std::exchange(request.log, nullptr);
   if (held_log == nullptr) return;
   RequestLog& log = *held_log;

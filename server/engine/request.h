@@ -1,8 +1,8 @@
-// A request inside the engine: its input, its sequences, and the way its results leave.
+// A request inside the engine: its input, its sequences and its output.
 //
-// A request ends exactly once, through End: pending samples get their finish, the stream or
-// pause_id is closed, and the leases are given back. Between the decision to end it and End it may
-// have rows in flight. Confined to the engine thread.
+// A request ends exactly once, through End: unfinished samples get their finish, the stream or
+// ticket is closed, and the leases are released. Its rows may be in flight between the decision to
+// end it and End. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class Metrics;
 
 namespace dorad::engine {
 
-// What ends samples, besides what their request says.
+// The model's stop rules; a request may add its own.
 struct StopRules {
   std::vector<TokenId> eos_token_ids;
   int64_t max_length = 0;  // tokens of a sequence, prompt included
@@ -33,7 +33,7 @@ struct StopRules {
 
 struct Request {
   Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted);
-  Request(ScoreInput input, std::shared_ptr<ScoreTicket> pause_id, Instant admitted);
+  Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant admitted);
 
   // Makes the sequences. A score may need none (all of length 1). Any thread, before Enter.
   void MakeSequences(const StopRules& rules, bool prefix_cache);
@@ -43,60 +43,58 @@ struct Request {
   const RequestBase& base() const {
     return generate ? static_cast<const RequestBase&>(*generate) : *score;
   }
-  // What a generation asked for ("name" or "name@version"), or the names of what a score did; the
-  // base is none. Stays the same until the request ends.
+  // The adapter of a generation ("name" or "name@version"), or the names of a score's adapters;
+  // empty for the base. Stays the same until the request ends.
   std::vector<std::string> adapters() const;
   // Unique among all requests: two tenants may choose the same id. No id has a space.
   std::string key() const { return base().tenant + ' ' + base().request_id; }
-  // Whether tokens to come or keys and values stand on the version (0: any of the name).
+  // Whether its next tokens or its KV pages use the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;
-  // Likewise, on one that was retired by force.
+  // Whether it uses a version that was retired by force.
   bool HoldsRevoked() const;
 
-  // A lease on the version that is active now, when the request follows the active one and it is
-  // another than the request's; else an empty one.
+  // A lease on the active version, if the request follows it and uses another one; else an empty
+  // lease.
   adapter::AdapterLease NewerVersion() const;
-  // Goes on under another version, as the request's policy says. REQUIRES: of none of its sequences
-  // is a chunk in flight.
+  // Continues under another version, by the request's policy. REQUIRES: none of its chunks is in
+  // flight.
   void Switch(adapter::AdapterLease lease, Scheduler* scheduler);
-  // Prompt tokens times samples, or sequence tokens times adapters: what the queue limit counts.
+  // Load for the queue limit: prompt tokens times samples, or sequence tokens times adapters.
   int64_t load_tokens() const;
 
-  // What the engine asks of the runner for a chunk of one of the sequences. neither sample nor
-  // score: the chunk only fills the KV cache.
+  // The output that a chunk needs from the runner. Neither: the chunk only fills the KV cache.
   struct Want {
     std::optional<SampleWant> sample;
     std::optional<ScoreWant> score;
   };
   Want WantOf(const Chunk& chunk) const;
 
-  // Takes a chunk's output. True when the sequence has ended by it.
+  // Takes a chunk's output. True when it ends the sequence.
   bool Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
               Metrics* metrics);
 
   // How a request ends.
   struct Ending {
     absl::Status status;  // OK: all samples have finished, or are aborted; else the stream fails
-    // Why it is aborted: samples that have not finished end with kAborted, a score fails with
-    // ABORTED.
+    // The reason of an abort: unfinished samples end with kAborted, a score fails with ABORTED.
     std::optional<std::string> aborted;
   };
   void End(const Ending& how, Instant now, Metrics* metrics);
 
-  // Exactly one of the two kinds.
+  // Exactly one of generate and score is set.
   std::optional<GenerateInput> generate;
   std::shared_ptr<TokenStream> stream;
   std::optional<ScoreInput> score;
-  std::shared_ptr<ScoreTicket> pause_id;
+  std::shared_ptr<ScoreTicket> ticket;
 
   uint64_t number = 0;   // RequestHandle's
-  bool entered = false;  // the engine thread has it
+  bool entered = false;  // the engine thread has taken it
   std::vector<std::unique_ptr<Sequence>> sequences;
   bool frozen = false;  // by a pause of an adapter
-  // Sequences that have not ended, or of which a chunk is still in flight.
+  // Sequences that have not ended or still have a chunk in flight.
   int64_t unfinished_sequences = 0;
-  // Set when something else than its last token ends the request: it gets no more rows, and ends
-  // when those in flight have landed.
+  // Set when something other than its last token ends the request: it gets no more rows, and ends
+  // when its rows in flight have landed.
   std::optional<Ending> ending;
 
   Instant admitted;
@@ -105,9 +103,9 @@ struct Request {
   std::optional<Instant> first_token;
 
  private:
-  // Per sample of a generation, indexed like sequences.
+  // State of each sample of a generation, indexed like sequences.
   struct Sample {
-    std::vector<TokenId> banned;  // before min_tokens
+    std::vector<TokenId> banned;  // until min_tokens
     Instant last_token;
     FinishReason reason = FinishReason::kNone;
   };
@@ -123,13 +121,13 @@ struct Request {
   bool HoldsAny(Condition condition) const;
   void AbortSamples(const std::string& detail, Instant now, Metrics* metrics);
   void CountUse(Metrics* metrics) const;
-  // Says what the engine knows, and lets go of the log.
+  // Fills in the engine's fields and releases the log.
   void LogEnd(Instant now);
 
   void DropUnusedLeases();
 
   std::vector<Sample> samples_;
-  // On earlier versions that keys and values still stand on.
+  // Leases on earlier versions whose keys and values are still in use.
   std::vector<adapter::AdapterLease> earlier_;
   ScoreResult result_;
   bool score_finite_ = true;

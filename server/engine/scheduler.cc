@@ -97,7 +97,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     if (s->frozen) continue;
     if (WaitsForLeader(*s)) continue;
     if (options_.may_run && !options_.may_run(s)) continue;
-    // A step that it was in when it was preempted may still bring a token.
+    // A step from before its preemption may still bring a token.
     if (s->in_flight > 0) break;
     bool admitted = Admit(s, plan);
     while (!admitted && PreemptFrozen(plan)) admitted = Admit(s, plan);
@@ -108,7 +108,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
   }
 }
 
-// The one that would have run last.
+// Preempts the frozen sequence with the lowest priority.
 bool Scheduler::PreemptFrozen(Plan* plan) {
   if (frozen_running_ == 0) return false;
   const auto last =
@@ -131,9 +131,9 @@ void Scheduler::Landed(const Chunk& chunk) {
 
 void Scheduler::Computed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
-  // Preempted since: the pages are gone.
+  // After a preemption the pages are free.
   if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
-  // Pages that more than one version made are no other sequence's prefix.
+  // Pages of several versions are no prefix of another sequence.
   const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
   while ((s.registered_pages + 1) * kKvPageTokens <= end) {
     const absl::Span<const TokenId> tokens =
@@ -143,7 +143,7 @@ void Scheduler::Computed(const Chunk& chunk) {
   }
 }
 
-// Whether its leader computes, or has computed, the same keys and values of the prompt.
+// Whether the leader computes, or has computed, the sequence's prompt under the same version.
 bool Scheduler::HasLeader(const Sequence& sequence) {
   const Sequence* leader = sequence.leader;
   return leader != nullptr && leader->state != Sequence::State::kEnded &&
@@ -156,8 +156,7 @@ bool Scheduler::WaitsForLeader(const Sequence& sequence) {
 
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
   int64_t count = std::min(sequence.pending(), budget);
-  // Rows of a score that are done already (it was preempted) and rows that are not never share a
-  // chunk.
+  // After a preemption, finished and unfinished rows of a score never share a chunk.
   if (sequence.is_score && sequence.computed < sequence.scored) {
     count = std::min(count, sequence.scored - sequence.computed);
   }
@@ -181,7 +180,7 @@ void Scheduler::Append(Sequence* sequence, Plan* plan) {
 
 void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   const int64_t count = ChunkSize(*sequence, plan->budget);
-  // After a thaw more may be running.
+  // After a thaw more sequences may be running.
   if (count == 0 || static_cast<int64_t>(plan->chunks.size()) >= options_.max_running) return;
   const int64_t held = static_cast<int64_t>(sequence->pages.size());
   const int64_t missing = PagesFor(sequence->computed + count) - held;
@@ -205,7 +204,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   const int64_t available = pages_->available();
   if (available < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
     Rewind(sequence);
-    // The pages of its prefix are available again, and it needs them as well.
+    // The prefix's pages count as available again, but the sequence needs them too.
     shortage_ = missing + pages_->available() - available;
     return false;
   }
@@ -250,7 +249,7 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   Take(sequence, &running_);
   sequence->state = Sequence::State::kWaiting;
   Put(sequence, &waiting_);
-  // Who waits for pages holds no weights: others may wait for those, and have the pages.
+  // A sequence without pages keeps no pins: other sequences may have pages and need the weights.
   if (sequence->in_flight == 0) sequence->DropPins();
   ++sequence->preemptions;
   ++preemptions_;

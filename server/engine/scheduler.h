@@ -1,8 +1,8 @@
-// Which rows the next step computes: decodes first, then prefill chunks, under a token budget, with
-// admission by KV pages and preemption by recomputation. A step may be scheduled before the last
-// one has finished: its decodes then follow tokens that nobody has seen yet. Pages that a sequence
-// gives back go to others at once, since steps are computed in order. Pure logic: no torch, no
-// clock, no I/O. Confined to the engine thread.
+// Chooses the rows of the next step: decodes first, then prefill chunks, under a token budget, with
+// admission by KV pages and preemption by recomputation. It may schedule a step before the last one
+// has finished: the decodes then follow tokens that are not known yet. Freed pages are reused at
+// once, since steps are computed in order. Pure logic: no torch, no clock, no I/O. Confined to the
+// engine thread.
 #pragma once
 
 #include <cstdint>
@@ -20,43 +20,41 @@ class Scheduler {
   struct Options {
     int64_t max_step_tokens = 512;
     int32_t max_running = 256;
-    // Whether a sequence may get rows now. If not it keeps its place and its pages, and others go
-    // first. Null: always.
+    // False: the sequence gets no rows now and keeps its place and its pages; others may pass it.
+    // Null: always true.
     std::function<bool(Sequence*)> may_run;
   };
 
   // pages is borrowed.
   Scheduler(Options options, KvPages* pages);
 
-  // Puts a sequence in line. REQUIRES: its goal fits into all pages together.
+  // Queues a sequence. REQUIRES: its goal fits into all pages together.
   void Add(Sequence* sequence);
-  // Takes a sequence out of wherever it is and gives its pages back.
+  // Removes a sequence from any state and frees its pages.
   void Remove(Sequence* sequence);
-  // Gives the pages of a sequence back and puts it in line again, to be computed anew under one
-  // version with the root of its prefixes. REQUIRES: it has not ended and nothing of it is in
-  // flight.
+  // Frees the sequence's pages and queues it again, to be recomputed under one version with the
+  // given prefix root. REQUIRES: it has not ended and none of its chunks is in flight.
   void Restart(Sequence* sequence, const adapter::LoadedAdapter* adapter, const PrefixNode& root);
-  // A frozen sequence keeps its place and its pages (until others need them) and gets no rows.
+  // A frozen sequence gets no rows. It keeps its place, and its pages until others need them.
   void SetFrozen(Sequence* sequence, bool frozen);
 
-  // Takes the pages of all sequences, which are to be computed again. REQUIRES: no step is in
-  // flight.
+  // Frees the pages of all sequences; they are recomputed later. REQUIRES: no step is in flight.
   void PreemptAll();
 
-  // Chooses the next step's chunks and counts them as in flight; every chunk's pages are allocated.
-  // May preempt. Empty when nothing can run before a step finishes. REQUIRES: at most one step is
+  // Chooses the chunks of the next step, counts them as in flight and allocates their pages. May
+  // preempt. Empty when no sequence can run before a step finishes. REQUIRES: at most one step is
   // in flight.
   std::vector<Chunk> Schedule();
-  // A chunk of a sequence that has not ended is in its pages: registers full ones.
+  // The chunk's keys and values are in its pages: registers full pages.
   void Computed(const Chunk& chunk);
-  // A chunk is in flight no more: its step has finished or failed.
+  // The chunk's step has finished or failed.
   void Landed(const Chunk& chunk);
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
   int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
   int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
-  // Pages that the last Schedule lacked to admit or to go on with the next sequence.
+  // Pages that the last Schedule lacked for the next sequence.
   int64_t shortage() const { return shortage_; }
 
  private:
@@ -83,7 +81,7 @@ class Scheduler {
   void Continue(Sequence* sequence, Plan* plan);
   void AdmitWaiting(Plan* plan);
   bool Admit(Sequence* sequence, Plan* plan);
-  // Whether the prefix cache was asked.
+  // Returns whether it searched the prefix cache.
   bool ReusePrefix(Sequence* sequence);
   void Preempt(Sequence* sequence, Plan* plan);
   bool PreemptFrozen(Plan* plan);

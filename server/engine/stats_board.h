@@ -1,4 +1,4 @@
-// What the engine thread tells others of itself after each turn. Owned by Engine. Thread-safe.
+// The engine thread's figures, published after each turn. Owned by Engine. Thread-safe.
 #pragma once
 
 #include <utility>
@@ -13,14 +13,14 @@ namespace dorad::engine {
 
 class StatsBoard {
  public:
-  // Also a sign of life.
+  // Also a heartbeat.
   void Publish(EngineStats stats) {
     absl::MutexLock lock(&mu_);
     stats_ = std::move(stats);
     published_ = SteadyNow();
   }
 
-  // As published last.
+  // The figures of the last Publish.
   EngineStats stats() const {
     absl::MutexLock lock(&mu_);
     return stats_;

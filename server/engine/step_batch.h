@@ -1,5 +1,5 @@
-// A step's rows in computing order: those of one adapter next to each other, so that an adapter's
-// rows are one range. Torch-free. Plain values; thread-compatible.
+// The rows of a step in computing order, grouped by adapter: each adapter has one range of rows.
+// Torch-free. Plain values; thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace dorad::engine {
 
-// A row whose logits are wanted.
+// A row that needs logits.
 struct WantedRow {
   int64_t row = 0;        // in the batch
   size_t sequence = 0;    // index in the caller's order
@@ -28,14 +28,14 @@ struct StepBatch {
   };
 
   int64_t rows = 0;
-  std::vector<size_t> order;       // the caller's index of the sequence whose rows come i-th
-  std::vector<int64_t> row_begin;  // of that sequence
+  std::vector<size_t> order;       // caller's index of the i-th sequence in the batch
+  std::vector<int64_t> row_begin;  // of the i-th sequence
   std::vector<AdapterRows> adapters;
   std::vector<WantedRow> samples;  // in row order
   std::vector<WantedRow> scores;
 };
 
-// Rows [begin, begin + count) of `adapter` extend the last range, or begin one. Ascending.
+// Appends rows [begin, begin + count) of `adapter` to the last range, or begins one. Ascending.
 void AppendRows(const adapter::LoadedAdapter* adapter, int64_t begin, int64_t count,
                 std::vector<StepBatch::AdapterRows>* to);
 

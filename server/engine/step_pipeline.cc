@@ -10,7 +10,7 @@
 namespace dorad::engine {
 namespace {
 
-// `wants` gets what the rows point to.
+// The rows point into `wants`.
 StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
   static constexpr TokenId kUnknown = -1;
   const Sequence& s = *chunk.sequence;
@@ -33,7 +33,7 @@ StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
 
 StepPipeline::StepPipeline(std::unique_ptr<ModelRunner> runner, Metrics* metrics)
     : runner_(std::move(runner)), metrics_(metrics) {
-  // A third step could not tell which of two others samples the token that it follows.
+  // With three steps a token's source would be ambiguous (StepSequence::follows).
   DORAD_CHECK(runner_->max_steps_in_flight() == 1 || runner_->max_steps_in_flight() == 2);
 }
 
@@ -53,7 +53,7 @@ absl::Status StepPipeline::Begin(std::vector<Chunk>* chunks, Instant now) {
   rows.reserve(chunks->size());
   for (const Chunk& chunk : *chunks) rows.push_back(RowsOf(chunk, &wants));
   absl::Status status = runner_->Begin(rows);
-  // A runner that takes one step at a time computes it here, on this thread.
+  // A runner with one step at a time computes it here, on this thread.
   const bool computes = runner_->max_steps_in_flight() == 1;
   metrics_->StepPhaseDone(computes ? StepPhase::kCompute : StepPhase::kLaunch,
                           Between(now, SteadyNow()));

@@ -1,5 +1,5 @@
-// The steps that the runner has begun and not finished. Turns chunks into rows, asks for outputs in
-// order and times each step. Confined to the engine thread; owned by EngineLoop.
+// The runner's steps in flight. Turns chunks into rows, collects outputs in order and times each
+// step. Confined to the engine thread; owned by EngineLoop.
 #pragma once
 
 #include <cstdint>
@@ -26,23 +26,23 @@ class StepPipeline {
 
   bool empty() const { return in_flight_.empty(); }
   bool full() const;
-  // For what is done between steps. REQUIRES: empty().
+  // For work between steps. REQUIRES: empty().
   ModelRunner& runner();
   uint64_t steps_finished() const { return steps_finished_; }
-  // Steps that have begun, and those of them that are in flight no more, finished or failed.
+  // Steps that have begun, and those that have finished or failed.
   uint64_t steps_begun() const { return steps_begun_; }
   uint64_t steps_landed() const { return steps_begun_ - in_flight_.size(); }
 
-  // Begins a step at `now` and takes its chunks. After a failure it has not begun, and they are the
-  // caller's. REQUIRES: !full().
+  // Begins a step at `now` and takes its chunks. A failure leaves them to the caller. REQUIRES:
+  // !full().
   absl::Status Begin(std::vector<Chunk>* chunks, Instant now);
 
   struct Finished {
     std::vector<Chunk> chunks;
-    // One for each chunk; or the failure of the step, to which the steps behind it, that stood on
-    // what it did not compute, then are lost as well: their chunks are among these.
+    // One output for each chunk, or the step's failure. A failure also fails the later steps, which
+    // depend on it: `chunks` includes theirs.
     absl::StatusOr<std::vector<StepOutput>> outputs;
-    absl::Duration time;  // of this step alone: since its begin or the end of the one before
+    absl::Duration time;  // since its begin or the end of the step before
     Instant now;
   };
   // The oldest step. REQUIRES: !empty().

@@ -43,7 +43,7 @@ std::optional<SampleDelta> TokenStream::Take() {
 std::optional<absl::Status> TokenStream::Ended() {
   absl::MutexLock lock(&mu_);
   if (!closed_) return std::nullopt;
-  // A failed request may leave unfinished samples behind; in FINAL mode nobody will take them.
+  // A failed request may leave unfinished samples; in FINAL mode they are never taken.
   const bool takeable = std::any_of(deltas_.begin(), deltas_.end(), [this](const SampleDelta& d) {
     return !final_only_ || d.finished();
   });

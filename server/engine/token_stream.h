@@ -19,7 +19,7 @@ namespace dorad::engine {
 
 class TokenStream {
  public:
-  // final_only: deltas are held back until their sample has finished.
+  // final_only: a sample's deltas wait until it has finished.
   explicit TokenStream(bool final_only) : final_only_(final_only) {}
 
   // --- Engine side.
@@ -28,13 +28,13 @@ class TokenStream {
   void Close(absl::Status status);
 
   // --- Consumer side.
-  // One delta to send, oldest sample first; nullopt when there is none now.
+  // The next delta, oldest sample first; nullopt: none yet.
   std::optional<SampleDelta> Take();
   // The final status once Close was called and every delta has been taken.
   std::optional<absl::Status> Ended();
-  // Called after Push (of something takeable) and Close, on the engine thread, under this object's
-  // lock: it must be short and must not call back into the stream. nullptr removes it; after
-  // SetWaker returns the old one is not running and never runs again.
+  // Called after Push (if Take would return a delta) and Close, on the engine thread, under this
+  // object's lock: it must be short and must not call back into the stream. nullptr removes it;
+  // after SetWaker returns, the old one does not run.
   void SetWaker(std::function<void()> waker);
 
  private:
@@ -51,7 +51,7 @@ class ScoreTicket {
   using Done = std::function<void(absl::StatusOr<ScoreResult>)>;
   explicit ScoreTicket(Done done) : done_(std::move(done)) {}
 
-  // Once. What `done` holds is let go.
+  // Call once. Also destroys `done`.
   void Finish(absl::StatusOr<ScoreResult> result) {
     std::exchange(done_, nullptr)(std::move(result));
   }

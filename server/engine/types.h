@@ -1,5 +1,5 @@
-// The engine's vocabulary: what a request asks for and what comes back. Plain values, no torch, no
-// protobuf. rpc/request_validation builds the inputs and has validated them against Limits.
+// The engine's input and output types. Plain values, no torch, no protobuf. rpc/request_validation
+// builds the inputs and has validated them against Limits.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +23,9 @@ const char* NameOf(FinishReason reason);  // "stop", "length", ...
 
 enum class LogprobMode { kNone, kRaw, kProcessed };
 
-// What a request does when the active version of its adapter's name moves: stays on the version
-// that it began with; or takes the new one from the next token on, and keeps the KV of the tokens
-// before or computes it anew. A sample without tokens yet begins anew in both.
+// Behaviour of a request when its adapter's active version moves: it stays on its version; or it
+// uses the new one from the next token on and keeps or recomputes the KV of earlier tokens. A
+// sample without tokens restarts in both cases.
 enum class InFlightPolicy { kPin, kSwitchKeepKv, kSwitchRecompute };
 
 struct SamplingParams {
@@ -49,11 +49,11 @@ struct LogprobParams {
   std::vector<TokenId> chosen_ids;
 };
 
-// What every kind of request carries.
+// Fields of every kind of request.
 struct RequestBase {
-  std::string tenant;  // ids and prefixes are a tenant's own; "": all are one
+  std::string tenant;  // separates ids and prefixes; "": no tenants
   std::string request_id;
-  adapter::AdapterRef adapter;  // as asked, for logs
+  adapter::AdapterRef adapter;  // as requested, for logs
   int32_t priority = 0;
   absl::Time deadline = absl::InfiniteFuture();
   std::shared_ptr<RequestLog> log;  // gets what the engine knows at the end; nullptr: nobody's
@@ -63,7 +63,7 @@ struct GenerateInput : RequestBase {
   std::vector<TokenId> prompt;
   adapter::AdapterLease lease;
   InFlightPolicy in_flight = InFlightPolicy::kPin;
-  // A lease on the version that is active now. Set unless in_flight is kPin; called on the engine
+  // Returns a lease on the active version. Set unless in_flight is kPin; called on the engine
   // thread, must not block.
   std::function<absl::StatusOr<adapter::AdapterLease>()> follow;
   int32_t n = 1;
@@ -83,7 +83,7 @@ struct ScoreInput : RequestBase {
   std::vector<TokenId> chosen_ids;
 };
 
-// Names one request among all that an engine ever has: when it has ended its key may be another's.
+// Identifies one request for the engine's lifetime: after its end another request may have its key.
 struct RequestHandle {
   std::string key;  // tenant and id
   uint64_t number = 0;
@@ -97,7 +97,7 @@ struct VersionSpan {
   uint32_t end = 0;
 };
 
-// Log-probabilities at consecutive positions. Empty vectors where not asked for.
+// Log-probabilities at consecutive positions. Empty vectors where not requested.
 struct Logprobs {
   std::vector<float> logprobs;      // [positions]
   std::vector<TokenId> top_ids;     // [positions, k]
@@ -140,8 +140,7 @@ struct ScoreResult {
   std::vector<VersionSpan> versions;          // [adapter]
 };
 
-// Adapters of requests that are let in, as Request::adapters names them, sorted. A name may be in
-// both.
+// Adapters of admitted requests, as Request::adapters names them, sorted. A name may be in both.
 struct AdaptersInUse {
   std::vector<std::string> running;  // of requests that have started
   std::vector<std::string> waiting;
@@ -161,7 +160,7 @@ struct EngineLimits {
 };
 
 struct EngineStats {
-  int requests = 0;  // that are let in and have not ended
+  int requests = 0;  // admitted and not ended
   int running_sequences = 0;
   int64_t waiting_sequences = 0;  // for a place in a step: not begun, preempted, further samples
   int queued_requests = 0;
@@ -176,7 +175,7 @@ struct EngineStats {
   uint64_t steps = 0;
   bool paused = false;  // everything
   bool asleep = false;
-  double gpu_share = 1;  // the most of the time that steps take now
+  double gpu_share = 1;  // the largest share of time for steps
   std::vector<adapter::AdapterRef> paused_adapters;
   std::vector<adapter::AdapterRef> pending_pauses;  // scopes of kWaits that are not in effect yet
   int frozen_requests = 0;                          // by pauses of adapters

@@ -17,20 +17,20 @@ bool WeightsGate::MayRun(Sequence* sequence) {
   }
   std::sort(entries.begin(), entries.end());
   entries.erase(std::unique(entries.begin(), entries.end()), entries.end());
-  // Many may wait for the same: one of them asks in each step.
+  // Many may wait for the same weights: one of them asks in each step.
   if (away_.contains(entries)) {
     NoteStalled(sequence);
     return false;
   }
-  absl::StatusOr<std::optional<adapter::Residency::Pins>> uses =
+  absl::StatusOr<std::optional<adapter::Residency::Pins>> pins =
       adapter::Residency::PinAll(entries);
-  if (!uses.ok() || !uses->has_value()) {
-    if (!uses.ok()) failures_.emplace(entries, uses.status());
+  if (!pins.ok() || !pins->has_value()) {
+    if (!pins.ok()) failures_.emplace(entries, pins.status());
     away_.insert(std::move(entries));
     NoteStalled(sequence);
     return false;
   }
-  sequence->pins = **std::move(uses);
+  sequence->pins = **std::move(pins);
   sequence->has_pins = true;
   EndStall(sequence, now_);
   return true;

@@ -1,6 +1,6 @@
-// Which sequences may have rows: those whose weights are there. Asks for weights that are away,
-// measures how long sequences wait for them, and finds out whom a failure to bring them concerns.
-// Confined to the engine thread; owned by EngineLoop.
+// Admits sequences to a step if their adapter weights are resident. Requests reloads of evicted
+// weights, measures stalls, and finds the requests that a failed reload affects. Confined to the
+// engine thread; owned by EngineLoop.
 #pragma once
 
 #include <map>
@@ -24,22 +24,22 @@ class WeightsGate {
   // metrics is borrowed.
   explicit WeightsGate(Metrics* metrics) : metrics_(*metrics) {}
 
-  // What some sequence needs together; sorted.
+  // Weights that a sequence needs together; sorted.
   using Entries = std::vector<adapter::Residency::Entry*>;
 
-  // Before a step is scheduled: weights may have come since.
+  // Call before each schedule: weights may have been reloaded.
   void BeginStep(Instant now) {
     now_ = now;
     away_.clear();
   }
-  // Whether the weights that a sequence's rows need are there; then it has uses of them.
+  // Whether the sequence's weights are resident; if so, pins them.
   bool MayRun(Sequence* sequence);
-  // Whether some were not there in the step that is scheduled.
+  // Whether some were evicted at the current schedule.
   bool any_away() const { return !away_.empty(); }
-  // A sequence waits no longer: it has ended, or something else keeps it now.
+  // Ends the sequence's stall: it has ended, or waits for something else.
   void NoteGone(const Sequence* sequence);
 
-  // Weights that could not be brought, and why, since the last call.
+  // Weights whose reload failed since the last call, and the errors.
   std::map<Entries, absl::Status> TakeFailures();
   // Whether the request waits for some of these weights.
   static bool IsConcerned(const Request& request, const Entries& entries);
@@ -49,8 +49,8 @@ class WeightsGate {
   void EndStall(const Sequence* sequence, Instant now);
 
   Metrics& metrics_;
-  Instant now_;                                            // the step at hand began then
-  absl::flat_hash_map<const Sequence*, Instant> stalled_;  // since
+  Instant now_;                                            // begin of the current step
+  absl::flat_hash_map<const Sequence*, Instant> stalled_;  // begin of the stall
   std::set<Entries> away_;
   std::map<Entries, absl::Status> failures_;
 };

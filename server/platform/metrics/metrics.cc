@@ -263,7 +263,7 @@ void Metrics::MemoryReleased(const std::string& from, int64_t bytes) {
   impl_->device.given_back.Of({from}).Increment(static_cast<double>(bytes));
 }
 
-void Metrics::KvMemoryTakenBack(int64_t bytes) {
+void Metrics::KvMemoryGrown(int64_t bytes) {
   impl_->device.taken_back.Increment(static_cast<double>(bytes));
 }
 

@@ -155,7 +155,7 @@ class Metrics {
   void SetDevice(const DeviceGauges& gauges);
   // from: "pool", "adapters", "kv".
   void MemoryReleased(const std::string& from, int64_t bytes);
-  void KvMemoryTakenBack(int64_t bytes);
+  void KvMemoryGrown(int64_t bytes);
 
   // --- tag: "weights", "kv", "adapters".
   void SetSleeping(const std::string& tag, bool asleep);

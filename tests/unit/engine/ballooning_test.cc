@@ -17,7 +17,7 @@ class BallooningTest : public EngineTest {
   void StartInChunks(int64_t pages, int64_t min_pages = 0) {
     EngineOptions options = DefaultOptions();
     options.kv_min_pages = min_pages;
-    options.kv_min_shrink_bytes = absl::ZeroDuration();
+    options.kv_shrink_hold = absl::ZeroDuration();
     Start(options, pages, /*max_steps_in_flight=*/2, kChunkPages);
   }
 
@@ -64,7 +64,7 @@ TEST_F(BallooningTest, AnOperatorsMinimumStays) {
   EXPECT_EQ(Shrink(100), 1);
 }
 
-TEST_F(BallooningTest, WithoutChunksNothingIsLent) {
+TEST_F(BallooningTest, WithoutChunksNothingIsReleased) {
   Start(DefaultOptions(), 63);
   EXPECT_EQ(Shrink(1), 0);
 }
@@ -129,7 +129,7 @@ TEST_F(BallooningTest, WhileTheCacheSleepsThereIsNothingToLend) {
   EXPECT_EQ(Shrink(100), 2);
 }
 
-TEST_F(BallooningTest, RandomLoansChangeNoResult) {
+TEST_F(BallooningTest, RandomShrinksChangeNoResult) {
   for (uint32_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE(seed);
     std::mt19937 random(seed);

@@ -64,11 +64,11 @@ TEST_F(EngineTest, AScoreCanBeCancelled) {
   input.sequences = {Prompt(300)};
   input.leases.push_back(leases_.Take(MakeAdapter("a", 1)));
   absl::Status status;
-  auto pause_id = std::make_shared<ScoreTicket>([&](const absl::StatusOr<ScoreResult>& result) {
+  auto ticket = std::make_shared<ScoreTicket>([&](const absl::StatusOr<ScoreResult>& result) {
     status = result.status();
     ended.Notify();
   });
-  const absl::StatusOr<RequestHandle> handle = engine_->Submit(std::move(input), pause_id);
+  const absl::StatusOr<RequestHandle> handle = engine_->Submit(std::move(input), ticket);
   ASSERT_TRUE(handle.ok());
   engine_->Cancel(*handle);
   go_on.Notify();

@@ -170,11 +170,11 @@ TEST_F(EngineTest, ScoresSequencesUnderSeveralAdapters) {
   const std::vector<std::vector<TokenId>> sequences = input.sequences;
   absl::Notification done;
   absl::StatusOr<ScoreResult> result;
-  auto pause_id = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
+  auto ticket = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
     result = std::move(r);
     done.Notify();
   });
-  ASSERT_TRUE(engine_->Submit(std::move(input), pause_id).ok());
+  ASSERT_TRUE(engine_->Submit(std::move(input), ticket).ok());
   done.WaitForNotification();
   ASSERT_TRUE(result.ok()) << result.status();
   ASSERT_EQ(result->scores.size(), 3u);
@@ -442,11 +442,11 @@ TEST_F(EngineTest, ScoresEveryRowOnceThoughItIsPreempted) {
   const std::shared_ptr<const adapter::LoadedAdapter> adapter = MakeAdapter("a", 1);
   absl::Notification done;
   absl::StatusOr<ScoreResult> result;
-  auto pause_id = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
+  auto ticket = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
     result = std::move(r);
     done.Notify();
   });
-  ASSERT_TRUE(engine_->Submit(std::move(input), pause_id).ok());
+  ASSERT_TRUE(engine_->Submit(std::move(input), ticket).ok());
   engine_->Resume({}, [] {});
   done.WaitForNotification();
   ASSERT_TRUE(result.ok()) << result.status();

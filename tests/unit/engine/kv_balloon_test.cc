@@ -55,13 +55,13 @@ class KvBalloonTest : public ::testing::Test {
 
 TEST_F(KvBalloonTest, WhatWasLentIsLeftAloneForAFewSeconds) {
   EXPECT_EQ(balloon_.Shrink(250, start_), 300);
-  balloon_.TakeBack(pages_.total(), start_);
-  balloon_.TakeBack(pages_.total(), start_ + seconds(1));
+  balloon_.Grow(pages_.total(), start_);
+  balloon_.Grow(pages_.total(), start_ + seconds(1));
   EXPECT_EQ(chunks_.released, 3);
   EXPECT_EQ(balloon_.Shrink(1, start_ + seconds(2)), 100);
-  balloon_.TakeBack(pages_.total(), start_ + seconds(4));
-  EXPECT_EQ(chunks_.released, 4) << "the later loan counts";
-  balloon_.TakeBack(pages_.total(), start_ + seconds(6));
+  balloon_.Grow(pages_.total(), start_ + seconds(4));
+  EXPECT_EQ(chunks_.released, 4) << "the later shrink counts";
+  balloon_.Grow(pages_.total(), start_ + seconds(6));
   EXPECT_EQ(chunks_.released, 0);
 }
 
@@ -70,15 +70,15 @@ TEST_F(KvBalloonTest, AWarmPrefixCacheIsNoShortage) {
   EXPECT_EQ(balloon_.Shrink(100, start_), 100);
   EXPECT_EQ(pages_.free(), 0);
   const int64_t left = pages_.cached();
-  balloon_.TakeBack(left, start_ + seconds(10));
+  balloon_.Grow(left, start_ + seconds(10));
   EXPECT_EQ(chunks_.released, 1);
-  balloon_.TakeBack(left + 1, start_ + seconds(10));
+  balloon_.Grow(left + 1, start_ + seconds(10));
   EXPECT_EQ(chunks_.released, 0);
 }
 
 TEST_F(KvBalloonTest, OnlySoManyChunksComeBackAsAreWanted) {
   EXPECT_EQ(balloon_.Shrink(400, start_), 400);
-  balloon_.TakeBack(2 * kChunkPages + 1, start_ + seconds(10));
+  balloon_.Grow(2 * kChunkPages + 1, start_ + seconds(10));
   EXPECT_EQ(chunks_.released, 2);
 }
 
@@ -86,11 +86,11 @@ TEST_F(KvBalloonTest, AfterARefusalItDoesNotAskForAWhile) {
   EXPECT_EQ(balloon_.Shrink(100, start_), 100);
   chunks_.fail = true;
   const Instant later = start_ + seconds(10);
-  balloon_.TakeBack(pages_.total(), later);
-  balloon_.TakeBack(pages_.total(), later + std::chrono::milliseconds(100));
+  balloon_.Grow(pages_.total(), later);
+  balloon_.Grow(pages_.total(), later + std::chrono::milliseconds(100));
   EXPECT_EQ(chunks_.questions, 1);
   chunks_.fail = false;
-  balloon_.TakeBack(pages_.total(), later + seconds(1));
+  balloon_.Grow(pages_.total(), later + seconds(1));
   EXPECT_EQ(chunks_.released, 0);
 }
 

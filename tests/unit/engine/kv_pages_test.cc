@@ -233,9 +233,9 @@ TEST(KvPagesInChunks, ChunksWithoutHeldPagesAreLentAndComeBack) {
   std::vector<int32_t> more;
   EXPECT_FALSE(pages.Allocate(7, &more));
   EXPECT_EQ(pages.FirstReleased(), 2);
-  pages.TakeBack(2);
+  pages.Grow(2);
   EXPECT_TRUE(pages.Allocate(7, &more));
-  pages.TakeBack(pages.FirstReleased());
+  pages.Grow(pages.FirstReleased());
   EXPECT_EQ(pages.FirstReleased(), -1);
   pages.CheckIntegrity();
   pages.Release(&held);
@@ -326,7 +326,7 @@ TEST(KvPagesInChunks, KeepTheirBooksUnderRandomUse) {
           break;
         }
         case 5:
-          if (pages.released() > 0) pages.TakeBack(pages.FirstReleased());
+          if (pages.released() > 0) pages.Grow(pages.FirstReleased());
           break;
       }
       most_released = std::max(most_released, pages.released());
@@ -336,7 +336,7 @@ TEST(KvPagesInChunks, KeepTheirBooksUnderRandomUse) {
     for (auto& holder : holders) pages.Release(&holder);
     pages.CheckIntegrity();
     EXPECT_EQ(pages.used(), 0);
-    while (pages.released() > 0) pages.TakeBack(pages.FirstReleased());
+    while (pages.released() > 0) pages.Grow(pages.FirstReleased());
     EXPECT_EQ(pages.available(), pages.total());
   }
 }

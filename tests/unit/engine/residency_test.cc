@@ -209,11 +209,11 @@ TEST_F(EngineResidencyTest, AScoreUnderMoreAdaptersThanFitIsComputed) {
   for (int i = 0; i < 7; ++i) input.leases.push_back(Lease(Resident("a" + std::to_string(i))));
   absl::Notification done;
   absl::StatusOr<ScoreResult> result;
-  auto pause_id = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
+  auto ticket = std::make_shared<ScoreTicket>([&](absl::StatusOr<ScoreResult> r) {
     result = std::move(r);
     done.Notify();
   });
-  ASSERT_TRUE(engine_->Submit(std::move(input), pause_id).ok());
+  ASSERT_TRUE(engine_->Submit(std::move(input), ticket).ok());
   done.WaitForNotification();
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->scores[0].size(), 7u);

@@ -81,7 +81,7 @@ void PinAll(Metrics* metrics) {
   metrics->SetMemory("weights", 1 << 20);
   metrics->SetDevice({800, 1000, 200, 50, 150, 3, 4});
   metrics->MemoryReleased("adapters", 70);
-  metrics->KvMemoryTakenBack(60);
+  metrics->KvMemoryGrown(60);
   metrics->SetSleeping("kv", true);
   metrics->CallDenied("TOKEN_MISSING");
   metrics->SetSecurity({1, 2, absl::FromUnixSeconds(2'000'000'000)});
