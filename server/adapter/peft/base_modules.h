@@ -1,6 +1,6 @@
-// The modules of a base model that an adapter may target: what the adapter room knows of the model.
-// Filled by model/ (names as in Hugging Face, without a leading "base_model.model.").
-// Immutable after construction, hence thread-safe.
+// The modules of a base model that an adapter may target: the adapter room's view of the model.
+// Filled by model/ (names as in Hugging Face, without a leading "base_model.model."). Immutable
+// after construction and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ class BaseModules {
   // The position of a module in this list is its ModuleId everywhere in the server.
   const std::vector<BaseModule>& all() const { return modules_; }
   int size() const { return static_cast<int>(modules_.size()); }
-  // -1 when there is none of that name.
+  // -1: no such module.
   int Find(std::string_view name) const {
     const auto it = index_.find(std::string(name));
     return it == index_.end() ? -1 : it->second;

@@ -1,6 +1,6 @@
-// Tensors of a publish from memory that lie on the server's GPU: copied, hashed and built there.
+// Tensors of a shared-memory publish that lie on the server's GPU: copied, hashed and built there.
 //
-// Objects are owned by whoever makes them; immutable, hence thread-safe.
+// The caller owns the objects; immutable and therefore thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@
 
 namespace dorad::adapter {
 
-// A peer's tensors, copied on the GPU: nobody else writes the copies.
+// Copies of a trainer's tensors on the GPU. No other process can write to them.
 class DeviceTensors {
  public:
   virtual ~DeviceTensors() = default;
@@ -39,12 +39,12 @@ class DeviceTensors {
 // Whether every tensor lies on the server's GPU.
 bool LiesOnDevice(const PeerTensors& peer);
 
-// What a strict reader of files would say of the tensors' names, shapes and size. INVALID_ARGUMENT
+// The checks of names, shapes and size of a strict safetensors reader. INVALID_ARGUMENT
 // (SAFETENSORS_*, ADAPTER_TOO_LARGE).
 absl::Status CheckForm(const PeerTensors& peer, uint64_t max_bytes);
 
-// Brings the copies of base weights among `tensors`, which are compared on the host, there. They
-// live in the result.
+// Copies of base weights are compared on the host: copies those among `tensors` to host memory. The
+// result owns the memory.
 class BaseCopiesOnHost {
  public:
   static absl::StatusOr<BaseCopiesOnHost> Bring(const DeviceTensors& device,
@@ -59,7 +59,7 @@ class BaseCopiesOnHost {
 };
 
 // The content digest of `tensors`, views into `device`. INVALID_ARGUMENT
-// (SHARED_MEMORY_DIGEST_MISMATCH) naming every tensor that has not the digest that `peer` tells.
+// (SHARED_MEMORY_DIGEST_MISMATCH) naming every tensor whose digest differs from the one in `peer`.
 absl::StatusOr<std::string> DigestOnDevice(const DeviceTensors& device, const PeerTensors& peer,
                                            const AdapterTensors& tensors,
                                            const BaseModules& modules);

@@ -1,5 +1,5 @@
-// The identity of an adapter's content: SHA-256 over what decides its results and nothing else.
-// docs/guides/adapters.md states the exact bytes. Functions are thread-safe.
+// The identity of an adapter's content: SHA-256 over everything that decides its results, and
+// nothing else. docs/guides/adapters.md states the exact bytes. Functions are thread-safe.
 #pragma once
 
 #include <functional>
@@ -12,9 +12,9 @@
 
 namespace dorad::adapter {
 
-// Lower-case hex. The same for the same tensors, ranks and scales, however the file orders or names
-// them and whatever else the configuration says; different in all other cases.
-// digest_of gives TreeSha256 of a view's bytes.
+// Lower-case hex. Equal for equal tensors, ranks and scales, whatever their order and names in the
+// file and the rest of the configuration; different in all other cases.
+// digest_of returns the TreeSha256 of a view's bytes.
 std::string ContentDigest(const AdapterTensors& tensors, const BaseModules& modules,
                           const std::function<Digest(const TensorView&)>& digest_of);
 

@@ -72,7 +72,7 @@ absl::StatusOr<Folder> Resolve(const std::string& path, const FolderAccess& acce
     const std::optional<std::string> root = RealPath(allowed);
     if (!root) continue;
     if (real && IsBeneath(*real, *root)) return Folder{*real, *root};
-    // What a caller may read it may also be told is missing; about other paths nothing is said.
+    // A missing folder is reported only beneath an allowed root.
     if (!real && (IsBeneath(written, *root) || IsBeneath(written, allowed))) {
       return FolderNotFound(path);
     }
@@ -80,8 +80,8 @@ absl::StatusOr<Folder> Resolve(const std::string& path, const FolderAccess& acce
   return NotAllowed(path);
 }
 
-// Reads the file that `name` means in the folder. Between looking and opening someone may swap a
-// part of the path for a link: the kernel is told not to leave the root.
+// Reads the file `name` of the folder. Another process may replace a part of the path with a link
+// after the check, so openat2 also confines the open to the root.
 absl::StatusOr<ByteBuffer> ReadFrom(const Folder& folder, const std::string& name,
                                     uint64_t max_bytes) {
   const std::string path = absl::StrCat(folder.path, "/", name);
@@ -102,7 +102,7 @@ absl::StatusOr<ByteBuffer> ReadFrom(const Folder& folder, const std::string& nam
   if (file.ok()) {
     return ReadFileBytes(absl::StrCat("/proc/self/fd/", file.get()), max_bytes);
   }
-  // Kernels before 5.6 and some sandboxes do not have the call: the check above is what is left.
+  // Kernels before 5.6 and some sandboxes lack openat2: only the check above applies.
   if (errno == ENOSYS || errno == EPERM) return ReadFileBytes(*real, max_bytes);
   if (errno == EXDEV || errno == ELOOP) return NotAllowed(path);
   return MakeError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",

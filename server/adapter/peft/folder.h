@@ -1,5 +1,5 @@
-// The two files of a PEFT folder, read without leaving the folders that the operator allows.
-// Functions are thread-safe.
+// Reads the two files of a PEFT folder, within the operator's allowed folders. Functions are
+// thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -32,10 +32,10 @@ struct FolderAccess {
 absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const FolderAccess& access,
                                                int64_t max_bytes);
 
-// Logs which roots are not there; they may be mounted later.
+// Logs missing roots; they may be mounted later.
 void WarnOfMissingRoots(const std::vector<std::string>& roots);
 
-// Whether there is a folder with both files, which are not opened: NOT_FOUND
+// Checks that the folder has both files, without opening them: NOT_FOUND
 // (ADAPTER_FOLDER_NOT_FOUND), INVALID_ARGUMENT (ADAPTER_FILE_MISSING, ADAPTER_FORMAT_UNSUPPORTED).
 absl::Status CheckAdapterFolder(const std::string& path);
 

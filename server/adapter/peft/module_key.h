@@ -1,7 +1,7 @@
 // A key of rank_pattern or alpha_pattern that is a module's name or the end of one, as PEFT writes
 // them. PEFT reads every key as a regular expression, "(.*\.)?(key)$" from the start of the name;
-// this gives the same answer for names of ASCII characters without compiling one. Immutable, hence
-// thread-safe.
+// this class gives the same answer for names of ASCII characters without compiling one. Immutable
+// and therefore thread-safe.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@ namespace dorad::adapter {
 
 class ModuleKey {
  public:
-  // Nothing for a key with more notation than "^" at the front, "." (any character) and "\.".
+  // nullopt for a key with other notation than "^" at the front, "." (any character) and "\.".
   static std::optional<ModuleKey> Parse(std::string_view key);
 
   bool Fits(std::string_view name) const;

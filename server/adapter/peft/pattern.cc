@@ -13,7 +13,7 @@
 namespace dorad::adapter {
 namespace {
 
-// Of one expression with what matching it keeps. Some thousand instructions.
+// Memory limit of one expression, compiled and matching: some thousand instructions.
 constexpr int64_t kMaxMemory = 256 << 10;
 
 absl::Status Unsupported(const std::string& why) {
@@ -29,8 +29,8 @@ absl::Status TooCostly() {
                    " compiled instructions together; plain names of modules do not count"));
 }
 
-// Finds what RE2 and Python both accept and read differently. Both have escapes, so a backslash
-// takes the next character with it.
+// Finds notation that RE2 and Python both accept and read differently. Both have escapes: a
+// backslash includes the next character.
 const char* AmbiguousNotation(const std::string& expression) {
   for (size_t i = 0; i + 1 < expression.size(); ++i) {
     if (expression[i] == '\\') {

@@ -1,8 +1,8 @@
 // A regular expression as PEFT uses them on module names, matched in linear time.
 //
-// PEFT runs Python's `re`; we run RE2, which means the same for the syntax both know. What RE2 does
-// not know (look-around, back references, atomic groups) and the two notations that both know with
-// different meanings ("[[:alpha:]]" and "{,n}") are refused.
+// PEFT runs Python's `re`; we run RE2, which means the same for the syntax common to both. Refused
+// are syntax unknown to RE2 (look-around, back references, atomic groups) and two notations with
+// different meanings ("[[:alpha:]]" and "{,n}").
 #pragma once
 
 #include <memory>
@@ -16,17 +16,17 @@ class RE2;
 
 namespace dorad::adapter {
 
-// What the expressions of one configuration may cost together. A dozen bytes can stand for hundreds
-// of thousands of instructions ("(?:\pL){240}"), and compiling, keeping and matching an expression
-// costs in proportion to them. Within this budget a configuration takes seconds with a large model
-// at the very worst, and tens of MiB. Thread-compatible.
+// The cost limit of all expressions of one configuration. A dozen bytes can stand for hundreds of
+// thousands of instructions ("(?:\pL){240}"), and compiling, keeping and matching an expression
+// costs in proportion to them. Within this budget the worst configuration takes seconds with a
+// large model, and tens of MiB. Thread-compatible.
 class PatternBudget {
  public:
   static constexpr int kMaxExpressions = 256;
   static constexpr int kMaxBytes = 16384;
   static constexpr int kMaxInstructions = 16384;
 
-  // False when one more expression, or these instructions of it, are too many.
+  // False when the expression or its instructions exceed the budget.
   bool TakeExpression(size_t bytes);
   bool TakeInstructions(int count);
 
@@ -36,11 +36,11 @@ class PatternBudget {
   int instructions_ = kMaxInstructions;
 };
 
-// Immutable, hence thread-safe.
+// Immutable and therefore thread-safe.
 class Pattern {
  public:
-  // INVALID_ARGUMENT with one line that says what is wrong: ADAPTER_PATTERN_UNSUPPORTED, or
-  // ADAPTER_PATTERNS_TOO_COSTLY when the budget does not suffice.
+  // INVALID_ARGUMENT with one line: ADAPTER_PATTERN_UNSUPPORTED, or ADAPTER_PATTERNS_TOO_COSTLY
+  // when the budget is exceeded.
   static absl::StatusOr<Pattern> Compile(const std::string& expression, PatternBudget& budget);
   Pattern(Pattern&&) noexcept;
   Pattern& operator=(Pattern&&) noexcept;
@@ -50,8 +50,8 @@ class Pattern {
   bool FullMatch(const std::string& text) const;
   // Python's re.match(expression, text): anchored at the start only.
   bool MatchStart(const std::string& text) const;
-  // As MatchStart. *index is then the group named "idx" as a number, -1 when the group took no part
-  // or is not a number that fits.
+  // As MatchStart. *index: the group named "idx" as a number; -1 when the group is empty or not a
+  // number that fits.
   bool MatchIndex(const std::string& text, int* index) const;
 
  private:

@@ -16,7 +16,7 @@ namespace dorad::adapter {
 namespace {
 
 constexpr char kSubject[] = "adapter_model.safetensors";
-// What is read at a time.
+// Bytes of one read.
 constexpr uint64_t kPieceBytes = 1 << 20;
 
 absl::Status Append(const PeerTensor& tensor, ByteBuffer* image, Violations* violations) {

@@ -1,9 +1,9 @@
-// Tensors in the memory of another process on this host, as a publish names them.
+// Tensors in the memory of another process on this host (a trainer), as a publish names them.
 //
-// Whatever that process does meanwhile, each byte is read once, into a copy that is then validated,
-// digested, built and stored like a file's: the digest of a version is always that of what it
-// serves, and memory that is overwritten too early can spoil a version, but never make it pass for
-// another one. Values; PeerMemory is thread-safe.
+// Each byte is read once, into a copy. The copy is validated, digested, built and stored like a
+// file, so the digest of a version always matches the served weights. A process that overwrites its
+// memory too early can spoil its version but cannot pass it off as another one. Values; PeerMemory
+// is thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -23,17 +23,16 @@
 
 namespace dorad::adapter {
 
-// One piece of memory that was handed over. It stays there, whatever becomes of its owner, as long
-// as this object lives.
+// One region of shared memory. It stays mapped while this object lives, even if its owner ends.
 class PeerMemory {
  public:
   virtual ~PeerMemory() = default;
   // Bytes.
   virtual uint64_t size() const = 0;
-  // Copies the bytes from `offset` on. INVALID_ARGUMENT (SHARED_MEMORY_MEMORY_INVALID) when they
-  // are not there any more. REQUIRES: they lie within size().
+  // Copies the bytes from `offset` on. INVALID_ARGUMENT (SHARED_MEMORY_MEMORY_INVALID) when the
+  // memory has shrunk. REQUIRES: they lie within size().
   virtual absl::Status Read(uint64_t offset, absl::Span<std::byte> to) const = 0;
-  // Where it lies on the server's GPU; nullptr: it is the host's.
+  // Its address on the server's GPU; nullptr: host memory.
   virtual const std::byte* device_data() const { return nullptr; }
 };
 
@@ -49,22 +48,22 @@ struct PeerTensor {
 
 struct PeerTensors {
   std::vector<PeerTensor> tensors;
-  // Whether the process still wants what it has begun; from any thread.
+  // Whether the process still wants the version; called from any thread.
   std::function<bool()> wanted;
   std::string expected_digest;  // of the version; empty: not checked
 };
 
-// The tensors as the image of a safetensors file. INVALID_ARGUMENT (ADAPTER_TOO_LARGE, before
-// memory is asked for; SHARED_MEMORY_MEMORY_INVALID; SHARED_MEMORY_DIGEST_MISMATCH naming every
-// tensor that has not its digest).
+// The tensors as the bytes of a safetensors file. INVALID_ARGUMENT (ADAPTER_TOO_LARGE, before
+// memory is allocated; SHARED_MEMORY_MEMORY_INVALID; SHARED_MEMORY_DIGEST_MISMATCH naming every
+// tensor whose digest differs).
 absl::StatusOr<ByteBuffer> CopyToImage(const PeerTensors& peer, uint64_t max_bytes);
 
-// The parts of CopyToImage. The header is that of the image, with its length before it; what is
-// wrong with names and shapes is found by who reads it. ImageBytes: ADAPTER_TOO_LARGE.
+// The parts of CopyToImage. The header includes its length; the reader validates names and shapes.
+// ImageBytes: ADAPTER_TOO_LARGE.
 std::string ImageHeader(const PeerTensors& peer);
 absl::StatusOr<uint64_t> ImageBytes(const PeerTensors& peer, uint64_t max_bytes);
-// Adds SHARED_MEMORY_DIGEST_MISMATCH unless `found`, of the bytes read, is what the tensor's digest
-// says.
+// Adds SHARED_MEMORY_DIGEST_MISMATCH unless `found`, the digest of the bytes read, equals the
+// tensor's.
 void CheckTensorDigest(const PeerTensor& tensor, const Digest& found, Violations* violations);
 
 }  // namespace dorad::adapter

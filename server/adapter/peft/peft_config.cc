@@ -23,7 +23,7 @@ constexpr size_t kMaxSelectorNames = 16384;
 constexpr size_t kMaxPatterns = 4096;
 constexpr int kMaxLayer = 1 << 20;
 
-// Null, false and empty values say that a feature is not used.
+// Null, false and empty values mean that a feature is not used.
 bool IsUnused(const Json& value) {
   return value.is_null() || (value.is_boolean() && !value.get<bool>()) ||
          ((value.is_string() || value.is_array() || value.is_object()) &&
@@ -31,7 +31,7 @@ bool IsUnused(const Json& value) {
 }
 
 std::string Shown(const Json& value) {
-  // A structure is named, not printed: it may be as large as the file.
+  // Names a structure instead of printing it: it may be as large as the file.
   if (value.is_object()) return "an object";
   if (value.is_array()) return "a list";
   if (value.is_string()) return Quoted(value.get_ref<const std::string&>());
@@ -204,8 +204,8 @@ class ConfigReader {
     }
   }
 
-  // Zero is a legal, if idle, scale. A negative alpha is legal arithmetic too, but no training
-  // makes one; it is taken for a mistake.
+  // Zero is a legal scale. A negative alpha is legal arithmetic too, but no training produces one:
+  // it is refused as a mistake.
   void ReadAlpha(const std::string& field, const Json& value, double* out) {
     const double alpha = value.is_number() ? value.get<double>() : -1.0;
     if (!value.is_number() || alpha < 0.0 || alpha > std::numeric_limits<float>::max()) {

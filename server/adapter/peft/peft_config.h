@@ -1,8 +1,8 @@
-// What a PEFT adapter_config.json says, as far as it changes a result.
+// A PEFT adapter_config.json, as far as it changes a result.
 //
-// Fail closed: every field that changes what the adapter computes is understood or refused, and a
-// key that is not known is accepted only with a value that says "not used" (null, false, empty).
-// docs/guides/adapters.md lists the fields. Plain data; functions are thread-safe.
+// Fail closed: a field that changes the computation is understood or refused, and an unknown key is
+// accepted only with a value that means "not used" (null, false, empty). docs/guides/adapters.md
+// lists the fields. Plain data; functions are thread-safe.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@
 
 namespace dorad::adapter {
 
-// Which modules a field means.
+// Selects modules.
 struct ModuleSelector {
   enum class Kind { kNone, kNames, kRegex, kAllLinear };
   Kind kind = Kind::kNone;
@@ -27,7 +27,7 @@ struct PeftConfig {
   double alpha = 0.0;
   bool use_dora = false;
   bool use_rslora = false;  // s = alpha / sqrt(rank) instead of alpha / rank
-  // Regular expressions on the last components of a module's name; the first that matches counts.
+  // Regular expressions on the last components of a module's name; the first match counts.
   std::vector<std::pair<std::string, int>> rank_pattern;
   std::vector<std::pair<std::string, double>> alpha_pattern;
   ModuleSelector targets;

@@ -13,15 +13,15 @@ using Json = nlohmann::ordered_json;
 
 constexpr char kSubject[] = "adapter_config.json";
 
-// Looks at each parse event. What it does not keep costs no memory, so a hostile document is
-// bounded while it is being read.
+// Checks each parse event. Dropped values cost no memory, so a hostile document is bounded while it
+// is being read.
 class Guard {
  public:
   explicit Guard(const JsonLimits& limits)
       : limits_(limits), keys_(static_cast<size_t>(limits.max_depth) + 1) {}
 
-  // depth counts the enclosing values; false drops the value. Starts and keys are reported inside
-  // dropped values too, ends are not, hence no stack here.
+  // depth counts the enclosing values; false drops the value. Dropped values report starts and keys
+  // but no ends, so a stack here would be wrong.
   bool operator()(int depth, Json::parse_event_t event, Json& parsed) {
     switch (event) {
       case Json::parse_event_t::object_start:

@@ -1,6 +1,5 @@
-// JSON from a caller, parsed without surprises: bounded in size, depth and width, and with every
-// duplicate key refused (parsers differ in which one they keep). Keeps the order of keys.
-// Thread-safe.
+// Parses JSON from a caller: bounded in size, depth and width, without duplicate keys (parsers
+// differ in which one they keep). Keeps the order of keys. Thread-safe.
 #pragma once
 
 #include <nlohmann/json.hpp>

@@ -24,7 +24,7 @@ class PatternReader {
  public:
   explicit PatternReader(Violations& violations) : violations_(violations) {}
 
-  // Nothing for what was refused, and for all that come after those that cost too much together.
+  // nullopt for a refused expression, and for all that follow once the budget is exceeded.
   std::optional<Pattern> Read(const std::string& field, const std::string& expression) {
     if (too_costly_) return std::nullopt;
     absl::StatusOr<Pattern> pattern = Pattern::Compile(expression, budget_);
@@ -41,14 +41,14 @@ class PatternReader {
   bool too_costly_ = false;
 };
 
-// PEFT's list form: an entry fits a module by its whole name or by its last components.
+// PEFT's list form: an entry matches a module by its whole name or by its last components.
 class NameSet {
  public:
   explicit NameSet(const std::vector<std::string>& names) : names_(names.begin(), names.end()) {}
 
   bool HasWhole(const std::string& name) const { return names_.contains(name); }
 
-  // All entries that fit, the whole name first.
+  // All matching entries, the whole name first.
   std::vector<std::string> Fitting(const std::string& name) const {
     std::vector<std::string> fitting;
     size_t begin = 0;
@@ -65,8 +65,7 @@ class NameSet {
   absl::flat_hash_set<std::string> names_;
 };
 
-// Says whether a module is selected by target_modules, exclude_modules, layers_to_transform and
-// layers_pattern.
+// Whether target_modules, exclude_modules, layers_to_transform and layers_pattern select a module.
 class Matcher {
  public:
   Matcher(const PeftConfig& config, PatternReader& patterns)
@@ -106,7 +105,7 @@ class Matcher {
     return false;
   }
 
-  // Entries of target_modules that have fitted some module so far, selected in the end or not.
+  // Entries of target_modules that have matched some module so far, selected in the end or not.
   const absl::flat_hash_set<std::string>& used_names() const { return used_names_; }
 
  private:
@@ -125,7 +124,7 @@ class Matcher {
     const std::vector<std::string> fitting = targets_.Fitting(name);
     used_names_.insert(fitting.begin(), fitting.end());
     if (fitting.empty() || Excluded(name)) return false;
-    // A whole name is taken whatever layers_to_transform says.
+    // A whole name is selected in spite of layers_to_transform.
     return targets_.HasWhole(name) || layers_.empty() || InLayers(name);
   }
 
@@ -148,7 +147,7 @@ class Matcher {
   absl::flat_hash_set<std::string> used_names_;
 };
 
-// rank_pattern or alpha_pattern: the value of the first entry that fits a name.
+// rank_pattern or alpha_pattern: the value of the first entry that matches a name.
 template <typename T>
 class Overrides {
  public:

@@ -1,5 +1,5 @@
-// Which modules of the base model an adapter changes, and with which rank and scale: PEFT's
-// matching rules applied to the names of the base modules. Functions are thread-safe.
+// The modules of the base model that an adapter changes, with ranks and scales: PEFT's matching
+// rules applied to the names of the base modules. Functions are thread-safe.
 #pragma once
 
 #include <vector>

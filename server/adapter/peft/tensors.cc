@@ -26,7 +26,7 @@ struct Suffix {
   Part part;
   std::optional<ModuleKind> kind;  // nullopt: of both
 };
-// What follows a module's name in a key; a key ends in at most one of them.
+// The suffixes after a module's name in a key; a key ends in at most one of them.
 constexpr Suffix kSuffixes[] = {
     {".lora_A.weight", kA, ModuleKind::kLinear},
     {".lora_B.weight", kB, ModuleKind::kLinear},
@@ -42,7 +42,7 @@ struct Place {
   Part part = kA;
 };
 
-// Where a key belongs; nullopt: nowhere.
+// The place of a key; nullopt: none.
 std::optional<Place> PlaceOf(const std::string& key, const BaseModules& modules) {
   absl::string_view rest = key;
   if (!absl::ConsumePrefix(&rest, kPrefix)) return std::nullopt;
@@ -53,7 +53,7 @@ std::optional<Place> PlaceOf(const std::string& key, const BaseModules& modules)
     if (id < 0 || (suffix.kind && *suffix.kind != modules.all()[id].kind)) return std::nullopt;
     return Place{id, suffix.part};
   }
-  // An embedding or head that PEFT saved whole because it was asked to.
+  // An embedding or head that PEFT saved whole on request.
   absl::string_view name = rest;
   if (absl::ConsumeSuffix(&name, ".weight")) {
     const int id = modules.Find(std::string_view(name.data(), name.size()));
@@ -165,7 +165,7 @@ class Mapper {
     CheckFactors(module, slot.target.rank, a, b);
   }
 
-  // Two factors that agree on a rank other than the configuration's are one problem, not two.
+  // Two factors with the same rank, other than the configuration's, are one problem, not two.
   void CheckFactors(const BaseModule& module, int rank, const PartTensor& a, const PartTensor& b) {
     const bool linear = module.kind == ModuleKind::kLinear;
     const int64_t inner = linear ? module.cols : module.rows;

@@ -1,7 +1,7 @@
-// From the tensors of an adapter_model.safetensors to the factors of each targeted module.
+// Maps the tensors of an adapter_model.safetensors to the factors of each targeted module.
 //
-// Every tensor of the file has a place, and every place its tensor, or the adapter is refused.
-// Functions are thread-safe; views point to where those of the tensors do.
+// Every tensor of the file must have a place and every place its tensor; else the adapter is
+// refused. Functions are thread-safe; views point into the memory of the input tensors.
 #pragma once
 
 #include <map>
@@ -15,7 +15,7 @@
 
 namespace dorad::adapter {
 
-// One adapted module as the file has it. Linear: a [R, I], b [O, R]. Embedding: a [R, V], b [D, R].
+// One adapted module as in the file. Linear: a [R, I], b [O, R]. Embedding: a [R, V], b [D, R].
 struct ModuleTensors {
   Target target;
   TensorView a;
@@ -30,8 +30,8 @@ struct BaseCopy {
   const TensorView* tensor = nullptr;
 };
 
-// Where the bytes of an adapter's tensors lie. What is read from files and uploads is in kHost;
-// the other places spare a builder for a GPU copies.
+// The memory of an adapter's tensors. Files and uploads are in kHost; the other places save a GPU
+// builder copies.
 enum class TensorPlace {
   kHost,
   kPinned,  // page-locked host memory
@@ -41,22 +41,19 @@ enum class TensorPlace {
 struct AdapterTensors {
   TensorPlace place = TensorPlace::kHost;  // of the modules' tensors
   std::vector<ModuleTensors> modules;      // ascending by module id
-  // The loader compares them with the base model: an adapter of other weights is refused. Always
-  // readable here.
+  // Compared with the base model: an adapter of other weights is refused. Always in host memory.
   std::vector<BaseCopy> base_copies;
 };
 
 // INVALID_ARGUMENT listing every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
 // ADAPTER_TENSOR_DUPLICATE, ADAPTER_MAGNITUDE_MISSING, ADAPTER_TENSOR_SHAPE, ADAPTER_RANK_MISMATCH,
-// ADAPTER_NOT_FINITE.
-// What lies on a device is not looked at for NaN and infinity: its builder does that.
+// ADAPTER_NOT_FINITE. Does not check tensors on a device for NaN and infinity: the builder does.
 absl::StatusOr<AdapterTensors> MapTensors(const std::map<std::string, TensorView>& tensors,
                                           TensorPlace place, bool use_dora,
                                           const std::vector<Target>& targets,
                                           const BaseModules& modules);
 
-// What can be said of the tensors without knowing the configuration: ADAPTER_TENSOR_UNEXPECTED and
-// ADAPTER_NOT_FINITE.
+// The checks that need no configuration: ADAPTER_TENSOR_UNEXPECTED and ADAPTER_NOT_FINITE.
 absl::Status CheckTensorsAlone(const std::map<std::string, TensorView>& tensors, TensorPlace place,
                                const BaseModules& modules);
 

@@ -1,5 +1,4 @@
-// Everything that is checked of an adapter before its norms are computed, in one call.
-// Functions are thread-safe.
+// All checks of an adapter before its norms are computed, in one call. Functions are thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -20,12 +19,12 @@ struct ValidAdapter {
   AdapterTensors tensors;  // views into the file
 };
 
-// INVALID_ARGUMENT listing the problems of both files together: where the configuration cannot be
-// used, the tensors are still checked as far as they can be. Reasons: docs/guides/adapters.md.
+// INVALID_ARGUMENT listing the problems of both files: with an unusable configuration, the tensors
+// are still checked as far as possible. Reasons: docs/guides/adapters.md.
 absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, ByteBuffer safetensors,
                                              const BaseModules& modules, int max_rank);
 
-// The same for tensors that are not in a file, wherever they lie.
+// The same for tensors outside a file, in any memory.
 absl::StatusOr<AdapterTensors> ValidateTensors(const std::string& config_json,
                                                const std::map<std::string, TensorView>& tensors,
                                                TensorPlace place, const BaseModules& modules,

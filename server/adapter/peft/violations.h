@@ -1,5 +1,5 @@
-// Gathers everything that is wrong with one adapter, bounded in number and in the length of quoted
-// text. Thread-compatible.
+// Collects the problems of one adapter, bounded in number and in the length of quoted text.
+// Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,7 @@ inline std::string Quoted(std::string_view text) {
 
 class Violations {
  public:
-  // More than these are counted, not listed: an adapter of another model violates with every
-  // tensor.
+  // Further problems are counted, not listed: every tensor of another model's adapter is a problem.
   static constexpr size_t kMaxListed = 64;
 
   void Add(std::string field, std::string reason, std::string description) {
@@ -35,7 +34,7 @@ class Violations {
     }
   }
 
-  // Takes over what a refusal lists.
+  // Adds the problems of a refusal.
   void AddAll(const absl::Status& refusal) {
     for (Violation& violation : ViolationsOf(refusal)) {
       Add(std::move(violation.field), std::move(violation.reason),
@@ -46,7 +45,7 @@ class Violations {
   bool empty() const { return total_ == 0; }
   size_t total() const { return total_; }
 
-  // OK when there are none. `subject` is what the whole list is about ("adapter_config.json").
+  // OK without problems. `subject` names the checked object ("adapter_config.json").
   absl::Status ToStatus(const std::string& subject) const {
     if (empty()) return absl::OkStatus();
     std::vector<Violation> all = listed_;

@@ -9,7 +9,7 @@
 namespace dorad::adapter {
 
 absl::StatusOr<std::unique_ptr<DeviceTensors>> AdapterBuilder::CopyOnDevice(const PeerTensors&) {
-  DORAD_CHECK(false);  // nobody opens a GPU's memory for a builder without one
+  DORAD_CHECK(false);  // only a GPU builder gets GPU memory
 }
 
 absl::Status AdapterBuilder::CheckBaseCopies(const AdapterTensors& tensors) const {

@@ -1,4 +1,4 @@
-// From validated tensors to a backend's serving layout: what the loader needs of a backend.
+// Builds a backend's serving layout from validated tensors: the loader's interface to a backend.
 // Torch-free. Implemented by each backend in its adapter_builder.h. Thread-safe; runs on loader
 // threads.
 #pragma once
@@ -21,7 +21,7 @@ namespace dorad::adapter {
 struct BuiltAdapter {
   std::shared_ptr<const AdapterWeights> weights;
   int64_t bytes = 0;
-  // Where both go on at once, copy ends with the last tensor's and norms is the rest.
+  // If the two overlap: copy ends with the last tensor's copy, and norms is the rest.
   absl::Duration copy, norms;
 };
 
@@ -30,7 +30,7 @@ class AdapterBuilder {
   // modules: of the base model; borrowed.
   explicit AdapterBuilder(const BaseModules* modules) : modules_(*modules) {}
   virtual ~AdapterBuilder() = default;
-  // Once on each thread that will call the functions below.
+  // Call once on each thread that calls the functions below.
   virtual void PrepareThread() {}
   // INVALID_ARGUMENT (ADAPTER_BASE_DIFFERS) unless each copy of a base weight in the file equals
   // the base model's.
@@ -40,20 +40,21 @@ class AdapterBuilder {
   virtual absl::StatusOr<std::unique_ptr<DeviceTensors>> CopyOnDevice(const PeerTensors& peer);
   // Copies, row norms (paper, Algorithm 1) and g. INVALID_ARGUMENT listing every violation:
   // ADAPTER_NORM_DEGENERATE, ADAPTER_NOT_FINITE (a value beyond bf16's range when factors are
-  // rounded to it). May throw what the backend's libraries throw.
+  // rounded to it). May throw the exceptions of the backend's libraries.
   virtual absl::StatusOr<BuiltAdapter> Build(const AdapterTensors& tensors) = 0;
 
  protected:
-  // Equal after the roundings that lie between the trainer's copy and the server's: the file may be
-  // narrower than the server's weight, or that narrower than the checkpoint and the file.
+  // Compares after the roundings between the trainer's copy and the server's: the file may be
+  // narrower than the server's weight, or the server's weight narrower than the checkpoint and the
+  // file.
   virtual absl::StatusOr<bool> EqualsBase(const BaseCopy& copy) const = 0;
 
   const BaseModules& modules_;
 };
 
-// Names the rows whose norm does not define g = m / max(norm, eps) as ADAPTER_NORM_DEGENERATE. A
-// row that vanishes has no direction, so a magnitude on it means nothing (PEFT gives NaN or
-// infinity). Zero on zero is harmless: padded vocabularies have such rows. Equal sizes.
+// Reports rows whose norm does not define g = m / max(norm, eps) as ADAPTER_NORM_DEGENERATE. A zero
+// row has no direction, so a magnitude on it means nothing (PEFT gives NaN or infinity). Zero on
+// zero is harmless: padded vocabularies have such rows. Equal sizes.
 void CheckNorms(const BaseModule& module, absl::Span<const float> magnitude,
                 absl::Span<const float> norms, absl::Span<const float> g, double eps,
                 Violations* violations);

@@ -25,13 +25,13 @@ absl::Status WeightsAsleep() {
                         kRetryAfter);
 }
 
-// What a load makes.
+// The result of a load.
 struct Loaded {
   std::shared_ptr<const LoadedAdapter> adapter;
   std::string object;  // of the store, in use; empty: the version is not durable
 };
 
-// One load from its submission on.
+// One load, from its submission on.
 struct Job {
   PublishOptions options;
   AdapterSource source;
@@ -39,20 +39,19 @@ struct Job {
   std::function<bool()> wanted;  // of a MemorySource
   int64_t version = 0;           // reserved when the job is queued
   Instant submitted;
-  absl::Duration queue;     // from then to its turn
+  absl::Duration queue;     // from `submitted` to the start
   absl::Duration activate;  // of Publish
 };
 
 }  // namespace
 
 struct AdapterLoader::Impl {
-  // Shared with the tasks in the pool: a task that starts after the loader's end finds no job and
-  // touches nothing else.
+  // Shared with the tasks in the pool: a task that starts after the loader's end finds no job.
   struct Queue {
     absl::Mutex mu;
     std::deque<Job> jobs ABSL_GUARDED_BY(mu);
     int running ABSL_GUARDED_BY(mu) = 0;
-    std::atomic<bool> suspended{false};  // written under mu, which a reservation holds for a disk
+    std::atomic<bool> suspended{false};  // written under mu; read without: mu may wait for a disk
 
     void AwaitNoneRunning() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
       const auto idle = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) { return running == 0; };
@@ -68,7 +67,7 @@ struct AdapterLoader::Impl {
   Store* store;
   AdapterReader reader;
   std::shared_ptr<Queue> queue = std::make_shared<Queue>();
-  std::atomic<int64_t> keep_last{options.keep_last};  // the one in effect
+  std::atomic<int64_t> keep_last{options.keep_last};  // current value
 
   absl::Status Enqueue(Job& job);
   void Submit(Job job);
@@ -77,7 +76,7 @@ struct AdapterLoader::Impl {
   void Run(Job& job);
   absl::StatusOr<Loaded> Load(Job& job);
   absl::StatusOr<int64_t> Publish(const Job& job, Loaded& loaded);
-  // Of a version whose content is that object; "": it cannot come back.
+  // object: of the store; "": the version cannot be reloaded.
   absl::StatusOr<std::shared_ptr<const LoadedAdapter>> MakeAdapter(const std::string& name,
                                                                    int64_t version, bool pinned,
                                                                    Content content,
@@ -89,7 +88,7 @@ struct AdapterLoader::Impl {
   void End(Job& job, const AdapterSummary* summary, absl::StatusOr<PublishResult> result);
 };
 
-// On success the job has moved to the queue.
+// On success moves the job to the queue.
 absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
   if (job.options.durable && store == nullptr) return StoreNotConfigured();
   absl::MutexLock lock(&queue->mu);
@@ -99,7 +98,7 @@ absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
                   absl::StrCat(options.max_queued_loads, " adapter loads are already waiting")),
         kRetryAfter);
   }
-  // The place comes first: without memory for it no number may be taken.
+  // Allocates the place first: running out of memory must not cost a version number.
   queue->jobs.emplace_back();
   const absl::StatusOr<int64_t> version =
       registry->Reserve(job.options.name, job.options.version, job.options.tags);
@@ -132,7 +131,7 @@ void AdapterLoader::Impl::SubmitNext() {
   pool->Submit([this, jobs = queue] { RunNext(this, *jobs); });
 }
 
-// `impl` is only alive while there is a job.
+// `impl` is only valid while there is a job.
 void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
   Job job;
   {
@@ -143,7 +142,7 @@ void AdapterLoader::Impl::RunNext(Impl* impl, Queue& jobs) {
     ++jobs.running;
   }
   impl->Run(job);
-  // What the job still holds goes before the loader may end.
+  // Releases the job's objects before the loader may end.
   job = Job();
   absl::MutexLock lock(&jobs.mu);
   --jobs.running;
@@ -187,7 +186,7 @@ void AdapterLoader::Impl::Run(Job& job) {
     result.adapter = *record;
     End(job, &summary, std::move(result));
   } else {
-    // Retired and forgotten already, by someone very quick.
+    // Another caller has already retired it, and its record is gone.
     End(job, &summary, record.status());
   }
 }
@@ -209,7 +208,7 @@ absl::StatusOr<Loaded> AdapterLoader::Impl::Load(Job& job) {
   DORAD_ASSIGN_OR_RETURN(Content content,
                          reader.Read(std::move(job.source), job.options.durable, job.options.name));
   Loaded loaded;
-  // Last: nothing is stored of a load that fails.
+  // Last: a failed load stores nothing.
   if (job.options.durable) {
     const Instant storing = SteadyNow();
     DORAD_ASSIGN_OR_RETURN(loaded.object, store->Put(content.config_json, content.file->image()));
@@ -301,7 +300,7 @@ AdapterLoader::~AdapterLoader() {
     impl_->registry->Fail(job.options.name, job.version, status);
     impl_->End(job, nullptr, status);
   }
-  impl_->residency->Close();  // reloads stand in the same line
+  impl_->residency->Close();  // reloads use the same pool
   absl::MutexLock lock(&queue.mu);
   queue.AwaitNoneRunning();
 }
@@ -323,7 +322,7 @@ void AdapterLoader::Resume() {
   Impl::Queue& queue = *impl_->queue;
   absl::MutexLock lock(&queue.mu);
   queue.suspended = false;
-  // Their own tasks may have come in vain; one too many finds no job.
+  // Earlier tasks of these jobs may have returned during the suspension. Surplus tasks find no job.
   for (size_t i = 0; i < queue.jobs.size(); ++i) impl_->SubmitNext();
 }
 

@@ -1,5 +1,5 @@
-// Publishing: where an adapter's files come from, what is to become of them, and what came of it.
-// AdapterPublisher is implemented by AdapterLoader; tests put a fake in its place.
+// The interface for publishing: sources of an adapter's files, options and results.
+// AdapterPublisher is implemented by AdapterLoader; tests use a fake.
 #pragma once
 
 #include <cstddef>
@@ -60,14 +60,14 @@ class AdapterPublisher {
  public:
   virtual ~AdapterPublisher() = default;
 
-  // Returns at once. `done` runs exactly once, on a loader thread or, for what is refused
-  // immediately, on the caller's. UNAVAILABLE (SERVER_SLEEPING) while the base weights, which norms
-  // need, are asleep; RESOURCE_EXHAUSTED (LOAD_QUEUE_FULL) with a retry hint; FAILED_PRECONDITION
-  // (STORE_NOT_CONFIGURED); statuses of Store. For a path also PERMISSION_DENIED
-  // (PATH_NOT_ALLOWED) unless it lies, after resolving links, beneath an allowed root. For memory
-  // also ABORTED (SHARED_MEMORY_CLOSED) when its owner no longer wants the version before it is
-  // published, INVALID_ARGUMENT (SHARED_MEMORY_DIGEST_MISMATCH) and statuses of CopyToImage; after
-  // `done` nothing reads the memory.
+  // Returns at once. `done` runs exactly once, on a loader thread or, for an immediate refusal, on
+  // the caller's. UNAVAILABLE (SERVER_SLEEPING) while the base weights, which norms need, are
+  // asleep; RESOURCE_EXHAUSTED (LOAD_QUEUE_FULL) with a retry hint; FAILED_PRECONDITION
+  // (STORE_NOT_CONFIGURED); statuses of Store. For a path also PERMISSION_DENIED (PATH_NOT_ALLOWED)
+  // unless it lies, after resolving links, beneath an allowed root. For memory also ABORTED
+  // (SHARED_MEMORY_CLOSED) when its owner disconnects before the version is published,
+  // INVALID_ARGUMENT (SHARED_MEMORY_DIGEST_MISMATCH) and statuses of CopyToImage; after `done`
+  // nothing reads the memory.
   virtual void Publish(PublishOptions options, AdapterSource source, PublishCallback done) = 0;
 };
 

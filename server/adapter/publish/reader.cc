@@ -21,7 +21,7 @@ constexpr char kSubject[] = "adapter_model.safetensors";
 absl::Status CheckDigest(const std::string& expected, const std::string& digest) {
   if (expected.empty() || expected == digest) return absl::OkStatus();
   return MakeInvalid(kSubject, {{"expected_digest", "SHARED_MEMORY_DIGEST_MISMATCH",
-                                 absl::StrCat("what was read has the digest ", digest)}});
+                                 absl::StrCat("the content has the digest ", digest)}});
 }
 
 void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
@@ -41,14 +41,13 @@ void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
 absl::Status CheckWanted(const std::function<bool()>& wanted) {
   if (wanted == nullptr || wanted()) return absl::OkStatus();
   return MakeError(absl::StatusCode::kAborted, "SHARED_MEMORY_CLOSED",
-                   "the connection that handed the memory over was closed before the version was "
-                   "published");
+                   "the shared-memory connection was closed before the version was published");
 }
 
 absl::StatusOr<Content> AdapterReader::Read(AdapterSource source, bool needs_file,
                                             const std::string& name) {
   try {
-    // Once in each thread of the pool.
+    // Once on each thread of the pool.
     static thread_local const bool prepared = (builder_.PrepareThread(), true);
     (void)prepared;
     return ReadAny(source, needs_file, name);

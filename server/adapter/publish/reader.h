@@ -1,5 +1,5 @@
-// From an adapter's files, wherever they lie, to weights that a backend can compute with: read,
-// validate, digest, copy, norms. Owned by AdapterLoader. Thread-safe; runs on loader threads.
+// Reads an adapter from any source into weights for a backend: read, validate, digest, copy, norms.
+// Owned by AdapterLoader. Thread-safe; runs on loader threads.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 
 namespace dorad::adapter {
 
-// The content of a version that is not published yet.
+// The content of an unpublished version.
 struct Content {
   AdapterSummary summary;  // timing.store and timing.total are not set
   std::shared_ptr<const AdapterWeights> weights;
@@ -28,8 +28,8 @@ struct Content {
   std::shared_ptr<const SafetensorsFile> file;  // nullptr: the tensors went from GPU to GPU
 };
 
-// ABORTED (SHARED_MEMORY_CLOSED) when the process that owns the source's memory no longer wants the
-// version. `wanted` is null for other sources.
+// ABORTED (SHARED_MEMORY_CLOSED) when the owner of the source's memory has disconnected. `wanted`
+// is null for other sources.
 absl::Status CheckWanted(const std::function<bool()>& wanted);
 
 class AdapterReader {
@@ -49,15 +49,15 @@ class AdapterReader {
         builder_(*builder),
         residency_(*residency) {}
 
-  // needs_file: the content's `file` is wanted, so tensors on a GPU come through host memory. An
-  // exception of a library becomes a status: RESOURCE_EXHAUSTED (OUT_OF_MEMORY), INTERNAL.
+  // needs_file: the caller needs Content::file, so tensors on a GPU are read through host memory.
+  // An exception of a library becomes a status: RESOURCE_EXHAUSTED (OUT_OF_MEMORY), INTERNAL.
   // `name` is for messages.
   absl::StatusOr<Content> Read(AdapterSource source, bool needs_file, const std::string& name);
 
  private:
   absl::StatusOr<Content> ReadAny(AdapterSource& source, bool needs_file, const std::string& name);
   absl::StatusOr<Content> ReadDevice(const MemorySource& source, const std::string& name);
-  // When the stages of a load ended.
+  // Without enough memory, idle weights of other versions are evicted.
   struct Stages {
     Instant start, read, validated;
   };

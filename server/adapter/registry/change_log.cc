@@ -12,8 +12,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// 1: digests hashed the tensors' bytes themselves. 2: did not tell of versions that are not durable
-// whether they came to be READY.
+// 1: digests hashed the tensors' bytes themselves. 2: no record of whether ephemeral versions
+// became READY.
 constexpr int64_t kFormat = 3;
 constexpr int64_t kFormatBefore = 2;
 
@@ -36,7 +36,7 @@ absl::Status NotAChange(std::string_view json) {
                                 std::string(json.substr(0, 200))));
 }
 
-// The members of one record; remembers whether all that were asked for were there.
+// The members of one record; notes whether all requested ones exist.
 class Members {
  public:
   explicit Members(const Json& json) : json_(json) {}
@@ -130,7 +130,7 @@ absl::StatusOr<Change> ParseChange(std::string_view text, int64_t* format) {
     change.stored.create_time = absl::FromUnixNanos(create_time_ns);
   }
   if (!members.all_read()) return NotAChange(text);
-  // It may have.
+  // In that format such a version may have become READY.
   if (*format == kFormatBefore && change.type == Change::Type::kReserved) {
     change.type = Change::Type::kServed;
   }

@@ -1,5 +1,5 @@
-// What has to outlive the process when the registry changes, and the state that it adds up to.
-// Plain values; ChangeLog says itself what is thread-safe.
+// The registry's durable changes, and the state that they add up to. Plain values; ChangeLog states
+// its own thread-safety.
 #pragma once
 
 #include <cstdint>
@@ -27,23 +27,23 @@ struct StoredVersion {
 
 struct Change {
   enum class Type {
-    kStarted,    // a run of the server begins; versions that are not durable are gone
-    kReserved,   // the number is taken, whatever becomes of it
-    kServed,     // a version that is not durable is READY
+    kStarted,    // the server has started; ephemeral versions are gone
+    kReserved,   // the number is taken, even if the load fails
+    kServed,     // an ephemeral version is READY
     kPublished,  // a durable version is READY, and active if `activate`
-    kActivated,  // also of versions that are not durable, and READY only now
+    kActivated,  // also of an ephemeral version that becomes READY with it
     kRetired,
   };
   Type type = Type::kStarted;
-  // No change of the registry has a greater one until the next record is written.
+  // The registry uses no greater generation until the next record is written.
   int64_t generation = 0;
-  // kStarted.
+  // Only kStarted.
   std::string base;   // digest of the base model
   int64_t floor = 0;  // StoredState's
-  // All others.
+  // All other types.
   std::string name;
   int64_t version = 0;
-  // kPublished.
+  // Only kPublished.
   StoredVersion stored;
   bool activate = false;
 
@@ -52,34 +52,34 @@ struct Change {
 
 // One line of JSON. REQUIRES: names and tags are UTF-8.
 std::string ToJson(const Change& change);
-// DATA_LOSS (STORE_DAMAGED) for anything that ToJson does not write, nor did in the format before.
-// `format`: of the run that the record belongs to; kept from one record to the next.
+// DATA_LOSS (STORE_DAMAGED) for text that neither ToJson nor its previous format writes. `format`:
+// of the record's run; kept from one record to the next.
 absl::StatusOr<Change> ParseChange(std::string_view json, int64_t* format);
 
-// Of so many names, those without any version are forgotten.
+// Above this number of names, names without a version are dropped.
 inline constexpr size_t kMaxNames = 65536;
 
-// What the changes of all runs add up to.
+// The sum of the changes of all runs.
 struct StoredState {
   struct Name {
     int64_t last_version = 0;
     int64_t last_served = 0;  // the highest number of a version that was READY
-    int64_t active = 0;       // perhaps of a version that was not durable
+    int64_t active = 0;       // may be an ephemeral version
     std::map<int64_t, StoredVersion> versions;
 
     bool operator==(const Name&) const = default;
   };
   std::string base;
   int64_t generation = 0;
-  // No version of a name that was forgotten had a greater number when it served.
+  // The highest last_served of dropped names.
   int64_t floor = 0;
   std::map<std::string, Name> names;
 
   bool operator==(const StoredState&) const = default;
 
   void Apply(const Change& change);
-  // Drops names under which nothing ever served, and when there are very many, all that have no
-  // version now. Loads that failed leave nothing for good, nor do they raise the floor.
+  // Drops names without a served version, and with more than kMaxNames all names without a version.
+  // Failed loads leave no name behind and do not raise the floor.
   void ForgetIdleNames();
   // The fewest changes that add up to this state.
   std::vector<Change> ToChanges() const;
@@ -92,7 +92,7 @@ class ChangeLog {
   // Returns when the change survives a crash. After a failure it has not happened.
   // RESOURCE_EXHAUSTED (STORE_FULL), UNAVAILABLE (STORE_UNAVAILABLE). Thread-safe.
   virtual absl::Status Append(const Change& change) = 0;
-  // A version with that object is GONE. May wait for the disk. Thread-safe.
+  // Call when a version with that object is GONE. May wait for the disk. Thread-safe.
   virtual void Drop(const std::string& object) = 0;
 };
 

@@ -4,15 +4,15 @@
 
 namespace dorad::adapter {
 
-void DeferredDeletion::Free(Garbage remains) {
+void DeferredDeletion::Free(Garbage garbage) {
   {
     absl::MutexLock lock(&mu_);
-    if (closed_) return;  // the registry is gone, and with it perhaps the executor's threads
+    if (closed_) return;  // the executor's threads may be gone with the registry
     ++posting_;
   }
-  // std::function wants a copyable task, and a copy that outlives the run would free on the wrong
-  // thread: the task empties a shared cell instead.
-  auto cell = std::make_shared<Garbage>(std::move(remains));
+  // std::function needs a copyable task, and a late copy would free on the wrong thread: the task
+  // empties a shared cell instead.
+  auto cell = std::make_shared<Garbage>(std::move(garbage));
   executor_([cell, log = log_] {
     cell->adapter.reset();
     if (!cell->object.empty()) log->Drop(cell->object);

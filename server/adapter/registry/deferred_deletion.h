@@ -1,5 +1,5 @@
-// Where versions that have come to their end are freed: elsewhere, since that may take its time.
-// Owned by AdapterRegistry. Thread-safe; calls the executor under no lock.
+// Frees ended versions on the executor, since that may take long. Owned by AdapterRegistry.
+// Thread-safe; calls the executor without a lock.
 #pragma once
 
 #include <functional>
@@ -14,7 +14,7 @@
 
 namespace dorad::adapter {
 
-// What a version leaves at its end.
+// Memory and object of an ended version.
 struct Garbage {
   std::shared_ptr<const LoadedAdapter> adapter;
   std::string object;  // of the log's store; empty: none
@@ -23,12 +23,12 @@ struct Garbage {
 class DeferredDeletion {
  public:
   using Executor = std::function<void(std::function<void()>)>;
-  // `log` is borrowed and outlives the executor's tasks; nullptr: there are no objects.
+  // `log` is borrowed and outlives the executor's tasks; nullptr: no objects.
   DeferredDeletion(Executor executor, ChangeLog* log) : executor_(std::move(executor)), log_(log) {}
 
   // On the executor, or on this thread after Close (then the object stays for the next start).
-  void Free(Garbage remains);
-  // From now on the executor is left alone. Waits for the calls of it that are running.
+  void Free(Garbage garbage);
+  // Stops calls of the executor and waits for running ones.
   void Close();
 
  private:

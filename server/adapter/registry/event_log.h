@@ -17,8 +17,8 @@ class EventLog {
   explicit EventLog(int max_events);
 
   int64_t generation() const { return generation_; }
-  // Goes on above the generations of earlier runs, whose events count as no longer kept. REQUIRES:
-  // there has been no change.
+  // Continues the generations of earlier runs, whose events count as no longer kept. REQUIRES: no
+  // change yet.
   void ContinueAfter(int64_t generation);
 
   // One change takes the next generation and makes an event of each type, in order.
@@ -30,7 +30,7 @@ class EventLog {
  private:
   const size_t max_events_;
   int64_t generation_ = 0;
-  // The generation of the newest event that is not kept any more.
+  // The generation of the newest dropped event.
   int64_t compacted_ = 0;
   std::deque<RegistryEvent> events_;
 };

@@ -1,4 +1,4 @@
-// What the registry tells of a version and of each change. Plain values.
+// The registry's public records of versions and changes. Plain values.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ struct AdapterRecord {
   absl::Status failure;  // set in kFailed
   bool active = false;
   bool durable = false;         // survives a restart
-  bool resident = false;        // its weights are where the model is computed
-  bool in_host_memory = false;  // they can come back from there
+  bool resident = false;        // its weights are in device memory
+  bool in_host_memory = false;  // it has a host copy
   AdapterSummary summary;       // set from kReady on
   int leases = 0;
   absl::Time create_time;

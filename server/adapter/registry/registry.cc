@@ -26,7 +26,7 @@ AdapterRegistry::AdapterRegistry(Options options) {
 
 AdapterRegistry::~AdapterRegistry() {
   state_->subscribers.Clear();
-  state_->disposal.Close();
+  state_->deferred_deletion.Close();
 }
 
 void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load) {
@@ -50,7 +50,7 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
           [&load, &to = loads.emplace_back(), &name = name, number = number, &kept = kept] {
             try {
               to.adapter = load(name, number, kept);
-            } catch (...) {  // the restore waits for each
+            } catch (...) {  // Restore waits for every load
               to.adapter = StatusOfException("the load of adapter " + name, "INTERNAL");
             }
             to.done.Notify();
@@ -65,7 +65,7 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
       state_->book.NoteServed(name, entry.last_served);
     }
     for (const auto& [number, kept] : entry.versions) {
-      // Takes its time: others may look at the registry meanwhile.
+      // Waits without mu: readers must not wait for a load.
       Load& loaded = *next++;
       loaded.done.WaitForNotification();
       const absl::StatusOr<std::shared_ptr<const LoadedAdapter>> adapter =

@@ -1,12 +1,11 @@
-// Which adapter versions exist, which is active for each name, and who holds them.
+// The adapter versions, the active version of each name, and the leases.
 //
 // A version moves LOADING -> READY -> RETIRING -> GONE, or LOADING -> FAILED. Version numbers rise
-// per name and are never used twice. Every visible change takes the next number of one generation
+// per name and are never reused. Every visible change takes the next number of one generation
 // counter and is appended to a bounded event log for watchers.
 //
-// With a ChangeLog, a change is durable before anyone sees it. Those who change something then wait
-// for the disk, one after the other; Acquire, the release of a lease and what only reads never do.
-// Owned by App. Thread-safe.
+// With a ChangeLog, a change is durable before it is visible. Changes then wait for the disk, one
+// after the other; Acquire, the release of a lease and reads never do. Owned by App. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -30,38 +29,37 @@ class AdapterRegistry {
   struct Options {
     int max_events = 4096;        // kept for watchers
     int max_ended_records = 256;  // GONE and FAILED versions kept for Get and List
-    // Runs a task elsewhere (a loader thread): destruction of adapter memory goes through it, and
-    // so do the removal of stored objects and the loads of Restore.
+    // Runs a task on another thread (a loader's): the deletion of adapter memory and of stored
+    // objects, and the loads of Restore.
     std::function<void(std::function<void()>)> executor;
-    // Borrowed; outlives the executor's tasks. nullptr: nothing survives the process.
+    // Borrowed; outlives the executor's tasks. nullptr: no version is durable.
     ChangeLog* log = nullptr;
   };
   explicit AdapterRegistry(Options options);
-  // Leases may outlive the registry: the last one of a version then frees it where it ends.
+  // Leases may outlive the registry: the last lease of a version then frees it inline.
   ~AdapterRegistry();
 
-  // Brings back what earlier runs left, before any other call. `load` gives a version's content; it
-  // runs on the executor, as often at a time as that has threads, and versions appear in the order
-  // of `stored`. One for which it fails is FAILED with its status. Names whose active version is
-  // not READY have
-  // none. Generations go on above all that were ever given out, a name's numbers above those that
-  // the state knows of; the events of earlier runs count as no longer kept.
+  // Restores the state of earlier runs, before any other call. `load` returns a version's content;
+  // it runs on all threads of the executor, and versions appear in the order of `stored`. A version
+  // whose load fails is FAILED with its status. Names whose active version is not READY have none.
+  // Generations and version numbers continue above all earlier ones; the events of earlier runs
+  // count as no longer kept.
   using LoadStored = std::function<absl::StatusOr<std::shared_ptr<const LoadedAdapter>>(
       const std::string& name, int64_t version, const StoredVersion& stored)>;
   void Restore(const StoredState& stored, const LoadStored& load);
 
-  // All changes below, Fail apart, may also fail as ChangeLog::Append does; then nothing changes
-  // (but for the version that Publish was called for: it becomes FAILED).
+  // All changes below, except Fail, may also fail as ChangeLog::Append; then nothing changes
+  // (except that Publish makes its version FAILED).
 
-  // Takes a version number for a load (LOADING). version nullopt: the next one.
-  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID: not within [1, 10^18)),
-  // ABORTED (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
+  // Takes a version number for a load (LOADING). version nullopt: the next one. INVALID_ARGUMENT
+  // (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID: not within [1, 10^18)), ABORTED
+  // (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
   absl::StatusOr<int64_t> Reserve(const std::string& name, std::optional<int64_t> version,
                                   std::map<std::string, std::string> tags);
-  // LOADING -> READY; with activate it also becomes active, in the same generation step.
-  // ABORTED (GENERATION_MISMATCH): nothing changes and the version becomes FAILED.
-  // `object` of the log's store makes the version durable (it is dropped when the version is GONE;
-  // after a failure it is still the caller's); empty: it is not. Returns the new generation.
+  // LOADING -> READY; with activate it also becomes active, in the same generation step. ABORTED
+  // (GENERATION_MISMATCH): nothing changes and the version becomes FAILED. `object` of the log's
+  // store makes the version durable (dropped when the version is GONE; after a failure it is still
+  // the caller's); empty: ephemeral. Returns the new generation.
   absl::StatusOr<int64_t> Publish(std::shared_ptr<const LoadedAdapter> adapter, bool activate,
                                   std::optional<int64_t> expected_generation,
                                   const std::string& object = "");
@@ -82,15 +80,13 @@ class AdapterRegistry {
     AdapterRecord adapter;
     int64_t generation = 0;
   };
-  // READY -> RETIRING (and not active any more), -> GONE when the last lease ends, which without
-  // leases is now. Errors as Activate's; retiring twice is ADAPTER_NOT_READY. A durable version
-  // that could not be restored (FAILED) can be retired, too. force: LoadedAdapter::revoked from now
-  // on.
+  // READY -> RETIRING (and no longer active), -> GONE when the last lease ends, at once without
+  // leases. Errors as Activate's; retiring twice is ADAPTER_NOT_READY. A durable version that could
+  // not be restored (FAILED) can be retired, too. force: sets LoadedAdapter::revoked.
   absl::StatusOr<Retirement> Retire(const std::string& name, int64_t version, bool force = false);
 
   // Retires the READY versions of a name that are neither active nor among its newest `keep` READY
-  // ones, the oldest first; returns how many. Stops at one that the log refuses. REQUIRES: keep
-  // >= 1.
+  // ones, the oldest first; returns the number. Stops when the log fails. REQUIRES: keep >= 1.
   absl::StatusOr<int> RetireOlder(const std::string& name, int64_t keep);
 
   // A lease on a READY version. The base gives an empty lease. NOT_FOUND (ADAPTER_NOT_FOUND;
@@ -98,12 +94,12 @@ class AdapterRegistry {
   absl::StatusOr<AdapterLease> Acquire(const AdapterRef& ref);
 
   absl::StatusOr<AdapterRecord> Get(const AdapterRef& ref) const;
-  // Ordered by (name, version), those after (after_name, after_version), at most `limit`. Empty
-  // name: all names.
+  // Ordered by (name, version), after (after_name, after_version), at most `limit`. Empty name: all
+  // names.
   std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,
                                   int64_t after_version, int limit) const;
-  // How many versions are in each state; states without any are left out. Holds up others for
-  // some microseconds even with thousands of versions.
+  // The number of versions in each state; empty states are left out. Holds the lock for some
+  // microseconds even with thousands of versions.
   std::map<AdapterState, int> CountByState() const;
   int64_t generation() const;
   int total_leases() const;
@@ -113,15 +109,15 @@ class AdapterRegistry {
   // some of them are no longer kept, GENERATION_UNKNOWN when the generation has not been reached
   // (it is of another run of the server).
   absl::StatusOr<std::vector<RegistryEvent>> EventsAfter(int64_t generation, int limit) const;
-  // Calls back after each new event, on the thread that made it and under no lock; must not block.
-  // Returns an id for Unsubscribe, which returns only when no call of that subscriber is running
-  // (and so must not be called by it).
+  // Calls back after each new event, on the thread that made it and without a lock; must not block.
+  // Returns an id for Unsubscribe, which waits for a running call of that subscriber (and so must
+  // not be called by it).
   int64_t Subscribe(std::function<void()> on_event);
   void Unsubscribe(int64_t id);
 
  private:
   struct State;
-  std::shared_ptr<State> state_;  // shared with leases that outlive a release race
+  std::shared_ptr<State> state_;  // shared with leases, which may outlive the registry
 };
 
 }  // namespace dorad::adapter

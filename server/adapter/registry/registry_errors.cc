@@ -11,7 +11,7 @@
 namespace dorad::adapter {
 namespace {
 
-// Near names, the nearest first.
+// Similar names, the most similar first.
 std::vector<std::string> Nearest(const std::string& name, const std::vector<std::string>& known) {
   constexpr size_t kListedNames = 3;
   if (name.size() > kLongestComparedName) return {};

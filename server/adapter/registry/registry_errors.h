@@ -1,5 +1,5 @@
-// What the registry answers when it cannot do what it is asked: in words, and as metadata for
-// programs. Pure functions, hence thread-safe.
+// The registry's errors: a message for people and metadata for programs. Pure functions and
+// therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@
 
 namespace dorad::adapter {
 
-// At most so many versions are listed, the newest.
+// The newest versions are listed, at most this many.
 inline constexpr size_t kListedVersions = 8;
 
-// NOT_FOUND (ADAPTER_NOT_FOUND). `known`: names of which those near to `name` are listed, also as
+// NOT_FOUND (ADAPTER_NOT_FOUND). Lists the names in `known` that are similar to `name`, also as
 // metadata "nearest".
 absl::Status UnknownAdapter(const std::string& name, const std::vector<std::string>& known);
 // NOT_FOUND (ADAPTER_NOT_FOUND). `ready`: the name's newest READY versions, ascending; also as
@@ -27,7 +27,7 @@ absl::Status NoActiveVersion(const std::string& name, const std::vector<int64_t>
 // "failure_reason".
 absl::Status NotReady(const AdapterRecord& record);
 // ABORTED (ADAPTER_VERSION_TAKEN): `last` is the name's highest number so far. `holder`: the
-// version that has this one, or nullptr; when it failed, with the metadata "failure_reason".
+// version with this number, or nullptr; if it failed, with the metadata "failure_reason".
 absl::Status VersionTaken(const std::string& name, int64_t version, int64_t last,
                           const AdapterRecord* holder);
 // ABORTED (GENERATION_MISMATCH), with the metadata "current_generation".

@@ -8,7 +8,7 @@
 namespace dorad::adapter {
 namespace {
 
-// Generations that a version's own life can take: published or failed, retired, gone.
+// Generations of one version's life: published or failed, retired, gone.
 constexpr int64_t kGenerationsOfVersion = 3;
 constexpr int64_t kGenerationsOfRetirement = 2;
 
@@ -17,7 +17,7 @@ constexpr int64_t kGenerationsOfRetirement = 2;
 AdapterRegistry::State::State(Options options)
     : log(options.log),
       executor(options.executor),
-      disposal(std::move(options.executor), options.log),
+      deferred_deletion(std::move(options.executor), options.log),
       book(options.max_ended_records),
       events(options.max_events) {}
 
@@ -61,7 +61,7 @@ void AdapterRegistry::State::Gone(Version& version, After& after) {
   book.Ended(version);
 }
 
-void AdapterRegistry::State::Cancel(Version& version, After& after) {
+void AdapterRegistry::State::BeginRetiring(Version& version, After& after) {
   version.record.state = AdapterState::kRetiring;
   book.MakeInactive(version);
   Append({EventType::kRetired}, version, after);
@@ -109,7 +109,7 @@ absl::StatusOr<int64_t> AdapterRegistry::State::Publish(
     change.activate = activate;
     status = Log(std::move(change), 0);
   } else if (status.ok()) {
-    // After a restart its number must not be given out again, and an earlier version not be active.
+    // Durable, so that a restart neither reuses its number nor restores an earlier active version.
     change.type = activate ? Change::Type::kActivated : Change::Type::kServed;
     status = Log(std::move(change), 0);
   }
@@ -172,7 +172,7 @@ absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::State::Retire(const
   {
     absl::MutexLock lock(&mu);
     DORAD_ASSIGN_OR_RETURN(const Version* version, book.ResolveRetirable({name, number}));
-    // Of others a restart leaves nothing anyway.
+    // A restart drops other versions anyway.
     outlives = version->record.durable || version->record.active;
     BeginChange();
   }
@@ -186,7 +186,7 @@ absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::State::Retire(const
   if (logged.ok()) {
     Version& version = *book.Find(name, number);
     if (force && version.adapter != nullptr) version.adapter->Revoke();
-    Cancel(version, after);
+    BeginRetiring(version, after);
     retirement.adapter = version.record;
     retirement.generation = events.generation();
   }
@@ -196,7 +196,7 @@ absl::StatusOr<AdapterRegistry::Retirement> AdapterRegistry::State::Retire(const
 }
 
 void AdapterRegistry::State::Finish(After after) {
-  for (Garbage& remains : after.freed) disposal.Free(std::move(remains));
+  for (Garbage& garbage : after.freed) deferred_deletion.Free(std::move(garbage));
   if (after.notify) subscribers.Notify();
 }
 

@@ -1,10 +1,9 @@
-// What AdapterRegistry and its leases share: the book of versions, the events, and how each change
-// is made.
+// The state shared by AdapterRegistry and its leases: the versions, the events, and the
+// implementation of each change.
 //
-// A change checks, becomes durable (under change_mu alone, so that readers do not wait for the
-// disk) and is applied; what has been checked still holds then, because nobody else changes
-// anything and generations stand still meanwhile. Owned by the registry, and by leases that outlive
-// it. Thread-safe as annotated.
+// A change is checked, becomes durable (under change_mu alone, so that readers do not wait for the
+// disk) and is applied. The check still holds then: change_mu excludes other changes, and the
+// generation does not move. Owned by the registry and by leases. Thread-safe as annotated.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +29,7 @@ namespace dorad::adapter {
 
 struct AdapterRegistry::State {
   using Version = VersionBook::Version;
-  // What a change leaves to be done when the locks are released.
+  // Work after a change, without locks.
   struct After {
     std::vector<Garbage> freed;
     bool notify = false;
@@ -54,7 +53,7 @@ struct AdapterRegistry::State {
       ABSL_LOCKS_EXCLUDED(mu);
   void FailLoad(Version& version, absl::Status reason, After& after)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
-  // The end of a lease. Waits for no change, of which it may even be a part.
+  // The end of a lease. Waits for no change; may be called during one.
   void Release(const std::string& name, int64_t number) ABSL_LOCKS_EXCLUDED(mu);
   void Finish(After after) ABSL_LOCKS_EXCLUDED(mu);
 
@@ -63,21 +62,21 @@ struct AdapterRegistry::State {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   void BeginChange() ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu, mu) { changing = true; }
   void EndChange(After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu, mu);
-  // Makes the change durable; from then on up to `generations` more of them may be given out.
+  // Makes the change durable; up to `generations` generations may follow it.
   absl::Status Log(Change change, int64_t generations) ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu);
   void Append(const std::vector<EventType>& types, const Version& version, After& after)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   // READY -> RETIRING, -> GONE without leases.
-  void Cancel(Version& version, After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
+  void BeginRetiring(Version& version, After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
   void Gone(Version& version, After& after) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu);
 
   ChangeLog* const log;  // nullptr: none
   const std::function<void(std::function<void()>)> executor;
-  DeferredDeletion disposal;
+  DeferredDeletion deferred_deletion;
   Subscribers subscribers;
   // Held through a whole change; taken before mu.
   absl::Mutex change_mu;
-  // No greater one is given out before another change is durable.
+  // The highest generation before another change must be durable.
   int64_t generation_limit ABSL_GUARDED_BY(change_mu) = 0;
   absl::Mutex mu;
   bool changing ABSL_GUARDED_BY(mu) = false;

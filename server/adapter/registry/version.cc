@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kMaxNameLength = 128;
 constexpr char kNameForm[] = "[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?";
-// Of a caller's text, in what is said about it.
+// Limit on quoted text of a caller.
 constexpr size_t kShownBytes = 80;
 
 bool IsAlnum(char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); }
@@ -49,7 +49,7 @@ absl::StatusOr<AdapterRef> AdapterRef::Parse(std::string_view text) {
             absl::SimpleAtoi(number, &ref.version);
   }
   if (!valid) {
-    // The text is the caller's: show a bounded part of it, escaped by the transport.
+    // Shows a bounded part of the caller's text, escaped by the transport.
     const std::string shown(text.substr(0, kShownBytes));
     return MakeInvalid("adapter",
                        {{"adapter", "ADAPTER_NAME_INVALID",

@@ -24,7 +24,7 @@ struct AdapterRef {
   bool operator==(const AdapterRef&) const = default;
   // As Parse reads it.
   std::string ToString() const;
-  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID) for anything that is not of the three forms.
+  // INVALID_ARGUMENT (ADAPTER_NAME_INVALID) for any other text.
   static absl::StatusOr<AdapterRef> Parse(std::string_view text);
 };
 
@@ -38,11 +38,11 @@ enum class AdapterKind { kLora, kDora };
 
 struct LoadTiming {
   absl::Duration read, validate, copy, norms;
-  absl::Duration store;  // of what is durable
+  absl::Duration store;  // zero unless durable
   absl::Duration total;  // from the first to the end of the last
 };
 
-// What is known of a version's content once it is loaded.
+// Figures of a loaded version's content.
 struct AdapterSummary {
   std::string digest;                     // lower-case hex SHA-256 of the canonical content
   AdapterKind kind = AdapterKind::kLora;  // kDora if any module has a magnitude
@@ -54,12 +54,11 @@ struct AdapterSummary {
   LoadTiming timing;
 };
 
-// A loaded version: immutable content, whose weights may be away at times. Shared between the
-// registry and the leases; the last reference is always dropped on a loader thread (the registry
-// sees to it).
+// A loaded version: immutable content whose weights may be evicted. Shared by the registry and the
+// leases; the registry drops the last reference on a loader thread.
 class LoadedAdapter {
  public:
-  // Weights that never go.
+  // Weights that are never evicted.
   LoadedAdapter(std::string name, int64_t version, AdapterSummary summary,
                 std::shared_ptr<const AdapterWeights> weights = nullptr)
       : name_(std::move(name)),
@@ -77,15 +76,15 @@ class LoadedAdapter {
   int64_t version() const { return version_; }
   const std::string& digest() const { return summary_.digest; }
   const AdapterSummary& summary() const { return summary_; }
-  // For Residency::PinAll; nullptr: weights that never go.
+  // For Residency::PinAll; nullptr: weights that are never evicted.
   Residency::Entry* entry() const { return entry_.get(); }
-  // REQUIRES: a use is held.
+  // REQUIRES: a pin is held.
   const AdapterWeights& weights() const { return entry_ ? entry_->weights() : *weights_; }
   bool resident() const { return entry_ == nullptr || entry_->resident(); }
   bool in_host_memory() const { return entry_ != nullptr && entry_->in_host_memory(); }
   bool pinned() const { return entry_ == nullptr || entry_->pinned(); }
 
-  // Once it was retired by force: requests that hold it are to end.
+  // Set by a forced retirement: requests that hold it must end.
   void Revoke() const { revoked_ = true; }
   bool revoked() const { return revoked_; }
 
@@ -121,7 +120,7 @@ class AdapterLease {
 
   // nullptr: the base model.
   const LoadedAdapter* get() const { return adapter_.get(); }
-  // Gives the lease back; the object is empty afterwards.
+  // Releases the lease; the object is empty afterwards.
   void Reset() {
     adapter_.reset();
     if (auto release = std::exchange(release_, nullptr)) release();

@@ -14,10 +14,10 @@ namespace {
 
 // AdapterRef::Parse reads at most 18 digits.
 constexpr int64_t kMaxVersion = 999'999'999'999'999'999;
-// What a caller may choose, microseconds since 1970 included. The rest is for the numbers that come
-// after: however high somebody begins, there are more than can ever be used.
+// The limit for a caller's number; includes microseconds since 1970. Leaves enough numbers above it
+// for later versions.
 constexpr int64_t kMaxWantedVersion = 10'000'000'000'000'000;
-// Names before and after an unknown one that are looked at for what was meant.
+// Candidates for a similar name, before and after an unknown one.
 constexpr int kNearbyNames = 64;
 
 }  // namespace
@@ -62,7 +62,7 @@ std::vector<int64_t> VersionBook::NewestReady(const Name& name) {
   return ready;
 }
 
-// Names with a READY version, next to an unknown one in their order.
+// Names with a READY version around an unknown one in alphabetical order.
 std::vector<std::string> VersionBook::NamesAround(const std::string& unknown) const {
   auto it = names_.lower_bound(unknown);
   for (int i = 0; i < kNearbyNames && it != names_.begin(); ++i) --it;

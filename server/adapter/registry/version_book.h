@@ -1,8 +1,7 @@
-// The versions of every name: their records, the numbers that were given out, and which version is
-// active. Says what a caller's reference means.
+// The versions of every name: records, numbers and the active version. Resolves references.
 //
-// Owned by AdapterRegistry, whose lock guards it. Pointers to versions hold until Ended forgets
-// theirs.
+// Owned by AdapterRegistry, whose lock guards it. Pointers to versions hold until Ended drops their
+// record.
 #pragma once
 
 #include <cstdint>
@@ -33,54 +32,53 @@ class VersionBook {
     void MakeReady(std::shared_ptr<const LoadedAdapter> loaded);
   };
 
-  // Keeps the records of so many versions that have ended. REQUIRES: >= 1.
+  // The number of ended versions whose records are kept. REQUIRES: >= 1.
   explicit VersionBook(int max_ended_records);
 
   bool empty() const { return names_.empty(); }
 
-  // --- Lookups. A version that is not there, or not as wanted, is told as AdapterRegistry's
-  // functions say.
+  // --- Lookups. Errors as AdapterRegistry's functions.
 
-  Version* Find(const std::string& name, int64_t version);  // nullptr: there is none
+  Version* Find(const std::string& name, int64_t version);  // nullptr: no such version
   const Version* Find(const std::string& name, int64_t version) const;
   absl::StatusOr<Version*> Resolve(const AdapterRef& ref);
   absl::StatusOr<Version*> ResolveReady(const AdapterRef& ref);
-  // READY, or durable and not restored: nothing else can be done with such a one.
+  // READY, or durable and FAILED at a restore: such a version can only be retired.
   absl::StatusOr<Version*> ResolveRetirable(const AdapterRef& ref);
-  // The oldest READY version of the name that is not active and not among the newest `keep` READY
-  // ones; nullptr: there is none.
+  // The oldest READY version of the name that is neither active nor among the newest `keep` READY
+  // ones; nullptr: none.
   const Version* OldestBeyond(const std::string& name, int64_t keep) const;
   // 0: the name has none.
   int64_t ActiveOf(const std::string& name) const;
   // As AdapterRegistry::List.
   std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,
                                   int64_t after_version, int limit) const;
-  // How many versions are in each state; copies nothing.
+  // The number of versions in each state; copies nothing.
   std::map<AdapterState, int> CountByState() const;
 
   // --- Numbers.
 
   // The number that a load may take: `wanted`, or the next one. Errors as AdapterRegistry::Reserve.
   absl::StatusOr<int64_t> FreeNumber(const std::string& name, std::optional<int64_t> wanted) const;
-  // All numbers up to this one have been given out.
+  // All numbers up to this one are used.
   void NoteNumber(const std::string& name, int64_t number);
-  // In an earlier run versions up to this number served.
+  // Versions up to this number served in an earlier run.
   void NoteServed(const std::string& name, int64_t number);
-  // And of names that have been forgotten since.
+  // As NoteServed, over all dropped names.
   void NoteForgotten(int64_t number);
-  // Drops names without any record when there are very many names. One that comes back starts above
-  // every number under which a version of the dropped ones ever served; loads that failed count for
-  // nothing, or whoever may publish could drive the numbers of all.
+  // Drops names without a record when there are very many names. A name that is published again
+  // starts above every served number of the dropped names. Failed loads do not count: otherwise any
+  // publisher could raise the numbers of all.
   void ForgetIdleNames();
 
   // --- Changes.
 
-  // A new version in LOADING. REQUIRES: there is none of that number.
+  // Adds a version in LOADING. REQUIRES: the number is new.
   Version& Add(const std::string& name, int64_t version);
   void MakeActive(Version& version);
-  // Its name then has no active version, if that was it.
+  // If it was active, its name has no active version.
   void MakeInactive(Version& version);
-  // Notes a version that has come to its end; older such records are dropped.
+  // Notes an ended version; drops the oldest such records.
   void Ended(const Version& version);
 
  private:

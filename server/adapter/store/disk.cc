@@ -34,7 +34,7 @@ int Disk::Rename(const std::string& from, const std::string& to) {
 absl::Status DiskError(const std::string& doing, const std::string& path, int error) {
   LogWarning("the store's disk fails",
              {{"doing", doing}, {"path", path}, {"error", std::string(std::strerror(error))}});
-  // Whoever publishes has no business with the host's folders.
+  // Names only the file: publishers must not learn the host's folders.
   const std::string name = path.substr(path.find_last_of('/') + 1);
   const std::string text =
       absl::StrCat("the store cannot ", doing, " \"", name, "\": ", std::strerror(error));

@@ -1,4 +1,4 @@
-// What the store does to a disk, and how its failures are told.
+// The store's disk operations and their errors.
 //
 // The system calls are virtual so that tests can make a disk fail. Everything is thread-safe.
 #pragma once
@@ -26,18 +26,18 @@ class Disk {
 };
 
 // RESOURCE_EXHAUSTED (STORE_FULL) for a full disk or quota, else UNAVAILABLE (STORE_UNAVAILABLE).
-// `error` is an errno. The status names the file, the log says where it is.
+// `error` is an errno. The status has the file's name, the log its path.
 absl::Status DiskError(const std::string& doing, const std::string& path, int error);
 
-// All of these fail as DiskError says.
+// All of these fail as DiskError.
 
-// Writes all of it, whatever the pieces that the system takes.
+// Repeats short writes until all bytes are written.
 absl::Status WriteAll(Disk& disk, int fd, std::string_view bytes, const std::string& path);
-// A file that must not exist yet; its content is on the disk at the return. Its name is when the
-// folder has been synced.
+// Writes a new file; it must not exist. Its content is on the disk at the return; its name is after
+// a sync of the folder.
 absl::Status WriteNewFile(Disk& disk, const std::string& path,
                           const std::vector<std::string_view>& pieces);
-absl::Status MakeFolder(const std::string& path);  // fine if it is there
+absl::Status MakeFolder(const std::string& path);  // OK if it exists
 absl::Status SyncFolder(Disk& disk, const std::string& path);
 
 }  // namespace dorad::adapter

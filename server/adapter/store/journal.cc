@@ -38,7 +38,7 @@ std::string Line(std::string_view text, const std::string& check) {
                       "\n");
 }
 
-// The length that a line begins with; false when it does not begin with one.
+// The length at the begin of a line; false: none.
 bool ReadLength(std::string_view line, size_t* length) {
   *length = 0;
   for (const char c : line.substr(0, kLengthDigits)) {
@@ -49,8 +49,8 @@ bool ReadLength(std::string_view line, size_t* length) {
   return true;
 }
 
-// What is left of an append that did not come to its end. Texts hold no newline, so one that is
-// there is the end of a record that was written wholly.
+// Whether `rest` is the rest of an interrupted append. Texts hold no newline, so a newline means
+// that a record was written wholly.
 bool IsTorn(std::string_view rest) {
   if (rest.find('\n') != std::string_view::npos) return false;
   size_t length = 0;
@@ -85,7 +85,8 @@ absl::Status Journal::Load(std::vector<std::string>* records) {
   DORAD_RETURN_IF_ERROR(SyncFolder(*disk_, folder));
   DORAD_ASSIGN_OR_RETURN(const std::string content,
                          ReadFileText(path_, std::numeric_limits<int64_t>::max()));
-  // A file may have grown by bytes that never came; those read as NULs, which no record ends with.
+  // A crash may leave a file extended but unwritten; the rest reads as NULs, and no record ends
+  // with NUL.
   const std::string_view written(content.data(), content.find_last_not_of('\0') + 1);
   check_.clear();
   size_t at = 0;
@@ -121,8 +122,8 @@ absl::Status Journal::Load(std::vector<std::string>* records) {
 absl::Status Journal::CheckWhole() const {
   if (!broken_) return absl::OkStatus();
   return MakeError(absl::StatusCode::kUnavailable, "STORE_UNAVAILABLE",
-                   "the store takes no changes any more: an earlier failure to write its "
-                   "journal could not be undone; restart the server");
+                   "the store accepts no changes: an earlier failure to write its journal could "
+                   "not be undone; restart the server");
 }
 
 absl::Status Journal::Append(std::string_view text) {
@@ -136,7 +137,7 @@ absl::Status Journal::Append(std::string_view text) {
   if (status.ok() && disk_->Sync(fd_.get()) != 0) status = DiskError("sync", path_, errno);
   if (!status.ok()) {
     broken_ = disk_->Truncate(fd_.get(), bytes_) != 0 || disk_->Sync(fd_.get()) != 0;
-    if (broken_) LogError("the journal cannot be repaired; the store takes no changes any more");
+    if (broken_) LogError("the journal cannot be repaired; the store accepts no changes");
     return status;
   }
   Failpoint("journal_after_sync");
@@ -160,7 +161,7 @@ absl::Status Journal::Rewrite(const std::vector<std::string>& texts) {
   Failpoint("compaction_before_rename");
   if (disk_->Rename(fresh, path_) != 0) {
     const int error = errno;
-    // After any other failure the old file has kept its name.
+    // Any other error leaves the old file in its place.
     broken_ = error == EIO;
     (void)unlink(fresh.c_str());
     return DiskError("rename", fresh, error);
@@ -168,7 +169,7 @@ absl::Status Journal::Rewrite(const std::vector<std::string>& texts) {
   Failpoint("compaction_after_rename");
   broken_ = true;  // until the new file is read
   std::vector<std::string> read;
-  DORAD_RETURN_IF_ERROR(Load(&read));  // also makes the new name last
+  DORAD_RETURN_IF_ERROR(Load(&read));  // also syncs the new name
   broken_ = false;
   return absl::OkStatus();
 }

@@ -1,9 +1,9 @@
-// An append-only file of short texts, each of which is on the disk before Append returns.
+// An append-only file of short texts. Each is on the disk before Append returns.
 //
 // One line a record: 8 hex digits (the text's length), a space, 16 hex digits (the beginning of the
-// SHA-256 of the record before's check and of the text), a space, the text, a newline. So a line
-// that was dropped, moved or changed is found, and a last line that a crash cut short is told from
-// a damaged one. Owns the descriptor. Belongs to one thread at a time.
+// SHA-256 of the record before's check and of the text), a space, the text, a newline. So a
+// dropped, moved or changed line is found, and an incomplete last line differs from a damaged one.
+// Owns the descriptor. Belongs to one thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -22,34 +22,33 @@ namespace dorad::adapter {
 
 class Journal {
  public:
-  // Opens the file, or makes it, and reads all records. A last record that is not whole is cut off
-  // (and logged): its Append never returned. DATA_LOSS (STORE_DAMAGED) names the offset of anything
-  // else that is not as it was written; otherwise as DiskError. `disk` is borrowed.
+  // Opens or creates the file and reads all records. Cuts off (and logs) an incomplete last record:
+  // its Append never returned. DATA_LOSS (STORE_DAMAGED) names the offset of any other damage;
+  // otherwise as DiskError. `disk` is borrowed.
   static absl::StatusOr<std::unique_ptr<Journal>> Open(std::string path, Disk* disk,
                                                        std::vector<std::string>* records);
 
   // REQUIRES: the text is not empty and holds neither newlines nor NULs. After a failure
-  // (DiskError) the file is as it was before. If not even that can be had, this and every later
-  // call fails: what the file then says of the last record is known only by opening it again.
+  // (DiskError) the file is unchanged. If the change cannot be undone, this and every later call
+  // fails: only opening the file again shows whether the record is in it.
   absl::Status Append(std::string_view text);
 
-  // Puts a new file with these records in the place of the old one, in one step. After a failure
-  // (DiskError) the old one goes on; where it is not known which of the two is there, this and
-  // every later call fails.
+  // Replaces the file with a new one of these records, in one step. After a failure (DiskError) the
+  // old file stays; if it is unknown which of the two is there, this and every later call fails.
   absl::Status Rewrite(const std::vector<std::string>& texts);
 
   int64_t bytes() const { return bytes_; }
   // True after a failure that could not be undone.
   bool broken() const { return broken_; }
 
-  // What a file with these records has in it.
+  // The content of a file with these records.
   static std::string Format(const std::vector<std::string>& texts);
 
  private:
   Journal(std::string path, Disk* disk) : path_(std::move(path)), disk_(disk) {}
   absl::Status Load(std::vector<std::string>* records);
   absl::Status CheckWhole() const;
-  // Of a file that is to take the journal's place.
+  // The file that will replace the journal.
   std::string FreshPath() const { return path_ + ".new"; }
 
   const std::string path_;

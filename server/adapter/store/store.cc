@@ -29,8 +29,8 @@ constexpr char kConfigName[] = "adapter_config.json";
 constexpr char kTensorsName[] = "adapter_model.safetensors";
 constexpr size_t kShardDigits = 2;
 constexpr uint64_t kReadBytes = 8 << 20;
-// A journal is rewritten at start when that leaves less than half of it, and it is not tiny; in
-// between, where changes wait for it, when it leaves less than a quarter.
+// A start rewrites the journal when that halves it, and it is not tiny; during a run, where changes
+// wait for it, only when less than a quarter remains.
 constexpr int64_t kTinyJournalBytes = 4096;
 constexpr int64_t kShortJournalBytes = 64 << 10;
 constexpr int64_t kLongJournal = 4;
@@ -42,7 +42,7 @@ std::string ObjectOf(std::string_view config_json, std::string_view safetensors)
   return ToHex(hash.Final());
 }
 
-// As ObjectOf, of the files in a folder.
+// As ObjectOf, for the files in a folder.
 absl::StatusOr<std::string> ObjectIn(const std::string& folder) {
   constexpr uint64_t kAny = std::numeric_limits<int64_t>::max();
   DORAD_ASSIGN_OR_RETURN(const std::string config,
@@ -61,7 +61,7 @@ absl::StatusOr<std::string> ObjectIn(const std::string& folder) {
   return ToHex(hash.Final());
 }
 
-// 0 for one that is not there.
+// 0 for a missing file.
 int64_t BytesOf(const std::string& object_path) {
   int64_t bytes = 0;
   for (const char* name : {kConfigName, kTensorsName}) {
@@ -83,7 +83,7 @@ std::string ShardPath(const std::string& folder, const std::string& object) {
   return absl::StrCat(folder, "/objects/", object.substr(0, kShardDigits));
 }
 
-// What cannot be removed now is removed at the next start.
+// A failed removal is repeated at the next start.
 void RemoveFolder(const std::string& path) {
   std::error_code error;
   fs::remove_all(path, error);
@@ -162,7 +162,7 @@ absl::Status Store::Begin(const std::string& base_digest) {
     LogWarning("the active version was not durable: the adapter has none now",
                {{"adapter", name}, {"version", entry.active}});
   }
-  // The restart itself is a change: what was not durable is gone.
+  // The restart itself is a change: ephemeral versions are gone.
   const Change started = {.generation = records.empty() ? 0 : opened_.generation + 1,
                           .base = base_digest,
                           .floor = opened_.floor};
@@ -202,7 +202,7 @@ void Store::CompactIfLong() {
   if (journal_->bytes() <= long_journal_) return;
   const absl::Status status = Noted(Compact(fewest));
   if (status.ok()) return;
-  // The changes are safe where they are. Not again with each of the next ones.
+  // The changes are safe in the old file. Not tried again with each of the next ones.
   long_journal_ = 2 * journal_->bytes();
   LogWarning("cannot rewrite the store's journal", {{"error", std::string(status.message())}});
 }
@@ -225,7 +225,7 @@ absl::Status Store::Noted(absl::Status status) {
 }
 
 absl::Status Store::NoteUnreadable(const std::string& object, const absl::Status& failure) {
-  // Callers are told it as well: not where the store lies.
+  // Callers see the message too: it must not contain the store's path.
   const auto message = [&] {
     const std::string beginning = folder_ + "/";
     return absl::StrCat("the store's ", ObjectPath(object).substr(beginning.size()), ": ",
@@ -271,7 +271,7 @@ absl::StatusOr<std::string> Store::Put(std::string_view config_json,
                                  safetensors.size());
   const std::string object = ObjectOf(config_json, tensors);
   {
-    // From here on nobody removes it.
+    // From here on the object cannot be removed.
     absl::MutexLock lock(&mu_);
     ++objects_[object].uses;
   }
@@ -309,7 +309,7 @@ absl::Status Store::PutInUse(const std::string& object, std::string_view config_
       return status;
     }
   }
-  // Also for an object that was there: whoever put it may not have come so far.
+  // Also for an existing object: another Put may not have synced it yet.
   DORAD_RETURN_IF_ERROR(SyncFolder(*disk_, ShardPath(folder_, object)));
   return SyncFolder(*disk_, folder_ + "/objects");
 }
@@ -329,7 +329,7 @@ absl::Status Store::Install(const std::string& tmp, const std::string& object) {
   Failpoint("store_before_rename");
   if (disk_->Rename(tmp, path) != 0) {
     if (errno != ENOTEMPTY && errno != EEXIST) return DiskError("rename", tmp, errno);
-    // One that was put meanwhile, which others may be reading, or a damaged one.
+    // The existing object was put meanwhile (others may be reading it), or is damaged.
     if (IsWhole(object)) {
       RemoveFolder(tmp);
     } else {
@@ -386,7 +386,7 @@ void Store::Drop(const std::string& object) {
     if (journal_->broken()) return;
     Failpoint("store_before_removal");
     removed = NewTmpPath();
-    if (disk_->Rename(ObjectPath(object), removed) != 0) return;  // it never came to be
+    if (disk_->Rename(ObjectPath(object), removed) != 0) return;  // was never written
   }
   RemoveFolder(removed);
 }

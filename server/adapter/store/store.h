@@ -1,15 +1,14 @@
-// The durable side of the registry: a folder that holds what was published durably, so that it
-// survives a restart and any crash.
+// The folder of durable versions: they survive a restart and any crash.
 //
 //   lock              held by the one process that uses the folder
 //   journal           the registry's changes, in order (change_log.h)
 //   objects/ab/abc…/  adapter_config.json and adapter_model.safetensors of one or more versions,
 //                     named by the SHA-256 of both; never changed, only added and removed whole
-//   tmp/              objects on their way in or out; emptied at start
+//   tmp/              objects being added or removed; emptied at start
 //
-// The journal is rewritten with what it adds up to when it has grown to several times that. An
-// object is on the disk before the journal names it, and the journal no longer names it before
-// it is removed: whatever the moment of a crash, each version is there wholly or not at all.
+// The journal is rewritten when it is several times larger than its state needs. An object is on
+// the disk before the journal names it, and is removed only after the journal no longer names it:
+// after a crash at any moment each version is there wholly or not at all.
 // Owned by App. Thread-safe; calls may wait for the disk.
 #pragma once
 
@@ -40,15 +39,15 @@ absl::Status StoreNotConfigured();
 
 class Store : public ChangeLog {
  public:
-  // Opens the folder or makes it (its parent must be there), and begins a new run: the state's
-  // generation is above all that were given out before. Removes what nothing refers to.
-  // `base_digest` is the base model's; `disk` is borrowed.
-  // FAILED_PRECONDITION (STORE_LOCKED: another process uses it; STORE_OTHER_MODEL: its adapters
-  // were published over another base model), DATA_LOSS (STORE_DAMAGED), otherwise as DiskError.
+  // Opens the folder or creates it (its parent must exist), and begins a new run: the state's
+  // generation is above all earlier ones. Removes unreferenced files. `base_digest` is the base
+  // model's; `disk` is borrowed. FAILED_PRECONDITION (STORE_LOCKED: another process uses it;
+  // STORE_OTHER_MODEL: its adapters were published over another base model), DATA_LOSS
+  // (STORE_DAMAGED), otherwise as DiskError.
   static absl::StatusOr<std::unique_ptr<Store>> Open(const std::string& folder,
                                                      const std::string& base_digest, Disk* disk);
 
-  // As it was when the store was opened, for AdapterRegistry::Restore.
+  // The state at Open, for AdapterRegistry::Restore.
   const StoredState& opened() const { return opened_; }
 
   struct Stats {
@@ -64,23 +63,23 @@ class Store : public ChangeLog {
   // As of the end of the last call. Does not wait for the disk.
   Stats stats() const ABSL_LOCKS_EXCLUDED(stats_mu_);
 
-  // Writes an adapter's two files and returns their object. What is there already is read and
-  // compared instead, and replaced when it is damaged. Every call counts as one use of the object,
-  // and so does every version of opened(); each use is ended by Drop.
-  // RESOURCE_EXHAUSTED (STORE_FULL), UNAVAILABLE (STORE_UNAVAILABLE): nothing is left behind.
+  // Writes an adapter's two files and returns their object. An existing object is read and compared
+  // instead, and replaced when it is damaged. Every call counts as one use of the object, and so
+  // does every version of opened(); Drop ends a use. RESOURCE_EXHAUSTED (STORE_FULL), UNAVAILABLE
+  // (STORE_UNAVAILABLE): nothing is left behind.
   absl::StatusOr<std::string> Put(std::string_view config_json,
                                   absl::Span<const std::byte> safetensors);
 
   // A PEFT folder.
   std::string ObjectPath(const std::string& object) const;
-  // What it means that an object of the journal's cannot be read: DATA_LOSS (STORE_OBJECT_DAMAGED),
-  // UNAVAILABLE (STORE_UNAVAILABLE), which it counts; the message names the object's folder in the
-  // store. What has another cause, such as too little memory, stays as it is.
+  // Translates and counts a failure to read an object of the journal: DATA_LOSS
+  // (STORE_OBJECT_DAMAGED) or UNAVAILABLE (STORE_UNAVAILABLE), with the object's folder in the
+  // store. Other causes, such as lack of memory, stay as they are.
   absl::Status NoteUnreadable(const std::string& object, const absl::Status& failure)
       ABSL_LOCKS_EXCLUDED(stats_mu_);
 
   absl::Status Append(const Change& change) override;
-  // Removes the object when that was its last use.
+  // Ends one use of the object and removes it after the last one.
   void Drop(const std::string& object) override;
 
  private:
@@ -95,20 +94,20 @@ class Store : public ChangeLog {
   absl::Status Begin(const std::string& base_digest);
   absl::Status Replay(const std::vector<std::string>& records);
   void CountObjects() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Rewrites the journal if that is worth it.
+  // Rewrites the journal if that shrinks it enough.
   void CompactIfLong() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Compact(const std::vector<std::string>& fewest) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Counts a failure, and passes it on.
+  // Counts a failure and returns it.
   absl::Status Noted(absl::Status status) ABSL_LOCKS_EXCLUDED(stats_mu_);
   void RemoveUnused();
   std::string NewTmpPath() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status PutInUse(const std::string& object, std::string_view config_json,
                         std::string_view safetensors) ABSL_LOCKS_EXCLUDED(mu_);
-  // The object's files have the content that its name says.
+  // Whether the object's files match its name.
   bool IsWhole(const std::string& object) const;
-  // Puts the folder tmp in the place of the object, or removes it if the object is there.
+  // Moves the folder tmp to the object's place, or removes it if the object exists.
   absl::Status Install(const std::string& tmp, const std::string& object) ABSL_LOCKS_EXCLUDED(mu_);
-  // Of a damaged object.
+  // Replaces a damaged object.
   absl::Status Replace(const std::string& tmp, const std::string& path) ABSL_LOCKS_EXCLUDED(mu_);
 
   const std::string folder_;
@@ -117,13 +116,13 @@ class Store : public ChangeLog {
   StoredState opened_;
   absl::Mutex mu_;
   std::unique_ptr<Journal> journal_ ABSL_GUARDED_BY(mu_);
-  // As the journal says, perhaps without names that need not be kept.
+  // As in the journal, perhaps without droppable names.
   StoredState state_ ABSL_GUARDED_BY(mu_);
-  // A journal of more bytes is compared with what its state needs.
+  // Above this size the journal is compared with its state.
   int64_t long_journal_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, Object> objects_ ABSL_GUARDED_BY(mu_);
   int64_t next_tmp_ ABSL_GUARDED_BY(mu_) = 1;
-  // Of its own, so that who asks does not wait for a disk; taken after mu_.
+  // Separate from mu_, so that stats do not wait for a disk; taken after mu_.
   mutable absl::Mutex stats_mu_;
   Stats stats_ ABSL_GUARDED_BY(stats_mu_);
 };
