@@ -28,7 +28,7 @@ absl::Status CheckDevice(const Config& config) {
 #endif
 }
 
-// A cache that the machine can never hold; whether it can at the moment, the start finds out.
+// Refuses a cache larger than the machine's memory; only the start can know the free memory.
 absl::Status CheckHostHoldsKv(const Config& config) {
   const int64_t total = TotalHostMemory();
   if (config.model.device != "cpu" || config.engine.kv_bytes <= total) return absl::OkStatus();
@@ -38,7 +38,7 @@ absl::Status CheckHostHoldsKv(const Config& config) {
                                     " bytes of memory that the server may have here")}});
 }
 
-// The model's, once everything that needs neither device nor weights is known to be right.
+// Reads the model's configuration after all checks that need neither device nor weights.
 absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());

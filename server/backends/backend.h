@@ -1,5 +1,5 @@
-// The base model and its device, behind a header without torch and CUDA: what App needs to build
-// adapters and the engine on. Owned by App; outlives both. Thread-safe after Load.
+// The base model and its device, behind a header without torch and CUDA: the basis of adapters and
+// of the engine. Owned by App; outlives both. Thread-safe after Load.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +54,7 @@ class Backend {
   // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
   // WATER_MARKS_CROSSED, OUT_OF_MEMORY: a KV cache that the host can never hold).
   static absl::StatusOr<std::unique_ptr<Backend>> Load(const Config& config);
-  // What Load would find wrong before it asks for the device or reads weights; its statuses.
+  // The checks of Load that need neither device nor weights; same statuses.
   static absl::Status Check(const Config& config);
   virtual ~Backend() = default;
 
@@ -63,56 +63,52 @@ class Backend {
   virtual adapter::AdapterBuilder* adapter_builder() = 0;
   // nullptr without adapters.host_bytes.
   virtual adapter::HostCopies* host_copies() = 0;
-  // Opens memory that another process has on the GPU: its CUDA IPC handle, the GPU's UUID, bytes.
-  // Statuses of cuda::PeerMemories::Open.
+  // Opens GPU memory of another process: its CUDA IPC handle, the GPU's UUID, bytes. Statuses of
+  // cuda::PeerMemories::Open.
   using DeviceMemoryOpener =
       std::function<absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>>(
           absl::Span<const std::byte>, absl::Span<const std::byte>, uint64_t)>;
   // nullptr without a GPU.
   virtual DeviceMemoryOpener device_memory_opener() = 0;
-  // Where the base weights lie for those who are lent them; nullptr without a shared-memory socket.
+  // Addresses of the base weights for leases; nullptr without a shared-memory socket.
   virtual const model::WeightLayout* weight_layout() const = 0;
-  // Lends the base weights: while a lease lives, their memory is neither written nor given back.
-  // UNAVAILABLE (SERVER_SLEEPING). REQUIRES: weight_layout() != nullptr.
+  // Leases the base weights to another process: while a lease lives, their memory is neither
+  // written nor released. UNAVAILABLE (SERVER_SLEEPING). REQUIRES: weight_layout() != nullptr.
   virtual absl::StatusOr<std::unique_ptr<shared_memory::WeightsLease>> LeaseWeights() = 0;
-  // The weights' memory while anybody is lent it; else 0.
+  // The weights' memory while it is leased; else 0.
   virtual int64_t shared_weight_bytes() const = 0;
-  // Bytes that the backend holds, by what they are for; without adapters where the registry's sum
-  // is all there is to say.
+  // Bytes held by the backend, by purpose; without adapters if only the registry counts those.
   virtual std::map<std::string, int64_t> memory_by_kind() const = 0;
-  // What there is of a device that others use, too. nullopt: the data lies in RAM, which the system
-  // governs.
+  // Memory of a device that other processes use, too. nullopt: the data lies in host memory.
   struct Device {
     int64_t total = 0;
     int64_t free = 0;
-    int64_t pooled = 0;  // freed by this server, and not given back
+    int64_t pooled = 0;  // freed by this server, but kept in its pool
     int64_t limit = 0;   // of this server
-    // Growths refused because of the limit, or because of what others have taken.
+    // Refused growth because of the limit, and because of other processes' memory.
     int64_t refused_by_limit = 0;
     int64_t refused_by_reserve = 0;
   };
   virtual std::optional<Device> device() const = 0;
-  // Gives the base weights' device memory back, and takes it again; 0 bytes where they lie in host
-  // memory anyway, or are lent: then they go when the last lease ends asleep. Statuses of
-  // cuda::CudaModel::Wake. REQUIRES: the engine sleeps.
+  // Releases the base weights' device memory, and allocates it again. Returns 0 bytes if they lie
+  // in host memory or are leased: leased weights are released when the last lease ends during
+  // sleep. Statuses of cuda::CudaModel::Wake. REQUIRES: the engine sleeps.
   virtual int64_t SleepWeights() = 0;
   virtual absl::Status WakeWeights() = 0;
-  // Hands what has been freed to others who use the device.
+  // Returns pooled memory to the device for other processes.
   virtual void ReturnFreedMemory() = 0;
   // Allocates the KV cache. Once. RESOURCE_EXHAUSTED (OUT_OF_MEMORY) or the device's statuses.
   virtual absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeRunner() = 0;
 
  protected:
-  // Fills in info() as far as it does not need the weights. kv_available: bytes for the KV cache
-  // where engine.kv_bytes is auto. Warns when the cache is too small for a whole context.
+  // For every backend's Load: fills info(), except fields that need the weights.
   absl::Status Describe(const Config& config, const model::ModelConfig& model,
                         int64_t kv_page_bytes, int64_t kv_available);
 
   Info info_;
 };
 
-// The devices' own Load. REQUIRES: model is that of config.model.path; no value but engine.kv_bytes
-// is auto.
+// The Load of each device. REQUIRES: model is that of config.model.path.
 absl::StatusOr<std::unique_ptr<Backend>> LoadCpuBackend(const Config& config,
                                                         model::ModelConfig model);
 absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,

@@ -1,5 +1,5 @@
-// What the configuration and the model's config.json say of a backend before weights are read. Pure
-// functions, hence thread-safe.
+// The properties of a backend that follow from the configuration and the model's config.json,
+// before weights are read. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace dorad {
 
 // Tokens; max_context 0: the model's own. INVALID_ARGUMENT (MAX_CONTEXT_OUT_OF_RANGE).
 absl::StatusOr<int64_t> ContextLength(const model::ModelConfig& model, int64_t max_context);
-// KV pages in so many bytes. INVALID_ARGUMENT (KV_TOO_SMALL).
+// KV pages in `kv_bytes`. INVALID_ARGUMENT (KV_TOO_SMALL).
 absl::StatusOr<int64_t> KvPages(int64_t kv_bytes, int64_t page_bytes);
 // Pages of an automatic KV cache: as many as fit into `available` bytes, but not more than
 // max_running_sequences of a whole context can use, and at least 2.

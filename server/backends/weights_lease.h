@@ -1,7 +1,6 @@
-// The base model's weights while they are lent to a process: what it maps stays where it is.
+// A process's lease on the base model's weights: their memory stays in place while it maps them.
 //
-// Held by the connection that asked for it; ending it may wait for whoever uses the weights.
-// Thread-safe.
+// Held by the connection that requested it; its end may wait for uses of the weights. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +16,8 @@ class WeightsLease {
   // Ends the lease.
   virtual ~WeightsLease() = default;
 
-  // Descriptors, for reading only where the memory is the host's, of the memory's pieces from
-  // `first` on, at most `max`; none after the last piece. The device's statuses, UNAVAILABLE
-  // (DESCRIPTORS_EXHAUSTED).
+  // Descriptors of the memory's pieces from `first` on, at most `max`; read-only for host memory;
+  // none after the last piece. The device's statuses, UNAVAILABLE (DESCRIPTORS_EXHAUSTED).
   virtual absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const = 0;
 };
 

@@ -90,7 +90,7 @@ class AdapterBuild {
     const Instant copied = SteadyNow();
     ops::AdapterFactors factors;
     factors.scale = static_cast<float>(tensors.target.scale);
-    // The norm sees the factors as the file has them, before any rounding for serving.
+    // The norm uses the factors of the file, before any rounding for serving.
     if (tensors.magnitude != nullptr) factors.g_O = MagnitudeScaleOf(tensors, module, a, b);
     const Instant normed = SteadyNow();
     factors.a_RI = ServingLayout(module, module.kind == ModuleKind::kEmbedding ? a.t() : a);
@@ -137,7 +137,7 @@ class AdapterBuild {
   BuiltAdapter built_;
 };
 
-// The file's copy against the weight in its storage; see AdapterBuilder::EqualsBase.
+// Compares the file's copy with the weight as stored; see AdapterBuilder::EqualsBase.
 bool Equals(const TensorView& copy, const at::Tensor& weight, at::ScalarType checkpoint) {
   constexpr int64_t kRows = 1024;  // bounds the transient copies
   const at::ScalarType file_dtype = ScalarTypeOf(copy.dtype);
@@ -161,11 +161,10 @@ class CpuAdapterBuilder final : public AdapterBuilder {
   CpuAdapterBuilder(const BaseModules* modules, BaseWeightSource* base, CpuBuilderOptions options)
       : AdapterBuilder(modules), base_(*base), options_(options) {}
 
-  // A load must not take the cores that running streams use: parallel regions that the thread opens
-  // run on it alone.
+  // A load must not use the cores of running streams: this thread's parallel regions stay on it.
   void PrepareThread() override {
-    // The first call in a thread takes over ATen's default, so it comes before ours.
-    // at::set_num_threads would also become the default of threads that start later.
+    // The first call on a thread installs ATen's default, so it precedes ours. at::set_num_threads
+    // would also change the default of later threads.
     (void)at::get_num_threads();
     omp_set_num_threads(1);
   }

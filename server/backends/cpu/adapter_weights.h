@@ -1,5 +1,5 @@
-// The tensors of one adapter version on the CPU, and the base weights its norms need.
-// The one header of this room that includes torch. Immutable after construction, hence thread-safe.
+// The tensors of one adapter version on the CPU, and the base weights for its norms. The one header
+// of this room that includes torch. Immutable after construction and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct CpuAdapterWeights final : AdapterWeights {
   int64_t bytes() const;  // of all tensors
 };
 
-// Gives the base weight of a module and its cached ||W||². Implemented by model/; thread-safe.
+// Returns a module's base weight and its cached ||W||². Implemented by model/; thread-safe.
 class BaseWeightSource {
  public:
   virtual ~BaseWeightSource() = default;

@@ -21,7 +21,7 @@
 namespace dorad {
 namespace {
 
-// Sealed memory is lent to anybody: it does not change and is not given back.
+// Any number of leases: sealed memory never changes and is never released.
 class CpuLease final : public shared_memory::WeightsLease {
  public:
   CpuLease(const SealedMemory* memory, std::atomic<int>* leases)

@@ -32,7 +32,7 @@ std::vector<ops::RowSegment> SegmentsOf(absl::Span<const AdapterRows> adapters, 
 
 }  // namespace
 
-// One forward pass: the batch and what every layer needs of it.
+// One forward pass: the batch and the inputs common to all layers.
 class Decoder::Pass {
  public:
   Pass(const LoadedModel& model, const ops::RopeTable& rope, const DecoderBatch& batch)

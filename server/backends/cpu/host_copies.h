@@ -1,5 +1,5 @@
-// The CPU backend's HostCopies. There the tiers lie in the same RAM, so an image is one more
-// reference to the weights: making and restoring it cost nothing.
+// The CPU backend's HostCopies. Weights already lie in host memory, so a host copy is one more
+// reference to them: making and restoring it cost nothing.
 #pragma once
 
 #include <cstdint>

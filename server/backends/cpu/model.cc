@@ -38,13 +38,13 @@ at::ScalarType StorageType(const WeightSlot& slot, ops::ComputeDType compute) {
   return slot.dtype == DType::kBF16 ? at::kBFloat16 : at::kFloat;
 }
 
-// Of each tensor in shared memory, as of those that ATen allocates.
+// Alignment of each tensor in shared memory, as of ATen's allocator.
 constexpr uint64_t kAlignment = 64;
 
-// Converts blocks to where they belong.
+// Converts blocks into their tensors.
 class TensorSink final : public WeightSink {
  public:
-  // `memory`: made for the tensors; nullptr: they are allocated one by one.
+  // `memory`: shared memory for the tensors; nullptr: they are allocated one by one.
   TensorSink(const ModelConfig& config, ops::ComputeDType compute, ModelWeights* weights,
              SealedMemory* memory)
       : config_(config), compute_(compute), weights_(*weights), memory_(memory) {
@@ -52,7 +52,7 @@ class TensorSink final : public WeightSink {
   }
 
   int64_t bytes() const { return bytes_; }
-  // In the memory.
+  // Places in the shared memory.
   const std::map<std::string, PlacedTensor>& places() const { return places_; }
 
   absl::Status Allocate(const WeightSlots& slots) override {
@@ -208,7 +208,7 @@ at::Tensor LoadedModel::SquaredNorms(int module_id) {
     if (squared_norms_[module_id].defined()) return squared_norms_[module_id];
     computing_.insert(module_id);
   }
-  // Outside the lock: other modules, and those that are ready, need not wait for this one.
+  // Outside the lock: callers for other modules need not wait.
   const auto axis = module_id == EmbeddingId(config_) ? ops::NormAxis::kCols : ops::NormAxis::kRows;
   at::Tensor norms;
   const auto end = [&]() {

@@ -45,8 +45,8 @@ class LoadedModel final : public adapter::BaseWeightSource {
  public:
   // Storage: compute kF32 keeps bf16 checkpoints in bf16 (their value is exact and half the bytes)
   // and turns fp16 into fp32; kBF16 rounds everything to bf16. Biases and norm weights: fp32.
-  // `shareable`: they lie in memory that other processes can be lent, and that nobody can write.
-  // ImportWeights' statuses and RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
+  // `shareable`: the weights lie in sealed memory that other processes can map. ImportWeights'
+  // statuses and RESOURCE_EXHAUSTED (OUT_OF_MEMORY).
   static absl::StatusOr<std::unique_ptr<LoadedModel>> Load(const std::string& dir,
                                                            ModelConfig config,
                                                            ops::ComputeDType compute,
@@ -57,13 +57,14 @@ class LoadedModel final : public adapter::BaseWeightSource {
   const ModelWeights& weights() const { return weights_; }
   const adapter::BaseModules& modules() const { return modules_; }
   ops::ComputeDType compute() const { return compute_; }
-  // Identifies the checkpoint's content, however it is spread over files (Checkpoint::Digest).
+  // Identifies the checkpoint's content, independent of its division into files
+  // (Checkpoint::Digest).
   const std::string& digest() const { return digest_; }
   int64_t num_parameters() const { return num_parameters_; }
   int64_t bytes() const { return bytes_; }
   // nullptr unless shareable.
   const WeightLayout* layout() const { return layout_.tensors.empty() ? nullptr : &layout_; }
-  // What holds the weights. REQUIRES: shareable.
+  // The memory of the weights. REQUIRES: shareable.
   const SealedMemory& memory() const { return memory_; }
   // Bytes of the cached squared norms so far, and how many modules have one.
   int64_t norm_cache_bytes() const;
@@ -81,7 +82,7 @@ class LoadedModel final : public adapter::BaseWeightSource {
   const ops::ComputeDType compute_;
   const ops::NormOptions norm_options_;
   const adapter::BaseModules modules_;
-  SealedMemory memory_;  // of the weights, if they are shareable; goes after them
+  SealedMemory memory_;  // of shareable weights; outlives them
   WeightLayout layout_;
   ModelWeights weights_;
   std::vector<at::ScalarType> checkpoint_dtypes_;  // by module id

@@ -30,14 +30,13 @@ std::vector<model::AdapterRows> ToModel(absl::Span<const StepBatch::AdapterRows>
   return out;
 }
 
-// Gives the whole pages of RAM within back to the system; they read as zeros when they are touched
-// again.
+// Returns the whole pages within the range to the system; they read as zeros when touched again.
 int64_t GiveBack(std::byte* begin, std::byte* end) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + page - 1) / page * page;
   const uintptr_t last = reinterpret_cast<uintptr_t>(end) / page * page;
   if (first >= last) return 0;
-  // A hint: where it is not taken, the memory stays, and nothing is wrong.
+  // Only a hint: a failure keeps the memory and is harmless.
   const int failed = madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
   return failed == 0 ? static_cast<int64_t>(last - first) : 0;
 }
@@ -52,11 +51,11 @@ class CpuModelRunner final : public ModelRunner {
 
   int64_t kv_pages() const override { return kv_pages_; }
 
-  // It computes on the engine's thread: whatever the order, nothing would overlap.
+  // Computes on the engine's thread: no two steps could overlap.
   int max_steps_in_flight() const override { return 1; }
 
   absl::Status Begin(absl::Span<const StepSequence> sequences) override {
-    // The one place where exceptions of libtorch end.
+    // The one place where libtorch's exceptions are caught.
     try {
       outputs_ = RunUnchecked(sequences);
     } catch (...) {
@@ -67,7 +66,7 @@ class CpuModelRunner final : public ModelRunner {
 
   absl::StatusOr<std::vector<StepOutput>> Finish() override { return std::move(outputs_); }
 
-  // The cache lies in RAM anyway: what is to be kept stays where it is.
+  // The cache lies in host memory: kept pages stay in place.
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
     int64_t released = 0;
     for (const ops::PagedKv& layer : kv_) {

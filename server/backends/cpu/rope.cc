@@ -1,7 +1,7 @@
 // Inverse frequencies as transformers computes them (modeling_rope_utils): in fp32, in the same
 // order of operations. An angle is position x frequency, so at position 10⁵ one unit in the last
-// place of a frequency already moves the angle by a hundredth; only the powers come from ATen,
-// whose fp32 pow is the one thing that rounds in its own way.
+// place of a frequency already moves the angle by a hundredth. The powers use ATen, because its
+// fp32 pow rounds differently from others.
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/pow.h>
 

@@ -1,4 +1,5 @@
-// One adapter version on the GPU. Immutable, hence thread-safe; owned by the registry's versions.
+// One adapter version on the GPU. Immutable and therefore thread-safe; owned by the registry's
+// versions.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +19,16 @@ class CudaAdapterWeights final : public adapter::AdapterWeights {
   CudaAdapterWeights(DeviceBuffer memory, std::vector<kernels::DoraFactors> modules,
                      const void* image);
 
-  // Different for every object of the process, so that it tells whether a slot holds this one.
+  // Unique among all objects of the process: identifies the contents of a slot.
   uint64_t id() const { return id_; }
   // By module id; pointers are to device memory. rank 0 where the module is not adapted. Linear
   // modules: a [R, in], b [out, ldb]. The embedding: a [V, R], b [D, ldb].
   const std::vector<kernels::DoraFactors>& modules() const { return modules_; }
-  // On the device: modules(), and behind them (ImageMapsOffset) two tensor maps for each module.
-  // What a slot of the table of adapters is filled with.
+  // On the device: modules(), followed (at ImageMapsOffset) by two tensor maps for each module. The
+  // contents of a slot in the table of adapters.
   const void* image() const { return image_; }
   int64_t bytes() const { return memory_.bytes(); }
-  // All of the adapter: its factors, and behind them the image.
+  // The whole adapter: its factors, followed by the image.
   const std::byte* memory() const { return memory_.as<std::byte>(); }
 
  private:
@@ -37,12 +38,11 @@ class CudaAdapterWeights final : public adapter::AdapterWeights {
   const void* const image_;
 };
 
-// Layout of an image for a model with so many modules.
+// Layout of an image for a model with `modules` modules.
 int64_t ImageMapsOffset(int modules);
 int64_t ImageBytes(int modules);
 
-// Fills in the image at image_at of `memory`, which holds the factors already. The stream's work is
-// done on return.
+// Writes the image at image_at of `memory`, after the factors. Waits for the stream's work.
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(
     const CudaModel& model, DeviceBuffer memory, int64_t image_at,
     std::vector<kernels::DoraFactors> modules, const Stream& stream);

@@ -34,9 +34,9 @@ using kernels::DoraFactors;
 
 constexpr char kSubject[] = "adapter_model.safetensors";
 constexpr char kLoading[] = "loading an adapter";
-// A slice is what is copied together and whose norms are one launch: at most so many modules, so
-// many operations (a quarter of a millisecond, by which it may delay a decode step) and, of
-// tensors that need more than a copy, so many bytes.
+// A slice of modules is copied together, and its norms are one launch. Limits: modules; operations
+// (a quarter of a millisecond, which may delay a decode step); bytes of tensors that need more than
+// a copy.
 constexpr size_t kSliceModules = 8;
 constexpr double kSliceOperations = 1.6e11;
 constexpr int64_t kSliceRawBytes = 256 << 20;
@@ -44,20 +44,20 @@ constexpr int64_t kSliceRawBytes = 256 << 20;
 // As ops::NormEpsilon: by the dtype of the base weight in the checkpoint.
 float NormEpsilon(DType dtype) { return dtype == DType::kF32 ? 1e-12f : 1e-6f; }
 
-// What a load found wrong with a module, on the device.
+// Problems of a module, found on the device.
 struct Flags {
   uint32_t not_finite;
   uint32_t degenerate;
 };
 
-// A tensor's way to the place where it is served.
+// One tensor's conversion from the file to serving memory.
 struct Tensor {
   const TensorView* view = nullptr;
   int64_t columns = 0;
   int64_t ld = 0;
   void* to = nullptr;     // device
   bool is_factor = true;  // bf16; else fp32
-  int64_t raw_at = -1;    // in the slice's raw bytes; -1: the file's bytes are those to serve
+  int64_t raw_at = -1;    // in the slice's raw bytes; -1: the file's bytes are served as they are
 
   int64_t bytes() const { return static_cast<int64_t>(view->bytes.size()); }
 };
@@ -78,7 +78,7 @@ struct Module {
   double operations() const {
     return has_norm() ? 2.0 * static_cast<double>(out) * static_cast<double>(in * rank) : 0.0;
   }
-  // Of the norm, on the device: partial sums, and ||W||² where it is asked for.
+  // Of the norm, on the device: partial sums, and ||W||² if requested.
   int64_t partials_bytes() const {
     return RoundUp(static_cast<int64_t>(kernels::DirectNormWorkspace(out, in, rank)), 256);
   }
@@ -93,7 +93,7 @@ struct Slice {
   std::shared_ptr<Uploader::Batch> upload;
 };
 
-// What a builder keeps for all of its builds.
+// Objects that a builder keeps for all of its builds.
 struct Equipment {
   const CudaModel* model;
   BackgroundLaunchQueue* gaps;
@@ -101,13 +101,13 @@ struct Equipment {
   std::unique_ptr<Uploader> uploader;
   Stream stream;
   Event copied;
-  Event raw_free[2];   // when the even, the odd slices' raw bytes have been used
+  Event raw_free[2];   // end of use of the even and of the odd slices' raw bytes
   PinnedBuffer flags;  // [modules] Flags
 };
 
-// One adapter's build. Slices go through three stages: their bytes are copied to the device (where
-// they are not there yet), brought into the serving layout, and their norms computed. While one
-// slice is in the later stages the next one is copied.
+// One adapter's build. Slices go through three stages: copy to the device (unless they are there),
+// conversion to the serving layout, and norms. While one slice is in the later stages, the next one
+// is copied.
 class AdapterBuild {
  public:
   AdapterBuild(Equipment& equipment, const AdapterTensors& tensors)
@@ -116,7 +116,7 @@ class AdapterBuild {
         stream_(equipment.stream),
         uploader_(*equipment.uploader),
         tensors_(tensors) {}
-  // After a failure copies may still be on their way to memory that goes now.
+  // After a failure, copies may still be writing to this memory.
   ~AdapterBuild() {
     for (const Slice& slice : slices_) {
       if (slice.upload != nullptr) (void)uploader_.Wait(*slice.upload);
@@ -152,7 +152,7 @@ class AdapterBuild {
   }
 
  private:
-  // Decides where everything goes, and allocates it.
+  // Lays out and allocates the memory.
   absl::Status PlaceAll() {
     Layout layout, scratch;
     int64_t raw_bytes = 0, workspace_bytes = 0;
@@ -217,7 +217,7 @@ class AdapterBuild {
            bytes <= kSliceRawBytes;
   }
 
-  // Returns the bytes that are not served as they are.
+  // Returns the bytes that need conversion.
   int64_t ListTensors(Slice& slice) const {
     Layout raw;
     for (const Module& module : slice.modules) {
@@ -273,7 +273,7 @@ class AdapterBuild {
     return absl::OkStatus();
   }
 
-  // What follows the copies of a slice.
+  // The stages after the copies of a slice.
   absl::Status Finish(size_t index) {
     const Slice& slice = slices_[index];
     if (slice.upload != nullptr) {
@@ -296,7 +296,7 @@ class AdapterBuild {
         stream_, [&](cudaStream_t stream) { return LaunchNorms(slice.modules, stream); });
   }
 
-  // What lies on the device already comes through here always: nobody has read it before.
+  // Tensors already on the device always come through here: their values are still unchecked.
   absl::Status Import(const Tensor& tensor, const Module& module, size_t index) const {
     if (tensor.view == nullptr) return absl::OkStatus();
     const void* from = tensor.view->bytes.data();
@@ -373,7 +373,7 @@ class AdapterBuild {
     return violations.ToStatus(kSubject);
   }
 
-  // Which rows of a module are degenerate.
+  // Lists the degenerate rows of a module.
   absl::Status Explain(const Module& module, Violations& violations) const {
     const auto read = [&](const float* from, std::vector<float>& to) {
       to.resize(static_cast<size_t>(module.out));
@@ -425,7 +425,7 @@ class CudaAdapterBuilder final : public adapter::AdapterBuilder {
   }
 
  private:
-  // Ours is bf16.
+  // The server's weight is bf16.
   absl::StatusOr<bool> EqualsBase(const adapter::BaseCopy& copy) const override {
     constexpr int64_t kElements = 1 << 20;  // bounds the transient copies
     DORAD_ASSIGN_OR_RETURN(const CudaModel::Use weights, model_.UseWeights());

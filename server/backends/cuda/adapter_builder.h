@@ -1,5 +1,5 @@
-// The CUDA backend's AdapterBuilder: factors come to the GPU as they are, and their layout, their
-// rounding and the norms are made there, a few modules at a time, while the next ones are copied.
+// The CUDA backend's AdapterBuilder: copies the file's factors to the GPU and computes layout,
+// rounding and norms there, a few modules at a time, while the next ones are copied.
 #pragma once
 
 #include <memory>
@@ -14,10 +14,10 @@
 namespace dorad::cuda {
 
 // model, gaps and ledger are borrowed and outlive the builder and its weights, which are
-// CudaAdapterWeights. Takes tensors from wherever they lie (adapter::TensorPlace). Factors are
-// rounded to bf16, and the norms are those of the rounded factors: of what is served. Works on
-// streams of its own, the norms in `gaps`; builds one adapter at a time. Kinds "adapters" and,
-// while it works, "loading": both are reserved before anything is copied.
+// CudaAdapterWeights. Takes tensors from any adapter::TensorPlace. Factors are rounded to bf16, and
+// the norms are those of the rounded, served factors. Works on its own streams, the norms in
+// `gaps`; builds one adapter at a time. Reserves kinds "adapters" and, while it works, "loading"
+// before the copies.
 absl::StatusOr<std::unique_ptr<adapter::AdapterBuilder>> MakeCudaAdapterBuilder(
     const CudaModel* model, BackgroundLaunchQueue* gaps, MemoryLedger* ledger,
     const Uploader::Options& upload = Uploader::DefaultOptions());

@@ -1,6 +1,6 @@
-// The table of adapters on the device: slots that hold what kernels need to find an adapter's
-// factors, filled when a step first uses an adapter and kept while there is room.
-// Confined to the engine thread.
+// The table of adapters on the device: a slot holds the kernels' data on one adapter's factors. It
+// is filled when a step first uses the adapter and kept while there is room. Confined to the engine
+// thread.
 #pragma once
 
 #include <cuda.h>
@@ -20,9 +20,9 @@ class AdapterSlots {
   // slots: at least the number of distinct adapters in one step.
   static absl::StatusOr<AdapterSlots> Create(int slots, int modules, MemoryLedger* ledger);
 
-  // Begins a step: slots that it does not ask for may be filled anew.
+  // Begins a step: slots without an Assign in it may be refilled.
   void BeginStep() { ++step_; }
-  // The slot of an adapter in this step. A copy that fills it is in order with `stream`'s work.
+  // The adapter's slot in this step. A copy that fills it is ordered with `stream`'s work.
   absl::StatusOr<int> Assign(const CudaAdapterWeights& weights, const Stream& stream);
 
   kernels::AdapterTable table() const { return {memory_.as<kernels::DoraFactors>(), modules_}; }
@@ -32,7 +32,7 @@ class AdapterSlots {
  private:
   struct Slot {
     uint64_t adapter = 0;  // CudaAdapterWeights::id; 0: empty
-    uint64_t step = 0;     // that used it last
+    uint64_t step = 0;     // of the last use
   };
 
   AdapterSlots(int slots, int modules) : modules_(modules), slots_(slots) {}

@@ -20,7 +20,7 @@ namespace {
 
 class CudaLease final : public shared_memory::WeightsLease {
  public:
-  // `model` has begun a loan, which is this one's to end.
+  // Ends the lease that `model` has begun.
   explicit CudaLease(cuda::CudaModel* model) : model_(*model) {}
   ~CudaLease() override { model_.EndSharing(); }
 
@@ -116,7 +116,7 @@ class CudaBackend final : public Backend {
   std::map<std::string, int64_t> memory_by_kind() const override { return ledger_.by_kind(); }
   std::optional<Device> device() const override {
     const absl::StatusOr<cuda::DeviceMemory> memory = cuda::MemoryOfDevice();
-    if (!memory.ok()) return std::nullopt;  // it is in the log
+    if (!memory.ok()) return std::nullopt;  // already logged
     const cuda::MemoryLedger::Refusals refusals = ledger_.refusals();
     return Device{memory->total,   memory->free,   memory->pooled,
                   ledger_.limit(), refusals.limit, refusals.reserve};
@@ -133,7 +133,7 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  cuda::MemoryLedger ledger_;  // outlives all that it accounts for
+  cuda::MemoryLedger ledger_;  // outlives all memory that it counts
   std::unique_ptr<cuda::CudaModel> model_;
   std::unique_ptr<cuda::BackgroundLaunchQueue> gaps_;
   std::unique_ptr<adapter::AdapterBuilder> builder_;

@@ -8,9 +8,10 @@ namespace dorad::cuda {
 namespace {
 
 constexpr char kLoading[] = "loading an adapter";
-// Between the steps of running streams the host needs less; after it nobody is in the way.
+// Time without a step after which steps count as over: gaps between the steps of running streams
+// are shorter.
 constexpr absl::Duration kIdle = absl::Milliseconds(3);
-// A longer step (a prefill) does not notice.
+// The longest wait for a step. Longer steps are prefills, which a launch hardly delays.
 constexpr absl::Duration kPatience = absl::Milliseconds(20);
 
 }  // namespace
@@ -29,7 +30,7 @@ absl::Status BackgroundLaunchQueue::Run(const Stream& stream, Work work) {
     absl::MutexLock lock(&mu_);
     if (!Stepping()) return work(stream.get());
   }
-  // The step's stream must find everything ready.
+  // The launch must not make the step's stream wait for `stream`.
   DORAD_RETURN_IF_ERROR(stream.Synchronize(kLoading));
   Waiting waiting{work};
   {

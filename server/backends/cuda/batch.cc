@@ -43,8 +43,8 @@ bool IsAdapted(absl::Span<const StepBatch::AdapterRows> rows) {
                      [](const StepBatch::AdapterRows& range) { return range.adapter != nullptr; });
 }
 
-// Packs arrays into the host's buffer and knows where they will be on the device. Everything is
-// written twice: without memory, to learn the size, and then for good.
+// Packs arrays into the host's buffer and knows their device addresses. Everything is written
+// twice: first without memory, for the size.
 class DeviceBatch::Writer {
  public:
   Writer(PinnedBuffer* host, DeviceBuffer* device) : host_(host), device_(device) {}
@@ -52,7 +52,7 @@ class DeviceBatch::Writer {
   bool writing() const { return host_ != nullptr; }
   int64_t bytes() const { return layout_.bytes(); }
 
-  // Where to write on the host (null in the first pass), and the array's address on the device.
+  // The host address to write to (null in the first pass), and the array's address on the device.
   template <typename T>
   T* Array(int64_t size, const T** on_device) {
     const int64_t offset = layout_.Add(size * static_cast<int64_t>(sizeof(T)));

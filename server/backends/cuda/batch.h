@@ -1,5 +1,5 @@
-// Any step's rows on the device: what StepBatch says, as arrays that the kernels read.
-// Owned by the runner and reused for every step. Confined to the engine thread.
+// The rows of any step on the device: StepBatch as arrays for the kernels. Owned by the runner and
+// reused for every step. Confined to the engine thread.
 #pragma once
 
 #include <array>
@@ -39,7 +39,7 @@ struct LinearRows {
   const kernels::RowSegment* range_segments = nullptr;  // device: `ranges`; null in decode graphs
 };
 
-// Rows whose logits are wanted, in pieces that are computed one after another.
+// Rows that need logits, in pieces that are computed one after another.
 struct LogitsBlock {
   absl::Span<const engine::WantedRow> wanted;
   const int32_t* row_indices = nullptr;  // device, of the step's rows; null: all of them, in order
@@ -49,40 +49,39 @@ struct LogitsBlock {
 // Whether any of the rows has an adapter.
 bool IsAdapted(absl::Span<const engine::StepBatch::AdapterRows> rows);
 
-// Gives each adapter its slot; copies that fill slots are in order with the stream's work.
+// Assigns each adapter its slot; copies that fill slots are ordered with the stream's work.
 absl::StatusOr<std::vector<AdapterRange>> ToRanges(
     absl::Span<const engine::StepBatch::AdapterRows> rows, AdapterSlots* slots,
     const Stream& stream);
 
-// Where the kernels find the pages of a sequence.
+// The places of a sequence's pages, for the kernels.
 void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* to);
 
-// Steps that may have begun and not finished: what the host writes for one must stay while the one
-// before it is under way.
+// Steps in flight: a step's host buffers must stay while the step before is in flight.
 inline constexpr int kStepsInFlight = 2;
 
-// Where the tokens of the step that began last will be.
+// The sampled tokens of the last step.
 struct SampledTokens {
   const int32_t* tokens = nullptr;  // device
-  std::vector<int32_t> index;  // of the token of a sequence, by the caller's order in that step
+  std::vector<int32_t> index;       // of each sequence's token, in the caller's order of that step
 };
 
-// What stands for the token of a sequence of one row until kernels::FeedTokens has run: the token
-// itself where it is known.
+// The placeholder for the token of a sequence of one row until kernels::FeedTokens has run: the
+// token itself where it is known.
 inline int32_t FedToken(const engine::StepSequence& sequence, const SampledTokens& previous) {
   return sequence.follows < 0 ? sequence.tokens[0] : -1 - previous.index[sequence.follows];
 }
 
 class DeviceBatch {
  public:
-  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: where the sequences' pages lie.
+  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: the layout of the pages.
   DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows,
               const KvLayout& kv)
       : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows), kv_(kv) {}
 
-  // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
-  // that `previous` brings. REQUIRES: the work of the upload before the last has ended. Borrows
-  // `batch` until the next upload.
+  // Copies the step's arrays to the device, ordered with `stream`'s work, and feeds the tokens of
+  // `previous`. REQUIRES: the work of the upload before the last has ended. Borrows `batch` until
+  // the next upload.
   absl::Status Upload(const engine::StepBatch& batch,
                       absl::Span<const engine::StepSequence> sequences, const Stream& stream,
                       const SampledTokens& previous = {});

@@ -93,7 +93,7 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
     segments[count++] = {range.slot, static_cast<int32_t>(range.begin),
                          static_cast<int32_t>(range.end)};
   }
-  // Padded rows join the last segment: the weights that they use are read anyway.
+  // Padded rows join the last segment: its weights are read anyway.
   if (count == 0) segments[count++] = {-1, 0, 0};
   segments[count - 1].end = static_cast<int32_t>(size);
   *host.as<int32_t>(count_at_) = count;

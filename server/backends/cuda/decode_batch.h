@@ -1,6 +1,5 @@
-// The rows of a step in which every sequence decodes one token, at addresses that never change, so
-// that captured graphs read them. A batch is padded to one of a few sizes; padded rows compute
-// something harmless on a page of their own.
+// The rows of a step in which every sequence decodes one token, at fixed addresses for captured
+// graphs. A batch is padded to one of a few sizes; padded rows compute on a page of their own.
 // Owned by the runner and reused for every step. Confined to the engine thread.
 #pragma once
 
@@ -21,24 +20,24 @@ class DecodeBatch {
   static constexpr std::array<int, 19> kSizes = {1,  2,  4,  8,   16,  24,  32,  40,  48, 56,
                                                  64, 80, 96, 112, 128, 160, 192, 224, 256};
 
-  // slots is borrowed. kv: where the sequences' pages lie; padded rows write to the spare one.
+  // slots is borrowed. kv: the layout of the pages; padded rows write to the spare page.
   static absl::StatusOr<DecodeBatch> Create(AdapterSlots* slots, int64_t pages_per_sequence,
                                             const KvLayout& kv, MemoryLedger* ledger);
 
-  // Whether a step is of this kind, and small enough.
+  // Whether every sequence decodes one token, in a batch that is small enough.
   static bool Takes(absl::Span<const engine::StepSequence> sequences);
-  // The smallest of kSizes that holds so many rows.
+  // The smallest of kSizes that is at least `rows`.
   static int SizeFor(int64_t rows);
 
-  // Padded rows alone, as many as there can be.
+  // Fills the largest batch with padded rows.
   absl::Status Fill(const Stream& stream);
-  // Copies the step's arrays to the device, in order with `stream`'s work, and has the tokens fed
-  // that `previous` brings. REQUIRES: Takes, and the work of the upload before the last has ended.
+  // Copies the step's arrays to the device, ordered with `stream`'s work, and feeds the tokens of
+  // `previous`. REQUIRES: Takes, and the work of the upload before the last has ended.
   absl::Status Upload(const engine::StepBatch& batch,
                       absl::Span<const engine::StepSequence> sequences,
                       const SampledTokens& previous, const Stream& stream);
 
-  // What a pass over `size` rows reads. The same for every step.
+  // The arrays of a pass over `size` rows. The same for every step.
   kernels::StepRows rows(int size) const;
   LinearRows linear(int size, bool adapted) const;
 

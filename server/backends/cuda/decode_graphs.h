@@ -1,7 +1,7 @@
 // Decode steps as CUDA graphs: two for each size of DecodeBatch, with and without kernels for
-// adapters, captured at start, largest first. A launch costs one call instead of hundreds. Adapters
-// are reached through the table on the device, so graphs survive their coming and going.
-// Confined to the engine thread.
+// adapters, captured at start, largest first. A launch costs one call instead of hundreds. Graphs
+// read adapters through the table on the device, so they stay valid when adapters change. Confined
+// to the engine thread.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,8 +20,8 @@ class DecodeGraphs {
   using LaunchStep = absl::FunctionRef<absl::Status(int size, bool adapted)>;
 
   // `launch` enqueues a step of a size on the stream. It runs twice for each graph: once for real,
-  // because libraries set themselves up at the first use, and once while the stream records.
-  // `captured` runs after each graph.
+  // because libraries initialise at their first use, and once for the capture. `captured` runs
+  // after each graph.
   static absl::StatusOr<DecodeGraphs> Capture(const Stream& stream, LaunchStep launch,
                                               absl::FunctionRef<absl::Status()> captured);
   DecodeGraphs(DecodeGraphs&& other) noexcept : graphs_(std::move(other.graphs_)) {

@@ -122,7 +122,7 @@ absl::Status CudaDecoder::UploadRope() {
   std::vector<float> sin(cos.size());
   model::FillRopeTable(model_.config(), options_.max_positions, cos.data(), sin.data());
   const size_t bytes = cos.size() * sizeof(float);
-  // On the stream that reads them, which waits for no other.
+  // Copies on the stream that reads them, so that no other stream has to wait.
   for (const auto& [to, from] : {std::pair(cos_, cos.data()), std::pair(sin_, sin.data())}) {
     DORAD_RETURN_IF_CUDA_ERROR(
         cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_.get()), kStep);
@@ -227,7 +227,7 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
     DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode, pending));
     pending = delta_;
   }
-  // Adds what is pending and norms all rows; Logits norms again if it wants some of them only.
+  // Adds the pending output and norms all rows; Logits norms again for a subset of rows.
   return Norm(rows.rows, pending, model_.final_norm());
 }
 

@@ -1,6 +1,6 @@
-// The decoder of all supported families on the GPU: kernel launches over buffers that are made
-// once. Differences between families are data (ModelConfig, null pointers in LayerWeights). Owned
-// by the runner; confined to the engine thread.
+// The decoder of all supported families on the GPU: kernel launches over preallocated buffers.
+// Differences between families are data (ModelConfig, null pointers in LayerWeights). Owned by the
+// runner; confined to the engine thread.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +25,7 @@ namespace dorad::cuda {
 
 // Bytes of one KV page over all layers.
 int64_t KvPageBytes(const model::ModelConfig& config);
-// Where the pages lie.
+// The layout of the pages.
 KvLayout KvLayoutOf(const model::ModelConfig& config);
 
 class CudaDecoder {
@@ -36,7 +36,7 @@ class CudaDecoder {
     int64_t max_rows = 0;         // of one step
     int64_t max_logits_rows = 0;  // of one call of Logits
   };
-  // model, ledger and stream are borrowed. OUT_OF_MEMORY names what did not fit.
+  // model, ledger and stream are borrowed. OUT_OF_MEMORY names the memory that did not fit.
   static absl::StatusOr<std::unique_ptr<CudaDecoder>> Create(const CudaModel* model,
                                                              const Options& options,
                                                              MemoryLedger* ledger,
@@ -49,10 +49,10 @@ class CudaDecoder {
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
 
-  // As engine::ModelRunner's. REQUIRES: nothing that was launched is under way.
+  // As engine::ModelRunner's. REQUIRES: no launched work is running.
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep);
   absl::Status RestoreKv();
-  // Its chunks come and go as engine::KvChunks says.
+  // Maps and unmaps chunks, as engine::KvChunks.
   KvMemory& kv_memory() { return kv_memory_; }
 
   // Whether passes may be captured and replayed for other rows.
@@ -78,7 +78,7 @@ class CudaDecoder {
   KvImage kv_image_;  // while it is released
   DeviceBuffer workspace_;
   std::vector<kernels::KvCache> kv_;  // by layer
-  // By window size (0: none): where a step's attention is planned.
+  // The plan of a step's attention for each window size (0: none).
   std::map<int64_t, kernels::AttentionWorkspace> plans_;
   // Parts of the workspace.
   float* cos_ = nullptr;  // [max_positions, head_dim / 2]
@@ -87,7 +87,7 @@ class CudaDecoder {
   __nv_bfloat16* normed_ = nullptr;  // [max_rows, hidden]
   __nv_bfloat16* wide_ = nullptr;    // [max_rows, the wider of qkv and gate_up]
   __nv_bfloat16* narrow_ = nullptr;  // [max_rows, the wider input of o and down]
-  float* delta_ = nullptr;           // [max_rows, hidden]: what o and down add to the residual
+  float* delta_ = nullptr;           // [max_rows, hidden]: the output of o and down
   __nv_bfloat16* q_ = nullptr;       // [max_rows, heads · head_dim]
   float* logits_ = nullptr;          // [max_logits_rows, vocabulary]
 };

@@ -31,7 +31,7 @@ absl::Status ToStatus(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return absl::OkStatus();
   const std::string text = cudaGetErrorString(error);
   LogError("a CUDA call failed", {{"what", std::string(what)}, {"error", text}});
-  (void)cudaGetLastError();  // it has been told; what comes next is asked for its own
+  (void)cudaGetLastError();  // clears it: later checks must not see it again
   if (error == cudaErrorMemoryAllocation) {
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
                      absl::StrCat(std::string(what), " ran out of GPU memory"));
@@ -51,7 +51,7 @@ absl::StatusOr<DeviceMemory> MemoryOfDevice() {
       cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemCurrent, &reserved), kAsking);
   DORAD_RETURN_IF_CUDA_ERROR(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &used),
                              kAsking);
-  // They are two looks at what other threads change meanwhile.
+  // `reserved` and `used` are two queries, and other threads change them meanwhile.
   const uint64_t pooled = reserved - std::min(reserved, used);
   return DeviceMemory{static_cast<int64_t>(free), static_cast<int64_t>(total),
                       static_cast<int64_t>(pooled)};
@@ -78,7 +78,7 @@ absl::StatusOr<std::string> FindGpu() {
 absl::StatusOr<DeviceMemory> OpenDevice() {
   DORAD_RETURN_IF_ERROR(FindGpu().status());
   DORAD_RETURN_IF_CUDA_ERROR(cudaSetDevice(0), "opening the GPU");
-  // Freed memory stays in the pool: giving it back to the driver waits for the whole device.
+  // Freed memory stays in the pool: returning it to the driver waits for the whole device.
   cudaMemPool_t pool = nullptr;
   DORAD_RETURN_IF_CUDA_ERROR(cudaDeviceGetDefaultMemPool(&pool, 0), "opening the GPU");
   uint64_t keep = UINT64_MAX;
@@ -187,7 +187,7 @@ absl::Status MemoryLedger::Reserve(const std::string& kind, int64_t bytes, Sourc
 absl::Status MemoryLedger::TakeWithinLimit(const std::string& kind, int64_t bytes, Source source) {
   absl::MutexLock lock(&mu_);
   const int64_t held = Sum();
-  // Not held + bytes, which may overflow.
+  // Not held + bytes: the sum may overflow.
   if (bytes > limit_ - held) {
     refusals_.limit += source == Source::kSpare ? 0 : 1;
     absl::Status status = MakeError(
@@ -208,7 +208,7 @@ absl::Status MemoryLedger::CheckDevice(const std::string& kind, int64_t bytes, S
     probe = probe_;
   }
   if (probe == nullptr || source == Source::kGranted || kind == kWorkspace) return absl::OkStatus();
-  // Under no lock: the driver may take its time.
+  // Without the lock: the driver may be slow.
   DORAD_ASSIGN_OR_RETURN(const DeviceMemory device, probe());
   const int64_t at_hand = device.free + (source == Source::kPool ? device.pooled : 0);
   absl::MutexLock lock(&mu_);
@@ -280,7 +280,7 @@ absl::StatusOr<DeviceBuffer> DeviceBuffer::Allocate(MemoryLedger* ledger, std::s
                                                     int64_t bytes) {
   DORAD_RETURN_IF_ERROR(ledger->Reserve(kind, bytes, MemoryLedger::Source::kPool));
   DeviceBuffer buffer;
-  // The per-thread stream has no other work, so the wait is for the pool alone.
+  // The per-thread stream has no other work: this waits for the pool alone.
   cudaError_t error =
       cudaMallocAsync(&buffer.data_, std::max<int64_t>(bytes, 1), cudaStreamPerThread);
   if (error == cudaErrorMemoryAllocation) {

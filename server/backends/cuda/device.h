@@ -1,5 +1,5 @@
-// The GPU: statuses of CUDA calls, streams, and memory with an account of what it is for.
-// Objects are owned by whoever makes them; thread-safe where a comment says so.
+// The GPU: statuses of CUDA calls, streams, and memory with an account by purpose. The caller owns
+// the objects; thread-safe where a comment says so.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,28 +22,28 @@ namespace dorad::cuda {
 // the message: "the step".
 absl::Status ToStatus(cudaError_t error, std::string_view what);
 
-// Bytes of a GPU, as whoever else uses it leaves them.
+// Memory of a GPU, with the use by all processes.
 struct DeviceMemory {
   int64_t free = 0;
   int64_t total = 0;
-  // What DeviceBuffers have freed and take again: of no use to others, nor to MappedMemory, until
-  // TrimFreedMemory.
+  // Freed by DeviceBuffers and kept in their pool: unavailable to other processes and to
+  // MappedMemory until TrimFreedMemory.
   int64_t pooled = 0;
 };
 
 absl::StatusOr<DeviceMemory> MemoryOfDevice();
 
-// The name of the first GPU. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless the kernels were built
-// for it.
+// Opens the GPU for this process. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) unless the kernels
+// support it.
 absl::StatusOr<std::string> FindGpu();
 // Makes that GPU this process's. FAILED_PRECONDITION (DEVICE_UNAVAILABLE) as FindGpu.
 absl::StatusOr<DeviceMemory> OpenDevice();
 
-// Gives what DeviceBuffers have freed back to the device. Waits for its work.
+// Returns the pool of DeviceBuffers to the device. Waits for the device's work.
 void TrimFreedMemory();
 
-// Whose kernels get free multiprocessors first, among the streams of this process; kLow is a
-// loader's. Other processes on the GPU have their turns whatever it is, unless MPS joins them.
+// The stream priority in this process; loaders use kLow. Other processes on the GPU take turns
+// regardless of it, unless MPS joins them.
 enum class Priority { kHigh, kNormal, kLow };
 
 // A non-blocking stream of its own. Move-only.
@@ -62,11 +62,11 @@ class Stream {
   cudaStream_t stream_;
 };
 
-// A place in a stream's work that the host can wait for, or another stream. Move-only; waits
-// before it goes.
+// A position in a stream's work; the host or another stream can wait for it. Move-only; the
+// destructor waits.
 class Event {
  public:
-  // How a thread waits: a sleeping one leaves its core to others and wakes up some 50 µs late.
+  // The host's kind of wait: a sleeping thread frees its core and wakes up some 50 µs late.
   enum class Wait { kSpinning, kSleeping };
   static absl::StatusOr<Event> Create(Wait wait = Wait::kSpinning);
   Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
@@ -74,11 +74,11 @@ class Event {
   ~Event();
 
   cudaEvent_t get() const { return event_; }
-  // After all that `stream` has been given so far.
+  // Marks the end of `stream`'s work so far.
   absl::Status Record(const Stream& stream, std::string_view what) const;
   // Returns at once when nothing was recorded.
   absl::Status Synchronize(std::string_view what) const;
-  // What `stream` is given from now on waits.
+  // Makes later work of `stream` wait for the event.
   absl::Status Hold(const Stream& stream, std::string_view what) const;
 
  private:
@@ -86,51 +86,49 @@ class Event {
   cudaEvent_t event_;
 };
 
-// Bytes on the device by kind, within a limit, and within what others leave of the device: what
-// would exceed either is refused before memory is asked for. Thread-safe; outlives the buffers that
-// it accounts for.
+// Counts bytes on the device by kind, and refuses an allocation beyond the server's limit or the
+// memory that other processes leave free. Thread-safe; outlives the buffers that it counts.
 class MemoryLedger {
  public:
   using Kinds = std::map<std::string, int64_t>;
   static constexpr int64_t kNoLimit = INT64_MAX;
-  // Activations and the batches of steps: the reserve is there for them, too, since what is running
-  // is to go on.
+  // Activations and the batches of steps: they may use the reserve, so that running requests can
+  // continue.
   static constexpr char kWorkspace[] = "workspace";
-  // Where memory comes from: the device, or the pool of DeviceBuffers first. kGranted: the device
-  // has been asked already, or it is held.
-  // kSpare: the device, as long as nobody would soon ask it back: below the low water mark, and
-  // within the limit even while the pool keeps what it has.
+  // The source of memory: the device, or first the pool of DeviceBuffers. kGranted: already
+  // checked, or already held. kSpare: the device, if it need not be released again soon: below the
+  // low water mark, and within the limit even with the pool's memory.
   enum class Source { kDevice, kPool, kGranted, kSpare };
-  // How much the device has, now.
+  // The device's memory at this moment.
   using Probe = std::function<absl::StatusOr<DeviceMemory>()>;
 
   explicit MemoryLedger(int64_t limit = kNoLimit) : limit_(limit) {}
 
-  // Whatever is held already: only what comes is measured by it.
+  // Applies to later allocations only; held memory stays.
   void set_limit(int64_t limit);
-  // From now on the device is asked before anything but kWorkspace grows, and `bytes` of it are
-  // left to others.
+  // From now on the device is checked before any kind but kWorkspace grows, and `bytes` of it are
+  // left to other processes.
   void SetReserve(int64_t bytes, Probe probe);
-  // What can give way to others: of each kind all but so many bytes. Other kinds stay.
+  // The bytes of each kind that cannot be released; other kinds cannot be released at all.
   void SetGivesWay(Kinds all_but);
-  // Of the device, in use by all processes.
+  // Limit on the device's use by all processes.
   void set_low_water(int64_t bytes);
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) telling what is needed, what each kind holds and the limit,
-  // or what the device has free and the reserve; with metadata kNeverFits when it would exceed the
-  // limit even if all gave way that can. Errors of the probe.
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) with the need, the bytes of each kind and the limit, or the
+  // device's free memory and the reserve; with metadata kNeverFits when even the release of all
+  // that can be released would not suffice. Errors of the probe.
   absl::Status Reserve(const std::string& kind, int64_t bytes, Source source);
   void Release(const std::string& kind, int64_t bytes);
-  // For what is on the device already, whatever the limit says.
+  // Counts memory that is already allocated, without checks.
   void Add(const std::string& kind, int64_t bytes);
-  // Whether all of `plan` would fit, on a device with so much memory, and the reserve beside it;
-  // otherwise OUT_OF_MEMORY that lists the plan.
+  // Checks that all of `plan` fits beside the reserve, on this device; otherwise OUT_OF_MEMORY that
+  // lists the plan.
   absl::Status CheckPlan(const Kinds& plan, const DeviceMemory& device) const;
 
   Kinds by_kind() const;
   int64_t bytes(const std::string& kind) const;
   int64_t total() const;
   int64_t limit() const;
-  // How often Reserve refused what was not kSpare, by what stood against it.
+  // The number of refusals by Reserve, without kSpare, by cause.
   struct Refusals {
     int64_t limit = 0;
     int64_t reserve = 0;
@@ -153,9 +151,9 @@ class MemoryLedger {
   Kinds by_kind_ ABSL_GUARDED_BY(mu_);
 };
 
-// Device memory, 256-byte aligned, not initialised. Move-only. Taken from and given back to CUDA's
-// stream-ordered pool, so that neither waits for the work of other streams; whoever frees it knows
-// that no work still uses it.
+// Device memory, 256-byte aligned, not initialised. Move-only. Uses CUDA's stream-ordered pool, so
+// that neither allocation nor free waits for other streams; at its destruction no work may still
+// use it.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;

@@ -1,4 +1,4 @@
-// Reads the GPU's memory in pieces, through page-locked memory of its own. Thread-safe.
+// Reads the GPU's memory in pieces, through its own page-locked memory. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class DeviceReader {
   // Waits for the bytes.
   absl::Status Read(const std::byte* from, absl::Span<std::byte> to) const ABSL_LOCKS_EXCLUDED(mu_);
 
-  // What the copies run on.
+  // The stream of the copies.
   const Stream& stream() const { return stream_; }
 
  private:

@@ -19,7 +19,7 @@ static_assert(kHashPieceBytes == kTreePieceBytes);
 constexpr char kCopying[] = "copying a trainer's tensors";
 constexpr char kHashing[] = "hashing a trainer's tensors";
 
-// Where everything lies in the memory of the copies.
+// Layout of the copies' memory.
 struct Places {
   std::vector<int64_t> tensors;
   std::vector<int64_t> first_pieces;
@@ -45,7 +45,7 @@ class CopiedTensors final : public adapter::DeviceTensors {
                                         tensor.bytes, cudaMemcpyDeviceToDevice, stream.get()),
                         kCopying);
     }
-    // Also after a failure: what has begun writes to memory that goes.
+    // Also after a failure: running copies write to this memory.
     const absl::Status done = stream.Synchronize(kCopying);
     return status.ok() ? done : status;
   }
@@ -104,7 +104,7 @@ absl::StatusOr<std::unique_ptr<adapter::DeviceTensors>> CopyTensors(
   Places places;
   for (const adapter::PeerTensor& tensor : peer.tensors) {
     const auto bytes = static_cast<int64_t>(tensor.bytes);
-    // Two of nothing must not have one place.
+    // At least one byte: two empty tensors must not share an address.
     places.tensors.push_back(layout.Add(std::max<int64_t>(bytes, 1)));
     places.first_pieces.push_back(places.pieces);
     places.pieces += (bytes + kHashPieceBytes - 1) / kHashPieceBytes;

@@ -1,4 +1,4 @@
-// Copies of a trainer's tensors, made on the GPU that they lie on.
+// Copies of a trainer's tensors, made on their GPU.
 #pragma once
 
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace dorad::cuda {
 
-// Returns when the copies are there. `ledger` (kind "loading") is borrowed and outlives the result.
+// Waits for the copies. `ledger` (kind "loading") is borrowed and outlives the result.
 // RESOURCE_EXHAUSTED (OUT_OF_MEMORY). REQUIRES: adapter::LiesOnDevice(peer), names are different.
 absl::StatusOr<std::unique_ptr<adapter::DeviceTensors>> CopyTensors(
     const adapter::PeerTensors& peer, std::shared_ptr<const DeviceReader> reader,

@@ -1,6 +1,5 @@
-// The functions of the CUDA driver that its runtime has no names for, looked up once: nothing here
-// links to the driver, so that the same binary starts where there is none. Immutable, hence
-// thread-safe.
+// Functions of the CUDA driver that the runtime does not offer, looked up once. Nothing here links
+// to the driver, so that the binary also starts without one. Immutable and therefore thread-safe.
 #pragma once
 
 #include <cuda.h>

@@ -82,14 +82,14 @@ class CudaHostCopies final : public adapter::HostCopies {
     const auto& ours = static_cast<const CudaAdapterWeights&>(*weights);
     DORAD_ASSIGN_OR_RETURN(PinnedPages::Pages taken,
                            pages_->Take(PinnedPages::PagesFor(ours.bytes())));
-    auto image = std::make_unique<const CudaHostCopy>(pages_.get(), std::move(taken), ours);
+    auto copy = std::make_unique<const CudaHostCopy>(pages_.get(), std::move(taken), ours);
     absl::MutexLock lock(&out_mu_);
-    DORAD_RETURN_IF_ERROR(out_.FromDevice(image->pages(), ours.memory(), image->bytes(), kSaving));
-    return image;
+    DORAD_RETURN_IF_ERROR(out_.FromDevice(copy->pages(), ours.memory(), copy->bytes(), kSaving));
+    return copy;
   }
 
-  absl::StatusOr<std::shared_ptr<const AdapterWeights>> Restore(const HostCopy& image) override {
-    const auto& ours = static_cast<const CudaHostCopy&>(image);
+  absl::StatusOr<std::shared_ptr<const AdapterWeights>> Restore(const HostCopy& copy) override {
+    const auto& ours = static_cast<const CudaHostCopy&>(copy);
     DORAD_ASSIGN_OR_RETURN(DeviceBuffer memory,
                            DeviceBuffer::Allocate(&ledger_, "adapters", ours.bytes()));
     auto* const device = memory.as<std::byte>();

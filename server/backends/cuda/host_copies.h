@@ -1,5 +1,5 @@
-// The CUDA backend's HostCopies: adapters' memory, copied to pinned host memory as it is. What
-// comes back goes straight to where it is served: no layout, no rounding, no norms.
+// The CUDA backend's HostCopies: device memory of adapters, copied to pinned host memory. A restore
+// is a plain copy to device memory: no layout, no rounding, no norms.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace dorad::cuda {
 
-// Pins so much host memory. model and ledger are borrowed and outlive the copies and the restored
-// weights, which are CudaAdapterWeights of the ledger's kind "adapters". Saves and
-// restores at the same time, one of each.
+// Pins `bytes` of host memory. model and ledger are borrowed and outlive the copies and the
+// restored weights, which are CudaAdapterWeights of the ledger's kind "adapters". One save and one
+// restore may run at the same time.
 absl::StatusOr<std::unique_ptr<adapter::HostCopies>> MakeCudaHostCopies(const CudaModel* model,
                                                                         int64_t capacity_bytes,
                                                                         MemoryLedger* ledger);

@@ -11,7 +11,7 @@
 namespace dorad::cuda {
 namespace {
 
-// As cudaMemcpy2DAsync, which takes no pitch of 2 GiB and more.
+// As cudaMemcpy2DAsync, which refuses a pitch of 2 GiB and more.
 cudaError_t CopyRows(std::byte* to, int64_t to_pitch, const std::byte* from, int64_t from_pitch,
                      int64_t width, int64_t rows, cudaMemcpyKind kind, cudaStream_t stream) {
   if (std::max(to_pitch, from_pitch) <= std::numeric_limits<int32_t>::max()) {
@@ -45,7 +45,7 @@ absl::StatusOr<KvImage> KvImage::Save(const std::byte* cache, const KvLayout& la
   }
   image.bytes_ = static_cast<int64_t>(pages.size()) * page_bytes * planes;
   if (image.bytes_ == 0) return image;
-  // Linux promises more than it has, and ends the process that asks for it.
+  // Linux overcommits memory and kills the process that uses too much.
   DORAD_RETURN_IF_ERROR(
       CheckHostMemory(image.bytes_, AvailableHostMemory(), "keeping the KV cache"));
   image.data_.reset(new (std::nothrow) std::byte[static_cast<size_t>(image.bytes_)]);

@@ -1,5 +1,5 @@
-// The contents of some pages of the KV cache in host memory, while the cache's own memory is given
-// back. Owned by the decoder; confined to the engine thread.
+// A host copy of some pages of the KV cache, while the cache's own memory is released. Owned by the
+// decoder; confined to the engine thread.
 #pragma once
 
 #include <cstddef>
@@ -17,14 +17,14 @@ namespace dorad::cuda {
 
 class KvImage {
  public:
-  // Holds nothing.
+  // An empty copy.
   KvImage() = default;
-  // `pages`, in ascending order, of a cache that is laid out so. Waits for the copy. The memory is
-  // taken for the time: it is not page-locked, which would take longer than the copy.
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) before anything is copied when the host has too little.
+  // Copies `pages`, in ascending order, of a cache with this layout. Waits for the copy. The memory
+  // is not page-locked: locking would take longer than the copy. RESOURCE_EXHAUSTED (OUT_OF_MEMORY)
+  // before the copy when the host has too little.
   static absl::StatusOr<KvImage> Save(const std::byte* cache, const KvLayout& layout,
                                       absl::Span<const int32_t> pages, const Stream& stream);
-  // Back into a cache of the same form. Waits for the copy.
+  // Copies back into a cache of the same layout. Waits for the copy.
   absl::Status Restore(std::byte* cache, const Stream& stream) const;
 
   int64_t bytes() const { return bytes_; }

@@ -1,12 +1,12 @@
-// Where the pages of the KV cache lie: in chunks of a power of two of pages, each of which is whole
-// pieces of device memory, so that it can be given back. A chunk is [planes, pages of a chunk]; a
-// plane has the keys or the values of one layer.
+// The layout of the KV cache's pages: chunks of a power of two of pages. Each chunk is whole pieces
+// of device memory, so that it can be released. A chunk is [planes, pages of a chunk]; a plane has
+// the keys or the values of one layer.
 //
-// Kernels know one stride only, that of a page in a plane. They are told page places instead of
-// page numbers: the place of a page is how many such strides it lies behind its plane's first page.
+// Kernels have one stride, that of a page in a plane. They get page places instead of page numbers:
+// a page's place is its distance from its plane's first page in such strides.
 //
 // The first kSparePages pages are the runner's own: page p of the engine is p + kSparePages here.
-// Immutable, hence thread-safe.
+// Immutable and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ inline constexpr int32_t kSparePages = 1;
 class KvLayout {
  public:
   KvLayout() = default;  // of one plane
-  // A cache of so many planes in which a page takes page_bytes. piece_bytes: what device memory
-  // comes in, a power of two. At least 64 pages are a chunk.
+  // A cache of `planes` planes with page_bytes for each page. piece_bytes: the granularity of
+  // device memory, a power of two. A chunk has at least 64 pages.
   KvLayout(int64_t planes, int64_t page_bytes, int64_t piece_bytes)
       : planes_(planes), page_bytes_(page_bytes) {
     while (chunk_bytes() % piece_bytes != 0) ++shift_;

@@ -41,7 +41,7 @@ int64_t KvMemory::UnmapAll() {
 absl::Status KvMemory::MapAgain() { return MapAll(unmapped_); }
 
 absl::Status KvMemory::MapAll(absl::Span<MappedMemory* const> chunks) {
-  // The driver is asked once: it takes its time.
+  // Checks the device once: each check is slow.
   const int64_t bytes = static_cast<int64_t>(chunks.size()) * layout_.chunk_bytes();
   DORAD_RETURN_IF_ERROR(ledger_->Reserve(kKind, bytes, MemoryLedger::Source::kDevice));
   ledger_->Release(kKind, bytes);

@@ -1,6 +1,5 @@
-// The KV cache's device memory: one range of addresses, and chunks of memory behind it that go and
-// come one by one.
-// Owned by the decoder. Move-only; confined to the engine thread.
+// The KV cache's device memory: one range of addresses, with chunks of memory that are mapped and
+// unmapped one by one. Owned by the decoder. Move-only; confined to the engine thread.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +18,8 @@ namespace dorad::cuda {
 class KvMemory {
  public:
   KvMemory() = default;
-  // For so many pages, all of them mapped: whole chunks. OUT_OF_MEMORY as MappedMemory. The ledger
-  // is borrowed.
+  // Whole chunks for `pages` pages, all mapped. OUT_OF_MEMORY as MappedMemory. The ledger is
+  // borrowed.
   static absl::StatusOr<KvMemory> Create(const KvLayout& layout, int64_t pages,
                                          MemoryLedger* ledger);
 
@@ -32,14 +31,14 @@ class KvMemory {
 
   // REQUIRES: it is mapped.
   void Unmap(int32_t chunk) { chunks_[static_cast<size_t>(chunk)].Unmap(); }
-  // OUT_OF_MEMORY also when others would soon ask the memory back. REQUIRES: it is not mapped.
+  // OUT_OF_MEMORY also when other processes would soon need the memory. REQUIRES: it is not mapped.
   absl::Status Map(int32_t chunk) {
     return chunks_[static_cast<size_t>(chunk)].Map(MemoryLedger::Source::kSpare);
   }
 
-  // All that is mapped; returns its bytes.
+  // Unmaps all chunks; returns the bytes.
   int64_t UnmapAll();
-  // What UnmapAll took. OUT_OF_MEMORY: nothing is mapped.
+  // Maps the chunks of UnmapAll again. OUT_OF_MEMORY: none is mapped.
   absl::Status MapAgain();
 
  private:

@@ -14,7 +14,7 @@ absl::Status ToStatus(cublasStatus_t status) {
 }
 
 // out [rows, n] = alpha · x [rows, k] · wᵀ (w: [n, k]) + beta · out. Row-major; leading dimensions
-// in elements. cuBLAS thinks in columns, so the operands trade places.
+// in elements. cuBLAS is column-major, so the operands are swapped.
 absl::Status Multiply(cublasHandle_t handle, int64_t rows, int64_t n, int64_t k, float alpha,
                       const __nv_bfloat16* x, int64_t ldx, const __nv_bfloat16* w, int64_t ldw,
                       float beta, void* out, cudaDataType out_type, int64_t ldo) {

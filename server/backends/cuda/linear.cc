@@ -24,7 +24,7 @@ kernels::DoraLinearShape ShapeOf(const LinearGroup& group) {
   return shape;
 }
 
-// 0 for shapes that the kernel does not take.
+// 0 for shapes that the kernel does not support.
 size_t WorkspaceBytes(const LinearGroup& group, int64_t rows) {
   const int64_t block = std::min<int64_t>(rows, kernels::kDoraLinearMaxRows);
   return kernels::DoraLinearWorkspaceBytes(ShapeOf(group), static_cast<int>(block), kMaxRank);

@@ -1,5 +1,5 @@
-// The adapted linear layers of a step: the fused kernel where it takes the shape, library products
-// where it does not. Confined to the engine thread.
+// The adapted linear layers of a step: the fused kernel for supported shapes, library products for
+// others. Confined to the engine thread.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +19,7 @@ namespace dorad::cuda {
 
 class Linear {
  public:
-  // groups: all that will be run, for the size of the workspace. The stream is borrowed.
+  // groups: all groups of the model, for the size of the workspace. The stream is borrowed.
   static absl::StatusOr<Linear> Create(absl::Span<const LinearGroup* const> groups,
                                        int64_t max_rows, MemoryLedger* ledger,
                                        const Stream* stream);
@@ -31,8 +31,8 @@ class Linear {
   absl::Status Run(const LinearGroup& group, const LinearRows& rows, const __nv_bfloat16* x,
                    __nv_bfloat16* y);
 
-  // Whether launches may be captured and replayed for other rows: library products look at the
-  // adapters of a batch when they are launched.
+  // Whether launches may be captured and replayed for other rows: library products depend on the
+  // batch's adapters at launch.
   bool is_capturable() const { return is_capturable_; }
 
  private:

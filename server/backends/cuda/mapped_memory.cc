@@ -10,8 +10,8 @@
 namespace dorad::cuda {
 namespace {
 
-// What is made and mapped at a time: with fewer, larger pieces both are some ten times faster than
-// page by page.
+// Bytes of one piece: with fewer, larger pieces, allocating and mapping are some ten times faster
+// than page by page.
 constexpr int64_t kPieceBytes = 64 << 20;
 
 CUmemAllocationProp OfThisDevice(bool shareable) {

@@ -1,7 +1,7 @@
-// Device memory whose pages can be given back to the device while its addresses stay: what graphs
-// and tensor maps name is there again when it is mapped again, with other contents.
+// Device memory whose pages can be released while its addresses stay: pointers in graphs and tensor
+// maps are valid again after the next Map, with undefined contents.
 //
-// Owned by whoever makes it, who also knows that no work uses it when it is unmapped. Move-only.
+// Owned by the caller, who makes sure that no work uses it when it is unmapped. Move-only.
 // Thread-compatible.
 #pragma once
 
@@ -19,10 +19,10 @@
 
 namespace dorad::cuda {
 
-// What device memory is mapped in.
+// Granularity of mapped device memory.
 inline constexpr int64_t kMappedPageBytes = 2 << 20;
 
-// Addresses on the device without memory behind them. Move-only.
+// Reserved device addresses without memory. Move-only.
 class AddressRange {
  public:
   AddressRange() = default;
@@ -56,7 +56,7 @@ class MappedMemory {
   // 2 MiB are accounted for. `shareable`: other processes can map it, too (Share).
   static absl::StatusOr<MappedMemory> Create(MemoryLedger* ledger, std::string kind, int64_t bytes,
                                              bool shareable = false);
-  // At addresses that somebody else has reserved; not mapped yet.
+  // At addresses that the caller has reserved; not mapped yet.
   MappedMemory(MemoryLedger* ledger, std::string kind, CUdeviceptr address, int64_t bytes);
   MappedMemory(MappedMemory&& other) noexcept { Swap(other); }
   MappedMemory& operator=(MappedMemory&& other) noexcept {
@@ -66,25 +66,25 @@ class MappedMemory {
   }
   ~MappedMemory();
 
-  // Gives the pages back; what the driver refuses is logged, and it is not mapped any more anyway.
+  // Releases the pages. A refusal by the driver is logged, and the memory counts as unmapped.
   // REQUIRES: mapped.
   void Unmap();
   // OUT_OF_MEMORY as Create; then it is not mapped. REQUIRES: not mapped.
   absl::Status Map(MemoryLedger::Source source = MemoryLedger::Source::kDevice);
   bool mapped() const { return !pieces_.empty(); }
 
-  // The device memory's pieces, one behind the other.
+  // Bytes of the pieces of device memory, in order of address.
   std::vector<uint64_t> piece_bytes() const;
-  // A descriptor of one, by which another process maps it. As long as that is open or mapped
-  // anywhere, Unmap does not give the piece back to the device. INTERNAL (CUDA_ERROR).
-  // REQUIRES: shareable, mapped.
+  // A descriptor of one piece, for another process to map. While that is open or mapped anywhere,
+  // Unmap does not return the piece to the device. INTERNAL (CUDA_ERROR). REQUIRES: shareable,
+  // mapped.
   absl::StatusOr<UniqueFd> Share(size_t piece) const;
 
   template <typename T = void>
   T* as(int64_t offset_bytes = 0) const {
     return reinterpret_cast<T*>(address_ + static_cast<CUdeviceptr>(offset_bytes));
   }
-  // As asked for.
+  // As requested.
   int64_t bytes() const { return bytes_; }
   // Of the pages.
   int64_t size() const { return size_; }

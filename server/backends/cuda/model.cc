@@ -41,13 +41,13 @@ absl::StatusOr<std::string> DeviceUuid() {
 
 }  // namespace
 
-// Where everything goes.
+// The layout of the weights.
 class CudaModel::Places {
  public:
   explicit Places(CudaModel* model) : model_(*model), config_(model->config_) {}
 
-  // Lays the weights out behind `base`, points the model at them and returns their size. Called
-  // with 0 first, to learn it.
+  // Lays the weights out from `base` on, sets the model's pointers and returns their size. Called
+  // with 0 first, for the size.
   int64_t Place(uintptr_t base) {
     Layout layout;
     PlaceAll(layout, base);
@@ -128,7 +128,7 @@ class CudaModel::Places {
   std::map<Key, char*> places_;
 };
 
-// Brings blocks to the device as they are, and converts them there.
+// Copies blocks to the device and converts them there.
 class CudaModel::Sink final : public model::WeightSink {
  public:
   static absl::StatusOr<std::unique_ptr<Sink>> Create(CudaModel* model, MemoryLedger* ledger) {
@@ -137,7 +137,7 @@ class CudaModel::Sink final : public model::WeightSink {
     return std::unique_ptr<Sink>(new Sink(model, ledger, std::move(uploader)));
   }
 
-  // After a failure kernels may still read what goes now.
+  // After a failure, kernels may still read this memory.
   ~Sink() override { (void)Finish(); }
 
   absl::Status Allocate(const model::WeightSlots& slots) override {
@@ -243,7 +243,7 @@ class CudaModel::Sink final : public model::WeightSink {
         {{block.data(), to, static_cast<int64_t>(block.size())}}, /*pinned=*/false));
   }
 
-  // For a block that is converted.
+  // For a block that needs conversion.
   absl::Status MakeRoom(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (raw_.bytes() >= bytes) return absl::OkStatus();
     DORAD_RETURN_IF_ERROR(Finish());
@@ -316,9 +316,9 @@ int64_t CudaModel::Sleep() {
     absl::MutexLock lock(&state_mu_);
     if (std::exchange(asleep_, true)) return 0;
   }
-  absl::MutexLock lock(&mu_);  // waits for the uses that have begun
-  if (lent()) {
-    LogInfo("the weights are lent and stay on the GPU", {{"bytes", memory_.size()}});
+  absl::MutexLock lock(&mu_);  // waits for current uses
+  if (leased()) {
+    LogInfo("leased weights stay on the GPU", {{"bytes", memory_.size()}});
     return 0;
   }
   LetGo();
@@ -354,18 +354,19 @@ void CudaModel::EndSharing() {
   }
   absl::MutexLock lock(&mu_);
   if (!LetGo()) return;
-  LogInfo("the weights are not lent any more and leave the GPU", {{"bytes", memory_.size()}});
+  LogInfo("the last lease has ended: the sleeping weights leave the GPU",
+          {{"bytes", memory_.size()}});
 }
 
-// A Wake or another end may have come before mu_ was had.
+// A Wake or another end may have taken mu_ before.
 bool CudaModel::LetGo() {
-  if (!asleep() || lent() || !memory_.mapped()) return false;
+  if (!asleep() || leased() || !memory_.mapped()) return false;
   memory_.Unmap();
   return true;
 }
 
 absl::StatusOr<std::vector<UniqueFd>> CudaModel::Share(size_t first, size_t max) const {
-  DORAD_CHECK(lent());
+  DORAD_CHECK(leased());
   const size_t pieces = layout_.piece_bytes.size();
   std::vector<UniqueFd> fds;
   for (size_t i = std::min(first, pieces); i < pieces && fds.size() < max; ++i) {

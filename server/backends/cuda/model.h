@@ -1,11 +1,10 @@
 // The base model's weights on the GPU, read once from a Hugging Face folder. Matrices are bf16 in
-// the files' row-major layout; those that share their input lie behind each other (q, k, v; gate,
-// up), so that they are one product. Biases and norms are fp32.
-// Their device memory can be given back for a time, while all pointers to it stay. It can be lent
-// to other processes; then it stays where it is.
+// the files' row-major layout; those with a common input are adjacent (q, k, v; gate, up) and form
+// one product. Biases and norms are fp32. Sleep can release the device memory; pointers to it stay
+// valid. Leased weights are not released.
 //
-// Owned by the CUDA backend. Thread-safe; who computes with the weights holds a Use, or knows that
-// nobody calls Sleep.
+// Owned by the CUDA backend. Thread-safe; a computation with the weights needs a Use, or no
+// concurrent Sleep.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -53,7 +52,7 @@ class CudaModel {
   // Of a configuration's weights on the device.
   static int64_t BytesFor(model::ModelConfig config);
   // model::ImportWeights' statuses and OUT_OF_MEMORY. The ledger is borrowed; kind "weights".
-  // `shareable`: they can be lent.
+  // `shareable`: they can be leased.
   static absl::StatusOr<std::unique_ptr<CudaModel>> Load(const std::string& dir,
                                                          model::ModelConfig config,
                                                          MemoryLedger* ledger, bool shareable);
@@ -63,7 +62,7 @@ class CudaModel {
   static absl::StatusOr<std::unique_ptr<CudaModel>> Random(model::ModelConfig config, uint32_t seed,
                                                            MemoryLedger* ledger);
 
-  // The weights are there while it lives, on the thread that got it.
+  // Keeps the weights in device memory while it lives, on the thread that got it.
   class Use {
    public:
     explicit Use(absl::Mutex* mu) : mu_(mu) {}
@@ -79,25 +78,25 @@ class CudaModel {
   // UNAVAILABLE (SERVER_SLEEPING).
   absl::StatusOr<Use> UseWeights() const;
 
-  // Copies the weights to page-locked memory, from where Wake brings them at the link's speed.
+  // Copies the weights to page-locked memory: Wake then copies them back at the link's speed.
   absl::Status KeepHostCopy();
-  // Gives the device memory back when all uses have ended; returns how much. 0: it was asleep, or
-  // is lent and goes when that ends.
+  // Waits for all uses and releases the device memory; returns the bytes. 0: it was asleep, or is
+  // leased and will be released with the last lease.
   int64_t Sleep();
-  // From the host copy, or read again, unless the memory has stayed because it is lent.
-  // OUT_OF_MEMORY, the statuses of Load, DATA_LOSS (MODEL_CHANGED) when the files are not what they
-  // were: still asleep.
+  // Restores the weights from the host copy or the files; leased weights are still there.
+  // OUT_OF_MEMORY, the statuses of Load, DATA_LOSS (MODEL_CHANGED) when the files have changed:
+  // still asleep.
   absl::Status Wake();
 
-  // From here to EndSharing the memory stays as it is. UNAVAILABLE (SERVER_SLEEPING); does not wait
-  // for a Sleep or Wake under way. REQUIRES: shareable.
+  // Begins a lease: the memory stays until EndSharing. UNAVAILABLE (SERVER_SLEEPING); does not wait
+  // for a Sleep or Wake. REQUIRES: shareable.
   absl::Status BeginSharing();
-  // Waits for uses if the weights sleep: then the last loan's end gives the memory back.
+  // Ends a lease. If the weights sleep, the last lease waits for uses and releases the memory.
   void EndSharing();
   // Descriptors of the memory's pieces from `first` on, at most `max`. INTERNAL (CUDA_ERROR).
-  // REQUIRES: a loan.
+  // REQUIRES: a lease.
   absl::StatusOr<std::vector<UniqueFd>> Share(size_t first, size_t max) const;
-  int64_t shared_bytes() const { return lent() ? memory_.size() : 0; }
+  int64_t shared_bytes() const { return leased() ? memory_.size() : 0; }
   // nullptr unless shareable.
   const model::WeightLayout* layout() const { return layout_.tensors.empty() ? nullptr : &layout_; }
 
@@ -123,13 +122,13 @@ class CudaModel {
   const model::ModelConfig config_;
   const adapter::BaseModules modules_;
   absl::Status Restore();
-  // Gives the memory back unless it has gone, or is to stay. REQUIRES: mu_ is held for writing.
+  // Unmaps the memory if it is mapped, asleep and not leased. REQUIRES: mu_ is held for writing.
   bool LetGo();
   bool asleep() const {
     absl::MutexLock lock(&state_mu_);
     return asleep_;
   }
-  bool lent() const {
+  bool leased() const {
     absl::MutexLock lock(&state_mu_);
     return shares_ > 0;
   }
@@ -137,9 +136,9 @@ class CudaModel {
   std::string dir_;  // "": random weights
   bool shareable_ = false;
   MemoryLedger* ledger_ = nullptr;
-  mutable absl::Mutex mu_;  // held by users for reading; for writing by who maps or unmaps
+  mutable absl::Mutex mu_;  // uses hold it for reading; map and unmap for writing
   mutable absl::Mutex state_mu_ ABSL_ACQUIRED_AFTER(mu_);
-  bool asleep_ ABSL_GUARDED_BY(state_mu_) = false;  // or will be as soon as the uses have ended
+  bool asleep_ ABSL_GUARDED_BY(state_mu_) = false;  // or waits for uses to end
   int shares_ ABSL_GUARDED_BY(state_mu_) = 0;       // does not rise while asleep_
   MappedMemory memory_;
   model::WeightLayout layout_;

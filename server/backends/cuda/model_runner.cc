@@ -41,7 +41,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     DORAD_RETURN_IF_ERROR(MakeParts(model, ledger, &untold));
     DORAD_RETURN_IF_ERROR(untold.Look());
     if (untold.of_others() != 0) {
-      LogInfo("others took GPU memory while graphs were captured",
+      LogInfo("other processes allocated GPU memory during graph capture",
               {{"bytes", untold.of_others()}, {"counted_as_graphs", untold.bytes()}});
     }
     return ledger->Reserve("graphs", untold.bytes(), MemoryLedger::Source::kGranted);
@@ -57,14 +57,14 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     DORAD_ASSIGN_OR_RETURN(Sampler sampler,
                            Sampler::Create(model->config().vocab_size, ledger, &stream_));
     sampler_.emplace(std::move(sampler));
-    // Other steps can do all that decode steps can.
+    // Without graphs, decode steps run as ordinary steps.
     if (!decoder_->is_capturable()) return absl::OkStatus();
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kv_, ledger));
     decode_.emplace(std::move(decode));
     DORAD_RETURN_IF_ERROR(untold->Look());
-    // Harmless contents for the passes that captures begin with.
+    // Valid input for the captures' first passes.
     DORAD_RETURN_IF_ERROR(decode_->Fill(stream_));
     const auto launch = [this](int size, bool adapted) { return LaunchDecode(size, adapted); };
     DORAD_ASSIGN_OR_RETURN(DecodeGraphs graphs, DecodeGraphs::Capture(stream_, launch, [untold] {
@@ -109,16 +109,15 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   int64_t pages() const override { return kv_.chunk_pages(); }
   int64_t lead() const override { return kSparePages; }
   int64_t bytes() const override { return kv_.chunk_bytes(); }
-  // Of the step that finished last, kernels behind its results may still run.
+  // Kernels of the last finished step may still run after its results.
   void Unmap(int32_t chunk) override {
-    if (!stream_.Synchronize("giving KV pages back").ok()) AwaitAfterFailure();
+    if (!stream_.Synchronize("releasing KV pages").ok()) AwaitAfterFailure();
     decoder_->kv_memory().Unmap(chunk);
   }
   absl::Status Map(int32_t chunk) override { return decoder_->kv_memory().Map(chunk); }
 
-  // Nothing that was launched for a step that failed is under way any more when this returns. After
-  // an illegal access or the like every call fails, and nothing but a new process helps: better
-  // none than one that answers all with errors.
+  // Waits for all launched work after a failed step. After an illegal access or a similar error
+  // every CUDA call fails until the process restarts: ending is better than failing every request.
   static void AwaitAfterFailure() {
     const cudaError_t error = cudaDeviceSynchronize();
     if (error == cudaSuccess) return;
@@ -165,7 +164,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   DeviceBatch batch_;
   std::optional<Sampler> sampler_;
   std::unique_ptr<CudaDecoder> decoder_;
-  // Of decode steps; none where the decoder cannot be captured.
+  // For decode steps; none if the decoder cannot be captured.
   std::optional<DecodeBatch> decode_;
   const float* decode_logits_ = nullptr;  // device: of a decode step's rows
   std::optional<DecodeGraphs> graphs_;

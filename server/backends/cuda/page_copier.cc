@@ -7,8 +7,8 @@
 namespace dorad::cuda {
 namespace {
 
-// Pages that the copy engine has at a time, of 40 us each. Then it has none for a moment: as long
-// as it has, it serves nobody else (measured: a step's own copy waited until all was done).
+// Pages in the copy engine's queue at a time, 40 µs each. Then the queue is empty for a moment: a
+// busy copy engine serves no other stream (measured: a step's own copy waited for all pages).
 constexpr size_t kPagesAtOnce = 8;
 
 }  // namespace

@@ -1,6 +1,5 @@
-// Copies between pinned pages and the device that leave room for others: what a decode step copies
-// must not wait behind gigabytes.
-// Owned by whoever makes it. Move-only. Thread-compatible.
+// Copies between pinned pages and the device in small parts, so that the copies of a decode step do
+// not wait behind gigabytes. The caller owns it. Move-only. Thread-compatible.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +23,7 @@ class PageCopier {
                         std::string_view what);
   absl::Status FromDevice(const PinnedPages::Pages& pages, const std::byte* device, int64_t bytes,
                           std::string_view what);
-  // What the copies run on.
+  // The stream of the copies.
   const Stream& stream() const { return stream_; }
 
  private:

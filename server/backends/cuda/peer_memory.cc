@@ -19,8 +19,8 @@ absl::Status Invalid(const std::string& message) {
   return MakeError(absl::StatusCode::kInvalidArgument, "SHARED_MEMORY_MEMORY_INVALID", message);
 }
 
-// Bytes of the allocation that begins at `data`. To read beyond it would lose the GPU, so nobody is
-// taken at their word.
+// Bytes of the allocation that begins at `data`. Not the trainer's figure: a read beyond the
+// allocation would break the CUDA context.
 absl::StatusOr<uint64_t> SizeOfAllocation(void* data) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -28,7 +28,7 @@ absl::StatusOr<uint64_t> SizeOfAllocation(void* data) {
                                                               12000, cudaEnableDefault, &found),
                              kReading);
   if (function == nullptr || found != cudaDriverEntryPointSuccess) {
-    return Invalid("the driver does not tell how large the memory is");
+    return Invalid("the driver does not report the size of the memory");
   }
   CUdeviceptr begin = 0;
   size_t size = 0;
@@ -36,7 +36,7 @@ absl::StatusOr<uint64_t> SizeOfAllocation(void* data) {
       reinterpret_cast<CUresult (*)(CUdeviceptr*, size_t*, CUdeviceptr)>(function);
   if (get_range(&begin, &size, reinterpret_cast<CUdeviceptr>(data)) != CUDA_SUCCESS ||
       begin != reinterpret_cast<CUdeviceptr>(data)) {
-    return Invalid("the handle is not that of a whole allocation");
+    return Invalid("the handle does not refer to a whole allocation");
   }
   return size;
 }
@@ -85,7 +85,7 @@ absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> PeerMemories::Open(
   void* data = nullptr;
   const cudaError_t error = cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess);
   if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // the peer's mistake, not this process's
+    (void)cudaGetLastError();  // the trainer's mistake, not this process's
     return Invalid(absl::StrCat("the memory cannot be opened: ", cudaGetErrorString(error)));
   }
   auto memory = std::make_shared<const Memory>(reader_, data, size);

@@ -1,5 +1,4 @@
-// Memory that another process of this host has on this server's GPU (CUDA IPC).
-// Objects are owned by whoever makes them; thread-safe.
+// GPU memory of another process on this host (CUDA IPC). The caller owns the objects; thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +18,10 @@ class PeerMemories {
   static absl::StatusOr<std::unique_ptr<PeerMemories>> Create();
   ~PeerMemories();
 
-  // An allocation by what cudaIpcGetMemHandle says of it (64 bytes), its GPU's UUID (16 bytes) and
-  // its size. It stays mapped as long as the result lives,. INVALID_ARGUMENT
-  // (SHARED_MEMORY_MEMORY_INVALID: no such allocation, or a smaller one), FAILED_PRECONDITION
-  // (SHARED_MEMORY_DEVICE_UNSUPPORTED: it lies on another GPU).
+  // Maps an allocation by its cudaIpcGetMemHandle (64 bytes), its GPU's UUID (16 bytes) and its
+  // size. It stays mapped while the result lives. INVALID_ARGUMENT (SHARED_MEMORY_MEMORY_INVALID:
+  // no such allocation, or a smaller one), FAILED_PRECONDITION (SHARED_MEMORY_DEVICE_UNSUPPORTED:
+  // it lies on another GPU).
   absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> Open(
       absl::Span<const std::byte> ipc_handle, absl::Span<const std::byte> device_uuid,
       uint64_t size) const;

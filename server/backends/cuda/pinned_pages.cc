@@ -9,7 +9,7 @@
 namespace dorad::cuda {
 namespace {
 
-// What is pinned in one call.
+// Pages pinned in one call.
 constexpr int64_t kBlockPages = 512;
 
 }  // namespace

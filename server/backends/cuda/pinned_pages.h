@@ -1,7 +1,7 @@
-// Page-locked host memory in pages of one size, all of it made at the start: pinning is slow (0.3 s
-// a GiB) and holds up other calls of CUDA. Pages of one size leave no gaps that nothing fits in.
+// Page-locked host memory in pages of one size, all allocated at the start: pinning is slow (0.3 s
+// a GiB) and blocks other CUDA calls. Pages of one size cannot fragment.
 //
-// Owned by whoever makes it; outlives the pages that are taken. Thread-safe.
+// The caller owns it; it outlives its taken pages. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -21,12 +21,12 @@ class PinnedPages {
   static constexpr int64_t kPageBytes = 2 << 20;
   using Pages = std::vector<std::byte*>;
 
-  // As many whole pages as `bytes` hold.
+  // As many whole pages as fit into `bytes`.
   static absl::StatusOr<std::unique_ptr<PinnedPages>> Create(int64_t bytes);
 
   int64_t total_pages() const { return total_; }
   static int64_t PagesFor(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes; }
-  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY), and nothing is taken, when there are not as many.
+  // RESOURCE_EXHAUSTED (OUT_OF_MEMORY) when fewer are free; nothing is taken.
   absl::StatusOr<Pages> Take(int64_t count);
   void Return(const Pages& pages);
 

@@ -29,7 +29,7 @@ kernels::LogprobMode ToKernels(engine::LogprobMode mode) {
   return kernels::LogprobMode::kNone;
 }
 
-// Appends to a list that the device gets and returns the range's begin.
+// Appends to a list for the device and returns the range's begin.
 int32_t AppendTo(std::vector<TokenId>* list, absl::Span<const TokenId> ids) {
   const auto begin = static_cast<int32_t>(list->size());
   list->insert(list->end(), ids.begin(), ids.end());
@@ -38,7 +38,7 @@ int32_t AppendTo(std::vector<TokenId>* list, absl::Span<const TokenId> ids) {
 
 }  // namespace
 
-// What the device is told of a step's rows.
+// The parameters of a step's rows for the device.
 struct Sampler::Specs {
   std::vector<kernels::SampleRowSpec> samples;
   std::vector<kernels::ScoreRowSpec> scores;
@@ -152,7 +152,7 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
                   kStep);
 }
 
-// What both kernels are told of the next rows.
+// Parameters of the next rows for both kernels.
 template <typename Params>
 Params Sampler::NextRows(int64_t rows, const float* logits) {
   Step& step = begun();

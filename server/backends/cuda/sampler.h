@@ -1,8 +1,8 @@
-// From rows of logits on the device to what the engine asked of them. Only results cross to the
-// host, once a step. Owned by the runner; confined to the engine thread.
+// Turns rows of logits on the device into the engine's requested outputs. Only results are copied
+// to the host, once a step. Owned by the runner; confined to the engine thread.
 //
-// A step is Begin, any number of Sample and Score for its rows in order, End; then, while the next
-// one may already have ended as well, Finish.
+// A step is Begin, any number of Sample and Score for its rows in order, End; then Finish, possibly
+// after the End of the next step.
 #pragma once
 
 #include <array>
@@ -25,26 +25,26 @@ class Sampler {
   static absl::StatusOr<Sampler> Create(int64_t vocab_size, MemoryLedger* ledger,
                                         const Stream* stream);
 
-  // Sends what is asked of the batch's samples and scores to the device, in order with the stream's
-  // work. Instead of a step that has begun and not ended. REQUIRES: fewer than kStepsInFlight steps
+  // Sends the parameters of the batch's samples and scores to the device, ordered with the stream's
+  // work. Replaces a step that has begun and not ended. REQUIRES: fewer than kStepsInFlight steps
   // have ended and not finished.
   absl::Status Begin(const engine::StepBatch& batch,
                      absl::Span<const engine::StepSequence> sequences);
   // Launches the sampling of the next `rows` samples. logits: device, [rows, vocabulary] fp32, made
   // by earlier work of the stream.
   absl::Status Sample(int64_t rows, const float* logits);
-  // The same for scores, which come after all samples.
+  // The same for scores, which follow all samples.
   absl::Status Score(int64_t rows, const float* logits);
-  // The results are on their way back. REQUIRES: all rows have been launched.
+  // Starts the copy of the results. REQUIRES: all rows have been launched.
   absl::Status End();
-  // The tokens of the step that ended last, for later work of the stream.
+  // The tokens of the last ended step, for later work of the stream.
   const SampledTokens& sampled() const { return steps_[(ended_ + 1) % kStepsInFlight].sampled; }
 
-  // Waits for the oldest step that has ended. One output for each sequence, in the caller's order.
+  // Waits for the oldest ended step. One output for each sequence, in the caller's order.
   absl::StatusOr<std::vector<engine::StepOutput>> Finish();
 
  private:
-  // What is asked of a row.
+  // The requested output of a row.
   struct Row {
     size_t sequence = 0;
     bool token = false;  // else a score
@@ -53,8 +53,7 @@ class Sampler {
     int32_t chosen_begin = 0;
     int32_t chosen_count = 0;
   };
-  // Offsets of a step's arrays: what goes to the device, then what comes back. Samples, then
-  // scores.
+  // Offsets of a step's arrays: inputs for the device, then results. Samples, then scores.
   struct Places {
     int64_t samples, scores, chosen, banned;
     int64_t in_bytes;

@@ -1,7 +1,7 @@
-// What this process takes of the GPU beside what its ledger accounts for: graphs, libraries, code.
-// CUDA does not tell, so it is what goes missing between looks at what is free. Others take from
-// the same GPU, a trainer its gigabytes at any moment: many looks, and what goes missing at once
-// and is more than one of ours can be is theirs. Confined to one thread.
+// GPU memory of this process outside its ledger: graphs, libraries, code. CUDA does not report it,
+// so it is estimated from changes of the free memory. Other processes (a trainer) allocate
+// gigabytes on the same GPU at any moment: with frequent measurements, a change larger than any of
+// ours is theirs. Confined to one thread.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,19 @@ namespace dorad::cuda {
 
 class UnaccountedMemory {
  public:
-  // The most that is ours between two looks.
+  // The largest change between two measurements that counts as ours.
   static constexpr int64_t kMostAtOnce = 128 << 20;
 
   // The ledger is borrowed.
   explicit UnaccountedMemory(const MemoryLedger* ledger) : ledger_(ledger) {}
 
-  // The first one is where counting begins. Errors of MemoryOfDevice.
+  // The first call begins the count. Errors of MemoryOfDevice.
   absl::Status Look();
-  // The same for what the device has free and the ledger holds.
+  // The same with the device's free bytes and the ledger's bytes.
   void Look(int64_t free, int64_t held);
 
   int64_t bytes() const;
-  // What others took (above 0) or gave back in steps too large to be ours.
+  // Bytes that other processes allocated (above 0) or freed, in steps too large to be ours.
   int64_t of_others() const { return of_others_; }
 
  private:

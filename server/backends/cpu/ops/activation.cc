@@ -17,7 +17,8 @@ void SiluMul(at::Tensor& gate_TF, const at::Tensor& up_TF) {
   float* gate = gate_TF.mutable_data_ptr<float>();
   const float* up = up_TF.const_data_ptr<float>();
   const cpu::Kernels& kernels = cpu::ActiveKernels();
-  // Elementwise, so the cut does not matter: blocks rather than rows balance a single long row.
+  // Elementwise, so any division gives the same result: blocks rather than rows balance a single
+  // long row.
   constexpr int64_t kBlock = 1024;
   const int64_t count = gate_TF.numel();
   cpu::ForRows((count + kBlock - 1) / kBlock, 4 * kBlock, [&](int64_t begin, int64_t end) {

@@ -6,7 +6,7 @@
 // dtype fp32, or bf16 with ComputeDType::kBF16.
 //
 // Guarantee: the result of a query row depends on its own query and on the keys and values at its
-// positions only: a row's softmax walks pages in ascending order, whatever the chunking or batch.
+// positions only: for any chunking and batch, a row's softmax walks pages in ascending order.
 // Functions are thread-safe for distinct pages.
 //
 // Shape suffixes: T rows, H query heads, K kv heads, D head_dim, P pages, S sequences.

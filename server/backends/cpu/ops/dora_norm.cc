@@ -26,13 +26,13 @@ int64_t Fitting(int64_t budget, int64_t bytes_each, int64_t least) {
   return std::max(least, fitting / kAlign * kAlign);
 }
 
-// A block of the weight that is worked on at once.
+// The block of the weight in one step of the computation.
 struct Block {
   int64_t rows;
   int64_t columns;
 };
 
-// What lives for every output from the start to the end: the sum in double and the fp32 result.
+// Memory held for every output throughout: the sum in double and the fp32 result.
 int64_t ResultBytes(int64_t out) { return 12 * out; }
 
 // Each element lives in fp32, squared, and squared in double (`sum` converts its input first).

@@ -25,8 +25,8 @@ void CheckIds(absl::Span<const int32_t> ids, int64_t vocabulary) {
   for (int32_t id : ids) DORAD_CHECK(id >= 0 && id < vocabulary);
 }
 
-// Log-probabilities that can be asked for beside the token's own, whatever the distribution.
-// Lists keep the length that was asked for: missing candidates are id -1 with -inf.
+// Log-probabilities on request beside the token's own, for any distribution. Lists keep the
+// requested length: missing candidates are id -1 with -inf.
 void FillTop(const std::vector<Candidate>& top, int32_t wanted, const LogitRow& row,
              SampleResult* result) {
   for (int32_t i = 0; i < wanted; ++i) {
@@ -36,7 +36,7 @@ void FillTop(const std::vector<Candidate>& top, int32_t wanted, const LogitRow& 
   }
 }
 
-// Everything over the row's full softmax.
+// All fields from the row's full softmax.
 void FillFull(const LogitRow& row, int32_t token, int32_t top, absl::Span<const int32_t> chosen,
               SampleResult* result) {
   result->logprob = token >= 0 ? row.LogProb(row[token]) : kNan;
@@ -78,8 +78,8 @@ void WeightsOf(const LogitRow& row, absl::Span<const Candidate> candidates,
                                weights->data());
 }
 
-// Sorts as much of `candidates` as the first ones that reach `mass` of the weights need, and drops
-// the rest. The sorted part grows geometrically: most distributions need few.
+// Sorts the shortest prefix of `candidates` that reaches `mass` of the weights, and drops the rest.
+// The sorted part grows geometrically: most distributions need few.
 void KeepMass(const LogitRow& row, double mass, std::vector<Candidate>* candidates) {
   double sum = 0.0;
   std::vector<float> weights;
@@ -103,7 +103,7 @@ void KeepMass(const LogitRow& row, double mass, std::vector<Candidate>* candidat
   }
 }
 
-// Temperature has been applied; then top-k, top-p over what top-k left, min-p.
+// Temperature has been applied; then top-k, top-p over the top-k set, min-p.
 Kept Truncate(LogitRow& row, const SampleSpec& spec) {
   Kept kept;
   const bool by_mass = spec.top_p < 1.0f;
@@ -117,8 +117,8 @@ Kept Truncate(LogitRow& row, const SampleSpec& spec) {
     }
   } else if (by_mass) {
     row.SumExp(/*keep=*/false);
-    // What lies under this bound weighs less than 1 - top_p even if it were all of the vocabulary
-    // (halved against rounding), so the wanted mass is reached without it.
+    // The candidates below this bound weigh less than 1 - top_p together, even if they were the
+    // whole vocabulary (halved against rounding): the others reach the mass.
     const double bound =
         std::log(0.5 * (1.0 - spec.top_p) * row.total() / static_cast<double>(row.size()));
     kept.candidates = row.AtLeast(static_cast<float>(row.maximum() + std::min(bound, 0.0)));

@@ -1,6 +1,5 @@
-// From logits to tokens and log-probabilities. Each row is independent of the others, to the last
-// bit. Thread-safe.
-// Shape suffixes: N rows, V vocabulary.
+// Computes tokens and log-probabilities from logits. Each row is independent of the others, to the
+// last bit. Thread-safe. Shape suffixes: N rows, V vocabulary.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +13,7 @@ namespace dorad::ops {
 
 enum class LogprobMode { kNone, kRaw, kProcessed };
 
-// How one row is sampled. Pointers are borrowed for the call.
+// The sampling parameters of one row. Pointers are borrowed for the call.
 struct SampleSpec {
   float temperature = 1.0f;  // 0: greedy (ties: smallest id)
   int32_t top_k = 0;         // 0: all

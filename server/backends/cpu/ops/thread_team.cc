@@ -17,10 +17,10 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
-// A region is published as one 64-bit ticket: its epoch (high half) and the number of tasks that
-// nobody has taken yet (low half). Taking a task is a compare-and-set on the whole ticket, so a
-// worker that comes late can never take a task of a region it has not seen, and a region can end
-// without waiting for workers that are parked or not scheduled.
+// A region is published as one 64-bit ticket: its epoch (high half) and the number of untaken tasks
+// (low half). Taking a task is a compare-and-set on the whole ticket, so a late worker can never
+// take a task of a region it has not seen, and a region can end without waiting for workers that
+// are parked or not scheduled.
 struct ThreadTeam::State {
   explicit State(int64_t spin_microseconds) : spin(spin_microseconds) {}
 
@@ -39,7 +39,7 @@ struct ThreadTeam::State {
   std::atomic<bool> stop{false};
   std::vector<std::thread> workers;
 
-  // Runs tasks of `epoch` until none is left. Returns how many.
+  // Runs tasks of `epoch` until none is left. Returns their number.
   int64_t Drain(uint32_t epoch) {
     int64_t done = 0;
     uint64_t seen = ticket.load(std::memory_order_acquire);

@@ -204,7 +204,7 @@ void AttendBlock(const AttentionQueries& queries, const AttentionPages& pages, i
       SoftmaxBlock(queries.scale, j0[i], j1[i], queries.head_dim, scores[i], states[i]);
     }
   }
-  // Ascending for each query: what it sees before the common part, that part, and the rest.
+  // Ascending for each query: its positions before the common part, that part, and the rest.
   const int64_t dim = queries.head_dim;
   for (int i = 0; i < kCount; ++i) {
     const int64_t end = j1[i] < common0 ? j1[i] : common0;

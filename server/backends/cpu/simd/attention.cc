@@ -1,7 +1,7 @@
 // Splits attention into tasks. A unit is up to `queries` query vectors (rows x heads of one kv
 // head) of one sequence; its positions are cut into partitions at multiples of kPartition.
-// Partitions have a softmax of their own and are merged in ascending order, always, so that it
-// makes no difference to the result whether one task walks them all or several tasks share them.
+// Partitions have a softmax of their own and are always merged in ascending order, so that the
+// result is the same whether one task or several tasks compute them.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -75,7 +75,7 @@ class Attention {
 
   void AddUnits(const SequenceRows& s) {
     const int64_t vectors = s.count * group_;
-    // Units of whole rows where possible: rows of one unit differ in what they see.
+    // Units of whole rows where possible: rows of one unit see different positions.
     const int64_t rows = std::max<int64_t>(1, kernels_.queries / group_);
     const int64_t step = group_ <= kernels_.queries ? rows * group_ : kernels_.queries;
     for (int64_t h = 0; h < kv_heads_; ++h) {

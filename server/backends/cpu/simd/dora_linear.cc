@@ -287,7 +287,7 @@ class Group {
       kernels_.pack(sums, count, scale, rounds(), s.b.format, h + begin / chunk_ * bytes, bytes);
       return;
     }
-    // A block may be part of a chunk whose other part is another task's.
+    // A block may share a chunk with another task's block.
     alignas(64) float packed[2 * kMaxShrinkBlock];
     kernels_.pack(sums, count, scale, rounds(), Format::kF32, reinterpret_cast<char*>(packed),
                   ChunkBytes(Format::kF32));
@@ -297,7 +297,7 @@ class Group {
   }
 
   void AwaitShrinks() const {
-    // They were taken before any other task, so whoever runs them is at work.
+    // They were taken before any other task, so their workers are running.
     for (uint32_t i = 1; pending_shrinks_.load(std::memory_order_acquire) != 0; ++i) {
       if (i % 1024 == 0) {
         std::this_thread::yield();

@@ -23,7 +23,7 @@ inline constexpr int kChunkBytes = kFormat == Format::kBf16Dot ? kChunk * 2 : kC
 template <Format kFormat>
 inline constexpr int kElementBytes = kFormat == Format::kF32 ? 4 : 2;
 
-// The weights of one chunk of one row, as loaded.
+// The loaded weights of one chunk of one row.
 template <Format kFormat>
 struct Words {
   VU half[kFormat == Format::kF32 ? 2 : 1];
@@ -104,8 +104,8 @@ DORAD_INLINE void Accumulate(VF (&acc)[kRows][kCols], const char* x, int64_t x_r
       __builtin_prefetch(w + j * w_row + prefetch);
     }
     if constexpr (kFormat == Format::kBf16 && kRows * kCols >= 24) {
-      // There is no register left to keep the words for their second half: they are loaded again,
-      // from an address that the compiler takes for another one.
+      // No register is left to keep the words for the second half: they are loaded again, from an
+      // address that the compiler cannot recognise as the same.
       MultiplyHalf<0>(acc, x, x_row, words);
       const char* again = w;
       asm("" : "+r"(again));

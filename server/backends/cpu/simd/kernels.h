@@ -45,7 +45,7 @@ struct GemmTile {
 
 inline constexpr int kMaxQueries = 6;
 inline constexpr int64_t kPageSize = 16;
-// The softmax is rescaled at multiples of this many positions, whatever range is asked for.
+// The softmax is rescaled at multiples of this many positions, for any range.
 inline constexpr int64_t kAttentionBlock = 64;
 
 // Query vectors of one kv head.

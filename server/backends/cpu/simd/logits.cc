@@ -26,7 +26,7 @@ LogitRow::LogitRow(absl::Span<const float> logits, float temperature,
   if (usable_ && (temperature != 1.0f || !banned.empty())) {
     own_.resize(count);
     if (temperature != 1.0f) {
-      // The maximum goes first, so that a small temperature cannot overflow.
+      // Subtracts the maximum first, so that a small temperature cannot overflow.
       kernels.divide(logits.data(), count, stats.maximum, temperature, own_.data());
     } else {
       std::copy(logits.begin(), logits.end(), own_.begin());
@@ -83,7 +83,8 @@ int32_t LogitRow::Find(double target) const {
     before += terms_[i];
     if (before > target) return static_cast<int32_t>(i);
   }
-  // Rounding: the block's terms add up to a little less than its sum. Its last possible id.
+  // Rounding: the block's terms may add up to slightly less than its sum. Takes its last possible
+  // id.
   for (int64_t i = end - 1; i >= 0; --i) {
     if (terms_[i] > 0.0f) return static_cast<int32_t>(i);
   }

@@ -1,4 +1,4 @@
-// Loops over rows that use the thread team only when there is enough to do.
+// Loops over rows that use the thread team only for enough work.
 #pragma once
 
 #include <algorithm>
