@@ -29,8 +29,8 @@ absl::Status Colocation::Listen(const std::string& socket_path) {
   options.path = socket_path;
   options.lease_weights = [this] { return LeaseWeights(); };
   if (auto open = parts_.backend->device_memory_opener(); open != nullptr) {
-    options.open_device = [open](const shared_memory::MemoryRegistration& offer) {
-      return open(offer.ipc_handle, offer.device_uuid, offer.size);
+    options.open_device = [open](const shared_memory::MemoryRegistration& registration) {
+      return open(registration.ipc_handle, registration.device_uuid, registration.size);
     };
   }
   DORAD_ASSIGN_OR_RETURN(listener_, shared_memory::Listener::Start(std::move(options)));
@@ -46,7 +46,7 @@ void Colocation::KeepBelow(const MemoryConfig& config) {
                                                parts_.engine, &kv_shrinker_, parts_.metrics);
 }
 
-// The end of a lease may wait for whoever uses the weights, and the listener's thread may not.
+// The end of a lease may wait for uses of the weights; the listener's thread must not wait.
 absl::StatusOr<std::shared_ptr<const shared_memory::WeightsLease>> Colocation::LeaseWeights() {
   DORAD_ASSIGN_OR_RETURN(std::unique_ptr<shared_memory::WeightsLease> lease,
                          parts_.backend->LeaseWeights());

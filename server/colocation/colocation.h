@@ -1,12 +1,12 @@
-// What the server does for a trainer on the same host, behind one seam:
+// Services for a trainer on the same host, behind one seam:
 //
-//   sleep_controller   memory goes back as a whole, and comes again
-//   housekeeper        memory goes back in parts, while requests run (governor decides,
-//                      kv_shrinker and the residency give)
-//   listener           memory is shared both ways: adapters to be published, base weights lent
+//   sleep_controller   releases all memory of a tag, and allocates it again
+//   housekeeper        releases some memory while requests run (governor decides, kv_shrinker and
+//                      the residency release)
+//   listener           shares memory both ways: adapters for a publish, leased base weights
 //
-// Owned by App; made before the parts that it tells to give memory back, and closed before they
-// end. Thread-safe between Attach and Close; asleep() and ShrinkKv() always.
+// Owned by App; made before the components whose memory it releases, and closed before they end.
+// Thread-safe between Attach and Close; asleep() and ShrinkKv() always.
 #pragma once
 
 #include <cstdint>
@@ -44,16 +44,16 @@ class Colocation {
   Colocation() = default;
   ~Colocation() { Close(); }
 
-  // REQUIRES: no load has begun, because its end asks whether anything is asleep.
+  // REQUIRES: no load has begun: the end of a load asks whether anything is asleep.
   void Attach(const Parts& parts);
-  // Ends what Attach, Listen and KeepBelow began. Waits for a Sleep, a Wake or the end of a lease
-  // that is under way. REQUIRES: nobody calls sleep().
+  // Ends the effects of Attach, Listen and KeepBelow. Waits for a running Sleep, Wake or end of a
+  // lease. REQUIRES: no further calls of sleep().
   void Close();
 
   // Opens the socket at this path for memory of other processes. Statuses of Listener::Start.
   absl::Status Listen(const std::string& socket_path);
-  // Keeps the device below the water marks; without a device that others use, nothing happens.
-  // REQUIRES: everything that gives memory back has started.
+  // Keeps the device below the water marks; no effect without a shared device. REQUIRES: the engine
+  // and the residency have started.
   void KeepBelow(const MemoryConfig& config);
 
   // REQUIRES: Attach was called.

@@ -7,7 +7,7 @@ namespace dorad {
 Governor::Plan Governor::Decide(const Snapshot& snapshot) const {
   Plan plan;
   if (!IsHigh(snapshot)) {
-    // The pool is of no use to the KV cache.
+    // The KV cache cannot use pooled memory.
     plan.trim = snapshot.kv_wanted && snapshot.pooled > 0;
     return plan;
   }

@@ -37,7 +37,7 @@ void Housekeeper::Turn() {
   if (!governor_.IsHigh(snapshot)) {
     has_warned_ = false;
   } else if (!std::exchange(has_warned_, true)) {
-    LogWarning("the device's memory is above memory.high_water, and all of this server's is used",
+    LogWarning("the device's memory is above memory.high_water, and the server has none to release",
                {{"free_bytes", before->free}, {"total_bytes", before->total}});
   }
 }
@@ -49,11 +49,11 @@ bool Housekeeper::GiveBack(const Governor::Plan& plan, const Backend::Device& be
   if (adapters + pooled + kv == 0) return false;
   metrics_.MemoryReleased("adapters", adapters);
   metrics_.MemoryReleased("pool", pooled);
-  LogInfo("gave device memory back", {{"free_bytes", before.free},
-                                      {"total_bytes", before.total},
-                                      {"adapter_bytes", adapters},
-                                      {"kv_bytes", kv},
-                                      {"pooled_bytes", pooled}});
+  LogInfo("released device memory", {{"free_bytes", before.free},
+                                     {"total_bytes", before.total},
+                                     {"adapter_bytes", adapters},
+                                     {"kv_bytes", kv},
+                                     {"pooled_bytes", pooled}});
   return true;
 }
 

@@ -1,7 +1,7 @@
-// Keeps a device that others use, too, below the water marks: looks at its memory once a second and
-// lets go what Governor says. Owned by App; what it is given outlives it. Its thread computes
-// nothing, waits for copies to host memory, and holds the engine up only for what goes of the KV
-// cache, between two steps.
+// Keeps a shared device below the water marks: checks its memory once a second and releases memory
+// as Governor decides. Owned by App; its constructor's arguments outlive it. Its thread does no
+// computation, waits for copies to host memory, and blocks the engine only to shrink the KV cache,
+// between two steps.
 #pragma once
 
 #include "server/adapter/residency/residency.h"
@@ -23,9 +23,9 @@ class Housekeeper {
  private:
   void Turn();
   Governor::Snapshot Look(const Backend::Device& device);
-  // False when nothing went.
+  // False when nothing was released.
   bool GiveBack(const Governor::Plan& plan, const Backend::Device& before);
-  // Returns how many bytes of what was pooled went.
+  // Returns the released bytes of the pool.
   int64_t Trim(int64_t pooled);
 
   const Governor governor_;
@@ -35,8 +35,8 @@ class Housekeeper {
   engine::Engine& engine_;
   KvShrinker& kv_shrinker_;
   Metrics& metrics_;
-  bool has_warned_ = false;  // of pressure that nothing relieves, since it began
-  Poller poller_;            // of all this: its end waits for what is leaving
+  bool has_warned_ = false;  // of the current pressure
+  Poller poller_;            // last: its thread uses the others
 };
 
 }  // namespace dorad

@@ -17,14 +17,14 @@ void KvShrinker::Close() {
 int64_t KvShrinker::Shrink(int64_t bytes) {
   absl::ReaderMutexLock lock(&mu_);
   if (engine_ == nullptr || engine_->stats().kv_shrinkable_bytes == 0) return 0;
-  int64_t lent = 0;
+  int64_t released = 0;
   absl::Notification done;
-  engine_->ShrinkKv(bytes, [&](int64_t given) {
-    lent = given;
+  engine_->ShrinkKv(bytes, [&](int64_t bytes_released) {
+    released = bytes_released;
     done.Notify();
   });
   done.WaitForNotification();
-  return lent;
+  return released;
 }
 
 }  // namespace dorad

@@ -1,6 +1,6 @@
-// KV ballooning: whoever needs device memory asks the engine to shrink its KV cache, for as long as
-// there is an engine: loads outlive it. The engine grows the cache again by itself. Owned by App.
-// Thread-safe; Shrink waits for the steps at hand.
+// KV ballooning: loads that need device memory ask the engine to shrink its KV cache; loads may
+// outlive the engine. The engine grows the cache again by itself. Owned by App. Thread-safe; Shrink
+// waits for the steps in flight.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,17 @@ namespace dorad {
 
 class KvShrinker {
  public:
-  // engine is borrowed, until Close. Before, nothing shrinks.
+  // engine is borrowed until Close. Before Open, Shrink has no effect.
   void Open(engine::Engine* engine);
-  // Returns when nobody waits for the engine any more.
+  // Waits for running calls of Shrink.
   void Close();
 
-  // Takes up to so many bytes from the KV cache and returns how many; 0 without an engine. Not to
-  // be called on the engine's thread.
+  // Shrinks the KV cache by up to `bytes` and returns the released bytes; 0 without an engine. Not
+  // to be called on the engine's thread.
   int64_t Shrink(int64_t bytes);
 
  private:
-  absl::Mutex mu_;  // held for reading while the engine is asked
+  absl::Mutex mu_;  // held for reading during Shrink
   engine::Engine* engine_ ABSL_GUARDED_BY(mu_) = nullptr;
 };
 

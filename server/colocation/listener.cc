@@ -34,7 +34,7 @@ absl::Status TooMany(const std::string& what) {
   return MakeError(absl::StatusCode::kResourceExhausted, "SHARED_MEMORY_TOO_MANY", what);
 }
 
-// The index by session_token and the counts, which connections keep and other threads read.
+// The connections by session_token, and counts; read by other threads.
 struct Index {
   mutable absl::Mutex mu;
   absl::flat_hash_map<std::string, std::shared_ptr<Session>> by_token ABSL_GUARDED_BY(mu);
@@ -49,18 +49,18 @@ bool Refuse(const Session& session, const absl::Status& why) {
   return false;
 }
 
-class PeerConnection final : public SocketServer::Connection {
+class ClientConnection final : public SocketServer::Connection {
  public:
-  // options and index are borrowed. allowed: the peer's user may use the socket.
-  PeerConnection(std::shared_ptr<Session> session, bool allowed, const Listener::Options* options,
-                 Index* index)
+  // options and index are borrowed. allowed: the process's user may use the socket.
+  ClientConnection(std::shared_ptr<Session> session, bool allowed, const Listener::Options* options,
+                   Index* index)
       : options_(*options),
         index_(*index),
         session_(std::move(session)),
         allowed_(allowed),
-        deadline_(FromNow(options->first_offer_time)) {}
+        deadline_(FromNow(options->first_registration_time)) {}
 
-  ~PeerConnection() override {
+  ~ClientConnection() override {
     {
       absl::MutexLock lock(&index_.mu);
       index_.by_token.erase(session_->session_token());
@@ -75,9 +75,9 @@ class PeerConnection final : public SocketServer::Connection {
   short events() const override { return POLLIN; }
   Instant deadline() const override { return deadline_; }
 
-  // Takes one packet of the peer's.
+  // Handles one packet of the process.
   bool Advance() override {
-    Packet packet = ReceivePacket(session_->socket(), kOfferBytes);
+    Packet packet = ReceivePacket(session_->socket(), kRegistrationBytes);
     if (packet.state == Packet::State::kNone) return true;
     if (packet.state == Packet::State::kEnd) return false;
     if (packet.state == Packet::State::kTooLong) packet.bytes.clear();
@@ -87,7 +87,7 @@ class PeerConnection final : public SocketServer::Connection {
                               "this socket is for processes of the server's own user only"));
     }
     if (IsWeightsRequest(packet.bytes)) {
-      const auto pieces = Lend(packet);
+      const auto pieces = LeaseWeights(packet);
       if (!pieces.ok()) return Refuse(*session_, pieces.status());
       return Answer(static_cast<uint32_t>(pieces->size()), *pieces);
     }
@@ -100,7 +100,7 @@ class PeerConnection final : public SocketServer::Connection {
   }
 
  private:
-  // From its first answer on a connection has a session_token, and no deadline.
+  // The first answer publishes the session_token and ends the deadline.
   bool Answer(uint32_t index, absl::Span<const UniqueFd> fds) {
     if (deadline_ != Instant::max()) {
       deadline_ = Instant::max();
@@ -111,13 +111,13 @@ class PeerConnection final : public SocketServer::Connection {
                       FormatAnswer(index, session_->session_token(), absl::OkStatus()), fds);
   }
 
-  absl::StatusOr<std::vector<UniqueFd>> Lend(const Packet& packet) {
+  absl::StatusOr<std::vector<UniqueFd>> LeaseWeights(const Packet& packet) {
     DORAD_ASSIGN_OR_RETURN(const size_t first,
                            ParseWeightsRequest(packet.bytes, packet.fds.size()));
     if (weights_ == nullptr) {
       if (!options_.lease_weights) {
         return MakeError(absl::StatusCode::kInvalidArgument, "SHARED_MEMORY_MESSAGE_INVALID",
-                         "there are no weights to be lent");
+                         "the server has no weights to lease");
       }
       DORAD_ASSIGN_OR_RETURN(weights_, options_.lease_weights());
     }
@@ -125,21 +125,21 @@ class PeerConnection final : public SocketServer::Connection {
   }
 
   absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> Take(Packet& packet) {
-    DORAD_ASSIGN_OR_RETURN(const MemoryRegistration offer,
-                           ParseOffer(packet.bytes, packet.fds.size()));
+    DORAD_ASSIGN_OR_RETURN(const MemoryRegistration registration,
+                           ParseRegistration(packet.bytes, packet.fds.size()));
     if (session_->num_memories() >= options_.max_memories) {
-      return TooMany(absl::StrCat(options_.max_memories, " memories are held already"));
+      return TooMany(absl::StrCat(options_.max_memories, " memories are registered already"));
     }
-    if (offer.kind == MemoryKind::kCudaIpc) {
-      if (options_.open_device) return options_.open_device(offer);
+    if (registration.kind == MemoryKind::kCudaIpc) {
+      if (options_.open_device) return options_.open_device(registration);
       return MakeError(absl::StatusCode::kFailedPrecondition, "SHARED_MEMORY_DEVICE_UNSUPPORTED",
                        "this server cannot read memory of a GPU");
     }
     if (files_ >= options_.max_files) {
-      return TooMany(absl::StrCat(options_.max_files, " memory files are held already"));
+      return TooMany(absl::StrCat(options_.max_files, " memory files are registered already"));
     }
     ++files_;
-    return OpenMemoryFile(std::move(packet.fds.front()), offer.size);
+    return OpenMemoryFile(std::move(packet.fds.front()), registration.size);
   }
 
   const Listener::Options& options_;
@@ -147,8 +147,8 @@ class PeerConnection final : public SocketServer::Connection {
   const std::shared_ptr<Session> session_;
   const bool allowed_;
   size_t files_ = 0;                             // of its memories
-  std::shared_ptr<const WeightsLease> weights_;  // nullptr: not lent to it
-  Instant deadline_;                             // of its first offer; max: it has come
+  std::shared_ptr<const WeightsLease> weights_;  // nullptr: no lease
+  Instant deadline_;                             // for the first registration; max: none
 };
 
 }  // namespace
@@ -177,7 +177,7 @@ struct Listener::Impl {
              TooMany(absl::StrCat(options.max_connections, " connections are open already")));
       return nullptr;
     }
-    return std::make_unique<PeerConnection>(std::move(session), allowed, &options, &index);
+    return std::make_unique<ClientConnection>(std::move(session), allowed, &options, &index);
   }
 
   const Options options;

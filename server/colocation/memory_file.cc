@@ -46,9 +46,9 @@ class MemoryFile final : public adapter::PeerMemory {
 absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> OpenMemoryFile(UniqueFd fd,
                                                                           uint64_t size) {
   struct stat info;
-  // Only files in memory have seals, if none is set.
+  // Only memory files have seals, even if none is set.
   if (fstat(fd.get(), &info) != 0 || !S_ISREG(info.st_mode) || fcntl(fd.get(), F_GET_SEALS) < 0) {
-    return Invalid("the descriptor is none of a file in memory");
+    return Invalid("the descriptor is not a memory file");
   }
   if ((fcntl(fd.get(), F_GETFL) & O_ACCMODE) == O_WRONLY) {
     return Invalid("the descriptor is not open for reading");

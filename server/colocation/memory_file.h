@@ -13,8 +13,8 @@
 
 namespace dorad::shared_memory {
 
-// INVALID_ARGUMENT (SHARED_MEMORY_MEMORY_INVALID) unless `fd` is a file in memory, can be read and
-// has at least `size` bytes: a file on a disk, a pipe or a socket could keep its reader waiting.
+// INVALID_ARGUMENT (SHARED_MEMORY_MEMORY_INVALID) unless `fd` is a memory file, can be read and has
+// at least `size` bytes: reads of a file on a disk, a pipe or a socket could block.
 absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> OpenMemoryFile(UniqueFd fd,
                                                                           uint64_t size);
 

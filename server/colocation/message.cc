@@ -39,31 +39,34 @@ bool AllZero(absl::Span<const std::byte> bytes) {
 
 }  // namespace
 
-absl::StatusOr<MemoryRegistration> ParseOffer(absl::Span<const std::byte> message, size_t num_fds) {
-  if (message.size() != kOfferBytes || std::memcmp(message.data(), kMagic, kMagicBytes) != 0) {
-    return Invalid(absl::StrCat("an offer has ", kOfferBytes, " bytes and begins with ", kMagic));
+absl::StatusOr<MemoryRegistration> ParseRegistration(absl::Span<const std::byte> message,
+                                                     size_t num_fds) {
+  if (message.size() != kRegistrationBytes ||
+      std::memcmp(message.data(), kMagic, kMagicBytes) != 0) {
+    return Invalid(
+        absl::StrCat("a registration has ", kRegistrationBytes, " bytes and begins with ", kMagic));
   }
   const uint64_t kind = Number(message, kKindAt, 4);
   const bool is_file = kind == static_cast<uint64_t>(MemoryKind::kFile);
   if (!is_file && kind != static_cast<uint64_t>(MemoryKind::kCudaIpc)) {
-    return Invalid(absl::StrCat("there is no kind of memory ", kind));
+    return Invalid(absl::StrCat("unknown kind of memory: ", kind));
   }
   if (num_fds != (is_file ? 1 : 0)) {
     return Invalid(
-        absl::StrCat(num_fds, " descriptors came along instead of ", is_file ? "1" : "0"));
+        absl::StrCat(num_fds, " descriptors were sent instead of ", is_file ? "1" : "0"));
   }
   if (Number(message, kZeroAt, 4) != 0 || (is_file && !AllZero(message.subspan(kHandleAt)))) {
-    return Invalid("a part of the offer that must be 0 is not");
+    return Invalid("a part of the registration that must be 0 is not");
   }
-  MemoryRegistration offer;
-  offer.kind = static_cast<MemoryKind>(kind);
-  offer.size = Number(message, kSizeAt, 8);
-  if (offer.size == 0 || offer.size > kMaxSize) {
-    return Invalid(absl::StrCat("a size of ", offer.size, " bytes"));
+  MemoryRegistration registration;
+  registration.kind = static_cast<MemoryKind>(kind);
+  registration.size = Number(message, kSizeAt, 8);
+  if (registration.size == 0 || registration.size > kMaxSize) {
+    return Invalid(absl::StrCat("a size of ", registration.size, " bytes"));
   }
-  std::memcpy(offer.ipc_handle.data(), message.data() + kHandleAt, kIpcHandleBytes);
-  std::memcpy(offer.device_uuid.data(), message.data() + kUuidAt, kDeviceUuidBytes);
-  return offer;
+  std::memcpy(registration.ipc_handle.data(), message.data() + kHandleAt, kIpcHandleBytes);
+  std::memcpy(registration.device_uuid.data(), message.data() + kUuidAt, kDeviceUuidBytes);
+  return registration;
 }
 
 bool IsWeightsRequest(absl::Span<const std::byte> message) {

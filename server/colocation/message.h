@@ -1,16 +1,17 @@
 // The messages of the shared-memory socket. One message is one packet of a SOCK_SEQPACKET socket,
 // whole or not at all. Numbers are little-endian.
 //
-//   offer, 104 bytes:  "DORADMEM", kind (u32), 0 (u32), size in bytes (u64),
-//                      CUDA IPC handle (64 bytes), the GPU's UUID (16 bytes);
-//                      with a memory file both are 0 and its descriptor comes along (SCM_RIGHTS)
-//   weights, 16 bytes: "DORADGET", first piece (u64): asks for the base model's weights, which are
-//                      lent from the first of these on
-//   answer:            gRPC status code (u32), index of the memory or, for weights, how many
-//                      descriptors of pieces come along (u32; 0: there are no more), session_token
-//                      of the connection (16 bytes); after a refusal also its reason, a space and a
-//                      message, and the connection ends
-// Pure functions, hence thread-safe.
+//   registration, 104 bytes:     "DORADMEM", kind (u32), 0 (u32), size in bytes (u64), CUDA IPC
+//                                handle (64 bytes), the GPU's UUID (16 bytes); for a memory file
+//                                both are 0 and the packet carries its descriptor (SCM_RIGHTS)
+//   weights request, 16 bytes:   "DORADGET", first piece (u64): requests pieces of the base model's
+//                                weights; the first request begins the lease
+//   answer:                      gRPC status code (u32), index of the memory or, for weights,
+//   number
+//                                of the packet's descriptors (u32; 0: no more pieces),
+//                                session_token of the connection (16 bytes); after a refusal also
+//                                its reason, a space and a message, and the connection ends
+// Pure functions and therefore thread-safe.
 #pragma once
 
 #include <array>
@@ -24,7 +25,7 @@
 
 namespace dorad::shared_memory {
 
-inline constexpr size_t kOfferBytes = 104;
+inline constexpr size_t kRegistrationBytes = 104;
 inline constexpr size_t kWeightsRequestBytes = 16;
 inline constexpr size_t kMaxPiecesAtOnce = 64;
 inline constexpr size_t kSessionTokenBytes = 16;
@@ -44,17 +45,17 @@ struct MemoryRegistration {
   std::array<std::byte, kDeviceUuidBytes> device_uuid = {};
 };
 
-// num_fds: the number of descriptors that came along. INVALID_ARGUMENT
-// (SHARED_MEMORY_MESSAGE_INVALID).
-absl::StatusOr<MemoryRegistration> ParseOffer(absl::Span<const std::byte> message, size_t num_fds);
+// num_fds: the number of received descriptors. INVALID_ARGUMENT (SHARED_MEMORY_MESSAGE_INVALID).
+absl::StatusOr<MemoryRegistration> ParseRegistration(absl::Span<const std::byte> message,
+                                                     size_t num_fds);
 
-// Whether the message asks for weights and is no offer.
+// Whether the message requests weights instead of registering memory.
 bool IsWeightsRequest(absl::Span<const std::byte> message);
-// Returns the first piece that the peer wants. INVALID_ARGUMENT (SHARED_MEMORY_MESSAGE_INVALID).
-// REQUIRES: IsWeightsRequest(message).
+// Returns the first requested piece. INVALID_ARGUMENT (SHARED_MEMORY_MESSAGE_INVALID). REQUIRES:
+// IsWeightsRequest(message).
 absl::StatusOr<size_t> ParseWeightsRequest(absl::Span<const std::byte> message, size_t num_fds);
 
-// refusal: OK when the memory was taken.
+// refusal: OK when the memory was registered.
 std::string FormatAnswer(uint32_t index, const std::string& session_token,
                          const absl::Status& refusal);
 

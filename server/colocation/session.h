@@ -1,7 +1,7 @@
-// The memory that one connection has handed over. It is held as long as the connection is open, and
-// beyond that as long as a publish reads from it.
+// The registered memory of one connection. It is held while the connection is open, and while a
+// publish reads from it.
 //
-// Owned by the listener and the publishes that name its session_token. Thread-safe.
+// Owned by the listener and by publishes with its session_token. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -27,15 +27,15 @@ class Session {
   int socket() const { return socket_.get(); }
   const std::string& session_token() const { return session_token_; }
 
-  // Whether the peer still holds its end open. Asks the kernel, which knows of a killed process
+  // Whether the process still holds its end open. Asks the kernel, which knows of a killed process
   // before the listener does.
   bool open() const;
-  // Ends the connection. A publish that still reads keeps the memory, but its result is not wanted.
+  // Ends the connection. A running publish keeps the memory, but its result is dropped.
   void Close();
 
   // Returns the memory's index.
   uint32_t Add(std::shared_ptr<const adapter::PeerMemory> memory) ABSL_LOCKS_EXCLUDED(mu_);
-  // nullptr: there is none with that index.
+  // nullptr: no memory has that index.
   std::shared_ptr<const adapter::PeerMemory> memory(size_t index) const ABSL_LOCKS_EXCLUDED(mu_);
   size_t num_memories() const ABSL_LOCKS_EXCLUDED(mu_);
 

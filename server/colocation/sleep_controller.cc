@@ -29,7 +29,7 @@ Result Await(Start start) {
   return result;
 }
 
-// The caller is owed an answer also when the work throws.
+// Answers the caller even when the work throws.
 template <typename Result, typename Work>
 Result Guarded(const char* what, Work work) {
   try {
@@ -101,7 +101,7 @@ absl::StatusOr<SleepController::Bytes> SleepController::SleepNow(const TagSet& t
   for (const auto& [tag, bytes] : freed) {
     LogInfo("sleeping", {{"tag", tag}, {"freed_bytes", bytes}});
   }
-  LogInfo("went to sleep", {{"seconds", absl::ToDoubleSeconds(Since(start))}});
+  LogInfo("fell asleep", {{"seconds", absl::ToDoubleSeconds(Since(start))}});
   return freed;
 }
 
@@ -112,7 +112,7 @@ absl::StatusOr<int64_t> SleepController::StopEngine(bool kv, const Options& opti
   of_engine.refuse = options.refuse_requests;
   const auto released =
       Await<absl::StatusOr<int64_t>>([&](auto done) { engine_.Sleep(of_engine, std::move(done)); });
-  // With nothing asleep no Wake would let the engine go on.
+  // With no tag asleep, no Wake would restart the engine.
   if (!released.ok() && asleep().empty()) (void)WakeEngine(/*kv=*/false, /*go_on=*/true);
   return released;
 }

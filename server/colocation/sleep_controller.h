@@ -1,14 +1,14 @@
-// Sleep and Wake: gives memory back to the trainer (for its backward pass) and takes it again,
-// while addresses, requests and versions stay. Owned by Colocation. Thread-safe.
+// Sleep and Wake: releases memory for the trainer (for its backward pass) and allocates it again;
+// addresses, requests and versions stay. Owned by Colocation. Thread-safe.
 //
-// A tag ("weights" of the base, "kv", "adapters") is in one state. This object alone knows it; the
-// engine, the loader and the residency are only told to stop and to go on.
+// A tag ("weights" of the base, "kv", "adapters") has one state. Only this object knows it; it
+// stops and resumes the engine, the loader and the residency.
 //
-//            Sleep: the engine computes no more steps, the memory goes back
+//            Sleep: the engine stops computing steps, the memory is released
 //   AWAKE ───────────────────────────────────────────────────────────────▶ ASLEEP
-//     ▲   the engine cannot give the KV cache back: AWAKE as before          │
+//     ▲   the engine cannot release the KV cache: AWAKE as before            │
 //     └──────────────────────────────────────────────────────────────────────┘
-//            Wake: the memory comes again; too little of it: ASLEEP as before
+//            Wake: the memory is allocated; out of memory: ASLEEP as before
 //
 //   Sleep takes the tags in the order kv, adapters, weights; Wake in the order weights, kv,
 //   adapters. While any tag is ASLEEP the engine computes no step: requests wait, or new ones are
@@ -60,7 +60,7 @@ class SleepController final : public SleepControl {
   absl::StatusOr<int64_t> StopEngine(bool kv, const Options& options);
   absl::Status WakeNow(const TagSet& tags);
   absl::Status WakeEngine(bool kv, bool go_on);
-  // What was published meanwhile may make room.
+  // Repeats `attempt` after evicting versions that were published meanwhile.
   absl::Status WithRoom(absl::FunctionRef<absl::Status()> attempt);
   bool IsAsleep(const std::string& tag) const;
   void SetAsleep(const std::string& tag, bool asleep);

@@ -17,7 +17,7 @@ namespace dorad::shared_memory {
 namespace {
 
 constexpr int kBacklog = 16;
-// One is right; more are taken over to be closed.
+// One is valid; more are received only to be closed.
 constexpr size_t kMaxFds = 4;
 
 absl::Status Failed(const std::string& path, int error) {
@@ -29,7 +29,7 @@ UniqueFd NewSocket() {
   return UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
 }
 
-// Whether the file is a socket that a dead process has left.
+// Whether the file is the socket of a dead process.
 bool IsLeftOver(const sockaddr_un& address) {
   struct stat info;
   if (lstat(address.sun_path, &info) != 0 || !S_ISSOCK(info.st_mode)) return false;
@@ -52,7 +52,7 @@ absl::StatusOr<UniqueFd> ListenUnix(const std::string& path) {
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   UniqueFd fd = NewSocket();
-  // The file takes the mode of the socket: there is no moment at which others could connect.
+  // The file gets the mode of the socket: at no moment can other users connect.
   if (!fd.ok() || fchmod(fd.get(), 0600) != 0) return Failed(path, errno);
   const auto* name = reinterpret_cast<const sockaddr*>(&address);
   int error = bind(fd.get(), name, sizeof(address)) == 0 ? 0 : errno;

@@ -11,7 +11,7 @@
 
 namespace dorad::shared_memory {
 
-// A listening SOCK_SEQPACKET socket whose file only its owner may use; non-blocking. Statuses of
+// A non-blocking listening SOCK_SEQPACKET socket whose file only its owner may use. Statuses of
 // Listener::Start.
 absl::StatusOr<UniqueFd> ListenUnix(const std::string& path);
 
@@ -25,8 +25,8 @@ struct Packet {
 // The next packet of a non-blocking socket; kTooLong: it, or its descriptors, were cut.
 Packet ReceivePacket(int socket, size_t max_bytes);
 
-// Sends a packet with at most kMaxSentFds descriptors, of which the peer gets duplicates. False
-// when the peer does not take the packet at once.
+// Sends a packet with at most kMaxSentFds descriptors; the receiver gets duplicates. False when the
+// packet cannot be sent at once.
 inline constexpr size_t kMaxSentFds = 64;
 bool SendPacket(int socket, const std::string& bytes, absl::Span<const UniqueFd> fds = {});
 

@@ -30,7 +30,7 @@ security::Authority::Credentials CredentialsOf(const grpc::ServerContextBase& co
   for (auto it = values.first; it != values.second; ++it) {
     credentials.authorization.emplace_back(it->second.data(), it->second.size());
   }
-  // Set by the handshake, for all calls of the connection alike.
+  // The handshake sets it for all calls of the connection.
   const auto peer = context.auth_context();
   if (peer != nullptr && peer->IsPeerAuthenticated()) {
     const auto names = peer->FindPropertyValues(kCommonName);
@@ -39,7 +39,7 @@ security::Authority::Credentials CredentialsOf(const grpc::ServerContextBase& co
   return credentials;
 }
 
-// Of names that begin with the prefix.
+// Counts adapters whose names begin with the prefix.
 security::Quotas::Live CountLive(const adapter::AdapterRegistry& registry,
                                  const std::string& prefix) {
   security::Quotas::Live live;
@@ -70,7 +70,7 @@ absl::StatusOr<Caller> Identify(const Services& services, const grpc::ServerCont
   }
   DORAD_ASSIGN_OR_RETURN(Caller caller, services.authority->Identify(CredentialsOf(context)));
   if (!caller->roles.HasAnyOf(security::RuleOf(method).any_of)) {
-    return Denied("ROLE_MISSING", absl::StrCat(caller->name, " has no role that opens ", method));
+    return Denied("ROLE_MISSING", absl::StrCat(caller->name, " has no role for ", method));
   }
   return caller;
 }
@@ -84,7 +84,7 @@ absl::Status CheckAdapterAccess(const security::Principal& caller, const std::st
 
 absl::Status CheckIsAdmin(const security::Principal& caller) {
   if (caller.roles.Has(security::Role::kAdmin)) return absl::OkStatus();
-  return Denied("ROLE_MISSING", "only an admin may do this to all adapters; name one");
+  return Denied("ROLE_MISSING", "only an admin may do this to all adapters; name one adapter");
 }
 
 absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status status) {
@@ -97,7 +97,7 @@ absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status
     if (caller.MayTouch(name)) own.push_back(name);
   }
   if (own.size() == names.size()) return status;
-  // As if there were the own ones only: not even the wording tells that there are others.
+  // Built again from the caller's own names, so that the message does not reveal others.
   return adapter::UnknownAdapter(metadata.at("adapter"), own);
 }
 

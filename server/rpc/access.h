@@ -1,6 +1,6 @@
-// Who makes a call, and whether he may. What a call brings is looked at, never what an earlier one
-// on the same connection brought: behind a proxy one connection carries the calls of many. Pure
-// functions, hence thread-safe.
+// Identifies and authorises the caller of a call. Uses the call's own credentials only, never those
+// of an earlier call on the connection: behind a proxy one connection carries the calls of many
+// callers. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <grpcpp/server_context.h>
@@ -21,22 +21,21 @@ namespace dorad::rpc {
 using Caller = std::shared_ptr<const security::Principal>;
 
 // UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_MISSING). Without an
-// authority everyone may do everything.
+// authority every caller has all rights.
 absl::StatusOr<Caller> Identify(const Services& services, const grpc::ServerContextBase& context,
                                 const char* method);
 
-// PERMISSION_DENIED (ADAPTER_NOT_ALLOWED). A name that no adapter can have is left to whoever says
-// what is wrong with it.
+// PERMISSION_DENIED (ADAPTER_NOT_ALLOWED). OK for an invalid name: its own check reports it.
 absl::Status CheckAdapterAccess(const security::Principal& caller, const std::string& name);
 
-// For what concerns every tenant. PERMISSION_DENIED (ROLE_MISSING).
+// For methods that affect every tenant. PERMISSION_DENIED (ROLE_MISSING).
 absl::Status CheckIsAdmin(const security::Principal& caller);
 
-// The same status without the names of adapters that the caller may not know of.
+// The same status without names of adapters that are hidden from the caller.
 absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status status);
 
-// Room among the tenant's adapters for one more of `bytes` bytes; 0: not known yet.
-// RESOURCE_EXHAUSTED (QUOTA_ADAPTERS, QUOTA_BYTES). Shared by whoever ends the publish.
+// Reserves room among the tenant's adapters for one more of `bytes` bytes; 0: not known yet.
+// RESOURCE_EXHAUSTED (QUOTA_ADAPTERS, QUOTA_BYTES). Shared by all code that may end the publish.
 using PublishRoom = std::shared_ptr<security::Quotas::Hold>;
 absl::StatusOr<PublishRoom> ReservePublish(const Services& services,
                                            const security::Principal& caller, int64_t bytes);

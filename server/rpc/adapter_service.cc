@@ -30,7 +30,7 @@ absl::StatusOr<adapter::PublishOptions> ParsePublish(const v1::PublishFromPathRe
   return options;
 }
 
-// Runs body() where changes of the registry run; the call ends with what it throws.
+// Runs body() on the thread for registry changes; an exception ends the call.
 template <typename Response, typename Body>
 void RunChange(Services* services, const UnaryPtr<Response>& call, Body body) {
   auto open = std::make_shared<const OpenCount>(&services->open_changes);
@@ -40,21 +40,20 @@ void RunChange(Services* services, const UnaryPtr<Response>& call, Body body) {
   });
 }
 
-// What a publish holds until its answer.
+// Resources of a publish until its answer.
 struct Admitted {
   std::shared_ptr<const OpenCount> open;
   PublishRoom room;
   std::shared_ptr<security::Quotas::Hold> stream;  // nullptr: none
 };
 
-// Ends a publish's call with what the loader made of it. typed_config: the configuration came as a
-// PeftConfig.
+// Ends a publish's call with the loader's result. typed_config: the request had a PeftConfig.
 template <typename Response>
 adapter::PublishCallback AnswerTo(const UnaryPtr<Response>& call, bool typed_config,
                                   Admitted admitted) {
   return [call, typed_config,
           admitted = std::move(admitted)](const absl::StatusOr<adapter::PublishResult>& result) {
-    // Whoever learns of the end may publish the next one.
+    // Released before the answer: the client may publish the next version at once.
     for (const auto& hold : {admitted.room, admitted.stream}) {
       if (hold != nullptr) hold->Release();
     }
@@ -70,13 +69,13 @@ adapter::PublishCallback AnswerTo(const UnaryPtr<Response>& call, bool typed_con
   };
 }
 
-// Whether the caller may publish this, and there is room for it.
+// Authorises the caller and reserves room.
 absl::StatusOr<Admitted> AdmitPublish(Services* services, const CallRecord& call,
                                       const std::string& name, int64_t bytes) {
   const security::Principal& caller = *call.caller();
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, name));
   Admitted admitted;
-  // Before the look: a drain that begins after it waits for this one.
+  // Counted before the check: a drain that begins later waits for this publish.
   admitted.open = std::make_shared<const OpenCount>(&services->open_loads);
   if (services->draining) return engine::ShuttingDown();
   DORAD_ASSIGN_OR_RETURN(admitted.room, ReservePublish(*services, caller, bytes));
@@ -128,10 +127,10 @@ absl::Status List(const adapter::AdapterRegistry& registry, const security::Prin
   if (!request.page_token().empty()) {
     DORAD_ASSIGN_OR_RETURN(after, ParsePageToken(request.page_token(), request.name()));
   }
-  // Names with the caller's prefix lie side by side in the order of names.
+  // Names with the caller's prefix are adjacent in the order of names.
   if (after.name < caller.adapters) after = {request.name(), caller.adapters, 0};
   response->set_generation(registry.generation());
-  // One more than a page tells whether there is another.
+  // Reads one record more than a page, to know whether another page follows.
   std::vector<adapter::AdapterRecord> records =
       registry.List(request.name(), after.name, after.version, static_cast<int>(size) + 1);
   while (!records.empty() && !caller.MayTouch(records.back().name)) records.pop_back();
@@ -174,7 +173,7 @@ AdapterService::AdapterService(Services* services)
   AddStream<PublishCall>("Publish", PublishCall::MaxMessageBytes);
   AddUnary("GetUpload", &AdapterService::GetUpload);
   AddUnary("PublishFromPath", &AdapterService::PublishFromPath);
-  // Names every tensor of an adapter; nothing does where there is no socket to hand it over.
+  // Names every tensor of an adapter; refused without a shared-memory socket.
   AddUnary("PublishFromMemory", &AdapterService::PublishFromMemory, [](const Services& of) {
     return of.shared_memory == nullptr ? kSmallRequestBytes : of.max_message_bytes;
   });
@@ -195,7 +194,7 @@ absl::Status AdapterService::GetUpload(const UnaryPtr<v1::GetUploadResponse>& ca
 absl::Status AdapterService::PublishFromPath(const UnaryPtr<v1::PublishFromPathResponse>& call,
                                              const v1::PublishFromPathRequest& request) {
   DORAD_ASSIGN_OR_RETURN(adapter::PublishOptions options, ParsePublish(request));
-  // How large it is shows when it has been loaded.
+  // Its size is known only after the load.
   DORAD_ASSIGN_OR_RETURN(Admitted admitted,
                          AdmitPublish(services_, call->record(), options.name, /*bytes=*/0));
   call->record().NameAdapter({options.name, options.version.value_or(0)});
@@ -225,7 +224,7 @@ absl::Status AdapterService::Activate(const UnaryPtr<v1::ActivateResponse>& call
   call->record().NameAdapter({request.name(), request.version()});
   std::optional<int64_t> expected;
   if (request.has_expected_generation()) expected = request.expected_generation();
-  // The request is gone before the change is made.
+  // The request is freed before the change runs.
   RunChange(services_, call,
             [call, registry = services_->registry, name = request.name(),
              version = request.version(), expected] {

@@ -64,7 +64,7 @@ void Call::TakeMessage(bool ok) {
   {
     absl::MutexLock lock(&mu_);
     reading_ = false;
-    // The message comes too late: the client has been told of the end.
+    // The call has already ended for the client.
     if (ended_ || abandoned_) return;
     handling_ = true;
   }
@@ -74,7 +74,7 @@ void Call::TakeMessage(bool ok) {
   if (!status.ok()) Abandon(status);
 }
 
-// A call that was abandoned during the handler ends now.
+// Ends a call that was abandoned during the handler.
 void Call::EndHandling() {
   {
     absl::MutexLock lock(&mu_);
@@ -114,7 +114,7 @@ void Call::TimeOut() {
 
 void Call::Abandon(const absl::Status& status) {
   {
-    // First of all: cancelled work ends, and its status must not be sent instead.
+    // Set first: the end of cancelled work must not send another status.
     absl::MutexLock lock(&mu_);
     if (ended_ || abandoned_) return;
     abandoned_ = status;

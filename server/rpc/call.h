@@ -1,13 +1,13 @@
 // The life of one RPC, the same for all kinds: the caller is authorised before any message is read,
-// each message is awaited under a deadline, handled, and the call ends once, with its status in the
-// metrics, the log and the trailers.
+// each message is awaited under a deadline and handled, and the call ends once, with its status in
+// the metrics, the log and the trailers.
 //
-// A kind adds what differs: SingleResponseCall (UnaryCall, PublishCall) or ServerStreamCall. gRPC
-// sees a bidirectional stream of bytes in all cases; on the wire nothing differs. Exceptions do not
-// reach gRPC: they end the call with INTERNAL.
+// Subclasses: SingleResponseCall (UnaryCall, PublishCall) and ServerStreamCall. gRPC sees a
+// bidirectional stream of bytes in all cases; the wire format is the same. Exceptions do not reach
+// gRPC: they end the call with INTERNAL.
 //
-// gRPC keeps a call alive until OnDone, and so does everyone with a reference. Lock order: mu_,
-// then those of the engine, the registry and the response executor. Thread-safe.
+// gRPC keeps a call alive until OnDone, as does every reference. Lock order: mu_, then those of the
+// engine, the registry and the response executor. Thread-safe.
 #pragma once
 
 #include <google/protobuf/message.h>
@@ -37,15 +37,15 @@ struct Method {
   const char* name;  // "Generate"
   // The upper bound of a valid request, in bytes.
   int64_t (*max_bytes)(const Services&);
-  MessageDeadlines* deadlines;  // of the messages it waits for
-  // Serves anybody, without metrics and log.
+  MessageDeadlines* deadlines;  // for the call's messages
+  // Open to all callers, without metrics and log.
   bool is_probe = false;
 };
 
 class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
              public std::enable_shared_from_this<Call> {
  public:
-  // Makes and starts a call of a kind. gRPC takes the result.
+  // Makes and starts a call of a kind. gRPC owns the result.
   template <typename Kind, typename... Args>
   static Call* Start(Args&&... args) {
     const std::shared_ptr<Call> call = std::make_shared<Kind>(std::forward<Args>(args)...);
@@ -63,8 +63,8 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
   // Counts the call in `open` until its end has been sent. For handlers.
   void CountIn(std::atomic<int>* open) { open_ = std::make_shared<const OpenCount>(open); }
 
-  // Cancels what the call has started, then ends it once no write is outstanding. The first status
-  // wins. While a message is handled both wait for the handler.
+  // Cancels the call's work, then ends the call once no write is outstanding. The first status
+  // wins. Both wait for a running handler.
   void Abandon(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
 
   void OnReadDone(bool ok) final;
@@ -74,13 +74,13 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
  protected:
   // Runs before the first message is read.
   virtual absl::Status OnStart() { return absl::OkStatus(); }
-  // A read has ended; whether its message is still handled is not decided yet.
+  // A read has ended; its message may still be discarded.
   virtual void OnRead() const {}
   // Handles a message, with no lock held. A failure abandons the call.
   virtual absl::Status OnMessage(grpc::ByteBuffer* bytes) = 0;
-  // Why a call ends whose client sends no further message.
+  // The status for a client that sends no further message.
   virtual absl::Status NoMessage() const;
-  // Cancels what OnMessage has started. Runs at most once, not during OnMessage, nor after an end.
+  // Cancels the work of OnMessage. Runs at most once, neither during OnMessage nor after the end.
   virtual void CancelWork() {}
   // gRPC is done with the call.
   virtual void Release() {}
@@ -99,16 +99,16 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
   Services* const services_;
   // What a call with one answer sends when it ends with OK; set by its constructor.
   const google::protobuf::Message* response_message_ = nullptr;
-  // Touched by the handler, and then under mu_.
+  // Used by the handler, and then under mu_.
   CallRecord record_;
   std::shared_ptr<const OpenCount> open_;
 
   absl::Mutex mu_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
-  // Of an abandoned call: what it ends with.
+  // The final status of an abandoned call.
   std::optional<absl::Status> abandoned_ ABSL_GUARDED_BY(mu_);
-  // And CancelWork has run.
+  // True after CancelWork.
   bool work_cancelled_ ABSL_GUARDED_BY(mu_) = false;
 
  private:
@@ -123,7 +123,7 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
   MessageTimer timer_;
   grpc::ByteBuffer received_;  // by the outstanding read
   grpc::ByteBuffer sent_ ABSL_GUARDED_BY(mu_);
-  bool read_next_ = false;  // touched by the handler only
+  bool read_next_ = false;  // used by the handler only
   bool handling_ ABSL_GUARDED_BY(mu_) = true;
   bool reading_ ABSL_GUARDED_BY(mu_) = false;
 };
@@ -137,7 +137,7 @@ class SingleResponseCall : public Call {
     response_message_ = &response_;
   }
 
-  // Ends the call unless it has ended: with the response as it is, if the status is OK.
+  // Ends the call unless it has ended: with the current response, if the status is OK.
   void End(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     if (!abandoned_) FinishLocked(status);

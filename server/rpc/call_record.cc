@@ -21,14 +21,14 @@ namespace {
 
 constexpr absl::Duration kRetryRightsChanged = absl::Milliseconds(100);
 
-// Of a metadata key that occurs once; else "". Valid as long as the context.
+// The value of a metadata key that occurs once; else "". Valid as long as the context.
 std::string_view OnlyValue(const grpc::CallbackServerContext& context, const char* key) {
   const auto [begin, end] = context.client_metadata().equal_range(key);
   if (begin == end || std::next(begin) != end) return {};
   return {begin->second.data(), begin->second.size()};
 }
 
-// Refused for who makes the call, or for what his tenant uses.
+// A refusal because of the caller's rights or the tenant's quota.
 bool IsDenial(const absl::Status& status) {
   return absl::IsUnauthenticated(status) || absl::IsPermissionDenied(status) ||
          absl::StartsWith(ReasonOf(status), "QUOTA_");
@@ -40,7 +40,7 @@ absl::Status ExceptionStatus(const char* method, const char* what) {
   LogError("exception in a call", {{"method", std::string(method)}, {"error", std::string(what)}});
   // The text of an exception may show internals: it stays in the log.
   return MakeError(absl::StatusCode::kInternal, "INTERNAL_ERROR",
-                   "the server failed to handle the call; its log says why");
+                   "the server failed to handle the call; see its log");
 }
 
 CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
@@ -60,7 +60,7 @@ CallRecord::CallRecord(const char* method, grpc::CallbackServerContext* context,
   log_->Set("peer", std::string(context->peer()));
   std::string trace_id = TraceIdOf(OnlyValue(*context, kTraceparentKey));
   if (!trace_id.empty()) log_->Set("trace_id", std::move(trace_id));
-  // Before the caller is looked up in it: a newer one is looked at once more, not missed.
+  // Read before the look-up: a table that changes meanwhile is then checked again, not missed.
   if (services->authority != nullptr) table_ = services->authority->table();
   absl::StatusOr<Caller> caller = Identify(*services, *context, method);
   admission_ = caller.status();
@@ -79,7 +79,7 @@ absl::Status CallRecord::CheckRights() {
   DORAD_ASSIGN_OR_RETURN(const Caller caller, Identify(*services_, *context_, method_));
   if (!(*caller == *caller_)) {
     return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "RIGHTS_CHANGED",
-                                    "the tokens file gives the caller other rights by now"),
+                                    "the tokens file has changed the caller's rights"),
                           kRetryRightsChanged);
   }
   table_ = std::move(table);
@@ -126,7 +126,7 @@ grpc::Status CallRecord::End(const absl::Status& ended) {
 
 grpc::Status CallRecord::TryEnd(const absl::Status& ended) {
   if (is_probe_) return ToGrpc(ended);
-  // A client that learns of the end may start another call.
+  // Released first: a client that sees the end may start another call.
   stream_.reset();
   const absl::Status status = caller_ ? WithoutForeignNames(*caller_, ended) : ended;
   if (const std::optional<std::string> pushback = RetryPushback(status)) {

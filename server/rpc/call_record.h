@@ -1,7 +1,7 @@
-// One call's book-keeping: its caller, its metrics, its line in the log, its final status.
+// One call's caller, metrics, log line and final status.
 //
-// Exceptions must not reach gRPC: one that leaves a callback hangs the call. Call runs the body of
-// every callback through Guarded.
+// An exception that leaves a gRPC callback hangs the call. Call runs the body of every callback
+// through Guarded.
 #pragma once
 
 #include <grpcpp/server_context.h>
@@ -22,10 +22,10 @@
 
 namespace dorad::rpc {
 
-// INTERNAL (INTERNAL_ERROR), logged with what it was.
+// INTERNAL (INTERNAL_ERROR); the exception's text goes to the log.
 absl::Status ExceptionStatus(const char* method, const char* what);
 
-// Runs body(); what it throws becomes a status for on_error(absl::Status).
+// Runs body(); an exception becomes a status for on_error(absl::Status).
 template <typename Body, typename OnError>
 void Guarded(const char* method, Body&& body, OnError&& on_error) {
   try {
@@ -37,40 +37,40 @@ void Guarded(const char* method, Body&& body, OnError&& on_error) {
   }
 }
 
-// Identifies the caller of a call, counts it, makes its final status and says how it went in the
-// log. A probe's caller is not asked, and it is neither counted nor logged. Not thread-safe.
+// Identifies the caller of a call, counts the call, makes its final status and logs it. Probes are
+// neither identified nor counted nor logged. Not thread-safe.
 class CallRecord {
  public:
   CallRecord(const char* method, grpc::CallbackServerContext* context, const Services* services,
              bool is_probe = false);
 
   const char* method() const { return method_; }
-  // Why the call must not run: Identify's statuses, and those of the tenant's quota of streams.
+  // Refusal of the call: Identify's statuses, and those of the tenant's quota of streams.
   const absl::Status& admission() const { return admission_; }
   // REQUIRES: admission().ok().
   const Caller& caller() const { return caller_; }
-  // Whether the call may go on as it began: the tokens file may have changed. Identify's statuses,
-  // and UNAVAILABLE (RIGHTS_CHANGED): the caller may now do other things, and may try again.
+  // Checks the rights again: the tokens file may have changed. Identify's statuses, and UNAVAILABLE
+  // (RIGHTS_CHANGED): the caller has other rights now and may retry.
   absl::Status CheckRights();
-  // Named in the x-request-id trailer, in the log and in the ErrorInfo of a failure: the caller's
-  // x-request-id, or one of the server's choice, until the message's own is set.
+  // For the x-request-id trailer, the log and the ErrorInfo of a failure: the caller's
+  // x-request-id, or a new id, until the message's own is set.
   const std::string& request_id() const { return request_id_; }
   void set_request_id(std::string id);
-  // The adapter that the call is about; version 0: as the name says.
+  // The adapter of the call; version 0: none in the request.
   void NameAdapter(const adapter::AdapterRef& ref);
-  // The call's place among its tenant's streams. Who works on when the call has ended holds it,
-  // too, and releases it before an answer. nullptr: takes none, or after End.
+  // The call's share of its tenant's streams. Work that outlives the call holds it, too, and
+  // releases it before an answer. nullptr: none, or after End.
   const std::shared_ptr<security::Quotas::Hold>& stream() const { return stream_; }
-  // The call's line in the log, for others to add to until they let go of it. nullptr after End.
+  // The call's log line, for other components to add to while they hold it. nullptr after End.
   const std::shared_ptr<RequestLog>& log() const { return log_; }
   // The caller's deadline, or now + fallback if there is none (fallback zero: never).
   absl::Time Deadline(absl::Duration fallback) const;
-  // Why a call that the client no longer waits for ends.
+  // The status of a call that the client has given up.
   absl::Status CancelStatus() const;
-  // Why a call without a (further) message ends: CancelStatus, or what is given.
+  // The status without a (further) message: CancelStatus, or the given one.
   absl::Status NoMessageStatus(const absl::Status& unless_cancelled) const;
-  // What to finish the call with; adds its id and the retry hint to the trailers. Once. Throws
-  // nothing: a call that is not finished would hang.
+  // The final status; adds the call's id and the retry hint to the trailers. Once. Never throws: an
+  // unfinished call would hang.
   grpc::Status End(const absl::Status& ended);
 
  private:
@@ -84,7 +84,7 @@ class CallRecord {
   const Instant start_;
   absl::Status admission_;
   Caller caller_;                                      // nullptr: unknown
-  std::shared_ptr<const security::TokenTable> table_;  // that said so
+  std::shared_ptr<const security::TokenTable> table_;  // source of caller_
   std::shared_ptr<security::Quotas::Hold> stream_;
   std::string request_id_;
   std::shared_ptr<RequestLog> log_;

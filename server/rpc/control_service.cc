@@ -70,7 +70,7 @@ void FillEngine(const Services& services, const security::Principal& caller, v1:
   to->set_adapter_leases(static_cast<uint32_t>(services.registry->total_leases()));
 }
 
-// Whether the caller may stop what the scope covers.
+// Whether the caller may stop the requests of the scope.
 absl::Status CheckScope(const security::Principal& caller, const adapter::AdapterRef& scope) {
   return scope.is_base() ? CheckIsAdmin(caller) : CheckAdapterAccess(caller, scope.name);
 }
@@ -87,7 +87,7 @@ void FillInfo(const Services& services, const security::Principal& caller,
   for (const auto& [kind, bytes] : services.memory_by_kind()) {
     (*to->mutable_memory_bytes())[kind] = static_cast<uint64_t>(bytes);
   }
-  // A path of this host's, for those who publish from memory.
+  // A path of this host, for publishers from memory.
   if (caller.roles.Has(security::Role::kPublish)) {
     to->set_shared_memory_socket(services.info.shared_memory_socket);
   }
@@ -158,7 +158,7 @@ absl::Status ControlService::Pause(const UnaryPtr<v1::PauseResponse>& call,
           return affected.status();
         });
       });
-  // Nobody would know of a pause that came into effect later.
+  // No caller would learn of a pause that takes effect later.
   call->set_on_cancel([engine = services_->engine, pause_id] { engine->CancelPause(pause_id); });
   return absl::OkStatus();
 }

@@ -1,4 +1,5 @@
-// dorad.v1.ControlService: what the server is, and pausing it. Owned by Server. Thread-safe.
+// dorad.v1.ControlService: information about the server, pauses, sleep and GPU share. Owned by
+// Server. Thread-safe.
 #pragma once
 
 #include <memory>

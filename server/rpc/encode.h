@@ -1,4 +1,4 @@
-// From the engine's and the registry's values to messages on the wire. Pure functions, hence
+// Converts values of the engine and the registry to wire messages. Pure functions and therefore
 // thread-safe.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace dorad::rpc {
 
-// What every message of one generation repeats.
+// Common fields of all messages of one generation.
 struct GenerateHeader {
   std::string request_id;
   uint64_t seed = 0;

@@ -10,7 +10,7 @@
 namespace dorad::rpc {
 namespace {
 
-// Bad ids of one list that are named one by one; the rest is counted.
+// The number of bad ids listed by value; the rest is counted.
 constexpr int kNamedIds = 8;
 
 void CheckIds(const std::string& field, const std::vector<int32_t>& ids, int32_t vocab_size,

@@ -1,5 +1,5 @@
-// Checks of fields that several requests have. Each adds what is wrong to `violations`, and checks
-// sizes before anything is allocated by them. Pure functions, hence thread-safe.
+// Checks of fields that several requests have. Each adds its problems to `violations`, and checks
+// sizes before allocations. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ std::vector<int32_t> ReadIds(const std::string& field, const std::string& bytes,
                              const char* too_many_reason, int32_t vocab_size,
                              Violations* violations);
 
-// An id that a caller chose: 1 to kMaxRequestIdBytes printable characters.
+// A caller's id: 1 to kMaxRequestIdBytes printable characters.
 void CheckId(const char* field, const char* reason, const std::string& id, Violations* violations);
 
 // The optional request_id of a request.

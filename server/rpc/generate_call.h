@@ -1,6 +1,5 @@
-// One Generate call: carries deltas from the engine's TokenStream to the client. While a write is
-// outstanding, the stream merges what the client has not taken. Lifetime and thread-safety as
-// Call.
+// One Generate call: sends deltas from the engine's TokenStream to the client. While a write is
+// outstanding, the stream merges further deltas. Lifetime and thread-safety as Call.
 #pragma once
 
 #include <grpcpp/support/byte_buffer.h>
@@ -35,7 +34,7 @@ class GenerateCall final : public ServerStreamCall {
   absl::StatusOr<engine::GenerateInput> Admit(const v1::GenerateRequest& request);
 
   std::shared_ptr<engine::TokenStream> stream_;   // set once, by OnMessage
-  std::optional<engine::RequestHandle> request_;  // likewise
+  std::optional<engine::RequestHandle> request_;  // set once, by OnMessage
   GenerateHeader header_;
   v1::GenerateResponse response_ ABSL_GUARDED_BY(mu_);
 };

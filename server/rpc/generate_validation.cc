@@ -75,7 +75,7 @@ engine::SamplingParams ReadSampling(const v1::SamplingParams& wire, int32_t voca
 engine::StopParams ReadStop(const v1::StopParams& wire, int64_t prompt_tokens,
                             const engine::EngineLimits& limits, Violations* violations) {
   engine::StopParams stop;
-  // What the prompt leaves of the context; the engine cuts a larger max_tokens to it.
+  // The context left after the prompt; the engine reduces a larger max_tokens to it.
   const int64_t room = std::max<int64_t>(limits.context_length - prompt_tokens, 1);
   stop.max_tokens = std::min(limits.max_tokens, room);
   if (wire.has_max_tokens()) {
@@ -118,7 +118,7 @@ engine::LogprobParams ReadLogprobs(const v1::LogprobParams& wire,
   return logprobs;
 }
 
-// What all samples together may hold of the server's memory.
+// Bounds the memory of all samples together.
 void CheckResultSize(int64_t tokens, int64_t n, int64_t bytes_per_token, int64_t max_message_bytes,
                      Violations* violations) {
   const int64_t max_tokens = kMaxResultMessages * max_message_bytes / bytes_per_token;

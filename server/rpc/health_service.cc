@@ -11,8 +11,8 @@ absl::Status Ending() { return absl::UnavailableError("the server is ending"); }
 
 }  // namespace
 
-// One Watch call: the status now, and whenever it changes; what a slow reader has not taken is
-// passed over. Lock order: the call's, then the service's.
+// One Watch call: the current status, and each change; a slow reader skips intermediate ones. Lock
+// order: the call's, then the service's.
 class HealthService::Watch final : public ServerStreamCall {
  public:
   Watch(const Method& method, grpc::CallbackServerContext* context, Services* services,
@@ -38,7 +38,7 @@ class HealthService::Watch final : public ServerStreamCall {
 
   Turn Next() override {
     const Status::ServingStatus now = service_->Get(name_);
-    // UNKNOWN has been sent to nobody.
+    // UNKNOWN means that nothing was sent yet.
     if (response_.status() == now) return {};
     response_.set_status(now);
     return {.message = &response_};

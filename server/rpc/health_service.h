@@ -1,9 +1,8 @@
 // grpc.health.v1.Health: whether a listener and its services serve.
 //
-// It answers everybody, so its requests are the only ones of strangers that are read: they are
-// small and come within a few seconds, or their calls end; gRPC's own service would wait for ever.
-// (gRPC hands a message over when it has all of it; only its quota bounds how much it holds until
-// then.) Nothing is logged or counted. Owned by Server. Thread-safe.
+// It needs no authentication, so only its requests are read from unknown callers. Their size and
+// time are bounded; gRPC's own service would wait for ever. (gRPC passes only whole messages on;
+// its quota bounds the memory until then.) Not logged or counted. Owned by Server. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +34,7 @@ class HealthService final : public RawService {
 
   void Set(const std::string& service, bool serving) ABSL_LOCKS_EXCLUDED(mu_);
   Status::ServingStatus Get(const std::string& service) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Ends the watches, which would keep a server from ending; later ones end at once.
+  // Ends all watches, which would block a shutdown; later ones end at once.
   void Shutdown() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

@@ -16,11 +16,11 @@ namespace {
 
 using ScoreCall = UnaryCall<v1::ScoreResponse>;
 
-// The session_token of a score. The engine's thread delivers the result; the response executor
-// encodes it, so that the engine can start its next step.
-std::shared_ptr<engine::ScoreTicket> MakeSessionToken(const std::shared_ptr<ScoreCall>& call,
-                                                      ThreadPool* executor, std::string request_id,
-                                                      int32_t top_k) {
+// The engine's thread delivers the result; the response executor encodes it, so that the engine can
+// start its next step.
+std::shared_ptr<engine::ScoreTicket> MakeScoreTicket(const std::shared_ptr<ScoreCall>& call,
+                                                     ThreadPool* executor, std::string request_id,
+                                                     int32_t top_k) {
   return std::make_shared<engine::ScoreTicket>(
       [call, executor, request_id, top_k](absl::StatusOr<engine::ScoreResult> result) {
         auto shared = std::make_shared<absl::StatusOr<engine::ScoreResult>>(std::move(result));
@@ -87,7 +87,7 @@ absl::Status InferenceService::Score(const std::shared_ptr<ScoreCall>& call,
   input.log = call->record().log();
   input.deadline = call->record().Deadline(services_->default_deadline());
   auto session_token =
-      MakeSessionToken(call, services_->response_executor, input.request_id, input.top_k);
+      MakeScoreTicket(call, services_->response_executor, input.request_id, input.top_k);
   const absl::StatusOr<engine::RequestHandle> submitted =
       services_->engine->Submit(std::move(input), session_token);
   if (!submitted.ok()) {
@@ -103,7 +103,7 @@ absl::Status InferenceService::Abort(const UnaryPtr<v1::AbortResponse>& call,
                                      const v1::AbortRequest& request) {
   DORAD_ASSIGN_OR_RETURN(engine::AbortTarget target, ParseAbort(request));
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(call->caller(), target.adapter.name));
-  // Ids and "all" mean the tenant's own requests.
+  // Ids and "all" refer to the tenant's own requests.
   if (!call->caller().roles.Has(security::Role::kAdmin)) target.tenant = call->caller().tenant;
   services_->engine->Abort(std::move(target), "ended by Abort", [call](int aborted) {
     call->Complete([aborted](v1::AbortResponse* to) {

@@ -34,7 +34,7 @@ std::optional<DType> ToDType(v1::TensorDtype dtype) {
   }
 }
 
-// Bytes of such a tensor; nullopt: more than any memory has.
+// Bytes of the tensor; nullopt: more than kMaxBytes.
 std::optional<uint64_t> BytesOf(const v1::MemoryTensor& tensor, DType dtype) {
   uint64_t bytes = SizeOf(dtype);
   for (const uint64_t extent : tensor.shape()) {
@@ -53,7 +53,7 @@ absl::StatusOr<adapter::PeerTensor> ParseTensor(const v1::MemoryTensor& tensor,
     return invalid(absl::StrCat("a tensor's name has 1 to ", kMaxNameBytes, " bytes"));
   }
   const std::optional<DType> dtype = ToDType(tensor.dtype());
-  if (!dtype) return invalid("the dtype is none of F32, F16 and BF16");
+  if (!dtype) return invalid("the dtype is not F32, F16 or BF16");
   const std::optional<uint64_t> bytes =
       tensor.shape_size() > kMaxRank ? std::nullopt : BytesOf(tensor, *dtype);
   if (!bytes) {
@@ -104,7 +104,7 @@ std::vector<adapter::PeerTensor> ParseTensors(const v1::PublishFromMemoryRequest
   return tensors;
 }
 
-// Bytes of all tensors; at most one more tensor's than kMaxBytes if those are too many.
+// Bytes of all tensors. Stops counting above kMaxBytes.
 int64_t CountBytes(const std::vector<adapter::PeerTensor>& tensors,
                    std::vector<Violation>* violations) {
   int64_t bytes = 0;

@@ -1,5 +1,5 @@
-// PublishFromMemory as the loader's inputs: every check that needs nothing but the request, the
-// limits and the memory that was handed over. Pure functions, hence thread-safe.
+// PublishFromMemory as the loader's inputs: all checks of the request, the limits and the
+// registered memory. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace dorad::rpc {
 
-// A session_token's connection. `listener`: nullptr when the server has no shared-memory socket.
+// The connection of a session_token. `listener`: nullptr without a shared-memory socket.
 // FAILED_PRECONDITION (SHARED_MEMORY_NOT_CONFIGURED), NOT_FOUND (SHARED_MEMORY_SESSION_UNKNOWN).
 absl::StatusOr<std::shared_ptr<const shared_memory::Session>> FindSession(
     const std::string& session_token, const shared_memory::Listener* listener);

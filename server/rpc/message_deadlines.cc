@@ -49,7 +49,7 @@ void MessageTimer::Start(std::function<void()> late) {
 
 void MessageTimer::Stop() {
   if (!std::exchange(started_, false)) return;
-  std::function<void()> late;  // freed under no lock
+  std::function<void()> late;  // freed without the lock
   absl::MutexLock lock(&deadlines_->mu_);
   if (!std::exchange(waiting_, false)) return;
   late = std::move(place_->late);

@@ -1,4 +1,4 @@
-// Ends waits for messages that do not come: requests, and the parts of uploads.
+// Ends waits for messages that are late: requests, and the parts of uploads.
 //
 // All timeouts are equal, so a FIFO list suffices. One thread serves all waits. Owned by Services
 // and by Server. Thread-safe.
@@ -51,7 +51,7 @@ class MessageTimer {
   MessageTimer(const MessageTimer&) = delete;
   MessageTimer& operator=(const MessageTimer&) = delete;
 
-  // Calls `late` once, on another thread, if the time passes. Stop may return while it runs.
+  // Calls `late` once, on another thread, after the timeout. Stop may return while it runs.
   void Start(std::function<void()> late);
   void Stop();
 

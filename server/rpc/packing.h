@@ -1,4 +1,4 @@
-// Packed little-endian int32 and float32 in protobuf `bytes`. Pure, hence thread-safe.
+// Packed little-endian int32 and float32 in protobuf `bytes`. Pure and therefore thread-safe.
 #pragma once
 
 #include <bit>

@@ -13,7 +13,7 @@ namespace dorad::rpc {
 namespace {
 
 constexpr char kFormat[] = "1";
-constexpr size_t kMaxBytes = 1024;  // two names and a number have less
+constexpr size_t kMaxBytes = 1024;  // two names and a number are shorter
 // Occurs in no adapter name.
 constexpr char kSeparator[] = "/";
 

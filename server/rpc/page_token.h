@@ -1,5 +1,5 @@
-// The opaque page token of List: where the next page starts, and for which filter.
-// Pure functions, hence thread-safe.
+// The opaque page token of List: the start of the next page, and its filter. Pure functions and
+// therefore thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -43,8 +43,7 @@ std::string Join(char open, const std::vector<std::string>& members, char close)
 
 }  // namespace
 
-// As text and not as a JSON object, which would lose the order of patterns and a pattern that
-// occurs twice.
+// Writes text, not a JSON object: an object would lose the order and repetition of patterns.
 std::string ToAdapterConfigJson(const v1::PeftConfig& config) {
   std::vector<std::string> members = {"\"peft_type\":\"LORA\""};
   const auto add = [&members](const char* key, const std::string& json) {

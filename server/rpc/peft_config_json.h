@@ -1,5 +1,5 @@
-// PeftConfig as the adapter_config.json that it stands for, so that there is one validation of
-// both. Pure functions, hence thread-safe.
+// Writes a PeftConfig as adapter_config.json, so that both share one validation. Pure functions and
+// therefore thread-safe.
 #pragma once
 
 #include <string>
@@ -9,10 +9,10 @@
 
 namespace dorad::rpc {
 
-// What is not set is left out, except that a selector without a choice selects nothing.
+// Leaves out unset fields, except that a selector without a choice selects nothing.
 std::string ToAdapterConfigJson(const v1::PeftConfig& config);
 
-// The refusal of such a configuration, in the terms of the message: "peft_config.r" instead of
+// A refusal of that JSON, with the message's field names: "peft_config.r" instead of
 // "adapter_config.json:r".
 absl::Status NamePeftConfigFields(const absl::Status& refusal);
 

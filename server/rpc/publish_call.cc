@@ -19,7 +19,7 @@ int64_t PublishCall::MaxMessageBytes(const Services& /*services*/) {
 }
 
 absl::Status PublishCall::OnStart() {
-  // Before the look at `draining`: a drain that begins after it waits for this call.
+  // Counted before the check of `draining`: a drain that begins later waits for this call.
   CountIn(&services_->open_loads);
   if (services_->draining) return engine::ShuttingDown();
   // The store calls back only while gRPC still holds the call.
@@ -64,15 +64,15 @@ absl::Status PublishCall::OnMessage(grpc::ByteBuffer* bytes) {
 
 void PublishCall::Load() {
   const std::shared_ptr<Upload> upload = stream_->TakeUpload();
-  // The caller must still be allowed what it began.
+  // The caller's rights may have changed since Begin.
   if (const absl::Status rights = record_.CheckRights(); !rights.ok()) {
     return stream_->Completion()(rights);
   }
-  // The upload keeps its share of the budget until the load has ended: the image lives as long.
+  // The upload keeps its share of the budget until the load has ended, as its bytes stay in memory.
   const adapter::PublishCallback done =
       [upload, open = open_, room = TakeRoom(), stream = record_.stream(),
        complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
-        // A client that learns of the end may publish the next one.
+        // Released first: a client that sees the end may publish the next version.
         for (const auto& hold : {room, stream}) {
           if (hold != nullptr) hold->Release();
         }
@@ -93,7 +93,7 @@ void PublishCall::Load() {
 }
 
 void PublishCall::EndWith(const absl::StatusOr<adapter::PublishResult>& result) {
-  // A client that learns of the end may publish the next one.
+  // Released first: a client that sees the end may publish the next version.
   if (const PublishRoom room = TakeRoom()) room->Release();
   Complete([&](v1::PublishResponse* to) {
     if (!result.ok()) return result.status();
@@ -104,7 +104,7 @@ void PublishCall::EndWith(const absl::StatusOr<adapter::PublishResult>& result) 
   });
 }
 
-// Before the client learns of the end: it may ask for the upload, or publish again, at once.
+// Runs before the client sees the end: it may ask for the upload, or publish again, at once.
 void PublishCall::CancelWork() {
   if (stream_) stream_->Leave();
   if (const PublishRoom room = TakeRoom()) room->Release();

@@ -1,7 +1,7 @@
-// One Publish call: feeds an upload from the client's stream, then hands it to the loader.
+// One Publish call: feeds an upload from the client's stream, then passes it to the loader.
 //
-// A client that goes away before Commit leaves nothing behind but an upload that has an id; after
-// Commit the load goes on without the client. Lifetime and thread-safety as Call.
+// After a disconnect before Commit only an upload with an id stays; after Commit the load continues
+// without the client. Lifetime and thread-safety as Call.
 #pragma once
 
 #include <grpcpp/server_context.h>
@@ -24,8 +24,8 @@ class PublishCall final : public SingleResponseCall<v1::PublishResponse> {
  public:
   using SingleResponseCall::SingleResponseCall;
 
-  // Of one message: a chunk or a configuration. Somewhat larger messages are parsed too, so that
-  // the error names the field that is too large.
+  // Limit of one message: a chunk or a configuration. Somewhat larger messages are parsed too, so
+  // that the error can name the field.
   static int64_t MaxMessageBytes(const Services& services);
 
  private:
@@ -39,9 +39,9 @@ class PublishCall final : public SingleResponseCall<v1::PublishResponse> {
   void EndWith(const absl::StatusOr<adapter::PublishResult>& result) ABSL_LOCKS_EXCLUDED(mu_);
   PublishRoom TakeRoom() ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Touched by handlers, then by CancelWork.
+  // Used by handlers, then by CancelWork.
   std::unique_ptr<UploadStream> stream_;
-  // The tenant's room for the adapter, from Begin to the load or the end.
+  // The tenant's reservation for the adapter, from Begin to the load or the end.
   PublishRoom room_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -34,7 +34,7 @@ void CheckTags(const google::protobuf::Map<std::string, std::string>& tags,
   }
 }
 
-// Empty, which is refused, for a message that is too large to be written out.
+// Empty, and therefore refused, for a message that is too large.
 std::string ToBoundedConfigJson(const v1::PeftConfig& config) {
   return config.ByteSizeLong() > kMaxAdapterConfigBytes ? "" : ToAdapterConfigJson(config);
 }
@@ -72,7 +72,7 @@ void CheckPath(const std::string& path, std::vector<Violation>* violations) {
     violations->push_back(
         {"path", "PATH_TOO_LONG", absl::StrCat("a path has at most ", kMaxPathBytes, " bytes")});
   } else if (path.front() != '/') {
-    // Relative to a folder that only the server knows.
+    // Relative paths depend on the server's working directory.
     violations->push_back({"path", "PATH_NOT_ABSOLUTE", "the path does not begin with a slash"});
   }
 }

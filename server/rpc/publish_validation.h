@@ -1,6 +1,6 @@
-// Validates what the Publish calls, Activate and Retire have in common: names, versions, tags,
-// configurations, and the options of a publish. Each check adds what is wrong to `violations`. Pure
-// functions, hence thread-safe.
+// Validates the common fields of the Publish calls, Activate and Retire: names, versions, tags,
+// configurations, and the options of a publish. Each check adds its problems to `violations`. Pure
+// functions and therefore thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ inline constexpr size_t kMaxAdapterConfigBytes = 1 << 20;
 inline constexpr size_t kMaxPathBytes = 4095;  // as the kernel's PATH_MAX
 
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations);
-// The exact version that Activate and Retire name. INVALID_ARGUMENT about `subject`.
+// Checks an exact version, for Activate and Retire. INVALID_ARGUMENT about `subject`.
 absl::Status CheckAdapterVersion(const char* subject, const std::string& name, int64_t version);
 
 // UPLOAD_ID_INVALID unless it is 1 to 128 of [A-Za-z0-9._-].
@@ -33,7 +33,7 @@ void CheckPath(const std::string& path, std::vector<Violation>* violations);
 template <typename Wire>
 adapter::PublishOptions ParsePublishOptions(const Wire& wire, std::vector<Violation>* violations);
 
-// The configuration of a publish as JSON: PUBLISH_CONFIG_TWICE unless it was given once, as
+// The configuration of a publish as JSON: PUBLISH_CONFIG_TWICE unless it is given once, as
 // PeftConfig or as text, and PUBLISH_CONFIG_SIZE. Wire: PublishBegin or PublishFromMemoryRequest.
 template <typename Wire>
 std::string ParseAdapterConfig(const Wire& wire, std::vector<Violation>* violations);

@@ -1,11 +1,11 @@
-// A gRPC service whose calls start before their requests are read, so that strangers cannot fill
-// the server's memory.
+// A gRPC service whose calls start before their requests are read, so that unauthenticated callers
+// cannot fill the server's memory.
 //
 // gRPC's generated services read the whole request of a unary or server-streaming call before they
-// tell the server of the call. The public API without that, grpc::CallbackGenericService, is not
-// used: gRPC's reflection lists registered services only, and a generic service registers none.
-// raw_service.cc registers the methods with the parts that generated code uses, and is the one
-// user of gRPC's internals. Owned by Server. Thread-safe once it is built.
+// start the call. The public alternative, grpc::CallbackGenericService, is not used: gRPC's
+// reflection lists registered services only, and a generic service registers none. raw_service.cc
+// registers the methods through the base classes of generated code, and is the one user of gRPC's
+// internals. Owned by Server. Thread-safe once it is built.
 #pragma once
 
 #include <grpcpp/impl/service_type.h>

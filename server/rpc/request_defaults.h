@@ -6,7 +6,7 @@
 
 namespace dorad::rpc {
 
-// An id that no other request of this server has: "r-" and 16 hex digits.
+// A request id that is unique in this server: "r-" and 16 hex digits.
 std::string ChooseRequestId();
 uint64_t ChooseSeed();
 

@@ -19,8 +19,7 @@ using google::protobuf::io::CodedInputStream;
 
 constexpr int kMaxDepth = 32;
 
-// Counts down without keeping anything. False: there are too many, or the bytes are not
-// well-formed.
+// Counts fields down without storing them. False: too many, or malformed bytes.
 bool CountFields(CodedInputStream* in, const Descriptor* type, int depth, int* left) {
   constexpr int kPackedBytes = 8;  // of a list of numbers count as a field
   if (depth > kMaxDepth) return false;
@@ -78,18 +77,19 @@ absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
                    absl::StrCat("a request has at most ", kMaxRequestFields, " fields"));
   }
   if (!parsed) {
-    return Refused("REQUEST_MALFORMED", absl::StrCat("the bytes are no ", request->GetTypeName()));
+    return Refused("REQUEST_MALFORMED",
+                   absl::StrCat("the bytes are not a ", request->GetTypeName()));
   }
   return absl::OkStatus();
 }
 
 absl::Status RequestMissing() {
-  return Refused("REQUEST_MISSING", "the call ended before a whole request had come");
+  return Refused("REQUEST_MISSING", "the call ended before a whole request arrived");
 }
 
 absl::Status MessageTimedOut(absl::Duration timeout) {
   return MakeError(absl::StatusCode::kUnavailable, "MESSAGE_TIMEOUT",
-                   absl::StrCat("no message came within ", absl::FormatDuration(timeout)));
+                   absl::StrCat("no message arrived within ", absl::FormatDuration(timeout)));
 }
 
 }  // namespace dorad::rpc

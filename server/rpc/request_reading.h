@@ -1,8 +1,7 @@
-// How the request of a call comes in: read once its caller is known, bounded in size;
-// message_deadlines.h bounds the time.
+// Parses requests: read after authentication, bounded in size; message_deadlines.h bounds the time.
 //
-// gRPC's generated services read the whole request of a unary or server-streaming call before they
-// tell anybody of the call, from whoever reaches the port (raw_service.h).
+// gRPC's generated services would read the whole request of a unary or server-streaming call first,
+// from any caller (raw_service.h).
 #pragma once
 
 #include <google/protobuf/message.h>
@@ -15,22 +14,22 @@
 
 namespace dorad::rpc {
 
-// Of requests whose size nothing in them asks for.
+// For requests without large fields.
 inline constexpr int64_t kSmallRequestBytes = 1 << 20;
 
-// Fields in a request, at all depths: one of two bytes can take a hundred once it is parsed. More
-// than the largest PublishFromMemory has.
+// Fields in a request, at all depths: a field of two bytes can take a hundred once it is parsed.
+// More than the largest PublishFromMemory has.
 inline constexpr int kMaxRequestFields = 1 << 20;
 
 // Consumes `bytes`. INVALID_ARGUMENT (REQUEST_TOO_LARGE, REQUEST_MALFORMED).
 absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
                           google::protobuf::Message* request);
 
-// INVALID_ARGUMENT (REQUEST_MISSING): the client has closed its side without a word, or gRPC has
-// refused its message, and says so itself.
+// INVALID_ARGUMENT (REQUEST_MISSING): the client has closed its side without a message, or gRPC has
+// refused the message and sends its own status.
 absl::Status RequestMissing();
 
-// UNAVAILABLE (MESSAGE_TIMEOUT): the same call may succeed once the client is heard again.
+// UNAVAILABLE (MESSAGE_TIMEOUT): the same call may succeed on a better connection.
 absl::Status MessageTimedOut(absl::Duration timeout);
 
 }  // namespace dorad::rpc

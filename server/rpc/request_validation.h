@@ -1,7 +1,7 @@
-// Validates requests and turns them into the engine's inputs: every check that needs nothing but
-// the request and the limits (publish_validation.h: of the Publish calls). Sizes are checked before
-// anything is allocated by them, and every violation of a request is listed in one
-// INVALID_ARGUMENT. Pure functions, hence thread-safe.
+// Validates requests and converts them to the engine's inputs: all checks of the request and the
+// limits (publish_validation.h: of the Publish calls). Sizes are checked before allocations, and
+// one INVALID_ARGUMENT lists every violation of a request. Pure functions and therefore
+// thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -21,11 +21,11 @@ namespace dorad::rpc {
 // The limits of requests.
 struct RequestLimits {
   engine::EngineLimits engine;
-  // A response message that could become larger is refused beforehand.
+  // A request whose response could be larger is refused.
   int64_t max_message_bytes = 64 << 20;
 };
 
-// Of a request without its tokens; more than the most sequences and adapters of a Score need.
+// Limit of a request without its tokens; more than the largest Score needs.
 inline constexpr int64_t kMaxRequestFraming = 1 << 20;
 inline constexpr size_t kMaxRequestIdBytes = 128;
 inline constexpr size_t kMaxCacheSaltBytes = 256;
@@ -39,7 +39,7 @@ inline constexpr size_t kMaxSleepTagBytes = 64;
 inline constexpr double kMinGpuShare = 0.01;  // as of engine.gpu_share
 inline constexpr absl::Duration kMaxGpuShareTime = absl::Hours(24);
 
-// Choices of the server where the request makes none.
+// The server's choices for optional fields.
 struct RequestDefaults {
   std::string request_id;
   uint64_t seed = 0;
@@ -74,7 +74,7 @@ absl::StatusOr<engine::Engine::GpuShareLimit> ParseGpuShareLimit(
     const v1::LimitGpuShareRequest& request);
 absl::Status CheckLimitId(const v1::EndGpuShareLimitRequest& request);
 
-// Of Sleep and Wake. Only their number and lengths are checked: the sleepers know the names.
+// Tags of Sleep and Wake. Checks only their number and lengths: SleepControl checks the names.
 // INVALID_ARGUMENT (SLEEP_TAG_INVALID).
 absl::StatusOr<std::vector<std::string>> ParseSleepTags(
     const google::protobuf::RepeatedPtrField<std::string>& tags);

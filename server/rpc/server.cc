@@ -43,19 +43,19 @@ namespace {
 
 constexpr char kReadiness[] = "readiness";
 constexpr char kLiveness[] = "liveness";
-// Of the largest size, that a listener may be reading at a time; beyond that gRPC ends calls
-// (RESOURCE_EXHAUSTED), whoever's they are.
+// The number of messages of the largest size that a listener may be reading at a time; beyond that
+// gRPC ends calls of any caller (RESOURCE_EXHAUSTED).
 constexpr int64_t kReadingMessages = 8;
-// And what connections and calls take besides.
+// Memory for connections and calls besides.
 constexpr int64_t kMinReadingBytes = 64 << 20;
 
-// gRPC writes to stderr in a format of its own, also about what we report ourselves.
+// gRPC logs to stderr in its own format, including errors that the server reports itself.
 void ForwardGrpcLog(gpr_log_func_args* args) {
   Log(LogLevel::kDebug, "grpc",
       {{"text", std::string(args->message)}, {"at", absl::StrCat(args->file, ":", args->line)}});
 }
 
-// protobuf likewise, about texts of callers' that are no UTF-8.
+// protobuf logs to stderr too, with callers' invalid UTF-8.
 void ForwardProtobufLog(google::protobuf::LogLevel /*level*/, const char* file, int line,
                         const std::string& message) {
   Log(LogLevel::kDebug, "protobuf", {{"text", message}, {"at", absl::StrCat(file, ":", line)}});
@@ -70,10 +70,10 @@ void AddLimits(const Server::Options& options, grpc::ServerBuilder* builder) {
   quota.Resize(static_cast<size_t>(
       std::max(kReadingMessages * options.max_message_bytes, kMinReadingBytes)));
   builder->SetResourceQuota(quota);
-  // gRPC looks at a message's size when it has read all of it, and says less of it than
-  // ParseRequest.
+  // gRPC checks a message's size only after reading all of it, and its error says less than
+  // ParseRequest's.
   builder->SetMaxReceiveMessageSize(-1);
-  // Nothing is inflated: three mebibytes would become as many gibibytes, outside the quota.
+  // No decompression: three mebibytes would become as many gibibytes, outside the quota.
   for (const grpc_compression_algorithm algorithm : {GRPC_COMPRESS_DEFLATE, GRPC_COMPRESS_GZIP}) {
     builder->SetCompressionAlgorithmSupportStatus(algorithm, false);
   }
@@ -82,18 +82,18 @@ void AddLimits(const Server::Options& options, grpc::ServerBuilder* builder) {
                               ClampToInt(options.max_concurrent_streams));
   // A second server on the same port must fail, not share it.
   builder->AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
-  // Connections that never speak HTTP/2 are kept for 120 s otherwise.
+  // The default keeps connections without HTTP/2 for 120 s.
   builder->AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 5000);
   builder->AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
-  // Clients that vanished without a word are found within 80 s; clients may ping every 10 s.
+  // Dead connections are found within 80 s; clients may ping every 10 s.
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 60'000);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 20'000);
   builder->AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder->AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 10'000);
 }
 
-// gRPC unlinks whatever socket lies at the path: without this a second server would take the
-// first one's place.
+// gRPC unlinks any socket at the path: without this check a second server would replace the first
+// one's socket.
 absl::Status CheckSocketFree(const std::string& path) {
   sockaddr_un address{};
   if (path.size() >= sizeof(address.sun_path)) {
@@ -107,9 +107,9 @@ absl::Status CheckSocketFree(const std::string& path) {
   const int error =
       connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 ? 0
                                                                                            : errno;
-  // Nothing there, or what a dead process has left.
+  // No socket, or one of a dead process.
   if (error == ENOENT || error == ECONNREFUSED) return absl::OkStatus();
-  // EPROTOTYPE: somebody listens for another kind of connection, as a shared-memory socket does.
+  // EPROTOTYPE: the socket has another type, such as a shared-memory socket.
   if (error == 0 || error == EPROTOTYPE) {
     return MakeError(absl::StatusCode::kUnavailable, "PORT_IN_USE",
                      absl::StrCat("cannot listen on unix:", path, ": another server does"));
@@ -127,16 +127,16 @@ absl::Status WhyListenFailed(const ListenAddress& address, const std::string& te
                    absl::StrCat("cannot listen on ", text));
 }
 
-// The services of gRPC's that a listener offers. Linking them, or asking for one, adds them to
-// every server of the process.
-struct GrpcsOwn {
+// gRPC's own services on a listener. Linking or requesting one would add it to every server of the
+// process.
+struct BuiltinServices {
   bool reflection = false;
   bool channelz = false;
 };
 
 class OnlySome final : public grpc::ServerBuilderOption {
  public:
-  explicit OnlySome(GrpcsOwn own) : own_(own) {}
+  explicit OnlySome(BuiltinServices own) : own_(own) {}
 
   void UpdateArguments(grpc::ChannelArguments* /*args*/) override {}
   void UpdatePlugins(std::vector<std::unique_ptr<grpc::ServerBuilderPlugin>>* plugins) override {
@@ -147,33 +147,32 @@ class OnlySome final : public grpc::ServerBuilderOption {
   }
 
  private:
-  const GrpcsOwn own_;
+  const BuiltinServices own_;
 };
 
 struct Listener {
-  std::shared_ptr<grpc::ServerCredentials> credentials;  // which handshakes of the server ask
+  std::shared_ptr<grpc::ServerCredentials> credentials;  // used by every handshake
   std::unique_ptr<grpc::Server> server;
   std::string address;
   std::vector<RawService*> parts;
   HealthService* health = nullptr;
 };
 
-// While it lives, files that the process makes are not for others: gRPC makes the socket file, and
-// starts to listen, in one call. The process has one umask: a file that another thread makes
-// meanwhile is not for others either.
-class KeepOthersOut {
+// Sets a restrictive umask while it lives: gRPC creates the socket file and listens on it in one
+// call. The process has one umask: it also applies to files of other threads meanwhile.
+class RestrictedUmask {
  public:
-  KeepOthersOut() : before_(umask(S_IRWXG | S_IRWXO)) { umask(before_ | S_IRWXO); }
-  ~KeepOthersOut() { umask(before_); }
-  KeepOthersOut(const KeepOthersOut&) = delete;
-  KeepOthersOut& operator=(const KeepOthersOut&) = delete;
+  RestrictedUmask() : before_(umask(S_IRWXG | S_IRWXO)) { umask(before_ | S_IRWXO); }
+  ~RestrictedUmask() { umask(before_); }
+  RestrictedUmask(const RestrictedUmask&) = delete;
+  RestrictedUmask& operator=(const RestrictedUmask&) = delete;
 
  private:
   const mode_t before_;
 };
 
 absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& options,
-                                GrpcsOwn own, HealthService* health,
+                                BuiltinServices own, HealthService* health,
                                 std::vector<RawService*> parts) {
   DORAD_ASSIGN_OR_RETURN(const ListenAddress address, ParseListenAddress(text));
   const bool is_unix = !address.unix_path.empty();
@@ -183,7 +182,7 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
   builder.SetOption(std::make_unique<OnlySome>(own));
   int port = 0;
   Listener listener;
-  // Nobody listens in on a socket file.
+  // A socket file needs no encryption.
   listener.credentials = !is_unix && options.tls != nullptr ? MakeTlsCredentials(options.tls)
                                                             : grpc::InsecureServerCredentials();
   builder.AddListeningPort(
@@ -194,9 +193,9 @@ absl::StatusOr<Listener> Listen(const std::string& text, const Server::Options& 
   listener.parts = std::move(parts);
   listener.health = health;
   {
-    // There is no moment at which others could connect to a socket file.
-    std::optional<KeepOthersOut> keep_others_out;
-    if (is_unix) keep_others_out.emplace();
+    // The socket file is never open to others, not even for a moment.
+    std::optional<RestrictedUmask> restricted_umask;
+    if (is_unix) restricted_umask.emplace();
     listener.server = builder.BuildAndStart();
   }
   if (listener.server == nullptr || port == 0) return WhyListenFailed(address, text);
@@ -220,7 +219,7 @@ struct Server::Impl {
         main_health(s, &health_deadlines),
         admin_health(s, &health_deadlines) {}
 
-  // Calls each(health, parts) for each listener that there is.
+  // Calls each(health, parts) for each active listener.
   template <typename Each>
   void ForEachHealth(Each each) {
     for (Listener* listener : {&main, &admin}) {
@@ -235,14 +234,14 @@ struct Server::Impl {
 
   bool RequestsRun() const { return !services->engine->idle() || services->open_requests > 0; }
 
-  // Loads need the base weights, and would wait for them for as long as these sleep.
+  // Whether loads can run: they need the base weights, and would wait as long as these sleep.
   bool LoadsRun() const {
     if (services->open_loads == 0) return false;
     const std::vector<std::string> asleep = services->sleep->asleep();
     return std::find(asleep.begin(), asleep.end(), "weights") == asleep.end();
   }
 
-  // Requests that are frozen, or sleep, would never finish.
+  // Frozen and sleeping requests would never finish.
   void AbortFrozen(const engine::EngineStats& stats) {
     if (!RequestsRun()) return;
     if (stats.paused || stats.asleep) Abort({.all = true});
@@ -279,8 +278,8 @@ Server::~Server() { Shutdown(absl::ZeroDuration()); }
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Services* services) {
   gpr_set_log_function(ForwardGrpcLog);
   google::protobuf::SetLogHandler(ForwardProtobufLog);
-  // Never given back: who gives the last one back waits for gRPC's threads, and these may wait for
-  // clients that are slow to take what was cancelled.
+  // Never shut down: the last shutdown waits for gRPC's threads, and these may wait for clients
+  // that are slow to read their cancellations.
   grpc_init();
   auto impl = std::make_unique<Impl>(services);
   RawService* const inference = &impl->inference;
@@ -289,14 +288,15 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Options& options, Se
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::channelz::experimental::InitChannelzService();
   if (options.admin_listen.empty()) {
-    const GrpcsOwn own{.reflection = !options.asks_callers, .channelz = !options.asks_callers};
+    const BuiltinServices own{.reflection = !options.asks_callers,
+                              .channelz = !options.asks_callers};
     DORAD_ASSIGN_OR_RETURN(impl->main, Listen(options.listen, options, own, &impl->main_health,
                                               {inference, adapters, control}));
   } else {
-    const GrpcsOwn own{.reflection = !options.asks_callers, .channelz = false};
+    const BuiltinServices own{.reflection = !options.asks_callers, .channelz = false};
     DORAD_ASSIGN_OR_RETURN(impl->main,
                            Listen(options.listen, options, own, &impl->main_health, {inference}));
-    const GrpcsOwn all{.reflection = true, .channelz = true};
+    const BuiltinServices all{.reflection = true, .channelz = true};
     DORAD_ASSIGN_OR_RETURN(impl->admin, Listen(options.admin_listen, options, all,
                                                &impl->admin_health, {adapters, control}));
   }

@@ -22,15 +22,15 @@ class Server {
     int64_t max_concurrent_streams = 1024;
     // Borrowed; of TCP listeners. nullptr: no TLS.
     const security::TlsFiles* tls = nullptr;
-    // Callers are asked who they are. Reflection and channelz, which are gRPC's own, answer without
-    // asking, read whatever a stranger sends, and channelz tells who is connected: they are then
-    // served at admin_listen only.
+    // Callers must authenticate. gRPC's own reflection and channelz do not authenticate, read any
+    // caller's request, and channelz lists the connections: they are then served at admin_listen
+    // only.
     bool asks_callers = false;
   };
-  // Serves from now on. services is borrowed. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),
+  // Starts to serve. services is borrowed. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),
   // INVALID_ARGUMENT (LISTEN_ADDRESS).
   static absl::StatusOr<std::unique_ptr<Server>> Start(const Options& options, Services* services);
-  // Cancels what still runs.
+  // Cancels all running calls.
   ~Server();
 
   // The address with the port in effect.
@@ -44,15 +44,15 @@ class Server {
   void SetAlive(bool alive);
 
   struct DrainTimes {
-    absl::Duration delay;  // health says not serving, but requests are still taken
+    absl::Duration delay;  // health is NOT_SERVING, but requests are still accepted
     absl::Duration timeout;
     absl::Duration grace;
   };
-  // Not serving any more; after `delay` new requests are refused, running ones, loads of adapters
-  // and other changes of the registry go on, at full speed, until the answers to all of them have
-  // been sent or `timeout` has passed; loads that wait for sleeping weights are not waited for.
-  // What is left then, or was frozen by a pause, is aborted and has `grace` to reach the clients.
-  // Once `hurry` is notified neither delay nor timeout is waited for. Once.
+  // Health turns NOT_SERVING; after `delay` new requests are refused. Running requests, loads of
+  // adapters and other changes of the registry continue at full speed until their answers have been
+  // sent or `timeout` has passed; loads that wait for sleeping weights are not waited for. The
+  // rest, and requests frozen by a pause, are aborted and have `grace` to reach the clients. A
+  // notification of `hurry` skips delay and timeout. Once.
   void Drain(const DrainTimes& times, const absl::Notification& hurry);
   // Closes the listeners; calls that have not ended within `grace` are cancelled. Once.
   void Shutdown(absl::Duration grace);

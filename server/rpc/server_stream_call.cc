@@ -14,7 +14,7 @@ void ServerStreamCall::OnWriteDone(bool ok) {
       method_.name,
       [&] {
         Reach("rpc_write_done");
-        // OnCancel comes as well.
+        // OnCancel runs as well.
         if (!ok) Abandon(record_.CancelStatus());
       },
       [this](const absl::Status& status) { Abandon(status); });
@@ -25,7 +25,7 @@ void ServerStreamCall::Wake() {
   if (wake_posted_.exchange(true)) return;
   services_->response_executor->Submit(
       [self = std::static_pointer_cast<ServerStreamCall>(shared_from_this())] {
-        // Before the source is looked at, so that nothing pushed after that goes unnoticed.
+        // Cleared before the source is read, so that a later push posts a new wake-up.
         self->wake_posted_ = false;
         self->Pump();
       });

@@ -1,9 +1,9 @@
-// A call with one request that is answered by a stream of messages, whose source wakes the call.
+// A call with one request and a stream of messages, whose source wakes the call.
 //
-// At most one write is outstanding; what a slow reader has not taken is for the source to merge.
-// The source only posts a wake-up (it may hold locks of its own and must not be touched from
-// there); a thread of the response executor or of gRPC takes, encodes and writes. Lifetime, lock
-// order and thread-safety as Call.
+// At most one write is outstanding; the source merges messages for a slow reader. The source only
+// posts a wake-up (it may hold locks of its own and must not be used from there); a thread of the
+// response executor or of gRPC takes, encodes and writes. Lifetime, lock order and thread-safety as
+// Call.
 #pragma once
 
 #include <google/protobuf/message.h>
@@ -24,18 +24,18 @@ class ServerStreamCall : public Call {
   void OnWriteDone(bool ok) final;
 
  protected:
-  // What the source has for the client now.
+  // The source's next action.
   struct Turn {
     // Write it; nullptr: nothing.
     const google::protobuf::Message* message = nullptr;
-    // Nothing more will come: end with this.
+    // No message follows: ends the call with this status.
     std::optional<absl::Status> end;
   };
   virtual Turn Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) = 0;
 
-  // For the source to call when there may be something: only posts.
+  // For the source, after each change: only posts.
   void Wake();
-  // Writes what there is, unless a write is outstanding.
+  // Writes the next message, unless a write is outstanding.
   void Pump() ABSL_LOCKS_EXCLUDED(mu_);
 
  private:

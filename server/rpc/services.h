@@ -1,6 +1,6 @@
-// What the gRPC services stand on, and what they say of the server. Filled by App, which owns
-// everything that the pointers name and keeps it alive longer than the services.
-// Immutable once the server runs (the atomics apart), hence thread-safe.
+// The inputs of the gRPC services, and their common state. Filled by App, which owns all pointed-to
+// objects and keeps them alive longer than the services. Immutable once the server runs (except the
+// atomics) and therefore thread-safe.
 #pragma once
 
 #include <atomic>
@@ -49,7 +49,7 @@ struct ServerInfo {
   absl::Time start_time;
 };
 
-// Counts in one of Services' numbers of what is open, which a drain waits for.
+// Counts an open call or load in one of Services' numbers; a drain waits for zero.
 class OpenCount {
  public:
   explicit OpenCount(std::atomic<int>* open) : open_(open) { ++*open_; }
@@ -65,26 +65,26 @@ struct Services {
   engine::Engine* engine = nullptr;
   adapter::AdapterRegistry* registry = nullptr;
   Metrics* metrics = nullptr;
-  // Encodes results of the engine and hands them to gRPC; outlives the engine.
+  // Encodes the engine's results and passes them to gRPC; outlives the engine.
   ThreadPool* response_executor = nullptr;
   UploadStore* uploads = nullptr;
   adapter::AdapterPublisher* publisher = nullptr;
   const shared_memory::Listener* shared_memory =
       nullptr;  // nullptr: nothing can be published from memory
-  // Runs a change of the registry: here, or where it may wait for the store's disk.
+  // Runs a change of the registry: inline, or on a thread that may wait for the store's disk.
   std::function<void(std::function<void()>)> run_change = [](const std::function<void()>& change) {
     change();
   };
-  // Where the base weights lie; nullptr without a shared-memory socket.
+  // Addresses of the base weights; nullptr without a shared-memory socket.
   const model::WeightLayout* weight_layout = nullptr;
   std::function<std::map<std::string, int64_t>()> memory_by_kind;
   std::function<int64_t()> shared_weight_bytes = [] { return 0; };
   SleepControl* sleep = nullptr;
-  // Who callers are, and what they may use. nullptr, both: nobody is asked.
+  // Identifies callers and their rights. Both nullptr: no authentication.
   const security::Authority* authority = nullptr;
   security::Quotas* quotas = nullptr;
 
-  // What a request may ask for now.
+  // The current limits of requests.
   RequestLimits limits() const { return {engine->limits(), max_message_bytes}; }
   absl::Duration default_deadline() const { return absl::Seconds(default_deadline_seconds.load()); }
 
@@ -94,7 +94,7 @@ struct Services {
   // Bounds the wait for each message of a call.
   std::unique_ptr<MessageDeadlines> message_deadlines;
   std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
-  // Publishing is refused once it is set.
+  // Set: publishing is refused.
   std::atomic<bool> draining{false};
   std::atomic<int> open_requests{0};  // Generate and Score calls whose end has not been sent
   std::atomic<int> open_loads{0};     // Publish* calls without an answer

@@ -41,7 +41,7 @@ google::rpc::RetryInfo MakeRetryInfo(absl::Duration retry_after) {
   return info;
 }
 
-// As many violations as fit into `budget` bytes; the last one says how many were left out.
+// As many violations as fit into `budget` bytes; the last one counts the omitted ones.
 google::rpc::BadRequest MakeBadRequest(const std::vector<Violation>& violations, size_t budget) {
   constexpr size_t kRoomForCount = 96;
   google::rpc::BadRequest bad;
@@ -67,7 +67,7 @@ std::string Presentable(const std::string& text, size_t max_bytes) {
   constexpr std::string_view kCut = "...";
   std::string out;
   std::string_view rest(text);
-  size_t cut = 0;  // where out ends when it has to be cut
+  size_t cut = 0;  // the end of `out` if it must be cut
   while (!rest.empty()) {
     const size_t length = Utf8SequenceLength(rest);
     const bool control = length == 1 && (rest[0] < ' ' || rest[0] == '\x7f');

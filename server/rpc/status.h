@@ -1,5 +1,5 @@
-// From absl::Status with the payloads of server/platform/error.h to what callers see: a
-// grpc::Status with google.rpc.Status details (AIP-193). Pure functions, hence thread-safe.
+// Converts absl::Status with the payloads of server/platform/error.h to a grpc::Status with
+// google.rpc.Status details (AIP-193). Pure functions and therefore thread-safe.
 #pragma once
 
 #include <grpcpp/support/status.h>
@@ -25,12 +25,12 @@ grpc::Status ToGrpc(const absl::Status& status,
                     const std::map<std::string, std::string>& metadata = {});
 
 // The text as well-formed UTF-8 of at most max_bytes, ending in "..." when it was cut, with '?' for
-// control characters and bytes that are no UTF-8: receivers refuse such bytes in a string field,
-// and a caller's text must not start a line of its own in somebody's log. REQUIRES: max_bytes >= 3.
+// control characters and invalid UTF-8: receivers refuse invalid UTF-8 in a string field, and a
+// caller's text must not start a new line in a log. REQUIRES: max_bytes >= 3.
 std::string Presentable(const std::string& text, size_t max_bytes);
 
 // The value of grpc-retry-pushback-ms: the retry hint, "-1" (do not retry) for RESOURCE_EXHAUSTED
-// without one, nullopt for everything else.
+// without one, else nullopt.
 std::optional<std::string> RetryPushback(const absl::Status& status);
 
 // "OK", "INVALID_ARGUMENT", ...

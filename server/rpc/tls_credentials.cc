@@ -25,7 +25,7 @@ class TlsCredentials final : public grpc::ServerCredentials {
   }
   ~TlsCredentials() override { grpc_server_credentials_release(credentials_); }
 
-  // Its processors keep what they find for the whole connection (see access.h).
+  // A processor's result would be kept for the whole connection (see access.h).
   void SetAuthMetadataProcessor(const std::shared_ptr<grpc::AuthMetadataProcessor>&) override {
     DORAD_CHECK(false);
   }
@@ -35,7 +35,7 @@ class TlsCredentials final : public grpc::ServerCredentials {
     return grpc_server_add_http2_port(server, address.c_str(), credentials_);
   }
 
-  // At the start and at each handshake.
+  // Called at the start and at each handshake.
   static grpc_ssl_certificate_config_reload_status Fetch(
       void* self, grpc_ssl_server_certificate_config** config) {
     return static_cast<TlsCredentials*>(self)->FetchNext(config);
@@ -47,7 +47,7 @@ class TlsCredentials final : public grpc::ServerCredentials {
     const std::shared_ptr<const security::TlsIdentity> now = files_->identity();
     if (now == shown_) return GRPC_SSL_CERTIFICATE_CONFIG_RELOAD_UNCHANGED;
     const grpc_ssl_pem_key_cert_pair pair{now->key.c_str(), now->certificates.c_str()};
-    // gRPC insists on roots here even when it asks clients for nothing; then nobody looks at them.
+    // gRPC requires roots here even without client certificates; then they are unused.
     const std::string& roots = now->client_ca.empty() ? now->certificates : now->client_ca;
     *config = grpc_ssl_server_certificate_config_create(roots.c_str(), &pair, 1);
     shown_ = now;

@@ -1,7 +1,7 @@
 // TLS for a gRPC listener whose certificate may change while it runs.
 //
-// gRPC's own file watcher stops all new connections when a file is broken. Here gRPC asks at each
-// handshake, and gets what security::TlsFiles has found to be good.
+// gRPC's own file watcher stops all new connections when a file is broken. Here gRPC calls at each
+// handshake, and gets the last valid files of security::TlsFiles.
 #pragma once
 
 #include <grpcpp/security/server_credentials.h>
@@ -12,8 +12,8 @@
 
 namespace dorad::rpc {
 
-// For one listener. With a client CA, a connection needs a certificate that it has signed. `files`
-// is borrowed; outlives the listener.
+// For one listener. With a client CA, a connection needs a certificate signed by it. `files` is
+// borrowed; outlives the listener.
 std::shared_ptr<grpc::ServerCredentials> MakeTlsCredentials(const security::TlsFiles* files);
 
 }  // namespace dorad::rpc

@@ -18,11 +18,11 @@ namespace dorad::rpc {
 template <typename Response>
 class UnaryCall final : public SingleResponseCall<Response> {
  public:
-  // Ends the call, arranges for its end, or returns why it fails.
+  // Ends the call now or later, or returns its failure.
   template <typename Request>
   using Handler = std::function<absl::Status(const std::shared_ptr<UnaryCall>&, const Request&)>;
 
-  // Parses the request's bytes and hands it to a Handler. Borrowed.
+  // Parses the request's bytes and passes it to a Handler. Borrowed.
   using Dispatch = std::function<absl::Status(UnaryCall*, grpc::ByteBuffer*)>;
 
   UnaryCall(const Method& method, grpc::CallbackServerContext* context, Services* services,
@@ -39,7 +39,7 @@ class UnaryCall final : public SingleResponseCall<Response> {
     };
   }
 
-  // Runs once if the call is abandoned: the client has gone, or the handler has failed. For
+  // Runs once if the call is abandoned: the client has disconnected, or the handler has failed. For
   // handlers.
   void set_on_cancel(std::function<void()> on_cancel) ABSL_LOCKS_EXCLUDED(this->mu_) {
     absl::MutexLock lock(&this->mu_);
@@ -51,7 +51,7 @@ class UnaryCall final : public SingleResponseCall<Response> {
   void CancelWork() override {
     if (const auto on_cancel = TakeOnCancel()) on_cancel();
   }
-  void Release() override { TakeOnCancel(); }  // it may hold what holds this call
+  void Release() override { TakeOnCancel(); }  // breaks a cycle of references
 
   std::function<void()> TakeOnCancel() ABSL_LOCKS_EXCLUDED(this->mu_) {
     absl::MutexLock lock(&this->mu_);
@@ -62,7 +62,7 @@ class UnaryCall final : public SingleResponseCall<Response> {
   std::function<void()> on_cancel_ ABSL_GUARDED_BY(this->mu_);
 };
 
-// What handlers of a method take.
+// The pointer that handlers of a method get.
 template <typename Response>
 using UnaryPtr = std::shared_ptr<UnaryCall<Response>>;
 

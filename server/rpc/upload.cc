@@ -84,7 +84,7 @@ absl::Status Upload::AcceptBegin(const v1::PublishBegin& begin) {
   typed_config_ = begin.has_peft_config();
   CheckImage(begin, max_bytes_, &violations);
   if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));
-  // Now, not when all the bytes have come.
+  // Checked now, not after all bytes have arrived.
   if (begin.durable() && !has_store_) return adapter::StoreNotConfigured();
   size_ = begin.safetensors_size();
   start_ = SteadyNow();
@@ -118,13 +118,13 @@ absl::Status Upload::AcceptChunk(const v1::PublishChunk& chunk) {
 absl::Status Upload::AcceptCommit() {
   if (image_.size() != size_) {
     return Broken("commit", "PUBLISH_SIZE_MISMATCH",
-                  absl::StrCat(image_.size(), " bytes came of the announced ", size_));
+                  absl::StrCat(image_.size(), " bytes arrived of the announced ", size_));
   }
   if (!expected_sha256_.empty()) {
     const std::array<uint8_t, 32> digest = sha256_.Final();
     if (ToBytes(digest) != expected_sha256_) {
       return Broken("safetensors_sha256", "PUBLISH_SHA256_MISMATCH",
-                    absl::StrCat("the bytes that came have SHA-256 ", ToHex(digest)));
+                    absl::StrCat("the received bytes have SHA-256 ", ToHex(digest)));
     }
   }
   read_time_ = Since(start_);
@@ -133,7 +133,7 @@ absl::Status Upload::AcceptCommit() {
 }
 
 absl::Status Upload::ReserveFor(size_t bytes) {
-  // At least what the kernel gives at a time: a huge page.
+  // At least the kernel's unit of allocation: a huge page.
   constexpr uint64_t kStep = 2 << 20;
   const uint64_t wanted = (image_.size() + bytes + kStep - 1) / kStep * kStep;
   const int64_t more = static_cast<int64_t>(std::min(wanted, size_)) - reserved_;
@@ -145,8 +145,8 @@ absl::Status Upload::ReserveFor(size_t bytes) {
   }
   reserved_ += more;
   if (image_.capacity() >= size_) return absl::OkStatus();
-  // Address space for all of the image, which takes no memory until bytes are written to it. A
-  // buffer that grew would be copied, and for a time both copies would take memory.
+  // Reserves address space for the whole file; it takes no memory until it is written. A growing
+  // buffer would be copied, and both copies would take memory for a time.
   try {
     ReserveBytes(size_, &image_);
   } catch (const std::bad_alloc&) {

@@ -1,7 +1,8 @@
-// The receiving side of Publish, without gRPC: parts in, one complete and checked image out.
+// The receiving side of Publish, without gRPC: takes parts and produces one complete, checked
+// safetensors file in memory.
 //
-// Memory follows what has arrived, never what was announced; all uploads together share a byte
-// budget, of which each holds what its image takes. Confined to one call at a time.
+// Memory follows the received bytes, never the announced size; all uploads share a byte budget, and
+// each takes its received bytes from it. Confined to one call at a time.
 #pragma once
 
 #include <atomic>
@@ -25,11 +26,11 @@ namespace dorad::rpc {
 
 inline constexpr size_t kMaxChunkBytes = 1 << 20;
 
-// Bytes held by the images of all uploads that are under way or kept; a stalled upload holds only
-// what has come of it. Shared by UploadStore and the uploads. Thread-safe.
+// Bytes of all uploads in progress or kept; a stalled upload counts only its received bytes. Shared
+// by UploadStore and the uploads. Thread-safe.
 class UploadBudget {
  public:
-  // make_room gives something back, or says that there is nothing; nullptr: there never is.
+  // make_room frees some bytes, or returns false; nullptr: it never can.
   explicit UploadBudget(int64_t max_bytes, std::function<bool()> make_room = nullptr)
       : max_bytes_(max_bytes), make_room_(std::move(make_room)) {}
   // False when there is no room.
@@ -46,27 +47,27 @@ class UploadBudget {
 
 class Upload {
  public:
-  // max_bytes: of one image. has_store: durable versions can be had.
+  // max_bytes: of one file. has_store: durable versions are possible.
   Upload(int64_t max_bytes, bool has_store, std::shared_ptr<UploadBudget> budget)
       : max_bytes_(max_bytes), has_store_(has_store), budget_(std::move(budget)) {}
   ~Upload() { GiveBack(); }
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
 
-  // Begin, then chunks in order, then Commit. A refused chunk leaves the upload as it was; after
-  // any other failure or Commit nothing may follow. INVALID_ARGUMENT (PUBLISH_*,
+  // Begin, then chunks in order, then Commit. A refused chunk leaves the upload unchanged; after
+  // any other failure or Commit no part may follow. INVALID_ARGUMENT (PUBLISH_*,
   // UPLOAD_ID_INVALID), FAILED_PRECONDITION (STORE_NOT_CONFIGURED), RESOURCE_EXHAUSTED
   // (PUBLISH_BUSY with a retry hint, OUT_OF_MEMORY).
   absl::Status Accept(v1::PublishRequest* part);
 
   bool committed() const { return state_ == State::kCommitted; }
-  // Bytes of the image so far.
+  // Bytes received so far.
   uint64_t received() const { return image_.size(); }
 
   // After Commit, once.
   adapter::PublishOptions TakeOptions() { return std::move(options_); }
   std::string TakeConfig() { return std::move(config_); }
-  // The configuration came as a PeftConfig.
+  // The request had a PeftConfig.
   bool typed_config() const { return typed_config_; }
   ByteBuffer TakeImage() { return std::move(image_); }
   // From Begin to Commit.
@@ -78,7 +79,7 @@ class Upload {
   absl::Status AcceptBegin(const v1::PublishBegin& begin);
   absl::Status AcceptChunk(const v1::PublishChunk& chunk);
   absl::Status AcceptCommit();
-  // Takes a share of the budget for `bytes` more of the image, and at the first call the buffer.
+  // Takes `bytes` more of the budget, and at the first call allocates the buffer.
   absl::Status ReserveFor(size_t bytes);
   void GiveBack();
 

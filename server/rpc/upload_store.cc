@@ -52,7 +52,7 @@ absl::Status CheckEqual(const BeginFields& kept, const BeginFields& now) {
     const auto is = now.find(name);
     if (was != kept.end() && is != now.end() && was->second == is->second) continue;
     violations.push_back(
-        {name, "UPLOAD_BEGIN_DIFFERS", "is not what the upload with this upload_id began with"});
+        {name, "UPLOAD_BEGIN_DIFFERS", "differs from the Begin of the upload with this upload_id"});
   }
   if (violations.empty()) return absl::OkStatus();
   return MakeInvalid("PublishBegin", std::move(violations));
@@ -66,11 +66,11 @@ absl::Status NotFound(const std::string& id) {
 
 absl::Status TakenOver(const std::string& id) {
   return MakeError(absl::StatusCode::kAborted, "UPLOAD_TAKEN_OVER",
-                   absl::StrCat("a newer stream goes on with the upload \"", id, "\""));
+                   absl::StrCat("a newer stream has taken over the upload \"", id, "\""));
 }
 
-// The server was short of something, a disk included: what may succeed later must not be answered
-// with today's refusal.
+// A lack of resources (memory, disk): a later try may succeed, so this refusal must not be repeated
+// to it.
 bool MayPass(const absl::Status& refusal) {
   return refusal.code() == absl::StatusCode::kUnavailable ||
          refusal.code() == absl::StatusCode::kResourceExhausted;
@@ -78,7 +78,7 @@ bool MayPass(const absl::Status& refusal) {
 
 }  // namespace
 
-// What is not const or atomic is guarded by the store's mutex, except where it says `feeding`.
+// The store's mutex guards all members, except constants, atomics and those guarded by `feeding`.
 struct UploadStore::Record {
   enum class State { kReceiving, kLoading, kEnded };
 
@@ -96,16 +96,16 @@ struct UploadStore::Record {
   Key key() const { return {tenant, id}; }
 
   const std::string tenant;
-  const std::string id;  // empty: not in the store, and nobody else's
+  const std::string id;  // empty: not in the store; used by one stream only
   const BeginFields begin;
   const uint64_t total;
-  // Held while a part is taken; acquired before the store's.
+  // Held while a part is accepted; acquired before the store's.
   absl::Mutex feeding;
   std::unique_ptr<Upload> upload ABSL_GUARDED_BY(feeding);  // until it is loaded
   std::atomic<uint64_t> received{0};
 
   State state = State::kReceiving;
-  uint64_t stream = 0;  // that feeds it; 0: none
+  uint64_t stream = 0;  // the feeding stream; 0: none
   std::function<void(absl::Status)> end_stream;
   std::vector<adapter::PublishCallback> waiting;  // for the result
   std::optional<absl::StatusOr<adapter::PublishResult>> result;
@@ -224,7 +224,7 @@ void UploadStore::Complete(Record& record, const absl::StatusOr<adapter::Publish
 }
 
 void UploadStore::Leave(std::shared_ptr<Record> record, uint64_t stream) {
-  std::vector<std::shared_ptr<Record>> dropped;  // freed under no lock
+  std::vector<std::shared_ptr<Record>> dropped;  // freed without the lock
   absl::MutexLock lock(&mu_);
   if (record->state == Record::State::kReceiving && record->stream == stream) {
     record->stream = 0;
@@ -233,7 +233,7 @@ void UploadStore::Leave(std::shared_ptr<Record> record, uint64_t stream) {
     dropped = Thin([](const Record& r) { return r.idle() ? 1 : 0; }, kMaxIdle);
     changed_.Signal();
   }
-  // What is kept must not be held by anyone else, or dropping it would not give its memory back.
+  // The store must hold the last reference: dropping a kept upload must free its memory.
   if (Holds(*record)) {
     record.reset();
   } else {
@@ -343,7 +343,7 @@ absl::StatusOr<UploadStream::Next> UploadStream::Accept(v1::PublishRequest* part
       return TakenOver(record.id);
     case UploadStore::Turn::kDropped:
       return NotFound(record.id);
-    case UploadStore::Turn::kCommitted:  // by the stream before this one, as its last deed
+    case UploadStore::Turn::kCommitted:  // by the previous stream
       store_->Join(record, answer_);
       return Next::kAnswer;
   }

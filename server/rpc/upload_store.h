@@ -1,11 +1,11 @@
-// Uploads that outlive the streams that feed them: those with an upload_id.
+// Uploads with an upload_id, which outlive their streams.
 //
 // A stream that breaks before Commit leaves its upload here. A newer stream with an equal Begin
-// goes on with it, or takes it over from a stream whose client the server does not know to be gone:
-// only the client knows which of its connections lives, so the newest one wins. After Commit the
-// result is remembered, so that a client that has lost the answer cannot publish twice; but not
-// that the server was short of something, after which the id is free. What nobody asks for within
-// the time to live is dropped, and idle uploads make room for bytes that come.
+// continues it, even if the older stream still looks alive: only the client knows which of its
+// connections works, so the newest one wins. After Commit the result is kept, so that a client that
+// has lost the answer cannot publish twice; but after a failure for lack of resources the id is
+// free. Uploads and results are dropped after their time to live, and idle uploads make room for
+// new bytes.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,8 @@ namespace dorad::rpc {
 // Owned by App; outlives streams and loads. Thread-safe.
 class UploadStore {
  public:
-  // More idle uploads or results than these push the oldest out, of the tenant that has the most.
+  // Limit on idle uploads and on results; beyond it the oldest one of the tenant with the most is
+  // dropped.
   static constexpr int kMaxIdle = 64;
   static constexpr int kMaxResults = 1024;
 
@@ -53,7 +54,7 @@ class UploadStore {
     bool committed = false;
     absl::Duration time_left;
   };
-  // NOT_FOUND (UPLOAD_NOT_FOUND). tenant: whose id it is; two may choose the same.
+  // NOT_FOUND (UPLOAD_NOT_FOUND). tenant: the owner of the id; two tenants may choose the same.
   absl::StatusOr<Progress> Find(const std::string& id, const std::string& tenant = "") const
       ABSL_LOCKS_EXCLUDED(mu_);
 
@@ -61,7 +62,7 @@ class UploadStore {
     int uploads = 0;
     int64_t bytes = 0;
   };
-  // Uploads that wait for a stream to go on with them.
+  // Uploads without a stream.
   Idle idle() const ABSL_LOCKS_EXCLUDED(mu_);
 
  private:
@@ -70,17 +71,17 @@ class UploadStore {
   using Key = std::pair<std::string, std::string>;  // tenant, id
   using Records = std::map<Key, std::shared_ptr<Record>>;
 
-  // Whose turn it is to feed an upload.
+  // The state of an upload as seen by one stream.
   enum class Turn { kMine, kTakenOver, kCommitted, kDropped };
 
-  // The record of the id, made from `fresh` if there is none, with `stream` as the one that feeds
-  // it; whoever did that before ends. INVALID_ARGUMENT (UPLOAD_BEGIN_DIFFERS).
+  // The record of the id, made from `fresh` if new. Makes `stream` its feeding stream; the previous
+  // one ends. INVALID_ARGUMENT (UPLOAD_BEGIN_DIFFERS).
   absl::StatusOr<std::shared_ptr<Record>> Open(std::shared_ptr<Record> fresh, uint64_t stream,
                                                std::function<void(absl::Status)> end)
       ABSL_LOCKS_EXCLUDED(mu_);
   uint64_t NextStream() ABSL_LOCKS_EXCLUDED(mu_);
   Turn TurnOf(const Record& record, uint64_t stream) const ABSL_LOCKS_EXCLUDED(mu_);
-  // Gives `answer` the result of a committed upload, now or when it is there.
+  // Passes the result of a committed upload to `answer`, now or later.
   void Join(Record& record, adapter::PublishCallback answer) ABSL_LOCKS_EXCLUDED(mu_);
   void Commit(Record& record, adapter::PublishCallback answer) ABSL_LOCKS_EXCLUDED(mu_);
   void Complete(Record& record, const absl::StatusOr<adapter::PublishResult>& result)
@@ -91,10 +92,10 @@ class UploadStore {
   bool DropOldestIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
   bool Holds(const Record& record) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What a record weighs against the others of its tenant; 0: it is none of those that are thinned.
+  // A record's weight among those of its tenant; 0: never removed.
   using Weight = std::function<int64_t(const Record&)>;
-  // Removes records while more than `most` weigh anything: each time the oldest one of the tenant
-  // whose records weigh the most, so that nobody pushes out those of somebody who has less.
+  // Removes records while more than `most` have a weight: each time the oldest one of the tenant
+  // with the largest total, so that no tenant displaces the records of a smaller one.
   std::vector<std::shared_ptr<Record>> Thin(const Weight& weight, int most)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Collect() ABSL_LOCKS_EXCLUDED(mu_);
@@ -109,8 +110,8 @@ class UploadStore {
   std::thread collector_;
 };
 
-// One Publish call's part in an upload: without an id the only one, with an id one of several.
-// Confined to one call.
+// One Publish call's part in an upload: with an id, several calls may continue one upload. Confined
+// to one call.
 class UploadStream {
  public:
   enum class Next {
@@ -120,8 +121,8 @@ class UploadStream {
   };
 
   // end: runs on another thread, at most once, when a newer stream has taken the upload over
-  // (ABORTED, UPLOAD_TAKEN_OVER). answer: runs once, on any thread, after kLoad or kAnswer.
-  // tenant: whose upload ids are meant.
+  // (ABORTED, UPLOAD_TAKEN_OVER). answer: runs once, on any thread, after kLoad or kAnswer. tenant:
+  // the owner of the upload id.
   UploadStream(UploadStore* store, std::function<void(absl::Status)> end,
                adapter::PublishCallback answer, std::string tenant = "");
   // Leaves the upload to its store.
@@ -130,8 +131,8 @@ class UploadStream {
   UploadStream& operator=(const UploadStream&) = delete;
 
   // As Upload::Accept, and INVALID_ARGUMENT (UPLOAD_BEGIN_DIFFERS), ABORTED (UPLOAD_TAKEN_OVER),
-  // NOT_FOUND (UPLOAD_NOT_FOUND: dropped meanwhile). After a failure nothing may follow. A failed
-  // Commit drops the upload, any other failure leaves it as it was.
+  // NOT_FOUND (UPLOAD_NOT_FOUND: dropped meanwhile). After a failure no part may follow. A failed
+  // Commit drops the upload, any other failure leaves it unchanged.
   absl::StatusOr<Next> Accept(v1::PublishRequest* part);
 
   // After kLoad.

@@ -31,12 +31,12 @@ absl::Status WatchCall::OnMessage(grpc::ByteBuffer* bytes) {
   DORAD_RETURN_IF_ERROR(Parse(bytes, &request));
   DORAD_ASSIGN_OR_RETURN(const int64_t from,
                          StartGeneration(request, services_->registry->generation()));
-  // Events that are gone or have not happened are refused before the stream opens.
+  // Events that are dropped or still to come are refused before the stream opens.
   DORAD_RETURN_IF_ERROR(services_->registry->EventsAfter(from, 1).status());
   {
     absl::MutexLock lock(&mu_);
     generation_ = from;
-    // Tells the client that from now on no event will be missed.
+    // Tells the client that the subscription is active.
     StartSendInitialMetadata();
   }
   subscription_ = services_->registry->Subscribe([this] { Wake(); });
@@ -48,7 +48,7 @@ absl::Status WatchCall::OnMessage(grpc::ByteBuffer* bytes) {
 }
 
 WatchCall::Turn WatchCall::Next() {
-  // A watch would outlive its token by months.
+  // Without this check a watch could outlive its token by months.
   if (const absl::Status rights = record_.CheckRights(); !rights.ok()) return {.end = rights};
   while (true) {
     if (events_.empty()) {
@@ -62,7 +62,7 @@ WatchCall::Turn WatchCall::Next() {
     const adapter::RegistryEvent event = std::move(events_.front());
     events_.pop_front();
     generation_ = event.generation;
-    // Of other adapters the caller does not learn that they exist.
+    // Hides other tenants' adapters.
     if (!caller().MayTouch(event.adapter.name)) continue;
     Encode(event, &response_);
     return {.message = &response_};

@@ -1,7 +1,7 @@
 // One Watch call: registry events in order, from a generation on.
 //
 // Holds a small batch of events; a watcher slower than the registry's event log ends with
-// OUT_OF_RANGE, one whose token is taken away with UNAUTHENTICATED. Lifetime and thread-safety as
+// OUT_OF_RANGE, one whose token is revoked with UNAUTHENTICATED. Lifetime and thread-safety as
 // Call.
 #pragma once
 

@@ -15,7 +15,7 @@ absl::Status Unauthenticated(const char* reason, const char* message) {
   return MakeError(absl::StatusCode::kUnauthenticated, reason, message);
 }
 
-// What follows "Bearer "; empty when it is something else.
+// The text after "Bearer "; empty for any other value.
 std::string_view BearerOf(const std::string& value) {
   constexpr absl::string_view kScheme = "bearer ";
   if (!absl::StartsWithIgnoreCase(value, kScheme)) return {};
@@ -65,17 +65,17 @@ absl::StatusOr<std::shared_ptr<const Principal>> Authority::Identify(
       if (auto principal = table->FindCertificate(credentials.common_name)) return principal;
     }
     return Unauthenticated("TOKEN_MISSING",
-                           "the call brings no token: send \"authorization: Bearer TOKEN\"");
+                           "the call has no token: send \"authorization: Bearer TOKEN\"");
   }
-  // Of several values one could be a proxy's and one the caller's: nobody can tell.
+  // With several values it is unclear which one is the caller's and which a proxy's.
   if (credentials.authorization.size() > 1) {
-    return Unauthenticated("TOKEN_INVALID", "the call brings more than one authorization");
+    return Unauthenticated("TOKEN_INVALID", "the call has more than one authorization");
   }
   const std::string_view token = BearerOf(credentials.authorization.front());
   if (!token.empty()) {
     if (auto principal = table->FindToken(token)) return principal;
   }
-  return Unauthenticated("TOKEN_INVALID", "the token is not one of this server's");
+  return Unauthenticated("TOKEN_INVALID", "the server does not know this token");
 }
 
 }  // namespace dorad::security

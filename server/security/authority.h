@@ -1,5 +1,5 @@
-// Finds the principal of a call with the tokens file in effect, which it keeps up to date. When the
-// file becomes broken, the table before stays in effect. Owned by SecurityManager. Thread-safe.
+// Finds the principal of a call in the current tokens file. A broken new file leaves the old table
+// in effect. Owned by SecurityManager. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace dorad::security {
 
 class Authority {
  public:
-  // The credentials that a call brings.
+  // The credentials of a call.
   struct Credentials {
     std::vector<std::string> authorization;  // values of the metadata of that name
     std::string common_name;  // of the connection's verified certificate; "": it has none
@@ -28,20 +28,18 @@ class Authority {
 
   // Statuses of Open, without opening.
   static absl::Status Check(const std::string& path);
-  // on_failure runs after each reload that failed. Statuses of FileWatcher::Read and
-  // TokenTable::Parse.
+  // on_failure runs after each failed reload. Statuses of FileWatcher::Read and TokenTable::Parse.
   static absl::StatusOr<std::unique_ptr<Authority>> Open(const std::string& path,
                                                          std::function<void()> on_failure);
 
-  // A token decides, if there is one, else the certificate. UNAUTHENTICATED: TOKEN_MISSING (neither
-  // a token nor a certificate that the file lists), TOKEN_INVALID (a token of another form, or one
-  // that the file does not list).
+  // Uses the token if there is one, else the certificate. UNAUTHENTICATED: TOKEN_MISSING (neither a
+  // token nor a certificate that the file lists), TOKEN_INVALID (a malformed or unlisted token).
   absl::StatusOr<std::shared_ptr<const Principal>> Identify(const Credentials& credentials) const;
 
   std::shared_ptr<const TokenTable> table() const { return table_.current(); }
 
-  // on_change runs after each change of the table, on the thread that reads the file. It may post a
-  // wake-up, no more. See Subscribers.
+  // on_change runs after each change of the table, on the thread that reads the file; it may only
+  // post a wake-up. See Subscribers.
   int64_t Subscribe(std::function<void()> on_change) const {
     return subscribers_.Add(std::move(on_change));
   }
@@ -54,7 +52,7 @@ class Authority {
  private:
   Authority(const std::string& path, std::function<void()> on_failure);
 
-  mutable Subscribers subscribers_;  // whoever may ask may subscribe
+  mutable Subscribers subscribers_;  // mutable: readers may subscribe
   ReloadableFiles<TokenTable> table_;
 };
 

@@ -16,7 +16,7 @@ constexpr uint64_t kMaxFileBytes = 4 << 20;
 
 absl::StatusOr<std::string> ReadOne(const std::string& path) {
   if (path.empty()) return std::string();
-  // The mode is that of the file that is read: its name may come to mean another one.
+  // Checks the mode of the opened file: its name may change to another file.
   DORAD_ASSIGN_OR_RETURN(RegularFile file, RegularFile::Open(path, kMaxFileBytes));
   if (file.writable_by_others()) {
     return MakeError(absl::StatusCode::kFailedPrecondition, "FILE_WRITABLE_BY_OTHERS",

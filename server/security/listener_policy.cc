@@ -14,7 +14,7 @@
 namespace dorad::security {
 namespace {
 
-// Names are not looked up: what a name means may change.
+// Names are not resolved: their addresses may change.
 bool IsLoopback(const std::string& host) {
   if (host == "localhost") return true;
   in_addr v4;
@@ -36,7 +36,7 @@ absl::Status CheckListenerPolicy(const ServerConfig& server, const SecurityConfi
   const bool tls = !security.tls_cert.empty();
   if (tls != !security.tls_key.empty()) {
     violations.push_back({tls ? "security.tls_key" : "security.tls_cert", "TLS_INCOMPLETE",
-                          "a certificate and its key come together"});
+                          "a certificate needs its key, and a key its certificate"});
   }
   if (!security.tls_client_ca.empty() && !tls) {
     violations.push_back({"security.tls_cert", "TLS_INCOMPLETE",

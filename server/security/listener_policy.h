@@ -1,5 +1,5 @@
-// The policy for listeners: a listener that other hosts can reach must be encrypted and must ask
-// who calls. A socket file is exempt: its mode (0660) says who may connect. Pure function, hence
+// The listener policy: a listener that other hosts can reach must be encrypted and authenticate its
+// callers. A socket file is exempt: its mode (0660) restricts it. Pure function and therefore
 // thread-safe.
 #pragma once
 

@@ -8,7 +8,8 @@ const std::vector<MethodRule>& MethodRules() {
   constexpr Roles kInfer = Role::kInfer;
   constexpr Roles kPublish = Role::kPublish;
   constexpr Roles kAdmin = Role::kAdmin;
-  // What ends or asks for something else is no stream: who has used up its streams must be able to.
+  // Methods that end or pause work are no streams: a tenant without free streams must be able to
+  // call them.
   static const auto* const rules = new std::vector<MethodRule>{
       {"Generate", kInfer, true},
       {"Score", kInfer, true},
@@ -23,7 +24,7 @@ const std::vector<MethodRule>& MethodRules() {
       {"Watch", kInfer | kPublish, true},
       {"Retire", kPublish, false},
       {"GetInfo", kInfer | kPublish, false},
-      // Of an adapter; of everything only admins, which the service sees to.
+      // Of an adapter; the service restricts pauses of everything to admins.
       {"Pause", kPublish, false},
       {"Resume", kPublish, false},
       // These change the server for all tenants.
@@ -31,7 +32,7 @@ const std::vector<MethodRule>& MethodRules() {
       {"Wake", kAdmin, false},
       {"LimitGpuShare", kAdmin, false},
       {"EndGpuShareLimit", kAdmin, false},
-      // Whoever has a ticket runs as the server's own user on its host.
+      // A caller with a session_token runs as the server's own user on its host.
       {"ShareBaseWeights", kPublish, false},
   };
   return *rules;

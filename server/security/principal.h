@@ -1,4 +1,4 @@
-// A caller and its rights. Plain values, hence thread-safe once made.
+// A caller and its rights. Plain values and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +34,13 @@ class Roles {
 constexpr Roles operator|(Role a, Role b) { return Roles(a) | Roles(b); }
 
 struct Principal {
-  std::string name;    // of a token or certificate; empty: the server asks nobody
-  std::string tenant;  // shares requests, uploads and prefixes with its other principals
+  std::string name;    // of a token or certificate; empty: no authentication
+  std::string tenant;  // its principals share requests, uploads and prefixes
   Roles roles;
   std::string adapters;  // prefix of its adapters' names; empty: all adapters
 
   // Whether it may use, see and (with the role) change an adapter of this name. The base model ("")
-  // is everybody's.
+  // is open to all.
   bool MayTouch(std::string_view adapter) const {
     return adapter.empty() || adapter.substr(0, adapters.size()) == adapters;
   }
@@ -48,7 +48,7 @@ struct Principal {
   bool operator==(const Principal&) const = default;
 };
 
-// Every caller of a server without tokens and certificates: one tenant, all rights.
+// The caller of a server without tokens and certificates: one tenant, all rights.
 inline Principal Anyone() { return {"", "", Role::kAdmin, ""}; }
 
 }  // namespace dorad::security

@@ -8,7 +8,7 @@
 namespace dorad::security {
 namespace {
 
-// A stream may end at any time; who asks much earlier only adds to the load.
+// A stream may end at any time; a much earlier retry only adds load.
 constexpr absl::Duration kRetryStream = absl::Milliseconds(200);
 constexpr absl::Duration kShortestWait = absl::Milliseconds(1);
 
@@ -22,9 +22,9 @@ Quotas::Account& Quotas::Filled(const std::string& tenant, const Quota& quota) {
   Account& account = accounts_[tenant];
   const auto most = static_cast<double>(quota.tokens_per_minute);
   const absl::Time now = now_();
-  // A clock that was set back fills nothing.
+  // A clock that was set back adds no tokens.
   const double minutes = std::max(0.0, absl::FDivDuration(now - account.filled, absl::Minutes(1)));
-  // A new account is full, and no more is saved up than a minute's worth.
+  // A new account is full; at most a minute's tokens are saved up.
   account.tokens = std::min(most, account.tokens + minutes * most);
   account.filled = now;
   return account;
@@ -76,10 +76,10 @@ absl::StatusOr<Quotas::Hold> Quotas::ReservePublish(const std::string& tenant, i
   const Quota quota = quota_of_(tenant);
   if (quota.adapters == 0 && quota.bytes == 0) return Hold();
   absl::MutexLock lock(&publishing_);
-  Live& on_their_way = on_their_way_[tenant];
+  Live& pending = pending_[tenant];
   const Live used = live();
-  const int64_t versions = used.versions + on_their_way.versions;
-  const int64_t held = used.bytes + on_their_way.bytes;
+  const int64_t versions = used.versions + pending.versions;
+  const int64_t held = used.bytes + pending.bytes;
   if (quota.adapters > 0 && versions >= quota.adapters) {
     return Exhausted("QUOTA_ADAPTERS",
                      absl::StrCat("the tenant has ", versions, " adapter versions, and may have ",
@@ -90,13 +90,13 @@ absl::StatusOr<Quotas::Hold> Quotas::ReservePublish(const std::string& tenant, i
                      absl::StrCat("the tenant's adapters have ", held, " bytes and this one ",
                                   bytes, "; they may have ", quota.bytes));
   }
-  ++on_their_way.versions;
-  on_their_way.bytes += bytes;
+  ++pending.versions;
+  pending.bytes += bytes;
   return Hold([this, tenant, bytes] {
     absl::MutexLock lock(&publishing_);
-    Live& on_their_way = on_their_way_[tenant];
-    --on_their_way.versions;
-    on_their_way.bytes -= bytes;
+    Live& pending = pending_[tenant];
+    --pending.versions;
+    pending.bytes -= bytes;
   });
 }
 
@@ -105,7 +105,7 @@ Quotas::Use Quotas::use(const std::string& tenant) {
   Use use;
   {
     absl::MutexLock lock(&publishing_);
-    use.on_their_way = on_their_way_[tenant];
+    use.pending = pending_[tenant];
   }
   absl::MutexLock lock(&mu_);
   const Account& account = Filled(tenant, quota);

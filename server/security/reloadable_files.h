@@ -1,5 +1,5 @@
-// A value that is parsed from some small files and kept up to date with them. When a changed file
-// is broken, the value before it stays in effect. Owned by TlsFiles and Authority. Thread-safe.
+// A value parsed from some small files and kept up to date with them. A broken new file leaves the
+// old value in effect. Owned by TlsFiles and Authority. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -20,10 +20,10 @@ namespace dorad::security {
 template <typename T>
 class ReloadableFiles {
  public:
-  // Makes the value of the files' texts, one for each path.
+  // Makes the value from the files' texts, one for each path.
   using Parse = std::function<absl::StatusOr<std::shared_ptr<const T>>(FileWatcher::Texts)>;
-  // on_failure runs each time that the files could not be read or parsed, on_change each time after
-  // current() has changed. Neither may call Poll or Reload.
+  // on_failure runs after each failed read or parse, on_change after each change of current().
+  // Neither may call Poll or Reload.
   ReloadableFiles(
       std::vector<std::string> paths, Parse parse,
       std::function<void(const absl::Status&)> on_failure, std::function<void()> on_change = [] {})
@@ -32,14 +32,14 @@ class ReloadableFiles {
         on_change_(std::move(on_change)),
         files_(std::move(paths)) {}
 
-  // nullptr until the first Reload has succeeded; a new object after each success.
+  // nullptr until the first successful Reload; a new object after each success.
   std::shared_ptr<const T> current() const ABSL_LOCKS_EXCLUDED(mu_) {
     absl::MutexLock lock(&mu_);
     return current_;
   }
 
-  // Reads the files again when they have changed. Tries again to parse texts that were refused: a
-  // certificate may have become valid. To be called about once a second.
+  // Reads changed files. Parses refused texts again: a certificate may have become valid. Call
+  // about once a second.
   void Poll() ABSL_LOCKS_EXCLUDED(reading_) {
     absl::MutexLock reading(&reading_);
     if (auto texts = files_.Look()) {

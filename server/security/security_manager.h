@@ -1,6 +1,6 @@
-// Everything that the section `security` of the configuration asks for: tokens, quotas and TLS.
-// Opened before anything listens; its own thread keeps it up to date with its files. Owned by App,
-// outlives the engine. Thread-safe.
+// Tokens, quotas and TLS, as the section `security` of the configuration defines them. Opened
+// before the listeners; its own thread keeps it up to date with its files. Owned by App, outlives
+// the engine. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -25,18 +25,18 @@ class SecurityManager {
   static absl::StatusOr<std::unique_ptr<SecurityManager>> Open(const ServerConfig& server,
                                                                const SecurityConfig& security);
 
-  // nullptr: nobody is asked who he is.
+  // nullptr: no authentication.
   const Authority* authority() const { return authority_.get(); }
   // nullptr without an authority: there are no tenants.
   Quotas* quotas() { return quotas_.get(); }
   // nullptr: no TLS.
   const TlsFiles* tls() const { return tls_.get(); }
-  // Whether callers have to show a token or a certificate.
+  // Whether callers must present a token or a certificate.
   bool asks() const {
     return authority_ != nullptr || (tls_ && !tls_->identity()->client_ca.empty());
   }
 
-  // Reads all files now. The values of broken files stay as they were; returns the first failure.
+  // Reads all files now. Broken files keep their old values; returns the first failure.
   absl::Status Reload();
 
   struct Stats {
@@ -54,7 +54,7 @@ class SecurityManager {
   std::unique_ptr<Authority> authority_;
   std::unique_ptr<Quotas> quotas_;
   std::unique_ptr<TlsFiles> tls_;
-  std::unique_ptr<Poller> poller_;  // nullptr: there is no file
+  std::unique_ptr<Poller> poller_;  // nullptr: no files
 };
 
 }  // namespace dorad::security

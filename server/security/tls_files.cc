@@ -14,7 +14,7 @@ namespace {
 void WarnOfReadableKey(const std::string& path) {
   struct stat info;
   if (stat(path.c_str(), &info) != 0 || (info.st_mode & S_IROTH) == 0) return;
-  // No refusal: mounted secrets look like this where no other user is.
+  // Only a warning: mounted secrets have this mode on hosts without other users.
   LogWarning("every user of this host can read the TLS key", {{"path", path}});
 }
 
@@ -46,7 +46,7 @@ TlsFiles::TlsFiles(const Paths& paths, std::function<void()> on_failure)
 
 absl::StatusOr<TlsIdentity> TlsFiles::Identify(const Paths& paths, FileWatcher::Texts texts) {
   if (!paths.client_ca.empty() && texts[2].empty()) {
-    // An empty file is no way to stop asking clients for certificates.
+    // An empty file must not turn client certificates off.
     return MakeError(absl::StatusCode::kInvalidArgument, "TLS_CLIENT_CA_INVALID",
                      "security.tls_client_ca is empty");
   }

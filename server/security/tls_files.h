@@ -1,9 +1,9 @@
-// The certificate for new connections, kept up to date with its files. When changed files are
-// broken, expired or do not fit together, the certificate before stays in effect.
+// The certificate for new connections, kept up to date with its files. If changed files are broken,
+// expired or inconsistent, the old certificate stays in effect.
 //
-// gRPC's FileWatcherCertificateProvider (1.51) does less: it takes files that others may write,
-// expired certificates and keys of other certificates, reports no failure and no expiry to us, and
-// after a broken file refuses all new connections. Owned by SecurityManager. Thread-safe.
+// gRPC's FileWatcherCertificateProvider (1.51) does less: it accepts files that others may write,
+// expired certificates and mismatched keys, reports neither failures nor expiry, and after a broken
+// file refuses all new connections. Owned by SecurityManager. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -28,8 +28,7 @@ class TlsFiles {
 
   // Statuses of Open, without opening.
   static absl::Status Check(const Paths& paths);
-  // on_failure runs after each reload that failed. Statuses of FileWatcher::Read and
-  // CheckTlsIdentity.
+  // on_failure runs after each failed reload. Statuses of FileWatcher::Read and CheckTlsIdentity.
   static absl::StatusOr<std::unique_ptr<TlsFiles>> Open(const Paths& paths,
                                                         std::function<void()> on_failure);
 

@@ -36,7 +36,7 @@ absl::Status Invalid(const char* reason, const std::string& message) {
   return MakeError(absl::StatusCode::kInvalidArgument, reason, message);
 }
 
-// What OpenSSL holds against it, and nothing left for whoever asks OpenSSL next.
+// OpenSSL's error as text; clears its error queue for later calls.
 std::string OpenSslError() {
   const unsigned long code = ERR_peek_last_error();
   ERR_clear_error();
@@ -44,7 +44,7 @@ std::string OpenSslError() {
   return text == nullptr ? "not PEM" : text;
 }
 
-// A passphrase that nobody can type in.
+// A server has no user to type a passphrase.
 int NoPassphrase(char*, int, int, void*) { return -1; }
 
 Bio Open(const std::string& text) {
@@ -81,8 +81,7 @@ std::string SubjectOf(const X509* certificate) {
   return std::string(text, static_cast<size_t>(size));
 }
 
-// Whether a server would take them: key sizes and algorithms that OpenSSL's policy refuses are
-// refused here, too.
+// Whether a server would accept them: includes OpenSSL's policy on key sizes and algorithms.
 absl::Status TryOut(const std::vector<Certificate>& chain, EVP_PKEY* key) {
   const Context context(SSL_CTX_new(TLS_server_method()));
   DORAD_CHECK(context != nullptr);
@@ -121,7 +120,7 @@ absl::StatusOr<TlsIdentity> CheckTlsIdentity(std::string certificates, std::stri
   }
   if (X509_check_private_key(chain.front().get(), parsed.get()) != 1) {
     ERR_clear_error();
-    return Invalid("TLS_KEY_MISMATCH", "the key is not that of the first certificate");
+    return Invalid("TLS_KEY_MISMATCH", "the key does not match the first certificate");
   }
   DORAD_RETURN_IF_ERROR(TryOut(chain, parsed.get()));
   if (!client_ca.empty() && ReadCertificates(client_ca).empty()) {

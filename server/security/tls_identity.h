@@ -1,5 +1,5 @@
-// A TLS listener's certificate, key and client authority, checked before any client sees them.
-// Immutable values and pure functions, hence thread-safe.
+// A TLS listener's certificate, key and client CA, checked before clients see them. Immutable
+// values and pure functions and therefore thread-safe.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ namespace dorad::security {
 // All PEM.
 struct TlsIdentity {
   std::string key;
-  std::string certificates;  // the server's own, then those up to the authority
+  std::string certificates;  // the server's own, then the intermediates
   std::string client_ca;     // "": clients need no certificate
   // Of the server's own certificate.
   std::string subject;

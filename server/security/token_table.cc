@@ -12,7 +12,7 @@ std::shared_ptr<const Principal> TokenTable::FindToken(std::string_view token) c
   Sha256 sha;
   sha.Update(token.data(), token.size());
   const Digest digest = sha.Final();
-  // Every entry is looked at, whole: how long it takes tells nothing of the digests.
+  // Compares with every entry completely: the time must not reveal anything about the digests.
   size_t found = tokens_.size();
   for (size_t i = 0; i < tokens_.size(); ++i) {
     const bool equal = CRYPTO_memcmp(digest.data(), tokens_[i].sha256.data(), digest.size()) == 0;

@@ -1,5 +1,6 @@
 // The content of a tokens file: the principal of each token and certificate, and each tenant's
-// quota. The file holds the SHA-256 of each token, never a token. Immutable, hence thread-safe.
+// quota. The file holds the SHA-256 of each token, never a token. Immutable and therefore
+// thread-safe.
 #pragma once
 
 #include <array>
@@ -15,7 +16,7 @@
 
 namespace dorad::security {
 
-// The most that a tenant may use at the same time, or in a minute. 0: no limit.
+// A tenant's limits at one time, or in a minute. 0: no limit.
 struct Quota {
   int64_t streams = 0;
   int64_t tokens_per_minute = 0;
@@ -30,17 +31,17 @@ struct Tenant {
 
 class TokenTable {
  public:
-  // `name` stands for the file in errors. INVALID_ARGUMENT listing every problem with its line
+  // `name` is the file's name for errors. INVALID_ARGUMENT listing every problem with its line
   // (TOKENS_SYNTAX, TOKENS_UNKNOWN_KEY, TOKENS_DUPLICATE, TOKENS_INVALID_VALUE,
   // TOKENS_UNKNOWN_TENANT, TOKENS_PREFIXES_OVERLAP).
   static absl::StatusOr<std::shared_ptr<const TokenTable>> Parse(const std::string& text,
                                                                  const std::string& name);
 
-  // nullptr: nobody has this token. Takes the same time whoever has it.
+  // nullptr: unknown token. Takes constant time.
   std::shared_ptr<const Principal> FindToken(std::string_view token) const;
   // nullptr: no entry. common_name: of a certificate that has been verified.
   std::shared_ptr<const Principal> FindCertificate(const std::string& common_name) const;
-  // Without limits when the file does not list the tenant.
+  // Without limits for a tenant that is not listed.
   Tenant FindTenant(const std::string& tenant) const;
 
   size_t num_tokens() const { return tokens_.size(); }

@@ -1,4 +1,4 @@
-// The tokens file as YAML. Keeps going after a problem, so that one run shows all of them.
+// Reads the tokens file (YAML). Continues after a problem, so that one run reports all of them.
 #include <algorithm>
 #include <iterator>
 #include <optional>
@@ -34,7 +34,7 @@ bool IsName(const std::string& text) {
   return known && !text.empty() && text.size() <= kMaxNameBytes;
 }
 
-// What a valid adapter name can begin with; "" is a beginning of all.
+// Whether the text is a prefix of a valid adapter name; "" is one.
 bool IsAdapterPrefix(const std::string& text) {
   const auto known = [](char c) {
     const auto byte = static_cast<unsigned char>(c);
@@ -120,7 +120,7 @@ class TokenTableReader {
     tenant->quota.tokens_per_minute = ReadCount(*limits, "tokens_per_minute");
     tenant->quota.adapters = ReadCount(*limits, "adapters");
     tenant->quota.bytes = ReadCount(*limits, "bytes");
-    // What is live is counted by name.
+    // Live versions are counted by name.
     if (tenant->adapters.empty() && (tenant->quota.adapters > 0 || tenant->quota.bytes > 0)) {
       Report(PlaceOf(quota, "quota"), "TOKENS_INVALID_VALUE",
              "adapters and bytes are counted by name: the tenant needs a prefix, `adapters`");
@@ -202,7 +202,7 @@ class TokenTableReader {
            absl::StrCat(tenant, " is not among the tenants", DidYouMean(tenant, listed)));
   }
 
-  // Who owns team-a.x, if one tenant has "team-a." and another "team-"?
+  // With prefixes "team-a." and "team-" the owner of team-a.x would be ambiguous.
   void CheckPrefixesAreApart(const YAML::Node& node) {
     for (auto a = table_.tenants_.begin(); a != table_.tenants_.end(); ++a) {
       for (auto b = std::next(a); b != table_.tenants_.end(); ++b) {
@@ -272,7 +272,7 @@ class TokenTableReader {
     return "";
   }
 
-  // Reports an entry without it.
+  // Reports an entry without this text.
   std::string ReadText(const YAML::Node& node, const Fields& fields, const char* key) {
     const auto found = fields.find(key);
     if (found != fields.end() && found->second.IsScalar() && !found->second.Scalar().empty()) {
@@ -282,7 +282,7 @@ class TokenTableReader {
     return "";
   }
 
-  // The values by key; nullopt when it is no map. Unknown and repeated keys are reported.
+  // The values by key; nullopt when the node is no map. Reports unknown and repeated keys.
   std::optional<Fields> ReadMap(const YAML::Node& node, const std::string& what,
                                 const Keys& known) {
     Fields fields;

@@ -205,11 +205,11 @@ class SharedMemory {
     std::memcpy(address.sun_path, path.c_str(), path.size());
     DORAD_CHECK(
         connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0);
-    std::array<char, shared_memory::kOfferBytes> offer{};
-    std::memcpy(offer.data(), "DORADMEM\1", 9);
+    std::array<char, shared_memory::kRegistrationBytes> registration{};
+    std::memcpy(registration.data(), "DORADMEM\1", 9);
     const uint64_t size = kMemoryBytes;
-    std::memcpy(offer.data() + 16, &size, sizeof(size));
-    iovec piece{offer.data(), offer.size()};
+    std::memcpy(registration.data() + 16, &size, sizeof(size));
+    iovec piece{registration.data(), registration.size()};
     alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
     msghdr message{};
     message.msg_iov = &piece;
@@ -222,7 +222,7 @@ class SharedMemory {
     header->cmsg_len = CMSG_LEN(sizeof(int));
     const int fd = memory.get();
     std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-    DORAD_CHECK(sendmsg(socket_.get(), &message, 0) == static_cast<ssize_t>(offer.size()));
+    DORAD_CHECK(sendmsg(socket_.get(), &message, 0) == static_cast<ssize_t>(registration.size()));
     std::array<char, shared_memory::kMaxAnswerBytes> answer{};
     DORAD_CHECK(recv(socket_.get(), answer.data(), answer.size(), 0) >= 24 && answer[0] == 0);
     session_token_.assign(answer.data() + 8, shared_memory::kSessionTokenBytes);

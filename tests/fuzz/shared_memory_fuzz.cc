@@ -1,5 +1,6 @@
-// libFuzzer target: whatever a packet on the shared-memory socket is, it is refused or an offer or
-// a request whose numbers have their bounds. The first byte is the number of descriptors.
+// libFuzzer target: whatever a packet on the shared-memory socket is, it is refused or a
+// registration or a request whose numbers have their bounds. The first byte is the number of
+// descriptors.
 #include <cstdint>
 #include <string>
 
@@ -23,18 +24,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const size_t num_fds = data[0] % 4;
   const absl::Span<const std::byte> message(reinterpret_cast<const std::byte*>(data + 1), size - 1);
-  const auto offer = dorad::shared_memory::ParseOffer(message, num_fds);
+  const auto registration = dorad::shared_memory::ParseRegistration(message, num_fds);
   if (dorad::shared_memory::IsWeightsRequest(message)) {
-    DORAD_CHECK(!offer.ok());
+    DORAD_CHECK(!registration.ok());
     const auto piece = dorad::shared_memory::ParseWeightsRequest(message, num_fds);
     if (!piece.ok()) CheckRefusal(piece.status());
   }
-  if (!offer.ok()) {
-    CheckRefusal(offer.status());
+  if (!registration.ok()) {
+    CheckRefusal(registration.status());
     return 0;
   }
-  const bool is_file = offer->kind == dorad::shared_memory::MemoryKind::kFile;
+  const bool is_file = registration->kind == dorad::shared_memory::MemoryKind::kFile;
   DORAD_CHECK(num_fds == (is_file ? 1u : 0u));
-  DORAD_CHECK(offer->size > 0 && offer->size <= uint64_t{1} << 48);
+  DORAD_CHECK(registration->size > 0 && registration->size <= uint64_t{1} << 48);
   return 0;
 }

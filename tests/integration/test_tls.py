@@ -249,7 +249,7 @@ def test_can_be_told_to_start_all_the_same(zoo) -> None:
 @pytest.mark.parametrize("what", ["expired", "key", "missing", "half"])
 def test_does_not_start_with_bad_tls_files(zoo, tmp_path, ca, what: str) -> None:
     settings = tls_settings(tmp_path, ca)
-    expected = {"expired": "expired on", "key": "the key is not", "missing": "no such file"}
+    expected = {"expired": "expired on", "key": "the key does not match", "missing": "no such file"}
     if what == "expired":
         settings = tls_settings(tmp_path, ca, ca.issue("late", begin=-3, end=-1))
     elif what == "key":

@@ -35,12 +35,12 @@ struct Answer {
   std::vector<UniqueFd> fds;
 };
 
-std::string MakeOffer(uint32_t kind, uint64_t size) {
-  std::string offer("DORADMEM");
-  offer.resize(kOfferBytes);
-  std::memcpy(offer.data() + 8, &kind, sizeof(kind));
-  std::memcpy(offer.data() + 16, &size, sizeof(size));
-  return offer;
+std::string MakeRegistration(uint32_t kind, uint64_t size) {
+  std::string registration("DORADMEM");
+  registration.resize(kRegistrationBytes);
+  std::memcpy(registration.data() + 8, &kind, sizeof(kind));
+  std::memcpy(registration.data() + 16, &size, sizeof(size));
+  return registration;
 }
 
 std::string AskForWeights(uint64_t first) {
@@ -182,7 +182,7 @@ class SharedMemoryListenerTest : public ::testing::Test {
   }
 
   Answer RegisterFile(Peer& peer, int fd, uint64_t size) {
-    return peer.Send(MakeOffer(1, size), {fd});
+    return peer.Send(MakeRegistration(1, size), {fd});
   }
 
   Listener::Options options_;
@@ -290,19 +290,19 @@ TEST_F(SharedMemoryListenerTest, RefusesPathsThatNoSocketCanHave) {
   }
 }
 
-TEST_F(SharedMemoryListenerTest, RefusesBrokenOffersAndClosesWhatCameWithThem) {
+TEST_F(SharedMemoryListenerTest, RefusesBrokenRegistrationsAndClosesTheirDescriptors) {
   Start();
   const UniqueFd memory = MakeMemory(10);
   const int fd = memory.get();
-  const std::string good = MakeOffer(1, 10);
+  const std::string good = MakeRegistration(1, 10);
   std::string magic = good, zero = good, handle = good;
   magic[0] = 'd';
   zero[12] = 1;
   handle[30] = 1;
   const int before = OpenDescriptors();
   const std::vector<std::pair<std::string, std::vector<int>>> broken = {
-      {good.substr(0, kOfferBytes - 1), {fd}},  // truncated
-      {good + "x", {fd}},                       // too long
+      {good.substr(0, kRegistrationBytes - 1), {fd}},  // truncated
+      {good + "x", {fd}},                              // too long
       {"x", {fd}},
       {magic, {fd}},
       {zero, {fd}},
@@ -310,10 +310,10 @@ TEST_F(SharedMemoryListenerTest, RefusesBrokenOffersAndClosesWhatCameWithThem) {
       {good, {}},        // a descriptor too few
       {good, {fd, fd}},  // too many
       {good, std::vector<int>(50, fd)},
-      {MakeOffer(3, 10), {}},
-      {MakeOffer(2, 10), {fd}},
-      {MakeOffer(1, 0), {fd}},
-      {MakeOffer(1, UINT64_MAX), {fd}},
+      {MakeRegistration(3, 10), {}},
+      {MakeRegistration(2, 10), {fd}},
+      {MakeRegistration(1, 0), {fd}},
+      {MakeRegistration(1, UINT64_MAX), {fd}},
   };
   for (const auto& [message, fds] : broken) {
     Peer peer(options_.path);
@@ -379,7 +379,7 @@ TEST_F(SharedMemoryListenerTest, BoundsConnectionsFilesAndMemories) {
 }
 
 TEST_F(SharedMemoryListenerTest, ASilentConnectionIsEndedAndOneThatHandedOverIsNot) {
-  options_.first_offer_time = absl::Milliseconds(50);
+  options_.first_registration_time = absl::Milliseconds(50);
   Start();
   Peer silent(options_.path), useful(options_.path);
   const UniqueFd memory = MakeMemory(10);
@@ -388,12 +388,12 @@ TEST_F(SharedMemoryListenerTest, ASilentConnectionIsEndedAndOneThatHandedOverIsN
   EXPECT_TRUE(listener_->Find(answer.session_token).ok());
 }
 
-TEST_F(SharedMemoryListenerTest, LendsTheWeightsPiecesUntilTheConnectionEnds) {
+TEST_F(SharedMemoryListenerTest, LeasesTheWeightsPiecesUntilTheConnectionEnds) {
   std::atomic<int> leases{0};
   options_.lease_weights = [&] {
     return std::make_shared<const Pieces>(kMaxPiecesAtOnce + 3, &leases);
   };
-  options_.first_offer_time = absl::Milliseconds(200);
+  options_.first_registration_time = absl::Milliseconds(200);
   Start();
   const int before = OpenDescriptors();
   std::string session_token;
@@ -411,7 +411,7 @@ TEST_F(SharedMemoryListenerTest, LendsTheWeightsPiecesUntilTheConnectionEnds) {
     EXPECT_EQ(none.code, 0u) << none.text;
     EXPECT_TRUE(none.fds.empty());
     EXPECT_EQ(leases, 1) << "of one connection";
-    absl::SleepFor(2 * options_.first_offer_time);
+    absl::SleepFor(2 * options_.first_registration_time);
     session_token = first.session_token;
     EXPECT_TRUE(listener_->Find(session_token).ok()) << "its time was over";
     const UniqueFd memory = MakeMemory(10);
@@ -425,7 +425,7 @@ TEST_F(SharedMemoryListenerTest, LendsTheWeightsPiecesUntilTheConnectionEnds) {
   EXPECT_TRUE(Eventually([&] { return OpenDescriptors() == before; }));
 }
 
-TEST_F(SharedMemoryListenerTest, LendsNothingToOtherUsersNorOnBrokenRequests) {
+TEST_F(SharedMemoryListenerTest, LeasesNothingToOtherUsersOrOnBrokenRequests) {
   std::atomic<int> leases{0};
   options_.lease_weights = [&] { return std::make_shared<const Pieces>(1, &leases); };
   Start();
@@ -451,7 +451,7 @@ TEST_F(SharedMemoryListenerTest, LendsNothingToOtherUsersNorOnBrokenRequests) {
 TEST_F(SharedMemoryListenerTest, AWeightsRefusalEndsTheConnection) {
   Start();
   EXPECT_THAT(Peer(options_.path).Send(AskForWeights(0)).text,
-              StartsWith("SHARED_MEMORY_MESSAGE_INVALID there are no weights"));
+              StartsWith("SHARED_MEMORY_MESSAGE_INVALID the server has no weights"));
   listener_.reset();
   options_.lease_weights = [] {
     return absl::StatusOr<std::shared_ptr<const WeightsLease>>(
@@ -463,22 +463,22 @@ TEST_F(SharedMemoryListenerTest, AWeightsRefusalEndsTheConnection) {
   EXPECT_TRUE(peer.Ended());
 }
 
-TEST_F(SharedMemoryListenerTest, MemoryOnAGpuNeedsSomeoneWhoOpensIt) {
+TEST_F(SharedMemoryListenerTest, MemoryOnAGpuNeedsAnOpener) {
   Start();
-  EXPECT_THAT(Peer(options_.path).Send(MakeOffer(2, 10)).text,
+  EXPECT_THAT(Peer(options_.path).Send(MakeRegistration(2, 10)).text,
               StartsWith("SHARED_MEMORY_DEVICE_UNSUPPORTED "));
   listener_.reset();
   MemoryRegistration seen;
-  options_.open_device = [&](const MemoryRegistration& offer)
+  options_.open_device = [&](const MemoryRegistration& registration)
       -> absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> {
-    seen = offer;
+    seen = registration;
     return MakeError(absl::StatusCode::kInvalidArgument, "SHARED_MEMORY_MEMORY_INVALID", "as told");
   };
   Start();
-  std::string offer = MakeOffer(2, 1234);
-  offer[24] = 'h';
-  offer[88] = 'u';
-  EXPECT_EQ(Peer(options_.path).Send(offer).text, "SHARED_MEMORY_MEMORY_INVALID as told");
+  std::string registration = MakeRegistration(2, 1234);
+  registration[24] = 'h';
+  registration[88] = 'u';
+  EXPECT_EQ(Peer(options_.path).Send(registration).text, "SHARED_MEMORY_MEMORY_INVALID as told");
   EXPECT_EQ(seen.size, 1234u);
   EXPECT_EQ(std::to_integer<char>(seen.ipc_handle[0]), 'h');
   EXPECT_EQ(std::to_integer<char>(seen.device_uuid[0]), 'u');

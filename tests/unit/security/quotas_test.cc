@@ -157,8 +157,8 @@ TEST_F(QuotasTest, LosesNothingWhenManyThreadsComeAndGo) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(quotas_.use("a").streams, 0);
-  EXPECT_EQ(quotas_.use("a").on_their_way.versions, 0);
-  EXPECT_EQ(quotas_.use("a").on_their_way.bytes, 0);
+  EXPECT_EQ(quotas_.use("a").pending.versions, 0);
+  EXPECT_EQ(quotas_.use("a").pending.bytes, 0);
 }
 
 }  // namespace
