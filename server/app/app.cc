@@ -48,10 +48,10 @@ namespace {
 // Loads must not slow running streams down.
 constexpr int kLoaderNice = 10;
 constexpr int kResponseThreads = 2;
-constexpr int kRegistryWriters = 1;  // changes are made one after the other anyway
-// What has been computed still has to reach the clients; open Watch streams end with it.
+constexpr int kRegistryWriters = 1;  // changes are serialised anyway
+// Time for the last results to reach the clients; ends open Watch streams.
 constexpr absl::Duration kShutdownGrace = absl::Seconds(1);
-// For what nobody waits for any more, and the parts wait for at their end.
+// Time for abandoned work that destructors wait for.
 constexpr absl::Duration kEndGrace = absl::Seconds(2);
 
 // The same status with the failed part named before its message and violations' fields.
@@ -62,7 +62,7 @@ absl::Status Annotate(const absl::Status& status, const std::string& part) {
   return out;
 }
 
-// Closes the colocation at its place among the members.
+// Closes the colocation at its position among the members.
 struct ColocationEnd {
   ~ColocationEnd() { colocation->Close(); }
   Colocation* colocation;
@@ -84,10 +84,9 @@ absl::Status TryListeners(const ServerConfig& server) {
 
 }  // namespace
 
-// Members stand on those above them and end before them.
+// Members depend on those above them and are destroyed before them.
 struct App::Impl {
-  // `opened` stands on `d`; nullptr: no store.
-  // `given` is the configuration as it was read, `c` has values in place of "auto".
+  // `opened` uses `d`; nullptr: no store.
   Impl(const Config& c, const Config& given, std::unique_ptr<security::SecurityManager> g,
        std::unique_ptr<Backend> loaded, std::unique_ptr<engine::ModelRunner> runner,
        std::unique_ptr<adapter::Disk> d, std::unique_ptr<adapter::Store> opened)
@@ -108,7 +107,7 @@ struct App::Impl {
             &residency, &registry,
             [this](const adapter::EndedLoad& load) {
               ReportLoad(load, &metrics);
-              // Memory that was lent to others is theirs again.
+              // While the server sleeps, freed memory belongs to other processes.
               if (colocation.asleep()) backend->ReturnFreedMemory();
             },
             store.get()),
@@ -123,9 +122,9 @@ struct App::Impl {
 
   engine::EngineOptions EngineOptions() {
     engine::EngineOptions options = ToEngineOptions(config, backend->info());
-    // Tokens count when they are generated: a client that goes away before it reads them has had
-    // them made all the same.
-    if (security::Quotas* const quotas = guard->quotas()) {
+    // Counts tokens when they are generated: a client that disconnects before it reads them has
+    // used them too.
+    if (security::Quotas* const quotas = security_manager->quotas()) {
       options.on_generated = [quotas](const std::string& tenant, int64_t tokens) {
         quotas->TakeTokens(tenant, tokens);
       };
@@ -159,8 +158,8 @@ struct App::Impl {
     services.publisher = &loader;
     services.sleep = colocation.sleep();
     services.weight_layout = backend->weight_layout();
-    services.authority = guard->authority();
-    services.quotas = guard->quotas();
+    services.authority = security_manager->authority();
+    services.quotas = security_manager->quotas();
     services.memory_by_kind = [this] { return MemoryByKind(); };
     services.shared_weight_bytes = [this] { return backend->shared_weight_bytes(); };
     services.info = ToServerInfo(config, backend->info());
@@ -177,7 +176,7 @@ struct App::Impl {
     return options;
   }
 
-  // A change of the registry: here, or where it may wait for the store's disk.
+  // Runs a change of the registry inline, or on the thread that may wait for the store's disk.
   void RunChange(std::function<void()> change) {
     if (registry_writer == nullptr) return change();
     registry_writer->Submit(std::move(change));
@@ -189,7 +188,7 @@ struct App::Impl {
     return kinds;
   }
 
-  // What earlier runs left in the store.
+  // Restores the versions of earlier runs.
   void Restore() {
     if (store == nullptr) return;
     std::atomic<int64_t> restored = 0, failed = 0;
@@ -213,7 +212,7 @@ struct App::Impl {
                              {"generation", registry.generation()}});
   }
 
-  // The durable version that was active when the last run ended, loaded again or not; 0: none.
+  // The durable version that was active at the end of the last run, loaded or not; 0: none.
   int64_t StoredActive(const std::string& name) const {
     if (store == nullptr) return 0;
     const auto found = store->opened().names.find(name);
@@ -222,7 +221,7 @@ struct App::Impl {
 
   absl::Status Preload() {
     for (const auto& [name, folder] : config.adapters.preload) {
-      // A trained version must not give way to what training began with.
+      // A preloaded adapter must not replace a newer, trained version.
       if (const int64_t active = StoredActive(name); active != 0) {
         LogWarning("an adapter is not preloaded: a version from the store is the active one",
                    {{"adapter", name}, {"version", active}, {"folder", folder}});
@@ -253,7 +252,7 @@ struct App::Impl {
     if (!config.server.metrics_listen.empty()) {
       scrape = std::make_unique<Scrape>(
           Scrape::Sources{backend.get(), store.get(), &residency, &registry, &uploads, &colocation,
-                          &engine, guard.get(), services.memory_by_kind},
+                          &engine, security_manager.get(), services.memory_by_kind},
           &metrics);
       absl::StatusOr<std::unique_ptr<MetricsHttpServer>> started = MetricsHttpServer::Start(
           config.server.metrics_listen,
@@ -267,8 +266,8 @@ struct App::Impl {
     options.admin_listen = config.server.admin_listen;
     options.max_message_bytes = config.server.max_message_bytes;
     options.max_concurrent_streams = config.server.max_concurrent_streams;
-    options.tls = guard->tls();
-    options.asks_callers = guard->asks();
+    options.tls = security_manager->tls();
+    options.asks_callers = security_manager->asks();
     absl::StatusOr<std::unique_ptr<rpc::Server>> started = rpc::Server::Start(options, &services);
     if (!started.ok()) return Annotate(started.status(), "gRPC listener");
     server = *std::move(started);
@@ -293,7 +292,7 @@ struct App::Impl {
                                               std::move(listeners), std::move(on_unresponsive));
   }
 
-  // Refuses as a whole, or takes over as a whole.
+  // All or nothing.
   absl::StatusOr<ConfigChanges> Reload(absl::StatusOr<Config> next) {
     DORAD_RETURN_IF_ERROR(next.status());
     DORAD_RETURN_IF_ERROR(CheckStart(*next));  // a restart is to find no more than this
@@ -308,12 +307,12 @@ struct App::Impl {
 
   absl::Duration Patience() const { return absl::Seconds(config.engine.watchdog_seconds); }
 
-  // An idle engine has nothing to make progress with.
+  // Zero for an idle engine, which makes no progress.
   absl::Duration EngineSilence() const {
     return engine.idle() ? absl::ZeroDuration() : engine.time_since_heartbeat();
   }
 
-  // Nothing that the engine's thread holds can be given back in order any more.
+  // No orderly end: the engine's thread holds its resources.
   void EndStalled() {
     EndSoon(kExitSoftware);
     LogError("the engine makes no progress; ending the process",
@@ -326,16 +325,16 @@ struct App::Impl {
 
   ShutdownWatchdog end;
   const Config config;
-  Config settings;  // with what was reloaded since the start; of the thread that stops the app
-  const std::unique_ptr<security::SecurityManager> guard;
+  Config settings;  // with reloaded values; only for the thread that stops the app
+  const std::unique_ptr<security::SecurityManager> security_manager;
   const std::unique_ptr<Backend> backend;
   const std::unique_ptr<adapter::Disk> disk;
   const std::unique_ptr<adapter::Store> store;  // nullptr: none
   Metrics metrics;
-  rpc::Services services;  // names what is below; loads count in it until they have ended
+  rpc::Services services;  // points to members below; loads use it until they end
   ThreadPool response_executor;
   ThreadPool load_pool;
-  Colocation colocation;  // before the residency and the loader, which ask it to their ends
+  Colocation colocation;  // outlives the residency and the loader, which call it
   adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;
@@ -345,7 +344,7 @@ struct App::Impl {
   const ColocationEnd colocation_ends{&colocation};
   const ShutdownWatchdog::Phase engine_ends{&end, ShutdownWatchdog::Part::kStep};
   int64_t activations = 0;  // the engine's subscription of the registry's events
-  // Makes the callers' changes of the registry, which wait for the store's disk; nullptr: no store.
+  // For callers' changes of the registry, which wait for the store's disk; nullptr: no store.
   std::unique_ptr<ThreadPool> registry_writer;
   const ShutdownWatchdog::Phase changes_end{&end, ShutdownWatchdog::Part::kChanges};
   std::atomic<bool> ready{false};
@@ -353,7 +352,7 @@ struct App::Impl {
   std::unique_ptr<MetricsHttpServer> metrics_http;
   std::unique_ptr<rpc::Server> server;
   std::unique_ptr<Watchdog> watchdog;
-  std::unique_ptr<ListenerHealthCheck> listener_health_check;  // nullptr: none is wanted
+  std::unique_ptr<ListenerHealthCheck> listener_health_check;  // nullptr: off
 };
 
 App::App(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -367,7 +366,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& given,
   DORAD_RETURN_IF_ERROR(TryListeners(config.server));
   absl::StatusOr<std::unique_ptr<security::SecurityManager>> guard =
       security::SecurityManager::Open(config.server, config.security);
-  if (!guard.ok()) return guard.status();
+  if (!security_manager.ok()) return security_manager.status();
   const Instant begin = SteadyNow();
   absl::StatusOr<std::unique_ptr<Backend>> backend = Backend::Load(config);
   if (!backend.ok()) return Annotate(backend.status(), "model " + config.model.path);
@@ -420,7 +419,7 @@ void App::Reload(const absl::StatusOr<Config>& config) {
   const absl::StatusOr<ConfigChanges> changes = impl_->Reload(config);
   impl_->metrics.ConfigReloaded(changes.ok() ? "applied" : "refused");
   if (!changes.ok()) {
-    LogError("the configuration is refused; the old one stays",
+    LogError("the new configuration is refused; the old one stays",
              {{"error", std::string(changes.status().message())}});
     for (const Violation& v : ViolationsOf(changes.status())) {
       LogError("in the refused configuration", {{"where", v.field}, {"problem", v.description}});
@@ -431,8 +430,8 @@ void App::Reload(const absl::StatusOr<Config>& config) {
   if (!changes->waiting.empty()) {
     LogWarning("keys that need a restart differ", {{"keys", absl::StrJoin(changes->waiting, " ")}});
   }
-  // Says itself what it refuses, and stays with what it has.
-  (void)impl_->guard->Reload();
+  // Logs its own failures and keeps the old files.
+  (void)impl_->security_manager->Reload();
 }
 
 void App::Stop(const absl::Notification& hurry) {
@@ -441,7 +440,7 @@ void App::Stop(const absl::Notification& hurry) {
                             {"drain_timeout_seconds", config.drain_timeout_seconds}});
   const absl::Duration delay = absl::Seconds(config.drain_delay_seconds);
   const absl::Duration timeout = absl::Seconds(config.drain_timeout_seconds);
-  // Requests and calls have a grace each, one after the other.
+  // Requests and calls have a grace period each, one after the other.
   impl_->end.Begin(delay + timeout + 2 * kShutdownGrace + kEndGrace);
   impl_->ready = false;
   if (impl_->listener_health_check) impl_->listener_health_check->Stop();

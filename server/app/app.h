@@ -1,5 +1,5 @@
-// The running server: owns every part, in the order of their dependencies.
-// Owned by main. Start, Reload and Stop are called by one thread.
+// The running server: owns every component, in the order of their dependencies. Owned by main.
+// Start, Reload and Stop are called by one thread.
 #pragma once
 
 #include <functional>
@@ -14,29 +14,28 @@ namespace dorad {
 
 class App {
  public:
-  // Loads the model and the preloaded adapters and serves. The status names what was wrong; its
-  // message starts with the part that failed.
-  // `on_unresponsive` is called, once at most and on a thread of its own, when a listener takes no
-  // connections any more (server.listener_check_seconds).
+  // Loads the model and the preloaded adapters and serves. The status's message starts with the
+  // component that failed. `on_unresponsive` is called, at most once and on its own thread, when a
+  // listener stops accepting connections (server.listener_check_seconds).
   static absl::StatusOr<std::unique_ptr<App>> Start(const Config& given,
                                                     std::function<void()> on_unresponsive);
-  // Ends at once what Stop has not ended.
+  // Aborts all work that Stop has left.
   ~App();
 
   // "dorad ready grpc=HOST:PORT metrics=http://HOST:PORT/metrics".
   std::string ReadyLine() const;
 
-  // Whether the engine shows signs of life. Any thread.
+  // Whether the engine makes progress. Any thread.
   bool alive() const;
 
-  // Takes over what may change while the server runs, and says in the log what needs a restart. A
-  // configuration that could not be read, or with which a start would fail, changes nothing.
+  // Applies the reloadable keys, and logs the keys that need a restart. An unreadable or invalid
+  // configuration changes nothing.
   void Reload(const absl::StatusOr<Config>& config);
 
-  // Not ready any more; after server.drain_delay_seconds refuses new requests, lets running ones
-  // finish within server.drain_timeout_seconds, closes. Once `hurry` is notified running requests
-  // are ended with what they have, and nothing but that is waited for. Ends the process when
-  // something hangs, also later, in the destructor.
+  // Health turns NOT_SERVING; after server.drain_delay_seconds refuses new requests, lets running
+  // ones finish within server.drain_timeout_seconds, closes. A notification of `hurry` ends running
+  // requests with their tokens so far. Ends the process when the shutdown hangs, also later, in the
+  // destructor.
   void Stop(const absl::Notification& hurry);
 
  private:

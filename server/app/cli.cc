@@ -13,12 +13,12 @@ absl::Status Usage(const std::string& message) {
                    absl::StrCat(message, " (see dorad --help)"));
 }
 
-// The arguments one after the other; a flag's value follows it or, after '=', is part of it.
+// Iterates over the arguments; a flag's value is the next argument or, after '=', part of the flag.
 class Arguments {
  public:
   explicit Arguments(const std::vector<std::string>& arguments) : arguments_(arguments) {}
 
-  // Moves on to the next argument. False at the end.
+  // Advances to the next argument. False at the end.
   bool Next() {
     if (position_ == arguments_.size()) return false;
     word_ = arguments_[position_++];
@@ -134,18 +134,18 @@ const char* HelpText() {
                           unless the store has an active version of that name
       Prints "dorad ready grpc=HOST:PORT metrics=http://HOST:PORT/metrics" when it serves.
       SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends them, too.
-      SIGHUP: reads the file again; what may change while it runs changes.
+      SIGHUP: reads the file again and applies the keys that can change.
 
   dorad check-config [FILE] [the flags of serve]
       Says what a start would find wrong before it loads anything.
   dorad print-config [the arguments of serve]
-      Prints the configuration in effect as YAML, each value with where it comes from.
+      Prints the configuration in effect as YAML, each value with its origin.
   dorad --version
   dorad --help
 
 Exit codes: 0 ended as asked, 64 usage, 70 the engine stopped making progress,
-71 a listener took no connections any more, 78 configuration, model, adapter or listener,
-128 + N ended in a hurry by a second signal N.
+71 a listener accepted no connections any more, 78 configuration, model, adapter or listener,
+128 + N ended early by a second signal N.
 )";
 }
 

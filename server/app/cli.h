@@ -1,7 +1,7 @@
-// The command line of `dorad`. Pure functions, hence thread-safe.
+// The command line of `dorad`. Pure functions and therefore thread-safe.
 //
-// Ours, not CLI11: it would save some 40 lines, and repeated values, empty values, messages and
-// exit codes would each need a setting against its defaults.
+// Not CLI11: it would save some 40 lines, and repeated values, empty values, messages and exit
+// codes would each need a setting against its defaults.
 #pragma once
 
 #include <optional>
@@ -13,13 +13,13 @@
 
 namespace dorad {
 
-// Exit codes (sysexits.h where it has one).
+// Exit codes (from sysexits.h where it has one).
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitUsage = 64;
 inline constexpr int kExitSoftware = 70;      // also: the engine stopped making progress
-inline constexpr int kExitUnresponsive = 71;  // a listener took no connections any more
+inline constexpr int kExitUnresponsive = 71;  // a listener accepted no connections any more
 inline constexpr int kExitConfig = 78;        // configuration, model, adapter or listener
-// 128 + N: a second signal N cut the orderly end short.
+// 128 + N: a second signal N cut the drain short.
 
 struct Command {
   enum class Verb { kServe, kPrintConfig, kCheckConfig, kVersion, kHelp };

@@ -24,7 +24,7 @@
 namespace dorad {
 namespace {
 
-// A caller's text (a path, a key) must not start a line of its own.
+// A caller's text (a path, a key) must not start a new line.
 std::string OneLine(std::string text) {
   for (char& c : text) {
     if (static_cast<unsigned char>(c) < ' ') c = ' ';
@@ -42,7 +42,7 @@ void PrintError(const absl::Status& status) {
   const std::vector<Violation> violations = ViolationsOf(status);
   std::string text(status.message());
   if (violations.size() > 1) {
-    // The message lists the first few, after the part that failed; here is room for all.
+    // The message lists only the first few violations; this prints all.
     std::fprintf(stderr, "dorad: %zu problems: %s\n", violations.size(),
                  OneLine(text.substr(0, text.find(": " + violations[0].field))).c_str());
     for (const Violation& v : violations) {
@@ -66,7 +66,7 @@ absl::StatusOr<Config> ReadConfig(const Command& command, ConfigOrigins* origins
   return config;
 }
 
-// That of a server: it has a model.
+// The configuration for serve: it needs a model.
 absl::StatusOr<Config> ReadConfigToServe(const Command& command) {
   DORAD_ASSIGN_OR_RETURN(Config config, ReadConfig(command));
   if (config.model.path.empty()) {
@@ -81,7 +81,7 @@ int Fail(const absl::Status& status, int code) {
   return code;
 }
 
-// Each connection takes a descriptor; the soft limit is low for the sake of programs with select().
+// Each connection takes a descriptor; the soft limit is low only for programs with select().
 void RaiseDescriptorLimit() {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return;
@@ -91,7 +91,7 @@ void RaiseDescriptorLimit() {
 
 int Serve(const Command& command) {
   Signals signals;
-  absl::StatusOr<std::unique_ptr<App>> app;  // outlives the manager's thread, which asks it
+  absl::StatusOr<std::unique_ptr<App>> app;  // outlives the manager's thread, which uses it
   const std::unique_ptr<ServiceManager> manager = ServiceManager::FromEnvironment();
   const absl::StatusOr<Config> config = ReadConfigToServe(command);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
@@ -117,8 +117,8 @@ int Serve(const Command& command) {
   manager->Stopping("finishing running requests");
   (*app)->Stop(signals.hurry());
   const int code = signals.EndOrderlyEnd();
-  // In a hurry nobody waits for the loads and steps that the parts would wait for at their end;
-  // what is durable is on the disk.
+  // An early end skips the destructors, which would wait for loads and steps; durable data is on
+  // the disk.
   if (code != kExitOk) _exit(code);
   return code;
 }

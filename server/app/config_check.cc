@@ -91,12 +91,13 @@ class Checks {
     }
   }
 
-  // Whether somebody listens there already is for the start.
+  // Only the start can check whether another process listens there.
   void CheckSocket(const char* key, const std::string& path) {
     std::error_code error;
     const std::filesystem::file_status there = std::filesystem::status(path, error);
     if (std::filesystem::exists(there) && !std::filesystem::is_socket(there)) {
-      problems_.push_back({key, "LISTEN_FAILED", absl::StrCat(path, " is there, but no socket")});
+      problems_.push_back(
+          {key, "LISTEN_FAILED", absl::StrCat(path, " exists, but is not a socket")});
     }
     CheckParent(key, path);
   }
@@ -108,12 +109,12 @@ class Checks {
     const std::filesystem::file_status there = std::filesystem::status(path, error);
     if (std::filesystem::exists(there) && !std::filesystem::is_directory(there)) {
       problems_.push_back({"adapters.store_path", "STORE_UNAVAILABLE",
-                           absl::StrCat(path, " is there, but no folder")});
+                           absl::StrCat(path, " exists, but is not a folder")});
     }
     CheckParent("adapters.store_path", path);
   }
 
-  // Sockets and the store's folder are made, the folder above them is not.
+  // Sockets and the store's folder are created, their parent folder is not.
   void CheckParent(const char* key, const std::string& path) {
     std::filesystem::path whole = std::filesystem::absolute(path).lexically_normal();
     if (!whole.has_filename()) whole = whole.parent_path();

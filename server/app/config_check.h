@@ -1,5 +1,5 @@
-// Checks a configuration as a start does before it loads anything: keys against each other, and
-// against the file system. Pure function of both, hence thread-safe.
+// The checks of a start before it loads anything: keys against each other, and against the file
+// system. Pure function of both and therefore thread-safe.
 #pragma once
 
 #include "absl/status/status.h"
@@ -7,8 +7,8 @@
 
 namespace dorad {
 
-// INVALID_ARGUMENT listing every problem, each with the reason that the start would give. Without
-// model.path the model is not checked.
+// INVALID_ARGUMENT listing every problem, with the same reasons as a start. Without model.path the
+// model is not checked.
 absl::Status CheckStart(const Config& config);
 
 }  // namespace dorad

@@ -34,10 +34,10 @@ void ListenerHealthCheck::Run(absl::Duration period) {
       if (stop_.HasBeenNotified()) return;
       failures[i] = status.ok() ? 0 : failures[i] + 1;
       if (status.ok()) continue;
-      LogWarning("a listener takes no connections",
+      LogWarning("a listener accepts no connections",
                  {{"error", std::string(status.message())}, {"times", int64_t{failures[i]}}});
       if (failures[i] < kMaxFailures) continue;
-      LogError("a listener takes no connections any more; ending the process",
+      LogError("a listener accepts no connections any more; ending the process",
                {{"listener", listeners_[i].address}});
       on_unresponsive_();
       return;

@@ -1,6 +1,5 @@
-// Notices that a listener of this server takes no new connections any more. Requests on old
-// connections cannot notice that, so a thread connects to each listener now and then. Owned by App.
-// Thread-safe.
+// Detects a listener of this server that no longer accepts connections. Requests on old connections
+// cannot detect that, so a thread connects to each listener regularly. Owned by App. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -19,14 +18,13 @@ class ListenerHealthCheck {
     std::string address;
     std::string greeting;  // as ProbeListener's
   };
-  // Calls on_unresponsive once, on its own thread, when a listener has been silent three times in a
-  // row.
+  // Calls on_unresponsive once, on its own thread, after three failures in a row of one listener.
   ListenerHealthCheck(absl::Duration period, std::vector<Listener> listeners,
                       std::function<void()> on_unresponsive);
-  // Waits for the try that is under way.
+  // Waits for a running check.
   ~ListenerHealthCheck();
 
-  // After this on_unresponsive is not called any more. Does not wait. To be called once.
+  // on_unresponsive is not called after this. Does not wait. Call once.
   void Stop() { stop_.Notify(); }
 
  private:

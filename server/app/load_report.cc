@@ -28,7 +28,7 @@ void ReportLoad(const adapter::EndedLoad& load, Metrics* metrics) {
       {"validate", timing.validate}, {"copy", timing.copy},
       {"norms", timing.norms},       {"store", timing.store},
       {"activate", load.activate},   {"total", load.queue + timing.total + load.activate}};
-  // A load that lacks a stage says nothing about its time.
+  // A load without a stage is no sample of its time.
   std::erase_if(stages, [](const auto& stage) { return stage.second == absl::ZeroDuration(); });
   metrics->AdapterLoaded(stages);
   metrics->AdapterAnnounced(load.name);

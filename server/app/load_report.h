@@ -1,4 +1,4 @@
-// Writes an ended load of an adapter to the log and the metrics. Thread-safe.
+// Writes a finished load of an adapter to the log and the metrics. Thread-safe.
 #pragma once
 
 #include "server/adapter/publish/loader.h"

@@ -15,7 +15,7 @@ int main(int argc, char** argv) {
         dorad::ParseCommandLine(std::vector<std::string>(argv + 1, argv + argc));
     return command.ok() ? dorad::Run(*command) : dorad::Refuse(command.status());
   } catch (const std::exception& e) {
-    // Libraries throw, for example when the model's weights do not fit into memory.
+    // For exceptions of libraries, for example when the model's weights do not fit into memory.
     std::fprintf(stderr, "dorad: %s\n", e.what());
     return dorad::kExitSoftware;
   }

@@ -1,5 +1,5 @@
-// Turns the configuration and the model's description into each room's options. All functions but
-// ApplyLogging are pure, hence thread-safe.
+// Converts the configuration and the model's description to each room's options. All functions but
+// ApplyLogging are pure and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
 adapter::LoaderOptions ToLoaderOptions(const Config& config);
 rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store);
 Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model);
-// Holds the time of this call as the time of the start.
+// Stores the time of this call as the time of the start.
 rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model);
 
 }  // namespace dorad

@@ -34,9 +34,9 @@ std::string Scrape::Render() {
     metrics_.SetStore({kept.journal_bytes, kept.objects, kept.object_bytes, kept.appends,
                        kept.append_time, kept.compactions, kept.failures});
   }
-  const security::SecurityManager::Stats guarded = from_.guard->stats();
+  const security::SecurityManager::Stats security = from_.security_manager->stats();
   metrics_.SetSecurity(
-      {guarded.tokens_reload_failures, guarded.tls_reload_failures, guarded.tls_expiry});
+      {security.tokens_reload_failures, security.tls_reload_failures, security.tls_expiry});
   CountMemory();
   return metrics_.Render();
 }

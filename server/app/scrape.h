@@ -1,6 +1,6 @@
-// One scrape of /metrics: reads the counts that the rooms keep themselves, and renders all metrics.
-// Owned by App; borrows its sources. Confined to the thread of the metrics HTTP server. Holds a
-// lock that a step needs no longer than it takes to copy some numbers.
+// One scrape of /metrics: reads the rooms' own counts and renders all metrics. Owned by App;
+// borrows its sources. Confined to the thread of the metrics HTTP server. Holds locks that a step
+// needs only while it copies some numbers.
 #pragma once
 
 #include <functional>
@@ -31,7 +31,7 @@ class Scrape {
     const rpc::UploadStore* uploads = nullptr;
     Colocation* colocation = nullptr;
     const engine::Engine* engine = nullptr;
-    const security::SecurityManager* guard = nullptr;
+    const security::SecurityManager* security_manager = nullptr;
     std::function<std::map<std::string, int64_t>()> memory_by_kind;
   };
   Scrape(Sources sources, Metrics* metrics) : from_(std::move(sources)), metrics_(*metrics) {}

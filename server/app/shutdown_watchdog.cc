@@ -13,13 +13,13 @@
 namespace dorad {
 namespace {
 
-// For the log of a process that hangs.
+// Time for the log of a process that hangs.
 constexpr absl::Duration kLastWords = absl::Seconds(10);
 
 const char* NameOf(ShutdownWatchdog::Part part) {
   switch (part) {
     case ShutdownWatchdog::Part::kCalls:
-      return "calls, or clients that do not take their answers";
+      return "calls, or clients that do not read their answers";
     case ShutdownWatchdog::Part::kChanges:
       return "changes of the registry";
     case ShutdownWatchdog::Part::kStep:
@@ -30,9 +30,9 @@ const char* NameOf(ShutdownWatchdog::Part part) {
   return "";
 }
 
-// A step ends soon, or never. gRPC waits for clients to take what it has begun to write, also of
-// calls that were cancelled; changes and loads may wait for a disk, and nobody was told that they
-// are done.
+// A step that does not end in time never ends: a failure. Calls wait for clients, also for slow
+// readers of cancellations; changes and loads may wait for a disk, and their callers have no answer
+// yet: no failure.
 int CodeOf(ShutdownWatchdog::Part part) {
   return part == ShutdownWatchdog::Part::kStep ? kExitSoftware : kExitOk;
 }
@@ -52,7 +52,7 @@ void ShutdownWatchdog::Begin(absl::Duration time) {
     const Part part = *shared;
     const int code = CodeOf(part);
     EndSoon(code);
-    LogError("the end takes too long; ending the process",
+    LogError("the shutdown takes too long; ending the process",
              {{"waits_for", std::string(NameOf(part))}});
     DumpStacks();
     _exit(code);

@@ -1,4 +1,4 @@
-// Bounds the time that the shutdown of the process may take.
+// Bounds the time of the process's shutdown.
 #pragma once
 
 #include <atomic>
@@ -8,19 +8,19 @@
 
 namespace dorad {
 
-// Ends the process with `code` in some seconds. For a caller that logs why and then ends the
-// process itself: writing the log may hang.
+// Ends the process with `code` in some seconds. For a caller that first writes the log and then
+// ends the process itself: writing the log may hang.
 void EndSoon(int code);
 
-// Ends the process when its shutdown takes too long, and logs the part that it waits for. Owned by
-// App. Thread-safe.
+// Ends the process when its shutdown takes too long, and logs the part it waits for. Owned by App.
+// Thread-safe.
 class ShutdownWatchdog {
  public:
   // The shutdown waits for these parts, one after the other.
   enum class Part { kCalls, kChanges, kStep, kLoads };
 
-  // Its destructor says that the shutdown now waits for `part`. A member of App, declared right
-  // after the member that is the part, so that it is destroyed right before it.
+  // Its destructor marks the begin of the wait for `part`. A member of App, declared right after
+  // the part's own member, so that it is destroyed right before it.
   class Phase {
    public:
     Phase(ShutdownWatchdog* watchdog, Part part) : watchdog_(watchdog), part_(part) {}
@@ -33,8 +33,8 @@ class ShutdownWatchdog {
     const Part part_;
   };
 
-  // Starts a thread that ends the process after `time`, whatever still runs: with 70 when it waits
-  // for a step, with 0 when it waits for anything else. To be called once.
+  // Starts a thread that ends the process after `time`: with 70 during the wait for a step, else
+  // with 0. Call once.
   void Begin(absl::Duration time);
 
  private:

@@ -13,7 +13,7 @@ Watchdog::Watchdog(absl::Duration limit, std::function<absl::Duration()> silence
   const absl::Duration period = std::clamp(limit / 4, absl::Milliseconds(50), absl::Seconds(1));
   thread_ = std::thread(
       [this, limit, period, silence = std::move(silence), on_stall = std::move(on_stall)] {
-        // A process that was stopped does not make the engine guilty.
+        // Time in which the process was stopped is not the engine's.
         SilenceMeter meter(SteadyNow(), period);
         while (!stop_.WaitForNotificationWithTimeout(period)) {
           if (meter.Look(SteadyNow(), silence()) <= limit) continue;

@@ -1,4 +1,4 @@
-// Notices an engine that no longer makes progress. Owned by App. Thread-safe.
+// Detects an engine without progress. Owned by App. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -12,7 +12,7 @@ namespace dorad {
 class Watchdog {
  public:
   // Calls on_stall once, on its own thread, when `silence` exceeds `limit`. `silence` returns the
-  // time since the last sign of life. Time in which the process was stopped does not count.
+  // time since the last progress. Time in which the process was stopped does not count.
   Watchdog(absl::Duration limit, std::function<absl::Duration()> silence,
            std::function<void()> on_stall);
   // Stops watching.

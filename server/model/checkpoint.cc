@@ -27,7 +27,7 @@ constexpr uint64_t kBlockBytes = 1 << 20;
 constexpr int kMaxReaders = 16;
 
 bool Exists(const std::string& dir, const std::string& name) {
-  std::error_code error;  // what cannot be looked at is reported when it is opened
+  std::error_code error;  // opening the file reports errors
   return std::filesystem::exists(std::filesystem::path(dir) / name, error);
 }
 
@@ -44,7 +44,7 @@ absl::Status NoWeights(const std::string& dir) {
                    absl::StrCat(dir, " has neither ", kSingleFile, " nor ", kIndexFile));
 }
 
-// A shard lies in the model's folder and nowhere else.
+// A shard must lie directly in the model's folder.
 bool IsShardName(const std::string& name) {
   return name.find_first_of(std::string_view("/\\\0", 3)) == std::string::npos &&
          name.size() <= 255 && name.front() != '.' && absl::EndsWith(name, ".safetensors");

@@ -2,8 +2,7 @@
 // model.safetensors.index.json names. Torch-free.
 //
 // Opening reads headers only, so a wrong model is refused before its data is read. The data is read
-// once, by several threads, in blocks that fit into a cache: it never lies in memory as a whole.
-// One thread calls; the sink is called by several.
+// once, front to back, in blocks that fit into a cache: never as a whole. Belongs to one thread.
 #pragma once
 
 #include <array>
@@ -45,8 +44,7 @@ class Checkpoint {
   absl::Status ReadAll(BlockSink sink);
 
   // Lower-case hex SHA-256 over the tensors in order of their names: name, dtype, shape and the
-  // SHA-256 of the bytes. It does not depend on how they are spread over files.
-  // REQUIRES: ReadAll has succeeded.
+  // SHA-256 of the bytes. Independent of the division into files. REQUIRES: ReadAll has succeeded.
   std::string Digest() const;
 
  private:

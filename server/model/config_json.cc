@@ -19,7 +19,7 @@ absl::Status Malformed(const std::string& file, const std::string& why) {
   return MakeInvalid(file, {{file, kInvalid, why}});
 }
 
-// Looks at every parse event; the first objection stops the parser by an exception.
+// Checks every parse event; the first problem stops the parser by an exception.
 class Guard {
  public:
   struct Objection {

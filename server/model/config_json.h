@@ -1,5 +1,5 @@
-// Reading the JSON files of a model folder field by field, so that one answer names everything that
-// is wrong with them. Owned by the reader of the file. Thread-compatible.
+// Reads the JSON files of a model folder field by field, so that one status names all problems.
+// Owned by the reader of the file. Thread-compatible.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ struct NumberRange {
   double min, max;
 };
 
-// One JSON object. What is wrong is added to *violations, with the field's path
+// One JSON object. Problems are added to *violations with the field's path
 // ("config.json:rope_scaling.factor"); the getter then returns the fallback, or 0 without one.
 class Fields {
  public:
@@ -54,7 +54,7 @@ class Fields {
   void Unsupported(const std::string& key, const std::string& description);
 
  private:
-  // The value of a key that is present, null included.
+  // The value of a present key, null included.
   const nlohmann::json* Value(const std::string& key) const;
   std::string PathOf(const std::string& key) const;
 
@@ -63,7 +63,7 @@ class Fields {
   std::vector<Violation>* violations_;
 };
 
-// A value as it is written in JSON, shortened, for messages.
+// A value as JSON text, shortened, for messages.
 std::string Shown(const nlohmann::json& value);
 
 }  // namespace dorad::model

@@ -20,7 +20,7 @@ constexpr uint64_t kMaxConfigBytes = 4 << 20;
 constexpr char kConfigFile[] = "config.json";
 constexpr char kGenerationFile[] = "generation_config.json";
 
-// Beyond these a number is a mistake, not a model; products of any two still fit easily.
+// Larger numbers are mistakes; products of any two still fit.
 constexpr IntRange kVocab{1, 1 << 24};
 constexpr IntRange kWidth{1, 1 << 20};
 constexpr IntRange kLayers{1, 1024};
@@ -28,8 +28,8 @@ constexpr IntRange kHeads{1, 1024};
 constexpr IntRange kHeadDim{2, 1024};
 constexpr IntRange kPositions{1, 1 << 24};
 
-// How a family differs from the others before its config.json is read: transformers' defaults for
-// absent keys, and which keys its classes read at all.
+// A family's differences: transformers' defaults for absent keys, and the keys that its classes
+// read.
 struct Family {
   const char* model_type;
   const char* architecture;
@@ -77,7 +77,7 @@ void CheckArchitectures(Fields& fields, const Family& family) {
                                                    Shown(*architectures)));
 }
 
-// A size that is wrong is 0 from here on, so that it is not blamed twice.
+// A wrong size becomes 0, so that it is reported once.
 void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
   config->vocab_size = fields.Int("vocab_size", std::nullopt, kVocab);
   config->hidden_size = fields.Int("hidden_size", std::nullopt, kWidth);
@@ -128,7 +128,7 @@ void ReadBiasesAndActivation(Fields& fields, const Family& family, ModelConfig* 
   }
 }
 
-// layer_types as "slides or not" for each layer. Empty when absent or wrong.
+// For each layer of layer_types whether it slides. Empty when absent or wrong.
 std::vector<bool> ReadLayerTypes(Fields& fields, int64_t num_layers) {
   const Json* types = fields.Find("layer_types");
   if (types == nullptr || num_layers == 0) return {};
@@ -148,7 +148,7 @@ std::vector<bool> ReadLayerTypes(Fields& fields, int64_t num_layers) {
   return slides;
 }
 
-// The window that the config speaks of, 0 for none.
+// The window in the config, 0: none.
 int64_t ReadWindow(Fields& fields, const Family& family) {
   constexpr int64_t kDefaultWindow = 4096;  // of transformers, when the key is absent
   const bool in_use =
@@ -175,8 +175,8 @@ void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
     }
     return;
   }
-  // transformers' Llama has no windows and its Mistral slides in every layer, whatever layer_types
-  // says; but their key/value caches do follow it. Where the two differ no result is right.
+  // For any layer_types, transformers' Llama has no windows and its Mistral slides in every layer;
+  // but their key/value caches follow layer_types. Where the two differ no result is right.
   if (family.windows == Family::kNone && fields.Has("sliding_window")) {
     fields.Unsupported("sliding_window", "this family has no sliding window");
   }
@@ -208,7 +208,7 @@ std::optional<std::vector<int32_t>> ReadEos(Fields& fields, int64_t vocab_size) 
   return ids;
 }
 
-// generation_config.json speaks first, as in transformers; it may be absent.
+// generation_config.json takes precedence, as in transformers; it may be absent.
 absl::Status ReadEosTokens(const std::string& dir, Fields& config_fields, const Family& family,
                            std::vector<Violation>* violations, ModelConfig* config) {
   absl::StatusOr<Json> generation = ReadJsonObject(dir, kGenerationFile, kMaxConfigBytes);
@@ -216,7 +216,7 @@ absl::Status ReadEosTokens(const std::string& dir, Fields& config_fields, const 
   if (generation.ok()) {
     Fields fields(kGenerationFile, &*generation, violations);
     ids = ReadEos(fields, config->vocab_size);
-    if (ids && ids->empty()) ids.reset();  // "none" there does not take back the model's own
+    if (ids && ids->empty()) ids.reset();  // an empty list does not override the model's own
   } else if (absl::IsInvalidArgument(generation.status())) {
     for (Violation& violation : ViolationsOf(generation.status())) {
       violations->push_back(std::move(violation));
@@ -253,7 +253,7 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
   const Family* family = FindFamily(fields);
   RefuseUnsupportedKeys(fields);
   ModelConfig config;
-  // Another type's keys mean other things: nothing more can be said about them.
+  // The keys of another model type have other meanings: no further checks.
   if (family != nullptr) {
     config.model_type = family->model_type;
     CheckArchitectures(fields, *family);

@@ -1,5 +1,5 @@
-// What a Hugging Face config.json says of a decoder: the table of differences between the model
-// families that the one decoder of this server knows. Torch-free. Plain values, thread-safe.
+// A decoder's Hugging Face config.json: the table of differences between the supported model
+// families. Torch-free. Plain values, thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ struct ModelConfig {
 
 // Reads DIR/config.json and DIR/generation_config.json (optional). INVALID_ARGUMENT listing every
 // problem (MODEL_UNSUPPORTED names an architecture or feature that this server does not have;
-// MODEL_CONFIG_INVALID a value that cannot be), NOT_FOUND (MODEL_NOT_FOUND).
+// MODEL_CONFIG_INVALID an impossible value), NOT_FOUND (MODEL_NOT_FOUND).
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir);
 
 // Module ids, in this order for each layer, then the embedding, then the head.
@@ -77,8 +77,8 @@ inline int HeadId(const ModelConfig& config) { return EmbeddingId(config) + 1; }
 // Names and shapes of all adaptable modules, indexed by the ids above.
 std::vector<adapter::BaseModule> ListModules(const ModelConfig& config);
 
-// Inverse frequencies [head_dim / 2] for sequences that reach `length` positions, and the factor
-// that cos and sin are multiplied by.
+// Inverse frequencies [head_dim / 2] for sequences up to position `length`, and the factor of cos
+// and sin.
 struct RopeFrequencies {
   std::vector<double> inverse;
   double attention_scale = 1.0;
@@ -86,8 +86,8 @@ struct RopeFrequencies {
 RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length);
 
 // cos and sin, times the attention scale, of positions [0, positions): [positions, head_dim / 2]
-// each. transformers forms the angles in fp32 from fp32 inverse frequencies; so does this, because
-// at large positions the rounding of the angle is visible in the result.
+// each. As in transformers, angles are formed in fp32 from fp32 inverse frequencies: at large
+// positions the rounding of the angle is visible in the result.
 void FillRopeTable(const ModelConfig& config, int64_t positions, float* cos, float* sin);
 
 }  // namespace dorad::model

@@ -1,5 +1,5 @@
 // Keys of config.json that would change the result of a forward pass in a way this server does not
-// have. The families' own transformers classes mostly ignore them: a model that carries one was
+// support. The families' own transformers classes mostly ignore them: a model with such a key was
 // made for other code. Thread-safe (a pure function).
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace dorad::model {
 
-// One violation (MODEL_UNSUPPORTED) for each of them whose value is not neutral.
+// One violation (MODEL_UNSUPPORTED) for each such key with a value that is not neutral.
 void RefuseUnsupportedKeys(Fields& config);
 
 }  // namespace dorad::model

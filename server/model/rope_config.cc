@@ -16,8 +16,8 @@ constexpr NumberRange kFactor{1.0, 1e6};
 constexpr NumberRange kPositive{1e-6, 1e6};
 constexpr IntRange kPositions{1, int64_t{1} << 24};
 
-// Keys that transformers reads for some type. "finetuned" appears in early YaRN models and tells
-// how the checkpoint came to be; nothing reads it.
+// Keys that transformers reads for some type. "finetuned" appears in early YaRN models and is never
+// read.
 constexpr std::array kKnownKeys = {"rope_type",       "type",
                                    "rope_theta",      "factor",
                                    "beta_fast",       "original_max_position_embeddings",
@@ -33,13 +33,13 @@ constexpr std::pair<const char*, RopeKind> kKinds[] = {
     {"dynamic", RopeKind::kDynamicNtk}, {"llama3", RopeKind::kLlama3},
     {"yarn", RopeKind::kYarn},          {"longrope", RopeKind::kLongRope}};
 
-// The key that holds the scaling; empty: neither. transformers lets rope_scaling replace
-// rope_parameters as a whole, its theta included; two that differ are more likely an accident.
+// The key of the scaling; empty: none. transformers lets rope_scaling replace rope_parameters as a
+// whole, its theta included; two different ones are more likely an accident.
 std::string ScalingKey(Fields& fields) {
   const Json* parameters = fields.Find("rope_parameters");
   const Json* scaling = fields.Find("rope_scaling");
   if (parameters != nullptr && scaling != nullptr && *parameters != *scaling) {
-    fields.Invalid("rope_scaling", "differs from rope_parameters: only one of them can be meant");
+    fields.Invalid("rope_scaling", "differs from rope_parameters: give only one of them");
   }
   if (scaling != nullptr && !scaling->empty()) return "rope_scaling";
   return parameters != nullptr && !parameters->empty() ? "rope_parameters" : "";
@@ -74,7 +74,7 @@ int64_t OriginalMaxPosition(Fields& fields, Fields& rope, int64_t context_length
   return rope.Int(kKey, context_length, kPositions);
 }
 
-// Null means "derive it" where transformers says so.
+// Null means "derive it" where it does in transformers.
 double NumberOrNull(Fields& rope, const std::string& key, double derived, NumberRange range) {
   return rope.Has(key) ? rope.Number(key, derived, range) : derived;
 }
@@ -132,8 +132,8 @@ void ReadLongRope(Fields& rope, ModelConfig* config) {
   if (out.original_max_position == 1) {
     rope.Invalid("original_max_position_embeddings", "must be at least 2");
   }
-  // Beyond this length transformers takes the long factors for the whole sequence, but leaves the
-  // keys that it has cached as they were: what it answers depends on how the sequence was fed.
+  // Beyond this length transformers uses the long factors for the whole sequence, but keeps cached
+  // keys unchanged: its answer depends on the order of its inputs.
   config->context_length = std::min(config->context_length, out.original_max_position);
 }
 

@@ -56,8 +56,8 @@ WeightSlots ListWeightSlots(const ModelConfig& config) {
   return slots;
 }
 
-// Tensors that take no part in the result: the rotary frequencies that old checkpoints carry, and
-// the head of a tied model (whose bytes must then be the embedding's).
+// Tensors without effect on the result: the rotary frequencies of old checkpoints, and the head of
+// a tied model (whose bytes must then be the embedding's).
 bool IsTolerated(const std::string& name, const ModelConfig& config) {
   return absl::EndsWith(name, "rotary_emb.inv_freq") || (config.tied_embeddings && name == kHead);
 }
@@ -144,7 +144,7 @@ int64_t WeightSlot::num_elements() const {
 }
 
 // All bits of such an element's exponent are set, and only then does adding the exponent's lowest
-// bit carry into the sign's place. Several elements at once.
+// bit carry into the sign bit. Several elements at once.
 bool HasNonFinite(absl::Span<const std::byte> elements, DType dtype) {
   const uint64_t exponent = dtype == DType::kF32   ? 0x7F800000'7F800000
                             : dtype == DType::kF16 ? 0x7C007C00'7C007C00

@@ -1,5 +1,5 @@
-// From a Hugging Face folder to a backend's weights: which tensors a model of a configuration has,
-// and one strict way of reading them, whatever the storage. Torch-free. Thread-safe.
+// Reads a Hugging Face folder into a backend's weights: the tensors of a model's configuration, and
+// one strict way to read them, for any storage. Torch-free. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace dorad::model {
 
-// Which weight of the decoder a tensor is.
+// The weight of the decoder that a tensor holds.
 enum class WeightKind {
   kMatrix,  // of a module
   kBias,    // of a module
@@ -40,14 +40,14 @@ struct WeightSlot {
 // By Hugging Face name. A tied head has no slot.
 using WeightSlots = std::map<std::string, WeightSlot>;
 
-// Where the weights go. Write is called by several threads at once, for different tensors.
+// Receives the weights. Confined to the importing thread.
 class WeightSink {
  public:
   virtual ~WeightSink() = default;
-  // All that will be written. Once, before the first block.
+  // All tensors to be written. Once, before the first block.
   virtual absl::Status Allocate(const WeightSlots& slots) = 0;
-  // Elements of one tensor, as the checkpoint has them; the memory is the caller's. Returns whether
-  // all of them are finite as they are stored, given that they are in the file.
+  // Consecutive elements of one tensor in the checkpoint's format; the memory is the caller's.
+  // Returns whether all elements are finite in the sink's storage, if they are in the file.
   virtual absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                                      absl::Span<const std::byte> block) = 0;
 };

@@ -1,5 +1,5 @@
-// Where the base model's weights lie in memory, in the checkpoint's terms: what another process
-// needs to use them there. Torch-free plain data and a pure function, hence thread-safe.
+// The addresses of the base model's weights in memory, in the checkpoint's terms, for use by
+// another process. Torch-free plain data and a pure function and therefore thread-safe.
 #pragma once
 
 #include <array>
@@ -23,13 +23,13 @@ struct PlacedTensor {
 struct LaidOutTensor {
   std::string name;
   CheckpointTensor checkpoint;
-  std::optional<PlacedTensor> place;  // nullopt: it takes no part in the result and is not held
+  std::optional<PlacedTensor> place;  // nullopt: no effect on the result, not held
 };
 
 struct WeightLayout {
   std::string digest;                  // Checkpoint::Digest
   std::vector<LaidOutTensor> tensors;  // all of the checkpoint, by name
-  std::vector<uint64_t> piece_bytes;   // of the memory's pieces, one behind the other
+  std::vector<uint64_t> piece_bytes;   // of the memory's pieces, in order
   std::string device_uuid;             // 16 bytes; "": the host's memory
 };
 

@@ -1,4 +1,4 @@
-// DORAD_CHECK: aborts with file and line when an invariant of ours is broken. Never for input.
+// DORAD_CHECK: aborts with file and line when an internal invariant is broken. Never for input.
 #pragma once
 
 #include <cstdio>

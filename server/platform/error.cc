@@ -17,8 +17,8 @@ constexpr char kViolationsUrl[] = "dorad/violations";
 constexpr char kMetadataUrl[] = "dorad/metadata/";  // and the key
 constexpr char kRetryUrl[] = "dorad/retry_after_ns";
 
-// Violations are kept as fields separated by 0x1F and records by 0x1E; these two never survive in
-// the texts, so the encoding needs no escapes.
+// Violations are encoded as fields separated by 0x1F and records by 0x1E; both are removed from the
+// texts, so the encoding needs no escapes.
 constexpr char kFieldSep = '\x1f';
 constexpr char kRecordSep = '\x1e';
 

@@ -16,8 +16,8 @@
 
 namespace dorad {
 
-// One thing that is wrong with an input. `field` is a path in the caller's terms
-// ("sampling.top_p", "adapter_config.json:lora_alpha", a tensor's name); `reason` is UPPER_SNAKE.
+// One problem of an input. `field` is a path in the caller's terms ("sampling.top_p",
+// "adapter_config.json:lora_alpha", a tensor's name); `reason` is UPPER_SNAKE.
 struct Violation {
   std::string field;
   std::string reason;
@@ -32,16 +32,16 @@ absl::Status MakeError(absl::StatusCode code, std::string_view reason, std::stri
 // REQUIRES: !violations.empty().
 absl::Status MakeInvalid(std::string_view subject, std::vector<Violation> violations);
 
-// The same status with a hint when to try again.
+// The same status with a hint for the time of a retry.
 absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after);
 
-// The same status with a fact for programs, of ErrorInfo's metadata. key: lower_snake.
+// The same status with one entry of ErrorInfo's metadata. key: lower_snake.
 absl::Status WithMetadata(absl::Status status, std::string_view key, std::string_view value);
 
-// Of an OUT_OF_MEMORY: nothing that others give back makes room enough, so that they need not.
+// Of an OUT_OF_MEMORY: no release of other memory would suffice.
 inline constexpr char kNeverFits[] = "never_fits";
 
-// Empty string, empty list, empty map, nullopt when the status carries none.
+// Empty string, empty list, empty map, nullopt when the status has none.
 std::string ReasonOf(const absl::Status& status);
 std::vector<Violation> ViolationsOf(const absl::Status& status);
 std::map<std::string, std::string> MetadataOf(const absl::Status& status);

@@ -16,10 +16,10 @@ struct Failure {
   std::string text;
 };
 
-// libtorch begins a backtrace with one of these lines; its allocator leaves out the first.
+// libtorch begins a backtrace with one of these lines; its allocator omits the first.
 constexpr const char* kBacktraces[] = {"\nException raised from ", "\nframe #"};
 
-// libtorch's CPU allocator throws a plain c10::Error: only its text tells it from others.
+// libtorch's CPU allocator throws a plain c10::Error: only its text identifies it.
 bool IsAllocatorText(const std::string& text) {
   return text.find("DefaultCPUAllocator:") != std::string::npos ||
          text.find("not enough memory") != std::string::npos;
@@ -46,7 +46,7 @@ Failure Current() {
 absl::Status StatusOfException(std::string_view what_failed, std::string_view reason) {
   const Failure failure = Current();
   const std::string what(what_failed);
-  LogError("an exception ended some work", {{"what", what}, {"error", failure.text}});
+  LogError("an exception was caught", {{"what", what}, {"error", failure.text}});
   if (failure.out_of_memory) {
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
                      what + " ran out of memory");

@@ -1,5 +1,4 @@
-// A clock that never jumps, for deadlines and for how long something took. Pure functions, hence
-// thread-safe.
+// A monotonic clock for deadlines and durations. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <chrono>

@@ -16,7 +16,7 @@
 namespace dorad {
 namespace {
 
-// Settings and the lock live as long as the process, so logging works in every destructor.
+// Settings and the lock live as long as the process, so that destructors can log.
 std::atomic<LogLevel> min_level{LogLevel::kInfo};
 std::atomic<bool> as_json{true};
 std::atomic<bool> log_requests{true};
@@ -60,7 +60,7 @@ void AppendQuoted(std::string_view text, std::string* out) {
       out->push_back(kHex[static_cast<unsigned char>(text[1]) >> 4]);
       out->push_back(kHex[static_cast<unsigned char>(text[1]) & 15]);
     } else if (length == 3 && (text.substr(0, 3) == "\u2028" || text.substr(0, 3) == "\u2029")) {
-      // Line separators to some readers of JSON lines.
+      // Some readers of JSON lines take these for line separators.
       out->append(text[2] == '\xa8' ? "\\u2028" : "\\u2029");
     } else {
       out->append(text.substr(0, length));
@@ -71,7 +71,7 @@ void AppendQuoted(std::string_view text, std::string* out) {
 }
 
 void AppendDouble(double value, std::string* out) {
-  // JSON knows no NaN and no infinity.
+  // JSON has no NaN and no infinity.
   if (!std::isfinite(value)) {
     out->append(std::isnan(value) ? "\"NaN\"" : value > 0 ? "\"Infinity\"" : "\"-Infinity\"");
     return;
@@ -120,8 +120,7 @@ std::string TextLine(LogLevel level, std::string_view message, const std::string
   return line;
 }
 
-// One write() for a whole line; what a full pipe has not taken is tried again, a closed stderr
-// is nobody's error.
+// One write() for a whole line; a partial write is continued, and a closed stderr is ignored.
 void WriteLine(std::string_view line) {
   absl::MutexLock lock(&write_mu);
   while (!line.empty()) {

@@ -1,5 +1,5 @@
-// Callbacks to run after changes of an object. Owned by that object. Thread-safe; holds no lock of
-// its own while a callback runs.
+// Callbacks after changes of an object. Owned by that object. Thread-safe; holds no lock of its own
+// during a callback.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ namespace dorad {
 class Subscribers {
  public:
   int64_t Add(std::function<void()> on_event);
-  // After it returns the callback neither runs nor is called again. Not to be called from within
+  // After it returns, the callback neither runs nor is called again. Not to be called from within
   // the callback.
   void Remove(int64_t id);
-  // Removes all callbacks and does not wait for those that run.
+  // Removes all callbacks; does not wait for running ones.
   void Clear();
 
   // Runs each callback.

@@ -30,7 +30,7 @@ void ThreadPool::Submit(std::function<void()> task) {
 }
 
 void ThreadPool::Work(int nice) {
-  // On Linux a thread id names one thread's priority; a refusal only means no change.
+  // On Linux a thread id sets one thread's priority; a failure is harmless.
   if (nice > 0) (void)setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), nice);
   while (true) {
     std::function<void()> task;
@@ -44,8 +44,8 @@ void ThreadPool::Work(int nice) {
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
-    // A task that owes somebody an answer catches its exceptions itself; the other tasks are owed
-    // this thread.
+    // A task with a caller to answer catches its own exceptions; this catch keeps the thread for
+    // later tasks.
     try {
       task();
     } catch (...) {

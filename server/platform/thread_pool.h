@@ -1,6 +1,6 @@
-// A few threads that run tasks in order of submission, for work that may block (adapter loads).
-// A task that throws is logged, and the pool goes on with the next one. A task that owes an answer
-// must therefore catch its exceptions and answer. Owned by App. Thread-safe.
+// A few threads that run tasks in order of submission, for work that may block (adapter loads). An
+// exception of a task is logged and dropped: a task with a caller to answer must catch it itself.
+// Owned by App. Thread-safe.
 #pragma once
 
 #include <deque>

@@ -322,7 +322,7 @@ def test_an_unresponsive_listener_ends_the_process_and_a_new_one_serves(zoo, tmp
         server.wire.close()
         server.process.kill()
         server.process.wait()
-    assert "a listener takes no connections any more" in server.log()
+    assert "a listener accepts no connections any more" in server.log()
     assert '"in_a_hurry":false' in server.log()
     with serve(zoo.model("llama2"), None, {"server.grpc_listen": server.grpc}) as again:
         assert len(again.wire.generate(PROMPT, max_tokens=1)) == 1
@@ -355,7 +355,7 @@ def test_listener_checks_do_no_harm(zoo, tmp_path, encrypted: bool) -> None:
         grpc.channel_ready_future(channel).result(10)
         channel.close()
         wait_until(lambda: len(list(descriptors.iterdir())) <= before + 5, what="connections to go")
-        assert "takes no connections" not in server.log()
+        assert "accepts no connections" not in server.log()
 
 
 def ptrace(operation: int, thread: int) -> None:

@@ -20,7 +20,7 @@ std::string DidYouMean(const std::string& nearest) {
   return nearest.empty() ? "" : absl::StrCat("; did you mean ", nearest, "?");
 }
 
-// Fills a Config and keeps going after a problem, so that one run shows all of them.
+// Fills a Config and continues after a problem, so that one run reports all of them.
 class ConfigReader {
  public:
   explicit ConfigReader(std::string name) : name_(std::move(name)) {}
@@ -118,7 +118,7 @@ class ConfigReader {
   }
 
   void ReportUnknownSection(const std::string& place, const std::string& section) {
-    // A key that stands outside of its section is a likelier slip than a misspelt section.
+    // A key outside of its section is more likely than a misspelt section.
     std::string nearest = NearestConfigSection(section);
     if (nearest.empty()) nearest = NearestConfigKey("", section);
     Report(place, "CONFIG_UNKNOWN_KEY", absl::StrCat("unknown section", DidYouMean(nearest)));
@@ -133,7 +133,7 @@ class ConfigReader {
 
   static std::string KeyText(const YAML::Node& node) {
     constexpr size_t kShown = 96;
-    return node.IsScalar() ? node.Scalar().substr(0, kShown) : "(a key that is no text)";
+    return node.IsScalar() ? node.Scalar().substr(0, kShown) : "(a key that is not text)";
   }
 
   std::string Place(const YAML::Mark& mark) const {

@@ -1,6 +1,6 @@
 // The server's configuration: YAML file, then --set key=value. Precedence: --set > file > default.
-// deploy/dorad.yaml documents every key; a test keeps it equal to these structs.
-// Plain values: immutable once loaded, hence thread-safe.
+// deploy/dorad.yaml documents every key; a test keeps it equal to these structs. Plain values:
+// immutable once loaded and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -42,18 +42,19 @@ struct EngineConfig {
   int64_t kv_bytes = 0;               // 0: auto
   bool prefix_cache = true;
   bool deterministic = true;
-  double gpu_share = 1.0;  // the most of the time that steps take; on the CPU likewise
+  double gpu_share = 1.0;                // the largest share of time for steps; also on the CPU
   std::string stream_priority = "high";  // of steps on a GPU: "high", "normal", "low"
-  double watchdog_seconds = 120.0;  // no sign of life from the engine: health NOT_SERVING, exit
+  double watchdog_seconds = 120.0;       // no progress of the engine: health NOT_SERVING, exit
 };
 
 struct MemoryConfig {
   std::string vram_limit = "0.95";  // bytes or a share of the GPU's memory; see ByteLimit
-  int64_t reserve = 512 << 20;      // of the GPU's memory for others
-  // In use by all processes, likewise: above `high_water` memory goes back, down to `low_water`.
+  int64_t reserve = 512 << 20;      // GPU memory for other processes
+  // In use by all processes, in the same form: above `high_water` memory is released, down to
+  // `low_water`.
   std::string high_water = "0.97";
   std::string low_water = "0.92";
-  int64_t kv_min_bytes = 0;   // of the KV cache, never lent
+  int64_t kv_min_bytes = 0;   // of the KV cache, never released
   bool host_weights = false;  // keep a copy of the base weights for waking up
 };
 
@@ -69,8 +70,8 @@ struct LimitsConfig {
 };
 
 struct AdaptersConfig {
-  // name=DIR pairs loaded and activated before the server is ready (also --adapter), but for names
-  // whose active version comes from the store.
+  // name=DIR pairs loaded and activated before the server is ready (also --adapter), except names
+  // with an active version in the store.
   std::vector<std::pair<std::string, std::string>> preload;
   std::vector<std::string> allowed_roots;
   std::string store_path;      // folder of the durable adapters; "" = none
@@ -82,7 +83,7 @@ struct AdaptersConfig {
   int64_t keep_last = 0;                  // ready versions of a name after a publish; 0 = all
   int64_t norm_chunk_bytes = 64 << 20;
   int64_t loader_threads = 1;
-  std::string dtype = "auto";  // "auto": as the file and compute_dtype say; "fp32"; "bf16"
+  std::string dtype = "auto";  // "auto": by the file and compute_dtype; "fp32"; "bf16"
 };
 
 struct MetricsConfig {
@@ -93,9 +94,9 @@ struct MetricsConfig {
 struct SecurityConfig {
   std::string tls_cert;         // PEM file: the server's certificate, then its chain; "" = no TLS
   std::string tls_key;          // PEM file: its key
-  std::string tls_client_ca;    // PEM file: who signs clients' certificates; "" = none needed
-  std::string tokens_file;      // YAML file: who may do what; "" = whoever connects, everything
-  bool allow_insecure = false;  // listen beyond this host without TLS or without asking who calls
+  std::string tls_client_ca;    // PEM file: CA of clients' certificates; "" = none needed
+  std::string tokens_file;      // YAML file: callers' rights; "" = all rights for all
+  bool allow_insecure = false;  // listen beyond this host without TLS or authentication
 };
 
 struct LogConfig {
@@ -119,7 +120,7 @@ struct Config {
 // A limit in bytes or as a share of `total`: "40GiB", "0.5". REQUIRES: LoadConfig took the value.
 int64_t ByteLimit(const std::string& value, int64_t total);
 
-// Where values come from, by "section.key": "FILE:LINE", "--set". What is not in it is a default.
+// The source of each value, by "section.key": "FILE:LINE", "--set". Defaults are not in it.
 using ConfigOrigins = std::map<std::string, std::string>;
 
 // file: path of a YAML file, or "" for defaults only. overrides: "section.key=value"; a list or a
@@ -137,7 +138,7 @@ absl::StatusOr<Config> ParseConfig(const std::string& text, const std::string& n
                                    ConfigOrigins* origins = nullptr);
 
 // Every key with its value, as YAML that ParseConfig reads back to the same values; with origins
-// each has a comment that says where its value comes from.
+// each has a comment with its source.
 std::string ToYaml(const Config& config, const ConfigOrigins* origins = nullptr);
 
 }  // namespace dorad

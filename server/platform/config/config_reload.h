@@ -1,5 +1,4 @@
-// The keys that a running server takes over when its configuration is read again. Pure functions,
-// hence thread-safe.
+// The keys that a reload changes in a running server. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <string>
@@ -13,13 +12,12 @@ namespace dorad {
 bool IsReloadable(const ConfigKey& key);
 
 struct ConfigChanges {
-  // "section.key" of each key with another value: `applied` were taken over, `waiting` need a
-  // restart.
+  // "section.key" of each key with another value: `applied` have changed, `waiting` need a restart.
   std::vector<std::string> applied;
   std::vector<std::string> waiting;
 };
 
-// Gives the reloadable keys of *current their values in `next`.
+// Copies the reloadable keys of `next` to *current.
 ConfigChanges TakeReloadable(Config next, Config* current);
 
 }  // namespace dorad

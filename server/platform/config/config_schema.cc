@@ -231,7 +231,7 @@ std::string NearestConfigKey(const std::string& section, const std::string& name
   size_t best_score = SIZE_MAX;
   for (const ConfigKey& key : ConfigKeys()) {
     const size_t distance = EditDistance(name, key.name);
-    // A key of the same section wins over an equally near one elsewhere.
+    // A key of the same section wins over an equally similar one elsewhere.
     const size_t score = 2 * distance + (section == key.section ? 0 : 1);
     if (!IsNear(distance, key.name) || score >= best_score) continue;
     best = &key;

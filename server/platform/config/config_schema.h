@@ -1,6 +1,6 @@
 // The one table of configuration keys. Parsing, --set, ToYaml, validation and the tests of the
-// documentation use it. A new key needs a member in config.h and a line in config_schema.cc.
-// The table is constant after its first use, hence thread-safe. The program owns it.
+// documentation use it. A new key needs a member in config.h and a line in config_schema.cc. The
+// table is constant after its first use and therefore thread-safe.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,7 @@
 namespace dorad {
 
 using ConfigStringMap = std::vector<std::pair<std::string, std::string>>;
-// Where a key's value lives in a Config.
+// A pointer to a key's field in a Config.
 using ConfigField = std::variant<std::string*, int64_t*, double*, bool*, std::vector<std::string>*,
                                  ConfigStringMap*>;
 
@@ -26,9 +26,9 @@ enum class ConfigType {
   kTcp,     // host:port or [v6]:port
   kInteger,
   kBytes,      // 1048576, 512MiB, 2GiB
-  kByteLimit,  // the same, or a share of what there is: 0.5
+  kByteLimit,  // the same, or a share of the total: 0.5
   kSeconds,    // a decimal number
-  kShare,      // likewise
+  kShare,      // a decimal number
   kBoolean,
   kFolders,  // list of absolute paths
   kMap,      // name: text
@@ -50,18 +50,18 @@ struct ConfigKey {
 // In the order of config.h.
 const std::vector<ConfigKey>& ConfigKeys();
 
-// nullptr when there is none.
+// nullptr: no such key.
 const ConfigKey* FindConfigKey(std::string_view section, std::string_view name);
 
-// What values the key takes, for messages and documentation: "integer, 1 to 4096".
+// The allowed values, for messages and documentation: "integer, 1 to 4096".
 std::string DescribeValues(const ConfigKey& key);
 
-// The known "section.name" nearest to the given one, or "" when nothing is near. A name in the
-// wrong section is found by its name.
+// The known "section.name" most similar to the given one, or "". A name in the wrong section is
+// found by its name.
 std::string NearestConfigKey(const std::string& section, const std::string& name);
 std::string NearestConfigSection(const std::string& section);
 
-// 1048576 as "1MiB": the largest unit that keeps it whole.
+// 1048576 as "1MiB": the largest unit without a fraction.
 std::string FormatBytes(int64_t bytes);
 // The shortest decimal text that reads back as the same number.
 std::string FormatDecimal(double value);

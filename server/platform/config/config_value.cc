@@ -27,7 +27,7 @@ std::string Expected(const ConfigKey& key, const std::string& text) {
                       "' is not valid; expected ", DescribeValues(key));
 }
 
-// Texts end in paths, addresses and logs; a NUL or broken UTF-8 would change on the way.
+// Values become paths, addresses and log fields; a NUL or broken UTF-8 would change there.
 std::string CheckText(const std::string& text) {
   if (text.find('\0') != std::string::npos) return "the text contains a NUL";
   if (!IsValidUtf8(text)) return "the text is not UTF-8";
@@ -42,7 +42,7 @@ bool ParseInteger(const std::string& text, int64_t* value) {
   return absl::SimpleAtoi(text, value);
 }
 
-// A share has a point, so that 1 is a byte.
+// A share needs a decimal point, so that 1 means one byte.
 bool ParseShare(const std::string& text, double* value) {
   return absl::StrContains(text, '.') && absl::SimpleAtod(text, value) && *value > 0 && *value <= 1;
 }

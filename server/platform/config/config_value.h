@@ -12,11 +12,11 @@ class Node;
 
 namespace dorad {
 
-// "1048576", "512MiB", "2GiB": whole numbers with KiB, MiB, GiB or TiB behind them. False for
-// anything else.
+// "1048576", "512MiB", "2GiB": whole numbers, optionally with KiB, MiB, GiB or TiB. False for other
+// text.
 bool ParseBytes(const std::string& text, int64_t* value);
 
-// Both return what is wrong with the value, or "" after setting the field.
+// Both return the problem with the value, or "" after setting the field.
 std::string SetFromText(const ConfigKey& key, const std::string& text, Config* config);
 std::string SetFromYaml(const ConfigKey& key, const YAML::Node& node, Config* config);
 

@@ -1,4 +1,4 @@
-// Finds the known name that a misspelt one stands for. Pure functions, hence thread-safe.
+// Finds the known name most similar to a misspelt one. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -7,7 +7,7 @@
 namespace dorad {
 namespace {
 
-// Remembers where the last document began.
+// Notes the position of the last document.
 class DocumentMarks : public YAML::EventHandler {
  public:
   YAML::Mark last;
@@ -29,14 +29,14 @@ class DocumentMarks : public YAML::EventHandler {
 }  // namespace
 
 YAML::Node LoadYamlDocument(const std::string& text) {
-  // yaml-cpp takes a stray token (",", "]") for an empty document without moving past it: Load
-  // ignores the rest of the text, LoadAll makes documents until memory ends. So look for a second
-  // document, and never further.
+  // yaml-cpp takes a stray token (",", "]") for an empty document without advancing: Load ignores
+  // the rest of the text, LoadAll makes documents until memory ends. So look for a second document,
+  // and never further.
   std::istringstream stream(text);
   YAML::Parser parser(stream);
   DocumentMarks marks;
   if (parser.HandleNextDocument(marks) && parser.HandleNextDocument(marks)) {
-    throw YAML::ParserException(marks.last, "a second document, or text that belongs to none");
+    throw YAML::ParserException(marks.last, "a second document, or text outside the document");
   }
   return YAML::Load(text);
 }

@@ -1,4 +1,4 @@
-// Strict loading of one YAML document. Pure function, hence thread-safe.
+// Strict loading of one YAML document. Pure function and therefore thread-safe.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace dorad {
 
-// Null for an empty text. Throws YAML::Exception; unlike YAML::Load also for text that comes after
-// the document, or before it and belongs to none.
+// Null for an empty text. Throws YAML::Exception; unlike YAML::Load also for text before or after
+// the document.
 YAML::Node LoadYamlDocument(const std::string& text);
 
 }  // namespace dorad

@@ -1,8 +1,7 @@
-// Reading small and large files into memory with a size cap and one way to report failures.
+// Reads small and large files into memory with a size cap and uniform statuses.
 //
-// Files are read, never mapped: a mapped file that somebody truncates kills the process.
-// The functions and RegularFile::ReadAt are thread-safe; otherwise a RegularFile belongs to one
-// thread at a time.
+// Files are read, never mapped: truncation of a mapped file kills the process. The functions are
+// thread-safe; a RegularFile belongs to one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +27,8 @@ class RegularFile {
   // Every user of the host may write to it.
   bool writable_by_others() const { return writable_by_others_; }
 
-  // Fills `out` with the bytes from `offset` on. UNAVAILABLE (FILE_UNREADABLE), also when the file
-  // has become shorter meanwhile.
+  // Appends the next `bytes` bytes to *out. UNAVAILABLE (FILE_UNREADABLE), also when the file has
+  // become shorter.
   absl::Status ReadAt(uint64_t offset, absl::Span<std::byte> out) const;
   // Appends the next `bytes` bytes to *out, which is as before after an error. Several threads read
   // what is large. Errors as of ReadAt.
@@ -46,7 +45,9 @@ class RegularFile {
   std::string path_;
 };
 
-// The bytes of a regular file; statuses as of RegularFile.
+// As out->reserve(bytes), in huge pages if available: a large buffer then costs some hundred page
+// faults instead of some hundred thousand, and freeing it does not block the process's other
+// threads.
 absl::StatusOr<ByteBuffer> ReadFileBytes(const std::string& path, uint64_t max_bytes);
 
 // As ReadFileBytes, as text.

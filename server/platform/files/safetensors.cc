@@ -82,7 +82,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
   DORAD_ASSIGN_OR_RETURN(
       const uint64_t length,
       SafetensorsHeaderLength(TextOf(image, 0, kSafetensorsPrefixBytes), source.size(), path));
-  // The header is judged before memory for the data is asked for.
+  // Checks the header before allocating memory for the data.
   DORAD_RETURN_IF_ERROR(source.Append(length, &image));
   const uint64_t data_bytes = source.size() - image.size();
   DORAD_ASSIGN_OR_RETURN(

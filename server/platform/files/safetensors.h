@@ -1,12 +1,11 @@
 // Strict reader of the safetensors format.
 //
-// Accepts a subset of what the reference (Rust) reader accepts: the same rules (header first,
-// duplicate keys refused, tensors contiguous from offset 0 without holes or overlap, size of each
-// equal to its shape, last one ending at the end of the file) plus caps of our own: header
-// <= 8 MiB, <= 65,536 tensors, names <= 512 printable bytes, rank <= 8, dtype F32, F16 or BF16 for
-// every tensor. The bytes are owned by the file object (read, never mapped: a mapped file that is
-// truncated by someone else kills the process), so views live as long as it does.
-// Immutable after construction, hence thread-safe.
+// Accepts a subset of the reference (Rust) reader's files: the same rules (header first, duplicate
+// keys refused, tensors contiguous from offset 0 without holes or overlap, size of each equal to
+// its shape, last one ending at the end of the file) plus our own caps: header <= 8 MiB, <= 65,536
+// tensors, names <= 512 printable bytes, rank <= 8, dtype F32, F16 or BF16 for every tensor. The
+// file object owns the bytes (read, never mapped: truncation of a mapped file kills the process),
+// so views live as long as it does. Immutable after construction and therefore thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -36,8 +35,8 @@ struct TensorView {
 
 class SafetensorsFile {
  public:
-  // Takes ownership of a whole file's image. `subject` names it in errors.
-  // INVALID_ARGUMENT with reason SAFETENSORS_* otherwise.
+  // Takes ownership of a whole file's bytes. `subject` is its name in errors. INVALID_ARGUMENT with
+  // reason SAFETENSORS_* otherwise.
   static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(ByteBuffer image,
                                                                 const std::string& subject);
   // Reads a regular file of at most max_bytes. NOT_FOUND (FILE_NOT_FOUND), INVALID_ARGUMENT

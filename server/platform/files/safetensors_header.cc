@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Caps of our own (safetensors.h). With them the parsed form is a small multiple of the header.
+// Our own caps (safetensors.h). With them the parsed form is a small multiple of the header.
 constexpr size_t kMaxTensors = 65536;
 constexpr size_t kMaxMetadataEntries = 4096;
 constexpr size_t kMaxNameBytes = 512;
@@ -25,7 +25,7 @@ constexpr size_t kMaxRank = 8;
 constexpr uint64_t kMaxExtent = uint64_t{1} << 48;  // of a dimension and of an offset
 constexpr size_t kMaxViolations = 64;
 
-// Text of a stranger, made fit for a message.
+// Makes untrusted text safe for a message.
 std::string Quote(std::string_view text) {
   constexpr size_t kShown = 96;
   const std::string head(text.substr(0, kShown));
@@ -36,16 +36,16 @@ bool IsPrintable(std::string_view text) {
   return std::all_of(text.begin(), text.end(), [](char c) { return c >= 0x20 && c <= 0x7e; });
 }
 
-// An entry while it is read: what has been seen so far.
+// The fields of an entry that have been read so far.
 struct Draft {
   SafetensorsEntry entry;
   std::vector<uint64_t> offsets;
   bool has_dtype = false, has_shape = false, has_offsets = false;
 };
 
-// Takes the header's JSON event by event. The grammar has three levels, so deeper nesting is
-// refused on sight and no tree is ever built. The first offence ends the parse; the tensors'
-// meaning is checked afterwards, all of them, by CheckTensors.
+// Reads the header's JSON event by event. The grammar has three levels, so deeper nesting is
+// refused at once and no tree is built. The first error ends the parse; CheckTensors then checks
+// all tensors.
 class HeaderReader : public nlohmann::json_sax<Json> {
  public:
   std::map<std::string, Draft> drafts;
@@ -135,7 +135,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
     return false;
   }
 
-  // A value where it does not belong.
+  // A value in the wrong place.
   bool Scalar(const char* what) {
     switch (where_) {
       case Where::kShape:
@@ -254,7 +254,7 @@ class HeaderReader : public nlohmann::json_sax<Json> {
   bool metadata_seen_ = false;
 };
 
-// nullopt when the product does not fit.
+// nullopt: overflow.
 std::optional<uint64_t> CheckedBytes(const SafetensorsEntry& entry) {
   uint64_t bytes = SizeOf(entry.dtype);
   for (const int64_t dimension : entry.shape) {
@@ -265,7 +265,7 @@ std::optional<uint64_t> CheckedBytes(const SafetensorsEntry& entry) {
   return bytes;
 }
 
-// What is wrong with one tensor taken alone; nullopt when nothing is.
+// The problem of one tensor taken alone; nullopt: none.
 std::optional<Violation> CheckTensor(const std::string& name, const Draft& draft) {
   if (!draft.has_dtype) return Violation{name, "SAFETENSORS_DTYPE", "dtype is missing"};
   if (!draft.has_shape) return Violation{name, "SAFETENSORS_SHAPE", "shape is missing"};
@@ -299,11 +299,12 @@ std::optional<Violation> CheckLayout(const std::map<std::string, SafetensorsEntr
   uint64_t covered = 0;
   for (const Item item : order) {
     if (item->second.begin != covered) {
-      return Violation{item->first, "SAFETENSORS_OFFSETS",
-                       absl::StrCat("it begins at ", item->second.begin,
-                                    item->second.begin > covered ? ", leaving a hole after "
-                                                                 : ", overlapping what ends at ",
-                                    covered)};
+      return Violation{
+          item->first, "SAFETENSORS_OFFSETS",
+          absl::StrCat("it begins at ", item->second.begin,
+                       item->second.begin > covered ? ", leaving a hole after "
+                                                    : ", overlapping data that ends at ",
+                       covered)};
     }
     covered = item->second.end;
   }
@@ -313,8 +314,8 @@ std::optional<Violation> CheckLayout(const std::map<std::string, SafetensorsEntr
       absl::StrCat("the tensors end at byte ", covered, " of the data, the file has ", data_bytes)};
 }
 
-// nlohmann-json skips a byte order mark and takes a NUL for the end of its input; neither may
-// pass, and neither may anything but spaces after the object.
+// nlohmann-json skips a byte order mark and takes a NUL for the end of its input; both are refused
+// here, as is anything but spaces after the object.
 std::optional<Violation> CheckText(std::string_view text) {
   const auto offence = [](const char* what) {
     return Violation{"header", "SAFETENSORS_HEADER_JSON", what};

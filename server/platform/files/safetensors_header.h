@@ -1,7 +1,7 @@
 // The header of a safetensors file: its JSON, checked against the rules of safetensors.h.
 //
-// Split from SafetensorsFile so that a header can be refused before a single byte of tensor data
-// is read. Pure functions over plain values, hence thread-safe.
+// Separate from SafetensorsFile, so that a header can be refused before any tensor data is read.
+// Pure functions over plain values and therefore thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct SafetensorsHeader {
 absl::StatusOr<uint64_t> SafetensorsHeaderLength(std::string_view prefix, uint64_t file_bytes,
                                                  const std::string& subject);
 
-// data_bytes: how many bytes follow the header.
+// data_bytes: the number of bytes after the header.
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text, uint64_t data_bytes,
                                                          const std::string& subject);
 

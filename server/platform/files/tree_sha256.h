@@ -1,5 +1,5 @@
 // The digest of a tensor's bytes: SHA-256 over the SHA-256 of each piece of 16 KiB, so that pieces
-// can be hashed side by side, on a GPU where they lie (kernels/hash/). Functions are thread-safe.
+// can be hashed in parallel, also on a GPU (kernels/hash/). Functions are thread-safe.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ inline constexpr size_t kTreePieceBytes = 16 << 10;
 
 Digest TreeSha256(absl::Span<const std::byte> bytes);
 
-// The digest over the pieces' digests, which stand in order, one after the other.
+// The digest over the pieces' digests, concatenated in order.
 Digest TreeRoot(absl::Span<const std::byte> digests);
 
 }  // namespace dorad

@@ -14,7 +14,7 @@ size_t Utf8SequenceLength(std::string_view text) {
   for (size_t i = 1; i < length; ++i) {
     if ((byte(i) & 0xc0) != 0x80) return 0;
   }
-  // The second byte decides whether the form is the shortest, a surrogate or too large.
+  // The second byte excludes overlong forms, surrogates and too large values.
   const uint8_t second = byte(1);
   if (first == 0xe0 && second < 0xa0) return 0;
   if (first == 0xed && second >= 0xa0) return 0;

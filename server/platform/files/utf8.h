@@ -1,4 +1,4 @@
-// Recognises well-formed UTF-8. Pure functions, hence thread-safe.
+// Recognises well-formed UTF-8. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <cstddef>

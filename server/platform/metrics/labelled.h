@@ -1,7 +1,7 @@
 // A family of counters or histograms by label values, with a bound on their number.
 //
 // prometheus-cpp hashes all labels under a lock at each look-up and lets series grow for ever; this
-// keeps the series it made and counts what comes after the bound as "other". Thread-safe.
+// class keeps its series and counts values beyond the bound as "other". Thread-safe.
 #pragma once
 
 #include <array>
@@ -22,7 +22,7 @@ class Labelled {
   using Values = std::array<std::string, kLabels>;
   static constexpr size_t kMaxSeries = 256;
 
-  // args: what the metric is made with after its labels (bucket boundaries of a histogram).
+  // args: arguments of the metric after its labels (bucket boundaries of a histogram).
   template <typename... Args>
   Labelled(prometheus::Family<Metric>* family, std::array<const char*, kLabels> names,
            const Args&... args)

@@ -1,5 +1,5 @@
-// The metrics by noun: their families, names, help texts and buckets. What counts them is
-// metrics.cc, the only file that includes this one.
+// The metrics by noun: their families, names, help texts and buckets. metrics.cc counts them, and
+// is the only file that includes this one.
 //
 // Owned by Metrics. Thread-safe, as prometheus-cpp's series are.
 #pragma once
@@ -27,7 +27,7 @@ using prometheus::Histogram;
 using prometheus::Registry;
 using Buckets = Histogram::BucketBoundaries;
 
-// Buckets in seconds. Each decade has enough of them to read a p99 off within some 30 %.
+// Buckets in seconds. Each decade has enough of them for a p99 to within some 30 %.
 inline Buckets RequestBuckets() {
   return {.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800};
 }
@@ -69,7 +69,7 @@ inline prometheus::Family<Histogram>& Histograms(Registry& registry, const char*
 // A negative observation would make a histogram's sum fall, which reads as a restart.
 inline double Seconds(absl::Duration time) { return std::max(0.0, absl::ToDoubleSeconds(time)); }
 
-// For counts that are kept elsewhere.
+// For counts that another object keeps.
 inline void RaiseTo(Counter& counter, double value) { counter.Increment(value - counter.Value()); }
 
 inline std::string NameOf(RequestKind kind) {
@@ -109,8 +109,7 @@ struct RequestMetrics {
         samples(&Counters(r, "dorad_samples_ended_total", "Generated samples that ended."),
                 {"finish_reason"}),
         prompt_tokens(Counters(r, "dorad_prompt_tokens_total",
-                               "Prompt tokens, by whether they were computed or found in the "
-                               "prefix cache.")),
+                               "Prompt tokens, computed or found in the prefix cache.")),
         computed(prompt_tokens.Add({{"source", "computed"}})),
         cached(prompt_tokens.Add({{"source", "cached"}})),
         generated(Counters(r, "dorad_generated_tokens_total", "Tokens generated.").Add({})),
@@ -141,7 +140,7 @@ struct EngineMetrics {
       : step(Histograms(r, "dorad_engine_step_seconds", "Time of one engine step.")
                  .Add({}, TokenBuckets())),
         phase_seconds(Counters(r, "dorad_engine_step_phase_seconds_total",
-                               "Time of the engine's thread, by what it did for steps.")),
+                               "Time of the engine's thread, by phase of a step.")),
         phases{
             &phase_seconds.Add({{"phase", "schedule"}}), &phase_seconds.Add({{"phase", "launch"}}),
             &phase_seconds.Add({{"phase", "compute"}}), &phase_seconds.Add({{"phase", "process"}})},
@@ -157,17 +156,16 @@ struct EngineMetrics {
                              "Sequences put back into the queue to free their KV pages.")
                         .Add({})),
         switches(Counters(r, "dorad_engine_version_switches_total",
-                          "Requests that went over to another version of their adapter.")
+                          "Requests that switched to another version of their adapter.")
                      .Add({})),
         held_back(Counters(r, "dorad_engine_throttled_seconds_total",
-                           "Time in which steps could have run but were held back for the share.")
+                           "Time by which steps were delayed to keep the share.")
                       .Add({})),
-        gpu_share(Gauges(r, "dorad_engine_gpu_share",
-                         "The most of the time that steps may take; 1: no limit.")
-                      .Add({})),
-        requests(Gauges(r, "dorad_engine_requests",
-                        "Requests that the engine has, whatever their state.")
-                     .Add({})),
+        gpu_share(
+            Gauges(r, "dorad_engine_gpu_share", "The largest share of time for steps; 1: no limit.")
+                .Add({})),
+        requests(
+            Gauges(r, "dorad_engine_requests", "Requests in the engine, in any state.").Add({})),
         frozen(Gauges(r, "dorad_engine_frozen_requests", "Of these, frozen by pauses of adapters.")
                    .Add({})),
         paused_adapters(
@@ -188,11 +186,11 @@ struct EngineMetrics {
         paused(Gauges(r, "dorad_engine_paused", "1 while the engine is paused.").Add({})),
         pages_capacity(Gauges(r, "dorad_kv_pages_capacity", "KV pages of the server.").Add({})),
         pages_used(Gauges(r, "dorad_kv_pages_used", "KV pages held by sequences.").Add({})),
-        pages_cached(Gauges(r, "dorad_kv_pages_cached",
-                            "KV pages held by the prefix cache alone, free for the taking.")
-                         .Add({})),
+        pages_cached(
+            Gauges(r, "dorad_kv_pages_cached", "KV pages held only by the prefix cache; available.")
+                .Add({})),
         pages_released(
-            Gauges(r, "dorad_kv_pages_released", "KV pages whose memory others have.").Add({})),
+            Gauges(r, "dorad_kv_pages_released", "KV pages whose memory is released.").Add({})),
         queried(Counters(r, "dorad_prefix_cache_queried_tokens_total",
                          "Prompt tokens looked up in the prefix cache.")
                     .Add({})),
@@ -230,7 +228,7 @@ struct AdapterMetrics {
                             "Time of one adapter load, by stage and in total."),
                 {"stage"}, LoadBuckets()),
         stalls(Histograms(r, "dorad_adapter_stall_seconds",
-                          "Time that a sequence waited for its adapter's weights to come back.")
+                          "Time that a sequence waited for evicted adapter weights.")
                    .Add({}, LoadBuckets())),
         names(Gauges(r, "dorad_adapters_in_use",
                      "Distinct adapters that requests run with or wait for.")),
@@ -243,11 +241,9 @@ struct AdapterMetrics {
         away(Gauges(r, "dorad_adapter_evicted_versions",
                     "Adapter versions held whose weights are not resident.")
                  .Add({})),
-        evictions(Counters(r, "dorad_adapter_evictions_total",
-                           "Times that the weights of an adapter made room for others.")
-                      .Add({})),
-        reloads(Counters(r, "dorad_adapter_reloads_total",
-                         "Times that the weights of an adapter came back.")),
+        evictions(
+            Counters(r, "dorad_adapter_evictions_total", "Evictions of adapter weights.").Add({})),
+        reloads(Counters(r, "dorad_adapter_reloads_total", "Reloads of adapter weights.")),
         reloads_from_host(reloads.Add({{"from", "host"}})),
         reloads_from_store(reloads.Add({{"from", "store"}})),
         bytes(Gauges(r, "dorad_adapter_resident_bytes", "Memory of the adapters held.").Add({})),
@@ -259,21 +255,17 @@ struct AdapterMetrics {
                           "Generation of the server's active versions; rises with each change.")
                        .Add({})),
         idle_uploads(
-            Gauges(r, "dorad_adapter_idle_uploads", "Broken uploads that wait to be gone on with.")
-                .Add({})),
+            Gauges(r, "dorad_adapter_idle_uploads", "Broken uploads that can be resumed.").Add({})),
         idle_upload_bytes(
-            Gauges(r, "dorad_adapter_idle_upload_bytes", "Bytes that have come of them.").Add({})),
-        shared_memory_connections(
-            Gauges(r, "dorad_shared_memory_connections",
-                   "Connections that have handed memory over or been lent it.")
-                .Add({})),
+            Gauges(r, "dorad_adapter_idle_upload_bytes", "Their received bytes.").Add({})),
+        shared_memory_connections(Gauges(r, "dorad_shared_memory_connections",
+                                         "Connections with registered memory or leased weights.")
+                                      .Add({})),
         shared_memory_bytes(
-            Gauges(r, "dorad_shared_memory_bytes", "Memory of other processes that they hold open.")
-                .Add({})),
-        shared_weight_bytes(
-            Gauges(r, "dorad_shared_weight_bytes",
-                   "The base weights' memory while a process has been lent it; else 0.")
-                .Add({})) {}
+            Gauges(r, "dorad_shared_memory_bytes", "Their registered memory.").Add({})),
+        shared_weight_bytes(Gauges(r, "dorad_shared_weight_bytes",
+                                   "The base weights' memory while it is leased; else 0.")
+                                .Add({})) {}
 
   Counter& loads;
   Labelled<Counter, 1> failures;
@@ -321,20 +313,20 @@ struct DeviceMetrics {
         total(Gauges(r, "dorad_device_memory_bytes", "Memory of the device.").Add({})),
         free(Gauges(r, "dorad_device_memory_free_bytes", "Of it, free for any process.").Add({})),
         pooled(Gauges(r, "dorad_device_memory_pooled_bytes",
-                      "Of it, freed by this server for its own next use.")
+                      "Of it, freed by this server and kept in its pool.")
                    .Add({})),
         others(Gauges(r, "dorad_device_memory_others_bytes",
                       "Of it, in use and not accounted for by this server.")
                    .Add({})),
         refusals(Counters(r, "dorad_memory_refusals_total",
-                          "Growths that were refused at first, by what stood against them.")),
+                          "Allocations that were refused at first, by cause.")),
         by_limit(refusals.Add({{"by", "limit"}})),
         by_reserve(refusals.Add({{"by", "reserve"}})),
         given_back(&Counters(r, "dorad_memory_released_bytes_total",
-                             "Device memory given back because others need it."),
+                             "Device memory released for other processes."),
                    {"from"}),
         taken_back(Counters(r, "dorad_kv_grown_bytes_total",
-                            "Device memory that the KV cache had given back and took again.")
+                            "Device memory that the KV cache allocated again.")
                        .Add({})) {}
 
   Gauge &limit, &total, &free, &pooled, &others;
@@ -360,7 +352,7 @@ struct RpcMetrics {
 struct SecurityMetrics {
   explicit SecurityMetrics(Registry& r)
       : denied(&Counters(r, "dorad_calls_denied_total",
-                         "Calls refused for who made them or for his tenant's quota, by reason."),
+                         "Calls refused for the caller's rights or the tenant's quota, by reason."),
                {"reason"}),
         tokens_reload_failures(Counters(r, "dorad_tokens_reload_failures_total",
                                         "Times that a changed tokens file could not be used.")
@@ -369,7 +361,7 @@ struct SecurityMetrics {
                                      "Times that changed TLS files could not be used.")
                                 .Add({})),
         tls_expiry(Gauges(r, "dorad_tls_certificate_expiry_timestamp_seconds",
-                          "When the certificate in use expires; absent without TLS.")) {}
+                          "Expiry of the current certificate; absent without TLS.")) {}
 
   Labelled<Counter, 1> denied;
   Counter &tokens_reload_failures, &tls_reload_failures;

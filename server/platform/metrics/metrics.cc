@@ -37,8 +37,7 @@ struct Metrics::Impl {
         engine(registry),
         adapters(registry),
         store(registry),
-        sleeping(&Gauges(registry, "dorad_sleeping", "1 while what the tag names sleeps."),
-                 {"tag"}),
+        sleeping(&Gauges(registry, "dorad_sleeping", "1 while the tag sleeps."), {"tag"}),
         memory(&Gauges(registry, "dorad_memory_bytes", "Memory of the server's data, by kind."),
                {"kind"}),
         reloads(&Counters(registry, "dorad_config_reloads_total",
@@ -65,7 +64,7 @@ struct Metrics::Impl {
                                                      info.max_adapters_in_step});
     }
     for (const char* result : {"applied", "refused"}) reloads.Of({result});
-    // Those that alerts are about begin at 0: increase() does not see a series' first value.
+    // Series for alerts begin at 0: increase() does not see a series' first value.
     for (const char* reason : {"STORE_FULL", "STORE_UNAVAILABLE", "STORE_OBJECT_DAMAGED"}) {
       store.failures.Of({reason});
     }
@@ -139,7 +138,7 @@ void Metrics::InterTokenLatency(absl::Duration time, int64_t tokens) {
 void Metrics::StepDone(const Step& step) {
   EngineMetrics& engine = impl_->engine;
   engine.step.Observe(Seconds(step.time));
-  // A step without rows of a phase says nothing about the size of that phase's batches.
+  // A step without rows of a phase is no sample of that phase's batch size.
   if (step.decode_rows > 0) engine.decode_rows.Observe(static_cast<double>(step.decode_rows));
   if (step.prefill_rows > 0) engine.prefill_rows.Observe(static_cast<double>(step.prefill_rows));
   engine.tokens.Observe(static_cast<double>(step.decode_rows + step.prefill_rows));

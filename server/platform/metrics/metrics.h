@@ -1,8 +1,8 @@
-// Every metric of the server, by what happened. The only place that knows their names
+// Every metric of the server, by event. The only place that knows their names
 // (docs/reference/metrics.md lists them). Names start with dorad_, base units, lint-clean for
 // promtool; no label carries an unbounded value (adapter names only in the bounded series of
-// TopAdapters and in vllm:lora_requests_info; a label's values beyond 256 count as "other").
-// Owned by App. Thread-safe; none of the functions takes a lock that a scrape holds for long.
+// TopAdapters and in vllm:lora_requests_info; a label's values beyond 256 count as "other"). Owned
+// by App. Thread-safe; no function waits long for a scrape's lock.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@ namespace dorad {
 
 enum class RequestKind { kGenerate, kScore };
 
-// What the engine's thread does for a step: chooses its rows, gives them to the runner, computes or
-// waits for what is computed, takes the results.
+// The phases of the engine's thread in a step: choose the rows, pass them to the runner, compute or
+// wait for the results, process the results.
 enum class StepPhase { kSchedule, kLaunch, kCompute, kProcess };
 
 class Metrics {
  public:
-  // Constant labels of dorad_build_info and dorad_model_info, and what is shown besides.
+  // Constant labels of dorad_build_info and dorad_model_info, and options.
   struct Info {
     std::string version, model, model_type, device, compute_dtype;
     std::string commit = "unknown";  // that the program was built from
@@ -50,7 +50,7 @@ class Metrics {
   void ScoredTokens(int64_t tokens);
   void QueueTime(absl::Duration time);
   void TimeToFirstToken(absl::Duration time);
-  // `tokens` tokens came, each `time` after its predecessor in its own sample.
+  // `tokens` tokens were generated, each `time` after its predecessor in its own sample.
   void InterTokenLatency(absl::Duration time, int64_t tokens);
 
   // --- Engine. One call a step.
@@ -64,7 +64,7 @@ class Metrics {
   void StepPhaseDone(StepPhase phase, absl::Duration time);
   void Preemptions(int64_t count);
   void VersionSwitched();
-  // Steps could have run for so long, but the time was left to others.
+  // Steps that could have run were delayed for `time`.
   void StepsThrottled(absl::Duration time);
   struct EngineGauges {
     int requests = 0;
@@ -83,13 +83,13 @@ class Metrics {
     double gpu_share = 1;
   };
   void SetEngine(const EngineGauges& gauges);
-  // One prompt that was looked up.
+  // One look-up of a prompt.
   void PrefixCache(int64_t queried_tokens, int64_t hit_tokens);
   void NonFiniteLogits();
 
   // --- Adapters.
 
-  // One adapter's part of a request that has ended; name "": the base.
+  // One adapter's part of an ended request; name "": the base.
   struct AdapterUse {
     int64_t requests = 0;
     int64_t prompt_tokens = 0;
@@ -97,12 +97,13 @@ class Metrics {
     int64_t scored_tokens = 0;
   };
   void AdapterUsed(const std::string& name, const AdapterUse& use);
-  // Requests may name it from now on: its series begin before its first request, if there is room.
+  // Requests may use the name from now on: its series begin before its first request, if there is
+  // room.
   void AdapterAnnounced(const std::string& name);
-  // Names of adapters that requests run with, or wait for.
+  // Names of adapters with running and with waiting requests.
   void SetAdaptersInUse(const std::vector<std::string>& running,
                         const std::vector<std::string>& waiting);
-  // A sequence has waited so long for weights that were away.
+  // A sequence has waited `time` for evicted weights.
   void AdapterStall(absl::Duration time);
   // Durations of one load by stage: queue, read, validate, copy, norms, store, activate, total.
   void AdapterLoaded(const std::map<std::string, absl::Duration>& stages);
@@ -141,14 +142,14 @@ class Metrics {
   // --- Memory by kind: "weights", "kv", "adapters", "norms".
   void SetMemory(const std::string& kind, int64_t bytes);
 
-  // --- A device's memory, which others use, too.
+  // --- Memory of a device that other processes also use.
   struct DeviceGauges {
     int64_t limit_bytes = 0;  // of this server
     int64_t total_bytes = 0;
     int64_t free_bytes = 0;
-    int64_t pooled_bytes = 0;  // freed by this server, and not given back
+    int64_t pooled_bytes = 0;  // freed by this server and kept in its pool
     int64_t others_bytes = 0;  // neither free nor accounted for
-    // Growths refused since the start.
+    // Allocations refused since the start.
     int64_t refused_by_limit = 0;
     int64_t refused_by_reserve = 0;
   };
@@ -167,7 +168,7 @@ class Metrics {
   void RpcStarted(const std::string& method);
   void RpcHandled(const std::string& method, const std::string& code, absl::Duration time);
 
-  // --- Security. A call was refused for who made it, or for his tenant's quota.
+  // --- Security. A call was refused for the caller's rights, or for the tenant's quota.
   void CallDenied(const std::string& reason);
   struct SecurityGauges {
     // Since the start.

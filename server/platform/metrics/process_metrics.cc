@@ -23,7 +23,7 @@ prometheus::Gauge& AddGauge(prometheus::Registry* registry, const char* name, co
   return prometheus::BuildGauge().Name(name).Help(help).Register(*registry).Add({});
 }
 
-// Fields of /proc/self/stat from the third on: the second, the program's name, may hold anything
+// Fields of /proc/self/stat from the third on: the second, the program's name, may contain anything
 // and ends at the last parenthesis.
 std::vector<std::string> StatFields() {
   std::ifstream in("/proc/self/stat");
@@ -34,7 +34,7 @@ std::vector<std::string> StatFields() {
   return absl::StrSplit(line.substr(end + 1), ' ', absl::SkipEmpty());
 }
 
-// Field `number` as proc(5) counts them.
+// Field `number`, counted as in proc(5).
 std::optional<double> StatField(const std::vector<std::string>& fields, size_t number) {
   double value = 0;
   const size_t index = number - 3;
@@ -102,7 +102,7 @@ void ProcessMetrics::Refresh() {
   if (getrlimit(RLIMIT_NOFILE, &limit) == 0) max_fds_.Set(static_cast<double>(limit.rlim_cur));
   timespec cpu;
   if (clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &cpu) == 0) {
-    // Two scrapes at once must not both add the same difference.
+    // Two concurrent scrapes must not both add the same difference.
     absl::MutexLock lock(&mu_);
     const double now = static_cast<double>(cpu.tv_sec) + 1e-9 * static_cast<double>(cpu.tv_nsec);
     if (now > cpu_seconds_.Value()) cpu_seconds_.Increment(now - cpu_seconds_.Value());

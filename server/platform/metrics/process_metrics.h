@@ -11,7 +11,7 @@ class ProcessMetrics {
  public:
   explicit ProcessMetrics(prometheus::Registry* registry);
 
-  // Takes new readings. A reading that fails keeps its last value.
+  // Reads new values. After a failure a metric keeps its last value.
   void Refresh();
 
  private:

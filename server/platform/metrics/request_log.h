@@ -1,6 +1,5 @@
 // The one log line of a call. The call's gRPC side and, after Submit, the engine own it together;
-// the destructor writes the line when the last of them has let go. Prompts and tokens never become
-// fields. Thread-safe.
+// the last owner's release writes the line. Prompts and tokens never become fields. Thread-safe.
 #pragma once
 
 #include <vector>
@@ -24,7 +23,7 @@ class RequestLog {
 
  private:
   absl::Mutex mu_;
-  std::vector<LogField> fields_ ABSL_GUARDED_BY(mu_);  // in the order in which they came
+  std::vector<LogField> fields_ ABSL_GUARDED_BY(mu_);  // in order of arrival
 };
 
 }  // namespace dorad

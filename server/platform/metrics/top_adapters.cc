@@ -7,7 +7,7 @@ namespace dorad::internal {
 namespace {
 
 constexpr absl::Duration kPeriod = absl::Minutes(1);
-constexpr char kBase[] = "(base)";  // no adapter can be called so
+constexpr char kBase[] = "(base)";  // not a valid adapter name
 constexpr char kOther[] = "other";
 
 void Add(const Metrics::AdapterUse& use, Metrics::AdapterUse* to) {
@@ -17,7 +17,7 @@ void Add(const Metrics::AdapterUse& use, Metrics::AdapterUse* to) {
   to->scored_tokens += use.scored_tokens;
 }
 
-// A request counts as a token: one without any is use, too.
+// A request counts as a token, so that requests without tokens count too.
 int64_t Weight(const Metrics::AdapterUse& use) {
   return use.requests + use.prompt_tokens + use.generated_tokens + use.scored_tokens;
 }
@@ -63,10 +63,8 @@ std::vector<prometheus::MetricFamily> TopAdapters::Collect() {
                                     "Requests that ended, by adapter: the busiest, and others.",
                                     MetricType::Counter,
                                     {}};
-  prometheus::MetricFamily tokens{"dorad_adapter_tokens_total",
-                                  "Their tokens, by adapter and what was done with them.",
-                                  MetricType::Counter,
-                                  {}};
+  prometheus::MetricFamily tokens{
+      "dorad_adapter_tokens_total", "Their tokens, by adapter and kind.", MetricType::Counter, {}};
   const auto add = [&](const std::string& name, const Metrics::AdapterUse& use) {
     requests.metric.push_back(Series({{"adapter", name}}, use.requests));
     const std::pair<const char*, int64_t> kinds[] = {{"prompt", use.prompt_tokens},

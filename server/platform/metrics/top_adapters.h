@@ -2,11 +2,11 @@
 // of their own, the others share "other".
 //
 // A name takes a free slot when it is announced, or with its first request. Once a minute, at a
-// scrape, names without a slot that had more than twice the tokens of a holder in that minute take
-// its slot. The series of who gives a slot up ends with that scrape; what it counts later is in
-// "other". The series of who takes one begins there, at 0, and what it had before stays in "other".
-// So no series ever falls while it lasts, and sums over all of them lose nothing to whoever
-// scrapes. An adapter that is itself called "other" is counted there.
+// scrape, a name without a slot takes the slot of a holder that had less than half of its tokens in
+// that minute. The old holder's series ends with that scrape; its later counts are in "other". The
+// new holder's series begins there, at 0; its earlier counts stay in "other". So no series ever
+// falls while it lasts, and the sum over all of them is complete for every scraper. An adapter with
+// the name "other" is counted there.
 //
 // Owned by Metrics. Thread-safe.
 #pragma once
@@ -31,21 +31,21 @@ class TopAdapters {
  public:
   explicit TopAdapters(int slots, std::function<absl::Time()> now = absl::Now);
 
-  // name "": the base, which has series of its own beside the slots ("(base)").
+  // name "": the base, which has its own series beside the slots ("(base)").
   void Count(const std::string& name, const Metrics::AdapterUse& use);
-  // It may be counted from now on.
+  // The name may be counted from now on.
   void Announce(const std::string& name);
 
-  // The series as they are, for a scrape. When it is time, deals the slots anew: then also those of
-  // the new holders.
+  // The series for a scrape. When the period is over, reassigns the slots: then also those of the
+  // new holders.
   std::vector<prometheus::MetricFamily> Collect();
 
  private:
   struct Holder {
-    Metrics::AdapterUse use;  // since it has the slot
-    int64_t recent = 0;       // tokens since the slots were dealt last
+    Metrics::AdapterUse use;  // since it took the slot
+    int64_t recent = 0;       // tokens since the last reassignment
   };
-  // Names without a slot that are watched in one period; those beyond wait for the next.
+  // Limit on names without a slot that are counted in one period; others wait for the next.
   static constexpr size_t kMaxWatched = 1024;
 
   // Returns the new holders.

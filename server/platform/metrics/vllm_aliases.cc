@@ -17,7 +17,7 @@ using prometheus::MetricFamily;
 using prometheus::MetricType;
 using Label = ClientMetric::Label;
 
-// One of the server's families, of which all series count, or those with one label value.
+// One of the server's families: all of its series, or those with one label value.
 struct Source {
   const char* family;
   const char* label = nullptr;
@@ -95,7 +95,7 @@ double Sum(const MetricFamily& family, const Source& source) {
   return sum;
 }
 
-// Without a series a family is not there.
+// Empty without series: the family is then left out.
 double Sum(const std::vector<MetricFamily>& own, const Source& source) {
   double sum = 0;
   for (const MetricFamily& family : own) {
@@ -138,7 +138,7 @@ void VllmAliases::SetAdaptersInUse(const std::vector<std::string>& running,
   changed_ = now_();
 }
 
-// Pickers look for the series with the largest value: there is only ever one.
+// Endpoint pickers take the series with the largest value: there is only one.
 MetricFamily VllmAliases::LoraInfo() const {
   absl::MutexLock lock(&mu_);
   return {"vllm:lora_requests_info",

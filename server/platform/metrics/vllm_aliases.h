@@ -1,6 +1,6 @@
-// The server's metrics under the names that vLLM gives them, for dashboards, autoscalers and
-// endpoint pickers that know those. Made at each scrape of what the server's own families have, so
-// that nothing is counted twice over. Their names have a colon, which promtool's lint dislikes.
+// The server's metrics under vLLM's names, for existing dashboards, autoscalers and endpoint
+// pickers. Made at each scrape from the server's own families, so that nothing is counted twice.
+// Their names have a colon, which promtool's lint dislikes.
 //
 // Owned by Metrics. Thread-safe.
 #pragma once
@@ -27,7 +27,7 @@ class VllmAliases {
   explicit VllmAliases(Options options, std::function<absl::Time()> now = absl::Now)
       : options_(std::move(options)), now_(std::move(now)) {}
 
-  // Names of adapters that requests run with, or wait for.
+  // Names of adapters with running and with waiting requests.
   void SetAdaptersInUse(const std::vector<std::string>& running,
                         const std::vector<std::string>& waiting);
 

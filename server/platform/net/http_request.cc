@@ -82,10 +82,10 @@ std::optional<HttpRequest> ParseHttpHead(std::string_view received) {
 }
 
 void Compress(HttpResponse* response) {
-  constexpr int kGzip = 16;  // zlib's sign for this format
+  constexpr int kGzip = 16;  // zlib's flag for this format
   constexpr int kMemory = 8;
   z_stream stream = {};
-  // The fastest level: a scrape is small beside what it would cost the engine's cores.
+  // The fastest level: better compression would cost the engine's cores more than it saves.
   if (deflateInit2(&stream, Z_BEST_SPEED, Z_DEFLATED, MAX_WBITS + kGzip, kMemory,
                    Z_DEFAULT_STRATEGY) != Z_OK) {
     return;

@@ -1,5 +1,5 @@
-// HTTP/1.x as far as a listener for scrapes and probes needs it: reads the head of a request and
-// writes a whole response. Pure functions, hence thread-safe.
+// The part of HTTP/1.x for scrapes and probes: reads the head of a request and writes a whole
+// response. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <optional>
@@ -23,13 +23,13 @@ struct HttpResponse {
   std::string content_encoding;  // "": none
 };
 
-// Whether `received` holds a whole head (or so much that it must be refused).
+// Whether `received` holds a whole head (or more bytes than a valid one).
 bool HasHttpHead(std::string_view received);
 
 // nullopt when the first line is not "METHOD /path HTTP/1.x". REQUIRES: HasHttpHead(received).
 std::optional<HttpRequest> ParseHttpHead(std::string_view received);
 
-// Replaces the body by the same in gzip's format. Leaves it as it is when memory is short.
+// Compresses the body with gzip. Leaves it unchanged when memory is short.
 void Compress(HttpResponse* response);
 
 // Status line, headers and body; "Connection: close" always. without_body: for HEAD.

@@ -25,13 +25,13 @@ namespace {
 using internal::HttpResponse;
 
 constexpr size_t kMaxConnections = 64;
-// The whole head must arrive, the whole response must be taken, in these times.
+// Time limits for the whole head and for the whole response.
 constexpr absl::Duration kHeadTime = absl::Seconds(3);
 constexpr absl::Duration kResponseTime = absl::Seconds(5);
-// After the response: until the client closes. Closing while it still sends would reset the
-// connection and could take the response with it.
+// After the response: until the client closes. A close while it still sends would reset the
+// connection and could lose the response.
 constexpr absl::Duration kLingerTime = absl::Seconds(1);
-// A smaller body fits into one packet anyway.
+// A smaller body fits into one packet uncompressed.
 constexpr size_t kMinCompressedBytes = 1400;
 
 HttpResponse Probe(bool good, const char* otherwise) {
@@ -43,7 +43,7 @@ HttpResponse Route(const MetricsHttpServer::Handlers& handlers, const std::strin
     if (path == "/metrics") {
       return {200, handlers.metrics(), "text/plain; version=0.0.4; charset=utf-8"};
     }
-    if (path == "/healthz") return Probe(handlers.alive(), "the engine gives no sign of life\n");
+    if (path == "/healthz") return Probe(handlers.alive(), "the engine makes no progress\n");
     if (path == "/readyz") return Probe(handlers.ready(), "not ready\n");
   } catch (const std::exception& error) {
     LogError("a metrics handler failed", {{"path", path}, {"error", std::string(error.what())}});
@@ -81,8 +81,8 @@ class HttpConnection final : public SocketServer::Connection {
  private:
   enum class State { kHead, kResponse, kLinger };
 
-  // Reads the bytes that have come; false when the peer has closed or failed. `keep` null: they
-  // are thrown away.
+  // Reads the available bytes; false when the client has closed or failed. `keep` null: discards
+  // them.
   bool Receive(std::string* keep) const {
     char buffer[4096];
     const ssize_t n = recv(fd_.get(), buffer, sizeof(buffer), 0);

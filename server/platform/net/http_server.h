@@ -1,10 +1,10 @@
-// The metrics listener: GET /metrics (Prometheus text, with gzip for clients that accept it),
-// GET /healthz and /readyz.
+// The metrics listener: GET /metrics (Prometheus text, with gzip for clients that accept it), GET
+// /healthz and /readyz.
 //
-// A small server of our own over SocketServer. Clients that trickle bytes can hold the threads of a
-// library for ever; here every connection has a deadline, and the oldest one makes room when all
-// places are taken. prometheus-cpp's own Exposer cannot start in a process linked to cuBLASLt. One
-// request a connection. Owned by App. Thread-safe.
+// A small server over SocketServer. Clients that send single bytes can block the threads of a
+// library for ever; here every connection has a deadline, and a new connection replaces the oldest
+// one when all places are taken. prometheus-cpp's own Exposer cannot start in a process linked to
+// cuBLASLt. One request a connection. Owned by App. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -24,8 +24,8 @@ class MetricsHttpServer {
     std::function<bool()> ready;
   };
   // listen: host:port, port 0 picks one. Half-open and slow connections are closed after a few
-  // seconds and never keep others from being served. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED),
-  // INVALID_ARGUMENT (LISTEN_ADDRESS).
+  // seconds and never block others. UNAVAILABLE (PORT_IN_USE, LISTEN_FAILED), INVALID_ARGUMENT
+  // (LISTEN_ADDRESS).
   static absl::StatusOr<std::unique_ptr<MetricsHttpServer>> Start(const std::string& listen,
                                                                   Handlers handlers);
   // Closes every connection and joins the thread.

@@ -15,7 +15,7 @@ constexpr size_t kMaxUnixPath = 107;  // sockaddr_un.sun_path less its NUL
 
 absl::Status Refuse(const std::string& text, const char* why) {
   return MakeError(absl::StatusCode::kInvalidArgument, "LISTEN_ADDRESS",
-                   absl::StrCat("'", text, "' is no address to listen on: ", why));
+                   absl::StrCat("'", text, "' is not a listener address: ", why));
 }
 
 bool ParsePort(const std::string& text, int* port) {
@@ -58,7 +58,7 @@ absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text) {
   }
   for (const char c : address.host) {
     if (!absl::ascii_isgraph(static_cast<unsigned char>(c)) || c == '[' || c == ']' || c == '/') {
-      return Refuse(text, "the host has characters that no host has");
+      return Refuse(text, "the host has invalid characters");
     }
   }
   return address;

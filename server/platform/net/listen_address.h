@@ -1,5 +1,5 @@
-// The address of a listener: host:port, [v6]:port or unix:PATH. Plain values and pure functions,
-// hence thread-safe.
+// The address of a listener: host:port, [v6]:port or unix:PATH. Plain values and pure functions and
+// therefore thread-safe.
 #pragma once
 
 #include <string>
@@ -14,10 +14,10 @@ struct ListenAddress {
   std::string unix_path;  // empty for host and port
 };
 
-// INVALID_ARGUMENT (LISTEN_ADDRESS). Names are not looked up.
+// INVALID_ARGUMENT (LISTEN_ADDRESS). Does not resolve names.
 absl::StatusOr<ListenAddress> ParseListenAddress(const std::string& text);
 
-// Whether one process cannot listen on both. Names other than "localhost" are not looked up; paths
+// Whether one process cannot listen on both. Does not resolve names other than "localhost"; paths
 // are made absolute and compared as texts, without following links.
 bool Collide(const ListenAddress& a, const ListenAddress& b);
 

@@ -39,8 +39,8 @@ int PortOf(int fd) {
 int Bind(const addrinfo& info, UniqueFd* out) {
   UniqueFd fd(socket(info.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd.ok()) return errno;
-  // SO_REUSEADDR lets a restart take over a port in TIME_WAIT; SO_REUSEPORT would let two servers
-  // share it, each with half of the scrapes.
+  // SO_REUSEADDR lets a restart take a port in TIME_WAIT; SO_REUSEPORT would let two servers share
+  // the port, each with half of the scrapes.
   const int on = 1;
   (void)setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
   if (info.ai_family == AF_INET6) {
@@ -68,8 +68,8 @@ absl::StatusOr<ListenSocket> ListenTcp(const ListenAddress& address) {
                                   ": ", gai_strerror(failure)));
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> infos(found, freeaddrinfo);
-  // A name may have several addresses, some of which this machine lacks; the first one's error is
-  // what the caller meant.
+  // A name may have several addresses, and this machine may lack some of them; reports the first
+  // one's error.
   int first_error = 0;
   for (const addrinfo* info = infos.get(); info != nullptr; info = info->ai_next) {
     ListenSocket socket;

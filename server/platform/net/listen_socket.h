@@ -1,4 +1,4 @@
-// A listening TCP socket. Pure functions, hence thread-safe.
+// A listening TCP socket. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <string>

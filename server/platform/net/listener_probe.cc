@@ -26,7 +26,7 @@ absl::Status Silent(const std::string& address, const std::string& why) {
 
 std::string ErrnoText() { return std::strerror(errno); }
 
-// Waits until the socket is ready for `events`; false when the time is over.
+// Waits until the socket is ready for `events`; false after the deadline.
 bool Await(int fd, short events, Instant deadline) {
   while (true) {
     const absl::Duration left = std::max(absl::ZeroDuration(), Between(SteadyNow(), deadline));
@@ -60,7 +60,7 @@ UniqueFd StartConnect(const ListenAddress& address) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   addrinfo* found = nullptr;
-  // A wildcard address means this host to connect().
+  // connect() takes a wildcard address for this host.
   const int failed =
       getaddrinfo(address.host.c_str(), absl::StrCat(address.port).c_str(), &hints, &found);
   if (failed != 0) {
@@ -89,7 +89,7 @@ absl::Status ProbeListener(const std::string& address, const std::string& greeti
   socklen_t length = sizeof(error);
   getsockopt(fd.get(), SOL_SOCKET, SO_ERROR, &error, &length);
   if (error != 0) return Silent(address, std::strerror(error));
-  // Fits into an empty socket's buffer. An end that comes before is a sign of life, too.
+  // Fits into an empty socket's buffer. An end of the connection counts as an answer, too.
   const ssize_t sent = send(fd.get(), greeting.data(), greeting.size(), MSG_NOSIGNAL);
   if (sent < 0 && errno != EPIPE && errno != ECONNRESET) return Silent(address, ErrnoText());
   if (!Await(fd.get(), POLLIN, deadline)) return Silent(address, "no answer in time");

@@ -1,4 +1,4 @@
-// Checks that a listener still takes connections. Pure functions, hence thread-safe.
+// Checks that a listener still accepts connections. Pure functions and therefore thread-safe.
 #pragma once
 
 #include <string>
@@ -9,10 +9,10 @@
 namespace dorad {
 
 // Connects to `address` (host:port, [v6]:port or unix:PATH), sends `greeting` and waits for a sign
-// that the process at the other end has taken the connection: it answers, or it closes. A refusal
-// is an answer too, so the same greeting serves with and without TLS. A connection that only waits
-// in the kernel's backlog is no sign. UNAVAILABLE (LISTENER_SILENT) when there is no sign within
-// `timeout`, for example because no descriptor is left.
+// that the server has accepted the connection: an answer, or a close. A refusal is an answer too,
+// so the same greeting works with and without TLS. A connection in the kernel's backlog is no sign.
+// UNAVAILABLE (LISTENER_SILENT) when there is no sign within `timeout`, for example because no
+// descriptor is left.
 absl::Status ProbeListener(const std::string& address, const std::string& greeting,
                            absl::Duration timeout);
 

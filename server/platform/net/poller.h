@@ -13,7 +13,7 @@ namespace dorad {
 class Poller {
  public:
   explicit Poller(std::function<void()> poll, absl::Duration period = absl::Seconds(1));
-  // Waits for the call that is under way.
+  // Waits for a running call.
   ~Poller();
   Poller(const Poller&) = delete;
   Poller& operator=(const Poller&) = delete;

@@ -20,9 +20,9 @@
 namespace dorad {
 namespace {
 
-// Without descriptors accept() fails at once and for ever; look again after this.
+// Without descriptors accept() fails at once and for ever; try again after this.
 constexpr absl::Duration kAcceptPause = absl::Milliseconds(100);
-// At a time, so that a flood of connections does not keep the others waiting.
+// Limit of one round, so that a flood of connections does not delay the others.
 constexpr int kMaxAccepted = 64;
 
 bool IsShortage(int error) {
@@ -77,7 +77,7 @@ void SocketServer::Run() {
   }
 }
 
-// Until the next deadline; -1 is for ever.
+// Until the next deadline; -1: no deadline.
 int SocketServer::TimeoutMillis() const {
   const Instant now = SteadyNow();
   Instant next = Instant::max();
@@ -93,7 +93,7 @@ void SocketServer::AcceptWaiting() {
   }
 }
 
-// False when no connection waits, or none can be taken.
+// False when no connection is pending, or none can be accepted.
 bool SocketServer::Accept() {
   const bool drops = options_.when_full == WhenFull::kDropOldest;
   UniqueFd fd(accept4(listener_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -105,7 +105,7 @@ bool SocketServer::Accept() {
     return false;
   }
   const bool full = connections_.size() >= options_.max_connections;
-  // The oldest has had the most time.
+  // The oldest one has had the most time.
   if (full && drops) connections_.pop_front();
   const bool has_room = !full || drops;
   try {

@@ -1,7 +1,7 @@
 // A listening socket and its connections, served by one thread over poll().
 //
-// Every connection has a deadline, and their number is bounded, so no peer can hold the thread or
-// the places. The metrics listener and the shared-memory socket are built on it; each owns its
+// Every connection has a deadline, and their number is bounded, so no client can block the thread
+// or the places. The metrics listener and the shared-memory socket are built on it; each owns its
 // server. Thread-safe.
 #pragma once
 
@@ -23,24 +23,24 @@ class SocketServer {
    public:
     virtual ~Connection() = default;
     virtual int socket() const = 0;
-    // The events of poll() that it waits for: POLLIN or POLLOUT.
+    // The awaited events of poll(): POLLIN or POLLOUT.
     virtual short events() const = 0;
-    // Called when one of the events, or an error, is there. False: the connection is over. An
-    // exception is logged and ends the connection.
+    // Called on one of the events or an error. False: the connection is over. An exception is
+    // logged and ends the connection.
     virtual bool Advance() = 0;
-    // When it is closed, whatever it waits for. Advance may move it.
+    // The time at which it is closed. Advance may move it.
     virtual Instant deadline() const = 0;
   };
 
   enum class WhenFull {
-    kDropOldest,  // the new connection takes the place of the oldest one
-    kRefuse,      // `accept` is told
+    kDropOldest,  // a new connection replaces the oldest one
+    kRefuse,      // `accept` gets has_room = false
   };
   struct Options {
     size_t max_connections = 64;
     WhenFull when_full = WhenFull::kDropOldest;
     // Makes a connection of a non-blocking socket. nullptr: the socket is closed. has_room is
-    // false, and the result closed, when the server is full and refuses. Runs on the server's
+    // false, and the result is closed, when the server is full (kRefuse). Runs on the server's
     // thread and must not block.
     std::function<std::unique_ptr<Connection>(UniqueFd socket, bool has_room)> accept;
   };

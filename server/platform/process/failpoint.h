@@ -1,5 +1,5 @@
 // Named points at which a test makes the program fail: the process dies as by kill -9, or the
-// thread throws, stops, or goes on five seconds later.
+// thread throws, hangs, or continues after five seconds.
 //
 // Nothing happens unless a point is armed, in dorad by the environment variable DORAD_FAILPOINT.
 // docs/development.md lists the points. Thread-safe once armed.
@@ -12,20 +12,20 @@
 
 namespace dorad {
 
-// Arms the point of that name: "NAME", or "NAME:N" for the N-th time that it is reached; with
-// "=kill" (the default), "=throw", "=hang" or "=delay" behind it. Once, before other threads run.
-// INVALID_ARGUMENT (USAGE) for any other form.
+// Arms the point: "NAME", or "NAME:N" for its N-th use; with "=kill" (the default), "=throw",
+// "=hang" or "=delay" behind it. Once, before other threads run. INVALID_ARGUMENT (USAGE) for any
+// other form.
 absl::Status ArmFailpoint(std::string_view spec);
 
 namespace internal {
 extern std::atomic<bool> failpoint_armed;
 // True when the armed point has been reached often enough.
 bool FailpointDue(std::string_view name);
-// Dies, throws, hangs or only takes its time, as armed.
+// Dies, throws, hangs or waits, as armed.
 void GoWrong();
 }  // namespace internal
 
-// Goes wrong when `name` is due, after last_act().
+// Fails as armed when `name` is due, after last_act().
 template <typename LastAct>
 void Failpoint(std::string_view name, LastAct&& last_act) {
   if (!internal::failpoint_armed.load(std::memory_order_relaxed)) return;

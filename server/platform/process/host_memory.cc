@@ -12,7 +12,7 @@
 namespace dorad {
 namespace {
 
-// The number behind a key: "MemAvailable: 12 kB", "inactive_file 12".
+// The number after a key: "MemAvailable: 12 kB", "inactive_file 12".
 std::optional<int64_t> NumberAfter(const std::string& path, const std::string& key) {
   std::ifstream in(path);
   std::string line;
@@ -36,7 +36,7 @@ std::optional<int64_t> LimitOfGroup(const std::string& folder) {
   return Number(folder + "/memory.max");
 }
 
-// What one group leaves; files that are only cached make room.
+// The free memory of one group; the page cache counts as free.
 std::optional<int64_t> LeftOfGroup(const std::string& folder) {
   const std::optional<int64_t> max = LimitOfGroup(folder);
   const std::optional<int64_t> current = Number(folder + "/memory.current");
@@ -55,12 +55,12 @@ std::string OwnGroup(const std::string& root) {
   return "/";
 }
 
-// The least of the host's number in /proc/meminfo and those of the process's groups.
+// The minimum of the host's number in /proc/meminfo and those of the process's groups.
 int64_t Least(const std::string& root, const std::string& host_key,
               std::optional<int64_t> (*of_group)(const std::string& folder)) {
   int64_t least = std::numeric_limits<int64_t>::max();
   if (const auto kib = NumberAfter(root + "/proc/meminfo", host_key)) least = *kib * 1024;
-  // A group's limit holds for all groups within it.
+  // A group's limit also applies to the groups within it.
   for (std::string group = OwnGroup(root);; group.resize(group.rfind('/'))) {
     if (const auto bytes = of_group(absl::StrCat(root, "/sys/fs/cgroup", group))) {
       least = std::min(least, *bytes);

@@ -1,4 +1,4 @@
-// Tells how much of the host's memory this process can take. The functions are thread-safe.
+// Reports the host memory available to this process. The functions are thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -26,7 +26,7 @@ absl::Status NotSealed(const std::string& what) {
       absl::StrCat("shared memory cannot be sealed: ", what, ": ", std::strerror(errno)));
 }
 
-// A descriptor of its own, which cannot write whatever the other one can.
+// A separate read-only descriptor: it cannot write even if the other one can.
 UniqueFd Reopen(int fd) {
   return UniqueFd(open(absl::StrCat("/proc/self/fd/", fd).c_str(), O_RDONLY | O_CLOEXEC));
 }
@@ -38,8 +38,8 @@ absl::StatusOr<SealedMemory> SealedMemory::Create(const std::string& name, size_
   SealedMemory memory;
   memory.fd_ = UniqueFd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memory.fd_.ok()) return NoMemory(name, bytes, errno);
-  // Pages come with the first write, as everywhere: to allocate them at once asks the kernel for
-  // more than the host may have, and it would kill processes to get there.
+  // Pages are allocated at the first write. Allocating them now could ask for more than the host
+  // has, and the kernel would kill processes.
   if (ftruncate(memory.fd_.get(), static_cast<off_t>(bytes)) != 0) {
     return NoMemory(name, bytes, errno);
   }
@@ -56,8 +56,8 @@ SealedMemory::~SealedMemory() {
 
 absl::Status SealedMemory::Seal() {
   DORAD_CHECK(data_ != nullptr);
-  // The kernel does not seal what is mapped for writing. Meanwhile nothing else may take the
-  // addresses.
+  // The kernel does not seal memory that is mapped for writing. Keeps the addresses reserved
+  // meanwhile.
   constexpr int kInPlace = MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
   if (mmap(data_, size_, PROT_NONE, kInPlace, -1, 0) == MAP_FAILED) return NotSealed("unmapping");
   constexpr int kSeals = F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;

@@ -1,7 +1,7 @@
 // Memory in a file without a name (memfd) that is written once and then sealed. After that neither
-// this process nor a process that gets a descriptor of it can change it.
+// this process nor another one with its descriptor can change it.
 //
-// Owned by its maker. Thread-compatible; immutable once sealed, hence thread-safe.
+// The caller owns it. Thread-compatible; immutable once sealed and therefore thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -28,20 +28,20 @@ class SealedMemory {
   }
   ~SealedMemory();
 
-  // The address stays the same when the memory is sealed.
+  // Sealing does not change the address.
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
 
   // Ends writing: later writes, here or through a descriptor, fail. INTERNAL
   // (MEMORY_NOT_SEALED). REQUIRES: not sealed.
   absl::Status Seal();
-  // Another descriptor of it, for reading. UNAVAILABLE (DESCRIPTORS_EXHAUSTED). REQUIRES: sealed.
+  // Another read-only descriptor of it. UNAVAILABLE (DESCRIPTORS_EXHAUSTED). REQUIRES: sealed.
   absl::StatusOr<UniqueFd> Share() const;
 
  private:
   void Swap(SealedMemory& other) noexcept;
 
-  UniqueFd fd_;  // for reading only, once it is sealed
+  UniqueFd fd_;  // read-only once it is sealed
   std::byte* data_ = nullptr;
   size_t size_ = 0;
 };

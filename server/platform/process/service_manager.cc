@@ -40,7 +40,7 @@ std::unique_ptr<ServiceManager> ServiceManager::FromEnvironment() {
   const std::string micros = TakeVariable("WATCHDOG_USEC");
   const std::string pid = TakeVariable("WATCHDOG_PID");
   int64_t watchdog = 0;
-  // Another process's watchdog, which this one has inherited, is none of its business.
+  // Ignores an inherited watchdog of another process.
   const bool is_ours = pid.empty() || pid == absl::StrCat(getpid());
   if (!is_ours || !absl::SimpleAtoi(micros, &watchdog) || watchdog < 0) watchdog = 0;
   return std::make_unique<ServiceManager>(socket, absl::Microseconds(watchdog));
@@ -50,7 +50,7 @@ ServiceManager::ServiceManager(const std::string& socket, absl::Duration watchdo
     : watchdog_(watchdog) {
   if (socket.empty()) return;
   if ((socket[0] != '/' && socket[0] != '@') || socket.size() >= sizeof(sockaddr_un::sun_path)) {
-    LogWarning("NOTIFY_SOCKET is no path and no abstract name", {{"NOTIFY_SOCKET", socket}});
+    LogWarning("NOTIFY_SOCKET is neither a path nor an abstract name", {{"NOTIFY_SOCKET", socket}});
     return;
   }
   address_ = socket;
@@ -94,7 +94,7 @@ void ServiceManager::Send(const std::string& message) const {
       sendto(socket_.get(), message.data(), message.size(), MSG_NOSIGNAL | MSG_DONTWAIT,
              reinterpret_cast<const sockaddr*>(&to), length);
   if (sent < 0) {
-    LogWarning("the service manager does not take a message",
+    LogWarning("the service manager does not accept a message",
                {{"error", std::string(std::strerror(errno))}});
   }
 }

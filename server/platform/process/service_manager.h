@@ -1,7 +1,7 @@
 // Reports the server's state to the service manager by systemd's notification protocol. A message
-// is one datagram of VARIABLE=value lines to the socket that NOTIFY_SOCKET names, a path or (with
-// '@') an abstract name. Owned by the serve command. Thread-safe; no call waits or fails when the
-// manager does not listen.
+// is one datagram of VARIABLE=value lines to the socket in NOTIFY_SOCKET, a path or (with '@') an
+// abstract name. Owned by the serve command. Thread-safe; no call waits or fails when the manager
+// does not listen.
 #pragma once
 
 #include <functional>
@@ -18,10 +18,10 @@ namespace dorad {
 class ServiceManager {
  public:
   // Reads NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID and removes them from this process's
-  // environment, so that no child speaks for the server. To be called before other threads run.
+  // environment, so that no child process uses them. Call before other threads run.
   static std::unique_ptr<ServiceManager> FromEnvironment();
-  // socket: as NOTIFY_SOCKET; "": there is no manager. watchdog: the longest time between two signs
-  // of life that the manager allows; zero: it expects none.
+  // socket: as NOTIFY_SOCKET; "": no manager. watchdog: the longest time that the manager allows
+  // between two keep-alives; zero: none expected.
   ServiceManager(const std::string& socket, absl::Duration watchdog);
   ~ServiceManager();
 
@@ -29,8 +29,8 @@ class ServiceManager {
   void Reloading();
   void Stopping(const std::string& status);
 
-  // From now on sends a sign of life twice in the watchdog's time, as long as alive() is true. Does
-  // nothing without a watchdog. To be called once.
+  // From now on sends two keep-alives in the watchdog's time while alive() is true. No effect
+  // without a watchdog. Call once.
   void KeepAlive(std::function<bool()> alive);
 
  private:

@@ -1,8 +1,8 @@
-// Measures for how long a thread has given no sign of life, not counting the time in which this
-// process was stopped (SIGSTOP, a machine that slept).
+// Measures the time since a thread's last sign of progress, without the time in which this process
+// was stopped (SIGSTOP, a machine that slept).
 //
-// The owner looks regularly. After a stop its look comes late, so a look adds one period to the
-// silence at most. Not thread-safe.
+// The owner calls Look regularly. After a stop its call is late, so one call adds at most one
+// period to the silence. Not thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -15,10 +15,10 @@ namespace dorad {
 
 class SilenceMeter {
  public:
-  // period: the time between two looks of a process that is not stopped.
+  // period: the time between two calls of Look in a process that is not stopped.
   SilenceMeter(Instant now, absl::Duration period) : period_(period), looked_(now) {}
 
-  // Returns the silence up to `now`; `since_sign`: the time since the last sign of life.
+  // Returns the silence up to `now`; `since_sign`: the time since the last sign of progress.
   absl::Duration Look(Instant now, absl::Duration since_sign) {
     const absl::Duration passed = Between(std::exchange(looked_, now), now);
     silence_ = std::min(since_sign, silence_ + std::min(passed, period_));

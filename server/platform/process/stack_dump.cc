@@ -30,16 +30,16 @@ constexpr int kMaxFrames = 64;
 constexpr absl::Duration kPatience = absl::Milliseconds(100);
 constexpr absl::Duration kPoll = absl::Milliseconds(1);
 
-// One interrupted thread's answer. `wanted` is the thread that may write; the thread that sets it
-// to 0 has the right to.
+// One interrupted thread's answer. `wanted` is the thread that may write; a thread claims that
+// right by setting it to 0.
 struct Answer {
   std::atomic<pid_t> wanted{0};
   std::atomic<bool> written{false};
   int frames = 0;
   void* stack[kMaxFrames];
 };
-// A signal handler takes no arguments, so the answer lies here. A thread that still writes when its
-// time is over keeps its answer, which is never freed; the next thread gets another.
+// Global, because a signal handler takes no arguments. A thread that still writes after its time
+// keeps its answer, which is never freed; the next thread gets another.
 std::atomic<Answer*> current{new Answer};
 
 pid_t ThreadId() { return static_cast<pid_t>(syscall(SYS_gettid)); }
@@ -67,7 +67,7 @@ std::string NameOf(void* address) {
                       absl::Hex(offset));
 }
 
-// Without the frames of the handler and of the kernel's way to it.
+// Without the frames of the handler and of the signal's delivery.
 std::string FramesOf(const Answer& answer) {
   constexpr int kOwnFrames = 2;
   std::string text;
@@ -111,7 +111,7 @@ void InitializeStackDump(const char* program) { absl::InitializeSymbolizer(progr
 void DumpStacks() {
   static absl::Mutex* const one_at_a_time = new absl::Mutex();
   absl::MutexLock lock(one_at_a_time);
-  // Loads the unwinder, which a handler must not do.
+  // Loads the unwinder: a handler must not do that.
   void* here[1];
   backtrace(here, 1);
   struct sigaction action {};

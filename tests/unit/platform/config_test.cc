@@ -132,7 +132,7 @@ std::vector<Bad> BadFiles() {
        unknown,
        "did you mean limits.max_queued_tokens?"},
       {"merge key", "log: {<<: {level: info}}", {}, unknown, "log.<<"},
-      {"a key that is a list", "log: {[a]: b}", {}, unknown, "a key that is no text"},
+      {"a key that is a list", "log: {[a]: b}", {}, unknown, "a key that is not text"},
       {"key twice", "log:\n  level: info\n  level: error", {}, twice, "test.yaml:3: log.level"},
       {"section twice", "log: {level: info}\nlog: {format: text}", {}, twice, "test.yaml:2: log"},
       {"name twice", "adapters: {preload: {a: /x, a: /y}}", {}, value, "'a' occurs twice"},

@@ -204,7 +204,7 @@ std::vector<BadHeader> LayoutErrors() {
       {"hole at the front", "{" + Tensor("w", "F16", "[1]", 2, 4) + "}", 4, offsets,
        "w: it begins"},
       {"hole", two(6, 8), 8, offsets, "b: it begins at 6, leaving a hole after 4"},
-      {"overlap", two(2, 4), 4, offsets, "b: it begins at 2, overlapping what ends at 4"},
+      {"overlap", two(2, 4), 4, offsets, "b: it begins at 2, overlapping data that ends at 4"},
       {"same place", two(0, 2), 4, offsets, "overlapping"},
       {"too few bytes", "{" + Tensor("w", "F32", "[2]", 0, 4) + "}", 4, size, "needs 8 bytes"},
       {"too many bytes", "{" + Tensor("w", "BF16", "[2]", 0, 8) + "}", 8, size,
