@@ -86,7 +86,8 @@ absl::Status TryListeners(const ServerConfig& server) {
 
 // Members depend on those above them and are destroyed before them.
 struct App::Impl {
-  // `opened` uses `d`; nullptr: no store.
+  // `c` has values in place of "auto", `given` is the configuration as read. `opened` uses `d`;
+  // nullptr: no store.
   Impl(const Config& c, const Config& given, std::unique_ptr<security::SecurityManager> g,
        std::unique_ptr<Backend> loaded, std::unique_ptr<engine::ModelRunner> runner,
        std::unique_ptr<adapter::Disk> d, std::unique_ptr<adapter::Store> opened)

@@ -40,13 +40,13 @@ struct WeightSlot {
 // By Hugging Face name. A tied head has no slot.
 using WeightSlots = std::map<std::string, WeightSlot>;
 
-// Receives the weights. Confined to the importing thread.
+// Receives the weights. Several threads call Write at once, for different tensors.
 class WeightSink {
  public:
   virtual ~WeightSink() = default;
   // All tensors to be written. Once, before the first block.
   virtual absl::Status Allocate(const WeightSlots& slots) = 0;
-  // Consecutive elements of one tensor in the checkpoint's format; the memory is the caller's.
+  // Elements of one tensor in the checkpoint's format; the memory is the caller's.
   // Returns whether all elements are finite in the sink's storage, if they are in the file.
   virtual absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                                      absl::Span<const std::byte> block) = 0;

@@ -27,11 +27,11 @@ class RegularFile {
   // Every user of the host may write to it.
   bool writable_by_others() const { return writable_by_others_; }
 
-  // Appends the next `bytes` bytes to *out. UNAVAILABLE (FILE_UNREADABLE), also when the file has
-  // become shorter.
+  // Fills `out` with the bytes from `offset` on. UNAVAILABLE (FILE_UNREADABLE), also when the file
+  // has become shorter. Thread-safe.
   absl::Status ReadAt(uint64_t offset, absl::Span<std::byte> out) const;
-  // Appends the next `bytes` bytes to *out, which is as before after an error. Several threads read
-  // what is large. Errors as of ReadAt.
+  // Appends the next `bytes` bytes to *out, unchanged after an error. Several threads read large
+  // parts. Errors as of ReadAt.
   absl::Status Append(uint64_t bytes, ByteBuffer* out);
   // All of it. Errors as of ReadAt.
   absl::StatusOr<ByteBuffer> ReadAll();
@@ -45,9 +45,7 @@ class RegularFile {
   std::string path_;
 };
 
-// As out->reserve(bytes), in huge pages if available: a large buffer then costs some hundred page
-// faults instead of some hundred thousand, and freeing it does not block the process's other
-// threads.
+// The bytes of a regular file; statuses as of RegularFile.
 absl::StatusOr<ByteBuffer> ReadFileBytes(const std::string& path, uint64_t max_bytes);
 
 // As ReadFileBytes, as text.
