@@ -93,7 +93,7 @@ struct App::Impl {
        std::unique_ptr<adapter::Disk> d, std::unique_ptr<adapter::Store> opened)
       : config(c),
         settings(given),
-        guard(std::move(g)),
+        security_manager(std::move(g)),
         backend(std::move(loaded)),
         disk(std::move(d)),
         store(std::move(opened)),
@@ -365,7 +365,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& given,
   DORAD_RETURN_IF_ERROR(CheckStart(given));
   const Config config = Resolved(given);
   DORAD_RETURN_IF_ERROR(TryListeners(config.server));
-  absl::StatusOr<std::unique_ptr<security::SecurityManager>> guard =
+  absl::StatusOr<std::unique_ptr<security::SecurityManager>> security_manager =
       security::SecurityManager::Open(config.server, config.security);
   if (!security_manager.ok()) return security_manager.status();
   const Instant begin = SteadyNow();
@@ -392,7 +392,7 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& given,
     }
     store = *std::move(opened);
   }
-  auto impl = std::make_unique<Impl>(config, given, *std::move(guard), *std::move(backend),
+  auto impl = std::make_unique<Impl>(config, given, *std::move(security_manager), *std::move(backend),
                                      std::move(runner), std::move(disk), std::move(store));
   impl->Restore();
   adapter::WarnOfMissingRoots(impl->config.adapters.allowed_roots);

@@ -1,0 +1,471 @@
+// A block of the kernel behind DoraLinearPrefill: the walks over panels and tiles that its roles
+// share, the ring of stages, and the consumers' products. Producers are in
+// linear_prefill_produce.cuh, stores in linear_prefill_store.cuh. Part of
+// linear_prefill_kernel.cuh.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/common/wgmma.cuh"
+#include "kernels/dora/linear_prefill_args.cuh"
+
+namespace dorad::kernels {
+
+// What a role of a block knows. Every role walks the same stages in the same order.
+template <int kN>
+class PrefillBlock {
+ public:
+  using Config = PrefillConfig<kN>;
+
+  using TileRing = typename Config::TileRing;
+  using ShrinkRing = typename Config::ShrinkRing;
+
+  struct Shared {
+    PrefillTables tables;
+    uint8_t acquired[kPrefillMaxSegments];  // the weight producer's: a bit for each map
+    uint64_t full[Config::kBarriers];       // of a stage: both producers of the block
+    uint64_t empty[Config::kBarriers];      // of a stage: the consumers of both blocks
+    uint64_t parked[2];                     // of a warpgroup: half of a tile's sums are there
+    uint64_t stored[2];                     // of a warpgroup: they are stored
+  };
+
+  __device__ PrefillBlock(const PrefillArgs& args, Shared& shared, uint32_t dynamic)
+      : args_(args),
+        tables_(shared.tables),
+        acquired_(shared.acquired),
+        ring_(dynamic),
+        full_(SharedAddress(shared.full)),
+        empty_(SharedAddress(shared.empty)),
+        sums_(dynamic + TileRing::kStages * TileRing::kStageBytes),
+        parked_(SharedAddress(shared.parked)),
+        stored_(SharedAddress(shared.stored)) {}
+
+  // One thread, before the cluster starts.
+  __device__ static void InitBarriers(Shared& shared) {
+#pragma unroll 1
+    for (int stage = 0; stage < Config::kBarriers; ++stage) {
+      BarrierInit(SharedAddress(&shared.full[stage]), 2);
+      BarrierInit(SharedAddress(&shared.empty[stage]), 2 * Config::kConsumerWarps);
+    }
+#pragma unroll 1
+    for (int group = 0; group < 2; ++group) {
+      BarrierInit(SharedAddress(&shared.parked[group]), Config::kConsumerWarps / 2);
+      BarrierInit(SharedAddress(&shared.stored[group]), 1);
+    }
+    BarrierInitFence();
+  }
+
+  // One thread.
+  __device__ void ProduceWeights(const CUtensorMap* w_map);
+
+  // One warp.
+  __device__ void ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map,
+                               const CUtensorMap* h_row_map);
+
+  // Consumers: whole warpgroups.
+  __device__ void Consume() {
+    WaitForPrevious();
+    const int first_tile = ForEachShrink([&](int band, int segment, int part, int panel) {
+      float d[Config::kShrinkN / 2];
+      float sum[Config::kShrinkN / 2] = {};
+#pragma unroll 1
+      for (int chunk = 0; chunk < args_.plan.chunks; chunk += args_.plan.a_chunks) {
+        Multiply<ShrinkRing, Config::kShrinkN>(
+            d, min(args_.plan.a_chunks, args_.plan.chunks - chunk), true, [] {});
+        Drain<ShrinkRing>();
+#pragma unroll
+        for (int i = 0; i < Config::kShrinkN / 2; ++i) sum[i] += d[i];
+      }
+      StoreShrunk(sum, FirstRow(band), segment, part, panel * Config::kShrinkN);
+    });
+    if (tables_.adapted) {
+      // The copy engine will read h. A barrier and a release order the writes of all.
+      FenceProxyAsyncGlobal();
+      NamedBarrier(1, 32 * Config::kConsumerWarps);
+      if (threadIdx.x == 0) SignalRelease(&args_.counters->shrunk);
+    }
+    stage_ = 0;
+    parity_ = 0;
+    ConsumeTiles(first_tile);
+  }
+
+  // Whole warps, one for each warpgroup of consumers.
+  __device__ void Store(int group) {
+    WaitForPrevious();
+    const int first_tile = ForEachShrink([](int, int, int, int) {});
+    ForEachTile(first_tile, [&](int band, int panel) {
+      const int row = FirstRow(band) + 64 * group;
+      StoreHalf(group, row, panel * kN + kN / 2);
+      StoreHalf(group, row, panel * kN);
+    });
+  }
+
+ private:
+  static constexpr uint16_t kBothBlocks = 3;
+
+  // A tile's first half is parked at its end, the second one as soon as the first is stored: while
+  // the first piece of the next tile is multiplied, or before what follows.
+  __device__ void ConsumeTiles(int first_tile) {
+    float d[kN / 2];
+    float kept[kN / 4];
+    bool keeps = false;  // a second half
+    const auto park_kept = [&] {
+      Park(kept);
+      SignalParked();
+      keeps = false;
+    };
+    ForEachTile(first_tile, [&](int band, int panel) {
+#pragma unroll 1
+      for (int split = 0; split < args_.plan.splits; ++split) {
+        const int stages = FirstChunk(split + 1) - FirstChunk(split);
+        Multiply<TileRing, kN>(d, stages, true, [&] {
+          if (keeps && IsStored()) park_kept();
+        });
+        MultiplyRanks(d, band, panel, split);
+        Drain<TileRing>();
+        if (split > 0) {
+          Add(kept, d);
+          continue;
+        }
+        if (keeps) {
+          WaitStored();
+          park_kept();
+        }
+        WaitStored();
+        Keep(kept, d);
+      }
+      SignalParked();
+      keeps = true;
+    });
+    if (keeps) {
+      WaitStored();
+      park_kept();
+    }
+  }
+
+  // Goes on over the split's share of the ranks.
+  __device__ void MultiplyRanks(float (&d)[kN / 2], int band, int panel, int split) {
+    ForEachRankRange(band, panel, split, [&](int segment, int, int first, int end) {
+      if (HasRows(band, segment)) {
+        Multiply<TileRing, kN>(d, end - first, false, [] {});
+      } else {
+        Skip<TileRing>(end - first);
+      }
+    });
+  }
+
+  __device__ static int CeilDivide(int a, int b) { return (a + b - 1) / b; }
+  __device__ static int Lane() { return threadIdx.x % 32; }
+  // Of the block in its cluster.
+  __device__ static int BlockRank() { return blockIdx.x % 2; }
+  __device__ static int FirstRow(int band) {
+    return band * kPrefillBandRows + BlockRank() * kPrefillTileRows;
+  }
+  // Consumers: of the tile, the first of the two rows (the other is 8 on) of the lane.
+  __device__ static int LaneRow() { return threadIdx.x / 32 * 16 + Lane() / 4; }
+
+  __device__ int FirstChunk(int split) const {
+    return args_.plan.chunks * split >> args_.plan.log_splits;
+  }
+
+  // Whether the segment has any of this block's rows of the band.
+  __device__ bool HasRows(int band, int segment) const {
+    return tables_.begin[segment] < FirstRow(band) + kPrefillTileRows &&
+           tables_.begin[segment + 1] > FirstRow(band);
+  }
+
+  __device__ int SegmentOf(int row) const {
+    int low = 0;
+    int high = args_.p.num_segments;  // low <= the segment < high
+#pragma unroll 1
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (tables_.begin[middle] <= row) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+  // The walks below are the same in every role and in both blocks of a cluster.
+
+  // f(band, segment, part, panel of A). Returns the cluster's first tile of y: tiles are dealt
+  // on where the panels end.
+  template <typename F>
+  __device__ int ForEachShrink(F f) const {
+    const int clusters = gridDim.x / 2;
+    int next = blockIdx.x / 2;
+    if (!tables_.adapted) return next;
+    int base = 0;
+    int first = 0;
+#pragma unroll 1
+    for (int band = 0; band < args_.bands; ++band) {
+      const int row = band * kPrefillBandRows;
+      while (tables_.begin[first + 1] <= row) ++first;
+#pragma unroll 1
+      for (int segment = first;
+           segment < args_.p.num_segments && tables_.begin[segment] < row + kPrefillBandRows;
+           ++segment) {
+#pragma unroll 1
+        for (int part = 0; part < args_.p.shape.parts; ++part) {
+          base += CeilDivide(tables_.rank[part][segment], Config::kShrinkN);
+#pragma unroll 1
+          for (; next < base; next += clusters) f(band, segment, part, base - 1 - next);
+        }
+      }
+    }
+    return next - base;
+  }
+
+  // f(band, panel of W)
+  template <typename F>
+  __device__ void ForEachTile(int first, F f) const {
+    const int tiles = args_.bands * args_.panels;
+    const int group_tiles = args_.group * args_.panels;
+#pragma unroll 1
+    for (int tile = first; tile < tiles; tile += gridDim.x / 2) {
+      const int group = tile / group_tiles;
+      const int rest = tile - group * group_tiles;
+      const int bands = min(args_.group, args_.bands - group * args_.group);
+      f(group * args_.group + rest % bands, rest / bands);
+    }
+  }
+
+  // f(segment, part, first chunk, end) of columns of B that the split's sum goes on over.
+  template <typename F>
+  __device__ void ForEachRankRange(int band, int panel, int split, F f) const {
+    if (!tables_.adapted) return;
+    const int row = band * kPrefillBandRows;
+    const int w_row = panel * kN;
+#pragma unroll 1
+    for (int segment = SegmentOf(row);
+         segment < args_.p.num_segments && tables_.begin[segment] < row + kPrefillBandRows;
+         ++segment) {
+#pragma unroll 1
+      for (int part = 0; part < args_.p.shape.parts; ++part) {
+        if (w_row >= args_.part_begin[part + 1] || w_row + kN <= args_.part_begin[part]) continue;
+        const int chunks = CeilDivide(tables_.rank[part][segment], kLinearStageK);
+        const int first = chunks * split >> args_.plan.log_splits;
+        const int end = chunks * (split + 1) >> args_.plan.log_splits;
+        if (first < end) f(segment, part, first, end);
+      }
+    }
+  }
+
+  template <typename Ring>
+  __device__ uint32_t Stage() const {
+    return ring_ + stage_ * Ring::kStageBytes;
+  }
+  template <typename Ring>
+  __device__ uint32_t Full() const {
+    return full_ + 8 * (Ring::kFirst + stage_);
+  }
+  template <typename Ring>
+  __device__ uint32_t Empty(int stage) const {
+    return empty_ + 8 * (Ring::kFirst + stage);
+  }
+
+  template <typename Ring>
+  __device__ void Advance() {
+    if (++stage_ == Ring::kStages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
+  }
+
+  template <typename Ring>
+  __device__ void WaitEmpty() const {
+    BarrierWait(Empty<Ring>(stage_), parity_ ^ 1);
+  }
+
+  // A producer: from the shrink's ring to the one that takes its place, when all is consumed.
+  __device__ void LeaveShrink();
+
+  // The map of a segment's A (factor 0) or B (1). The weight producer.
+  __device__ const CUtensorMap* Acquired(int segment, int part, int factor);
+
+  // Boxes of kLinearBoxRows rows into the next stage of both blocks; each block fetches half.
+  template <typename Ring>
+  __device__ void ProduceBoxes(const CUtensorMap* map, int chunk, int row, int boxes);
+
+  // The block's rows of x or h. One warp.
+  template <typename Ring>
+  __device__ void ProduceBox(const CUtensorMap* map, int column, int row);
+
+  __device__ void WaitForH() const;
+
+  // A tile of h whose rows are not all the segment's; the others' zeros come from out of
+  // bounds. One warp.
+  __device__ void ProduceRows(const CUtensorMap* h_row_map, int column, int row0, int segment);
+
+  // Starts the products of the next `stages`, `between` after those of each, and waits for all
+  // but the last. fresh: d begins at zero.
+  template <typename Ring, int kColumns, typename F>
+  __device__ void Multiply(float (&d)[kColumns / 2], int stages, bool fresh, F between) {
+    stages = __shfl_sync(0xFFFFFFFF, stages, 0);  // tells the compiler that the warp agrees
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      BarrierWait(Full<Ring>(), parity_);
+      const uint64_t batch = WgmmaTile(Stage<Ring>() + threadIdx.x / 128 * 8192);
+      const uint64_t weights = WgmmaTile(Stage<Ring>() + Config::kBatchBytes);
+      WgmmaFence();
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        Wgmma<kColumns>(d, batch + 2 * step, weights + 2 * step, step > 0 || i > 0 || !fresh);
+      }
+      WgmmaCommit();
+      between();
+      // The stage before this one can go back: its products are complete.
+      WgmmaWait<1>();
+      if (previous_ >= 0) Release<Ring>(previous_);
+      previous_ = stage_;
+      Advance<Ring>();
+    }
+  }
+
+  // Waits for the products of the last stage.
+  template <typename Ring>
+  __device__ void Drain() {
+    WgmmaWait<0>();
+    if (previous_ >= 0) Release<Ring>(previous_);
+    previous_ = -1;
+  }
+
+  // Gives back stages that hold nothing for this block. They may be the whole ring: the one
+  // before them has to go back first.
+  template <typename Ring>
+  __device__ void Skip(int stages) {
+    Drain<Ring>();
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      BarrierWait(Full<Ring>(), parity_);
+      __syncwarp();
+      Release<Ring>(stage_);
+      Advance<Ring>();
+    }
+  }
+
+  // The stage is this warp's no longer, in neither block: the other one writes here too.
+  template <typename Ring>
+  __device__ void Release(int stage) const {
+    if (Lane() < 2) BarrierArriveRemote(RemoteAddress(Empty<Ring>(stage), Lane()));
+  }
+
+  // Where this thread parks its sums of 8 columns.
+  __device__ uint32_t ParkedAt(int block) const {
+    return sums_ + threadIdx.x / 32 * Config::kParkedBytes + block * Config::kParkedBlockBytes +
+           Lane() * 16;
+  }
+
+  // Consumers: what this warp parked is for the storer, once its warpgroup's others have.
+  __device__ void SignalParked() {
+    __syncwarp();
+    if (Lane() == 0) BarrierArrive(parked_ + threadIdx.x / 128 * 8);
+    half_parity_ ^= 1;
+  }
+
+  // Consumers: the half that was parked last, if any, is stored.
+  __device__ void WaitStored() const {
+    BarrierWait(stored_ + threadIdx.x / 128 * 8, half_parity_ ^ 1);
+  }
+  __device__ bool IsStored() const {
+    return __all_sync(0xFFFFFFFF,
+                      BarrierIsComplete(stored_ + threadIdx.x / 128 * 8, half_parity_ ^ 1));
+  }
+
+  // The first piece's sums: half of them stay in registers. The room is free.
+  __device__ void Keep(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) kept[i] = d[i];
+    Park(&d[kN / 4]);
+  }
+
+  __device__ void Add(float (&kept)[kN / 4], const float (&d)[kN / 2]) const {
+#pragma unroll
+    for (int i = 0; i < kN / 4; ++i) kept[i] += d[i];
+#pragma unroll
+    for (int i = 0; i < Config::kParkedBlocks; ++i) {
+      const float* more = &d[kN / 4 + 4 * i];
+      float4 sum = LoadShared(ParkedAt(i));
+      sum.x += more[0];
+      sum.y += more[1];
+      sum.z += more[2];
+      sum.w += more[3];
+      StoreShared(ParkedAt(i), sum);
+    }
+  }
+
+  __device__ void Park(const float* sums) const {
+#pragma unroll
+    for (int i = 0; i < Config::kParkedBlocks; ++i) {
+      StoreShared(ParkedAt(i),
+                  make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+    }
+  }
+
+  // h = s · sum for the segment's rows. Few wide stores: many narrow ones stand in the way of all
+  // that the multiprocessor's other warps ask of memory.
+  __device__ void StoreShrunk(const float (&sum)[Config::kShrinkN / 2], int row0, int segment,
+                              int part, int column0) const;
+
+  __device__ static uint32_t Pack(float first, float second) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
+    return *reinterpret_cast<const uint32_t*>(&pair);
+  }
+
+  // Lane q of every four gets what lane i of them has at q, as its i-th. Whole warp.
+  __device__ static void TransposeInFours(uint32_t (&values)[4]);
+
+  // To be indexed by rows of W; nullptr: 1.
+  __device__ const float* Magnitudes(int segment, int part) const;
+
+  // y = g · sum + bias for the parked sums of a warpgroup: 64 rows from row0 on, half of a panel's
+  // columns from column0 on. The storer.
+  __device__ void StoreHalf(int group, int row0, int column0);
+
+  // 128 bytes of 4 rows at a time: a lane has 16 bytes, of the same columns in every fourth row.
+  template <typename T>
+  __device__ void StoreColumns(uint32_t sums, int row0, int column0) const;
+
+  __device__ static void StoreUnit(float* to, const float2 (&y)[2]) {
+    *reinterpret_cast<float4*>(to) = make_float4(y[0].x, y[0].y, y[1].x, y[1].y);
+  }
+  __device__ static void StoreUnit(__nv_bfloat16* to, const float2 (&y)[4]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(Pack(y[0].x, y[0].y), Pack(y[1].x, y[1].y),
+                                               Pack(y[2].x, y[2].y), Pack(y[3].x, y[3].y));
+  }
+
+  // Of a row of W.
+  __device__ int PartOf(int row) const {
+    return (row >= args_.part_begin[1]) + (row >= args_.part_begin[2]);
+  }
+
+  __device__ static float2 Pair(const float* address) {
+    return __ldg(reinterpret_cast<const float2*>(address));
+  }
+
+  const PrefillArgs& args_;
+  const PrefillTables& tables_;
+  uint8_t* const acquired_;
+  const uint32_t ring_;
+  const uint32_t full_;
+  const uint32_t empty_;
+  const uint32_t sums_;
+  const uint32_t parked_;
+  const uint32_t stored_;
+  // The next stage, and the parity of its phase.
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+  // Consumers and storers: of the phase that parks the next half.
+  uint32_t half_parity_ = 0;
+  // Consumers: the stage whose products may be running, or -1.
+  int previous_ = -1;
+};
+
+}  // namespace dorad::kernels

@@ -1,0 +1,177 @@
+// The producers of the kernel behind DoraLinearPrefill: one thread fetches panels of weights and
+// factors, one warp fetches rows of x and h. Part of linear_prefill_kernel.cuh.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/dora/linear_prefill_block.cuh"
+
+namespace dorad::kernels {
+
+template <int kN>
+__device__ void PrefillBlock<kN>::ProduceWeights(const CUtensorMap* w_map) {
+  constexpr int kHalf = kN / 2;
+  const int first_tile = ForEachShrink([&](int, int segment, int part, int panel) {
+    const CUtensorMap* map = Acquired(segment, part, 0);
+    const int row = panel * Config::kShrinkN;
+    // Rows beyond the last box keep old contents: nobody reads their sums.
+    const int boxes =
+        min(ShrinkRing::kBoxes, CeilDivide(tables_.rank[part][segment] - row, kLinearBoxRows));
+#pragma unroll 1
+    for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+      ProduceBoxes<ShrinkRing>(map, chunk, row, boxes);
+    }
+  });
+  LeaveShrink();
+  ForEachTile(first_tile, [&](int band, int panel) {
+    const int row = panel * kN;
+#pragma unroll 1
+    for (int split = 0; split < args_.plan.splits; ++split) {
+      const int end = FirstChunk(split + 1);
+#pragma unroll 1
+      for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
+        WaitEmpty<TileRing>();
+        BarrierArriveExpect(Full<TileRing>(), kN * 2 * kLinearStageK);
+        CopyTensorBoxToBlocks(
+            Stage<TileRing>() + Config::kBatchBytes + BlockRank() * (kHalf * 2 * kLinearStageK),
+            w_map, chunk * kLinearStageK, row + BlockRank() * kHalf, Full<TileRing>(), kBothBlocks);
+        Advance<TileRing>();
+      }
+      ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
+        const CUtensorMap* map = Acquired(segment, part, 1);
+        // Rows of other parts are out of bounds: zero.
+#pragma unroll 1
+        for (int chunk = first; chunk < end; ++chunk) {
+          ProduceBoxes<TileRing>(map, chunk, row - args_.part_begin[part], TileRing::kBoxes);
+        }
+      });
+    }
+  });
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::ProduceBatch(const CUtensorMap* x_map, const CUtensorMap* h_map,
+                                               const CUtensorMap* h_row_map) {
+  WaitForPrevious();
+  const int first_tile = ForEachShrink([&](int band, int, int, int) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < args_.plan.chunks; ++chunk) {
+      ProduceBox<ShrinkRing>(x_map, chunk * kLinearStageK, FirstRow(band));
+    }
+  });
+  LeaveShrink();
+  bool h_ready = false;
+  ForEachTile(first_tile, [&](int band, int panel) {
+#pragma unroll 1
+    for (int split = 0; split < args_.plan.splits; ++split) {
+      const int end = FirstChunk(split + 1);
+#pragma unroll 1
+      for (int chunk = FirstChunk(split); chunk < end; ++chunk) {
+        ProduceBox<TileRing>(x_map, chunk * kLinearStageK, FirstRow(band));
+      }
+      ForEachRankRange(band, panel, split, [&](int segment, int part, int first, int end) {
+        if (!h_ready) WaitForH();
+        h_ready = true;
+        const int row = FirstRow(band);
+        const bool whole = tables_.begin[segment] <= row &&
+                           tables_.begin[segment + 1] >= min(row + kPrefillTileRows, args_.p.rows);
+#pragma unroll 1
+        for (int chunk = first; chunk < end; ++chunk) {
+          const int column = part * args_.ldh + chunk * kLinearStageK;
+          if (whole || !HasRows(band, segment)) {
+            ProduceBox<TileRing>(h_map, column, row);
+          } else {
+            ProduceRows(h_row_map, column, row, segment);
+          }
+        }
+      });
+    }
+  });
+  if (!tables_.adapted) return;
+  if (!h_ready) WaitForH();
+  // The last block to come here leaves the counters as it found them.
+  if (Lane() == 0 && atomicAdd(&args_.counters->left, 1) == gridDim.x - 1) {
+    args_.counters->shrunk = 0;
+    args_.counters->left = 0;
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::LeaveShrink() {
+#pragma unroll 1
+  for (int i = 0; i < ShrinkRing::kStages; ++i) {
+    WaitEmpty<ShrinkRing>();
+    Advance<ShrinkRing>();
+  }
+  stage_ = 0;
+  parity_ = 0;
+}
+
+template <int kN>
+__device__ const CUtensorMap* PrefillBlock<kN>::Acquired(int segment, int part, int factor) {
+  const CUtensorMap* map = MapsOf(args_, tables_.slot[segment], part) + factor;
+  const uint32_t bit = 1 << (2 * part + factor);
+  if ((acquired_[segment] & bit) == 0) {
+    AcquireTensorMap(map);
+    acquired_[segment] |= bit;
+  }
+  return map;
+}
+
+template <int kN>
+template <typename Ring>
+__device__ void PrefillBlock<kN>::ProduceBoxes(const CUtensorMap* map, int chunk, int row,
+                                               int boxes) {
+  WaitEmpty<Ring>();
+  BarrierArriveExpect(Full<Ring>(), boxes * Config::kBoxBytes);
+#pragma unroll 1
+  for (int box = BlockRank(); box < boxes; box += 2) {
+    CopyTensorBoxToBlocks(Stage<Ring>() + Config::kBatchBytes + box * Config::kBoxBytes, map,
+                          chunk * kLinearStageK, row + box * kLinearBoxRows, Full<Ring>(),
+                          kBothBlocks);
+  }
+  Advance<Ring>();
+}
+
+template <int kN>
+template <typename Ring>
+__device__ void PrefillBlock<kN>::ProduceBox(const CUtensorMap* map, int column, int row) {
+  WaitEmpty<Ring>();
+  __syncwarp();  // no lane may miss a phase
+  if (Lane() == 0) {
+    BarrierArriveExpect(Full<Ring>(), Config::kBatchBytes);
+    CopyTensorBox(Stage<Ring>(), map, column, row, Full<Ring>());
+  }
+  Advance<Ring>();
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::WaitForH() const {
+  if (Lane() == 0) SpinUntil(&args_.counters->shrunk, gridDim.x);
+  __syncwarp();
+  FenceProxyAsyncGlobal();
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::ProduceRows(const CUtensorMap* h_row_map, int column, int row0,
+                                              int segment) {
+  WaitEmpty<TileRing>();
+  __syncwarp();
+  if (Lane() == 0) BarrierArriveExpect(Full<TileRing>(), Config::kBatchBytes);
+  __syncwarp();
+#pragma unroll 1
+  for (int i = Lane(); i < kPrefillTileRows; i += 32) {
+    const int row = row0 + i;
+    const bool mine = row >= tables_.begin[segment] && row < tables_.begin[segment + 1];
+    CopyTensorBox(Stage<TileRing>() + i * 2 * kLinearStageK, h_row_map, column,
+                  mine ? row : args_.p.rows, Full<TileRing>());
+  }
+  __syncwarp();
+  Advance<TileRing>();
+}
+
+}  // namespace dorad::kernels

@@ -1,0 +1,136 @@
+// Stores of the kernel behind DoraLinearPrefill: h by the consumers, y by the storers. Part of
+// linear_prefill_kernel.cuh.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "kernels/common/barrier.cuh"
+#include "kernels/dora/linear_prefill_block.cuh"
+
+namespace dorad::kernels {
+
+template <int kN>
+__device__ void PrefillBlock<kN>::StoreShrunk(const float (&sum)[Config::kShrinkN / 2], int row0,
+                                              int segment, int part, int column0) const {
+  const int rank = tables_.rank[part][segment];
+  const float scale = FactorsOf(args_, tables_.slot[segment], part)->scale;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int row = row0 + LaneRow() + 8 * j;
+    const bool mine = row >= tables_.begin[segment] && row < tables_.begin[segment + 1];
+    __nv_bfloat16* line =
+        args_.h + (static_cast<int64_t>(row) * args_.p.shape.parts + part) * args_.ldh;
+#pragma unroll
+    for (int i = 0; i < Config::kShrinkN / 32; ++i) {
+      uint32_t pairs[4];  // columns 2 (lane % 4).. of 4 blocks of 8
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int at = 4 * (4 * i + k) + 2 * j;
+        pairs[k] = Pack(scale * sum[at], scale * sum[at + 1]);
+      }
+      TransposeInFours(pairs);
+      const int column = column0 + 8 * (4 * i + Lane() % 4);
+      if (!mine || column >= rank) continue;
+      *reinterpret_cast<uint4*>(line + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::TransposeInFours(uint32_t (&values)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool is_upper = (Lane() & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((i & step) != 0) continue;
+      const uint32_t other =
+          __shfl_xor_sync(0xFFFFFFFF, is_upper ? values[i] : values[i + step], step);
+      if (is_upper) {
+        values[i] = other;
+      } else {
+        values[i + step] = other;
+      }
+    }
+  }
+}
+
+template <int kN>
+__device__ const float* PrefillBlock<kN>::Magnitudes(int segment, int part) const {
+  if (tables_.rank[part][segment] == 0) return nullptr;
+  const float* g = FactorsOf(args_, tables_.slot[segment], part)->g;
+  return g == nullptr ? nullptr : g - args_.part_begin[part];
+}
+
+template <int kN>
+__device__ void PrefillBlock<kN>::StoreHalf(int group, int row0, int column0) {
+  BarrierWait(parked_ + 8 * group, half_parity_);
+  const uint32_t sums = sums_ + group * (Config::kConsumerWarps / 2) * Config::kParkedBytes;
+  if (args_.p.y_fp32) {
+    StoreColumns<float>(sums, row0, column0);
+  } else {
+    StoreColumns<__nv_bfloat16>(sums, row0, column0);
+  }
+  __syncwarp();
+  if (Lane() == 0) BarrierArrive(stored_ + 8 * group);
+  half_parity_ ^= 1;
+}
+
+template <int kN>
+template <typename T>
+__device__ void PrefillBlock<kN>::StoreColumns(uint32_t sums, int row0, int column0) const {
+  constexpr int kUnit = 16 / sizeof(T);  // columns
+  constexpr int kUnits = 8 / kUnit;      // of a block
+  constexpr int kPairs = kUnit / 2;
+  const int out = args_.part_begin[args_.p.shape.parts];
+  row0 += Lane() / 8;
+#pragma unroll 1
+  for (int unit = Lane() % 8; unit < kN / 2 / kUnit; unit += 8) {
+    const int column = column0 + unit * kUnit;
+    if (column >= out || row0 >= args_.p.rows) break;
+    const int part = PartOf(column);
+    float2 bias[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      bias[i] =
+          args_.p.bias == nullptr ? make_float2(0.0f, 0.0f) : Pair(args_.p.bias + column + 2 * i);
+    }
+    // Of the lanes that have a row's sums, the first one of the unit's.
+    const uint32_t from = sums + unit / kUnits * Config::kParkedBlockBytes +
+                          (Lane() / 8 * 4 + unit % kUnits * 2) * 16;
+    int segment = SegmentOf(row0);
+    int end = row0;  // of the rows that `scale` is for
+    float2 scale[kPairs];
+#pragma unroll 1
+    for (int warp = 0; warp < Config::kConsumerWarps / 2; ++warp) {
+#pragma unroll
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        const int row = row0 + 16 * warp + 4 * quarter;
+        if (row >= args_.p.rows) break;
+        if (row >= end) {
+          while (row >= tables_.begin[segment + 1]) ++segment;
+          end = tables_.begin[segment + 1];
+          const float* g = Magnitudes(segment, part);
+#pragma unroll
+          for (int i = 0; i < kPairs; ++i) {
+            scale[i] = g == nullptr ? make_float2(1.0f, 1.0f) : Pair(g + column + 2 * i);
+          }
+        }
+        float2 y[kPairs];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          const float2 sum = LoadSharedPair(from + warp * Config::kParkedBytes + quarter % 2 * 256 +
+                                            quarter / 2 * 8 + i * 16);
+          y[i] =
+              make_float2(fmaf(scale[i].x, sum.x, bias[i].x), fmaf(scale[i].y, sum.y, bias[i].y));
+        }
+        StoreUnit(static_cast<T*>(args_.p.y) + static_cast<int64_t>(row) * out + column, y);
+      }
+    }
+  }
+}
+
+}  // namespace dorad::kernels
