@@ -1,82 +1,11 @@
-// Pauses of one adapter; those of everything are in engine_test.cc.
-#include "server/engine/pauses.h"
-
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
+// Pauses of one adapter; pause_all_test.cc has those of everything, pauses_wait_test.cc those that
+// wait.
 #include <random>
 
-#include "absl/strings/str_cat.h"
-#include "server/platform/error.h"
-#include "tests/unit/support/engine_fixture.h"
+#include "tests/unit/engine/pauses_fixture.h"
 
 namespace dorad::engine {
 namespace {
-
-class PausesTest : public EngineTest {
- protected:
-  int Pause(PauseMode mode, adapter::AdapterRef scope) {
-    absl::Notification done;
-    int affected = -1;
-    engine_->Pause({mode, std::move(scope)}, [&](absl::StatusOr<int> count) {
-      affected = count.value_or(-1);
-      done.Notify();
-    });
-    done.WaitForNotification();
-    return affected;
-  }
-
-  void Resume(adapter::AdapterRef scope) {
-    absl::Notification done;
-    engine_->Resume(std::move(scope), [&] { done.Notify(); });
-    done.WaitForNotification();
-  }
-
-  // A Pause(WAIT), whose end is not waited for.
-  struct Waiting {
-    uint64_t pause_id = 0;
-    absl::Notification over;
-    absl::StatusOr<int> result = -1;
-  };
-  std::unique_ptr<Waiting> BeginWait(const adapter::AdapterRef& scope) {
-    auto waiting = std::make_unique<Waiting>();
-    waiting->pause_id =
-        engine_->Pause({PauseMode::kWait, scope}, [w = waiting.get()](absl::StatusOr<int> result) {
-          w->result = std::move(result);
-          w->over.Notify();
-        });
-    return waiting;
-  }
-
-  // How a request of the adapter goes that is sent now.
-  absl::Status Try(std::shared_ptr<const adapter::LoadedAdapter> adapter) {
-    auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
-    const absl::Status status =
-        engine_->Submit(Input(Prompt(5), 3, std::move(adapter)), stream).status();
-    return status.ok() ? Wait(*stream).status : status;
-  }
-
-  // Steps that take so long that a pause comes before the end of what runs.
-  void StartSlowly() {
-    Start(DefaultOptions(), 64);
-    runner_->on_step = [] {
-      absl::SleepFor(absl::Microseconds(200));
-      return absl::OkStatus();
-    };
-  }
-
-  // Nothing of the stream within the time in which others end.
-  void ExpectSilent(TokenStream& stream) {
-    while (stream.Take()) {
-    }
-    EXPECT_TRUE(Wait(*Submit(Input(Prompt(7), 30))).status.ok());
-    EXPECT_FALSE(stream.Take().has_value());
-    EXPECT_FALSE(stream.Ended().has_value());
-  }
-
-  const adapter::AdapterRef a_{"a", 0};
-  const adapter::AdapterRef a1_{"a", 1};
-};
 
 TEST_F(PausesTest, KeepFreezesTheRequestsOfOneAdapterOnly) {
   StartSlowly();
@@ -98,7 +27,7 @@ TEST_F(PausesTest, KeepFreezesTheRequestsOfOneAdapterOnly) {
   ExpectEverythingBack();
 }
 
-TEST_F(PausesTest, NothingIsBeingComputedWhenAPauseThatKeepsIsAnswered) {
+TEST_F(PausesTest, NoStepRunsWhenAPauseThatKeepsIsAnswered) {
   for (const adapter::AdapterRef& scope : {adapter::AdapterRef(), a_}) {
     StartSlowly();
     std::atomic<int> begun = 0, finished = 0;
@@ -228,7 +157,7 @@ TEST_F(PausesTest, ARunningRequestTakesThePagesOfFrozenOnesBeforeItsOwn) {
   ExpectEverythingBack();
 }
 
-TEST_F(PausesTest, ARequestThatGoesOverToAPausedVersionFreezes) {
+TEST_F(PausesTest, ARequestThatSwitchesToAPausedVersionFreezes) {
   Start(DefaultOptions(), 64);
   const auto first = MakeAdapter("a", 1);
   const auto second = MakeAdapter("a", 2);
@@ -257,156 +186,7 @@ TEST_F(PausesTest, ARequestThatGoesOverToAPausedVersionFreezes) {
   ExpectEverythingBack();
 }
 
-TEST_F(PausesTest, APauseThatWaitsIsOvertakenByItsOwnScopeAndByEverything) {
-  for (const adapter::AdapterRef& by : {a_, adapter::AdapterRef()}) {
-    StartSlowly();
-    auto stream = Submit(Input(Prompt(5), 300, MakeAdapter("a", 1)));
-    absl::Notification overtaken;
-    absl::StatusOr<int> result;
-    engine_->Pause({PauseMode::kWait, a_}, [&](absl::StatusOr<int> r) {
-      result = std::move(r);
-      overtaken.Notify();
-    });
-    Resume({"b", 0});  // none of its business
-    EXPECT_FALSE(overtaken.HasBeenNotified());
-    Resume(by);
-    overtaken.WaitForNotification();
-    EXPECT_EQ(ReasonOf(result.status()), "PAUSE_SUPERSEDED");
-    Wait(*stream);
-  }
-}
-
-// Who may pause some adapter cannot end a pause of everything.
-TEST_F(PausesTest, APauseOfEverythingWaitsOnWhateverComesOfOneAdapter) {
-  StartSlowly();
-  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-  absl::Notification in_effect;
-  absl::StatusOr<int> result;
-  engine_->Pause({PauseMode::kWait, {}}, [&](absl::StatusOr<int> r) {
-    result = std::move(r);
-    in_effect.Notify();
-  });
-  Resume(a_);
-  absl::Notification refused;
-  engine_->Pause({PauseMode::kKeep, a_}, [&](const absl::StatusOr<int>& r) {
-    EXPECT_EQ(ReasonOf(r.status()), "PAUSE_SUPERSEDED");
-    refused.Notify();
-  });
-  refused.WaitForNotification();
-  EXPECT_EQ(engine_->stats().frozen_requests, 0);
-  EXPECT_FALSE(in_effect.HasBeenNotified());
-  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
-  in_effect.WaitForNotification();
-  EXPECT_EQ(*result, 1);
-  EXPECT_TRUE(engine_->stats().paused);
-  Resume({});
-  EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 3))).status.ok());
-  ExpectEverythingBack();
-}
-
-TEST_F(PausesTest, AWithdrawnPauseRefusesAndStopsNobody) {
-  for (const adapter::AdapterRef& scope : {adapter::AdapterRef(), a_, a1_}) {
-    StartSlowly();
-    auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-    const auto waiting = BeginWait(scope);
-    EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
-    EXPECT_THAT(engine_->stats().pending_pauses, testing::ElementsAre(scope));
-    engine_->CancelPause(waiting->pause_id);
-    waiting->over.WaitForNotification();
-    EXPECT_EQ(waiting->result.status().code(), absl::StatusCode::kCancelled);
-    EXPECT_TRUE(Try(MakeAdapter("a", 1)).ok());
-    EXPECT_EQ(Wait(*running).samples.at(0).tokens.size(), 400u);
-    EXPECT_TRUE(Try(MakeAdapter("a", 1)).ok());
-    const EngineStats stats = engine_->stats();
-    EXPECT_TRUE(!stats.paused && stats.paused_adapters.empty() && stats.pending_pauses.empty());
-    ExpectEverythingBack();
-  }
-}
-
-TEST_F(PausesTest, OfTwoWhoWaitForTheSameOneMayWithdraw) {
-  StartSlowly();
-  auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-  const auto first = BeginWait(a_);
-  const auto second = BeginWait(a_);
-  engine_->CancelPause(first->pause_id);
-  first->over.WaitForNotification();
-  EXPECT_EQ(first->result.status().code(), absl::StatusCode::kCancelled);
-  EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
-  EXPECT_TRUE(Wait(*running).status.ok());
-  second->over.WaitForNotification();
-  EXPECT_EQ(second->result.value(), 1);
-  EXPECT_THAT(engine_->stats().paused_adapters, testing::ElementsAre(a_));
-  engine_->CancelPause(second->pause_id);  // too late
-  EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
-  Resume(a_);
-  EXPECT_TRUE(Try(MakeAdapter("a", 1)).ok());
-  ExpectEverythingBack();
-}
-
-TEST_F(PausesTest, WhatAPauseThatWaitedLetRunIsFrozenAgainWhenThatIsWithdrawn) {
-  StartSlowly();
-  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 1);
-  const auto waiting = BeginWait({});
-  const absl::Time limit = absl::Now() + absl::Seconds(20);
-  while (engine_->stats().frozen_requests > 0 && absl::Now() < limit) {
-    absl::SleepFor(absl::Milliseconds(1));
-  }
-  EXPECT_TRUE(engine_->stats().paused_adapters.empty()) << "none stands still meanwhile";
-  engine_->CancelPause(waiting->pause_id);
-  waiting->over.WaitForNotification();
-  EXPECT_EQ(engine_->stats().frozen_requests, 1);
-  EXPECT_THAT(engine_->stats().paused_adapters, testing::ElementsAre(a_));
-  ExpectSilent(*stream);
-  Resume(a_);
-  EXPECT_TRUE(Wait(*stream).status.ok());
-  ExpectEverythingBack();
-}
-
-TEST_F(PausesTest, AWiderPauseOvertakesTheOneThatWaitsForAPart) {
-  StartSlowly();
-  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-  const auto waiting = BeginWait(a1_);
-  EXPECT_EQ(Pause(PauseMode::kKeep, a_), 1);
-  waiting->over.WaitForNotification();
-  EXPECT_EQ(ReasonOf(waiting->result.status()), "PAUSE_SUPERSEDED");
-  EXPECT_EQ(engine_->stats().frozen_requests, 1);
-  Resume(a_);
-  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
-  ExpectEverythingBack();
-}
-
-TEST_F(PausesTest, WhatIsWaitedForRunsThoughAWiderPauseOfTheAdapterKeepsIt) {
-  StartSlowly();
-  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-  auto sibling = Submit(Input(Prompt(5), 40, MakeAdapter("a", 2)));
-  ASSERT_EQ(Pause(PauseMode::kKeep, a_), 2);
-  EXPECT_EQ(Pause(PauseMode::kWait, a1_), 1);
-  EXPECT_EQ(Wait(*stream).samples.at(0).tokens.size(), 400u);
-  ExpectSilent(*sibling);
-  EXPECT_EQ(engine_->stats().frozen_requests, 1);
-  Resume({});
-  EXPECT_TRUE(Wait(*sibling).status.ok());
-  ExpectEverythingBack();
-}
-
-// Keeping some of what a pause waits for would have it wait for ever.
-TEST_F(PausesTest, NothingIsKeptOfWhatAPauseOfAllVersionsWaitsFor) {
-  StartSlowly();
-  auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
-  const auto waiting = BeginWait(a_);
-  const auto part = BeginWait(a1_);
-  EXPECT_EQ(Pause(PauseMode::kKeep, a1_), -1);
-  EXPECT_TRUE(Wait(*stream).status.ok());
-  for (const auto* each : {&waiting, &part}) {
-    (*each)->over.WaitForNotification();
-    EXPECT_EQ((*each)->result.value_or(-1), 1) << "what is refused overtakes nobody";
-  }
-  Resume({});
-  ExpectEverythingBack();
-}
-
-TEST_F(PausesTest, ATenantHasAShareOfThePausesAndOfThoseThatWait) {
+TEST_F(PausesTest, ATenantHasAShareOfPausesAndWaits) {
   StartSlowly();
   auto stream = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
   std::atomic<int> full = 0, answered = 0;
@@ -433,7 +213,7 @@ TEST_F(PausesTest, ATenantHasAShareOfThePausesAndOfThoseThatWait) {
   ExpectEverythingBack();
 }
 
-TEST_F(PausesTest, PausesAreBoundedAndOneTooManyStopsNobody) {
+TEST_F(PausesTest, PausesAreBoundedAndARefusedOneHasNoEffect) {
   Start(DefaultOptions(), 64);
   std::atomic<int> answered = 0;
   for (int i = 0; i < Pauses::kMost; ++i) {
