@@ -87,6 +87,10 @@ adapter::PublishOptions ParsePublishOptions(const Wire& wire, std::vector<Violat
   if (wire.has_version()) options.version = wire.version();
   options.activate = wire.activate();
   if (wire.has_expected_generation()) options.expected_generation = wire.expected_generation();
+  if (wire.has_expected_generation() && !wire.activate()) {
+    violations->push_back({"expected_generation", "EXPECTED_GENERATION_WITHOUT_ACTIVATE",
+                           "it guards an activation: set activate, or leave it out"});
+  }
   options.durable = wire.durable();
   options.pinned = wire.pinned();
   if (wire.has_keep_last()) options.keep_last = wire.keep_last();

@@ -1,6 +1,9 @@
 #include "server/security/listener_policy.h"
 
 #include <arpa/inet.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 
 #include <string>
 #include <utility>
@@ -14,13 +17,29 @@
 namespace dorad::security {
 namespace {
 
-// Names are not resolved: their addresses may change.
+bool IsLoopback(const sockaddr* address) {
+  if (address->sa_family == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
+    return (ntohl(v4->sin_addr.s_addr) >> 24) == 127;
+  }
+  return address->sa_family == AF_INET6 &&
+         IN6_IS_ADDR_LOOPBACK(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+}
+
+// Whether all addresses of the host are loopback. "localhost" has the addresses that the resolver
+// gives it; other names count as exposed, because their addresses may change.
 bool IsLoopback(const std::string& host) {
-  if (host == "localhost") return true;
-  in_addr v4;
-  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return (ntohl(v4.s_addr) >> 24) == 127;
-  in6_addr v6;
-  return inet_pton(AF_INET6, host.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6);
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  if (host != "localhost") hints.ai_flags = AI_NUMERICHOST;
+  addrinfo* found = nullptr;
+  if (host.empty() || getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return false;
+  bool all = true;
+  for (const addrinfo* each = found; each != nullptr; each = each->ai_next) {
+    all = all && IsLoopback(each->ai_addr);
+  }
+  freeaddrinfo(found);
+  return all;
 }
 
 bool IsExposed(const std::string& listen) {

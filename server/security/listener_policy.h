@@ -1,5 +1,5 @@
 // The listener policy: a listener that other hosts can reach must be encrypted and authenticate its
-// callers. A socket file is exempt: its mode (0660) restricts it. Pure function and therefore
+// callers. A socket file is exempt: its mode (0660) restricts it. Asks the resolver for localhost;
 // thread-safe.
 #pragma once
 

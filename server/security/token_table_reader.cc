@@ -296,13 +296,19 @@ class TokenTableReader {
       const bool is_known =
           std::any_of(known.begin(), known.end(), [&key](const char* name) { return key == name; });
       if (!is_known) {
-        Report(PlaceOf(item.first, key.substr(0, kMaxNameBytes)), "TOKENS_UNKNOWN_KEY",
-               absl::StrCat("unknown key", DidYouMean(key, known)));
+        // The key itself may be a token in the wrong place: only a misspelling is repeated.
+        const std::string nearest = DidYouMean(key, known);
+        Report(PlaceOf(item.first, nearest.empty() ? what : key), "TOKENS_UNKNOWN_KEY",
+               absl::StrCat("unknown key", nearest.empty() ? OneOf(known) : nearest));
       } else if (!fields.emplace(key, item.second).second) {
         Report(PlaceOf(item.first, key), "TOKENS_DUPLICATE", "the key occurs twice");
       }
     }
     return fields;
+  }
+
+  static std::string OneOf(const Keys& known) {
+    return absl::StrCat("; known are ", absl::StrJoin(known, ", "));
   }
 
   std::string Place(const YAML::Mark& mark) const {

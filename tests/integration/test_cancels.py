@@ -30,6 +30,11 @@ def assert_idle(server: Server) -> None:
     wait_until(lambda: is_idle(server), 20, "an idle engine")
 
 
+def requests_in(server: Server) -> int:
+    engine = server.wire.info().engine
+    return engine.running_sequences + engine.queued_requests
+
+
 def ended(server: Server, outcome: str) -> float:
     return server.metrics().get(
         f'dorad_requests_ended_total{{kind="generate",outcome="{outcome}"}}', 0
@@ -78,7 +83,8 @@ def test_cancels_during_prefill(server: Server) -> None:
     tokens = server.metric("dorad_generated_tokens_total")
     for _ in range(TIMES // AT_ONCE):
         calls = [server.wire.stream([7] * 4000, adapter="a", max_tokens=10) for _ in range(AT_ONCE)]
-        wait_until(lambda: server.wire.info().engine.running_sequences > 0, what="a prefill")
+        # A call that is cancelled before its request has arrived is not counted.
+        wait_until(lambda: requests_in(server) == AT_ONCE, what="all requests and a prefill")
         for call in calls:
             call.cancel()
         assert_idle(server)

@@ -35,6 +35,18 @@ std::optional<std::string> RealPath(const std::string& path) {
   return std::string(real.get());
 }
 
+// The nearest folder above a path that does not exist, without links; nullopt when a link on the
+// way leads nowhere: its target must not be told from other missing files.
+std::optional<std::string> RealAncestor(std::filesystem::path path) {
+  while (path.has_relative_path()) {
+    std::error_code error;
+    if (std::filesystem::is_symlink(path, error)) return std::nullopt;
+    path = path.parent_path();
+    if (std::optional<std::string> real = RealPath(path.string())) return real;
+  }
+  return std::nullopt;
+}
+
 // Both without links. Equal counts as beneath.
 bool IsBeneath(const std::string& path, const std::string& root) {
   return path == root || root == "/" || absl::StartsWith(path, absl::StrCat(root, "/"));
@@ -67,15 +79,13 @@ absl::StatusOr<Folder> Resolve(const std::string& path, const FolderAccess& acce
     return MakeError(absl::StatusCode::kPermissionDenied, "PATH_NOT_ALLOWED",
                      "this server reads no folders: adapters.allowed_roots is empty");
   }
-  const std::string written = std::filesystem::path(path).lexically_normal().string();
+  const std::optional<std::string> above = real ? std::nullopt : RealAncestor(path);
   for (const std::string& allowed : access.allowed_roots) {
     const std::optional<std::string> root = RealPath(allowed);
     if (!root) continue;
     if (real && IsBeneath(*real, *root)) return Folder{*real, *root};
     // A missing folder is reported only beneath an allowed root.
-    if (!real && (IsBeneath(written, *root) || IsBeneath(written, allowed))) {
-      return FolderNotFound(path);
-    }
+    if (above && IsBeneath(*above, *root)) return FolderNotFound(path);
   }
   return NotAllowed(path);
 }

@@ -18,8 +18,7 @@ void EventLog::ContinueAfter(int64_t generation) {
 }
 
 void EventLog::Append(const std::vector<EventType>& types, const AdapterRecord& adapter) {
-  ++generation_;
-  for (const EventType type : types) events_.push_back({generation_, type, adapter});
+  for (const EventType type : types) events_.push_back({++generation_, type, adapter});
   while (events_.size() > max_events_) {
     compacted_ = events_.front().generation;
     events_.pop_front();
@@ -38,16 +37,11 @@ absl::StatusOr<std::vector<RegistryEvent>> EventLog::After(int64_t generation, i
         absl::StrCat("events after generation ", generation,
                      " are no longer kept; the oldest can be read after ", compacted_));
   }
-  std::vector<RegistryEvent> events;
   const auto first = std::partition_point(
       events_.begin(), events_.end(),
       [generation](const RegistryEvent& event) { return event.generation <= generation; });
-  for (auto it = first; it != events_.end(); ++it) {
-    const bool full = events.size() >= static_cast<size_t>(std::max(limit, 1));
-    if (full && events.back().generation != it->generation) break;
-    events.push_back(*it);
-  }
-  return events;
+  const auto most = std::min<std::ptrdiff_t>(events_.end() - first, std::max(limit, 1));
+  return std::vector<RegistryEvent>(first, first + most);
 }
 
 }  // namespace dorad::adapter

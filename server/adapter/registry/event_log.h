@@ -21,7 +21,8 @@ class EventLog {
   // change yet.
   void ContinueAfter(int64_t generation);
 
-  // One change takes the next generation and makes an event of each type, in order.
+  // Events of one change, in order; each takes the next generation, so a watcher can continue after
+  // any of them.
   void Append(const std::vector<EventType>& types, const AdapterRecord& adapter);
 
   // As AdapterRegistry::EventsAfter.

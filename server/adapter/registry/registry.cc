@@ -80,6 +80,7 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
       if (!adapter.ok()) {
         record.state = AdapterState::kFailed;
         record.failure = adapter.status();
+        record.summary.digest = kept.digest;
         continue;
       }
       version.MakeReady(*adapter);

@@ -56,7 +56,7 @@ class AdapterRegistry {
   // (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
   absl::StatusOr<int64_t> Reserve(const std::string& name, std::optional<int64_t> version,
                                   std::map<std::string, std::string> tags);
-  // LOADING -> READY; with activate it also becomes active, in the same generation step. ABORTED
+  // LOADING -> READY; with activate it also becomes active, at the same time. ABORTED
   // (GENERATION_MISMATCH): nothing changes and the version becomes FAILED. `object` of the log's
   // store makes the version durable (dropped when the version is GONE; after a failure it is still
   // the caller's); empty: ephemeral. Returns the new generation.
@@ -72,7 +72,8 @@ class AdapterRegistry {
     int64_t generation = 0;
   };
   // NOT_FOUND (ADAPTER_NOT_FOUND), FAILED_PRECONDITION (ADAPTER_NOT_READY), ABORTED
-  // (GENERATION_MISMATCH). Activating the active version changes nothing.
+  // (GENERATION_MISMATCH). Activating the active version without expected_generation changes
+  // nothing.
   absl::StatusOr<Activation> Activate(const std::string& name, int64_t version,
                                       std::optional<int64_t> expected_generation);
 
@@ -104,8 +105,8 @@ class AdapterRegistry {
   int64_t generation() const;
   int total_leases() const;
 
-  // Events with a greater generation, in order, at most `limit` (one more where two events share
-  // the last generation: publish-and-activate makes two). OUT_OF_RANGE: GENERATION_COMPACTED when
+  // Events with a greater generation, in order, at most `limit`. Each event has a generation of
+  // its own. OUT_OF_RANGE: GENERATION_COMPACTED when
   // some of them are no longer kept, GENERATION_UNKNOWN when the generation has not been reached
   // (it is of another run of the server).
   absl::StatusOr<std::vector<RegistryEvent>> EventsAfter(int64_t generation, int limit) const;

@@ -8,8 +8,8 @@
 namespace dorad::adapter {
 namespace {
 
-// Generations of one version's life: published or failed, retired, gone.
-constexpr int64_t kGenerationsOfVersion = 3;
+// Generations of one version's life: published or failed, activated with that, retired, gone.
+constexpr int64_t kGenerationsOfVersion = 4;
 constexpr int64_t kGenerationsOfRetirement = 2;
 
 }  // namespace
@@ -146,7 +146,8 @@ absl::StatusOr<AdapterRegistry::Activation> AdapterRegistry::State::Activate(
     activation.previous_version = book.ActiveOf(name);
     activation.adapter = version->record;
     activation.generation = events.generation();
-    if (activation.previous_version == number) return activation;
+    // With an expected generation it is a change all the same: of two such callers one must fail.
+    if (activation.previous_version == number && !expected_generation) return activation;
     BeginChange();
   }
   const absl::Status logged =

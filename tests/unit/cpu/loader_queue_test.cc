@@ -148,6 +148,19 @@ TEST_F(AdapterLoaderTest, RefusesPathsThatLeaveTheRoots) {
   EXPECT_TRUE(PublishPath(outside, /*trusted=*/true).ok());
 }
 
+TEST_F(AdapterLoaderTest, LinksTellNothingOfFilesOutsideTheRoots) {
+  const std::filesystem::path outside = WriteAdapter(folder_ / "outside");
+  const std::filesystem::path root = folder_ / "root";
+  std::filesystem::create_symlink(folder_ / "outside", root / "link");
+  std::filesystem::create_symlink(folder_ / "missing", root / "dangling");
+  std::filesystem::create_directories(folder_ / "outside" / "there");
+  for (const char* name : {"link", "link/there", "link/missing", "dangling", "dangling/x"}) {
+    const absl::Status status = PublishPath(root / name).status();
+    EXPECT_EQ(ReasonOf(status), "PATH_NOT_ALLOWED") << name;
+  }
+  EXPECT_EQ(ReasonOf(PublishPath(root / "missing" / "x").status()), "ADAPTER_FOLDER_NOT_FOUND");
+}
+
 TEST_F(AdapterLoaderTest, SaysWhatAFolderLacks) {
   const std::filesystem::path folder = folder_ / "root" / "x";
   EXPECT_EQ(ReasonOf(PublishPath(folder).status()), "ADAPTER_FOLDER_NOT_FOUND");

@@ -118,7 +118,16 @@ TEST(TokenTableTest, ListsEveryProblemWithItsLine) {
   EXPECT_THAT(problems, Contains("t:7: name TOKENS_DUPLICATE"));
   EXPECT_THAT(problems, Contains("t:7: tenant TOKENS_INVALID_VALUE"));
   EXPECT_THAT(problems, Contains("t:8: adapters TOKENS_INVALID_VALUE"));
-  EXPECT_THAT(problems, Contains("t:9: extra TOKENS_UNKNOWN_KEY"));
+  EXPECT_THAT(problems, Contains("t:9: the file TOKENS_UNKNOWN_KEY"));
+}
+
+TEST(TokenTableTest, RepeatsNoUnknownKeyWhichMayBeAToken) {
+  const std::string token = "dorad_8f3a9c27d4e15b60";
+  const absl::Status status =
+      TokenTable::Parse("tokens:\n  - {" + token + ": x, tenent: t}\n" + token + ": y\n", "t")
+          .status();
+  EXPECT_THAT(status.ToString(), testing::Not(HasSubstr(token)));
+  EXPECT_THAT(status.ToString(), HasSubstr("tenent"));
 }
 
 TEST(TokenTableTest, RefusesAPrefixOutsideOfItsTenants) {
