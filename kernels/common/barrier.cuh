@@ -31,8 +31,8 @@ __device__ inline void BarrierArrive(uint32_t barrier, uint32_t arrivals) {
                : "memory");
 }
 
-// The same for a barrier of any block of the cluster, by its RemoteAddress. Orders nothing that
-// this thread wrote for the other block to read.
+// The same for a barrier of any block of the cluster, by its RemoteAddress. Does not order this
+// thread's earlier writes for the other block.
 __device__ inline void BarrierArriveRemote(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -43,8 +43,8 @@ __device__ inline void BarrierArriveExpect(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
-// Holds the barrier's phase open until this thread's CopyAsync16 so far have landed; counts for no
-// arrival of its own.
+// Keeps the barrier's phase incomplete until this thread's CopyAsync16 so far have landed; counts
+// as no arrival.
 __device__ inline void BarrierHoldForCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -65,7 +65,7 @@ __device__ inline void BarrierWait(uint32_t barrier, uint32_t parity) {
   } while (done == 0);
 }
 
-// Whether it is, without waiting.
+// Tests the phase without waiting.
 __device__ inline bool BarrierIsComplete(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -109,7 +109,7 @@ __device__ inline void CopyTensorBoxToBlocks(uint32_t destination, const CUtenso
       : "memory");
 }
 
-// The same as CopyTensorBox for what is read once: it leaves L2 before anything else does.
+// As CopyTensorBox for data that is read once: L2 evicts it first.
 __device__ inline void CopyTensorBoxOnce(uint32_t destination, const CUtensorMap* map, int column,
                                          int row, uint32_t barrier) {
   uint64_t policy;
@@ -129,8 +129,8 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// A tensor map in device memory may have become another one since this multiprocessor used it:
-// makes the copy engine, at this thread's copies from here on, read it anew.
+// For a tensor map in device memory that may have changed since this multiprocessor used it: later
+// copies of this thread read the map again.
 __device__ inline void AcquireTensorMap(const CUtensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
 }
@@ -140,13 +140,14 @@ __device__ inline void FenceProxyAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for device memory: what this thread wrote before reads by the copy engine of those who
-// come to know of it, and what it has come to know of before its own.
+// The same for device memory, both ways: this thread's earlier writes, before reads of the copy
+// engine in threads that synchronise with it; and writes that it has acquired, before its own
+// copies.
 __device__ inline void FenceProxyAsyncGlobal() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Programmatic dependent launch: the next kernel of the stream may take free room from now on.
+// Programmatic dependent launch: the next kernel of the stream may start in free room from now on.
 __device__ inline void LaunchDependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -164,8 +165,8 @@ __device__ inline void NamedBarrierArrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// All threads of the cluster that have not exited, whole warps: what they did before they arrive is
-// seen by those who wait. Arrivals and waits alternate.
+// For all threads of the cluster that have not exited, whole warps: writes before an arrival are
+// visible after the wait. Arrivals and waits alternate.
 __device__ inline void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -177,21 +178,21 @@ __device__ inline void ClusterBarrier() {
   ClusterWait();
 }
 
-// This block's place in its cluster.
+// This block's index in its cluster.
 __device__ inline int ClusterRank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
-// The same place in the shared memory of block `rank` of the cluster, for StoreRemote.
+// The same address in the shared memory of block `rank` of the cluster, for StoreRemote.
 __device__ inline uint32_t RemoteAddress(uint32_t shared_address, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
   return address;
 }
 
-// 16 bytes that the barrier, in the same block as `address`, expects.
+// Stores 16 bytes; completes on the barrier, which is in the same block as `address`.
 __device__ inline void StoreRemote(uint32_t address, float4 value, uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
@@ -229,7 +230,7 @@ __device__ inline float2 LoadSharedPair(uint32_t address) {
   return value;
 }
 
-// A counter in device memory by which blocks of one launch wait for each other.
+// Counters in device memory, for blocks of one launch to wait for each other.
 __device__ inline void SignalRelease(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }

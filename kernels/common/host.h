@@ -1,4 +1,4 @@
-// What launching code asks of pointers and of the device. Thread-safe.
+// Checks of pointers and of the device before a launch. Thread-safe.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,12 +10,12 @@
 
 namespace dorad::kernels {
 
-// nullptr is aligned: whether it may be one is another question.
+// nullptr counts as aligned; IsThere refuses it.
 inline bool IsAligned(const void* pointer, size_t alignment = 16) {
   return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
 }
 
-// A pointer that may not be nullptr.
+// An aligned pointer that is not nullptr.
 inline bool IsThere(const void* pointer, size_t alignment) {
   return pointer != nullptr && IsAligned(pointer, alignment);
 }

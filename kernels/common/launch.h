@@ -9,8 +9,8 @@
 
 namespace dorad::kernels {
 
-// Lets a kernel have as much shared memory as there is, on the current device: without it 48 KB.
-// The same for every launch, so that concurrent ones do not take it from each other.
+// Raises a kernel's limit of dynamic shared memory from 48 KB to the current device's maximum. The
+// same value for every launch, so that concurrent ones do not overwrite each other's.
 template <typename... Parameters>
 cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
   int device = 0;
@@ -34,8 +34,8 @@ inline cudaLaunchAttribute InClusters(int cluster) {
   return attribute;
 }
 
-// How many clusters of `cluster` blocks run at once where nothing else does, of blocks that take
-// all shared memory that AllowSharedMemory gives them. cudaErrorLaunchOutOfResources: none does.
+// The number of clusters of `cluster` blocks that run at once on an idle device, with the maximum
+// of shared memory per block. cudaErrorLaunchOutOfResources: none.
 template <typename... Parameters>
 cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 block,
                                int* clusters) {
@@ -53,11 +53,10 @@ cudaError_t MostClustersAtOnce(void (*kernel)(Parameters...), int cluster, dim3 
   return *clusters > 0 ? cudaSuccess : cudaErrorLaunchOutOfResources;
 }
 
-// Enqueues a kernel whose blocks may take their places as soon as all blocks of the stream's
-// previous kernel have begun and let their dependents start. Its code must wait for what came
-// before (WaitForPrevious) before it touches memory that earlier kernels write or read, and every
-// kernel must do so before it ends: the kernel after it relies on that. Clusters of `cluster`
-// blocks, along x.
+// Enqueues a kernel whose blocks may start as soon as all blocks of the stream's previous kernel
+// have started and called LaunchDependents. The kernel must call WaitForPrevious before it uses
+// memory that earlier kernels write or read, and in any case before it ends: the next kernel relies
+// on that. Clusters of `cluster` blocks, along x.
 template <typename... Parameters, typename... Arguments>
 cudaError_t LaunchEarlyInClusters(void (*kernel)(Parameters...), int cluster, dim3 grid, dim3 block,
                                   size_t shared_bytes, cudaStream_t stream,

@@ -1,4 +1,4 @@
-// How the copy engine finds a matrix in device memory. Thread-safe.
+// Tensor maps: the copy engine's description of a matrix in device memory. Thread-safe.
 #pragma once
 
 #include <cuda.h>
@@ -9,8 +9,7 @@
 
 namespace dorad::kernels {
 
-// The driver's encoder, looked up once, as nothing here links to the driver; nullptr: there is
-// none.
+// The driver's encoder, looked up once, because nothing here links to the driver; nullptr: none.
 inline decltype(&cuTensorMapEncodeTiled) TensorMapEncoder() {
   static const auto encoder = [] {
     void* function = nullptr;

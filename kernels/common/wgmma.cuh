@@ -9,7 +9,7 @@
 
 namespace dorad::kernels {
 
-// Registers of a thread from here on, of the block's share; whole warpgroup.
+// Sets this thread's number of registers, from the block's share; whole warpgroup.
 template <int kRegisters>
 __device__ inline void IncreaseRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -19,7 +19,7 @@ __device__ inline void DecreaseRegisters() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Descriptor of a swizzled tile; + 2 moves on by 16 elements of K.
+// Descriptor of a swizzled tile; + 2 advances by 16 elements of K.
 __device__ inline uint64_t WgmmaTile(uint32_t shared_address) {
   constexpr uint64_t kEightRows = 1024 >> 4;  // from one group of 8 rows to the next, in 16 bytes
   constexpr uint64_t kSwizzle128 = 1;
@@ -27,8 +27,8 @@ __device__ inline uint64_t WgmmaTile(uint32_t shared_address) {
          ((shared_address & 0x3FFFF) >> 4);
 }
 
-// Descriptor of a B whose rows run along N, in blocks of 64 columns that lie `block_bytes` apart;
-// 16 rows of K lie 2048 bytes on.
+// Descriptor of a B whose rows run along N, in blocks of 64 columns at a distance of `block_bytes`;
+// 16 rows of K are 2048 bytes.
 __device__ inline uint64_t WgmmaTileByK(uint32_t shared_address, uint32_t block_bytes) {
   constexpr uint64_t kEightRows = 1024 >> 4;
   constexpr uint64_t kSwizzle128 = 1;
@@ -36,12 +36,13 @@ __device__ inline uint64_t WgmmaTileByK(uint32_t shared_address, uint32_t block_
          ((shared_address & 0x3FFFF) >> 4);
 }
 
-// Before the first wgmma after the accumulators or the shared memory changed; whole warpgroup.
+// Call before the first wgmma after a change of the accumulators or the shared memory; whole
+// warpgroup.
 __device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Until at most `kPending` committed groups are still running.
+// Waits until at most `kPending` committed groups are running.
 template <int kPending>
 __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");

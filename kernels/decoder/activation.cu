@@ -14,7 +14,7 @@ struct Group {
   alignas(2 * kWidth) __nv_bfloat16 values[kWidth];
 };
 
-// The quick exponential and quotient are right to 2^-20 or so, far below bf16's 2^-9.
+// The fast exponential and quotient are accurate to about 2^-20, far below bf16's 2^-9.
 __device__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 template <int kWidth>

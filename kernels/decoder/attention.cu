@@ -8,7 +8,7 @@
 namespace dorad::kernels {
 namespace {
 
-// Enough that even a few very long rows fill the GPU many times over.
+// Enough for a few very long rows to fill the GPU many times over.
 constexpr int64_t kMostSlots = 2048;
 
 int64_t Aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -36,7 +36,7 @@ bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionW
   const int64_t max_rows = workspace.max_rows;
   const int64_t rest = static_cast<int64_t>(workspace.bytes) - ListBytes(max_rows, 0);
   if (workspace.data == nullptr || rows > max_rows || rest < 0) return false;
-  // Alignment may cost one more piece than the list without slots has.
+  // Alignment may cost one more piece than a list without slots.
   const int64_t slot_bytes = PartBytes(shape) + static_cast<int64_t>(sizeof(AttentionItem));
   const int64_t slots = std::clamp<int64_t>((rest - 256) / slot_bytes, 0, kMostSlots);
   char* at = static_cast<char*>(workspace.data);

@@ -1,12 +1,12 @@
-// Between the query, key and value projections and the output projection: norms of query and key,
-// rotary embedding, the paged cache, and causal attention over it.
+// The steps between the query, key and value projections and the output projection: norms of query
+// and key, rotary embedding, the paged cache, and causal attention over it.
 //
-// Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] bf16 each. Only the
-// pages that rows name need be there; what lies between them may be anything, or nothing.
-// A row's result depends on its own query and on the cache at its positions only, to the last bit:
-// positions are taken in tiles and chunks that are fixed by position (attention_layout.h), and
-// parts are joined in the order of positions, whoever computes them.
-// Functions are thread-safe for distinct pages and workspaces. All may be captured into graphs.
+// Cache of one layer: k and v are [pages, kv_heads, kKvPageTokens, head_dim] bf16 each. Only pages
+// that rows name must be mapped. A row's result depends on its own query and on the cache at its
+// positions only, to the last bit: positions are taken in tiles and chunks that are fixed by
+// position (attention_layout.h), and parts are joined in the order of positions, for any
+// distribution over blocks. Functions are thread-safe for distinct pages and workspaces. All may be
+// captured into graphs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,16 +49,16 @@ struct RopeAppendParams {
 // cudaErrorInvalidValue: a shape out of bounds.
 cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream);
 
-// Device memory for the work list of a step and for parts of rows; 256-byte aligned. Its owner sets
-// all bytes to 0xFF once, before the first use. Its size decides how many rows can be computed in
-// parts, not the result.
+// Device memory for the work list of a step and for parts of rows; 256-byte aligned. The owner sets
+// all bytes to 0xFF once, before the first use. Its size limits the number of rows that can be
+// computed in parts; it does not change the result.
 struct AttentionWorkspace {
   void* data = nullptr;
   size_t bytes = 0;
   int32_t max_rows = 0;  // of a step
 };
 
-// What serves steps of up to `max_rows` rows at positions below `max_positions` well.
+// A size that is efficient for steps of up to `max_rows` rows at positions below `max_positions`.
 size_t AttentionWorkspaceBytes(const AttentionShape& shape, int32_t max_rows,
                                int32_t max_positions);
 
@@ -68,9 +68,9 @@ enum class AttentionSplit {
   kNever,
 };
 
-// How the rows of a step are laid out over the GPU: once per step and window size, before the
-// layers' PagedAttention. Reads the positions on the device, so a captured graph may be replayed
-// while sequences grow.
+// The distribution of a step's rows over the GPU: once per step and window size, before the layers'
+// PagedAttention. Reads the positions on the device, so a captured graph may be replayed while
+// sequences grow.
 struct AttentionPlanParams {
   StepRows rows;
   AttentionShape shape;
@@ -82,8 +82,8 @@ struct AttentionPlanParams {
   AttentionWorkspace workspace;  // out
 };
 
-// cudaErrorInvalidValue: a shape out of bounds, more rows than the workspace is for, or a workspace
-// too small for its work list.
+// cudaErrorInvalidValue: a shape out of bounds, more rows than the workspace's max_rows, or a
+// workspace too small for its work list.
 cudaError_t PlanAttention(const AttentionPlanParams& params, cudaStream_t stream);
 
 // Attention of every row over its own sequence's positions [lo, p], where lo = 0, or p - window + 1
@@ -104,12 +104,12 @@ struct PagedAttentionParams {
 
 cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stream);
 
-// RopeAppend and PagedAttention, in one launch where the shape is fast, with the same results in
-// `out` and in the cache; append.q may be left as it was. Both are to be of the same rows, shape
-// and cache, append.q and attention.q the same memory, qkv 16-byte aligned, and row_tiles false. No
-// sequence may have more than one row, or pages that another one writes. Copies of the cache begin
-// while kernels before this one still run: none of them may write the plan, nor the cache below the
-// rows' positions. It is so after PlanAttention, which lets no kernel start before its end.
+// RopeAppend and PagedAttention, in one launch for fast shapes, with the same results in `out` and
+// in the cache; append.q may be left unwritten. Both need the same rows, shape and cache, append.q
+// and attention.q the same memory, qkv 16-byte aligned, and row_tiles false. No sequence may have
+// more than one row, or pages that another one writes. Copies of the cache begin while earlier
+// kernels still run: none of them may write the plan, or the cache below the rows' positions.
+// PlanAttention ensures that: it lets no kernel start before its end.
 cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
                             cudaStream_t stream);
 

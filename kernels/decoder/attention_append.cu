@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kWarps = 4;
 
-// One warp for kHeads heads of a row in succession: first the query heads, then the keys', then
-// the values'. The head's half is even and at most 64 · kPairs.
+// One warp for kHeads heads of a row in succession: query heads, then key heads, then value heads.
+// The head's half is even and at most 64 · kPairs.
 template <int kPairs, int kHeads>
 __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppendParams p) {
   using Head = HeadPairs<kPairs>;

@@ -28,10 +28,10 @@ struct CacheTile {
   static constexpr int kBytes = kBlocks * kBlockBytes;
   static_assert(kBlocks * kColumns == kHeadDim);
 
-  // Of the 16 bytes at (row, column), column a multiple of 8.
+  // The offset of the 16 bytes at (row, column), column a multiple of 8.
   static __device__ uint32_t Offset(int row, int column) {
     const int unit = column % kColumns / 8;
-    // The swizzle exchanges bits of the address above 128 bytes into those of the unit.
+    // The swizzle combines address bits above 128 bytes with the bits of the 16-byte unit.
     const int turn = row * kRowBytes / 128 % (kColumns / 8);
     return column / kColumns * kBlockBytes + row * kRowBytes + ((unit ^ turn) * 16);
   }
@@ -77,10 +77,10 @@ struct SoftmaxState {
   float sum = 0.0f;
 };
 
-// What numerators are multiplied by in the end.
+// The final factor of the numerators.
 __device__ inline float Share(const SoftmaxState& state) { return __frcp_rn(state.sum); }
 
-// Factors by which a chunk is joined to what lies before it.
+// Factors that join a chunk to the earlier chunks.
 struct JoinFactors {
   float before, chunk;
 };
@@ -108,7 +108,7 @@ __device__ inline void CopyCacheBox(uint32_t destination, const CUtensorMap* map
       : "memory");
 }
 
-// `bytes` contiguous ones, a multiple of 16 as are the addresses.
+// Copies `bytes` contiguous bytes; size and addresses are multiples of 16.
 __device__ inline void CopyBytes(uint32_t destination, const void* source, uint32_t bytes,
                                  uint32_t barrier) {
   asm volatile(
@@ -158,7 +158,7 @@ template <int kHeadDim>
 cudaError_t EncodeCache(const __nv_bfloat16* cache, int rows, CUtensorMap* map) {
   if (TensorMapEncoder() == nullptr) return cudaErrorNotSupported;
   using Tile = CacheTile<kHeadDim>;
-  // The number of pages is the caller's affair: page lists name valid ones only.
+  // The true number of pages is not needed: page lists contain valid pages only.
   const cuuint64_t sizes[2] = {kHeadDim, cuuint64_t{1} << 31};
   const cuuint64_t strides[1] = {2 * kHeadDim};
   const cuuint32_t box[2] = {Tile::kColumns, static_cast<cuuint32_t>(rows)};

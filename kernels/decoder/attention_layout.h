@@ -1,11 +1,11 @@
-// What the attention kernels share: the tiles and chunks of positions that fix the order of a row's
-// arithmetic, and the workspace of a step.
+// Common parts of the attention kernels: the tiles and chunks of positions that fix the order of a
+// row's arithmetic, and the workspace of a step.
 //
-// A row's positions are taken in chunks of kChunk and, inside of one, in tiles of kTile, all
+// A row's positions are taken in chunks of kChunk and, inside a chunk, in tiles of kTile, all
 // aligned to multiples of their size. Inside a chunk the softmax is online over its tiles: maximum
 // m, numerators o += P V with P rounded to bf16, and denominator l += P 1 through the same tensor
-// cores. Chunks are joined in their order by JoinChunk. Kernels differ in who does this, not in
-// what is done.
+// cores. Chunks are joined in order by JoinChunk. Kernels differ in the distribution of this work,
+// not in its arithmetic.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +45,8 @@ struct AttentionRowTile {
   int32_t page_base;
 };
 
-// Bits of a place in a part that holds nothing: a NaN that no part has. Who joins a part takes its
-// numbers as they appear, and leaves these.
+// Bits of an unwritten place in a part: a NaN that no part contains. The reader of a part takes its
+// numbers as they appear, and writes these bits back.
 inline constexpr uint32_t kNoPart = 0xFFFFFFFF;
 
 struct AttentionHeader {
@@ -62,11 +62,11 @@ struct AttentionHeader {
 struct AttentionLayout {
   AttentionHeader* header;
   int32_t* segment_starts;  // [max_rows], of the plan
-  // [items_room]: from the first one on, the items; from the last one down, the rows whose parts
-  // are to be joined, which come after all items.
+  // [items_room]: items from the front; from the back, the rows whose parts must be joined, which
+  // are processed after all items.
   AttentionItem* items;
   AttentionRowTile* tiles;  // [max_rows]
-  float* parts;             // [slots, kv_heads, part_floats]; kNoPart where none is on its way
+  float* parts;             // [slots, kv_heads, part_floats]; kNoPart where unwritten
   int32_t items_room;
   int32_t slots;
   int32_t part_floats;
@@ -85,22 +85,22 @@ inline int32_t AttentionTileTokens(const AttentionShape& shape) {
   return kAttentionTileRows / AttentionGroup(shape);
 }
 
-// Of a run that is computed in tiles: below half a tile, single rows in parts are faster.
+// The shortest run that is computed in tiles: below half a tile, single rows in parts are faster.
 inline int32_t AttentionLeastTokens(const AttentionShape& shape) {
   return (AttentionTileTokens(shape) + 1) / 2;
 }
 
-// Pairs of heads that a part holds of each eight: 1, 2 or 4.
+// Pairs of heads that a part has for each eight: 1, 2 or 4.
 constexpr int32_t AttentionPartPairs(int32_t group) { return group > 4 ? 4 : (group + 1) / 2; }
 
-// A part: maximum and denominator of every head, then the numerators as the lanes hold them.
+// A part: maximum and denominator of every head, then the numerators in the lanes' layout.
 inline int32_t AttentionPartFloats(const AttentionShape& shape) {
   const int32_t group = AttentionGroup(shape);
   const int32_t head_tiles = (group + 7) / 8;
   return head_tiles * 16 + shape.head_dim / 16 * head_tiles * 32 * AttentionPartPairs(group);
 }
 
-// False: the workspace has no room for the work list, or was not made for so many rows.
+// False: the workspace is too small for the work list, or made for fewer rows.
 bool LayOutAttention(const AttentionShape& shape, int32_t rows, const AttentionWorkspace& workspace,
                      AttentionLayout* layout);
 

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// A row is one item while it is at most this part, in percent, of a block's share of the work.
-// Parts have a price: with many rows, uneven blocks cost less.
+// A row is one item up to this percentage of a block's share of the work. Parts have a cost: with
+// many rows, uneven blocks cost less.
 constexpr int64_t kSharePercent = 200;
 
 struct PlanArgs {
@@ -140,7 +140,7 @@ __device__ void WriteItems(const PlanArgs& a, const AttentionItem& whole, int64_
   }
 }
 
-// Lets no kernel start before its end, so that those after it may read the plan while kernels
+// Lets no kernel start before its end, so that later kernels may read the plan while kernels
 // between them still run.
 __global__ void __launch_bounds__(kThreads) PlanKernel(const PlanArgs a) {
   WaitForPrevious();

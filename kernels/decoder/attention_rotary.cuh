@@ -1,5 +1,5 @@
-// One head's norm and rotary embedding by one warp, the same arithmetic wherever it is done: every
-// operation is spelled out, so that no compiler's choice can tell two kernels' results apart.
+// One head's norm and rotary embedding by one warp, with the same arithmetic in every kernel: every
+// operation is written out, so that the compiler cannot change results between kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -91,7 +91,7 @@ __device__ inline void RotateHead(HeadPairs<kPairs>& x, const HeadPairs<kPairs>&
   }
 }
 
-// Rounds to bf16. `at` tells where element i goes, i even; 4-byte aligned.
+// Rounds to bf16. `at` returns the address of element i, i even; 4-byte aligned.
 template <int kPairs, typename At>
 __device__ inline void StoreHead(const HeadPairs<kPairs>& x, int half, At at) {
 #pragma unroll

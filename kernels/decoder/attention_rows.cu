@@ -1,6 +1,5 @@
-// Rows by themselves (decode). Persistent blocks take (item, key head) pairs, then what joins the
-// parts of rows that were split: one warp copies tiles into a ring of stages, ahead over item
-// boundaries, four warps compute.
+// Single rows (decode). Persistent blocks take (item, key head) pairs, then joins of split rows:
+// one warp copies tiles into a ring of stages, ahead across items, and four warps compute.
 #include "kernels/common/host.h"
 #include "kernels/common/launch.h"
 #include "kernels/common/status.h"

@@ -1,5 +1,5 @@
-// What the warps of the row kernel (attention_rows.cu) share: the ring of stages in shared memory
-// and what they tell each other about it.
+// Common parts of the warps of the row kernel (attention_rows.cu): the ring of stages in shared
+// memory and the description of each stage.
 #pragma once
 
 #include <cuda.h>
@@ -23,11 +23,11 @@ enum : int32_t {
   kItemEnds = 2,
   kChunkBegins = 4,
   kChunkEnds = 8,
-  kJoin = 16,  // not a tile but `slots` parts to be joined
+  kJoin = 16,  // not a tile but `slots` parts to join
   kStop = 32,
 };
 
-// What the warps must know of the tile in a stage.
+// The description of a stage's tile for the computing warps.
 struct alignas(16) TileInfo {
   int32_t position;  // of the tile's first
   int32_t begin, end;
@@ -37,7 +37,7 @@ struct alignas(16) TileInfo {
   int32_t slot, first;
   int32_t slots;
   int32_t own;   // the row's own position
-  int32_t page;  // of that, if it is to be appended and lies in this tile; else -1
+  int32_t page;  // of that, if it is appended in this tile; else -1
   int32_t unused;
 };
 
@@ -46,7 +46,7 @@ constexpr int BlocksOf(int head_dim, int head_tiles) {
   return head_dim == 256 || head_tiles > 1 ? 1 : 2;
 }
 
-// Shared memory: stages of keys and values, and small things.
+// Shared memory: stages of keys and values, then smaller arrays.
 template <int kHeadDim, int kHeadTiles>
 struct Config {
   using Tile = CacheTile<kHeadDim>;
@@ -77,8 +77,8 @@ struct Args {
   uint64_t kv_heads_inverse;  // 2^32 / kv_heads, rounded up
   int32_t group;
   float scale;  // · log2(e)
-  // The rows' queries, keys and values as they leave the projection, to be normed, rotated and
-  // appended here; qkv null: queries are in q, and the cache has everything.
+  // The rows' queries, keys and values from the projection, to be normed, rotated and appended
+  // here; qkv null: queries are in q, and the cache is complete.
   RopeAppendParams append;
 };
 

@@ -31,7 +31,7 @@ __device__ float4* PartNumerators(float* part, int pairs, int dim_tile, int n, i
          ((dim_tile * C::head_tiles + n) * 8 + g) * pairs + t;
 }
 
-// Sixteen bytes of a part, for others to take as they appear.
+// Stores sixteen bytes of a part; other blocks may poll for them.
 __device__ inline void StorePlace(float4* place, const float (&values)[4]) {
   uint32_t bits[4];
   for (int i = 0; i < 4; ++i) bits[i] = min(__float_as_uint(values[i]), kNoPart - 1);
@@ -83,7 +83,7 @@ __device__ void JoinRows(Rows<C>& rows, SoftmaxState (&state)[C::head_tiles][2],
   }
 }
 
-// Joins the parts of a stage, in their order. Each warp has its dims.
+// Joins the parts of a stage, in order. Each warp has its dims.
 template <typename C>
 __device__ void JoinParts(Rows<C>& rows, SoftmaxState (&state)[C::head_tiles][2], float* parts,
                           int part_floats, int count, int group, float scale) {
@@ -127,7 +127,7 @@ __device__ void StoreRows(const Rows<C>& rows, const SoftmaxState (&state)[C::he
       if (dim_tile >= C::dim_tiles) continue;
       const float(&o)[4] = rows.o[i][n];
       for (int h = 0; h < 2; ++h) {
-        // Heads come along the lanes' rows.
+        // The lanes' rows are heads.
         const uint32_t pair =
             Transpose(PackBf16(__fmul_rn(o[2 * h], shares[0]), __fmul_rn(o[2 * h + 1], shares[1])));
         if (8 * n + g < group) {
@@ -139,10 +139,10 @@ __device__ void StoreRows(const Rows<C>& rows, const SoftmaxState (&state)[C::he
   }
 }
 
-// Brings `count` parts of `places` times 16 bytes, `stride` places from one to the next, to shared
-// memory as they appear, and leaves nothing in their places. All computing threads.
+// Copies `count` parts of `places` times 16 bytes, at a distance of `stride` places, to shared
+// memory as they appear, and resets their places to kNoPart. All computing threads.
 __device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int count, uint4* to) {
-  constexpr int kDeep = 8;  // loads under way together
+  constexpr int kDeep = 8;  // loads in flight together
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int part = warp; part < count; part += kWarps) {
@@ -170,7 +170,7 @@ __device__ inline void TakeParts(uint4* parts, int64_t stride, int places, int c
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
 }
 
-// Joins all parts of a row by way of the memory of one stage.
+// Joins all parts of a row in the memory of one stage.
 template <typename C>
 __device__ void JoinAll(const Args& p, const TileInfo& info, uint8_t* stage, Rows<C>& rows,
                         SoftmaxState (&state)[C::head_tiles][2]) {
@@ -188,11 +188,11 @@ __device__ void JoinAll(const Args& p, const TileInfo& info, uint8_t* stage, Row
                  p.scale);
     NamedBarrier(kConsumerBarrier, 32 * kWarps);
   }
-  // The copy engine will write there again.
+  // The copy engine will write there next.
   FenceProxyAsync();
 }
 
-// The weights of the norms of query and key, where StartRow reads them.
+// Loads the weights of the norms of query and key for StartRow.
 template <typename C>
 __device__ void LoadNorms(const Args& p, uint8_t* shared) {
   auto* const norms = reinterpret_cast<float*>(shared + C::norms_at);
@@ -203,9 +203,9 @@ __device__ void LoadNorms(const Args& p, uint8_t* shared) {
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
 }
 
-// Brings the queries of an item that begins to shared memory. Where rows are appended here, norms
-// and rotates them, and the key of the row's own position if the tile has it, and writes that key
-// and value to the tile and to the cache.
+// Loads the queries of a new item to shared memory. If rows are appended here: norms and rotates
+// the queries and, if the tile has the row's own position, its key, and writes that key and value
+// to the tile and to the cache.
 template <typename C>
 __device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, int stage,
                          bool is_waiting) {
@@ -261,14 +261,14 @@ __device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, i
         ((int64_t{info.page} * p.kv_heads + info.head) * kKvPageTokens + info.own % kKvPageTokens) *
             C::head_dim;
     StoreHead<kPairs>(fresh, kHalf, [at](int i) { return at + i; });
-    // The copy engine will write there again.
+    // The copy engine will write there next.
     FenceProxyAsync();
   }
   NamedBarrier(kConsumerBarrier, 32 * kWarps);
 }
 
-// Values out of reach were never written or never copied: they must not be NaN. All may be read
-// after the next barrier.
+// Zeroes values out of reach: unwritten memory may contain NaN. All may be read after the next
+// barrier.
 template <typename C>
 __device__ void ClearValues(const TileInfo& info, uint8_t* values) {
   constexpr int kUnits = C::head_dim / 8;  // of a row, 16 bytes each
@@ -279,7 +279,7 @@ __device__ void ClearValues(const TileInfo& info, uint8_t* values) {
     *reinterpret_cast<uint4*>(values + C::Tile::Offset(i / kUnits, i % kUnits * 8)) =
         make_uint4(0, 0, 0, 0);
   }
-  // The copy engine will write there again.
+  // The copy engine will write there next.
   FenceProxyAsync();
 }
 
@@ -339,7 +339,7 @@ __device__ void Consume(const Args& p, uint8_t* shared, uint32_t base) {
     if (info.flags & kItemBegins) {
       const uint8_t* const query = shared + C::query_at;
       for (int n = 0; n < kHeadTiles; ++n) {
-        // Columns past the group repeat a head: any number does but one that was never written.
+        // Columns past the group repeat a head: any written number would do.
         const int head = min(8 * n + g, p.group - 1);
         for (int s = 0; s < kSteps; ++s) {
           const uint8_t* const at = query + (head * C::head_dim + 16 * s + 2 * t) * 2;

@@ -1,4 +1,4 @@
-// The row kernel's warp that does not compute: it takes work and copies tiles of the cache.
+// The copying warp of the row kernel: takes work and copies tiles of the cache.
 #pragma once
 
 #include "kernels/decoder/attention_rows.cuh"
@@ -8,9 +8,9 @@ namespace dorad::kernels::row_attention {
 // Words of an AttentionItem, by the lanes that hold them.
 enum { kRow, kBegin, kEnd, kSlot, kSlots, kFirst, kPageBase, kPosition, kPages };
 
-// The copying warp. Work is taken in turns first, then as blocks come free: (item, key head) pairs,
-// then joins. What is needed of an item is loaded while the one before is copied. When rows are
-// appended here, tiles need nothing of the kernels before this one: the computing warps wait.
+// The copying warp. Takes (item, key head) pairs, then joins: its first work by block number, then
+// the next free one. Loads an item's data while it copies the item before. If rows are appended
+// here, tiles do not depend on the previous kernels: the computing warps wait for those.
 template <typename C>
 __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
   constexpr int kItemTiles = 2;                // whose pages are in the item
@@ -25,12 +25,12 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
   const auto item_of = [&](int work) {
     return static_cast<int>(static_cast<uint64_t>(work) * p.kv_heads_inverse >> 32);
   };
-  // Past the end, anything: it is not used.
+  // Past the end any value will do: it is not used.
   const auto load = [&](int index) {
     index = max(0, min(index, p.layout.items_room - 1));
     return reinterpret_cast<const int32_t*>(p.layout.items + index)[lane % 16];
   };
-  // At first as if all were items, not to wait for their number.
+  // The first work is taken before the number of items is known, to avoid a wait.
   int work = blockIdx.x, next_work = work + grid;
   int item = load(item_of(work)), next_item = load(item_of(next_work));
   const int items = p.layout.header->items, joins = p.layout.header->joins;
@@ -127,7 +127,7 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
       next_stage();
     }
     if (is_waiting) {
-      // The counters may be in use by the launch before.
+      // The previous launch may still use the counters.
       WaitForPrevious();
       is_waiting = false;
       take_next();
@@ -142,8 +142,8 @@ __device__ void Produce(const Args& p, uint8_t* shared, uint32_t base) {
   if (lane == 0) {
     reinterpret_cast<TileInfo*>(shared + C::info_at)[stage].flags = kStop;
     BarrierArrive(full + 8 * stage);
-    // A block without work leaves without waiting: one with work waits for the whole launch. The
-    // last of those to come here leaves the counters as the next launch wants them.
+    // A block without work may exit at once, since blocks with work wait for the whole launch. The
+    // last block resets the counters for the next launch.
     AttentionHeader* const header = p.layout.header;
     const int blocks = min(grid, total);
     if (static_cast<int>(blockIdx.x) < blocks && atomicAdd(&header->done, 1) == blocks - 1) {

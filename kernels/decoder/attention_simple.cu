@@ -21,8 +21,8 @@ __device__ int64_t CacheOffset(const StepRows& rows, const AttentionShape& shape
 }
 
 // One block for each query head of each row. Warp w takes the positions lo + w, lo + w + kWarps,
-// ... with an online softmax; the warps' parts are joined in their order. kPairs: pairs of elements
-// of a head that one lane holds.
+// ... with an online softmax; the warps' parts are joined in order. kPairs: pairs of elements of a
+// head in one lane.
 template <int kPairs>
 __global__ void SimplePagedAttentionKernel(const PagedAttentionParams p) {
   const int row = blockIdx.x;

@@ -1,7 +1,7 @@
-// Attention over the paged cache, plainly: one block for each query head of each row, one warp for
-// each fourth position, fp32 throughout. Takes every shape; the reference of the fast kernels'
-// tests and the path of the shapes that they do not take.
-// A row's result depends on its own query and its own cache positions only, to the last bit.
+// Attention over the paged cache in its simple form: one block for each query head of each row, one
+// warp for each fourth position, fp32 throughout. Supports every shape; the reference for the fast
+// kernels' tests, and the path for other shapes. A row's result depends on its own query and its
+// own cache positions only, to the last bit.
 #pragma once
 
 #include <cuda_runtime_api.h>

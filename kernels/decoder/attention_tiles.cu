@@ -1,7 +1,7 @@
 // Tiles of rows (prefill): up to 128 query rows, the tokens of one sequence by the query heads of
-// one key head, in two warpgroups of 64; a warp of a third copies tiles of the cache into a ring of
-// stages. Scores and outputs by wgmma, in the order of attention_layout.h: a chunk's numerators
-// have accumulators of their own and are added to the row's at the chunk's end.
+// one key head, in two warpgroups of 64; a warp of a third one copies tiles of the cache into a
+// ring of stages. Scores and outputs by wgmma, in the order of attention_layout.h: a chunk's
+// numerators have separate accumulators and are added to the row's at the chunk's end.
 #include <cmath>
 
 #include "kernels/common/launch.h"
@@ -46,7 +46,7 @@ struct Args {
   float scale;  // · log2(e)
 };
 
-// The tile's positions: [begin, end) are those that any of its rows reaches.
+// The tile's positions: [begin, end) is the union over its rows.
 struct Span {
   AttentionRowTile tile;
   int head;
@@ -121,7 +121,7 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
     position[j] = span.tile.position + row / p.group;
     lowest[j] = p.window > 0 ? max(0, position[j] - p.window + 1) : 0;
   }
-  // Of the group's rows: tiles between need no mask.
+  // The group's smallest position: tiles below it need no mask.
   const int least_position = span.tile.position + min(64 * group, tile_rows - 1) / p.group;
   const int most_lowest =
       p.window > 0 ? max(0, span.tile.position + min(64 * group + 63, tile_rows - 1) / p.group -
@@ -152,7 +152,7 @@ __device__ void Consume(const Args& p, const Span& span, uint8_t* shared, uint32
   const auto await = [&](int at) {
     BarrierWait(full + 8 * stage, parity);
     if (at >= span.begin && at + kTile <= span.end) return;
-    // Values that were never written or never copied must not be NaN.
+    // Unwritten values may be NaN: zero them.
     for (int i = threadIdx.x; i < kTile * (kDim / 8); i += kConsumers) {
       const int row = i / (kDim / 8), column = i % (kDim / 8) * 8;
       if (at + row >= span.begin && at + row < span.end) continue;
@@ -284,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1) TileAttentionKernel(const __grid_
   FenceProxyAsync();
   __syncthreads();
   WaitForPrevious();
-  // Later tiles of a run reach further: first.
+  // Later tiles of a run have more positions: they start first.
   const int index = p.layout.header->tiles - 1 - static_cast<int>(blockIdx.x) / p.kv_heads;
   if (index < 0) return;
   Span span;

@@ -67,7 +67,7 @@ cudaError_t Embed(const EmbedParams& params, cudaStream_t stream) {
       !IsAligned(params.out)) {
     return cudaErrorInvalidValue;
   }
-  // Not an early launch: what it writes may still be in use.
+  // Not launched early: earlier kernels may still use its output.
   if (params.size % 8 == 0) {
     EmbedKernel<8><<<params.rows.rows, kThreads, 0, stream>>>(params);
   } else {

@@ -22,7 +22,8 @@ struct EmbedParams {
   float* out = nullptr;  // [rows, size], 16-byte aligned
 };
 
-// Waits for all earlier kernels of the stream before it begins, and lets the next one begin early.
+// Waits for all earlier kernels of the stream before it begins, and lets the next kernel start
+// early.
 cudaError_t Embed(const EmbedParams& params, cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -1,5 +1,4 @@
-// Feeds tokens that one step sampled to the next one, without their crossing to the host.
-// Thread-safe.
+// Feeds a step's sampled tokens to the next step without a copy to the host. Thread-safe.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,9 +7,8 @@
 
 namespace dorad::kernels {
 
-// Where token_ids[row] < 0 it becomes sampled[-1 - token_ids[row]], or 0 if that is negative (the
-// row that it follows was not finite; nobody wants what comes of it). token_ids: device, [rows].
-// sampled: device.
+// Replaces token_ids[row] < 0 by sampled[-1 - token_ids[row]], or by 0 if that is negative (its
+// logits were not finite; the result is not used). token_ids: device, [rows]. sampled: device.
 cudaError_t FeedTokens(int32_t* token_ids, int32_t rows, const int32_t* sampled,
                        cudaStream_t stream);
 

@@ -35,8 +35,8 @@ __device__ float BlockSum(float value) {
   return sum_warp(lane < blockDim.x / 32 ? warps[lane] : 0.0f);
 }
 
-// One block a row, which its registers hold: kEach groups a thread. How a row is spread over
-// threads depends on its size alone, so its sum is the same in every batch.
+// One block a row, held in registers: kEach groups a thread. The distribution over threads depends
+// on the row's size alone, so its sum is the same in every batch.
 template <int kWidth, int kEach>
 __global__ void __launch_bounds__(kMaxThreads) AddRmsNormKernel(const AddRmsNormParams p) {
   using Elements = Group<kWidth>;

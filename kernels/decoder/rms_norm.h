@@ -18,7 +18,7 @@ struct AddRmsNormParams {
   const float* delta = nullptr;   // [rows, size]
   const float* weight = nullptr;  // [size]
   float eps = 0.0f;
-  // Row of the residual that row i of `out` is made of; null: i. With it delta must be null.
+  // The residual's row for row i of `out`; null: i. With it delta must be null.
   const int32_t* gather = nullptr;
   __nv_bfloat16* out = nullptr;  // [rows, size]
 };

@@ -1,4 +1,4 @@
-// The rows of one step as the decoder's kernels see them: plain pointers to device memory.
+// The rows of one step for the decoder's kernels: plain pointers to device memory.
 #pragma once
 
 #include <cstdint>

@@ -8,16 +8,16 @@
 namespace dorad::kernels {
 namespace {
 
-// Rows a thread walks, loading all of them before it uses the first. More rows amortise the load of
+// Rows of a thread; it loads all of them before it uses the first. More rows amortise the load of
 // g; fewer keep every multiprocessor busy at small sizes.
 constexpr int kRowsLarge = 4;
 constexpr int64_t kLargeVectors = 1 << 19;
-// Up to this size a call is as long as its start and its end: its inputs are asked for while the
-// kernel before it ends.
+// Up to this size, start and end dominate a call: its inputs are prefetched while the previous
+// kernel ends.
 constexpr int64_t kPrefetchVectors = 1 << 20;
 
-// Brings what a block loads first into L2. Harmless while earlier kernels still write it: all their
-// writes go through L2 as well.
+// Prefetches a block's first loads to L2. Safe while earlier kernels still write: all their writes
+// go through L2 as well.
 template <typename T, int size, int rows_each>
 __device__ void PrefetchInputs(const ComposeParams& p, int64_t column) {
   constexpr int kLanesOfLine = std::max<int>(1, 128 / (size * sizeof(T)));
@@ -32,8 +32,8 @@ __device__ void PrefetchInputs(const ComposeParams& p, int64_t column) {
   }
 }
 
-// Pointers are not __restrict__ on purpose: delta may be base or lora. A thread reads all that it
-// overwrites before it writes.
+// Pointers are deliberately not __restrict__: delta may be base or lora. A thread reads all inputs
+// before it overwrites them.
 template <typename T, int size, int rows_each, bool prefetch, bool keep_inner>
 __global__ void __launch_bounds__(kThreads) ComposeKernel(ComposeParams p) {
   using V = Vector<T, size>;
@@ -134,7 +134,7 @@ template <typename T, int size, bool keep_inner>
 cudaError_t LaunchCompose(const ComposeParams& p, cudaStream_t stream) {
   const int64_t vectors = p.out / size;
   const int64_t all = vectors * p.rows;
-  // Small blocks leave sooner, and the next ones start sooner; single elements need many threads.
+  // Small blocks end sooner, and the next ones start sooner; single elements need many threads.
   const dim3 block = BlockFor(vectors, size > 1 ? 128 : kThreads);
   if (all < kLargeVectors) {
     const dim3 grid = GridFor(block, vectors, p.rows, 1);

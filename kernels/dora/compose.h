@@ -1,7 +1,6 @@
-// The element-wise half of a DoRA linear: what joins the base product and the low-rank product once
-// both are in memory (paper, "Compose Kernel" and its specification). The fused projection does
-// this in its epilogue; these kernels serve the reference path and anything that holds both
-// products.
+// The element-wise half of a DoRA linear: combines the base product and the low-rank product in
+// memory (paper, "Compose Kernel" and its specification). The fused projection does this in its
+// epilogue; these kernels serve the reference path and callers that hold both products.
 //
 // Arithmetic is fp32 in one fixed order, every operation rounded on its own (no FMA contraction),
 // and one rounding to the output's type at the end: every path of a function (vectors, scalars, in
@@ -24,7 +23,7 @@ struct ComposeParams {
   const void* lora = nullptr;  // [rows, out], contiguous, `type`
   const float* g = nullptr;    // [out], the same for all rows
   void* delta = nullptr;       // [rows, out], contiguous, `type`; may be base or lora itself
-  void* inner = nullptr;  // likewise: base + s·lora, for the backward pass; nullptr: not wanted
+  void* inner = nullptr;  // as delta: base + s·lora, for the backward pass; nullptr: not wanted
   int64_t rows = 0;
   int64_t out = 0;
   float scale = 0.0f;  // s
@@ -38,15 +37,15 @@ struct ComposeParams {
 cudaError_t Compose(const ComposeParams& params, cudaStream_t stream);
 
 // y = g·(base + s·lora) + bias: the whole linear for a segment of rows that share an adapter, in
-// the order t = s·lora, u = base + t, v = g·u, v + bias. What is absent (nullptr) takes no part, to
-// the last bit: the base model's rows have neither lora nor g.
+// the order t = s·lora, u = base + t, v = g·u, v + bias. An absent operand (nullptr) leaves the
+// others unchanged, to the last bit: the base model's rows have neither lora nor g.
 struct ApplyParams {
   const void* base = nullptr;   // [rows, out], leading dimension base_ld, `type`
-  const void* lora = nullptr;   // likewise, lora_ld; nullptr: not adapted, or a part of base
+  const void* lora = nullptr;   // as base, with lora_ld; nullptr: not adapted, or a part of base
   const float* g = nullptr;     // [out]; nullptr: plain LoRA
   const float* bias = nullptr;  // [out] or nullptr
   void* y = nullptr;            // [rows, out], leading dimension y_ld, `y_type`
-  void* inner = nullptr;  // likewise: base + s·lora, for the backward pass; nullptr: not wanted
+  void* inner = nullptr;  // as delta: base + s·lora, for the backward pass; nullptr: not wanted
   int64_t base_ld = 0;
   int64_t lora_ld = 0;
   int64_t y_ld = 0;

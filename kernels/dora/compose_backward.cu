@@ -9,8 +9,8 @@
 namespace dorad::kernels {
 namespace {
 
-// A block of the first stage makes one row of partial sums out of its rows: few enough rows for so
-// many blocks, and enough that the sums weigh little beside what is read and written.
+// A block of the first stage makes one row of partial sums from its rows: the rows are divided into
+// this many blocks, and few enough that the sums cost little compared with the data.
 constexpr int64_t kWantedBlocks = 1056;
 constexpr int64_t kMostBlockRows = 128;
 // Rows whose loads a thread begins before it uses the first.
@@ -19,7 +19,7 @@ constexpr int kRowsAtOnce = 4;
 constexpr int kFinishColumns = 32;
 constexpr int kFinishShares = 16;
 
-// How the rows are cut. By the shape alone: the order of the sums depends on it.
+// The division of the rows. By the shape alone: the order of the sums depends on it.
 struct Cut {
   dim3 block;
   int64_t block_rows = 0;
@@ -56,7 +56,7 @@ __device__ void AddUp(Vector<float, size>* sums, Vector<float, size>* mine) {
 }
 
 // A block has the rows [block_rows · y, block_rows · (y + 1)) of its columns. Pointers are not
-// __restrict__: outputs may be inputs; a thread reads what it overwrites first.
+// __restrict__: outputs may be inputs; a thread reads an element before it overwrites it.
 template <typename T, int size, bool wants_g>
 __global__ void __launch_bounds__(kThreads)
     BackwardKernel(ComposeBackwardParams p, float* partials, int64_t block_rows,
@@ -167,7 +167,7 @@ cudaError_t Launch(const ComposeBackwardParams& p, cudaStream_t stream) {
     return LaunchEarly(BackwardKernel<T, size, false>, grid, cut.block, 0, stream, p,
                        static_cast<float*>(nullptr), cut.block_rows, cut.blocks_of_rows);
   }
-  // One row of them, in fp32 and without norms, is the result.
+  // A single row of partial sums, in fp32 and without norms, is the result.
   const bool is_whole =
       cut.blocks_of_rows == 1 && p.norm == nullptr && p.d_g_type == FloatType::kF32;
   float* const partials = static_cast<float*>(is_whole ? p.d_g : p.workspace);
@@ -191,7 +191,7 @@ cudaError_t LaunchAs(const ComposeBackwardParams& p, cudaStream_t stream) {
 
 size_t ComposeBackwardWorkspace(int64_t rows, int64_t out) {
   if (!GoodSizes(rows, out)) return 0;
-  // Of the way that cuts finest, whatever the type and alignment.
+  // The largest need over types and alignments.
   int64_t partials = 0;
   for (const int size : {1, 4, 8}) {
     partials = std::max(partials, CutFor(rows, out, size).blocks_of_rows);

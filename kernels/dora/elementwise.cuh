@@ -1,4 +1,4 @@
-// What the element-wise kernels of this room share: types, vectors, and the shape of their grids.
+// Common parts of the element-wise kernels of this room: types, vectors, and grids.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@ namespace dorad::kernels {
 inline constexpr int kThreads = 256;
 inline constexpr int64_t kMostElements = int64_t{1} << 40;
 
-// `size` elements that are moved at once.
+// A vector of `size` elements.
 template <typename T, int size>
 struct alignas(sizeof(T) * size) Vector {
   T values[size];
@@ -45,7 +45,7 @@ inline dim3 BlockFor(int64_t vectors, unsigned threads = kThreads) {
   return dim3(x, threads / x);
 }
 
-// The grid; y is walked in steps of gridDim.y where rows need more than a grid has.
+// The grid; a block takes steps of gridDim.y if there are more rows than a grid can have.
 inline dim3 GridFor(dim3 block, int64_t vectors, int64_t rows, int rows_each) {
   const int64_t x = (vectors + block.x - 1) / block.x;
   const int64_t per_block = static_cast<int64_t>(block.y) * rows_each;

@@ -1,6 +1,6 @@
-// How adapters and the rows of a batch are described to the kernels: plain data in device memory,
-// reached through pointers that stay the same while adapters come and go, so that a captured graph
-// survives a swap. Written by the adapter's owner before a step that uses it is launched.
+// Adapters and the rows of a batch, as plain data in device memory for the kernels. The pointers
+// stay the same when adapters change, so that captured graphs stay valid. Written by the adapter's
+// owner before a step that uses it is launched.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -8,7 +8,7 @@ namespace dorad::kernels {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostBlocks = 4096;  // each walks on with the grid's stride
+constexpr int64_t kMostBlocks = 4096;  // with a grid-stride loop
 constexpr int kVector = 8;
 constexpr int kTile = 32;
 constexpr int kTileRows = 8;  // of a tile at once
@@ -22,7 +22,7 @@ struct alignas(sizeof(T) * size) Vector {
   T values[size];
 };
 
-// Rounds, and notes in `bad` what is not finite.
+// Rounds; sets `bad` for values that are not finite.
 __device__ __nv_bfloat16 Round(float x, bool& bad) {
   const __nv_bfloat16 rounded = __float2bfloat16_rn(x);
   bad |= (__bfloat16_as_ushort(rounded) & 0x7F80) == 0x7F80;

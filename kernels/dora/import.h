@@ -1,5 +1,5 @@
-// Adapter tensors on their way from a file's layout to the one that is served: rounded to bf16,
-// rows padded to their leading dimension, an embedding's A transposed.
+// Converts adapter tensors from a file's layout to the serving layout: rounded to bf16, rows padded
+// to their leading dimension, an embedding's A transposed.
 //
 // Functions only enqueue work on the stream and are thread-safe. All pointers are to device memory.
 #pragma once
@@ -21,7 +21,7 @@ struct ImportParams {
   int64_t count = 0;
   int64_t columns = 0;
   __nv_bfloat16* to = nullptr;     // the whole matrix, [rows, columns], leading dimension ld
-  int64_t ld = 0;                  // at least columns; what lies between becomes zero
+  int64_t ld = 0;                  // at least columns; the padding becomes zero
   uint32_t* not_finite = nullptr;  // [1], set to 1 if a value is NaN or infinite once it is rounded
 };
 

@@ -15,10 +15,10 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
-// Of the batch: tiles of 64 rows, as kernels were built for.
+// Tiles of 64 rows of the batch: 1, 2 or 4, as the kernels are built.
 int BatchTiles(int rows) { return rows <= 64 ? 1 : rows <= 128 ? 2 : 4; }
 
-// Panels that fetch x together. Clusters of more than two blocks would leave multiprocessors idle.
+// Panels that share x. Clusters of more than two blocks would leave multiprocessors idle.
 int Siblings(const LinearPlan& plan, int rows) { return plan.splits == 1 && rows > 64 ? 2 : 1; }
 
 bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
@@ -30,7 +30,7 @@ bool Valid(const DoraLinearShape& shape, int rows, int max_rank) {
   for (int p = 0; p < shape.parts; ++p) {
     if (shape.out[p] < 1 || (p + 1 < shape.parts && shape.out[p] % 16 != 0)) return false;
   }
-  // Blocks number the boxes of A, of an adapter for each row at most.
+  // Blocks number the boxes of A in 16 bits; at most one adapter for each row.
   return shape.parts * rows * CeilDiv(max_rank, kLinearBoxRows) <= INT16_MAX;
 }
 

@@ -1,24 +1,25 @@
 // The K-extended projection: y = g ⊙ (W x + s·B(A x)) + bias for a batch whose rows belong to
-// different adapters (paper: the DoRA forward, unmerged). One launch: its blocks share the shrink
-// h = s·(A x), rounded to bf16, and go on from W x over h and B into the same fp32 accumulators. W
+// different adapters (paper: the DoRA forward, unmerged). One launch: its blocks share the shrink h
+// = s·(A x), rounded to bf16, and continue from W x with h and B in the same fp32 accumulators. W
 // is read once, A and B of each distinct slot once.
 //
-// A row's bits depend on its x, its adapter and the module's shape alone: not on `rows`, nor on
-// what the other rows are.
+// A row's bits depend on its x, its adapter and the module's shape alone: neither on `rows` nor on
+// the other rows.
 //
 // Capturable in CUDA graphs: rows of the batch are described by device memory read at run time. The
 // launches carry the attribute of programmatic dependent launch: they start streaming weights while
-// the kernels before them still run. So W, the bias, the table, its factors and maps and the
-// segments must not be written by kernels of the same chain (writes by copies, or by launches
-// without the attribute that everything later waits for, are safe), and x may be.
+// earlier kernels still run. So kernels of the same chain must not write W, the bias, the table,
+// its factors and maps or the segments (writes by copies, or by launches without the attribute that
+// all later launches wait for, are safe); they may write x.
 //
-// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor, and
-// so do those of DoraLinearPrefill. Two such launches at the same time, on streams of their own or
-// in processes that share the GPU through MPS, could each hold multiprocessors that the other one
-// waits for, for ever: keep them in one stream. Kernels that end without them may run beside them.
+// With adapters the blocks of a launch wait for each other, at most one on each multiprocessor; so
+// do those of DoraLinearPrefill. Two such launches at the same time, on different streams or in
+// processes that share the GPU through MPS, could each hold multiprocessors that the other one
+// waits for, a deadlock: keep them in one stream. Other kernels may run beside them if they end by
+// themselves.
 //
-// Thread-safe, as long as concurrent calls have workspaces of their own. All devices of a process
-// that it is called for must be alike.
+// Thread-safe, if concurrent calls have separate workspaces. All devices used in a process must be
+// alike.
 #pragma once
 
 #include <cuda.h>
@@ -62,12 +63,12 @@ struct DoraLinearParams {
   size_t workspace_bytes = 0;             // at least DoraLinearWorkspaceBytes
 };
 
-// How the copy engine finds A (maps[0]) and B (maps[1]) of a module with in and out features. The
-// owner of the table keeps them beside it on the device, 64-byte aligned: those of factors[i] at
-// 2 i. Rank 0, and an `in` that DoraLinear does not take, give maps that are never used.
+// The copy engine's maps of A (maps[0]) and B (maps[1]) of a module with in and out features. The
+// table's owner keeps them on the device, 64-byte aligned: those of factors[i] at 2 i. Rank 0, or
+// an `in` that DoraLinear does not support, gives maps that are never used.
 cudaError_t EncodeDoraMaps(const DoraFactors& factors, int in, int out, CUtensorMap maps[2]);
 
-// Serves every batch of up to `rows` rows. Workspaces may be shared by launches of one stream.
+// Enough for every batch of up to `rows` rows. Launches of one stream may share a workspace.
 size_t DoraLinearWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank);
 
 // cudaErrorInvalidValue: shape, rows or alignment outside of the above, or a small workspace.

@@ -1,4 +1,4 @@
-// What the launches of a K-extended projection pass to their kernels.
+// Arguments of the kernels of a K-extended projection.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,11 +10,11 @@
 
 namespace dorad::kernels {
 
-// By which the blocks of a launch wait for each other. All are zero between launches.
+// Counters for the blocks of a launch to wait for each other. All are zero between launches.
 struct LinearSignals {
-  uint32_t shares;  // blocks whose shares of the shrink are there
+  uint32_t shares;  // blocks whose shares of the shrink are done
   uint32_t h;       // blocks that have added up their part of h
-  uint32_t left;    // warps that need the two above no longer
+  uint32_t left;    // warps that no longer need the two above
 };
 static_assert(sizeof(LinearSignals) <= kDoraLinearSignalBytes);
 
@@ -25,7 +25,7 @@ struct LinearArgs {
   int32_t x_rows;                               // of the batch, padded, in a stage
   int32_t siblings;  // blocks of a cluster that share x: panels next to each other
   int32_t stages;    // of the ring
-  int32_t flight;    // stages of weights on their way at once
+  int32_t flight;    // stages of weights in flight at once
   int32_t ldh;       // max_rank, rounded up to 8
   LinearSignals* signals;
   float* shares;     // [parts, rows, kLinearSlices, ldh]; sums of A x over a slice of K

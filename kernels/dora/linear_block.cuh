@@ -1,5 +1,5 @@
-// What all roles of a projection's block (linear_project.cuh) know, and the walks that they take
-// alike. Each thread has an object of its role, all of them the same shared memory.
+// Common state of all roles of a projection's block (linear_project.cuh), and their common loops.
+// Each thread has an object of its role, all on the same shared memory.
 #pragma once
 
 #include <algorithm>
@@ -23,15 +23,15 @@ struct ProjectConfig {
   static constexpr int kAdders = kBatchWarps - 1;  // while the first one fetches x
   static constexpr int kThreads = 32 * (kConsumerWarps + 1 + kBatchWarps);
   static constexpr int kMaxStages = 24;
-  // Chunks of K that a stage holds: where they are small, what a stage costs would count.
+  // Chunks of K in a stage: two for small chunks, whose cost per stage would count.
   static constexpr int kStageChunks = kPanel <= 96 && kM < 4 ? 2 : 1;
   static constexpr int kChunkBytes = kPanel * 2 * kLinearStageK;
   static constexpr int kWeightBytes = kStageChunks * kChunkBytes;
-  // Boxes of A that a block takes at once.
+  // Bytes of a box of A.
   static constexpr int kBoxBytes = kLinearBoxRows * 2 * kLinearStageK;
   static constexpr int kMaxBoxes = std::min(kPanel / kLinearBoxRows, kM == 4 ? 3 : 4);
-  // Of weights, before the shrink: what comes while the block finds out which adapters there are.
-  // Only where registers hold the sums of both; with larger batches the batch takes longer to come.
+  // Stages of W before the shrink, fetched while the block reads the adapter tables. Only where
+  // registers hold the sums of both; with larger batches the batch arrives later.
   static constexpr int kLeadStages =
       kM == 1 && kAdapted ? std::max(96 * 1024 / kWeightBytes, 1) : 0;
   // More than an even share of the registers for consumers; the others have the rest.
@@ -42,7 +42,7 @@ struct ProjectConfig {
   static constexpr int kConsumerRegisters =
       (kThreads / 128 * kEvenRegisters - kProducerGroups * kProducerRegisters) / kGroups;
   static constexpr int kAddAtOnce = kM == 4 ? 4 : 8;  // slices of h, as registers allow
-  // What the other split sends: half of the panel's sums.
+  // Bytes that the other split sends: half of the panel's sums.
   static constexpr int kExchangeBytes = kPanel <= 128 ? kM * 64 * kPanel / 2 * 4 : 0;
 };
 
@@ -56,11 +56,11 @@ class ProjectBlock {
     LinearTables tables;
     LinearRingBarriers<Config::kMaxStages> ring;
     uint64_t tables_filled;
-    uint64_t staged;    // bias and magnitudes of a panel are there
-    uint64_t finished;  // and are not needed any more
+    uint64_t staged;    // bias and magnitudes of a panel are in shared memory
+    uint64_t finished;  // and are no longer needed
     uint64_t acquired;  // the maps of B
     uint64_t share;     // this block's share of the shrink is in device memory
-    uint64_t met;       // the other split's sums have come
+    uint64_t met;       // the other split's sums have arrived
     typename Finish::Shared finish;
   };
 
@@ -121,9 +121,9 @@ class ProjectBlock {
 
   __device__ int LeadStages() const { return min(Config::kLeadStages, args_.flight); }
 
-  // f(first chunk, end, is lead) of W over a panel of this block: of its first one what comes
-  // before the shrink, maybe nothing, then the rest. A block without a panel has chunks of neither.
-  // Which they are depends on no table, so that a batch's first stages need not wait for those.
+  // f(first chunk, end, is lead) of W over a panel of this block: for its first panel, the chunks
+  // before the shrink, possibly none, then the rest. A block without a panel has no chunks. The
+  // division does not depend on the tables, so that a batch's first stages need not wait for them.
   template <typename F>
   __device__ void ForEachPiece(bool first, F f) const {
     const int begin = FirstChunk(args_.plan, split_);
@@ -139,13 +139,13 @@ class ProjectBlock {
   __device__ int Cluster() const {
     return static_cast<int>(blockIdx.x >> args_.plan.log_splits) / args_.siblings;
   }
-  // A launch that takes adapters may have more blocks than panels, for the shrink.
+  // An adapted launch may have more blocks than panels, for the shrink.
   __device__ bool HasPanel() const {
     return !kAdapted || Cluster() * args_.siblings < args_.plan.panels;
   }
 
   // f(panel's cluster as its first row of W, the block's own first row, whether it is the block's
-  // first panel), once for a block without one too. Blocks of a cluster go through the same number
+  // first panel), once also for a block without a panel. Blocks of a cluster have the same number
   // of panels and the same stages.
   template <typename F>
   __device__ void ForEachPanel(F f) const {
@@ -160,7 +160,7 @@ class ProjectBlock {
     }
   }
 
-  // The stages of the rank that a cluster goes through.
+  // The stages over the rank, the same for a cluster's blocks.
   template <typename F>
   __device__ void ForEachRank(int group, F f) const {
     ForEachRankRange(args_, tables_, group, group + args_.siblings * kPanel, split_, f);

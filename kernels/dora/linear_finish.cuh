@@ -14,8 +14,8 @@ namespace dorad::kernels {
 template <int kPanel, int kConsumerWarps, bool kAdapted>
 class LinearFinish {
   static constexpr int kStaged = 8;  // segments whose magnitudes are kept in shared memory
-  // Where a warp turns over 16 rows of 32 sums: bytes from one row to the next, room against bank
-  // conflicts included.
+  // The layout in which a warp transposes 16 rows of 32 sums: bytes from one row to the next, with
+  // padding against bank conflicts.
   static constexpr int kTurnBytes = 36 * 4;
 
  public:
@@ -28,8 +28,8 @@ class LinearFinish {
   __device__ LinearFinish(const LinearArgs& args, const LinearTables& tables, Shared& shared)
       : args_(args), tables_(tables), shared_(shared) {}
 
-  // Thread `thread` of `threads`: keeps the bias, and g of the first segments, of the panel at
-  // `row`. To be read after a barrier.
+  // Thread `thread` of `threads`: stores the bias, and g of the first segments, of the panel at
+  // `row`. Read them after a barrier.
   __device__ void Stage(int row, int thread, int threads) const {
     const int out = args_.part_begin[args_.p.shape.parts];
 #pragma unroll 1
@@ -49,9 +49,9 @@ class LinearFinish {
   }
 
   // y = g · d + bias for a warp's 16 rows of the batch from batch_row on, and columns
-  // [first_column, + kColumns) of the panel at `row`. Sums are turned over in shared memory, some
-  // columns at a time, so that one short loop does the rest: code comes from memory too, and what
-  // runs once is waited for.
+  // [first_column, + kColumns) of the panel at `row`. Sums are transposed in shared memory, some
+  // columns at a time, so that one short loop does the rest: unrolled code would be fetched from
+  // memory for a single use.
   template <int kColumns>
   __device__ void Rows(const float (&d)[kColumns / 2], int batch_row, int row, int first_column,
                        int warp) const {

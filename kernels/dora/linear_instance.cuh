@@ -11,25 +11,24 @@
 
 namespace dorad::kernels {
 
-// Of a block at most, static and dynamic, and what alignment may take of it.
+// A block's limit of shared memory, static and dynamic, and the most that alignment takes of it.
 inline constexpr int kSharedBytes = 227 * 1024 - 256;
 inline constexpr int kAlignBytes = 1024;  // of the ring
 
-// Weights on their way to a block at once. A launch that many weights keep busy is the faster the
-// more there are; one of few waits for h, whose ways are the shorter the fewer are queued before
-// them. Some 40 KB are what latency times bandwidth asks for.
+// Limits on weights in flight to a block. A long launch is faster with more; a short one waits for
+// h, whose transfers queue behind the weights. Latency times bandwidth is some 40 KB.
 inline constexpr int kFlightBytes = 96 * 1024;
 inline constexpr int kShortFlightBytes = 48 * 1024;
 inline constexpr int kShortBytes = 512 * 1024;  // of weights, of a block
 
-// What a block has in dynamic shared memory: a ring of stages, and what follows it.
+// The dynamic shared memory of a block: a ring of stages, and the buffers after it.
 struct RingFit {
   int stages;
   int dynamic_bytes;
 };
 
-// The tensor cores read whole tiles of 64 rows of the batch, of which a stage holds x_rows: the
-// last stage's tiles reach into what follows.
+// The tensor cores read whole tiles of 64 rows of the batch, and a stage holds x_rows of them: the
+// last stage's tiles extend into the buffers after the ring.
 template <int kM, int kPanel, bool kAdapted>
 constexpr RingFit FitRing(int splits, int x_rows) {
   using Config = ProjectConfig<kM, kPanel, kAdapted>;
@@ -43,7 +42,7 @@ constexpr RingFit FitRing(int splits, int x_rows) {
   return {stages, kAlignBytes + stages * stage_bytes + after};
 }
 
-// Whether two stages at least fit, whatever the batch.
+// Whether at least two stages fit for any batch.
 template <int kM, int kPanel, bool kAdapted>
 constexpr bool AlwaysFits() {
   for (int x_rows = 8; x_rows <= 64 * kM; x_rows += 8) {
@@ -55,7 +54,7 @@ constexpr bool AlwaysFits() {
 }
 
 // Blocks that wait for each other must run at the same time. cudaErrorCooperativeLaunchTooLarge:
-// not even alone would they.
+// they do not fit even on an idle device.
 template <int kM, int kPanel>
 cudaError_t CheckRunAtOnce(int cluster, int clusters) {
   static std::atomic<int> known[2] = {};  // by size of the cluster; 0: not yet
@@ -82,7 +81,7 @@ cudaError_t LaunchProjectPanel(const LinearLaunch& launch) {
   args.flight = std::min(args.stages, std::max(flight_bytes / Config::kWeightBytes, 2));
   const int cluster = args.siblings * args.plan.splits;
   const int groups = CeilDiv(args.plan.panels, args.siblings);
-  // With splits there is one panel for a block; else blocks go from one to the next.
+  // With splits each block has one panel; else blocks take several.
   int clusters =
       args.plan.splits > 1 ? groups : std::min(groups, std::max(launch.processors / cluster, 1));
   if constexpr (kAdapted) {

@@ -1,5 +1,5 @@
-// One translation unit for each size of the batch, without and with adapters: they take long to
-// compile.
+// One translation unit for each size of the batch, without and with adapters, because they compile
+// slowly.
 #pragma once
 
 #include <cuda.h>
@@ -13,7 +13,7 @@ struct LinearLaunch {
   CUtensorMap x_map;       // boxes of args.x_rows / siblings rows
   CUtensorMap x_tile_map;  // boxes of min(64, args.x_rows) rows
   CUtensorMap w_map;
-  LinearArgs args;  // but for stages and flight
+  LinearArgs args;  // except stages and flight
   int processors;
   cudaStream_t stream;
 };

@@ -1,5 +1,5 @@
-// How a K-extended projection is cut over the blocks of its launch. Pure. All of it is a function
-// of the module's shape and the device alone, so that the order of every sum is too.
+// The division of a K-extended projection over the blocks of its launch. Pure. It depends on the
+// module's shape and the device alone, and so does the order of every sum.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@ inline constexpr int kLinearSlices = 8;    // of K in the shrink: the blocks of 
 
 struct LinearPlan {
   int panel_rows = 64;  // rows of W that a block computes at once: 32, 64, 96, 128 or 192
-  int splits = 1;       // pieces of K, 1 or 2; their sums meet
+  int splits = 1;       // pieces of K, 1 or 2; their sums are added
   int log_splits = 0;
   int panels = 0;    // of all of W
   int chunks = 0;    // stages of K
-  int a_chunks = 0;  // of a slice of the shrink; the last slices may have less, or nothing
+  int a_chunks = 0;  // of a slice of the shrink; the last slices may have fewer, or none
 };
 
 inline int CeilDiv(int a, int b) { return (a + b - 1) / b; }
@@ -32,7 +32,7 @@ inline int OutFeatures(const DoraLinearShape& shape) {
 }
 
 inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
-  // Each stage of a panel brings the batch too: as much as some rows of W.
+  // Each stage of a panel also loads the batch: as much as some rows of W.
   constexpr int kBatchRows = 32;
   constexpr int kMinChunks = 4;  // of a split
   const int out = OutFeatures(shape);
@@ -43,7 +43,7 @@ inline LinearPlan PlanLinear(const DoraLinearShape& shape, int processors) {
     for (const int splits : {1, 2}) {
       const int panels = CeilDiv(out, panel_rows);
       const int waves = CeilDiv(panels * splits, processors);
-      // Two blocks meet in shared memory, whose room wide panels take.
+      // Two splits add their sums in shared memory, and wide panels leave no room.
       if (splits > 1 && (waves > 1 || plan.chunks < splits * kMinChunks || panel_rows > 128)) {
         continue;
       }

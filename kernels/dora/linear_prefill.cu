@@ -54,7 +54,7 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
         EncodeTensorMap(args.h, p.rows, columns, columns, kPrefillTileRows, &maps.h));
     DORAD_CUDA_RETURN_IF_ERROR(EncodeTensorMap(args.h, p.rows, columns, columns, 1, &maps.h_row));
   }
-  // Blocks wait for each other, so no more may be launched than run at once.
+  // Blocks wait for each other, so a launch may have only as many as run at once.
   static std::atomic<int> known = 0;
   int clusters = known;
   if (clusters == 0) {
@@ -67,8 +67,8 @@ cudaError_t Launch(PrefillArgs args, cudaStream_t stream) {
                                args);
 }
 
-// About how long it takes to walk all tiles with panels of `columns` rows of W. Narrow ones ask
-// more of shared memory for each product.
+// Estimated time for all tiles with panels of `columns` rows of W. Narrow ones load shared memory
+// more for each product.
 int64_t Cost(const PrefillArgs& args, int columns, int clusters) {
   constexpr int kEachPanel = 24;
   const int64_t tiles = int64_t{args.bands} * CeilDiv(OutFeatures(args.p.shape), columns);

@@ -1,12 +1,12 @@
-// The K-extended projection of kernels/dora/linear.h for batches of more rows than it takes at
-// once: W is read once for all of them. Every sum has DoraLinear's order, so a row has the same
-// bits here and there.
+// The K-extended projection of kernels/dora/linear.h for batches with more rows than DoraLinear
+// supports: W is read once for all of them. Every sum has DoraLinear's order, so a row has the same
+// bits in both.
 //
 // The launch carries the attribute of programmatic dependent launch, with DoraLinear's conditions;
-// its blocks wait for each other too. Not for graphs that outlive a batch: the number of segments
-// is the host's.
+// its blocks wait for each other too. Do not capture it in graphs that outlive a batch: the number
+// of segments is a host argument.
 //
-// Thread-safe, as long as concurrent calls have workspaces of their own.
+// Thread-safe, if concurrent calls have separate workspaces.
 #pragma once
 
 #include <cuda.h>
@@ -24,7 +24,7 @@ namespace dorad::kernels {
 inline constexpr int kPrefillMaxSegments = 512;
 
 struct DoraLinearPrefillParams {
-  DoraLinearShape shape;             // all but the last `out` are multiples of 64, that one of 8
+  DoraLinearShape shape;             // `out`: multiples of 64, the last one of 8
   int32_t rows = 0;                  // 1 or more
   int32_t max_rank = 0;              // no rank in the table is larger
   const __nv_bfloat16* x = nullptr;  // [rows, in], 16-byte aligned
@@ -41,7 +41,7 @@ struct DoraLinearPrefillParams {
   size_t workspace_bytes = 0;            // at least DoraLinearPrefillWorkspaceBytes
 };
 
-// Serves every batch of up to `rows` rows. 0: a shape outside of the above.
+// Enough for every batch of up to `rows` rows. 0: an unsupported shape.
 size_t DoraLinearPrefillWorkspaceBytes(const DoraLinearShape& shape, int rows, int max_rank);
 
 // cudaErrorInvalidValue: shape, rows, segments or alignment outside of the above, or a small

@@ -1,24 +1,23 @@
-// h = s·(A x), y = g ⊙ (W x + B h) + bias: see linear.h for what is computed and linear_plan.h for
-// the cut.
+// h = s·(A x), y = g ⊙ (W x + B h) + bias: see linear.h for the function and linear_plan.h for the
+// division.
 //
 // A block takes a panel of W, and of K all or one of two splits. It streams (weight tile, batch
 // tile) pairs of 64 elements of K through a ring of shared memory into wgmma, the batch as the M
 // operand, the panel as N: (W, x) over K = in, then (B of a slot, h masked to the slot's rows) over
-// K = rank, into the same accumulators. Rows outside of a segment see products with zero, which
+// K = rank, into the same accumulators. Rows outside of a segment get products with zero, which
 // change no bit of an fp32 sum.
 //
-// First, or after a few stages of W, the same ring brings the block's share of the shrink, (A, x),
-// which it multiplies and leaves in device memory; while it goes on with W, the shares of all
-// blocks are added up: linear_shrink.cuh.
+// First, or after a few stages of W, the same ring carries the block's share of the shrink, (A, x),
+// which the block multiplies and stores in device memory; while it continues with W, the shares of
+// all blocks are added up: linear_shrink.cuh.
 //
-// A cluster is the splits of a panel, whose sums meet, and siblings: panels next to each other,
-// which fetch x together, each a share of the rows for all.
+// A cluster is the splits of a panel, whose sums are added, and siblings: adjacent panels, which
+// fetch x together, each a share of the rows for all.
 //
 // Warps: consumers (linear_consume.cuh) | producer of weights (linear_weights.cuh) | producers of
-// the batch (linear_batch.cuh), of which the first fetches x, the others add up h meanwhile, and
-// all copy h. Weights depend on no kernel before this one, so their producer runs ahead as far as
-// the ring reaches. Each role has its part of the code and of the registers; linear_block.cuh has
-// what they share.
+// the batch (linear_batch.cuh): the first fetches x, the others add up h meanwhile, and all copy h.
+// Weights depend on no earlier kernel, so their producer runs ahead as far as the ring allows. Each
+// role has its own code and registers; linear_block.cuh has their common state.
 #pragma once
 
 #include <cuda.h>
@@ -34,7 +33,7 @@
 
 namespace dorad::kernels {
 
-// The kernel, of all threads, in shared memory that it is given; `dynamic`: 1024-byte aligned.
+// The body of the kernel for all threads; `dynamic`: shared memory, 1024-byte aligned.
 template <int kM, int kPanel, bool kAdapted>
 __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
                            const CUtensorMap* x_tile_map, const LinearArgs& args,
@@ -57,7 +56,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
     if (threadIdx.x == 0) PrefetchTensorMap(x_map);
     LinearSegment segment;
     if (kAdapted && is_consumer) segment = LoadSegment(args);
-    NamedBarrier(1, Config::kThreads);  // barriers are made
+    NamedBarrier(1, Config::kThreads);  // the barriers are initialised
     if (is_cluster) ClusterArrive();
     if (kAdapted && is_consumer) {
       FillTables(args, shared.tables, segment);
@@ -82,7 +81,7 @@ __device__ void RunProject(const CUtensorMap* w_map, const CUtensorMap* x_map,
     }
   }
   __syncwarp();
-  if (is_cluster) ClusterBarrier();  // others still reach into this block's shared memory
+  if (is_cluster) ClusterBarrier();  // other blocks may still use this one's shared memory
 }
 
 template <int kM, int kPanel, bool kAdapted>

@@ -1,4 +1,4 @@
-// A position in a ring of stages in shared memory: the same walk in every role of a block.
+// A position in a ring of stages in shared memory: the same sequence in every role of a block.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,15 @@
 
 namespace dorad::kernels {
 
-// Three barriers for each stage: weights have come, the batch has come, all is used.
+// Three barriers for each stage: weights have arrived, the batch has arrived, the stage is free.
 template <int kMaxStages>
 struct LinearRingBarriers {
   uint64_t weights_full[kMaxStages];
   uint64_t batch_full[kMaxStages];
   uint64_t empty[kMaxStages];
 
-  // One warp: what a single thread does one after the other is waited for. One arrival brings a
-  // stage's weights, one its batch; `users` give it back.
+  // One warp: a single thread would initialise them one after the other. One arrival for a stage's
+  // weights, one for its batch; `users` arrivals free it.
   __device__ void Init(int stages, int users) {
     static_assert(kMaxStages <= 32);
     const int i = static_cast<int>(threadIdx.x % 32);
@@ -53,7 +53,7 @@ class LinearRing {
     BarrierWait(weights_full(), parity_);
   }
   __device__ void WaitEmpty() const { BarrierWait(empty(stage_), parity_ ^ 1); }
-  // Until the weights of `stages` stages before this one have come.
+  // Waits until the weights of `stages` stages before this one have arrived.
   __device__ void WaitArrived(int stages) const {
     const int oldest = stage_ - stages;
     BarrierWait(weights_full_ + 8 * (oldest < 0 ? oldest + stages_ : oldest),

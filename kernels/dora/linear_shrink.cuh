@@ -1,10 +1,10 @@
-// h = s · (A x) for all adapters of a batch, made by the blocks of a projection before they need
-// it: linear_consume.cuh multiplies.
+// h = s · (A x) for all adapters of a batch, computed by the blocks of a projection before they
+// need it; linear_consume.cuh does the products.
 //
-// Boxes of kLinearBoxRows rows of A, of all parts and segments, are dealt evenly to teams of
-// kLinearSlices blocks, a slice of K for each. A block takes a few boxes at once, so that x is
-// fetched once for them, and leaves their sums in device memory. When all blocks have, each adds
-// the slices of some of h, in the order of K.
+// Boxes of kLinearBoxRows rows of A, of all parts and segments, are distributed evenly over teams
+// of kLinearSlices blocks, a slice of K for each. A block takes a few boxes at once, so that x is
+// fetched once for them, and stores their sums in device memory. When all blocks have done so, each
+// adds the slices of some of h, in the order of K.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -52,8 +52,8 @@ __device__ inline float* ShareOf(const LinearArgs& args, int part, int row, int 
   return args.shares + (line * kLinearSlices + slice) * args.ldh;
 }
 
-// Puts down the sums of a box and 16 rows of the batch from `batch_row` on. One warp, which has
-// them as wgmma leaves them.
+// Stores the sums of a box and 16 rows of the batch from `batch_row` on. One warp, with the sums in
+// wgmma's layout.
 __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& tables,
                                   const float* sums, int batch_row, const LinearBox& box) {
   const int segment = box.segment;
@@ -73,8 +73,8 @@ __device__ inline void StoreShare(const LinearArgs& args, const LinearTables& ta
   }
 }
 
-// Adds up this warp's part of h, kAtOnce slices at once: each time is a way to L2 and back. `warp`
-// of `warps` of all blocks; all shares are there.
+// Adds up this warp's part of h, kAtOnce slices at once: each round costs a round trip to L2.
+// `warp` of `warps` of all blocks; all shares are done.
 template <int kAtOnce>
 __device__ inline void AddShares(const LinearArgs& args, const LinearTables& tables, int warp,
                                  int warps) {

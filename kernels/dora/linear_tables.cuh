@@ -1,5 +1,4 @@
-// What a block knows about the adapters of the batch, and the walks over them that all roles of a
-// block take alike.
+// A block's tables of the batch's adapters, and loops over them for all roles of a block.
 #pragma once
 
 #include <cuda.h>
@@ -42,7 +41,7 @@ __device__ inline const CUtensorMap* MapsOf(const LinearArgs& args, int slot, in
   return args.p.maps + 2 * ModuleIndex(args, slot, part);
 }
 
-// What a thread of FillTables asks for first of all: its segment and how many there are.
+// The first loads of a thread of FillTables: its segment and the number of segments.
 struct LinearSegment {
   RowSegment segment = {-1, 0, 0};
   int count = 0;
@@ -50,14 +49,14 @@ struct LinearSegment {
 
 __device__ inline LinearSegment LoadSegment(const LinearArgs& args) {
   LinearSegment loaded;
-  // Before it is known whether there are that many: one wait less.
+  // Loaded before the number of segments is known, to save a wait.
   if (threadIdx.x < args.p.rows) loaded.segment = args.p.segments[threadIdx.x];
   loaded.count = *args.p.num_segments;
   return loaded;
 }
 
-// The first threads of a block, as many as the batch has rows at least. Leaves the boxes to
-// NumberBoxes.
+// For the first threads of a block, at least one for each row of the batch. NumberBoxes fills in
+// the boxes.
 __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
                                   const LinearSegment& loaded) {
   const int rows = args.p.rows;
@@ -86,7 +85,7 @@ __device__ inline void FillTables(const LinearArgs& args, LinearTables& tables,
   }
 }
 
-// Whose A and B: factors are counted by part, then by segment.
+// A and B of one part and segment: factors are numbered by part, then by segment.
 struct LinearFactor {
   int segment;
   int part;
@@ -125,7 +124,7 @@ __device__ inline LinearBox BoxAt(const LinearArgs& args, const LinearTables& ta
           static_cast<int16_t>(at.part), (box - tables.first_box[factor]) * kLinearBoxRows};
 }
 
-// One warp, when the rest is filled: numbers the boxes and deals them evenly to the launch's teams
+// One warp, after FillTables: numbers the boxes and distributes them evenly over the launch's teams
 // of kLinearSlices blocks.
 __device__ inline void NumberBoxes(const LinearArgs& args, LinearTables& tables) {
   const int lane = static_cast<int>(threadIdx.x % 32);
@@ -161,7 +160,7 @@ __device__ inline LinearBox OwnBox(const LinearArgs& args, const LinearTables& t
   return i < LinearTables::kOwnBoxes ? tables.own[i] : BoxAt(args, tables, box);
 }
 
-// The segment that a row of the batch is of.
+// The segment of a row of the batch.
 __device__ inline int SegmentOf(const LinearTables& tables, int row) {
   return LastNotAfter(tables.begin, tables.segments, row);
 }

@@ -31,7 +31,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
  public:
   using Block::Block;
 
-  // One thread, as soon as barriers are made: the first weights.
+  // One thread, as soon as the barriers are initialised: the first weights.
   __device__ void Start(const CUtensorMap* w_map) {
     if (!HasPanel()) return;
     const int most = kAdapted ? LeadStages() : args_.flight;
@@ -44,7 +44,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     });
   }
 
-  // The whole warp of that thread: all others.
+  // The whole warp of that thread: all later weights.
   __device__ void Produce(const CUtensorMap* w_map) {
     WaitForTables();
     int issued = started_;
@@ -92,7 +92,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
   }
 
  private:
-  // The whole warp makes the copy engine read maps anew, those of this block's part of A.
+  // The whole warp makes the copy engine read the maps of this block's part of A again.
   __device__ void AcquireShareMaps() const {
 #pragma unroll 1
     for (int i = tables_.share[0] + lane_; i < tables_.share[1]; i += 32) {
@@ -101,7 +101,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     __syncwarp();
   }
 
-  // The thread that fetches weights: the block's part of A. Returns how many stages that were.
+  // The thread that fetches weights: the block's part of A. Returns the number of stages.
   __device__ int ProduceShare() {
     int stages = 0;
     const int end = tables_.share[1];
@@ -113,7 +113,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
       for (int i = 0; i < Config::kMaxBoxes; ++i) {
         if (i < boxes) box[i] = OwnBox(args_, tables_, next + i);
       }
-      // Stages of a few boxes are small: as many of them as the ring takes.
+      // Stages of a few boxes are small: as many of them in flight as the ring has.
       ForEachShareStage([&](int chunk, int count) {
         ring_.WaitEmpty();
         BarrierArriveExpect(ring_.weights_full(), count * boxes * Config::kBoxBytes);
@@ -144,7 +144,7 @@ class ProjectWeights : public ProjectBlock<kM, kPanel, kAdapted> {
     ring_.Advance();
   }
 
-  // So many boxes of B, below each other. Unrolled: one thread does this for all.
+  // kBoxes adjacent boxes of B. Unrolled: one thread does this for all.
   template <int kBoxes>
   __device__ void FetchBoxes(uint32_t to, const CUtensorMap* map, int column, int row) const {
 #pragma unroll

@@ -20,8 +20,8 @@ struct alignas(sizeof(T) * size) Vector {
   T values[size];
 };
 
-// One row a warp. Each lane keeps eight sums or more: short chains, and few terms a sum. They meet
-// in double, so that the result's error stays near one fp32 rounding.
+// One row a warp. Each lane has eight sums or more: short chains, and few terms a sum. They are
+// added in double, so that the result's error stays near one fp32 rounding.
 template <typename T, int size>
 __global__ void __launch_bounds__(kThreads)
     SquaredRowNormsKernel(const T* __restrict__ w, int64_t rows, int64_t columns,

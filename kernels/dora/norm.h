@@ -63,11 +63,11 @@ struct Magnitude {
 cudaError_t MagnitudeScale(Magnitude magnitude, const float* norm, float eps, int64_t size,
                            float* g, uint32_t* degenerate, cudaStream_t stream);
 
-// The largest rank that the functions below take.
+// The largest rank for the functions below.
 constexpr int64_t kMostRank = 4096;
 
-// One module. workspace: 256-byte aligned, workspace_bytes as the form's function says; its content
-// before and after means nothing, and calls on one stream may share it.
+// One module. workspace: 256-byte aligned, workspace_bytes by the form's function; its contents are
+// undefined before and after, and calls on one stream may share it.
 struct DoraNormParams {
   const __nv_bfloat16* w = nullptr;  // [O, I], or [I, O] if w_by_in; contiguous
   const __nv_bfloat16* a = nullptr;  // [R, I], contiguous
@@ -91,19 +91,19 @@ struct DoraNormParams {
 };
 
 // The direct form. Fast path: w, a and b 16-byte aligned, I, ldb and (with w_by_in) O multiples of
-// 8; anything else takes a plain kernel, right at any size and some hundred times slower. base_sq
-// is needed where the update is nothing (s = 0 or rank 0) and W is not transposed.
-// cudaErrorInvalidValue: negative sizes, O or I beyond 2^31 - 1, ldb < R, a workspace too small.
+// 8; other inputs use a plain kernel, correct at any size and some hundred times slower. base_sq is
+// needed without an update (s = 0 or rank 0) if W is not transposed. cudaErrorInvalidValue:
+// negative sizes, O or I beyond 2^31 - 1, ldb < R, a workspace too small.
 size_t DirectNormWorkspace(int64_t out, int64_t in, int64_t rank);
 cudaError_t DirectNorm(const DoraNormParams& params, cudaStream_t stream);
 // The same, to the last bit, of many modules, eight to a launch: the linears of a layer cost less
 // together than one by one. Their workspaces must not overlap. `modules` is read during the call
-// only. One that is refused refuses all, before anything is enqueued.
+// only. One refused module refuses all, before any is enqueued.
 cudaError_t DirectNorms(const DoraNormParams* modules, int count, cudaStream_t stream);
 
 // The factored form. Gram matrix and W Aᵀ on tensor cores with fp32 sums; G enters B·G as two bf16
-// terms (hi + lo, 16 bits of mantissa). cudaErrorInvalidValue: as the direct form, shapes that its
-// fast path would not take, and w_by_in.
+// terms (hi + lo, 16 bits of mantissa). cudaErrorInvalidValue: as the direct form, shapes outside
+// of its fast path, and w_by_in.
 size_t FactoredNormWorkspace(int64_t out, int64_t in, int64_t rank);
 cudaError_t FactoredNorm(const DoraNormParams& params, cudaStream_t stream);
 

@@ -107,7 +107,7 @@ class Group {
     return count_ == 0 || modules_[0].w_by_in == p.w_by_in;
   }
   bool full() const { return count_ == norm::kMostGemms; }
-  // Empties the group.
+  // Launches the group and empties it.
   cudaError_t Launch(cudaStream_t stream) {
     const int count = count_;
     count_ = 0;

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   terms[row * 2 * half + half + column] = __float2bfloat16_rn(g - __bfloat162float(high));
 }
 
-// The products of one module and where their results lie in the workspace.
+// The products of one module and the places of their results in the workspace.
 struct Plan {
   norm::RowGemm gram;   // A Aᵀ, in parts of I
   norm::RowGemm cross;  // Σ_l B∘(W Aᵀ), in parts of I and of R

@@ -38,7 +38,7 @@ __device__ float Total(PartialSums partial, int64_t row, int64_t rows, Totals& s
   return static_cast<float>(total);
 }
 
-// What is written of a module.
+// The outputs of a module.
 struct Target {
   const float* base_sq;
   Magnitude magnitude;

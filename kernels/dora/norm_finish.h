@@ -1,4 +1,4 @@
-// From partial row sums to norms: the kernels that end both forms. Internal to
+// Computes norms from partial row sums: the last kernels of both forms. Internal to
 // kernels/dora/norm*.cu.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace dorad::kernels::norm {
 
-// Row sums [count, O] of which the total over count is wanted.
+// Row sums [count, O], to be added over count.
 struct PartialSums {
   const float* sums = nullptr;
   int64_t count = 0;
@@ -25,7 +25,7 @@ cudaError_t FinishDirect(const PartialSums* squares, const DoraNormParams* modul
 cudaError_t FinishFactored(PartialSums cross, PartialSums ba_sq, const DoraNormParams& params,
                            cudaStream_t stream);
 
-// Whether sizes, scale and workspace make sense: what both forms refuse.
+// Checks of sizes, scale and workspace for both forms.
 bool Valid(const DoraNormParams& params, size_t workspace_bytes);
 
 // norm and g of a module without adaptation (s = 0 or rank 0), from base_sq.

@@ -37,7 +37,7 @@ int TileN(const RowGemm& gemm) {
   return rest != 0 && rest <= 128 && ColumnsOf(gemm) < 1024 ? 128 : 256;
 }
 
-constexpr int64_t kMultiprocessors = 132;  // of the machine that splits are made for
+constexpr int64_t kMultiprocessors = 132;  // of the GPU that splits are tuned for
 
 template <typename C>
 cudaError_t LaunchAs(const RowGemm* gemms, int count, cudaStream_t stream) {
@@ -93,7 +93,7 @@ int64_t SplitsFor(const RowGemm& gemm, int64_t most) {
   const int64_t steps = TilesOf(gemm.k, kStepK);
   // At least four steps a part.
   most = std::max<int64_t>(1, std::min(most, steps / 4));
-  // The largest fill of the last wave, and of equals the fewest parts.
+  // The fullest last wave, and among equals the fewest parts.
   int64_t best = 1;
   double best_fill = 0.0;
   for (int64_t splits = 1; splits <= most; ++splits) {

@@ -1,8 +1,8 @@
 // One producer warp feeds shared memory with the bulk copy engine; two warpgroups, each with half
-// of the tile's rows, multiply and reduce. The steps over K go through a ring of stages, the tile
-// of Z through room of its own, so that during the product Z arrives from afar, and during the
-// reduction the first steps of the next tile. CTAs walk the tiles of all products with a fixed
-// stride. Internal to norm_gemm.cu; sm_90a.
+// of the tile's rows, multiply and reduce. The steps over K use a ring of stages, the tile of Z a
+// separate buffer, so that Z is loaded during the product, and the first steps of the next tile
+// during the reduction. CTAs take the tiles of all products with a fixed stride. Internal to
+// norm_gemm.cu; sm_90a.
 #pragma once
 
 #include <cuda.h>
@@ -37,8 +37,8 @@ struct Config {
   static constexpr int x_bytes = kTileM * kBoxBytes;
   static constexpr int y_bytes = tile_n * kBoxBytes;
   static constexpr int stage_bytes = x_bytes + y_bytes;
-  // Z: boxes of 64 columns, each with a place of its own. By N, a box is two, one for each
-  // warpgroup: 64 rows of N by 64 columns of M.
+  // Z: boxes of 64 columns, each in its own buffer. By N, a box is two, one for each warpgroup: 64
+  // rows of N by 64 columns of M.
   static constexpr int z_box_bytes = kTileM * kBoxBytes;
   static constexpr int z_boxes = kind == Reduction::kStore ? 0 : tile_n / 64;
   static constexpr int z_bytes = z_boxes * z_box_bytes;
@@ -64,7 +64,7 @@ struct Problem {
   uint32_t first_item;
 };
 
-// By value: a launch needs no table in memory.
+// Passed by value: a launch needs no table in memory.
 struct Params {
   Maps maps[kMostGemms];
   Problem problems[kMostGemms];
@@ -73,7 +73,7 @@ struct Params {
 };
 static_assert(sizeof(Params) <= 4096);
 
-// What a CTA does next.
+// A CTA's next unit of work.
 struct Item {
   int32_t problem;
   uint32_t m;
@@ -103,7 +103,7 @@ __device__ inline Item ItemOf(const Params& p, uint32_t index) {
   return item;
 }
 
-// A place in the ring and the phase of its barriers.
+// A position in the ring and the phase of its barriers.
 template <int stages>
 struct Ring {
   uint32_t stage = 0;
@@ -154,8 +154,8 @@ __device__ void Produce(const Params& p, const Shared& shared) {
         CopyTensorBox(y, &maps.y, from, n, full);
       }
       ring.Next();
-      // Z after the steps that fit while the tile before is reduced (until then its room is taken),
-      // and bit by bit: a whole tile at once would hold up the steps that follow.
+      // Loads Z after the steps that fit while the previous tile is reduced (until then its buffer
+      // is in use), and in parts: a whole tile at once would delay the next steps.
       const uint32_t done = k + 1 - item.step_begin;
       constexpr uint32_t kBoxes = C::z_boxes;
       uint32_t due = 0;
@@ -198,7 +198,7 @@ __device__ void Reduce(uint32_t pair, float d0, float d1, float scale, float& su
   }
 }
 
-// Where a lane finds its row of Z for ldmatrix: of a warp's 16 rows of D and 16 columns, the four
+// A lane's address in its row of Z for ldmatrix: of a warp's 16 rows of D and 16 columns, the four
 // quarters (rows first) belong to eight lanes each.
 template <typename C>
 class ZAddress {

@@ -1,6 +1,6 @@
-// The matrix product behind both forms of the norm: D = X·Y on Hopper's tensor cores (bf16
-// operands, fp32 sums), reduced along its rows as it leaves the registers, so that D is never
-// stored. Internal to kernels/dora/norm*.cu.
+// The matrix product of both forms of the norm: D = X·Y on Hopper's tensor cores (bf16 operands,
+// fp32 sums), reduced along its rows in registers, so that D is never stored. Internal to
+// kernels/dora/norm*.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,7 +21,7 @@ struct Matrix {
 
 bool FitsTensorCores(const Matrix& matrix);
 
-// How D[m, n] is reduced. Z is [M, N].
+// The reduction of D[m, n]. Z is [M, N].
 //   kSquare  partial[p, m] = Σ_n (z + scale·d)²
 //   kDot     partial[p, m] = Σ_n z·d
 //   kStore   partial[p, m, n] = d, for the part p of the sum over K

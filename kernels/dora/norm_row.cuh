@@ -28,7 +28,7 @@ __device__ inline float ScaleOf(float magnitude, float norm, float eps) {
   return __fdiv_rn(magnitude, norm < eps ? eps : norm);
 }
 
-// Whether norm says nothing about g = ScaleOf(magnitude, norm, eps).
+// Whether the norm does not define g = ScaleOf(magnitude, norm, eps).
 __device__ inline bool Degenerate(float magnitude, float norm, float g, float eps) {
   return !isfinite(norm) || !isfinite(g) || (norm <= eps && magnitude != 0.0f);
 }

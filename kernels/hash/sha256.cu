@@ -79,7 +79,7 @@ __device__ void CompressWhole(State& state, const uint4* block) {
   Compress(state, w);
 }
 
-// What is left of a message of `bytes` from `at` on, less than a block, and the padding.
+// The last partial block of a message of `bytes` from `at` on, and the padding.
 __device__ void CompressEnd(State& state, const uint8_t* data, int64_t at, int64_t bytes) {
   const int left = static_cast<int>(bytes - at);
   const bool fits = left < 56;  // the length, too

@@ -1,6 +1,6 @@
 // SHA-256 of the pieces of many tensors: the leaves of a tensor's digest
-// (server/platform/files/tree_sha256.h has the rest), which make parallel what SHA-256 of the whole
-// would do byte after byte.
+// (server/platform/files/tree_sha256.h has the rest). Pieces are hashed in parallel; SHA-256 of a
+// whole tensor would be sequential.
 //
 // Only enqueues work on the stream; thread-safe, and can be captured in graphs.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace dorad::kernels {
 
-// Of a piece; the last one of a tensor is what is left.
+// Bytes of a piece; a tensor's last piece may be shorter.
 constexpr int64_t kHashPieceBytes = 16 << 10;
 constexpr int64_t kHashBytes = 32;
 
@@ -21,9 +21,9 @@ struct HashedTensor {
   int64_t first_piece = 0;  // the number of pieces of all tensors before this one
 };
 
-// digests [pieces, kHashBytes]. tensors: [count] in device memory, in order of first_piece, none
-// without bytes; digests is 16-byte aligned. A few threads of each multiprocessor do it, so that
-// what runs beside it goes on. cudaErrorInvalidValue: a negative count.
+// digests [pieces, kHashBytes]. tensors: [count] in device memory, in order of first_piece, without
+// empty tensors; digests is 16-byte aligned. Uses a few threads of each multiprocessor, so that
+// other kernels can run beside it. cudaErrorInvalidValue: a negative count.
 cudaError_t PieceHashes(const HashedTensor* tensors, int count, int64_t pieces, void* digests,
                         cudaStream_t stream);
 

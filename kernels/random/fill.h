@@ -1,5 +1,5 @@
-// Reproducible numbers for benchmarks: real data, because zeros are faster than what is served.
-// Thread-safe.
+// Reproducible random numbers for benchmarks: with zeros, kernels would run faster than with real
+// data. Thread-safe.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// Which candidate is drawn, once a row's weights or its first candidates are known. Internal to
+// Draws a candidate from a row's weights or its sorted first candidates. Internal to
 // kernels/sampling.
 #pragma once
 
@@ -127,7 +127,7 @@ __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, 
 
   int kept = count;
   if (wanted.top_p < 1.0f) {
-    // All before the first at which the running sum reaches the mass, and that one.
+    // All candidates before the first at which the running sum reaches the mass, and that one.
     const double mass = static_cast<double>(wanted.top_p) * (wanted.top_k > 0 ? all : total);
     double running = before;
     int less = 0;
@@ -140,7 +140,7 @@ __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, 
     __syncthreads();
     kept = min(s->num_kept + 1, count);
   }
-  // From the end on, those below min_p or without weight go; the first stays.
+  // Drops candidates below min_p or without weight from the end; the first one stays.
   int last = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
@@ -170,7 +170,7 @@ __device__ __noinline__ Kept DrawFromList(const Row& row, const Wanted& wanted, 
   return {s->list[last], log(s->total), IdOf(s->list[s->num_before])};
 }
 
-// The same where too many can be kept for a list. For all blocks.
+// The same when too many candidates remain for a list. For all blocks.
 __device__ __noinline__ Kept DrawFromMany(Row& row, const Wanted& wanted, float maximum,
                                           double uniform) {
   Ranked bound = 0;

@@ -1,5 +1,4 @@
-// The arithmetic of sampling: numbers that must come out as the CPU has them. Internal to
-// kernels/sampling.
+// The arithmetic of sampling, with the same results as on the CPU. Internal to kernels/sampling.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +42,8 @@ struct Tempered {
         temperature(row_temperature),
         inverse(1.0f / row_temperature),
         identity(row_temperature == 1.0f),
-        // With these no step of Divide under- or overflows: a maximum this large has neighbours
-        // at distances of 2^-95 and more.
+        // Within these bounds no step of Divide under- or overflows: a maximum this large has
+        // neighbours at distances of 2^-95 and more.
         quick(row_temperature >= 0x1p-40f && row_temperature <= 0x1p40f &&
               fabsf(row_maximum) >= 0x1p-70f) {}
 
@@ -83,7 +82,7 @@ __device__ inline float ValueOf(Ranked ranked) {
 }
 
 // Bins of the distance to the maximum: 256 an octave of 1 + distance, so that likely candidates are
-// told apart finely. The last one takes all from 255 to infinity.
+// in fine bins. The last bin is from 255 to infinity.
 constexpr int kBins = 2048;
 constexpr uint32_t kOne = 0x3F800000u;
 __device__ inline int BinOf(float distance) {

@@ -1,5 +1,5 @@
-// One row of logits in the shared memory of a cluster of blocks: loading, sums, and how the blocks
-// talk to each other. Internal to kernels/sampling.
+// One row of logits in the shared memory of a cluster of blocks: loading, sums, and communication
+// between the blocks. Internal to kernels/sampling.
 //
 // The row is cut into *chunks* of 1024 logits; block i of the cluster holds an equal, contiguous
 // share of them. A warp works on a chunk. All functions are for all threads of all blocks of the
@@ -23,8 +23,8 @@ constexpr int kListed = 2048;  // candidates that a list takes
 constexpr int kWarp = 32;
 constexpr int kScanThreads = 256;  // least threads of a block
 
-// Beside the logits in a block's shared memory. What only the first block of a cluster uses is
-// marked so; there all blocks write to it.
+// A block's shared memory beside the logits. Members of the first block only are marked so; all
+// blocks write to those of the first block.
 struct RowShared {
   uint64_t landed[kMostShare];
   Ranked exchange[2][kCluster];
@@ -57,8 +57,8 @@ struct RowShared {
   int32_t token;
 };
 
-// A kernel's dynamic shared memory: RowShared, then this block's logits; what is beyond the
-// vocabulary is -inf. By name and not by pointer, so that the compiler knows the memory.
+// A kernel's dynamic shared memory: RowShared, then this block's logits, -inf beyond the
+// vocabulary. By name and not by pointer, so that the compiler knows the memory.
 constexpr size_t kShareOffset = (sizeof(RowShared) + 127) / 128 * 128;
 extern __shared__ __align__(128) unsigned char row_memory[];
 __device__ inline RowShared* Shared() { return reinterpret_cast<RowShared*>(row_memory); }
@@ -166,8 +166,8 @@ __device__ inline float ChunkMax(const Row& row, int chunk) {
   return WarpMaxOrNan(MaxOrNan(a, b));
 }
 
-// Every block gives a value and has those of all afterwards, for the threads to read at will until
-// the next but one Exchange. `value` is of thread 0.
+// Collects a value from every block; all threads may read the values until the next but one
+// Exchange. `value` is of thread 0.
 __device__ inline const Ranked* Exchange(Row& row, Ranked value) {
   Ranked* const slots = Shared()->exchange[row.phase];
   row.phase ^= 1;
@@ -179,7 +179,7 @@ __device__ inline const Ranked* Exchange(Row& row, Ranked value) {
   return slots;
 }
 
-// The row's maximum, NaN if there is any. chunk_max is filled. wait: for the chunks to land.
+// The row's maximum, NaN if the row has one. Fills chunk_max. wait: for the chunks to land.
 __device__ inline float RowMax(Row& row, bool wait) {
   float warp_max = -Infinity();
   for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {

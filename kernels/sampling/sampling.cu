@@ -11,7 +11,7 @@ namespace {
 
 static_assert(kMostListed == kListed && kMostVocabulary == kMostChunks * kChunk);
 
-// z in place of x, and -inf in place of the banned.
+// Replaces x by z, and banned logits by -inf.
 __device__ void Process(const Row& row, const Wanted& wanted, const Tempered& tempered) {
   if (!tempered.identity) {
     for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
@@ -33,8 +33,8 @@ __device__ void Process(const Row& row, const Wanted& wanted, const Tempered& te
   __syncthreads();
 }
 
-// What the first block writes at the end, for all that is not truncated: token, log-probabilities
-// of token and chosen. `maximum` is of z, `raw_maximum` of x.
+// The first block's final outputs for rows without truncation: token, log-probabilities of token
+// and chosen. `maximum` is of z, `raw_maximum` of x.
 __device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered& tempered,
                            float maximum, float raw_maximum, const Target& to) {
   RowShared* const s = Shared();
@@ -141,7 +141,7 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Te
       }
       __syncthreads();
       WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
-      __syncthreads();  // the list gives way to the draw's weights
+      __syncthreads();  // the draw's weights overwrite the list
     }
     FinishFull(row, wanted, tempered, maximum, raw_maximum, to);
     WriteChosen(row, wanted, tempered, maximum, raw_maximum, nullptr);
@@ -172,8 +172,8 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Te
         __syncthreads();
         rule.by_mass = true;
         rule.mass = static_cast<double>(wanted.top_p) * s->total;
-        // Candidates beyond this weigh less than 1 - top_p, were they all of the vocabulary (halved
-        // against rounding).
+        // The candidates beyond this bound weigh less than 1 - top_p together, even if they were
+        // the whole vocabulary (halved against rounding).
         const double least = 0.5 * (1.0 - static_cast<double>(wanted.top_p)) * s->total /
                              static_cast<double>(row.vocabulary);
         rule.last = min(rule.last, BinOf(static_cast<float>(fmax(-log(least), 0.0)) + 1e-3f));
@@ -254,7 +254,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
   if (!simple) {
     for (int i = threadIdx.x; i < kBins; i += blockDim.x) s->counts[i] = 0;
   }
-  // All blocks have started, and the first one is ready to be written to.
+  // All blocks have started, and the first one may be written to.
   ClusterSync();
 
   const float maximum = RowMax(row, true);
@@ -265,7 +265,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
   }
   const Tempered tempered(maximum, wanted.temperature);
   if (!simple) {
-    // Copies, so that what the other rows need can stay in registers.
+    // Copies, so that the other rows' values can stay in registers.
     Row general = row;
     const Wanted all = wanted;
     RunGeneral(general, all, tempered, maximum, to);

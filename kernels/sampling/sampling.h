@@ -1,12 +1,12 @@
-// From logits to tokens and log-probabilities, on the GPU. The CPU's counterpart, whose semantics
-// these functions share, is server/backends/cpu/ops/sampling.h: the same order of processing
-// (temperature, top-k, top-p over what top-k left, min-p relative to the largest kept probability),
-// candidates of equal probability ranked by ascending id, the same Philox4x32-10 draw, the same
-// inverse of the distribution function (ids ascending without truncation, candidates from the
-// likeliest on with it). Exponentials and their sums are computed in the order of the CPU's AVX-512
-// kernels, sums of them in double, so that both give the same token and the same log-probability
-// for equal logits but for the rounding of double sums. Where more than kMostListed candidates can
-// survive truncation their weights are added up as integers, multiples of 2^-45 of the largest.
+// Computes tokens and log-probabilities from logits, on the GPU. The CPU's counterpart with the
+// same semantics is server/backends/cpu/ops/sampling.h: the same order of processing (temperature,
+// top-k, top-p over the top-k set, min-p relative to the largest kept probability), candidates of
+// equal probability ranked by ascending id, the same Philox4x32-10 draw, the same inverse of the
+// distribution function (ids ascending without truncation, candidates from the likeliest on with
+// it). Exponentials and their sums are computed in the order of the CPU's AVX-512 kernels, sums of
+// them in double: for equal logits both give the same token and the same log-probability except for
+// the rounding of double sums. If more than kMostListed candidates can survive truncation, their
+// weights are added as integers, multiples of 2^-45 of the largest.
 //
 // One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
 // read once. Everything but sizes and pointers is read on the device, so that one captured graph
@@ -23,7 +23,7 @@ namespace dorad::kernels {
 
 enum class LogprobMode : int32_t { kNone = 0, kRaw = 1, kProcessed = 2 };
 
-// How one row is sampled.
+// The sampling parameters of one row.
 struct SampleRowSpec {
   uint64_t seed = 0;
   uint64_t position = 0;
@@ -48,8 +48,8 @@ struct ScoreRowSpec {
   int32_t chosen_begin = 0, chosen_count = 0;
 };
 
-// Top lists have the length that was asked for: missing candidates are id -1 with -inf. What was
-// not asked for is not written.
+// Top lists have the requested length: missing candidates are id -1 with -inf. Outputs that were
+// not requested are not written.
 struct SampleOutputs {
   int32_t* tokens = nullptr;  // [rows]; -1 where not finite. Score: the target
   float* logprobs = nullptr;  // [rows]; mode none: 0
@@ -69,7 +69,7 @@ struct SampleParams {
   const SampleRowSpec* specs = nullptr;  // [rows]
   const int32_t* banned = nullptr;       // flat
   const int32_t* chosen_ids = nullptr;   // flat
-  const int32_t* rows_in_use = nullptr;  // optional: rows from *rows_in_use on are left alone
+  const int32_t* rows_in_use = nullptr;  // optional: rows from *rows_in_use on are skipped
   SampleOutputs out;
   int64_t logits_ld = 0;
   int32_t rows = 0;

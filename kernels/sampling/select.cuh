@@ -1,6 +1,6 @@
-// The first candidates of a row, by rank: as a sorted list where they are few, as a bound where
-// they are many. Internal to kernels/sampling. Functions are for all threads of the cluster unless
-// they say otherwise.
+// The first candidates of a row, by rank: as a sorted list if they are few, as a bound if they are
+// many. Internal to kernels/sampling. Functions are for all threads of the cluster unless they say
+// otherwise.
 #pragma once
 
 #include "kernels/sampling/row.cuh"
@@ -22,8 +22,8 @@ __device__ __noinline__ void CountByDistance(const Row& row, float maximum) {
   ClusterSync();
 }
 
-// The bins that must be listed: the first that hold `count` candidates, or surely hold a weight of
-// `mass`, whichever is asked for; `last` at most. What is not asked for is 0.
+// The bins to list: the first ones with `count` candidates, or with a certain weight of `mass`; at
+// most up to `last`. 0: no such condition.
 struct BinRule {
   uint32_t count = 0;
   double mass = 0.0;
@@ -192,7 +192,7 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
   // Among equals by id.
   const float z = FromOrderedBits(prefix);
   const Ranked each = measure(z);
-  Ranked wanted = (need - before + each - 1) / each;  // the how manyth
+  Ranked wanted = (need - before + each - 1) / each;  // its index, from 1
   uint32_t mine = 0;
   uint32_t last = 0;
   ForAll(row, [&](float other, int at) {
@@ -224,7 +224,8 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
       const uint32_t reached = __ballot_sync(~0u, inclusive >= wanted);
       if (reached != 0) {
         const int lane = __ffs(reached) - 1;
-        // The second of the pair if both are equal and the first is not the one, or it alone is.
+        // The second one of the pair if both are equal and the first is not the wanted one, or if
+        // only the second is equal.
         const uint32_t found =
             static_cast<uint32_t>(a != 0 && inclusive - b == wanted ? at : at + 1);
         id = __shfl_sync(~0u, found, lane);
@@ -238,7 +239,7 @@ __device__ __noinline__ Ranked SelectByMeasure(Row& row, float maximum, bool by_
 }
 
 // Over candidates ranked at least `bound`, of weight above 0 and at least min_p: the sum of their
-// Units, and the last of them by rank (~0 if there is none).
+// Units, and the last of them by rank (~0: none).
 struct Survivors {
   Ranked units;
   Ranked last;

@@ -1,4 +1,4 @@
-// What a row of a call asks for, and where its results go. Internal to kernels/sampling.
+// A row's request in a call, and the addresses of its results. Internal to kernels/sampling.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Launch {
   int32_t max_top;
 };
 
-// What a row asks for, sampling and scoring alike.
+// A row's request, for sampling and scoring.
 struct Wanted {
   uint64_t seed = 0, position = 0;
   uint32_t sample_index = 0;
@@ -72,7 +72,7 @@ struct Wanted {
   }
 };
 
-// Where a row's results go.
+// The addresses of a row's results.
 struct Target {
   int32_t* token;
   float* logprob;
@@ -115,14 +115,14 @@ __device__ inline bool Banned(const Wanted& wanted, int32_t id) {
   return false;
 }
 
-// A logit as it takes part in the draw.
+// The processed logit for the draw.
 __device__ inline float Processed(const Row& row, const Wanted& wanted, const Tempered& tempered,
                                   int32_t id) {
   return Banned(wanted, id) ? -Infinity() : tempered(row.x[id]);
 }
 
-// Top entries from the sorted list. Fewer than were asked for have id -1 and -inf; so do those of
-// logit -inf if they are no candidates. For the first block.
+// Top entries from the sorted list. Missing entries, and logits of -inf that are no candidates,
+// have id -1 and -inf. For the first block.
 __device__ inline void WriteTop(const Row& row, const Wanted& wanted, const Target& to, int present,
                                 float maximum, double log_total, bool keep_impossible) {
   for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {

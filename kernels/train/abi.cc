@@ -12,7 +12,7 @@ using dorad::kernels::FloatType;
 
 namespace {
 
-// What the parameters of both ways are made of.
+// The common parameters of forward and backward.
 dorad::train::LinearParams Sizes(int64_t rows, int64_t in, int64_t out, int64_t rank, int32_t type,
                                  int32_t factor_type) {
   dorad::train::LinearParams params;

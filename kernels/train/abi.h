@@ -23,10 +23,10 @@ DORAD_EXPORT int dorad_compose_forward(const void* base, const void* lora, const
                                        void* delta, void* inner, int64_t rows, int64_t out,
                                        float scale, int32_t type, void* stream);
 
-// The two ways of a linear with an adapter (kernels/train/linear.h). gemm: the address of
+// Forward and backward of a linear with an adapter (kernels/train/linear.h). gemm: the address of
 // cublasGemmEx; handle: a cublasHandle_t of the same library, bound to the stream. factor_type: of
-// a and b, m_type: of m and d_m, sum_type: of d_a and d_b. Bytes as the header has them, -1 for
-// sizes that are refused.
+// a and b, m_type: of m and d_m, sum_type: of d_a and d_b. Bytes as in the header, -1 for refused
+// sizes.
 DORAD_EXPORT int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
                                                int32_t factor_type, int32_t makes_norm);
 DORAD_EXPORT int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
@@ -50,16 +50,16 @@ DORAD_EXPORT int dorad_linear_backward(void* gemm, void* handle, const void* dy,
                                        float eps, int32_t type, int32_t factor_type, int32_t m_type,
                                        int32_t sum_type, void* stream);
 
-// Bytes, -1 for sizes that are refused.
+// Bytes; -1 for refused sizes.
 DORAD_EXPORT int64_t dorad_compose_backward_workspace(int64_t rows, int64_t out);
 DORAD_EXPORT int dorad_compose_backward(const void* grad, const void* inner, const float* g,
                                         void* d_base, void* d_lora, float* d_g, void* workspace,
                                         int64_t workspace_bytes, int64_t rows, int64_t out,
                                         float scale, int32_t type, void* stream);
 
-// Factors of another type than bf16 as dorad_direct_norm takes them, with three times the rank:
-// three terms of dorad::train::ConvertFactors. a [rank, in] and b [out, rank] of `type`,
-// contiguous; to_a [3·rank, in] and to_b [out, 3·rank] in bf16.
+// Converts factors of other types than bf16 for dorad_direct_norm, with three times the rank: three
+// terms of dorad::train::ConvertFactors. a [rank, in] and b [out, rank] of `type`, contiguous; to_a
+// [3·rank, in] and to_b [out, 3·rank] in bf16.
 DORAD_EXPORT int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b,
                                    int64_t out, int64_t in, int64_t rank, int32_t type,
                                    void* stream);

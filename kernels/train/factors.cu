@@ -12,7 +12,7 @@ using kernels::kThreads;
 using kernels::ToFloat;
 using kernels::Vector;
 
-// A thread has `size` neighbours of a row of a, or of b.
+// A thread has `size` adjacent elements of a row of a, or of b.
 template <typename From, typename To, int size>
 __global__ void __launch_bounds__(kThreads) ConvertKernel(FactorsParams p) {
   kernels::LaunchDependents();

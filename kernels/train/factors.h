@@ -1,4 +1,4 @@
-// LoRA factors in the type of a layer's products, and as the norm takes those that are wider.
+// Converts LoRA factors to the type of a layer's products, and wider ones to the norm's terms.
 // Functions only enqueue work on the stream; they are thread-safe and can be captured in graphs.
 #pragma once
 
@@ -14,8 +14,8 @@ struct FactorsParams {
   const void* a = nullptr;  // [rank, in], contiguous, `from`
   const void* b = nullptr;  // [out, rank], contiguous, `from`
   // Of `to`, contiguous. One term: [rank, in] and [out, rank], rounded. Three terms: [3, rank, in]
-  // and [out, 3, rank], whose product over 3·rank is b @ a but for 2^-16 of it in bf16: with
-  // a = a1 + a2 and b = b1 + b2 it is b2·a1 + b1·a1 + b1·a2. a's first term and b's second are the
+  // and [out, 3, rank], whose product over 3·rank is b @ a to within 2^-16 of it in bf16: with a =
+  // a1 + a2 and b = b1 + b2 it is b2·a1 + b1·a1 + b1·a2. a's first term and b's second are the
   // rounded ones.
   void* to_a = nullptr;
   void* to_b = nullptr;
@@ -27,7 +27,7 @@ struct FactorsParams {
   kernels::FloatType to = kernels::FloatType::kBF16;  // bf16 or fp16
 };
 
-// cudaErrorInvalidValue: negative sizes, other terms than 1 and 3, or a type that is not taken.
+// cudaErrorInvalidValue: negative sizes, other terms than 1 and 3, or an unsupported type.
 cudaError_t ConvertFactors(const FactorsParams& params, cudaStream_t stream);
 
 }  // namespace dorad::train

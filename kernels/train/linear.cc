@@ -13,7 +13,7 @@ namespace {
 
 using kernels::FloatType;
 
-// A factor of a product: [rows, columns] row-major, or what is stored so, transposed.
+// An operand of a product: [rows, columns] row-major, or the transpose of a matrix stored so.
 struct Matrix {
   const void* data;
   int64_t ld;
@@ -68,12 +68,12 @@ size_t SizeOf(FloatType type) { return type == FloatType::kF32 ? sizeof(float) :
 
 size_t RoundedUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// The norm takes factors that are not its own type in three terms each.
+// Factors of another type than the norm's are converted to three terms each.
 int Terms(const LinearParams& p, bool makes_norm) {
   return makes_norm && p.factor_type != FloatType::kBF16 ? 3 : 1;
 }
 
-// A and B as the products take them, and as the norm does.
+// A and B for the products, and for the norm.
 struct Factors {
   Matrix a;
   Matrix b;
@@ -113,7 +113,7 @@ cudaError_t MakeFactors(const LinearParams& p, bool makes_norm, Factors* factors
   return cudaSuccess;
 }
 
-// Of the output, in half types: so many that their fp32 sums stay in L2 between their products.
+// Rows of the output at a time, in half types: their fp32 sums stay in L2 between the products.
 int64_t RowsAtOnce(int64_t out) {
   constexpr int64_t kSumBytes = 32 << 20;
   constexpr int64_t kTile = 128;
@@ -121,9 +121,9 @@ int64_t RowsAtOnce(int64_t out) {
   return std::max<int64_t>(2, tiles) * kTile;
 }
 
-// inner and y from h, g and the products. cuBLAS rounds a product to 16 bits before it adds what is
-// there, and an update of less than half the last place of x Wᵀ would be lost each time: the sums
-// are made in fp32, and rounded once.
+// inner and y from h, g and the products. cuBLAS rounds a product to 16 bits before it adds the
+// existing output, and would lose an update of less than half the last place of x Wᵀ each time: the
+// sums are made in fp32, and rounded once.
 cudaError_t JoinHalf(const Products& products, const LinearParams& p, const LinearForward& forward,
                      Matrix b, cudaStream_t stream) {
   const int64_t most = RowsAtOnce(p.out);

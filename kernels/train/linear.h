@@ -22,21 +22,22 @@
 
 namespace dorad::train {
 
-// cublasGemmEx, which has an overload in C++.
+// cublasGemmEx; a type of its own because C++ overloads it.
 using GemmFunction = cublasStatus_t (*)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int,
                                         int, int, const void*, const void*, cudaDataType, int,
                                         const void*, cudaDataType, int, const void*, void*,
                                         cudaDataType, int, cublasComputeType_t, cublasGemmAlgo_t);
 
-// What both ways need. Matrices are row-major and contiguous; x, w, h, inner and what is made of
-// them are of `type`, the factors and what is made for them of `factor_type`, m of `m_type`.
+// Parameters of forward and backward. Matrices are row-major and contiguous; x, w, h, inner and
+// tensors made of them are of `type`, the factors and their conversions of `factor_type`, m of
+// `m_type`.
 struct LinearParams {
   const void* x = nullptr;  // [rows, in]; backward: for d_a only
   const void* w = nullptr;  // [out, in]
   const void* a = nullptr;  // [rank, in]
   const void* b = nullptr;  // [out, rank]
   void* h = nullptr;        // [rows, rank]: written forward; backward: for d_b only
-  void* inner = nullptr;    // [rows, out]: likewise, for d_m
+  void* inner = nullptr;    // [rows, out]: written forward; backward: for d_m only
   float* norm = nullptr;    // [out]
   float* g = nullptr;       // [out]
   // FactorBytes, 256-byte aligned; for factors of another type than `type`.
@@ -74,14 +75,14 @@ struct LinearBackward {
   kernels::FloatType sum_type = kernels::FloatType::kBF16;  // `type` or fp32
 };
 
-// For a forward that makes norms, or for any other call.
+// makes_norm: for a forward call that computes norms.
 size_t FactorBytes(const LinearParams& params, bool makes_norm);
 size_t ForwardBytes(const LinearParams& params, bool makes_norm);
 size_t SumBytes(int64_t rows, int64_t out);
 
 // Products of fp32 are as exact as the handle's math mode. cudaErrorInvalidValue: sizes below 1 or
-// beyond int32, a norm of other weights than bf16, outputs without what they are made of, or what
-// DirectNorm or ComposeBackward refuses; cudaErrorUnknown: cuBLAS refused a product.
+// beyond int32, a norm of other weights than bf16, outputs without their inputs, or a refusal of
+// DirectNorm or ComposeBackward; cudaErrorUnknown: cuBLAS refused a product.
 cudaError_t Forward(GemmFunction gemm, cublasHandle_t handle, const LinearParams& params,
                     const LinearForward& forward, cudaStream_t stream);
 cudaError_t Backward(GemmFunction gemm, cublasHandle_t handle, const LinearParams& params,
