@@ -1,7 +1,7 @@
 """Client of dorad, the server of one base model and many DoRA adapters. See docs/guides/client.md.
 
 `Client` is for threads, `dorad.aio.Client` for asyncio; both have the same methods. `RolloutPool`
-makes one of several servers, and is there in both forms as well.
+combines several servers and has both forms, too.
 """
 
 from dorad import errors

@@ -1,4 +1,4 @@
-"""How the client shows who it is: TLS and tokens, from arguments or from the environment."""
+"""The client's credentials: TLS and tokens, from arguments or from the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import grpc
 StrPath = str | os.PathLike[str]
 
 # gRPC takes proxies from the environment in two ways: http_proxy, https_proxy or grpc_proxy, and
-# GRPC_ADDRESS_HTTP_PROXY. In plain text each would read the token on its way.
+# GRPC_ADDRESS_HTTP_PROXY. Without TLS each could read the token.
 _NO_PROXY: dict[str, Any] = {
     "grpc.enable_http_proxy": 0,
     "grpc.address_http_proxy_enabled_addresses": "",
@@ -34,31 +34,32 @@ _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]+)?
 
 
 def _host(address: str) -> str:
-    """Of "host", "host:port", "[v6]", "[v6]:port" or "v6"; what is none of these comes back."""
+    """The host of "host", "host:port", "[v6]", "[v6]:port" or "v6"; other text is returned as it
+    is."""
     match = _ADDRESS.fullmatch(address)
     return address if match is None else match["v6"] or match["name"]
 
 
 def is_local(target: str) -> bool:
-    """Whether nobody else can listen in on what is sent there."""
+    """Whether the target is this host, so that plain text is safe."""
     scheme, colon, path = target.partition(":")
     if colon and scheme in ("unix", "unix-abstract"):
         return True
-    if "%" in target:  # gRPC decodes it, and what then stands there may be a list.
+    if "%" in target:  # gRPC decodes it, possibly to a list of addresses.
         return False
     if not colon or scheme not in ("dns", "ipv4", "ipv6"):
         return is_loopback(_host(target))
     if path.startswith("//"):
         authority, _, path = path.removeprefix("//").partition("/")
-        if authority:  # Another host is asked what the name stands for.
+        if authority:  # Another host resolves the name.
             return False
-    # The connection goes to any of them.
+    # gRPC connects to any of them.
     addresses = [path] if scheme == "dns" else path.split(",")
     return all(is_loopback(_host(address.removeprefix("/"))) for address in addresses)
 
 
 def _given(value: StrPath | None, variable: str) -> str | None:
-    """An argument, or else the environment's; empty means not given."""
+    """An argument, or else the environment variable; empty means not given."""
     return (os.fspath(value) if value is not None else os.environ.get(variable)) or None
 
 
@@ -72,7 +73,7 @@ def _without_proxy(options: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Access:
-    """What a client shows to a server. Made once for all of a client's connections."""
+    """A client's credentials. Made once for all of its connections."""
 
     token: str | None = field(default=None, repr=False)
     credentials: grpc.ChannelCredentials | None = None
@@ -86,8 +87,8 @@ class Access:
         key_file: StrPath | None,
         credentials: grpc.ChannelCredentials | None,
     ) -> Access:
-        """Reads the files. What is not given comes from DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE
-        and DORAD_KEY_FILE; `credentials` leave no room for files."""
+        """Reads the files. The defaults are DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE and
+        DORAD_KEY_FILE; `credentials` exclude files."""
         token = _given(token, "DORAD_TOKEN")
         if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
             raise ValueError("a token consists of printable ASCII characters without spaces")
@@ -99,18 +100,18 @@ class Access:
         cert = _given(cert_file, "DORAD_CERT_FILE")
         key = _given(key_file, "DORAD_KEY_FILE")
         if (cert is None) != (key is None):
-            raise ValueError("cert_file and key_file come together")
+            raise ValueError("cert_file and key_file must be given together")
         if ca is None and cert is None:
             return cls(token)
         return cls(token, grpc.ssl_channel_credentials(_read(ca), _read(key), _read(cert)))
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call brings."""
+        """The metadata of each call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel_credentials(self, target: str) -> grpc.ChannelCredentials | None:
-        """None: in plain text, as a socket file always is.
+        """None: plain text, as always for a socket file.
 
         Raises ValueError rather than send a token over a network in plain text.
         """
@@ -123,7 +124,7 @@ class Access:
             )
         return self.credentials
 
-    # A proxy only passes TLS on (CONNECT), so that the environment's is used then.
+    # With TLS a proxy only forwards bytes (CONNECT), so the environment's proxy is safe.
 
     def channel(self, target: str, options: list[tuple[str, Any]]) -> grpc.Channel:
         credentials = self.channel_credentials(target)

@@ -1,6 +1,6 @@
-"""What the asyncio client needs of asyncio. dorad._threads has the same names for threads.
+"""The asyncio part of the asyncio client. dorad._threads has the same names for threads.
 
-Only what differs by more than `async` and `await` is here; the rest is in dorad._aio.
+Has only differences beyond `async` and `await`; the rest is in dorad._aio.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sleep = asyncio.sleep
 
 
 async def is_set_within(event: Event, seconds: float) -> bool:
-    """Waits for the event, at most so long. Returns whether it came."""
+    """Waits for the event, at most `seconds`. Returns whether it is set."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()
@@ -63,7 +63,7 @@ class AsDoradErrors:
         if isinstance(error, grpc.RpcError):
             raise from_rpc_error(error) from None
         if isinstance(error, asyncio.CancelledError):
-            # Closing a channel cancels the tasks that wait for its calls: nobody asked for that.
+            # Closing a channel cancels the tasks that wait for its calls; the caller did not.
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
                 raise closed() from None
@@ -84,7 +84,7 @@ def upload_channel(
     """A synchronous connection of its own for one upload.
 
     grpc.aio can lose the server's status when a call ends while the client still writes (it
-    reports INTERNAL instead, grpc issue 36066), which would hide why an adapter was refused. Disk
+    reports INTERNAL instead, grpc issue 36066), which would hide the refusal of an adapter. Disk
     reads and hashing stay off the event loop this way as well.
     """
     channel: AbstractContextManager[Any] = access.channel(target, options)
@@ -107,7 +107,7 @@ async def outcome(call: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def entered(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """A block inside of `manager`, which is entered off the event loop."""
+    """A block inside `manager`, which is entered off the event loop."""
     entering = asyncio.ensure_future(asyncio.to_thread(manager.__enter__))
     try:
         value = await asyncio.shield(entering)
@@ -173,7 +173,7 @@ async def run_calls(
     calls: RunningCalls,
     **options: Any,
 ) -> list[Any]:
-    """As `run_many`. Each `generate` gets the set that its calls belong to: the client's."""
+    """As `run_many`. Each `generate` gets the set of its calls: the client's."""
     return await run_many(todo, lambda request: generate(request, calls), **options)
 
 
@@ -181,7 +181,7 @@ async def run_calls(
 
 
 class Runner(Generic[T]):
-    """Runs the work of an asyncio object, which `make` makes: on the caller's event loop."""
+    """Runs the work of an asyncio object made by `make`, on the caller's event loop."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self.object = make()

@@ -1,4 +1,4 @@
-"""How the client connects: channel options, deadlines and keepalive, and why they are so."""
+"""The client's connection settings: channel options, deadlines and keepalive, with reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def channel_options(keepalive: float, extra: Sequence[tuple[str, Any]]) -> list[
     options: dict[str, Any] = {
         "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
         "grpc.max_send_message_length": MAX_MESSAGE_BYTES,
-        # A FINAL answer may be silent for minutes; pings tell a slow server from a dead host.
+        # A FINAL answer may take minutes; pings distinguish a slow server from a dead host.
         "grpc.keepalive_time_ms": 2**31 - 1 if math.isinf(keepalive) else int(keepalive * 1000),
         "grpc.keepalive_timeout_ms": 20_000,
         "grpc.keepalive_permit_without_calls": 0,
@@ -56,7 +56,7 @@ class Budget:
     """
 
     def __init__(self, timeout: float | None) -> None:
-        deadline(timeout, None)  # It can be one.
+        deadline(timeout, None)  # Checks the value.
         self._end = None if timeout is None else time.monotonic() + timeout
 
     @property
@@ -65,12 +65,12 @@ class Budget:
         return None if self._end is None else max(0.001, self._end - time.monotonic())
 
     def outlasts(self, seconds: float) -> bool:
-        """Whether there is some of it left after so many seconds."""
+        """Whether time is left after `seconds`."""
         return self._end is None or time.monotonic() + seconds < self._end
 
 
 def closed() -> Cancelled:
-    """The error of a call that the client's end has ended."""
+    """The error of a call ended by the client's close."""
     return Cancelled("the client was closed", code="CANCELLED")
 
 

@@ -1,4 +1,4 @@
-"""Where a torch tensor on a GPU lies, in terms that another process can open (CUDA IPC)."""
+"""The address of a torch tensor on a GPU, for another process to open (CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Place:
 
 @functools.cache
 def _runtime() -> Any:
-    """The libcudart that torch has loaded: another one would have another state."""
+    """The libcudart that torch has loaded: another copy would have its own state."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if "/libcudart" in path:
@@ -59,7 +59,7 @@ def uuid_of(device: int) -> bytes:
 
 
 def export(tensor: Any) -> Place:
-    """Waits for what the current stream still does to the tensor, and finds its place.
+    """Waits for the current stream's work on the tensor, and finds its place.
 
     Memory of torch's expandable segments has no handle: leave `expandable_segments` off.
     """

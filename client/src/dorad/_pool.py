@@ -1,8 +1,8 @@
 """The work of a pool, for one event loop. Its public form is in dorad._aio.pool.
 
-What is expected of answers: for each adapter name the pool knows the version that it has activated
-(or found active everywhere when it first needed to know). Requests that name just the adapter must
-be answered by that version, or, while an activation runs beside them, by the one before or after.
+Expected versions: for each adapter name the pool knows the version that it has activated (or found
+active everywhere at its first use). Requests that name just the adapter must be answered by that
+version, or, during an activation, by the one before or after.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STRAGGLER_FACTOR = 2.0
 
 
 def connector(connect: Callable[[str], Client] | None, **access: Any) -> Callable[[str], Client]:
-    """`connect`, or what makes clients that all show the same token and certificate."""
+    """`connect`, or a function that makes clients with the same token and certificate."""
     if connect is None:
         return lambda target: Client(target, **access)
     if any(value is not None for value in access.values()):
@@ -87,7 +87,7 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def _changing(self, timeout: float | None) -> AsyncIterator[Budget]:
-        """A block that no other change runs beside, and what it has left of the timeout."""
+        """A block that excludes other changes; gives the rest of the timeout."""
         budget = Budget(timeout)
         try:
             async with asyncio.timeout(budget.left):
@@ -123,7 +123,7 @@ class Pool:
                 }
             )
             if failures:
-                # Where only the answer was lost it stays: ready, but nobody names it.
+                # A server whose answer was lost keeps it: ready, but unused.
                 await gather(
                     {at: clients[at].retire(name, number, timeout=PROBE_SECONDS) for at in made}
                 )
@@ -179,7 +179,7 @@ class Pool:
             raise
         if failures:
             stuck = await self._roll_back(name, before)
-            # What a server that does not answer has done is not known: it is in `failures`.
+            # The state of a server without an answer is unknown: it is in `failures`.
             stuck = {target: error for target, error in stuck.items() if target in done}
             for target in failures.keys() | stuck.keys():
                 if target in self._servers:
@@ -189,7 +189,7 @@ class Pool:
         return next(iter(done.values())).adapter
 
     async def _roll_back(self, name: str, before: Mapping[str, int]) -> dict[str, DoradError]:
-        """Sets every server back to the version it had; returns those where that failed."""
+        """Sets every server back to the version it had; returns the servers where that failed."""
         clients = self._clients()
         _, failures = await gather(
             {
@@ -232,7 +232,7 @@ class Pool:
     async def generate_many(
         self, todo: Sequence[t.GenerateRequest], timeout: float | None, **options: Any
     ) -> list[Any]:
-        """`options` are those of `run_many`."""
+        """`options` as of `run_many`."""
         timeout = deadline(timeout, self._timeout) or math.inf
         patience = min(PROBE_SECONDS, timeout)
         await self._probe(patience)
@@ -269,10 +269,10 @@ class Pool:
             server.lost += 1
 
     def _able(self, tried: set[Server]) -> list[Server]:
-        """The servers to ask, of those that have not been tried."""
+        """The servers for the next try, without those already tried."""
         left = [server for server in self._servers.values() if server not in tried]
-        # One that did not answer a moment ago may do so again, and one that lacks a version answers
-        # all else, or says so; one that has another version must not be asked.
+        # An unavailable server may answer again, and one that lacks a version serves other requests
+        # or reports it; a server with another version must not be used.
         for state in ("ready", "unavailable", "lacking"):
             able = [server for server in left if server.state == state]
             if able:
@@ -280,7 +280,7 @@ class Pool:
         raise Unavailable("no server of the pool is ready", code="UNAVAILABLE")
 
     def _is_expected(self, ref: str) -> bool:
-        """Whether every server is to have what `ref` names."""
+        """Whether every server should have the version of `ref`."""
         name, _, pinned = ref.partition("@")
         history = self._history.get(name)
         if history is None:
@@ -295,7 +295,7 @@ class Pool:
         history: History | None,
         mark: int,
     ) -> None:
-        """Raises UnexpectedVersion unless the versions that made the samples were to be active."""
+        """Raises UnexpectedVersion unless the samples' versions were expected to be active."""
         name, _, pinned = (request.adapter or "").partition("@")
         wanted = history.versions[mark:] if history else []
         for span in (span for sample in samples for span in sample.spans):
@@ -318,7 +318,7 @@ class Pool:
     # --- State ------------------------------------------------------------------------------------
 
     async def _probe(self, patience: float = PROBE_SECONDS) -> None:
-        """Looks whether servers that were not ready are so again."""
+        """Checks whether servers that were not ready are ready again."""
         waiting = [server for server in self._servers.values() if server.state != "ready"]
         states = await asyncio.gather(*(self._state(server, patience) for server in waiting))
         for server, state in zip(waiting, states, strict=True):
@@ -339,7 +339,7 @@ class Pool:
         return "ready"
 
     async def _learn(self, name: str, patience: float) -> None:
-        """Takes the version that is active on all servers that answer for the pool's own."""
+        """Adopts the version that is active on all answering servers."""
         asked = {server.target: server.client for server in self._able(set())}
         found, failures = await gather(
             {at: client.adapter(name, timeout=patience) for at, client in asked.items()}

@@ -1,4 +1,4 @@
-"""What a pool knows of each server and adapter, and calls to several servers at the same time."""
+"""A pool's state of each server and adapter, and calls to several servers at the same time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dorad.errors import Cancelled, Conflict, DeadlineExceeded, DoradError, Unav
 T = TypeVar("T")
 
 PROBE_SECONDS = 5.0
-"""How long a server may take to tell how it is, or to undo what failed elsewhere."""
+"""Time limit of a state query, and of the undo of a change that failed elsewhere."""
 
 LACKING = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NO_ACTIVE_VERSION", "ADAPTER_NOT_READY"})
-"""Reasons of a server that has not got the version that a prompt is for."""
+"""Reasons of a server that lacks the prompt's version."""
 
 
 @dataclass
 class History:
-    """Versions of one adapter that were to be active, in order, each as (version, digest).
+    """Versions of one adapter that were expected to be active, in order, each as (version, digest).
 
-    While an activation runs, servers may have any of those from `settled` on; otherwise that is the
+    During an activation servers may have any of them from `settled` on; otherwise `settled` is the
     last one, which all have.
     """
 
@@ -42,7 +42,7 @@ class History:
 
 
 class Server:
-    """One server, and what the pool has seen of it."""
+    """One server and its state as seen by the pool."""
 
     def __init__(self, target: str, client: Client) -> None:
         self.target = target
@@ -83,7 +83,7 @@ class Server:
         return samples
 
     async def _check_serving(self) -> None:
-        """Raises Unavailable if the server is ending: then it was not a caller who aborted."""
+        """Raises Unavailable if the server is ending: then the abort was not a caller's."""
         try:
             serving = await self.client.health(timeout=PROBE_SECONDS) == "serving"
         except (Unavailable, DeadlineExceeded):

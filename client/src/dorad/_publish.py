@@ -1,11 +1,10 @@
-"""Adapter uploads: a PEFT folder or tensors in memory, as one safetensors image in chunks.
+"""Adapter uploads: a PEFT folder or tensors in memory, as one safetensors file in chunks.
 
-Tensors are sent straight from their own memory; no second copy of the image is made (tensors on an
-accelerator are first copied to the host).
+Tensors are sent from their own memory, without a second copy (tensors on an accelerator are first
+copied to the host).
 
-An upload whose connection breaks goes on where it stood: it has an id of its own, under which the
-server keeps what has come and, after the commit, the result. Sending Begin again is therefore safe
-also when only the answer was lost.
+A broken upload is resumed: it has an id, under which the server keeps the received bytes and, after
+the commit, the result. Sending Begin again is therefore safe, even if only the answer was lost.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ _TENSORS_FILE = "adapter_model.safetensors"
 
 
 class Image(Protocol):
-    """A safetensors image that can be read more than once."""
+    """The bytes of a safetensors file; can be read more than once."""
 
     size: int
 
     def pieces(self, offset: int = 0) -> Iterator[memoryview]:
-        """Consecutive parts of the image from `offset` on, each at most CHUNK_BYTES."""
+        """Consecutive parts of the file from `offset` on, each at most CHUNK_BYTES."""
 
 
 class FileImage:
-    """An image on disk."""
+    """A file on disk."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._path = path
@@ -57,7 +56,7 @@ class FileImage:
 
 
 class TensorImage:
-    """An image made of tensors in memory: header first, then each tensor's bytes."""
+    """A file made of tensors in memory: header first, then each tensor's bytes."""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         if not tensors:
@@ -106,7 +105,7 @@ def tensor_bytes(name: str, tensor: Any) -> tuple[str, list[int], memoryview]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON form of what PEFT keeps in a configuration object."""
+    """JSON form of values in PEFT's configuration objects."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, (set, frozenset)):
@@ -161,8 +160,8 @@ def _from_folder(path: str | os.PathLike[str]) -> tuple[str, Image]:
 
 
 def server_path(path: str | os.PathLike[str]) -> str:
-    """A folder of the server's host. Raises ValueError unless it is absolute: the server would
-    look below its own working directory."""
+    """A folder of the server's host. Raises ValueError unless it is absolute: a relative path would
+    be below the server's working directory."""
     text = os.fspath(path)
     if not os.path.isabs(text):
         raise ValueError(f"a path on the server's host must be absolute, not {text!r}")
@@ -170,7 +169,7 @@ def server_path(path: str | os.PathLike[str]) -> str:
 
 
 class Upload:
-    """One publish: a Publish stream, and more of them when it breaks.
+    """One publish: a Publish stream, and further ones to resume it.
 
     `options` are the other fields of PublishBegin, by name.
     """
@@ -210,11 +209,11 @@ class Upload:
             **options,
         )
         self._lock = threading.Lock()
-        self._stream = 0  # Number of the newest stream; an older one reports nothing any more.
+        self._stream = 0  # Number of the newest stream; older ones no longer report.
         self.sent = 0
-        """How far the newest stream has come in the image, in bytes."""
+        """Bytes of the file sent by the newest stream."""
         self.failure: BaseException | None = None
-        """What stopped the upload on this side: gRPC itself only says that iterating failed."""
+        """The local error that stopped the upload: gRPC only reports that iterating failed."""
 
     @property
     def id(self) -> str:
@@ -223,7 +222,7 @@ class Upload:
 
     @property
     def size(self) -> int:
-        """Bytes of the image."""
+        """Bytes of the file."""
         return self._image.size
 
     def messages(self, offset: int) -> Iterator[adapters_pb2.PublishRequest]:
@@ -248,7 +247,7 @@ class Upload:
                 digest.update(piece)
             self.begin.safetensors_sha256 = digest.digest()
         yield adapters_pb2.PublishRequest(begin=self.begin)
-        if offset > 0:  # The server may have more than the stream before could report.
+        if offset > 0:  # The server may have more than the last stream reported.
             self._report(offset, stream)
         for piece in self._image.pieces(offset):
             chunk = adapters_pb2.PublishChunk(offset=offset, data=bytes(piece))

@@ -1,8 +1,8 @@
-"""When a call that failed is sent again.
+"""Retries of failed calls.
 
-The client decides this itself, with gRPC's own retries off: with them a call of grpcio 1.85 now and
-then outlived its deadline after its server had died. Besides, gRPC knows neither when the server's
-hint lies beyond the deadline nor that somebody waits for a place in the queue.
+gRPC's own retries are off: with them a call of grpcio 1.85 sometimes outlived its deadline after
+its server had died. Besides, gRPC does not check whether the server's hint lies beyond the
+deadline, and cannot wait for a place in the queue.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _NOTICED_DELAY = 1.0
 
 
 def backoff(failures: int) -> float:
-    """Seconds after so many failures in a row, when the server gave no hint."""
+    """Seconds after `failures` in a row, without a hint from the server."""
     return min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failures, 10))
 
 
 def _wait(error: DoradError, failures: int) -> float:
-    """Seconds before the next attempt: never before the server's hint; and callers who were refused
-    together come back apart."""
+    """Seconds before the next attempt: never before the server's hint, with jitter against
+    simultaneous retries."""
     if error.retry_after is not None:
         return max(error.retry_after, 0.01) * random.uniform(1.0, 1.25)
     return backoff(failures) * random.uniform(0.75, 1.25)
 
 
 def _log(error: DoradError, delay: float) -> None:
-    """INFO for a wait that people notice."""
+    """INFO for a noticeable wait."""
     level = logging.INFO if delay >= _NOTICED_DELAY else logging.DEBUG
     _logger.log(level, "%s; trying again in %.1f s", error, delay)
 
@@ -44,8 +44,8 @@ def _log(error: DoradError, delay: float) -> None:
 class Throttle:
     """Stops retries from adding to the load when many calls of a client fail. Thread-safe.
 
-    As gRPC's retryThrottling (gRFC A6): a failure takes a token, a success brings half of one, and
-    with half of the tokens gone nothing is sent again.
+    As gRPC's retryThrottling (gRFC A6): a failure takes a token, a success returns half of one, and
+    with half of the tokens gone no call is retried.
     """
 
     _TOKENS = 100.0
@@ -55,7 +55,7 @@ class Throttle:
         self._tokens = self._TOKENS
 
     def failed(self) -> bool:
-        """Whether a retry is fine."""
+        """Whether a retry is allowed."""
         with self._lock:
             self._tokens = max(0.0, self._tokens - 1.0)
             return self._tokens > self._TOKENS / 2
@@ -71,7 +71,7 @@ class Attempts:
     Args:
       budget: for all of them together.
       throttle: None: there is one attempt only.
-      insist: go on for as long as the server is full, whatever the rest says.
+      insist: continue while the server is full, regardless of the other limits.
     """
 
     def __init__(self, budget: Budget, throttle: Throttle | None, *, insist: bool = False) -> None:
@@ -83,7 +83,7 @@ class Attempts:
         self._refusals = 0
 
     def answered(self) -> None:
-        """A message of the answer has come. Nothing is sent again: another run would not fit it."""
+        """A message of the answer has arrived. No retry follows: another run would not match it."""
         if not self._answered and self._throttle is not None:
             self._throttle.succeeded()
         self._answered = True
@@ -102,30 +102,30 @@ class Attempts:
             self._failures += 1
             if self._failures >= MAX_ATTEMPTS:
                 return None
-        # What ends no later than the call does is worth waiting for; the rest is known now.
+        # A wait beyond the call's deadline would be pointless.
         if not self.budget.outlasts(delay):
             return None
         _log(error, delay)
         return delay
 
     def _meets_itself(self, error: DoradError) -> bool:
-        # The connection broke, and the server has not let go of the attempt before.
+        # The connection broke, and the server still has the attempt before.
         return self._failures > 0 and error.reason == "REQUEST_ID_IN_USE"
 
 
 class UploadAttempts:
-    """When an upload is tried again, and from where. One object for each upload.
+    """Retries of an upload, and their offsets. One object for each upload.
 
     Args:
       budget: for all of them together.
       enabled: False: there is one attempt only.
-      size: bytes of the image.
+      size: bytes of the file.
     """
 
     MAX_FAILURES = 8
-    """Failures in a row, without one byte of progress, that end an upload; of a server that is full
-    and says when to come back none counts."""
-    _CHEAP_BYTES = 16 << 20  # They may be sent in vain whatever the image's size is.
+    """The number of failures in a row, without progress, that ends an upload. Refusals of a full
+    server with a retry hint do not count."""
+    _CHEAP_BYTES = 16 << 20  # May be sent again for a file of any size.
 
     def __init__(self, budget: Budget, enabled: bool, *, size: int) -> None:
         self._budget = budget
@@ -134,13 +134,13 @@ class UploadAttempts:
         self._wasted = 0  # Bytes that the server has not kept.
         self._most_wasted = max(2 * size, self._CHEAP_BYTES)
         self.again = False
-        """There was an attempt before: the server may have some of the upload."""
+        """There was an earlier attempt: the server may have some of the upload."""
         self.offset = 0
-        """Where the next stream goes on."""
+        """Offset of the next stream."""
 
     def delay(self, error: DoradError) -> float | None:
         """Seconds to wait before the next attempt; None: `error` ends the upload."""
-        # What the broken stream had sent may still arrive after the server was asked.
+        # Bytes of the broken stream may still arrive after the query.
         moved = self.again and error.reason == "PUBLISH_OFFSET_MISMATCH"
         if not self._enabled or not (error.retryable or moved):
             return None
@@ -155,7 +155,7 @@ class UploadAttempts:
         return delay
 
     def go_on_at(self, received: int, sent: int) -> None:
-        """Takes over what the server has of all that was sent."""
+        """Continues from the server's number of received bytes."""
         if received > self.offset:
             self._failures = 0
         self._wasted += max(0, sent - received)

@@ -46,8 +46,8 @@ _DTYPES = {
 
 
 class Connection:
-    """A connection to the shared-memory socket. Memory stays registered and leased as long as it
-    is open."""
+    """A connection to the shared-memory socket. Memory stays registered and leased while it is
+    open."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -62,11 +62,11 @@ class Connection:
         self.session_token = b""
 
     def offer_file(self, fd: int, size: int) -> int:
-        """Hands a memory file over; returns its index."""
+        """Registers a memory file; returns its index."""
         return self._offer(_OFFER.pack(_MAGIC, _FILE, 0, size, b"", b""), [fd])
 
     def offer_cuda(self, handle: bytes, size: int, uuid: bytes) -> int:
-        """Hands an allocation on a GPU over; returns its index."""
+        """Registers an allocation on a GPU; returns its index."""
         return self._offer(_OFFER.pack(_MAGIC, _CUDA_IPC, 0, size, handle, uuid), [])
 
     def borrow_weights(self, first: int) -> list[int]:
@@ -120,7 +120,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor's bytes in the host's memory, and where they go."""
+    """A tensor's bytes in the host's memory, and their place in the buffer."""
 
     name: str
     dtype: str
@@ -130,7 +130,7 @@ class _Part:
 
 
 class _Buffer:
-    """One memory file with a connection of its own, which goes when the memory is replaced."""
+    """One memory file with its own connection, which is closed when the memory is replaced."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -143,7 +143,7 @@ class _Buffer:
     def write(
         self, tensors: Mapping[str, Any], check: bool
     ) -> tuple[bytes, list[adapters_pb2.MemoryTensor]]:
-        """(session_token, tensors of the request) after copying what lies in the host's memory."""
+        """(session_token, tensors of the request) after copying the tensors in host memory."""
         if not tensors:
             raise ValueError("tensors is empty")
         parts, size = _lay_out({n: x for n, x in tensors.items() if not _is_cuda(x)})
@@ -165,13 +165,13 @@ class _Buffer:
 
     def _connect(self) -> Connection:
         if self._connection is not None and not self._connection.open:
-            self.disconnect()  # The server has been started again.
+            self.disconnect()  # The server has restarted.
         if self._connection is None:
             self._connection = Connection(self._path)
         return self._connection
 
     def disconnect(self) -> None:
-        """Withdraws what was offered."""
+        """Ends the registration."""
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -249,15 +249,15 @@ def _lay_out(tensors: Mapping[str, Any]) -> tuple[list[_Part], int]:
 
 
 class SharedTensors:
-    """A trainer's memory that a server on the same host reads. Thread-safe; make one, keep it.
+    """A trainer's memory that a server on the same host reads. Thread-safe; make one and keep it.
 
-    Tensors in the host's memory are copied into one of a few buffers, which are allocated once:
-    the trainer may change its own when a publish has begun to send, and the buffer is not written
-    again before that publish has ended. Tensors on a GPU are read where they are: they must not
-    change until the publish has ended.
+    Tensors in the host's memory are copied into one of a few buffers, which are allocated once: the
+    trainer may change its own when a publish has begun to send, and the buffer is not written again
+    before that publish has ended. Tensors on a GPU are read in place: they must not change until
+    the publish has ended.
 
-    What is shared is the server's to read as long as this object is open and this process lives; a
-    publish that has not ended by then is refused. Not usable across fork().
+    The server can read the memory while this object is open and this process lives; a publish that
+    has not ended by then is refused. Not usable across fork().
 
     Args:
       path: the server's server.shared_memory_socket.
@@ -275,7 +275,7 @@ class SharedTensors:
     def _writing(
         self, tensors: Mapping[str, Any], check: bool, timeout: float | None = None
     ) -> Iterator[tuple[bytes, list[adapters_pb2.MemoryTensor]]]:
-        """Holds a buffer with the tensors: the session_token, and what the request says of them.
+        """Holds a buffer with the tensors: gives the session_token and the request's tensors.
 
         `timeout`: seconds to wait for one.
         """
@@ -291,8 +291,8 @@ class SharedTensors:
         try:
             yield buffer.write(tensors, check)
         except BaseException:
-            # The server may still be reading for a call that was given up; without the connection
-            # nothing comes of that.
+            # The server may still be reading for an abandoned call; closing the connection makes it
+            # fail.
             buffer.disconnect()
             raise
         finally:
@@ -303,7 +303,7 @@ class SharedTensors:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Takes the memory back; running publishes keep theirs until they end. Idempotent."""
+        """Ends the registration; running publishes keep their memory until they end. Idempotent."""
         with self._changed:
             self._closed = True
             for buffer in self._free:

@@ -1,9 +1,9 @@
-"""The protobuf modules, with a helpful word when a source checkout has no generated modules."""
+"""The protobuf modules, with a helpful error when a source checkout lacks them."""
 
 from __future__ import annotations
 
 try:
-    import dorad._sync  # noqa: F401  (It comes from the same program.)
+    import dorad._sync  # noqa: F401  (Made by the same program.)
     from dorad.v1 import (
         adapters_pb2,
         adapters_pb2_grpc,

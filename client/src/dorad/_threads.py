@@ -1,6 +1,6 @@
-"""What the synchronous client needs of threads. dorad._asyncio has the same names for asyncio.
+"""The threading part of the synchronous client. dorad._asyncio has the same names for asyncio.
 
-Only what differs by more than `async` and `await` is here; the rest is generated from dorad._aio.
+Has only differences beyond `async` and `await`; the rest is generated from dorad._aio.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sleep = time.sleep
 
 
 def is_set_within(event: Event, seconds: float) -> bool:
-    """Waits for the event, at most so long. Returns whether it came."""
+    """Waits for the event, at most `seconds`. Returns whether it is set."""
     return event.wait(seconds)
 
 
@@ -88,7 +88,7 @@ def outcome(call: Any) -> Any:
 
 
 def entered(manager: AbstractContextManager[T]) -> AbstractContextManager[T]:
-    """A block inside of `manager`."""
+    """A block inside `manager`."""
     return manager
 
 
@@ -107,7 +107,7 @@ def run_calls(
     """Runs `generate` for each request, in at most `concurrency` threads; results in order.
 
     The first DoradError cancels the rest, or, with `return_errors`, takes its result's place. Each
-    `generate` gets the set that its calls belong to: a part of the client's.
+    `generate` gets the set of its calls: a part of the client's.
     """
     part = type(calls)()
     lock = threading.Lock()
@@ -146,12 +146,12 @@ def run_calls(
 
 
 class Runner(Generic[T]):
-    """Runs the work of an asyncio object, which `make` makes: on an event loop in a thread of its
-    own. Thread-safe."""
+    """Runs the work of an asyncio object made by `make`, on an event loop in its own thread.
+    Thread-safe."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._closed = False
-        self._lock = threading.Lock()  # Of it: nothing is begun that close() would not end.
+        self._lock = threading.Lock()  # For close(): it must see all work that begins.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -189,18 +189,18 @@ class Runner(Generic[T]):
         try:
             future = self._begin(work)
         except BaseException:
-            work.close()  # Or it is missed: "was never awaited".
+            work.close()  # Avoids the warning "was never awaited".
             raise
         try:
             return future.result()
         except concurrent.futures.CancelledError:
             raise Cancelled("the pool was closed", code="CANCELLED") from None
-        except BaseException:  # KeyboardInterrupt, for one: the work must not go on.
+        except BaseException:  # For example KeyboardInterrupt: the work must stop.
             future.cancel()
             raise
 
     def close(self, end: Callable[[T], Coroutine[Any, Any, None]]) -> None:
-        """Cancels all work, whose callers wait for its end, and then runs `end`. Idempotent."""
+        """Cancels all work, waits for its end, and then runs `end`. Idempotent."""
         self._refuse_own_thread()
         with self._lock:
             if self._closed:

@@ -1,4 +1,4 @@
-"""Between the wire (protobuf, packed bytes) and the client's types. Pure functions."""
+"""Converts between the wire (protobuf, packed bytes) and the client's types. Pure functions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _chosen(data: bytes, rows: int, columns: int) -> t.FloatArray:
 
 def _top(message: inference_pb2.TopLogprobs, rows: int, k: int) -> t.TopLogprobs:
     if rows:
-        k = message.k  # Fewer than asked for when the vocabulary is smaller.
+        k = message.k  # Fewer than requested for a smaller vocabulary.
     return t.TopLogprobs(
         _shaped(unpack_ids(message.token_ids), rows, k, "top token ids"),
         _shaped(unpack_floats(message.logprobs), rows, k, "top logprobs"),
@@ -86,7 +86,7 @@ def _seconds(duration: Duration) -> float:
 
 
 def _enum_name(value: int, enum: Any, prefix: str) -> str:
-    """ADAPTER_STATE_READY → "ready"; numbers a newer server sends stay numbers."""
+    """ADAPTER_STATE_READY → "ready"; unknown numbers of a newer server stay numbers."""
     try:
         return str(enum.Name(value)).removeprefix(prefix).lower()
     except ValueError:
@@ -109,7 +109,7 @@ def routing(request: Any) -> tuple[tuple[str, str], ...]:
     """Metadata that names the request's adapter, for proxies that choose a server by it.
 
     The version is left out: all versions of an adapter belong to one server. Of several adapters
-    the first one counts. Nothing for the base model, or for what is no name and will be refused.
+    the first one counts. Empty for the base model, and for an invalid name (the server refuses it).
     """
     if isinstance(request, inference_pb2.ScoreRequest):
         ref = next(filter(None, request.adapters), "")
@@ -143,7 +143,7 @@ def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueT
 
 
 def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_pb2.GenerateRequest:
-    """The wire form; only what the caller set is set."""
+    """The wire form; leaves out fields that the caller did not set."""
     message = inference_pb2.GenerateRequest(
         prompt_token_ids=pack_ids(request.token_ids),
         adapter=request.adapter or "",

@@ -6,7 +6,7 @@
             async for delta in stream:
                 ...
 
-`RolloutPool` makes one of several servers.
+`RolloutPool` combines several servers.
 """
 
 from dorad._aio.client import Client

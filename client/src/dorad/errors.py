@@ -1,4 +1,4 @@
-"""Exceptions by what the caller can do about them, decoded from the server's error details.
+"""Exceptions by the caller's possible reaction, decoded from the server's error details.
 
 Every failed call raises a `DoradError`. `reason` is a stable UPPER_SNAKE code
 (docs/reference/errors.md): test it rather than the message.
@@ -20,7 +20,7 @@ _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One thing that is wrong with a request or an adapter."""
+    """One problem of a request or an adapter."""
 
     field: str
     description: str
@@ -36,13 +36,13 @@ class DoradError(Exception):
 
     Attributes:
       code: gRPC status code in upper case, for example "INVALID_ARGUMENT".
-      reason: stable reason code, "" when the server gave none (as for transport failures).
+      reason: stable reason code, "" without one (as for transport failures).
       message: one sentence for people.
-      violations: every problem found, when the request or adapter was refused.
+      violations: all problems of a refused request or adapter.
       retry_after: seconds to wait before trying again, or None.
-      retryable: the same call may succeed later: the server cannot be reached or is on its way out,
-        or is full and says when to come back.
-      metadata: further facts the server attached to the reason.
+      retryable: the same call may succeed later: the server cannot be reached or is shutting
+        down, or is full and sends a retry hint.
+      metadata: further facts about the reason.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Conflict(DoradError):
 
     @property
     def current_generation(self) -> int | None:
-        """Where the registry is, when `expected_generation` was another; else None."""
+        """The registry's generation, if `expected_generation` was another; else None."""
         generation = self.metadata.get("current_generation")
         return None if generation is None else int(generation)
 
@@ -129,16 +129,16 @@ class Internal(DoradError):
 
 
 class UnexpectedVersion(DoradError):
-    """A server of a pool answered with another version than the one the pool has activated."""
+    """A server of a pool answered with another version than the pool's active one."""
 
 
 class PoolError(DoradError):
-    """Not every server of a pool did what was asked of all.
+    """A change failed on some servers of a pool.
 
     Attributes:
-      failures: why, for each target that failed or did not answer in time.
-      not_rolled_back: after an activation that failed: targets that could not be set back to the
-        version they had before, and why.
+      failures: the error of each target that failed or did not answer in time.
+      not_rolled_back: after a failed activation: targets that could not be set back to their
+        version before, and the errors.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ def _details(metadata: Any) -> status_pb2.Status:
 
 
 def _pushback(metadata: Any) -> float | None:
-    """Seconds; negative: not to be sent again. As gRPC reads it (gRFC A6): nonsense is negative."""
+    """Seconds; negative: no retry. As in gRPC (gRFC A6), malformed text counts as negative."""
     for key, value in metadata or ():
         if key == _PUSHBACK_KEY:
             try:
@@ -202,7 +202,7 @@ def _pushback(metadata: Any) -> float | None:
 
 
 def from_code(code: int, reason: str, message: str) -> DoradError:
-    """The exception for a failure that did not come over gRPC, by gRPC's number of its code."""
+    """The exception for a failure without a gRPC call, by the number of its gRPC code."""
     names = {status.value[0]: status.name for status in grpc.StatusCode}
     name = names.get(code, "UNKNOWN")
     return _BY_CODE.get(name, DoradError)(message, code=name, reason=reason)

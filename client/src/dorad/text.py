@@ -1,6 +1,6 @@
-"""Text in and out of token ids, with a model folder's own tokenizer and chat template.
+"""Converts text to token ids and back, with a model folder's tokenizer and chat template.
 
-The server knows tokens only; this is what `doractl` and small scripts use. Needs `dorad[text]`.
+The server knows tokens only; `doractl` and small scripts use this module. Needs `dorad[text]`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # Byte fallback, as in Llama 
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with."""
+    """The characters for bytes in byte-level vocabularies."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -63,7 +63,7 @@ class ModelText:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # The library raises bare Exception.
             raise ValueError(f"{file}: {error}") from error
-        # Trainers leave the limits of their batches in the file.
+        # Trainers leave their batches' limits in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
@@ -81,13 +81,14 @@ class ModelText:
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        """Compiled by the first chat: what needs none can do with any. Raises ValueError."""
+        """Compiled at the first chat, so that a broken template fails chats only. Raises
+        ValueError."""
         if self._source is None:
             raise ValueError("the model folder has no chat template")
         return _compile(self._source)
 
     def check_chat_template(self) -> None:
-        """Raises ValueError for one that does not parse."""
+        """Raises ValueError for a template that does not parse."""
         if self.has_chat_template:
             _ = self._template
 
@@ -96,7 +97,7 @@ class ModelText:
         return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def render_chat(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The conversation as the model's chat template writes it, ready for the answer.
+        """The conversation in the model's chat template, ready for the answer.
 
         Raises ValueError when the folder has no template or the template refuses the messages.
         """
@@ -105,7 +106,7 @@ class ModelText:
             name: _token_text(self._config.get(name))
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         }
-        # What transformers passes; `variables` may be others.
+        # The variables of transformers; `variables` adds others.
         known = {"add_generation_prompt": True, "tools": None, "documents": None, **special}
         try:
             return template.render({**known, **variables, "messages": list(messages)})
@@ -128,7 +129,7 @@ class ModelText:
         return self.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
-        """What one token contributes to the text, as UTF-8; may be part of a character."""
+        """One token's part of the text, as UTF-8; may be part of a character."""
         if skip_special_tokens and token_id in self._special:
             return b""
         token = self._tokenizer.id_to_token(token_id)
@@ -143,7 +144,7 @@ class ModelText:
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for tokens that arrive bit by bit."""
+        """A decoder for tokens that arrive one after another."""
         return TextStream(self, skip_special_tokens)
 
 
@@ -158,7 +159,7 @@ class TextStream:
         # a token's text can depend on the one before (spaces).
         self._start = 0
         self._shown = 0
-        # 1 when the last of those ends within a character, which has not been shown.
+        # 1 when the last of those ends within a character that has not been shown.
         self._open = 0
 
     def push(self, token_ids: TokenIds) -> str:
@@ -173,14 +174,14 @@ class TextStream:
         return self._advance(self._decode(self._start, end), end, is_open)
 
     def finish(self) -> str:
-        """What was held back: an incomplete character appears as U+FFFD."""
+        """The held-back text: an incomplete character appears as U+FFFD."""
         return self._advance(self._decode(self._start, len(self._ids)), len(self._ids))
 
     def _whole(self) -> tuple[int, int]:
-        """(where an unfinished character's tokens begin, 1 if the token before has bytes of it).
+        """(index of an unfinished character's first token, 1 if the token before has bytes of it).
 
-        It has at most three bytes: what does not come about with the last three tokens is no text,
-        and is not waited for.
+        It has at most three bytes: bytes that the last three tokens do not complete are not text,
+        and are not held back.
         """
         end = len(self._ids)
         tail = [
@@ -204,7 +205,7 @@ class TextStream:
 
 
 def _unfinished(data: bytes) -> int:
-    """How many bytes at the end begin a character without being one."""
+    """The number of bytes at the end that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data[-_UNFINISHED:])
     return len(decoder.getstate()[0])
@@ -223,7 +224,7 @@ def _template_source(root: pathlib.Path, config: dict[str, Any]) -> str | None:
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %}, which marks answers for a trainer's loss: what is within, as it is."""
+    """{% generation %}, which marks answers for a trainer's loss: renders its content unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 has it)
 
@@ -238,7 +239,7 @@ def _compile(source: str) -> jinja2.Template:
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    # Templates come with models from anywhere: sandboxed, and nothing of Python within reach.
+    # Templates are untrusted: sandboxed, without access to Python.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )

@@ -1,7 +1,7 @@
-"""What the client takes and returns: plain dataclasses with numpy arrays, no protobuf messages.
+"""The client's arguments and results: plain dataclasses with numpy arrays, no protobuf messages.
 
-Token ids are int32, log-probabilities float32. All result objects are immutable in spirit: nothing
-in the client keeps or changes them after returning them.
+Token ids are int32, log-probabilities float32. The client neither keeps nor changes result objects
+after returning them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-# Token ids a caller may pass: any one-dimensional sequence or array of integers.
+# Token ids as arguments: any one-dimensional sequence or array of integers.
 TokenIds = Sequence[int] | npt.NDArray[Any]
 LogprobMode = Literal["raw", "processed"]
 InFlightPolicy = Literal["pin", "switch_keep_kv", "switch_recompute"]
@@ -45,7 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     n: int | None
     """Samples of this prompt; default 1."""
     max_tokens: int | None
-    """Default: what fits into the context, at most the server's limit."""
+    """Default: the rest of the context, at most the server's limit."""
     min_tokens: int | None
     """Stop tokens have probability 0 before this many tokens; default 0."""
     temperature: float | None
@@ -67,7 +67,7 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int | None
     """Also the k most likely tokens of each position (implies logprobs="raw" if that is None)."""
     chosen_token_ids: TokenIds | None
-    """Also the log-probabilities of these tokens at each position (implies "raw" likewise)."""
+    """Also the log-probabilities of these tokens at each position (implies "raw", too)."""
     cache_salt: str
     """Prefix-cache entries are shared only between requests of equal salt."""
     bypass_prefix_cache: bool
@@ -75,16 +75,16 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     """Lower runs first; default 0."""
     in_flight_policy: InFlightPolicy | None
-    """When the active version of the adapter moves: "pin" (default) ends on the version that the
-    request began with; "switch_keep_kv" and "switch_recompute" take the new one from the next token
-    on, with the KV of the tokens before as it is, or computed anew. Needs a name without version.
+    """When the active version of the adapter moves: "pin" (default) keeps the request's first
+    version; "switch_keep_kv" and "switch_recompute" use the new one from the next token on and keep
+    or recompute the KV of earlier tokens. Needs a name without version.
     """
     request_id: str | None
     """Names the request in `abort` and in logs; default: the server's choice."""
 
 
 class PublishOptions(TypedDict, total=False):
-    """What a pool publishes: keyword arguments of `Client.publish`, described there."""
+    """The arguments of a pool's publish: keyword arguments of `Client.publish`, described there."""
 
     path: str | os.PathLike[str] | None
     tensors: Mapping[str, Any] | None
@@ -143,7 +143,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a sample cost. Times are in seconds from the request's admission."""
+    """A sample's counts and times. Times are in seconds from the request's admission."""
 
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -156,13 +156,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a sample ended."""
+    """The end of a sample."""
 
     reason: FinishReason
     stop_token_id: int | None
     """With STOP: the token that ended the sample."""
     detail: str
-    """With ABORTED and NON_FINITE: why."""
+    """The reason, for ABORTED and NON_FINITE."""
     usage: Usage
 
 
@@ -185,14 +185,14 @@ class Delta:
 
     request_id: str
     index: int
-    """Which of the request's n samples."""
+    """Index of the sample, from 0 to n - 1."""
     token_ids: IntArray
     """int32 [new]; may be empty on the last delta."""
     logprobs: FloatArray | None
-    """float32 [new] if asked for."""
+    """float32 [new] if requested."""
     top_logprobs: TopLogprobs | None
     chosen_logprobs: FloatArray | None
-    """float32 [new, chosen] if asked for."""
+    """float32 [new, chosen] if requested."""
     spans: list[Span]
     """Versions of these tokens; indices count from the sample's first token."""
     finish: Finish | None
@@ -205,23 +205,23 @@ class Sample:
     """One finished continuation of a prompt."""
 
     index: int
-    """Which of the request's n samples."""
+    """Index of the sample, from 0 to n - 1."""
     token_ids: IntArray
     """int32 [tokens], without the prompt."""
     logprobs: FloatArray | None
-    """float32 [tokens] if asked for."""
+    """float32 [tokens] if requested."""
     top_logprobs: TopLogprobs | None
     chosen_logprobs: FloatArray | None
-    """float32 [tokens, chosen] if asked for."""
+    """float32 [tokens, chosen] if requested."""
     finish_reason: FinishReason
     stop_token_id: int | None
     detail: str
-    """Why, for ABORTED and NON_FINITE."""
+    """The reason, for ABORTED and NON_FINITE."""
     spans: list[Span]
-    """Which adapter version produced which tokens; adjacent spans of one version are merged."""
+    """The adapter versions of the tokens; adjacent spans of one version are merged."""
     usage: Usage
     seed: int
-    """The seed in effect; with it and equal parameters the sample can be drawn again."""
+    """The seed in effect; with equal parameters it reproduces the sample."""
     request_id: str
 
 
@@ -236,11 +236,11 @@ class ScoreResult(Sequence[list[FloatArray]]):
     logprobs: list[list[FloatArray]]
     """`[sequence][adapter]`."""
     top_logprobs: list[list[TopLogprobs]] | None
-    """`[sequence][adapter]`, [tokens, k]; ids of position 0 are -1. None unless asked for."""
+    """`[sequence][adapter]`, [tokens, k]; ids of position 0 are -1. None unless requested."""
     chosen_logprobs: list[list[FloatArray]] | None
-    """`[sequence][adapter]`, float32 [tokens, chosen]; None unless asked for."""
+    """`[sequence][adapter]`, float32 [tokens, chosen]; None unless requested."""
     versions: list[Span]
-    """The version each adapter resolved to, in the request's order (begin and end are 0)."""
+    """The version of each adapter, in the request's order (begin and end are 0)."""
     request_id: str
 
     def __len__(self) -> int:
@@ -264,7 +264,7 @@ class ScoreResult(Sequence[list[FloatArray]]):
 
 @dataclass(frozen=True, slots=True)
 class LoadTiming:
-    """Where the seconds of a load went."""
+    """Seconds of a load, by stage."""
 
     read: float = 0.0
     validate: float = 0.0
@@ -284,7 +284,7 @@ class AdapterVersion:
     state: str
     """One of "loading", "ready", "retiring", "gone" or "failed"."""
     active: bool
-    """True for the version that requests naming just `name` use."""
+    """True for the version of requests that name just `name`."""
     kind: str
     """Either "lora" or "dora"."""
     min_rank: int = 0
@@ -298,9 +298,9 @@ class AdapterVersion:
     durable: bool = False
     """True for a version that survives a restart of the server."""
     resident: bool = True
-    """False while the weights make room for others; a request brings them back."""
+    """False while the weights are evicted; a request reloads them."""
     in_host_memory: bool = False
-    """True for weights of which host memory has a copy, from which they come back at once."""
+    """True for weights with a host copy, for a fast reload."""
     timing: LoadTiming = field(default_factory=LoadTiming)
     create_time: datetime.datetime | None = None
     tags: dict[str, str] = field(default_factory=dict)
@@ -315,7 +315,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What `activate` did."""
+    """The result of `activate`."""
 
     adapter: AdapterVersion
     previous_version: int
@@ -351,7 +351,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request or the queue may hold."""
+    """Limits of one request and of the queue."""
 
     max_tokens: int
     max_n: int
@@ -365,7 +365,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine is doing now."""
+    """The engine's current state."""
 
     running_sequences: int
     queued_requests: int
@@ -380,20 +380,20 @@ class EngineInfo:
     paused_adapters: list[str]
     """Each "name" or "name@version" whose requests a pause has stopped."""
     frozen_requests: int
-    """Requests that these pauses have stopped."""
+    """Number of requests frozen by these pauses."""
     sleeping: list[str] = field(default_factory=list)
-    """Of "weights", "kv" and "adapters" what sleeps."""
+    """The sleeping tags among "weights", "kv" and "adapters"."""
     gpu_share: float = 1.0
-    """The most of the time that steps take now; 1: they follow one another."""
+    """The largest share of time for steps; 1: no limit."""
     pausing: bool = False
     """A pause of everything waits for requests to end; new ones are refused."""
     pausing_adapters: list[str] = field(default_factory=list)
-    """Each "name" or "name@version" for whose requests such a pause waits."""
+    """Each "name" or "name@version" with such a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What `info` reports."""
+    """The result of `info`."""
 
     version: str
     device: str
@@ -410,7 +410,7 @@ class ServerInfo:
     shared_memory_socket: str = ""
     """Its absolute path on the server's host; "": none."""
     shared_weight_bytes: int = 0
-    """The base weights' memory while a process has been lent it."""
+    """The base weights' memory while it is leased."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,26 +420,26 @@ class TargetReport:
     target: str
     state: str
     """One of "ready", "unavailable" (no answer) or "stale" (other versions active than the pool's,
-    or none); prompts go to ready servers where there are any."""
+    or none); prompts prefer ready servers."""
     versions: dict[str, int]
-    """The active version of each adapter name, as the server just said."""
+    """The active version of each adapter name, as just reported by the server."""
     outstanding: int
-    """Prompts that the pool waits for there."""
+    """Outstanding prompts."""
     oldest: float
-    """For how long it has waited for the oldest of them, in seconds."""
+    """Seconds since the oldest of them was sent."""
     completed: int
     lost: int
-    """Prompts that went to another server: this one became unavailable, or lacked the version."""
+    """Prompts that moved to another server: this one became unavailable, or lacked the version."""
     unexpected_version: int
-    """Answers by a version that the pool did not take for the active one."""
+    """Answers by a version that was not the pool's active one."""
     latency: float
     """Median seconds of the last 256 completed prompts; NaN before the first."""
     straggler: bool
     """Latency, or the oldest prompt's wait, is more than twice the pool's median latency."""
     queued: int
-    """Requests of anybody in the server's queue."""
+    """Requests of all clients in the server's queue."""
     running: int
-    """Sequences of anybody that the server computes."""
+    """Sequences of all clients that the server computes."""
 
 
 def to_jsonable(value: Any) -> Any:

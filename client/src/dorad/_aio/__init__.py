@@ -1,1 +1,1 @@
-"""The client, written for asyncio. The one for threads is generated: client/sync_source.py."""
+"""The asyncio client. The client for threads is generated from it: client/sync_source.py."""

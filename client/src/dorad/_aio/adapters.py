@@ -46,8 +46,8 @@ class Adapters(Connection):
     ) -> t.AdapterVersion:
         """Publishes a new version of an adapter and returns when it is ready.
 
-        An upload whose connection breaks goes on from what the server has, and is published once,
-        also when only the answer was lost.
+        A broken upload resumes from the server's last byte, and is published once, even if only the
+        answer was lost.
 
         Args:
           name: lower-case letters, digits, ".", "_" and "-".
@@ -61,21 +61,21 @@ class Adapters(Connection):
           activate: requests that name just `name` use this version from now on.
           version: must exceed every version the name ever had; default: the next one.
           server_side: path is an absolute one on the server's host, under one of its allowed roots.
-          expected_generation: with activate, fail with Conflict unless the registry is there.
+          expected_generation: with activate, fail with Conflict unless it is the registry's.
           durable: the version survives a restart of the server, which must have a store
             (adapters.store_path).
           tags: free text stored with the version.
           keep_last: afterwards, retire this name's ready versions that are neither active nor among
             its newest so many ready ones; 0: none; default: the server's adapters.keep_last.
-          pinned: its weights never make room for those of others (adapters.resident_bytes).
-          progress: called as progress(bytes sent, bytes in all), from another thread; it steps
-            back when an upload goes on after a break.
+          pinned: its weights are never evicted (adapters.resident_bytes).
+          progress: called as progress(bytes sent, bytes in all), from another thread; the first
+            value decreases when a broken upload resumes.
 
         Raises:
           InvalidArgument: the adapter is refused; `violations` lists every problem.
           Conflict: the version number is taken, or the generation has moved.
           Unavailable, Overloaded: among others, the server's store cannot take a durable
-            version (reasons STORE_UNAVAILABLE, STORE_FULL); nothing of it is left.
+            version (reasons STORE_UNAVAILABLE, STORE_FULL); nothing is kept.
           FileNotFoundError: the local folder or one of its files is missing.
         """
         options: dict[str, Any] = {
@@ -162,10 +162,11 @@ class Adapters(Connection):
         expected_digest: str = "",
         timeout: float | None = None,
     ) -> t.AdapterVersion:
-        """Publishes a new version that the server reads out of this host's memory.
+        """Publishes a new version that the server reads from this host's memory.
 
         The server must run on this host under this process's user, with
-        server.shared_memory_socket. Options that `publish` has as well mean the same.
+        server.shared_memory_socket. Options with the same name as in `publish` have the same
+        meaning.
 
         Args:
           shared_memory: path of the server's server.shared_memory_socket, or an object that holds
@@ -173,13 +174,13 @@ class Adapters(Connection):
           tensors: name → torch tensor or numpy array, named as PEFT saves them, in the host's
             memory or on the server's GPU. They must not change until this returns.
           model: instead of tensors: a peft.PeftModel, which must not be trained until this returns.
-          check: hash every tensor here; the server refuses what it reads differently.
+          check: hash every tensor here; the server refuses tensors with other digests.
           expected_digest: refuse the version unless it has this digest.
 
         Raises:
           InvalidArgument: the adapter is refused, or its memory was written to too early
             (SHARED_MEMORY_DIGEST_MISMATCH; only with check or expected_digest).
-          Unavailable: nobody listens on the shared-memory socket.
+          Unavailable: no server listens on the shared-memory socket.
           PermissionDenied: the server runs under another user.
         """
         budget = self._budget(timeout)
@@ -217,7 +218,7 @@ class Adapters(Connection):
     ) -> t.Activation:
         """Makes a version the active one: activate("a@2") or activate("a", 2).
 
-        Raises Conflict when `expected_generation` is given and the registry has moved on.
+        Raises Conflict if `expected_generation` is not the registry's.
         """
         name, number = _wire.split_ref(name, version)
         message = adapters_pb2.ActivateRequest(
@@ -272,13 +273,13 @@ class Adapters(Connection):
     ) -> Stream[t.WatchEvent]:
         """Registry events with a greater generation, in order; default: from now on. Never ends.
 
-        Never begins again by itself: after Unavailable, watch from the last event's generation.
+        Never reconnects by itself: after Unavailable, watch from the last event's generation.
 
-        Raises InvalidArgument (OUT_OF_RANGE) when events after `from_generation` are gone: call
-        `adapters()` and watch from its generation.
+        Raises InvalidArgument (OUT_OF_RANGE) when events after `from_generation` are no longer
+        kept: call `adapters()` and watch from its generation.
         """
         message = adapters_pb2.WatchRequest(from_generation=from_generation)
-        # One attempt: the next one would begin at a later "now", and events between were lost.
+        # One attempt: a second one would begin at a later "now" and lose the events between.
         once = Attempts(self._budget(timeout), None)
         return Stream(
             lambda left: self._start(self._adapters.Watch, message, left),

@@ -1,4 +1,4 @@
-"""The calls that run, so that all of them can be ended at once."""
+"""The running calls, so that all of them can be ended at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dorad._asyncio import Event, is_set_within
 
 
 class RunningCalls:
-    """The calls of a client, or a part of them. Thread-safe: a set's own methods are."""
+    """The calls of a client, or a part of them. Thread-safe, because a set's methods are."""
 
     def __init__(self) -> None:
         self._ended = Event()
@@ -21,7 +21,7 @@ class RunningCalls:
         return self._ended.is_set()
 
     async def ended_within(self, seconds: float) -> bool:
-        """Waits for the end, at most so long. Returns whether it came."""
+        """Waits for the end, at most `seconds`. Returns whether it has ended."""
         return await is_set_within(self._ended, seconds)
 
     @contextmanager
@@ -37,7 +37,7 @@ class RunningCalls:
             call.cancel()
 
     def cancel(self) -> None:
-        """Cancels the calls that run; those that begin later end at once. Idempotent."""
+        """Cancels the running calls; later ones end at once. Idempotent."""
         self._ended.set()
         for call in self._calls.copy():
             call.cancel()

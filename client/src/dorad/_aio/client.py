@@ -12,22 +12,23 @@ class Client(Inference, Adapters, Control):
 
     Args:
       target: "host:port", "[v6]:port" or "unix:PATH".
-      admin_target: where the adapter and control services are, if the server has an admin listener.
+      admin_target: address of the adapter and control services, if the server has an admin
+        listener.
       timeout: seconds a call may take unless it says otherwise; None or math.inf: no limit.
-      retries: send calls that can be repeated again when the server cannot be reached or is full
-        and says when to come back: up to 5 attempts within the timeout, never after an answer's
-        first message; and let uploads go on after a break.
+      retries: repeat calls without a second effect when the server cannot be reached or is full
+        and sends a retry hint: up to 5 attempts within the timeout, never after an answer's first
+        message; and resume broken uploads.
       keepalive: seconds between pings while calls run, at least 30; math.inf: none.
-      token: shown with every call (DORAD_TOKEN). Never sent in plain text to another host,
-        nor to a proxy of the environment (http_proxy), which only TLS connections use.
+      token: sent with every call (DORAD_TOKEN). Never sent in plain text to another host or to a
+        proxy of the environment (http_proxy); only TLS connections use such a proxy.
       ca_file: PEM file of the authorities whose servers are trusted (DORAD_CA_FILE). With it, or
         with cert_file, TCP connections use TLS; socket files never do.
       cert_file, key_file: PEM files of the client's own certificate and its key, for servers that
-        ask for one (DORAD_CERT_FILE, DORAD_KEY_FILE).
+        require one (DORAD_CERT_FILE, DORAD_KEY_FILE).
       credentials: other credentials for TLS instead of the three files.
       metadata: sent with every call, for example an authorization header for a proxy.
-      options: further gRPC channel options; they win over ours, except that a connection in plain
-        text never goes through a proxy.
+      options: further gRPC channel options; they override ours, except that a connection in plain
+        text never uses a proxy.
 
     Every method raises a subclass of `DoradError` when the call fails, and ValueError or TypeError
     for arguments that cannot be sent.

@@ -1,4 +1,4 @@
-"""A client's connection: how calls begin, fail, and are sent again."""
+"""A client's connection: start, failure and retry of calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """What the methods of a client's services have in common."""
+    """The common part of the methods of a client's services."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Connection:
         self._metadata = (*metadata, *self._access.metadata)
         self._options = channel_options(keepalive, options)
         self._admin_target = admin_target or target
-        # Both are looked at before either is made.
+        # Both addresses are checked before a channel is made.
         for address in (target, self._admin_target):
             self._access.channel_credentials(address)
         self._channel = connect(self._access, target, self._options)
@@ -65,7 +65,7 @@ class Connection:
     def with_metadata(self, metadata: Sequence[tuple[str, str]]) -> Self:
         """A client over the same connection, whose calls carry `metadata` in place of this one's.
 
-        For a proxy that passes on what its callers sent. Close the original only.
+        For a proxy that forwards its callers' metadata. Close the original only.
         """
         other = copy.copy(self)
         other._metadata = tuple(metadata)

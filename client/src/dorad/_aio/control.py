@@ -21,7 +21,7 @@ class Control(Connection):
     """The methods of the control service and of gRPC's health service."""
 
     async def info(self, *, timeout: float | None = None) -> t.ServerInfo:
-        """What the server is, holds and does now."""
+        """The server's model, memory and current state."""
         answer = await self._ask(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
         return _wire.server_info(answer)
 
@@ -53,12 +53,11 @@ class Control(Connection):
         refuse_requests: bool = False,
         timeout: float | None = None,
     ) -> dict[str, int]:
-        """Gives memory back to whoever else uses the device, until `wake`; no tags mean all.
+        """Releases device memory to other processes, until `wake`; no tags mean all.
 
-        Returns the bytes that were given back, by tag; weights that are lent to a trainer stay.
-        Requests wait meanwhile, or new ones are refused. Running ones go on afterwards with the
-        same results: from a copy of the KV cache in host memory with `keep_kv`, or else
-        computed again.
+        Returns the released bytes, by tag; weights that are leased to a trainer stay. Requests wait
+        meanwhile, or new ones are refused. Running ones continue after `wake` with the same
+        results: with `keep_kv` from a copy of the KV cache in host memory, else computed again.
         """
         message = control_pb2.SleepRequest(
             tags=tags, keep_kv=keep_kv, refuse_requests=refuse_requests
@@ -69,9 +68,9 @@ class Control(Connection):
     async def wake(
         self, *tags: Literal["weights", "kv", "adapters"], timeout: float | None = None
     ) -> None:
-        """Takes the memory again that `sleep` gave back; no tags mean all.
+        """Allocates the memory that `sleep` released; no tags mean all.
 
-        Raises ResourceExhausted when there is too little: what is left sleeps on.
+        Raises ResourceExhausted when there is too little: the remaining tags stay asleep.
         """
         await self._call(self._control.Wake, control_pb2.WakeRequest(tags=tags), timeout)
 
@@ -83,7 +82,7 @@ class Control(Connection):
         limit_id: str,
         timeout: float | None = None,
     ) -> float:
-        """Leaves the device to others: steps take at most `share` (0.01 to 1) of the time.
+        """Limits the server's steps to `share` (0.01 to 1) of the time.
 
         Until `end_gpu_share_limit`, or for `time_to_live` seconds (at most a day); another call
         with the same `limit_id` renews and changes it. Of several limits, and of the server's own
@@ -94,20 +93,20 @@ class Control(Connection):
         return float((await self._ask(self._control.LimitGpuShare, message, timeout)).gpu_share)
 
     async def end_gpu_share_limit(self, limit_id: str, *, timeout: float | None = None) -> bool:
-        """Ends a yield. False: it had ended by itself, or there was none."""
+        """Ends a limit. False: it had ended by itself, or there was none."""
         message = control_pb2.EndGpuShareLimitRequest(limit_id=limit_id)
         return bool((await self._ask(self._control.EndGpuShareLimit, message, timeout)).ended)
 
     def limited_gpu_share(
         self, share: float, *, time_to_live: float = DEFAULT_TIME_TO_LIVE
     ) -> AbstractAsyncContextManager[float]:
-        """A block beside which the server's steps take at most `share` of the time.
+        """Limits the server's steps to `share` of the time during a block.
 
             async with client.limited_gpu_share(0.3):
                 await asyncio.to_thread(train_step)
 
-        The yield is renewed meanwhile and ends with the block; should this process die, after
-        `time_to_live` seconds. Gives the share in effect.
+        The limit is renewed meanwhile and ends with the block, or after `time_to_live` seconds if
+        this process dies. Returns the share in effect.
         """
         interval = renewal_interval(time_to_live)
         limit_id = new_id()

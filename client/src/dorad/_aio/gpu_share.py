@@ -1,4 +1,4 @@
-"""A limit that is renewed for as long as a block runs, and ends with it."""
+"""A limit that is renewed while a block runs, and ends with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new_id() -> str:
 
 
 def renewal_interval(time_to_live: float) -> float:
-    """Seconds between two renewals, and what one may take."""
+    """Seconds between two renewals, and the time limit of one."""
     if not time_to_live > 0:
         raise ValueError(f"time_to_live must be positive, not {time_to_live}")
     return time_to_live / _RENEWALS
@@ -33,7 +33,7 @@ async def renewed(
 ) -> AsyncIterator[float]:
     """Calls `renew` at once, then every `interval` seconds in the background, then `release`.
 
-    Only the first failure is raised: the block's work does not depend on the others, and a yield
+    Only the first failure is raised: the block's work does not depend on later ones, and a limit
     ends by itself.
     """
     share = await renew()
@@ -44,16 +44,18 @@ async def renewed(
             try:
                 await renew()
             except DoradError as error:
-                _logger.warning("a yield could not be renewed: %s", error)
+                _logger.warning("the GPU share limit could not be renewed: %s", error)
 
     renewals = begin(keep, "dorad-gpu-share")
     try:
         yield share
     finally:
-        # Not cancelled: a renewal under way might reach the server after the end.
+        # Not cancelled: a running renewal might reach the server after the end.
         over.set()
         await end(renewals)
         try:
             await release()
         except DoradError as error:
-            _logger.warning("a yield could not be ended, but its time will: %s", error)
+            _logger.warning(
+                "the GPU share limit could not be ended; it expires by itself: %s", error
+            )

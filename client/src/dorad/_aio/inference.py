@@ -68,11 +68,10 @@ class Inference(Connection):
         timeout: float | None = None,
         **options: Unpack[t.GenerateOptions],
     ) -> Stream[t.Delta]:
-        """Like `generate`, but yields tokens as they come, of all n samples interleaved.
+        """Like `generate`, but yields tokens as they are generated, of all n samples interleaved.
 
         Use it in an `async with` statement, or let it go out of scope: a stream left early is
-        cancelled on the server. Tokens a slow reader has not taken yet arrive merged into one
-        delta.
+        cancelled on the server. A slow reader gets several tokens merged into one delta.
         """
         request = t.GenerateRequest(token_ids, **options)
         message = _wire.generate_request(request, stream=True)
@@ -124,8 +123,8 @@ class Inference(Connection):
     ) -> Any:
         """Generates for many prompts, at most `concurrency` at once; results in order.
 
-        A prompt the server refuses because its queue is full is sent again after the server's
-        `retry_after` until its timeout has passed, so any number of prompts may be given.
+        A prompt that the server refuses because its queue is full is sent again after
+        `retry_after`, until its timeout has passed, so any number of prompts may be given.
 
         Args:
           requests: prompts; bare token ids take `options`, a `GenerateRequest` has its own.

@@ -22,13 +22,13 @@ class RolloutPool:
 
     Args:
       targets: one address for each server, as of `Client`.
-      connect: makes the client of a target, where its other arguments matter.
+      connect: makes the client of a target, for clients with other arguments.
       token, ca_file, cert_file, key_file: as of `Client`, for every target; not with `connect`.
       timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
         included; None or math.inf: no limit.
 
     publish, activate and retire run one after the other, beside any number of generate_many. Their
-    `timeout` is for all that they ask, and for the one before to end; None: the clients' own, for
+    `timeout` covers all their calls and the wait for the one before; None: the clients' own, for
     each call to a server.
     """
 
@@ -65,11 +65,11 @@ class RolloutPool:
         return self._pool.targets
 
     def add(self, target: str) -> None:
-        """Takes a server in. It gets prompts when the pool's active versions are active there."""
+        """Adds a server. It gets prompts when the pool's active versions are active there."""
         self._runner.call(lambda: self._pool.add(target))
 
     async def remove(self, target: str) -> None:
-        """Goes on without a server. Prompts that are running there go to other ones."""
+        """Removes a server. Its running prompts move to other servers."""
         await self._runner.run(self._pool.remove(target))
 
     async def publish(
@@ -97,8 +97,8 @@ class RolloutPool:
         """Makes a version ("name@version") active on all servers, if all have it ready.
 
         Raises:
-          PoolError: a server does not have it ready, or failed to activate it; then those that had
-            done so are set back to the version that was active there before.
+          PoolError: a server does not have it ready, or failed to activate it; the servers that
+            had activated it are then set back to the version before.
         """
         return await self._runner.run(self._pool.activate(version, timeout))
 
@@ -145,8 +145,8 @@ class RolloutPool:
         """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
 
         Each prompt goes to the server with the fewest outstanding ones, and to another one when
-        that becomes unavailable or ends before its samples are complete, or has lost the adapter's
-        version.
+        that server becomes unavailable or ends before its samples are complete, or has lost the
+        adapter's version.
 
         Raises:
           UnexpectedVersion: a version that is not the active one made a token.
@@ -165,5 +165,5 @@ class RolloutPool:
         )
 
     async def report(self) -> list[t.TargetReport]:
-        """How every server does: asks each for its state, its queue and its active versions."""
+        """The state of every server: asks each for its state, its queue and its active versions."""
         return await self._runner.run(self._pool.report())

@@ -1,4 +1,4 @@
-"""A running call as an iterator that begins again when it may."""
+"""A running call as an iterator that retries if it may."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stream(Generic[T]):
         self._start = start
         self._convert = convert
         self._attempts = attempts
-        self._calls = calls  # When these have been ended, nothing is tried again.
+        self._calls = calls  # Once these have been ended, no call is retried.
         self._closed = Event()
         self._call = start(attempts.budget.left)
 
@@ -45,7 +45,7 @@ class Stream(Generic[T]):
                     message = await read(self._call)
             except DoradError as error:
                 if self._closed.is_set():
-                    break  # Another task has called close(): this one goes on.
+                    break  # Another task has called close(): this task was not cancelled.
                 delay = self._attempts.delay(error)
                 if delay is None:
                     raise

@@ -27,9 +27,9 @@ class Answers(Generic[K, V]):
         self._asking: dict[K, asyncio.Task[V]] = {}
 
     async def get(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:
-        """Returns the cached answer, or that of one call of `ask` for all who wait.
+        """Returns the cached answer, or that of one call of `ask` shared by all waiters.
 
-        A failure of `ask` is raised to all of them and is not cached.
+        A failure of `ask` is raised to all waiters and is not cached.
         """
         known = self._known.get(key)
         if known is not None and time.monotonic() - known[0] <= self._seconds:
@@ -39,7 +39,7 @@ class Answers(Generic[K, V]):
         if task is None:
             task = self._asking[key] = asyncio.create_task(self._ask(key, ask))
             task.add_done_callback(_take_exception)
-        # The task goes on when the first waiter is cancelled.
+        # The task continues when the first waiter is cancelled.
         return await asyncio.shield(task)
 
     async def _ask(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:

@@ -113,7 +113,7 @@ async def _prompts(gateway: Gateway, body: CompletionRequest) -> list[list[int]]
 
 
 def _check_lengths(completion: Completion, model: t.ModelInfo) -> None:
-    """Checks the length like the server, which sees a prompt only after its echo, or never."""
+    """Checks the length like the server, which gets a prompt only after its echo, or never."""
     longest = model.context_length - (1 if completion.generates else 0)
     for prompt in completion.work.prompts:
         if len(prompt) > longest:

@@ -264,7 +264,7 @@ async def infer(gateway: Gateway, caller: Caller, inference: Inference) -> Answe
 async def infer_stream(
     gateway: Gateway, caller: Caller, inference: Inference
 ) -> AsyncGenerator[tuple[Answer, bool]]:
-    """GpuShareLimits (new tokens, whether they are the last)."""
+    """Yields (new tokens, whether they are the last)."""
     client, work = gateway.client_of(caller), inference.work
     span: t.Span | None = None
     try:

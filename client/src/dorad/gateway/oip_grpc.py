@@ -174,7 +174,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         return caller
 
     async def _stream_one(self, request: Any, caller: Caller, answers: Any) -> None:
-        """Serves one request. Its error becomes a message, and the other requests go on.
+        """Serves one request. Its error becomes a message, and the other requests continue.
 
         Raises _Stuck when the client does not read. Server calls have ended by then.
         """

@@ -69,7 +69,7 @@ class InferRequest(Body):
 
 
 class GenerateRequest(Body):
-    """Other fields are parameters, as if they stood in `parameters`."""
+    """Other fields are parameters, like those in `parameters`."""
 
     model_config = ConfigDict(extra="allow")
 

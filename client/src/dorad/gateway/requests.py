@@ -230,8 +230,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 def checked(body: Mapping[str, Any], model: type[M]) -> M:
     """The body as `model`. Raises Refusal that lists the problems of every field.
 
-    A field that the server cannot honour is refused: an answer without the penalty or the tools
-    that it asks for would be wrong.
+    A field that the server cannot honour is refused: an answer without the requested penalty or
+    tools would be wrong.
     """
     problems = []
     kept = {}

@@ -71,7 +71,7 @@ _FINISH = {
 async def updates(
     client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
 ) -> AsyncGenerator[Update]:
-    """GpuShareLimits updates of all choices; the last update of a choice has a finish_reason.
+    """Yields updates of all choices; the last update of a choice has a finish_reason.
 
     `aclose` cancels the calls that still run. Raises DoradError.
     """

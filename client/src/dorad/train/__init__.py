@@ -1,6 +1,6 @@
 """DoRA training with PEFT, with fast norms and a fused compose. See docs/guides/training.md.
 
-`patch` makes an existing PEFT model use them and `unpatch` undoes it. `base_weights` borrows the
+`patch` makes an existing PEFT model use them and `unpatch` undoes it. `base_weights` leases the
 base weights of a server on the same host, and `adopt_base` makes a model use them. Needs the extra
 `train`.
 """

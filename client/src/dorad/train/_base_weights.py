@@ -1,4 +1,4 @@
-"""One copy of the base model for a server and a trainer on one host: the server's."""
+"""A trainer's use of the base weights of a server on the same host, without a second copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DTYPES: dict[int, tuple[torch.dtype, str]] = {
 
 
 class BaseWeightsError(ValueError):
-    """The base weights are not what they should be, or do not fit: `problems` lists all of it."""
+    """The base weights have another digest or do not fit: `problems` lists everything."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         self.digest = digest
         """Of the checkpoint, as `ModelInfo.digest`."""
         self.copied_bytes = copied_bytes
-        """Of these tensors, what is this process's own: see `base_weights`."""
+        """Bytes of these tensors that are this process's own: see `base_weights`."""
         sizes = [tensor.nbytes for tensor in self._tensors.values()]
         self.shared_bytes = sum(sizes) - copied_bytes
         """The rest: the server's memory."""
@@ -69,29 +69,29 @@ def base_weights(
     expected_digest: str | None = None,
     timeout: float | None = None,
 ) -> BaseWeights:
-    """Borrows the base weights of a server on this host: its memory, mapped for reading.
+    """Leases the base weights of a server on this host: its memory, mapped for reading.
 
-    They are lent as long as one of the tensors lives: until then the server's `sleep` does not give
-    them back. They are mapped for reading only: on the CPU an attempt to write ends this process
-    (SIGSEGV), on a GPU it loses the process the GPU; torch itself does not know. What the server
-    holds in a wider dtype than the checkpoint's for its own use (norms and biases in fp32) is
-    copied, as the checkpoint has it: `copied_bytes`. Matrices are as they are served, without any
+    The lease lasts while one of the tensors lives: until then the server's `sleep` does not release
+    them. They are mapped for reading only: on the CPU an attempt to write ends this process
+    (SIGSEGV), on a GPU it breaks the process's CUDA context; torch does not prevent it. Tensors
+    that the server holds in a wider dtype than the checkpoint's (norms and biases in fp32) are
+    copied, in the checkpoint's dtype: `copied_bytes`. Matrices are the served ones, without any
     copy.
 
     Args:
       shared_memory: path of the server's server.shared_memory_socket in this process's view, if
         it differs from the server's.
-      verify: compute the checkpoint's digest from what was borrowed, and compare. Reads all of it,
-        and from a GPU through the host.
-      expected_digest: of the checkpoint that the trainer means, as `ModelInfo.digest`.
+      verify: compute the checkpoint's digest from the leased weights, and compare. Reads all of
+        them, from a GPU through the host.
+      expected_digest: of the trainer's checkpoint, as `ModelInfo.digest`.
       timeout: seconds for each call.
 
     Raises:
       BaseWeightsError: a digest differs, or (verify) the server has rounded weights to a narrower
-        dtype, so that there is nothing to compare.
+        dtype, so that they cannot be compared.
       Conflict: the server has no server.shared_memory_socket.
       PermissionDenied: it runs as another user.
-      Unavailable: the socket is not there, or the weights sleep.
+      Unavailable: the socket does not exist, or the weights sleep.
     """
     path = os.fspath(shared_memory or client.info(timeout=timeout).shared_memory_socket)
     if not path:
@@ -127,7 +127,7 @@ def base_weights(
 def _borrow(
     client: Client, connection: Connection, timeout: float | None
 ) -> tuple[Memory, control_pb2.ShareBaseWeightsResponse]:
-    connection.borrow_weights(_AFTER_ALL_PIECES)  # Begins the lease, and brings the session_token.
+    connection.borrow_weights(_AFTER_ALL_PIECES)  # Begins the lease and returns the session_token.
     request = control_pb2.ShareBaseWeightsRequest(session_token=connection.session_token)
     message = client._call(client._control.ShareBaseWeights, request, timeout)
     sizes = list(message.piece_bytes)
@@ -140,14 +140,16 @@ def _borrow(
 
 
 def _pieces(connection: Connection, count: int) -> Generator[int, None, None]:
-    """Descriptors of all pieces in order; each is good until the next one. There may be more of
+    """Descriptors of all pieces in order; each is valid until the next one. There may be more of
     them than a process can have open."""
     done = 0
     while done < count:
         fds = connection.borrow_weights(done)
         try:
             if not fds:
-                raise Unavailable("the server lends only a part of the weights", code="UNAVAILABLE")
+                raise Unavailable(
+                    "the server leases only a part of the weights", code="UNAVAILABLE"
+                )
             yield from fds
         finally:
             for fd in fds:
@@ -162,7 +164,8 @@ def _dtype(number: int) -> torch.dtype:
 def _verify(
     tensors: Mapping[str, torch.Tensor], message: control_pb2.ShareBaseWeightsResponse
 ) -> None:
-    """Checkpoint::Digest over what was borrowed; of what the server does not hold, as it says."""
+    """Checkpoint::Digest over the leased weights, with the server's digests of tensors that it does
+    not hold."""
     problems = []
     whole = hashlib.sha256()
 
@@ -183,7 +186,7 @@ def _verify(
         elif tensor is not None:
             digest = _sha256(tensor.to(dtype))
             if digest != entry.sha256:
-                problems.append(f"{entry.name}: is not what the server's checkpoint has")
+                problems.append(f"{entry.name}: differs from the server's checkpoint")
         add_text(entry.name)
         add_text(dtype_name)
         add_number(len(entry.shape))
@@ -203,21 +206,21 @@ def _sha256(tensor: torch.Tensor) -> bytes:
 
 
 def adopt_base(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> int:
-    """Puts the weights into a transformers model in the place of its own, and freezes them.
+    """Replaces the weights of a transformers model by these, and freezes them.
 
-    The model's parameters may be empty (on torch's device "meta"), its buffers must be there; they
+    The model's parameters may be empty (on torch's device "meta"), its buffers must have data; they
     are moved to the weights' device. Parameters that its configuration ties are tied. Matrices must
     have the model's dtype; norms and biases are copied when they have another. Do it before PEFT
     wraps the model, and do not merge an adapter into it: that would write.
 
-    Returns the bytes of what was copied.
+    Returns the copied bytes.
 
-    Raises BaseWeightsError with everything that is missing, superfluous or does not fit; then the
-    model's weights are as they were.
+    Raises BaseWeightsError with every tensor that is missing, superfluous or does not fit; the
+    model's weights are then unchanged.
     """
     tie = getattr(model, "tie_weights", None)
     if callable(tie):
-        tie()  # What makes models without weights may have lost it.
+        tie()  # A model made without weights may have lost its ties.
     problems: list[str] = []
     places = _places(model)
     chosen: list[tuple[torch.Tensor, list[tuple[torch.nn.Module, str]]]] = []
@@ -262,7 +265,7 @@ def adopt_base(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> i
 def _places(
     model: torch.nn.Module,
 ) -> list[tuple[list[str], torch.nn.Parameter, list[tuple[torch.nn.Module, str]]]]:
-    """Each parameter, with all names that it has and where it is an attribute."""
+    """Each parameter, with all its names and the modules that have it as an attribute."""
     found: dict[int, Any] = {}
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):

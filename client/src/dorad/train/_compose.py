@@ -1,7 +1,7 @@
 """The compose of DoRA, (g - 1)·base + g·(s·lora), and its backward.
 
-The fused tiers are two kernels for each device. torch.compile sees them as operators of their own;
-else an autograd function calls them at once.
+The fused tiers are two kernels for each device. torch.compile sees them as custom operators; else
+an autograd function calls them directly.
 
 All tiers compute t = s·lora, u = g·t, v = (g - 1)·base and v + u in fp32 (fp64 for fp64 inputs)
 and round once, to the output's dtype. Near g = 1 the equal g·(base + t) - base would cancel, and
@@ -68,9 +68,9 @@ def compose_eager(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """The same in plain torch operations. `g` may be of any shape that broadcasts with `base`."""
-    # The compiler decides itself what to keep. (And torch 2.11 traces an autograd.Function whose
-    # forward ends in a cast that changes nothing to one with gradients of zero.) What transforms
-    # wants operators that it can differentiate once more.
+    # The compiler itself decides which tensors to save. (And torch 2.11 traces an autograd.Function
+    # whose forward ends in a cast that changes nothing to one with gradients of zero.) Transforms
+    # need operators that can be differentiated again.
     if watched(base, lora, g):
         return _plain(base, lora, g, scaling)[0]
     want_inner = torch.is_grad_enabled() and g.requires_grad
@@ -89,7 +89,8 @@ def _plain(
 
 
 class _Eager(torch.autograd.Function):
-    """Keeps what the fused tier keeps: autograd alone would keep both operands, one in fp32."""
+    """Saves the same tensors as the fused tier: autograd alone would save both operands, one in
+    fp32."""
 
     @staticmethod
     def forward(
@@ -105,7 +106,7 @@ class _Eager(torch.autograd.Function):
         ctx.scaling = scaling
         return delta
 
-    # What was kept does not know that it depends on base and lora.
+    # The saved tensors have no graph back to base and lora.
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -120,7 +121,7 @@ class _Eager(torch.autograd.Function):
 def _compose(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(delta, inner) of [..., out]; inner = base + s·lora is what d_g needs, else empty."""
+    """(delta, inner) of [..., out]; inner = base + s·lora for d_g, else empty."""
     kernel = _compose_cuda if base.is_cuda else _compose_cpu
     return kernel(base, lora, g, scaling, want_inner)
 
@@ -227,7 +228,7 @@ def _compose_backward(
     for_lora: bool,
     for_g: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(d_base, d_lora, d_g), of which those not asked for are empty. d_g sums in a fixed order."""
+    """(d_base, d_lora, d_g), empty where not requested. d_g sums in a fixed order."""
     kernel = _compose_backward_cuda if grad.is_cuda else _compose_backward_cpu
     return kernel(grad, inner, g, scaling, for_base, for_lora, for_g)
 
@@ -328,7 +329,7 @@ def _setup_context(
 ) -> None:
     _, _, g, scaling, want_inner = inputs
     ctx.save_for_backward(g, *(output[1:] if want_inner else ()))
-    ctx.set_materialize_grads(False)  # Nobody differentiates by inner.
+    ctx.set_materialize_grads(False)  # inner has no gradient.
     ctx.scaling = scaling
 
 
@@ -343,12 +344,12 @@ def _given(
     grad: torch.Tensor,
     backward: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of compose's five arguments, of those that are asked for."""
+    """The requested gradients of compose's five arguments."""
     for_base, for_lora, for_g = ctx.needs_input_grad[:3]
     g, *kept = ctx.saved_tensors
     if for_g and not kept:
         raise RuntimeError("dorad::compose was called without want_inner, and g needs a gradient")
-    inner = kept[0] if for_g else g  # g for nothing: it is not read
+    inner = kept[0] if for_g else g  # g as a placeholder: it is not read
     d_base, d_lora, d_g = backward(grad, inner, g, ctx.scaling, for_base, for_lora, for_g)
     return (
         d_base if for_base else None,

@@ -11,16 +11,16 @@ from dorad.train import _native
 
 # Of fp32, two bf16 terms have 16 bits; fp16 has 11.
 _FACTORS = {torch.bfloat16, torch.float16, torch.float32}
-_ALIGNMENT = 16  # bytes, 8 elements: what the kernel's fast path asks of addresses and rows
+_ALIGNMENT = 16  # bytes, 8 elements: for addresses and rows in the kernel's fast path
 
 
 def direct_norm(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor | None:
-    """‖weight + scaling·b @ a‖ by rows, [out] in fp32; None when the fast path does not take it.
+    """‖weight + scaling·b @ a‖ by rows, [out] in fp32; None outside of the fast path.
 
-    Factors in bf16 enter as they are, others as two bf16 terms each: b @ a is then good to 2^-16 of
-    |b| @ |a|.
+    Factors in bf16 are used as they are, others as two bf16 terms each: b @ a is then exact to
+    2^-16 of |b| @ |a|.
     """
     if not takes(weight, a, b, scaling):
         return None
@@ -35,9 +35,9 @@ def direct_norm(
 
 
 def takes(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> bool:
-    """Whether the fast path takes this norm, but for the addresses of factors.
+    """Whether the fast path supports this norm, except for the addresses of factors.
 
-    It takes `weight` in bf16, [out, in] or a transposed view of [in, out].
+    It supports `weight` in bf16, [out, in] or a transposed view of [in, out].
     """
     if _native.library is None or scaling == 0 or weight.dtype != torch.bfloat16:
         return False
@@ -55,12 +55,12 @@ def takes(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether the fast path takes these contiguous factors' addresses."""
+    """Whether the fast path supports these contiguous factors' addresses."""
     return all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
 
 
 def _stacked(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 matrices of three times the rank, whose product is b @ a but for 2^-16 of it."""
+    """bf16 matrices of three times the rank, whose product is b @ a to within 2^-16."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     a, b = a.to(dtype).contiguous(), b.to(dtype).contiguous()
     (rank, width), out = a.shape, b.shape[0]

@@ -1,4 +1,4 @@
-"""Whether a call may go around torch's dispatcher."""
+"""Whether a call may bypass torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def watched(*tensors: torch.Tensor) -> bool:
-    """Whether torch must see the operators on `tensors`: something compiles, traces or transforms.
+    """Whether torch must see the operators on `tensors`: during compiling, tracing or transforms.
 
-    An operator of Python costs tens of microseconds a call, as much as its kernels; what is not
-    watched goes to them at once.
+    A Python operator costs tens of microseconds a call, as much as its kernels; else the kernels
+    are called directly.
     """
     return (
         torch.compiler.is_compiling()

@@ -1,7 +1,7 @@
 """PEFT's DoRA layers with factored norms and our compose.
 
-Each class takes the place of the PEFT class that it extends, in existing objects (`patch`): it has
-the same parameters and the same results, and adds no state.
+Each class replaces the PEFT class that it extends, in existing objects (`patch`): it has the same
+parameters and the same results, and adds no state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _factor(module: Any) -> torch.Tensor:
 
 
 class _Factored:
-    """What the layers share. A mixin of PEFT's DoRA layers."""
+    """Common part of the layers. A mixin of PEFT's DoRA layers."""
 
     weight: torch.nn.Parameter  # the magnitude
     training: bool
@@ -68,7 +68,7 @@ class _Factored:
         kept = self.kept_norms()
         if kept is not None and key in kept:
             return kept[key]
-        # What trains changes each step, and FSDP2 hides that from the version counter.
+        # Trained weights change each step, and FSDP2 hides that from the version counter.
         frozen = not matrix.requires_grad
         if groups == 1:
             norm = weight_norm(matrix, a, b, scaling, cache=frozen)
@@ -79,9 +79,10 @@ class _Factored:
         return norm
 
     def kept_norms(self) -> dict[str, torch.Tensor] | None:
-        """Where PEFT's DoraCaching keeps them (and the dense B·A, which is not built here).
+        """The cache of PEFT's DoraCaching for them (it also has the dense B·A, which is not built
+        here).
 
-        None: it does not, and what it kept is forgotten.
+        None: DoraCaching is off; drops its entries.
         """
         kept: dict[str, torch.Tensor] = getattr(self, "_dora_cache", {})  # since PEFT 0.19
         if getattr(dora, "ENABLE_DORA_CACHING", False) and not self.training:
@@ -93,10 +94,10 @@ class _Factored:
 def _grouped_norm(
     matrix: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, groups: int, cache: bool
 ) -> torch.Tensor:
-    """The norm as PEFT takes it of a grouped convolution.
+    """The norm of a grouped convolution, as in PEFT.
 
     There b @ a is [out / groups, groups·in], reshaped to the weight's [out, in]: row p·groups + q
-    of the weight meets row p of b and the q-th block of a's columns.
+    of the weight belongs to row p of b and the q-th block of a's columns.
     """
     blocks = a.reshape(len(a), groups, -1)
     norms = [
@@ -119,7 +120,7 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
         base_result: torch.Tensor | None = None,
         adapter_name: str = "default",
     ) -> torch.Tensor:
-        """What DoRA adds to the output of `base_layer`; see PEFT's DoraLinearLayer."""
+        """DoRA's addition to the output of `base_layer`; see PEFT's DoraLinearLayer."""
         weight = _whole(base_layer.weight)
         if self.fan_in_fan_out:
             weight = weight.T
@@ -131,7 +132,7 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
             adapter_name,
         )
         lora = lora_B(lora_A(x))
-        if base_result is None:  # Dropout: x is not what the base has seen.
+        if base_result is None:  # Dropout: x is not the base's input.
             base_result = F.linear(x, weight.to(x.dtype))
         elif base_layer.bias is not None:
             base_result = base_result - _whole(base_layer.bias)
@@ -152,7 +153,7 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
 
 
 def _like(g: torch.Tensor, base: torch.Tensor, lora: torch.Tensor) -> torch.Tensor:
-    """g in the dtype that the compose of base and lora takes."""
+    """g in the dtype for the compose of base and lora."""
     return g.to(accumulation_dtype(base.dtype, lora.dtype))
 
 
@@ -196,7 +197,7 @@ class _FactoredConv(_Factored):
         base_result: torch.Tensor | None = None,
         adapter_name: str = "default",
     ) -> torch.Tensor:
-        """What DoRA adds to the output of `base_layer`; see PEFT's _DoraConvNdLayer."""
+        """DoRA's addition to the output of `base_layer`; see PEFT's _DoraConvNdLayer."""
         weight = _whole(base_layer.weight)
         a = _factor(lora_A)
         g = self._scale(
@@ -209,7 +210,7 @@ class _FactoredConv(_Factored):
         )
         lora = lora_B(lora_A(x))
         channels = (-1,) + (1,) * (weight.dim() - 2)  # Not of lora: a batch may be absent.
-        if base_result is None:  # Dropout: x is not what the base has seen.
+        if base_result is None:  # Dropout: x is not the base's input.
             base_result = self.conv_fn(
                 x,
                 weight,
@@ -222,7 +223,7 @@ class _FactoredConv(_Factored):
         elif base_layer.bias is not None:
             base_result = base_result - _whole(base_layer.bias).view(channels)
         g = _like(g, base_result, lora)
-        # g runs over the channels, not over the last dimension, which is what the fused tiers take.
+        # g runs over the channels; the fused tiers support only the last dimension.
         return compose_eager(base_result, lora, g.view(channels), scaling)
 
 
@@ -240,7 +241,7 @@ OURS: dict[type, type] = {
     dora.DoraConv2dLayer: FactoredConv2d,
     dora.DoraConv3dLayer: FactoredConv3d,
 }
-"""PEFT's classes, and what takes their places."""
+"""PEFT's classes and their replacements."""
 
 if hasattr(dora, "DoraConv1dLayer"):  # since PEFT 0.16
 

@@ -1,9 +1,9 @@
 """A linear and its DoRA adapter as one function.
 
-PEFT's way adds what DoRA changes to the base layer's output. Here the adapter is added to the base
-product by the product with B itself, and one kernel scales the sum; the backward has both terms of
-d_x in one tensor (`_products`). That takes 6 passes over activations instead of 14, and on CUDA
-three calls instead of some fifty operations of torch, which is what small batches wait for.
+PEFT adds DoRA's change to the base layer's output. Here the product with B adds the adapter to the
+base product, and one kernel scales the sum; the backward has both terms of d_x in one tensor
+(`_products`). That takes 6 passes over activations instead of 14, and on CUDA three calls instead
+of some fifty operations of torch, which dominate small batches.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dorad.train._norm import accumulation_dtype
 
 
 class Linear(lora.Linear):
-    """In the place of PEFT's lora.Linear around patched DoRA layers.
+    """Replaces PEFT's lora.Linear around patched DoRA layers.
 
-    What is one plain linear with one DoRA adapter goes through the function of this file, and all
-    else through PEFT's forward and the DoRA layers.
+    A plain linear with one DoRA adapter uses the function of this file, every other case PEFT's
+    forward and the DoRA layers.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -37,7 +37,7 @@ class Linear(lora.Linear):
 
 
 class Parts(NamedTuple):
-    """A linear with one DoRA adapter, and nothing that wants to see its inner calls."""
+    """A linear with one DoRA adapter, without hooks on its inner calls."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -49,7 +49,7 @@ class Parts(NamedTuple):
 
 
 def whole(module: Linear) -> Parts | None:
-    """The parts of a module that may be one function, as it stands now."""
+    """The parts of a module that may be one function, in its current state."""
     active = module.active_adapters
     if len(active) != 1 or module.disable_adapters or module.merged:
         return None
@@ -79,7 +79,7 @@ def whole(module: Linear) -> Parts | None:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether it is a plain linear that nobody listens to."""
+    """Whether it is a plain linear without hooks."""
     return type(module) is nn.Linear and not _is_hooked(module)
 
 
@@ -94,7 +94,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def fits(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether an x on `device` in `dtype` goes with the parts, and the tier is not eager."""
+    """Whether an x on `device` in `dtype` fits the parts, and the tier is not eager."""
     weight, a, b, magnitude = parts.weight, parts.a, parts.b, parts.dora.weight
     if not device == weight.device == a.device == b.device == magnitude.device:
         return False
@@ -130,7 +130,7 @@ def _forward(parts: Parts, x: torch.Tensor) -> torch.Tensor:
 def _run(
     parts: Parts, x: torch.Tensor, *, keep_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor, _products.Forward]:
-    """y [..., out], x as [rows, in] of y's dtype, and what else the products give."""
+    """y [..., out], x as [rows, in] of y's dtype, and the products' other results."""
     weight, bias, a, b, dora, scaling, adapter = parts
     magnitude = dora.weight.detach().flatten()
     a, b = a.detach(), b.detach()
@@ -189,14 +189,14 @@ class _DoraLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not torch.is_grad_enabled() and not torch.is_autocast_enabled(grad.device.type):
             return _gradients(ctx, grad)
-        # Autocast would cast what is fp32.
+        # Autocast would cast fp32 tensors.
         with torch.autocast(grad.device.type, enabled=False):
             gradients: tuple[torch.Tensor | None, ...] = _last_gradients(ctx, grad)
             return gradients
 
 
 def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Of x, a, b and the magnitude, of those that are asked for; the parts have none."""
+    """The requested gradients of x, a, b and the magnitude; the parts have none."""
     a, b, weight, scales, rows, h, inner = ctx.saved_tensors
     d_x, d_a, d_b, d_magnitude = _products.backward(
         grad.reshape(-1, grad.shape[-1]),
@@ -218,5 +218,5 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return d_x, d_a, d_b, d_magnitude, None
 
 
-# What was kept does not know what it was made of: it has no second derivative.
+# The saved tensors have no graph: no second derivative.
 _last_gradients = once_differentiable(_gradients)

@@ -18,7 +18,7 @@ _ABI = 3  # DORAD_TRAIN_ABI in kernels/train/abi.h
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for the dtypes it composes."""
 MOST_RANK = 4096
-"""The largest that the library takes norms of (kernels/dora/norm.h)."""
+"""The largest rank for the library's norms (kernels/dora/norm.h)."""
 
 _logger = logging.getLogger("dorad.train")
 
@@ -27,7 +27,7 @@ class Library:
     """One loaded libdorad_train.so. Its methods may be called by any thread.
 
     They enqueue work on the current stream of the tensors' device and return at once. All tensors
-    are contiguous and on one device; base, lora, grad and what is derived from them are [..., out]
+    are contiguous and on one device; base, lora, grad and tensors derived from them are [..., out]
     of one of TYPES, g and d_g [out] in fp32.
     """
 
@@ -147,7 +147,7 @@ class Library:
     ) -> None:
         """Fills `h`, `inner` and `y`, and with a magnitude `norm` and `g`.
 
-        See kernels/train/linear.h for what is what; `bias` is in fp32, and `y` may be `inner`.
+        kernels/train/linear.h describes the arguments; `bias` is in fp32, and `y` may be `inner`.
         """
         (rows, width), (out, rank) = x.shape, b.shape
         dtype, factor_dtype = TYPES[x.dtype], TYPES[a.dtype]
@@ -207,7 +207,7 @@ class Library:
     ) -> None:
         """Fills the gradients that are not None, of which `d_a` and `d_b` are of `sum_dtype`.
 
-        See kernels/train/linear.h for what is what and needs what.
+        kernels/train/linear.h describes the arguments and their dependencies.
         """
         (rows, out), (rank, width) = grad.shape, a.shape
         dtype, factor_dtype = TYPES[grad.dtype], TYPES[a.dtype]
@@ -327,7 +327,7 @@ def _enqueue(
 ) -> None:
     """Calls `function` with the device's current stream after `arguments`.
 
-    With the address of `gemm` that and torch's cuBLAS handle come before them.
+    With the address of `gemm`, that and torch's cuBLAS handle precede them.
     """
     if device.index == torch.cuda.current_device():  # A guard costs as much as the call.
         error = _call(function, device, arguments, gemm)

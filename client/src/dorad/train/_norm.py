@@ -15,13 +15,13 @@ DEFAULT_CHUNK_BYTES = 256 << 20
 _ALIGNMENT = 64  # columns
 
 squares = SquareCache()
-"""Of all frozen weights whose norms were taken."""
+"""Of all frozen weights whose norms were computed."""
 
 
 def clear_cache() -> None:
-    """Forgets the kept ‖W‖² of all weights: after a write that torch does not count.
+    """Drops the cached ‖W‖² of all weights: call it after a write that torch does not count.
 
-    Such are writes through `weight.data`, as PEFT's merging does them. `patch` forgets, too.
+    Writes through `weight.data` are such, as in PEFT's merging. `patch` drops them, too.
     """
     squares.clear()
 
@@ -49,7 +49,7 @@ def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def epsilon(dtype: torch.dtype) -> float:
-    """The smallest norm that a magnitude is divided by, for base weights of `dtype`."""
+    """The smallest divisor of a magnitude, for base weights of `dtype`."""
     return 1e-12 if dtype in (torch.float32, torch.float64) else 1e-6
 
 
@@ -67,11 +67,11 @@ def weight_norm(
     `weight` is [out, in] (a transposed view will do), `a` [rank, in], `b` [out, rank]. The result
     is detached.
 
-    On CUDA `direct_norm` takes what it can. Else columns are taken in chunks, multiples of 64, so
-    that a chunk of the weight widened to fp32 fits into `chunk_bytes`, and `cache` keeps ‖weight‖²
-    for the next call: for frozen weights.
+    On CUDA `direct_norm` is used where it can be. Else columns are taken in chunks, multiples of
+    64, so that a chunk of the weight widened to fp32 fits into `chunk_bytes`, and `cache` keeps
+    ‖weight‖² for the next call: for frozen weights.
 
-    Raises ValueError when the shapes do not fit together.
+    Raises ValueError for inconsistent shapes.
     """
     out, width = _matrix(weight, "weight")
     rank, a_width = _matrix(a, "a")
@@ -109,7 +109,7 @@ def _weight_norm(
         if norm is not None:
             return norm
     dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
-    # Autocast would take the products below in half precision.
+    # Autocast would compute the products below in half precision.
     with torch.autocast(weight.device.type, enabled=False):
         chunks = _chunks(weight, dtype, chunk_bytes)
         if cache:
@@ -126,7 +126,7 @@ def _weight_norm(
                 part = part.to(dtype)
                 gram.addmm_(part, part.T)
             product = (b @ gram).mul_(b).sum(1)
-            # Rounding can take the sum below zero; a NaN stays one.
+            # Rounding can make the sum negative; a NaN stays one.
             total = (total + (2 * scaling) * cross + (scaling * scaling) * product).clamp_min(0)
         return total.sqrt()
 
@@ -134,7 +134,7 @@ def _weight_norm(
 def _product(weight: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """weight @ a.T in `dtype`."""
     if weight.is_cuda and weight.dtype == torch.bfloat16 and dtype == torch.float32:
-        # Tensor cores with fp32 sums, which torch has on CUDA alone: W is not widened.
+        # Tensor cores with fp32 sums, in torch only on CUDA: W is not widened.
         first, *others = [torch.mm(weight, term.T, out_dtype=dtype) for term in half_terms(a)]
         for other in others:
             first += other
@@ -142,7 +142,7 @@ def _product(weight: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch
     return weight.to(dtype) @ a.to(dtype).T
 
 
-# An operator of its own: torch.compile then sees one node, and the cache works in compiled code.
+# A custom operator: torch.compile sees one node, and the cache works in compiled code.
 _operator = torch.library.custom_op(
     "dorad::weight_norm",
     _weight_norm,

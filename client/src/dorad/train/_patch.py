@@ -1,4 +1,4 @@
-"""Puts our DoRA layers in the place of PEFT's in an existing model, and back."""
+"""Replaces PEFT's DoRA layers in an existing model by ours, and back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _logger = logging.getLogger("dorad.train")
 _OURS = _layers.OURS
 _THEIRS = {ours: theirs for theirs, ours in _OURS.items()}
 
-# By exact type: what extends one of these (quantised and tensor-parallel layers, new variants)
-# computes something else.
+# By exact type: subclasses (quantised and tensor-parallel layers, new variants) compute something
+# else.
 _KINDS = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d")
 _MODULES = {f"{lora.__name__}.{kind}" for kind in _KINDS}
 _VARIANTS = {f"peft.tuners.lora.variants.Dora{kind}Variant" for kind in _KINDS}
@@ -27,7 +27,7 @@ _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
 
 class UnsupportedLayersError(ValueError):
-    """The model has DoRA layers that cannot be patched: `layers` says which, and why."""
+    """The model has DoRA layers that cannot be patched: `layers` has their names and reasons."""
 
     def __init__(self, unsupported: dict[str, str]) -> None:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in unsupported.items())
@@ -37,12 +37,12 @@ class UnsupportedLayersError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Patched:
-    """What `patch` did. Layers are named by module and adapter: "model.q_proj[default]"."""
+    """The result of `patch`. Layers are named by module and adapter: "model.q_proj[default]"."""
 
     layers: tuple[str, ...]
-    """That are ours now, patched by this call or before."""
+    """Layers that are ours now, patched by this call or before."""
     left: dict[str, str]
-    """Layers that stay PEFT's, and why. Empty unless `strict` was false."""
+    """Layers that stay PEFT's, with reasons. Empty unless `strict` was false."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
         raise UnsupportedLayersError(left)
     if left:
         _logger.warning("%s", UnsupportedLayersError(left))
-    # The weights may have been written since they were last seen (merge_and_unload does).
+    # The weights may have been written since the last call (as by merge_and_unload).
     _norm.clear_cache()
     done = [layer for layer in found if layer.name not in left]
     for layer in done:
@@ -82,7 +82,7 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
 
 
 def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes every layer PEFT's own again. Returns the names of those that were ours."""
+    """Makes every layer PEFT's own again. Returns the names of the layers that were ours."""
     ours = [layer for layer in _dora_layers(model) if type(layer.dora) in _THEIRS]
     for layer in ours:
         layer.dora.__class__ = _THEIRS[type(layer.dora)]
@@ -128,7 +128,7 @@ def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
 
 
 def _unsupported(layer: _Layer) -> str | None:
-    """Why the layer cannot be patched, if so."""
+    """The reason why the layer cannot be patched, if any."""
     if type(layer.module) is not _linear.Linear and _full_name(layer.module) not in _MODULES:
         return f"its LoRA layer is a {_full_name(layer.module)}"
     variant = getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15

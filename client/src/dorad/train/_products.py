@@ -1,4 +1,4 @@
-"""A linear with a DoRA adapter, forward and backward: its norm, the products, and the pass over the
+"""A linear with a DoRA adapter, forward and backward: its norm, the products, and one pass over the
 output each way.
 
     norm = ‖W + s·B A‖,  g = m / max(norm, ε)
@@ -24,7 +24,7 @@ from dorad.train._norm import epsilon
 
 
 class Forward(NamedTuple):
-    """What a forward gives beside y: h [rows, rank] and inner [rows, out] in x's dtype."""
+    """A forward's other results: h [rows, rank] and inner [rows, out] in x's dtype."""
 
     h: torch.Tensor
     inner: torch.Tensor
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Those that are wanted, in the dtypes of x, a, b and the magnitude."""
+    """The wanted gradients, in the dtypes of x, a, b and the magnitude."""
 
     x: torch.Tensor | None
     a: torch.Tensor | None
@@ -63,11 +63,11 @@ def forward(
     *,
     keep_inner: bool,
 ) -> Forward:
-    """Fills y [rows, out], contiguous, for x [rows, in]. Unless it is to be kept, inner is y.
+    """Fills y [rows, out], contiguous, for x [rows, in]. Unless it must be kept, inner is y.
 
     `weight` is [out, in] and `bias` [out] in x's dtype, `a` [rank, in] and `b` [out, rank] in one
-    dtype that may be wider. `make_scale` gives the norm and g in the place of this function's own;
-    None: only where `makes_norm`.
+    dtype that may be wider. `make_scale` returns the norm and g instead of this function's own;
+    None: only if `makes_norm`.
     """
     x, a, b = x.contiguous(), a.contiguous(), b.contiguous()
     weight = weight.contiguous()
@@ -92,8 +92,8 @@ def forward(
         return Forward(h, inner, scales)
     a, b = a.to(x.dtype), b.to(x.dtype)
     h.addmm_(x, a.t(), beta=0, alpha=scaling)
-    # The adapter's part first: what is added to x Wᵀ after its rounding would be lost when it is
-    # less than half the last place.
+    # The adapter's part first: added to the rounded x Wᵀ, less than half the last place would be
+    # lost.
     torch.mm(h, b.t(), out=inner)
     inner.addmm_(x, weight.t())
     for part in _chunks(inner):
@@ -109,12 +109,12 @@ def makes_norm(
     magnitude: torch.Tensor,
     scaling: float,
 ) -> bool:
-    """Whether the kernels of `forward` make this layer's norm and g."""
+    """Whether the kernels of `forward` compute this layer's norm and g."""
     if not weight.is_cuda or not weight.is_contiguous() or magnitude.dtype not in _MAGNITUDES:
         return False
     if not takes(weight, a, b, scaling):
         return False
-    # Others are converted into memory that is aligned.
+    # Others are converted into aligned memory.
     return a.dtype != torch.bfloat16 or aligned(a, b)
 
 
@@ -145,7 +145,7 @@ def backward(
         return _zeros(grad, weight, a, b, magnitude_dtype, wanted)
     norm, g = scales.unbind()
     dtype = grad.dtype
-    # What is summed in fp32 is stored so where it is to be wider, and is rounded once.
+    # Sums are in fp32; they are stored so for a wider result, and are rounded once.
     sum_dtype = a.dtype if a.dtype in (dtype, torch.float32) else torch.float32
     products = wanted.x or wanted.a or wanted.b
     d_inner = torch.empty_like(grad) if products else None
@@ -222,7 +222,7 @@ def _zeros(
     magnitude_dtype: torch.dtype,
     wanted: Wanted,
 ) -> Gradients:
-    """Of no rows."""
+    """The gradients of no rows."""
     return Gradients(
         grad.new_zeros(grad.shape[0], weight.shape[1]) if wanted.x else None,
         torch.zeros_like(a) if wanted.a else None,

@@ -1,7 +1,7 @@
-"""Memory that the server lends, mapped for reading only: as torch tensors, without a copy.
+"""Leased memory of the server, mapped for reading only: as torch tensors, without a copy.
 
-A mapping keeps the connection that it was lent by open, and every tensor keeps its mapping: the
-lease ends with the last tensor, or with the process.
+A mapping keeps the connection of its lease open, and every tensor keeps its mapping: the lease ends
+with the last tensor, or with the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _READ = 1  # CU_MEM_ACCESS_FLAGS_PROT_READ
 
 
 class Memory(Protocol):
-    """Pieces of memory, one behind the other."""
+    """Pieces of memory at consecutive addresses."""
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset: int) -> torch.Tensor:
         """A row-major tensor that begins at this byte."""
@@ -48,18 +48,18 @@ class HostMemory(mmap.mmap):
 
 
 class DeviceMemory:
-    """Memory of a GPU. A kernel that writes to a tensor in it loses the process the GPU."""
+    """Memory of a GPU. A kernel that writes to a tensor in it breaks the process's CUDA context."""
 
     def __init__(
         self, connection: Connection, fds: Iterable[int], sizes: Sequence[int], uuid: bytes
     ) -> None:
         self.device = _device(uuid)
-        torch.cuda.synchronize(self.device)  # What follows needs the device's context.
+        torch.cuda.synchronize(self.device)  # The calls below need the device's context.
         self._address = _reserve(sum(sizes))
         release = weakref.finalize(
             self, _give_back, self._address, tuple(sizes), self.device, connection.close
         )
-        # The process's end gives everything back by itself, and CUDA may be gone by then.
+        # The process's end releases everything by itself, and CUDA may be gone by then.
         release.atexit = False
         for fd, size, offset in zip(fds, sizes, _offsets(sizes), strict=True):
             _map(fd, self._address + offset, size)
@@ -75,11 +75,11 @@ class DeviceMemory:
 
 
 class _Span:
-    """Bytes on the GPU, as torch takes them over from others."""
+    """Bytes on the GPU, in the interface by which torch adopts foreign memory."""
 
     def __init__(self, memory: DeviceMemory, address: int, size: int) -> None:
         self._memory = memory
-        # As if it could be written: torch knows no other arrays.
+        # Marked as writable: torch supports no read-only arrays.
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
@@ -130,12 +130,12 @@ def _reserve(size: int) -> int:
 
 def _map(fd: int, address: int, size: int) -> None:
     handle = _HANDLE()
-    # The driver takes the number itself for the pointer, and keeps nothing of the descriptor.
+    # The driver takes the number itself for the pointer, and does not keep the descriptor.
     _call("cuMemImportFromShareableHandle", ctypes.byref(handle), fd, _POSIX_DESCRIPTOR)
     try:
         _call("cuMemMap", address, size, 0, handle.value, 0)
     finally:
-        _call("cuMemRelease", handle.value)  # What is mapped holds the memory.
+        _call("cuMemRelease", handle.value)  # The mapping holds the memory.
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -145,7 +145,7 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def _give_back(
     address: int, sizes: Sequence[int], device: torch.device, close: Callable[[], None]
 ) -> None:
-    # After a failure there is nothing to wait for, and maybe something that was never mapped.
+    # After a failure there is no work to wait for, and some pieces may never have been mapped.
     with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize(device)
     for size, offset in zip(sizes, _offsets(sizes), strict=True):

@@ -23,19 +23,20 @@ class _Entry:
 
     @classmethod
     def of(cls, storage: Any, version: int, squares: torch.Tensor) -> _Entry:
-        """What the current stream has just been given to compute."""
+        """Squares that the current stream is computing."""
         if not squares.is_cuda:
             return cls(storage, version, squares)
         stream = torch.cuda.current_stream(squares.device)
         return cls(storage, version, squares, stream, stream.record_event())
 
     def take(self) -> torch.Tensor:
-        """The squares, for what the current stream is given from now on."""
+        """The squares, for later work of the current stream."""
         if self.stream is not None:
             stream = torch.cuda.current_stream(self.squares.device)
             if stream != self.stream:
                 stream.wait_event(self.ready)
-                # Its memory would go back to the other stream, which does not wait for this one.
+                # Else its memory would return to the other stream, which does not wait for this
+                # one.
                 self.squares.record_stream(stream)
         return self.squares
 
@@ -43,13 +44,13 @@ class _Entry:
 class SquareCache:
     """Row sums of squares by weight. Holds no weight alive. Methods may be called by any thread.
 
-    A weight is known by its storage, geometry and version counter, so views and detached aliases of
-    one weight share an entry, and an in-place change or a new storage makes a new one. Writes that
-    torch does not count (`weight.data.add_()`) are not seen: `clear()` is for those.
+    A weight is identified by its storage, geometry and version counter, so views and detached
+    aliases of one weight share an entry, and an in-place change or a new storage makes a new one.
+    Writes that torch does not count (`weight.data.add_()`) are not seen: call `clear()` after
+    those.
 
-    On CUDA whatever stream asks finds the squares computed. A graph that is being captured neither
-    finds nor leaves any: what it holds must not go when an entry does, and what it computes is
-    there after its replays only.
+    On CUDA any stream may use the squares. A graph capture neither reads nor writes entries: its
+    memory must outlive an entry, and its results exist only after a replay.
     """
 
     def __init__(self) -> None:
@@ -59,12 +60,12 @@ class SquareCache:
     def get(
         self, weight: torch.Tensor, dtype: torch.dtype, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """The kept squares of `weight` in `dtype`, else what `compute` returns, kept."""
+        """The cached squares of `weight` in `dtype`; calls `compute` without an entry."""
         if weight.is_inference():  # It has no version counter.
             return compute()
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return compute()
-        # The weak reference keeps the storage's address from being used again.
+        # The weak reference prevents reuse of the storage's address.
         storage: Any = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
         key = (
             storage.cdata,

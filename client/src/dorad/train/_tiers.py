@@ -1,4 +1,4 @@
-"""Which way a layer's compose takes: fused with its backward, fused forward only, or eager."""
+"""The tier of a layer's compose: fused with its backward, fused forward only, or eager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tier(enum.StrEnum):
 
 
 class Choice(enum.StrEnum):
-    """Who chooses: the measured crossovers, or the caller."""
+    """The choice of a tier: by the measured crossovers, or by the caller."""
 
     AUTO = "auto"
     FUSED = "fused"
@@ -42,8 +42,8 @@ def _names() -> str:
     return ", ".join(choice.value for choice in Choice)
 
 
-# Of the process, not of a thread: checkpointing computes a forward again in autograd's threads,
-# which must choose as the first forward did.
+# Per process, not per thread: checkpointing repeats a forward in autograd's threads, which must
+# choose the same tier.
 _choice = _from_environment()
 
 
@@ -51,7 +51,7 @@ _choice = _from_environment()
 def tier(name: str) -> Iterator[None]:
     """Within the block every compose of the process is "eager", or "fused" at any size, or "auto".
 
-    Whatever the choice, fp64 on CUDA, embeddings and convolutions are eager.
+    fp64 on CUDA, embeddings and convolutions are always eager.
     """
     global _choice
     try:
@@ -65,10 +65,10 @@ def tier(name: str) -> Iterator[None]:
         _choice = before
 
 
-# Of a compose alone on CUDA, with gradients: fused is three launches where eager is more than a
-# dozen, so that only what is tiny might gain nothing. No crossover has been seen yet.
+# Of a compose alone on CUDA, with gradients: fused is three launches, eager more than a dozen, so
+# that only tiny sizes might gain nothing. No crossover has been measured yet.
 _CUDA_MIN_ELEMENTS = 16 * 1024
-# CPU: from here on allocating activations costs more than the calls for each chunk of rows.
+# CPU: above this, allocating activations costs more than the calls for each chunk of rows.
 _CPU_MIN_ELEMENTS = 1024 * 1024
 
 
@@ -97,9 +97,9 @@ def choose(
 
 
 def choose_whole(*, device: torch.device, dtype: torch.dtype, training: bool) -> Tier:
-    """The tier of a linear that is one function: at no size are more calls faster.
+    """The tier of a linear that is one function: more calls are not faster at any size.
 
-    Eager where it was asked for, and on CUDA where there is no kernel.
+    Eager on request, and on CUDA without a kernel.
     """
     if _choice == Choice.EAGER or device.type not in ("cpu", "cuda"):
         return Tier.EAGER
