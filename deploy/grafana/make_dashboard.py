@@ -208,9 +208,8 @@ ROWS = [
                     (total("dorad_engine_requests"), "requests"),
                     (total("dorad_engine_frozen_requests"), "frozen requests"),
                 ],
-                "What is computed and what waits: sequences for a place in a step, requests for "
-                "their first step. All requests that have not ended, and those of them that a "
-                "pause of an adapter holds.",
+                "Running and waiting sequences, and requests that wait for their first step. All "
+                "requests that have not ended, and those frozen by a pause of an adapter.",
             ),
             Panel(
                 "Tokens in a step",
@@ -249,8 +248,8 @@ ROWS = [
                     )
                 ],
                 "Share of the wall clock that the engine's thread spends on scheduling, launching, "
-                "computing (on a GPU: waiting for it) and processing results. What is missing to "
-                "100 % is idle.",
+                "computing (on a GPU: waiting for it) and processing results. The rest to 100 % "
+                "is idle.",
                 stacked=True,
             ),
             Panel(
@@ -293,7 +292,7 @@ ROWS = [
                         "{{stage}}",
                     )
                 ],
-                "Mean time of a load, stage upon stage: line, read, validate, copy, norms, store, "
+                "Mean time of a load, stage upon stage: queue, read, validate, copy, norms, store, "
                 "activate. A load without a stage counts as 0 there, so that the stages add up.",
                 stacked=True,
             ),
@@ -306,7 +305,7 @@ ROWS = [
                     (rate("dorad_engine_version_switches_total") + " * 60", "requests switched"),
                 ],
                 "A minute: versions loaded, changes of the registry's generation, and requests "
-                "that went over to a new version in flight.",
+                "that switched to a new version in flight.",
             ),
             Panel(
                 "Load failures",
@@ -322,10 +321,10 @@ ROWS = [
                     (rate("dorad_adapter_evictions_total") + " * 60", "evictions"),
                     (
                         rate("dorad_adapter_reloads_total", "from") + " * 60",
-                        "recalls from {{from}}",
+                        "reloads from {{from}}",
                     ),
                 ],
-                "A minute: weights that made room for others, and weights that came back.",
+                "A minute: evictions and reloads of adapter weights.",
             ),
             Panel(
                 "Swap stalls",
@@ -334,8 +333,8 @@ ROWS = [
                     (rate("dorad_adapter_stall_seconds_sum"), "lost a second, all sequences"),
                     *quantiles("dorad_adapter_stall_seconds", of=(0.5, 0.99)),
                 ],
-                "Time that sequences waited for weights which had made room for others: a second "
-                "of the wall clock, and for one sequence.",
+                "Time that sequences waited for evicted weights: a second of the wall clock, and "
+                "for one sequence.",
             ),
             Panel(
                 "Generation",
@@ -350,8 +349,8 @@ ROWS = [
                     (total("dorad_adapter_resident_bytes"), "resident"),
                     (total("dorad_adapter_host_bytes"), "host copies"),
                     (total("dorad_adapter_idle_upload_bytes"), "broken uploads"),
-                    (total("dorad_shared_memory_bytes"), "handed over"),
-                    (total("dorad_shared_weight_bytes"), "weights lent"),
+                    (total("dorad_shared_memory_bytes"), "registered"),
+                    (total("dorad_shared_weight_bytes"), "leased weights"),
                 ],
                 "Weights where they are used, their copies in host memory, and memory of others.",
             ),
@@ -374,7 +373,7 @@ ROWS = [
                         "mean of an append",
                     )
                 ],
-                "What the disk adds to a change of the registry.",
+                "The disk's part of a change of the registry.",
             ),
         ],
     ),
@@ -387,15 +386,15 @@ ROWS = [
                 [
                     (total("dorad_kv_pages_used"), "used"),
                     (total("dorad_kv_pages_cached"), "cached"),
-                    (total("dorad_kv_pages_released"), "lent"),
+                    (total("dorad_kv_pages_released"), "released"),
                     (
                         f"{total('dorad_kv_pages_capacity')} - {total('dorad_kv_pages_used')} "
                         f"- {total('dorad_kv_pages_cached')} - {total('dorad_kv_pages_released')}",
                         "free",
                     ),
                 ],
-                "Pages held by sequences, kept for prefixes (free for the taking), lent to others, "
-                "and free.",
+                "Pages held by sequences, kept for prefixes (available), released to others, and "
+                "free.",
                 stacked=True,
             ),
             Panel(
@@ -414,7 +413,7 @@ ROWS = [
                 "Preemptions",
                 "short",
                 [(rate("dorad_engine_preemptions_total"), "sequences")],
-                "Sequences a second that went back into the queue to free pages.",
+                "Sequences a second that were put back into the queue to free pages.",
             ),
         ],
     ),
@@ -425,7 +424,7 @@ ROWS = [
                 "Server's memory by kind",
                 "bytes",
                 [(total("dorad_memory_bytes", "kind"), "{{kind}}")],
-                "What the server holds, on a GPU or in RAM.",
+                "The server's memory, on a GPU or in RAM.",
                 stacked=True,
             ),
             Panel(
@@ -471,7 +470,7 @@ ROWS = [
                 gpu=True,
             ),
             Panel(
-                "Refused and given back",
+                "Refused and released",
                 "short",
                 [
                     (
@@ -482,17 +481,17 @@ ROWS = [
                     (
                         f"sum by (from) (increase({series('dorad_memory_released_bytes_total')}"
                         f"[{RATE}])) / 1048576",
-                        "MiB given back from {{from}}",
+                        "MiB released from {{from}}",
                     ),
                     (
                         f"sum(increase({series('dorad_kv_grown_bytes_total')}[{RATE}]) "
                         f"and on (job, instance) {series('dorad_device_memory_bytes')} > 0) "
                         "/ 1048576",
-                        "MiB taken back by the KV cache",
+                        "MiB grown by the KV cache",
                     ),
                 ],
-                "Growths that were refused at first (some were granted when idle adapters had made "
-                "room), memory that went back because others need it.",
+                "Allocations that were refused at first (some succeeded after the eviction of idle "
+                "adapters), memory released for other processes.",
                 gpu=True,
             ),
             Panel(
@@ -603,7 +602,8 @@ def panels() -> list[dict]:
 
 
 def label_variable(name: str, query: str) -> dict:
-    """Without an allValue: "All" are those that the query lists, not every job of Prometheus."""
+    """Without an allValue: "All" means the jobs that the query lists, not every job of
+    Prometheus."""
     return {
         "name": name,
         "type": "query",
