@@ -47,8 +47,8 @@ _TEXTS = [
     ),
     (
         "pool.py",
-        "connect: makes the client of a target, where its other arguments matter.\n",
-        "connect: makes the `dorad.aio.Client` of a target, where its other arguments matter.\n"
+        "connect: makes the client of a target, for clients with other arguments.\n",
+        "connect: makes the `dorad.aio.Client` of a target, for clients with other arguments.\n"
         "        Called on the pool's own event loop, which runs in a thread of its own.\n",
     ),
     (

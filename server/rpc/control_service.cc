@@ -148,6 +148,9 @@ absl::Status ControlService::Pause(const UnaryPtr<v1::PauseResponse>& call,
                                    const v1::PauseRequest& request) {
   DORAD_ASSIGN_OR_RETURN(ParsedPause pause, ParsePause(request));
   DORAD_RETURN_IF_ERROR(CheckScope(call->caller(), pause.scope));
+  if (!request.allow_missing()) {
+    DORAD_RETURN_IF_ERROR(services_->registry->CheckExists(pause.scope));
+  }
   engine::Engine::PauseOptions options{pause.mode, std::move(pause.scope)};
   const security::Principal& caller = call->caller();
   if (!caller.roles.Has(security::Role::kAdmin)) options.tenant = caller.tenant;

@@ -5,7 +5,7 @@ import threading
 
 import grpc
 import pytest
-from dorad.v1 import adapters_pb2, types_pb2
+from dorad.v1 import adapters_pb2, control_pb2, inference_pb2, types_pb2
 from lib.server import Server, device, serve, wait_until
 from lib.wire import ABORTED, LENGTH, collect, failure, publish_parts
 
@@ -278,13 +278,56 @@ def test_watch_tells_everything_in_order(server: Server, zoo) -> None:
     ]
     assert kinds == ["PUBLISHED", "ACTIVATED", "FAILED", "RETIRED", "GONE"]
     generations = [event.generation for event in events]
-    assert generations == sorted(generations)
-    later = [number for number in generations if number > generations[0]]
-    replay = server.wire.adapters.Watch(
-        adapters_pb2.WatchRequest(from_generation=generations[0]), timeout=30
+    assert generations == sorted(set(generations))
+    for seen, following in zip(events, events[1:], strict=False):
+        replay = server.wire.adapters.Watch(
+            adapters_pb2.WatchRequest(from_generation=seen.generation), timeout=30
+        )
+        assert next(replay) == following
+        replay.cancel()
+
+
+def test_a_watch_resumes_between_a_publish_and_its_activation(server: Server, zoo) -> None:
+    before = generation(server)
+    server.wire.publish("between", zoo.adapter("slow", "lora_head"), activate=True)
+    types = []
+    for _ in range(2):  # each event by a watch of its own
+        request = adapters_pb2.WatchRequest(from_generation=before)
+        call = server.wire.adapters.Watch(request, timeout=30)
+        event = next(call)
+        call.cancel()
+        types.append(event.type)
+        before = event.generation
+    assert types == [
+        adapters_pb2.WATCH_EVENT_TYPE_PUBLISHED,
+        adapters_pb2.WATCH_EVENT_TYPE_ACTIVATED,
+    ]
+
+
+def test_a_misspelt_adapter_is_neither_paused_nor_aborted(server: Server, zoo) -> None:
+    server.wire.publish("policy", zoo.adapter("slow", "lora_head"), activate=True)
+    for request, call in (
+        (control_pb2.PauseRequest(adapter="polcy"), server.wire.control.Pause),
+        (control_pb2.PauseRequest(adapter="policy@7"), server.wire.control.Pause),
+        (inference_pb2.AbortRequest(adapter="polcy"), server.wire.inference.Abort),
+    ):
+        refusal = refused(call, request)
+        assert refusal.reason == "ADAPTER_NOT_FOUND"
+        request.allow_missing = True
+        call(request, timeout=10)
+    assert sorted(server.wire.info().engine.paused_adapters) == ["polcy", "policy@7"]
+    for name in ("polcy", "policy@7"):
+        server.wire.control.Resume(control_pb2.ResumeRequest(adapter=name), timeout=10)
+
+
+def test_an_expected_generation_needs_an_activation(server: Server, zoo) -> None:
+    folder = zoo.adapter("slow", "lora_head")
+    expected = generation(server)
+    refusal = refused(
+        server.wire.publish, "guarded", folder, activate=False, expected_generation=expected
     )
-    assert [next(replay).generation for _ in later] == later
-    replay.cancel()
+    assert refusal.reason == "EXPECTED_GENERATION_WITHOUT_ACTIVATE"
+    server.wire.publish("guarded", folder, activate=True, expected_generation=generation(server))
 
 
 def test_upload_must_be_whole_and_intact(server: Server, zoo) -> None:

@@ -442,7 +442,7 @@ def gpu_share_request(
 
 
 def abort_request(
-    request_ids: str | Iterable[str] | None, adapter: str | None, all: bool
+    request_ids: str | Iterable[str] | None, adapter: str | None, all: bool, allow_missing: bool
 ) -> inference_pb2.AbortRequest:
     if (request_ids is not None) + (adapter is not None) + all != 1:
         raise ValueError("abort needs exactly one of request_ids, adapter or all=True")
@@ -450,7 +450,7 @@ def abort_request(
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return inference_pb2.AbortRequest(requests=inference_pb2.RequestIds(request_ids=ids))
     if adapter is not None:
-        return inference_pb2.AbortRequest(adapter=adapter)
+        return inference_pb2.AbortRequest(adapter=adapter, allow_missing=allow_missing)
     return inference_pb2.AbortRequest(all=True)
 
 

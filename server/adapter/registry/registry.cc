@@ -188,6 +188,12 @@ absl::StatusOr<AdapterRecord> AdapterRegistry::Get(const AdapterRef& ref) const 
   return version->Copy();
 }
 
+absl::Status AdapterRegistry::CheckExists(const AdapterRef& ref) const {
+  if (ref.is_base()) return absl::OkStatus();
+  absl::Status status = Get(ref).status();
+  return ReasonOf(status) == "ADAPTER_NOT_FOUND" ? status : absl::OkStatus();
+}
+
 std::vector<AdapterRecord> AdapterRegistry::List(const std::string& name,
                                                  const std::string& after_name,
                                                  int64_t after_version, int limit) const {

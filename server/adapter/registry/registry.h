@@ -95,6 +95,9 @@ class AdapterRegistry {
   absl::StatusOr<AdapterLease> Acquire(const AdapterRef& ref);
 
   absl::StatusOr<AdapterRecord> Get(const AdapterRef& ref) const;
+  // NOT_FOUND (ADAPTER_NOT_FOUND) unless there is such a version, or any version of the name. The
+  // base exists.
+  absl::Status CheckExists(const AdapterRef& ref) const;
   // Ordered by (name, version), after (after_name, after_version), at most `limit`. Empty name: all
   // names.
   std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,

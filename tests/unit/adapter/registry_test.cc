@@ -7,7 +7,7 @@ TEST_F(AdapterRegistryTest, AVersionLivesFromReservationToGone) {
   EXPECT_EQ(*registry_->Reserve("a", std::nullopt, {{"step", "7"}}), 1);
   EXPECT_EQ(registry_->Get({"a", 1})->state, AdapterState::kLoading);
   EXPECT_EQ(ReasonOf(registry_->Acquire({"a", 1}).status()), "ADAPTER_NOT_READY");
-  EXPECT_EQ(*registry_->Publish(Loaded("a", 1), true, std::nullopt), 1);
+  EXPECT_EQ(*registry_->Publish(Loaded("a", 1), true, std::nullopt), 2) << "with its activation";
   AdapterRecord record = *registry_->Get({"a", 0});
   EXPECT_EQ(record.state, AdapterState::kReady);
   EXPECT_TRUE(record.active);
@@ -168,13 +168,34 @@ TEST_F(AdapterRegistryTest, SaysWhenEventsAreNoLongerKept) {
   EXPECT_EQ(ReasonOf(registry_->EventsAfter(13, 3).status()), "GENERATION_UNKNOWN");
 }
 
-TEST_F(AdapterRegistryTest, APageOfEventsNeverSplitsAGeneration) {
+TEST_F(AdapterRegistryTest, AWatcherCanContinueAfterAnyEvent) {
   Publish("a", true);
   Publish("a", true);
-  const auto page = registry_->EventsAfter(0, 1);
-  ASSERT_EQ(page->size(), 2u);
-  EXPECT_EQ(page->back().generation, 1);
-  EXPECT_EQ(registry_->EventsAfter(page->back().generation, 1)->front().generation, 2);
+  using enum EventType;
+  int64_t generation = 0;
+  for (const EventType expected : {kPublished, kActivated, kPublished, kActivated}) {
+    const auto page = registry_->EventsAfter(generation, 1);
+    ASSERT_EQ(page->size(), 1u);
+    EXPECT_EQ(page->front().type, expected);
+    EXPECT_EQ(page->front().generation, ++generation);
+  }
+}
+
+TEST_F(AdapterRegistryTest, OfTwoActivationsThatExpectAGenerationOneFails) {
+  Publish("a", true);
+  const int64_t seen = registry_->generation();
+  EXPECT_EQ(registry_->Activate("a", 1, std::nullopt)->generation, seen) << "nothing changes";
+  EXPECT_EQ(registry_->Activate("a", 1, seen)->generation, seen + 1);
+  EXPECT_EQ(ReasonOf(registry_->Activate("a", 1, seen).status()), "GENERATION_MISMATCH");
+}
+
+TEST_F(AdapterRegistryTest, KnowsWhetherANameOrVersionExists) {
+  Publish("a", false);
+  EXPECT_TRUE(registry_->CheckExists({"a", 0}).ok()) << "no version is active";
+  EXPECT_TRUE(registry_->CheckExists({"a", 1}).ok());
+  EXPECT_TRUE(registry_->CheckExists({"", 0}).ok());
+  EXPECT_EQ(ReasonOf(registry_->CheckExists({"a", 2})), "ADAPTER_NOT_FOUND");
+  EXPECT_EQ(ReasonOf(registry_->CheckExists({"b", 0})), "ADAPTER_NOT_FOUND");
 }
 
 TEST_F(AdapterRegistryTest, KeepsOnlySomeEndedRecords) {
@@ -272,6 +293,7 @@ TEST_F(AdapterRegistryTest, AgreesWithASimpleModel) {
           const auto result = registry_->Publish(Loaded(name, version), activate,
                                                  model.generation - (stale ? 1 : 0));
           ++model.generation;
+          if (result.ok() && activate) ++model.generation;
           ASSERT_EQ(result.ok(), !(activate && stale)) << result.status();
           known->second = result.ok() ? AdapterState::kReady : AdapterState::kFailed;
           if (result.ok() && activate) model.active[name] = version;

@@ -28,7 +28,7 @@ TEST_F(AdapterLoaderTest, PublishesWeightsInServingLayoutWithExactG) {
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->adapter.state, AdapterState::kReady);
   EXPECT_TRUE(result->adapter.active);
-  EXPECT_EQ(result->generation, 1);
+  EXPECT_EQ(result->generation, 2) << "published, and activated";
   const AdapterSummary& summary = result->adapter.summary;
   EXPECT_EQ(summary.kind, AdapterKind::kDora);
   EXPECT_EQ(summary.min_rank, 3);

@@ -30,6 +30,7 @@ class Control(Connection):
         mode: Literal["keep", "wait", "abort"] = "keep",
         *,
         adapter: str | None = None,
+        allow_missing: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Stops the engine from starting steps, or with `adapter` ("name" or "name@version") the
@@ -37,8 +38,13 @@ class Control(Connection):
 
         "keep" freezes requests where they are, "wait" lets admitted ones finish first and refuses
         new ones, "abort" ends them now. Publishing and activating stay possible.
+
+        Raises:
+          NotFound: the server does not have the adapter, and not `allow_missing`.
         """
-        message = control_pb2.PauseRequest(mode=_wire.pause_mode(mode), adapter=adapter or "")
+        message = control_pb2.PauseRequest(
+            mode=_wire.pause_mode(mode), adapter=adapter or "", allow_missing=allow_missing
+        )
         return int((await self._ask(self._control.Pause, message, timeout)).affected)
 
     async def resume(self, adapter: str | None = None, *, timeout: float | None = None) -> None:

@@ -192,11 +192,15 @@ class Inference(Connection):
         *,
         adapter: str | None = None,
         all: bool = False,
+        allow_missing: bool = False,
         timeout: float | None = None,
     ) -> int:
         """Ends requests by id, by adapter ("name" or "name@version"), or all; returns how many.
 
         Their callers get the tokens so far with FinishReason.ABORTED.
+
+        Raises:
+          NotFound: the server does not have the adapter, and not `allow_missing`.
         """
-        message = _wire.abort_request(request_ids, adapter, all)
+        message = _wire.abort_request(request_ids, adapter, all, allow_missing)
         return int((await self._ask(self._inference.Abort, message, timeout)).aborted)
