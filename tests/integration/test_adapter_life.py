@@ -1,6 +1,7 @@
 """The life of adapter versions over the wire: publish, activate, retire, list, watch."""
 
 import hashlib
+import itertools
 import threading
 
 import grpc
@@ -279,7 +280,7 @@ def test_watch_tells_everything_in_order(server: Server, zoo) -> None:
     assert kinds == ["PUBLISHED", "ACTIVATED", "FAILED", "RETIRED", "GONE"]
     generations = [event.generation for event in events]
     assert generations == sorted(set(generations))
-    for seen, following in zip(events, events[1:], strict=False):
+    for seen, following in itertools.pairwise(events):
         replay = server.wire.adapters.Watch(
             adapters_pb2.WatchRequest(from_generation=seen.generation), timeout=30
         )

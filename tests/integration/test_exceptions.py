@@ -42,7 +42,9 @@ def activate(server: Server, zoo) -> None:
 
 
 def pause(server: Server, zoo) -> None:
-    server.wire.control.Pause(control_pb2.PauseRequest(adapter="none"), timeout=PATIENCE)
+    server.wire.control.Pause(
+        control_pb2.PauseRequest(adapter="none", allow_missing=True), timeout=PATIENCE
+    )
 
 
 def serve_with(zoo, failpoint: str):

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+from pathlib import Path
 
 import dorad
 import dorad.aio
@@ -319,6 +320,12 @@ def test_a_removed_servers_prompts_go_to_another_one(zoo):
         assert all(report.state == "ready" for report in pool.report())
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has reached every thread: until then one may still answer."""
+    stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in stats)
+
+
 def test_a_server_that_lags_behind_is_reported_as_a_straggler(zoo):
     with (
         servers(zoo.model("llama2"), 2) as both,
@@ -328,6 +335,7 @@ def test_a_server_that_lags_behind_is_reported_as_a_straggler(zoo):
         assert not any(report.outstanding for report in pool.report())
         os.kill(both[0].pid, signal.SIGSTOP)
         try:
+            wait_until(lambda: is_stopped(both[0].pid), what="all threads to stop")
             worker = threading.Thread(
                 target=lambda: pool.generate_many(PROMPTS, max_tokens=4, concurrency=4)
             )

@@ -348,7 +348,7 @@ class Wire:
         adapter: str = "",
         timeout: float = DEADLINE,
     ) -> int:
-        request = control_pb2.PauseRequest(mode=mode, adapter=adapter)
+        request = control_pb2.PauseRequest(mode=mode, adapter=adapter, allow_missing=True)
         return self.control.Pause(request, timeout=timeout).affected
 
     def sleep(self, *tags: str, **options: bool) -> dict[str, int]:
