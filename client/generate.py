@@ -1,7 +1,7 @@
 """Generates modules: the protobuf and gRPC ones of `dorad.v1` and the gateway, with type stubs, and
 the synchronous client (sync_source.py).
 
-Run by hand for a source checkout (output goes beside the sources, where git ignores it), and by
+Run by hand for a source checkout (the output lies beside the sources and is ignored by git), and by
 setup.py when a wheel is built. Needs grpcio-tools; type stubs (.pyi) need mypy-protobuf as well.
 
     python client/generate.py [--out DIR]
@@ -35,7 +35,7 @@ def proto_files() -> list[pathlib.Path]:
 def _sources() -> dict[pathlib.Path, pathlib.PurePath]:
     """Each proto file, with its path below its root, which is where its modules go."""
     found = {path: path.relative_to(proto_root()) for path in proto_files()}
-    ours = HERE / "proto"  # What is the client's alone, and no part of the server's contract.
+    ours = HERE / "proto"  # Only for the client, not part of the server's contract.
     return found | {
         p: p.relative_to(ours) for p in sorted((ours / "dorad/gateway").glob("*.proto"))
     }

@@ -1,7 +1,7 @@
 """Writes the synchronous client, src/dorad/_sync, from the asyncio one, src/dorad/_aio.
 
-The two differ by `async` and `await`, by the names in _NAMES, and by the passages in _TEXTS. What
-differs by more than that is in two modules of the same names: dorad._asyncio and dorad._threads.
+The two differ by `async` and `await`, by the names in _NAMES, and by the passages in _TEXTS. Larger
+differences are in two modules with the same names: dorad._asyncio and dorad._threads.
 
 generate.py runs it with the rest. By itself it needs Python alone.
 
@@ -90,7 +90,7 @@ def _without_async(text: str) -> str:
     def place(position: tuple[int, int]) -> int:
         return starts[position[0] - 1] + position[1]
 
-    changes: list[tuple[int, int, str]] = []  # (begin, end, what comes there instead)
+    changes: list[tuple[int, int, str]] = []  # (begin, end, replacement)
     awaitable: list[int] = []  # Depths of brackets inside of the open Awaitable[...].
     depth = 0
     tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
@@ -118,7 +118,7 @@ def _without_async(text: str) -> str:
 
 
 def generate(source: pathlib.Path, out: pathlib.Path) -> None:
-    """Makes the folder `out` the synchronous form of the folder `source`; writes what differs."""
+    """Makes the folder `out` the synchronous form of the folder `source`; writes changed files."""
     out.mkdir(parents=True, exist_ok=True)
     wanted = {path.name: synchronous(path.name, path.read_text()) for path in source.glob("*.py")}
     for path in out.glob("*.py"):

@@ -51,7 +51,7 @@ TEMPERATURE = 0.7
 LEARNING_RATE = 5e-4
 BETAS = (0.9, 0.95)
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Above it, samples are not those of the policy that is trained: a defect, not rounding.
+# Above it, samples are not from the trained policy: a defect, not rounding.
 MAX_MEAN_DIFFERENCE = {torch.float32: 0.005, torch.bfloat16: 0.1}
 
 # Questions, and words of which an answer to the point has one
@@ -90,7 +90,7 @@ class Group:
 
 @dataclass
 class Step:
-    """What one step did. Times are in seconds."""
+    """The results of one step. Times are in seconds."""
 
     version: str  # that drew the samples
     reward: float
@@ -164,7 +164,7 @@ def make_base(model: Path, weights: BaseWeights | None) -> Any:
         # server have the same weights and differ in the order of sums only. In bf16 each side
         # rounds intermediate results at other places, and that hides small defects.
         return transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    # The server's own weights are in bf16, whatever it computes in.
+    # The server's own weights are in bf16, for any compute dtype.
     config = transformers.AutoConfig.from_pretrained(model)
     with init_empty_weights(include_buffers=False):
         base = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -177,7 +177,7 @@ def make_policy(model: Path, weights: BaseWeights | None) -> PeftModel:
     config = LoraConfig(
         r=16, lora_alpha=32, target_modules=LINEARS, use_dora=True, task_type="CAUSAL_LM"
     )
-    # No dropout: what is trained is what samples.
+    # No dropout: the trained policy is the sampling policy.
     policy = get_peft_model(base, config).eval()
     patch(policy)  # PEFT would build B·A, as large as the base, in every forward.
     return policy
@@ -287,7 +287,7 @@ def run(
         )
         if not step.mean_difference < most:
             raise RuntimeError(f"trainer and server disagree: {step.mean_difference} a token")
-        client.retire(version.ref)  # its memory; nobody asks for it any more
+        client.retire(version.ref)  # frees its memory; no request uses it any more
         done.append(step)
         version = following
     return done

@@ -45,7 +45,7 @@ class Stream(Generic[T]):
                     message = await read(self._call)
             except DoradError as error:
                 if self._closed.is_set():
-                    break  # Another task has called close(): this task was not cancelled.
+                    break  # Another task has called close(): this one was not cancelled.
                 delay = self._attempts.delay(error)
                 if delay is None:
                     raise
