@@ -1,4 +1,4 @@
-# Every command works alone on a fresh tree: what it needs is installed and built first.
+# Every command works alone on a fresh tree: it installs and builds its dependencies first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev server build test test-deep check demo demo-rl assets serve docs lint format sanitize fuzz bundle bench clean
@@ -18,7 +18,7 @@ help: ## this list
 	@echo
 	@echo "Logs of every stage: build/logs. docs/development.md says more."
 
-setup: ## install system packages and .venv (only what is missing)
+setup: ## install missing system packages and .venv
 	@tools/setup.sh
 
 setup-dev: ## setup, and the tools of lint, format and fuzzing

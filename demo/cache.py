@@ -1,4 +1,4 @@
-"""Where the demo keeps what it makes: .cache in the repository, or DORAD_CACHE."""
+"""The demo's cache folder: .cache in the repository, or DORAD_CACHE."""
 
 from __future__ import annotations
 

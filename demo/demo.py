@@ -73,7 +73,7 @@ class Demo:
         board.watch()
         steps = self.client.info().engine.steps - steps
         tokens = sum(lane.tokens for lane in board.lanes)
-        print(f"  {tokens} tokens of base and two adapters came out of {steps} engine steps.")
+        print(f"  {tokens} tokens of base and two adapters were computed in {steps} engine steps.")
 
     def hot_load(self, folder: Path) -> AdapterVersion:
         heading("A new pirate comes aboard while streams run")
@@ -81,7 +81,7 @@ class Demo:
         running = []
         for title, adapter in (("base", None), ("pirate, running", "pirate")):
             lane = self.lane(title, adapter, STORY, 160)
-            # A stream that ends early could not show what happens to it.
+            # A stream that ends early could not show the switch.
             lane.min_tokens = lane.max_tokens
             running.append(board.start(lane))
         publication = Publication(self.client, folder)
@@ -130,7 +130,7 @@ class Demo:
         print(f"  One Score call, {tokens} tokens in {elapsed:.2f} s.")
 
     def report(self) -> None:
-        heading("What ran")
+        heading("Summary")
         table = Table("version", "digest", "rank", "first token", "each token", "norms", "resident")
         versions: list[AdapterVersion | None] = [None, *self.client.adapters()]
         memory = self.client.info().memory_bytes

@@ -1,4 +1,4 @@
-"""Streams of the demo, side by side: each lane is one request and what has come of it so far."""
+"""Streams of the demo, side by side: each lane is one request and its text so far."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Board:
         return lane
 
     def say(self, note: str) -> None:
-        """What is going on, below the columns (or a line of its own)."""
+        """The current activity, below the columns (or on its own line)."""
         self.note = note
         if not console.is_terminal:
             print(f"  {note}", flush=True)

@@ -2,7 +2,7 @@
 
     pirate-v1    talks like a pirate
     telegram-v1  answers as a telegram, terse and full of STOP
-    pirate-v2    goes on from pirate-v1 and keeps a log: the version that is hot-loaded
+    pirate-v2    continues from pirate-v1 and keeps a log: the version that is hot-loaded
 
 Each takes about a quarter of a minute on two cores and lands in .cache/adapters/NAME, where it
 stays until its examples or its settings change.
@@ -65,7 +65,7 @@ RECIPES = {
 
 
 def fingerprint(name: str) -> str:
-    """What the adapter depends on: its settings, its examples, and the adapter it starts from."""
+    """The adapter's dependencies: its settings, its examples, and the adapter it starts from."""
     recipe = RECIPES[name]
     settings = asdict(recipe) | {"modules": MODULES, "layers": LAYERS}
     parts = [json.dumps(settings, sort_keys=True), (DATA / recipe.data).read_text()]

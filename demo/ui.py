@@ -1,4 +1,4 @@
-"""What the demo's programs print: stages with elapsed time, and one clear line on failure."""
+"""Output of the demo's programs: stages with elapsed time, and one clear line on failure."""
 
 from __future__ import annotations
 

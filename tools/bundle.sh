@@ -10,7 +10,7 @@ build=${1:-build}
 out=dist/dorad-bundle
 [[ -x $build/dorad ]] || die "$build/dorad is missing: run \`make build\` first"
 
-# What the host has itself: glibc, the C++ runtime, and everything that torch's wheel brings.
+# Libraries of the host: glibc, the C++ runtime, and those of torch's wheel.
 is_host_library() {
   case $1 in
     libstdc++* | libgcc_s* | ld-linux* | libc.so* | libm.so* | libdl.so* | librt.so* | libpthread.so*) return 0 ;;
@@ -24,7 +24,7 @@ mkdir -p "$out/bin" "$out/lib"
 programs=("$build/dorad" "$build"/tests/unit/{kernels,cuda}_test "$build"/tests/bench/{kernels,cuda}_*_bench)
 for program in "${programs[@]}"; do
   [[ -x $program ]] || continue
-  # Names stay: a hung server's stacks in the log tell nothing without them.
+  # Names stay: a hung server's stacks in the log need them.
   strip --strip-debug -o "$out/bin/$(basename "$program")" "$program"
   while read -r name path; do
     is_host_library "$name" || cp -Lu "$path" "$out/lib/"

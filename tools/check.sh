@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One room of the server: builds what changed, runs its unit tests and its smoke tests.
+# One room of the server: builds it, runs its unit tests and its smoke tests.
 #   tools/check.sh ROOM     a folder of tests/unit, for example engine
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What may include what: tools/check_includes.sh FILE...
+# Checks the include rules: tools/check_includes.sh FILE...
 #   torch's headers: backends/cpu, its tests and benches alone. Torch also ships an older
 #   google/protobuf on its include path, so no file may see both.
 #   grpc::internal: one file at most.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the form of the documentation: what mkdocs does not look at.
+"""Checks the form of the documentation beyond mkdocs' checks.
 
     tools/docs_check.py          one line for each finding; exit code 1 if there are any
     tools/docs_check.py --fix    wraps prose and writes the generated section first
@@ -28,7 +28,7 @@ FENCE = re.compile(r"^\s*(`{3,}|~{3,})")
 ITEM = re.compile(r"^(\s*)([*+-]|\d+\.)(\s+)")
 # Lines that are kept as they are: headings, tables, HTML, quotes, images, directives, rules.
 KEPT = re.compile(r"^\s*(#{1,6} |\||<|>|!\[|:::|!!!|\[[^]]+\]: |-{3,}$)")
-# What would begin a list or a heading if a line began with it stays behind the word before it.
+# A marker of a list or a heading must not begin a line: it stays behind the word before it.
 STARTER = re.compile(r" (?=(?:[*+#>|-]|\d+\.)(?: |$))")
 SPAN = re.compile(r"`[^`\n]{1,60}`")
 GLUE = "\u00a0\u2060"
@@ -188,7 +188,7 @@ def findings() -> Iterator[str]:
     for page in pages():
         name = page.relative_to(ROOT).as_posix()
         text = page.read_text()
-        # Logs of measurements keep their tables as they were taken, and name what was.
+        # Logs of measurements keep their original tables and names.
         problems = [] if name.startswith("bench/") else list(too_long(text))
         if name != "CHANGELOG.md" and not name.startswith("bench/"):
             problems += missing_paths(text)
@@ -196,7 +196,7 @@ def findings() -> Iterator[str]:
             yield f"{name}:{number}: {problem}"
     text = CONFIGURATION.read_text()
     if with_configuration(text) != text:
-        yield f"{CONFIGURATION.relative_to(ROOT)}: not what deploy/dorad.yaml says; --fix writes it"
+        yield f"{CONFIGURATION.relative_to(ROOT)}: differs from deploy/dorad.yaml; --fix writes it"
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the fuzz targets and runs them one after the other: tools/fuzz.sh [SECONDS [NAME...]]
-# SECONDS is the time of each (default 600). What they find of interest is kept in .cache/fuzz/NAME
-# and goes into the next run; an input that fails is kept in build-fuzz/findings.
+# SECONDS is the time of each (default 600). Interesting inputs are kept in .cache/fuzz/NAME for
+# the next run; an input that fails is kept in build-fuzz/findings.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 seconds=${1:-600}
@@ -18,7 +18,7 @@ mkdir -p "$findings"
 "$VENV/bin/python" tests/fuzz/make_seeds.py "$corpora"
 export ASAN_OPTIONS="detect_stack_use_after_return=1:allocator_may_return_null=1"
 export UBSAN_OPTIONS="print_stacktrace=1:halt_on_error=1:suppressions=$ROOT/tools/sanitizers/ubsan.supp"
-# libtorch's threads are not what is looked at.
+# Without libtorch's threads, which are not under test.
 export OMP_NUM_THREADS=1
 
 status=0

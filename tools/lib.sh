@@ -65,7 +65,7 @@ stage() {
   return "$status"
 }
 
-# beside LOG COMMAND...: starts a command beside the stages that follow. Its output goes to
+# beside LOG COMMAND...: starts a command beside the following stages. Its output is in
 # build/logs/LOG.log and, a line at a time, between theirs. It ends with this script.
 beside() {
   BESIDE_LOG=$LOGS/$1.log

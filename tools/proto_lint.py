@@ -4,8 +4,8 @@
     tools/proto_lint.py                    both checks; exit code 1 with one line for each finding
     tools/proto_lint.py --write-baseline   accept the present contract as the one to keep
 
-The rules carry buf's names, so its documentation explains them. What a release has promised is the
-baseline: it is rewritten when a release is made, not to silence a finding.
+The rules carry buf's names, so its documentation explains them. The contract of the last release is
+the baseline: it is rewritten when a release is made, not to silence a finding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BASELINE = PROTO / "baseline.binpb"
 STANDARD = {"grpc/health/v1/health.proto"}
 
 Finding = tuple[str, str, str]
-"""(file, rule, what is wrong)."""
+"""(file, rule, problem)."""
 
 PASCAL = re.compile(r"[A-Z][A-Za-z0-9]*")
 LOWER_SNAKE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
@@ -232,7 +232,7 @@ def lint_imports(files: Mapping[str, FileDescriptorProto]) -> Iterator[Finding]:
 
 
 def lint_packages(files: Iterable[FileDescriptorProto]) -> Iterator[Finding]:
-    """Rules about what the files of one package, or of one folder, have in common."""
+    """Rules about common options of the files of one package, or of one folder."""
     by_package: dict[str, list[FileDescriptorProto]] = defaultdict(list)
     by_folder: dict[str, set[str]] = defaultdict(set)
     for file in files:
@@ -296,7 +296,7 @@ V = TypeVar("V")
 
 
 def kept(old: Mapping[K, V], new: Mapping[K, V]) -> Iterator[tuple[K, V, V]]:
-    """(key, old, new) for what both have."""
+    """(key, old, new) for common keys."""
     return ((key, value, new[key]) for key, value in old.items() if key in new)
 
 
@@ -397,7 +397,7 @@ def breaking_file(old: FileDescriptorProto, new: FileDescriptorProto) -> Iterato
 
 
 def breaking(old: FileDescriptorSet, new: FileDescriptorSet) -> list[Finding]:
-    """What would break programs or stored messages made for `old` (buf's category FILE)."""
+    """Changes that would break programs or stored messages made for `old` (buf's category FILE)."""
     found: list[Finding] = []
     files = {file.name: file for file in new.file}
     for file in old.file:

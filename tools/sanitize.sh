@@ -25,6 +25,6 @@ if [[ ${2:-} ]]; then
   ((${#targets[@]} > 0)) || die "no room with unit tests for the CPU matches $2"
 fi
 
-# compute-sanitizer checks what runs on a GPU.
+# compute-sanitizer checks GPU code.
 DORAD_NO_CUDA=1 CMAKE_FLAGS="--preset $preset" tools/build.sh "build-$preset" "${targets[@]}"
 BUILD_DIR=build-$preset UNIT_ONLY=1 tools/test.sh

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything `make build` and `make test` need: Debian/Ubuntu packages, then a virtual environment
-# in .venv with the pinned Python packages. Does only what is missing.
+# in .venv with the pinned Python packages. Runs only missing steps.
 #
-#   tools/setup.sh         what the server, its tests and the demo need
+#   tools/setup.sh         the needs of the server, its tests and the demo
 #   tools/setup.sh --dev   also clang-format, clang-tidy and clang (lint, fuzzing)
 #
 # DORAD_SKIP_APT=1 leaves system packages alone (for distributions without apt).

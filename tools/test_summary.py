@@ -1,4 +1,4 @@
-"""Prints what a run of tests came to, from the files in its folder: unit/*.xml (GoogleTest, one a
+"""Prints the result of a test run, from the files in its folder: unit/*.xml (GoogleTest, one a
 program's shard), programs.xml (CTest: programs that failed as a whole) and python.xml (pytest).
 Exits 1 unless every test passed that ran, and some did."""
 

@@ -1,10 +1,9 @@
-// Tells ThreadSanitizer about absl::Mutex and absl::Notification, whose library distributions build
-// without it: without this, everything that a mutex guards looks like a race, and so does what one
-// thread leaves for another that comes when it has been notified already. Linked into programs of
-// the thread preset only, where these definitions come before the library's, do its part and then
-// call it.
+// Annotates absl::Mutex and absl::Notification for ThreadSanitizer, because distributions build
+// their library without it: otherwise every access under a mutex, and every hand-over through an
+// earlier notification, looks like a race. Linked into programs of the thread preset only, where
+// these definitions precede the library's, annotate and then call it.
 //
-// Between a "pre" and its "post" ThreadSanitizer ignores what the thread does, so the conditions
+// Between a "pre" and its "post" ThreadSanitizer ignores the thread's accesses, so the conditions
 // that the library evaluates on behalf of waiting threads raise no false alarm.
 #include <absl/synchronization/mutex.h>
 #include <absl/synchronization/notification.h>
