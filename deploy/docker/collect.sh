@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A program and the libraries that it is linked with, in a folder: OUT/bin and OUT/lib. What belongs to
-# the distribution's C library is left out, since every image of that distribution has it.
+# A program and the libraries that it is linked with, in a folder: OUT/bin and OUT/lib. Files of the
+# distribution's C library are left out, since every image of that distribution has them.
 #
 #   deploy/docker/collect.sh PROGRAM OUT
 set -euo pipefail

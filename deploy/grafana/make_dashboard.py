@@ -292,7 +292,7 @@ ROWS = [
                         "{{stage}}",
                     )
                 ],
-                "Mean time of a load, stage upon stage: queue, read, validate, copy, norms, store, "
+                "Mean time of a load, stages stacked: queue, read, validate, copy, norms, store, "
                 "activate. A load without a stage counts as 0 there, so that the stages add up.",
                 stacked=True,
             ),
