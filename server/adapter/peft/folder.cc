@@ -36,7 +36,7 @@ std::optional<std::string> RealPath(const std::string& path) {
 }
 
 // The nearest folder above a path that does not exist, without links; nullopt when a link on the
-// way leads nowhere: its target must not be told from other missing files.
+// way leads nowhere: its target must look like other missing files.
 std::optional<std::string> RealAncestor(std::filesystem::path path) {
   while (path.has_relative_path()) {
     std::error_code error;

@@ -136,7 +136,7 @@ class ConfigReader {
     readers["init_lora_weights"] = [this](const Json& value) { CheckInit(value); };
   }
 
-  // Fields that describe the training or the origin; they do not change what is computed.
+  // Fields that describe the training or the origin; they have no effect on results.
   void AddInformational(std::map<std::string, Reader>& readers) {
     for (const char* key :
          {"auto_mapping", "base_model_name_or_path", "base_model_class", "parent_library",
