@@ -27,7 +27,7 @@ from dorad.errors import DeadlineExceeded, Unavailable, from_code
 
 _PIECE_BYTES = 16 << 10  # of a digest
 
-_OFFER = struct.Struct("<8sIIQ64s16s")
+_REGISTRATION = struct.Struct("<8sIIQ64s16s")
 _MAGIC = b"DORADMEM"
 _WEIGHTS = struct.Struct("<8sQ")
 _WEIGHTS_MAGIC = b"DORADGET"
@@ -63,13 +63,13 @@ class Connection:
 
     def offer_file(self, fd: int, size: int) -> int:
         """Registers a memory file; returns its index."""
-        return self._offer(_OFFER.pack(_MAGIC, _FILE, 0, size, b"", b""), [fd])
+        return self._register(_REGISTRATION.pack(_MAGIC, _FILE, 0, size, b"", b""), [fd])
 
     def offer_cuda(self, handle: bytes, size: int, uuid: bytes) -> int:
         """Registers an allocation on a GPU; returns its index."""
-        return self._offer(_OFFER.pack(_MAGIC, _CUDA_IPC, 0, size, handle, uuid), [])
+        return self._register(_REGISTRATION.pack(_MAGIC, _CUDA_IPC, 0, size, handle, uuid), [])
 
-    def borrow_weights(self, first: int) -> list[int]:
+    def lease_weights(self, first: int) -> list[int]:
         """Descriptors of the base weights' memory, from this piece on; [] after the last one.
 
         The first call begins the lease. The caller closes the descriptors.
@@ -81,7 +81,7 @@ class Connection:
             os.close(fd)
         raise OSError(errno.EMFILE, f"this process has no room for {count} more descriptors")
 
-    def _offer(self, message: bytes, fds: list[int]) -> int:
+    def _register(self, message: bytes, fds: list[int]) -> int:
         return self._ask(message, fds)[0]
 
     def _ask(self, message: bytes, fds: list[int]) -> tuple[int, list[int]]:

@@ -102,7 +102,7 @@ def base_weights(
         )
     connection = Connection(path)
     try:
-        memory, message = _borrow(client, connection, timeout)
+        memory, message = _lease(client, connection, timeout)
         if expected_digest is not None and expected_digest != message.digest:
             raise BaseWeightsError(
                 [f"the server's have the digest {message.digest}, not {expected_digest}"]
@@ -124,10 +124,10 @@ def base_weights(
     return BaseWeights(tensors, message.digest, copied)
 
 
-def _borrow(
+def _lease(
     client: Client, connection: Connection, timeout: float | None
 ) -> tuple[Memory, control_pb2.ShareBaseWeightsResponse]:
-    connection.borrow_weights(_AFTER_ALL_PIECES)  # Begins the lease and returns the session_token.
+    connection.lease_weights(_AFTER_ALL_PIECES)  # Begins the lease and returns the session_token.
     request = control_pb2.ShareBaseWeightsRequest(session_token=connection.session_token)
     message = client._call(client._control.ShareBaseWeights, request, timeout)
     sizes = list(message.piece_bytes)
@@ -144,7 +144,7 @@ def _pieces(connection: Connection, count: int) -> Generator[int, None, None]:
     them than a process can have open."""
     done = 0
     while done < count:
-        fds = connection.borrow_weights(done)
+        fds = connection.lease_weights(done)
         try:
             if not fds:
                 raise Unavailable(
