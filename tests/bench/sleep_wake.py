@@ -1,4 +1,4 @@
-"""Sleep and Wake of a server of its own with random weights: what goes back, and how long it takes.
+"""Sleep and Wake of a server of its own with random weights: released bytes and times.
 
     DORAD_BINARY=dorad-bundle/dorad DORAD_TEST_DEVICE=cuda python tests/bench/sleep_wake.py
 

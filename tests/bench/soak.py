@@ -113,7 +113,7 @@ class Traffic:
                 outcome = reason_of(error)
             except grpc.FutureCancelledError:
                 outcome = "cancelled"
-            except Exception as error:  # a broken promise: what came was not what was asked for
+            except Exception as error:  # a broken promise: a wrong answer
                 outcome = f"{type(error).__name__}: {error}"
             with self.lock:
                 self.done[name] += 1
@@ -216,7 +216,7 @@ class Caller:
         self.wire.retire(*self._some_version(), force=self.choose.random() < 0.5)
 
     def do_break(self) -> None:
-        """An upload that ends in the middle; now and then it is gone on with."""
+        """An upload that ends in the middle; sometimes it is resumed."""
         content = self.choose.randrange(len(self.images))
         resumable = self.choose.random() < 0.5
         upload_id = f"u{self.choose.getrandbits(60):x}" if resumable else None

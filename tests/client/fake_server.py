@@ -131,7 +131,7 @@ class FakeServer(
         self.active = {}
         self.images = {}  # (name, version) -> (config, image)
         self.chunk_sizes = []
-        self.uploads = {}  # upload_id -> what has come
+        self.uploads = {}  # upload_id -> received bytes
         self.results = {}  # upload_id -> PublishResponse
         self.publish_begins = []
         self.events = []
@@ -140,7 +140,7 @@ class FakeServer(
         self.paused_adapters = []
         self.sleeping = set()
         self.sleep_requests = []
-        self.yields = {}  # id -> share
+        self.gpu_share_limits = {}  # id -> share
         self.gpu_share_requests = []
         self.pause_modes = []
         self.generate_calls = []
@@ -560,16 +560,16 @@ class FakeServer(
         with self.lock:
             self.gpu_share_requests.append(request)
             if len(self.gpu_share_requests) in self.failing_limits:
-                context.abort(grpc.StatusCode.INTERNAL, "as told")
-            self.yields[request.limit_id] = request.gpu_share
+                context.abort(grpc.StatusCode.INTERNAL, "injected")
+            self.gpu_share_limits[request.limit_id] = request.gpu_share
             return control_pb2.LimitGpuShareResponse(gpu_share=self.gpu_share())
 
     def EndGpuShareLimit(self, request, context):
-        ended = self.yields.pop(request.limit_id, None) is not None
+        ended = self.gpu_share_limits.pop(request.limit_id, None) is not None
         return control_pb2.EndGpuShareLimitResponse(ended=ended)
 
     def gpu_share(self):
-        return min([1.0, *self.yields.values()])
+        return min([1.0, *self.gpu_share_limits.values()])
 
     def Resume(self, request, context):
         if request.adapter:

@@ -212,7 +212,7 @@ def test_a_failure_while_reading_reaches_the_caller(client, folder):
 
 
 @pytest.mark.parametrize("source", ["folder", "tensors"])
-def test_goes_on_with_an_upload_that_breaks(client, server, folder, source):
+def test_resumes_a_broken_upload(client, server, folder, source):
     server.break_uploads_at = [1, (1 << 20) + 1, 1]
     seen = []
     arguments = {"path": folder}
@@ -444,12 +444,12 @@ def test_yields_and_ends_the_yield(client, server):
 
 def test_a_block_renews_its_yield_and_ends_it(client, server):
     with client.limited_gpu_share(0.25, time_to_live=0.15) as share:
-        assert share == 0.25 and list(server.yields.values()) == [0.25]
+        assert share == 0.25 and list(server.gpu_share_limits.values()) == [0.25]
         with client.limited_gpu_share(0.5) as both:
-            assert both == 0.25 and len(server.yields) == 2
+            assert both == 0.25 and len(server.gpu_share_limits) == 2
         assert wait_for(lambda: len(server.gpu_share_requests) >= 5)
-        assert len(server.yields) == 1
-    assert server.yields == {}
+        assert len(server.gpu_share_limits) == 1
+    assert server.gpu_share_limits == {}
     assert {request.time_to_live.ToMilliseconds() for request in server.gpu_share_requests} == {
         150,
         30_000,
@@ -463,10 +463,10 @@ def test_only_the_first_call_of_a_yield_can_fail_the_block(client, server, caplo
     server.failing_limits = {3}
     with client.limited_gpu_share(0.25, time_to_live=0.15):
         assert wait_for(lambda: len(server.gpu_share_requests) >= 4)
-    assert "could not be renewed" in caplog.text and server.yields == {}
+    assert "could not be renewed" in caplog.text and server.gpu_share_limits == {}
     with pytest.raises(ZeroDivisionError), client.limited_gpu_share(0.25):
         raise ZeroDivisionError
-    assert server.yields == {}
+    assert server.gpu_share_limits == {}
     with pytest.raises(ValueError, match="time_to_live"):
         client.limited_gpu_share(0.25, time_to_live=0)
 

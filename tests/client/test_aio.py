@@ -87,7 +87,7 @@ def test_publishes_and_manages_adapters(server, folder):
             assert share == 0.25
             while len(server.gpu_share_requests) < 5:
                 await asyncio.sleep(0.01)
-        assert server.yields == {"a": 0.5}
+        assert server.gpu_share_limits == {"a": 0.5}
         assert await client.end_gpu_share_limit("a") and not await client.end_gpu_share_limit("a")
         assert await client.sleep("kv") == {"kv": 1 << 20}
         await client.wake()
@@ -116,7 +116,7 @@ def test_a_refused_upload_says_why(server, folder):
     run(server, body)
 
 
-def test_goes_on_with_an_upload_that_breaks(server, folder):
+def test_resumes_a_broken_upload(server, folder):
     server.break_uploads_at, server.lose_answers = [1, (1 << 20) + 1], 1
 
     async def body(client):

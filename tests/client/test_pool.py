@@ -108,7 +108,7 @@ def test_a_retired_version_is_forgotten(pair):
 
 
 class Calls:
-    """Calls in threads of their own, and what came of each."""
+    """Calls in threads of their own, and the result of each."""
 
     def __init__(self, *calls):
         self.results = [None] * len(calls)

@@ -21,7 +21,7 @@ def folder(tmp_path):
 
 
 def seen(server, kind, body):
-    """What the server was told by the calls of `body(call)`; `call` runs a method of the client."""
+    """The metadata of the calls of `body(call)`; `call` runs a method of the client."""
 
     async def run_aio():
         async with dorad.aio.Client(server.target, timeout=20) as client:

@@ -1,4 +1,4 @@
-"""The two clients: whoever knows one of them knows the other."""
+"""The two clients have the same surface."""
 
 import importlib
 import inspect

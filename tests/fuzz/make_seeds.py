@@ -150,9 +150,9 @@ def journal() -> list[bytes]:
 
 
 def shared_memory() -> list[bytes]:
-    offer = b"DORADMEM" + struct.pack("<IIQ", 1, 0, 4096) + bytes(80)
+    registration = b"DORADMEM" + struct.pack("<IIQ", 1, 0, 4096) + bytes(80)
     cuda = b"DORADMEM" + struct.pack("<IIQ", 2, 0, 4096) + bytes(range(80))
-    return [b"\1" + offer, b"\0" + cuda, b"\0DORADGET" + struct.pack("<Q", 3)]
+    return [b"\1" + registration, b"\0" + cuda, b"\0DORADGET" + struct.pack("<Q", 3)]
 
 
 def request() -> list[bytes]:

@@ -176,7 +176,7 @@ void CheckUpload(std::string_view bytes) {
   DORAD_CHECK(!upload.TakeConfig().empty());
 }
 
-// A connection that has handed one memory over.
+// A connection with one registered memory.
 class SharedMemory {
  public:
   SharedMemory() {

@@ -9,7 +9,7 @@ from dorad.gateway.core import Gateway, Limits
 
 
 class Server:
-    """Answers what is asked of it when told to, or fails."""
+    """Answers each request on demand, or fails."""
 
     def __init__(self):
         self.questions = 0

@@ -1,4 +1,4 @@
-"""One copy of the base model: a trainer on the same host borrows the server's weights."""
+"""One copy of the base model: a trainer on the same host leases the server's weights."""
 
 import contextlib
 import gc
@@ -43,10 +43,10 @@ def server(zoo, socket_path):
 def client(server: Server):
     with dorad.Client(server.grpc, timeout=60) as made:
         yield made
-    wait_until(lambda: lent(server) == 0, what="the test to give the weights back")
+    wait_until(lambda: leased_bytes(server) == 0, what="the end of the test's lease")
 
 
-def lent(server: Server) -> float:
+def leased_bytes(server: Server) -> float:
     gc.collect()
     return server.metric("dorad_shared_weight_bytes")
 
@@ -170,7 +170,7 @@ def test_server_and_trainer_map_the_same_memory(server, client) -> None:
 
 
 @pytest.mark.skipif(device() != "cuda", reason="of a GPU's memory")
-def test_borrowing_takes_no_memory_of_the_gpu(zoo, tmp_path) -> None:
+def test_a_lease_takes_no_memory_of_the_gpu(zoo, tmp_path) -> None:
     settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(zoo.model("slow"), None, settings) as server, dorad.Client(server.grpc) as client:
         first = dorad.train.base_weights(client)  # And whatever the libraries take once.
@@ -192,12 +192,12 @@ import dorad, dorad.train
 client = dorad.Client(sys.argv[1])
 weights = dorad.train.base_weights(client)
 name = "model.layers.0.self_attn.q_proj.weight"
-print("borrowed", flush=True)
+print("leased", flush=True)
 """
 
 
 @contextlib.contextmanager
-def borrower(server: Server, program: str):
+def leaseholder(server: Server, program: str):
     paths = ":".join([f"{ROOT / 'client' / 'src'}", os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-c", PRELUDE + program, server.grpc],
@@ -208,7 +208,7 @@ def borrower(server: Server, program: str):
         env=environment(PYTHONPATH=paths),
     )
     try:
-        assert process.stdout.readline() == "borrowed\n", process.stderr.read()
+        assert process.stdout.readline() == "leased\n", process.stderr.read()
         yield process
     finally:
         process.kill()
@@ -225,7 +225,7 @@ def greedy(server: Server):
 def test_a_trainer_cannot_write(server, client) -> None:
     before = greedy(server)
     program = "weights[name].fill_(0)\nif weights.device.type == 'cuda': torch.cuda.synchronize()\n"
-    with borrower(server, program + "print('written')") as trainer:
+    with leaseholder(server, program + "print('written')") as trainer:
         out, error = trainer.communicate(timeout=120)
     assert "written" not in out
     if device() == "cuda":
@@ -249,34 +249,34 @@ if sys.stdin.readline() == "forget\\n":
     time.sleep(600)
 """
     fds = len(os.listdir(f"/proc/{server.pid}/fd"))
-    with borrower(server, program) as trainer:
-        assert lent(server) > 0
+    with leaseholder(server, program) as trainer:
+        assert leased_bytes(server) > 0
         if end == "kill":
             trainer.kill()
         else:
             trainer.stdin.write(f"{end}\n")
             trainer.stdin.flush()
-        wait_until(lambda: lent(server) == 0, what="the end of the lease")
+        wait_until(lambda: leased_bytes(server) == 0, what="the end of the lease")
     wait_until(lambda: len(os.listdir(f"/proc/{server.pid}/fd")) <= fds, what="closed descriptors")
 
 
 def test_one_tensor_keeps_the_lease(server, client) -> None:
     first, second = dorad.train.base_weights(client), dorad.train.base_weights(client)
-    held = lent(server)
-    assert held >= first.shared_bytes, "one memory, whatever the number of those who borrow it"
+    held = leased_bytes(server)
+    assert held >= first.shared_bytes, "one memory for any number of leases"
     name = "model.embed_tokens.weight"
     rows = first[name][5:7]
     copy = rows.clone()
     del first
-    assert lent(server) == held
+    assert leased_bytes(server) == held
     del second
-    assert lent(server) == held
+    assert leased_bytes(server) == held
     assert torch.equal(rows, copy)
     del rows
-    wait_until(lambda: lent(server) == 0, what="the end of the lease")
+    wait_until(lambda: leased_bytes(server) == 0, what="the end of the lease")
 
 
-def test_what_was_borrowed_outlives_the_server(zoo, tmp_path) -> None:
+def test_leased_weights_outlive_the_server(zoo, tmp_path) -> None:
     settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with (
         serve(zoo.model(FAMILY), None, settings, expect_exit=-signal.SIGKILL) as server,
@@ -379,16 +379,16 @@ def test_training_over_the_servers_base_is_training_over_ones_own(zoo, tmp_path,
     settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
     with serve(folder, None, settings) as server, dorad.Client(server.grpc) as client:
         weights = dorad.train.base_weights(client)
-        borrowed = empty_model(folder)
-        assert dorad.train.adopt_base(borrowed, weights) == 0
-        assert {n for n, _ in borrowed.named_parameters()} == set(weights)
-        assert not any(p.requires_grad for p in borrowed.parameters())
-        tied = borrowed.config.tie_word_embeddings
-        same_head = borrowed.lm_head.weight is borrowed.model.embed_tokens.weight
+        adopted = empty_model(folder)
+        assert dorad.train.adopt_base(adopted, weights) == 0
+        assert {n for n, _ in adopted.named_parameters()} == set(weights)
+        assert not any(p.requires_grad for p in adopted.parameters())
+        tied = adopted.config.tie_word_embeddings
+        same_head = adopted.lm_head.weight is adopted.model.embed_tokens.weight
         assert same_head == tied
-        assert all(p.data_ptr() == weights[n].data_ptr() for n, p in borrowed.named_parameters())
+        assert all(p.data_ptr() == weights[n].data_ptr() for n, p in adopted.named_parameters())
         before = greedy(server)
-        mine, theirs = losses(borrowed), losses(own)
+        mine, theirs = losses(adopted), losses(own)
         assert greedy(server) == before
     assert mine[-1] < mine[0]
     # A GPU's library may choose another kernel for other addresses.
@@ -463,11 +463,11 @@ def test_lent_weights_sleep_without_being_given_back(zoo, tmp_path, host_weights
                 dorad.train.base_weights(client)
             assert caught.value.reason == "SERVER_SLEEPING"
         del weights
-        wait_until(lambda: lent(server) == 0, what="the end of the lease")
+        wait_until(lambda: leased_bytes(server) == 0, what="the end of the lease")
         if device() == "cuda":
             wait_until(
                 lambda: server.wire.info().memory_bytes.get("weights", 0) == 0,
-                what="the weights' memory, which is not lent any more",
+                what="the release of the weights' memory",
             )
         client.wake()
         assert greedy(server) == before

@@ -93,7 +93,7 @@ def test_cancels_during_prefill(server: Server) -> None:
 
 
 def test_cancels_around_the_last_token(server: Server) -> None:
-    """The cancel races with the end: whoever wins, the request ends once."""
+    """The cancel races with the end: the request ends once."""
     choose = random.Random(3)
     admitted = server.metric("dorad_requests_admitted_total", kind="generate")
     finished = server.metric("dorad_requests_ended_total", kind="generate")

@@ -16,7 +16,7 @@ TOKENS = 60
 
 
 class Streamer(threading.Thread):
-    """Runs streams one after the other until told to stop, and notes the gaps between messages."""
+    """Runs streams one after the other until a stop, and notes the gaps between messages."""
 
     def __init__(self, server: Server, adapter: str) -> None:
         super().__init__(daemon=True)

@@ -106,7 +106,7 @@ def test_sighup_changes_what_may_change(zoo, tmp_path) -> None:
         wait_until(lambda: server.wire.info().engine.gpu_share == 0.5, what="the share")
         assert '"changed":"engine.gpu_share limits.max_n log.level"' in server.log()
         assert '"keys":"engine.threads"' in server.log(), "what needs a restart is named"
-        # What is no longer in the file goes back to its default.
+        # A key that is no longer in the file has its default again.
         config.write_text("")
         reload(server, "applied")
         assert server.wire.info().limits.max_n == 128

@@ -279,7 +279,7 @@ def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
             after = ask_all(client, proxy)
             assert after == {name: {addresses[1]} for name in NAMES}
 
-            # It comes back, and its adapters come back to it.
+            # It starts again, and its adapters return to it.
             again = command(zoo.model("slow"), adapters, {"server.grpc_listen": addresses[0]})
             servers[0].wire.close()
             servers[0] = start(again, tmp_path / "again.log")

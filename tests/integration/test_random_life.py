@@ -272,7 +272,7 @@ class World:
         self.wire.resume(scope)
 
     def sleep(self) -> None:
-        """Memory goes back, changes are made, memory comes again; what streamed goes on."""
+        """Memory is released, changes are made, memory is allocated again; streams continue."""
         tags = self.random.sample(["weights", "kv", "adapters"], self.random.randint(1, 3))
         self.wire.sleep(*tags, keep_kv=self.random.random() < 0.5)
         changes = [self.activate, self.retire]

@@ -178,7 +178,7 @@ def upload(zoo, name: str, **begin: str) -> list[adapters_pb2.PublishRequest]:
     return parts
 
 
-def test_an_upload_that_stalls_ends_and_can_be_gone_on_with(server, zoo) -> None:
+def test_a_stalled_upload_ends_and_can_be_resumed(server, zoo) -> None:
     parts = upload(zoo, "stalls", upload_id="stalls")
     size = parts[0].begin.safetensors_size
     with held_back(parts[:2]) as half:

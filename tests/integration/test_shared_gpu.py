@@ -134,8 +134,8 @@ def test_adapters_take_unused_kv_pages_and_requests_take_them_back(zoo) -> None:
         expected = ask(server, "a", 60)
         kv = server.wire.info().memory_bytes["kv"]
         versions = fill(server, adapter)
-        lent = server.metric("dorad_kv_pages_released")
-        assert lent > 0
+        released = server.metric("dorad_kv_pages_released")
+        assert released > 0
         after = server.wire.info().memory_bytes
         assert after["kv"] < kv and sum(after.values()) <= held + (8 << 20)
         assert ask(server, "a", 60) == expected, "what is left of the cache suffices"
@@ -152,7 +152,7 @@ def test_adapters_take_unused_kv_pages_and_requests_take_them_back(zoo) -> None:
 
         def pages_came_back() -> bool:
             server.wire.generate_many(requests)
-            return server.metric("dorad_kv_pages_released") < lent
+            return server.metric("dorad_kv_pages_released") < released
 
         wait_until(pages_came_back, timeout=60, what="the cache to take its memory back")
         assert server.metric("dorad_kv_grown_bytes_total") > 0

@@ -19,7 +19,7 @@ import pytest
 from dorad._shared_memory_socket import tensor_digest
 from dorad.v1 import adapters_pb2, types_pb2
 from lib.server import ROOT, Server, command, device, environment, serve, wait_until
-from lib.trainer import SharedMemory, Trainer, offer
+from lib.trainer import SharedMemory, Trainer, registration
 from lib.wire import failure
 from safetensors.torch import load_file
 
@@ -239,7 +239,7 @@ def test_tensors_that_overlap_cannot_have_more_bytes_than_any_memory(server, soc
     os.ftruncate(fd, size)
     shared_memory = SharedMemory(socket_path)
     try:
-        code, memory, session_token, text = shared_memory.send(offer(size), [fd])
+        code, memory, session_token, text = shared_memory.send(registration(size), [fd])
         assert code == 0, text
         # The last two sums do not fit into 64 bits, signed and unsigned.
         for count, reason in (
@@ -310,7 +310,7 @@ def test_the_socket_is_the_owners_alone_and_no_second_server_takes_it(server, zo
 
 @contextlib.contextmanager
 def victim(server: Server, socket_path: str, folder: Path, name: str, *options: str):
-    """A trainer in a process of its own that has handed its memory over."""
+    """A trainer in a process of its own, with registered memory."""
     program = ROOT / "tests" / "lib" / "trainer.py"
     paths = ":".join(
         [f"{ROOT / 'client' / 'src'}", f"{ROOT / 'tests'}", os.environ.get("PYTHONPATH", "")]

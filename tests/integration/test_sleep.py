@@ -1,4 +1,4 @@
-"""Sleep and Wake: memory goes to others and comes back, and requests notice only the time."""
+"""Sleep and Wake: memory is released and allocated again, and requests notice only the time."""
 
 import contextlib
 import os

@@ -229,7 +229,7 @@ def test_requests_of_others_cannot_be_ended_or_named(connect, server) -> None:
         assert connect("boss").abort(all=True) == 1
 
 
-def test_uploads_of_others_cannot_be_found_or_gone_on_with(server, zoo) -> None:
+def test_uploads_of_others_cannot_be_found_or_resumed(server, zoo) -> None:
     wire = Wire(server.grpc)
     begin = adapters_pb2.PublishBegin(
         name="team-a.up", adapter_config_json="{}", safetensors_size=5, upload_id="same"

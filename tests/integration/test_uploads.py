@@ -182,7 +182,7 @@ def test_bad_ids_are_refused(server: Server, adapter, upload_id: str) -> None:
     assert refused(server.wire.upload, upload_id).reason == "UPLOAD_ID_INVALID"
 
 
-def test_what_nobody_goes_on_with_is_dropped_in_time(zoo, adapter) -> None:
+def test_an_abandoned_upload_is_dropped_in_time(zoo, adapter) -> None:
     with serve(zoo.model("slow"), None, {"adapters.upload_ttl_seconds": 0.3}) as server:
         half = Half(server.wire, begin("idle", adapter), adapter[1])
         half.half_close()

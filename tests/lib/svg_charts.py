@@ -88,7 +88,7 @@ def clock(value: float) -> str:
 
 
 def stack(lines: Sequence[Line]) -> list[Line]:
-    """Each upon those before it; a line without a point at a time counts as 0 there."""
+    """Each stacked on the earlier ones; a line without a point at a time counts as 0 there."""
     heights: dict[float, float] = {}
     result = []
     times = sorted({time for line in lines for time, _ in line.points})

@@ -22,11 +22,11 @@ import grpc
 from dorad.v1 import adapters_pb2, adapters_pb2_grpc
 
 FILE, CUDA_IPC = 1, 2
-OFFER = struct.Struct("<8sIIQ64s16s")
+REGISTRATION = struct.Struct("<8sIIQ64s16s")
 
 
-def offer(size: int, kind: int = FILE, zero: int = 0, handle: bytes = b"") -> bytes:
-    return OFFER.pack(b"DORADMEM", kind, zero, size, handle, b"")
+def registration(size: int, kind: int = FILE, zero: int = 0, handle: bytes = b"") -> bytes:
+    return REGISTRATION.pack(b"DORADMEM", kind, zero, size, handle, b"")
 
 
 class SharedMemory:
@@ -68,7 +68,7 @@ class Trainer:
         self.memory[:] = data
         self.shared_memory = SharedMemory(path)
         code, self.index, self.session_token, text = self.shared_memory.send(
-            offer(len(data)), [self.fd]
+            registration(len(data)), [self.fd]
         )
         assert code == 0, text
 

@@ -1,4 +1,4 @@
-// A registry whose weights are counted, with an executor that runs when it is told.
+// A registry whose weights are counted, with an executor that runs on demand.
 #pragma once
 
 #include <atomic>

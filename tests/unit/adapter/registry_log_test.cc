@@ -192,7 +192,7 @@ TEST_F(RegistryLogTest, OnlyDurableVersionsComeBack) {
   EXPECT_EQ(ReasonOf(registry_->Reserve("b", 1, {}).status()), "ADAPTER_VERSION_TAKEN");
 }
 
-// A log that is rewritten forgets names; no number that served comes back for it.
+// A log that is rewritten forgets names; their numbers are never reused.
 TEST_F(RegistryLogTest, NumbersThatServedAreNotUsedAgainWhateverIsForgotten) {
   ASSERT_TRUE(registry_->Reserve("durable", 3, {}).ok());
   ASSERT_TRUE(registry_->Publish(Loaded("durable", 3), false, std::nullopt, "one").ok());
@@ -212,7 +212,7 @@ TEST_F(RegistryLogTest, NumbersThatServedAreNotUsedAgainWhateverIsForgotten) {
   EXPECT_EQ(*registry_->Reserve("refused", std::nullopt, {}), 1);
 }
 
-// Whoever may publish under some names must not take the numbers of others.
+// A publisher of some names must not take the numbers of others.
 TEST_F(RegistryLogTest, LoadsThatFailedInAnEarlierRunDoNotDriveTheNumbersOfOtherNames) {
   constexpr int64_t kMost = 10'000'000'000'000'000;
   registry_->Fail("evil", *registry_->Reserve("evil", kMost, {}), absl::UnknownError("no"));
@@ -282,7 +282,7 @@ TEST_F(RegistryLogTest, GenerationsRiseAcrossRestartsWhateverWasGivenOut) {
     highest = registry_->generation();
     Restart();
     EXPECT_GT(registry_->generation(), highest);
-    // A watcher of the last run is told that it may have missed something.
+    // A watcher of the last run learns that it may have missed events.
     EXPECT_EQ(ReasonOf(registry_->EventsAfter(highest, 10).status()), "GENERATION_COMPACTED");
     EXPECT_THAT(*registry_->EventsAfter(registry_->generation(), 10), IsEmpty());
   }

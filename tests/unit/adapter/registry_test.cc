@@ -65,7 +65,7 @@ TEST_F(AdapterRegistryTest, VersionNumbersRiseAndAreNeverUsedTwice) {
   }
 }
 
-// Whoever may publish under some names must not take the numbers of others.
+// A publisher of some names must not take the numbers of others.
 TEST_F(AdapterRegistryTest, LoadsThatFailDoNotDriveTheNumbersOfOtherNames) {
   constexpr int64_t kMost = 10'000'000'000'000'000;
   EXPECT_EQ(ReasonOf(registry_->Reserve("z", kMost + 1, {}).status()), "ADAPTER_VERSION_INVALID");

@@ -192,7 +192,7 @@ class ResidencyTest : public ::testing::Test {
 
   int alive_ = 0;
   bool failing_ = false;   // loads from the store
-  bool throwing_ = false;  // likewise, with an exception
+  bool throwing_ = false;  // the same, with an exception
   absl::Mutex now_mu_;
   absl::Time now_ = absl::UnixEpoch();
   absl::Mutex tasks_mu_;

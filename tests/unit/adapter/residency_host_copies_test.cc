@@ -98,7 +98,7 @@ TEST_F(ResidencyTest, AWaitForRoomThatCannotBeMadeEndsInAnError) {
   const EntryPtr c = *Add(3, 8);
   EXPECT_EQ(Try(*c), "away");
   RunTasks();
-  EXPECT_EQ(Try(*c), "away") << "what is in use may make room";
+  EXPECT_EQ(Try(*c), "away") << "used weights may be evicted once idle";
   use.reset();
   EXPECT_EQ(Try(*c), "OUT_OF_MEMORY");
   b.reset();

@@ -13,13 +13,14 @@ TEST_F(ResidencyTest, TheKvCacheShrinksAfterTheIdleWeightsAndByMoreEachTime) {
   const EntryPtr idle = *Add(1, 10);
   int attempts = 0;
   const absl::Status status = residency_->WithRoom([&] {
-    EXPECT_EQ(idle->resident(), ++attempts == 1) << "idle weights go before anything is lent";
+    EXPECT_EQ(idle->resident(), ++attempts == 1)
+        << "idle weights are evicted before the cache shrinks";
     return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "no memory");
   });
   EXPECT_EQ(ReasonOf(status), "OUT_OF_MEMORY");
   ASSERT_EQ(requests.size(), 3u);
   EXPECT_GT(requests[1], requests[0]);
-  EXPECT_EQ(attempts, 4) << "the first, one after the weights went, one after each loan";
+  EXPECT_EQ(attempts, 4) << "the first, one after the eviction, one after each shrink";
 }
 
 TEST_F(ResidencyTest, NoRequestToShrinkIsSmallerThanTheLast) {
@@ -38,7 +39,7 @@ TEST_F(ResidencyTest, NoRequestToShrinkIsSmallerThanTheLast) {
 
 TEST_F(ResidencyTest, AnAttemptThatNeverFitsEvictsNothing) {
   shrink_kv_ = [](int64_t bytes) {
-    ADD_FAILURE() << "nothing is to be lent";
+    ADD_FAILURE() << "the cache must not shrink";
     return bytes;
   };
   Start(0);

@@ -341,7 +341,7 @@ TEST_F(StoreTest, ReadsAJournalOfTheFormatBefore) {
     EXPECT_EQ(state.names.at("a").active, 1);
     EXPECT_EQ(state.names.at("a").last_version, 99);
     EXPECT_EQ(state.names.at("b").last_served, 5) << "it may have";
-    // What this run reserves is told apart.
+    // Reservations of this run are separate.
     Note(Type::kReserved, "c", restart + 1);
     EXPECT_EQ(State().names.at("c").last_served, 0);
   }

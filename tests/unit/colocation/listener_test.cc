@@ -455,11 +455,11 @@ TEST_F(SharedMemoryListenerTest, AWeightsRefusalEndsTheConnection) {
   listener_.reset();
   options_.lease_weights = [] {
     return absl::StatusOr<std::shared_ptr<const WeightsLease>>(
-        MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING", "as told"));
+        MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING", "injected"));
   };
   Start();
   Peer peer(options_.path);
-  EXPECT_EQ(peer.Send(AskForWeights(0)).text, "SERVER_SLEEPING as told");
+  EXPECT_EQ(peer.Send(AskForWeights(0)).text, "SERVER_SLEEPING injected");
   EXPECT_TRUE(peer.Ended());
 }
 
@@ -472,13 +472,14 @@ TEST_F(SharedMemoryListenerTest, MemoryOnAGpuNeedsAnOpener) {
   options_.open_device = [&](const MemoryRegistration& registration)
       -> absl::StatusOr<std::shared_ptr<const adapter::PeerMemory>> {
     seen = registration;
-    return MakeError(absl::StatusCode::kInvalidArgument, "SHARED_MEMORY_MEMORY_INVALID", "as told");
+    return MakeError(absl::StatusCode::kInvalidArgument, "SHARED_MEMORY_MEMORY_INVALID",
+                     "injected");
   };
   Start();
   std::string registration = MakeRegistration(2, 1234);
   registration[24] = 'h';
   registration[88] = 'u';
-  EXPECT_EQ(Peer(options_.path).Send(registration).text, "SHARED_MEMORY_MEMORY_INVALID as told");
+  EXPECT_EQ(Peer(options_.path).Send(registration).text, "SHARED_MEMORY_MEMORY_INVALID injected");
   EXPECT_EQ(seen.size, 1234u);
   EXPECT_EQ(std::to_integer<char>(seen.ipc_handle[0]), 'h');
   EXPECT_EQ(std::to_integer<char>(seen.device_uuid[0]), 'u');

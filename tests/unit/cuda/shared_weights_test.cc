@@ -147,7 +147,7 @@ TEST_F(CudaSharedWeightsTest, EachTensorLiesWhereTheLayoutSays) {
       EXPECT_EQ(std::memcmp(read.data(), bytes.data(), bytes.size()), 0) << tensor.name;
       continue;
     }
-    // Widened: what the file has is the upper half of each number.
+    // Widened: the file's bits are the upper half of each number.
     const std::vector<char> read = imported.Read(tensor.place->offset, 2 * bytes.size());
     for (size_t i = 0; i < bytes.size(); i += 2) {
       ASSERT_EQ(std::memcmp(&read[2 * i + 2], &bytes[i], 2), 0) << tensor.name;
@@ -156,7 +156,7 @@ TEST_F(CudaSharedWeightsTest, EachTensorLiesWhereTheLayoutSays) {
   model->EndSharing();
 }
 
-TEST_F(CudaSharedWeightsTest, LentWeightsStayWhenTheySleepAndGoWithTheLastLoan) {
+TEST_F(CudaSharedWeightsTest, LeasedWeightsStayInMemoryDuringSleepUntilTheLastLeaseEnds) {
   ASSERT_TRUE(OpenDevice().ok());
   const model::ModelConfig config = SmallModel(2);
   WriteCheckpoint(config);
@@ -177,7 +177,7 @@ TEST_F(CudaSharedWeightsTest, LentWeightsStayWhenTheySleepAndGoWithTheLastLoan) 
 
   EXPECT_EQ(model->Sleep(), 0);
   model->EndSharing();
-  EXPECT_EQ(ledger_.by_kind().at("weights"), held) << "another one is left";
+  EXPECT_EQ(ledger_.by_kind().at("weights"), held) << "one lease is left";
   model->EndSharing();
   EXPECT_EQ(ledger_.by_kind()["weights"], 0);
   EXPECT_EQ(model->shared_bytes(), 0);
@@ -186,10 +186,10 @@ TEST_F(CudaSharedWeightsTest, LentWeightsStayWhenTheySleepAndGoWithTheLastLoan) 
   EXPECT_EQ(ledger_.by_kind().at("weights"), held);
   EXPECT_TRUE(model->BeginSharing().ok());
   model->EndSharing();
-  EXPECT_EQ(model->Sleep(), held) << "not lent any more";
+  EXPECT_EQ(model->Sleep(), held) << "no lease is left";
 }
 
-TEST_F(CudaSharedWeightsTest, LoansOfWeightsThatAreAwakeDoNotWaitForTheirUsers) {
+TEST_F(CudaSharedWeightsTest, LeasesOfAwakeWeightsDoNotWaitForTheirUsers) {
   ASSERT_TRUE(OpenDevice().ok());
   const model::ModelConfig config = SmallModel(2);
   WriteCheckpoint(config);

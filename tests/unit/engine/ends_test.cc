@@ -186,7 +186,7 @@ class StormTest : public EngineTest {
       if (step % 2 == 0) {
         Cancel(streams_[victim]);
       } else {
-        engine_->Abort({.request_ids = {ids_[victim]}}, "as told", [](int) {});
+        engine_->Abort({.request_ids = {ids_[victim]}}, "injected", [](int) {});
       }
       return absl::OkStatus();
     };
@@ -284,7 +284,7 @@ TEST_F(EngineTest, AnAbortIsAnsweredWhenItsRequestsHaveEnded) {
   absl::Notification done;
   runner_->on_step = [&, step = 0]() mutable {
     if (++step != 5) return absl::OkStatus();
-    engine_->Abort({.adapter = {"a", 0}}, "as told", [&](int aborted) {
+    engine_->Abort({.adapter = {"a", 0}}, "injected", [&](int aborted) {
       EXPECT_EQ(aborted, 1);
       EXPECT_EQ(leases_.held(), 0);
       EXPECT_EQ(engine_->stats().requests, 1);

@@ -22,7 +22,7 @@ class CountedChunks final : public KvChunks {
   void Unmap(int32_t) override { ++released; }
   absl::Status Map(int32_t) override {
     ++questions;
-    if (fail) return absl::ResourceExhaustedError("as told");
+    if (fail) return absl::ResourceExhaustedError("injected");
     --released;
     return absl::OkStatus();
   }

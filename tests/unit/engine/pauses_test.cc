@@ -240,7 +240,7 @@ TEST_F(PausesTest, PausesAreBoundedAndARefusedOneHasNoEffect) {
   ExpectEverythingBack();
 }
 
-// Whoever pauses and resumes what, every request ends with its tokens.
+// In any order of pauses and resumes, every request ends with its tokens.
 TEST_F(PausesTest, RandomPausesLoseNoToken) {
   for (uint32_t seed = 1; seed <= 8; ++seed) {
     SCOPED_TRACE(seed);

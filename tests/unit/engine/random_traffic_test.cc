@@ -1,4 +1,4 @@
-// Random traffic: whatever happens, what is delivered is right and everything comes back.
+// Random traffic: delivered tokens are right, and all pages and requests are released.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -134,7 +134,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
 }
 
 // Steps that do not begin, steps that fail with another behind them, rows that are not finite and
-// clients that leave: what is delivered is right as far as it goes, and everything comes back.
+// clients that leave: delivered tokens are right, and all pages and requests are released.
 TEST_F(EngineTest, RandomFaultsChangeNoTokenAndLoseNothing) {
   for (uint32_t seed = 0; seed < 8; ++seed) {
     std::mt19937 random(seed + 100);

@@ -122,7 +122,7 @@ TEST_F(SleepTest, RequestsCanEndWhileItSleeps) {
   auto cancelled = Submit(Input(Prompt(6), 400));
   ASSERT_TRUE(Sleep({.kv = true, .keep_kv = true}).ok());
   absl::Notification done;
-  engine_->Abort({.adapter = {"a", 0}}, "as told", [&](int) { done.Notify(); });
+  engine_->Abort({.adapter = {"a", 0}}, "injected", [&](int) { done.Notify(); });
   done.WaitForNotification();
   EXPECT_EQ(Wait(*aborted).samples.at(0).finish.reason, FinishReason::kAborted);
   Cancel(cancelled);

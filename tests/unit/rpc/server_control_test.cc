@@ -80,7 +80,7 @@ TEST_F(ServerTest, YieldsUntilToldOtherwise) {
 }
 
 TEST_F(ServerTest, PassesSleepAndWakeOn) {
-  sleep_.wake_status = MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "as told");
+  sleep_.wake_status = MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY", "injected");
   v1::SleepRequest request;
   request.add_tags("kv");
   request.set_keep_kv(true);

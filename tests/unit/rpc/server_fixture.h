@@ -49,7 +49,7 @@ class CountingRunner final : public engine::ModelRunner {
 
   absl::Status Begin(absl::Span<const engine::StepSequence> sequences) override {
     if (step_time > 0) absl::SleepFor(absl::Milliseconds(step_time.load()));
-    if (fail) return MakeError(absl::StatusCode::kInternal, "STEP_FAILED", "as told");
+    if (fail) return MakeError(absl::StatusCode::kInternal, "STEP_FAILED", "injected");
     for (const engine::StepSequence& s : sequences) outputs_.push_back(Output(s));
     return absl::OkStatus();
   }
@@ -124,7 +124,7 @@ struct FakePublisher final : adapter::AdapterPublisher {
   ByteBuffer image;
 };
 
-// Sleeps and wakes at once, or fails as told.
+// Sleeps and wakes at once, or fails on demand.
 class FakeSleep final : public SleepControl {
  public:
   void Sleep(Tags tags, Options options, SleepDone done) override {

@@ -33,7 +33,7 @@ class EndsAtCancel final : public ServerStreamCall {
     v1::GenerateRequest request;
     DORAD_RETURN_IF_ERROR(Parse(bytes, &request));
     if (request.adapter().empty()) throw std::runtime_error("secret internals");
-    return MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", "as told");
+    return MakeError(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND", "injected");
   }
   Turn Next() override {
     Turn turn;

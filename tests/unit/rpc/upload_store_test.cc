@@ -38,7 +38,7 @@ bool Eventually(const std::function<bool()>& condition) {
   return false;
 }
 
-// A stream, and what it was told.
+// A stream and its notifications.
 struct Client {
   // Outlives the client: an answer may come later.
   struct Told {

@@ -70,7 +70,7 @@ TEST_F(QuotasTest, CountsGeneratedTokensAndGivesThoseOfARefusedRequestBack) {
   // Nothing is saved up beyond a minute's worth.
   now_ += absl::Hours(5);
   EXPECT_DOUBLE_EQ(quotas_.use("a").tokens_left, 100);
-  // A clock that goes back takes nothing.
+  // A clock that steps back takes nothing.
   now_ -= absl::Hours(2);
   EXPECT_DOUBLE_EQ(quotas_.use("a").tokens_left, 100);
 }
@@ -102,7 +102,7 @@ TEST_F(QuotasTest, FollowsChangedLimits) {
   EXPECT_TRUE(quotas_.OpenStream("a").ok());
 }
 
-// Whatever tenants do: streams never exceed their limit, all of it comes back, and over any time
+// For any traffic: streams never exceed their limit, all slots are released, and over any time
 // they get at most their rate, one bucket, and what the requests at hand overdrew.
 TEST_F(QuotasTest, HoldsItsPromisesUnderRandomUse) {
   constexpr int64_t kRate = 600;

@@ -104,7 +104,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
 
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
     DORAD_CHECK(in_flight_.empty() && !released_);
-    if (fail_release) return absl::InternalError("as told");
+    if (fail_release) return absl::InternalError("injected");
     std::vector<uint64_t> kept(kv_.size(), 0xDEAD);
     for (const int32_t page : keep) {
       const auto begin = kv_.begin() + page * kKvPageTokens;
@@ -116,14 +116,14 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   }
   absl::Status RestoreKv() override {
     DORAD_CHECK(in_flight_.empty() && released_);
-    if (fail_restore) return absl::ResourceExhaustedError("as told");
+    if (fail_restore) return absl::ResourceExhaustedError("injected");
     released_ = false;
     return absl::OkStatus();
   }
 
   static constexpr int64_t kChunkBytes = 100;
   std::atomic<bool> fail_release{false}, fail_restore{false};
-  // Others have taken what was lent.
+  // Other processes have taken the released memory.
   std::atomic<bool> fail_map{false};
   std::atomic<int> chunks_released{0};
   // Steps that began when none was in flight: a device would have had nothing to do until then.
@@ -174,7 +174,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   }
   absl::Status Map(int32_t chunk) override {
     DORAD_CHECK(!released_);
-    if (fail_map) return absl::ResourceExhaustedError("as told");
+    if (fail_map) return absl::ResourceExhaustedError("injected");
     DORAD_CHECK(lent_.erase(chunk) == 1);
     --chunks_released;
     return absl::OkStatus();
