@@ -137,7 +137,7 @@ const char* HelpText() {
       SIGHUP: reads the file again and applies the keys that can change.
 
   dorad check-config [FILE] [the flags of serve]
-      Says what a start would find wrong before it loads anything.
+      Reports errors that a start would find before it loads anything.
   dorad print-config [the arguments of serve]
       Prints the configuration in effect as YAML, each value with its origin.
   dorad --version

@@ -20,7 +20,7 @@ namespace dorad {
 int32_t ToInt32(int64_t value);
 
 // The configuration with values in place of "auto", except for engine.kv_bytes, which the backend
-// chooses when it knows what the weights leave. May look for a GPU.
+// chooses after the weights are loaded. May look for a GPU.
 Config Resolved(Config config);
 // The keys that Resolved fills in, with their values: for the log.
 std::vector<LogField> ChosenValues(const Config& config, const Config& resolved,

@@ -13,7 +13,7 @@ namespace dorad::engine {
 struct EngineOptions {
   int64_t max_step_tokens = 512;  // rows of one forward pass
   int32_t max_running_sequences = 256;
-  int64_t kv_min_pages = 0;  // never released; at least what a sequence of full length needs
+  int64_t kv_min_pages = 0;  // never released; at least the pages of a sequence of full length
   // The KV cache does not grow for this long after a shrink: the caller needs time to allocate the
   // memory.
   absl::Duration kv_shrink_hold = absl::Seconds(3);

@@ -56,7 +56,7 @@ struct RequestBase {
   adapter::AdapterRef adapter;  // as requested, for logs
   int32_t priority = 0;
   absl::Time deadline = absl::InfiniteFuture();
-  std::shared_ptr<RequestLog> log;  // gets what the engine knows at the end; nullptr: nobody's
+  std::shared_ptr<RequestLog> log;  // gets the final counts and times; nullptr: no log
 };
 
 struct GenerateInput : RequestBase {
@@ -168,7 +168,7 @@ struct EngineStats {
   int64_t kv_pages_total = 0;
   int64_t kv_pages_used = 0;      // held by sequences
   int64_t kv_pages_cached = 0;    // hold reusable prefixes only
-  int64_t kv_pages_released = 0;  // whose memory others have; neither used nor available
+  int64_t kv_pages_released = 0;  // without memory; neither used nor available
   int64_t kv_shrinkable_bytes = 0;
   bool kv_short = false;  // requests wait for pages that are released
   int kv_page_tokens = 0;

@@ -97,7 +97,7 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
 
   const Method& method_;
   Services* const services_;
-  // What a call with one answer sends when it ends with OK; set by its constructor.
+  // The answer of a call with one answer that ends with OK; set by its constructor.
   const google::protobuf::Message* response_message_ = nullptr;
   // Used by the handler, and then under mu_.
   CallRecord record_;

@@ -1,8 +1,7 @@
 // Device memory whose pages can be released while its addresses stay: pointers in graphs and tensor
 // maps are valid again after the next Map, with undefined contents.
 //
-// Owned by the caller, who makes sure that no work uses it when it is unmapped. Move-only.
-// Thread-compatible.
+// The caller owns it and ends all work on it before an Unmap. Move-only. Thread-compatible.
 #pragma once
 
 #include <cuda.h>

@@ -6,7 +6,7 @@ namespace dorad {
 
 void ReserveBytes(uint64_t bytes, ByteBuffer* out) {
   constexpr uintptr_t kPage = 4096;
-  // What malloc maps on its own, whatever it has learnt: the hint must not stick to its heap.
+  // Malloc maps such blocks separately, at any threshold: the hint must not stick to its heap.
   constexpr uint64_t kWorthIt = 64 << 20;
   out->reserve(bytes);
   if (out->capacity() < kWorthIt) return;
