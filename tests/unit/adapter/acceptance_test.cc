@@ -1,15 +1,12 @@
 // What is accepted, and what it is taken to mean: ranks, scales, targets, keys and dtypes.
-#include <cmath>
-#include <map>
 
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/adapter/peft/module_key.h"
 #include "server/adapter/peft/pattern.h"
 #include "server/adapter/peft/peft_config.h"
 #include "server/adapter/peft/targets.h"
 #include "server/adapter/peft/validate.h"
 #include "tests/unit/support/adapter_fixture.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::adapter {
 namespace {
@@ -17,7 +14,6 @@ namespace {
 using Json = nlohmann::ordered_json;
 using test::MakeConfig;
 using test::MakeModules;
-using ::testing::ElementsAre;
 
 constexpr int kMaxRank = 1024;
 
@@ -60,7 +56,7 @@ TEST(AdapterAcceptanceTest, AllLinearLeavesOutEmbeddingAndHead) {
   config["target_modules"] = "All-Linear";
   const std::vector<std::string> names = Names(config);
   EXPECT_EQ(names.size(), 7u * test::kLayers);
-  EXPECT_THAT(names, ::testing::Not(::testing::Contains("lm_head")));
+  EXPECT_THAT(names, Not(Contains("lm_head")));
 }
 
 TEST(AdapterAcceptanceTest, ExcludesByListAndByRegex) {

@@ -1,8 +1,5 @@
 // The registry over a real store whose journal is rewritten meanwhile.
-#include <functional>
 
-#include "absl/strings/match.h"
-#include "gtest/gtest.h"
 #include "server/adapter/registry/registry.h"
 #include "server/adapter/store/store.h"
 #include "server/platform/thread_pool.h"

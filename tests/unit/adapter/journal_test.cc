@@ -1,22 +1,9 @@
 #include "server/adapter/store/journal.h"
 
-#include <filesystem>
-#include <fstream>
-#include <iterator>
-
-#include "absl/strings/str_cat.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/fake_disk.h"
 
 namespace dorad::adapter {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::ElementsAreArray;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 class JournalTest : public ::testing::Test {
  protected:

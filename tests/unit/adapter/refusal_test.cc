@@ -2,15 +2,9 @@
 // culprit. docs/guides/adapters.md lists the reasons.
 #include <sys/resource.h>
 
-#include <cmath>
-#include <limits>
-
-#include "absl/time/clock.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/adapter/peft/validate.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/adapter_fixture.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::adapter {
 namespace {
@@ -22,7 +16,6 @@ using test::MakeTensor;
 using test::MakeTensors;
 using test::Tensors;
 using test::WriteSafetensors;
-using ::testing::HasSubstr;
 
 constexpr int kMaxRank = 64;
 constexpr char kQ0[] = "base_model.model.model.layers.0.self_attn.q_proj";
@@ -334,10 +327,9 @@ TEST(AdapterRefusalTest, ListsAllProblemsOfBothFilesAtOnce) {
   for (const Violation& violation : ViolationsOf(Validate(adapter))) {
     reasons.push_back(violation.reason);
   }
-  EXPECT_THAT(reasons,
-              ::testing::UnorderedElementsAre("ADAPTER_BIAS_UNSUPPORTED", "ADAPTER_CONFIG_INVALID",
-                                              "ADAPTER_CONFIG_UNKNOWN_KEY",
-                                              "ADAPTER_TENSOR_UNEXPECTED", "ADAPTER_NOT_FINITE"));
+  EXPECT_THAT(reasons, UnorderedElementsAre("ADAPTER_BIAS_UNSUPPORTED", "ADAPTER_CONFIG_INVALID",
+                                            "ADAPTER_CONFIG_UNKNOWN_KEY",
+                                            "ADAPTER_TENSOR_UNEXPECTED", "ADAPTER_NOT_FINITE"));
 }
 
 // Compiled at once they would take minutes and more than a GiB.

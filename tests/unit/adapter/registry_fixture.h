@@ -1,27 +1,12 @@
 // A registry whose weights are counted, with an executor that runs on demand.
 #pragma once
 
-#include <atomic>
-#include <map>
-#include <random>
-#include <set>
-#include <thread>
-
-#include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/adapter/registry/registry.h"
 #include "server/adapter/registry/version.h"
-#include "server/platform/error.h"
 #include "server/platform/thread_pool.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::adapter {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Pair;
 
 // Counts weights that are alive and notes frees by any thread other than the executor's.
 struct Memory {

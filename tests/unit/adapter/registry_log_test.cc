@@ -1,24 +1,13 @@
 // The registry over a change log: what is durable when, and what a restart brings back.
-#include <algorithm>
-#include <functional>
-#include <new>
-#include <thread>
 
-#include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/adapter/registry/registry.h"
-#include "server/platform/error.h"
 #include "server/platform/thread_pool.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::adapter {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::IsEmpty;
 using Type = Change::Type;
 
 class FakeLog : public ChangeLog {

@@ -1,14 +1,7 @@
 // The lists of a residency against a model that scans all records for every answer.
 #include "server/adapter/residency/residency_lists.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <functional>
-#include <memory>
-#include <random>
-#include <vector>
+#include "tests/unit/support/test.h"
 
 namespace dorad::adapter {
 namespace {
@@ -79,7 +72,7 @@ class ResidencyListsTest : public ::testing::Test {
     EXPECT_EQ(lists_.idle_hosted().all(),
               Find([](const ResidencyRecord& r) { return IsIdle(r) && r.reload == nullptr; }));
     EXPECT_THAT(lists_.in_use().all(),
-                testing::UnorderedElementsAreArray(Find([&](const ResidencyRecord& r) {
+                UnorderedElementsAreArray(Find([&](const ResidencyRecord& r) {
                   return resident(r) && !r.permanent && r.pins > 0;
                 })));
     EXPECT_EQ(lists_.copies_of_residents().all(), Find([&](const ResidencyRecord& r) {

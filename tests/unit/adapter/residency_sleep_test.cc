@@ -1,4 +1,3 @@
-#include "absl/time/clock.h"
 #include "tests/unit/adapter/residency_fixture.h"
 
 namespace dorad::adapter {

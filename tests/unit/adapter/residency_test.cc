@@ -1,4 +1,3 @@
-#include <random>
 
 #include "tests/unit/adapter/residency_fixture.h"
 

@@ -1,23 +1,11 @@
 #include "server/adapter/store/store.h"
 
-#include <fstream>
-#include <iterator>
-#include <set>
-#include <thread>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/fake_disk.h"
 
 namespace dorad::adapter {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 using Type = Change::Type;
 
 absl::Span<const std::byte> Bytes(const std::string& text) {
@@ -185,7 +173,7 @@ TEST_F(StoreTest, EqualContentIsStoredOnceAndRemovedWithItsLastUse) {
   const std::string object = Publish("a", 1, "same");
   EXPECT_EQ(Publish("a", 2, "same"), object);
   const std::string other = Publish("a", 3, "other");
-  EXPECT_THAT(Objects(), ::testing::UnorderedElementsAre(object, other));
+  EXPECT_THAT(Objects(), UnorderedElementsAre(object, other));
   ASSERT_EQ(Open(), "") << "uses are counted again";
   store_->Drop(object);
   EXPECT_EQ(Objects().count(object), 1u);

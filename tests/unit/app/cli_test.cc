@@ -1,20 +1,9 @@
 #include "server/app/cli.h"
 
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Pair;
 
 // The message of a refusal.
 std::string Refusal(const std::vector<std::string>& arguments) {

@@ -2,15 +2,10 @@
 
 #include <sys/socket.h>
 
-#include <atomic>
-#include <string>
-
-#include "absl/synchronization/notification.h"
-#include "absl/time/time.h"
-#include "gtest/gtest.h"
 #include "server/platform/net/http_server.h"
 #include "server/platform/net/listen_address.h"
 #include "server/platform/net/listen_socket.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

@@ -1,15 +1,9 @@
 #include "server/app/options_from_config.h"
 
-#include <cstdint>
-#include <limits>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::ElementsAre;
 
 TEST(OptionsFromConfigTest, ClampsToInt32) {
   EXPECT_EQ(ToInt32(7), 7);

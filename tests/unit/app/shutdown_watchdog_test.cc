@@ -2,11 +2,7 @@
 
 #include <unistd.h>
 
-#include <optional>
-
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

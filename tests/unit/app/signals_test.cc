@@ -3,10 +3,7 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <functional>
-
-#include "absl/time/time.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

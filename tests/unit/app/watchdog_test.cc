@@ -1,11 +1,6 @@
 #include "server/app/watchdog.h"
 
-#include <atomic>
-
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

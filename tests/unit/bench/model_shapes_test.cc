@@ -1,16 +1,9 @@
 #include "tests/bench/model_shapes.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
+#include "tests/unit/support/test.h"
 
 namespace dorad::bench {
 namespace {
-
-using testing::Each;
-using testing::ElementsAre;
-using testing::HasSubstr;
 
 model::ModelConfig MustRead(const std::string& name, int64_t layers = 0) {
   const absl::StatusOr<model::ModelConfig> config = ReadModelShape(name, layers);

@@ -1,9 +1,6 @@
 #include "server/colocation/governor.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <random>
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

@@ -1,22 +1,10 @@
 #include "server/colocation/housekeeper.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <functional>
-#include <string>
-
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "tests/unit/support/engine_fixture.h"
 #include "tests/unit/support/fake_backend.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 constexpr Governor::Marks kMarks{.high = 900, .low = 800};
 

@@ -8,24 +8,11 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cstring>
-#include <filesystem>
-#include <string>
-#include <vector>
-
-#include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/colocation/unix_socket.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::shared_memory {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
 
 struct Answer {
   uint32_t code = 99;  // no answer
@@ -65,14 +52,6 @@ int OpenDescriptors() {
     ++count;
   }
   return count;
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 1000; ++i) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  return false;
 }
 
 // Weights of a few pieces: memory files of 1, 2, 3, ... bytes.

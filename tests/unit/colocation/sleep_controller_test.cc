@@ -1,27 +1,11 @@
 #include "server/colocation/sleep_controller.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-
-#include "absl/synchronization/notification.h"
-#include "server/platform/error.h"
 #include "server/platform/thread_pool.h"
 #include "tests/unit/support/engine_fixture.h"
 #include "tests/unit/support/fake_backend.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::IsEmpty;
-using ::testing::Key;
-using ::testing::Pair;
 
 using Tags = SleepControl::Tags;
 using Freed = std::map<std::string, int64_t>;

@@ -1,12 +1,6 @@
 #include "server/backends/cpu/ops/attention.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
-#include <cmath>
-#include <cstring>
-#include <numeric>
-#include <vector>
 
 #include "tests/unit/cpu/variants.h"
 

@@ -1,14 +1,9 @@
 #include "server/backends/cpu/ops/dora_linear.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
-#include <cstring>
-#include <random>
-#include <string>
-#include <vector>
 
 #include "server/backends/cpu/simd/kernels.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::ops {
 namespace {

@@ -3,12 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cmath>
-#include <memory>
-#include <tuple>
+#include "tests/unit/support/test.h"
 
 namespace dorad::ops {
 namespace {

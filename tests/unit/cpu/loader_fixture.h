@@ -6,24 +6,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cmath>
-#include <deque>
-#include <filesystem>
-#include <fstream>
-#include <new>
-#include <thread>
-
-#include "absl/synchronization/notification.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/adapter/publish/loader.h"
 #include "server/backends/cpu/adapter_builder.h"
 #include "server/backends/cpu/adapter_weights.h"
 #include "server/backends/cpu/ops/dora_norm.h"
-#include "server/platform/error.h"
 #include "server/platform/files/byte_buffer.h"
 #include "tests/unit/support/adapter_fixture.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::adapter {
 
@@ -33,7 +22,6 @@ using test::MakeModules;
 using test::MakeTensor;
 using test::MakeTensors;
 using test::Tensors;
-using ::testing::HasSubstr;
 
 // Base weights with few bits, so that fp32 and bf16 hold the same values.
 class FakeBase : public BaseWeightSource {

@@ -269,7 +269,7 @@ TEST_F(AdapterLoaderTest, ReportsWhatTorchThrows) {
   base_.on_weight = [] { TORCH_CHECK(false, "a secret of the implementation"); };
   const absl::Status internal = Publish(config, tensors).status();
   EXPECT_EQ(internal.code(), absl::StatusCode::kInternal);
-  EXPECT_THAT(internal.message(), ::testing::Not(HasSubstr("secret")));
+  EXPECT_THAT(internal.message(), Not(HasSubstr("secret")));
   EXPECT_EQ(registry_->Get({"a", 2})->state, AdapterState::kFailed);
   base_.on_weight = nullptr;
   EXPECT_TRUE(Publish(config, tensors).ok());

@@ -1,13 +1,7 @@
 #include "server/backends/cpu/model.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <limits>
-#include <thread>
-
-#include "server/platform/error.h"
 #include "server/platform/files/safetensors_header.h"
 #include "tests/unit/support/model_folder.h"
 #include "tests/unit/support/safetensors_writer.h"
@@ -20,8 +14,6 @@ using ops::ComputeDType;
 using test::MakeTensor;
 using test::TestTensor;
 using test::WriteSafetensors;
-using testing::Contains;
-using testing::UnorderedElementsAre;
 
 using Tensors = std::map<std::string, TestTensor>;
 
@@ -369,9 +361,9 @@ TEST(ModelWeightsTest, RefusesATruncatedFile) {
   folder.Write(kSingle, image);
   const absl::Status status = LoadFrom(folder).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(ReasonOf(status), testing::StartsWith("SAFETENSORS_"));
+  EXPECT_THAT(ReasonOf(status), StartsWith("SAFETENSORS_"));
   folder.Write(kSingle, std::string("1234"));
-  EXPECT_THAT(ReasonOf(LoadFrom(folder).status()), testing::StartsWith("SAFETENSORS_"));
+  EXPECT_THAT(ReasonOf(LoadFrom(folder).status()), StartsWith("SAFETENSORS_"));
 }
 
 TEST(ModelWeightsTest, SquaredNormsAreKeptAndFollowTheModulesAxis) {
@@ -413,7 +405,7 @@ TEST(ModelWeightsTest, ShareableWeightsLieWhereTheLayoutSaysAndNowhereElse) {
       const LoadedModel& model = **loaded;
       const WeightLayout& layout = *model.layout();
       EXPECT_EQ(layout.digest, model.digest());
-      EXPECT_THAT(layout.piece_bytes, testing::ElementsAre(model.memory().size()));
+      EXPECT_THAT(layout.piece_bytes, ElementsAre(model.memory().size()));
       ASSERT_EQ(layout.tensors.size(), tensors.size());
       for (const LaidOutTensor& tensor : layout.tensors) {
         const at::Tensor found = InMemory(model, tensor);

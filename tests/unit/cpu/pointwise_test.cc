@@ -1,11 +1,5 @@
 // Norms, activations and the embedding, against double.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <vector>
 
 #include "server/backends/cpu/ops/activation.h"
 #include "server/backends/cpu/ops/embedding.h"

@@ -1,15 +1,11 @@
 // Expected values: transformers 5.17, the rope functions of modeling_rope_utils and of Llama, on a
 // LlamaConfig with the same parameters.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include "server/model/model_config.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::model {
 namespace {
-
-using testing::FloatEq;
-using testing::Pointwise;
 
 ModelConfig Config(int64_t head_dim, int64_t context, RopeKind kind, double theta) {
   ModelConfig config;

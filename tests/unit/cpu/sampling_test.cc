@@ -1,23 +1,12 @@
 #include "server/backends/cpu/ops/sampling.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <map>
-#include <set>
-#include <vector>
 
 #include "server/backends/cpu/ops/philox.h"
 #include "tests/unit/cpu/variants.h"
 
 namespace dorad::ops {
 namespace {
-
-using ::testing::ElementsAre;
 
 class SamplingTest : public VariantTest {};
 

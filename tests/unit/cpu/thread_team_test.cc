@@ -1,11 +1,6 @@
 #include "server/backends/cpu/ops/thread_team.h"
 
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <chrono>
-#include <thread>
-#include <vector>
+#include "tests/unit/support/test.h"
 
 namespace dorad::ops {
 namespace {

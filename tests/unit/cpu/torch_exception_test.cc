@@ -1,12 +1,8 @@
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
-#include <gtest/gtest.h>
 
-#include <new>
-#include <stdexcept>
-
-#include "server/platform/error.h"
 #include "server/platform/exception.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

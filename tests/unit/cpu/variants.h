@@ -1,11 +1,8 @@
 // Runs a test suite once for each SIMD variant that this processor supports.
 #pragma once
 
-#include <gtest/gtest.h>
-
-#include <string>
-
 #include "server/backends/cpu/simd/kernels.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::ops {
 

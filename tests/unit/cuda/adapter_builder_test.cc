@@ -2,18 +2,8 @@
 
 #include <cuda_fp16.h>
 
-#include <atomic>
-#include <cmath>
-#include <cstring>
-#include <memory>
-#include <thread>
-#include <vector>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/elements.h"
-#include "server/platform/error.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"
 
@@ -25,7 +15,6 @@ using adapter::BaseModule;
 using adapter::BuiltAdapter;
 using adapter::ModuleKind;
 using adapter::TensorPlace;
-using ::testing::HasSubstr;
 
 // An adapter's tensors in one piece of memory, anywhere.
 class Tensors {
@@ -304,9 +293,9 @@ TEST_F(AdapterBuilderTest, NamesModulesThatOverflowOrDegenerate) {
     const auto name = [&](int id) {
       return "base_model.model." + model_->modules().all()[id].name;
     };
-    EXPECT_THAT(found, testing::UnorderedElementsAre(name(1) + " ADAPTER_NOT_FINITE",
-                                                     name(1) + " ADAPTER_NORM_DEGENERATE",
-                                                     name(2) + " ADAPTER_NORM_DEGENERATE"));
+    EXPECT_THAT(found, UnorderedElementsAre(name(1) + " ADAPTER_NOT_FINITE",
+                                            name(1) + " ADAPTER_NORM_DEGENERATE",
+                                            name(2) + " ADAPTER_NORM_DEGENERATE"));
     EXPECT_EQ(ledger_.bytes("adapters"), 0);
     EXPECT_EQ(ledger_.bytes("loading"), 0);
   }

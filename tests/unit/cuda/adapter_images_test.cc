@@ -1,14 +1,7 @@
-#include <cstring>
-#include <memory>
-#include <set>
-#include <vector>
 
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/host_copies.h"
 #include "server/backends/cuda/pinned_pages.h"
-#include "server/platform/error.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"
 

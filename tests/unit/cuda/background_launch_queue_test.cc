@@ -1,13 +1,8 @@
 #include "server/backends/cuda/background_launch_queue.h"
 
-#include <atomic>
-#include <chrono>
-#include <memory>
-#include <thread>
-
-#include "gtest/gtest.h"
 #include "kernels/random/fill.h"
 #include "tests/unit/kernels/device.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {

@@ -1,8 +1,6 @@
 #include "server/backends/cuda/decode_batch.h"
 
-#include <vector>
-
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {

@@ -2,17 +2,10 @@
 
 #include <cuda_fp16.h>
 
-#include <cmath>
-#include <cstring>
-#include <vector>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {
-
-using ::testing::ElementsAre;
 
 // The bytes of values, one byte off any alignment, as files have them.
 template <typename T>

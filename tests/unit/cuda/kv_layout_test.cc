@@ -1,8 +1,6 @@
 #include "server/backends/cuda/kv_layout.h"
 
-#include <gtest/gtest.h>
-
-#include <map>
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {

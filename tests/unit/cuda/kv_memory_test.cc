@@ -1,12 +1,8 @@
 #include "server/backends/cuda/kv_memory.h"
 
-#include <gtest/gtest.h>
-
-#include <vector>
-
 #include "server/backends/cuda/kv_image.h"
-#include "server/platform/error.h"
 #include "tests/unit/kernels/device.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {

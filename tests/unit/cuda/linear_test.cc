@@ -1,10 +1,5 @@
 #include "server/backends/cuda/linear.h"
 
-#include <cmath>
-#include <memory>
-#include <vector>
-
-#include "gtest/gtest.h"
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/adapter_slots.h"
 #include "server/backends/cuda/library_linear.h"

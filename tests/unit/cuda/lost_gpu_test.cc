@@ -1,7 +1,4 @@
-#include <memory>
-#include <vector>
 
-#include "gtest/gtest.h"
 #include "kernels/random/fill.h"
 #include "server/backends/cuda/model_runner.h"
 #include "tests/unit/cuda/small_model.h"

@@ -1,17 +1,10 @@
-#include <thread>
-#include <vector>
 
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/backends/cuda/device.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using enum MemoryLedger::Source;
 
 TEST(MemoryLedger, TakesWhatFitsAndGivesBack) {

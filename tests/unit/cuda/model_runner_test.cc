@@ -1,11 +1,5 @@
 #include "server/backends/cuda/model_runner.h"
 
-#include <algorithm>
-#include <deque>
-#include <memory>
-#include <vector>
-
-#include "gtest/gtest.h"
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/decoder.h"
 #include "tests/unit/cuda/small_model.h"

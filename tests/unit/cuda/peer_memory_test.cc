@@ -4,18 +4,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <numeric>
-#include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "gtest/gtest.h"
 #include "server/backends/cuda/device_reader.h"
 #include "server/backends/cuda/device_tensors.h"
-#include "server/platform/error.h"
 #include "server/platform/net/unique_fd.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"

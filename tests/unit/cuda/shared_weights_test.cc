@@ -1,16 +1,9 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-#include <map>
-#include <string>
-#include <vector>
-
-#include "gtest/gtest.h"
 #include "server/backends/cuda/driver.h"
 #include "server/backends/cuda/mapped_memory.h"
 #include "server/backends/cuda/model.h"
-#include "server/platform/error.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"
 #include "tests/unit/support/model_folder.h"

@@ -1,13 +1,8 @@
 // What tests of whole models on the GPU share.
 #pragma once
 
-#include <gtest/gtest.h>
-
-#include <cstdint>
-#include <utility>
-
-#include "absl/status/statusor.h"
 #include "server/model/model_config.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 

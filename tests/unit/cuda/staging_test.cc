@@ -1,10 +1,7 @@
 #include "server/backends/cuda/staging.h"
 
-#include <cstring>
-#include <vector>
-
-#include "gtest/gtest.h"
 #include "tests/unit/kernels/device.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {

@@ -1,6 +1,6 @@
 #include "server/backends/cuda/unaccounted_memory.h"
 
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::cuda {
 namespace {

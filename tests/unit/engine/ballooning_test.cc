@@ -1,9 +1,5 @@
 // Memory of the KV cache that others have for a time: what runs does not notice.
-#include <gtest/gtest.h>
 
-#include <random>
-
-#include "absl/synchronization/notification.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {

@@ -1,9 +1,7 @@
 // A clock that the test moves: no time passes.
 #include "server/engine/duty_cycle_limiter.h"
 
-#include <gtest/gtest.h>
-
-#include <random>
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 namespace {

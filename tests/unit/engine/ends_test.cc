@@ -1,23 +1,10 @@
 // How requests end before their last token: cancels, deadlines, aborts, shutdown.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
-#include <atomic>
-#include <deque>
-#include <memory>
-#include <string>
-#include <vector>
-
-#include "absl/synchronization/notification.h"
 #include "server/engine/engine.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
 namespace {
-
-using ::testing::HasSubstr;
 
 TEST_F(EngineTest, CancelReturnsEverythingAndOthersGoOn) {
   Start(DefaultOptions(), 64);

@@ -1,23 +1,10 @@
 #include "server/engine/engine.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <cstdlib>
-#include <map>
-#include <random>
-#include <thread>
-
-#include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
-#include "server/platform/error.h"
 #include "server/platform/metrics/metrics.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
 namespace {
-
-using ::testing::HasSubstr;
 
 TEST_F(EngineTest, GeneratesUntilMaxTokens) {
   Start(DefaultOptions(), 64);

@@ -1,9 +1,4 @@
 // Steps that fail: whose requests they fail, and that the engine goes on.
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <memory>
-#include <vector>
 
 #include "server/engine/engine.h"
 #include "tests/unit/support/engine_fixture.h"

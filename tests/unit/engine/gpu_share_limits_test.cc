@@ -1,11 +1,5 @@
 #include "server/engine/gpu_share_limits.h"
 
-#include <gtest/gtest.h>
-
-#include <string>
-#include <utility>
-
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {

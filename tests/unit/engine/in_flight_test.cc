@@ -1,11 +1,6 @@
 // What requests do when the active version of their adapter moves: every token must be the one that
 // a replay of the response's spans gives, whatever else happened to the request.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <random>
-
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
@@ -108,8 +103,7 @@ TEST_F(InFlightTest, ARequestThatFollowsGoesOverAndItsSpansReplay) {
     const SampleText sample = Wait(*Submit(std::move(input))).samples.at(0);
     ASSERT_EQ(sample.tokens.size(), 400u);
     // Between steps 50 and 51 a step was on its way already.
-    EXPECT_THAT(VersionsOf(sample),
-                testing::AnyOf(testing::ElementsAre(1, 2, 3, 4), testing::ElementsAre(1, 2, 4)));
+    EXPECT_THAT(VersionsOf(sample), AnyOf(ElementsAre(1, 2, 3, 4), ElementsAre(1, 2, 4)));
     EXPECT_EQ(sample.tokens, Replay(Prompt(21), sample, policy, 0, sampling));
     EXPECT_EQ(sample.finish.usage.preemptions, 0u) << "a switch is no preemption";
     ExpectEverythingBack();

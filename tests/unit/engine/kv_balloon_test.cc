@@ -1,11 +1,7 @@
 #include "server/engine/kv_balloon.h"
 
-#include <gtest/gtest.h>
-
-#include <chrono>
-#include <vector>
-
 #include "server/platform/metrics/metrics.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 namespace {

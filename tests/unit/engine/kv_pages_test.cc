@@ -1,11 +1,6 @@
 #include "server/engine/kv_pages.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <numeric>
-#include <random>
-#include <vector>
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 namespace {

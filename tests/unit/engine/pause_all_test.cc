@@ -1,13 +1,6 @@
 // Pauses of everything.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <atomic>
-#include <memory>
-
-#include "absl/synchronization/notification.h"
 #include "server/engine/engine.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {

@@ -1,14 +1,7 @@
 // An engine whose adapters can be paused.
 #pragma once
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <utility>
-
-#include "absl/strings/str_cat.h"
 #include "server/engine/pauses.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {

@@ -1,6 +1,5 @@
 // Pauses of one adapter; pause_all_test.cc has those of everything, pauses_wait_test.cc those that
 // wait.
-#include <random>
 
 #include "tests/unit/engine/pauses_fixture.h"
 
@@ -16,7 +15,7 @@ TEST_F(PausesTest, KeepFreezesTheRequestsOfOneAdapterOnly) {
   const EngineStats stats = engine_->stats();
   EXPECT_FALSE(stats.paused);
   EXPECT_EQ(stats.frozen_requests, 1);
-  EXPECT_THAT(stats.paused_adapters, testing::ElementsAre(a_));
+  EXPECT_THAT(stats.paused_adapters, ElementsAre(a_));
   auto late = Submit(Input(Prompt(5), 3, MakeAdapter("a", 2)));
   EXPECT_TRUE(Wait(*Submit(Input(Prompt(5), 9, MakeAdapter("b", 1)))).status.ok());
   ExpectSilent(*late);

@@ -57,7 +57,7 @@ TEST_F(PausesTest, ACancelledPauseHasNoEffect) {
     auto running = Submit(Input(Prompt(5), 400, MakeAdapter("a", 1)));
     const auto waiting = BeginWait(scope);
     EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
-    EXPECT_THAT(engine_->stats().pending_pauses, testing::ElementsAre(scope));
+    EXPECT_THAT(engine_->stats().pending_pauses, ElementsAre(scope));
     engine_->CancelPause(waiting->pause_id);
     waiting->over.WaitForNotification();
     EXPECT_EQ(waiting->result.status().code(), absl::StatusCode::kCancelled);
@@ -82,7 +82,7 @@ TEST_F(PausesTest, OneOfTwoWaitersMayCancel) {
   EXPECT_TRUE(Wait(*running).status.ok());
   second->over.WaitForNotification();
   EXPECT_EQ(second->result.value(), 1);
-  EXPECT_THAT(engine_->stats().paused_adapters, testing::ElementsAre(a_));
+  EXPECT_THAT(engine_->stats().paused_adapters, ElementsAre(a_));
   engine_->CancelPause(second->pause_id);  // too late
   EXPECT_EQ(ReasonOf(Try(MakeAdapter("a", 1))), "ENGINE_PAUSED");
   Resume(a_);
@@ -103,7 +103,7 @@ TEST_F(PausesTest, RequestsThatAWaitLetRunFreezeAgainWhenItIsCancelled) {
   engine_->CancelPause(waiting->pause_id);
   waiting->over.WaitForNotification();
   EXPECT_EQ(engine_->stats().frozen_requests, 1);
-  EXPECT_THAT(engine_->stats().paused_adapters, testing::ElementsAre(a_));
+  EXPECT_THAT(engine_->stats().paused_adapters, ElementsAre(a_));
   ExpectSilent(*stream);
   Resume(a_);
   EXPECT_TRUE(Wait(*stream).status.ok());

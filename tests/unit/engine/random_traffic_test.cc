@@ -1,17 +1,6 @@
 // Random traffic: delivered tokens are right, and all pages and requests are released.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
-#include <map>
-#include <memory>
-#include <random>
-#include <string>
-#include <vector>
-
-#include "absl/synchronization/mutex.h"
 #include "server/engine/engine.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {

@@ -1,15 +1,7 @@
 // Requests for more adapters than fit: they wait for weights that are away, and nobody else does.
 #include "server/adapter/residency/residency.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <random>
-
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_split.h"
-#include "server/platform/error.h"
 #include "server/platform/metrics/metrics.h"
 #include "server/platform/thread_pool.h"
 #include "tests/unit/support/engine_fixture.h"

@@ -1,11 +1,6 @@
 #include "server/engine/scheduler.h"
 
-#include <gtest/gtest.h>
-
-#include <deque>
-#include <numeric>
-#include <random>
-#include <set>
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 namespace {

@@ -1,10 +1,5 @@
 // Sleep and Wake of the engine: what runs goes on afterwards as if nothing had been.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <random>
-
-#include "server/platform/error.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {

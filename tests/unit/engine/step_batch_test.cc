@@ -1,14 +1,9 @@
 #include "server/engine/step_batch.h"
 
-#include <memory>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 namespace {
-
-using ::testing::ElementsAre;
 
 class StepBatchTest : public ::testing::Test {
  protected:

@@ -1,6 +1,6 @@
 #include "server/engine/token_stream.h"
 
-#include <gtest/gtest.h>
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 namespace {

@@ -1,17 +1,11 @@
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include "server/model/model_config.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/model_folder.h"
 
 namespace dorad::model {
 namespace {
 
 using nlohmann::json;
-using testing::Contains;
-using testing::ElementsAre;
-using testing::IsEmpty;
 
 constexpr char kInvalid[] = "MODEL_CONFIG_INVALID";
 constexpr char kUnsupported[] = "MODEL_UNSUPPORTED";
@@ -355,11 +349,11 @@ TEST(ModelConfigTest, ListsEveryProblemAtOnce) {
   config.erase("vocab_size");
   const json generation = {{"eos_token_id", "end"}};
   const absl::Status status = Read(config, &generation).status();
-  EXPECT_THAT(ViolationsOf(status), testing::UnorderedElementsAre(
-                                        Blames("config.json:vocab_size", kInvalid),
-                                        Blames("config.json:hidden_act", kUnsupported),
-                                        Blames("config.json:rms_norm_eps", kInvalid),
-                                        Blames("generation_config.json:eos_token_id", kInvalid)));
+  EXPECT_THAT(ViolationsOf(status),
+              UnorderedElementsAre(Blames("config.json:vocab_size", kInvalid),
+                                   Blames("config.json:hidden_act", kUnsupported),
+                                   Blames("config.json:rms_norm_eps", kInvalid),
+                                   Blames("generation_config.json:eos_token_id", kInvalid)));
 }
 
 TEST(ModelConfigTest, MissingFolderIsNotFound) {

@@ -1,20 +1,10 @@
 #include "server/platform/config/config_reload.h"
 
-#include <set>
-#include <string>
-#include <vector>
-
-#include "absl/strings/str_split.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/platform/files/file.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::IsEmpty;
-using ::testing::UnorderedElementsAreArray;
 
 TEST(ConfigReloadTest, TakesWhatMayChangeAndNamesTheRest) {
   Config current, next;

@@ -1,24 +1,12 @@
 #include "server/platform/config/config.h"
 
-#include <fstream>
-#include <set>
-
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/platform/config/config_schema.h"
 #include "server/platform/config/config_value.h"
-#include "server/platform/error.h"
 #include "server/platform/files/file.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Pair;
 
 Config Parse(const std::string& text, const std::vector<std::string>& overrides = {}) {
   const absl::StatusOr<Config> config = ParseConfig(text, "test.yaml", overrides);
@@ -310,9 +298,9 @@ TEST(ConfigTest, SaysWhereEachValueComesFrom) {
   const absl::StatusOr<Config> config =
       ParseConfig(text, "c.yaml", {"engine.kv_bytes=2GiB", "log.level=error"}, &origins);
   ASSERT_TRUE(config.ok()) << config.status();
-  EXPECT_THAT(origins, ::testing::ElementsAre(
-                           Pair("adapters.preload", "c.yaml:5"), Pair("engine.kv_bytes", "--set"),
-                           Pair("engine.threads", "c.yaml:2"), Pair("log.level", "--set")));
+  EXPECT_THAT(origins,
+              ElementsAre(Pair("adapters.preload", "c.yaml:5"), Pair("engine.kv_bytes", "--set"),
+                          Pair("engine.threads", "c.yaml:2"), Pair("log.level", "--set")));
   const std::string yaml = ToYaml(*config, &origins);
   EXPECT_THAT(yaml, HasSubstr("  threads: 3  # c.yaml:2\n"));
   EXPECT_THAT(yaml, HasSubstr("  preload:  # c.yaml:5\n"));

@@ -1,6 +1,6 @@
 #include "server/platform/config/edit_distance.h"
 
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

@@ -1,13 +1,9 @@
 #include "server/platform/error.h"
 
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 TEST(ErrorTest, CarriesItsReason) {
   const absl::Status status =

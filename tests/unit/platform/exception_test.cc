@@ -1,17 +1,9 @@
 #include "server/platform/exception.h"
 
-#include <stdexcept>
-#include <string>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 // The log of an exception with this text.
 std::string LogOf(const std::string& text, const std::string& reason) {

@@ -4,13 +4,9 @@
 
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

@@ -3,11 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <fstream>
-#include <utility>
-
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

@@ -1,14 +1,8 @@
 #include "server/platform/process/host_memory.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <filesystem>
-#include <fstream>
-#include <limits>
-
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
@@ -79,7 +73,7 @@ TEST_F(HostMemoryTest, WhatTakesNearlyAllOfItIsRefused) {
   const absl::Status refused = CheckHostMemory(901, 1000, "this");
   EXPECT_EQ(ReasonOf(refused), "OUT_OF_MEMORY");
   EXPECT_THAT(std::string(refused.message()),
-              ::testing::HasSubstr("this takes 901 bytes of host memory, of which 1000"));
+              HasSubstr("this takes 901 bytes of host memory, of which 1000"));
   EXPECT_TRUE(CheckHostMemory(0, 0, "this").ok());
 }
 

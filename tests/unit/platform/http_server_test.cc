@@ -7,27 +7,13 @@
 #include <sys/time.h>
 #include <zlib.h>
 
-#include <atomic>
-#include <stdexcept>
-#include <vector>
-
-#include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
 #include "server/platform/net/http_request.h"
 #include "server/platform/net/listen_address.h"
 #include "server/platform/net/unique_fd.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::EndsWith;
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::StartsWith;
 
 class HttpServerTest : public ::testing::Test {
  protected:

@@ -4,22 +4,12 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <cstring>
-#include <functional>
-#include <string>
-#include <thread>
-
-#include "absl/strings/str_cat.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
 #include "server/platform/net/listen_address.h"
 #include "server/platform/net/listen_socket.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr absl::Duration kPatience = absl::Seconds(20);
 

@@ -1,25 +1,14 @@
 #include "server/platform/log.h"
 
-#include <algorithm>
-#include <cmath>
-#include <thread>
-#include <vector>
-
 #include "absl/strings/escaping.h"
-#include "absl/strings/str_split.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
 #include "server/platform/files/utf8.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
 
 using nlohmann::json;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 class LogTest : public ::testing::Test {
  protected:
@@ -54,7 +43,7 @@ TEST_F(LogTest, WritesOneJsonObjectALine) {
   std::string error;
   EXPECT_TRUE(absl::ParseTime(absl::RFC3339_full, object["ts"].get<std::string>(), &time, &error));
   EXPECT_LT(absl::AbsDuration(absl::Now() - time), absl::Minutes(1));
-  EXPECT_THAT(object["ts"].get<std::string>(), ::testing::MatchesRegex(".*:..[.]......Z"));
+  EXPECT_THAT(object["ts"].get<std::string>(), MatchesRegex(".*:..[.]......Z"));
 }
 
 TEST_F(LogTest, LevelsBelowTheSetOneAreDropped) {

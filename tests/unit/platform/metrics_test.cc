@@ -2,28 +2,13 @@
 
 #include <unistd.h>
 
-#include <atomic>
-#include <map>
-#include <set>
-#include <thread>
-#include <vector>
-
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "absl/time/clock.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/platform/files/file.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 Metrics::Info Info() {
   Metrics::Info info{"1.2.3", "smol", "llama", "cpu", "fp32"};

@@ -1,16 +1,7 @@
 #include "server/platform/parallel_for.h"
 
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <set>
-#include <stdexcept>
-#include <thread>
-#include <vector>
-
 #include "absl/synchronization/barrier.h"
-#include "absl/synchronization/mutex.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

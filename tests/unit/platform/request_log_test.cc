@@ -1,13 +1,7 @@
 #include "server/platform/metrics/request_log.h"
 
-#include <algorithm>
-#include <memory>
-#include <string>
-#include <thread>
-#include <vector>
-
-#include "gtest/gtest.h"
 #include "nlohmann/json.hpp"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

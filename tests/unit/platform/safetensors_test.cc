@@ -4,21 +4,10 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <cstring>
-#include <fstream>
-#include <random>
-
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 ByteBuffer Bytes(const std::string& text) {
   const auto* begin = reinterpret_cast<const std::byte*>(text.data());

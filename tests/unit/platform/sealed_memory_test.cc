@@ -1,16 +1,13 @@
 #include "server/platform/process/sealed_memory.h"
 
 #include <fcntl.h>
-#include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
-#include <string>
 
-#include "absl/strings/str_cat.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

@@ -4,20 +4,10 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cstddef>
-#include <cstdlib>
-#include <cstring>
-#include <string>
-
-#include "absl/strings/str_cat.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::MatchesRegex;
 
 // The manager's end of the notification socket.
 class FakeManager {

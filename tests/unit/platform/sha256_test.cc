@@ -1,6 +1,6 @@
 #include "server/platform/files/sha256.h"
 
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

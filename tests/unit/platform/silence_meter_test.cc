@@ -1,6 +1,6 @@
 #include "server/platform/process/silence_meter.h"
 
-#include <gtest/gtest.h>
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

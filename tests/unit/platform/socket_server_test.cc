@@ -3,16 +3,10 @@
 #include <poll.h>
 #include <sys/socket.h>
 
-#include <memory>
-#include <stdexcept>
-#include <string>
-#include <utility>
-
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/platform/net/listen_address.h"
 #include "server/platform/net/listen_socket.h"
 #include "server/platform/net/unique_fd.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

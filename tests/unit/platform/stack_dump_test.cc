@@ -5,13 +5,8 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <string>
-#include <thread>
-
-#include "absl/synchronization/notification.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/platform/log.h"
+#include "tests/unit/support/test.h"
 
 namespace {
 // How long a thread takes to look at its stack.
@@ -37,9 +32,6 @@ __attribute__((noinline)) void WaitInAFunctionWithAName(absl::Notification* read
 }
 
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 std::string Dump() {
   SetLogging(LogLevel::kError, true);

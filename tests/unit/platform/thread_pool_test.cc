@@ -4,16 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <new>
-#include <string>
-#include <vector>
-
-#include "absl/synchronization/notification.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
@@ -72,8 +63,8 @@ TEST(ThreadPoolTest, LogsATaskThatThrowsAndGoesOn) {
   }
   const std::string log = testing::internal::GetCapturedStderr();
   EXPECT_EQ(runs, 1);
-  EXPECT_THAT(log, testing::HasSubstr("std::bad_alloc"));
-  EXPECT_THAT(log, testing::HasSubstr("an exception of an unknown type"));
+  EXPECT_THAT(log, HasSubstr("std::bad_alloc"));
+  EXPECT_THAT(log, HasSubstr("an exception of an unknown type"));
 }
 
 // A task's captures (leases, tensors) must be gone when it has run, not when the next one starts.

@@ -1,18 +1,9 @@
 #include "server/platform/metrics/top_adapters.h"
 
-#include <map>
-
-#include "absl/strings/str_cat.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::internal {
 namespace {
-
-using ::testing::Contains;
-using ::testing::Key;
-using ::testing::Not;
-using ::testing::Pair;
 
 class TopAdaptersTest : public testing::Test {
  protected:

@@ -1,10 +1,7 @@
 #include "server/platform/files/tree_sha256.h"
 
-#include <gtest/gtest.h>
-
-#include <vector>
-
 #include "server/platform/files/sha256.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {

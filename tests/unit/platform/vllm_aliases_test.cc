@@ -1,22 +1,10 @@
 #include "server/platform/metrics/vllm_aliases.h"
 
-#include <map>
-
-#include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
-#include "gmock/gmock.h"
-#include "gtest/gtest.h"
 #include "server/platform/metrics/metrics.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 namespace {
-
-using ::testing::Contains;
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::Pair;
-using ::testing::SizeIs;
 
 Metrics::Info WithAliases() {
   Metrics::Info info{"1", "smol", "llama", "cpu", "fp32"};

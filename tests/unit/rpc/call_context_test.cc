@@ -1,8 +1,6 @@
 #include "server/rpc/call_context.h"
 
-#include <gtest/gtest.h>
-
-#include <string>
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

@@ -1,14 +1,6 @@
 #include "server/rpc/message_deadlines.h"
 
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <memory>
-#include <thread>
-#include <vector>
-
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

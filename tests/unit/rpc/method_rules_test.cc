@@ -1,14 +1,10 @@
 // Every method of the wire contract has a rule, so that none is open by oversight.
 #include "server/security/method_rules.h"
 
-#include <gtest/gtest.h>
-
-#include <set>
-#include <string>
-
 #include "dorad/v1/adapters.pb.h"
 #include "dorad/v1/control.pb.h"
 #include "dorad/v1/inference.pb.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

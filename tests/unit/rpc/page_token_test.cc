@@ -1,9 +1,7 @@
 #include "server/rpc/page_token.h"
 
-#include <gtest/gtest.h>
-
 #include "absl/strings/escaping.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

@@ -1,21 +1,10 @@
 #include "server/rpc/peft_config_json.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <limits>
-#include <string>
-#include <vector>
-
 #include "server/adapter/peft/peft_config.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {
-
-using testing::ElementsAre;
-using testing::Pair;
-using testing::UnorderedElementsAre;
 
 constexpr int kMaxRank = 64;
 

@@ -1,10 +1,6 @@
 #include "server/rpc/publish_validation.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <string>
-#include <vector>
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {
@@ -36,7 +32,7 @@ TYPED_TEST(PublishValidationTest, ReadsEveryOption) {
   EXPECT_TRUE(options.durable);
   EXPECT_TRUE(options.pinned);
   EXPECT_EQ(options.keep_last, 3);
-  EXPECT_THAT(options.tags, testing::ElementsAre(testing::Pair("k", "v")));
+  EXPECT_THAT(options.tags, ElementsAre(Pair("k", "v")));
 }
 
 TYPED_TEST(PublishValidationTest, LeavesOutWhatIsNotGiven) {
@@ -59,8 +55,8 @@ TYPED_TEST(PublishValidationTest, ListsEveryViolation) {
   ParsePublishOptions(wire, &violations);
   std::vector<std::string> reasons;
   for (const Violation& violation : violations) reasons.push_back(violation.reason);
-  EXPECT_THAT(reasons, testing::ElementsAre("ADAPTER_NAME_INVALID", "ADAPTER_VERSION_INVALID",
-                                            "TAGS_INVALID"));
+  EXPECT_THAT(reasons,
+              ElementsAre("ADAPTER_NAME_INVALID", "ADAPTER_VERSION_INVALID", "TAGS_INVALID"));
 }
 
 }  // namespace

@@ -2,15 +2,10 @@
 
 #include <google/protobuf/stubs/logging.h>
 #include <google/protobuf/util/message_differencer.h>
-#include <gtest/gtest.h>
-
-#include <random>
-#include <string>
-#include <vector>
 
 #include "dorad/v1/adapters.pb.h"
 #include "dorad/v1/inference.pb.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

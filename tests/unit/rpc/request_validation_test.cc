@@ -1,14 +1,7 @@
 #include "server/rpc/request_validation.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <cmath>
-#include <functional>
-#include <limits>
-
-#include "server/platform/error.h"
 #include "server/rpc/packing.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {
@@ -52,7 +45,7 @@ TEST(ParseGenerate, FillsDefaults) {
   const auto input = ParseGenerate(GoodGenerate(), Limits(), {"r-7", 99});
   ASSERT_TRUE(input.ok()) << input.status();
   EXPECT_EQ(input->request_id, "r-7");
-  EXPECT_THAT(input->prompt, testing::ElementsAre(1, 2, 3));
+  EXPECT_THAT(input->prompt, ElementsAre(1, 2, 3));
   EXPECT_TRUE(input->adapter.is_base());
   EXPECT_EQ(input->n, 1);
   EXPECT_EQ(input->sampling.temperature, 1.0f);
@@ -100,11 +93,11 @@ TEST(ParseGenerate, CarriesEveryField) {
   EXPECT_EQ(input->sampling.seed, 0u) << "an explicit zero is not the default";
   EXPECT_EQ(input->stop.max_tokens, 9);
   EXPECT_EQ(input->stop.min_tokens, 9);
-  EXPECT_THAT(input->stop.stop_token_ids, testing::ElementsAre(0, 99));
+  EXPECT_THAT(input->stop.stop_token_ids, ElementsAre(0, 99));
   EXPECT_TRUE(input->stop.ignore_eos);
   EXPECT_EQ(input->logprobs.mode, engine::LogprobMode::kProcessed);
   EXPECT_EQ(input->logprobs.top_k, 5);
-  EXPECT_THAT(input->logprobs.chosen_ids, testing::ElementsAre(4));
+  EXPECT_THAT(input->logprobs.chosen_ids, ElementsAre(4));
   EXPECT_EQ(input->cache_salt, "salt");
   EXPECT_TRUE(input->bypass_prefix_cache);
   EXPECT_EQ(input->priority, -5);
@@ -243,7 +236,7 @@ TEST(ParseGenerate, NamesTheOneThingThatIsWrong) {
     bad.spoil(&request);
     const auto input = ParseGenerate(request, Limits(), {});
     EXPECT_EQ(input.status().code(), absl::StatusCode::kInvalidArgument) << bad.expected;
-    EXPECT_THAT(FieldsAndReasons(input.status()), testing::ElementsAre(bad.expected));
+    EXPECT_THAT(FieldsAndReasons(input.status()), ElementsAre(bad.expected));
   }
 }
 
@@ -255,10 +248,10 @@ TEST(ParseGenerate, ListsEverythingThatIsWrong) {
   request.set_adapter("UPPER");
   const absl::Status status = ParseGenerate(request, Limits(), {}).status();
   EXPECT_THAT(FieldsAndReasons(status),
-              testing::UnorderedElementsAre("prompt_token_ids PROMPT_EMPTY", "n N_OUT_OF_RANGE",
-                                            "sampling.temperature TEMPERATURE_OUT_OF_RANGE",
-                                            "stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
-                                            "adapter ADAPTER_NAME_INVALID"));
+              UnorderedElementsAre("prompt_token_ids PROMPT_EMPTY", "n N_OUT_OF_RANGE",
+                                   "sampling.temperature TEMPERATURE_OUT_OF_RANGE",
+                                   "stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
+                                   "adapter ADAPTER_NAME_INVALID"));
   EXPECT_EQ(ReasonOf(status), "PROMPT_EMPTY");
 }
 
@@ -267,7 +260,7 @@ TEST(ParseGenerate, CountsBadIdsBeyondTheFirstFew) {
   request.set_prompt_token_ids(Pack(std::vector<int32_t>(30, 500)));
   const auto violations = ViolationsOf(ParseGenerate(request, Limits(), {}).status());
   ASSERT_EQ(violations.size(), 9u);
-  EXPECT_THAT(violations.back().description, testing::HasSubstr("22 more"));
+  EXPECT_THAT(violations.back().description, HasSubstr("22 more"));
 }
 
 TEST(ParseGenerate, RefusesAResponseThatCouldExceedAMessage) {
@@ -280,7 +273,7 @@ TEST(ParseGenerate, RefusesAResponseThatCouldExceedAMessage) {
   EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
   request.mutable_stop()->set_max_tokens(11);
   EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
-              testing::ElementsAre("logprobs RESPONSE_TOO_LARGE"));
+              ElementsAre("logprobs RESPONSE_TOO_LARGE"));
 }
 
 TEST(ParseGenerate, RefusesSamplesThatTogetherTakeTooMuchMemory) {
@@ -296,7 +289,7 @@ TEST(ParseGenerate, RefusesSamplesThatTogetherTakeTooMuchMemory) {
   EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
   request.set_n(33);
   EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
-              testing::ElementsAre("n RESPONSE_TOO_LARGE"));
+              ElementsAre("n RESPONSE_TOO_LARGE"));
 }
 
 TEST(ParseScore, RefusesTooManyCells) {
@@ -310,7 +303,7 @@ TEST(ParseScore, RefusesTooManyCells) {
   EXPECT_TRUE(ParseScore(request, limits, {}).ok());
   request.add_sequences()->set_token_ids(Ids({1}));
   EXPECT_THAT(FieldsAndReasons(ParseScore(request, limits, {}).status()),
-              testing::ElementsAre("sequences SCORE_TOO_MANY_CELLS"));
+              ElementsAre("sequences SCORE_TOO_MANY_CELLS"));
 }
 
 TEST(ParseScore, CountsTheFramingOfEveryCell) {
@@ -322,7 +315,7 @@ TEST(ParseScore, CountsTheFramingOfEveryCell) {
   EXPECT_TRUE(ParseScore(request, limits, {}).ok());
   request.add_sequences()->set_token_ids(Ids({1}));
   EXPECT_THAT(FieldsAndReasons(ParseScore(request, limits, {}).status()),
-              testing::ElementsAre("sequences RESPONSE_TOO_LARGE"));
+              ElementsAre("sequences RESPONSE_TOO_LARGE"));
 }
 
 TEST(ParseScore, MeansTheBaseByAnEmptyListOfAdapters) {
@@ -331,7 +324,7 @@ TEST(ParseScore, MeansTheBaseByAnEmptyListOfAdapters) {
   ASSERT_EQ(parsed->adapters.size(), 1u);
   EXPECT_TRUE(parsed->adapters[0].is_base());
   EXPECT_EQ(parsed->input.temperature, 1.0f);
-  EXPECT_THAT(parsed->input.sequences, testing::ElementsAre(testing::ElementsAre(1, 2, 3)));
+  EXPECT_THAT(parsed->input.sequences, ElementsAre(ElementsAre(1, 2, 3)));
 }
 
 TEST(ParseScore, AcceptsASequenceThatFillsTheContext) {
@@ -384,7 +377,7 @@ TEST(ParseScore, NamesTheOneThingThatIsWrong) {
     v1::ScoreRequest request = GoodScore();
     bad.spoil(&request);
     const auto parsed = ParseScore(request, Limits(), {});
-    EXPECT_THAT(FieldsAndReasons(parsed.status()), testing::ElementsAre(bad.expected));
+    EXPECT_THAT(FieldsAndReasons(parsed.status()), ElementsAre(bad.expected));
   }
 }
 
@@ -392,7 +385,7 @@ TEST(ParseScore, RefusesTooManyAdapters) {
   v1::ScoreRequest request = GoodScore();
   for (int i = 0; i < 65; ++i) request.add_adapters("a");
   EXPECT_THAT(FieldsAndReasons(ParseScore(request, Limits(), {}).status()),
-              testing::Contains("adapters ADAPTERS_TOO_MANY"));
+              Contains("adapters ADAPTERS_TOO_MANY"));
 }
 
 TEST(ParseAbort, NeedsOneClearTarget) {
@@ -409,7 +402,7 @@ TEST(ParseAbort, NeedsOneClearTarget) {
   request.set_all(true);
   EXPECT_TRUE(ParseAbort(request)->all);
   request.mutable_requests()->add_request_ids("x");
-  EXPECT_THAT(ParseAbort(request)->request_ids, testing::ElementsAre("x"));
+  EXPECT_THAT(ParseAbort(request)->request_ids, ElementsAre("x"));
 }
 
 v1::PauseRequest PauseOf(v1::PauseMode mode, const std::string& adapter = "") {
@@ -458,9 +451,8 @@ TEST(ParseGpuShareLimit, ReadsAllOfIt) {
 
 TEST(ParseGpuShareLimit, ListsEveryViolation) {
   EXPECT_THAT(FieldsAndReasons(ParseGpuShareLimit(v1::LimitGpuShareRequest()).status()),
-              testing::ElementsAre("limit_id GPU_SHARE_LIMIT_ID_INVALID",
-                                   "gpu_share GPU_SHARE_OUT_OF_RANGE",
-                                   "time_to_live TIME_TO_LIVE_OUT_OF_RANGE"));
+              ElementsAre("limit_id GPU_SHARE_LIMIT_ID_INVALID", "gpu_share GPU_SHARE_OUT_OF_RANGE",
+                          "time_to_live TIME_TO_LIVE_OUT_OF_RANGE"));
   for (const double share : {0.0, 0.009, -1.0, 1.001, double{kNan}, double{kInf}}) {
     EXPECT_EQ(ReasonOf(ParseGpuShareLimit(GpuShareLimitOf("a", share, 3)).status()),
               "GPU_SHARE_OUT_OF_RANGE");

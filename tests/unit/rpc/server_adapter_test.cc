@@ -1,11 +1,8 @@
 // Uploads, AdapterService and its Watch through the services.
-#include "absl/strings/str_cat.h"
 #include "tests/unit/rpc/server_fixture.h"
 
 namespace dorad::rpc {
 namespace {
-
-using testing::ElementsAre;
 
 TEST_F(ServerTest, ReceivesAnUploadInChunks) {
   const auto context = Context();
@@ -146,14 +143,14 @@ TEST_F(ServerTest, TurnsAnExceptionIntoInternalWithoutItsText) {
   const grpc::Status status = Publish("a").first;
   EXPECT_EQ(status.error_code(), grpc::StatusCode::INTERNAL);
   EXPECT_EQ(ReasonOfWire(status), "INTERNAL_ERROR");
-  EXPECT_THAT(status.error_message(), testing::Not(testing::HasSubstr("secret")));
+  EXPECT_THAT(status.error_message(), Not(HasSubstr("secret")));
 }
 
 TEST_F(ServerTest, PassesTheLoadersRefusalOn) {
   publisher_.status = MakeInvalid("adapter", {{"lora_A", "ADAPTER_NOT_FINITE", "has a NaN"}});
   const grpc::Status status = Publish("a").first;
   EXPECT_EQ(ReasonOfWire(status), "ADAPTER_NOT_FINITE");
-  EXPECT_THAT(status.error_message(), testing::HasSubstr("lora_A"));
+  EXPECT_THAT(status.error_message(), HasSubstr("lora_A"));
 }
 
 TEST_F(ServerTest, ListsInPages) {
@@ -215,7 +212,7 @@ TEST_F(ServerTest, RetiresByForceAndEndsTheHolders) {
   v1::GenerateResponse message;
   ASSERT_TRUE(reader->Read(&message));
   EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
-  EXPECT_THAT(message.finish().detail(), testing::HasSubstr("a@1"));
+  EXPECT_THAT(message.finish().detail(), HasSubstr("a@1"));
   EXPECT_TRUE(reader->Finish().ok());
 }
 

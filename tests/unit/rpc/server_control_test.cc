@@ -1,12 +1,9 @@
 // Pause, yield, sleep and wake through the services.
-#include <thread>
 
 #include "tests/unit/rpc/server_fixture.h"
 
 namespace dorad::rpc {
 namespace {
-
-using testing::ElementsAre;
 
 TEST_F(ServerTest, APauseWhoseCallerHasGivenUpIsUndone) {
   runner_->step_time = 5;

@@ -1,5 +1,4 @@
 // What a drain waits for, and what it ends.
-#include <thread>
 
 #include "tests/unit/rpc/server_fixture.h"
 

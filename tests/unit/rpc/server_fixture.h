@@ -2,25 +2,8 @@
 // counts: the token after t is t + 1.
 #pragma once
 
-#include <gmock/gmock.h>
 #include <grpcpp/grpcpp.h>
-#include <gtest/gtest.h>
 
-#include <atomic>
-#include <chrono>
-#include <functional>
-#include <map>
-#include <memory>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <utility>
-#include <variant>
-#include <vector>
-
-#include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "dorad/v1/adapters.grpc.pb.h"
 #include "dorad/v1/control.grpc.pb.h"
 #include "dorad/v1/inference.grpc.pb.h"
@@ -30,11 +13,11 @@
 #include "server/adapter/publish/publisher.h"
 #include "server/colocation/sleep_control.h"
 #include "server/engine/model_runner.h"
-#include "server/platform/error.h"
 #include "server/platform/files/byte_buffer.h"
 #include "server/rpc/message_deadlines.h"
 #include "server/rpc/packing.h"
 #include "server/rpc/server.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 
@@ -162,14 +145,6 @@ inline std::string ReasonOfWire(const grpc::Status& status) {
     if (any.UnpackTo(&info)) return info.reason();
   }
   return "no reason";
-}
-
-inline bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 1000; ++i) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  return false;
 }
 
 // Whether grpc.health.v1.Health/Check says SERVING of a service.

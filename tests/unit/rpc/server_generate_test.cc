@@ -1,13 +1,9 @@
 // Generate, Abort and Score through the services.
-#include <cmath>
-#include <thread>
 
 #include "tests/unit/rpc/server_fixture.h"
 
 namespace dorad::rpc {
 namespace {
-
-using testing::ElementsAre;
 
 TEST_F(ServerTest, SendsOneMessageForEachSampleByDefault) {
   v1::GenerateRequest request = Request(5);
@@ -21,7 +17,7 @@ TEST_F(ServerTest, SendsOneMessageForEachSampleByDefault) {
     EXPECT_THAT(UnpackIds(message.token_ids()), ElementsAre(11, 12, 13, 14, 15));
     EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_LENGTH);
     EXPECT_EQ(message.finish().usage().generated_tokens(), 5u);
-    EXPECT_THAT(message.request_id(), testing::MatchesRegex("r-[0-9a-f]{16}"));
+    EXPECT_THAT(message.request_id(), MatchesRegex("r-[0-9a-f]{16}"));
     EXPECT_EQ(message.seed(), answer.messages[0].seed());
     EXPECT_TRUE(message.logprobs().empty());
   }
@@ -59,7 +55,7 @@ TEST_F(ServerTest, RefusesBadRequestsWithoutInitialMetadata) {
   const Answer answer = Generate(request);
   EXPECT_EQ(answer.status.error_code(), grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(ReasonOfWire(answer.status), "ADAPTER_NAME_INVALID");
-  EXPECT_THAT(answer.status.error_message(), testing::HasSubstr("n: 0 is not in [1, 128]"));
+  EXPECT_THAT(answer.status.error_message(), HasSubstr("n: 0 is not in [1, 128]"));
   EXPECT_TRUE(answer.context->GetServerInitialMetadata().empty());
 }
 
@@ -75,20 +71,19 @@ TEST_F(ServerTest, NamesEveryCallInItsTrailersAndItsLineOfTheLog) {
     const auto found = trailers.find("x-request-id");
     const std::string id =
         found == trailers.end() ? "none" : std::string(found->second.data(), found->second.size());
-    EXPECT_THAT(log, testing::HasSubstr("\"request_id\":\"" + id + "\""));
+    EXPECT_THAT(log, HasSubstr("\"request_id\":\"" + id + "\""));
     return std::make_pair(id, log);
   };
   const std::string trace(32, 'a'), other(32, 'b'), rest = "-" + std::string(16, 'c') + "-01";
-  EXPECT_THAT(ask({}).first, testing::MatchesRegex("r-[0-9a-f]{16}"));
+  EXPECT_THAT(ask({}).first, MatchesRegex("r-[0-9a-f]{16}"));
   EXPECT_EQ(ask({{"x-request-id", "mine"}}).first, "mine");
   EXPECT_NE(ask({{"x-request-id", "not mine!"}}).first, "not mine!");
-  EXPECT_THAT(ask({{"x-request-id", "one"}, {"x-request-id", "two"}}).first,
-              testing::StartsWith("r-"));
+  EXPECT_THAT(ask({{"x-request-id", "one"}, {"x-request-id", "two"}}).first, StartsWith("r-"));
   EXPECT_THAT(ask({{"traceparent", "00-" + trace + rest}}).second,
-              testing::HasSubstr("\"trace_id\":\"" + trace + "\""));
+              HasSubstr("\"trace_id\":\"" + trace + "\""));
   EXPECT_THAT(
       ask({{"traceparent", "00-" + trace + rest}, {"traceparent", "00-" + other + rest}}).second,
-      testing::Not(testing::HasSubstr("trace_id")));
+      Not(HasSubstr("trace_id")));
 }
 
 TEST_F(ServerTest, RefusesAnUnknownAdapter) {

@@ -2,22 +2,11 @@
 #include "server/rpc/server_stream_call.h"
 
 #include <grpcpp/grpcpp.h>
-#include <gtest/gtest.h>
 
-#include <atomic>
-#include <chrono>
-#include <memory>
-#include <stdexcept>
-#include <string>
-#include <thread>
-#include <utility>
-
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "dorad/v1/inference.grpc.pb.h"
-#include "server/platform/error.h"
 #include "server/rpc/raw_service.h"
 #include "tests/unit/rpc/loopback.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

@@ -4,7 +4,6 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include "absl/strings/str_cat.h"
 #include "server/platform/net/unique_fd.h"
 #include "tests/unit/rpc/server_fixture.h"
 
@@ -44,7 +43,7 @@ TEST_F(ServerTest, SaysThatAPortIsInUse) {
   options.listen = server_->address();
   const auto second = Server::Start(options, &services_);
   EXPECT_EQ(ReasonOf(second.status()), "PORT_IN_USE");
-  EXPECT_THAT(std::string(second.status().message()), testing::HasSubstr(server_->address()));
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_->address()));
 }
 
 TEST_F(ServerTest, ListensOnASocketFileAndKeepsOthersFromTakingIt) {

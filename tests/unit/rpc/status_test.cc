@@ -1,13 +1,9 @@
 #include "server/rpc/status.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include "absl/strings/str_cat.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
-#include "server/platform/error.h"
 #include "server/platform/files/utf8.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {

@@ -1,25 +1,11 @@
 #include "server/rpc/upload_store.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <functional>
-#include <map>
-#include <memory>
-#include <optional>
-#include <thread>
-#include <vector>
-
-#include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
-#include "server/platform/error.h"
 #include "tests/unit/support/publish_parts.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {
 
-using testing::UnorderedElementsAre;
 using Next = UploadStream::Next;
 
 constexpr int64_t kMaxBytes = 4 << 20;  // of one upload
@@ -28,14 +14,6 @@ v1::PublishRequest Begin(const std::string& id, uint64_t size) {
   v1::PublishRequest part = rpc::Begin(size);
   if (!id.empty()) part.mutable_begin()->set_upload_id(id);
   return part;
-}
-
-bool Eventually(const std::function<bool()>& condition) {
-  for (int i = 0; i < 1000; ++i) {
-    if (condition()) return true;
-    absl::SleepFor(absl::Milliseconds(10));
-  }
-  return false;
 }
 
 // A stream and its notifications.

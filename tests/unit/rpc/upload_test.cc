@@ -1,18 +1,9 @@
 #include "server/rpc/upload.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <sys/mman.h>
 
-#include <algorithm>
-#include <fstream>
-#include <memory>
-#include <set>
-#include <string>
-#include <vector>
-
-#include "server/platform/error.h"
 #include "tests/unit/support/publish_parts.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::rpc {
 namespace {
@@ -147,7 +138,7 @@ TEST_F(UploadTest, TakesTheConfigurationAsFieldsOrAsJsonButNotBoth) {
   typed.mutable_begin()->clear_adapter_config_json();
   EXPECT_EQ(Feed(typed), "");
   EXPECT_TRUE(upload_->typed_config());
-  EXPECT_THAT(upload_->TakeConfig(), testing::HasSubstr("\"r\":4"));
+  EXPECT_THAT(upload_->TakeConfig(), HasSubstr("\"r\":4"));
 }
 
 TEST_F(UploadTest, RefusesAConfigurationTooLargeAsJson) {

@@ -1,15 +1,9 @@
 #include "server/security/authority.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <sys/stat.h>
 
-#include <filesystem>
-#include <fstream>
-
-#include "absl/strings/str_cat.h"
-#include "server/platform/error.h"
 #include "server/platform/files/sha256.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::security {
 namespace {

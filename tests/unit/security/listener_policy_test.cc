@@ -1,10 +1,6 @@
 #include "server/security/listener_policy.h"
 
-#include <gtest/gtest.h>
-
-#include <vector>
-
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::security {
 namespace {

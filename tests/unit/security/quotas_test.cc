@@ -1,15 +1,6 @@
 #include "server/security/quotas.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <map>
-#include <random>
-#include <thread>
-#include <vector>
-
-#include "absl/strings/str_cat.h"
-#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::security {
 namespace {

@@ -1,11 +1,5 @@
 #include "server/security/tls_files.h"
 
-#include <gtest/gtest.h>
-
-#include <filesystem>
-#include <fstream>
-
-#include "server/platform/error.h"
 #include "tests/unit/support/certificates.h"
 
 namespace dorad::security {

@@ -1,19 +1,10 @@
 #include "server/security/token_table.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <string>
-
-#include "absl/strings/str_cat.h"
-#include "server/platform/error.h"
 #include "server/platform/files/sha256.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::security {
 namespace {
-
-using testing::Contains;
-using testing::HasSubstr;
 
 std::string HashOf(const std::string& token) {
   Sha256 sha;
@@ -126,7 +117,7 @@ TEST(TokenTableTest, RepeatsNoUnknownKeyWhichMayBeAToken) {
   const absl::Status status =
       TokenTable::Parse("tokens:\n  - {" + token + ": x, tenent: t}\n" + token + ": y\n", "t")
           .status();
-  EXPECT_THAT(status.ToString(), testing::Not(HasSubstr(token)));
+  EXPECT_THAT(status.ToString(), Not(HasSubstr(token)));
   EXPECT_THAT(status.ToString(), HasSubstr("tenent"));
 }
 
@@ -161,9 +152,9 @@ TEST(TokenTableTest, RefusesTenantsOfWhichOneHasTheOthersAdapters) {
   };
   EXPECT_THAT(with("team-1", "team-10."), Contains("t:1: tenants TOKENS_PREFIXES_OVERLAP"));
   EXPECT_THAT(with("team-10.", "team-1"), Contains("t:1: tenants TOKENS_PREFIXES_OVERLAP"));
-  EXPECT_THAT(with("team-1.", "team-10."), testing::IsEmpty());
-  EXPECT_THAT(with("shared.", "shared."), testing::IsEmpty()) << "nobody writes that by mistake";
-  EXPECT_THAT(with("team-1.", "\"\""), testing::IsEmpty()) << "nor all names";
+  EXPECT_THAT(with("team-1.", "team-10."), IsEmpty());
+  EXPECT_THAT(with("shared.", "shared."), IsEmpty()) << "nobody writes that by mistake";
+  EXPECT_THAT(with("team-1.", "\"\""), IsEmpty()) << "nor all names";
 }
 
 TEST(TokenTableTest, RefusesQuotasOfAdaptersWithoutAPrefix) {
@@ -182,7 +173,7 @@ TEST(TokenTableTest, RefusesWhatIsNoMap) {
 TEST(TokenTableTest, NeverShowsATokenThatWasWrittenWhereItsDigestBelongs) {
   const auto table = TokenTable::Parse(
       "tokens:\n  - {name: a, tenant: t, sha256: my-secret-token, roles: [infer]}\n", "t");
-  EXPECT_THAT(std::string(table.status().message()), testing::Not(HasSubstr("my-secret-token")));
+  EXPECT_THAT(std::string(table.status().message()), Not(HasSubstr("my-secret-token")));
 }
 
 }  // namespace

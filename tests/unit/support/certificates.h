@@ -1,7 +1,6 @@
 // Certificates for tests, made on the spot with OpenSSL.
 #pragma once
 
-#include <gtest/gtest.h>
 #include <openssl/bio.h>
 #include <openssl/ec.h>
 #include <openssl/evp.h>
@@ -9,11 +8,7 @@
 #include <openssl/rsa.h>
 #include <openssl/x509.h>
 
-#include <memory>
-#include <string>
-
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad {
 

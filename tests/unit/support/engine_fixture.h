@@ -1,23 +1,10 @@
 // An engine over a model that is none (fake_model_runner.h), and what its clients would receive.
 #pragma once
 
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <map>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include "absl/base/thread_annotations.h"
-#include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
-#include "absl/time/clock.h"
 #include "server/engine/engine.h"
 #include "server/platform/metrics/metrics.h"
 #include "tests/unit/support/fake_model_runner.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::engine {
 

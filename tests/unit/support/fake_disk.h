@@ -4,16 +4,10 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <filesystem>
-#include <functional>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "gtest/gtest.h"
 #include "server/adapter/store/disk.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::test {
 

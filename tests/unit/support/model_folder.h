@@ -1,16 +1,12 @@
 // A temporary folder for one test.
 #pragma once
 
-#include <gtest/gtest.h>
 #include <unistd.h>
 
-#include <cstddef>
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <string>
 
 #include "server/platform/files/byte_buffer.h"
+#include "tests/unit/support/test.h"
 
 namespace dorad::model {
 
