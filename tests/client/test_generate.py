@@ -257,6 +257,12 @@ def test_exception_by_code(client, server, code, cls):
     assert type(caught.value) is cls and caught.value.code == code and caught.value.reason == "WHY"
 
 
+def test_a_reset_without_a_status_is_tried_again(client, server):
+    server.refuse_generate = [lambda c: c.abort(grpc.StatusCode.CANCELLED, "")]
+    (sample,) = client.generate([1], max_tokens=2)
+    assert sample.token_ids.tolist() == [1, 2]
+
+
 def test_garbage_in_the_details_does_not_hide_the_error(client, server):
     def refuse(context):
         context.set_trailing_metadata([("grpc-status-details-bin", b"\xff\xff garbage")])

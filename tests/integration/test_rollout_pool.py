@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dorad
@@ -255,14 +256,11 @@ def test_prompts_survive_a_server_that_is_killed(zoo):
         pool = stack.enter_context(dorad.RolloutPool([server.grpc for server in both]))
         pool.publish("a", path=zoo.adapter("slow", "dora"))
         options = dict(adapter="a", max_tokens=48, ignore_eos=True, seed=3, concurrency=8)
-        results = []
-        worker = threading.Thread(
-            target=lambda: results.extend(pool.generate_many(PROMPTS, **options))
-        )
-        worker.start()
-        wait_until(lambda: both[0].wire.info().engine.running_sequences, what="prompts there")
-        os.kill(both[0].pid, signal.SIGKILL)
-        worker.join(120)
+        with ThreadPoolExecutor(1) as background:
+            answers = background.submit(pool.generate_many, PROMPTS, timeout=120, **options)
+            wait_until(lambda: both[0].wire.info().engine.running_sequences, what="prompts there")
+            os.kill(both[0].pid, signal.SIGKILL)
+        results = answers.result()
         assert len(results) == len(PROMPTS), "generate_many did not return a result for each prompt"
         with dorad.Client(both[1].grpc) as alone:
             expected = alone.generate_many(PROMPTS, **options)
@@ -285,15 +283,14 @@ def test_frozen_prompts_of_a_server_that_ends_go_to_another_one(zoo):
         expected = pool.generate_many(PROMPTS, **options)
         with dorad.Client(both[0].grpc) as client:
             client.pause("keep")
-        results = []
-        worker = threading.Thread(
-            target=lambda: results.extend(pool.generate_many(PROMPTS, **options))
-        )
-        worker.start()
-        wait_until(lambda: pool.report()[1].completed > len(PROMPTS) // 2, what="the others")
-        os.kill(both[0].pid, signal.SIGTERM)
-        worker.join(60)
-        tokens = [[s.token_ids.tolist() for s in samples] for samples in results]
+        before = pool.report()[1].completed
+        with ThreadPoolExecutor(1) as background:
+            results = background.submit(pool.generate_many, PROMPTS, timeout=60, **options)
+            wait_until(lambda: pool.report()[1].completed > before, what="a prompt of the other")
+            wait_until(lambda: pool.report()[0].outstanding, what="frozen prompts")
+            os.kill(both[0].pid, signal.SIGTERM)
+        assert both[0].process.wait(60) == 0
+        tokens = [[s.token_ids.tolist() for s in samples] for samples in results.result()]
         assert tokens == [[s.token_ids.tolist() for s in samples] for samples in expected]
         assert pool.report()[0].lost >= 1
 
@@ -303,16 +300,12 @@ def test_a_removed_servers_prompts_go_to_another_one(zoo):
         servers(zoo.model("slow"), 2) as both,
         dorad.RolloutPool([server.grpc for server in both]) as pool,
     ):
-        results = []
         options = dict(max_tokens=48, ignore_eos=True, concurrency=8)
-        worker = threading.Thread(
-            target=lambda: results.extend(pool.generate_many(PROMPTS, **options))
-        )
-        worker.start()
-        wait_until(lambda: both[0].wire.info().engine.running_sequences, what="prompts there")
-        pool.remove(both[0].grpc)
-        worker.join(120)
-        assert len(results) == len(PROMPTS)
+        with ThreadPoolExecutor(1) as background:
+            results = background.submit(pool.generate_many, PROMPTS, timeout=120, **options)
+            wait_until(lambda: both[0].wire.info().engine.running_sequences, what="prompts there")
+            pool.remove(both[0].grpc)
+        assert len(results.result()) == len(PROMPTS)
         (report,) = pool.report()
         assert report.target == both[1].grpc and report.completed > 12
         pool.add(both[0].grpc)

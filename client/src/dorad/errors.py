@@ -212,7 +212,11 @@ def from_rpc_error(error: grpc.RpcError) -> DoradError:
     """The exception for a failed gRPC call (sync or asyncio)."""
     code = error.code()
     name = code.name if code is not None else "UNKNOWN"
-    message = error.details() or name.lower().replace("_", " ")
+    if name == "CANCELLED" and error.details() in (None, "", name):
+        # Without a status: a server that ends resets the calls that have just arrived.
+        name, message = "UNAVAILABLE", "the server reset the call"
+    else:
+        message = error.details() or name.lower().replace("_", " ")
     reason, retry_after = "", None
     facts: dict[str, str] = {}
     violations: list[Violation] = []
