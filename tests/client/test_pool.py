@@ -252,6 +252,15 @@ def test_a_server_that_begins_to_serve_after_it_was_asked_is_held_to_its_active_
         pool.generate_many([[1]], adapter="b")
 
 
+def test_a_version_of_the_right_number_with_other_weights_is_unexpected(server):
+    with pool_of(server) as pool:
+        publish(pool)
+        pool.generate_many([[1]], adapter="a", max_tokens=1)
+        server.versions["a", 1].digest = "f" * 64
+        with pytest.raises(dorad.UnexpectedVersion, match="a@1"):
+            pool.generate_many([[1]], adapter="a", max_tokens=1)
+
+
 def test_removing_a_server_that_a_change_waits_for_is_that_servers_failure(server):
     with Hanging() as hanging, pool_of(server, hanging) as pool:
         hanging.hang = True

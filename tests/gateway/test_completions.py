@@ -3,10 +3,12 @@
 import itertools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from lib.gateway import running_gateway
+from lib.server import wait_until
 
 IDS = [1, 40, 77, 120, 33]
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "seed": 11}
@@ -37,6 +39,19 @@ def test_tokens_and_logprobs_are_those_of_the_grpc_client(client, grpc_client, b
     assert answer.usage.prompt_tokens == len(IDS)
     assert answer.usage.completion_tokens == len(sample.token_ids)
     assert choice.finish_reason == sample.finish_reason.value
+
+
+def test_an_aborted_choice_says_so(client, grpc_client, base):
+    grpc_client.pause("keep")
+    try:
+        with ThreadPoolExecutor(1) as background:
+            answer = background.submit(
+                client.completions.create, model=base, prompt=IDS, max_tokens=8
+            )
+            wait_until(lambda: grpc_client.abort(all=True), what="the request")
+    finally:
+        grpc_client.resume()
+    assert answer.result().choices[0].finish_reason == "abort"
 
 
 def test_the_base_and_an_adapter_answer_differently(client, base):

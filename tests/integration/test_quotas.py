@@ -105,13 +105,34 @@ def test_a_minutes_tokens_are_used_up_by_prompts_and_answers(zoo, tmp_path) -> N
             wait_until(lambda: reason(b.generate, [1], max_tokens=1) == "", 5, "tokens")
 
 
+def test_a_score_that_the_full_queue_refuses_costs_no_tokens(zoo, tmp_path) -> None:
+    path = tmp_path / "tokens.yaml"
+    quota = {"quota": {"tokens_per_minute": 600}}
+    tokens = {"a": ("t", ["infer"]), "b": ("u", ["infer"]), "boss": ("ops", ["admin"])}
+    write_tokens(path, tokens, {"t": quota, "u": {}, "ops": {}})
+    settings = {"security.tokens_file": path, "limits.max_queued_requests": 1}
+    with serve(zoo.model("llama2"), settings=settings) as server, connections(server) as connect:
+        a, b, boss = connect("a"), connect("b"), connect("boss")
+        boss.pause("keep")
+        with b.stream(PROMPT, max_tokens=1):
+            wait_until(lambda: boss.info().engine.queued_requests == 1, what="a full queue")
+            for _ in range(3):
+                assert reason(a.score, [PROMPT] * 10) == "QUEUE_FULL"
+        boss.resume()
+        assert reason(a.score, [PROMPT] * 10) == ""
+
+
 def test_adapters_beyond_the_quota_are_refused(connect, server, zoo) -> None:
     small, folder = connect("small"), zoo.adapter("slow", "lora")
     versions = [small.publish("small.x", path=folder) for _ in range(2)]
     with pytest.raises(dorad.Overloaded) as refused:
         small.publish("small.x", path=folder)
     assert refused.value.reason == "QUOTA_ADAPTERS"
-    small.retire(versions[0].ref)
+    with small.stream(PROMPT, adapter=versions[0].ref, max_tokens=LONG, ignore_eos=True) as user:
+        next(iter(user))
+        small.retire(versions[0].ref)
+        assert small.adapter(versions[0].ref).state == "retiring"
+        assert reason(small.publish, "small.x", path=folder) == "QUOTA_ADAPTERS"
     wait_until(
         lambda: small.adapter(versions[0].ref).state == "gone", what="the memory of the version"
     )

@@ -114,6 +114,13 @@ TEST_F(SleepControllerTest, AWakeWithoutMemoryLeavesTheTagsAsleepAndCanBeTriedAg
   EXPECT_TRUE(Wait(*Submit(Input(engine::Prompt(8), 4))).status.ok());
 }
 
+TEST_F(SleepControllerTest, TheEngineGoesOnAfterASleepThatFailed) {
+  runner_->fail_release = true;
+  EXPECT_FALSE(Sleep({"kv"}).ok());
+  EXPECT_THAT(sleep_->asleep(), IsEmpty());
+  EXPECT_TRUE(Wait(*Submit(Input(engine::Prompt(8), 4))).status.ok());
+}
+
 TEST_F(SleepControllerTest, AnExceptionIsAnsweredAndTheTagsWakeAgain) {
   backend_.throws = true;
   EXPECT_EQ(ReasonOf(Sleep({}).status()), "OUT_OF_MEMORY");

@@ -356,6 +356,30 @@ TEST_F(EngineTest, TenantsChooseIdsAndAbortAlone) {
   ExpectEverythingBack();
 }
 
+TEST_F(EngineTest, ALateCancelSparesTheNextRequestOfTheSameId) {
+  Start(DefaultOptions(), 64);
+  const auto submit = [&](int max_tokens) {
+    GenerateInput input = Input(Prompt(4), max_tokens);
+    input.request_id = "same";
+    auto stream = std::make_shared<TokenStream>(/*final_only=*/false);
+    const absl::StatusOr<RequestHandle> handle = engine_->Submit(std::move(input), stream);
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    return std::pair(*handle, stream);
+  };
+  const auto [first, first_stream] = submit(1);
+  Wait(*first_stream);
+  absl::Notification go;
+  runner_->on_step = [&] {
+    go.WaitForNotification();
+    return absl::OkStatus();
+  };
+  const auto [second, second_stream] = submit(8);
+  engine_->Cancel(first);
+  go.Notify();
+  EXPECT_EQ(Wait(*second_stream).samples.at(0).finish.reason, FinishReason::kLength);
+  ExpectEverythingBack();
+}
+
 TEST_F(EngineTest, TenantsShareNoPrefixes) {
   Start(DefaultOptions(), 64);
   const auto cached = [&](const std::string& tenant, const std::string& salt) {

@@ -138,6 +138,8 @@ TEST(ModelConfigTest, WindowsFollowUseMaxLayersAndTypes) {
 TEST(ModelConfigTest, GenerationConfigSpeaksFirstAboutTheEnd) {
   json generation = {{"eos_token_id", {5, 7}}};
   EXPECT_THAT(MustRead(Base("llama"), &generation).eos_token_ids, ElementsAre(5, 7));
+  generation = {{"eos_token_id", json::array()}};
+  EXPECT_THAT(MustRead(Base("llama"), &generation).eos_token_ids, ElementsAre(2));
   generation = {{"eos_token_id", 9}};
   EXPECT_THAT(MustRead(Base("llama"), &generation).eos_token_ids, ElementsAre(9));
   generation = {{"temperature", 0.6}};
