@@ -1,0 +1,104 @@
+"""doractl generate and score."""
+
+import json
+
+import numpy as np
+import pytest
+from fake_server import wait_for
+from test_text import make_folder
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_folder(tmp_path / "model")
+
+
+def test_generates_from_token_ids(doractl):
+    assert doractl("generate", "--token-ids", "1,2 3", "--max-tokens", "3") == "6 7 8\n"
+
+
+def test_generates_text_through_the_chat_template(doractl, server, model):
+    out = doractl("generate", "hi", "--model", model, "--max-tokens", "4", "--system", "be kind")
+    request = server.generate_calls[0]
+    ids = np.frombuffer(request.prompt_token_ids, "<i4")
+    assert out.endswith("\n") and request.stop.max_tokens == 4
+    from dorad.text import ModelText
+
+    sent = ModelText(model).decode(ids, skip_special_tokens=False)
+    assert sent == "<|system|>be kind</s>\n<|user|>hi</s>\n<|assistant|>"
+
+
+def test_generates_raw_text_from_standard_input(doractl, server, model):
+    doractl("generate", "--raw", "-m", model, stdin="abc")
+    assert np.frombuffer(server.generate_calls[0].prompt_token_ids, "<i4").size == 3
+
+
+def test_generates_side_by_side_in_one_go(doractl, server, folder):
+    doractl("adapters", "publish", "a", folder)
+    out = doractl(
+        "generate", "--token-ids", "1", "-a", "a", "-a", "a@1", "--base", "-n", "2",
+        "--max-tokens", "2", "--temperature", "0", "--seed", "5",
+    )  # fmt: skip
+    assert out.count("== a@1: stop, 2 tokens") == 2 and "== base · 1:" in out
+    assert sorted(r.adapter for r in server.generate_calls) == ["", "a", "a@1"]
+    assert all(r.sampling.seed == 5 and r.n == 2 for r in server.generate_calls)
+
+
+def test_generate_as_json(doractl):
+    out = doractl(
+        "generate",
+        "--token-ids",
+        "1",
+        "-n",
+        2,
+        "--max-tokens",
+        2,
+        "--logprobs",
+        "raw",
+        "-o",
+        "json",
+    )
+    first, second = json.loads(out)
+    assert first["token_ids"] == [1, 2] and first["finish_reason"] == "stop"
+    assert second["token_ids"] == [11, 12] and second["index"] == 1
+    assert second["logprobs"] == pytest.approx([-0.12, -0.13])
+    assert second["spans"] == [{"adapter": "", "version": 0, "digest": "", "begin": 0, "end": 2}]
+
+
+def test_scores(doractl, folder):
+    doractl("adapters", "publish", "a", folder)
+    out = doractl("score", "--token-ids", "1,2,3", "-a", "a", "--base", "--per-token")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["#", "ID", "TOKEN", "base", "a@1"]
+    assert lines[3] == ["2", "3", "3", "-0.0300", "-0.0400"]
+    assert lines[5][:4] == ["base", "2", "-0.0500", "-0.0250"]
+    scores = json.loads(doractl("score", "--token-ids", "1,2", "-o", "json"))["scores"]
+    assert scores[0]["logprobs"] == [None, pytest.approx(-0.02)]
+
+
+def test_interrupting_generate_cancels_on_the_server(server):
+    """A Ctrl-C in a terminal: the process ends with 130 and the server's slot is free."""
+    import os
+    import signal
+    import subprocess
+    import sys
+
+    server.endless, server.token_delay = True, 0.01
+    # Tests that run in the background may ignore the signal, and hand that on.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    code += "from dorad.cli import main; main()"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DORAD_TARGET": server.target}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "--token-ids", "1"],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert wait_for(lambda: server.running == 1, 20)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and b"Traceback" not in stderr
+    assert wait_for(lambda: server.running == 0)
