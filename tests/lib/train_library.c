@@ -1,0 +1,200 @@
+// What tests/lib/train_library.py builds: the interface of libdorad_train.so, computed on the CPU.
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+// Refuses what the interface does not allow: the codes tell the tests what was wrong.
+static int check(const void* stream, int32_t type) {
+  return stream != (void*)42 ? 901 : type != 0 ? 902 + type : 0;
+}
+
+int dorad_train_abi(void) { return ABI; }
+
+int dorad_compose_forward(const void* base, const void* lora, const float* g, void* delta,
+                          void* inner, int64_t rows, int64_t out, float scale, int32_t type,
+                          void* stream) {
+  if (check(stream, type)) return check(stream, type);
+  const float *x = base, *y = lora;
+  for (int64_t i = 0; i < rows * out; ++i) {
+    ((float*)delta)[i] = (g[i % out] - 1) * x[i] + g[i % out] * (scale * y[i]);
+    if (inner) ((float*)inner)[i] = x[i] + scale * y[i];
+  }
+  return 0;
+}
+
+int64_t dorad_compose_backward_workspace(int64_t rows, int64_t out) { return 100 * rows + out; }
+
+int dorad_compose_backward(const void* grad, const void* inner, const float* g, void* d_base,
+                           void* d_lora, float* d_g, void* workspace, int64_t workspace_bytes,
+                           int64_t rows, int64_t out, float scale, int32_t type, void* stream) {
+  if (check(stream, type)) return check(stream, type);
+  if (!d_g != !inner) return 910;
+  if (d_g && (!workspace || workspace_bytes != 100 * rows + out)) return 911;
+  if (d_g) memset(workspace, 0xff, workspace_bytes), memset(d_g, 0, out * sizeof(float));
+  const float *dy = grad, *in = inner;
+  for (int64_t i = 0; i < rows * out; ++i) {
+    if (d_base) ((float*)d_base)[i] = (g[i % out] - 1) * dy[i];
+    if (d_lora) ((float*)d_lora)[i] = scale * g[i % out] * dy[i];
+    if (d_g) d_g[i % out] += dy[i] * in[i];
+  }
+  return 0;
+}
+
+// Refuses other than the tests' function and handle. Sums in double.
+static int check_linear(const void* gemm, const void* handle, const void* stream, int32_t type) {
+  return gemm != (void*)7 || handle != (void*)8 ? 930 : check(stream, type);
+}
+
+static void multiply(int64_t m, int64_t n, int64_t k, double alpha, const float* left, int64_t lm,
+                     int64_t lk, const float* right, int64_t rk, int64_t rn, int add, float* to) {
+  for (int64_t i = 0; i < m * n; ++i) {
+    double sum = 0;
+    for (int64_t j = 0; j < k; ++j) {
+      sum += (double)left[i / n * lm + j * lk] * right[j * rk + i % n * rn];
+    }
+    to[i] = (float)(alpha * sum + (add ? to[i] : 0));
+  }
+}
+
+int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
+                                  int32_t factor_type, int32_t makes_norm) {
+  return factor_type == type ? 0 : in + out + rank + makes_norm;
+}
+
+int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
+                                   int32_t type, int32_t factor_type, int32_t makes_norm) {
+  return 3 * rows + (makes_norm ? in + 2 * out + rank : 0) + type + factor_type;
+}
+
+static float* row_norms(const float* w, const float* a, const float* b, int64_t out, int64_t in,
+                        int64_t rank, double scale, float* norm) {
+  for (int64_t o = 0; o < out; ++o) {
+    double sum = 0;
+    for (int64_t i = 0; i < in; ++i) {
+      double product = 0;
+      for (int64_t r = 0; r < rank; ++r) product += (double)b[o * rank + r] * a[r * in + i];
+      sum += pow(w[o * in + i] + scale * product, 2);
+    }
+    norm[o] = (float)sqrt(sum);
+  }
+  return norm;
+}
+
+int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w, const void* a,
+                         const void* b, const void* m, const float* bias, float* norm, float* g,
+                         void* h, void* inner, void* y, void* factors, void* workspace,
+                         int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
+                         int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
+                         int32_t m_type, void* stream) {
+  if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
+  if (factor_type != 0 || m_type != 0) return 931;
+  if (workspace_bytes != dorad_linear_forward_bytes(rows, in, out, rank, 0, 0, !!m)) return 932;
+  memset(workspace, 0xff, workspace_bytes);
+  if (m) {
+    row_norms(w, a, b, out, in, rank, scale, norm);
+    for (int64_t o = 0; o < out; ++o) g[o] = ((float*)m)[o] / (norm[o] < eps ? eps : norm[o]);
+  }
+  multiply(rows, rank, in, scale, x, in, 1, a, 1, in, 0, h);
+  multiply(rows, out, in, 1, x, in, 1, w, 1, in, 0, inner);
+  multiply(rows, out, rank, 1, h, rank, 1, b, 1, rank, 1, inner);
+  for (int64_t i = 0; i < rows * out; ++i) {
+    ((float*)y)[i] = g[i % out] * ((float*)inner)[i] + (bias ? bias[i % out] : 0);
+  }
+  return 0;
+}
+
+int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x, const void* w,
+                          const void* a, const void* b, const float* norm, const float* g,
+                          const void* h, const void* inner, void* d_inner, void* d_h, void* d_x,
+                          void* d_a, void* d_b, void* d_m, void* factors, void* workspace,
+                          int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
+                          int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
+                          int32_t m_type, int32_t sum_type, void* stream) {
+  if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
+  if (factor_type != 0 || m_type != 0 || sum_type != 0) return 931;
+  if (!x != !d_a || !h != !d_b || !inner != !d_m || !d_h != !(d_x || d_a)) return 932;
+  if (!d_inner != !(d_x || d_a || d_b)) return 933;
+  if (workspace_bytes != (d_m ? 100 * rows + out : 0)) return 911;
+  if (d_m) memset(workspace, 0xff, workspace_bytes);
+  for (int64_t o = 0; d_m && o < out; ++o) {
+    double sum = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      sum += (double)((float*)dy)[r * out + o] * ((float*)inner)[r * out + o];
+    }
+    ((float*)d_m)[o] = (float)(sum / (norm[o] < eps ? eps : norm[o]));
+  }
+  for (int64_t i = 0; d_inner && i < rows * out; ++i) {
+    ((float*)d_inner)[i] = g[i % out] * ((float*)dy)[i];
+  }
+  if (d_h) multiply(rows, rank, out, scale, d_inner, out, 1, b, rank, 1, 0, d_h);
+  if (d_x) multiply(rows, in, out, 1, d_inner, out, 1, w, in, 1, 0, d_x);
+  if (d_x) multiply(rows, in, rank, 1, d_h, rank, 1, a, in, 1, 1, d_x);
+  if (d_a) multiply(rank, in, rows, 1, d_h, 1, rank, x, in, 1, 0, d_a);
+  if (d_b) multiply(out, rank, rows, 1, d_inner, 1, out, h, rank, 1, 0, d_b);
+  return 0;
+}
+
+static double widened(const void* values, int64_t i) {
+  uint32_t bits = (uint32_t)((const uint16_t*)values)[i] << 16;
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+static uint16_t rounded(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static float half(const void* values, int64_t i, int32_t type) {
+  if (type == 0) return ((const float*)values)[i];
+  if (type == 1) return (float)widened(values, i);
+  return (float)((const _Float16*)values)[i];
+}
+
+int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b, int64_t out,
+                      int64_t in, int64_t rank, int32_t type, void* stream) {
+  if (stream != (void*)42) return 901;
+  uint16_t *wide = to_a, *tall = to_b;
+  for (int64_t i = 0; i < rank * in; ++i) {
+    uint16_t high = rounded(half(a, i, type));
+    wide[i] = wide[rank * in + i] = high;
+    wide[2 * rank * in + i] = rounded(half(a, i, type) - (float)widened(&high, 0));
+  }
+  for (int64_t i = 0; i < out * rank; ++i) {
+    uint16_t high = rounded(half(b, i, type));
+    uint16_t* row = tall + i / rank * 3 * rank + i % rank;
+    row[0] = rounded(half(b, i, type) - (float)widened(&high, 0));
+    row[rank] = row[2 * rank] = high;
+  }
+  return 0;
+}
+
+int64_t dorad_direct_norm_workspace(int64_t out, int64_t in, int64_t rank) {
+  return 4 * out + in + rank;
+}
+
+int dorad_direct_norm(const void* w, const void* a, const void* b, const float* base_sq,
+                      float* norm, void* workspace, int64_t workspace_bytes, int64_t out,
+                      int64_t in, int64_t rank, int64_t ldb, double scale, int32_t w_by_in,
+                      void* stream) {
+  if (stream != (void*)42) return 901;
+  if (base_sq || ldb < rank || workspace_bytes != 4 * out + in + rank) return 920;
+  if (((uintptr_t)w | (uintptr_t)a | (uintptr_t)b) % 16 || in % 8 || ldb % 8) return 921;
+  if (w_by_in && out % 8) return 922;
+  memset(workspace, 0xff, workspace_bytes);
+  for (int64_t o = 0; o < out; ++o) {
+    double sum = 0;
+    for (int64_t i = 0; i < in; ++i) {
+      double product = 0;
+      for (int64_t r = 0; r < rank; ++r) {
+        product += widened(b, o * ldb + r) * widened(a, r * in + i);
+      }
+      double t = widened(w, w_by_in ? i * out + o : o * in + i) + scale * product;
+      sum += t * t;
+    }
+    norm[o] = (float)sqrt(sum);
+  }
+  return 0;
+}
