@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import threading
 
 import dorad
 import grpc
@@ -360,8 +361,16 @@ def test_metadata_and_channel_options(server):
         dorad.Client(server.target, keepalive=10)
 
 
-def test_scores_under_one_adapter_given_by_its_name(client):
-    client.publish("policy", tensors={"w": np.ones(2, np.float32)}, config={})
-    result = client.score([[1, 2, 3]], "policy")
-    assert [version.ref for version in result.versions] == ["policy@1"]
-    assert len(result[0]) == 1
+def test_one_client_serves_many_threads(client, folder):
+    client.publish("a", path=folder)
+    results = []
+
+    def work(i):
+        results.append(client.generate([i], adapter="a", max_tokens=3)[0].token_ids[0] == i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 16
