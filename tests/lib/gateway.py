@@ -13,6 +13,14 @@ from lib.server import environment
 
 READY = re.compile(r"^dorad gateway ready http=(\S+)(?: grpc=(\S+))?$")
 _MAIN = "from dorad.cli import main; main()"
+# The clock of the gateway's event loop. SIGUSR1 puts it forward, and wakes the loop.
+CLOCK_STEP = 400.0
+_STEPPED_CLOCK = f"""
+import asyncio, signal, time
+steps = []
+asyncio.BaseEventLoop.time = lambda self: time.monotonic() + {CLOCK_STEP} * len(steps)
+signal.signal(signal.SIGUSR1, lambda *_: steps.append(1))
+"""
 
 
 @dataclass
@@ -25,21 +33,26 @@ class RunningGateway:
     def url(self) -> str:
         return f"http://{self.http}"
 
+    def step_clock(self) -> None:
+        """Puts the clock forward by CLOCK_STEP seconds, if it is stepped."""
+        self.process.send_signal(signal.SIGUSR1)
 
-def command(target: str, *arguments: object) -> list[str]:
-    line = [sys.executable, "-c", _MAIN, "gateway", "--target", target]
+
+def command(target: str, *arguments: object, stepped_clock: bool = False) -> list[str]:
+    main = (_STEPPED_CLOCK if stepped_clock else "") + _MAIN
+    line = [sys.executable, "-c", main, "gateway", "--target", target]
     return [*line, "--listen", "127.0.0.1:0", *map(str, arguments)]
 
 
 @contextmanager
 def running_gateway(
-    target: str, *arguments: object, scratch: Path, **env: str
+    target: str, *arguments: object, scratch: Path, stepped_clock: bool = False, **env: str
 ) -> Iterator[RunningGateway]:
     """It must end with exit code 0 on SIGTERM, and must not have logged an exception."""
     log_path = scratch / "gateway.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            command(target, *arguments),
+            command(target, *arguments, stepped_clock=stepped_clock),
             stdout=subprocess.PIPE,
             stderr=log,
             stdin=subprocess.DEVNULL,
