@@ -48,8 +48,9 @@ def test_tokens_and_logprobs_are_those_of_the_grpc_client(
         assert top == sample.top_logprobs.logprobs.tolist()
 
 
-def test_streamed_deltas_join_to_the_whole_answer(client, base):
-    options = {"model": base, "messages": MESSAGES, "logprobs": True, "n": 2, **SAMPLED}
+@pytest.mark.parametrize("model", [None, "dora"])
+def test_streamed_deltas_join_to_the_whole_answer(client, base, model):
+    options = {"model": model or base, "messages": MESSAGES, "logprobs": True, "n": 2, **SAMPLED}
     whole = client.chat.completions.create(**options)
     parts = {0: [], 1: []}
     usage = None
@@ -67,6 +68,12 @@ def test_streamed_deltas_join_to_the_whole_answer(client, base):
         rows = itertools.chain(*(p.logprobs.content for p in pieces if p.logprobs))
         assert list(rows) == choice.logprobs.content
         assert pieces[-1].finish_reason == choice.finish_reason
+        (span,) = choice.dorad["spans"]
+        assert (span["adapter"], span["end"]) == (model, len(choice.logprobs.content))
+        spans = [span for p in pieces if hasattr(p, "dorad") for span in p.dorad["spans"]]
+        assert [s["begin"] for s in spans] == [0, *(s["end"] for s in spans[:-1])]
+        assert {**spans[-1], "begin": 0} == span
+        assert {**pieces[-1].dorad, "spans": [span]} == choice.dorad
 
 
 def test_a_character_of_several_tokens_is_never_split(client, base, text):

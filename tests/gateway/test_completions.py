@@ -41,6 +41,53 @@ def test_tokens_and_logprobs_are_those_of_the_grpc_client(client, grpc_client, b
     assert choice.finish_reason == sample.finish_reason.value
 
 
+def version_of(span):
+    return {"adapter": span.adapter, "version": span.version, "digest": span.digest}
+
+
+@pytest.mark.parametrize("model", ["dora", "lora@1"])
+def test_a_choice_names_the_version_that_made_its_tokens(client, grpc_client, model):
+    answer = client.completions.create(model=model, prompt=IDS, n=2, **SAMPLED)
+    samples = grpc_samples(grpc_client, IDS, adapter=model, n=2)
+    for choice, sample in zip(answer.choices, samples, strict=True):
+        (span,) = sample.spans
+        shown = {**version_of(span), "begin": 0, "end": len(sample.token_ids)}
+        assert choice.dorad == {**version_of(span), "spans": [shown]}
+
+
+def test_the_base_model_has_no_version(client, base):
+    (choice,) = client.completions.create(model=base, prompt=IDS, max_tokens=3).choices
+    none = {"adapter": None, "version": None, "digest": None}
+    assert choice.dorad == {**none, "spans": [{**none, "begin": 0, "end": 3}]}
+
+
+def test_an_echo_alone_names_the_version_that_scored_it(client, grpc_client):
+    options = {"model": "dora", "prompt": IDS, "echo": True, "max_tokens": 0}
+    version = grpc_client.score([IDS], ["dora"]).versions[0]
+    for streamed in (False, True):
+        answer = client.completions.create(**options, logprobs=0, stream=streamed)
+        (choice,) = [c for e in answer for c in e.choices] if streamed else answer.choices
+        assert choice.dorad == {**version_of(version), "spans": []}
+    assert not hasattr(client.completions.create(**options).choices[0], "dorad")
+
+
+@pytest.mark.parametrize("stop", [None, "never in the text"])
+def test_spans_of_a_stream_are_those_of_its_tokens(client, stop):
+    """Also of tokens that were held back."""
+    options = {"model": "dora", "prompt": IDS, "stop": stop, **SAMPLED}
+    (whole,) = client.completions.create(**options).choices
+    count = 0
+    for event in client.completions.create(**options, stream=True, **extra(return_token_ids=True)):
+        (choice,) = event.choices
+        shown = choice.dorad
+        assert {**shown, "spans": 0} == {**whole.dorad, "spans": 0}
+        spans = [(span["begin"], span["end"]) for span in shown["spans"]]
+        new = len(choice.token_ids)
+        assert spans == ([(count, count + new)] if new else [])
+        count += new
+    assert count == whole.dorad["spans"][0]["end"]
+
+
 def test_an_aborted_choice_says_so(client, grpc_client, base):
     grpc_client.pause("keep")
     try:

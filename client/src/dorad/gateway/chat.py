@@ -15,7 +15,7 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
 from dorad.gateway.requests import ChatRequest, Message
-from dorad.gateway.samples import Work, choices, updates
+from dorad.gateway.samples import Work, choices, updates, versions
 from dorad.gateway.writing import Rows
 from dorad.types import GenerateOptions
 
@@ -113,6 +113,7 @@ async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
             "logprobs": _logprobs(chat, choice.piece.tokens),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **versions(choice.spans, choice.span),
         }
         if chat.return_token_ids:
             shown["token_ids"] = Rows(choice.piece.tokens, lambda token: token.id)
@@ -143,6 +144,7 @@ async def events(gateway: Gateway, caller: Caller, chat: Chat) -> AsyncGenerator
                 "delta": delta,
                 "logprobs": _logprobs(chat, update.piece.tokens),
                 "finish_reason": update.finish_reason,
+                **versions(update.spans, update.span),
             }
             if update.finish_reason is not None:
                 shown["stop_reason"] = update.stop_reason

@@ -19,7 +19,7 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
 from dorad.gateway.requests import CompletionRequest
-from dorad.gateway.samples import Choice, Update, Work, choices, updates
+from dorad.gateway.samples import Choice, Update, Work, choices, updates, versions
 from dorad.gateway.writing import Rows
 from dorad.text import ModelText
 from dorad.types import GenerateOptions
@@ -39,6 +39,8 @@ class Completion:
     """One piece for each prompt, with `echo`."""
     generates: bool
     """False: only echo the prompts (max_tokens is 0)."""
+    scored_by: t.Span | None
+    """The version that scored the echo, if nothing is generated."""
     return_token_ids: bool
     include_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -87,6 +89,7 @@ async def understand(
         logprobs=body.logprobs,
         echo=None,
         generates=body.max_tokens > 0,
+        scored_by=None,
         return_token_ids=body.return_token_ids,
         include_usage=body.stream_options.include_usage,
     )
@@ -140,6 +143,7 @@ async def _echoes(
     found = await asyncio.to_thread(_pieces, work, text, scored)
     if not completion.generates:
         work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+        completion.scored_by = None if scored is None else scored.versions[0]
     return found
 
 
@@ -180,18 +184,16 @@ def _with_echo(completion: Completion, index: int, piece: Piece, *, first: bool)
 
 
 def _choice(
-    completion: Completion,
-    index: int,
-    piece: Piece,
-    finish_reason: str | None,
-    stop_reason: int | str | None,
+    completion: Completion, index: int, piece: Piece, of: Choice | Update
 ) -> dict[str, Any]:
+    """`of` ends as it ends, and its tokens are of its versions."""
     found: dict[str, Any] = {
         "index": index,
         "text": piece.text,
         "logprobs": None,
-        "finish_reason": finish_reason,
-        "stop_reason": stop_reason,
+        "finish_reason": of.finish_reason,
+        "stop_reason": of.stop_reason,
+        **versions(of.spans, of.span),
     }
     if completion.logprobs is not None:
         names = completion.names
@@ -213,17 +215,12 @@ async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dic
     if completion.generates:
         found = await choices(gateway.client_of(caller), gateway.text, work, gateway.limits.timeout)
     else:
-        found = [Choice(finish_reason="length") for _ in range(len(work.prompts) * work.n)]
+        nothing = Choice(finish_reason="length", span=completion.scored_by)
+        found = [nothing] * (len(work.prompts) * work.n)
     return {
         **completion.head(),
         "choices": [
-            _choice(
-                completion,
-                i,
-                _with_echo(completion, i, c.piece, first=True),
-                c.finish_reason,
-                c.stop_reason,
-            )
+            _choice(completion, i, _with_echo(completion, i, c.piece, first=True), c)
             for i, c in enumerate(found)
         ],
         "usage": work.tally.usage(),
@@ -242,9 +239,7 @@ async def events(
             piece = _with_echo(completion, update.index, update.piece, first=first)
             if not (piece.text or piece.tokens or update.finish_reason):
                 continue
-            choice = _choice(
-                completion, update.index, piece, update.finish_reason, update.stop_reason
-            )
+            choice = _choice(completion, update.index, piece, update)
             if not first:
                 choice.pop("prompt_token_ids", None)
             yield {**completion.head(), "choices": [choice]}
@@ -265,5 +260,5 @@ async def _updates(
                 yield update
         return
     for index in range(len(work.prompts) * work.n):
-        yield Update(index, Piece(), "length")
+        yield Update(index, Piece(), "length", span=completion.scored_by)
         await asyncio.sleep(0)

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 import dorad
-from dorad import types as t
 from dorad.gateway import validation
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
@@ -266,17 +265,21 @@ async def infer_stream(
 ) -> AsyncGenerator[tuple[Answer, bool]]:
     """Yields (new tokens, whether they are the last)."""
     client, work = gateway.client_of(caller), inference.work
-    span: t.Span | None = None
     try:
         async with contextlib.aclosing(
             updates(client, gateway.text, work, gateway.limits.timeout)
         ) as incoming:
             async for update in incoming:
-                span = update.span or span
                 final = update.finish_reason is not None
                 if not (final or update.piece.text or update.piece.tokens):
                     continue
-                choice = Choice(update.piece, update.finish_reason or "", update.stop_reason, span)
+                choice = Choice(
+                    update.piece,
+                    update.finish_reason or "",
+                    update.stop_reason,
+                    update.spans,
+                    update.span,
+                )
                 yield _answer(inference, choice, final=final), final
     finally:
         gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)

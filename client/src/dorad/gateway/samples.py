@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import dorad.aio
+from dorad import _wire
 from dorad import types as t
 from dorad.errors import Internal
 from dorad.gateway.assembler import Assembler, Piece, Stops
@@ -24,8 +27,10 @@ class Update:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string, or the token of `stop_token_ids`, that ended the choice."""
+    spans: list[t.Span] = field(default_factory=list)
+    """The versions that generated the piece's tokens; indices count from the choice's first."""
     span: t.Span | None = None
-    """The version that generated the newest token."""
+    """The version that generated the newest token of the choice. None: it has no token yet."""
 
 
 @dataclass(slots=True)
@@ -132,6 +137,7 @@ class _Prompt:
             Assembler(text, work.stops, skip_special_tokens=work.skip_special_tokens)
             for _ in range(work.n)
         ]
+        self._versions = [_Versions() for _ in range(work.n)]
         self._unfinished = set(range(work.n))
         self._answered = False
 
@@ -168,8 +174,6 @@ class _Prompt:
         logprobs = None if new.logprobs is None else new.logprobs.tolist()
         piece = assembler.push(new.token_ids.tolist(), logprobs, new.top_logprobs)
         update = Update(self._first + new.index, piece)
-        if new.spans:
-            update.span = new.spans[-1]
         finish = new.finish
         if finish is not None:
             if new.index == 0:
@@ -182,10 +186,39 @@ class _Prompt:
                 update.stop_reason = finish.stop_token_id
         if assembler.stopped is not None:
             update.finish_reason, update.stop_reason = "stop", assembler.stopped
+        versions = self._versions[new.index]
+        update.spans = versions.of_next(len(piece.tokens), new.spans)
+        update.span = versions.newest
         tally.completion_tokens += assembler.count - before
         if update.finish_reason is not None:
             self._unfinished.discard(new.index)
         return update
+
+
+class _Versions:
+    """Cuts a sample's spans to its pieces, whose tokens may come later than the spans."""
+
+    def __init__(self) -> None:
+        self._ahead: list[t.Span] = []
+        self._count = 0
+        self.newest: t.Span | None = None
+        """The last span of all pieces so far."""
+
+    def of_next(self, tokens: int, new: Sequence[t.Span]) -> list[t.Span]:
+        """The spans of the next tokens. `new` are the spans that have come."""
+        begin, end = self._count, self._count + tokens
+        self._count = end
+        self._ahead += new
+        found = [
+            dataclasses.replace(span, begin=max(span.begin, begin), end=min(span.end, end))
+            for span in self._ahead
+            if span.begin < end
+        ]
+        self._ahead = [span for span in self._ahead if span.end > end]
+        found = _wire.merge_spans(span for span in found if span.begin < span.end)
+        if found:
+            self.newest = found[-1]
+        return found
 
 
 def _in_parts(sample: t.Sample) -> Iterator[t.Delta]:
@@ -200,7 +233,7 @@ def _in_parts(sample: t.Sample) -> Iterator[t.Delta]:
             logprobs=None if sample.logprobs is None else sample.logprobs[part],
             top_logprobs=top and t.TopLogprobs(top.token_ids[part], top.logprobs[part]),
             chosen_logprobs=None,
-            spans=sample.spans,
+            spans=[] if begin else sample.spans,
             finish=None
             if begin + _PART < count
             else t.Finish(sample.finish_reason, sample.stop_token_id, sample.detail, sample.usage),
@@ -215,12 +248,15 @@ class Choice:
     piece: Piece = field(default_factory=Piece)
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    spans: list[t.Span] = field(default_factory=list)
     span: t.Span | None = None
+    """The version that generated the newest token."""
 
     def add(self, update: Update) -> None:
         self.piece.text += update.piece.text
         self.piece.tokens += update.piece.tokens
-        self.span = update.span or self.span
+        self.spans = _wire.merge_spans([*self.spans, *update.spans])
+        self.span = update.span
         if update.finish_reason is not None:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
 
@@ -234,3 +270,21 @@ async def choices(
         async for update in incoming:
             found[update.index].add(update)
     return found
+
+
+def versions(spans: Sequence[t.Span], newest: t.Span | None) -> dict[str, Any]:
+    """The field `dorad` of OpenAI's choices; none before the first token.
+
+    `newest` is the version of the choice's newest token.
+    """
+    if newest is None:
+        return {}
+    shown = [{**_version(span), "begin": span.begin, "end": span.end} for span in spans]
+    return {"dorad": {**_version(newest), "spans": shown}}
+
+
+def _version(span: t.Span) -> dict[str, Any]:
+    """The base model has no version."""
+    if not span.adapter:
+        return {"adapter": None, "version": None, "digest": None}
+    return {"adapter": span.adapter, "version": span.version, "digest": span.digest}
