@@ -1,4 +1,7 @@
-"""The gateway in front of the real server, with a tiny model, a tokenizer and two adapters."""
+"""The gateway in front of the real server, with two adapters, and in front of the fake server."""
+
+import sys
+from pathlib import Path
 
 import dorad
 import httpx
@@ -7,6 +10,10 @@ import pytest
 from dorad.text import ModelText
 from lib.gateway import running_gateway
 from lib.server import serve
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
+
+from fake_server import FakeServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,4 +65,24 @@ def client(gateway):
 @pytest.fixture
 def http(gateway):
     with httpx.Client(base_url=gateway.url, timeout=30) as it:
+        yield it
+
+
+@pytest.fixture
+def fake():
+    with FakeServer() as server:
+        yield server
+
+
+@pytest.fixture
+def fake_gateway(fake, folder, tmp_path):
+    with running_gateway(
+        fake.target, "--tokenizer", folder, "--max-requests", 3, "--drain", 5, scratch=tmp_path
+    ) as running:
+        yield running
+
+
+@pytest.fixture
+def fake_http(fake_gateway):
+    with httpx.Client(base_url=fake_gateway.url, timeout=20) as it:
         yield it

@@ -4,8 +4,6 @@ import asyncio
 import json
 import ssl
 import subprocess
-import sys
-from pathlib import Path
 
 import dorad
 import grpc
@@ -13,15 +11,12 @@ import httpx
 import pytest
 from dorad.gateway import admission
 from dorad.gateway.callers import caller_of
+from fake_server import FakeServer
 from lib.certificates import Authority
 from lib.gateway import command, running_gateway
 from lib.server import environment, free_port, serve, wait_until
 from lib.tokens import write_tokens
 from tritonclient.grpc import service_pb2, service_pb2_grpc
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
-
-from fake_server import FakeServer
 
 COMPLETION = {"prompt": [5, 6], "max_tokens": 1}
 

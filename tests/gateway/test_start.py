@@ -2,18 +2,13 @@
 
 import socket
 import subprocess
-import sys
-from pathlib import Path
 
 import httpx
 import pytest
 from dorad.gateway.listener import listen
+from fake_server import FakeServer
 from lib.gateway import command, running_gateway
 from lib.server import environment, free_port, serve
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "client"))
-
-from fake_server import FakeServer
 
 
 def refusal(target, *arguments):
@@ -89,3 +84,20 @@ def test_answers_do_not_wait_for_the_clients_acknowledgement(address):
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--listen", "0.0.0.0:0"],
+        ["--listen", "nowhere"],
+        ["--tls-cert", "a.pem"],
+        ["--tokenizer", "/nonexistent"],
+    ],
+)
+def test_a_bad_command_line_is_a_usage_error(arguments):
+    run = subprocess.run(
+        command("127.0.0.1:1", *arguments), capture_output=True, text=True, env=environment(),
+        timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 64 and run.stderr.startswith("doractl: "), run.stderr
