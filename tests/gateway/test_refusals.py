@@ -95,12 +95,6 @@ def test_a_bad_chat_is_400(http, base, fields):
     assert answer.status_code == 400 and answer.json()["error"]["code"]
 
 
-def test_fields_that_ask_for_nothing_are_taken(http, base):
-    body = {"model": base, "prompt": "x", "max_tokens": 1, "logit_bias": {}, "user": "me"}
-    body |= {"presence_penalty": 0, "frequency_penalty": 0.0, "top_k": -1, "seed": None}
-    assert http.post("/v1/completions", json=body).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("content", "kind", "status", "code"),
     [

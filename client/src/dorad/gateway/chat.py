@@ -60,7 +60,7 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     adapter = await gateway.adapter_of(body.model)
     try:
         written = text.render_chat(
-            [_message(m) for m in body.messages], **body.chat_template_kwargs
+            [_message(m) for m in body.messages], **body.template_variables()
         )
     except (ValueError, TypeError) as error:
         raise Refusal(400, "CHAT_TEMPLATE_REFUSED", str(error), param="messages") from None

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 import dorad
-from dorad.gateway import validation
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
-from dorad.gateway.requests import Sampling, StopString
+from dorad.gateway.requests import Sampling, StopString, checked
 from dorad.gateway.samples import Choice, Work, choices, updates
 from dorad.gateway.validation import UInt32
 from dorad.types import GenerateOptions
@@ -163,9 +162,7 @@ async def understand(
     stream: bool,
 ) -> Inference:
     """Raises Refusal or DoradError."""
-    given = validation.checked(
-        {k: v for k, v in parameters.items() if k not in _IGNORED}, Parameters
-    )
+    given = checked({k: v for k, v in parameters.items() if k not in _IGNORED}, Parameters)
     names = list(outputs) or _default_outputs(gateway)
     for name in names:
         if name not in _OUTPUTS:

@@ -195,8 +195,13 @@ class ChatRequest(OpenAIRequest):
     """Log-probabilities of the choice's tokens."""
     top_logprobs: UInt32 | None = None
     """With logprobs: also of this many most likely tokens."""
+    add_generation_prompt: bool = True
+    """End the prompt where the assistant begins."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables for the chat template."""
+
+    def template_variables(self) -> dict[str, Any]:
+        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
 
 
 # Fields without effect.
@@ -207,9 +212,12 @@ _IGNORED = (
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_retention",
+    "prediction",
     "parallel_tool_calls",
 )
-# Fields that the server cannot honour, with their values that change nothing.
+# Fields that the gateway does not serve, with their values that ask for nothing. A model's own
+# field of the same name is not meant.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
@@ -217,13 +225,44 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "best_of": (1,),
     "suffix": ("",),
+    "echo": (False,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "allowed_token_ids": (),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "request_id": (),
+    "add_special_tokens": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
+    "verbosity": ("medium",),
     "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
     "modalities": (["text"], []),
+    "audio": (),
+    "web_search_options": (),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": (),
+    "vllm_xargs": ({},),
+    "stream_options.include_obfuscation": (False,),
+    "stream_options.continuous_usage_stats": (False,),
 }
 
 
@@ -233,13 +272,30 @@ def checked(body: Mapping[str, Any], model: type[M]) -> M:
     A field that the server cannot honour is refused: an answer without the requested penalty or
     tools would be wrong.
     """
-    problems = []
+    problems: list[Violation] = []
+    kept = _served(body, model, "", problems)
+    options = kept.get("stream_options")
+    if isinstance(options, dict) and "stream_options" in model.model_fields:
+        kept["stream_options"] = _served(options, StreamOptions, "stream_options.", problems)
+    return validation.checked(kept, model, problems)
+
+
+def _served(
+    body: Mapping[str, Any], model: type[Body], path: str, problems: list[Violation]
+) -> dict[str, Any]:
+    """The fields for the model. Adds the others that ask for something to `problems`."""
     kept = {}
     for name, value in body.items():
-        if name in _IGNORED:
+        neutral = None if name in model.model_fields else _NEUTRAL.get(path + name)
+        if not path and name in _IGNORED:
             continue
-        if name not in _NEUTRAL:
+        if neutral is None:
             kept[name] = value
-        elif value is not None and value not in _NEUTRAL[name]:
-            problems.append(Violation(name, "is not supported", "FIELD_UNSUPPORTED"))
-    return validation.checked(kept, model, problems)
+        elif value is not None and not any(_equal(value, it) for it in neutral):
+            problems.append(Violation(path + name, "is not supported", "FIELD_UNSUPPORTED"))
+    return kept
+
+
+def _equal(value: Any, neutral: Any) -> bool:
+    """As in JSON, where true is not 1."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
