@@ -67,6 +67,55 @@ def test_the_template_gets_all_fields_of_a_message():
     assert checked({**CHAT, "messages": [message]}, ChatRequest).messages == [message]
 
 
+def call(**function):
+    return {"id": "c1", "type": "function", "function": {"name": "f", **function}}
+
+
+def calling(*calls, **fields):
+    return {"role": "assistant", "tool_calls": list(calls), **fields}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": "x"}])
+def test_a_message_that_calls_tools_needs_no_content(content):
+    message = calling(call(arguments={}), **content)
+    assert checked({**CHAT, "messages": [message]}, ChatRequest).messages == [message]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [('{"a": [1, "é"]}', {"a": [1, "é"]}), ("", {}), ({"a": 1}, {"a": 1})],
+)
+def test_the_arguments_of_a_call_are_an_object(written, meant):
+    message = calling(call(arguments=written))
+    (found,) = checked({**CHAT, "messages": [message]}, ChatRequest).messages
+    assert found["tool_calls"][0]["function"]["arguments"] == meant
+
+
+@pytest.mark.parametrize(
+    ("message", "path", "reason"),
+    [
+        (calling(call(arguments="{")), "tool_calls[0].function.arguments", "FIELD_INVALID"),
+        (calling(call(arguments="[1]")), "tool_calls[0].function.arguments", "FIELD_INVALID"),
+        (calling(call(arguments=5)), "tool_calls[0].function.arguments", "FIELD_INVALID"),
+        (
+            calling(call(arguments=r'"\ud83d"')),
+            "tool_calls[0].function.arguments",
+            "FIELD_INVALID",
+        ),
+        (calling(call(), {"function": {}}), "tool_calls[1].function.name", "FIELD_MISSING"),
+        (calling({"id": "c1"}), "tool_calls[0].function", "FIELD_MISSING"),
+        (calling({**call(), "type": "x"}), "tool_calls[0].type", "FIELD_INVALID"),
+        (calling(call(), content=5), "content", "FIELD_INVALID"),
+        ({**calling(call()), "role": "user"}, "role", "FIELD_INVALID"),
+        ({**calling(), "content": None}, "content", "FIELD_MISSING"),
+        ({"role": "tool", "tool_call_id": "c1"}, "content", "FIELD_MISSING"),
+    ],
+)
+def test_a_bad_call_of_a_tool_is_named(message, path, reason):
+    body = {**CHAT, "messages": [CHAT["messages"][0], message]}
+    assert problems(body, ChatRequest) == [(f"messages[1].{path}", reason)]
+
+
 def test_unknown_fields_of_tensors_are_taken():
     parameters = {"binary_data_size": 8, "other": 1}
     body = {"inputs": [{**TENSOR, "parameters": parameters, "other": 1}]}

@@ -14,7 +14,7 @@ from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
-from dorad.gateway.requests import ChatRequest, Message
+from dorad.gateway.requests import ChatRequest
 from dorad.gateway.samples import Work, choices, updates, versions
 from dorad.gateway.writing import Rows
 from dorad.types import GenerateOptions
@@ -87,12 +87,15 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     return chat, body.stream
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """Joins content parts, because templates expect text."""
-    content = message["content"]
+    content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
-    return {**message, "content": content}
+    found = {**message, "content": content}
+    if not found.get("tool_calls"):
+        found.pop("tool_calls", None)  # Templates ask whether a message has the field.
+    return found
 
 
 def _logprobs(chat: Chat, tokens: list[Token]) -> dict[str, Any] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Discriminator, Field, Tag, with_config
+import pydantic_core
+from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from dorad import types as t
@@ -171,21 +172,78 @@ class TextPart(TypedDict):
     text: str
 
 
+def _arguments(value: Any) -> dict[str, Any]:
+    """OpenAI writes a call's arguments as JSON; templates expect them as an object, as in vLLM."""
+    if isinstance(value, str):
+        value = pydantic_core.from_json(value or "{}", allow_inf_nan=False)
+    if not isinstance(value, dict):
+        raise ValueError("Input should be a JSON object, or a string of one")
+    return value
+
+
+@with_config(extra="allow")
+class FunctionCall(TypedDict):
+    name: str
+    arguments: NotRequired[
+        Annotated[
+            Any,
+            AfterValidator(_arguments),
+            WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]}),
+        ]
+    ]
+
+
+@with_config(extra="allow")
+class ToolCall(TypedDict):
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCall
+
+
+Content = Annotated[
+    Annotated[str, Tag("<string>")]
+    | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
+    _union(_kind, "a string or a list of text parts"),
+]
+
+
 @with_config(extra="allow")
 class Message(TypedDict):
-    """All fields reach the chat template."""
+    """All fields reach the chat template, such as a tool's `tool_call_id`."""
 
     role: str
-    content: Annotated[
-        Annotated[str, Tag("<string>")]
-        | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
-        _union(_kind, "a string or a list of text parts"),
-    ]
+    content: Content
     name: NotRequired[str | None]
 
 
+@with_config(extra="allow")
+class CallingMessage(TypedDict):
+    """A message that calls tools, with or without a content."""
+
+    role: Literal["assistant"]
+    content: NotRequired[
+        Annotated[
+            Annotated[None, Tag("<none>")] | Annotated[Content, Tag("<some>")],
+            Discriminator(lambda value: "<none>" if value is None else "<some>"),
+        ]
+    ]
+    name: NotRequired[str | None]
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1, fail_fast=True)]
+
+
+def _kind_of_message(value: Any) -> str:
+    calls = isinstance(value, dict) and value.get("tool_calls")
+    return "<calls>" if calls else "<message>"
+
+
+AnyMessage = Annotated[
+    Annotated[Message, Tag("<message>")] | Annotated[CallingMessage, Tag("<calls>")],
+    Discriminator(_kind_of_message),
+]
+
+
 class ChatRequest(OpenAIRequest):
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    messages: list[AnyMessage] = Field(min_length=1, fail_fast=True)
     """The conversation."""
     max_tokens: UInt32 | None = None
     """The older name of max_completion_tokens."""
