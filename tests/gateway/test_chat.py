@@ -91,6 +91,20 @@ def test_a_character_of_several_tokens_is_never_split(client, base, text):
         assert "".join(pieces) == text.decode([i for i in ids if i != 2])
 
 
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_are_of_the_mode_that_is_asked_for(client, grpc_client, base, prompt, mode):
+    options = {"temperature": 0.7, "seed": 11, "top_logprobs": 2}
+    answer = client.chat.completions.create(
+        model=base, messages=MESSAGES, max_tokens=8, logprobs=True, **options,
+        extra_body={"logprobs_mode": mode, "top_k": 5},
+    )  # fmt: skip
+    (sample,) = grpc_client.generate(prompt, max_tokens=8, top_k=5, logprobs=mode, **options)
+    rows = answer.choices[0].logprobs.content
+    assert [row.logprob for row in rows] == sample.logprobs.tolist()
+    top = [[entry.logprob for entry in row.top_logprobs] for row in rows]
+    assert top == sample.top_logprobs.logprobs.tolist()
+
+
 def test_stop_ends_a_chat(client, base):
     options = {"model": base, "messages": MESSAGES, "temperature": 0.0}
     whole = client.chat.completions.create(**options, max_tokens=30).choices[0].message.content

@@ -12,6 +12,7 @@ from lib.server import wait_until
 
 IDS = [1, 40, 77, 120, 33]
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "seed": 11}
+MODES = ["raw", "processed"]
 
 
 def grpc_samples(grpc_client, prompt, **options):
@@ -161,15 +162,91 @@ def test_n_choices_of_several_prompts_are_numbered_prompt_by_prompt(client, grpc
     assert answer.usage.prompt_tokens == 8
 
 
-def test_a_gateway_without_a_tokenizer_says_what_takes_token_ids(server, base, tmp_path):
-    with running_gateway(server.grpc, scratch=tmp_path) as running:
-        answer = httpx.post(
-            f"{running.url}/v1/completions", json={"model": base, "prompt": [5, 6]}, timeout=30
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_are_of_the_mode_that_is_asked_for(client, grpc_client, base, mode):
+    options = {**SAMPLED, "temperature": 0.7, "top_p": 0.8}
+    answer = client.completions.create(
+        model=base, prompt=IDS, logprobs=0, **options, **extra(logprobs_mode=mode)
+    )
+    (sample,) = grpc_client.generate(IDS, logprobs=mode, **options)
+    assert answer.choices[0].logprobs.token_logprobs == sample.logprobs.tolist()
+    raw, processed = (grpc_client.generate(IDS, logprobs=m, **options)[0] for m in MODES)
+    assert raw.logprobs.tolist() != processed.logprobs.tolist()
+
+
+def test_greedy_tokens_are_certain_where_logprobs_are_processed(client, base):
+    answer = client.completions.create(
+        model=base, prompt=IDS, logprobs=3, temperature=0, max_tokens=4,
+        **extra(logprobs_mode="processed", return_tokens_as_token_ids=True),
+    )  # fmt: skip
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs == [0] * 4
+    for token, row in zip(found.tokens, found.top_logprobs, strict=True):
+        assert row.pop(token) == 0 and set(row.values()) <= {-9999}  # JSON has no infinity.
+
+
+def test_an_echo_has_no_processed_logprobs(http, base):
+    body = {"model": base, "prompt": IDS, "echo": True, "logprobs_mode": "processed"}
+    error = http.post("/v1/completions", json={**body, "logprobs": 0}).json()["error"]
+    assert (error["code"], error["param"]) == ("FIELD_UNSUPPORTED", "logprobs_mode")
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def ids_only(server, tmp_path_factory):
+    """A gateway without a tokenizer."""
+    scratch = tmp_path_factory.mktemp("ids-only")
+    with (
+        running_gateway(server.grpc, scratch=scratch) as running,
+        httpx.Client(base_url=running.url, timeout=30) as it,
+    ):
+        yield it
+
+
+def test_token_ids_need_no_tokenizer(ids_only, grpc_client):
+    body = {"model": "dora", "prompt": [IDS, IDS[:3]], "logprobs": 2, "stop_token_ids": [7]}
+    answer = ids_only.post("/v1/completions", json={**body, **SAMPLED}).json()
+    for prompt, choice in zip(body["prompt"], answer["choices"], strict=True):
+        (sample,) = grpc_samples(
+            grpc_client, prompt, adapter="dora", logprobs="raw", top_logprobs=2, stop_token_ids=[7]
         )
+        assert choice["token_ids"] == sample.token_ids.tolist()
+        assert choice["prompt_token_ids"] == prompt and choice["text"] == ""
+        assert choice["logprobs"]["token_logprobs"] == sample.logprobs.tolist()
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in sample.token_ids]
+        assert choice["finish_reason"] == sample.finish_reason.value
+
+
+def test_a_stream_of_token_ids_needs_no_tokenizer(ids_only, grpc_client):
+    body = {"model": "dora", "prompt": IDS, "stream": True, **SAMPLED}
+    with ids_only.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    (sample,) = grpc_samples(grpc_client, IDS, adapter="dora")
+    choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert list(itertools.chain(*(c["token_ids"] for c in choices))) == sample.token_ids.tolist()
+    assert choices[-1]["finish_reason"] == sample.finish_reason.value and lines[-1] == "[DONE]"
+
+
+def test_an_echo_of_token_ids_needs_no_tokenizer(ids_only, grpc_client, base):
+    body = {"model": base, "prompt": IDS, "echo": True, "logprobs": 0, "max_tokens": 0}
+    (choice,) = ids_only.post("/v1/completions", json=body).json()["choices"]
+    assert choice["token_ids"] == IDS and choice["text"] == ""
+    assert choice["logprobs"]["token_logprobs"][1:] == grpc_client.score([IDS])[0, 0].tolist()[1:]
+
+
+@pytest.mark.parametrize(
+    ("route", "fields"),
+    [
+        ("completions", {"prompt": "text"}),
+        ("completions", {"prompt": [5, 6], "stop": "x"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_a_gateway_without_a_tokenizer_says_what_takes_token_ids(ids_only, base, route, fields):
+    answer = ids_only.post(f"/v1/{route}", json={"model": base, **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "TOKENIZER_NOT_CONFIGURED")
-    assert "by the Open Inference Protocol (/v2)" in error["message"]
-    assert "OpenAI's API need" in error["message"]
+    assert "by /v1/completions and the Open Inference Protocol (/v2)" in error["message"]
 
 
 def test_a_text_prompt_is_encoded_as_the_tokenizer_begins_a_text(client, base, text):

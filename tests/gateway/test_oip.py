@@ -93,6 +93,19 @@ def test_tokens_and_logprobs_are_those_of_the_grpc_client(
     assert response.parameters["digest"].string_param == sample.spans[0].digest
 
 
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_are_of_the_mode_that_is_asked_for(client, grpc_client, base, mode):
+    options = {**SAMPLED, "temperature": 0.7, "top_k": 5}
+    answer = client.infer(
+        base,
+        [ids_input()],
+        outputs=wanted("logprobs"),
+        parameters={**options, "logprobs_mode": mode},
+    )
+    (sample,) = grpc_client.generate(IDS, logprobs=mode, **options)
+    assert answer.as_numpy("logprobs").tolist() == [sample.logprobs.tolist()]
+
+
 def test_only_the_outputs_asked_for_come_and_three_by_default(client, base):
     def names(answer):
         return [output.name for output in answer.get_response().outputs]

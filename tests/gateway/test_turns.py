@@ -94,7 +94,7 @@ def test_others_have_their_turn_while_an_echo_is_decoded():
             return ""
 
     text = SimpleNamespace(stream=lambda skip_special_tokens: Decoder())
-    gateway = SimpleNamespace(needs_text=lambda: text)
+    gateway = SimpleNamespace(text=text)
     completion = SimpleNamespace(work=work_of(2, 1), logprobs=None, generates=False)
 
     async def run():

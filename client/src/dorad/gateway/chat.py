@@ -72,7 +72,7 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         if body.max_completion_tokens is None
         else body.max_completion_tokens,
         "request_id": caller.call_id(),
-        "logprobs": "raw" if body.logprobs else None,
+        "logprobs": body.logprobs_mode if body.logprobs else None,
         "top_logprobs": body.top_logprobs,
     }
     chat = Chat(

@@ -67,7 +67,11 @@ async def understand(
     if body.max_tokens == 0 and not body.echo:
         message = "max_tokens must be at least 1 without echo"
         raise Refusal(400, "MAX_TOKENS_OUT_OF_RANGE", message, param="max_tokens")
-    gateway.needs_text()
+    if body.echo and body.logprobs is not None and body.logprobs_mode != "raw":
+        message = "logprobs of an echo are raw: nothing of it was sampled"
+        raise Refusal(400, "FIELD_UNSUPPORTED", message, param="logprobs_mode")
+    if body.stop:
+        gateway.needs_text()
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
     prompts = await _prompts(gateway, body)
@@ -76,7 +80,7 @@ async def understand(
         "adapter": adapter,
         "max_tokens": body.max_tokens,
         "request_id": caller.call_id(),
-        "logprobs": None if body.logprobs is None else "raw",
+        "logprobs": None if body.logprobs is None else body.logprobs_mode,
         "top_logprobs": body.logprobs,
     }
     work = body.work(prompts, options, model, stream=body.stream)
@@ -90,7 +94,8 @@ async def understand(
         echo=None,
         generates=body.max_tokens > 0,
         scored_by=None,
-        return_token_ids=body.return_token_ids,
+        # Without a tokenizer they are all that there is.
+        return_token_ids=body.return_token_ids or gateway.text is None,
         include_usage=body.stream_options.include_usage,
     )
     if body.echo:
@@ -130,7 +135,7 @@ async def _echoes(
     gateway: Gateway, client: dorad.aio.Client, completion: Completion
 ) -> list[Piece]:
     """Text of the prompts, with log-probabilities if requested."""
-    work, text = completion.work, gateway.needs_text()
+    work, text = completion.work, gateway.text
     scored: t.ScoreResult | None = None
     if completion.logprobs is not None:
         scored = await client.score(
@@ -147,10 +152,11 @@ async def _echoes(
     return found
 
 
-def _pieces(work: Work, text: ModelText, scored: t.ScoreResult | None) -> list[Piece]:
+def _pieces(work: Work, text: ModelText | None, scored: t.ScoreResult | None) -> list[Piece]:
+    """Without a tokenizer (`text` is None) they have tokens only."""
     found = []
     for i, prompt in enumerate(work.prompts):
-        decoder = text.stream(skip_special_tokens=work.skip_special_tokens)
+        decoder = text and text.stream(skip_special_tokens=work.skip_special_tokens)
         tokens, parts, offset = list[Token](), list[str](), 0
         for position, token_id in enumerate(prompt):
             token = Token(token_id, None, [], offset)
@@ -162,9 +168,11 @@ def _pieces(work: Work, text: ModelText, scored: t.ScoreResult | None) -> list[P
                         zip(ids[position].tolist(), values[position].tolist(), strict=True)
                     )
             tokens.append(token)
-            parts.append(decoder.push([token_id]))
-            offset += len(parts[-1])
-        parts.append(decoder.finish())
+            if decoder is not None:
+                parts.append(decoder.push([token_id]))
+                offset += len(parts[-1])
+        if decoder is not None:
+            parts.append(decoder.finish())
         found.append(Piece("".join(parts), tokens))
     return found
 

@@ -117,8 +117,9 @@ class Gateway:
         """Raises Refusal without a tokenizer."""
         if self.text is None:
             message = (
-                "this gateway has no tokenizer (--tokenizer): it serves token ids only, by the "
-                "Open Inference Protocol (/v2); texts and OpenAI's API need one"
+                "this gateway has no tokenizer (--tokenizer): it takes and returns token ids only, "
+                "by /v1/completions and the Open Inference Protocol (/v2); texts, stop strings and "
+                "chats need one"
             )
             raise Refusal(400, "TOKENIZER_NOT_CONFIGURED", message)
         return self.text

@@ -84,6 +84,8 @@ class Sampling(Body):
     """Only requests with equal salts share cached prefixes."""
     stop: Stop | None = None
     """Strings that end a choice."""
+    logprobs_mode: t.LogprobMode = "raw"
+    """Log-probabilities of the model itself, or of the distribution that is sampled from."""
 
     def options(self) -> t.GenerateOptions:
         return {
