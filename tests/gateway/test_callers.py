@@ -26,6 +26,8 @@ GUARDED = [
     ("GET", "/v1/models/{base}"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
     ("GET", "/v2/models/{base}"),
     ("GET", "/v2/models/{base}/ready"),
     ("POST", "/v2/models/{base}/infer"),
@@ -37,6 +39,7 @@ PUBLIC = [
     "/health",
     "/metrics",
     "/openapi.json",
+    "/version",
     "/v2",
     "/v2/health/live",
     "/v2/health/ready",
@@ -164,7 +167,7 @@ def test_nothing_is_answered_or_read_for_a_caller_whom_the_server_does_not_know(
         answer = asking_http.request(method, path.format(base=base), content="{", headers=headers)
         assert answer.status_code == 401 and base not in answer.text, (path, answer.text)
         error = answer.json()["error"]
-        said = error["code"] if path.startswith("/v1") else error.partition(":")[0]
+        said = error.partition(":")[0] if path.startswith("/v2") else error["code"]
         assert said == code, path
     for method in GUARDED_CALLS:
         assert code_of(asking_gateway.grpc, method, headers, base) == "UNAUTHENTICATED", method

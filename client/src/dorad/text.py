@@ -128,6 +128,10 @@ class ModelText:
         """One token's text, for tables; may be part of a character."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def vocabulary_token(self, token_id: int) -> str:
+        """One token as it stands in the vocabulary, such as "Ġthe"; "" if it has no such id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes:
         """One token's part of the text, as UTF-8; may be part of a character."""
         if skip_special_tokens and token_id in self._special:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dorad.gateway import oip_http, openai, openapi
+from dorad.gateway import oip_http, openai, openapi, tokenization
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -49,6 +49,7 @@ def application(gateway: Gateway) -> Starlette:
     return Starlette(
         routes=[
             *openai.routes(gateway),
+            *tokenization.routes(gateway),
             *oip_http.routes(gateway),
             Route("/health", endpoint("health", _health), methods=["GET"]),
             Route("/metrics", endpoint("metrics", _metrics), methods=["GET"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from dorad.gateway.names import TokenNames
 from dorad.gateway.requests import ChatRequest
 from dorad.gateway.samples import Work, choices, updates, versions
 from dorad.gateway.writing import Rows
+from dorad.text import ModelText
 from dorad.types import GenerateOptions
 
 
@@ -52,19 +53,11 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     if body.top_logprobs is not None and not body.logprobs:
         message = "top_logprobs needs logprobs: true"
         raise Refusal(400, "LOGPROBS_MISSING", message, param="top_logprobs")
-    if not text.has_chat_template:
-        message = "the tokenizer's folder has no chat template; /v1/completions takes plain text"
-        raise Refusal(400, "CHAT_TEMPLATE_MISSING", message, param="messages")
     gateway.check_choices([None], body.n)
+    prompt_text = written(text, body.messages, body.template_variables())
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
-    try:
-        written = text.render_chat(
-            [_message(m) for m in body.messages], **body.template_variables()
-        )
-    except (ValueError, TypeError) as error:
-        raise Refusal(400, "CHAT_TEMPLATE_REFUSED", str(error), param="messages") from None
-    prompt = await gateway.encode(written, special_tokens=False)
+    prompt = await gateway.encode(prompt_text, special_tokens=False)
     options: GenerateOptions = {
         **body.options(),
         "adapter": adapter,
@@ -85,6 +78,19 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         include_usage=body.stream_options.include_usage,
     )
     return chat, body.stream
+
+
+def written(
+    text: ModelText, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> str:
+    """The conversation as the chat template writes it. Raises Refusal."""
+    if not text.has_chat_template:
+        message = "the tokenizer's folder has no chat template; /v1/completions takes plain text"
+        raise Refusal(400, "CHAT_TEMPLATE_MISSING", message, param="messages")
+    try:
+        return text.render_chat([_message(m) for m in messages], **variables)
+    except (ValueError, TypeError) as error:
+        raise Refusal(400, "CHAT_TEMPLATE_REFUSED", str(error), param="messages") from None
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:

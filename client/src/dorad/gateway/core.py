@@ -19,7 +19,7 @@ from dorad.gateway.metrics import Metrics
 from dorad.text import ModelText
 
 _MODEL_SECONDS = 10.0  # A restarted server may hold another model.
-_LONG_TEXT = 4096  # Characters. Longer texts are tokenized in a thread.
+LONG_TEXT = 4096  # Characters or tokens. Longer ones are tokenized or decoded in a thread.
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Gateway:
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         tokenizer = self.needs_text()
-        if len(text) < _LONG_TEXT:
+        if len(text) < LONG_TEXT:
             return tokenizer.encode(text, special_tokens=special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, special_tokens=special_tokens)
 

@@ -244,7 +244,19 @@ AnyMessage = Annotated[
 ]
 
 
-class ChatRequest(OpenAIRequest):
+class Templated(Body):
+    """Fields of requests whose prompt is a conversation."""
+
+    add_generation_prompt: bool = True
+    """End the prompt where the assistant begins."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables for the chat template."""
+
+    def template_variables(self) -> dict[str, Any]:
+        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
+
+
+class ChatRequest(OpenAIRequest, Templated):
     messages: list[AnyMessage] = Field(min_length=1, fail_fast=True)
     """The conversation."""
     max_tokens: UInt32 | None = None
@@ -255,13 +267,6 @@ class ChatRequest(OpenAIRequest):
     """Log-probabilities of the choice's tokens."""
     top_logprobs: UInt32 | None = None
     """With logprobs: also of this many most likely tokens."""
-    add_generation_prompt: bool = True
-    """End the prompt where the assistant begins."""
-    chat_template_kwargs: dict[str, Any] = Field(default={})
-    """Variables for the chat template."""
-
-    def template_variables(self) -> dict[str, Any]:
-        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
 
 
 # Fields without effect.
