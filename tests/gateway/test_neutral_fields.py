@@ -17,6 +17,7 @@ NOTHING = {
     "allowed_token_ids": None,
     "detokenize": True,
     "spaces_between_special_tokens": True,
+    "add_generation_prompt": True,
     "echo": False,
     "best_of": 1,
     "response_format": {"type": "text"},
@@ -24,7 +25,6 @@ NOTHING = {
 }
 NOTHING_OF_CHATS = {
     "add_special_tokens": False,
-    "add_generation_prompt": True,
     "continue_final_message": False,
     "documents": [],
     "tools": [],

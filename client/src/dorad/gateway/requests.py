@@ -304,6 +304,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "request_id": (),
     "add_special_tokens": (False,),
+    "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
