@@ -30,6 +30,9 @@ GUARDED = [
     ("POST", "/detokenize"),
     ("GET", "/v2/models/{base}"),
     ("GET", "/v2/models/{base}/ready"),
+    ("GET", "/v2/models/{base}/config"),
+    ("GET", "/v2/models/{base}/stats"),
+    ("GET", "/v2/models/stats"),
     ("POST", "/v2/models/{base}/infer"),
     ("POST", "/v2/models/{base}/generate"),
     ("POST", "/v2/models/{base}/generate_stream"),
@@ -44,7 +47,15 @@ PUBLIC = [
     "/v2/health/live",
     "/v2/health/ready",
 ]
-GUARDED_CALLS = ("ModelReady", "ModelMetadata", "RepositoryIndex", "ModelInfer", "ModelStreamInfer")
+GUARDED_CALLS = (
+    "ModelReady",
+    "ModelMetadata",
+    "ModelConfig",
+    "ModelStatistics",
+    "RepositoryIndex",
+    "ModelInfer",
+    "ModelStreamInfer",
+)
 
 
 def bearers(*values):
@@ -56,6 +67,8 @@ def code_of(target, method, metadata, base):
     requests = {
         "ModelReady": service_pb2.ModelReadyRequest(name=base),
         "ModelMetadata": service_pb2.ModelMetadataRequest(name=base),
+        "ModelConfig": service_pb2.ModelConfigRequest(name=base),
+        "ModelStatistics": service_pb2.ModelStatisticsRequest(name=base),
         "RepositoryIndex": service_pb2.RepositoryIndexRequest(),
         "ModelInfer": service_pb2.ModelInferRequest(model_name=base),
         "ModelStreamInfer": iter([service_pb2.ModelInferRequest(model_name=base)]),

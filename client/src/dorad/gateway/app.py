@@ -39,7 +39,9 @@ async def _unknown(request: Request, error: Exception) -> Response:
     reasons: Mapping[int, str] = {404: "ROUTE_NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = Refusal(error.status_code, reasons.get(error.status_code, "HTTP_ERROR"), message)
-    return answer(refusal.body(), refusal.status, dict(error.headers or {}))
+    oip = f"{request.url.path}/".startswith("/v2/")
+    body = oip_http.error_body(refusal) if oip else refusal.body()
+    return answer(body, refusal.status, dict(error.headers or {}))
 
 
 def application(gateway: Gateway) -> Starlette:

@@ -16,6 +16,7 @@ from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
 from dorad.gateway.metrics import Metrics
+from dorad.gateway.statistics import Statistics
 from dorad.text import ModelText
 
 _MODEL_SECONDS = 10.0  # A restarted server may hold another model.
@@ -86,6 +87,7 @@ class Gateway:
         self.text = text
         self.limits = limits
         self.metrics = Metrics()
+        self.statistics = Statistics()
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
         self.admission = Admission(own, exposed=exposed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +13,25 @@ import numpy as np
 import numpy.typing as npt
 
 import dorad
+from dorad import types as t
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.requests import Sampling, StopString, checked
 from dorad.gateway.samples import Choice, Work, choices, updates
+from dorad.gateway.statistics import Counts, Run
 from dorad.gateway.validation import UInt32
 from dorad.types import GenerateOptions
 
 PLATFORM = "dorad"
-EXTENSIONS = ["binary_tensor_data", "generate", "model_repository", "parameters"]
+EXTENSIONS = [
+    "binary_tensor_data",
+    "generate",
+    "model_configuration",
+    "model_repository",
+    "parameters",
+    "statistics",
+]
 
 _NUMPY: dict[str, np.dtype[Any]] = {
     "INT32": np.dtype("<i4"),
@@ -133,6 +143,8 @@ class Inference:
     """A checked request."""
 
     model: str
+    version: str
+    """"": the active one."""
     id: str
     work: Work
     outputs: list[str]
@@ -180,7 +192,7 @@ async def understand(
     }
     prompt = await _prompt(gateway, inputs, given)
     work = given.work([prompt], options, facts, stream=stream)
-    return Inference(model, request_id, work, names)
+    return Inference(model, version, request_id, work, names)
 
 
 def _default_outputs(gateway: Gateway) -> list[str]:
@@ -252,7 +264,9 @@ def _answer(inference: Inference, choice: Choice, *, final: bool) -> Answer:
 async def infer(gateway: Gateway, caller: Caller, inference: Inference) -> Answer:
     """The whole answer."""
     client, work = gateway.client_of(caller), inference.work
-    (choice,) = await choices(client, gateway.text, work, gateway.limits.timeout)
+    with _counted(gateway, inference) as run:
+        (choice,) = await choices(client, gateway.text, work, gateway.limits.timeout)
+        _note(run, choice.span, work)
     gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)
     return _answer(inference, choice, final=True)
 
@@ -266,20 +280,33 @@ async def infer_stream(
         async with contextlib.aclosing(
             updates(client, gateway.text, work, gateway.limits.timeout)
         ) as incoming:
-            async for update in incoming:
-                final = update.finish_reason is not None
-                if not (final or update.piece.text or update.piece.tokens):
-                    continue
-                choice = Choice(
-                    update.piece,
-                    update.finish_reason or "",
-                    update.stop_reason,
-                    update.spans,
-                    update.span,
-                )
-                yield _answer(inference, choice, final=final), final
+            with _counted(gateway, inference) as run:
+                async for update in incoming:
+                    final = update.finish_reason is not None
+                    if not (final or update.piece.text or update.piece.tokens):
+                        continue
+                    choice = Choice(
+                        update.piece,
+                        update.finish_reason or "",
+                        update.stop_reason,
+                        update.spans,
+                        update.span,
+                    )
+                    _note(run, update.span, work)
+                    yield _answer(inference, choice, final=final), final
     finally:
         gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)
+
+
+def _counted(gateway: Gateway, inference: Inference) -> AbstractContextManager[Run]:
+    name, _, version = inference.model.partition("@")
+    return gateway.statistics.request(name, version or inference.version)
+
+
+def _note(run: Run, span: t.Span | None, work: Work) -> None:
+    run.usage = work.tally.last
+    if span is not None and span.adapter:
+        run.version = str(span.version)
 
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -324,6 +351,71 @@ async def metadata(gateway: Gateway, caller: Caller, model: str, version: str) -
     }
 
 
+async def configuration(
+    gateway: Gateway, caller: Caller, model: str, version: str
+) -> dict[str, Any]:
+    """In the shape of Triton's ModelConfig. Raises NotFound."""
+    found = await metadata(gateway, caller, model, version)
+    facts = await gateway.model()
+
+    def tensors(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {"name": r["name"], "data_type": _TYPES[r["datatype"]], "dims": r["shape"]}
+            for r in rows
+        ]
+
+    config: dict[str, Any] = {
+        "name": model,
+        "platform": PLATFORM,
+        "backend": PLATFORM,
+        # A request has one prompt.
+        "max_batch_size": 0,
+        # Exactly one of the inputs.
+        "input": [{**row, "optional": True} for row in tensors(found["inputs"])],
+        "output": tensors(found["outputs"]),
+        # ModelStreamInfer gives several answers to a request.
+        "model_transaction_policy": {"decoupled": True},
+        "parameters": {
+            "base_model": {"string_value": facts.name},
+            "context_length": {"string_value": str(facts.context_length)},
+        },
+    }
+    if found["versions"]:
+        versions = [int(number) for number in found["versions"]]
+        config["version_policy"] = {"specific": {"versions": versions}}
+    return config
+
+
+async def statistics(
+    gateway: Gateway, caller: Caller, model: str, version: str
+) -> list[dict[str, Any]]:
+    """Rows like Triton's ModelStatistics, of all models if `model` is "". Raises NotFound.
+
+    Of requests of the Open Inference Protocol through this gateway since its start. A failed
+    request of an adapter, whose version was not known by then, is in a row without version.
+    """
+    reference = await _reference(gateway, model, version) if model else None
+    base, client = (await gateway.model()).name, gateway.client_of(caller)
+    if reference is not None:
+        name, _, only = reference.partition("@")
+        await client.adapter(reference)
+        known = await client.adapters(name)
+    else:
+        only = ""
+        known = [] if model else await client.adapters()
+    rows: dict[tuple[str, str], Counts] = {}
+    if reference is None:
+        rows[base, ""] = Counts()
+    rows |= {(v.name, str(v.version)): Counts() for v in known if v.state == "ready"}
+    for name in dict.fromkeys([*(name for name, _ in rows), *(v.name for v in known)]):
+        rows |= {(name, v): counts for v, counts in gateway.statistics.of(name).items()}
+    return [
+        {"name": name, "version": number, **counts.shown()}
+        for (name, number), counts in rows.items()
+        if not only or number == only
+    ]
+
+
 async def index(gateway: Gateway, caller: Caller, *, ready_only: bool) -> list[dict[str, str]]:
     """The base and every version of every adapter."""
     versions = await gateway.client_of(caller).adapters()
@@ -342,6 +434,7 @@ async def index(gateway: Gateway, caller: Caller, *, ready_only: bool) -> list[d
     return [row for row in rows if row["state"] == "READY" or not ready_only]
 
 
+_TYPES = {"INT64": "TYPE_INT64", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 _STATES = {"ready": "READY", "loading": "LOADING", "retiring": "UNLOADING"}
 
 

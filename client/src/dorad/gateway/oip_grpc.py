@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.json_format import ParseDict
 from google.rpc import error_details_pb2, status_pb2
 
 from dorad.errors import DoradError
@@ -98,6 +99,20 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
             return pb.ModelMetadataResponse(**found)
 
         return await self._unary(context, "grpc_model_metadata", work)
+
+    async def ModelConfig(self, request: Any, context: Any) -> Any:
+        async def work(caller: Caller) -> Any:
+            found = await oip.configuration(self._gateway, caller, request.name, request.version)
+            return pb.ModelConfigResponse(config=ParseDict(found, pb.ModelConfig()))
+
+        return await self._unary(context, "grpc_model_config", work)
+
+    async def ModelStatistics(self, request: Any, context: Any) -> Any:
+        async def work(caller: Caller) -> Any:
+            rows = await oip.statistics(self._gateway, caller, request.name, request.version)
+            return ParseDict({"model_stats": rows}, pb.ModelStatisticsResponse())
+
+        return await self._unary(context, "grpc_model_statistics", work)
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         async def work(caller: Caller) -> Any:

@@ -276,6 +276,18 @@ async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response
     return answer(await oip.metadata(gateway, caller, model, version))
 
 
+async def _model_config(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """A model's configuration, as Triton has it."""
+    model, version = _named(request)
+    return answer(await oip.configuration(gateway, caller, model, version))
+
+
+async def _stats(gateway: Gateway, request: Request, caller: Caller) -> Response:
+    """Counts and times of requests by model and version, as Triton has them."""
+    model, version = request.path_params.get("model", ""), request.path_params.get("version", "")
+    return answer({"model_stats": await oip.statistics(gateway, caller, model, version)})
+
+
 async def _server(gateway: Gateway, request: Request, caller: Caller) -> Response:
     """The server's name, version and extensions."""
     return answer(oip.server_metadata())
@@ -295,16 +307,20 @@ def routes(gateway: Gateway) -> list[Route]:
     live = endpoint("oip_live", _live, public=True)
     ready = endpoint("oip_ready", _ready, public=True)
     index = endpoint("oip_index", _index, body=IndexRequest)
+    stats = endpoint("oip_model_stats", _stats)
     found = [
         Route("/v2", endpoint("oip_server", _server, public=True), methods=["GET"]),
         Route("/v2/health/live", live, methods=["GET"]),
         Route("/v2/health/ready", ready, methods=["GET"]),
         Route("/v2/repository/index", index, methods=["POST"]),
+        Route("/v2/models/stats", stats, methods=["GET"]),
     ]
     stream = endpoint("oip_generate_stream", _generate_stream, body=GenerateRequest)
     of_models = (
         ("", "GET", endpoint("oip_model", _model)),
         ("/ready", "GET", endpoint("oip_model_ready", _model_ready)),
+        ("/config", "GET", endpoint("oip_model_config", _model_config)),
+        ("/stats", "GET", stats),
         ("/infer", "POST", endpoint("oip_infer", _infer, body=InferRequest)),
         ("/generate", "POST", endpoint("oip_generate", _generate, body=GenerateRequest)),
         ("/generate_stream", "POST", stream),

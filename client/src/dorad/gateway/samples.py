@@ -40,6 +40,8 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    last: t.Usage | None = None
+    """The server's usage of the sample that finished last."""
 
     def usage(self) -> dict[str, object]:
         return {
@@ -176,6 +178,7 @@ class _Prompt:
         update = Update(self._first + new.index, piece)
         finish = new.finish
         if finish is not None:
+            tally.last = finish.usage
             if new.index == 0:
                 tally.cached_tokens += finish.usage.cached_prompt_tokens
             rest = assembler.end()
