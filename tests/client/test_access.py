@@ -143,7 +143,7 @@ INSISTING = [
 
 @pytest.mark.parametrize("options", [(), INSISTING])
 def test_no_proxy_of_the_environment_sees_what_is_sent_in_plain_text(server, proxy, options):
-    given = {"token": "secret", "timeout": 5, "options": options, "retries": False}
+    given = {"token": "secret", "timeout": 5, "options": options, "retry_for": 0}
     with dorad.Client(server.target, admin_target=server.target, **given) as client:
         client.generate([1], max_tokens=1)
         client.info()
@@ -161,7 +161,7 @@ def test_no_proxy_of_the_environment_sees_what_is_sent_in_plain_text(server, pro
 
 def test_tls_goes_through_the_environments_proxy_unread(server, proxy) -> None:
     credentials = grpc.ssl_channel_credentials()
-    given = {"token": "secret", "credentials": credentials, "timeout": 2, "retries": False}
+    given = {"token": "secret", "credentials": credentials, "timeout": 2, "retry_for": 0}
     with dorad.Client(server.target, **given) as client, pytest.raises(dorad.DoradError):
         client.info()
     connection, _ = proxy.accept()

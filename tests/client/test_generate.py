@@ -219,7 +219,7 @@ def test_never_retries_after_the_first_message(client, server):
 
 def test_retries_can_be_turned_off(server):
     server.refuse_generate = [unavailable]
-    with dorad.Client(server.target, retries=False) as client, pytest.raises(dorad.Unavailable):
+    with dorad.Client(server.target, retry_for=0) as client, pytest.raises(dorad.Unavailable):
         client.generate([1])
     assert len(server.generate_calls) == 1
 
@@ -283,7 +283,7 @@ def test_timeout(client, server):
 
 
 def test_unreachable_server():
-    with dorad.Client("127.0.0.1:1", retries=False) as client, pytest.raises(dorad.Unavailable):
+    with dorad.Client("127.0.0.1:1", retry_for=0) as client, pytest.raises(dorad.Unavailable):
         client.generate([1], timeout=5)
 
 

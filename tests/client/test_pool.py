@@ -326,4 +326,4 @@ def test_prompts_that_a_server_aborts_as_it_ends_go_to_another_one(pair):
         second.finish_reason = types_pb2.FINISH_REASON_ABORTED
         second.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         with pytest.raises(dorad.Unavailable, match="ends"):
-            pool.generate_many(PROMPTS, max_tokens=1)
+            pool.generate_many(PROMPTS, max_tokens=1, retry_for=0)

@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from dorad._channel import Budget
-from dorad._retry import MAX_ATTEMPTS, Attempts, Throttle, UploadAttempts
+from dorad._retry import Attempts, Throttle, UploadAttempts
 from dorad.errors import from_rpc_error
 from fake_server import fail, overloaded, unavailable, wait_for
 
@@ -65,23 +65,24 @@ def delays(attempts, errors):
 
 
 def test_delays_grow_and_attempts_are_counted():
-    waits = delays(Attempts(NO_LIMIT, Throttle()), itertools.repeat(GONE))
-    assert len(waits) == MAX_ATTEMPTS - 1
+    waits = delays(Attempts(NO_LIMIT, None, Throttle()), itertools.repeat(GONE))
+    assert len(waits) == Attempts.MAX_FAILURES - 1
     for wait, base in zip(waits, (0.1, 0.2, 0.4, 0.8), strict=True):
         assert 0.75 * base <= wait <= 1.25 * base
 
 
 def test_a_hint_is_never_undercut():
     for _ in range(50):
-        (first, *_) = delays(Attempts(NO_LIMIT, Throttle()), [FULL])
+        (first, *_) = delays(Attempts(NO_LIMIT, None, Throttle()), [FULL])
         assert 0.5 <= first <= 0.625
 
 
 def test_waits_of_a_second_are_logged_for_people_and_shorter_ones_for_debugging(caplog):
     caplog.set_level(logging.DEBUG, "dorad")
-    attempts = UploadAttempts(NO_LIMIT, True, size=1)
-    waits = [attempts.delay(GONE) for _ in range(5)] + delays(
-        Attempts(NO_LIMIT, Throttle()), [FULL]
+    attempts = UploadAttempts(NO_LIMIT, None, size=1)
+    gone = dorad.Unavailable("gone", code="UNAVAILABLE", retryable=True)
+    waits = [attempts.delay(gone) for _ in range(5)] + delays(
+        Attempts(NO_LIMIT, None, Throttle()), [FULL]
     )
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.INFO if wait >= 1 else logging.DEBUG for wait in waits]
@@ -90,45 +91,43 @@ def test_waits_of_a_second_are_logged_for_people_and_shorter_ones_for_debugging(
 
 
 def test_an_upload_ends_when_it_is_of_no_use_to_come_back():
-    attempts = UploadAttempts(NO_LIMIT, True, size=1)
+    attempts = UploadAttempts(NO_LIMIT, None, size=1)
     assert attempts.delay(dorad.Unavailable("gone", code="UNAVAILABLE")) is None
     assert attempts.delay(FULL) >= 0.5
 
 
 def test_nothing_is_sent_again_that_the_deadline_would_end():
-    assert delays(Attempts(Budget(0.4), Throttle()), [FULL]) == []
+    assert delays(Attempts(Budget(0.4), None, Throttle()), [FULL]) == []
 
 
-def test_who_insists_waits_for_room_but_not_for_a_server_that_is_gone():
-    attempts = Attempts(NO_LIMIT, Throttle(), insist=True)
+def test_a_call_without_an_end_waits_for_room_and_for_a_server_that_is_gone():
+    attempts = Attempts(NO_LIMIT, math.inf)
     assert len(delays(attempts, [FULL] * 100)) == 100
-    assert len(delays(attempts, itertools.repeat(GONE))) == MAX_ATTEMPTS - 1
-    # Also without retries, for as long as the server is full.
-    attempts = Attempts(NO_LIMIT, None, insist=True)
-    assert len(delays(attempts, [FULL] * 10)) == 10
-    assert delays(attempts, [GONE]) == []
+    assert len(delays(attempts, [GONE] * 100)) == 100
+    assert delays(Attempts(NO_LIMIT, 0.0), [FULL]) == []
+    assert delays(Attempts(NO_LIMIT, 0.0), [GONE]) == []
 
 
 def test_many_failures_stop_all_retries_and_successes_bring_them_back():
     throttle = Throttle()
     sent = sum(
-        len(delays(Attempts(NO_LIMIT, throttle), itertools.repeat(GONE))) for _ in range(100)
+        len(delays(Attempts(NO_LIMIT, None, throttle), itertools.repeat(GONE))) for _ in range(100)
     )
     assert sent == 40  # of the 49 failures that leave more than half of the tokens
-    assert delays(Attempts(NO_LIMIT, throttle), [GONE]) == []
+    assert delays(Attempts(NO_LIMIT, None, throttle), [GONE]) == []
     for _ in range(104):
-        Attempts(NO_LIMIT, throttle).answered()
-    assert len(delays(Attempts(NO_LIMIT, throttle), [GONE])) == 1
+        Attempts(NO_LIMIT, None, throttle).answered()
+    assert len(delays(Attempts(NO_LIMIT, None, throttle), [GONE])) == 1
 
 
 def test_an_answer_counts_once_as_a_success():
     throttle = Throttle()
     for _ in range(60):
         throttle.failed()
-    attempts = Attempts(NO_LIMIT, throttle)
+    attempts = Attempts(NO_LIMIT, None, throttle)
     for _ in range(1000):  # messages
         attempts.answered()
-    assert delays(Attempts(NO_LIMIT, throttle), [GONE]) == []
+    assert delays(Attempts(NO_LIMIT, None, throttle), [GONE]) == []
 
 
 def test_the_timeout_spans_all_attempts(server):

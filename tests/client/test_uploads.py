@@ -102,7 +102,7 @@ def test_an_image_that_the_server_does_not_keep_is_sent_a_few_times_only(monkeyp
 
 def test_no_retries_means_one_attempt(server, folder):
     server.break_uploads_at = [1]
-    with dorad.Client(server.target, retries=False) as client, pytest.raises(dorad.Unavailable):
+    with dorad.Client(server.target, retry_for=0) as client, pytest.raises(dorad.Unavailable):
         client.publish("a", path=folder)
     assert len(server.publish_begins) == 1
 

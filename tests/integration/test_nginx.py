@@ -208,7 +208,7 @@ def test_score_may_be_as_large_as_the_server_takes(client) -> None:
 def test_too_many_calls_from_an_address_are_told_to_come_back(server) -> None:
     changes = {"limit_conn dorad_calls 1024;": "limit_conn dorad_calls 4;"}
     with nginx([server.grpc], changes) as proxy:
-        with client_of(proxy, retries=False) as client:
+        with client_of(proxy, retry_for=0) as client:
             streams = [client.stream(PROMPT, max_tokens=8000, ignore_eos=True) for _ in range(4)]
             for stream in streams:
                 next(stream)
@@ -250,7 +250,7 @@ def test_adapters_stay_on_their_servers_until_one_dies(zoo, tmp_path) -> None:
     servers = [start(line, tmp_path / f"{i}.log") for i, line in enumerate(lines)]
     addresses = [server.grpc for server in servers]
     try:
-        with nginx(addresses) as proxy, client_of(proxy, retries=False) as client:
+        with nginx(addresses) as proxy, client_of(proxy, retry_for=0) as client:
             before = ask_all(client, proxy)
             assert before.keys() == set(NAMES)
             assert all(len(places) == 1 for places in before.values()), before
@@ -318,7 +318,7 @@ def test_abort_finds_the_server_of_its_adapter_or_is_refused(zoo) -> None:
 def test_nobody_there_is_unavailable(proxy) -> None:
     with (
         nginx(["127.0.0.1:1"]) as empty,
-        client_of(empty, retries=False) as client,
+        client_of(empty, retry_for=0) as client,
         pytest.raises(dorad.Unavailable, match="no server takes the call") as caught,
     ):
         client.generate(PROMPT, max_tokens=1)

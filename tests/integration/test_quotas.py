@@ -88,7 +88,7 @@ def test_a_minutes_tokens_are_used_up_by_prompts_and_answers(zoo, tmp_path) -> N
     with serve(zoo.model("llama2"), settings={"security.tokens_file": path}) as server:
 
         def client(name: str) -> dorad.Client:
-            return dorad.Client(server.grpc, token=f"{name}-token", retries=False)
+            return dorad.Client(server.grpc, token=f"{name}-token", retry_for=0)
 
         with client("a") as a, client("b") as b, client("c") as c:
             options = {"ignore_eos": True}

@@ -35,7 +35,7 @@ def tls_settings(folder: Path, ca: Authority, pair=None, **more: object) -> dict
 
 def works(**client: object) -> bool:
     """Whether a new connection gets an answer."""
-    with dorad.Client(**client, retries=False, timeout=20) as it:
+    with dorad.Client(**client, retry_for=0, timeout=20) as it:
         try:
             it.info()
             return True
@@ -132,7 +132,7 @@ class Traffic:
             self.failures.append(error)
 
     def stay(self) -> None:
-        with dorad.Client(self.target, ca_file=self.ca.certificate, retries=False) as client:
+        with dorad.Client(self.target, ca_file=self.ca.certificate, retry_for=0) as client:
             while not self.stop.is_set():
                 self.once(client)
 
@@ -143,7 +143,7 @@ class Traffic:
             # Without this, channels of one process share connections.
             options = [("grpc.use_local_subchannel_pool", 1), ("test.number", number)]
             with dorad.Client(
-                self.target, ca_file=self.ca.certificate, retries=False, options=options
+                self.target, ca_file=self.ca.certificate, retry_for=0, options=options
             ) as client:
                 self.once(client)
             self.connections += 1
@@ -276,7 +276,7 @@ def test_grpc_itself_sees_a_broken_handshake_as_unavailable(zoo, tmp_path, ca, s
     with serve(zoo.model("llama2"), settings=tls_settings(tmp_path, ca)) as server:
         credentials = grpc.ssl_channel_credentials(stranger.certificate.read_bytes())
         with (
-            dorad.Client(server.grpc, credentials=credentials, retries=False) as client,
+            dorad.Client(server.grpc, credentials=credentials, retry_for=0) as client,
             pytest.raises(dorad.Unavailable),
         ):
             client.info(timeout=10)

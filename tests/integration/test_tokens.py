@@ -37,7 +37,7 @@ def connect(server):
 
 def test_nobody_gets_in_without_a_token_of_the_file(server) -> None:
     for token, expected in ((None, "TOKEN_MISSING"), ("wrong", "TOKEN_INVALID")):
-        with dorad.Client(server.grpc, token=token, retries=False) as client:
+        with dorad.Client(server.grpc, token=token, retry_for=0) as client:
             for call in (client.info, client.adapters, client.wake):
                 assert reason(call) == expected
             assert reason(client.generate, PROMPT, max_tokens=1) == expected
@@ -265,13 +265,13 @@ def test_a_changed_file_counts_without_a_restart_and_a_broken_one_does_not(zoo, 
     with serve(zoo.model("llama2"), settings={"security.tokens_file": path}) as server:
 
         def who(name: str) -> str:
-            with dorad.Client(server.grpc, token=f"{name}-token", retries=False) as client:
+            with dorad.Client(server.grpc, token=f"{name}-token", retry_for=0) as client:
                 return reason(client.info)
 
         stop, seen = threading.Event(), []
 
         def traffic() -> None:
-            with dorad.Client(server.grpc, token="stays-token", retries=False) as client:
+            with dorad.Client(server.grpc, token="stays-token", retry_for=0) as client:
                 while not stop.is_set():
                     seen.append(reason(client.generate, PROMPT, max_tokens=2))
 

@@ -45,7 +45,7 @@ def connections(server: Server) -> Iterator[Callable[[str], dorad.Client]]:
     with ExitStack() as clients:
 
         def connect(name: str) -> dorad.Client:
-            client = dorad.Client(server.grpc, token=f"{name}-token", retries=False, timeout=60)
+            client = dorad.Client(server.grpc, token=f"{name}-token", retry_for=0, timeout=60)
             return clients.enter_context(client)
 
         yield connect

@@ -12,6 +12,8 @@ from dorad.errors import Cancelled
 DEFAULT_TARGET = "127.0.0.1:50051"
 MAX_MESSAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
+PROBE_SECONDS = 5.0
+"""Time limit of a question whether a server is well."""
 
 
 def channel_options(keepalive: float, extra: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -57,6 +59,7 @@ class Budget:
 
     def __init__(self, timeout: float | None) -> None:
         deadline(timeout, None)  # Checks the value.
+        self.seconds = timeout
         self._end = None if timeout is None else time.monotonic() + timeout
 
     @property

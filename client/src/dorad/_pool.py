@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
 import statistics
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dorad import _wire
 from dorad import types as t
 from dorad._aio.client import Client
-from dorad._asyncio import run_many
-from dorad._channel import Budget, deadline
-from dorad._pool_server import LACKING, PROBE_SECONDS, History, Server, conflict, gather
+from dorad._asyncio import is_set_within, run_many
+from dorad._channel import PROBE_SECONDS, Budget, closed, deadline
+from dorad._pool_server import LACKING, History, Server, conflict, gather
+from dorad._retry import Attempts, check_retry_for, default_retry_for
 from dorad.errors import (
     DeadlineExceeded,
     DoradError,
@@ -32,10 +35,12 @@ from dorad.errors import (
 STRAGGLER_FACTOR = 2.0
 
 
-def connector(connect: Callable[[str], Client] | None, **access: Any) -> Callable[[str], Client]:
+def connector(
+    connect: Callable[[str], Client] | None, retry_for: float | None, **access: Any
+) -> Callable[[str], Client]:
     """`connect`, or a function that makes clients with the same token and certificate."""
     if connect is None:
-        return lambda target: Client(target, **access)
+        return lambda target: Client(target, retry_for=retry_for, **access)
     if any(value is not None for value in access.values()):
         raise ValueError("give token, ca_file, cert_file and key_file to the clients of connect")
     return connect
@@ -48,10 +53,16 @@ class Pool:
     """
 
     def __init__(
-        self, targets: Iterable[str], connect: Callable[[str], Client], timeout: float | None
+        self,
+        targets: Iterable[str],
+        connect: Callable[[str], Client],
+        timeout: float | None,
+        retry_for: float | None,
     ) -> None:
         self._connect = connect
         self._timeout = timeout
+        self._retry_for = default_retry_for(retry_for)
+        self._closed = asyncio.Event()
         self._servers: dict[str, Server] = {}
         self._change = asyncio.Lock()
         self._history: dict[str, History] = {}  # by adapter name
@@ -81,6 +92,7 @@ class Pool:
         await server.client.close()
 
     async def close(self) -> None:
+        self._closed.set()
         await asyncio.gather(*(server.client.close() for server in self._servers.values()))
 
     # --- Versions ---------------------------------------------------------------------------------
@@ -230,43 +242,88 @@ class Pool:
     # --- Generation -------------------------------------------------------------------------------
 
     async def generate_many(
-        self, todo: Sequence[t.GenerateRequest], timeout: float | None, **options: Any
+        self,
+        todo: Sequence[t.GenerateRequest],
+        timeout: float | None,
+        retry_for: float | None,
+        **options: Any,
     ) -> list[Any]:
         """`options` as of `run_many`."""
         timeout = deadline(timeout, self._timeout) or math.inf
-        patience = min(PROBE_SECONDS, timeout)
-        await self._probe(patience)
-        for name in {r.adapter for r in todo if r.adapter and "@" not in r.adapter}:
-            if name not in self._history:
-                await self._learn(name, patience)
-        return await run_many(todo, lambda request: self._generate(request, timeout), **options)
+        patience = self._retry_for if retry_for is None else check_retry_for(retry_for)
+        patience = math.inf if patience is None else patience
+        await self._prepare(todo, Attempts(Budget(timeout), patience))
+        probing = asyncio.create_task(self._keep_probing())
+        try:
+            return await run_many(
+                todo,
+                lambda request: self._generate(request, Attempts(Budget(timeout), patience)),
+                **options,
+            )
+        finally:
+            probing.cancel()
 
-    async def _generate(self, request: t.GenerateRequest, timeout: float) -> list[t.Sample]:
-        budget = Budget(timeout)
+    async def _prepare(self, todo: Sequence[t.GenerateRequest], attempts: Attempts) -> None:
+        """Learns the servers' states and the active versions of the prompts' adapters."""
+        names = {r.adapter for r in todo if r.adapter and "@" not in r.adapter}
+        while True:
+            patience = min(PROBE_SECONDS, attempts.budget.left or PROBE_SECONDS)
+            await self._probe(patience)
+            try:
+                for name in names - self._history.keys():
+                    await self._learn(name, patience)
+            except DoradError as error:
+                await self._wait(attempts, error)
+            else:
+                return
+
+    async def _wait(self, attempts: Attempts, failure: DoradError) -> None:
+        """Waits for the next attempt. Raises the failure if there is none."""
+        delay = attempts.delay(failure)
+        if delay is None:
+            raise failure
+        if await is_set_within(self._closed, delay):
+            raise closed()
+
+    async def _keep_probing(self) -> None:
+        """Lets servers return that were away, full or paused."""
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            await self._probe()
+
+    async def _generate(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
+        if request.request_id is None:  # One id for all attempts, as of a client.
+            request = dataclasses.replace(request, request_id=uuid.uuid4().hex)
         tried: set[Server] = set()
+        failure: DoradError | None = None
         history = self._history.get(request.adapter or "")
         mark = history.settled if history else 0
         while True:
-            server = min(self._able(tried), key=lambda server: server.outstanding)
-            failure: DoradError
+            able = self._able(tried)
+            if not able:
+                none = Unavailable("no server of the pool is ready", code="UNAVAILABLE")
+                await self._wait(attempts, failure or none)
+                tried, failure = set(), None
+                continue
+            server = min(able, key=lambda server: server.outstanding)
             try:
-                samples = await server.generate(request, budget.left)
-            except Unavailable as error:
-                server.state = "unavailable"
-                failure = error
+                samples = await server.generate(request, attempts.budget.left)
             except DoradError as error:
-                if error.reason not in LACKING:
+                if isinstance(error, Unavailable):
+                    server.state = "unavailable"
+                    server.lost += 1
+                elif error.reason in LACKING:
+                    if self._is_expected(request.adapter or ""):
+                        server.state = "lacking"
+                    server.lost += 1
+                elif not (error.retryable or attempts.meets_itself(error)):
                     raise
-                if self._is_expected(request.adapter or ""):
-                    server.state = "lacking"
-                failure = error
+                tried.add(server)
+                if failure is None or error.retryable:
+                    failure = error
             else:
                 self._check(request, samples, server, history, mark)
                 return samples
-            tried.add(server)
-            if tried >= set(self._servers.values()):
-                raise failure
-            server.lost += 1
 
     def _able(self, tried: set[Server]) -> list[Server]:
         """The servers for the next try, without those already tried."""
@@ -277,7 +334,7 @@ class Pool:
             able = [server for server in left if server.state == state]
             if able:
                 return able
-        raise Unavailable("no server of the pool is ready", code="UNAVAILABLE")
+        return []
 
     def _is_expected(self, ref: str) -> bool:
         """Whether every server should have the version of `ref`."""

@@ -14,12 +14,9 @@ from typing import TypeVar
 
 from dorad import types as t
 from dorad._aio.client import Client
-from dorad.errors import Cancelled, Conflict, DeadlineExceeded, DoradError, Unavailable
+from dorad.errors import Cancelled, Conflict, DoradError, Unavailable
 
 T = TypeVar("T")
-
-PROBE_SECONDS = 5.0
-"""Time limit of a state query, and of the undo of a change that failed elsewhere."""
 
 LACKING = frozenset({"ADAPTER_NOT_FOUND", "ADAPTER_NO_ACTIVE_VERSION", "ADAPTER_NOT_READY"})
 """Reasons of a server that lacks the prompt's version."""
@@ -66,30 +63,22 @@ class Server:
         return time.monotonic() - min(self._started.values()) if self._started else 0.0
 
     async def generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
+        """One attempt."""
         number, began = next(self._numbers), time.monotonic()
         self._started[number] = began
         try:
-            samples = await self.client._insist(request, timeout, self.client._calls)
-            if any(s.finish_reason is t.FinishReason.ABORTED for s in samples):
-                await self._check_serving()
+            once = self.client._attempts(timeout, 0.0)
+            calls = self.client._calls
+            samples = await self.client._generate(request, once, calls, complete=True)
         except Cancelled:
             if self.removed:
-                raise Unavailable("removed from the pool", code="UNAVAILABLE") from None
+                raise unavailable("removed from the pool") from None
             raise
         finally:
             del self._started[number]
         self.completed += 1
         self.latencies.append(time.monotonic() - began)
         return samples
-
-    async def _check_serving(self) -> None:
-        """Raises Unavailable if the server is ending: then the abort was not a caller's."""
-        try:
-            serving = await self.client.health(timeout=PROBE_SECONDS) == "serving"
-        except (Unavailable, DeadlineExceeded):
-            serving = False
-        if not serving:
-            raise Unavailable("the server ends and has aborted the prompt", code="UNAVAILABLE")
 
 
 async def gather(
@@ -111,3 +100,7 @@ async def gather(
 
 def conflict(message: str) -> Conflict:
     return Conflict(message, code="FAILED_PRECONDITION")
+
+
+def unavailable(message: str) -> Unavailable:
+    return Unavailable(message, code="UNAVAILABLE", retryable=True)

@@ -42,6 +42,7 @@ class DoradError(Exception):
       retry_after: seconds to wait before trying again, or None.
       retryable: the same call may succeed later: the server cannot be reached or is shutting
         down, or is full and sends a retry hint.
+      effort: the number of attempts and the limit that ended them, or "" after a single one.
       metadata: further facts about the reason.
     """
 
@@ -63,11 +64,12 @@ class DoradError(Exception):
         self.violations = list(violations)
         self.retry_after = retry_after
         self.retryable = retryable
+        self.effort = ""
         self.metadata = dict(metadata or {})
 
     def __str__(self) -> str:
         head = f"{self.code} ({self.reason})" if self.reason else self.code
-        lines = [f"{head}: {self.message}"]
+        lines = [f"{head}: {self.message}" + (f"; {self.effort}" if self.effort else "")]
         lines += [f"  - {violation}" for violation in self.violations]
         return "\n".join(lines)
 

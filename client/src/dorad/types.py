@@ -80,7 +80,7 @@ class GenerateOptions(TypedDict, total=False):
     or recompute the KV of earlier tokens. Needs a name without version.
     """
     request_id: str | None
-    """Names the request in `abort` and in logs; default: the server's choice."""
+    """Names the request in `abort` and in logs; default: a random one."""
 
 
 class PublishOptions(TypedDict, total=False):
@@ -96,6 +96,7 @@ class PublishOptions(TypedDict, total=False):
     tags: Mapping[str, str] | None
     keep_last: int | None
     pinned: bool
+    retry_for: float | None
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ class RoutingRecorder(grpc.ServerInterceptor):
 
 
 class FakeServer(FakeInference, FakeAdapters, FakeControl):
-    def __init__(self, *, admin_listener=False):
+    def __init__(self, *, admin_listener=False, port=0):
+        self.port = port
         self.admin_listener = admin_listener  # Adapters and control are there alone.
         self.lock = threading.Condition()
         self.versions = {}  # (name, version) -> AdapterVersion
@@ -80,7 +81,7 @@ class FakeServer(FakeInference, FakeAdapters, FakeControl):
         self.health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         self.health.set("", health_pb2.HealthCheckResponse.SERVING)
-        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.target = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{self.port}')}"
         self._server.start()
         if self.admin_listener:
             self.admin_target = f"127.0.0.1:{self._admin.add_insecure_port('127.0.0.1:0')}"

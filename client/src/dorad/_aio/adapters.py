@@ -43,6 +43,7 @@ class Adapters(Connection):
         pinned: bool = False,
         progress: Progress | None = None,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> t.AdapterVersion:
         """Publishes a new version of an adapter and returns when it is ready.
 
@@ -92,7 +93,9 @@ class Adapters(Connection):
             if path is None or any(x is not None for x in (tensors, model, model_adapter, config)):
                 raise ValueError("server_side takes path, and neither tensors, model nor config")
             message = adapters_pb2.PublishFromPathRequest(path=server_path(path), **options)
-            answer = await self._call(self._adapters.PublishFromPath, message, timeout)
+            answer = await self._ask(
+                self._adapters.PublishFromPath, message, timeout, retry_for, effects=True
+            )
         else:
             upload = Upload(
                 options,
@@ -103,11 +106,14 @@ class Adapters(Connection):
                 config=config,
                 progress=progress,
             )
-            answer = await self._upload(upload, self._budget(timeout))
+            attempts = UploadAttempts(
+                self._budget(timeout), self._patience(retry_for), size=upload.size
+            )
+            answer = await self._upload(upload, attempts)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
-    async def _upload(self, upload: Upload, budget: Budget) -> Any:
-        attempts = UploadAttempts(budget, self._throttle is not None, size=upload.size)
+    async def _upload(self, upload: Upload, attempts: UploadAttempts) -> Any:
+        budget = attempts.budget
         with upload_channel(
             self._access, self._admin_target, self._options, self._admin
         ) as channel:
@@ -161,6 +167,7 @@ class Adapters(Connection):
         check: bool = False,
         expected_digest: str = "",
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> t.AdapterVersion:
         """Publishes a new version that the server reads from this host's memory.
 
@@ -205,7 +212,9 @@ class Adapters(Connection):
             check=check,
         )
         async with entered(publish) as message:
-            answer = await self._call(self._adapters.PublishFromMemory, message, budget.left)
+            answer = await self._ask(
+                self._adapters.PublishFromMemory, message, budget.left, retry_for, effects=True
+            )
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     async def activate(
@@ -215,6 +224,7 @@ class Adapters(Connection):
         *,
         expected_generation: int | None = None,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> t.Activation:
         """Makes a version the active one: activate("a@2") or activate("a", 2).
 
@@ -224,7 +234,7 @@ class Adapters(Connection):
         message = adapters_pb2.ActivateRequest(
             name=name, version=number, expected_generation=expected_generation
         )
-        answer = await self._call(self._adapters.Activate, message, timeout)
+        answer = await self._ask(self._adapters.Activate, message, timeout, retry_for, effects=True)
         return t.Activation(
             _wire.adapter_version(answer.adapter, answer.generation),
             answer.previous_version,
@@ -232,23 +242,29 @@ class Adapters(Connection):
         )
 
     async def adapters(
-        self, name: str | None = None, *, timeout: float | None = None
+        self,
+        name: str | None = None,
+        *,
+        timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> list[t.AdapterVersion]:
         """All versions (of one name), ordered by name and version; every page is fetched."""
         found: list[t.AdapterVersion] = []
         token = ""
         while True:
             message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
-            answer = await self._ask(self._adapters.List, message, timeout)
+            answer = await self._ask(self._adapters.List, message, timeout, retry_for)
             found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
             token = answer.next_page_token
             if not token:
                 return found
 
-    async def adapter(self, ref: str, *, timeout: float | None = None) -> t.AdapterVersion:
+    async def adapter(
+        self, ref: str, *, timeout: float | None = None, retry_for: float | None = None
+    ) -> t.AdapterVersion:
         """One version: "name" (the active one) or "name@version". Raises NotFound."""
         message = adapters_pb2.GetRequest(adapter=ref)
-        answer = await self._ask(self._adapters.Get, message, timeout)
+        answer = await self._ask(self._adapters.Get, message, timeout, retry_for)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     async def retire(
@@ -258,6 +274,7 @@ class Adapters(Connection):
         *,
         force: bool = False,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> t.AdapterVersion:
         """Unpublishes a version now: retire("a@1") or retire("a", 1).
 
@@ -265,7 +282,7 @@ class Adapters(Connection):
         """
         name, number = _wire.split_ref(name, version)
         message = adapters_pb2.RetireRequest(name=name, version=number, force=force)
-        answer = await self._call(self._adapters.Retire, message, timeout)
+        answer = await self._ask(self._adapters.Retire, message, timeout, retry_for, effects=True)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
     def watch(
@@ -280,7 +297,7 @@ class Adapters(Connection):
         """
         message = adapters_pb2.WatchRequest(from_generation=from_generation)
         # One attempt: a second one would begin at a later "now" and lose the events between.
-        once = Attempts(self._budget(timeout), None)
+        once = Attempts(self._budget(timeout), 0.0)
         return Stream(
             lambda left: self._start(self._adapters.Watch, message, left),
             _wire.watch_event,

@@ -15,9 +15,9 @@ class Client(Inference, Adapters, Control):
       admin_target: address of the adapter and control services, if the server has an admin
         listener.
       timeout: seconds a call may take unless it says otherwise; None or math.inf: no limit.
-      retries: repeat calls without a second effect when the server cannot be reached or is full
-        and sends a retry hint: up to 5 attempts within the timeout, never after an answer's first
-        message; and resume broken uploads.
+      retry_for: seconds to go on after a failure that may pass (DORAD_RETRY_FOR): the server cannot
+        be reached, is full or is paused. 0: never. Default: up to 5 attempts (an upload: 8) within
+        the timeout, and for `generate_many` until its timeout.
       keepalive: seconds between pings while calls run, at least 30; math.inf: none.
       token: sent with every call (DORAD_TOKEN). Never sent in plain text to another host or to a
         proxy of the environment (http_proxy); only TLS connections use such a proxy.
@@ -29,6 +29,10 @@ class Client(Inference, Adapters, Control):
       metadata: sent with every call, for example an authorization header for a proxy.
       options: further gRPC channel options; they override ours, except that a connection in plain
         text never uses a proxy.
+
+    Every method that takes `timeout` takes `retry_for` too, except `watch`, `health` and
+    `wait_ready`. A call with an effect (activate, retire, sleep, wake, a publish without upload) is
+    repeated only with `retry_for`, and only if the server certainly did nothing.
 
     Every method raises a subclass of `DoradError` when the call fails, and ValueError or TypeError
     for arguments that cannot be sent.

@@ -16,7 +16,7 @@ from dorad._access import Access
 from dorad._aio.calls import RunningCalls
 from dorad._asyncio import AsDoradErrors, connect
 from dorad._channel import DEFAULT_TARGET, Budget, channel_options, closed, deadline
-from dorad._retry import Attempts, Throttle
+from dorad._retry import Attempts, Throttle, check_retry_for, default_retry_for
 from dorad._stubs import adapters_pb2_grpc, control_pb2_grpc, inference_pb2_grpc
 from dorad.errors import DoradError
 
@@ -32,7 +32,7 @@ class Connection:
         *,
         admin_target: str | None = None,
         timeout: float | None = 600.0,
-        retries: bool = True,
+        retry_for: float | None = None,
         keepalive: float = 60.0,
         token: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
@@ -44,7 +44,8 @@ class Connection:
     ) -> None:
         self.target = target
         self._timeout = timeout
-        self._throttle = Throttle() if retries else None
+        self._retry_for = default_retry_for(retry_for)
+        self._throttle = Throttle()
         self._calls = RunningCalls()
         self._access = Access.of(token, ca_file, cert_file, key_file, credentials)
         self._metadata = (*metadata, *self._access.metadata)
@@ -83,13 +84,25 @@ class Connection:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    @property
+    def _sends_request_id(self) -> bool:
+        """Whether the caller's metadata name the requests."""
+        return any(key.lower() == "x-request-id" for key, _ in self._metadata)
+
     def _budget(self, timeout: float | None) -> Budget:
         """The seconds of a method's `timeout`."""
         seconds = deadline(timeout, self._timeout)
         return Budget(math.inf if seconds is None else seconds)
 
-    def _attempts(self, timeout: float | None, *, insist: bool = False) -> Attempts:
-        return Attempts(self._budget(timeout), self._throttle, insist=insist)
+    def _patience(self, retry_for: float | None) -> float | None:
+        """The seconds of a method's `retry_for`."""
+        return self._retry_for if retry_for is None else check_retry_for(retry_for)
+
+    def _attempts(
+        self, timeout: float | None, retry_for: float | None, *, effects: bool = False
+    ) -> Attempts:
+        budget, patience = self._budget(timeout), self._patience(retry_for)
+        return Attempts(budget, patience, self._throttle, effects=effects)
 
     def _start(self, method: Any, request: Any, timeout: float | None, *, about: Any = None) -> Any:
         """Starts a call with this client's deadline and metadata.
@@ -111,9 +124,17 @@ class Connection:
         with AsDoradErrors():
             return await self._start(method, request, timeout, about=about)
 
-    async def _ask(self, method: Any, request: Any, timeout: float | None) -> Any:
-        """As _call, for calls that can be repeated without a second effect."""
-        attempts = self._attempts(timeout)
+    async def _ask(
+        self,
+        method: Any,
+        request: Any,
+        timeout: float | None,
+        retry_for: float | None,
+        *,
+        effects: bool = False,
+    ) -> Any:
+        """As _call, with retries. `effects`: a second call would have a second effect."""
+        attempts = self._attempts(timeout, retry_for, effects=effects)
         return await self._repeat(
             attempts, lambda: self._call(method, request, attempts.budget.left), self._calls
         )

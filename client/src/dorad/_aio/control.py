@@ -20,9 +20,12 @@ from dorad.errors import DoradError, Unavailable
 class Control(Connection):
     """The methods of the control service and of gRPC's health service."""
 
-    async def info(self, *, timeout: float | None = None) -> t.ServerInfo:
+    async def info(
+        self, *, timeout: float | None = None, retry_for: float | None = None
+    ) -> t.ServerInfo:
         """The server's model, memory and current state."""
-        answer = await self._ask(self._control.GetInfo, control_pb2.GetInfoRequest(), timeout)
+        message = control_pb2.GetInfoRequest()
+        answer = await self._ask(self._control.GetInfo, message, timeout, retry_for)
         return _wire.server_info(answer)
 
     async def pause(
@@ -32,6 +35,7 @@ class Control(Connection):
         adapter: str | None = None,
         allow_missing: bool = False,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> int:
         """Stops the engine from starting steps, or with `adapter` ("name" or "name@version") the
         requests that hold it; returns how many requests were frozen or ended.
@@ -45,12 +49,19 @@ class Control(Connection):
         message = control_pb2.PauseRequest(
             mode=_wire.pause_mode(mode), adapter=adapter or "", allow_missing=allow_missing
         )
-        return int((await self._ask(self._control.Pause, message, timeout)).affected)
+        answer = await self._ask(self._control.Pause, message, timeout, retry_for)
+        return int(answer.affected)
 
-    async def resume(self, adapter: str | None = None, *, timeout: float | None = None) -> None:
+    async def resume(
+        self,
+        adapter: str | None = None,
+        *,
+        timeout: float | None = None,
+        retry_for: float | None = None,
+    ) -> None:
         """Undoes the `pause` of an adapter, or all pauses."""
         message = control_pb2.ResumeRequest(adapter=adapter or "")
-        await self._ask(self._control.Resume, message, timeout)
+        await self._ask(self._control.Resume, message, timeout, retry_for)
 
     async def sleep(
         self,
@@ -58,6 +69,7 @@ class Control(Connection):
         keep_kv: bool = False,
         refuse_requests: bool = False,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> dict[str, int]:
         """Releases device memory to other processes, until `wake`; no tags mean all.
 
@@ -68,17 +80,21 @@ class Control(Connection):
         message = control_pb2.SleepRequest(
             tags=tags, keep_kv=keep_kv, refuse_requests=refuse_requests
         )
-        answer = await self._call(self._control.Sleep, message, timeout)
+        answer = await self._ask(self._control.Sleep, message, timeout, retry_for, effects=True)
         return {tag: int(count) for tag, count in answer.freed_bytes.items()}
 
     async def wake(
-        self, *tags: Literal["weights", "kv", "adapters"], timeout: float | None = None
+        self,
+        *tags: Literal["weights", "kv", "adapters"],
+        timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> None:
         """Allocates the memory that `sleep` released; no tags mean all.
 
         Raises ResourceExhausted when there is too little: the remaining tags stay asleep.
         """
-        await self._call(self._control.Wake, control_pb2.WakeRequest(tags=tags), timeout)
+        message = control_pb2.WakeRequest(tags=tags)
+        await self._ask(self._control.Wake, message, timeout, retry_for, effects=True)
 
     async def limit_gpu_share(
         self,
@@ -87,6 +103,7 @@ class Control(Connection):
         time_to_live: float,
         limit_id: str,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> float:
         """Limits the server's steps to `share` (0.01 to 1) of the time.
 
@@ -96,12 +113,16 @@ class Control(Connection):
         in effect.
         """
         message = _wire.gpu_share_request(share, time_to_live, limit_id)
-        return float((await self._ask(self._control.LimitGpuShare, message, timeout)).gpu_share)
+        answer = await self._ask(self._control.LimitGpuShare, message, timeout, retry_for)
+        return float(answer.gpu_share)
 
-    async def end_gpu_share_limit(self, limit_id: str, *, timeout: float | None = None) -> bool:
+    async def end_gpu_share_limit(
+        self, limit_id: str, *, timeout: float | None = None, retry_for: float | None = None
+    ) -> bool:
         """Ends a limit. False: it had ended by itself, or there was none."""
         message = control_pb2.EndGpuShareLimitRequest(limit_id=limit_id)
-        return bool((await self._ask(self._control.EndGpuShareLimit, message, timeout)).ended)
+        answer = await self._ask(self._control.EndGpuShareLimit, message, timeout, retry_for)
+        return bool(answer.ended)
 
     def limited_gpu_share(
         self, share: float, *, time_to_live: float = DEFAULT_TIME_TO_LIVE

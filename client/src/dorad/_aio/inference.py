@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
+
+from grpc_health.v1 import health_pb2
 
 from dorad import _wire
 from dorad import types as t
@@ -11,8 +15,9 @@ from dorad._aio.calls import RunningCalls
 from dorad._aio.connection import Connection
 from dorad._aio.stream import Stream
 from dorad._asyncio import AsDoradErrors, read, run_calls
+from dorad._channel import PROBE_SECONDS
 from dorad._retry import Attempts
-from dorad.errors import DoradError
+from dorad.errors import DeadlineExceeded, DoradError, Unavailable
 
 T = TypeVar("T")
 
@@ -25,13 +30,17 @@ class Inference(Connection):
         token_ids: t.TokenIds,
         *,
         timeout: float | None = None,
+        retry_for: float | None = None,
         **options: Unpack[t.GenerateOptions],
     ) -> list[t.Sample]:
         """Samples continuations of a prompt and waits for all of them.
 
+        If the connection breaks meanwhile, the whole request is sent again, under the same id.
+
         Args:
           token_ids: the prompt, at least one token.
           timeout: seconds; None: the client's default, math.inf: none.
+          retry_for: seconds to go on after a failure; None: the client's default.
           **options: see `GenerateOptions` (adapter, n, max_tokens, temperature, seed, logprobs, …).
 
         Returns:
@@ -43,47 +52,85 @@ class Inference(Connection):
           Overloaded: the server's queue is full.
         """
         request = t.GenerateRequest(token_ids, **options)
-        return await self._generate(request, self._attempts(timeout), self._calls)
+        return await self._generate(
+            request,
+            self._attempts(timeout, retry_for),
+            self._calls,
+            complete=bool(self._patience(retry_for)),
+        )
 
     async def _generate(
-        self, request: t.GenerateRequest, attempts: Attempts, calls: RunningCalls
+        self,
+        request: t.GenerateRequest,
+        attempts: Attempts,
+        calls: RunningCalls,
+        *,
+        complete: bool = False,
     ) -> list[t.Sample]:
-        message = _wire.generate_request(request, stream=False)
+        """`complete`: samples aborted by the server's end are an error, not a result."""
+        message = self._named(_wire.generate_request(request, stream=False))
 
         async def run() -> list[t.Sample]:
             call = self._start(self._inference.Generate, message, attempts.budget.left)
             samples = _wire.Samples(request)
             with calls.running(call), AsDoradErrors():
                 while (answer := await read(call)) is not None:
-                    attempts.answered()
                     samples.add(answer)
-            return samples.finish()
+            done = samples.finish()
+            if complete and any(s.finish_reason is t.FinishReason.ABORTED for s in done):
+                await self._check_serving()
+            return done
 
         return await self._repeat(attempts, run, calls)
+
+    def _named(self, message: Any) -> Any:
+        """The request, with an id for all its attempts: the server refuses an id that is in use, so
+        no attempt runs beside the one before."""
+        if not message.HasField("request_id") and not self._sends_request_id:
+            message.request_id = uuid.uuid4().hex
+        return message
+
+    async def _check_serving(self) -> None:
+        """Raises Unavailable if the server is ending: then the abort was not a caller's."""
+        question = health_pb2.HealthCheckRequest()
+        try:
+            answer = await self._call(self._health.Check, question, PROBE_SECONDS)
+            serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+        except (Unavailable, DeadlineExceeded):
+            serving = False
+        if not serving:
+            raise Unavailable(
+                "the server ends and has aborted the prompt", code="UNAVAILABLE", retryable=True
+            )
 
     def stream(
         self,
         token_ids: t.TokenIds,
         *,
         timeout: float | None = None,
+        retry_for: float | None = None,
         **options: Unpack[t.GenerateOptions],
     ) -> Stream[t.Delta]:
         """Like `generate`, but yields tokens as they are generated, of all n samples interleaved.
 
         Use it in an `async with` statement, or let it go out of scope: a stream left early is
         cancelled on the server. A slow reader gets several tokens merged into one delta.
+
+        A failure before the first delta is retried; a later one is raised, since the tokens of
+        another run would not continue those that were read.
         """
         request = t.GenerateRequest(token_ids, **options)
-        message = _wire.generate_request(request, stream=True)
-        return self._stream(message, lambda answer: _wire.delta(answer, request), timeout)
+        message = self._named(_wire.generate_request(request, stream=True))
+        attempts = self._attempts(timeout, retry_for)
+        return self._stream(message, lambda answer: _wire.delta(answer, request), attempts)
 
     def _stream(
-        self, message: Any, convert: Callable[[Any], T], timeout: float | None = None
+        self, message: Any, convert: Callable[[Any], T], attempts: Attempts | None = None
     ) -> Stream[T]:
         return Stream(
             lambda left: self._start(self._inference.Generate, message, left),
             convert,
-            self._attempts(timeout),
+            attempts or self._attempts(None, None),
             self._calls,
         )
 
@@ -96,6 +143,7 @@ class Inference(Connection):
         return_errors: Literal[False] = ...,
         progress: Callable[[int, int], None] | None = ...,
         timeout: float | None = ...,
+        retry_for: float | None = ...,
         **options: Unpack[t.GenerateOptions],
     ) -> list[list[t.Sample]]: ...
 
@@ -108,6 +156,7 @@ class Inference(Connection):
         return_errors: Literal[True],
         progress: Callable[[int, int], None] | None = ...,
         timeout: float | None = ...,
+        retry_for: float | None = ...,
         **options: Unpack[t.GenerateOptions],
     ) -> list[list[t.Sample] | DoradError]: ...
 
@@ -119,36 +168,40 @@ class Inference(Connection):
         return_errors: bool = False,
         progress: Callable[[int, int], None] | None = None,
         timeout: float | None = None,
+        retry_for: float | None = None,
         **options: Unpack[t.GenerateOptions],
     ) -> Any:
         """Generates for many prompts, at most `concurrency` at once; results in order.
 
-        A prompt that the server refuses because its queue is full is sent again after
-        `retry_after`, until its timeout has passed, so any number of prompts may be given.
+        A prompt is sent again while the server is full, paused or away, until its timeout has
+        passed. So any number of prompts may be given, and the server may restart meanwhile.
 
         Args:
           requests: prompts; bare token ids take `options`, a `GenerateRequest` has its own.
           return_errors: put a prompt's error into the result instead of cancelling the rest.
           progress: called as progress(done, total), one call at a time, on the event loop.
-          timeout: seconds for each prompt, waiting for the queue included.
+          timeout: seconds for each prompt, all its attempts included.
+          retry_for: seconds to go on after a prompt's failure; None: the client's `retry_for`, or
+            else until `timeout`.
 
         Returns:
           For each prompt its list of samples (or, with return_errors, a DoradError).
         """
         return await run_calls(
             _wire.as_requests(requests, options),
-            lambda request, calls: self._insist(request, timeout, calls),
+            lambda request, calls: self._generate(
+                request, self._insistent(timeout, retry_for), calls, complete=True
+            ),
             self._calls,
             concurrency=concurrency,
             return_errors=return_errors,
             progress=progress,
         )
 
-    async def _insist(
-        self, request: t.GenerateRequest, timeout: float | None, calls: RunningCalls
-    ) -> list[t.Sample]:
-        """Generates, waiting for room while the server's queue is full."""
-        return await self._generate(request, self._attempts(timeout, insist=True), calls)
+    def _insistent(self, timeout: float | None, retry_for: float | None) -> Attempts:
+        """Attempts until the timeout, unless the caller or the client sets another time."""
+        patience = self._patience(retry_for)
+        return Attempts(self._budget(timeout), math.inf if patience is None else patience)
 
     async def score(
         self,
@@ -161,6 +214,7 @@ class Inference(Connection):
         priority: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> t.ScoreResult:
         """Log-probabilities of given sequences under several adapters at once.
 
@@ -178,7 +232,7 @@ class Inference(Connection):
         message = _wire.score_request(
             sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
         )
-        answer = await self._ask(self._inference.Score, message, timeout)
+        answer = await self._ask(self._inference.Score, message, timeout, retry_for)
         return _wire.score_result(
             answer,
             [len(sequence.token_ids) // 4 for sequence in message.sequences],
@@ -194,6 +248,7 @@ class Inference(Connection):
         all: bool = False,
         allow_missing: bool = False,
         timeout: float | None = None,
+        retry_for: float | None = None,
     ) -> int:
         """Ends requests by id, by adapter ("name" or "name@version"), or all; returns how many.
 
@@ -203,4 +258,5 @@ class Inference(Connection):
           NotFound: the server does not have the adapter, and not `allow_missing`.
         """
         message = _wire.abort_request(request_ids, adapter, all, allow_missing)
-        return int((await self._ask(self._inference.Abort, message, timeout)).aborted)
+        answer = await self._ask(self._inference.Abort, message, timeout, retry_for)
+        return int(answer.aborted)

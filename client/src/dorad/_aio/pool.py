@@ -26,6 +26,8 @@ class RolloutPool:
       token, ca_file, cert_file, key_file: as of `Client`, for every target; not with `connect`.
       timeout: seconds that a prompt may take unless its call says otherwise, tries on other servers
         included; None or math.inf: no limit.
+      retry_for: seconds to go on when no server can take a prompt, and for the clients' other calls
+        (DORAD_RETRY_FOR). Default: a prompt until its timeout, the others as of `Client`.
 
     publish, activate and retire run one after the other, beside any number of generate_many. Their
     `timeout` covers all their calls and the wait for the one before; None: the clients' own, for
@@ -38,15 +40,21 @@ class RolloutPool:
         *,
         connect: Callable[[str], dorad.aio.Client] | None = None,
         timeout: float | None = 600.0,
+        retry_for: float | None = None,
         token: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
         cert_file: str | os.PathLike[str] | None = None,
         key_file: str | os.PathLike[str] | None = None,
     ) -> None:
         make = connector(
-            connect, token=token, ca_file=ca_file, cert_file=cert_file, key_file=key_file
+            connect,
+            retry_for,
+            token=token,
+            ca_file=ca_file,
+            cert_file=cert_file,
+            key_file=key_file,
         )
-        self._runner = Runner(lambda: Pool(targets, make, timeout))
+        self._runner = Runner(lambda: Pool(targets, make, timeout, retry_for))
         self._pool = self._runner.object
 
     async def close(self) -> None:
@@ -117,6 +125,7 @@ class RolloutPool:
         return_errors: Literal[False] = ...,
         progress: Callable[[int, int], None] | None = ...,
         timeout: float | None = ...,
+        retry_for: float | None = ...,
         **options: Unpack[t.GenerateOptions],
     ) -> list[list[t.Sample]]: ...
 
@@ -129,6 +138,7 @@ class RolloutPool:
         return_errors: Literal[True],
         progress: Callable[[int, int], None] | None = ...,
         timeout: float | None = ...,
+        retry_for: float | None = ...,
         **options: Unpack[t.GenerateOptions],
     ) -> list[list[t.Sample] | DoradError]: ...
 
@@ -140,17 +150,18 @@ class RolloutPool:
         return_errors: bool = False,
         progress: Callable[[int, int], None] | None = None,
         timeout: float | None = None,
+        retry_for: float | None = None,
         **options: Unpack[t.GenerateOptions],
     ) -> Any:
         """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
 
         Each prompt goes to the server with the fewest outstanding ones, and to another one when
         that server becomes unavailable or ends before its samples are complete, or has lost the
-        adapter's version.
+        adapter's version. When no server can take it, it waits for one until its timeout.
 
         Raises:
           UnexpectedVersion: a version that is not the active one made a token.
-          Unavailable: a prompt failed on every server.
+          Unavailable: a prompt failed on every server until its timeout (or for `retry_for`).
           NotFound: no server has the adapter's version.
           PoolError: servers have different versions of an adapter active.
         """
@@ -158,6 +169,7 @@ class RolloutPool:
             self._pool.generate_many(
                 _wire.as_requests(requests, options),
                 timeout,
+                retry_for,
                 concurrency=concurrency,
                 return_errors=return_errors,
                 progress=progress,

@@ -20,16 +20,10 @@ from rich.progress import (
 from rich.table import Table
 
 import dorad
-from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import (
-    DEFAULT_TIMEOUT,
-    AdminTargetOption,
     Group,
     Output,
     OutputOption,
-    TargetOption,
-    TimeoutOption,
-    connect,
     console,
     errors,
     print_json,
@@ -37,6 +31,7 @@ from dorad.cli.common import (
     size,
     table,
 )
+from dorad.cli.server import Server, on_server
 
 app = typer.Typer(cls=Group, no_args_is_help=True)
 
@@ -115,15 +110,14 @@ def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
 
 
 @app.command("list")
+@on_server()
 def list_adapters(
+    server: Server,
     name: Annotated[str, typer.Argument(help="Only versions of this name.")] = "",
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """List the versions the server holds."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         found = client.adapters(name or None)
     if output is Output.JSON:
         print_json(found)
@@ -134,15 +128,14 @@ def list_adapters(
 
 
 @app.command()
+@on_server()
 def show(
+    server: Server,
     ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", show_default=False)],
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Show one version (without @VERSION: the active one)."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         _print_one(client.adapter(ref), output)
 
 
@@ -157,7 +150,9 @@ def _tags(pairs: list[str]) -> dict[str, str]:
 
 
 @app.command()
+@on_server()
 def publish(
+    server: Server,
     name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
     path: Annotated[Path, typer.Argument(help="PEFT folder.", show_default=False)],
     activate: Annotated[bool, typer.Option(help="Make it the active version.")] = True,
@@ -183,10 +178,7 @@ def publish(
     pinned: Annotated[
         bool, typer.Option("--pinned", help="Never evict its weights from memory.")
     ] = False,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Upload a PEFT folder as a new version."""
     bar = Progress(
@@ -199,7 +191,7 @@ def publish(
         transient=True,
         disable=server_side or not sys.stderr.isatty(),
     )
-    with bar, connect(target, admin_target, timeout) as client:
+    with bar, server.connect() as client:
         task = bar.add_task("upload", total=None)
         done = client.publish(
             name,
@@ -218,16 +210,15 @@ def publish(
 
 
 @app.command()
+@on_server()
 def activate(
+    server: Server,
     ref: RefArgument,
     expected_generation: GenerationOption = None,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Make a version active: requests for NAME then use it."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         _print_activation(client.activate(ref, expected_generation=expected_generation), output)
 
 
@@ -256,7 +247,9 @@ def _version_below_active(name: str, versions: Sequence[dorad.AdapterVersion]) -
 
 
 @app.command()
+@on_server()
 def rollback(
+    server: Server,
     name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
     to: Annotated[
         int | None,
@@ -264,13 +257,10 @@ def rollback(
             help="Version. Default: the newest ready version below the active one.", min=1
         ),
     ] = None,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Activate an earlier version. Fails if the registry changes at the same time."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         versions = client.adapters(name)
         number = _version_below_active(name, versions) if to is None else to
         # The generation of this list. Without versions the server reports the error.
@@ -279,16 +269,15 @@ def rollback(
 
 
 @app.command()
+@on_server()
 def retire(
+    server: Server,
     ref: RefArgument,
     force: Annotated[bool, typer.Option("--force", help="Abort the requests that use it.")] = False,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Retire a version now. Its memory is freed when its requests have ended."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         gone = client.retire(ref, force=force)
     if output is Output.JSON:
         print_json(gone)
@@ -297,18 +286,18 @@ def retire(
 
 
 @app.command()
+@on_server(timeout=None, retries=False)
 def watch(
+    server: Server,
     from_generation: Annotated[
         int | None,
         typer.Option("--from", help="Start after this generation. Default: only new events."),
     ] = None,
     count: Annotated[int, typer.Option(help="Stop after this many events. 0: never.", min=0)] = 0,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Print registry events as they happen. JSON: one line for each event."""
-    with connect(target, admin_target) as client, client.watch(from_generation) as events:
+    with server.connect() as client, client.watch(from_generation) as events:
         for number, event in enumerate(events, 1):
             if output is Output.JSON:
                 print_json_line(event)

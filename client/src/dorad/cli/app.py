@@ -38,12 +38,19 @@ def root(
     output: Annotated[
         Output | None, typer.Option("--output", "-o", help="Default for all subcommands.")
     ] = None,
+    retry_for: Annotated[
+        float | None,
+        typer.Option("--retry-for", help="Default for all subcommands.", show_default=False),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     given = {"target": target, "output": output.value if output else None}
-    ctx.default_map = share_options(ctx.command, {k: v for k, v in given.items() if v})
+    values = {k: v for k, v in given.items() if v} | (
+        {} if retry_for is None else {"retry_for": retry_for}
+    )
+    ctx.default_map = share_options(ctx.command, values)
 
 
 app.command("generate")(generate.generate)

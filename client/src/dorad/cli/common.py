@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 import dorad
-from dorad._channel import DEFAULT_TARGET
 from dorad.types import to_jsonable
 
 EXIT_USAGE = 64
@@ -52,12 +51,6 @@ TimeoutOption = Annotated[
 ]
 
 DEFAULT_TIMEOUT = 600.0
-
-
-def connect(target: str, admin_target: str = "", timeout: float = DEFAULT_TIMEOUT) -> dorad.Client:
-    return dorad.Client(
-        target or DEFAULT_TARGET, admin_target=admin_target or None, timeout=timeout
-    )
 
 
 def console() -> Console:

@@ -17,13 +17,9 @@ from rich.text import Text
 
 import dorad
 import dorad.aio
-from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import (
-    DEFAULT_TIMEOUT,
     Output,
     OutputOption,
-    TargetOption,
-    TimeoutOption,
     console,
     errors,
     print_json,
@@ -38,6 +34,7 @@ from dorad.cli.prompt import (
     parse_ids,
     read,
 )
+from dorad.cli.server import Server, on_server
 
 if TYPE_CHECKING:
     from dorad.text import TextStream
@@ -138,8 +135,7 @@ class Board:
 
 
 async def _run(
-    target: str,
-    timeout: float,
+    server: Server,
     prompt: Prompt,
     columns: list[list[Answer]],
     options: dorad.GenerateOptions,
@@ -157,7 +153,7 @@ async def _run(
         if unfinished := [answer.index for answer in column if answer.finish is None]:
             raise dorad.Internal(f"samples {unfinished} never finished", code="INTERNAL")
 
-    async with dorad.aio.Client(target, timeout=timeout) as client:
+    async with dorad.aio.Client(**server.arguments()) as client:
         tasks = [asyncio.create_task(one(client, column)) for column in columns]
         try:
             await asyncio.gather(*tasks)
@@ -191,7 +187,9 @@ def _show(columns: list[list[Answer]], run: Any) -> None:
             print(f"== {answer.label()}: {answer.summary()}\n{answer.text}\n")
 
 
+@on_server(admin=False)
 def generate(
+    server: Server,
     prompt: Annotated[
         str | None, typer.Argument(help='User message. "-" or none: standard input.')
     ] = None,
@@ -228,9 +226,7 @@ def generate(
             help="For JSON output. raw: of the model; processed: after temperature and filters."
         ),
     ] = None,
-    target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Generate from one prompt with several adapters side by side."""
     ready = read(prompt, token_ids, model, chat=not raw, system=system)
@@ -253,7 +249,7 @@ def generate(
     ]
 
     def run(on_text: Any) -> Any:
-        return _run(target, timeout, ready, columns, options, on_text)
+        return _run(server, ready, columns, options, on_text)
 
     if output is Output.JSON:
         asyncio.run(run(lambda _: None))

@@ -10,19 +10,14 @@ import typer
 from rich.table import Table
 
 import dorad
-from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import (
-    DEFAULT_TIMEOUT,
-    AdminTargetOption,
     Output,
     OutputOption,
-    TargetOption,
-    TimeoutOption,
-    connect,
     console,
     print_json,
     size,
 )
+from dorad.cli.server import Server, on_server
 
 
 def _facts(info: dorad.ServerInfo) -> Table:
@@ -68,14 +63,10 @@ def duration(seconds: float) -> str:
     return f"{hours}h {minutes}m" if hours else f"{minutes}m {left}s"
 
 
-def info(
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
-    output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
-) -> None:
+@on_server()
+def info(server: Server, output: OutputOption = Output.TABLE) -> None:
     """Show the server's model, state, memory and limits."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         found = client.info()
     if output is Output.JSON:
         print_json(found)
@@ -83,17 +74,17 @@ def info(
         console().print(_facts(found))
 
 
+@on_server(admin=False, timeout=5.0, retries=False)
 def health(
+    server: Server,
     service: Annotated[
         str, typer.Argument(help="Full service name. Default: the whole server.")
     ] = "",
-    target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = 5.0,
 ) -> None:
     """Check whether the server is serving. The exit code is 69 if it is not."""
-    with connect(target, "", timeout) as client:
-        status = client.health(service, timeout=timeout)
+    with server.connect() as client:
+        status = client.health(service, timeout=server.timeout)
     if output is Output.JSON:
         print_json({"service": service, "status": status})
     else:
@@ -110,7 +101,9 @@ class PauseMode(enum.StrEnum):
     ABORT = "abort"
 
 
+@on_server()
 def pause(
+    server: Server,
     mode: Annotated[
         PauseMode,
         typer.Option(
@@ -120,13 +113,10 @@ def pause(
     adapter: Annotated[
         str, typer.Option("--adapter", "-a", help='Only requests of "name" or "name@version".')
     ] = "",
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Stop all requests, or those of one adapter, until `doractl resume`."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         affected = client.pause(mode.value, adapter=adapter or None)
     if output is Output.JSON:
         print_json({"affected": affected})
@@ -135,15 +125,14 @@ def pause(
         print(f"{what} ({mode.value}); {affected} requests affected")
 
 
+@on_server()
 def resume(
+    server: Server,
     adapter: Annotated[str, typer.Option("--adapter", "-a", help="Resume this adapter only.")] = "",
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Undo `doractl pause`, for all requests or for one adapter."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         client.resume(adapter or None)
     if output is Output.JSON:
         print_json({"resumed": True})
@@ -162,7 +151,9 @@ class Tag(enum.StrEnum):
 TagsArgument = Annotated[list[Tag] | None, typer.Argument(help="Memory to release. Default: all.")]
 
 
+@on_server()
 def sleep(
+    server: Server,
     tags: TagsArgument = None,
     keep_kv: Annotated[
         bool, typer.Option("--keep-kv", help="Save the KV cache in host memory.")
@@ -170,13 +161,10 @@ def sleep(
     refuse: Annotated[
         bool, typer.Option("--refuse", help="Refuse new requests. Default: they wait.")
     ] = False,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Release device memory to other programs until `doractl wake`."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         freed = client.sleep(
             *[tag.value for tag in tags or []], keep_kv=keep_kv, refuse_requests=refuse
         )
@@ -186,15 +174,14 @@ def sleep(
         print("asleep; " + (", ".join(f"{k} {size(v)}" for k, v in sorted(freed.items()))))
 
 
+@on_server()
 def wake(
+    server: Server,
     tags: TagsArgument = None,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Undo `doractl sleep`."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         client.wake(*[tag.value for tag in tags or []])
         left = client.info().engine.sleeping
     if output is Output.JSON:
@@ -206,7 +193,9 @@ def wake(
 LimitIdOption = Annotated[str, typer.Option("--id", help="Identifier of the limit.")]
 
 
+@on_server()
 def limit_gpu_share(
+    server: Server,
     share: Annotated[
         float, typer.Argument(help="Maximum share of time for the server's steps, 0.01 to 1.")
     ],
@@ -214,13 +203,10 @@ def limit_gpu_share(
         float, typer.Option("--for", help="Seconds until the limit ends by itself.")
     ] = 600.0,
     limit_id: LimitIdOption = "doractl",
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Leave part of the GPU's time to other programs until `doractl end-gpu-share-limit`."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         in_effect = client.limit_gpu_share(share, time_to_live=time_to_live, limit_id=limit_id)
     if output is Output.JSON:
         print_json({"gpu_share": in_effect})
@@ -228,15 +214,14 @@ def limit_gpu_share(
         print(f"steps take at most {in_effect:.0%} of the time")
 
 
+@on_server()
 def end_gpu_share_limit(
+    server: Server,
     limit_id: LimitIdOption = "doractl",
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Undo `doractl limit-gpu-share`."""
-    with connect(target, admin_target, timeout) as client:
+    with server.connect() as client:
         ended = client.end_gpu_share_limit(limit_id)
         left = client.info().engine.gpu_share
     if output is Output.JSON:
@@ -249,20 +234,20 @@ def end_gpu_share_limit(
         )
 
 
+@on_server(admin=False)
 def abort(
+    server: Server,
     request_ids: Annotated[list[str] | None, typer.Argument(help="Request ids.")] = None,
     adapter: Annotated[
         str, typer.Option("--adapter", "-a", help='Requests of "name" or "name@version".')
     ] = "",
     all_requests: Annotated[bool, typer.Option("--all", help="Every request.")] = False,
-    target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Abort requests. Their callers get the tokens so far."""
     if bool(request_ids) + bool(adapter) + all_requests != 1:
         raise typer.BadParameter("give ids, --adapter or --all", param_hint="REQUEST_IDS")
-    with connect(target, "", timeout) as client:
+    with server.connect() as client:
         ended = client.abort(request_ids or None, adapter=adapter or None, all=all_requests)
     if output is Output.JSON:
         print_json({"aborted": ended})

@@ -9,14 +9,9 @@ import numpy as np
 import typer
 
 import dorad
-from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import (
-    DEFAULT_TIMEOUT,
     Output,
     OutputOption,
-    TargetOption,
-    TimeoutOption,
-    connect,
     console,
     print_json,
     table,
@@ -30,6 +25,7 @@ from dorad.cli.prompt import (
     adapters_of,
     read,
 )
+from dorad.cli.server import Server, on_server
 
 
 def _label(span: dorad.Span) -> str:
@@ -61,7 +57,9 @@ def _by_token(result: dorad.ScoreResult, prompt: Prompt) -> None:
     console().print(made)
 
 
+@on_server(admin=False)
 def score(
+    server: Server,
     text: Annotated[str | None, typer.Argument(help='Text. "-" or none: standard input.')] = None,
     model: ModelOption = None,
     token_ids: TokenIdsOption = "",
@@ -73,13 +71,11 @@ def score(
     temperature: Annotated[
         float | None, typer.Option(help="Divide the logits by this value first.")
     ] = None,
-    target: TargetOption = DEFAULT_TARGET,
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Print log-probabilities of a text under the base model and adapters."""
     prompt = read(text, token_ids, model, chat=False)
-    with connect(target, "", timeout) as client:
+    with server.connect() as client:
         result = client.score(
             [prompt.token_ids], adapters_of(adapter, base), temperature=temperature
         )

@@ -18,21 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 import dorad
-from dorad._channel import DEFAULT_TARGET
 from dorad.cli.adapters import versions_table
 from dorad.cli.common import (
-    DEFAULT_TIMEOUT,
-    AdminTargetOption,
     Output,
     OutputOption,
-    TargetOption,
-    TimeoutOption,
-    connect,
     console,
     print_json_line,
     size,
 )
 from dorad.cli.operate import duration
+from dorad.cli.server import Server, on_server
 
 _STEPS = "steps"  # From GetInfo, so that this rate needs no --metrics.
 _RATES = {
@@ -133,7 +128,9 @@ def render(
     return Group(head, Text(), grid, Text(), versions_table(list(versions)))
 
 
+@on_server()
 def top(
+    server: Server,
     metrics: Annotated[
         str,
         typer.Option(
@@ -142,10 +139,7 @@ def top(
     ] = "",
     interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 1.0,
     count: Annotated[int, typer.Option(help="Stop after this many updates. 0: never.", min=0)] = 0,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
 ) -> None:
     """Show queue, throughput, KV cache and adapters live. Ctrl-C ends it."""
     rates = Rates()
@@ -158,7 +152,7 @@ def top(
 
     screen = output is Output.TABLE and sys.stdout.isatty()
     live = Live(console=console(), screen=True, auto_refresh=False) if screen else None
-    with connect(target, admin_target, timeout) as client, live or contextlib.nullcontext():
+    with server.connect() as client, live or contextlib.nullcontext():
         for number in itertools.count(1):
             info, versions, now = look(client)
             if output is Output.JSON:

@@ -97,7 +97,7 @@ async def serve(
     async with dorad.aio.Client(
         settings.target,
         admin_target=settings.admin_target or None,
-        retries=False,
+        retry_for=0,
         timeout=settings.limits.timeout,
         token=settings.token or None,
     ) as own:

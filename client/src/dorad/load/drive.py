@@ -101,7 +101,7 @@ async def drive(
                     target,
                     admin_target=admin_target,
                     timeout=timeout,
-                    retries=False,
+                    retry_for=0,
                     options=options,
                 )
             )
