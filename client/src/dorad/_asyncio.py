@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import grpc
 
@@ -137,7 +137,8 @@ async def run_many(
 ) -> list[Any]:
     """Runs `generate` for each request, at most `concurrency` at once; results in order.
 
-    The first DoradError cancels the rest, or, with `return_errors`, takes its result's place.
+    A DoradError takes its result's place. Without `return_errors` the first one cancels the rest
+    and is raised with the results so far; None stands for unfinished ones.
     """
     results: list[Any] = [None] * len(todo)
     indices = iter(range(len(todo)))
@@ -149,9 +150,9 @@ async def run_many(
             try:
                 results[index] = await generate(todo[index])
             except DoradError as error:
+                results[index] = error
                 if not return_errors:
                     raise
-                results[index] = error
             done += 1
             if progress is not None:
                 progress(done, len(todo))
@@ -160,6 +161,9 @@ async def run_many(
     workers = [asyncio.create_task(work()) for _ in range(count)]
     try:
         await asyncio.gather(*workers)
+    except BaseException as error:
+        cast(Any, error).results = results
+        raise
     finally:
         for worker in workers:
             worker.cancel()

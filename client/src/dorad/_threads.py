@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import grpc
 
@@ -106,40 +106,42 @@ def run_calls(
 ) -> list[Any]:
     """Runs `generate` for each request, in at most `concurrency` threads; results in order.
 
-    The first DoradError cancels the rest, or, with `return_errors`, takes its result's place. Each
-    `generate` gets the set of its calls: a part of the client's.
+    A DoradError takes its result's place. Without `return_errors` the first one cancels the rest
+    and is raised with the results so far; None stands for unfinished ones. Each `generate`
+    gets the set of its calls: a part of the client's.
     """
     part = type(calls)()
+    results: list[Any] = [None] * len(todo)
     lock = threading.Lock()
     done = 0
 
-    def run(request: t.GenerateRequest) -> list[t.Sample] | DoradError:
+    def run(index: int) -> None:
         nonlocal done
-        result: list[t.Sample] | DoradError
         try:
-            result = generate(request, part)
+            results[index] = generate(todo[index], part)
         except DoradError as error:
+            if return_errors or not part.ended:  # Else another one's error has cancelled it.
+                results[index] = error
             if not return_errors:
                 raise
-            result = error
         with lock:
             done += 1
             if progress is not None:
                 progress(done, len(todo))
-        return result
 
     threads = min(check_concurrency(concurrency), max(1, len(todo)))
     with calls.running(part), ThreadPoolExecutor(threads) as workers:
-        futures = [workers.submit(run, request) for request in todo]
+        futures = [workers.submit(run, index) for index in range(len(todo))]
         try:
             finished, _ = concurrent.futures.wait(futures, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
-            return [future.result() for future in futures]
-        except BaseException:
+        except BaseException as error:
             part.cancel()
             workers.shutdown(wait=True, cancel_futures=True)
+            cast(Any, error).results = results
             raise
+    return results
 
 
 # --- The pool -------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class DoradError(Exception):
       retryable: the same call may succeed later: the server cannot be reached or is shutting
         down, or is full and sends a retry hint.
       effort: the number of attempts and the limit that ended them, or "" after a single one.
+      results: from generate_many: for each prompt its samples, its error, or None if it had not
+        finished. Else None.
       metadata: further facts about the reason.
     """
 
@@ -65,6 +67,7 @@ class DoradError(Exception):
         self.retry_after = retry_after
         self.retryable = retryable
         self.effort = ""
+        self.results: list[Any] | None = None
         self.metadata = dict(metadata or {})
 
     def __str__(self) -> str:
@@ -75,13 +78,11 @@ class DoradError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword-only arguments do not pickle by themselves; worker pools need it.
-        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+        return (_rebuild, (type(self), self.message), self.__dict__.copy())
 
 
-def _rebuild(cls: type[DoradError], message: str, state: dict[str, Any]) -> DoradError:
-    error = cls(message)
-    error.__dict__.update(state)
-    return error
+def _rebuild(cls: type[DoradError], message: str) -> DoradError:
+    return cls(message)
 
 
 class InvalidArgument(DoradError):

@@ -186,6 +186,10 @@ class Inference(Connection):
 
         Returns:
           For each prompt its list of samples (or, with return_errors, a DoradError).
+
+        Raises:
+          DoradError: the first prompt's error. Its `results` has what had finished: a list as the
+            returned one, with None for the prompts that were cancelled.
         """
         return await run_calls(
             _wire.as_requests(requests, options),
