@@ -425,6 +425,16 @@ def test_a_pools_prompt_moves_from_a_paused_server_at_once_and_keeps_its_id(serv
         assert "" not in refused
 
 
+def test_a_pools_prompt_waits_for_its_own_attempt_on_the_server_whose_connection_broke(server):
+    with FakeServer() as second, dorad.RolloutPool([server.target, second.target]) as pool:
+        server.breaks = [0]
+        server.refuse_generate = [None, in_use]
+        second.refuse_generate = [overloaded(0.01)] * 3
+        (samples,) = pool.generate_many([[1]], max_tokens=1)
+        assert samples[0].token_ids.tolist() == [1]
+        assert len(server.generate_calls) == 3 and len(second.generate_calls) == 3
+
+
 def test_a_server_that_returns_gets_prompts_of_the_running_rollout(server, monkeypatch):
     from dorad import _pool
 

@@ -309,6 +309,7 @@ class Pool:
             try:
                 samples = await server.generate(request, attempts.budget.left)
             except DoradError as error:
+                attempts.failed(error)
                 if isinstance(error, Unavailable):
                     server.state = "unavailable"
                     server.lost += 1

@@ -133,10 +133,15 @@ class Attempts:
             self._throttle.succeeded()
         self._answered = True
 
+    def failed(self, error: DoradError) -> None:
+        """Notes a failure, also one that no wait follows: another server is asked."""
+        self._broken |= isinstance(error, Unavailable)
+
     def delay(self, error: DoradError) -> float | None:
         """Seconds to wait before the next attempt; None: `error` ends the call, and tells in
         `effort` how often the call was tried."""
         self._count += 1
+        self.failed(error)
         if self._answered or self._retry_for == 0 or not self._may_succeed(error):
             if isinstance(error, DeadlineExceeded) and self._cause is not None:
                 cause = f"{self._cause.code}: {self._cause.message}"
@@ -145,7 +150,6 @@ class Attempts:
         if self._cause is None:
             self._first_failure = time.monotonic()
         self._cause = error
-        self._broken |= isinstance(error, Unavailable)
         delay, limit = self._next(error)
         if limit:
             error.effort = f"gave up after {self._effort()}: {limit}"
