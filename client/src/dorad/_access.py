@@ -11,6 +11,8 @@ from typing import Any
 
 import grpc
 
+from dorad._channel import DEFAULT_PORT, DEFAULT_TARGET
+
 StrPath = str | os.PathLike[str]
 
 # gRPC takes proxies from the environment in two ways: http_proxy, https_proxy or grpc_proxy, and
@@ -30,6 +32,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _is_v6(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).version == 6
+    except ValueError:
+        return False
+
+
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]+)?")
 
 
@@ -38,6 +47,40 @@ def _host(address: str) -> str:
     is."""
     match = _ADDRESS.fullmatch(address)
     return address if match is None else match["v6"] or match["name"]
+
+
+def check_target(target: object) -> None:
+    """Raises TypeError or ValueError for a URL, a path, or a thing that is no text."""
+    if not isinstance(target, str):
+        kind = type(target).__name__
+        raise TypeError(f'a target is text such as "{DEFAULT_TARGET}", not {kind}')
+    if not target or any(character.isspace() for character in target):
+        raise ValueError(f"the target {target!r} is empty or contains spaces")
+    if match := re.fullmatch(r"(https?|grpcs?|tcp)://([^/]*)(/.*)?", target):
+        tls = ", and ca_file (or DORAD_CA_FILE) for TLS" if match[1][-1] == "s" else ""
+        raise ValueError(f'the target {target!r} is a URL: give "{match[2]}"{tls}')
+    if target.startswith("/"):
+        raise ValueError(f'the target {target!r} is a path: a socket file is "unix:{target}"')
+
+
+def check_port(target: str) -> None:
+    """Raises ValueError for a host without port: gRPC would take 443."""
+    scheme, colon, address = target.partition(":")
+    if colon and scheme in ("unix", "unix-abstract", "ipv4", "ipv6"):
+        return
+    if colon and scheme == "dns":
+        address = re.sub(r"^(//[^/]*)?/", "", address)
+    elif re.match(r"[a-z][a-z0-9+.-]*:/", target):  # Another scheme of gRPC's.
+        return
+    else:
+        address = target
+    host = f"[{address}]" if _is_v6(address) else address
+    if re.fullmatch(r"(\[[^\[\]]+\]|[^:\[\]]+):?", host):
+        host = host.removesuffix(":")
+        raise ValueError(f'the target {target!r} has no port: give "{host}:{DEFAULT_PORT}"')
+    port = address.rpartition(":")[2]
+    if port.isdecimal() and not 0 < int(port) < 1 << 16:
+        raise ValueError(f"the port of the target {target!r} is not in [1, 65535]")
 
 
 def is_local(target: str) -> bool:

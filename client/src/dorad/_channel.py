@@ -7,9 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from dorad._arguments import as_count, as_seconds
 from dorad.errors import Cancelled
 
-DEFAULT_TARGET = "127.0.0.1:50051"
+DEFAULT_PORT = 50051
+DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 MAX_MESSAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20
 PROBE_SECONDS = 5.0
@@ -43,7 +45,7 @@ def channel_options(keepalive: float, extra: Sequence[tuple[str, Any]]) -> list[
 def deadline(timeout: float | None, default: float | None) -> float | None:
     """Seconds for gRPC. None means the client's default, math.inf none at all."""
     chosen = default if timeout is None else timeout
-    if chosen is None or math.isinf(chosen):
+    if chosen is None or math.isinf(as_seconds(chosen, "timeout")):
         return None
     if not chosen > 0:
         raise ValueError(f"timeout must be positive, not {chosen}")
@@ -78,6 +80,6 @@ def closed() -> Cancelled:
 
 
 def check_concurrency(concurrency: int) -> int:
-    if concurrency < 1:
+    if as_count(concurrency, "concurrency") < 1:
         raise ValueError(f"concurrency must be at least 1, not {concurrency}")
     return concurrency

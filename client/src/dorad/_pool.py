@@ -19,6 +19,7 @@ from typing import Any
 from dorad import _wire
 from dorad import types as t
 from dorad._aio.client import Client
+from dorad._arguments import items
 from dorad._asyncio import is_set_within, run_many
 from dorad._channel import PROBE_SECONDS, Budget, closed, deadline
 from dorad._pool_server import LACKING, History, Server, conflict, gather
@@ -67,7 +68,7 @@ class Pool:
         self._change = asyncio.Lock()
         self._history: dict[str, History] = {}  # by adapter name
         self._highest: dict[str, int] = {}
-        for target in targets:
+        for target in items(targets, "targets", "addresses"):
             self.add(target)
         if not self._servers:
             raise ValueError("a pool needs at least one target")

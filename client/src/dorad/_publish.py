@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dorad._arguments import filled
 from dorad._channel import CHUNK_BYTES
 from dorad._stubs import adapters_pb2
 
@@ -202,7 +203,8 @@ class Upload:
                 raise ValueError("publish with tensors needs config")
             text, self._image = config_json(config), TensorImage(tensors)
         self._progress = progress
-        self.begin = adapters_pb2.PublishBegin(
+        self.begin = filled(
+            adapters_pb2.PublishBegin,
             adapter_config_json=text,
             safetensors_size=self._image.size,
             upload_id=uuid.uuid4().hex,

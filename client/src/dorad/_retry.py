@@ -14,6 +14,7 @@ import random
 import threading
 import time
 
+from dorad._arguments import as_seconds
 from dorad._channel import Budget
 from dorad.errors import DeadlineExceeded, DoradError, Overloaded, Unavailable
 
@@ -25,8 +26,8 @@ _NOTICED_DELAY = 1.0
 
 
 def check_retry_for(seconds: float, name: str = "retry_for") -> float:
-    """Raises ValueError unless it is a time."""
-    if not seconds >= 0:
+    """Raises TypeError or ValueError unless it is a time."""
+    if not as_seconds(seconds, name) >= 0:
         raise ValueError(f"{name} must be 0 or more seconds, not {seconds}")
     return float(seconds)
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 
 from dorad import types as t
+from dorad._arguments import as_count, check_ids, filled, items, kind_of_items, shown
 from dorad._stubs import adapters_pb2, control_pb2, inference_pb2, types_pb2
 from dorad.errors import Internal
 
@@ -27,13 +28,17 @@ _LITTLE_FLOAT32 = np.dtype("<f4")
 
 def pack_ids(token_ids: t.TokenIds, what: str = "token_ids") -> bytes:
     """Packed little-endian int32. Raises TypeError or ValueError naming `what`."""
-    array = np.asarray(token_ids)
+    check_ids(token_ids, what)
+    try:
+        array = np.asarray(token_ids)
+    except ValueError:
+        raise ValueError(f"{what} must have one dimension, not lists of several lengths") from None
     if array.size == 0:
         return b""
     if array.ndim != 1:
         raise ValueError(f"{what} must have one dimension, not shape {list(array.shape)}")
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{what} must be integers, not {array.dtype}")
+        raise TypeError(f"{what} must be integers, not {kind_of_items(array)}")
     if array.dtype != _LITTLE_INT32:
         low, high = int(array.min()), int(array.max())
         if low < -(2**31) or high >= 2**31:
@@ -125,10 +130,14 @@ def routing(request: Any) -> tuple[tuple[str, str], ...]:
 def as_requests(
     requests: Iterable[t.TokenIds | t.GenerateRequest], options: t.GenerateOptions
 ) -> list[t.GenerateRequest]:
-    """Bare token ids take `options`."""
-    return [
-        r if isinstance(r, t.GenerateRequest) else t.GenerateRequest(r, **options) for r in requests
+    """Bare token ids take `options`. Raises TypeError before the first one is sent."""
+    todo = [
+        r if isinstance(r, t.GenerateRequest) else t.GenerateRequest(r, **options)
+        for r in items(requests, "requests", "prompts")
     ]
+    for i, request in enumerate(todo):
+        check_ids(request.token_ids, f"requests[{i}]")
+    return todo
 
 
 def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueType:
@@ -144,7 +153,8 @@ def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueT
 
 def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_pb2.GenerateRequest:
     """The wire form; leaves out fields that the caller did not set."""
-    message = inference_pb2.GenerateRequest(
+    message = filled(
+        inference_pb2.GenerateRequest,
         prompt_token_ids=pack_ids(request.token_ids),
         adapter=request.adapter or "",
         cache_salt=request.cache_salt,
@@ -152,14 +162,16 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
         response_mode=(
             inference_pb2.RESPONSE_MODE_STREAM if stream else inference_pb2.RESPONSE_MODE_FINAL
         ),
-        sampling=inference_pb2.SamplingParams(
+        sampling=filled(
+            inference_pb2.SamplingParams,
             temperature=request.temperature,
             top_k=request.top_k,
             top_p=request.top_p,
             min_p=request.min_p,
             seed=request.seed,
         ),
-        stop=inference_pb2.StopParams(
+        stop=filled(
+            inference_pb2.StopParams,
             max_tokens=request.max_tokens,
             min_tokens=request.min_tokens,
             stop_token_ids=_pack_optional(request.stop_token_ids, "stop_token_ids"),
@@ -174,7 +186,7 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
     if request.logprobs is not None or request.top_logprobs is not None or chosen is not None:
         message.logprobs.mode = _logprob_mode(request.logprobs or "raw")
         if request.top_logprobs is not None:
-            message.logprobs.top_k = request.top_logprobs
+            message.logprobs.top_k = as_count(request.top_logprobs, "top_logprobs")
         if chosen is not None:
             message.logprobs.chosen_token_ids = _pack_optional(chosen, "chosen_token_ids")
     return message
@@ -325,12 +337,16 @@ def score_request(
 ) -> inference_pb2.ScoreRequest:
     if isinstance(adapters, str):
         adapters = [adapters]
-    return inference_pb2.ScoreRequest(
+    return filled(
+        inference_pb2.ScoreRequest,
         sequences=[
             inference_pb2.TokenSequence(token_ids=pack_ids(ids, f"sequences[{i}]"))
-            for i, ids in enumerate(sequences)
+            for i, ids in enumerate(items(sequences, "sequences", "lists of token ids"))
         ],
-        adapters=["" if adapter is None else adapter for adapter in adapters or [None]],
+        adapters=[
+            "" if adapter is None else adapter
+            for adapter in items(adapters or [None], "adapters", "names")
+        ],
         temperature=temperature,
         top_k=top_k,
         chosen_token_ids=_pack_optional(chosen_token_ids, "chosen_token_ids"),
@@ -413,6 +429,8 @@ def watch_event(message: adapters_pb2.WatchResponse) -> t.WatchEvent:
 
 def split_ref(name: str, version: int | None) -> tuple[str, int]:
     """("a@2", None) or ("a", 2) → ("a", 2). Raises ValueError when the version is missing."""
+    if not isinstance(name, str):
+        raise TypeError(f'an adapter is named by text such as "name@2", not {shown(name)}')
     if version is None:
         base, at, number = name.partition("@")
         if not at or not number.isdigit():
@@ -436,7 +454,7 @@ def pause_mode(mode: str) -> control_pb2.PauseMode.ValueType:
 def gpu_share_request(
     share: float, time_to_live: float, limit_id: str
 ) -> control_pb2.LimitGpuShareRequest:
-    message = control_pb2.LimitGpuShareRequest(limit_id=limit_id, gpu_share=share)
+    message = filled(control_pb2.LimitGpuShareRequest, limit_id=limit_id, gpu_share=share)
     message.time_to_live.FromNanoseconds(round(time_to_live * 1e9))
     return message
 
@@ -447,10 +465,16 @@ def abort_request(
     if (request_ids is not None) + (adapter is not None) + all != 1:
         raise ValueError("abort needs exactly one of request_ids, adapter or all=True")
     if request_ids is not None:
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        return inference_pb2.AbortRequest(requests=inference_pb2.RequestIds(request_ids=ids))
+        ids = (
+            [request_ids]
+            if isinstance(request_ids, str)
+            else list(items(request_ids, "request_ids", "ids"))
+        )
+        return inference_pb2.AbortRequest(
+            requests=filled(inference_pb2.RequestIds, request_ids=ids)
+        )
     if adapter is not None:
-        return inference_pb2.AbortRequest(adapter=adapter, allow_missing=allow_missing)
+        return filled(inference_pb2.AbortRequest, adapter=adapter, allow_missing=allow_missing)
     return inference_pb2.AbortRequest(all=True)
 
 

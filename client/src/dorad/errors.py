@@ -26,9 +26,24 @@ class Violation:
     description: str
     reason: str = ""
 
+    @property
+    def text(self) -> str:
+        """Without the reason."""
+        return f"{self.field}: {self.description}" if self.field else self.description
+
     def __str__(self) -> str:
-        text = f"{self.field}: {self.description}" if self.field else self.description
-        return f"{text} [{self.reason}]" if self.reason else text
+        return f"{self.text} [{self.reason}]" if self.reason else self.text
+
+
+def _without_repetition(message: str, violations: list[Violation]) -> tuple[str, list[Violation]]:
+    """A message and the violations to print below it. The server's message has the first ones, too,
+    for those who see nothing else."""
+    subject, found, _ = message.partition(violations[0].text) if violations else ("", "", "")
+    if not found:
+        return message, violations
+    if len(violations) == 1:
+        return message, []
+    return f"{subject}{len(violations)} problems", violations
 
 
 class DoradError(Exception):
@@ -72,8 +87,9 @@ class DoradError(Exception):
 
     def __str__(self) -> str:
         head = f"{self.code} ({self.reason})" if self.reason else self.code
-        lines = [f"{head}: {self.message}" + (f"; {self.effort}" if self.effort else "")]
-        lines += [f"  - {violation}" for violation in self.violations]
+        message, listed = _without_repetition(self.message, self.violations)
+        lines = [f"{head}: {message}" + (f"; {self.effort}" if self.effort else "")]
+        lines += [f"  - {violation}" for violation in listed]
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:

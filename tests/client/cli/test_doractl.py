@@ -38,6 +38,23 @@ def test_usage_errors_exit_with_64(doractl, arguments, words):
     assert words in error and error.startswith("doractl: ") and len(error.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("group", [[], ["adapters"]])
+def test_without_a_command_the_help_is_all_that_is_printed(group):
+    result = CliRunner().invoke(app, group, prog_name="doractl")
+    assert result.exit_code == 64 and "Usage: doractl" in result.output
+    assert "doractl: " not in result.output and "Try" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("target", "right"),
+    [("http://127.0.0.1:50051", "127.0.0.1:50051"), ("localhost", "localhost:50051")],
+)
+def test_a_target_that_is_none_exits_with_64_and_the_one_that_was_meant(doractl, target, right):
+    for arguments in (["info", "-t", target], ["-t", target, "generate", "--token-ids", "1"]):
+        (line,) = doractl(*arguments, code=64).splitlines()
+        assert line.startswith("doractl: the target") and f'give "{right}"' in line
+
+
 def test_an_unreachable_server_exits_with_69(doractl):
     error = doractl("info", "--target", "127.0.0.1:1", code=69)
     assert error.startswith("doractl: UNAVAILABLE") and len(error.splitlines()) == 1
@@ -102,7 +119,10 @@ def test_a_refusal_prints_reason_and_violations(doractl, server):
     ]
 
 
-def test_options_may_stand_before_the_command(doractl, server, monkeypatch):
+@pytest.mark.parametrize("environment", [None, "127.0.0.1:1"])
+def test_options_may_stand_before_the_command(doractl, server, monkeypatch, environment):
     monkeypatch.delenv("DORAD_TARGET")
+    if environment:  # The command line counts more.
+        monkeypatch.setenv("DORAD_TARGET", environment)
     out = doractl("--target", server.target, "-o", "json", "adapters", "list")
     assert json.loads(out) == []

@@ -12,6 +12,7 @@ from dorad import _wire
 from dorad import types as t
 from dorad._aio.connection import Connection
 from dorad._aio.stream import Stream
+from dorad._arguments import filled
 from dorad._asyncio import AsDoradErrors, entered, outcome, upload_channel
 from dorad._channel import Budget, closed
 from dorad._publish import Progress, Upload, server_path
@@ -92,7 +93,7 @@ class Adapters(Connection):
         if server_side:
             if path is None or any(x is not None for x in (tensors, model, model_adapter, config)):
                 raise ValueError("server_side takes path, and neither tensors, model nor config")
-            message = adapters_pb2.PublishFromPathRequest(path=server_path(path), **options)
+            message = filled(adapters_pb2.PublishFromPathRequest, path=server_path(path), **options)
             answer = await self._ask(
                 self._adapters.PublishFromPath, message, timeout, retry_for, effects=True
             )
@@ -231,8 +232,11 @@ class Adapters(Connection):
         Raises Conflict if `expected_generation` is not the registry's.
         """
         name, number = _wire.split_ref(name, version)
-        message = adapters_pb2.ActivateRequest(
-            name=name, version=number, expected_generation=expected_generation
+        message = filled(
+            adapters_pb2.ActivateRequest,
+            name=name,
+            version=number,
+            expected_generation=expected_generation,
         )
         answer = await self._ask(self._adapters.Activate, message, timeout, retry_for, effects=True)
         return t.Activation(
@@ -252,7 +256,9 @@ class Adapters(Connection):
         found: list[t.AdapterVersion] = []
         token = ""
         while True:
-            message = adapters_pb2.ListRequest(name=name or "", page_size=1000, page_token=token)
+            message = filled(
+                adapters_pb2.ListRequest, name=name or "", page_size=1000, page_token=token
+            )
             answer = await self._ask(self._adapters.List, message, timeout, retry_for)
             found += [_wire.adapter_version(a, answer.generation) for a in answer.adapters]
             token = answer.next_page_token
@@ -263,7 +269,7 @@ class Adapters(Connection):
         self, ref: str, *, timeout: float | None = None, retry_for: float | None = None
     ) -> t.AdapterVersion:
         """One version: "name" (the active one) or "name@version". Raises NotFound."""
-        message = adapters_pb2.GetRequest(adapter=ref)
+        message = filled(adapters_pb2.GetRequest, adapter=ref)
         answer = await self._ask(self._adapters.Get, message, timeout, retry_for)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
@@ -281,7 +287,7 @@ class Adapters(Connection):
         Its memory is freed when the requests that hold it end; with `force` they are aborted.
         """
         name, number = _wire.split_ref(name, version)
-        message = adapters_pb2.RetireRequest(name=name, version=number, force=force)
+        message = filled(adapters_pb2.RetireRequest, name=name, version=number, force=force)
         answer = await self._ask(self._adapters.Retire, message, timeout, retry_for, effects=True)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
@@ -295,7 +301,7 @@ class Adapters(Connection):
         Raises InvalidArgument (OUT_OF_RANGE) when events after `from_generation` are no longer
         kept: call `adapters()` and watch from its generation.
         """
-        message = adapters_pb2.WatchRequest(from_generation=from_generation)
+        message = filled(adapters_pb2.WatchRequest, from_generation=from_generation)
         # One attempt: a second one would begin at a later "now" and lose the events between.
         once = Attempts(self._budget(timeout), 0.0)
         return Stream(

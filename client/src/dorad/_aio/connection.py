@@ -12,7 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from dorad import _wire
-from dorad._access import Access
+from dorad._access import Access, check_port, check_target
 from dorad._aio.calls import RunningCalls
 from dorad._asyncio import AsDoradErrors, connect
 from dorad._channel import DEFAULT_TARGET, Budget, channel_options, closed, deadline
@@ -53,7 +53,9 @@ class Connection:
         self._admin_target = admin_target or target
         # Both addresses are checked before a channel is made.
         for address in (target, self._admin_target):
+            check_target(address)
             self._access.channel_credentials(address)
+            check_port(address)
         self._channel = connect(self._access, target, self._options)
         self._admin = self._channel
         if admin_target is not None:

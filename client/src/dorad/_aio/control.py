@@ -12,6 +12,7 @@ from dorad import _wire
 from dorad import types as t
 from dorad._aio.connection import Connection
 from dorad._aio.gpu_share import DEFAULT_TIME_TO_LIVE, new_id, renewal_interval, renewed
+from dorad._arguments import filled
 from dorad._asyncio import sleep
 from dorad._stubs import control_pb2
 from dorad.errors import DoradError, Unavailable
@@ -46,8 +47,11 @@ class Control(Connection):
         Raises:
           NotFound: the server does not have the adapter, and not `allow_missing`.
         """
-        message = control_pb2.PauseRequest(
-            mode=_wire.pause_mode(mode), adapter=adapter or "", allow_missing=allow_missing
+        message = filled(
+            control_pb2.PauseRequest,
+            mode=_wire.pause_mode(mode),
+            adapter=adapter or "",
+            allow_missing=allow_missing,
         )
         answer = await self._ask(self._control.Pause, message, timeout, retry_for)
         return int(answer.affected)
@@ -60,7 +64,7 @@ class Control(Connection):
         retry_for: float | None = None,
     ) -> None:
         """Undoes the `pause` of an adapter, or all pauses."""
-        message = control_pb2.ResumeRequest(adapter=adapter or "")
+        message = filled(control_pb2.ResumeRequest, adapter=adapter or "")
         await self._ask(self._control.Resume, message, timeout, retry_for)
 
     async def sleep(
@@ -77,8 +81,8 @@ class Control(Connection):
         meanwhile, or new ones are refused. Running ones continue after `wake` with the same
         results: with `keep_kv` from a copy of the KV cache in host memory, else computed again.
         """
-        message = control_pb2.SleepRequest(
-            tags=tags, keep_kv=keep_kv, refuse_requests=refuse_requests
+        message = filled(
+            control_pb2.SleepRequest, tags=tags, keep_kv=keep_kv, refuse_requests=refuse_requests
         )
         answer = await self._ask(self._control.Sleep, message, timeout, retry_for, effects=True)
         return {tag: int(count) for tag, count in answer.freed_bytes.items()}
@@ -93,7 +97,7 @@ class Control(Connection):
 
         Raises ResourceExhausted when there is too little: the remaining tags stay asleep.
         """
-        message = control_pb2.WakeRequest(tags=tags)
+        message = filled(control_pb2.WakeRequest, tags=tags)
         await self._ask(self._control.Wake, message, timeout, retry_for, effects=True)
 
     async def limit_gpu_share(
@@ -120,7 +124,7 @@ class Control(Connection):
         self, limit_id: str, *, timeout: float | None = None, retry_for: float | None = None
     ) -> bool:
         """Ends a limit. False: it had ended by itself, or there was none."""
-        message = control_pb2.EndGpuShareLimitRequest(limit_id=limit_id)
+        message = filled(control_pb2.EndGpuShareLimitRequest, limit_id=limit_id)
         answer = await self._ask(self._control.EndGpuShareLimit, message, timeout, retry_for)
         return bool(answer.ended)
 
@@ -149,7 +153,7 @@ class Control(Connection):
 
     async def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
         """The server (or one service by full name): "serving", "not_serving" or "unknown"."""
-        message = health_pb2.HealthCheckRequest(service=service)
+        message = filled(health_pb2.HealthCheckRequest, service=service)
         answer = await self._call(self._health.Check, message, timeout)
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
         return str(name).lower()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -46,10 +47,14 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    given = {"target": target, "output": output.value if output else None}
-    values = {k: v for k, v in given.items() if v} | (
-        {} if retry_for is None else {"retry_for": retry_for}
-    )
+    given = {
+        "target": target or None,
+        "output": output.value if output else None,
+        "retry_for": retry_for,
+    }
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in values:  # What is given on the command line counts more than the environment.
+        os.environ.pop(f"DORAD_{name.upper()}", None)
     ctx.default_map = share_options(ctx.command, values)
 
 

@@ -170,7 +170,10 @@ def _explain(error: Exception, program: str) -> int:
         say(str(error))
         return EXIT_FAILURE
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # A ClickException.
-        say(error.format_message())
+        message = error.format_message()
+        if not message:  # The help, which has been printed, is the answer to no arguments.
+            return EXIT_USAGE
+        say(message)
         context = getattr(error, "ctx", None)
         if context is not None:
             print(f"Try '{context.command_path} --help'.", file=sys.stderr)
