@@ -38,7 +38,7 @@ _TEXTS = [
         "client.py",
         "A connection to a dorad server, for one event loop: make it inside a coroutine.\n",
         "A connection to a dorad server. Thread-safe; make one and share it.\n\n"
-        "    Not usable across fork(): make the client in the child.\n",
+        "    Not usable across fork(): make the client in the child, or send it there pickled.\n",
     ),
     (
         "pool.py",

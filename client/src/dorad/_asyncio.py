@@ -49,7 +49,12 @@ async def end(background: asyncio.Task[None]) -> None:
 
 
 def connect(access: Access, target: str, options: list[tuple[str, Any]]) -> Any:
-    asyncio.get_running_loop()  # The channel binds to it: fail here rather than hang later.
+    try:
+        asyncio.get_running_loop()  # The channel binds to it: fail here rather than hang later.
+    except RuntimeError:
+        raise RuntimeError(
+            "no running event loop: make or unpickle clients of dorad.aio inside a coroutine"
+        ) from None
     return access.aio_channel(target, options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,26 @@ class Budget:
     def outlasts(self, seconds: float) -> bool:
         """Whether time is left after `seconds`."""
         return self._end is None or time.monotonic() + seconds < self._end
+
+
+class Process:
+    """The process of a connection. Its children by fork() have only a broken half: gRPC's threads
+    are missing, and a call may hang."""
+
+    def __init__(self) -> None:
+        self._id = os.getpid()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child."""
+        return os.getpid() != self._id
+
+    def check(self) -> None:
+        if self.forked:
+            raise RuntimeError(
+                "this client or pool was made before fork(), which its connections do not survive:"
+                " make one in each process, or send it there pickled"
+            )
 
 
 def closed() -> Cancelled:

@@ -19,7 +19,7 @@ import grpc
 
 from dorad import types as t
 from dorad._access import Access
-from dorad._channel import check_concurrency
+from dorad._channel import Process, check_concurrency
 from dorad.errors import Cancelled, DoradError, from_rpc_error
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class Runner(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._closed = False
+        self._process = Process()
         self._lock = threading.Lock()  # For close(): it must see all work that begins.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -167,7 +168,8 @@ class Runner(Generic[T]):
             self._stop()
             raise
 
-    def _refuse_own_thread(self) -> None:
+    def _check_caller(self) -> None:
+        self._process.check()
         if threading.current_thread() is self._thread:
             raise RuntimeError(
                 "generate_many's progress and the pool's connect run in the pool's own thread,"
@@ -175,7 +177,7 @@ class Runner(Generic[T]):
             )
 
     def _begin(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
-        self._refuse_own_thread()
+        self._check_caller()
         with self._lock:
             if self._closed:
                 raise Cancelled("the pool is closed", code="CANCELLED")
@@ -203,7 +205,9 @@ class Runner(Generic[T]):
 
     def close(self, end: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         """Cancels all work, waits for its end, and then runs `end`. Idempotent."""
-        self._refuse_own_thread()
+        if self._process.forked:  # The thread and the connections are the parent's.
+            return
+        self._check_caller()
         with self._lock:
             if self._closed:
                 return

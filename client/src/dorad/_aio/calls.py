@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dorad._asyncio import Event, is_set_within
+from dorad._channel import Process, closed
 
 
 class RunningCalls:
@@ -15,10 +16,17 @@ class RunningCalls:
     def __init__(self) -> None:
         self._ended = Event()
         self._calls: set[Any] = set()
+        self.process = Process()
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
+
+    def check(self) -> None:
+        """Raises if no call can begin any more."""
+        self.process.check()
+        if self.ended:
+            raise closed()
 
     async def ended_within(self, seconds: float) -> bool:
         """Waits for the end, at most `seconds`. Returns whether it has ended."""

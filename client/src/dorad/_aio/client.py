@@ -30,6 +30,9 @@ class Client(Inference, Adapters, Control):
       options: further gRPC channel options; they override ours, except that a connection in plain
         text never uses a proxy.
 
+    A pickled client is its arguments (a `token` too): the copy connects where it is unpickled, with
+    that process's files and environment.
+
     Every method that takes `timeout` takes `retry_for` too, except `watch`, `health` and
     `wait_ready`. A call with an effect (activate, retire, sleep, wake, a publish without upload) is
     repeated only with `retry_for`, and only if the server certainly did nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +15,7 @@ from dorad import _wire
 from dorad._access import Access, check_port, check_target
 from dorad._aio.calls import RunningCalls
 from dorad._asyncio import AsDoradErrors, connect
-from dorad._channel import DEFAULT_TARGET, Budget, channel_options, closed, deadline
+from dorad._channel import DEFAULT_TARGET, Budget, channel_options, deadline
 from dorad._retry import Attempts, Throttle, check_retry_for, default_retry_for
 from dorad._stubs import adapters_pb2_grpc, control_pb2_grpc, inference_pb2_grpc
 from dorad.errors import DoradError
@@ -42,6 +42,7 @@ class Connection:
         metadata: Sequence[tuple[str, str]] = (),
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         self.target = target
         self._timeout = timeout
         self._retry_for = default_retry_for(retry_for)
@@ -70,12 +71,22 @@ class Connection:
 
         For a proxy that forwards its callers' metadata. Close the original only.
         """
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other._metadata = tuple(metadata)
+        other._arguments = self._arguments | {"metadata": other._metadata, "token": ""}
         return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The arguments, not their meaning here: the other side has its own files and environment.
+        if self._arguments["credentials"] is not None:
+            raise TypeError("a client with credentials= cannot be pickled: give it the files")
+        return functools.partial(type(self), **self._arguments), ()
 
     async def close(self) -> None:
         """Closes the connection; running calls raise Cancelled. Idempotent."""
+        if self._calls.process.forked:  # The connection is the parent's.
+            return
         self._calls.cancel()
         await self._channel.close()
         await self._admin.close()
@@ -111,8 +122,7 @@ class Connection:
 
         `about` is a message that names the call's adapter, if `request` does not.
         """
-        if self._calls.ended:
-            raise closed()
+        self._calls.check()
         return method(
             request,
             timeout=deadline(timeout, self._timeout),

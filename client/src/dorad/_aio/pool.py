@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, Unpack, overload
@@ -29,6 +30,8 @@ class RolloutPool:
       retry_for: seconds to go on when no server can take a prompt, and for the clients' other calls
         (DORAD_RETRY_FOR). Default: a prompt until its timeout, the others as of `Client`.
 
+    A pickled pool is its arguments, as of `Client`, and its targets of now.
+
     publish, activate and retire run one after the other, beside any number of generate_many. Their
     `timeout` covers all their calls and the wait for the one before; None: the clients' own, for
     each call to a server.
@@ -46,6 +49,7 @@ class RolloutPool:
         cert_file: str | os.PathLike[str] | None = None,
         key_file: str | os.PathLike[str] | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         make = connector(
             connect,
             retry_for,
@@ -60,6 +64,10 @@ class RolloutPool:
     async def close(self) -> None:
         """Closes all connections; running calls raise Cancelled. Idempotent."""
         await self._runner.close(Pool.close)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As of a client. The copy asks the servers for the active versions.
+        return functools.partial(type(self), **self._arguments | {"targets": self.targets}), ()
 
     async def __aenter__(self) -> Self:
         return self

@@ -40,6 +40,7 @@ class Stream(Generic[T]):
 
     async def __anext__(self) -> T:
         while not self._closed.is_set():
+            self._calls.process.check()
             try:
                 with AsDoradErrors():
                     message = await read(self._call)
@@ -66,7 +67,8 @@ class Stream(Generic[T]):
     def close(self) -> None:
         """Cancels the call unless it has ended. Idempotent."""
         self._closed.set()
-        self._call.cancel()
+        if not self._calls.process.forked:
+            self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
