@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, overload
 
@@ -81,6 +81,15 @@ class GenerateOptions(TypedDict, total=False):
     """
     request_id: str | None
     """Names the request in `abort` and in logs; default: a random one."""
+
+
+class ManyOptions(GenerateOptions, total=False):
+    """Keyword arguments of `generate_many` besides `return_errors`; described there."""
+
+    concurrency: int
+    progress: Callable[[int, int], None] | None
+    timeout: float | None
+    retry_for: float | None
 
 
 class PublishOptions(TypedDict, total=False):

@@ -139,12 +139,8 @@ class Inference(Connection):
         self,
         requests: Iterable[t.TokenIds | t.GenerateRequest],
         *,
-        concurrency: int = ...,
         return_errors: Literal[False] = ...,
-        progress: Callable[[int, int], None] | None = ...,
-        timeout: float | None = ...,
-        retry_for: float | None = ...,
-        **options: Unpack[t.GenerateOptions],
+        **options: Unpack[t.ManyOptions],
     ) -> list[list[t.Sample]]: ...
 
     @overload
@@ -152,12 +148,8 @@ class Inference(Connection):
         self,
         requests: Iterable[t.TokenIds | t.GenerateRequest],
         *,
-        concurrency: int = ...,
         return_errors: Literal[True],
-        progress: Callable[[int, int], None] | None = ...,
-        timeout: float | None = ...,
-        retry_for: float | None = ...,
-        **options: Unpack[t.GenerateOptions],
+        **options: Unpack[t.ManyOptions],
     ) -> list[list[t.Sample] | DoradError]: ...
 
     async def generate_many(

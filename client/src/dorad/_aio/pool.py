@@ -129,12 +129,8 @@ class RolloutPool:
         self,
         requests: Iterable[t.TokenIds | t.GenerateRequest],
         *,
-        concurrency: int = ...,
         return_errors: Literal[False] = ...,
-        progress: Callable[[int, int], None] | None = ...,
-        timeout: float | None = ...,
-        retry_for: float | None = ...,
-        **options: Unpack[t.GenerateOptions],
+        **options: Unpack[t.ManyOptions],
     ) -> list[list[t.Sample]]: ...
 
     @overload
@@ -142,12 +138,8 @@ class RolloutPool:
         self,
         requests: Iterable[t.TokenIds | t.GenerateRequest],
         *,
-        concurrency: int = ...,
         return_errors: Literal[True],
-        progress: Callable[[int, int], None] | None = ...,
-        timeout: float | None = ...,
-        retry_for: float | None = ...,
-        **options: Unpack[t.GenerateOptions],
+        **options: Unpack[t.ManyOptions],
     ) -> list[list[t.Sample] | DoradError]: ...
 
     async def generate_many(
