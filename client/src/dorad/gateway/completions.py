@@ -156,7 +156,9 @@ def _pieces(work: Work, text: ModelText | None, scored: t.ScoreResult | None) ->
     """Without a tokenizer (`text` is None) they have tokens only."""
     found = []
     for i, prompt in enumerate(work.prompts):
-        decoder = text and text.stream(skip_special_tokens=work.skip_special_tokens)
+        decoder = (
+            None if text is None else text.stream(skip_special_tokens=work.skip_special_tokens)
+        )
         tokens, parts, offset = list[Token](), list[str](), 0
         for position, token_id in enumerate(prompt):
             token = Token(token_id, None, [], offset)
