@@ -131,12 +131,9 @@ def test_an_answer_counts_once_as_a_success():
 
 
 def test_the_timeout_spans_all_attempts(server):
-    server.refuse_generate = [overloaded(0.3)] * 10
-    with dorad.Client(server.target) as client:
-        begin = time.monotonic()
-        with pytest.raises(dorad.Overloaded):
-            client.generate([1], timeout=0.8)
-        assert time.monotonic() - begin < 0.8
+    server.refuse_generate = [overloaded(1)] * 10
+    with dorad.Client(server.target) as client, pytest.raises(dorad.Overloaded):
+        client.generate([1], timeout=2.8)
     assert 2 <= len(server.generate_calls) <= 3
 
 
@@ -165,9 +162,7 @@ def test_closing_a_stream_ends_its_wait(client, server):
     server.refuse_generate = [overloaded(10)]
     stream = client.stream([1])
     threading.Timer(0.2, stream.close).start()
-    begin = time.monotonic()
     assert list(stream) == []
-    assert time.monotonic() - begin < 5
     assert len(server.generate_calls) == 1
 
 
@@ -180,9 +175,7 @@ def test_closing_an_asynchronous_stream_ends_its_wait(server):
             asyncio.get_running_loop().call_later(0.2, stream.close)
             return await read(stream)
 
-    begin = time.monotonic()
     assert asyncio.run(body()) == []
-    assert time.monotonic() - begin < 5
     assert len(server.generate_calls) == 1
 
 
@@ -210,7 +203,7 @@ def test_closing_the_client_ends_its_waits(server, kind):
     assert wait_for(lambda: len(server.generate_calls) == 1)
     time.sleep(0.1)
     client.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive() and isinstance(errors[0], dorad.Overloaded)
     assert len(server.generate_calls) == 1
 
@@ -242,7 +235,7 @@ def test_closing_an_asynchronous_client_ends_its_waits(server, streams):
         await asyncio.sleep(0.1)
         await client.close()
         with pytest.raises(dorad.Overloaded):
-            await asyncio.wait_for(call, 5)
+            await asyncio.wait_for(call, 60)
 
     asyncio.run(body())
 
@@ -284,11 +277,9 @@ def test_a_watch_does_not_begin_again_by_itself(client, server):
 
 def test_what_may_have_had_an_effect_is_not_sent_again(client, server):
     client.close()
-    begin = time.monotonic()
     with dorad.Client("127.0.0.1:1") as nobody:
-        with pytest.raises(dorad.Unavailable):
+        with pytest.raises(dorad.Unavailable) as once:
             nobody.activate("a", 1)
-        assert time.monotonic() - begin < 0.5
-        with pytest.raises(dorad.Unavailable):
+        assert "attempts" not in str(once.value)
+        with pytest.raises(dorad.Unavailable, match="attempts"):
             nobody.adapters()
-    assert time.monotonic() - begin > 0.5

@@ -28,7 +28,7 @@ def nursery():
     )
     yield process
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
 
 
 def open_files(pid: int) -> int:

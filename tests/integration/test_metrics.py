@@ -221,7 +221,7 @@ def test_half_open_connections_do_not_keep_scrapes_away(server: Server) -> None:
 def test_health_endpoints_and_unknown_paths(server: Server) -> None:
     base = server.metrics_url.removesuffix("/metrics")
     for path in ("/healthz", "/readyz"):
-        assert urllib.request.urlopen(base + path, timeout=5).status == 200
+        assert urllib.request.urlopen(base + path, timeout=30).status == 200
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(base + "/nothing", timeout=5)
+        urllib.request.urlopen(base + "/nothing", timeout=30)
     assert caught.value.code == 404

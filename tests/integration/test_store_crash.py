@@ -72,7 +72,7 @@ def test_a_publish_that_dies_is_wholly_there_or_not(zoo, store, known, point, th
         with pytest.raises(grpc.RpcError) as caught:
             server.wire.publish("x", folder, durable=True, activate=True)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        server.process.wait(10)
+        server.process.wait(60)
     with serve_store(zoo, store) as server:
         check(server, 1, known[0])
         versions = [v.version for v in server.wire.list_adapters("x")]
@@ -99,7 +99,7 @@ def test_a_change_that_dies_has_happened_or_not(zoo, store, known, change, point
                 server.wire.activate("x", 2)
             else:
                 server.wire.retire("x", 1)
-        server.process.wait(10)
+        server.process.wait(60)
     with serve_store(zoo, store) as server:
         check(server, 2, known[1])
         happened = {"mid_append": ABSENT, "before_sync": EITHER, "after_sync": PRESENT}[point]
@@ -127,7 +127,7 @@ def test_a_removal_that_dies_is_finished_by_the_next_start(zoo, store, known) ->
             server.wire.retire("x", 1)
         except grpc.RpcError as error:  # it may die before the answer is out
             assert error.code() == grpc.StatusCode.UNAVAILABLE
-        server.process.wait(10)
+        server.process.wait(60)
     assert len(objects(store)) == 2
     with serve_store(zoo, store) as server:
         assert [v.version for v in server.wire.list_adapters("x")] == [2]
@@ -179,7 +179,7 @@ def test_a_running_server_that_dies_rewriting_its_journal_loses_nothing(
                     retired = version - 1
                     server.wire.retire("x", retired)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        server.process.wait(10)
+        server.process.wait(60)
     # A journal is rewritten when a change is on the disk, a publish or a retirement.
     assert version > 3
     long = 3 * 20000
@@ -228,7 +228,7 @@ def test_everything_acknowledged_survives_kills_at_any_moment(zoo, store, known)
             except grpc.RpcError as error:
                 assert error.code() == grpc.StatusCode.UNAVAILABLE, error
             timer.join()
-            server.process.wait(10)
+            server.process.wait(60)
         with serve_store(zoo, store) as server:
             found = {v.version: v for v in server.wire.list_adapters("x")}
             for version, seed in list(there.items()):

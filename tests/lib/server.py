@@ -149,7 +149,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def wait_until(condition, timeout: float = 10.0, what: str = "condition", interval: float = 0.01):
+def wait_until(condition, timeout: float = 60.0, what: str = "condition", interval: float = 0.01):
     """The first true value of condition()."""
     deadline = time.monotonic() + timeout
     while True:

@@ -110,7 +110,7 @@ class FakeServer(FakeInference, FakeAdapters, FakeControl):
                 self.lock.notify_all()
 
 
-def wait_for(condition, seconds=5.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

@@ -358,7 +358,7 @@ TEST_F(SharedMemoryListenerTest, BoundsConnectionsFilesAndMemories) {
 }
 
 TEST_F(SharedMemoryListenerTest, ASilentConnectionIsEndedAndOneThatHandedOverIsNot) {
-  options_.first_registration_time = absl::Milliseconds(50);
+  options_.first_registration_time = absl::Seconds(1);
   Start();
   Peer silent(options_.path), useful(options_.path);
   const UniqueFd memory = MakeMemory(10);
@@ -372,7 +372,7 @@ TEST_F(SharedMemoryListenerTest, LeasesTheWeightsPiecesUntilTheConnectionEnds) {
   options_.lease_weights = [&] {
     return std::make_shared<const Pieces>(kMaxPiecesAtOnce + 3, &leases);
   };
-  options_.first_registration_time = absl::Milliseconds(200);
+  options_.first_registration_time = absl::Seconds(1);
   Start();
   const int before = OpenDescriptors();
   std::string session_token;

@@ -70,7 +70,7 @@ TEST_F(EngineResidencyTest, MoreAdaptersThanFitAreAllServed) {
 }
 
 TEST_F(EngineResidencyTest, OthersDoNotWaitForWeightsThatAreAway) {
-  Limit(1, absl::Milliseconds(300));
+  Limit(1, absl::Seconds(1));
   Start(DefaultOptions(), 64);
   const Adapter away = Resident("away");
   const Adapter here = Resident("here");
@@ -112,7 +112,7 @@ TEST_F(EngineResidencyTest, TimeThatSequencesWaitForWeightsIsCounted) {
 }
 
 TEST_F(EngineResidencyTest, AStallEndsWithItsRequest) {
-  Limit(1, absl::Milliseconds(300));
+  Limit(1, absl::Seconds(1));
   Start(DefaultOptions(), 64);
   const Adapter away = Resident("away");
   const Adapter here = Resident("here");

@@ -197,7 +197,7 @@ TEST_F(ServerTest, ActivatesWithAGenerationCheck) {
 
 TEST_F(ServerTest, RetiresByForceAndEndsTheHolders) {
   ASSERT_TRUE(Publish("a").first.ok());
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   v1::GenerateRequest request = Request(400);
   request.set_adapter("a");
   const auto context = Context();

@@ -6,7 +6,7 @@ namespace dorad::rpc {
 namespace {
 
 TEST_F(ServerTest, APauseWhoseCallerHasGivenUpIsUndone) {
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(400));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 3; }));

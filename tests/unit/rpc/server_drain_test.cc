@@ -6,12 +6,12 @@ namespace dorad::rpc {
 namespace {
 
 TEST_F(ServerTest, DrainsRunningRequestsAndRefusesNewOnes) {
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   std::thread drain;
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(40));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 0; }));
-  drain = std::thread([&] { Drain(absl::Seconds(20), absl::Seconds(1)); });
+  drain = std::thread([&] { Drain(absl::Minutes(1), absl::Seconds(1)); });
   ASSERT_TRUE(Eventually([&] { return services_.draining.load(); }));
   EXPECT_TRUE(
       Eventually([&] { return ReasonOfWire(Generate(Request(1)).status) == "SHUTTING_DOWN"; }));
@@ -24,30 +24,27 @@ TEST_F(ServerTest, DrainsRunningRequestsAndRefusesNewOnes) {
 }
 
 TEST_F(ServerTest, DrainGivesBackTheTokensOfFrozenRequestsAtOnce) {
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(400));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 3; }));
   v1::PauseResponse paused;
   ASSERT_TRUE(control_->Pause(Context().get(), v1::PauseRequest(), &paused).ok());
-  const absl::Time start = absl::Now();
-  std::thread drain([&] { Drain(absl::Seconds(15), absl::Seconds(1)); });
+  std::thread drain([&] { Drain(absl::Hours(1), absl::Seconds(1)); });
   v1::GenerateResponse message;
   EXPECT_TRUE(reader->Read(&message));
   EXPECT_EQ(message.finish().reason(), v1::FINISH_REASON_ABORTED);
   EXPECT_FALSE(message.token_ids().empty());
   EXPECT_TRUE(reader->Finish().ok());
   drain.join();
-  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
 }
 
 TEST_F(ServerTest, DrainGivesBackTheTokensOfRequestsThatAreFrozenMeanwhile) {
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   const auto context = Context();
   const auto reader = inference_->Generate(context.get(), Request(400));
   ASSERT_TRUE(Eventually([&] { return engine_->stats().steps > 3; }));
-  const absl::Time start = absl::Now();
-  std::thread drain([&] { Drain(absl::Seconds(15), absl::Seconds(1)); });
+  std::thread drain([&] { Drain(absl::Hours(1), absl::Seconds(1)); });
   EXPECT_TRUE(Eventually([&] { return services_.draining.load(); }));
   v1::PauseResponse paused;
   EXPECT_TRUE(control_->Pause(Context().get(), v1::PauseRequest(), &paused).ok());
@@ -57,7 +54,6 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfRequestsThatAreFrozenMeanwhile) {
   EXPECT_FALSE(message.token_ids().empty());
   EXPECT_TRUE(reader->Finish().ok());
   drain.join();
-  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
 }
 
 TEST_F(ServerTest, DrainAnswersAPublishThatHasNoVersionYet) {
@@ -82,7 +78,7 @@ TEST_F(ServerTest, DrainAnswersAPublishThatHasNoVersionYet) {
   std::thread publish(
       [&] { status = adapters_->PublishFromPath(Context().get(), request, &response); });
   taken.WaitForNotification();
-  Drain(absl::Seconds(15), absl::ZeroDuration());
+  Drain(absl::Minutes(1), absl::ZeroDuration());
   server_->Shutdown(absl::Milliseconds(200));
   publish.join();
   EXPECT_TRUE(status.ok()) << status.error_message();
@@ -115,15 +111,13 @@ TEST_F(ServerTest, DrainWaitsForLoadsUnlessTheWeightsSleep) {
   GoToSleep({"kv"});
   std::atomic<bool> drained{false};
   std::thread drain([&] {
-    Drain(absl::Seconds(15), absl::ZeroDuration());
+    Drain(absl::Hours(1), absl::ZeroDuration());
     drained = true;
   });
   absl::SleepFor(absl::Milliseconds(300));
   EXPECT_FALSE(drained);
   GoToSleep({"kv", "weights"});
-  const absl::Time start = absl::Now();
   drain.join();
-  EXPECT_LT(absl::Now() - start, absl::Seconds(10));
   held.front()(absl::CancelledError("as the loader's end says"));
   publish.join();
 }
@@ -135,7 +129,7 @@ TEST_F(ServerTest, DrainLetsAnUploadFinishAndAnswersIt) {
   writer->Write(BeginUpload("u", 1 << 20));
   ASSERT_TRUE(Eventually([&] { return Uploaded("u").total_bytes() == 1 << 20; }));
   std::thread drain([&] {
-    Drain(absl::Seconds(15), absl::ZeroDuration());
+    Drain(absl::Minutes(1), absl::ZeroDuration());
     server_->Shutdown(absl::Milliseconds(200));
   });
   EXPECT_TRUE(Eventually([&] { return services_.draining.load(); }));
@@ -185,7 +179,7 @@ TEST_F(ServerTest, DrainWaitsForAScoreWhoseAnswerIsBeingSent) {
   ASSERT_TRUE(Eventually([&] { return engine_->idle(); }));
   std::atomic<bool> drained{false};
   std::thread drain([&] {
-    Drain(absl::Seconds(15), absl::ZeroDuration());
+    Drain(absl::Minutes(1), absl::ZeroDuration());
     drained = true;
   });
   absl::SleepFor(absl::Milliseconds(300));
@@ -219,7 +213,7 @@ TEST_F(ServerTest, DrainGivesBackTheTokensOfWhatIsLeftAfterItsTime) {
 
 TEST_F(ServerTest, DrainTakesRequestsUntilItsDelayHasPassed) {
   std::thread drain([&] {
-    server_->Drain({absl::Hours(1), absl::Seconds(20), absl::Seconds(1)}, hurry_);
+    server_->Drain({absl::Hours(1), absl::Minutes(1), absl::Seconds(1)}, hurry_);
   });
   EXPECT_TRUE(Eventually([&] { return !IsServing(server_->address(), "readiness"); }));
   EXPECT_TRUE(IsServing(server_->address(), "liveness"));

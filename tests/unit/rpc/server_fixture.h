@@ -211,7 +211,7 @@ class ServerTest : public testing::Test {
     services_.max_adapter_bytes = 4 << 20;
   }
 
-  static std::unique_ptr<grpc::ClientContext> Context(int seconds = 20) {
+  static std::unique_ptr<grpc::ClientContext> Context(int seconds = 60) {
     auto context = std::make_unique<grpc::ClientContext>();
     context->set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(seconds));
     return context;
@@ -299,7 +299,7 @@ class ServerTest : public testing::Test {
     std::thread activate(
         [&] { status = adapters_->Activate(Context().get(), request, &response); });
     taken.WaitForNotification();
-    Drain(absl::Seconds(15), absl::ZeroDuration());
+    Drain(absl::Minutes(1), absl::ZeroDuration());
     server_->Shutdown(absl::Milliseconds(200));
     activate.join();
     return status;

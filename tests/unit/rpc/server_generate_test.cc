@@ -25,7 +25,7 @@ TEST_F(ServerTest, SendsOneMessageForEachSampleByDefault) {
 }
 
 TEST_F(ServerTest, StreamsTokensInOrderAndEndsWithTheFinish) {
-  runner_->step_time = 2;
+  runner_->step_time = 10;
   v1::GenerateRequest request = Request(50);
   request.set_response_mode(v1::RESPONSE_MODE_STREAM);
   request.mutable_logprobs()->set_top_k(2);
@@ -118,7 +118,7 @@ TEST_F(ServerTest, NamesTheAdapterVersionOfTokens) {
 }
 
 TEST_F(ServerTest, GivesAFullQueueARetryHintInTheTrailers) {
-  runner_->step_time = 20;
+  runner_->step_time = 50;
   std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
   std::vector<std::unique_ptr<grpc::ClientReader<v1::GenerateResponse>>> readers;
   const auto start = [&](int samples) {
@@ -142,7 +142,7 @@ TEST_F(ServerTest, GivesAFullQueueARetryHintInTheTrailers) {
 
 TEST_F(ServerTest, FreesEverythingWhenTheClientCancels) {
   ASSERT_TRUE(Publish("a").first.ok());
-  runner_->step_time = 5;
+  runner_->step_time = 20;
   v1::GenerateRequest request = Request(400);
   request.set_adapter("a");
   request.set_response_mode(v1::RESPONSE_MODE_STREAM);
@@ -160,7 +160,7 @@ TEST_F(ServerTest, FreesEverythingWhenTheClientCancels) {
 }
 
 TEST_F(ServerTest, EndsAtTheDeadline) {
-  runner_->step_time = 5;
+  runner_->step_time = 20;
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() + std::chrono::milliseconds(100));
   const auto reader = inference_->Generate(&context, Request(400));
@@ -174,7 +174,7 @@ TEST_F(ServerTest, EndsAtTheDeadline) {
 
 TEST_F(ServerTest, AppliesTheDefaultDeadlineToCallsWithoutOne) {
   services_.default_deadline_seconds = 0.1;
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   grpc::ClientContext context;
   const auto reader = inference_->Generate(&context, Request(400));
   v1::GenerateResponse message;
@@ -220,7 +220,7 @@ TEST_F(ServerTest, SurvivesManyStreamsThatCancelAtRandom) {
 }
 
 TEST_F(ServerTest, AbortReturnsTheTokensSoFar) {
-  runner_->step_time = 5;
+  runner_->step_time = 50;
   v1::GenerateRequest request = Request(400);
   request.set_request_id("mine");
   const auto context = Context();

@@ -42,25 +42,26 @@ class EndsAtCancel final : public ServerStreamCall {
   bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-// Its source is there when OnMessage returns, which takes so long that the client gives up
-// meanwhile.
+// Its source is there when OnMessage returns, after the client has given up.
 class BeginsSlowly final : public ServerStreamCall {
  public:
   using ServerStreamCall::ServerStreamCall;
 
-  inline static std::atomic<bool> began = false;
+  inline static absl::Notification begins, given_up, cancelled;
+  inline static std::atomic<bool> is_there = false;
   inline static std::atomic<bool> cancelled_early = false;
-  inline static absl::Notification cancelled;
 
  private:
   absl::Status OnMessage(grpc::ByteBuffer* /*bytes*/) override {
-    absl::SleepFor(absl::Milliseconds(300));
-    began = true;
+    begins.Notify();
+    given_up.WaitForNotification();
+    absl::SleepFor(absl::Milliseconds(200));  // the cancel arrives here, on all but busy machines
+    is_there = true;
     return absl::OkStatus();
   }
   Turn Next() override { return {}; }
   void CancelWork() override {
-    if (!began) cancelled_early = true;
+    if (!is_there) cancelled_early = true;
     if (!cancelled.HasBeenNotified()) cancelled.Notify();
   }
 };
@@ -90,16 +91,19 @@ class ServerStreamCallTest : public testing::Test {
     stub_ = v1::InferenceService::NewStub(loopback.channel);
   }
 
-  grpc::Status Generate(const std::string& adapter,
-                        std::chrono::milliseconds deadline = std::chrono::seconds(20)) {
-    grpc::ClientContext context;
-    context.set_deadline(std::chrono::system_clock::now() + deadline);
+  // `context`: of this call alone.
+  grpc::Status Generate(const std::string& adapter, grpc::ClientContext* context) {
+    context->set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(60));
     v1::GenerateRequest request;
     request.set_adapter(adapter);
-    const auto reader = stub_->Generate(&context, request);
+    const auto reader = stub_->Generate(context, request);
     v1::GenerateResponse message;
     EXPECT_FALSE(reader->Read(&message));
     return reader->Finish();
+  }
+  grpc::Status Generate(const std::string& adapter) {
+    grpc::ClientContext context;
+    return Generate(adapter, &context);
   }
 
   Metrics metrics_{{"test", "test", "test", "cpu", "fp32"}};
@@ -124,9 +128,14 @@ TEST_F(ServerStreamCallTest, ARefusalIsToldEvenIfTheCancelledSourceEndsFirst) {
 
 TEST_F(ServerStreamCallTest, ASourceIsCancelledOnlyWhenItIsThereAndThenForSure) {
   Serve<BeginsSlowly>();
-  EXPECT_EQ(Generate("", std::chrono::milliseconds(50)).error_code(),
-            grpc::StatusCode::DEADLINE_EXCEEDED);
-  EXPECT_TRUE(BeginsSlowly::cancelled.WaitForNotificationWithTimeout(absl::Seconds(20)));
+  grpc::ClientContext context;
+  std::thread client(
+      [&] { EXPECT_EQ(Generate("", &context).error_code(), grpc::StatusCode::CANCELLED); });
+  BeginsSlowly::begins.WaitForNotification();
+  context.TryCancel();
+  client.join();
+  BeginsSlowly::given_up.Notify();
+  EXPECT_TRUE(BeginsSlowly::cancelled.WaitForNotificationWithTimeout(absl::Seconds(60)));
   EXPECT_FALSE(BeginsSlowly::cancelled_early);
 }
 
