@@ -104,8 +104,8 @@ void EngineLoop::Enter(Request* request) {
     BeginEnd(request, {EnginePaused(), {}});
     return;
   }
-  if (request->HoldsRevoked()) {
-    BeginEnd(request, {absl::OkStatus(), "an adapter version of it was retired by force"});
+  if (const adapter::LoadedAdapter* revoked = request->Revoked()) {
+    BeginEnd(request, {absl::OkStatus(), adapter::RetiredByForce({revoked->name(), revoked->version()})});
     return;
   }
   FreezeOrThaw(request);

@@ -74,24 +74,25 @@ Request::Request(ScoreInput input, std::shared_ptr<ScoreTicket> ticket, Instant 
       deadline(ToInstant(score->deadline, admitted)) {}
 
 template <typename Condition>
-bool Request::HoldsAny(Condition condition) const {
+const adapter::LoadedAdapter* Request::FirstHeld(Condition condition) const {
   const auto matches = [&condition](const adapter::AdapterLease& lease) {
     return lease.get() != nullptr && condition(*lease.get());
   };
+  if (generate && matches(generate->lease)) return generate->lease.get();
   const std::vector<adapter::AdapterLease>& others = generate ? earlier_ : score->leases;
-  return (generate && matches(generate->lease)) ||
-         std::any_of(others.begin(), others.end(), matches);
+  const auto found = std::find_if(others.begin(), others.end(), matches);
+  return found == others.end() ? nullptr : found->get();
 }
 
 bool Request::Holds(const adapter::AdapterRef& adapter) const {
-  return HoldsAny([&adapter](const adapter::LoadedAdapter& held) {
-    return held.name() == adapter.name &&
-           (adapter.version == 0 || held.version() == adapter.version);
-  });
+  return FirstHeld([&adapter](const adapter::LoadedAdapter& held) {
+           return held.name() == adapter.name &&
+                  (adapter.version == 0 || held.version() == adapter.version);
+         }) != nullptr;
 }
 
-bool Request::HoldsRevoked() const {
-  return HoldsAny([](const adapter::LoadedAdapter& held) { return held.revoked(); });
+const adapter::LoadedAdapter* Request::Revoked() const {
+  return FirstHeld([](const adapter::LoadedAdapter& held) { return held.revoked(); });
 }
 
 std::vector<std::string> Request::adapters() const {

@@ -50,8 +50,8 @@ struct Request {
   std::string key() const { return base().tenant + ' ' + base().request_id; }
   // Whether its next tokens or its KV pages use the version (0: any of the name).
   bool Holds(const adapter::AdapterRef& adapter) const;
-  // Whether it uses a version that was retired by force.
-  bool HoldsRevoked() const;
+  // The version that it uses and that was retired by force, or nullptr.
+  const adapter::LoadedAdapter* Revoked() const;
 
   // A lease on the active version, if the request follows it and uses another one; else an empty
   // lease.
@@ -118,7 +118,7 @@ struct Request {
                    Metrics* metrics);
   bool AcceptScores(const Chunk& chunk, StepOutput output);
   template <typename Condition>
-  bool HoldsAny(Condition condition) const;
+  const adapter::LoadedAdapter* FirstHeld(Condition condition) const;
   void AbortSamples(const std::string& detail, Instant now, Metrics* metrics);
   void CountUse(Metrics* metrics) const;
   // Fills in the engine's fields and releases the log.

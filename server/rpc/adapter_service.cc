@@ -160,10 +160,8 @@ void Retire(const Services& services, const UnaryPtr<v1::RetireResponse>& call,
   }
   engine::AbortTarget holders;
   holders.adapter = {ref.name, ref.version};
-  services.engine->Abort(
-      std::move(holders),
-      absl::StrCat("adapter ", ref.name, "@", ref.version, " was retired by force"),
-      [complete](int) { complete(); });
+  services.engine->Abort(std::move(holders), adapter::RetiredByForce(ref),
+                         [complete](int) { complete(); });
 }
 
 }  // namespace

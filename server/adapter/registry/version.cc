@@ -36,6 +36,10 @@ std::string AdapterRef::ToString() const {
   return version == 0 ? name : absl::StrCat(name, "@", version);
 }
 
+std::string RetiredByForce(const AdapterRef& version) {
+  return absl::StrCat("adapter ", version.ToString(), " was retired by force");
+}
+
 absl::StatusOr<AdapterRef> AdapterRef::Parse(std::string_view text) {
   AdapterRef ref;
   if (text.empty()) return ref;

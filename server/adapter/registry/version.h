@@ -28,6 +28,9 @@ struct AdapterRef {
   static absl::StatusOr<AdapterRef> Parse(std::string_view text);
 };
 
+// Why a request that held the version was aborted.
+std::string RetiredByForce(const AdapterRef& version);
+
 // ^[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?$
 bool IsValidAdapterName(std::string_view name);
 // INVALID_ARGUMENT (ADAPTER_NAME_INVALID).

@@ -127,6 +127,7 @@ TEST_F(EngineTest, ARequestThatEntersWithARevokedVersionIsAborted) {
   const Outcome outcome = Wait(*Submit(std::move(input)));
   EXPECT_TRUE(outcome.status.ok()) << outcome.status;
   EXPECT_EQ(outcome.samples.at(0).finish.reason, FinishReason::kAborted);
+  EXPECT_THAT(outcome.samples.at(0).finish.detail, HasSubstr("a@1"));
   EXPECT_TRUE(outcome.samples.at(0).tokens.empty());
   EXPECT_EQ(Wait(*Submit(Input(Prompt(4), 5, MakeAdapter("a", 2)))).samples.at(0).tokens.size(),
             5u);
