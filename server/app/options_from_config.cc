@@ -72,6 +72,8 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.max_logprobs_k = ToInt32(config.limits.max_logprobs_k);
   options.max_chosen_ids = ToInt32(config.limits.max_chosen_ids);
   options.max_stop_ids = ToInt32(config.limits.max_stop_ids);
+  options.max_stop_sequences = ToInt32(config.limits.max_stop_sequences);
+  options.max_stop_sequence_tokens = ToInt32(config.limits.max_stop_sequence_tokens);
   options.max_score_tokens = config.limits.max_score_tokens;
   options.max_queued_requests = ToInt32(config.limits.max_queued_requests);
   options.max_queued_tokens = config.limits.max_queued_tokens;

@@ -27,6 +27,8 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
   limits.max_logprobs_k = options.max_logprobs_k;
   limits.max_chosen_ids = options.max_chosen_ids;
   limits.max_stop_ids = options.max_stop_ids;
+  limits.max_stop_sequences = options.max_stop_sequences;
+  limits.max_stop_sequence_tokens = options.max_stop_sequence_tokens;
   limits.max_score_tokens = options.max_score_tokens;
   limits.max_queued_requests = options.max_queued_requests;
   limits.max_queued_tokens = options.max_queued_tokens;

@@ -258,7 +258,7 @@ void EngineLoop::Deliver(const Chunk& chunk, StepOutput output, Instant now) {
       scheduler_.Remove(sequence);
     }
     metrics_->GeneratedTokens(sequence->generated() - generated);
-    metrics_->ScoredTokens(sequence->scored - scored);
+    if (request->score) metrics_->ScoredTokens(sequence->scored - scored);
   }
   Land(chunk);
 }

@@ -32,6 +32,8 @@ struct EngineOptions {
   int32_t max_logprobs_k = 64;
   int32_t max_chosen_ids = 4096;
   int32_t max_stop_ids = 64;
+  int32_t max_stop_sequences = 64;
+  int32_t max_stop_sequence_tokens = 64;
   int64_t max_score_tokens = 1 << 20;
   int32_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;

@@ -48,17 +48,6 @@ PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt,
   return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt, tenant);
 }
 
-// The row of token 0, which no row predicts.
-Logprobs FirstRow(const ScoreInput& input) {
-  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
-  Logprobs row;
-  row.logprobs.assign(1, kNone);
-  row.top_ids.assign(input.top_k, -1);
-  row.top_logprobs.assign(input.top_k, kNone);
-  row.chosen.assign(input.chosen_ids.size(), kNone);
-  return row;
-}
-
 }  // namespace
 
 Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted)
@@ -121,6 +110,11 @@ void Request::Switch(adapter::AdapterLease lease, Scheduler* scheduler) {
   for (const auto& sequence : sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
     sequence->DropPins();  // the leases of their versions may be released
+    if (sequence->generated() == 0 && sequence->to_score > 0) {
+      // One version computes them all: that of the first token.
+      sequence->scored = 0;
+      prompt_logprobs_ = FirstRow();
+    }
     if (generate->in_flight != InFlightPolicy::kSwitchKeepKv || sequence->generated() == 0) {
       scheduler->Restart(sequence.get(), adapter, root);
       continue;
@@ -160,7 +154,6 @@ Sequence* Request::AddSequence(const std::vector<TokenId>& tokens,
   sequence->priority = base().priority;
   sequence->tokens = tokens;
   sequence->prompt_tokens = static_cast<int64_t>(tokens.size());
-  sequence->is_score = score.has_value();
   sequence->use_prefix_cache = use_prefix_cache;
   sequence->root = root;
   sequences.push_back(std::move(sequence));
@@ -187,6 +180,10 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
       }
       samples_.push_back(std::move(sample));
     }
+    if (generate->logprobs.prompt) {
+      sequences.front()->to_score = prompt_tokens - 1;
+      prompt_logprobs_ = FirstRow();
+    }
     unfinished_sequences = generate->n;
     return;
   }
@@ -201,7 +198,8 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
       Sequence* const sequence =
           AddSequence(score->sequences[i], score->leases[j].get(), roots[j], prefix_cache);
       sequence->most_tokens = sequence->prompt_tokens;
-      result_.scores[i].push_back(FirstRow(*score));
+      sequence->to_score = sequence->goal();
+      result_.scores[i].push_back(FirstRow());
       if (sequence->goal() > 0) {
         ++unfinished_sequences;
       } else {
@@ -218,13 +216,12 @@ void Request::Enter(uint64_t* arrival) {
 Request::Want Request::WantOf(const Chunk& chunk) const {
   const Sequence& sequence = *chunk.sequence;
   Want want;
-  if (score) {
-    if (chunk.position < sequence.scored) return want;
+  if (chunk.position >= sequence.scored && chunk.position < sequence.to_score) {
     ScoreWant rows;
     rows.targets = absl::MakeConstSpan(sequence.tokens).subspan(chunk.position + 1, chunk.count);
-    rows.temperature = score->temperature;
-    rows.top_k = score->top_k;
-    rows.chosen_ids = score->chosen_ids;
+    rows.temperature = score ? score->temperature : 1.0f;
+    rows.top_k = score ? score->top_k : generate->logprobs.top_k;
+    rows.chosen_ids = score ? score->chosen_ids : generate->logprobs.chosen_ids;
     want.score = rows;
   } else if (chunk.samples) {
     SampleWant sample;
@@ -242,25 +239,44 @@ Request::Want Request::WantOf(const Chunk& chunk) const {
 
 bool Request::Accept(const Chunk& chunk, StepOutput output, const StopRules& rules, Instant now,
                      Metrics* metrics) {
-  if (score) return AcceptScores(chunk, std::move(output));
-  return chunk.samples && AcceptToken(chunk.sequence, std::move(output), rules, now, metrics);
+  return chunk.samples ? AcceptToken(chunk.sequence, std::move(output), rules, now, metrics)
+                       : AcceptScores(chunk, std::move(output), now, metrics);
 }
 
-FinishReason Request::StopReason(const Sequence& sequence, const StopRules& rules) const {
+Finish Request::FinishOf(const Sequence& sequence, const StopRules& rules, Instant now) const {
   const TokenId token = sequence.tokens.back();
   const StopParams& stop = generate->stop;
   if (Contains(stop.stop_token_ids, token) ||
       (!stop.ignore_eos && Contains(rules.eos_token_ids, token))) {
-    return FinishReason::kStop;
+    Finish finish = MakeFinish(sequence, FinishReason::kStop, now);
+    finish.stop_token_id = token;
+    return finish;
+  }
+  if (const int32_t match = MatchStopSequence(sequence); match >= 0) {
+    Finish finish = MakeFinish(sequence, FinishReason::kStop, now);
+    finish.stop_sequence = match;
+    return finish;
   }
   const bool full = static_cast<int64_t>(sequence.tokens.size()) >= sequence.most_tokens;
-  return full ? FinishReason::kLength : FinishReason::kNone;
+  return full ? MakeFinish(sequence, FinishReason::kLength, now) : Finish();
+}
+
+// The first stop sequence that the generated tokens end with; -1: none.
+int32_t Request::MatchStopSequence(const Sequence& sequence) const {
+  const StopParams& stop = generate->stop;
+  if (sequence.generated() <= stop.min_tokens) return -1;
+  const auto generated = absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens);
+  for (size_t i = 0; i < stop.stop_sequences.size(); ++i) {
+    const std::vector<TokenId>& ids = stop.stop_sequences[i];
+    if (ids.size() > generated.size()) continue;
+    if (absl::MakeConstSpan(ids) == generated.last(ids.size())) return static_cast<int32_t>(i);
+  }
+  return -1;
 }
 
 Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const {
   Finish finish;
   finish.reason = reason;
-  if (reason == FinishReason::kStop) finish.stop_token_id = sequence.tokens.back();
   finish.usage.prompt_tokens = static_cast<uint32_t>(sequence.prompt_tokens);
   finish.usage.cached_prompt_tokens = static_cast<uint32_t>(sequence.cached_tokens);
   finish.usage.generated_tokens = static_cast<uint32_t>(sequence.generated());
@@ -273,47 +289,77 @@ Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instan
 
 bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules,
                           Instant now, Metrics* metrics) {
+  if (!output.finite) {
+    PushNonFinite(*sequence, "the model's logits are not finite", now, metrics);
+    return true;
+  }
   SampleDelta delta;
   delta.sample_index = sequence->index;
-  if (!output.finite) {
-    delta.finish = MakeFinish(*sequence, FinishReason::kNonFinite, now);
-    delta.finish.detail = "the model's logits are not finite";
-    metrics->NonFiniteLogits();
-  } else {
-    const uint32_t position = static_cast<uint32_t>(sequence->generated());
-    sequence->tokens.push_back(output.token);
-    Sample& sample = samples_[sequence->index];
-    if (!first_token) {
-      first_token = now;
-      metrics->TimeToFirstToken(Between(admitted, now));
-    }
-    if (position > 0) metrics->InterTokenLatency(Between(sample.last_token, now), 1);
-    sample.last_token = now;
-    delta.token_ids = {output.token};
-    delta.logprobs = std::move(output.logprobs);
-    delta.spans = {SpanOf(sequence->adapter(), position, position + 1)};
-    const FinishReason reason = StopReason(*sequence, rules);
-    if (reason != FinishReason::kNone) delta.finish = MakeFinish(*sequence, reason, now);
+  const uint32_t position = static_cast<uint32_t>(sequence->generated());
+  sequence->tokens.push_back(output.token);
+  Sample& sample = samples_[sequence->index];
+  if (!first_token) {
+    first_token = now;
+    metrics->TimeToFirstToken(Between(admitted, now));
   }
+  if (position > 0) metrics->InterTokenLatency(Between(sample.last_token, now), 1);
+  sample.last_token = now;
+  delta.token_ids = {output.token};
+  delta.logprobs = std::move(output.logprobs);
+  if (sequence->index == 0) delta.prompt_logprobs = std::exchange(prompt_logprobs_, {});
+  delta.spans = {SpanOf(sequence->adapter(), position, position + 1)};
+  delta.finish = FinishOf(*sequence, rules, now);
   const bool finished = delta.finished();
-  samples_[sequence->index].reason = delta.finish.reason;
-  if (finished) metrics->SampleEnded(NameOf(delta.finish.reason));
+  sample.reason = delta.finish.reason;
+  if (finished) metrics->SampleEnded(NameOf(sample.reason));
   stream->Push(std::move(delta));
   return finished;
 }
 
-bool Request::AcceptScores(const Chunk& chunk, StepOutput output) {
+void Request::PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,
+                            Metrics* metrics) {
+  SampleDelta delta;
+  delta.sample_index = sequence.index;
+  delta.finish = MakeFinish(sequence, FinishReason::kNonFinite, now);
+  delta.finish.detail = detail;
+  samples_[sequence.index].reason = FinishReason::kNonFinite;
+  metrics->NonFiniteLogits();
+  metrics->SampleEnded(NameOf(FinishReason::kNonFinite));
+  stream->Push(std::move(delta));
+}
+
+Logprobs* Request::ScoresOf(const Sequence& sequence) {
+  if (generate) return &prompt_logprobs_;
+  const size_t adapters = score->leases.size();
+  return &result_.scores[sequence.index / adapters][sequence.index % adapters];
+}
+
+// The row of token 0, which no row predicts.
+Logprobs Request::FirstRow() const {
+  constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+  const int32_t top_k = score ? score->top_k : generate->logprobs.top_k;
+  Logprobs row;
+  row.logprobs.assign(1, kNone);
+  row.top_ids.assign(top_k, -1);
+  row.top_logprobs.assign(top_k, kNone);
+  row.chosen.assign(score ? score->chosen_ids.size() : generate->logprobs.chosen_ids.size(), kNone);
+  return row;
+}
+
+// Rows recomputed after a preemption have no new results.
+bool Request::AcceptScores(const Chunk& chunk, StepOutput output, Instant now, Metrics* metrics) {
   Sequence& sequence = *chunk.sequence;
-  // Rows recomputed after a preemption have no new results.
-  if (chunk.end() > sequence.scored) {
-    DORAD_CHECK(chunk.position == sequence.scored);
+  if (sequence.has_scored() || chunk.end() <= sequence.scored) return false;
+  DORAD_CHECK(chunk.position == sequence.scored);
+  sequence.scored = chunk.end();
+  ScoresOf(sequence)->Append(std::move(output.logprobs));
+  if (score) {
     score_finite_ = score_finite_ && output.finite;
-    const size_t adapters = score->leases.size();
-    result_.scores[sequence.index / adapters][sequence.index % adapters].Append(
-        std::move(output.logprobs));
-    sequence.scored = chunk.end();
+    return sequence.has_scored();
   }
-  return sequence.scored == sequence.goal();
+  if (output.finite) return false;
+  PushNonFinite(sequence, "the model's logits for the prompt are not finite", now, metrics);
+  return true;
 }
 
 void Request::End(const Ending& how, Instant now, Metrics* metrics) {

@@ -112,11 +112,19 @@ struct Request {
 
   Sequence* AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
                         const PrefixNode& root, bool use_prefix_cache);
-  FinishReason StopReason(const Sequence& sequence, const StopRules& rules) const;
+  // Why the sample ends with its last token; kNone: it continues.
+  Finish FinishOf(const Sequence& sequence, const StopRules& rules, Instant now) const;
+  int32_t MatchStopSequence(const Sequence& sequence) const;
   Finish MakeFinish(const Sequence& sequence, FinishReason reason, Instant now) const;
+  // The result that gets a sequence's log-probabilities of given tokens.
+  Logprobs* ScoresOf(const Sequence& sequence);
+  Logprobs FirstRow() const;
   bool AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules, Instant now,
                    Metrics* metrics);
-  bool AcceptScores(const Chunk& chunk, StepOutput output);
+  bool AcceptScores(const Chunk& chunk, StepOutput output, Instant now, Metrics* metrics);
+  // Ends a sample whose logits are not finite.
+  void PushNonFinite(const Sequence& sequence, const std::string& detail, Instant now,
+                     Metrics* metrics);
   template <typename Condition>
   const adapter::LoadedAdapter* FirstHeld(Condition condition) const;
   void AbortSamples(const std::string& detail, Instant now, Metrics* metrics);
@@ -130,6 +138,7 @@ struct Request {
   // Leases on earlier versions whose keys and values are still in use.
   std::vector<adapter::AdapterLease> earlier_;
   ScoreResult result_;
+  Logprobs prompt_logprobs_;  // of a generation, until its first token
   bool score_finite_ = true;
 };
 

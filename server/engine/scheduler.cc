@@ -156,9 +156,12 @@ bool Scheduler::WaitsForLeader(const Sequence& sequence) {
 
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
   int64_t count = std::min(sequence.pending(), budget);
-  // After a preemption, finished and unfinished rows of a score never share a chunk.
-  if (sequence.is_score && sequence.computed < sequence.scored) {
-    count = std::min(count, sequence.scored - sequence.computed);
+  // A chunk's rows have the same kind of output: rows that have been scored (after a preemption),
+  // rows to be scored, and later ones never share a chunk.
+  if (!sequence.has_scored()) {
+    for (const int64_t end : {sequence.scored, sequence.to_score}) {
+      if (sequence.computed < end) count = std::min(count, end - sequence.computed);
+    }
   }
   return std::min(count, sequence.same_adapter_until(sequence.computed) - sequence.computed);
 }
@@ -168,7 +171,7 @@ void Scheduler::Append(Sequence* sequence, Plan* plan) {
   chunk.sequence = sequence;
   chunk.position = sequence->computed;
   chunk.count = ChunkSize(*sequence, plan->budget);
-  chunk.samples = !sequence->is_score && chunk.end() == sequence->goal();
+  chunk.samples = chunk.end() == sequence->goal() && chunk.end() > sequence->to_score;
   const auto known = static_cast<int64_t>(sequence->tokens.size());
   if (chunk.end() > known) {
     DORAD_CHECK(chunk.position == known && chunk.count == 1);
@@ -231,7 +234,7 @@ bool Scheduler::ReusePrefix(Sequence* sequence) {
     pages_->MatchPrefix(
         absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
         &sequence->node, &sequence->pages);
-    looked_up = true;
+    looked_up = sequence->has_scored();  // else its rows are needed
     sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
   }
   sequence->computed = static_cast<int64_t>(sequence->pages.size()) * kKvPageTokens;

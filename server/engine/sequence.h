@@ -34,7 +34,6 @@ struct Sequence {
   int32_t priority = 0;
   int32_t index = 0;  // of the sample, or of the score cell
   State state = State::kWaiting;
-  bool is_score = false;
   bool frozen = false;  // gets no rows until it thaws
   // On the weights of all kv_spans, while it runs or has rows in flight.
   std::vector<adapter::WeightsPin> pins;
@@ -49,7 +48,9 @@ struct Sequence {
   std::vector<TokenId> tokens;  // prompt, then generated tokens
   int64_t prompt_tokens = 0;
   int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it ends at this length
-  int64_t scored = 0;                                         // rows of a score that have results
+  // Leading rows whose log-probabilities are wanted: of a score, or of a generation's prompt.
+  int64_t to_score = 0;
+  int64_t scored = 0;  // of them, those with results
   // Positions with keys and values in pages once all steps in flight have finished.
   int64_t computed = 0;
   std::vector<int32_t> pages;
@@ -96,11 +97,12 @@ struct Sequence {
   }
   int64_t pending() const { return goal() - computed; }
   int64_t generated() const { return static_cast<int64_t>(tokens.size()) - prompt_tokens; }
+  bool has_scored() const { return scored == to_score; }
   bool prompt_done() const { return computed >= prompt_tokens; }
   // Leading positions whose rows have no pending output, so that their keys and values may be
   // shared. REQUIRES: nothing is in flight.
   int64_t reusable() const {
-    return std::min(is_score ? scored : goal() - 1, same_adapter_until(0));
+    return std::min(has_scored() ? goal() - 1 : scored, same_adapter_until(0));
   }
 
  private:

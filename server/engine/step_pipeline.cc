@@ -92,7 +92,7 @@ void StepPipeline::Record(const std::vector<Chunk>& chunks, absl::Duration time)
   absl::flat_hash_set<const adapter::LoadedAdapter*> adapters;
   for (const Chunk& chunk : chunks) {
     const Sequence& s = *chunk.sequence;
-    const bool decode = !s.is_score && chunk.position >= s.prompt_tokens;
+    const bool decode = chunk.position >= s.prompt_tokens;
     (decode ? step.decode_rows : step.prefill_rows) += chunk.count;
     const adapter::LoadedAdapter* const adapter = s.adapter_at(chunk.position);
     if (adapter != nullptr) adapters.insert(adapter);

@@ -43,6 +43,7 @@ void Logprobs::Append(Logprobs&& other) {
 void SampleDelta::Append(SampleDelta&& later) {
   MoveAppend(token_ids, std::move(later.token_ids));
   logprobs.Append(std::move(later.logprobs));
+  prompt_logprobs.Append(std::move(later.prompt_logprobs));
   for (VersionSpan& span : later.spans) {
     if (!spans.empty() && spans.back().end == span.begin && spans.back().digest == span.digest &&
         spans.back().adapter == span.adapter && spans.back().version == span.version) {

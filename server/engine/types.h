@@ -41,12 +41,16 @@ struct StopParams {
   int64_t min_tokens = 0;
   std::vector<TokenId> stop_token_ids;
   bool ignore_eos = false;
+  // None is empty. No sequence ends a sample within its first min_tokens tokens.
+  std::vector<std::vector<TokenId>> stop_sequences;
 };
 
 struct LogprobParams {
   LogprobMode mode = LogprobMode::kNone;
   int32_t top_k = 0;
   std::vector<TokenId> chosen_ids;
+  // Also of the prompt's tokens: raw, with the same top_k and chosen_ids.
+  bool prompt = false;
 };
 
 // Fields of every kind of request.
@@ -117,7 +121,8 @@ struct Usage {
 
 struct Finish {
   FinishReason reason = FinishReason::kNone;
-  TokenId stop_token_id = -1;
+  TokenId stop_token_id = -1;  // with kStop: the stop token; -1: a stop sequence
+  int32_t stop_sequence = -1;  // with kStop: the index of the stop sequence; -1: a stop token
   std::string detail;
   Usage usage;
 };
@@ -127,6 +132,8 @@ struct SampleDelta {
   int32_t sample_index = 0;
   std::vector<TokenId> token_ids;
   Logprobs logprobs;
+  // With the first token of sample 0, if requested; row 0 is NaN (top ids: -1).
+  Logprobs prompt_logprobs;
   std::vector<VersionSpan> spans;
   Finish finish;
 
@@ -154,7 +161,9 @@ struct EngineLimits {
   int32_t max_logprobs_k = 0;
   int32_t max_chosen_ids = 0;
   int32_t max_stop_ids = 0;
-  int64_t max_score_tokens = 0;  // sum over sequences × adapters of one Score
+  int32_t max_stop_sequences = 0;
+  int32_t max_stop_sequence_tokens = 0;  // of each
+  int64_t max_score_tokens = 0;          // sum over sequences × adapters of one Score
   int32_t max_queued_requests = 0;
   int64_t max_queued_tokens = 0;
 };

@@ -81,7 +81,8 @@ void EncodeLogprobs(const engine::Logprobs& logprobs, int32_t k, Message* to) {
 
 void Encode(const engine::Finish& finish, v1::Finish* to) {
   to->set_reason(ToWire(finish.reason));
-  if (finish.reason == engine::FinishReason::kStop) to->set_stop_token_id(finish.stop_token_id);
+  if (finish.stop_token_id >= 0) to->set_stop_token_id(finish.stop_token_id);
+  if (finish.stop_sequence >= 0) to->set_stop_sequence(static_cast<uint32_t>(finish.stop_sequence));
   to->set_detail(finish.detail);
   v1::Usage* usage = to->mutable_usage();
   usage->set_prompt_tokens(finish.usage.prompt_tokens);
@@ -129,6 +130,9 @@ void Encode(const GenerateHeader& header, const engine::SampleDelta& delta,
   to->set_sample_index(static_cast<uint32_t>(delta.sample_index));
   to->set_token_ids(Pack(delta.token_ids));
   EncodeLogprobs(delta.logprobs, header.top_logprobs, to);
+  if (!delta.prompt_logprobs.logprobs.empty()) {
+    EncodeLogprobs(delta.prompt_logprobs, header.top_logprobs, to->mutable_prompt_logprobs());
+  }
   for (const engine::VersionSpan& span : delta.spans) Encode(span, to->add_spans());
   if (delta.finished()) Encode(delta.finish, to->mutable_finish());
 }

@@ -72,6 +72,28 @@ engine::SamplingParams ReadSampling(const v1::SamplingParams& wire, int32_t voca
   return sampling;
 }
 
+std::vector<std::vector<int32_t>> ReadStopSequences(const v1::StopParams& wire,
+                                                    const engine::EngineLimits& limits,
+                                                    Violations* violations) {
+  std::vector<std::vector<int32_t>> sequences;
+  if (wire.stop_sequences_size() > limits.max_stop_sequences) {
+    Add(violations, "stop.stop_sequences", "STOP_SEQUENCES_TOO_MANY",
+        absl::StrCat(wire.stop_sequences_size(), " stop sequences are more than ",
+                     limits.max_stop_sequences));
+    return sequences;
+  }
+  for (int i = 0; i < wire.stop_sequences_size(); ++i) {
+    const std::string field = absl::StrCat("stop.stop_sequences[", i, "].token_ids");
+    const std::string& bytes = wire.stop_sequences(i).token_ids();
+    if (bytes.empty()) {
+      Add(violations, field, "STOP_SEQUENCE_EMPTY", "a stop sequence has at least one token");
+    }
+    sequences.push_back(ReadIds(field, bytes, limits.max_stop_sequence_tokens,
+                                "STOP_SEQUENCE_TOO_LONG", limits.vocab_size, violations));
+  }
+  return sequences;
+}
+
 engine::StopParams ReadStop(const v1::StopParams& wire, int64_t prompt_tokens,
                             const engine::EngineLimits& limits, Violations* violations) {
   engine::StopParams stop;
@@ -93,10 +115,11 @@ engine::StopParams ReadStop(const v1::StopParams& wire, int64_t prompt_tokens,
   stop.stop_token_ids = ReadIds("stop.stop_token_ids", wire.stop_token_ids(), limits.max_stop_ids,
                                 "STOP_IDS_TOO_MANY", limits.vocab_size, violations);
   stop.ignore_eos = wire.ignore_eos();
+  stop.stop_sequences = ReadStopSequences(wire, limits, violations);
   return stop;
 }
 
-engine::LogprobParams ReadLogprobs(const v1::LogprobParams& wire,
+engine::LogprobParams ReadLogprobs(const v1::LogprobParams& wire, int64_t prompt_tokens,
                                    const engine::EngineLimits& limits, Violations* violations) {
   engine::LogprobParams logprobs;
   switch (wire.mode()) {
@@ -115,35 +138,54 @@ engine::LogprobParams ReadLogprobs(const v1::LogprobParams& wire,
   logprobs.chosen_ids =
       ReadIds("logprobs.chosen_token_ids", wire.chosen_token_ids(), limits.max_chosen_ids,
               "CHOSEN_IDS_TOO_MANY", limits.vocab_size, violations);
+  logprobs.prompt = wire.prompt();
+  if (logprobs.prompt && prompt_tokens > limits.max_score_tokens) {
+    Add(violations, "logprobs.prompt", "SCORE_TOO_LARGE",
+        absl::StrCat("a prompt of ", prompt_tokens, " tokens has more than ",
+                     limits.max_score_tokens));
+  }
   return logprobs;
 }
 
-// Bounds the memory of all samples together.
-void CheckResultSize(int64_t tokens, int64_t n, int64_t bytes_per_token, int64_t max_message_bytes,
-                     Violations* violations) {
-  const int64_t max_tokens = kMaxResultMessages * max_message_bytes / bytes_per_token;
+// Bounds the memory of all samples together; scored: tokens of the prompt with log-probabilities.
+void CheckResultSize(int64_t tokens, int64_t n, int64_t scored, int64_t bytes_per_token,
+                     int64_t max_message_bytes, Violations* violations) {
+  const int64_t max_tokens = kMaxResultMessages * max_message_bytes / bytes_per_token - scored;
   if (tokens <= max_tokens / n) return;
   Add(violations, "n", "RESPONSE_TOO_LARGE",
       absl::StrCat("with these log-probabilities all samples together may have ", max_tokens,
                    " tokens, and ", n, " times ", tokens, " are asked for"));
 }
 
-std::vector<int32_t> ReadPrompt(const std::string& bytes, const engine::EngineLimits& limits,
-                                Violations* violations) {
+std::vector<int32_t> ReadPrompt(const v1::GenerateRequest& request,
+                                const engine::EngineLimits& limits, Violations* violations) {
+  const std::string& bytes = request.prompt_token_ids();
+  // One token must remain to be generated.
+  const int64_t longest = limits.context_length - 1;
+  const bool truncate = request.has_truncate_prompt_tokens();
+  const int64_t kept = truncate ? int64_t{request.truncate_prompt_tokens()} : longest;
+  if (kept < 1 || kept > longest) {
+    Add(violations, "truncate_prompt_tokens", "TRUNCATE_PROMPT_TOKENS_OUT_OF_RANGE",
+        absl::StrCat(kept, " is not in [1, ", longest, "]"));
+  }
   if (bytes.empty()) {
     Add(violations, "prompt_token_ids", "PROMPT_EMPTY", "a prompt has at least one token");
     return {};
   }
-  // One token must remain to be generated.
-  return ReadIds("prompt_token_ids", bytes, limits.context_length - 1, "PROMPT_TOO_LONG",
-                 limits.vocab_size, violations);
+  // The size of the request bounds a prompt to be truncated.
+  const int64_t max_ids = truncate ? static_cast<int64_t>(bytes.size()) : longest;
+  std::vector<int32_t> ids =
+      ReadIds("prompt_token_ids", bytes, max_ids, "PROMPT_TOO_LONG", limits.vocab_size, violations);
+  if (static_cast<int64_t>(ids.size()) > kept) ids.erase(ids.begin(), ids.end() - kept);
+  return ids;
 }
 
 }  // namespace
 
 int64_t MaxGenerateBytes(const RequestLimits& limits) {
   const engine::EngineLimits& engine = limits.engine;
-  const int64_t ids = engine.context_length + engine.max_stop_ids + engine.max_chosen_ids;
+  const int64_t ids = engine.context_length + engine.max_stop_ids + engine.max_chosen_ids +
+                      int64_t{engine.max_stop_sequences} * engine.max_stop_sequence_tokens;
   return kMaxRequestFraming + ids * kIdBytes;
 }
 
@@ -153,7 +195,8 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   Violations violations;
   engine::GenerateInput input;
   input.request_id = ReadRequestId(request, std::move(defaults.request_id), &violations);
-  input.prompt = ReadPrompt(request.prompt_token_ids(), limits.engine, &violations);
+  input.prompt = ReadPrompt(request, limits.engine, &violations);
+  const auto prompt_tokens = static_cast<int64_t>(input.prompt.size());
   input.adapter = ReadAdapter("adapter", request.adapter(), &violations);
   input.in_flight = ReadInFlightPolicy(request.in_flight_policy(), input.adapter, &violations);
   const uint32_t n = request.has_n() ? request.n() : 1;
@@ -165,10 +208,9 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   }
   input.sampling =
       ReadSampling(request.sampling(), limits.engine.vocab_size, defaults.seed, &violations);
-  input.stop = ReadStop(request.stop(), static_cast<int64_t>(input.prompt.size()), limits.engine,
-                        &violations);
+  input.stop = ReadStop(request.stop(), prompt_tokens, limits.engine, &violations);
   if (request.has_logprobs()) {
-    input.logprobs = ReadLogprobs(request.logprobs(), limits.engine, &violations);
+    input.logprobs = ReadLogprobs(request.logprobs(), prompt_tokens, limits.engine, &violations);
   }
   if (!v1::ResponseMode_IsValid(request.response_mode())) {
     Add(&violations, "response_mode", "RESPONSE_MODE_INVALID",
@@ -179,11 +221,12 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
         absl::StrCat(request.cache_salt().size(), " bytes are more than ", kMaxCacheSaltBytes));
   }
   if (violations.empty()) {
-    const int64_t room = limits.engine.context_length - static_cast<int64_t>(input.prompt.size());
+    const int64_t room = limits.engine.context_length - prompt_tokens;
     const int64_t tokens = std::min(input.stop.max_tokens, room);
+    const int64_t scored = input.logprobs.prompt ? prompt_tokens : 0;
     const int64_t bytes = BytesPerToken(input.logprobs.top_k, input.logprobs.chosen_ids.size());
-    CheckResponseSize("logprobs", tokens, 0, bytes, limits.max_message_bytes, &violations);
-    CheckResultSize(tokens, input.n, bytes, limits.max_message_bytes, &violations);
+    CheckResponseSize("logprobs", tokens + scored, 0, bytes, limits.max_message_bytes, &violations);
+    CheckResultSize(tokens, input.n, scored, bytes, limits.max_message_bytes, &violations);
   }
   if (!violations.empty()) return MakeInvalid("GenerateRequest", std::move(violations));
   input.cache_salt = request.cache_salt();

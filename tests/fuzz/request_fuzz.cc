@@ -50,6 +50,8 @@ rpc::RequestLimits Limits() {
                    .max_logprobs_k = 5,
                    .max_chosen_ids = 10,
                    .max_stop_ids = 4,
+                   .max_stop_sequences = 3,
+                   .max_stop_sequence_tokens = 5,
                    .max_score_tokens = 256,
                    .max_queued_requests = 16,
                    .max_queued_tokens = 1024};
@@ -80,6 +82,11 @@ void Check(const v1::GenerateRequest& request) {
   DORAD_CHECK(!input->prompt.empty());
   CheckIds(input->prompt, static_cast<size_t>(limits.context_length));
   CheckIds(input->stop.stop_token_ids, static_cast<size_t>(limits.max_stop_ids));
+  DORAD_CHECK(input->stop.stop_sequences.size() <= static_cast<size_t>(limits.max_stop_sequences));
+  for (const std::vector<int32_t>& sequence : input->stop.stop_sequences) {
+    DORAD_CHECK(!sequence.empty());
+    CheckIds(sequence, static_cast<size_t>(limits.max_stop_sequence_tokens));
+  }
   CheckIds(input->logprobs.chosen_ids, static_cast<size_t>(limits.max_chosen_ids));
   DORAD_CHECK(input->n >= 1 && input->n <= limits.max_n);
   DORAD_CHECK(input->stop.max_tokens >= 1 && input->stop.max_tokens <= limits.max_tokens);

@@ -8,7 +8,7 @@ from lib.adapters import KINDS
 from lib.oracle import Oracle, compare
 from lib.server import serve
 from lib.tiny_models import VOCAB
-from lib.wire import RAW
+from lib.wire import PROCESSED, RAW
 
 MIN_COSINE = 0.999999
 MAX_ERROR = 1e-4
@@ -86,6 +86,26 @@ def test_generate_equals_oracle(served: Served, kind: str) -> None:
     assert_faithful(served, "Generate", sample.chosen, expected)
     chosen = sample.chosen[np.arange(NEW_TOKENS), sample.tokens]
     assert np.array_equal(chosen, sample.logprobs)
+
+
+@pytest.mark.parametrize("kind", ["base", "dora", "lora"])
+def test_prompt_logprobs_equal_oracle(served: Served, kind: str) -> None:
+    sequences = served.zoo.sequences(served.family)
+    expected = served.oracle.next_logprobs(served.folder(kind), sequences)
+    for ids, oracle in zip(sequences, expected, strict=True):
+        (sample,) = served.server.wire.generate(
+            ids,
+            adapter=wire_name(kind),
+            max_tokens=1,
+            logprobs=PROCESSED,
+            chosen=VOCABULARY,
+            prompt_logprobs=True,
+        )
+        assert sample.prompt is not None and len(sample.prompt.logprobs) == len(ids)
+        assert np.isnan(sample.prompt.logprobs[0]) and np.isnan(sample.prompt.chosen[0]).all()
+        assert_faithful(served, "Generate", sample.prompt.chosen[1:], oracle[:-1])
+        targets = oracle[np.arange(len(ids) - 1), ids[1:]]
+        assert np.abs(sample.prompt.logprobs[1:] - targets).max() <= MAX_ERROR
 
 
 def test_adapters_differ_from_base(served: Served) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from lib import tiny_models
 from lib.server import Server, serve
-from lib.wire import FINAL, RAW, STREAM, Sample
+from lib.wire import FINAL, RAW, STREAM, Sample, Score
 
 KINDS = ["dora", "dora_r96", "lora", "dora_everything"]
 ADAPTERS = ["", "dora", "dora-r96", "lora", "dora-everything"]
@@ -179,6 +179,99 @@ def test_decode_logprobs_equal_score(setup: Setup) -> None:
         begin = len(request["prompt"])
         assert score.logprobs[begin:].tobytes() == logprobs
         assert score.top_logprobs[begin:].tobytes() == top_logprobs
+
+
+def score_bits(score: Score) -> tuple:
+    arrays = (score.logprobs, score.top_ids, score.top_logprobs, score.chosen)
+    return tuple(array.tobytes() for array in arrays)
+
+
+CHOSEN = [7, 11, 200]
+
+
+def expected_prompts(setup: Setup) -> list[tuple]:
+    """What Score says about each request's prompt."""
+    scores = [
+        setup.server.wire.score([r["prompt"]], [r["adapter"]], top_k=3, chosen=CHOSEN)[0][0]
+        for r in requests()
+    ]
+    return [score_bits(score) for score in scores]
+
+
+def assert_prompts_scored(samples: list[Sample], setup: Setup) -> None:
+    assert [score_bits(sample.prompt) for sample in samples] == expected_prompts(setup)
+    assert [bits(sample) for sample in samples] == setup.alone
+
+
+@pytest.mark.parametrize("mode", [FINAL, STREAM])
+def test_prompt_logprobs_equal_score(setup: Setup, mode: int) -> None:
+    wanted = dict(prompt_logprobs=True, chosen=CHOSEN, mode=mode)
+    alone = [setup.server.wire.generate(**request | wanted)[0] for request in requests()]
+    assert_prompts_scored(alone, setup)
+    assert_prompts_scored(run_batch(setup.server, **wanted), setup)
+    # With the prefix cache: filled, then present.
+    for _ in range(2):
+        cached = run_batch(setup.server, **wanted, bypass=False, salt="scored")
+        assert_prompts_scored(cached, setup)
+        assert all(sample.finish.usage.cached_prompt_tokens == 0 for sample in cached)
+    plain = run_batch(setup.server, bypass=False, salt="scored")
+    assert [bits(sample) for sample in plain] == setup.alone
+    assert sum(sample.finish.usage.cached_prompt_tokens > 0 for sample in plain) >= 8
+
+
+def test_prompt_logprobs_in_chunks_and_preempted_equal_score(setup: Setup) -> None:
+    wanted = dict(prompt_logprobs=True, chosen=CHOSEN)
+    with setup.another(**{"engine.max_step_tokens": 7}) as server:
+        assert_prompts_scored(run_batch(server, **wanted), setup)
+    settings = {"engine.kv_bytes": 14 * page_bytes(setup), "engine.max_step_tokens": 9}
+    with setup.another(**settings) as server:
+        assert_prompts_scored(run_batch(server, **wanted), setup)
+        assert server.metric("dorad_engine_preemptions_total") > 0
+
+
+def test_prompt_logprobs_come_once_for_several_samples(setup: Setup) -> None:
+    request = requests()[7] | dict(prompt_logprobs=True, chosen=CHOSEN, bypass=False, salt="once")
+    together = setup.server.wire.generate(**request, n=4)
+    assert score_bits(together[0].prompt) == expected_prompts(setup)[7]
+    assert all(sample.prompt is None for sample in together[1:])
+    assert bits(together[0]) == setup.alone[7]
+    plain = setup.server.wire.generate(**requests()[7], n=4)
+    assert [bits(sample) for sample in together] == [bits(sample) for sample in plain]
+
+
+def test_stop_sequences_end_every_sample_at_the_same_token(setup: Setup) -> None:
+    """Each request ends at its own sequence: tokens 17 to 20 of its run alone."""
+    ends = [tokens[17:20] for tokens, *_ in setup.alone]
+    first = [
+        next(e for e in range(3, NEW_TOKENS + 1) if tokens[e - 3 : e] == end)
+        for (tokens, *_), end in zip(setup.alone, ends, strict=True)
+    ]
+    stopping = [
+        request | dict(stop_sequences=[[5, 6, 7, 8], end])
+        for request, end in zip(requests(), ends, strict=True)
+    ]
+
+    def assert_stopped(samples: list[Sample]) -> None:
+        for sample, (tokens, logprobs, *_), count in zip(samples, setup.alone, first, strict=True):
+            assert sample.tokens == tokens[:count]
+            assert sample.logprobs.tobytes() == logprobs[: 4 * count]
+            assert sample.finish.stop_sequence == 1
+
+    assert_stopped([setup.server.wire.generate(**request)[0] for request in stopping])
+    streamed = [request | dict(mode=STREAM) for request in stopping]
+    assert_stopped([samples[0] for samples in setup.server.wire.generate_many(streamed)])
+    with setup.another(**{"engine.kv_bytes": 14 * page_bytes(setup)}) as server:
+        assert_stopped([samples[0] for samples in server.wire.generate_many(stopping)])
+
+
+def test_a_truncated_prompt_equals_its_end(setup: Setup) -> None:
+    wanted = dict(prompt_logprobs=True, chosen=CHOSEN)
+    for request, end in zip(requests(), expected_prompts(setup), strict=True):
+        longer = request | dict(prompt=[9, 8, 7] * 99 + request["prompt"])
+        (sample,) = setup.server.wire.generate(**longer, **wanted, truncate=len(request["prompt"]))
+        assert score_bits(sample.prompt) == end
+        assert sample.finish.usage.prompt_tokens == len(request["prompt"])
+    assert bits(sample) == setup.alone[-1]
 
 
 def test_score_does_not_depend_on_its_batch(setup: Setup) -> None:

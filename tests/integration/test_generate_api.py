@@ -7,11 +7,13 @@ import pytest
 from lib.server import Server, is_idle, serve, wait_until
 from lib.tiny_models import CONTEXT, VOCAB
 from lib.wire import (
+    FINAL,
     LENGTH,
     NON_FINITE,
     PROCESSED,
     RAW,
     STOP,
+    STREAM,
     failure,
 )
 
@@ -56,6 +58,21 @@ def test_stop_token_ends_the_sample_and_is_its_last_token(server: Server) -> Non
     )
     assert sample.tokens == tokens[: end + 1]
     assert sample.reason == STOP and sample.finish.stop_token_id == stop
+
+
+def test_stop_sequence_ends_the_sample_and_stays_in_it(server: Server) -> None:
+    tokens = greedy(server, 30)
+    options = dict(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for begin, end in [(9, 14), (0, 5), (20, 30), (7, 8)]:
+        sequences = [[299, 298], tokens[begin:end]]
+        first = next(i for i in range(1, 31) if tokens[:i][begin - end :] == tokens[begin:end])
+        for mode in (FINAL, STREAM):
+            (sample,) = server.wire.generate(PROMPT, stop_sequences=sequences, mode=mode, **options)
+            assert sample.tokens == tokens[:first]
+            assert sample.reason == STOP and sample.finish.stop_sequence == 1
+            assert not sample.finish.HasField("stop_token_id")
+    (sample,) = server.wire.generate(PROMPT, stop_sequences=[[299, 298]], **options)
+    assert sample.tokens == tokens and not sample.finish.HasField("stop_sequence")
 
 
 def test_min_tokens_bans_stop_tokens_until_then(server: Server) -> None:

@@ -57,6 +57,7 @@ class Sample:
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     chosen: np.ndarray | None = None
+    prompt: "Score | None" = None
     # (adapter, version, digest, begin, end)
     spans: list[tuple] = field(default_factory=list)
     finish: inference_pb2.Finish | None = None
@@ -99,6 +100,9 @@ def collect(messages, samples: dict[int, Sample] | None = None) -> dict[int, Sam
         if tokens and message.chosen_logprobs:
             values = unpack_floats(message.chosen_logprobs).reshape(len(tokens), -1)
             sample.chosen = _joined(sample.chosen, values)
+        if message.HasField("prompt_logprobs"):
+            assert message.sample_index == 0 and begin == 0 and tokens
+            sample.prompt = _score(message.prompt_logprobs)
         for span in message.spans:
             assert begin <= span.begin < span.end <= len(sample.tokens), span
             _add_span(sample.spans, span)
@@ -151,10 +155,13 @@ def generate_request(
     max_tokens: int | None = None,
     min_tokens: int | None = None,
     stop: Sequence[int] = (),
+    stop_sequences: Sequence[Sequence[int]] = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
     top_logprobs: int | None = None,
     chosen: Sequence[int] = (),
+    prompt_logprobs: bool = False,
+    truncate: int | None = None,
     mode: int = FINAL,
     request_id: str | None = None,
     salt: str = "",
@@ -166,7 +173,10 @@ def generate_request(
     params = None
     if logprobs is not None:
         params = inference_pb2.LogprobParams(
-            mode=logprobs, top_k=top_logprobs, chosen_token_ids=pack_ids(chosen)
+            mode=logprobs,
+            top_k=top_logprobs,
+            chosen_token_ids=pack_ids(chosen),
+            prompt=prompt_logprobs,
         )
     return inference_pb2.GenerateRequest(
         request_id=request_id,
@@ -180,6 +190,9 @@ def generate_request(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop_token_ids=pack_ids(stop),
+            stop_sequences=[
+                inference_pb2.TokenSequence(token_ids=pack_ids(ids)) for ids in stop_sequences
+            ],
             ignore_eos=ignore_eos,
         ),
         logprobs=params,
@@ -188,6 +201,7 @@ def generate_request(
         bypass_prefix_cache=bypass,
         priority=priority,
         in_flight_policy=in_flight,
+        truncate_prompt_tokens=truncate,
     )
 
 

@@ -64,6 +64,8 @@ struct LimitsConfig {
   int64_t max_logprobs_k = 64;
   int64_t max_chosen_ids = 4096;
   int64_t max_stop_ids = 64;
+  int64_t max_stop_sequences = 64;
+  int64_t max_stop_sequence_tokens = 64;
   int64_t max_score_tokens = 1 << 20;
   int64_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;

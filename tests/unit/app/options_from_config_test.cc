@@ -53,6 +53,8 @@ TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {
   config.limits.max_logprobs_k = 5;
   config.limits.max_chosen_ids = 6;
   config.limits.max_stop_ids = 7;
+  config.limits.max_stop_sequences = 16;
+  config.limits.max_stop_sequence_tokens = 17;
   config.limits.max_score_tokens = 8;
   config.limits.max_queued_requests = 9;
   config.limits.max_queued_tokens = 10;
@@ -71,6 +73,8 @@ TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {
   EXPECT_EQ(options.max_logprobs_k, 5);
   EXPECT_EQ(options.max_chosen_ids, 6);
   EXPECT_EQ(options.max_stop_ids, 7);
+  EXPECT_EQ(options.max_stop_sequences, 16);
+  EXPECT_EQ(options.max_stop_sequence_tokens, 17);
   EXPECT_EQ(options.max_score_tokens, 8);
   EXPECT_EQ(options.max_queued_requests, 9);
   EXPECT_EQ(options.max_queued_tokens, 10);

@@ -10,7 +10,8 @@ namespace {
 struct Pending {
   std::shared_ptr<TokenStream> stream;
   std::vector<SampleText> expected;
-  bool cancelled = false;  // or another end before its last token
+  std::vector<uint32_t> prompt_logprobs;  // bits
+  bool cancelled = false;                 // or another end before its last token
 };
 
 // No page that a row of the step writes is any other sequence's in the same step.
@@ -25,6 +26,21 @@ void ExpectPagesApart(absl::Span<const StepSequence> step) {
       EXPECT_EQ(users[s.pages[p]], 1) << "page " << s.pages[p];
     }
   }
+}
+
+// A sequence of up to three tokens of a sample ends it, and every other sample that has it.
+void AddStopSequence(uint32_t choice, GenerateInput* input, std::vector<SampleText>* all) {
+  const std::vector<TokenId>& tokens = (*all)[choice % all->size()].tokens;
+  const size_t count = 1 + choice / 16 % 3;
+  if (tokens.size() < count) return;
+  const size_t begin = choice / 64 % (tokens.size() - count + 1);
+  const std::vector<TokenId> stop(tokens.begin() + begin, tokens.begin() + begin + count);
+  for (SampleText& sample : *all) {
+    const auto found =
+        std::search(sample.tokens.begin(), sample.tokens.end(), stop.begin(), stop.end());
+    if (found != sample.tokens.end()) sample.tokens.erase(found + count, sample.tokens.end());
+  }
+  input->stop.stop_sequences = {stop};
 }
 
 // What has come is right, and complete where the sample ended by itself.
@@ -82,6 +98,10 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
       input.priority = random() % 3;
       input.bypass_prefix_cache = random() % 4 == 0;
       Pending p;
+      input.logprobs.prompt = random() % 3 == 0;
+      if (input.logprobs.prompt) {
+        p.prompt_logprobs = Bits(ExpectedScores(input.lease.get(), input.prompt));
+      }
       if (random() % 12 == 0) {
         input.deadline = absl::Now() + absl::Microseconds(500 + random() % 20000);
         p.cancelled = true;
@@ -90,6 +110,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
         p.expected.push_back(Expected(input, s, engine_->limits().context_length,
                                       /*stop_at_eos=*/!input.stop.ignore_eos));
       }
+      if (random() % 3 == 0) AddStopSequence(random(), &input, &p.expected);
       const std::string id = input.request_id;
       p.stream = Submit(std::move(input));
       if (random() % 8 == 0) {
@@ -112,6 +133,10 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
       ASSERT_TRUE(outcome.status.code() != absl::StatusCode::kDeadlineExceeded ||
                   ReasonOf(outcome.status) == "DEADLINE_EXCEEDED");
       ASSERT_NO_FATAL_FAILURE(ExpectRightAsFarAsItGoes(outcome, p.expected));
+      if (const auto first = outcome.samples.find(0);
+          first != outcome.samples.end() && !first->second.tokens.empty()) {
+        EXPECT_EQ(Bits(first->second.prompt_logprobs), p.prompt_logprobs);
+      }
       if (!p.cancelled) {
         EXPECT_TRUE(outcome.status.ok()) << outcome.status;
         EXPECT_EQ(outcome.samples.size(), p.expected.size());

@@ -54,7 +54,7 @@ class SchedulerTest : public ::testing::Test {
     for (const Chunk& chunk : chunks) {
       scheduler_->Computed(chunk);
       Sequence& s = *chunk.sequence;
-      if (s.is_score) s.scored = std::max(s.scored, chunk.end());
+      s.scored = std::min(s.to_score, std::max(s.scored, chunk.end()));
       if (chunk.samples) s.tokens.push_back(1);
       scheduler_->Landed(chunk);
     }
@@ -177,7 +177,7 @@ TEST_F(SchedulerTest, ChunksOfAScoreDoNotMixDoneAndNewRows) {
   Sequence* score = Add(40);
   scheduler_->Remove(score);
   score->state = Sequence::State::kWaiting;
-  score->is_score = true;
+  score->to_score = 39;
   score->most_tokens = 40;
   score->scored = 17;  // as after a preemption
   scheduler_->Add(score);

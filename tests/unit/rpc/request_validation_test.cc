@@ -18,6 +18,8 @@ RequestLimits Limits() {
   limits.engine.max_logprobs_k = 5;
   limits.engine.max_chosen_ids = 6;
   limits.engine.max_stop_ids = 3;
+  limits.engine.max_stop_sequences = 2;
+  limits.engine.max_stop_sequence_tokens = 4;
   limits.engine.max_score_tokens = 64;
   limits.max_message_bytes = 1 << 20;
   return limits;
@@ -74,9 +76,12 @@ TEST(ParseGenerate, CarriesEveryField) {
   request.mutable_stop()->set_min_tokens(9);
   request.mutable_stop()->set_stop_token_ids(Pack<int32_t>({0, 99}));
   request.mutable_stop()->set_ignore_eos(true);
+  request.mutable_stop()->add_stop_sequences()->set_token_ids(Pack<int32_t>({4, 5, 6, 7}));
+  request.mutable_stop()->add_stop_sequences()->set_token_ids(Pack<int32_t>({8}));
   request.mutable_logprobs()->set_mode(v1::LOGPROB_MODE_PROCESSED);
   request.mutable_logprobs()->set_top_k(5);
   request.mutable_logprobs()->set_chosen_token_ids(Pack<int32_t>({4}));
+  request.mutable_logprobs()->set_prompt(true);
   request.set_cache_salt("salt");
   request.set_bypass_prefix_cache(true);
   request.set_priority(-5);
@@ -95,9 +100,11 @@ TEST(ParseGenerate, CarriesEveryField) {
   EXPECT_EQ(input->stop.min_tokens, 9);
   EXPECT_THAT(input->stop.stop_token_ids, ElementsAre(0, 99));
   EXPECT_TRUE(input->stop.ignore_eos);
+  EXPECT_THAT(input->stop.stop_sequences, ElementsAre(ElementsAre(4, 5, 6, 7), ElementsAre(8)));
   EXPECT_EQ(input->logprobs.mode, engine::LogprobMode::kProcessed);
   EXPECT_EQ(input->logprobs.top_k, 5);
   EXPECT_THAT(input->logprobs.chosen_ids, ElementsAre(4));
+  EXPECT_TRUE(input->logprobs.prompt);
   EXPECT_EQ(input->cache_salt, "salt");
   EXPECT_TRUE(input->bypass_prefix_cache);
   EXPECT_EQ(input->priority, -5);
@@ -183,6 +190,24 @@ std::vector<BadGenerate> BadGenerates() {
        }},
       {"stop.stop_token_ids[0] TOKEN_ID_OUT_OF_RANGE",
        [](R* r) { r->mutable_stop()->set_stop_token_ids(Ids({100})); }},
+      {"stop.stop_sequences STOP_SEQUENCES_TOO_MANY",
+       [](R* r) {
+         for (int i = 0; i < 3; ++i) {
+           r->mutable_stop()->add_stop_sequences()->set_token_ids(Ids({1}));
+         }
+       }},
+      {"stop.stop_sequences[0].token_ids STOP_SEQUENCE_EMPTY",
+       [](R* r) { r->mutable_stop()->add_stop_sequences(); }},
+      {"stop.stop_sequences[0].token_ids STOP_SEQUENCE_TOO_LONG",
+       [](R* r) {
+         r->mutable_stop()->add_stop_sequences()->set_token_ids(Ids({1, 2, 3, 4, 5}));
+       }},
+      {"stop.stop_sequences[0].token_ids TOKEN_BYTES_INVALID",
+       [](R* r) { r->mutable_stop()->add_stop_sequences()->set_token_ids("abc"); }},
+      {"stop.stop_sequences[0].token_ids[1] TOKEN_ID_OUT_OF_RANGE",
+       [](R* r) {
+         r->mutable_stop()->add_stop_sequences()->set_token_ids(Ids({1, 100}));
+       }},
       {"sampling.temperature TEMPERATURE_OUT_OF_RANGE",
        [](R* r) { r->mutable_sampling()->set_temperature(-0.1f); }},
       {"sampling.temperature TEMPERATURE_OUT_OF_RANGE",
@@ -210,6 +235,12 @@ std::vector<BadGenerate> BadGenerates() {
        [](R* r) {
          r->mutable_logprobs()->set_chosen_token_ids(Ids({1, 1000}));
        }},
+      {"truncate_prompt_tokens TRUNCATE_PROMPT_TOKENS_OUT_OF_RANGE",
+       [](R* r) { r->set_truncate_prompt_tokens(0); }},
+      {"truncate_prompt_tokens TRUNCATE_PROMPT_TOKENS_OUT_OF_RANGE",
+       [](R* r) { r->set_truncate_prompt_tokens(32); }},
+      {"truncate_prompt_tokens TRUNCATE_PROMPT_TOKENS_OUT_OF_RANGE",
+       [](R* r) { r->set_truncate_prompt_tokens(0xFFFFFFFFu); }},
       {"response_mode RESPONSE_MODE_INVALID",
        [](R* r) { r->set_response_mode(static_cast<v1::ResponseMode>(5)); }},
       {"in_flight_policy IN_FLIGHT_POLICY_INVALID",
@@ -245,12 +276,14 @@ TEST(ParseGenerate, ListsEverythingThatIsWrong) {
   request.set_n(0);
   request.mutable_sampling()->set_temperature(kNan);
   request.mutable_stop()->set_max_tokens(0);
+  request.mutable_stop()->add_stop_sequences();
   request.set_adapter("UPPER");
   const absl::Status status = ParseGenerate(request, Limits(), {}).status();
   EXPECT_THAT(FieldsAndReasons(status),
               UnorderedElementsAre("prompt_token_ids PROMPT_EMPTY", "n N_OUT_OF_RANGE",
                                    "sampling.temperature TEMPERATURE_OUT_OF_RANGE",
                                    "stop.max_tokens MAX_TOKENS_OUT_OF_RANGE",
+                                   "stop.stop_sequences[0].token_ids STOP_SEQUENCE_EMPTY",
                                    "adapter ADAPTER_NAME_INVALID"));
   EXPECT_EQ(ReasonOf(status), "PROMPT_EMPTY");
 }
@@ -274,6 +307,57 @@ TEST(ParseGenerate, RefusesAResponseThatCouldExceedAMessage) {
   request.mutable_stop()->set_max_tokens(11);
   EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
               ElementsAre("logprobs RESPONSE_TOO_LARGE"));
+}
+
+TEST(ParseGenerate, CountsThePromptsLogprobsIntoTheResponse) {
+  RequestLimits limits = Limits();
+  limits.max_message_bytes = (16 << 10) + 8 * 20;
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_prompt_token_ids(Pack(std::vector<int32_t>(11, 1)));
+  request.mutable_stop()->set_max_tokens(10);
+  request.mutable_logprobs();
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+  request.mutable_logprobs()->set_prompt(true);
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
+              ElementsAre("logprobs RESPONSE_TOO_LARGE"));
+  request.set_truncate_prompt_tokens(10);
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+}
+
+TEST(ParseGenerate, BoundsAScoredPromptLikeAScore) {
+  RequestLimits limits = Limits();
+  limits.engine.max_score_tokens = 5;
+  v1::GenerateRequest request = GoodGenerate();
+  request.mutable_logprobs()->set_prompt(true);
+  request.set_prompt_token_ids(Ids({1, 2, 3, 4, 5}));
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+  request.set_prompt_token_ids(Ids({1, 2, 3, 4, 5, 6}));
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
+              ElementsAre("logprobs.prompt SCORE_TOO_LARGE"));
+}
+
+TEST(ParseGenerate, KeepsTheEndOfAPromptToBeTruncated) {
+  v1::GenerateRequest request = GoodGenerate();
+  request.set_prompt_token_ids(Ids({1, 2, 3, 4, 5}));
+  for (const auto& [kept, expected] : std::map<uint32_t, std::vector<int32_t>>{
+           {1, {5}}, {4, {2, 3, 4, 5}}, {5, {1, 2, 3, 4, 5}}, {31, {1, 2, 3, 4, 5}}}) {
+    request.set_truncate_prompt_tokens(kept);
+    const auto input = ParseGenerate(request, Limits(), {});
+    ASSERT_TRUE(input.ok()) << input.status();
+    EXPECT_EQ(input->prompt, expected);
+    EXPECT_EQ(input->stop.max_tokens, std::min<int64_t>(20, 32 - expected.size()));
+  }
+  // A longer prompt than the context.
+  std::vector<int32_t> longer(100, 1);
+  longer.back() = 2;
+  request.set_prompt_token_ids(Pack(longer));
+  request.set_truncate_prompt_tokens(2);
+  EXPECT_THAT(ParseGenerate(request, Limits(), {})->prompt, ElementsAre(1, 2));
+  // The ids that are dropped count, too: a wrong one is the caller's mistake.
+  longer[3] = 100;
+  request.set_prompt_token_ids(Pack(longer));
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, Limits(), {}).status()),
+              ElementsAre("prompt_token_ids[3] TOKEN_ID_OUT_OF_RANGE"));
 }
 
 TEST(ParseGenerate, RefusesSamplesThatTogetherTakeTooMuchMemory) {

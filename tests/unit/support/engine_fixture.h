@@ -1,6 +1,8 @@
 // An engine over a model that is none (fake_model_runner.h), and what its clients would receive.
 #pragma once
 
+#include <bit>
+
 #include "server/engine/engine.h"
 #include "server/platform/metrics/metrics.h"
 #include "tests/unit/support/fake_model_runner.h"
@@ -34,6 +36,7 @@ class Leases {
 struct SampleText {
   std::vector<TokenId> tokens;
   std::vector<float> logprobs;
+  std::vector<float> prompt_logprobs;
   Finish finish;
   std::vector<VersionSpan> spans;
 };
@@ -102,6 +105,12 @@ class EngineTest : public ::testing::Test {
         sample.tokens.insert(sample.tokens.end(), delta->token_ids.begin(), delta->token_ids.end());
         sample.logprobs.insert(sample.logprobs.end(), delta->logprobs.logprobs.begin(),
                                delta->logprobs.logprobs.end());
+        if (const std::vector<float>& scores = delta->prompt_logprobs.logprobs; !scores.empty()) {
+          EXPECT_EQ(delta->sample_index, 0);
+          EXPECT_TRUE(sample.prompt_logprobs.empty()) << "they come once";
+          EXPECT_EQ(sample.tokens.size(), delta->token_ids.size()) << "with the first token";
+          sample.prompt_logprobs = scores;
+        }
         sample.finish = delta->finish;
         for (const VersionSpan& span : delta->spans) sample.spans.push_back(span);
       }
@@ -130,6 +139,24 @@ class EngineTest : public ::testing::Test {
       if (stop_at_eos && token == kEos) break;
     }
     return expected;
+  }
+
+  // The fake model's log-probabilities of a prompt's tokens.
+  static std::vector<float> ExpectedScores(const adapter::LoadedAdapter* adapter,
+                                           const std::vector<TokenId>& prompt) {
+    std::vector<float> expected = {std::numeric_limits<float>::quiet_NaN()};
+    for (size_t t = 1; t < prompt.size(); ++t) {
+      const uint64_t hash = FakeHash(adapter, absl::MakeConstSpan(prompt).first(t));
+      expected.push_back(FakeLogprob(hash, prompt[t]));
+    }
+    return expected;
+  }
+
+  // NaN equals NaN.
+  static std::vector<uint32_t> Bits(const std::vector<float>& values) {
+    std::vector<uint32_t> bits;
+    for (const float value : values) bits.push_back(std::bit_cast<uint32_t>(value));
+    return bits;
   }
 
   void ExpectEverythingBack() {
