@@ -7,7 +7,7 @@ import dorad
 import dorad.aio
 import numpy as np
 import pytest
-from dorad._wire import pack_ids
+from dorad._packing import pack_ids
 
 TENSORS = {"w": np.ones((2, 2), np.float32)}
 VERSION = dorad.AdapterVersion.__new__(dorad.AdapterVersion)

@@ -4,6 +4,7 @@ import json
 
 import dorad
 import pytest
+from dorad._jsonable import to_jsonable
 from dorad.v1 import control_pb2
 from fake_server import wait_for
 
@@ -95,7 +96,7 @@ def test_info(client):
     info = client.info()
     assert info.model.vocab_size == 1000 and info.model.eos_token_ids == [2]
     assert info.uptime == 90.0 and info.memory_bytes == {"weights": 1 << 20}
-    json.dumps(dorad.types.to_jsonable(info))
+    json.dumps(to_jsonable(info))
 
 
 def test_health(client, server):

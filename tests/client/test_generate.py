@@ -32,6 +32,7 @@ def test_sends_only_what_was_set(client, server):
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         assert not request.sampling.HasField(name), name
     assert not request.stop.HasField("max_tokens") and not request.HasField("priority")
+    assert not request.HasField("truncate_prompt_tokens")
     assert request.response_mode == inference_pb2.RESPONSE_MODE_FINAL
 
 
@@ -49,6 +50,9 @@ def test_sends_every_option(client, server):
         min_p=0.25,
         seed=2**64 - 1,
         stop_token_ids=np.array([5]),
+        stop_sequences=[[6, 7], np.array([8])],
+        truncate_prompt_tokens=12,
+        prompt_logprobs=True,
         ignore_eos=True,
         logprobs="processed",
         top_logprobs=2,
@@ -63,8 +67,44 @@ def test_sends_every_option(client, server):
     assert request.sampling.HasField("temperature") and request.sampling.temperature == 0.0
     assert request.sampling.seed == 2**64 - 1 and request.sampling.min_p == 0.25
     assert request.stop.stop_token_ids == b"\x05\0\0\0" and request.stop.ignore_eos
+    assert [s.token_ids for s in request.stop.stop_sequences] == [b"\6\0\0\0\7\0\0\0", b"\10\0\0\0"]
+    assert request.truncate_prompt_tokens == 12 and request.logprobs.prompt
     assert request.logprobs.mode == inference_pb2.LOGPROB_MODE_PROCESSED
     assert request.cache_salt == "s" and request.bypass_prefix_cache
+
+
+def test_logprobs_of_the_prompt_belong_to_all_samples(client):
+    options = {"max_tokens": 3, "prompt_logprobs": True, "n": 2}
+    samples = client.generate([4, 7, 9], top_logprobs=2, chosen_token_ids=[1, 3], **options)
+    prompt = samples[0].prompt_logprobs
+    assert samples[1].prompt_logprobs is prompt and samples[0].logprobs is not None
+    assert prompt.logprobs.dtype == np.float32 and math.isnan(prompt.logprobs[0])
+    np.testing.assert_allclose(prompt.logprobs[1:], [-0.07, -0.09], rtol=1e-6)
+    assert prompt.top_logprobs.token_ids.tolist() == [[-1, -1], [0, 1], [0, 1]]
+    assert prompt.chosen_logprobs.shape == (3, 2)
+    (plain,) = client.generate([4, 7], max_tokens=2, logprobs="raw")
+    assert plain.prompt_logprobs is None
+
+
+def test_logprobs_of_a_truncated_prompt_are_those_of_its_end(client):
+    options = {"max_tokens": 2, "prompt_logprobs": True, "truncate_prompt_tokens": 2}
+    (sample,) = client.generate([4, 7, 9], **options)
+    assert sample.usage.prompt_tokens == 2 and sample.prompt_logprobs.logprobs.shape == (2,)
+    assert sample.prompt_logprobs.top_logprobs is None
+    assert sample.prompt_logprobs.chosen_logprobs is None
+
+
+def test_a_stream_has_the_logprobs_of_the_prompt_in_its_first_delta(client):
+    with client.stream([4, 7, 9], n=2, max_tokens=3, prompt_logprobs=True) as deltas:
+        found = [(d.index, d.prompt_logprobs is not None) for d in deltas]
+    assert found[0] == (0, True) and not any(has for _, has in found[1:])
+
+
+def test_stop_sequences_must_be_lists_of_token_ids(client):
+    with pytest.raises(TypeError, match=r"stop_sequences\[0\]"):
+        client.generate([1], stop_sequences=[5, 6])
+    with pytest.raises(TypeError, match="stop_sequences must be a list"):
+        client.generate([1], stop_sequences="\n")
 
 
 def test_names_what_happens_when_the_active_version_moves(client, server):

@@ -238,3 +238,46 @@ def test_stream_gives_up_a_character_that_special_tokens_interrupt(text):
 def test_json_in_templates_is_not_escaped_for_html(tmp_path):
     text = ModelText(make_folder(tmp_path / "a", "{{ messages | tojson }}"))
     assert text.render_chat([{"role": "<é>"}]) == '[{"role": "<é>"}]'
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_stream_ends_at_the_first_stop_string(text, size):
+    words = "naïve 日本語 🙂 words\nand more"
+    ids = text.encode(words, special_tokens=False)
+    for stop, include, wanted in [
+        (["\n"], False, "naïve 日本語 🙂 words"),
+        (["\n"], True, "naïve 日本語 🙂 words\n"),
+        (["words\nand", "語 "], False, "naïve 日本"),
+        (["absent", "moreover"], False, words),
+    ]:
+        stream = text.stream(stop=stop, include_stop=include)
+        parts = [stream.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+        assert "".join(parts) + stream.finish() == wanted
+        assert stream.stopped == (None if wanted == words else stop[-1])
+        counted = text.decode(ids[: stream.count])
+        assert counted.startswith(wanted) and stream.count <= len(ids)
+        if stream.stopped is not None:
+            assert stream.stopped in counted
+            assert stream.stopped not in text.decode(ids[: stream.count - 1])
+            assert stream.push([40]) == "" and stream.finish() == ""
+
+
+def test_what_could_begin_a_stop_string_is_shown_at_the_end(text):
+    stream = text.stream(stop=["bcd"])
+    ids = [text.encode(c, special_tokens=False)[0] for c in "abc"]
+    assert [stream.push([i]) for i in ids] == ["a", "", ""]
+    assert stream.finish() == "bc" and stream.stopped is None and stream.count == 3
+
+
+def test_none_of_the_first_min_tokens_completes_a_stop_string(text):
+    ids = [text.encode(c, special_tokens=False)[0] for c in "xyxy"]
+    stream = text.stream(stop=["xy"], min_tokens=2)
+    assert stream.push(ids) == "xy" and stream.count == 4
+
+
+@pytest.mark.parametrize(
+    ("stop", "error"), [("\n", "must be a list"), ([""], "at least one character")]
+)
+def test_stop_strings_of_the_wrong_kind_are_refused(text, stop, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        text.stream(stop=stop)

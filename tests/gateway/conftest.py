@@ -44,6 +44,17 @@ def gateway(server, folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def ids_only(server, tmp_path_factory):
+    """A gateway without a tokenizer."""
+    scratch = tmp_path_factory.mktemp("ids-only")
+    with (
+        running_gateway(server.grpc, scratch=scratch) as running,
+        httpx.Client(base_url=running.url, timeout=30) as it,
+    ):
+        yield it
+
+
+@pytest.fixture(scope="session")
 def grpc_client(server):
     with dorad.Client(server.grpc, timeout=30) as it:
         yield it

@@ -5,9 +5,7 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
-from lib.gateway import running_gateway
 from lib.server import wait_until
 
 IDS = [1, 40, 77, 120, 33]
@@ -190,17 +188,6 @@ def test_an_echo_has_no_processed_logprobs(http, base):
     error = http.post("/v1/completions", json={**body, "logprobs": 0}).json()["error"]
     assert (error["code"], error["param"]) == ("FIELD_UNSUPPORTED", "logprobs_mode")
     assert http.post("/v1/completions", json=body).status_code == 200
-
-
-@pytest.fixture(scope="module")
-def ids_only(server, tmp_path_factory):
-    """A gateway without a tokenizer."""
-    scratch = tmp_path_factory.mktemp("ids-only")
-    with (
-        running_gateway(server.grpc, scratch=scratch) as running,
-        httpx.Client(base_url=running.url, timeout=30) as it,
-    ):
-        yield it
 
 
 def test_token_ids_need_no_tokenizer(ids_only, grpc_client):

@@ -59,8 +59,6 @@ def test_fields_that_ask_for_nothing_are_taken(http, base):
         {"repetition_penalty": True},
         {"presence_penalty": False},
         {"allowed_token_ids": []},
-        {"prompt_logprobs": 0},
-        {"truncate_prompt_tokens": 5},
         {"guided_json": {}},
         {"stream_options": {"continuous_usage_stats": True}},
     ],

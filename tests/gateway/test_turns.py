@@ -40,6 +40,7 @@ class Client:
                 chosen_logprobs=None,
                 finish_reason=t.FinishReason.LENGTH,
                 stop_token_id=None,
+                stop_sequence=None,
                 detail="",
                 spans=[],
                 usage=t.Usage(),
@@ -95,7 +96,9 @@ def test_others_have_their_turn_while_an_echo_is_decoded():
 
     text = SimpleNamespace(stream=lambda skip_special_tokens: Decoder())
     gateway = SimpleNamespace(text=text)
-    completion = SimpleNamespace(work=work_of(2, 1), logprobs=None, generates=False)
+    completion = SimpleNamespace(
+        work=work_of(2, 1), logprobs=None, prompt_logprobs=None, generates=False
+    )
 
     async def run():
         asyncio.get_running_loop().call_later(0.05, turn_of_others.set)

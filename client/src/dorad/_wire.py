@@ -5,85 +5,27 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
 
 from dorad import types as t
-from dorad._arguments import as_count, check_ids, filled, items, kind_of_items, shown
+from dorad._arguments import as_count, check_ids, filled, items, shown
+from dorad._packing import (
+    chosen_of,
+    logprobs_of,
+    pack_ids,
+    pack_optional,
+    top_of,
+    unpack_ids,
+)
 from dorad._stubs import adapters_pb2, control_pb2, inference_pb2, types_pb2
 from dorad.errors import Internal
 
 T = TypeVar("T")
 
 _UTC = datetime.UTC
-_LITTLE_INT32 = np.dtype("<i4")
-_LITTLE_FLOAT32 = np.dtype("<f4")
-
-
-# --- Arrays ---------------------------------------------------------------------------------------
-
-
-def pack_ids(token_ids: t.TokenIds, what: str = "token_ids") -> bytes:
-    """Packed little-endian int32. Raises TypeError or ValueError naming `what`."""
-    check_ids(token_ids, what)
-    try:
-        array = np.asarray(token_ids)
-    except ValueError:
-        raise ValueError(f"{what} must have one dimension, not lists of several lengths") from None
-    if array.size == 0:
-        return b""
-    if array.ndim != 1:
-        raise ValueError(f"{what} must have one dimension, not shape {list(array.shape)}")
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{what} must be integers, not {kind_of_items(array)}")
-    if array.dtype != _LITTLE_INT32:
-        low, high = int(array.min()), int(array.max())
-        if low < -(2**31) or high >= 2**31:
-            raise ValueError(f"{what} must fit into int32; they span [{low}, {high}]")
-    return np.ascontiguousarray(array, dtype=_LITTLE_INT32).tobytes()
-
-
-def _pack_optional(token_ids: t.TokenIds | None, what: str) -> bytes:
-    return b"" if token_ids is None else pack_ids(token_ids, what)
-
-
-def unpack_ids(data: bytes) -> t.IntArray:
-    return np.frombuffer(data, dtype=_LITTLE_INT32).astype(np.int32)
-
-
-def unpack_floats(data: bytes) -> t.FloatArray:
-    return np.frombuffer(data, dtype=_LITTLE_FLOAT32).astype(np.float32)
-
-
-def _shaped(flat: npt.NDArray[Any], rows: int, columns: int, what: str) -> Any:
-    if flat.size != rows * columns:
-        raise Internal(
-            f"the server sent {flat.size} {what} for {rows} positions x {columns}", code="INTERNAL"
-        )
-    return flat.reshape(rows, columns)
-
-
-def _chosen(data: bytes, rows: int, columns: int) -> t.FloatArray:
-    return cast(t.FloatArray, _shaped(unpack_floats(data), rows, columns, "chosen logprobs"))
-
-
-def _top(message: inference_pb2.TopLogprobs, rows: int, k: int) -> t.TopLogprobs:
-    if rows:
-        k = message.k  # Fewer than requested for a smaller vocabulary.
-    return t.TopLogprobs(
-        _shaped(unpack_ids(message.token_ids), rows, k, "top token ids"),
-        _shaped(unpack_floats(message.logprobs), rows, k, "top logprobs"),
-    )
-
-
-def _logprobs(data: bytes, rows: int) -> t.FloatArray:
-    flat = unpack_floats(data)
-    if flat.size != rows:
-        raise Internal(f"the server sent {flat.size} logprobs for {rows} tokens", code="INTERNAL")
-    return flat
 
 
 def _seconds(duration: Duration) -> float:
@@ -174,22 +116,41 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
             inference_pb2.StopParams,
             max_tokens=request.max_tokens,
             min_tokens=request.min_tokens,
-            stop_token_ids=_pack_optional(request.stop_token_ids, "stop_token_ids"),
+            stop_token_ids=pack_optional(request.stop_token_ids, "stop_token_ids"),
             ignore_eos=request.ignore_eos,
+            stop_sequences=token_sequences(request.stop_sequences or (), "stop_sequences"),
         ),
         n=request.n,
         priority=request.priority,
         in_flight_policy=_in_flight_policy(request.in_flight_policy),
         request_id=request.request_id,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
     )
-    chosen = request.chosen_token_ids
-    if request.logprobs is not None or request.top_logprobs is not None or chosen is not None:
-        message.logprobs.mode = _logprob_mode(request.logprobs or "raw")
-        if request.top_logprobs is not None:
-            message.logprobs.top_k = as_count(request.top_logprobs, "top_logprobs")
-        if chosen is not None:
-            message.logprobs.chosen_token_ids = _pack_optional(chosen, "chosen_token_ids")
+    if _wants_logprobs(request):
+        message.logprobs.CopyFrom(
+            filled(
+                inference_pb2.LogprobParams,
+                mode=_logprob_mode(request.logprobs or "raw"),
+                top_k=as_count(request.top_logprobs or 0, "top_logprobs"),
+                chosen_token_ids=pack_optional(request.chosen_token_ids, "chosen_token_ids"),
+                prompt=request.prompt_logprobs,
+            )
+        )
     return message
+
+
+def _wants_logprobs(request: t.GenerateRequest) -> bool:
+    asked = (request.logprobs, request.top_logprobs, request.chosen_token_ids)
+    return bool(request.prompt_logprobs) or any(it is not None for it in asked)
+
+
+def token_sequences(
+    sequences: Iterable[t.TokenIds], what: str
+) -> list[inference_pb2.TokenSequence]:
+    return [
+        inference_pb2.TokenSequence(token_ids=pack_ids(ids, f"{what}[{i}]"))
+        for i, ids in enumerate(items(sequences, what, "lists of token ids"))
+    ]
 
 
 def _logprob_mode(mode: str) -> inference_pb2.LogprobMode.ValueType:
@@ -216,6 +177,7 @@ def _finish(message: inference_pb2.Finish) -> t.Finish:
     return t.Finish(
         reason=reason,
         stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        stop_sequence=message.stop_sequence if message.HasField("stop_sequence") else None,
         detail=message.detail,
         usage=t.Usage(
             prompt_tokens=usage.prompt_tokens,
@@ -233,19 +195,41 @@ def delta(message: inference_pb2.GenerateResponse, request: t.GenerateRequest) -
     """One message of a Generate stream."""
     ids = unpack_ids(message.token_ids)
     top, chosen = request.top_logprobs, request.chosen_token_ids
-    wanted = request.logprobs is not None or top is not None or chosen is not None
     return t.Delta(
         request_id=message.request_id,
         index=message.sample_index,
         token_ids=ids,
-        logprobs=_logprobs(message.logprobs, len(ids)) if wanted else None,
-        top_logprobs=_top(message.top_logprobs, len(ids), top) if top else None,
+        logprobs=logprobs_of(message.logprobs, len(ids)) if _wants_logprobs(request) else None,
+        top_logprobs=top_of(message.top_logprobs, len(ids), top) if top else None,
         chosen_logprobs=(
-            _chosen(message.chosen_logprobs, len(ids), len(chosen)) if chosen is not None else None
+            chosen_of(message.chosen_logprobs, len(ids), len(chosen))
+            if chosen is not None
+            else None
         ),
         spans=[span(s) for s in message.spans],
         finish=_finish(message.finish) if message.HasField("finish") else None,
         seed=message.seed,
+        prompt_logprobs=(
+            _prompt_logprobs(message.prompt_logprobs, request)
+            if message.HasField("prompt_logprobs")
+            else None
+        ),
+    )
+
+
+def _prompt_logprobs(
+    message: inference_pb2.SequenceScore, request: t.GenerateRequest
+) -> t.PromptLogprobs:
+    rows = len(request.token_ids)
+    if request.truncate_prompt_tokens is not None:
+        rows = min(rows, request.truncate_prompt_tokens)
+    top, chosen = request.top_logprobs, request.chosen_token_ids
+    return t.PromptLogprobs(
+        logprobs=logprobs_of(message.logprobs, rows),
+        top_logprobs=top_of(message.top_logprobs, rows, top) if top else None,
+        chosen_logprobs=(
+            chosen_of(message.chosen_logprobs, rows, len(chosen)) if chosen is not None else None
+        ),
     )
 
 
@@ -262,7 +246,10 @@ class Samples:
     def finish(self) -> list[t.Sample]:
         """The samples in order. Raises Internal when the stream ended without all of them."""
         want = 1 if self._request.n is None else self._request.n
-        samples = [_sample(deltas) for _, deltas in sorted(self._deltas.items())]
+        prompt = next(
+            (d.prompt_logprobs for d in self._deltas.get(0, ()) if d.prompt_logprobs), None
+        )
+        samples = [_sample(deltas, prompt) for _, deltas in sorted(self._deltas.items())]
         if len(samples) != want:
             raise Internal(
                 f"the stream ended with {len(samples)} of {want} samples", code="INTERNAL"
@@ -270,7 +257,7 @@ class Samples:
         return samples
 
 
-def _sample(deltas: list[t.Delta]) -> t.Sample:
+def _sample(deltas: list[t.Delta], prompt: t.PromptLogprobs | None) -> t.Sample:
     last = deltas[-1]
     if last.finish is None:
         raise Internal(f"sample {last.index} ended without a finish reason", code="INTERNAL")
@@ -283,11 +270,13 @@ def _sample(deltas: list[t.Delta]) -> t.Sample:
         chosen_logprobs=_joined([d.chosen_logprobs for d in some]),
         finish_reason=last.finish.reason,
         stop_token_id=last.finish.stop_token_id,
+        stop_sequence=last.finish.stop_sequence,
         detail=last.finish.detail,
         spans=merge_spans(s for d in deltas for s in d.spans),
         usage=last.finish.usage,
         seed=last.seed,
         request_id=last.request_id,
+        prompt_logprobs=prompt,
     )
 
 
@@ -339,17 +328,14 @@ def score_request(
         adapters = [adapters]
     return filled(
         inference_pb2.ScoreRequest,
-        sequences=[
-            inference_pb2.TokenSequence(token_ids=pack_ids(ids, f"sequences[{i}]"))
-            for i, ids in enumerate(items(sequences, "sequences", "lists of token ids"))
-        ],
+        sequences=token_sequences(sequences, "sequences"),
         adapters=[
             "" if adapter is None else adapter
             for adapter in items(adapters or [None], "adapters", "names")
         ],
         temperature=temperature,
         top_k=top_k,
-        chosen_token_ids=_pack_optional(chosen_token_ids, "chosen_token_ids"),
+        chosen_token_ids=pack_optional(chosen_token_ids, "chosen_token_ids"),
         priority=priority,
         request_id=request_id,
     )
@@ -366,14 +352,14 @@ def score_result(
         )
     pairs = [(q.scores, n) for q, n in zip(message.sequences, lengths, strict=True)]
     return t.ScoreResult(
-        logprobs=[[_logprobs(s.logprobs, n) for s in scores] for scores, n in pairs],
+        logprobs=[[logprobs_of(s.logprobs, n) for s in scores] for scores, n in pairs],
         top_logprobs=(
-            [[_top(s.top_logprobs, n, top_k) for s in scores] for scores, n in pairs]
+            [[top_of(s.top_logprobs, n, top_k) for s in scores] for scores, n in pairs]
             if top_k
             else None
         ),
         chosen_logprobs=(
-            [[_chosen(s.chosen_logprobs, n, chosen) for s in scores] for scores, n in pairs]
+            [[chosen_of(s.chosen_logprobs, n, chosen) for s in scores] for scores, n in pairs]
             if chosen is not None
             else None
         ),

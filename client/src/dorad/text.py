@@ -147,17 +147,113 @@ class ModelText:
             return bytes([int(match[1], 16)])
         return token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
-    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
-        """A decoder for tokens that arrive one after another."""
-        return TextStream(self, skip_special_tokens)
+    def stream(
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> TextStream:
+        """A decoder for tokens that arrive one after another.
+
+        Args:
+          stop: strings that end the text.
+          include_stop: keep the stop string.
+          min_tokens: none of the first tokens, so many, completes a stop string.
+        """
+        return TextStream(
+            self, skip_special_tokens, StopText(stop, include=include_stop), min_tokens
+        )
+
+
+class StopText:
+    """Growing text that ends at the first stop string. Not thread-safe.
+
+    Text that could begin a stop string is held back: what has been taken is final.
+    """
+
+    def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
+        if isinstance(strings, str):
+            raise TypeError(f"stop must be a list of strings, not {strings!r}")
+        if not all(strings):
+            raise ValueError("a stop string has at least one character")
+        self._strings = tuple(dict.fromkeys(strings))
+        self._include = include
+        self._longest = max((len(s) for s in strings), default=0)
+        self._text = ""
+        self._taken = 0
+        self._searched = 0  # No valid stop string ends before this point.
+        self.stopped: str | None = None
+        """The stop string that ended the text. Later text is ignored."""
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        return self._strings
+
+    @property
+    def length(self) -> int:
+        """Characters so far, without those behind the end."""
+        return len(self._text)
+
+    def add(self, new: str, *, counts: bool = True) -> None:
+        """`counts`: False: no stop string ends within the new text."""
+        if self.stopped is not None:
+            return
+        self._text += new
+        if counts:
+            self._search()
+        self._searched = len(self._text)
+
+    def take(self, *, final: bool = False) -> str:
+        """The new final text. `final`: nothing follows."""
+        end = len(self._text)
+        if self.stopped is None and not final:
+            end -= self._held_back()
+        new = self._text[self._taken : end]
+        self._taken = max(self._taken, end)
+        return new
+
+    def _search(self) -> None:
+        """Cuts the text at the stop string that begins first, of those that end in its new part."""
+        found = [
+            (at, s)
+            for s in self._strings
+            if (at := self._text.find(s, max(0, self._searched - len(s) + 1))) >= 0
+        ]
+        if not found:
+            return
+        at, self.stopped = min(found, key=lambda pair: (pair[0], -len(pair[1])))
+        self._text = self._text[: at + (len(self.stopped) if self._include else 0)]
+
+    def _held_back(self) -> int:
+        """Length of the longest suffix that could begin a stop string."""
+        # Text that was taken begins no stop string, and more text does not change that.
+        first = max(self._taken, len(self._text) - self._longest + 1)
+        for begin in range(first, len(self._text)):
+            tail = self._text[begin:]
+            if any(s.startswith(tail) for s in self._strings):
+                return len(tail)
+        return 0
 
 
 class TextStream:
-    """Decodes a growing token sequence; the pieces join to the whole text. Not thread-safe."""
+    """Decodes a growing token sequence up to a stop string; the pieces join to the whole text. Not
+    thread-safe."""
 
-    def __init__(self, text: ModelText, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        text: ModelText,
+        skip_special_tokens: bool = True,
+        stops: StopText | None = None,
+        min_tokens: int = 0,
+    ) -> None:
         self._text = text
         self._skip = skip_special_tokens
+        self._stops = StopText(()) if stops is None else stops
+        self._min_tokens = min_tokens
+        self.count = 0
+        """Tokens of the text, up to the one that completed a stop string."""
         self._ids: list[int] = []
         # Ids before _start are done; those in [_start, _shown) have been shown and give context:
         # a token's text can depend on the one before (spaces).
@@ -166,9 +262,37 @@ class TextStream:
         # 1 when the last of those ends within a character that has not been shown.
         self._open = 0
 
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text. Later tokens are ignored."""
+        return self._stops.stopped
+
+    @property
+    def length(self) -> int:
+        """Characters so far, also of held-back text that could begin a stop string."""
+        return self._stops.length
+
     def push(self, token_ids: TokenIds) -> str:
-        """Adds tokens; returns the new text, holding back an unfinished character."""
-        self._ids += [int(i) for i in token_ids]
+        """Adds tokens; returns the new final text. Holds back an unfinished character, and text
+        that could begin a stop string."""
+        ids = [int(i) for i in token_ids]
+        parts = [[i] for i in ids] if self._stops.strings else [ids]
+        for part in parts:
+            if self.stopped is not None:
+                break
+            self.count += len(part)
+            self._stops.add(self._add(part), counts=self.count > self._min_tokens)
+        return self._stops.take()
+
+    def finish(self) -> str:
+        """The held-back text: an incomplete character appears as U+FFFD."""
+        if self.stopped is None:
+            rest = self._advance(self._decode(self._start, len(self._ids)), len(self._ids))
+            self._stops.add(rest, counts=self.count > self._min_tokens)
+        return self._stops.take(final=True)
+
+    def _add(self, ids: list[int]) -> str:
+        self._ids += ids
         fresh = self._decode(self._start, len(self._ids))
         if not fresh.endswith(_REPLACEMENT):
             return self._advance(fresh, len(self._ids))
@@ -176,10 +300,6 @@ class TextStream:
         if end <= self._shown:
             return ""
         return self._advance(self._decode(self._start, end), end, is_open)
-
-    def finish(self) -> str:
-        """The held-back text: an incomplete character appears as U+FFFD."""
-        return self._advance(self._decode(self._start, len(self._ids)), len(self._ids))
 
     def _whole(self) -> tuple[int, int]:
         """(index of an unfinished character's first token, 1 if the token before has bytes of it).

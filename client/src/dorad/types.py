@@ -10,7 +10,7 @@ import datetime
 import enum
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, overload
 
 import numpy as np
@@ -28,7 +28,7 @@ class FinishReason(enum.StrEnum):
     """Why a sample ended. Compares equal to its string."""
 
     STOP = "stop"
-    """An end-of-sequence or stop token was sampled; it is the sample's last token."""
+    """The sample ends with an end-of-sequence or stop token, or with a stop sequence."""
     LENGTH = "length"
     """max_tokens or the model's context length was reached."""
     ABORTED = "aborted"
@@ -60,6 +60,8 @@ class GenerateOptions(TypedDict, total=False):
     """Unsigned 64-bit; sample i draws from (seed, i, position). Default: the server's choice."""
     stop_token_ids: TokenIds | None
     """Further tokens that end a sample, besides the model's end-of-sequence tokens."""
+    stop_sequences: Sequence[TokenIds] | None
+    """Sequences of tokens that end a sample; the tokens stay in it."""
     ignore_eos: bool
     """Do not stop at the model's end-of-sequence tokens."""
     logprobs: LogprobMode | None
@@ -68,6 +70,10 @@ class GenerateOptions(TypedDict, total=False):
     """Also the k most likely tokens of each position (implies logprobs="raw" if that is None)."""
     chosen_token_ids: TokenIds | None
     """Also the log-probabilities of these tokens at each position (implies "raw", too)."""
+    prompt_logprobs: bool
+    """Also the raw log-probabilities of the prompt's tokens (implies "raw", too)."""
+    truncate_prompt_tokens: int | None
+    """Keep this many tokens at the end of a longer prompt."""
     cache_salt: str
     """Prefix-cache entries are shared only between requests of equal salt."""
     bypass_prefix_cache: bool
@@ -123,10 +129,13 @@ class GenerateRequest:
     min_p: float | None = None
     seed: int | None = None
     stop_token_ids: TokenIds | None = None
+    stop_sequences: Sequence[TokenIds] | None = None
     ignore_eos: bool = False
     logprobs: LogprobMode | None = None
     top_logprobs: int | None = None
     chosen_token_ids: TokenIds | None = None
+    prompt_logprobs: bool = False
+    truncate_prompt_tokens: int | None = None
     cache_salt: str = ""
     bypass_prefix_cache: bool = False
     priority: int | None = None
@@ -170,7 +179,9 @@ class Finish:
 
     reason: FinishReason
     stop_token_id: int | None
-    """With STOP: the token that ended the sample."""
+    """With STOP: the stop token that ended the sample; None: a stop sequence did."""
+    stop_sequence: int | None
+    """With STOP: the index of the stop sequence that ended the sample; None: a stop token did."""
     detail: str
     """The reason, for ABORTED and NON_FINITE."""
     usage: Usage
@@ -187,6 +198,18 @@ class TopLogprobs:
 
     def __iter__(self) -> Any:
         return iter((self.token_ids, self.logprobs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptLogprobs:
+    """Raw log-probabilities of a prompt's tokens, those of `score`. Position 0 is NaN."""
+
+    logprobs: FloatArray
+    """float32 [prompt tokens]."""
+    top_logprobs: TopLogprobs | None
+    """[prompt tokens, k] if requested; ids of position 0 are -1."""
+    chosen_logprobs: FloatArray | None
+    """float32 [prompt tokens, chosen] if requested."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +231,8 @@ class Delta:
     finish: Finish | None
     """Set on the sample's last delta."""
     seed: int
+    prompt_logprobs: PromptLogprobs | None = None
+    """With the first token of sample 0, if requested. The version of that token computed them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,6 +250,8 @@ class Sample:
     """float32 [tokens, chosen] if requested."""
     finish_reason: FinishReason
     stop_token_id: int | None
+    stop_sequence: int | None
+    """Index of the stop sequence that ended the sample."""
     detail: str
     """The reason, for ABORTED and NON_FINITE."""
     spans: list[Span]
@@ -233,6 +260,8 @@ class Sample:
     seed: int
     """The seed in effect; with equal parameters it reproduces the sample."""
     request_id: str
+    prompt_logprobs: PromptLogprobs | None = None
+    """If requested; one object for all samples of the prompt. None too if sample 0 has no token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -450,22 +479,3 @@ class TargetReport:
     """Requests of all clients in the server's queue."""
     running: int
     """Sequences of all clients that the server computes."""
-
-
-def to_jsonable(value: Any) -> Any:
-    """Dataclasses, arrays, enums and times of this module as JSON values (NaN becomes None)."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, np.ndarray):
-        return to_jsonable(value.tolist())
-    if isinstance(value, float):
-        return value if np.isfinite(value) else None
-    if isinstance(value, datetime.datetime):
-        return value.isoformat()
-    if isinstance(value, dict):
-        return {str(key): to_jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_jsonable(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {f.name: to_jsonable(getattr(value, f.name)) for f in fields(value)}
-    return value

@@ -102,3 +102,38 @@ def test_interrupting_generate_cancels_on_the_server(server):
         process.kill()
     assert process.returncode == 130 and b"Traceback" not in stderr
     assert wait_for(lambda: server.running == 0)
+
+
+def test_generate_ends_at_a_stop_string(doractl, server, model):
+    """The fake's tokens count up; the tokenizer's token i is the i-th character."""
+    options = ("generate", "--token-ids", "64", "-m", model, "--max-tokens", "20")
+    whole = doractl(*options).rstrip("\n")
+    stop = whole[6:8]
+    assert doractl(*options, "--stop", "absent", "--stop", stop) == whole[:6] + "\n"
+    (answer,) = json.loads(doractl(*options, "--stop", stop, "--logprobs", "raw", "-o", "json"))
+    assert answer["text"] == whole[:6] and answer["stop"] == stop
+    assert answer["token_ids"] == list(range(64, 72)) and len(answer["logprobs"]) == 8
+    assert answer["finish_reason"] == "stop" and answer["spans"][-1]["end"] == 8
+
+
+def test_a_stop_string_cancels_the_call(doractl, server, model):
+    server.endless = True
+    options = ("generate", "--token-ids", "64", "-m", model, "-n", "2", "--stop", "k")
+    assert doractl(*options, "-o", "json").count('"stop": "k"') == 2
+    wait_for(lambda: server.cancelled)
+
+
+def test_stop_strings_need_a_tokenizer(doractl):
+    doractl("generate", "--token-ids", "1", "--stop", "x", code=64)
+
+
+def test_generate_sends_stop_sequences_and_truncation(doractl, server):
+    out = doractl(
+        "generate", "--token-ids", "1,2,3", "--max-tokens", "2", "--stop-sequence", "5,6",
+        "--stop-sequence", "7", "--truncate-prompt-tokens", "2", "--prompt-logprobs", "-o", "json",
+    )  # fmt: skip
+    request = server.generate_calls[0]
+    sent = [np.frombuffer(s.token_ids, "<i4").tolist() for s in request.stop.stop_sequences]
+    assert sent == [[5, 6], [7]] and request.truncate_prompt_tokens == 2
+    (answer,) = json.loads(out)
+    assert answer["prompt_logprobs"] == [None, pytest.approx(-0.03)]

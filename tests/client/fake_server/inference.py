@@ -13,6 +13,26 @@ CONTEXT_LENGTH = 1 << 15
 EOS = 2
 
 
+def kept_prompt(request):
+    prompt = ids(request.prompt_token_ids)
+    if request.HasField("truncate_prompt_tokens"):
+        prompt = prompt[-request.truncate_prompt_tokens :]
+    return prompt
+
+
+def fill_score(score, tokens, adapter, k, chosen):
+    """`adapter` is an index."""
+    score.logprobs = pack_floats([float("nan")] + [-(x + adapter) / 100 for x in tokens[1:]])
+    if k:
+        score.top_logprobs.k = k
+        rows = [[-1] * k] + [list(range(k))] * (len(tokens) - 1)
+        score.top_logprobs.token_ids = pack_ints(rows)
+        score.top_logprobs.logprobs = pack_floats(
+            [[float("nan") if x < 0 else -x for x in row] for row in rows]
+        )
+    score.chosen_logprobs = pack_floats([[-c / 10 for c in chosen] for _ in tokens])
+
+
 class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
     """Works on what FakeServer keeps."""
 
@@ -44,7 +64,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 self.lock.notify_all()
 
     def _tokens(self, request, context):
-        prompt = ids(request.prompt_token_ids)
+        prompt = kept_prompt(request)
         if not prompt:
             fail(
                 context,
@@ -105,6 +125,10 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 )
             chosen = ids(request.logprobs.chosen_token_ids)
             message.chosen_logprobs = pack_floats([[-c / 10 for c in chosen] for _ in tokens])
+            if request.logprobs.prompt and index == 0 and begin == 0:
+                score = inference_pb2.SequenceScore()
+                fill_score(score, kept_prompt(request), 0, k, chosen)
+                message.prompt_logprobs.CopyFrom(score)
         if last:
             stop = tokens and tokens[-1] in [EOS, *ids(request.stop.stop_token_ids)]
             message.finish.reason = self.finish_reason or (
@@ -113,7 +137,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             if stop:
                 message.finish.stop_token_id = tokens[-1]
             usage = message.finish.usage
-            usage.prompt_tokens = len(ids(request.prompt_token_ids))
+            usage.prompt_tokens = len(kept_prompt(request))
             usage.generated_tokens = begin + len(tokens)
             usage.time_to_first_token.FromMilliseconds(1500)
         return message
@@ -126,16 +150,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
             tokens = ids(sequence.token_ids)
             scored = answer.sequences.add()
             for a, _ in enumerate(adapters):
-                score = scored.scores.add()
-                score.logprobs = pack_floats([float("nan")] + [-(x + a) / 100 for x in tokens[1:]])
-                if request.top_k:
-                    score.top_logprobs.k = request.top_k
-                    rows = [[-1] * request.top_k] + [list(range(request.top_k))] * (len(tokens) - 1)
-                    score.top_logprobs.token_ids = pack_ints(rows)
-                    score.top_logprobs.logprobs = pack_floats(
-                        [[float("nan") if x < 0 else -x for x in row] for row in rows]
-                    )
-                score.chosen_logprobs = pack_floats([[-c / 10 for c in chosen] for _ in tokens])
+                fill_score(scored.scores.add(), tokens, a, request.top_k, chosen)
         return answer
 
     def Abort(self, request, context):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dorad
-from dorad.types import to_jsonable
+from dorad._jsonable import to_jsonable
 
 EXIT_USAGE = 64
 EXIT_UNAVAILABLE = 69

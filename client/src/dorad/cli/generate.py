@@ -6,7 +6,7 @@ import asyncio
 import enum
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,14 +58,26 @@ class Answer:
     text: str = ""
     spans: list[dorad.Span] = field(default_factory=list)
     finish: dorad.Finish | None = None
+    prompt_logprobs: dorad.PromptLogprobs | None = None
     seed: int = 0
     first: float | None = None
     """Seconds from the request to the first token, measured by the client."""
     seconds: float = 0.0
     decoder: TextStream | None = None
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self.decoder is None else self.decoder.stopped
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None or self.stop is not None
+
     def add(self, delta: dorad.Delta, elapsed: float) -> str:
-        """Adds a delta and returns the new text."""
+        """Adds a delta and returns the new text. Ignores what comes behind a stop string."""
+        if self.ended:
+            return ""
         fresh = delta.token_ids.tolist()
         if fresh and self.first is None:
             self.first = elapsed
@@ -73,6 +85,7 @@ class Answer:
         self.token_ids += fresh
         self.spans += delta.spans
         self.seed = delta.seed
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         if delta.logprobs is not None:
             self.logprobs += delta.logprobs.tolist()
         self.finish = delta.finish or self.finish
@@ -81,19 +94,34 @@ class Answer:
             new = new if self.text else new.lstrip()
         else:
             new = self.decoder.push(fresh) + (self.decoder.finish() if self.finish else "")
+            if self.stop is not None:
+                self._cut(self.decoder.count)
         self.text += new
         return new
+
+    def _cut(self, count: int) -> None:
+        """Drops the tokens behind the one that completed the stop string."""
+        del self.token_ids[count:], self.logprobs[count:]
+        self.spans = [
+            replace(span, end=min(span.end, count)) for span in self.spans if span.begin < count
+        ]
 
     def label(self) -> str:
         ref = self.spans[-1].ref if self.spans else self.adapter
         return (ref or "base") + (f" · {self.index}" if self.index else "")
 
+    @property
+    def reason(self) -> dorad.FinishReason | None:
+        if self.stop is not None:
+            return dorad.FinishReason.STOP
+        return None if self.finish is None else self.finish.reason
+
     def summary(self) -> str:
         """One line: finish reason, tokens, time to first token and rate."""
-        if self.finish is None:
+        if self.reason is None:
             return f"{len(self.token_ids)} tokens"
-        words = [f"{self.finish.reason.value}", f"{len(self.token_ids)} tokens"]
-        if self.finish.detail:
+        words = [self.reason.value, f"{len(self.token_ids)} tokens"]
+        if self.finish is not None and self.finish.detail:
             words[0] += f" ({self.finish.detail})"
         if self.first is not None:
             words.append(f"first after {self.first * 1000:.0f} ms")
@@ -103,18 +131,21 @@ class Answer:
         return ", ".join(words)
 
     def jsonable(self) -> dict[str, Any]:
-        assert self.finish is not None
+        finish = self.finish
         return {
             "adapter": self.adapter,
             "index": self.index,
             "text": self.text if self.decoder is not None else None,
             "token_ids": self.token_ids,
             "logprobs": self.logprobs or None,
-            "finish_reason": self.finish.reason,
-            "stop_token_id": self.finish.stop_token_id,
-            "detail": self.finish.detail,
+            "prompt_logprobs": self.prompt_logprobs and self.prompt_logprobs.logprobs,
+            "finish_reason": self.reason,
+            "stop": self.stop,
+            "stop_token_id": finish and finish.stop_token_id,
+            "stop_sequence": finish and finish.stop_sequence,
+            "detail": finish.detail if finish else "",
             "spans": dorad._wire.merge_spans(self.spans),
-            "usage": self.finish.usage,
+            "usage": finish and finish.usage,
             "seed": self.seed,
         }
 
@@ -150,7 +181,9 @@ async def _run(
             async for delta in stream:
                 new = column[delta.index].add(delta, time.monotonic() - start)
                 on_text(new)
-        if unfinished := [answer.index for answer in column if answer.finish is None]:
+                if all(answer.ended for answer in column):
+                    break  # Stop strings end the call early.
+        if unfinished := [answer.index for answer in column if not answer.ended]:
             raise dorad.Internal(f"samples {unfinished} never finished", code="INTERNAL")
 
     async with dorad.aio.Client(**server.arguments()) as client:
@@ -216,7 +249,15 @@ def generate(
         float | None, typer.Option(help="Drop tokens below this share of the highest probability.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed repeats a sample.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends a sample; needs the model's tokenizer. Repeatable."),
+    ] = None,
     stop_token_ids: Annotated[str, typer.Option(help="Additional stop tokens: 1,2,3.")] = "",
+    stop_sequence: Annotated[
+        list[str] | None,
+        typer.Option(help="Tokens that together end a sample: 1,2,3. Repeatable."),
+    ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at end tokens.")
     ] = False,
@@ -226,10 +267,19 @@ def generate(
             help="For JSON output. raw: of the model; processed: after temperature and filters."
         ),
     ] = None,
+    prompt_logprobs: Annotated[
+        bool,
+        typer.Option("--prompt-logprobs", help="For JSON output, also those of the prompt: raw."),
+    ] = False,
+    truncate_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Keep this many tokens at the end of a longer prompt.")
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Generate from one prompt with several adapters side by side."""
     ready = read(prompt, token_ids, model, chat=not raw, system=system)
+    if stop and ready.text is None:
+        raise typer.BadParameter("needs --model, for its tokenizer", param_hint="--stop")
     options: dorad.GenerateOptions = {
         "n": n,
         "max_tokens": max_tokens,
@@ -240,12 +290,20 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "stop_token_ids": parse_ids(stop_token_ids, "--stop-token-ids") or None,
+        "stop_sequences": [parse_ids(ids, "--stop-sequence") for ids in stop_sequence or ()],
         "ignore_eos": ignore_eos,
         "logprobs": logprobs.value if logprobs else None,
+        "prompt_logprobs": prompt_logprobs,
+        "truncate_prompt_tokens": truncate_prompt_tokens,
     }
+
+    def decoder() -> TextStream | None:
+        if ready.text is None:
+            return None
+        return ready.text.stream(stop=stop or (), min_tokens=min_tokens or 0)
+
     columns = [
-        [Answer(ref, i, decoder=ready.text.stream() if ready.text else None) for i in range(n)]
-        for ref in adapters_of(adapter, base)
+        [Answer(ref, i, decoder=decoder()) for i in range(n)] for ref in adapters_of(adapter, base)
     ]
 
     def run(on_text: Any) -> Any:

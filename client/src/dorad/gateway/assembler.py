@@ -52,19 +52,26 @@ class Assembler:
     def __init__(
         self, text: ModelText | None, stops: Stops, *, skip_special_tokens: bool = True
     ) -> None:
-        self._decoder: TextStream | None = (
-            text.stream(skip_special_tokens=skip_special_tokens) if text is not None else None
+        self._stream: TextStream | None = (
+            text.stream(
+                skip_special_tokens=skip_special_tokens,
+                stop=stops.strings,
+                include_stop=stops.include,
+                min_tokens=stops.min_tokens,
+            )
+            if text is not None
+            else None
         )
         self._stops = stops
-        self._longest = max((len(s) for s in stops.strings), default=0)
-        self._text = ""
         self._released = 0
-        self._searched = 0  # No valid stop string ends before this point.
         self._pending: list[Token] = []
         self.count = 0
         """Number of tokens so far, up to the one that completed a stop string."""
-        self.stopped: str | None = None
+
+    @property
+    def stopped(self) -> str | None:
         """The stop string that ended the sample. Later tokens are ignored."""
+        return None if self._stream is None else self._stream.stopped
 
     def push(
         self,
@@ -73,74 +80,43 @@ class Assembler:
         top: t.TopLogprobs | None = None,
     ) -> Piece:
         """Adds tokens and returns the new final text."""
+        new = ""
         for i, token_id in enumerate(token_ids):
+            if self.stopped is not None:
+                break
             pairs = (
                 list(zip(top.token_ids[i].tolist(), top.logprobs[i].tolist(), strict=True))
                 if top is not None
                 else []
             )
             logprob = None if logprobs is None else float(logprobs[i])
-            self._pending.append(Token(token_id, logprob, pairs, len(self._text)))
+            offset = 0 if self._stream is None else self._stream.length
+            self._pending.append(Token(token_id, logprob, pairs, offset))
             self.count += 1
-            if self._decoder is not None and (
+            if self._stream is not None and (
                 self._stops.include or token_id not in self._stops.token_ids
             ):
-                self._text += self._decoder.push([token_id])
-            if self._cut():
-                return self._release(len(self._text))
-        return self._release(len(self._text) - self._held_back())
+                new += self._stream.push([token_id])
+        return self._release(new)
 
     def end(self) -> Piece:
         """Ends the sample and returns all text and tokens held back."""
         if self.stopped is not None:
             return Piece()
-        if self._decoder is not None:
-            self._text += self._decoder.finish()
-            if self._cut():
-                return self._release(len(self._text))
-        piece = self._release(len(self._text))
-        # Tokens without text, such as the end token.
-        piece.tokens += self._pending
+        piece = self._release("" if self._stream is None else self._stream.finish())
+        if self.stopped is None:
+            # Tokens without text, such as the end token.
+            piece.tokens += self._pending
         self._pending = []
         return piece
 
-    def _cut(self) -> bool:
-        """Searches for stop strings and cuts the text at the first one."""
-        if not self._stops.strings:
-            return False
-        if self.count <= self._stops.min_tokens:
-            self._searched = len(self._text)
-            return False
-        # Only matches that end after the searched part.
-        found = [
-            (at, s)
-            for s in self._stops.strings
-            if (at := self._text.find(s, max(0, self._searched - len(s) + 1))) >= 0
-        ]
-        self._searched = len(self._text)
-        if not found:
-            return False
-        at, self.stopped = min(found, key=lambda pair: (pair[0], -len(pair[1])))
-        self._text = self._text[: at + (len(self.stopped) if self._stops.include else 0)]
-        return True
-
-    def _held_back(self) -> int:
-        """Length of the longest suffix that could begin a stop string."""
-        # Released text begins no stop string, and more text does not change that.
-        first = max(self._released, len(self._text) - self._longest + 1)
-        for begin in range(first, len(self._text)):
-            tail = self._text[begin:]
-            if any(s.startswith(tail) for s in self._stops.strings):
-                return len(tail)
-        return 0
-
-    def _release(self, end: int) -> Piece:
-        text = self._text[self._released : end] if end > self._released else ""
-        self._released = max(self._released, end)
-        if self._decoder is None:
+    def _release(self, text: str) -> Piece:
+        """The new final text with its tokens."""
+        self._released += len(text)
+        if self._stream is None:
             tokens, self._pending = self._pending, []
         else:
-            tokens = [token for token in self._pending if token.offset < end]
+            tokens = [token for token in self._pending if token.offset < self._released]
             self._pending = self._pending[len(tokens) :]
         return Piece(text, tokens)
 

@@ -30,6 +30,7 @@ class Chat:
     work: Work
     names: TokenNames
     logprobs: bool
+    prompt_logprobs: int | None
     return_token_ids: bool
     include_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -53,27 +54,31 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     if body.top_logprobs is not None and not body.logprobs:
         message = "top_logprobs needs logprobs: true"
         raise Refusal(400, "LOGPROBS_MISSING", message, param="top_logprobs")
+    body.check_logprobs()
     gateway.check_choices([None], body.n)
     prompt_text = written(text, body.messages, body.template_variables())
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
+    max_tokens = body.max_completion_tokens
+    max_tokens = body.max_tokens if max_tokens is None else max_tokens
     prompt = await gateway.encode(prompt_text, special_tokens=False)
+    prompt = body.kept(prompt, model, max_tokens)
     options: GenerateOptions = {
         **body.options(),
         "adapter": adapter,
-        "max_tokens": body.max_tokens
-        if body.max_completion_tokens is None
-        else body.max_completion_tokens,
+        "max_tokens": max_tokens,
         "request_id": caller.call_id(),
-        "logprobs": body.logprobs_mode if body.logprobs else None,
-        "top_logprobs": body.top_logprobs,
+        **body.logprob_options(body.logprobs_mode if body.logprobs else None, body.top_logprobs),
     }
     chat = Chat(
         id=f"chatcmpl-{options['request_id']}",
         model=body.model,
-        work=body.work([prompt], options, model, stream=body.stream),
+        work=body.work(
+            [prompt], options, model, stream=body.stream, top_logprobs=body.top_logprobs
+        ),
         names=TokenNames(text, as_ids=body.return_tokens_as_token_ids),
         logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         return_token_ids=body.return_token_ids,
         include_usage=body.stream_options.include_usage,
     )
@@ -129,6 +134,10 @@ async def whole(gateway: Gateway, caller: Caller, chat: Chat) -> dict[str, Any]:
         answer["choices"].append(shown)
     if chat.return_token_ids:
         answer["prompt_token_ids"] = Rows(work.prompts[0], int)
+    if chat.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = chat.names.prompt_rows(
+            work.prompts[0], found[0].prompt_logprobs, chat.prompt_logprobs
+        )
     answer["usage"] = work.tally.usage()
     return answer
 

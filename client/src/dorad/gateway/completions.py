@@ -19,7 +19,15 @@ from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.names import TokenNames
 from dorad.gateway.requests import CompletionRequest
-from dorad.gateway.samples import Choice, Update, Work, choices, updates, versions
+from dorad.gateway.samples import (
+    Choice,
+    Update,
+    Work,
+    choices,
+    first_columns,
+    updates,
+    versions,
+)
 from dorad.gateway.writing import Rows
 from dorad.text import ModelText
 from dorad.types import GenerateOptions
@@ -35,12 +43,15 @@ class Completion:
     work: Work
     names: TokenNames
     logprobs: int | None
+    prompt_logprobs: int | None
     echo: list[Piece] | None
     """One piece for each prompt, with `echo`."""
     generates: bool
     """False: only echo the prompts (max_tokens is 0)."""
     scored_by: t.Span | None
     """The version that scored the echo, if nothing is generated."""
+    scores: list[t.PromptLogprobs] | None
+    """Of each prompt, if nothing is generated."""
     return_token_ids: bool
     include_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -70,20 +81,22 @@ async def understand(
     if body.echo and body.logprobs is not None and body.logprobs_mode != "raw":
         message = "logprobs of an echo are raw: nothing of it was sampled"
         raise Refusal(400, "FIELD_UNSUPPORTED", message, param="logprobs_mode")
+    body.check_logprobs()
     if body.stop:
         gateway.needs_text()
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
-    prompts = await _prompts(gateway, body)
+    prompts = [body.kept(p, model, body.max_tokens) for p in await _prompts(gateway, body)]
     options: GenerateOptions = {
         **body.options(),
         "adapter": adapter,
         "max_tokens": body.max_tokens,
         "request_id": caller.call_id(),
-        "logprobs": None if body.logprobs is None else body.logprobs_mode,
-        "top_logprobs": body.logprobs,
+        **body.logprob_options(
+            None if body.logprobs is None else body.logprobs_mode, body.logprobs
+        ),
     }
-    work = body.work(prompts, options, model, stream=body.stream)
+    work = body.work(prompts, options, model, stream=body.stream, top_logprobs=body.logprobs)
     completion = Completion(
         id=f"cmpl-{options['request_id']}",
         model=body.model,
@@ -91,9 +104,11 @@ async def understand(
         work=work,
         names=TokenNames(gateway.text, as_ids=body.return_tokens_as_token_ids),
         logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         echo=None,
         generates=body.max_tokens > 0,
         scored_by=None,
+        scores=None,
         # Without a tokenizer they are all that there is.
         return_token_ids=body.return_token_ids or gateway.text is None,
         include_usage=body.stream_options.include_usage,
@@ -137,19 +152,27 @@ async def _echoes(
     """Text of the prompts, with log-probabilities if requested."""
     work, text = completion.work, gateway.text
     scored: t.ScoreResult | None = None
-    if completion.logprobs is not None:
+    wanted = [completion.logprobs, None if completion.generates else completion.prompt_logprobs]
+    if counts := [k for k in wanted if k is not None]:
         scored = await client.score(
             work.prompts,
             [completion.adapter],
-            top_k=completion.logprobs or None,
+            top_k=max(counts) or None,
             request_id=f"{work.options['request_id']}-echo",
             timeout=gateway.limits.timeout,
         )
     found = await asyncio.to_thread(_pieces, work, text, scored)
     if not completion.generates:
         work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
-        completion.scored_by = None if scored is None else scored.versions[0]
+        if scored is not None:
+            completion.scored_by = scored.versions[0]
+            completion.scores = [_scores_of(scored, i) for i in range(len(work.prompts))]
     return found
+
+
+def _scores_of(scored: t.ScoreResult, prompt: int) -> t.PromptLogprobs:
+    top = None if scored.top_logprobs is None else scored.top_logprobs[prompt][0]
+    return t.PromptLogprobs(scored[prompt, 0], top, None)
 
 
 def _pieces(work: Work, text: ModelText | None, scored: t.ScoreResult | None) -> list[Piece]:
@@ -160,15 +183,15 @@ def _pieces(work: Work, text: ModelText | None, scored: t.ScoreResult | None) ->
             None if text is None else text.stream(skip_special_tokens=work.skip_special_tokens)
         )
         tokens, parts, offset = list[Token](), list[str](), 0
+        scores = None if scored is None else _scores_of(scored, i)
+        top = first_columns(scores.top_logprobs, work.top_logprobs) if scores else None
         for position, token_id in enumerate(prompt):
             token = Token(token_id, None, [], offset)
-            if scored is not None and position > 0:
-                token.logprob = float(scored[i, 0][position])
-                if scored.top_logprobs is not None:
-                    ids, values = scored.top_logprobs[i][0]
-                    token.top = list(
-                        zip(ids[position].tolist(), values[position].tolist(), strict=True)
-                    )
+            if scores is not None and position > 0:
+                token.logprob = float(scores.logprobs[position])
+                if top is not None:
+                    ids, values = top.token_ids[position], top.logprobs[position]
+                    token.top = list(zip(ids.tolist(), values.tolist(), strict=True))
             tokens.append(token)
             if decoder is not None:
                 parts.append(decoder.push([token_id]))
@@ -227,14 +250,18 @@ async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dic
     else:
         nothing = Choice(finish_reason="length", span=completion.scored_by)
         found = [nothing] * (len(work.prompts) * work.n)
-    return {
-        **completion.head(),
-        "choices": [
-            _choice(completion, i, _with_echo(completion, i, c.piece, first=True), c)
-            for i, c in enumerate(found)
-        ],
-        "usage": work.tally.usage(),
-    }
+    shown = [
+        _choice(completion, i, _with_echo(completion, i, c.piece, first=True), c)
+        for i, c in enumerate(found)
+    ]
+    if completion.prompt_logprobs is not None:
+        scores = completion.scores or [c.prompt_logprobs for c in found[:: work.n]]
+        for i, choice in enumerate(shown):
+            prompt = i // work.n
+            choice["prompt_logprobs"] = completion.names.prompt_rows(
+                work.prompts[prompt], scores[prompt], completion.prompt_logprobs
+            )
+    return {**completion.head(), "choices": shown, "usage": work.tally.usage()}
 
 
 async def events(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+from dorad import types as t
 from dorad.gateway.assembler import Token
+from dorad.gateway.samples import first_columns
+from dorad.gateway.writing import Rows
 from dorad.text import ModelText
 
 _LOWEST = -9999.0  # JSON has no infinity.
@@ -50,6 +54,36 @@ class TokenNames:
             found.setdefault(self.name(token_id), self.value(logprob))
         found.setdefault(self.name(token.id), self.value(token.logprob))
         return found
+
+    def prompt_rows(
+        self, prompt: Sequence[int], scores: t.PromptLogprobs | None, top: int | None
+    ) -> Rows | None:
+        """vLLM's `prompt_logprobs`: by token id, the prompt's token and the `top` most likely ones.
+
+        The rank of a token is its place among these. None: it is not among them.
+        """
+        if scores is None:
+            return None
+        most_likely = first_columns(scores.top_logprobs, top)
+
+        def row(position: int) -> dict[str, Any] | None:
+            if position == 0:
+                return None
+            token_id = prompt[position]
+            pairs = {} if most_likely is None else self._ranked(most_likely, position)
+            own = pairs.pop(token_id, None) or (float(scores.logprobs[position]), None)
+            return {str(i): self._ranked_entry(i, *p) for i, p in [(token_id, own), *pairs.items()]}
+
+        return Rows(range(len(prompt)), row)
+
+    @staticmethod
+    def _ranked(top: t.TopLogprobs, position: int) -> dict[int, tuple[float, int | None]]:
+        ids, logprobs = top.token_ids[position].tolist(), top.logprobs[position].tolist()
+        return {i: (p, rank) for rank, (i, p) in enumerate(zip(ids, logprobs, strict=True), 1)}
+
+    def _ranked_entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        name = None if self._text is None else self.name(token_id)
+        return {"logprob": self.value(logprob), "rank": rank, "decoded_token": name}
 
     def entry(self, token: Token) -> dict[str, Any]:
         """For /v1/chat/completions."""

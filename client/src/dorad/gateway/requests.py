@@ -13,6 +13,7 @@ from dorad import types as t
 from dorad.errors import Violation
 from dorad.gateway import validation
 from dorad.gateway.assembler import stops_of
+from dorad.gateway.errors import Refusal
 from dorad.gateway.samples import Work
 from dorad.gateway.validation import Body, M, TokenIds, UInt32
 
@@ -107,6 +108,7 @@ class Sampling(Body):
         model: t.ModelInfo,
         *,
         stream: bool,
+        top_logprobs: int | None = None,
     ) -> Work:
         """The Generate calls of this request, and how their samples end."""
         eos = frozenset(() if self.ignore_eos else model.eos_token_ids)
@@ -124,6 +126,7 @@ class Sampling(Body):
             stream=stream,
             eos_token_ids=eos,
             skip_special_tokens=self.skip_special_tokens,
+            top_logprobs=top_logprobs,
         )
 
 
@@ -148,9 +151,43 @@ class OpenAIRequest(Sampling):
     """Add the token ids of prompt and choices."""
     return_tokens_as_token_ids: bool = False
     """Log-probabilities name tokens "token_id:7" instead of by their text."""
+    prompt_logprobs: UInt32 | None = None
+    """Raw log-probabilities of the prompt's tokens, also of this many most likely tokens. Not with
+    stream."""
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=2**32 - 1)
+    """Keep this many tokens at the end of a longer prompt; -1: all that fit into the context beside
+    max_tokens."""
 
     def options(self) -> t.GenerateOptions:
-        return {**super().options(), "n": self.n, "stop_token_ids": self.stop_token_ids}
+        return {
+            **super().options(),
+            "n": self.n,
+            "stop_token_ids": self.stop_token_ids,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+        }
+
+    def logprob_options(
+        self, mode: t.LogprobMode | None, top_logprobs: int | None
+    ) -> t.GenerateOptions:
+        """One number of alternatives for answer and prompt: the larger one."""
+        wanted = [k for k in (top_logprobs, self.prompt_logprobs) if k is not None]
+        return {"logprobs": mode, "top_logprobs": max(wanted, default=None)}
+
+    def kept(self, prompt: list[int], model: t.ModelInfo, max_tokens: int | None) -> list[int]:
+        """The prompt after truncation."""
+        count = self.truncate_prompt_tokens
+        if count == -1:
+            count = max(model.context_length - (1 if max_tokens is None else max_tokens), 1)
+        return prompt if count is None else prompt[-count:]
+
+    def check_logprobs(self) -> None:
+        """Raises Refusal."""
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs are not available with stream"
+            raise Refusal(400, "FIELD_UNSUPPORTED", message, param="prompt_logprobs")
+        if self.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens must be at least 1, or -1"
+            raise Refusal(400, "FIELD_INVALID", message, param="truncate_prompt_tokens")
 
 
 class CompletionRequest(OpenAIRequest):

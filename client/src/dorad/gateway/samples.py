@@ -31,6 +31,7 @@ class Update:
     """The versions that generated the piece's tokens; indices count from the choice's first."""
     span: t.Span | None = None
     """The version that generated the newest token of the choice. None: it has no token yet."""
+    prompt_logprobs: t.PromptLogprobs | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class Work:
     stream: bool
     eos_token_ids: frozenset[int]
     skip_special_tokens: bool = True
+    top_logprobs: int | None = None
+    """Alternatives of each token of an answer. The calls may ask for more, for the prompt."""
     tally: Tally = field(default_factory=Tally)
 
 
@@ -174,8 +177,9 @@ class _Prompt:
             tally.prompt_tokens += len(self._prompt)
         before = assembler.count
         logprobs = None if new.logprobs is None else new.logprobs.tolist()
-        piece = assembler.push(new.token_ids.tolist(), logprobs, new.top_logprobs)
-        update = Update(self._first + new.index, piece)
+        top = first_columns(new.top_logprobs, self._work.top_logprobs)
+        piece = assembler.push(new.token_ids.tolist(), logprobs, top)
+        update = Update(self._first + new.index, piece, prompt_logprobs=new.prompt_logprobs)
         finish = new.finish
         if finish is not None:
             tally.last = finish.usage
@@ -196,6 +200,13 @@ class _Prompt:
         if update.finish_reason is not None:
             self._unfinished.discard(new.index)
         return update
+
+
+def first_columns(top: t.TopLogprobs | None, count: int | None) -> t.TopLogprobs | None:
+    """The `count` most likely tokens of each position."""
+    if top is None or not count:
+        return None
+    return t.TopLogprobs(top.token_ids[:, :count], top.logprobs[:, :count])
 
 
 class _Versions:
@@ -237,11 +248,20 @@ def _in_parts(sample: t.Sample) -> Iterator[t.Delta]:
             top_logprobs=top and t.TopLogprobs(top.token_ids[part], top.logprobs[part]),
             chosen_logprobs=None,
             spans=[] if begin else sample.spans,
-            finish=None
-            if begin + _PART < count
-            else t.Finish(sample.finish_reason, sample.stop_token_id, sample.detail, sample.usage),
+            finish=None if begin + _PART < count else _finish_of(sample),
             seed=sample.seed,
+            prompt_logprobs=None if begin else sample.prompt_logprobs,
         )
+
+
+def _finish_of(sample: t.Sample) -> t.Finish:
+    return t.Finish(
+        reason=sample.finish_reason,
+        stop_token_id=sample.stop_token_id,
+        stop_sequence=sample.stop_sequence,
+        detail=sample.detail,
+        usage=sample.usage,
+    )
 
 
 @dataclass(slots=True)
@@ -254,12 +274,14 @@ class Choice:
     spans: list[t.Span] = field(default_factory=list)
     span: t.Span | None = None
     """The version that generated the newest token."""
+    prompt_logprobs: t.PromptLogprobs | None = None
 
     def add(self, update: Update) -> None:
         self.piece.text += update.piece.text
         self.piece.tokens += update.piece.tokens
         self.spans = _wire.merge_spans([*self.spans, *update.spans])
         self.span = update.span
+        self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         if update.finish_reason is not None:
             self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
 
