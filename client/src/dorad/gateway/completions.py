@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -255,7 +255,9 @@ async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dic
         for i, c in enumerate(found)
     ]
     if completion.prompt_logprobs is not None:
-        scores = completion.scores or [c.prompt_logprobs for c in found[:: work.n]]
+        scores: Sequence[t.PromptLogprobs | None] = completion.scores or [
+            c.prompt_logprobs for c in found[:: work.n]
+        ]
         for i, choice in enumerate(shown):
             prompt = i // work.n
             choice["prompt_logprobs"] = completion.names.prompt_rows(
