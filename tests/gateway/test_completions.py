@@ -290,6 +290,29 @@ def test_a_stop_token_ends_the_answer_and_is_named(client, grpc_client, base, te
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("stop", [[], ["absent"]])
+def test_every_choice_echoes_the_scores_of_its_prompt(client, grpc_client, base, streamed, stop):
+    prompts, n, new = [IDS, IDS[::-1]], 2, 3
+    answer = client.completions.create(
+        model=base, prompt=prompts, n=n, echo=True, logprobs=2, max_tokens=new, seed=5,
+        stop=stop, stream=streamed, **extra(return_token_ids=True, ignore_eos=True),
+    )  # fmt: skip
+    logprobs, tops, ids = ([[] for _ in range(4)] for _ in range(3))
+    for choice in (c for e in answer for c in e.choices) if streamed else answer.choices:
+        logprobs[choice.index] += choice.logprobs.token_logprobs
+        tops[choice.index] += choice.logprobs.top_logprobs
+        ids[choice.index] += choice.token_ids
+    assert len({tuple(i) for i in ids}) == 4
+    for index in range(4):
+        assert ids[index][: len(IDS)] == prompts[index // n] and len(ids[index]) == len(IDS) + new
+        scored = grpc_client.score([ids[index]], top_k=2)
+        assert logprobs[index][0] is None and tops[index][0] is None
+        assert logprobs[index][1:] == scored[0, 0].tolist()[1:]
+        for row, values in zip(tops[index], scored.top_logprobs[0][0].logprobs, strict=True):
+            assert row is None or set(values.tolist()) <= set(row.values())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 def test_echo_shows_the_prompt_with_its_scores(client, grpc_client, text, streamed):
     prompt = text.encode("an echo")
     answer = client.completions.create(

@@ -95,13 +95,9 @@ def test_others_have_their_turn_while_an_echo_is_decoded():
             return ""
 
     text = SimpleNamespace(stream=lambda skip_special_tokens: Decoder())
-    gateway = SimpleNamespace(text=text)
-    completion = SimpleNamespace(
-        work=work_of(2, 1), logprobs=None, prompt_logprobs=None, generates=False
-    )
 
     async def run():
         asyncio.get_running_loop().call_later(0.05, turn_of_others.set)
-        return await completions._echoes(gateway, None, completion)
+        return await completions._echoes(work_of(2, 1), text)
 
     assert [piece.text for piece in asyncio.run(run())] == ["xx", "xx"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +50,8 @@ class Completion:
     """False: only echo the prompts (max_tokens is 0)."""
     scored_by: t.Span | None
     """The version that scored the echo, if nothing is generated."""
-    scores: list[t.PromptLogprobs] | None
-    """Of each prompt, if nothing is generated."""
+    scores: list[t.PromptLogprobs | None]
+    """Of each prompt, once they have come."""
     return_token_ids: bool
     include_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
@@ -96,6 +96,8 @@ async def understand(
             None if body.logprobs is None else body.logprobs_mode, body.logprobs
         ),
     }
+    if body.echo and body.logprobs is not None:
+        options["prompt_logprobs"] = True
     work = body.work(prompts, options, model, stream=body.stream, top_logprobs=body.logprobs)
     completion = Completion(
         id=f"cmpl-{options['request_id']}",
@@ -108,14 +110,16 @@ async def understand(
         echo=None,
         generates=body.max_tokens > 0,
         scored_by=None,
-        scores=None,
+        scores=[None] * len(prompts),
         # Without a tokenizer they are all that there is.
         return_token_ids=body.return_token_ids or gateway.text is None,
         include_usage=body.stream_options.include_usage,
     )
     if body.echo:
         _check_lengths(completion, model)
-        completion.echo = await _echoes(gateway, gateway.client_of(caller), completion)
+        completion.echo = await _echoes(work, gateway.text)
+        if not completion.generates:
+            await _score(gateway, gateway.client_of(caller), completion)
     return completion, work.stream
 
 
@@ -146,53 +150,58 @@ def _check_lengths(completion: Completion, model: t.ModelInfo) -> None:
             raise Refusal(400, problem.reason, message, param=field, violations=[problem])
 
 
-async def _echoes(
-    gateway: Gateway, client: dorad.aio.Client, completion: Completion
-) -> list[Piece]:
-    """Text of the prompts, with log-probabilities if requested."""
-    work, text = completion.work, gateway.text
-    scored: t.ScoreResult | None = None
-    wanted = [completion.logprobs, None if completion.generates else completion.prompt_logprobs]
-    if counts := [k for k in wanted if k is not None]:
-        scored = await client.score(
-            work.prompts,
-            [completion.adapter],
-            top_k=max(counts) or None,
-            request_id=f"{work.options['request_id']}-echo",
-            timeout=gateway.limits.timeout,
-        )
-    found = await asyncio.to_thread(_pieces, work, text, scored)
-    if not completion.generates:
-        work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
-        if scored is not None:
-            completion.scored_by = scored.versions[0]
-            completion.scores = [_scores_of(scored, i) for i in range(len(work.prompts))]
-    return found
+async def _score(gateway: Gateway, client: dorad.aio.Client, completion: Completion) -> None:
+    """Scores the prompts of a request that generates nothing, if it asks for log-probabilities."""
+    work = completion.work
+    work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)
+    wanted = (completion.logprobs, completion.prompt_logprobs)
+    counts = [k for k in wanted if k is not None]
+    if not counts:
+        return
+    scored = await client.score(
+        work.prompts,
+        [completion.adapter],
+        top_k=max(counts) or None,
+        request_id=f"{work.options['request_id']}-echo",
+        timeout=gateway.limits.timeout,
+    )
+    completion.scored_by = scored.versions[0]
+    for prompt in range(len(work.prompts)):
+        top = None if scored.top_logprobs is None else scored.top_logprobs[prompt][0]
+        await _take_scores(completion, prompt, t.PromptLogprobs(scored[prompt, 0], top, None))
 
 
-def _scores_of(scored: t.ScoreResult, prompt: int) -> t.PromptLogprobs:
-    top = None if scored.top_logprobs is None else scored.top_logprobs[prompt][0]
-    return t.PromptLogprobs(scored[prompt, 0], top, None)
+async def _take_scores(completion: Completion, prompt: int, scores: t.PromptLogprobs) -> None:
+    completion.scores[prompt] = scores
+    if completion.echo is not None and completion.logprobs is not None:
+        tokens, top = completion.echo[prompt].tokens, completion.work.top_logprobs
+        await asyncio.to_thread(_add_scores, tokens, scores, top)
 
 
-def _pieces(work: Work, text: ModelText | None, scored: t.ScoreResult | None) -> list[Piece]:
-    """Without a tokenizer (`text` is None) they have tokens only."""
+def _add_scores(tokens: list[Token], scores: t.PromptLogprobs, count: int | None) -> None:
+    top = first_columns(scores.top_logprobs, count)
+    for position, token in enumerate(tokens):
+        if position > 0:
+            token.logprob = float(scores.logprobs[position])
+            if top is not None:
+                ids, values = top.token_ids[position], top.logprobs[position]
+                token.top = list(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+async def _echoes(work: Work, text: ModelText | None) -> list[Piece]:
+    """Text and tokens of the prompts. Without a tokenizer (`text` is None) tokens only."""
+    return await asyncio.to_thread(_pieces, work, text)
+
+
+def _pieces(work: Work, text: ModelText | None) -> list[Piece]:
     found = []
-    for i, prompt in enumerate(work.prompts):
+    for prompt in work.prompts:
         decoder = (
             None if text is None else text.stream(skip_special_tokens=work.skip_special_tokens)
         )
         tokens, parts, offset = list[Token](), list[str](), 0
-        scores = None if scored is None else _scores_of(scored, i)
-        top = first_columns(scores.top_logprobs, work.top_logprobs) if scores else None
-        for position, token_id in enumerate(prompt):
-            token = Token(token_id, None, [], offset)
-            if scores is not None and position > 0:
-                token.logprob = float(scores.logprobs[position])
-                if top is not None:
-                    ids, values = top.token_ids[position], top.logprobs[position]
-                    token.top = list(zip(ids.tolist(), values.tolist(), strict=True))
-            tokens.append(token)
+        for token_id in prompt:
+            tokens.append(Token(token_id, None, [], offset))
             if decoder is not None:
                 parts.append(decoder.push([token_id]))
                 offset += len(parts[-1])
@@ -247,6 +256,9 @@ async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dic
     work = completion.work
     if completion.generates:
         found = await choices(gateway.client_of(caller), gateway.text, work, gateway.limits.timeout)
+        for prompt, choice in enumerate(found[:: work.n]):
+            if choice.prompt_logprobs is not None:
+                await _take_scores(completion, prompt, choice.prompt_logprobs)
     else:
         nothing = Choice(finish_reason="length", span=completion.scored_by)
         found = [nothing] * (len(work.prompts) * work.n)
@@ -255,13 +267,10 @@ async def whole(gateway: Gateway, caller: Caller, completion: Completion) -> dic
         for i, c in enumerate(found)
     ]
     if completion.prompt_logprobs is not None:
-        scores: Sequence[t.PromptLogprobs | None] = completion.scores or [
-            c.prompt_logprobs for c in found[:: work.n]
-        ]
-        for i, choice in enumerate(shown):
+        for i, row in enumerate(shown):
             prompt = i // work.n
-            choice["prompt_logprobs"] = completion.names.prompt_rows(
-                work.prompts[prompt], scores[prompt], completion.prompt_logprobs
+            row["prompt_logprobs"] = completion.names.prompt_rows(
+                work.prompts[prompt], completion.scores[prompt], completion.prompt_logprobs
             )
     return {**completion.head(), "choices": shown, "usage": work.tally.usage()}
 
@@ -275,6 +284,9 @@ async def events(
         async for update in incoming:
             first = update.index not in begun
             begun.add(update.index)
+            if update.prompt_logprobs is not None:
+                # With the first token of the prompt's first choice, which precedes the others.
+                await _take_scores(completion, update.index // work.n, update.prompt_logprobs)
             piece = _with_echo(completion, update.index, update.piece, first=first)
             if not (piece.text or piece.tokens or update.finish_reason):
                 continue
