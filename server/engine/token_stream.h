@@ -1,7 +1,7 @@
 // The mailbox between the engine and the one consumer of a request. The engine never waits for a
 // consumer: deltas of a sample that have not been taken are merged, so memory is bounded by the
-// request's own n × max_tokens positions, and its prompt's if they are scored. Shared by both sides.
-// Thread-safe.
+// request's own n × max_tokens positions, and its prompt's if they are scored. Shared by both
+// sides. Thread-safe.
 #pragma once
 
 #include <cstdint>
