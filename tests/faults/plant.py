@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -114,10 +114,10 @@ def planted(fault: Fault) -> Iterator[None]:
 # --- Building and testing. ------------------------------------------------------------------------
 
 
-def build(targets: Iterable[str]) -> None:
+def build(targets: list[str]) -> None:
     """Programs by name: "engine_test", "dorad". Emulation has a folder of its own, with CUDA."""
-    emulated = sorted({target for target in targets if target.startswith(EMULATION)})
-    others = sorted(set(targets) - set(emulated))
+    emulated = [target for target in targets if target.startswith(EMULATION)]
+    others = [target for target in targets if target not in emulated]
     for folder, wanted in (("build", others), ("build-cuda", emulated)):
         if not wanted:
             continue
@@ -156,7 +156,7 @@ def failed_unit(program: str, tests: str) -> str:
     return f"{program} {begun[-1]} ({'hangs' if code == -1 else 'crashes'})"
 
 
-def failed_python(selection: Iterable[str]) -> str:
+def failed_python(selection: Sequence[str]) -> str:
     """The first Python test that fails; "": none."""
     tests = [f"tests/{test}" for test in selection]
     code, output = run(
@@ -173,7 +173,7 @@ def failed_python(selection: Iterable[str]) -> str:
 def catcher(fault: Fault) -> str:
     """The test that notices the planted fault; "": none. The named tests of a unit program run
     before the rest of it."""
-    build(program_of(unit) for unit in fault.units)
+    build([program_of(unit) for unit in fault.units])
     for unit in fault.units:
         program, _, named = unit.partition(":")
         for tests in (named, "*") if named else ("*",):
