@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from planted import FAULTS, Fault
@@ -54,14 +55,23 @@ def run(command: list[str], **environment: str) -> tuple[int, str]:
     with LOG.open("a") as log:
         begin = log.tell()
         print("$", " ".join(command), file=log, flush=True)
-        with subprocess.Popen(
-            command, cwd=TREE, env=ours, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        ) as process:
-            try:
+        process = subprocess.Popen(
+            command,
+            cwd=TREE,
+            env=ours,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        code = -1
+        try:
+            with suppress(subprocess.TimeoutExpired):
                 code = process.wait(SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = -1
+        finally:  # Also compilers and servers that it has left.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     with LOG.open(errors="replace") as log:
         log.seek(begin)
         return code, log.read()
@@ -128,10 +138,6 @@ def build(targets: list[str]) -> None:
             raise Unusable(f"does not build: {errors[0] if errors else LOG}")
 
 
-def program_of(unit: str) -> str:
-    return unit.partition(":")[0] + "_test"
-
-
 def path_of(program: str) -> str:
     if program.startswith(EMULATION):
         return f"build-cuda/tests/emulation/{program}"
@@ -173,11 +179,11 @@ def failed_python(selection: Sequence[str]) -> str:
 def catcher(fault: Fault) -> str:
     """The test that notices the planted fault; "": none. The named tests of a unit program run
     before the rest of it."""
-    build([program_of(unit) for unit in fault.units])
     for unit in fault.units:
-        program, _, named = unit.partition(":")
+        room, _, named = unit.partition(":")
+        build([f"{room}_test"])
         for tests in (named, "*") if named else ("*",):
-            if found := failed_unit(program_of(program), tests):
+            if found := failed_unit(f"{room}_test", tests):
                 return found
     if not fault.tests:
         return ""
@@ -224,6 +230,7 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.name}\n    {fault.file}\n    {fault.breaks}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Ends what runs.
     SCRATCH.mkdir(parents=True, exist_ok=True)
     LOG.write_text("")
     copy_tree()
