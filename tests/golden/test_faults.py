@@ -17,9 +17,13 @@ def test_a_planted_fault_changes_one_place_and_names_tests_that_exist(fault: Fau
     assert fault.breaks.endswith(".")
     assert fault.units or fault.tests
     for unit in fault.units:
-        room = unit.partition(":")[0]
+        room, _, named = unit.partition(":")
         emulated = ROOT / "tests" / "emulation" / f"{room.removeprefix('emulation_')}_test.cc"
-        assert (ROOT / "tests" / "unit" / room).is_dir() or emulated.is_file(), unit
+        sources = [emulated] if emulated.is_file() else (ROOT / "tests/unit" / room).glob("*.cc")
+        code = "".join(source.read_text() for source in sources)
+        assert code, unit
+        for suite in re.findall(r"(?:^|:)\*?(\w+)", named):
+            assert re.search(rf"^TEST(_[FP])?\({suite}", code, re.MULTILINE), unit
     for test in fault.tests:
         file, _, name = test.partition("::")
         source = (ROOT / "tests" / file).read_text()
