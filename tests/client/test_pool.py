@@ -261,6 +261,17 @@ def test_a_version_of_the_right_number_with_other_weights_is_unexpected(server):
             pool.generate_many([[1]], adapter="a", max_tokens=1)
 
 
+def test_an_earlier_version_is_unexpected_though_it_was_active_once(server):
+    with pool_of(server) as pool:
+        publish(pool)
+        publish(pool)
+        pool.generate_many([[1]], adapter="a", max_tokens=1)
+        with dorad.Client(server.target) as stranger:
+            stranger.activate("a@1")
+        with pytest.raises(dorad.UnexpectedVersion, match="a@1"):
+            pool.generate_many([[1]], adapter="a", max_tokens=1)
+
+
 def test_removing_a_server_that_a_change_waits_for_is_that_servers_failure(server):
     with Hanging() as hanging, pool_of(server, hanging) as pool:
         hanging.hang = True
