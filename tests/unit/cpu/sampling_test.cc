@@ -187,6 +187,23 @@ TEST_P(SamplingTest, TruncationKeepsWhatSortingEverythingWouldKeep) {
   }
 }
 
+// Far from rounding, unlike the random rows above: the number of candidates is exact.
+TEST_P(SamplingTest, TopPKeepsTheCandidateThatReachesTheMass) {
+  const at::Tensor logits = at::tensor({0.1f, 0.4f, 0.2f, 0.3f}).log();
+  const std::vector<int32_t> order = {1, 3, 2, 0};
+  for (const auto& [top_k, top_p, size] :
+       {std::tuple(0, 0.2f, 1), {0, 0.65f, 2}, {0, 0.85f, 3}, {0, 0.95f, 4}, {3, 0.5f, 2}}) {
+    SampleSpec spec;
+    spec.top_k = top_k;
+    spec.top_p = top_p;
+    spec.logprob_mode = LogprobMode::kProcessed;
+    spec.top_logprobs = 4;
+    std::vector<int32_t> expected(order.begin(), order.begin() + size);
+    expected.resize(4, -1);
+    EXPECT_EQ(SampleOne(logits, spec).top_ids, expected) << top_k << " " << top_p;
+  }
+}
+
 TEST_P(SamplingTest, EqualCandidatesAreRankedById) {
   const at::Tensor logits = at::zeros({500});
   SampleSpec spec;

@@ -16,8 +16,10 @@ TEST(PageToken, ReadsBackWhatItWrote) {
 }
 
 TEST(PageToken, IsRefusedForAnotherFilter) {
-  EXPECT_EQ(ReasonOf(ParsePageToken(MakePageToken({"a", "a", 1}), "b").status()),
-            "PAGE_TOKEN_INVALID");
+  const std::string token = MakePageToken({"a", "a", 1});
+  for (const char* filter : {"b", ""}) {
+    EXPECT_EQ(ReasonOf(ParsePageToken(token, filter).status()), "PAGE_TOKEN_INVALID") << filter;
+  }
 }
 
 TEST(PageToken, RefusesAnythingElse) {
