@@ -59,14 +59,16 @@ absl::Status AddAdapter(const std::string& value, Command* command) {
   return absl::OkStatus();
 }
 
-constexpr const char* kVerbs[] = {"serve", "check-config", "print-config"};
+constexpr const char* kVerbs[] = {"serve", "check-config", "print-config", "check-adapter"};
+constexpr const char* kVerbList = "serve, check-config, print-config or check-adapter";
 constexpr const char* kFlags[] = {"--model", "--config", "--set", "--adapter", "--help"};
 
-// The argument without a flag: the model of serve and print-config, the file of check-config.
+// The argument without a flag.
 absl::Status TakePositional(const std::string& value, Command* command) {
-  if (command->verb == Command::Verb::kCheckConfig) {
-    if (!command->config_file.empty()) return Usage("dorad check-config takes one FILE");
-    command->config_file = value;
+  if (command->verb == Command::Verb::kCheckConfig ||
+      command->verb == Command::Verb::kCheckAdapter) {
+    if (!command->path.empty()) return Usage(absl::StrCat("a second argument, \"", value, "\""));
+    command->path = value;
     return absl::OkStatus();
   }
   if (command->model) return Usage(absl::StrCat("a second model, \"", value, "\""));
@@ -97,7 +99,7 @@ absl::Status ParseArgument(Arguments* arguments, Command* command) {
 absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& arguments) {
   Arguments words(arguments);
   Command command;
-  if (!words.Next()) return Usage("a command is missing: serve, check-config or print-config");
+  if (!words.Next()) return Usage(absl::StrCat("a command is missing: ", kVerbList));
   const std::string verb = words.word();
   if (verb == "--help" || verb == "-h" || verb == "help") return command;
   if (verb == "--version") {
@@ -110,15 +112,23 @@ absl::StatusOr<Command> ParseCommandLine(const std::vector<std::string>& argumen
     command.verb = Command::Verb::kPrintConfig;
   } else if (verb == "check-config") {
     command.verb = Command::Verb::kCheckConfig;
+  } else if (verb == "check-adapter") {
+    command.verb = Command::Verb::kCheckAdapter;
   } else {
-    return Usage(absl::StrCat("unknown command \"", verb, "\": serve, check-config or print-config",
-                              DidYouMean(verb, kVerbs)));
+    return Usage(
+        absl::StrCat("unknown command \"", verb, "\": ", kVerbList, DidYouMean(verb, kVerbs)));
   }
   bool is_empty = true;
   for (; words.Next(); is_empty = false) {
     DORAD_RETURN_IF_ERROR(ParseArgument(&words, &command));
   }
-  if (verb == "check-config" && is_empty) return Usage("dorad check-config needs a FILE or flags");
+  if (command.verb == Command::Verb::kCheckConfig && is_empty) {
+    return Usage("dorad check-config needs a FILE, a MODEL or flags");
+  }
+  if (command.verb == Command::Verb::kCheckAdapter) {
+    if (command.path.empty()) return Usage("dorad check-adapter needs the adapter's folder");
+    if (!command.adapters.empty()) return Usage("dorad check-adapter takes DIR without --adapter");
+  }
   return command;
 }
 
@@ -136,10 +146,13 @@ const char* HelpText() {
       SIGTERM or SIGINT: lets running requests finish, then ends; a second one ends them, too.
       SIGHUP: reads the file again and applies the keys that can change.
 
-  dorad check-config [FILE] [the flags of serve]
+  dorad check-config [FILE | MODEL] [the flags of serve]
       Reports errors that a start would find before it loads anything.
   dorad print-config [the arguments of serve]
       Prints the configuration in effect as YAML, each value with its origin.
+  dorad check-adapter DIR --model DIR [--config FILE] [--set section.key=value]...
+      Validates a PEFT folder against the model's config.json, without the model's weights.
+      Prints what it is, its digest and the checks that only a server makes, as YAML.
   dorad --version
   dorad --help
 

@@ -22,8 +22,11 @@ inline constexpr int kExitConfig = 78;        // configuration, model, adapter o
 // 128 + N: a second signal N cut the drain short.
 
 struct Command {
-  enum class Verb { kServe, kPrintConfig, kCheckConfig, kVersion, kHelp };
+  enum class Verb { kServe, kPrintConfig, kCheckConfig, kCheckAdapter, kVersion, kHelp };
   Verb verb = Verb::kHelp;
+  // The argument without a flag. check-config: the configuration file or the model's folder;
+  // check-adapter: the adapter's folder. Empty for the other commands, whose argument is `model`.
+  std::string path;
   std::string config_file;
   std::optional<std::string> model;
   std::vector<std::string> overrides;                         // section.key=value

@@ -5,12 +5,15 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "server/app/adapter_check.h"
 #include "server/app/app.h"
 #include "server/app/config_check.h"
 #include "server/app/options_from_config.h"
@@ -66,12 +69,14 @@ absl::StatusOr<Config> ReadConfig(const Command& command, ConfigOrigins* origins
   return config;
 }
 
-// The configuration for serve: it needs a model.
-absl::StatusOr<Config> ReadConfigToServe(const Command& command) {
+// The configuration for a command that needs a model.
+absl::StatusOr<Config> ReadConfigWithModel(const Command& command) {
   DORAD_ASSIGN_OR_RETURN(Config config, ReadConfig(command));
   if (config.model.path.empty()) {
     return MakeError(absl::StatusCode::kInvalidArgument, "MODEL_MISSING",
-                     "no model: say dorad serve MODEL or set model.path");
+                     command.verb == Command::Verb::kServe
+                         ? "no model: say dorad serve MODEL or set model.path"
+                         : "no model: give --model DIR or set model.path");
   }
   return config;
 }
@@ -93,7 +98,7 @@ int Serve(const Command& command) {
   Signals signals;
   absl::StatusOr<std::unique_ptr<App>> app;  // outlives the manager's thread, which uses it
   const std::unique_ptr<ServiceManager> manager = ServiceManager::FromEnvironment();
-  const absl::StatusOr<Config> config = ReadConfigToServe(command);
+  const absl::StatusOr<Config> config = ReadConfigWithModel(command);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
   ApplyLogging(config->log);
   if (const char* failpoint = std::getenv("DORAD_FAILPOINT")) {
@@ -111,7 +116,7 @@ int Serve(const Command& command) {
   manager->KeepAlive([&app] { return (*app)->alive(); });
   while (signals.Wait() == Signals::Event::kReload) {
     manager->Reloading();
-    (*app)->Reload(ReadConfigToServe(command));
+    (*app)->Reload(ReadConfigWithModel(command));
     manager->Ready("serving");
   }
   manager->Stopping("finishing running requests");
@@ -123,14 +128,43 @@ int Serve(const Command& command) {
   return code;
 }
 
-int CheckConfig(const Command& command) {
-  const absl::StatusOr<Config> config = ReadConfig(command);
+// check-config's argument: a folder is serve's MODEL, else it is the configuration file.
+absl::StatusOr<Command> WithPath(Command command) {
+  std::error_code error;
+  const bool is_model = std::filesystem::is_directory(command.path, error);
+  if (command.path.empty()) return command;
+  if (is_model ? command.model.has_value() : !command.config_file.empty()) {
+    return MakeError(absl::StatusCode::kInvalidArgument, "USAGE",
+                     absl::StrCat("a second ", is_model ? "model" : "configuration file", ", \"",
+                                  command.path, "\" (see dorad --help)"));
+  }
+  if (is_model) {
+    command.model = command.path;
+  } else {
+    command.config_file = command.path;
+  }
+  return command;
+}
+
+int CheckConfig(const Command& given) {
+  const absl::StatusOr<Command> command = WithPath(given);
+  if (!command.ok()) return Fail(command.status(), kExitUsage);
+  const absl::StatusOr<Config> config = ReadConfig(*command);
   if (!config.ok()) return Fail(config.status(), kExitConfig);
   const absl::Status checked = CheckStart(*config);
   if (!checked.ok()) return Fail(checked, kExitConfig);
   std::printf("%s: fine%s\n",
-              command.config_file.empty() ? "configuration" : command.config_file.c_str(),
+              command->config_file.empty() ? "configuration" : command->config_file.c_str(),
               config->model.path.empty() ? "; it names no model" : "");
+  return kExitOk;
+}
+
+int CheckAdapter(const Command& command) {
+  const absl::StatusOr<Config> config = ReadConfigWithModel(command);
+  if (!config.ok()) return Fail(config.status(), kExitConfig);
+  const absl::StatusOr<adapter::AdapterSummary> found = CheckAdapterFiles(command.path, *config);
+  if (!found.ok()) return Fail(found.status(), kExitConfig);
+  std::fputs(ToYaml(*found).c_str(), stdout);
   return kExitOk;
 }
 
@@ -154,6 +188,8 @@ int Run(const Command& command) {
       return CheckConfig(command);
     case Command::Verb::kPrintConfig:
       return PrintConfig(command);
+    case Command::Verb::kCheckAdapter:
+      return CheckAdapter(command);
     case Command::Verb::kVersion:
       std::printf("dorad %s\n", DORAD_VERSION);
       return kExitOk;

@@ -24,19 +24,23 @@ absl::Status CheckDigest(const std::string& expected, const std::string& digest)
                                  absl::StrCat("the content has the digest ", digest)}});
 }
 
-void CountModule(const ModuleTensors& module, AdapterSummary& summary) {
-  const int rank = module.target.rank;
-  summary.min_rank = summary.num_modules == 0 ? rank : std::min(summary.min_rank, rank);
-  summary.max_rank = std::max(summary.max_rank, rank);
-  ++summary.num_modules;
-  summary.num_parameters += module.a.num_elements() + module.b.num_elements();
-  if (module.magnitude != nullptr) {
-    summary.kind = AdapterKind::kDora;
-    summary.num_parameters += module.magnitude->num_elements();
-  }
-}
-
 }  // namespace
+
+AdapterSummary Summarise(const AdapterTensors& tensors) {
+  AdapterSummary summary;
+  for (const ModuleTensors& module : tensors.modules) {
+    const int rank = module.target.rank;
+    summary.min_rank = summary.num_modules == 0 ? rank : std::min(summary.min_rank, rank);
+    summary.max_rank = std::max(summary.max_rank, rank);
+    ++summary.num_modules;
+    summary.num_parameters += module.a.num_elements() + module.b.num_elements();
+    if (module.magnitude != nullptr) {
+      summary.kind = AdapterKind::kDora;
+      summary.num_parameters += module.magnitude->num_elements();
+    }
+  }
+  return summary;
+}
 
 absl::Status CheckWanted(const std::function<bool()>& wanted) {
   if (wanted == nullptr || wanted()) return absl::OkStatus();
@@ -143,7 +147,7 @@ absl::StatusOr<Content> AdapterReader::BuildBesideDigest(
   if (!built.ok()) return built.status();
   Content content;
   AdapterSummary& summary = content.summary;
-  for (const ModuleTensors& module : tensors.modules) CountModule(module, summary);
+  summary = Summarise(tensors);
   summary.digest = *std::move(digest);
   summary.resident_bytes = built->bytes;
   summary.timing.read = Between(stages.start, stages.read);

@@ -11,6 +11,7 @@
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
 #include "server/adapter/peft/base_modules.h"
+#include "server/adapter/peft/tensors.h"
 #include "server/adapter/publish/builder.h"
 #include "server/adapter/publish/publisher.h"
 #include "server/adapter/registry/version.h"
@@ -27,6 +28,9 @@ struct Content {
   std::string config_json;
   std::shared_ptr<const SafetensorsFile> file;  // nullptr: the tensors went from GPU to GPU
 };
+
+// Kind, ranks and counts; the other fields stay empty.
+AdapterSummary Summarise(const AdapterTensors& tensors);
 
 // ABORTED (SHARED_MEMORY_CLOSED) when the owner of the source's memory has disconnected. `wanted`
 // is null for other sources.

@@ -34,13 +34,25 @@ TEST(CliTest, TheLastModelAndFileCount) {
   EXPECT_THAT(command->overrides, IsEmpty());
 }
 
-TEST(CliTest, ChecksOneFile) {
+TEST(CliTest, ChecksOneFileOrModel) {
   const auto command = ParseCommandLine({"check-config", "--set", "a.b=1", "/c.yaml"});
   ASSERT_TRUE(command.ok()) << command.status();
   EXPECT_EQ(command->verb, Command::Verb::kCheckConfig);
-  EXPECT_EQ(command->config_file, "/c.yaml");
+  EXPECT_EQ(command->path, "/c.yaml");
   EXPECT_THAT(command->overrides, ElementsAre("a.b=1"));
-  EXPECT_THAT(Refusal({"check-config", "a", "b"}), HasSubstr("takes one FILE"));
+  EXPECT_THAT(Refusal({"check-config", "a", "b"}), HasSubstr("a second argument, \"b\""));
+}
+
+TEST(CliTest, ChecksOneAdapter) {
+  const auto command = ParseCommandLine({"check-adapter", "/a", "--model", "/m", "--set", "a.b=1"});
+  ASSERT_TRUE(command.ok()) << command.status();
+  EXPECT_EQ(command->verb, Command::Verb::kCheckAdapter);
+  EXPECT_EQ(command->path, "/a");
+  EXPECT_EQ(command->model, "/m");
+  EXPECT_THAT(Refusal({"check-adapter", "--model", "/m"}), HasSubstr("needs the adapter's folder"));
+  EXPECT_THAT(Refusal({"check-adapter", "/a", "/b"}), HasSubstr("a second argument, \"/b\""));
+  EXPECT_THAT(Refusal({"check-adapter", "/a", "--adapter", "a=/a"}),
+              HasSubstr("without --adapter"));
 }
 
 TEST(CliTest, ChecksWhatServeWouldTake) {
@@ -51,7 +63,7 @@ TEST(CliTest, ChecksWhatServeWouldTake) {
   EXPECT_EQ(command->model, "/m");
   EXPECT_THAT(command->adapters, ElementsAre(Pair("one", "/1")));
   EXPECT_TRUE(ParseCommandLine({"check-config", "--model", "/m"}).ok()) << "without a file";
-  EXPECT_THAT(Refusal({"check-config"}), HasSubstr("needs a FILE or flags"));
+  EXPECT_THAT(Refusal({"check-config"}), HasSubstr("needs a FILE, a MODEL or flags"));
 }
 
 TEST(CliTest, TheModelNeedsNoFlag) {
