@@ -1,11 +1,24 @@
 """The commands as functions, in this process and against the fake server."""
 
+import os
+
 import numpy as np
 import pytest
 from dorad.cli.app import app
 from dorad.cli.load import app as load_app
 from fake_server import image_of
 from typer.testing import CliRunner
+
+
+@pytest.fixture(autouse=True)
+def own_environment(tmp_path, monkeypatch):
+    """No context of this machine's user counts, and none of a test reaches the next one."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("DORAD_")}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    yield
+    for name in [name for name in os.environ if name.startswith("DORAD_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture

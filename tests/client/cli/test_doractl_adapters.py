@@ -4,7 +4,10 @@ import json
 import re
 
 import dorad
+import yaml
+from dorad.cli.app import app
 from dorad.v1 import types_pb2
+from typer.testing import CliRunner
 
 
 def test_durable_versions_are_shown(doractl, folder):
@@ -82,6 +85,27 @@ def test_every_answer_about_adapters_is_json_on_request(doractl, folder):
     assert ask("watch", "--from", "0", "--count", "1")["type"] == "published"
 
 
+def test_failed_and_gone_versions_are_listed_on_request(server, folder):
+    def listed(*arguments):
+        words = ["adapters", "list", "--target", server.target, *arguments]
+        result = CliRunner().invoke(app, words, prog_name="doractl")
+        return result.stdout.splitlines(), result.stderr
+
+    with dorad.Client(server.target) as client:
+        for _ in range(3):
+            client.publish("a", path=folder)
+    server.versions["a", 1].state = types_pb2.ADAPTER_STATE_FAILED
+    server.versions["a", 2].state = types_pb2.ADAPTER_STATE_GONE
+    (_, row), note = listed()
+    assert row.split()[:2] == ["a", "3"]
+    assert note == "2 failed or gone versions are not shown (--all)\n"
+    rows, note = listed("--all")
+    assert [line.split()[1] for line in rows[1:]] == ["1", "2", "3"] and note == ""
+    assert [v["version"] for v in json.loads("".join(listed("-o", "json")[0]))] == [3]
+    assert len(json.loads("".join(listed("-o", "json", "--all")[0]))) == 3
+    assert [v["version"] for v in yaml.safe_load("\n".join(listed("-o", "yaml")[0]))] == [3]
+
+
 def test_watch_prints_events(doractl, folder):
     doractl("adapters", "publish", "a", folder)
     out = doractl("adapters", "watch", "--from", "0", "--count", "2")
@@ -91,3 +115,5 @@ def test_watch_prints_events(doractl, folder):
     ]
     out = doractl("adapters", "watch", "--from", "0", "--count", "2", "-o", "json")
     assert [json.loads(line)["type"] for line in out.splitlines()] == ["published", "activated"]
+    out = doractl("adapters", "watch", "--from", "0", "--count", "2", "-o", "yaml")
+    assert [event["type"] for event in yaml.safe_load_all(out)] == ["published", "activated"]

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from dorad.cli.app import app
 from fake_server import wait_for
 from test_text import make_folder
+from typer.testing import CliRunner
 
 
 @pytest.fixture
@@ -74,6 +76,15 @@ def test_scores(doractl, folder):
     assert lines[5][:4] == ["base", "2", "-0.0500", "-0.0250"]
     scores = json.loads(doractl("score", "--token-ids", "1,2", "-o", "json"))["scores"]
     assert scores[0]["logprobs"] == [None, pytest.approx(-0.02)]
+
+
+@pytest.mark.parametrize("words", [(), ("--per-token",)])
+def test_a_single_token_has_no_score(server, words):
+    arguments = ["score", "--token-ids", "1", "--base", *words, "--target", server.target]
+    result = CliRunner().invoke(app, arguments, prog_name="doractl")
+    assert result.exit_code == 0 and "nan" not in result.stdout.lower()
+    assert result.stdout.splitlines()[-1].split() == ["base", "0", "-", "-", "-"]
+    assert result.stderr == "one token has no log-probability: nothing comes before it\n"
 
 
 def test_interrupting_generate_cancels_on_the_server(server):

@@ -10,6 +10,7 @@ def _require_extra(program: str) -> None:
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
+        import yaml  # noqa: F401
     except ImportError:
         print(f"{program} needs its extra: pip install 'dorad[cli]'", file=sys.stderr)
         sys.exit(1)

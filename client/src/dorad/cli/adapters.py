@@ -1,7 +1,8 @@
-"""`doractl adapters list | show | publish | activate | rollback | retire | watch`."""
+"""`doractl adapters check | list | show | publish | activate | rollback | retire | watch`."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -20,22 +21,31 @@ from rich.progress import (
 from rich.table import Table
 
 import dorad
+from dorad.cli.check import check
 from dorad.cli.common import (
     Group,
     Output,
     OutputOption,
     console,
     errors,
-    print_json,
-    print_json_line,
     size,
     table,
+)
+from dorad.cli.completion import (
+    LIVE_STATES,
+    complete_name,
+    complete_reference,
+    complete_version,
 )
 from dorad.cli.server import Server, on_server
 
 app = typer.Typer(cls=Group, no_args_is_help=True)
+app.command("check")(check)
 
-RefArgument = Annotated[str, typer.Argument(metavar="NAME@VERSION", show_default=False)]
+RefArgument = Annotated[
+    str,
+    typer.Argument(metavar="NAME@VERSION", show_default=False, autocompletion=complete_version),
+]
 GenerationOption = Annotated[
     int | None,
     typer.Option(help="Fail if the registry is not at this generation (compare-and-set)."),
@@ -79,10 +89,7 @@ def _weights(version: dorad.AdapterVersion) -> str:
     return ", ".join(places) or "away"
 
 
-def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
-    if output is Output.JSON:
-        print_json(version)
-        return
+def _print_one(version: dorad.AdapterVersion) -> None:
     timing = version.timing
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
@@ -113,30 +120,43 @@ def _print_one(version: dorad.AdapterVersion, output: Output) -> None:
 @on_server()
 def list_adapters(
     server: Server,
-    name: Annotated[str, typer.Argument(help="Only versions of this name.")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Only versions of this name.", autocompletion=complete_name)
+    ] = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also failed versions and those that are gone.")
+    ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the versions the server holds."""
     with server.connect() as client:
         found = client.adapters(name or None)
-    if output is Output.JSON:
-        print_json(found)
-    elif found:
-        console().print(versions_table(found))
+    shown = found if everything else [v for v in found if v.state in LIVE_STATES]
+    if shown or output is not Output.TABLE:
+        output.show(shown, lambda: console().print(versions_table(shown)))
     else:
         errors().print("no adapters" + (f" named {name}" if name else ""))
+    if len(found) > len(shown):
+        hidden = len(found) - len(shown)
+        errors().print(f"{hidden} failed or gone versions are not shown (--all)")
 
 
 @app.command()
 @on_server()
 def show(
     server: Server,
-    ref: Annotated[str, typer.Argument(metavar="NAME[@VERSION]", show_default=False)],
+    ref: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]", show_default=False, autocompletion=complete_reference
+        ),
+    ],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Show one version (without @VERSION: the active one)."""
     with server.connect() as client:
-        _print_one(client.adapter(ref), output)
+        found = client.adapter(ref)
+    output.show(found, lambda: _print_one(found))
 
 
 def _tags(pairs: list[str]) -> dict[str, str]:
@@ -153,7 +173,9 @@ def _tags(pairs: list[str]) -> dict[str, str]:
 @on_server()
 def publish(
     server: Server,
-    name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="Adapter name.", show_default=False, autocompletion=complete_name)
+    ],
     path: Annotated[Path, typer.Argument(help="PEFT folder.", show_default=False)],
     activate: Annotated[bool, typer.Option(help="Make it the active version.")] = True,
     version: Annotated[int | None, typer.Option(help="Default: the next one.", min=1)] = None,
@@ -206,7 +228,7 @@ def publish(
             pinned=pinned,
             progress=lambda sent, total: bar.update(task, completed=sent, total=total),
         )
-    _print_one(done, output)
+    output.show(done, lambda: _print_one(done))
 
 
 @app.command()
@@ -219,15 +241,13 @@ def activate(
 ) -> None:
     """Make a version active: requests for NAME then use it."""
     with server.connect() as client:
-        _print_activation(client.activate(ref, expected_generation=expected_generation), output)
+        _show_activation(client.activate(ref, expected_generation=expected_generation), output)
 
 
-def _print_activation(done: dorad.Activation, output: Output) -> None:
-    if output is Output.JSON:
-        print_json(done)
-        return
+def _show_activation(done: dorad.Activation, output: Output) -> None:
     before = f"version {done.previous_version}" if done.previous_version else "none"
-    print(f"{done.adapter.ref} is active (before: {before}; generation {done.generation})")
+    told = f"{done.adapter.ref} is active (before: {before}; generation {done.generation})"
+    output.show(done, lambda: print(told))
 
 
 def _version_below_active(name: str, versions: Sequence[dorad.AdapterVersion]) -> int:
@@ -250,7 +270,9 @@ def _version_below_active(name: str, versions: Sequence[dorad.AdapterVersion]) -
 @on_server()
 def rollback(
     server: Server,
-    name: Annotated[str, typer.Argument(help="Adapter name.", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="Adapter name.", show_default=False, autocompletion=complete_name)
+    ],
     to: Annotated[
         int | None,
         typer.Option(
@@ -265,7 +287,7 @@ def rollback(
         number = _version_below_active(name, versions) if to is None else to
         # The generation of this list. Without versions the server reports the error.
         generation = versions[0].generation if versions else None
-        _print_activation(client.activate(name, number, expected_generation=generation), output)
+        _show_activation(client.activate(name, number, expected_generation=generation), output)
 
 
 @app.command()
@@ -279,10 +301,14 @@ def retire(
     """Retire a version now. Its memory is freed when its requests have ended."""
     with server.connect() as client:
         gone = client.retire(ref, force=force)
-    if output is Output.JSON:
-        print_json(gone)
-    else:
-        print(f"{gone.ref} is {gone.state}; {gone.leases} requests still use it")
+    told = f"{gone.ref} is {gone.state}; {gone.leases} requests still use it"
+    output.show(gone, lambda: print(told))
+
+
+def _print_event(event: dorad.WatchEvent) -> None:
+    version = event.adapter
+    note = f"  {json.dumps(version.failure)}" if version.failure else ""
+    print(f"{event.generation:>6}  {event.type:<9}  {version.ref}{note}", flush=True)
 
 
 @app.command()
@@ -296,14 +322,9 @@ def watch(
     count: Annotated[int, typer.Option(help="Stop after this many events. 0: never.", min=0)] = 0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print registry events as they happen. JSON: one line for each event."""
+    """Print registry events as they happen. JSON: one line for each event; YAML: a document."""
     with server.connect() as client, client.watch(from_generation) as events:
         for number, event in enumerate(events, 1):
-            if output is Output.JSON:
-                print_json_line(event)
-            else:
-                version = event.adapter
-                note = f"  {json.dumps(version.failure)}" if version.failure else ""
-                print(f"{event.generation:>6}  {event.type:<9}  {version.ref}{note}", flush=True)
+            output.show_event(event, functools.partial(_print_event, event))
             if number == count:
                 break

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
-from dorad.cli import adapters, gateway, generate, operate, score, token, top
-from dorad.cli.common import Group, Output, share_options
+from dorad.cli import adapters, context, contexts, gateway, generate, operate, score, token, top
+from dorad.cli.common import Output, Root, VersionOption
 
 app = typer.Typer(
-    cls=Group,
+    cls=Root,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Talk to a dorad server: one base model, many DoRA adapters.",
-    epilog="Credentials: DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE, DORAD_KEY_FILE. "
-    "Exit codes: 0 success, 64 usage, 69 server unavailable, 130 interrupted, "
+    epilog="Credentials: a context, or DORAD_TOKEN, DORAD_CA_FILE, DORAD_CERT_FILE, "
+    "DORAD_KEY_FILE. Exit codes: 0 success, 64 usage, 69 server unavailable, 130 interrupted, "
     "1 any other failure.",
 )
 
 
-def _version(value: bool) -> None:
-    if value:
-        import dorad
-
-        print(f"doractl {dorad.__version__}")
-        raise typer.Exit
-
-
 @app.callback()
 def root(
-    ctx: typer.Context,
+    context: Annotated[
+        str,
+        typer.Option(
+            "--context",
+            help="Default for all subcommands.",
+            show_default=False,
+            autocompletion=contexts.complete,
+        ),
+    ] = "",
     target: Annotated[
         str, typer.Option("--target", "-t", help="Default for all subcommands.", show_default=False)
     ] = "",
@@ -43,24 +41,15 @@ def root(
         float | None,
         typer.Option("--retry-for", help="Default for all subcommands.", show_default=False),
     ] = None,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: VersionOption = False,
 ) -> None:
-    given = {
-        "target": target or None,
-        "output": output.value if output else None,
-        "retry_for": retry_for,
-    }
-    values = {name: value for name, value in given.items() if value is not None}
-    for name in values:  # What is given on the command line counts more than the environment.
-        os.environ.pop(f"DORAD_{name.upper()}", None)
-    ctx.default_map = share_options(ctx.command, values)
+    """The options are read by `Root`, which a shell's completion uses, too."""
 
 
 app.command("generate")(generate.generate)
 app.command("score")(score.score)
 app.add_typer(adapters.app, name="adapters", help="Publish, inspect and retire adapters.")
+app.add_typer(context.app, name="context", help="Name servers and their credentials.")
 app.command("gateway")(gateway.gateway)
 app.command("token")(token.token)
 app.command("info")(operate.info)

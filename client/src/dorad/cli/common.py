@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -31,21 +32,44 @@ class Output(enum.StrEnum):
 
     TABLE = "table"
     JSON = "json"
+    YAML = "yaml"
+
+    def show(self, value: Any, table: Callable[[], None]) -> None:
+        """Prints a command's result: `table` prints it for people, else as one document."""
+        if self is Output.TABLE:
+            table()
+        elif self is Output.JSON:
+            print(json.dumps(to_jsonable(value), indent=2, ensure_ascii=False))
+        else:
+            print(_yaml(value), end="")
+
+    def show_event(self, value: Any, table: Callable[[], None]) -> None:
+        """Prints one of many results as it comes: one line of JSON, or one document of YAML."""
+        if self is Output.TABLE:
+            table()
+        elif self is Output.JSON:
+            print(json.dumps(to_jsonable(value), ensure_ascii=False), flush=True)
+        else:
+            print(f"---\n{_yaml(value)}", end="", flush=True)
 
 
-TargetOption = Annotated[
-    str,
-    typer.Option("--target", "-t", envvar="DORAD_TARGET", help="Server: host:port or unix:PATH."),
-]
-AdminTargetOption = Annotated[
-    str,
-    typer.Option(
-        "--admin-target",
-        envvar="DORAD_ADMIN_TARGET",
-        help="Address of the adapter and control services, if it differs from the target.",
-    ),
-]
+def _yaml(value: Any) -> str:
+    # Through JSON, whose types are the ones that a safe dump knows.
+    plain = json.loads(json.dumps(to_jsonable(value)))
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def _print_version(ctx: typer.Context, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        print(f"{ctx.find_root().info_name} {dorad.__version__}")
+        raise typer.Exit
+
+
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Output format.")]
+VersionOption = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", help="Time limit of a call in seconds.", min=0.001)
 ]
@@ -72,16 +96,6 @@ def console() -> Console:
 def errors() -> Console:
     """Standard error, for progress and log messages."""
     return Console(stderr=True, markup=False, highlight=False, emoji=False)
-
-
-def print_json(value: Any) -> None:
-    """One JSON document on standard output."""
-    print(json.dumps(to_jsonable(value), indent=2, ensure_ascii=False))
-
-
-def print_json_line(value: Any) -> None:
-    """One line of JSON, for streams of events."""
-    print(json.dumps(to_jsonable(value), ensure_ascii=False), flush=True)
 
 
 def table(*columns: str, title: str | None = None) -> Table:
@@ -225,10 +239,24 @@ class Command(_Main, typer.core.TyperCommand):
     """A program with one command."""
 
 
-def share_options(command: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Makes options before the command name defaults of all subcommands."""
+class Root(Group):
+    """A program's group. Its own options, before the command, are defaults of all commands."""
+
+    SHARED = ("context", "target", "output", "retry_for")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        given = {name: ctx.params.get(name) for name in self.SHARED}
+        values = {name: value for name, value in given.items() if value not in (None, "")}
+        for name in values:  # They count more than the environment.
+            os.environ.pop(f"DORAD_{name.upper()}", None)
+        ctx.default_map = _share_options(self, values)
+        return rest
+
+
+def _share_options(command: Any, values: dict[str, Any]) -> dict[str, Any]:
     children = getattr(command, "commands", {})
     return {
-        name: share_options(child, values) if getattr(child, "commands", None) else dict(values)
+        name: _share_options(child, values) if getattr(child, "commands", None) else dict(values)
         for name, child in children.items()
     }

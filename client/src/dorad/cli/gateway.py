@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dorad._channel import DEFAULT_TARGET
-from dorad.cli.common import DEFAULT_TIMEOUT, AdminTargetOption, TargetOption, TimeoutOption
+from dorad.cli.common import VersionOption
+from dorad.cli.server import Server, on_server
 
 
+@on_server(retries=False)
 def gateway(
+    server: Server,
     listen: Annotated[
         str, typer.Option("--listen", help="HTTP: host:port. Port 0: a free port.")
     ] = "127.0.0.1:8000",
@@ -29,7 +32,8 @@ def gateway(
     token: Annotated[
         str,
         typer.Option(
-            envvar="DORAD_TOKEN", help="Token of the gateway's own calls. Callers send theirs."
+            help="Token of the gateway's own calls. Callers send theirs.",
+            show_default="DORAD_TOKEN, or that of the context",
         ),
     ] = "",
     tls_cert: Annotated[str, typer.Option(help="Certificate (PEM): serve HTTPS.")] = "",
@@ -54,9 +58,7 @@ def gateway(
         float,
         typer.Option(help="Seconds that requests in flight may still run after SIGTERM.", min=1),
     ] = 30.0,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
-    timeout: TimeoutOption = DEFAULT_TIMEOUT,
+    version: VersionOption = False,
 ) -> None:
     """Serve OpenAI's HTTP API and the Open Inference Protocol in front of a server."""
     try:
@@ -66,11 +68,11 @@ def gateway(
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'dorad[cli,gateway]'") from error
     settings = Settings(
-        target=target,
-        admin_target=admin_target,
+        target=server.target,
+        admin_target=server.admin_target,
         listen=listen,
         grpc_listen=grpc_listen,
-        token=token,
+        token=token or os.environ.get("DORAD_TOKEN", ""),
         tls_cert=tls_cert,
         tls_key=tls_key,
         allow_insecure=allow_insecure,
@@ -79,7 +81,7 @@ def gateway(
             body_bytes=max_body_bytes,
             choices=max_choices,
             requests=max_requests,
-            timeout=timeout,
+            timeout=server.timeout,
         ),
     )
     text = None if tokenizer is None else ModelText(tokenizer)

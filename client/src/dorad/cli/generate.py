@@ -22,7 +22,6 @@ from dorad.cli.common import (
     OutputOption,
     console,
     errors,
-    print_json,
 )
 from dorad.cli.prompt import (
     AdapterOption,
@@ -309,8 +308,8 @@ def generate(
     def run(on_text: Any) -> Any:
         return _run(server, ready, columns, options, on_text)
 
-    if output is Output.JSON:
-        asyncio.run(run(lambda _: None))
-        print_json([answer.jsonable() for column in columns for answer in column])
-    else:
+    if output is Output.TABLE:  # It is shown while it is generated.
         _show(columns, run)
+        return
+    asyncio.run(run(lambda _: None))
+    output.show([answer.jsonable() for column in columns for answer in column], lambda: None)

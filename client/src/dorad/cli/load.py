@@ -11,21 +11,18 @@ from rich.live import Live
 from rich.table import Table
 
 from dorad import load
-from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import (
-    AdminTargetOption,
     Command,
     Output,
     OutputOption,
-    TargetOption,
-    TimeoutOption,
+    VersionOption,
     console,
     errors,
-    print_json,
     table,
 )
+from dorad.cli.server import Server, on_server
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -136,7 +133,9 @@ def _plan(
 
 
 @app.command(cls=Command)
+@on_server(retries=False)
 def main(
+    server: Server,
     rate: Annotated[
         float | None, typer.Option(help="Open loop: requests per second (Poisson).", min=0.001)
     ] = None,
@@ -185,10 +184,8 @@ def main(
         int, typer.Option(help="Processes that share the load. Each uses one core.", min=1)
     ] = 1,
     connections: Annotated[int, typer.Option(help="TCP connections of each process.", min=1)] = 1,
-    target: TargetOption = DEFAULT_TARGET,
-    admin_target: AdminTargetOption = "",
     output: OutputOption = Output.TABLE,
-    timeout: TimeoutOption = 600.0,
+    version: VersionOption = False,
 ) -> None:
     """Send many requests to a server and report latencies and throughput.
 
@@ -209,11 +206,11 @@ def main(
 
     def run(show: load.Show | None) -> dict[str, Any]:
         return load.run_processes(
-            target,
+            server.target,
             plan,
             processes,
-            admin_target=admin_target or None,
-            timeout=timeout,
+            admin_target=server.admin_target or None,
+            timeout=server.timeout,
             connections=connections,
             show=show,
         )
@@ -224,9 +221,6 @@ def main(
             report = run(view.show)
     else:
         report = run(None)
-    if output is Output.JSON:
-        print_json(report)
-    else:
-        _print(report)
+    output.show(report, lambda: _print(report))
     if report["failed"] + report["refused"]["requests"] == report["requests"]:
         raise typer.Exit(1)

@@ -14,7 +14,6 @@ from dorad.cli.common import (
     Output,
     OutputOption,
     console,
-    print_json,
     size,
 )
 from dorad.cli.server import Server, on_server
@@ -68,10 +67,7 @@ def info(server: Server, output: OutputOption = Output.TABLE) -> None:
     """Show the server's model, state, memory and limits."""
     with server.connect() as client:
         found = client.info()
-    if output is Output.JSON:
-        print_json(found)
-    else:
-        console().print(_facts(found))
+    output.show(found, lambda: console().print(_facts(found)))
 
 
 @on_server(admin=False, timeout=5.0, retries=False)
@@ -85,10 +81,7 @@ def health(
     """Check whether the server is serving. The exit code is 69 if it is not."""
     with server.connect() as client:
         status = client.health(service, timeout=server.timeout)
-    if output is Output.JSON:
-        print_json({"service": service, "status": status})
-    else:
-        print(status)
+    output.show({"service": service, "status": status}, lambda: print(status))
     if status != "serving":
         raise typer.Exit(69)
 
@@ -118,11 +111,9 @@ def pause(
     """Stop all requests, or those of one adapter, until `doractl resume`."""
     with server.connect() as client:
         affected = client.pause(mode.value, adapter=adapter or None)
-    if output is Output.JSON:
-        print_json({"affected": affected})
-    else:
-        what = f"paused {adapter}" if adapter else "paused"
-        print(f"{what} ({mode.value}); {affected} requests affected")
+    what = f"paused {adapter}" if adapter else "paused"
+    told = f"{what} ({mode.value}); {affected} requests affected"
+    output.show({"affected": affected}, lambda: print(told))
 
 
 @on_server()
@@ -134,10 +125,7 @@ def resume(
     """Undo `doractl pause`, for all requests or for one adapter."""
     with server.connect() as client:
         client.resume(adapter or None)
-    if output is Output.JSON:
-        print_json({"resumed": True})
-    else:
-        print("resumed")
+    output.show({"resumed": True}, lambda: print("resumed"))
 
 
 class Tag(enum.StrEnum):
@@ -168,10 +156,8 @@ def sleep(
         freed = client.sleep(
             *[tag.value for tag in tags or []], keep_kv=keep_kv, refuse_requests=refuse
         )
-    if output is Output.JSON:
-        print_json({"freed_bytes": freed})
-    else:
-        print("asleep; " + (", ".join(f"{k} {size(v)}" for k, v in sorted(freed.items()))))
+    told = "asleep; " + (", ".join(f"{k} {size(v)}" for k, v in sorted(freed.items())))
+    output.show({"freed_bytes": freed}, lambda: print(told))
 
 
 @on_server()
@@ -184,10 +170,8 @@ def wake(
     with server.connect() as client:
         client.wake(*[tag.value for tag in tags or []])
         left = client.info().engine.sleeping
-    if output is Output.JSON:
-        print_json({"sleeping": left})
-    else:
-        print(f"asleep: {' '.join(left)}" if left else "awake")
+    told = f"asleep: {' '.join(left)}" if left else "awake"
+    output.show({"sleeping": left}, lambda: print(told))
 
 
 LimitIdOption = Annotated[str, typer.Option("--id", help="Identifier of the limit.")]
@@ -208,10 +192,8 @@ def limit_gpu_share(
     """Leave part of the GPU's time to other programs until `doractl end-gpu-share-limit`."""
     with server.connect() as client:
         in_effect = client.limit_gpu_share(share, time_to_live=time_to_live, limit_id=limit_id)
-    if output is Output.JSON:
-        print_json({"gpu_share": in_effect})
-    else:
-        print(f"steps take at most {in_effect:.0%} of the time")
+    told = f"steps take at most {in_effect:.0%} of the time"
+    output.show({"gpu_share": in_effect}, lambda: print(told))
 
 
 @on_server()
@@ -224,14 +206,9 @@ def end_gpu_share_limit(
     with server.connect() as client:
         ended = client.end_gpu_share_limit(limit_id)
         left = client.info().engine.gpu_share
-    if output is Output.JSON:
-        print_json({"ended": ended, "gpu_share": left})
-    else:
-        what = "ended" if ended else f"no limit {limit_id}"
-        print(
-            f"{what}; steps take "
-            + ("all the time" if left == 1 else f"at most {left:.0%} of the time")
-        )
+    what = "ended" if ended else f"no limit {limit_id}"
+    share = "all the time" if left == 1 else f"at most {left:.0%} of the time"
+    output.show({"ended": ended, "gpu_share": left}, lambda: print(f"{what}; steps take {share}"))
 
 
 @on_server(admin=False)
@@ -249,7 +226,4 @@ def abort(
         raise typer.BadParameter("give ids, --adapter or --all", param_hint="REQUEST_IDS")
     with server.connect() as client:
         ended = client.abort(request_ids or None, adapter=adapter or None, all=all_requests)
-    if output is Output.JSON:
-        print_json({"aborted": ended})
-    else:
-        print(f"{ended} requests aborted")
+    output.show({"aborted": ended}, lambda: print(f"{ended} requests aborted"))

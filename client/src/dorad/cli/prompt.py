@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dorad.cli.completion import complete_reference
+
 if TYPE_CHECKING:
     from dorad.text import ModelText
 
@@ -26,7 +28,12 @@ TokenIdsOption = Annotated[
 ]
 AdapterOption = Annotated[
     list[str] | None,
-    typer.Option("--adapter", "-a", help='"name" or "name@version"; repeatable, run side by side.'),
+    typer.Option(
+        "--adapter",
+        "-a",
+        help='"name" or "name@version"; repeatable, run side by side.',
+        autocompletion=complete_reference,
+    ),
 ]
 BaseOption = Annotated[
     bool, typer.Option("--base", help="Also run the base model. Without --adapter it runs alone.")

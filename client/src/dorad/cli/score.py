@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-import numpy as np
 import typer
 
 import dorad
@@ -13,7 +12,7 @@ from dorad.cli.common import (
     Output,
     OutputOption,
     console,
-    print_json,
+    errors,
     table,
 )
 from dorad.cli.prompt import (
@@ -36,15 +35,13 @@ def _summary(result: dorad.ScoreResult) -> None:
     made = table("ADAPTER", ">TOKENS", ">SUM", ">MEAN", ">PERPLEXITY", "DIGEST", title=None)
     for a, span in enumerate(result.versions):
         scored = result[0, a][1:]
-        mean = float(scored.mean()) if scored.size else math.nan
-        made.add_row(
-            _label(span),
-            str(scored.size),
-            f"{float(scored.sum()):.4f}",
-            f"{mean:.4f}",
-            f"{math.exp(min(-mean, 700.0)) if scored.size else math.nan:.3f}",
-            span.digest[:12],
-        )
+        if scored.size:
+            mean = float(scored.mean())
+            perplexity = math.exp(min(-mean, 700.0))
+            figures = [f"{float(scored.sum()):.4f}", f"{mean:.4f}", f"{perplexity:.3f}"]
+        else:
+            figures = ["-"] * 3
+        made.add_row(_label(span), str(scored.size), *figures, span.digest[:12])
     console().print(made)
 
 
@@ -52,7 +49,8 @@ def _by_token(result: dorad.ScoreResult, prompt: Prompt) -> None:
     made = table(">#", ">ID", "TOKEN", *(f">{_label(v)}" for v in result.versions))
     for position, token_id in enumerate(prompt.token_ids):
         values = [result[0, a][position] for a in range(len(result.versions))]
-        cells = ["" if np.isnan(v) else f"{v:.4f}" for v in values]
+        # Nothing predicts the first token. NaN at a later position is the server's figure.
+        cells = ["-" if position == 0 else f"{v:.4f}" for v in values]
         made.add_row(str(position), str(token_id), prompt.token(token_id), *cells)
     console().print(made)
 
@@ -79,17 +77,13 @@ def score(
         result = client.score(
             [prompt.token_ids], adapters_of(adapter, base), temperature=temperature
         )
-    if output is Output.JSON:
-        print_json(
-            {
-                "token_ids": prompt.token_ids,
-                "scores": [
-                    {"version": span, "logprobs": result[0, a]}
-                    for a, span in enumerate(result.versions)
-                ],
-            }
-        )
-        return
-    if per_token:
-        _by_token(result, prompt)
-    _summary(result)
+
+    def tables() -> None:
+        if per_token:
+            _by_token(result, prompt)
+        _summary(result)
+        if len(prompt.token_ids) == 1:
+            errors().print("one token has no log-probability: nothing comes before it")
+
+    scores = [{"version": span, "logprobs": result[0, a]} for a, span in enumerate(result.versions)]
+    output.show({"token_ids": prompt.token_ids, "scores": scores}, tables)

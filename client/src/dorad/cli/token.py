@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dorad.cli.common import Output, OutputOption, print_json
+from dorad.cli.common import Output, OutputOption
 
 BYTES = 32
 """Random bytes of a token. Enough entropy for an unsalted SHA-256."""
@@ -45,8 +45,8 @@ def token(
     }
     if adapters:
         entry["adapters"] = adapters
-    if output is Output.JSON:
-        print_json({"token": made, "entry": entry})
-        return
-    print(f"DORAD_TOKEN={made}\n\nAn entry of `tokens` in the server's security.tokens_file:\n")
-    print(f"  - {json.dumps(entry)}")  # JSON is YAML.
+    told = (
+        f"DORAD_TOKEN={made}\n\nAn entry of `tokens` in the server's security.tokens_file:\n\n"
+        f"  - {json.dumps(entry)}"  # JSON is YAML.
+    )
+    output.show({"token": made, "entry": entry}, lambda: print(told))

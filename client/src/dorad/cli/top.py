@@ -8,7 +8,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterable
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict
 
 import typer
 from rich.console import Group, RenderableType
@@ -18,14 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 import dorad
+from dorad._channel import PROBE_SECONDS
 from dorad.cli.adapters import versions_table
 from dorad.cli.common import (
     Output,
     OutputOption,
     console,
-    print_json_line,
     size,
 )
+from dorad.cli.completion import LIVE_STATES
 from dorad.cli.operate import duration
 from dorad.cli.server import Server, on_server
 
@@ -128,6 +130,30 @@ def render(
     return Group(head, Text(), grid, Text(), versions_table(list(versions)))
 
 
+class _Limits(TypedDict, total=False):
+    timeout: float
+    retry_for: float
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The state of the server at one time."""
+
+    info: dorad.ServerInfo
+    adapters: list[dorad.AdapterVersion]
+    rates: dict[str, float]
+
+    def render(self) -> RenderableType:
+        return render(self.info, self.adapters, self.rates)
+
+
+def _may_return(error: Exception) -> bool:
+    """Whether the server may answer the next look: it restarts, or hangs."""
+    if isinstance(error, dorad.DoradError):
+        return error.retryable or isinstance(error, dorad.DeadlineExceeded)
+    return True  # Its metrics were not reached.
+
+
 @on_server()
 def top(
     server: Server,
@@ -141,26 +167,48 @@ def top(
     count: Annotated[int, typer.Option(help="Stop after this many updates. 0: never.", min=0)] = 0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show queue, throughput, KV cache and adapters live. Ctrl-C ends it."""
-    rates = Rates()
+    """Show queue, throughput, KV cache and adapters live. Ctrl-C ends it.
 
-    def look(client: dorad.Client) -> tuple[dorad.ServerInfo, list[dorad.AdapterVersion], Any]:
-        info, versions = client.info(), client.adapters()
+    It goes on while the server restarts. A server that never answered ends it.
+    """
+    rates = Rates()
+    timeout = min(server.timeout, PROBE_SECONDS)
+
+    def look(client: dorad.Client, first: bool) -> _Look:
+        # Later looks show a failure at once, and the next look is their retry.
+        limits: _Limits = {} if first else {"timeout": timeout, "retry_for": 0}
+        info, versions = client.info(**limits), client.adapters(**limits)
         counters = {_STEPS: float(info.engine.steps)}
         counters |= fetch_metrics(metrics) if metrics else {}
-        return info, versions, rates.update(counters, time.monotonic())
+        live = [version for version in versions if version.state in LIVE_STATES]
+        return _Look(info, live, rates.update(counters, time.monotonic()))
 
     screen = output is Output.TABLE and sys.stdout.isatty()
     live = Live(console=console(), screen=True, auto_refresh=False) if screen else None
+
+    def show(value: dict[str, Any], view: RenderableType) -> None:
+        if live is None:
+            output.show_event(value, lambda: console().print(view))
+        else:
+            live.update(view, refresh=True)
+
+    seen: _Look | None = None
     with server.connect() as client, live or contextlib.nullcontext():
         for number in itertools.count(1):
-            info, versions, now = look(client)
-            if output is Output.JSON:
-                print_json_line({"info": info, "adapters": versions, "rates": now})
-            elif live is None:
-                console().print(render(info, versions, now))
-            else:
-                live.update(render(info, versions, now), refresh=True)
+            try:
+                seen = look(client, seen is None)
+                show(
+                    {"info": seen.info, "adapters": seen.adapters, "rates": seen.rates},
+                    seen.render(),
+                )
+            except (dorad.DoradError, OSError) as error:
+                if seen is None or not _may_return(error):
+                    raise
+                note = Text(f"unreachable, retrying: {error}", style="bold red")
+                show(
+                    {"unreachable": str(error)},
+                    Group(note, Text(), seen.render()) if live else note,
+                )
             if number == count:
                 break
             time.sleep(interval)
