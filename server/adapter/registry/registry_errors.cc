@@ -57,11 +57,19 @@ const char* NameOf(AdapterState state) {
   return "unknown";
 }
 
+// One problem of the failure. The version's own record has all.
+std::string FirstProblem(const absl::Status& failure) {
+  const std::vector<Violation> problems = ViolationsOf(failure);
+  if (problems.size() < 2) return std::string(failure.message());
+  return absl::StrCat(problems[0].field, ": ", problems[0].description,
+                      ", and other problems, which Get shows");
+}
+
 std::string WhyNotReady(const AdapterRecord& record) {
   switch (record.state) {
     case AdapterState::kFailed:
       return absl::StrCat("failed to load: ", ReasonOf(record.failure), ": ",
-                          record.failure.message());
+                          FirstProblem(record.failure));
     case AdapterState::kRetiring:
       return "has been retired and serves only the requests that hold it";
     case AdapterState::kGone:

@@ -67,6 +67,19 @@ TEST_F(AdapterRegistryTest, AVersionThatCannotServeSaysWhy) {
               ElementsAre(Pair("state", "loading")));
 }
 
+TEST_F(AdapterRegistryTest, AFailedVersionIsNamedWithOneOfItsProblems) {
+  const int64_t failed = *registry_->Reserve("a", std::nullopt, {});
+  std::vector<Violation> problems;
+  for (int i = 0; i < 50; ++i) {
+    problems.push_back({absl::StrCat("tensor ", i), "ADAPTER_TENSOR_SHAPE", "is [1, 2]"});
+  }
+  const absl::Status failure = MakeInvalid("adapter", problems);
+  registry_->Fail("a", failed, failure);
+  const std::string why(registry_->Acquire({"a", failed}).status().message());
+  EXPECT_THAT(
+      why, AllOf(HasSubstr("tensor 0: is [1, 2], and other problems"), Not(HasSubstr("tensor 1"))));
+}
+
 TEST_F(AdapterRegistryTest, AGenerationThatHasMovedIsTold) {
   const int64_t version = Publish("a", false);
   const int64_t now = registry_->generation();
