@@ -1,6 +1,7 @@
 """What can be published, and what is sent of it."""
 
 import asyncio
+import copy
 import enum
 import json
 import threading
@@ -122,6 +123,43 @@ def test_uploads_a_peft_model_as_it_saves_itself(client, server, peft_model, tmp
     # save_pretrained marks its copy as not to be trained; lists made of sets have no order.
     assert differing <= {"inference_mode", "target_modules"}
     assert sorted(json.loads(config)["target_modules"]) == sorted(file["target_modules"])
+
+
+@pytest.fixture
+def process_group():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapper", ["compile", "part", "ddp", "parallel", "compile of ddp"])
+def test_wrappers_of_a_model_are_taken_off(client, server, peft_model, process_group, wrapper):
+    import torch
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    client.publish("plain", model=peft_model)
+    model = peft_model
+    if wrapper == "part":
+        model = copy.deepcopy(peft_model)
+        layers = model.base_model.model.model.layers
+        layers[0] = torch.compile(layers[0])
+    if "ddp" in wrapper:
+        model = DistributedDataParallel(model)
+    if wrapper == "parallel":
+        model = DataParallel(model)
+    if "compile" in wrapper:
+        model = torch.compile(model)
+    client.publish("wrapped", model=model)
+    assert server.images["wrapped", 1] == server.images["plain", 1]
+
+
+def test_a_wrapper_of_another_kind_is_named(client, peft_model):
+    import torch
+
+    with pytest.raises(TypeError, match=r"must be a peft.PeftModel, not Sequential"):
+        client.publish("a", model=torch.nn.Sequential(peft_model))
 
 
 def test_refuses_an_adapter_that_the_model_does_not_have(client, peft_model):

@@ -125,14 +125,31 @@ def config_json(config: Any) -> str:
     return json.dumps(dict(config), default=_plain)
 
 
+_COMPILED = "_orig_mod"  # torch.compile's name for the module inside its wrapper
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside the wrappers of torch.compile, DistributedDataParallel and DataParallel."""
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, _COMPILED):
+            model = getattr(model, _COMPILED)
+        else:
+            return model
+
+
 def from_peft_model(model: Any, adapter: str | None) -> tuple[Mapping[str, Any], Any]:
     """(tensors, config) of one adapter of a peft.PeftModel, as its save_pretrained writes them.
 
     `adapter` is PEFT's name for it; None means the active one. The tensors are the model's own
-    memory, no copies.
+    memory, no copies. Wrappers of torch.compile and of data parallelism are taken off.
     """
     from peft import PeftModel, get_peft_model_state_dict  # Slow, and an optional dependency.
 
+    model = _unwrapped(model)
     if not isinstance(model, PeftModel):
         raise TypeError(f"model must be a peft.PeftModel, not {type(model).__name__}")
     if adapter is None:
@@ -143,7 +160,9 @@ def from_peft_model(model: Any, adapter: str | None) -> tuple[Mapping[str, Any],
     if adapter not in model.peft_config:
         raise ValueError(f"the model has no adapter {adapter!r}, only {sorted(model.peft_config)}")
     tensors = get_peft_model_state_dict(model, adapter_name=adapter)
-    return tensors, model.peft_config[adapter]
+    # A part of the model may be compiled, too.
+    plain = {name.replace(f"{_COMPILED}.", ""): tensor for name, tensor in tensors.items()}
+    return plain, model.peft_config[adapter]
 
 
 def _from_folder(path: str | os.PathLike[str]) -> tuple[str, Image]:

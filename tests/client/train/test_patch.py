@@ -163,8 +163,8 @@ def test_refuses_other_kinds_of_lora_layers_and_dora_layers():
 def test_refuses_a_model_without_dora():
     torch.manual_seed(0)
     plain = get_peft_model(Linears(), LoraConfig(r=2, target_modules=["up"]))
-    for model in (plain, Linears()):
-        with pytest.raises(ValueError, match="no DoRA layers"):
+    for model, reason in ((plain, "plain LoRA"), (Linears(), "no LoRA layers")):
+        with pytest.raises(ValueError, match=f"no DoRA layers of PEFT: .*{reason}"):
             patch(model)
 
 

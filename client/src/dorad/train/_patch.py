@@ -61,11 +61,17 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
 
     Raises UnsupportedLayersError, which lists every layer that cannot be patched, and changes
     nothing; with `strict=False` those layers stay as they are, in `Patched.left` and in the log.
-    Raises ValueError when the model has no DoRA layer.
+    Raises ValueError when the model has no DoRA layer, and says whether it is plain LoRA.
     """
     found = list(_dora_layers(model))
     if not found:
-        raise ValueError(f"{type(model).__name__} has no DoRA layers of PEFT")
+        has_lora = any(isinstance(module, lora.LoraLayer) for module in model.modules())
+        why = (
+            "its adapters are plain LoRA (use_dora=False), which needs no patch"
+            if has_lora
+            else "it has no LoRA layers"
+        )
+        raise ValueError(f"{type(model).__name__} has no DoRA layers of PEFT: {why}")
     left = {layer.name: reason for layer in found if (reason := _unsupported(layer)) is not None}
     if left and strict:
         raise UnsupportedLayersError(left)
