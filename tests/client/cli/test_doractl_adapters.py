@@ -98,7 +98,7 @@ def test_failed_and_gone_versions_are_listed_on_request(server, folder):
     server.versions["a", 2].state = types_pb2.ADAPTER_STATE_GONE
     (_, row), note = listed()
     assert row.split()[:2] == ["a", "3"]
-    assert note == "2 failed or gone versions are not shown (--all)\n"
+    assert note == "not shown: 2 failed or gone (--all)\n"
     rows, note = listed("--all")
     assert [line.split()[1] for line in rows[1:]] == ["1", "2", "3"] and note == ""
     assert [v["version"] for v in json.loads("".join(listed("-o", "json")[0]))] == [3]

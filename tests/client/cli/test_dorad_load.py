@@ -55,7 +55,7 @@ def test_latencies_count_from_the_planned_arrival(server):
         load.Lengths.parse("2"), load.Lengths.parse("2"), load.Popularity.parse([], None),
         rate=1000.0, requests=70,
     )  # fmt: skip
-    report = asyncio.run(load.run(server.target, plan, timeout=30))
+    report = asyncio.run(load.run(load.Grpc(server.target, timeout=30), plan))
     # The fake server has 64 threads: the last six wait for a whole request.
     assert report["e2e_ms"]["max"] > 1000 and report["e2e_ms"]["p50"] > 500
     assert report["ttft_ms"]["max"] > 500
@@ -91,7 +91,7 @@ def test_a_fault_of_the_generator_ends_an_open_loop(server, monkeypatch):
         rate=100.0, requests=10,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="broken"):
-        asyncio.run(load.run(server.target, plan, timeout=30))
+        asyncio.run(load.run(load.Grpc(server.target, timeout=30), plan))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -139,14 +139,16 @@ def test_the_processes_of_a_plan_share_its_prefix(dorad_load, server):
 
 
 def test_parts_of_a_plan_have_the_prefix_of_the_whole():
+    from dorad.load import Vocabulary
     from dorad.load.plan import Lengths, Plan, Popularity, Source
 
+    words = Vocabulary(1000, frozenset({2}))
     length, popularity = Lengths.parse("9"), Popularity.parse([], None)
     plan = Plan(length, length, popularity, rate=1.0, shared_prefix=6, seed=3)
     parts = [*plan.split(4), *plan.split(2)[1].split(2), plan]
-    assert len({tuple(Source(part, 1000, {2}).next().token_ids[:6]) for part in parts}) == 1
-    other = Source(dataclasses.replace(plan, seed=4), 1000, {2}).next()
-    assert other.token_ids[:6] != Source(plan, 1000, {2}).next().token_ids[:6]
+    assert len({tuple(Source(part, words).next().token_ids[:6]) for part in parts}) == 1
+    other = Source(dataclasses.replace(plan, seed=4), words).next()
+    assert other.token_ids[:6] != Source(plan, words).next().token_ids[:6]
 
 
 def test_a_plan_too_small_for_its_processes_is_refused(dorad_load, server):

@@ -138,7 +138,7 @@ def list_adapters(
         errors().print("no adapters" + (f" named {name}" if name else ""))
     if len(found) > len(shown):
         hidden = len(found) - len(shown)
-        errors().print(f"{hidden} failed or gone versions are not shown (--all)")
+        errors().print(f"not shown: {hidden} failed or gone (--all)")
 
 
 @app.command()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +24,7 @@ from dorad.cli.common import (
     table,
 )
 from dorad.cli.server import Server, on_server
+from dorad.load.chart import COLUMNS, load_of
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -114,22 +118,66 @@ class _View:
         return made
 
 
-def _plan(
-    rate: float | None, concurrency: int | None, requests: int | None, duration: float | None
-) -> dict[str, Any]:
-    """Settings of the loop. Default: 8 requests in flight for 10 seconds."""
-    if rate is not None and concurrency is not None:
+def _loads(rate: str, concurrency: str) -> list[dict[str, Any]]:
+    """The loop of each run. Default: 8 requests in flight."""
+    if rate and concurrency:
         raise typer.BadParameter("give --rate or --concurrency, not both", param_hint="--rate")
-    if rate is None and concurrency is None:
-        concurrency = 8
-    if requests is None and duration is None:
-        duration = 10.0
-    return {
-        "rate": rate,
-        "concurrency": concurrency,
-        "requests": requests,
-        "duration": duration,
-    }
+    if rate:
+        return [{"rate": value} for value in _list(rate, float, "--rate")]
+    return [{"concurrency": value} for value in _list(concurrency or "8", int, "--concurrency")]
+
+
+def _list(text: str, kind: type[float] | type[int], option: str) -> list[float]:
+    """Rising positive numbers, separated by commas."""
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) <= 0 or values != sorted(set(values)):
+        raise typer.BadParameter(
+            f"{text!r} is not a number above 0, or several rising ones: 1,2,4", param_hint=option
+        )
+    return values
+
+
+def _seed(seed: int, step: int) -> int:
+    """Each run of a sweep has prompts of its own: the prefix cache knows none of them."""
+    return seed + (step << 48)
+
+
+def _samples(data: Path | None, model: Path | None) -> tuple[load.Sample, ...]:
+    if data is None:
+        return ()
+    text = None
+    if model is not None:
+        from dorad.text import ModelText  # Slow to import, and needs an extra.
+
+        text = ModelText(model)
+    return load.read_samples(data, text)
+
+
+def _vocabulary(model: Path | None) -> load.Vocabulary:
+    """Of the model's config.json."""
+    if model is None:
+        raise typer.BadParameter(
+            "random prompts for OpenAI's API need the model's vocabulary; or give --data",
+            param_hint="--model / DORAD_MODEL",
+        )
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config | (config.get("text_config") or {})
+    ends = config.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return load.Vocabulary(int(config["vocab_size"]), frozenset(ends))
+
+
+def _print_sweep(reports: list[dict[str, Any]]) -> None:
+    name = "REQUESTS/S OFFERED" if reports[0]["loop"] == "open" else "IN FLIGHT"
+    made = table(f">{name}", *(f">{column.upper()}" for column in COLUMNS), "")
+    for report in reports:
+        note = "generator-bound" if report["generator"]["bottleneck"] else ""
+        made.add_row(f"{load_of(report):g}", *(cell(report) for cell in COLUMNS.values()), note)
+    console().print(made)
+    console().print("times in milliseconds")
 
 
 @app.command(cls=Command)
@@ -137,12 +185,18 @@ def _plan(
 def main(
     server: Server,
     rate: Annotated[
-        float | None, typer.Option(help="Open loop: requests per second (Poisson).", min=0.001)
-    ] = None,
+        str,
+        typer.Option(help="Open loop: requests per second (Poisson). 1,2,4: a run for each."),
+    ] = "",
     concurrency: Annotated[
-        int | None,
-        typer.Option("--concurrency", "-c", help="Closed loop: requests in flight.", min=1),
-    ] = None,
+        str,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            help="Closed loop: requests in flight. 1,2,4: a run for each.  [default: 8]",
+            show_default=False,
+        ),
+    ] = "",
     requests: Annotated[
         int | None, typer.Option(help="Stop after this many requests.", min=1)
     ] = None,
@@ -157,14 +211,36 @@ def main(
         float | None, typer.Option(help="Zipf popularity: the i-th adapter has weight i^-ZIPF.")
     ] = None,
     prompt_tokens: Annotated[
-        str, typer.Option(help="Prompt length: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP].")
-    ] = "128",
+        str,
+        typer.Option(
+            help="Prompt length: 128, 32:256 or lognormal:MEAN:SIGMA[:CAP].  [default: 128]",
+            show_default=False,
+        ),
+    ] = "",
     output_tokens: Annotated[
         str, typer.Option(help="Output length, in the form of --prompt-tokens.")
     ] = "64",
     shared_prefix: Annotated[
         int, typer.Option(help="Number of leading tokens that all prompts share.", min=0)
     ] = 0,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Prompts instead of random ones: JSON lines with token_ids, prompt or messages."
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            "-m",
+            envvar="DORAD_MODEL",
+            help="Model folder: the tokenizer of --data's texts, the vocabulary of --openai.",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Whether every answer gets its whole length.")
+    ] = True,
     n: Annotated[int, typer.Option("--n", help="Samples of each prompt.", min=1)] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed repeats the requests.")] = 0,
@@ -184,6 +260,13 @@ def main(
         int, typer.Option(help="Processes that share the load. Each uses one core.", min=1)
     ] = 1,
     connections: Annotated[int, typer.Option(help="TCP connections of each process.", min=1)] = 1,
+    openai: Annotated[
+        str,
+        typer.Option(help="Send to OpenAI's API at this URL (the gateway's), not to --target."),
+    ] = "",
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page with charts to this file.")
+    ] = None,
     output: OutputOption = Output.TABLE,
     version: VersionOption = False,
 ) -> None:
@@ -191,8 +274,13 @@ def main(
 
     The exit code is 1 if no request succeeded.
     """
+    if html is not None and not html.absolute().parent.is_dir():  # Not after a long run.
+        raise FileNotFoundError(f"no folder {html.absolute().parent}")
+    if data is not None and (prompt_tokens or shared_prefix):
+        raise typer.BadParameter("has prompts of its own lengths", param_hint="--data")
+    loads = _loads(rate, concurrency)
     plan = load.Plan(
-        prompt=load.Lengths.parse(prompt_tokens),
+        prompt=load.Lengths.parse(prompt_tokens or "128"),
         output=load.Lengths.parse(output_tokens),
         popularity=load.Popularity.parse(adapter or [], zipf),
         n=n,
@@ -201,26 +289,39 @@ def main(
         seed=seed,
         warmup=warmup,
         goals=load.Goals(*(g and g / 1000 for g in (goal_ttft, goal_itl, goal_e2e))),
-        **_plan(rate, concurrency, requests, duration),
+        requests=requests,
+        duration=10.0 if requests is None and duration is None else duration,
+        samples=_samples(data, model),
+        ignore_eos=ignore_eos,
+        **loads[0],
     )
-
-    def run(show: load.Show | None) -> dict[str, Any]:
-        return load.run_processes(
-            server.target,
-            plan,
-            processes,
-            admin_target=server.admin_target or None,
-            timeout=server.timeout,
-            connections=connections,
-            show=show,
-        )
-
-    if sys.stderr.isatty():
-        view = _View()
-        with view.live:
-            report = run(view.show)
+    where: load.Target
+    if openai:
+        words = load.Vocabulary(0) if plan.samples else _vocabulary(model)
+        where = load.OpenAI(openai, words, server.timeout)
     else:
-        report = run(None)
-    output.show(report, lambda: _print(report))
-    if report["failed"] + report["refused"]["requests"] == report["requests"]:
+        where = load.Grpc(server.target, server.admin_target or None, server.timeout)
+
+    reports: list[dict[str, Any]] = []
+    for step, changes in enumerate(loads):
+        now = dataclasses.replace(plan, seed=_seed(seed, step), **changes)
+        reports.append(_run(where, now, processes, connections))
+        if html is not None:  # After each run, so that an interrupted sweep leaves a page.
+            html.write_text(load.page(reports), encoding="utf-8")
+    if len(reports) == 1:
+        output.show(reports[0], lambda: _print(reports[0]))
+    else:
+        output.show(reports, lambda: _print_sweep(reports))
+    if all(r["failed"] + r["refused"]["requests"] == r["requests"] for r in reports):
         raise typer.Exit(1)
+
+
+def _run(where: load.Target, plan: load.Plan, processes: int, connections: int) -> dict[str, Any]:
+    def run(show: load.Show | None) -> dict[str, Any]:
+        return load.run_processes(where, plan, processes, connections=connections, show=show)
+
+    if not sys.stderr.isatty():
+        return run(None)
+    view = _View()
+    with view.live:
+        return run(view.show)

@@ -6,8 +6,28 @@ planned arrival, so they include the delay of a server that falls behind. The re
 generator's own CPU time, and says whether the generator was the bottleneck.
 """
 
+from dorad.load.chart import page
+from dorad.load.data import Sample, read_samples
 from dorad.load.drive import Counts, Show, run
+from dorad.load.openai import OpenAI
 from dorad.load.plan import Goals, Lengths, Plan, Popularity
 from dorad.load.processes import run_processes
+from dorad.load.target import Grpc, Target, Vocabulary
 
-__all__ = ["Counts", "Goals", "Lengths", "Plan", "Popularity", "Show", "run", "run_processes"]
+__all__ = [
+    "Counts",
+    "Goals",
+    "Grpc",
+    "Lengths",
+    "OpenAI",
+    "Plan",
+    "Popularity",
+    "Sample",
+    "Show",
+    "Target",
+    "Vocabulary",
+    "page",
+    "read_samples",
+    "run",
+    "run_processes",
+]

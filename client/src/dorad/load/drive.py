@@ -12,20 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import dorad
-import dorad.aio
-from dorad import _wire
-from dorad._stubs import types_pb2
 from dorad.load.plan import Plan, Source
 from dorad.load.records import Outcome, Record, SelfWatch
 from dorad.load.report import summarise
+from dorad.load.target import Connection, Target
 from dorad.types import GenerateRequest
 
 _SHOW_SECONDS = 0.25
-# Finish reasons that count as failures, although the status of the stream is OK.
-_CUT_SHORT = {
-    types_pb2.FINISH_REASON_ABORTED: "ABORTED",
-    types_pb2.FINISH_REASON_NON_FINITE: "NON_FINITE",
-}
 
 
 @dataclass
@@ -55,73 +48,41 @@ Show = Callable[[Counts], None]
 
 
 async def run(
-    target: str,
-    plan: Plan,
-    *,
-    admin_target: str | None = None,
-    timeout: float = 600.0,
-    connections: int = 1,
-    show: Show | None = None,
+    target: Target, plan: Plan, *, connections: int = 1, show: Show | None = None
 ) -> dict[str, Any]:
     """Runs the plan in this process and returns the report (see `summarise`).
 
-    `admin_target` is that of `Client`. GetInfo is called there.
-
-    Raises DoradError when GetInfo fails. Failures of single requests are counted in the report.
+    Raises DoradError when the server does not tell of its model. Failures of single requests are
+    counted in the report.
     """
-    outcome = await drive(
-        target,
-        plan,
-        admin_target=admin_target,
-        timeout=timeout,
-        connections=connections,
-        show=show,
-    )
-    return summarise(plan, [outcome])
+    return summarise(plan, [await drive(target, plan, connections=connections, show=show)])
 
 
 async def drive(
-    target: str,
+    target: Target,
     plan: Plan,
     *,
-    admin_target: str | None = None,
-    timeout: float = 600.0,
     connections: int = 1,
     show: Show | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Like `run`, but returns the raw records. `ready` blocks until all processes may begin."""
-    # Local subchannel pools: otherwise clients of one target share a connection. No retries: they
-    # would hide refusals, which are results.
-    options = [("grpc.use_local_subchannel_pool", 1)]
     async with contextlib.AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                dorad.aio.Client(
-                    target,
-                    admin_target=admin_target,
-                    timeout=timeout,
-                    retry_for=0,
-                    options=options,
-                )
-            )
-            for _ in range(connections)
-        ]
-        model = (await clients[0].info()).model
-        for client in clients[1:]:
-            await client.wait_ready(timeout)
-        source = Source(plan, model.vocab_size, set(model.eos_token_ids))
+        opened = [await stack.enter_async_context(target.connect()) for _ in range(connections)]
+        # Each connection asks, so that all are open before the load begins.
+        vocabularies = [await connection.vocabulary() for connection in opened]
+        source = Source(plan, vocabularies[0])
         ready()
-        return await _Run(plan, source, clients, show).run()
+        return await _Run(plan, source, opened, show).run()
 
 
 class _Run:
     def __init__(
-        self, plan: Plan, source: Source, clients: list[dorad.aio.Client], show: Show | None
+        self, plan: Plan, source: Source, connections: list[Connection], show: Show | None
     ) -> None:
         self._plan = plan
         self._source = source
-        self._clients = clients
+        self._connections = connections
         self._show = show
         self._watch = SelfWatch()
         self._counts = Counts()
@@ -188,13 +149,13 @@ class _Run:
     async def _one(self, due: float) -> bool:
         """Sends the next request and reads its answer. False: it failed or was refused."""
         request = self._source.next()
-        client = self._clients[self._counts.sent % len(self._clients)]
+        connection = self._connections[self._counts.sent % len(self._connections)]
         self._counts.sent += 1
         record = Record(request.adapter, len(request.token_ids), due, time.monotonic())
         self._records.append(record)
         counts = self._counts
         try:
-            await self._read(client, request, record)
+            await self._read(connection, request, record)
         except dorad.DoradError as error:
             record.error = error.reason or error.code
             # A request with a first message was accepted. UNAVAILABLE with a reason comes from the
@@ -210,19 +171,14 @@ class _Run:
         counts.done += not record.error
         return not record.error
 
-    async def _read(
-        self, client: dorad.aio.Client, request: GenerateRequest, record: Record
-    ) -> None:
+    async def _read(self, connection: Connection, request: GenerateRequest, record: Record) -> None:
         last: dict[int, float] = {}
         counts = self._counts
-        # Raw messages: converting them would cost more than all other work here.
-        written = _wire.generate_request(request, stream=True)
-        async with client._stream(written, lambda message: message) as stream:
-            async for message in stream:
-                now, count = time.monotonic(), len(message.token_ids) // 4
+        async with contextlib.aclosing(connection.stream(request)) as pieces:
+            async for sample, count, failure in pieces:
+                now = time.monotonic()
                 record.messages += 1
-                if message.HasField("finish") and message.finish.reason in _CUT_SHORT:
-                    record.error = _CUT_SHORT[message.finish.reason]
+                record.error = failure or record.error
                 if not count:
                     continue
                 record.tokens += count
@@ -233,8 +189,8 @@ class _Run:
                     record.ttft = now - record.start
                     counts.first_tokens += 1
                     counts.first_token_seconds += record.ttft
-                before = last.get(message.sample_index)
+                before = last.get(sample)
                 if before is not None:
                     record.gaps.append(((now - before) / count, count))
                     record.longest_gap = max(record.longest_gap, now - before)
-                last[message.sample_index] = now
+                last[sample] = now

@@ -9,6 +9,8 @@ import random
 import re
 from dataclasses import dataclass, field
 
+from dorad.load.data import Sample
+from dorad.load.target import Vocabulary
 from dorad.types import GenerateRequest
 
 _LONGEST = 1 << 20
@@ -127,6 +129,13 @@ class Plan:
     prefix_seed: int | None = None
     """Seed of the shared prefix, which is equal in all parts of a split plan. None: `seed`."""
     goals: Goals = field(default_factory=lambda: Goals())
+    samples: tuple[Sample, ...] = ()
+    """Prompts to send, in this order and again from the start. Empty: random ones of `prompt`."""
+    first_sample: int = 0
+    sample_step: int = 1
+    """A part of a split plan sends every `sample_step`-th one."""
+    ignore_eos: bool = True
+    """Every answer gets its drawn length."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < _SEEDS:
@@ -149,6 +158,8 @@ class Plan:
                 requests=part(self.requests, i),
                 seed=self.seed + (i << 32),
                 prefix_seed=self.seed if self.prefix_seed is None else self.prefix_seed,
+                first_sample=self.first_sample + i * self.sample_step,
+                sample_step=self.sample_step * processes,
             )
             for i in range(processes)
         ]
@@ -157,10 +168,10 @@ class Plan:
 class Source:
     """Draws requests. Equal plans give equal requests."""
 
-    def __init__(self, plan: Plan, vocab_size: int, reserved: set[int]) -> None:
+    def __init__(self, plan: Plan, words: Vocabulary) -> None:
         self._plan = plan
         self._rng = random.Random(plan.seed)
-        self._ids = [i for i in range(vocab_size) if i not in reserved] or [0]
+        self._ids = [i for i in range(words.size) if i not in words.reserved] or [0]
         # Not self._rng, which differs between the parts of a plan.
         prefix_seed = plan.seed if plan.prefix_seed is None else plan.prefix_seed
         prefix = random.Random(f"prefix {prefix_seed}")
@@ -173,16 +184,21 @@ class Source:
         return self._rng.expovariate(self._plan.rate)
 
     def next(self) -> GenerateRequest:
-        plan, rng = self._plan, self._rng
+        plan, rng, number = self._plan, self._rng, next(self._numbers)
         adapter = plan.popularity.draw(rng)
-        rest = max(0, plan.prompt.draw(rng) - plan.shared_prefix)
-        prompt = (self._prefix + rng.choices(self._ids, k=rest)) or [self._ids[0]]
+        if plan.samples:
+            sample = plan.samples[
+                (plan.first_sample + number * plan.sample_step) % len(plan.samples)
+            ]
+        else:
+            rest = max(0, plan.prompt.draw(rng) - plan.shared_prefix)
+            sample = Sample((self._prefix + rng.choices(self._ids, k=rest)) or [self._ids[0]])
         return GenerateRequest(
-            prompt,
+            sample.token_ids,
             adapter=adapter,
             n=plan.n,
-            max_tokens=plan.output.draw(rng),
-            ignore_eos=True,  # Every answer gets its drawn length.
+            max_tokens=sample.max_tokens or plan.output.draw(rng),
+            ignore_eos=plan.ignore_eos,
             temperature=plan.temperature,
-            seed=plan.seed + next(self._numbers),
+            seed=plan.seed + number,
         )

@@ -13,17 +13,16 @@ from dorad.errors import Internal
 from dorad.load.drive import Counts, Show, drive, run
 from dorad.load.plan import Plan
 from dorad.load.report import summarise
+from dorad.load.target import Target
 
 _START_SECONDS = 120.0
 
 
 def run_processes(
-    target: str,
+    target: Target,
     plan: Plan,
     processes: int,
     *,
-    admin_target: str | None = None,
-    timeout: float = 600.0,
     connections: int = 1,
     show: Show | None = None,
 ) -> dict[str, Any]:
@@ -36,16 +35,7 @@ def run_processes(
         if count is not None and count < processes:
             raise ValueError(f"{what} must be at least the {processes} processes, not {count}")
     if processes == 1:
-        return asyncio.run(
-            run(
-                target,
-                plan,
-                admin_target=admin_target,
-                timeout=timeout,
-                connections=connections,
-                show=show,
-            )
-        )
+        return asyncio.run(run(target, plan, connections=connections, show=show))
     # Not fork, which breaks gRPC's threads.
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes)
@@ -56,9 +46,7 @@ def run_processes(
             args=(
                 i,
                 target,
-                admin_target,
                 part,
-                timeout,
                 connections,
                 show is not None,
                 barrier,
@@ -109,10 +97,8 @@ def _collect(workers: list[Any], results: Any, show: Show | None) -> list[Any]:
 
 def _work(
     number: int,
-    target: str,
-    admin_target: str | None,
+    target: Target,
     plan: Plan,
-    timeout: float,
     connections: int,
     shows: bool,
     barrier: Any,
@@ -126,8 +112,6 @@ def _work(
             drive(
                 target,
                 plan,
-                admin_target=admin_target,
-                timeout=timeout,
                 connections=connections,
                 show=show if shows else None,
                 ready=lambda: barrier.wait(_START_SECONDS),
