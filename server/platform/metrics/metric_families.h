@@ -252,7 +252,7 @@ struct AdapterMetrics {
                        .Add({})),
         leases(Gauges(r, "dorad_adapter_leases", "Leases on adapter versions.").Add({})),
         generation(Gauges(r, "dorad_adapter_generation",
-                          "Generation of the server's active versions; rises with each change.")
+                          "Generation of the registry; rises with each of its events.")
                        .Add({})),
         idle_uploads(
             Gauges(r, "dorad_adapter_idle_uploads", "Broken uploads that can be resumed.").Add({})),

@@ -95,7 +95,7 @@ class Control(Connection):
     ) -> None:
         """Allocates the memory that `sleep` released; no tags mean all.
 
-        Raises ResourceExhausted when there is too little: the remaining tags stay asleep.
+        Raises Overloaded when there is too little: the remaining tags stay asleep.
         """
         message = filled(control_pb2.WakeRequest, tags=tags)
         await self._ask(self._control.Wake, message, timeout, retry_for, effects=True)
@@ -152,7 +152,10 @@ class Control(Connection):
         )
 
     async def health(self, service: str = "", *, timeout: float | None = 5.0) -> str:
-        """The server (or one service by full name): "serving", "not_serving" or "unknown"."""
+        """The server (or one service by full name): "serving" or "not_serving".
+
+        Raises NotFound for a service that the server does not have.
+        """
         message = filled(health_pb2.HealthCheckRequest, service=service)
         answer = await self._call(self._health.Check, message, timeout)
         name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
