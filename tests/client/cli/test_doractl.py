@@ -31,6 +31,9 @@ from typer.testing import CliRunner
         (["abort", "r1", "--all"], "give ids, --adapter or --all"),
         (["top", "--metrics", "file:///etc/passwd"], "not an http URL"),
         (["pause", "--mode", "nap"], "nap"),
+        (["adapters", "check", "/nowhere", "-m", "/nowhere"], "no adapter folder /nowhere"),
+        (["adapters", "check", "/nowhere"], "give the base model"),
+        (["context", "lst"], "No such command 'lst'"),
     ],
 )
 def test_usage_errors_exit_with_64(doractl, arguments, words):
@@ -53,6 +56,12 @@ def test_a_target_that_is_none_exits_with_64_and_the_one_that_was_meant(doractl,
     for arguments in (["info", "-t", target], ["-t", target, "generate", "--token-ids", "1"]):
         (line,) = doractl(*arguments, code=64).splitlines()
         assert line.startswith("doractl: the target") and f'give "{right}"' in line
+
+
+def test_a_file_that_is_missing_is_told_by_its_path(doractl, tmp_path, monkeypatch):
+    missing = tmp_path / "ca.pem"
+    monkeypatch.setenv("DORAD_CA_FILE", str(missing))
+    assert doractl("info", code=64) == f"doractl: {missing}: No such file or directory\n"
 
 
 def test_an_unreachable_server_exits_with_69(doractl):

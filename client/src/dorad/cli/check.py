@@ -51,6 +51,8 @@ def check(
     """
     if model is None and config is None:
         raise typer.BadParameter("give the base model", param_hint="--model / DORAD_MODEL")
+    if not path.is_dir():
+        raise FileNotFoundError(f"no adapter folder {path}")
     line = [_program(), "check-adapter", str(path)]
     line += ["--model", str(model)] if model is not None else []
     line += ["--config", str(config)] if config is not None else []

@@ -177,6 +177,9 @@ def _explain(error: Exception, program: str) -> int:
         for hint in _hints(error):
             say(hint)
         return EXIT_UNAVAILABLE if isinstance(error, dorad.Unavailable) else EXIT_FAILURE
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        say(f"{error.filename}: {error.strerror}")
+        return EXIT_USAGE if isinstance(error, FileNotFoundError) else EXIT_FAILURE
     if isinstance(error, (ValueError, TypeError, FileNotFoundError)):
         say(str(error))
         return EXIT_USAGE

@@ -297,8 +297,9 @@ def main(
     )
     where: load.Target
     if openai:
-        words = load.Vocabulary(0) if plan.samples else _vocabulary(model)
-        where = load.OpenAI(openai, words, server.timeout)
+        where = load.OpenAI(openai, load.Vocabulary(0), server.timeout)
+        if not plan.samples:
+            where = dataclasses.replace(where, words=_vocabulary(model))
     else:
         where = load.Grpc(server.target, server.admin_target or None, server.timeout)
 
