@@ -64,10 +64,10 @@ class Page(html.parser.HTMLParser):
             assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("loads", ["3", "1,2,4"])
-def test_a_page_shows_the_sweep_and_needs_no_other_file(dorad_load, tmp_path, loads):
+@pytest.mark.parametrize(("option", "loads"), [("-c", "3"), ("-c", "1,2,4"), ("--rate", "50,90")])
+def test_a_page_shows_the_sweep_and_needs_no_other_file(dorad_load, tmp_path, option, loads):
     file = tmp_path / "sweep.html"
-    out = dorad_load("-c", loads, "--requests", 4, "--html", file, "-o", "json")
+    out = dorad_load(option, loads, "--requests", 4, "--html", file, "-o", "json")
     text = file.read_text()
     page = Page(text)
     assert page.open == [] and page.loaded == [] and "http" not in text

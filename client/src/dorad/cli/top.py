@@ -180,8 +180,8 @@ def top(
         info, versions = client.info(**limits), client.adapters(**limits)
         counters = {_STEPS: float(info.engine.steps)}
         counters |= fetch_metrics(metrics) if metrics else {}
-        live = [version for version in versions if version.state in LIVE_STATES]
-        return _Look(info, live, rates.update(counters, time.monotonic()))
+        held = [version for version in versions if version.state in LIVE_STATES]
+        return _Look(info, held, rates.update(counters, time.monotonic()))
 
     screen = output is Output.TABLE and sys.stdout.isatty()
     live = Live(console=console(), screen=True, auto_refresh=False) if screen else None
@@ -197,18 +197,15 @@ def top(
         for number in itertools.count(1):
             try:
                 seen = look(client, seen is None)
-                show(
-                    {"info": seen.info, "adapters": seen.adapters, "rates": seen.rates},
-                    seen.render(),
-                )
+                value = {"info": seen.info, "adapters": seen.adapters, "rates": seen.rates}
+                view = seen.render()
             except (dorad.DoradError, OSError) as error:
                 if seen is None or not _may_return(error):
                     raise
+                value = {"unreachable": str(error)}
                 note = Text(f"unreachable, retrying: {error}", style="bold red")
-                show(
-                    {"unreachable": str(error)},
-                    Group(note, Text(), seen.render()) if live else note,
-                )
+                view = Group(note, Text(), seen.render()) if live else note
+            show(value, view)
             if number == count:
                 break
             time.sleep(interval)
