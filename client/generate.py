@@ -1,8 +1,12 @@
-"""Generates modules: the protobuf and gRPC ones of `dorad.v1` and the gateway, with type stubs, and
-the synchronous client (sync_source.py).
+"""Generates modules: the protobuf and gRPC ones of `dorad.v1` and the gateway, with type stubs, the
+synchronous client (sync_source.py) and the version.
 
 Run by hand for a source checkout (the output lies beside the sources and is ignored by git), and by
-setup.py when a wheel is built. Needs grpcio-tools; type stubs (.pyi) need mypy-protobuf as well.
+setup.py when a wheel is built. Needs protoc and grpc_python_plugin, Debian's protobuf-compiler and
+protobuf-compiler-grpc; type stubs (.pyi) need mypy-protobuf as well.
+
+A module of protoc 26 or later refuses runtimes that are older, or two major versions newer, than
+itself. Those of Debian's protoc (3.21) work with every runtime from protobuf 4.21 on.
 
     python client/generate.py [--out DIR]
 """
@@ -41,8 +45,8 @@ def _sources() -> dict[pathlib.Path, pathlib.PurePath]:
     }
 
 
-def _plugin(name: str) -> str | None:
-    """Path of a protoc plugin: beside this interpreter (no activation needed), else on PATH."""
+def _program(name: str) -> str | None:
+    """Path of protoc or a plugin: beside this interpreter (no activation needed), else on PATH."""
     beside = pathlib.Path(sys.executable).parent / name
     return str(beside) if beside.exists() else shutil.which(name)
 
@@ -51,23 +55,30 @@ def generate(out: pathlib.Path, *, if_stale: bool = False) -> None:
     """Writes all modules under `out`. Raises RuntimeError with protoc's words."""
     out.mkdir(parents=True, exist_ok=True)
     sync_source.generate(HERE / "src/dorad/_aio", out / "dorad/_sync")
+    version = (HERE / "VERSION").read_text().strip()
+    text = f'"""Generated from the file VERSION."""\n\n__version__ = "{version}"\n'
+    (out / "dorad/_version.py").write_text(text)
     if not (if_stale and _is_fresh(out)):
         _run_protoc(out)
 
 
 def _run_protoc(out: pathlib.Path) -> None:
     """Writes dorad/**/*_pb2*.py (and .pyi) under `out`."""
+    protoc, grpc = _program("protoc"), _program("grpc_python_plugin")
+    if not (protoc and grpc):
+        raise RuntimeError(
+            "protoc or grpc_python_plugin is missing: install protobuf-compiler and "
+            "protobuf-compiler-grpc, or install the wheel of dorad instead of its sources"
+        )
     roots = dict.fromkeys((proto_root(), HERE / "proto"))
-    args = [*(f"-I{root}" for root in roots), f"--python_out={out}", f"--grpc_python_out={out}"]
-    mypy, mypy_grpc = _plugin("protoc-gen-mypy"), _plugin("protoc-gen-mypy_grpc")
+    args = [protoc, *(f"-I{root}" for root in roots), f"--python_out={out}"]
+    args += [f"--plugin=protoc-gen-grpc_python={grpc}", f"--grpc_python_out={out}"]
+    mypy, mypy_grpc = _program("protoc-gen-mypy"), _program("protoc-gen-mypy_grpc")
     if mypy and mypy_grpc:
         args += [f"--plugin=protoc-gen-mypy={mypy}", f"--mypy_out=quiet:{out}"]
         args += [f"--plugin=protoc-gen-mypy_grpc={mypy_grpc}", f"--mypy_grpc_out=quiet:{out}"]
     args += [str(path) for path in _sources()]
-    # A process of its own: protoc inside this one would keep its descriptor state.
-    run = subprocess.run(
-        [sys.executable, "-m", "grpc_tools.protoc", *args], capture_output=True, text=True
-    )
+    run = subprocess.run(args, capture_output=True, text=True)
     if run.returncode != 0:
         raise RuntimeError(f"protoc failed:\n{run.stderr.strip()}")
 

@@ -1,10 +1,13 @@
-"""Builds the generated modules into the wheel; the rest is in pyproject.toml."""
+"""Builds the generated modules into the wheel; the rest is in pyproject.toml.
+
+DORAD_URL, the address of the repository, becomes the package's project URL. Without it the package
+has none.
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
 import pathlib
-import re
 import shutil
 import sys
 
@@ -27,7 +30,7 @@ class BuildPy(build_py):
 
 
 class Sdist(sdist):
-    """Adds the proto files, which live outside client/, to the source archive."""
+    """Adds the proto files, which live outside client/, and what links lead to, to the archive."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -35,25 +38,14 @@ class Sdist(sdist):
         target.mkdir(parents=True, exist_ok=True)
         for path in generate.proto_files():
             shutil.copy2(path, target / path.name)
+        for name in ("LICENSE", "VERSION"):
+            path = pathlib.Path(base_dir) / name
+            path.unlink(missing_ok=True)
+            shutil.copy2((HERE / name).resolve(), path)
 
 
-def runtime_requirements() -> list[str]:
-    """Bounds of protobuf and grpcio follow the generator: its output checks them at import."""
-    bounds = {}
-    for requirement in importlib.metadata.requires("grpcio-tools") or []:
-        match = re.match(r"^(protobuf|grpcio)\b(?!.*extra ==)", requirement)
-        if match:
-            bounds[match.group(1)] = requirement
-    return [
-        bounds["grpcio"],
-        bounds["protobuf"],
-        "grpcio-health-checking>=1.60",
-        "googleapis-common-protos>=1.63",
-        "numpy>=1.26",
-    ]
-
-
+url = os.environ.get("DORAD_URL")
 setup(
     cmdclass={"build_py": BuildPy, "sdist": Sdist},
-    install_requires=runtime_requirements(),
+    project_urls={"Repository": url} if url else {},
 )

@@ -3,7 +3,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 stamp=$VENV/.dorad-client
-want=$(cat client/pyproject.toml client/setup.py | sha256sum)
+want=$(cat VERSION client/pyproject.toml client/setup.py | sha256sum)
 if [[ $(cat "$stamp" 2>/dev/null) != "$want" ]]; then
   stage "Python client" client "$VENV/bin/python" -m pip install --disable-pip-version-check \
     --no-input --no-build-isolation --no-deps -e client

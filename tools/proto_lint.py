@@ -67,7 +67,7 @@ def compile_protos(root: Path) -> FileDescriptorSet:
         raise RuntimeError(f"no .proto files under {root}")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "set.binpb"
-        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{root}"]
+        command = ["protoc", f"-I{root}"]
         command += [f"--descriptor_set_out={out}", "--include_imports", *names]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode != 0:

@@ -1,5 +1,7 @@
-"""The wheel: built from a copy of the sources, it carries the generated modules and their types."""
+"""The client's wheel: built from a copy of the sources, with generated modules and their types."""
 
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,8 @@ def wheel(tmp_path_factory):
     shutil.copytree(ROOT / "proto", tree / "proto")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
     command += ["--disable-pip-version-check", "--wheel-dir", tree, tree / "client"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "DORAD_URL"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     (path,) = tree.glob("dorad-*.whl")
     with zipfile.ZipFile(path) as archive:
@@ -54,6 +57,34 @@ def test_names_its_programs_and_what_it_needs(wheel):
     # The library alone must not pull in these.
     for package in ("torch", "typer", "tokenizers"):
         assert all("extra ==" in line for line in needs if f" {package}" in line), package
+
+
+def test_generated_modules_work_with_every_runtime_of_the_promised_range(wheel):
+    """Newer generators write a check of the runtime's version, which narrows the range."""
+    sources = {n: wheel.read(n).decode() for n in wheel.namelist() if re.search(r"_pb2\w*\.py$", n)}
+    assert len(sources) == 10
+    for name, source in sources.items():
+        assert "runtime_version" not in source and "GRPC_GENERATED_VERSION" not in source, name
+    needs = [line.split()[1] for line in read(wheel, "METADATA").splitlines() if "protobuf" in line]
+    assert needs == ["protobuf<8,>=4.25"]
+
+
+def test_has_a_licence_and_invents_no_address(wheel):
+    text = read(wheel, "METADATA")
+    assert "\nLicense-Expression: Apache-2.0\n" in text and "Project-URL" not in text
+    assert read(wheel, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
+
+
+def test_has_the_extras_that_messages_and_guides_name(wheel):
+    extras = set(re.findall(r"^Provides-Extra: (\w+)$", read(wheel, "METADATA"), re.MULTILINE))
+    assert extras == {"cli", "text", "gateway", "train"}
+    texts = [
+        *(ROOT / "client").rglob("*.py"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "client/README.md",
+    ]
+    named = [re.findall(r"(?:dorad|client|whl\)?)\[([\w,]+)\]", path.read_text()) for path in texts]
+    assert {extra for found in named for group in found for extra in group.split(",")} <= extras
 
 
 def test_imports_from_the_wheel_alone(wheel, tmp_path):

@@ -9,6 +9,7 @@ from dorad._shared_memory_socket import SharedTensors
 from dorad._sync.client import Client
 from dorad._sync.pool import RolloutPool
 from dorad._sync.stream import Stream
+from dorad._version import __version__
 from dorad.errors import (
     Cancelled,
     Conflict,
@@ -48,8 +49,6 @@ from dorad.types import (
     Usage,
     WatchEvent,
 )
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Activation",
@@ -91,5 +90,6 @@ __all__ = [
     "Usage",
     "Violation",
     "WatchEvent",
+    "__version__",
     "errors",
 ]
