@@ -34,3 +34,14 @@ def test_a_library_beside_the_package_is_found(library_path, tmp_path, monkeypat
     monkeypatch.setattr(_native, "__file__", str(tmp_path / "_native.py"))
     (tmp_path / library_path.name).write_bytes(library_path.read_bytes())
     assert isinstance(_native._load(), _native.Library)
+
+
+def test_the_library_of_the_server_package_is_found(library_path, tmp_path, monkeypatch):
+    monkeypatch.delenv(_native.VARIABLE, raising=False)
+    monkeypatch.setattr(_native, "__file__", str(tmp_path / "_native.py"))
+    target = tmp_path / "dorad_server" / "lib" / library_path.name
+    target.parent.mkdir(parents=True)
+    target.write_bytes(library_path.read_bytes())
+    (tmp_path / "dorad_server" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(_native._load(), _native.Library)

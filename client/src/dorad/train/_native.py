@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import logging
 import os
 import pathlib
@@ -366,15 +367,27 @@ def _load() -> Library | None:
     named = os.environ.get(VARIABLE)
     if named:
         return Library(named, _gemm())
-    beside = pathlib.Path(__file__).with_name(_FILE)
-    if beside.is_file():
-        return Library(beside, _gemm())
+    for path in _places():
+        if path.is_file():
+            return Library(path, _gemm())
     _logger.warning(
-        "no %s beside the package and no %s: DoRA on CUDA is plain torch", _FILE, VARIABLE
+        "no %s beside this package or in dorad-server, and no %s: DoRA on CUDA is plain torch",
+        _FILE,
+        VARIABLE,
     )
     return None
 
 
+def _places() -> list[pathlib.Path]:
+    """Beside this file (a checkout) and in the package dorad-server of the same environment."""
+    server = importlib.util.find_spec("dorad_server")
+    roots = (server.submodule_search_locations if server else None) or []
+    return [
+        pathlib.Path(__file__).with_name(_FILE),
+        *(pathlib.Path(root) / "lib" / _FILE for root in roots),
+    ]
+
+
 # At import, so that torch.compile finds a constant. Without a CUDA device nothing would call it.
 library: Library | None = _load() if torch.cuda.is_available() else None
-"""The library at DORAD_TRAIN_LIBRARY, else the one beside this file, else None."""
+"""The library at DORAD_TRAIN_LIBRARY, beside this file or in dorad-server, else None."""
