@@ -1,7 +1,7 @@
 # Every command works alone on a fresh tree: it installs and builds its dependencies first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev server build test test-deep check demo demo-rl assets serve docs lint format sanitize fuzz bundle bench clean
+.PHONY: help setup setup-dev server build test test-deep check demo demo-rl assets serve docs lint format sanitize fuzz wheel image bundle bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
@@ -10,6 +10,7 @@ UNIT ?=
 ROOM ?=
 SECONDS_EACH ?= 600
 ARGS ?=
+URL ?=
 
 help: ## this list
 	@echo "dorad: one base model, many DoRA adapters, one batch"
@@ -72,6 +73,12 @@ sanitize: setup ## unit tests under SAN=address (with undefined behaviour) or th
 fuzz: setup-dev ## the fuzz targets, SECONDS_EACH=600
 	@tools/client.sh
 	@tools/fuzz.sh $(SECONDS_EACH)
+
+wheel: server ## dist/: the Python packages dorad (client) and dorad-server; URL=the repository's
+	@DORAD_URL="$(URL)" tools/wheel.sh
+
+image: ## container images of the server and of nginx; needs docker
+	@tools/image.sh
 
 bundle: build ## dist/dorad-bundle.tar.xz for GPU hosts
 	@tools/bundle.sh

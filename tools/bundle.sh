@@ -5,19 +5,11 @@
 #
 #   tools/bundle.sh [BUILD_DIR]     default build
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source tools/libraries.sh
 
 build=${1:-build}
 out=dist/dorad-bundle
 [[ -x $build/dorad ]] || die "$build/dorad is missing: run \`make build\` first"
-
-# Libraries of the host: glibc, the C++ runtime, and those of torch's wheel.
-is_host_library() {
-  case $1 in
-    libstdc++* | libgcc_s* | ld-linux* | libc.so* | libm.so* | libdl.so* | librt.so* | libpthread.so*) return 0 ;;
-    libtorch* | libc10* | libgomp* | libcublas* | libcudart* | libcuda.so* | libcudnn* | libnv* | libcupti*) return 0 ;;
-  esac
-  return 1
-}
 
 rm -rf "$out"
 mkdir -p "$out/bin" "$out/lib"
@@ -26,9 +18,7 @@ for program in "${programs[@]}"; do
   [[ -x $program ]] || continue
   # Names stay: a hung server's stacks in the log need them.
   strip --strip-debug -o "$out/bin/$(basename "$program")" "$program"
-  while read -r name path; do
-    is_host_library "$name" || cp -Lu "$path" "$out/lib/"
-  done < <(ldd "$program" | awk '$2 == "=>" && $3 ~ /^\// {print $1, $3}')
+  copy_libraries "$program" "$out/lib"
 done
 trace=$build/tests/bench/libkernel_trace.so
 [[ ! -f $trace ]] || strip -o "$out/lib/$(basename "$trace")" "$trace"

@@ -30,7 +30,7 @@ check_ruff() {
 
 check_mypy() {
   (cd client && "../$VENV/bin/python" -m mypy)
-  "$VENV/bin/python" -m mypy --config-file tools/mypy.ini demo tools client/examples
+  "$VENV/bin/python" -m mypy --config-file tools/mypy.ini demo tools client/examples deploy/wheel/src
 }
 
 check_proto() { "$VENV/bin/python" tools/proto_lint.py; }

@@ -4,11 +4,12 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
-from lib.server import ROOT, binary, check_config
+from lib.server import ROOT, check_config
 
 FOLDER = ROOT / "deploy" / "docker"
 
@@ -46,20 +47,42 @@ def compose() -> dict:
 
 
 def test_stages_and_instructions_are_known() -> None:
-    assert list(stages()) == ["head", "build", "server", "proxy"]
+    assert list(stages()) == ["head", "build", "packages", "server", "proxy"]
     known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE"}
     known |= {"STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in instructions()} <= known
 
 
 def test_it_builds_by_the_documented_commands() -> None:
-    *make, collect = values("build", "RUN")
-    assert make == ["make setup", "make server"]
+    make = values("build", "RUN")
+    assert make == ["make setup", "make wheel"]
     targets = re.findall(r"^(\w[\w-]*):.*##", (ROOT / "Makefile").read_text(), re.M)
     assert {command.split()[1] for command in make} <= set(targets)
-    script, program, out = collect.split()
-    assert (ROOT / script).stat().st_mode & 0o111
-    assert program == "build/dorad" and f"--from=build {out} " in values("server", "COPY")[0]
+
+
+def test_it_installs_the_packages_of_make_wheel() -> None:
+    (folder,) = values("build", "WORKDIR")
+    assert f"--from=build {folder}/dist /dist" in values("packages", "COPY")
+    install = values("packages", "RUN")[-1]
+    wheels = set(re.findall(r"/dist/([\w-]+)-\*\.whl", install))
+    assert wheels == {"dorad", "dorad_server"}
+    extras = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    named = re.search(r"\*\.whl\)\[([\w,]+)\]", install)
+    assert named and set(named[1].split(",")) <= set(extras["optional-dependencies"])
+    # What was installed is copied to the same place, to which its scripts refer.
+    assert values("server", "COPY") == ["--from=packages /opt/venv /opt/venv"]
+    assert json.loads(values("server", "ENTRYPOINT")[0]) == ["/opt/venv/bin/dorad"]
+    assert "/opt/venv" in install and "pip uninstall -y pip" in install
+
+
+def test_make_image_without_docker_says_so(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "mkdir"):
+        (tmp_path / name).symlink_to(f"/bin/{name}")
+    script = ROOT / "tools" / "image.sh"
+    run = subprocess.run(
+        ["/bin/bash", script], env={"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and run.stderr.startswith("dorad: docker is needed"), run.stderr
 
 
 def test_setup_needs_no_more_than_what_is_copied_before_it() -> None:
@@ -96,31 +119,6 @@ def test_distributions_are_supported_and_the_same() -> None:
     # The CUDA of the toolkit is that of torch's libraries, which the program is linked with too.
     torch_cuda = re.search(r"^cuda-toolkit==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
     assert torch_cuda and match[1] == torch_cuda[1]
-
-
-def test_collect_leaves_no_library_behind(tmp_path) -> None:
-    made = subprocess.run(
-        [FOLDER / "collect.sh", binary(), tmp_path], capture_output=True, text=True, timeout=240
-    )
-    assert made.returncode == 0, made.stderr
-    program = tmp_path / "bin" / binary().name
-    own = str(tmp_path / "lib")
-    listed = subprocess.run(
-        ["ldd", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={"LD_LIBRARY_PATH": own, "PATH": "/usr/bin:/bin"},
-    ).stdout
-    elsewhere = {
-        line.split()[0] for line in listed.splitlines() if "=>" in line and own not in line
-    }
-    assert elsewhere <= {"libc.so.6", "libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0"}
-    assert own in listed and "not found" not in listed
-    version = subprocess.run(
-        [program, "--version"], capture_output=True, text=True, env={"LD_LIBRARY_PATH": own}
-    )
-    assert version.returncode == 0 and version.stdout.startswith("dorad ")
 
 
 def test_the_server_runs_as_nobody_special_and_as_kubernetes_says() -> None:
