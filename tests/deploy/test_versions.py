@@ -11,12 +11,12 @@ VERSION = (ROOT / "VERSION").read_text().strip()
 
 # Each place shows a version: (file, pattern).
 SHOWN = [
-    ("deploy/docker/Dockerfile", r"dorad(?:-proxy)?:([\d.]+\d)"),
+    ("deploy/docker/Dockerfile", r"dorad(?:-proxy)?:(\d+\.\d+\.\d+)"),
     ("deploy/docker/compose.yaml", r"image: dorad:(\S+)"),
     ("deploy/kubernetes/base/kustomization.yaml", r"newTag: \"?([\d.]+)"),
     ("docs/quickstart.md", r"dorad ([\d.]+) on cpu"),
-    ("docs/quickstart.md", r"dorad(?:_server)?-(\d[\d.]+)-py3"),
-    ("docs/guides/deployment.md", r"dorad(?:-proxy)?:([\d.]+\d)"),
+    ("docs/quickstart.md", r"dorad(?:_server)?-(\d+\.\d+\.\d+)-"),
+    ("docs/guides/deployment.md", r"dorad(?:-proxy)?:(\d+\.\d+\.\d+)"),
 ]
 
 
