@@ -74,11 +74,11 @@ fuzz: setup-dev ## the fuzz targets, SECONDS_EACH=600
 	@tools/client.sh
 	@tools/fuzz.sh $(SECONDS_EACH)
 
-wheel: server ## dist/: the Python packages dorad (client) and dorad-server; URL=the repository's
+wheel: server ## the Python packages dorad (client) and dorad-server, in dist; URL=repository's address
 	@DORAD_URL="$(URL)" tools/wheel.sh
 
 image: ## container images of the server and of nginx; needs docker
-	@tools/image.sh
+	@tools/image.sh $(ARGS)
 
 bundle: build ## dist/dorad-bundle.tar.xz for GPU hosts
 	@tools/bundle.sh

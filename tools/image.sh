@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The container images dorad:VERSION and dorad-proxy:VERSION. Arguments go to `docker build`:
+# The container images dorad:VERSION and dorad-proxy:VERSION. Arguments go to the build of the first:
 #   tools/image.sh --build-arg BUILD_BASE=debian:12 --build-arg RUN_BASE=debian:12-slim
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
