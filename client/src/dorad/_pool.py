@@ -19,17 +19,16 @@ from typing import Any
 from dorad import _wire
 from dorad import types as t
 from dorad._aio.client import Client
-from dorad._arguments import items
-from dorad._asyncio import is_set_within, run_many
-from dorad._channel import PROBE_SECONDS, Budget, closed, deadline
-from dorad._pool_server import LACKING, History, Server, conflict, gather
+from dorad._asyncio import run_many
+from dorad._channel import PROBE_SECONDS, Budget, deadline
+from dorad._pool_server import History, Server, conflict, gather
 from dorad._retry import Attempts, check_retry_for, default_retry_for
+from dorad._server_set import ServerSet
 from dorad.errors import (
     DeadlineExceeded,
     DoradError,
     NotFound,
     PoolError,
-    Unavailable,
     UnexpectedVersion,
 )
 
@@ -47,7 +46,7 @@ def connector(
     return connect
 
 
-class Pool:
+class Pool(ServerSet):
     """Several servers of one model as one: versions become active on all of them or on none.
 
     Methods, arguments and errors are those of `RolloutPool`, where they are described.
@@ -60,30 +59,15 @@ class Pool:
         timeout: float | None,
         retry_for: float | None,
     ) -> None:
-        self._connect = connect
+        super().__init__(targets, connect)
         self._timeout = timeout
         self._retry_for = default_retry_for(retry_for)
-        self._closed = asyncio.Event()
-        self._servers: dict[str, Server] = {}
         self._change = asyncio.Lock()
         self._history: dict[str, History] = {}  # by adapter name
         self._highest: dict[str, int] = {}
-        for target in items(targets, "targets", "addresses"):
-            self.add(target)
-        if not self._servers:
-            raise ValueError("a pool needs at least one target")
-
-    @property
-    def targets(self) -> list[str]:
-        return list(self._servers)
 
     def _clients(self) -> dict[str, Client]:
         return {target: server.client for target, server in self._servers.items()}
-
-    def add(self, target: str) -> None:
-        if target in self._servers:
-            raise ValueError(f"{target} is in the pool already")
-        self._servers[target] = Server(target, self._connect(target))
 
     async def remove(self, target: str) -> None:
         if self.targets == [target]:
@@ -91,10 +75,6 @@ class Pool:
         server = self._servers.pop(target)
         server.removed = True
         await server.client.close()
-
-    async def close(self) -> None:
-        self._closed.set()
-        await asyncio.gather(*(server.client.close() for server in self._servers.values()))
 
     # --- Versions ---------------------------------------------------------------------------------
 
@@ -278,14 +258,6 @@ class Pool:
             else:
                 return
 
-    async def _wait(self, attempts: Attempts, failure: DoradError) -> None:
-        """Waits for the next attempt. Raises the failure if there is none."""
-        delay = attempts.delay(failure)
-        if delay is None:
-            raise failure
-        if await is_set_within(self._closed, delay):
-            raise closed()
-
     async def _keep_probing(self) -> None:
         """Lets servers return that were away, full or paused."""
         while True:
@@ -295,48 +267,19 @@ class Pool:
     async def _generate(self, request: t.GenerateRequest, attempts: Attempts) -> list[t.Sample]:
         if request.request_id is None:  # One id for all attempts, as of a client.
             request = dataclasses.replace(request, request_id=uuid.uuid4().hex)
-        tried: set[Server] = set()
-        failure: DoradError | None = None
         history = self._history.get(request.adapter or "")
         mark = history.settled if history else 0
-        while True:
-            able = self._able(tried)
-            if not able:
-                none = Unavailable("no server of the pool is ready", code="UNAVAILABLE")
-                await self._wait(attempts, failure or none)
-                tried, failure = set(), None
-                continue
-            server = min(able, key=lambda server: server.outstanding)
-            try:
-                samples = await server.generate(request, attempts.budget.left)
-            except DoradError as error:
-                attempts.failed(error)
-                if isinstance(error, Unavailable):
-                    server.state = "unavailable"
-                    server.lost += 1
-                elif error.reason in LACKING:
-                    if self._is_expected(request.adapter or ""):
-                        server.state = "lacking"
-                    server.lost += 1
-                elif not (error.retryable or attempts.meets_itself(error)):
-                    raise
-                tried.add(server)
-                if failure is None or error.retryable:
-                    failure = error
-            else:
-                self._check(request, samples, server, history, mark)
-                return samples
+        samples, server = await self._run(
+            request.adapter or "",
+            attempts,
+            lambda server, _: server.generate(request, attempts.budget.left),
+        )
+        self._check(request, samples, server, history, mark)
+        return samples
 
-    def _able(self, tried: set[Server]) -> list[Server]:
-        """The servers for the next try, without those already tried."""
-        left = [server for server in self._servers.values() if server not in tried]
-        # An unavailable server may answer again, and one that lacks a version serves other requests
-        # or reports it; a server with another version must not be used.
-        for state in ("ready", "unavailable", "lacking"):
-            able = [server for server in left if server.state == state]
-            if able:
-                return able
-        return []
+    def _lacks(self, server: Server, adapter: str) -> None:
+        if self._is_expected(adapter):
+            server.state = "lacking"
 
     def _is_expected(self, ref: str) -> bool:
         """Whether every server should have the version of `ref`."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,14 +63,13 @@ class Server:
     def oldest(self) -> float:
         return time.monotonic() - min(self._started.values()) if self._started else 0.0
 
-    async def generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
-        """One attempt."""
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """A block that is one attempt."""
         number, began = next(self._numbers), time.monotonic()
         self._started[number] = began
         try:
-            once = self.client._attempts(timeout, 0.0)
-            calls = self.client._calls
-            samples = await self.client._generate(request, once, calls, complete=True)
+            yield
         except Cancelled:
             if self.removed:
                 raise unavailable("removed from the pool") from None
@@ -78,7 +78,12 @@ class Server:
             del self._started[number]
         self.completed += 1
         self.latencies.append(time.monotonic() - began)
-        return samples
+
+    async def generate(self, request: t.GenerateRequest, timeout: float | None) -> list[t.Sample]:
+        """One attempt."""
+        once = self.client._attempts(timeout, 0.0)
+        with self.working():
+            return await self.client._generate(request, once, self.client._calls, complete=True)
 
 
 async def gather(
