@@ -230,15 +230,15 @@ def test_a_server_that_asks_nobody_is_not_asked_for_each_caller(folder, tmp_path
     assert asked <= 6
 
 
-class Own:
-    """In place of the gateway's client: knows the callers in `known`, and counts questions."""
+class Servers:
+    """In place of the gateway's servers: knows the callers in `known`, and counts questions."""
 
     def __init__(self, known):
         self.known = known
         self.asked = []
         self.failure = None
 
-    def with_metadata(self, metadata):
+    def of(self, metadata):
         class Asked:
             async def info(_, timeout):
                 self.asked.append(dict(metadata).get("authorization", ""))
@@ -247,6 +247,12 @@ class Own:
                     raise self.failure
                 if self.asked[-1] not in self.known:
                     raise dorad.PermissionDenied("no", code="UNAUTHENTICATED")
+
+            async def accepted_by_any(asked):
+                try:
+                    await asked.info(timeout=5)
+                except dorad.PermissionDenied as error:
+                    return error
 
         return Asked()
 
@@ -266,7 +272,7 @@ def admitted(door, *values):
 
 def test_many_requests_of_one_caller_are_one_question():
     async def run():
-        own = Own({"Bearer a"})
+        own = Servers({"Bearer a"})
         door = admission.Admission(own)
         assert all(await asyncio.gather(*(admitted(door, "Bearer a") for _ in range(100))))
         assert not any(await asyncio.gather(*(admitted(door, "Bearer b") for _ in range(100))))
@@ -279,7 +285,7 @@ def test_answers_are_forgotten_after_a_while(monkeypatch):
     monkeypatch.setattr(admission, "_SECONDS", 0.05)
 
     async def run():
-        own = Own({"Bearer a"})
+        own = Servers({"Bearer a"})
         door = admission.Admission(own)
         assert await admitted(door, "Bearer a") and not await admitted(door)
         own.known = {""}
@@ -294,7 +300,7 @@ def test_answers_are_forgotten_after_a_while(monkeypatch):
 
 def test_a_server_that_cannot_say_lets_nobody_in_and_is_asked_again():
     async def run():
-        own = Own({"Bearer a"})
+        own = Servers({"Bearer a"})
         own.failure = dorad.Unavailable("gone", code="UNAVAILABLE")
         door = admission.Admission(own)
         for _ in range(2):
@@ -308,7 +314,7 @@ def test_a_server_that_cannot_say_lets_nobody_in_and_is_asked_again():
 
 def test_a_caller_who_gives_up_does_not_end_the_question_of_others():
     async def run():
-        door = admission.Admission(Own({"Bearer a"}))
+        door = admission.Admission(Servers({"Bearer a"}))
         first = asyncio.create_task(admitted(door, "Bearer a"))
         second = asyncio.create_task(admitted(door, "Bearer a"))
         await asyncio.sleep(0.005)
@@ -322,7 +328,7 @@ def test_what_is_remembered_is_bounded_and_holds_no_token(monkeypatch):
     monkeypatch.setattr(admission, "_REMEMBERED", 8)
 
     async def run():
-        door = admission.Admission(Own({"Bearer secret"}))
+        door = admission.Admission(Servers({"Bearer secret"}))
         assert await admitted(door, "Bearer secret")
         assert "secret" not in repr([vars(door), vars(door._said)])
         for i in range(50):

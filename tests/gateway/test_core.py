@@ -8,13 +8,17 @@ from dorad.errors import DeadlineExceeded
 from dorad.gateway.core import Gateway, Limits
 
 
-class Server:
+class Servers:
     """Answers each request on demand, or fails."""
 
     def __init__(self):
         self.questions = 0
         self.error = None
         self.answers = asyncio.Event()
+        self.states = {}
+
+    def of(self):
+        return self
 
     async def info(self, *, timeout):
         self.questions += 1
@@ -28,7 +32,7 @@ def with_callers(body, count=5):
     """Runs `body(server, gateway, tasks)`; the tasks have asked for the model and wait."""
 
     async def run():
-        server = Server()
+        server = Servers()
         gateway = Gateway(server, None, Limits())
         tasks = [asyncio.create_task(gateway.model()) for _ in range(count)]
         await asyncio.sleep(0)

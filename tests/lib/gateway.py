@@ -1,10 +1,11 @@
 """Starts the real gateway as a process of its own, and ends it by its own pid."""
 
+import json
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,25 +29,38 @@ class RunningGateway:
     process: subprocess.Popen
     http: str
     grpc: str
+    log_path: Path
 
     @property
     def url(self) -> str:
         return f"http://{self.http}"
+
+    def log(self) -> list[dict]:
+        """Every line of the log so far. None is anything but JSON."""
+        return [json.loads(line) for line in self.log_path.read_text().splitlines()]
 
     def step_clock(self) -> None:
         """Puts the clock forward by CLOCK_STEP seconds, if it is stepped."""
         self.process.send_signal(signal.SIGUSR1)
 
 
-def command(target: str, *arguments: object, stepped_clock: bool = False) -> list[str]:
+def command(
+    target: str | Sequence[str], *arguments: object, stepped_clock: bool = False
+) -> list[str]:
     main = (_STEPPED_CLOCK if stepped_clock else "") + _MAIN
-    line = [sys.executable, "-c", main, "gateway", "--target", target]
+    targets = [target] if isinstance(target, str) else target
+    line = [sys.executable, "-c", main, "gateway"]
+    line += [word for target in targets for word in ("--target", target)]
     return [*line, "--listen", "127.0.0.1:0", *map(str, arguments)]
 
 
 @contextmanager
 def running_gateway(
-    target: str, *arguments: object, scratch: Path, stepped_clock: bool = False, **env: str
+    target: str | Sequence[str],
+    *arguments: object,
+    scratch: Path,
+    stepped_clock: bool = False,
+    **env: str,
 ) -> Iterator[RunningGateway]:
     """It must end with exit code 0 on SIGTERM, and must not have logged an exception."""
     log_path = scratch / "gateway.log"
@@ -63,7 +77,7 @@ def running_gateway(
         line = process.stdout.readline().strip()
         match = READY.match(line)
         assert match, f"no ready line but {line!r}\n{log_path.read_text()}"
-        yield RunningGateway(process, match.group(1), match.group(2) or "")
+        yield RunningGateway(process, match.group(1), match.group(2) or "", log_path)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

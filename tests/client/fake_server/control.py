@@ -20,6 +20,7 @@ class FakeControl(control_pb2_grpc.ControlServiceServicer):
             version="0.0-fake", device="cpu", generation=self.generation
         )
         info.model.name, info.model.model_type = "fake-model", "llama"
+        info.model.digest = self.model_digest
         info.model.vocab_size, info.model.context_length = VOCAB, CONTEXT_LENGTH
         info.model.eos_token_ids.append(EOS)
         info.limits.max_tokens = 2048

@@ -63,6 +63,7 @@ class FakeServer(FakeInference, FakeAdapters, FakeControl):
         self.break_watches = 0  # that end before their first event
         self.refuse_generate = []  # of callables(context), one for each call to come
         self.hang_info = False
+        self.model_digest = ""
         self.deny_info = ""  # PERMISSION_DENIED with this message, as a proxy says it
         self.capacity = None  # Overloaded above so many running requests
         self.finish_reason = None  # of every sample, instead of STOP or LENGTH

@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from dorad.cli.common import VersionOption
-from dorad.cli.server import Server, on_server
+from dorad._channel import DEFAULT_TARGET
+from dorad.cli.common import DEFAULT_TIMEOUT, TimeoutOption, VersionOption
+from dorad.cli.server import ContextOption, of_context
+from dorad.gateway.log import LogFormat, LogLevel, start_logging
 
 
-@on_server(retries=False)
 def gateway(
-    server: Server,
+    ctx: typer.Context,
     listen: Annotated[
         str, typer.Option("--listen", help="HTTP: host:port. Port 0: a free port.")
     ] = "127.0.0.1:8000",
@@ -58,18 +59,52 @@ def gateway(
         float,
         typer.Option(help="Seconds that requests in flight may still run after SIGTERM.", min=1),
     ] = 30.0,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="info has a line for each request.")
+    ] = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="json: one object a line; text: for terminals.")
+    ] = LogFormat.JSON,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--target",
+            "-t",
+            envvar="DORAD_TARGET",
+            show_default=DEFAULT_TARGET,
+            help="Server: host:port or unix:PATH. Several times: servers of one model.",
+        ),
+    ] = None,
+    admin_target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--admin-target",
+            envvar="DORAD_ADMIN_TARGET",
+            help="Address of the adapter and control services, if it differs from the target. "
+            "One for each target, in their order.",
+        ),
+    ] = None,
+    context: ContextOption = "",
+    timeout: TimeoutOption = DEFAULT_TIMEOUT,
     version: VersionOption = False,
 ) -> None:
-    """Serve OpenAI's HTTP API and the Open Inference Protocol in front of a server."""
+    """Serve OpenAI's HTTP API and the Open Inference Protocol in front of servers."""
     try:
         from dorad.gateway.core import Limits
         from dorad.gateway.serve import Settings, serve
         from dorad.text import ModelText
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'dorad[cli,gateway]'") from error
+    given = {"context": context, "target": target, "admin_target": admin_target}
+    of_one = of_context(ctx, given)
+    if "target" in of_one:
+        target = [of_one["target"]]
+    if of_one.get("admin_target"):
+        admin_target = [of_one["admin_target"]]
+    start_logging(log_level, log_format)
     settings = Settings(
-        target=server.target,
-        admin_target=server.admin_target,
+        targets=tuple(target or [DEFAULT_TARGET]),
+        admin_targets=tuple(admin_target or []),
         listen=listen,
         grpc_listen=grpc_listen,
         token=token or os.environ.get("DORAD_TOKEN", ""),
@@ -81,7 +116,7 @@ def gateway(
             body_bytes=max_body_bytes,
             choices=max_choices,
             requests=max_requests,
-            timeout=server.timeout,
+            timeout=timeout,
         ),
     )
     text = None if tokenizer is None else ModelText(tokenizer)

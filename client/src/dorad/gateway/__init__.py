@@ -1,6 +1,6 @@
-"""`doractl gateway`: text and HTTP in front of a dorad server.
+"""`doractl gateway`: text and HTTP in front of dorad servers.
 
 OpenAI's HTTP API (`/v1`) and the Open Inference Protocol v2 (`/v2`, and gRPC on a port of its own),
-over one `dorad.aio.Client`. The gateway keeps no state of its callers. The server gets each
-caller's own token and decides what the caller may do. Needs `dorad[gateway]`.
+over a pool of one or more servers. The gateway keeps no state of its callers. The servers get each
+caller's own token and decide what the caller may do. Needs `dorad[gateway]`.
 """

@@ -1,14 +1,14 @@
-"""Asks the server whether it accepts a caller, before the gateway works for that caller."""
+"""Asks a server whether it accepts a caller, before the gateway works for that caller."""
 
 from __future__ import annotations
 
 import hashlib
 
 import dorad
-import dorad.aio
 from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
+from dorad.gateway.servers import Servers
 
 _SECONDS = 5.0  # A removed token can still read the model's facts for this long.
 _REMEMBERED = 4096  # Tokens. Callers choose them, so the number must be bounded.
@@ -21,18 +21,19 @@ OPEN_TO_ALL = (
 
 
 class Admission:
-    """Caches for some seconds which tokens the server accepts. Use it from one event loop.
+    """Caches for some seconds which tokens the servers accept. Use it from one event loop.
 
-    The server checks every call of a caller. This check protects the answers that the gateway
-    gives from its own memory, and its work before the first call.
+    All servers are expected to accept the same tokens: one of them is asked. Each checks every call
+    of a caller. This check protects the answers that the gateway gives from its own memory, and its
+    work before the first call.
 
     Args:
       exposed: other hosts can reach the gateway. It then refuses callers while the server accepts
-        calls without a token.
+        calls without a token, if only one of them does.
     """
 
-    def __init__(self, own: dorad.aio.Client, *, exposed: bool = False) -> None:
-        self._own = own
+    def __init__(self, servers: Servers, *, exposed: bool = False) -> None:
+        self._servers = servers
         self._exposed = exposed
         # Keys are digests, so that no token stays in memory. None: accepted.
         self._said: Answers[bytes, dorad.PermissionDenied | None] = Answers(
@@ -64,10 +65,11 @@ class Admission:
         """Why the server refuses this header value ("": no token). None: it accepts it."""
 
         async def ask() -> dorad.PermissionDenied | None:
-            metadata = (("authorization", authorization),) if authorization else ()
+            if not authorization:
+                return await self._servers.of(()).accepted_by_any()
             try:
                 # Every role may call GetInfo.
-                await self._own.with_metadata(metadata).info(timeout=5)
+                await self._servers.of((("authorization", authorization),)).info(timeout=5)
             except dorad.PermissionDenied as error:
                 return error
             return None

@@ -5,12 +5,27 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TOKEN = re.compile(r"bearer ([\x21-\x7e]+)", re.IGNORECASE)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]*)?")
 _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}")
+
+
+@dataclass(slots=True)
+class Record:
+    """Facts about one request for the access log. None holds text of a prompt or an answer."""
+
+    peer: str = ""
+    model: str = ""
+    reason: str = ""
+    """Why the request failed."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    received_bytes: int = 0
+    """Of the body."""
+    sent_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +40,7 @@ class Caller:
     """The header value for the server. "": no token."""
     token_problem: str = ""
     """Why the authorization is invalid. "": it is valid or absent."""
+    record: Record = field(default_factory=Record, compare=False)
 
     def call_id(self) -> str:
         """A unique id for one call. Callers may use the same request id twice."""

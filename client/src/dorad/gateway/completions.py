@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import dorad.aio
 from dorad import types as t
 from dorad.errors import Violation
 from dorad.gateway import requests
@@ -28,6 +27,7 @@ from dorad.gateway.samples import (
     updates,
     versions,
 )
+from dorad.gateway.servers import Calls
 from dorad.gateway.writing import Rows
 from dorad.text import ModelText
 from dorad.types import GenerateOptions
@@ -150,7 +150,7 @@ def _check_lengths(completion: Completion, model: t.ModelInfo) -> None:
             raise Refusal(400, problem.reason, message, param=field, violations=[problem])
 
 
-async def _score(gateway: Gateway, client: dorad.aio.Client, completion: Completion) -> None:
+async def _score(gateway: Gateway, client: Calls, completion: Completion) -> None:
     """Scores the prompts of a request that generates nothing, if it asks for log-probabilities."""
     work = completion.work
     work.tally.prompt_tokens = sum(len(prompt) for prompt in work.prompts)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import dorad.aio
 from dorad import types as t
 from dorad.gateway.admission import Admission
 from dorad.gateway.answers import Answers
 from dorad.gateway.callers import Caller
 from dorad.gateway.errors import Refusal
+from dorad.gateway.log import log_access
 from dorad.gateway.metrics import Metrics
+from dorad.gateway.servers import Calls, Servers
 from dorad.gateway.statistics import Statistics
 from dorad.text import ModelText
 
@@ -66,42 +68,70 @@ class Places:
 
 
 class Gateway:
-    """One server behind the gateway. Use it from one event loop. It does not own the client.
+    """The state of one gateway process. Use it from one event loop. It does not own the servers.
 
     Args:
-      own: the gateway's own client, for facts about the model and health. Calls for callers share
-        its connection, each with its caller's metadata only.
+      servers: also answer the gateway's own questions about the model. Calls for callers share
+        their connections, each with its caller's metadata only.
       text: the model's tokenizer; None: token ids only.
       exposed: see Admission.
     """
 
     def __init__(
         self,
-        own: dorad.aio.Client,
+        servers: Servers,
         text: ModelText | None,
         limits: Limits,
         *,
         exposed: bool = False,
     ) -> None:
-        self.own = own
+        self.servers = servers
         self.text = text
         self.limits = limits
-        self.metrics = Metrics()
+        self.metrics = Metrics(servers)
         self.statistics = Statistics()
         self.places = Places(limits.requests, self.metrics)
         self.started = int(time.time())
-        self.admission = Admission(own, exposed=exposed)
+        self.admission = Admission(servers, exposed=exposed)
         self._model: Answers[None, t.ModelInfo] = Answers(seconds=_MODEL_SECONDS)
 
-    def client_of(self, caller: Caller) -> dorad.aio.Client:
-        return self.own.with_metadata(caller.metadata)
+    def client_of(self, caller: Caller) -> Calls:
+        return self.servers.of(caller.metadata)
+
+    def count_tokens(self, caller: Caller, prompt: int, completion: int) -> None:
+        """Once for each request."""
+        self.metrics.count_tokens(prompt, completion)
+        caller.record.prompt_tokens, caller.record.completion_tokens = prompt, completion
+
+    def ended(
+        self, endpoint: str, caller: Caller, code: str, began: float, *, public: bool = False
+    ) -> None:
+        """Counts a request and writes its line of the access log. `began` is of monotonic()."""
+        seconds = time.monotonic() - began
+        self.metrics.requests.labels(endpoint, code).inc()
+        self.metrics.seconds.labels(endpoint).observe(seconds)
+        record = caller.record
+        log_access(
+            logging.DEBUG if public else logging.INFO,
+            request_id=caller.request_id,
+            peer=record.peer,
+            endpoint=endpoint,
+            model=record.model,
+            status=code,
+            reason=record.reason,
+            prompt_tokens=record.prompt_tokens,
+            completion_tokens=record.completion_tokens,
+            seconds=round(seconds, 6),
+            received_bytes=record.received_bytes,
+            sent_bytes=record.sent_bytes,
+        )
 
     async def model(self) -> t.ModelInfo:
         """Facts about the model. Raises DoradError when the call fails."""
         return await self._model.get(None, self._ask)
 
     async def _ask(self) -> t.ModelInfo:
-        return (await self.own.info(timeout=5)).model
+        return (await self.servers.of().info(timeout=5)).model
 
     async def adapter_of(self, model: str) -> str | None:
         """The adapter for a request's `model` field. None: the base model."""
@@ -110,10 +140,8 @@ class Gateway:
         return None if model == (await self.model()).name else model
 
     async def healthy(self) -> bool:
-        try:
-            return await self.own.health(timeout=5) == "serving"
-        except dorad.DoradError:
-            return False
+        """Whether at least one server takes requests."""
+        return await self.servers.serving()
 
     def needs_text(self) -> ModelText:
         """Raises Refusal without a tokenizer."""

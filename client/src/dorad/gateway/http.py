@@ -100,6 +100,7 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncGenerator[Any],
+        caller: Caller,
         error_body: ErrorBody,
         *,
         last: bytes = b"",
@@ -111,6 +112,7 @@ class EventStream(Response):
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"
         self._events = events
+        self._caller = caller
         self._error_body = error_body
         self._last = last
         self._on_first = on_first
@@ -143,7 +145,9 @@ class EventStream(Response):
                 async for value in events:
                     await event(await write(value))
             except (Refusal, DoradError) as error:
-                await event(to_json(self._error_body(as_refusal(error))))
+                refusal = as_refusal(error)
+                self._caller.record.reason = refusal.reason
+                await event(to_json(self._error_body(refusal)))
             if self._last:
                 await event(self._last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -175,10 +179,19 @@ class Endpoint:
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, metrics = time.monotonic(), self._gateway.metrics
-        request = Request(scope, receive)
+        began, status = time.monotonic(), 499
+
+        async def receiving() -> Any:
+            message = await receive()
+            record.received_bytes += len(message.get("body", b""))
+            return message
+
+        request = Request(scope, receiving)
         caller = caller_of(request.headers.items())
-        status = 499
+        record = caller.record
+        record.model = request.path_params.get("model", "")
+        if request.client is not None:
+            record.peer = f"{request.client.host}:{request.client.port}"
 
         async def sending(message: Any) -> None:
             nonlocal status
@@ -188,20 +201,20 @@ class Endpoint:
                     *message["headers"],
                     (b"x-request-id", caller.request_id.encode()),
                 ]
+            record.sent_bytes += len(message.get("body", b""))
             await send(message)
 
         try:
             with contextlib.nullcontext() if self._public else self._gateway.places.place():
                 response = await self._response(request, caller)
-                await self._send(response, scope, receive, sending)
+                await self._send(response, scope, receiving, sending)
         except (ClientGone, asyncio.CancelledError):  # CancelledError: the gateway ends.
             status = 499
         except (Refusal, DoradError) as error:
             # At the limit of requests in flight: no handler was called.
-            await self._refuse(as_refusal(error))(scope, receive, sending)
+            await self._refuse(as_refusal(error), caller)(scope, receive, sending)
         finally:
-            metrics.requests.labels(self._name, str(status)).inc()
-            metrics.seconds.labels(self._name).observe(time.monotonic() - began)
+            self._gateway.ended(self._name, caller, str(status), began, public=self._public)
 
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises ClientGone for a client that does not read. Server calls have ended by then."""
@@ -217,12 +230,14 @@ class Endpoint:
                 await self._gateway.admission.admit(caller)
             return await self._handler(self._gateway, request, caller)
         except (Refusal, DoradError) as error:
-            return self._refuse(as_refusal(error))
+            return self._refuse(as_refusal(error), caller)
         except (ClientGone, asyncio.CancelledError):
             raise
         except Exception:
             _log.exception("%s failed, request %s", self._name, caller.request_id)
-            return self._refuse(Refusal(500, "GATEWAY_ERROR", "the gateway failed; see its log"))
+            refusal = Refusal(500, "GATEWAY_ERROR", "the gateway failed; see its log")
+            return self._refuse(refusal, caller)
 
-    def _refuse(self, refusal: Refusal) -> Response:
+    def _refuse(self, refusal: Refusal, caller: Caller) -> Response:
+        caller.record.reason = refusal.reason
         return answer(self._error_body(refusal), refusal.status, refusal.headers())

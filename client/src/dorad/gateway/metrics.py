@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import grpc
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+import dorad
+from dorad.gateway.servers import Servers
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -13,8 +27,21 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 class Metrics:
     """See docs/guides/gateway.md."""
 
-    def __init__(self) -> None:
+    def __init__(self, servers: Servers) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_ServerStates(servers))
+        Gauge(
+            "dorad_gateway_build_info",
+            "Always 1.",
+            ["version", "python", "grpc"],
+            registry=self.registry,
+        ).labels(dorad.__version__, platform.python_version(), grpc.__version__).set(1)
+        self.connections = Gauge(
+            "dorad_gateway_connections",
+            "Open HTTP connections.",
+            registry=self.registry,
+        )
         self.requests = Counter(
             "dorad_gateway_requests_total",
             "Finished requests, by endpoint and HTTP status or gRPC code.",
@@ -59,3 +86,18 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+class _ServerStates(Collector):
+    """Whether each server takes requests. Read as the metrics are."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        found = GaugeMetricFamily(
+            "dorad_gateway_server_ready", "1 while the server gets requests.", labels=["server"]
+        )
+        for target, state in self._servers.states.items():
+            found.add_metric([target], float(state == "ready"))
+        yield found

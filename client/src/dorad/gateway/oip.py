@@ -267,7 +267,7 @@ async def infer(gateway: Gateway, caller: Caller, inference: Inference) -> Answe
     with _counted(gateway, inference) as run:
         (choice,) = await choices(client, gateway.text, work, gateway.limits.timeout)
         _note(run, choice.span, work)
-    gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)
+    gateway.count_tokens(caller, work.tally.prompt_tokens, work.tally.completion_tokens)
     return _answer(inference, choice, final=True)
 
 
@@ -295,7 +295,7 @@ async def infer_stream(
                     _note(run, update.span, work)
                     yield _answer(inference, choice, final=final), final
     finally:
-        gateway.metrics.count_tokens(work.tally.prompt_tokens, work.tally.completion_tokens)
+        gateway.count_tokens(caller, work.tally.prompt_tokens, work.tally.completion_tokens)
 
 
 def _counted(gateway: Gateway, inference: Inference) -> AbstractContextManager[Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NoReturn, TypeVar
@@ -16,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 from dorad.errors import DoradError
 from dorad.gateway import oip
 from dorad.gateway import open_inference_pb2 as pb
-from dorad.gateway.callers import Caller, caller_of
+from dorad.gateway.callers import Caller, Record, caller_of
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal, as_refusal
 from dorad.gateway.open_inference_pb2_grpc import GRPCInferenceServiceServicer
@@ -45,35 +46,33 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
         self._gateway = gateway
 
     async def _unary(
-        self, context: Any, endpoint: str, work: Callable[[Caller], Awaitable[T]]
+        self, context: Any, endpoint: str, work: Callable[[Caller], Awaitable[T]], model: str = ""
     ) -> T:
-        caller = _caller(context)
-        with self._observed(endpoint) as done:
+        caller = _caller(context, model)
+        with self._observed(endpoint, caller) as done:
             try:
                 with self._gateway.places.place():
                     await self._gateway.admission.admit(caller)
                     found = await work(caller)
             except (Refusal, DoradError) as error:
                 refusal = as_refusal(error)
-                done(_code(refusal).name)
+                done(_code(refusal).name, refusal.reason)
                 await _abort(context, refusal)
             done("OK")
             return found
 
     @contextlib.contextmanager
-    def _observed(self, endpoint: str) -> Iterator[Callable[[str], None]]:
-        began, metrics = time.monotonic(), self._gateway.metrics
-        code = "CANCELLED"
+    def _observed(self, endpoint: str, caller: Caller) -> Iterator[Callable[..., None]]:
+        began, code = time.monotonic(), "CANCELLED"
 
-        def done(how: str) -> None:
+        def done(how: str, reason: str = "") -> None:
             nonlocal code
-            code = how
+            code, caller.record.reason = how, reason
 
         try:
             yield done
         finally:
-            metrics.requests.labels(endpoint, code).inc()
-            metrics.seconds.labels(endpoint).observe(time.monotonic() - began)
+            self._gateway.ended(endpoint, caller, code, began)
 
     # --- Health and metadata ----------------------------------------------------------------------
 
@@ -91,28 +90,28 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
             up = await oip.ready(self._gateway, caller, request.name, request.version)
             return pb.ModelReadyResponse(ready=up)
 
-        return await self._unary(context, "grpc_model_ready", work)
+        return await self._unary(context, "grpc_model_ready", work, request.name)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
         async def work(caller: Caller) -> Any:
             found = await oip.metadata(self._gateway, caller, request.name, request.version)
             return pb.ModelMetadataResponse(**found)
 
-        return await self._unary(context, "grpc_model_metadata", work)
+        return await self._unary(context, "grpc_model_metadata", work, request.name)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:
         async def work(caller: Caller) -> Any:
             found = await oip.configuration(self._gateway, caller, request.name, request.version)
             return pb.ModelConfigResponse(config=ParseDict(found, pb.ModelConfig()))
 
-        return await self._unary(context, "grpc_model_config", work)
+        return await self._unary(context, "grpc_model_config", work, request.name)
 
     async def ModelStatistics(self, request: Any, context: Any) -> Any:
         async def work(caller: Caller) -> Any:
             rows = await oip.statistics(self._gateway, caller, request.name, request.version)
             return ParseDict({"model_stats": rows}, pb.ModelStatisticsResponse())
 
-        return await self._unary(context, "grpc_model_statistics", work)
+        return await self._unary(context, "grpc_model_statistics", work, request.name)
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
         async def work(caller: Caller) -> Any:
@@ -143,7 +142,7 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
             inference = await self._understood(request, caller, stream=False)
             return _response(await oip.infer(self._gateway, caller, inference))
 
-        return await self._unary(context, "grpc_model_infer", work)
+        return await self._unary(context, "grpc_model_infer", work, request.model_name)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> Any:
         answers: asyncio.Queue[Any] = asyncio.Queue(maxsize=256)
@@ -183,8 +182,8 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
             await self._gateway.admission.admit(caller)
         except (Refusal, DoradError) as error:
             refusal = as_refusal(error)
-            with self._observed("grpc_model_stream_infer") as done:
-                done(_code(refusal).name)
+            with self._observed("grpc_model_stream_infer", caller) as done:
+                done(_code(refusal).name, refusal.reason)
             await _abort(context, refusal)
         return caller
 
@@ -193,14 +192,16 @@ class OpenInferenceService(GRPCInferenceServiceServicer):
 
         Raises _Stuck when the client does not read. Server calls have ended by then.
         """
-        with self._observed("grpc_model_stream_infer") as done:
+        record = Record(caller.record.peer, request.model_name)
+        caller = dataclasses.replace(caller, record=record)
+        with self._observed("grpc_model_stream_infer", caller) as done:
             try:
                 with self._gateway.places.place():
                     await self._answer_one(request, caller, answers)
                 done("OK")
             except (Refusal, DoradError) as error:
                 refusal = as_refusal(error)
-                done(_code(refusal).name)
+                done(_code(refusal).name, refusal.reason)
                 failed = pb.ModelStreamInferResponse(
                     error_message=f"{refusal.reason}: {refusal.message}"
                 )
@@ -251,9 +252,11 @@ def _wake(task: asyncio.Task[None], answers: asyncio.Queue[Any]) -> None:
     answers.put_nowait(None)
 
 
-def _caller(context: Any) -> Caller:
+def _caller(context: Any, model: str = "") -> Caller:
     pairs = context.invocation_metadata() or ()
-    return caller_of((k.lower(), v) for k, v in pairs if isinstance(v, str))
+    caller = caller_of((k.lower(), v) for k, v in pairs if isinstance(v, str))
+    caller.record.peer, caller.record.model = context.peer(), model
+    return caller
 
 
 def _code(refusal: Refusal) -> grpc.StatusCode:

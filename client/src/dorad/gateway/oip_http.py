@@ -245,7 +245,7 @@ async def _generate_stream(gateway: Gateway, request: Request, caller: Caller) -
                 yield _shown(found)
 
     first = gateway.metrics.first_token("oip_generate_stream")
-    stream = EventStream(events(), error_body, on_first=first)
+    stream = EventStream(events(), caller, error_body, on_first=first)
     return await while_connected(request.receive, stream.begin())
 
 

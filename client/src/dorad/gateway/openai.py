@@ -33,13 +33,15 @@ async def _complete(
 ) -> Response:
     """`kind` is the module of the request: completions or chat."""
     body = validation.parse(await read_json(request, gateway.limits))
+    if isinstance(model := body.get("model"), str):
+        caller.record.model = model
 
     async def work() -> Response:
         understood, stream = await kind.understand(gateway, caller, body)
         tally = understood.work.tally
         if not stream:
             found = await kind.whole(gateway, caller, understood)
-            gateway.metrics.count_tokens(tally.prompt_tokens, tally.completion_tokens)
+            gateway.count_tokens(caller, tally.prompt_tokens, tally.completion_tokens)
             return await long_answer(found)
 
         async def events() -> Any:
@@ -48,10 +50,10 @@ async def _complete(
                     async for event in found:
                         yield event
             finally:
-                gateway.metrics.count_tokens(tally.prompt_tokens, tally.completion_tokens)
+                gateway.count_tokens(caller, tally.prompt_tokens, tally.completion_tokens)
 
         first = gateway.metrics.first_token(name)
-        stream_of = EventStream(events(), kind.error_body, last=_DONE, on_first=first)
+        stream_of = EventStream(events(), caller, kind.error_body, last=_DONE, on_first=first)
         return await stream_of.begin()
 
     return await while_connected(request.receive, work())

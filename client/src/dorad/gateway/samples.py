@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import dorad.aio
 from dorad import _wire
 from dorad import types as t
 from dorad.errors import Internal
 from dorad.gateway.assembler import Assembler, Piece, Stops
+from dorad.gateway.servers import Calls
 from dorad.text import ModelText
 
 
@@ -79,7 +79,7 @@ _FINISH = {
 
 
 async def updates(
-    client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
+    client: Calls, text: ModelText | None, work: Work, timeout: float
 ) -> AsyncGenerator[Update]:
     """Yields updates of all choices; the last update of a choice has a finish_reason.
 
@@ -122,7 +122,7 @@ class _Prompt:
         self,
         number: int,
         prompt: Sequence[int],
-        client: dorad.aio.Client,
+        client: Calls,
         text: ModelText | None,
         work: Work,
         timeout: float,
@@ -287,7 +287,7 @@ class Choice:
 
 
 async def choices(
-    client: dorad.aio.Client, text: ModelText | None, work: Work, timeout: float
+    client: Calls, text: ModelText | None, work: Work, timeout: float
 ) -> list[Choice]:
     """All choices, after the last has ended."""
     found = [Choice() for _ in range(len(work.prompts) * work.n)]

@@ -22,6 +22,7 @@ from dorad.gateway.core import Gateway, Limits
 from dorad.gateway.listener import listen, split_address
 from dorad.gateway.oip_grpc import OpenInferenceService
 from dorad.gateway.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from dorad.gateway.servers import Servers
 from dorad.text import ModelText
 
 
@@ -29,11 +30,12 @@ from dorad.text import ModelText
 class Settings:
     """Options of `doractl gateway`."""
 
-    target: str
+    targets: tuple[str, ...]
+    """Servers of one model."""
     listen: str
     """host:port. Port 0: a free port."""
-    admin_target: str = ""
-    """Address of the adapter and control services. "": the target."""
+    admin_targets: tuple[str, ...] = ()
+    """Addresses of the adapter and control services, one for each target. (): the targets."""
     grpc_listen: str = ""
     """host:port for the Open Inference Protocol over gRPC. "": none."""
     token: str = ""
@@ -45,14 +47,24 @@ class Settings:
     """Time for requests in flight after a signal."""
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def admin_of(self) -> dict[str, str]:
+        """The address of the adapter and control services of each target."""
+        return dict(zip(self.targets, self.admin_targets or self.targets, strict=True))
+
 
 def check(settings: Settings) -> None:
     """Raises ValueError for an address that would carry tokens and texts in plain text.
 
-    This includes the server's address, because the gateway forwards its callers' tokens.
+    This includes the servers' addresses, because the gateway forwards its callers' tokens.
     """
+    if len(settings.admin_targets) not in (0, len(settings.targets)):
+        raise ValueError(
+            f"{len(settings.admin_targets)} --admin-target for {len(settings.targets)} --target: "
+            "give one for each, in their order"
+        )
     encrypted = Access.of(settings.token or None, None, None, None, None).credentials is not None
-    for target in (settings.target, settings.admin_target or settings.target):
+    for target in (*settings.targets, *settings.admin_targets):
         if not is_local(target) and not encrypted and not settings.allow_insecure:
             raise ValueError(
                 f"{target} is reached in plain text: set DORAD_CA_FILE, use a proxy on this "
@@ -93,17 +105,9 @@ async def serve(
     calls without a token while other hosts can reach the gateway.
     """
     check(settings)
-    # No retries: the caller gets the retry hint and decides.
-    async with dorad.aio.Client(
-        settings.target,
-        admin_target=settings.admin_target or None,
-        retry_for=0,
-        timeout=settings.limits.timeout,
-        token=settings.token or None,
-    ) as own:
+    async with _serving(settings) as servers:
         exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
-        gateway = Gateway(own, text, settings.limits, exposed=exposed)
-        await _check_server(gateway, settings.admin_target or settings.target)
+        gateway = Gateway(servers, text, settings.limits, exposed=exposed)
         # A server that is not up yet is checked before each caller instead.
         if exposed and await gateway.admission.is_open():
             raise ValueError(OPEN_TO_ALL)
@@ -111,6 +115,8 @@ async def serve(
             bound = listener.getsockname()
             name = f"[{bound[0]}]" if listener.family == socket.AF_INET6 else bound[0]
             server = _Server(_configuration(gateway, settings))
+            connections = server.server_state.connections
+            gateway.metrics.connections.set_function(lambda: len(connections))
             async with _grpc_server(gateway, settings) as (grpc_server, grpc_address):
                 _on_signals(server, grpc_server, settings.drain_seconds)
                 task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -121,17 +127,54 @@ async def serve(
                 await task
 
 
-async def _check_server(gateway: Gateway, address: str) -> None:
-    """Raises ValueError if the address has no GetInfo. A server that is down may start later."""
+@contextlib.asynccontextmanager
+async def _serving(settings: Settings) -> AsyncIterator[Servers]:
+    """The servers, with their states kept up to date."""
+    admin_of = settings.admin_of
+
+    def connect(target: str) -> dorad.aio.Client:
+        # No retries on one server: the caller gets the retry hint and decides.
+        return dorad.aio.Client(
+            target,
+            admin_target=None if admin_of[target] == target else admin_of[target],
+            retry_for=0,
+            timeout=settings.limits.timeout,
+            token=settings.token or None,
+        )
+
+    servers = Servers(settings.targets, connect)
     try:
-        await gateway.model()
-    except dorad.DoradError as error:
-        # Refusals by the server have a reason; those of a proxy have none.
-        if error.code in ("UNIMPLEMENTED", "PERMISSION_DENIED") and not error.reason:
-            raise ValueError(
-                f"{address} does not offer GetInfo ({error}): give the server's own address, or "
-                "its server.admin_listen as --admin-target"
-            ) from None
+        await _check_servers(servers, admin_of)
+        await servers.look()
+        watching = asyncio.create_task(servers.watch())
+        try:
+            yield servers
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+    finally:
+        await servers.close()
+
+
+async def _check_servers(servers: Servers, admin_of: dict[str, str]) -> None:
+    """Raises ValueError if an address has no GetInfo, or servers hold different models.
+
+    A server that is down may start later.
+    """
+    models = dict[str, str]()
+    answers = await servers.each(lambda client: client.info(timeout=5))
+    for target, answer in answers.items():
+        if isinstance(answer, dorad.DoradError):
+            # Refusals by the server have a reason; those of a proxy have none.
+            if answer.code in ("UNIMPLEMENTED", "PERMISSION_DENIED") and not answer.reason:
+                raise ValueError(
+                    f"{admin_of[target]} does not offer GetInfo ({answer}): give the server's own "
+                    "address, or its server.admin_listen as --admin-target"
+                )
+        else:
+            models.setdefault(answer.model.digest, f"{answer.model.name} at {target}")
+    if len(models) > 1:
+        raise ValueError(f"the servers hold different models: {', '.join(models.values())}")
 
 
 @contextlib.asynccontextmanager

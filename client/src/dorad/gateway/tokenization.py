@@ -43,6 +43,7 @@ class DetokenizeRequest(Body):
 
 async def _check_model(gateway: Gateway, caller: Caller, model: str | None) -> None:
     """Raises Refusal or NotFound for a model that the server does not have."""
+    caller.record.model = model or ""
     adapter = None if model is None else await gateway.adapter_of(model)
     if adapter is not None:
         await gateway.client_of(caller).adapter(adapter)

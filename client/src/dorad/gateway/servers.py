@@ -1,0 +1,291 @@
+"""The servers behind the gateway, and the calls to them on behalf of its callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar, Unpack
+
+from dorad import types as t
+from dorad._aio.client import Client
+from dorad._channel import PROBE_SECONDS, Budget
+from dorad._pool_server import Server, gather
+from dorad._retry import Attempts
+from dorad._server_set import ServerSet
+from dorad.errors import DoradError, PermissionDenied, Unavailable
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
+
+_ASK_SECONDS = 5.0  # For a question to every server: one that hangs delays the answer.
+_LACKING_SECONDS = 10.0  # A server may get the adapter meanwhile.
+_LACKING_MOST = 4096  # Callers name the adapters, so the number must be bounded.
+
+_TOLD = {
+    "ready": "server is ready",
+    "unavailable": "server takes no requests",
+    "stale": "server holds another model and gets no requests",
+}
+
+_log = logging.getLogger("dorad.gateway")
+
+
+class Servers(ServerSet):
+    """The pool of the gateway: servers of one model, each with adapters of its own.
+
+    A server without the adapter of a request is passed over. Use it from one event loop.
+    """
+
+    def __init__(self, targets: Iterable[str], connect: Callable[[str], Client]) -> None:
+        super().__init__(targets, connect)
+        self._told: dict[str, str] = {}
+        self._lacking: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def of(self, metadata: Metadata | None = None) -> Calls:
+        """Calls that carry `metadata`. None: the gateway's own calls."""
+        return Calls(self, metadata)
+
+    @property
+    def states(self) -> dict[str, str]:
+        """By target: "ready", "unavailable", or "stale" for a server of another model."""
+        return {target: server.state for target, server in self._servers.items()}
+
+    def _lacks(self, server: Server, adapter: str) -> None:
+        self._lacking[server.target, adapter] = time.monotonic() + _LACKING_SECONDS
+        self._lacking.move_to_end((server.target, adapter))
+        if len(self._lacking) > _LACKING_MOST:
+            self._lacking.popitem(last=False)
+
+    def _order(self, server: Server, adapter: str) -> tuple[float, ...]:
+        lacks = self._lacking.get((server.target, adapter), 0.0) > time.monotonic()
+        return (lacks, server.outstanding)
+
+    # --- State ------------------------------------------------------------------------------------
+
+    async def serving(self) -> bool:
+        """Whether at least one server takes requests."""
+        tasks = [asyncio.create_task(_is_serving(s)) for s in self._servers.values()]
+        try:
+            for answer in asyncio.as_completed(tasks):
+                if await answer:
+                    return True
+            return False
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def look(self) -> None:
+        """Asks every server for its state. The first that serves decides on the model."""
+        servers = list(self._servers.values())
+        serving, (infos, _) = await asyncio.gather(
+            asyncio.gather(*map(_is_serving, servers)),
+            gather({s.target: s.client.info(timeout=PROBE_SECONDS) for s in servers}),
+        )
+        model: str | None = None
+        for server, serves in zip(servers, serving, strict=True):
+            state = "ready" if serves else "unavailable"
+            if serves and server.target in infos:
+                digest = infos[server.target].model.digest
+                model = digest if model is None else model
+                if digest != model:
+                    state = "stale"
+            if state != self._told.get(server.target):
+                self._told[server.target] = state
+                level = logging.INFO if state == "ready" else logging.WARNING
+                _log.log(level, _TOLD[state], extra={"fields": {"server": server.target}})
+            server.state = state
+
+    async def watch(self) -> None:
+        """Keeps the states up to date. Never returns."""
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            await self.look()
+
+    async def each(self, ask: Callable[[Client], Awaitable[T]]) -> Mapping[str, T | DoradError]:
+        """The answer of every server, or its failure, by target."""
+        found, failures = await gather({s.target: ask(s.client) for s in self._servers.values()})
+        return {**found, **failures}
+
+
+async def _is_serving(server: Server) -> bool:
+    try:
+        return await server.client.health(timeout=PROBE_SECONDS) == "serving"
+    except DoradError:
+        return False
+
+
+class Calls:
+    """One caller's calls. Each goes to the server that `Servers` chooses.
+
+    The methods are those of `dorad.aio.Client`, where they are described. A failed call is repeated
+    on other servers, but not after the first token of a stream.
+    """
+
+    def __init__(self, servers: Servers, metadata: Metadata | None) -> None:
+        self._servers = servers
+        self._metadata = metadata
+
+    def _client(self, server: Server) -> Client:
+        if self._metadata is None:
+            return server.client
+        return server.client.with_metadata(self._metadata)
+
+    async def _once(
+        self, adapter: str, timeout: float, work: Callable[[Client, float | None], Awaitable[T]]
+    ) -> T:
+        attempts = Attempts(Budget(timeout), 0.0)
+
+        async def one(server: Server, others: bool) -> T:
+            with server.working():
+                return await work(self._client(server), attempts.budget.left)
+
+        found, _ = await self._servers._run(adapter, attempts, one)
+        return found
+
+    async def info(self, *, timeout: float) -> t.ServerInfo:
+        return await self._once("", timeout, lambda client, left: client.info(timeout=left))
+
+    async def score(
+        self, sequences: Sequence[t.TokenIds], adapters: Sequence[str | None], *, timeout: float,
+        **options: Any,
+    ) -> t.ScoreResult:  # fmt: skip
+        return await self._once(
+            next((adapter for adapter in adapters if adapter), ""),
+            timeout,
+            lambda client, left: client.score(sequences, adapters, timeout=left, **options),
+        )
+
+    async def generate(
+        self, token_ids: t.TokenIds, *, timeout: float, **options: Unpack[t.GenerateOptions]
+    ) -> list[t.Sample]:
+        request = t.GenerateRequest(token_ids, **options)
+        attempts = Attempts(Budget(timeout), 0.0)
+
+        async def one(server: Server, others: bool) -> list[t.Sample]:
+            client = self._client(server)
+            once = client._attempts(attempts.budget.left, 0.0)
+            with server.working():
+                # Samples that the server's end cuts short are repeated elsewhere if possible.
+                return await client._generate(request, once, client._calls, complete=others)
+
+        samples, _ = await self._servers._run(request.adapter or "", attempts, one)
+        return samples
+
+    def stream(
+        self, token_ids: t.TokenIds, *, timeout: float, **options: Unpack[t.GenerateOptions]
+    ) -> _Deltas:
+        return _Deltas(self._deltas(token_ids, timeout, options))
+
+    async def _deltas(
+        self, token_ids: t.TokenIds, timeout: float, options: t.GenerateOptions
+    ) -> AsyncGenerator[t.Delta]:
+        attempts = Attempts(Budget(timeout), 0.0)
+
+        async with contextlib.AsyncExitStack() as held:
+
+            async def begin(server: Server, others: bool) -> tuple[Any, t.Delta | None]:
+                async with contextlib.AsyncExitStack() as attempt:
+                    attempt.enter_context(server.working())
+                    client = self._client(server)
+                    stream = client.stream(token_ids, timeout=attempts.budget.left, **options)
+                    await attempt.enter_async_context(stream)
+                    first = await anext(stream, None)
+                    if others and _was_aborted(first):
+                        await client._check_serving()
+                    held.push_async_exit(attempt.pop_all())
+                    return stream, first
+
+            adapter = options.get("adapter") or ""
+            (stream, first), server = await self._servers._run(adapter, attempts, begin)
+            if first is None:
+                return
+            yield first
+            try:
+                async for delta in stream:
+                    yield delta
+            except Unavailable as error:
+                server.state = "unavailable"
+                server.lost += 1
+                if error.reason:
+                    raise
+                message = f"the server was lost in the middle of the answer: {error.message}"
+                raise Unavailable(message, code=error.code, reason="SERVER_LOST") from None
+
+    # --- Questions to every server ----------------------------------------------------------------
+
+    async def _all(self, ask: Callable[[Client], Awaitable[T]]) -> tuple[list[T], list[DoradError]]:
+        """The answers and failures of the servers that requests go to now."""
+        servers, tried, failed = self._servers, set[Server](), list[DoradError]()
+        while able := servers._able(tried):
+            tried.update(able)
+            found, failures = await gather({s.target: ask(self._client(s)) for s in able})
+            failed += failures.values()
+            if found or any(not isinstance(error, Unavailable) for error in failures.values()):
+                return list(found.values()), failed
+        return [], failed or [Unavailable("no server is ready", code="UNAVAILABLE")]
+
+    async def accepted_by_any(self) -> PermissionDenied | None:
+        """Why every server refuses the caller. None: at least one accepts it."""
+        found, failed = await self._all(lambda client: client.info(timeout=_ASK_SECONDS))
+        if found:
+            return None
+        for error in failed:
+            if isinstance(error, PermissionDenied):
+                return error
+        raise failed[0]
+
+    async def adapter(self, ref: str) -> t.AdapterVersion:
+        """If several servers have one: a ready one rather than another, the newest of those."""
+        found, failed = await self._all(lambda client: client.adapter(ref, timeout=_ASK_SECONDS))
+        if not found:
+            raise _main(failed)
+        return max(found, key=lambda v: (v.state == "ready", v.version))
+
+    async def adapters(self, name: str | None = None) -> list[t.AdapterVersion]:
+        """The versions of all servers. Of the active ones of a name only the newest is active."""
+        found, failed = await self._all(lambda client: client.adapters(name, timeout=_ASK_SECONDS))
+        if not found:
+            raise _main(failed)
+        versions: dict[tuple[str, int], t.AdapterVersion] = {}
+        active: dict[str, int] = {}
+        for version in (version for listed in found for version in listed):
+            key = (version.name, version.version)
+            if key not in versions or version.state == "ready":
+                versions[key] = version
+            if version.active:
+                active[version.name] = max(active.get(version.name, 0), version.version)
+        return [
+            dataclasses.replace(version, active=active.get(name) == number)
+            for (name, number), version in sorted(versions.items())
+        ]
+
+
+def _was_aborted(delta: t.Delta | None) -> bool:
+    finish = None if delta is None else delta.finish
+    return finish is not None and finish.reason is t.FinishReason.ABORTED
+
+
+def _main(failed: Sequence[DoradError]) -> DoradError:
+    """A failure that may pass comes first: the server could have had the adapter."""
+    return next((error for error in failed if error.retryable), failed[0])
+
+
+class _Deltas:
+    """A stream's deltas. Leaving its `async with` block ends the call."""
+
+    def __init__(self, deltas: AsyncGenerator[t.Delta]) -> None:
+        self._deltas = deltas
+
+    def __aiter__(self) -> AsyncGenerator[t.Delta]:
+        return self._deltas
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._deltas.aclose()
