@@ -77,7 +77,7 @@ fuzz: setup-dev ## the fuzz targets, SECONDS_EACH=600
 wheel: server ## the Python packages dorad (client) and dorad-server, in dist; URL=repository's address
 	@DORAD_URL="$(URL)" tools/wheel.sh
 
-image: ## container images of the server and of nginx; needs docker
+image: ## container images of the server, the gateway and nginx; needs docker
 	@tools/image.sh $(ARGS)
 
 bundle: build ## dist/dorad-bundle.tar.xz for GPU hosts

@@ -1,26 +1,28 @@
 #!/usr/bin/env python3
 """Writes dorad.json, the Grafana dashboard: `python3 deploy/grafana/make_dashboard.py`.
 
-Panels are listed in request_rows.py and resource_rows.py; a test keeps the JSON equal to what this
-makes.
+Panels are listed in request_rows.py, resource_rows.py and gateway_rows.py; a test keeps the JSON
+equal to what this makes.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from gateway_rows import GATEWAY_ROWS
 from panel import panel_json
 from request_rows import REQUEST_ROWS
 from resource_rows import RESOURCE_ROWS
 
 OUTPUT = Path(__file__).with_name("dorad.json")
 COLUMNS = 24
+BUILDS = '__name__=~"dorad_build_info|dorad_gateway_build_info"'  # Of every server and gateway.
 
 
 def panels() -> list[dict]:
     made: list[dict] = []
     y = 0
-    for title, row in [*REQUEST_ROWS, *RESOURCE_ROWS]:
+    for title, row in [*REQUEST_ROWS, *RESOURCE_ROWS, *GATEWAY_ROWS]:
         made.append(
             {
                 "id": len(made) + 1,
@@ -82,8 +84,8 @@ def dashboard() -> dict:
                     "label": "Data source",
                     "current": {},
                 },
-                label_variable("job", "label_values(dorad_build_info, job)"),
-                label_variable("instance", 'label_values(dorad_build_info{job=~"$job"}, instance)'),
+                label_variable("job", f"label_values({{{BUILDS}}}, job)"),
+                label_variable("instance", f'label_values({{{BUILDS},job=~"$job"}}, instance)'),
             ]
         },
         "annotations": {"list": []},

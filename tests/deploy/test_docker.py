@@ -47,7 +47,7 @@ def compose() -> dict:
 
 
 def test_stages_and_instructions_are_known() -> None:
-    assert list(stages()) == ["head", "build", "packages", "server", "proxy"]
+    assert list(stages()) == ["head", "build", "packages", "server", "proxy", "gateway"]
     known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE"}
     known |= {"STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in instructions()} <= known
@@ -123,7 +123,11 @@ def test_distributions_are_supported_and_the_same() -> None:
 
 def test_the_server_runs_as_nobody_special_and_as_kubernetes_says() -> None:
     path = ROOT / "deploy" / "kubernetes" / "base"
-    for stage, manifest in (("server", "server.yaml"), ("proxy", "proxy.yaml")):
+    for stage, manifest in (
+        ("server", "server.yaml"),
+        ("proxy", "proxy.yaml"),
+        ("gateway", "../gateway/gateway.yaml"),
+    ):
         (user,) = values(stage, "USER")
         (pod,) = [
             item["spec"]["template"]["spec"]
@@ -179,13 +183,29 @@ def test_compose_fits_the_image_and_the_configuration() -> None:
     assert int(service["stop_grace_period"].removesuffix("s")) >= wait + 20
 
 
-@pytest.mark.parametrize("name", ["dorad", "prometheus"])
+def test_the_gateway_of_compose_reaches_the_server_and_has_its_model() -> None:
+    gateway, server = compose()["services"]["gateway"], compose()["services"]["dorad"]
+    assert gateway["build"]["target"] in stages()
+    config = yaml.safe_load((FOLDER / "dorad.yaml").read_text())
+    port = config["server"]["grpc_listen"].rpartition(":")[2]
+    assert gateway["environment"] == {
+        "DORAD_TARGET": f"dorad:{port}",
+        "DORAD_MODEL": config["model"]["path"],
+    }
+    assert set(gateway["volumes"]) < set(server["volumes"])
+    listened = json.loads(values("gateway", "CMD")[0])[1].rpartition(":")[2]
+    assert gateway["ports"] == [f"127.0.0.1:{listened}:{listened}"]
+
+
+@pytest.mark.parametrize("name", ["dorad", "gateway", "prometheus"])
 def test_compose_publishes_on_the_loopback_only(name: str) -> None:
     assert all(port.startswith("127.0.0.1:") for port in compose()["services"][name]["ports"])
 
 
 def test_prometheus_scrapes_the_server() -> None:
     scrape = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    (gateway,) = scrape[1]["static_configs"][0]["targets"]
+    assert gateway == f"gateway:{values('gateway', 'EXPOSE')[0]}"
     (target,) = scrape[0]["static_configs"][0]["targets"]
     host, port = target.split(":")
     config = yaml.safe_load((FOLDER / "dorad.yaml").read_text())

@@ -1,5 +1,6 @@
 """deploy/kubernetes: valid for Kubernetes, and in agreement with the server and with itself."""
 
+import inspect
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,7 @@ import grpc
 import kubernetes_validate
 import pytest
 import yaml
+from dorad.cli.gateway import gateway as gateway_command
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lib.server import ROOT, check_config, serve
 
@@ -79,7 +81,7 @@ def test_the_validation_is_strict() -> None:
         kubernetes_validate.validate(wrong, VERSION, strict=True)
 
 
-@pytest.mark.parametrize("folder", ["../nginx", "base", "overlays/cpu"])
+@pytest.mark.parametrize("folder", ["../nginx", "base", "gateway", "overlays/cpu"])
 def test_kustomizations_name_files_that_are_there_and_leave_none_out(folder: str) -> None:
     root = (FOLDER / folder).resolve()
     (kustomization,) = documents(root / "kustomization.yaml")
@@ -276,7 +278,7 @@ def test_volumes_are_of_things_that_there_are() -> None:
                     assert f"`{source['persistentVolumeClaim']['claimName']}`" in to_be_made
 
 
-@pytest.mark.parametrize("name", ["dorad", "dorad-proxy"])
+@pytest.mark.parametrize("name", ["dorad", "dorad-proxy", "dorad-gateway"])
 def test_pods_have_no_rights_that_they_do_not_need(name: str) -> None:
     pod = workloads()[name]["spec"]["template"]["spec"]
     assert pod["automountServiceAccountToken"] is False
@@ -400,15 +402,49 @@ def test_pods_of_the_namespace_reach_nothing_that_they_do_not_need() -> None:
         assert not reaches(pod, caller("gateway"), 8000), pod
     assert not reaches(pod_of("dorad"), DNS, 53)
     assert reaches(ELSEWHERE, proxy, proxy.ports["public"])
+    gateway = pod_of("dorad-gateway")
+    assert reaches(ELSEWHERE, gateway, gateway.ports["http"])
+    assert reaches(PROMETHEUS, gateway, gateway.ports["http"])
+    assert reaches(gateway, pod_of("dorad"), pod_of("dorad").ports["grpc"])
+    assert not reaches(gateway, ELSEWHERE, 443)
     assert reaches(proxy, DNS, 53)
+
+
+# --- The gateway
+
+
+def test_the_gateway_is_a_pool_of_all_servers() -> None:
+    spec = workloads()["dorad-gateway"]["spec"]
+    environment = {item["name"]: item["value"] for item in container(spec)["env"]}
+    (kustomization,) = documents(FOLDER / "gateway" / "kustomization.yaml")
+    services = f"{server()['serviceName']}.{kustomization['namespace']}"
+    assert environment["DORAD_TARGET"].split() == [
+        f"dorad-{index}.{services}:{port_number(server(), 'grpc')}"
+        for index in range(server()["replicas"])
+    ]
+    mounts = {mount["mountPath"] for mount in container(spec)["volumeMounts"]}
+    assert str(Path(environment["DORAD_MODEL"]).parent) in mounts
+
+
+def test_a_gateway_may_take_as_long_to_end_as_it_drains() -> None:
+    pod = workloads()["dorad-gateway"]["spec"]["template"]["spec"]
+    _, wait = container(workloads()["dorad-gateway"]["spec"])["lifecycle"]["preStop"]["exec"][
+        "command"
+    ]
+    drain = inspect.signature(gateway_command).parameters["drain"].default
+    assert pod["terminationGracePeriodSeconds"] >= int(wait) + drain + 20
 
 
 # --- With Prometheus
 
 
 def test_the_job_is_the_one_that_the_alerts_ask_for() -> None:
-    monitor = all_of("PodMonitor")["dorad"]["spec"]
-    assert selected(monitor["selector"], pod_of("dorad").labels)
-    job = pod_of("dorad").labels[monitor["jobLabel"]]
+    jobs = set()
+    for name in ("dorad", "dorad-gateway"):
+        monitor = all_of("PodMonitor")[name]["spec"]
+        assert selected(monitor["selector"], pod_of(name).labels)
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        assert endpoint["port"] in pod_of(name).ports
+        jobs.add(pod_of(name).labels[monitor["jobLabel"]])
     alerts = (ROOT / "deploy" / "prometheus" / "alerts.yml").read_text()
-    assert set(re.findall(r'\bjob="([^"]*)"', alerts)) == {job}
+    assert set(re.findall(r'\bjob="([^"]*)"', alerts)) == jobs

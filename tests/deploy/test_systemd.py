@@ -1,15 +1,30 @@
 """deploy/systemd: the unit is accepted by systemd's own tools, hardened, and fits the server."""
 
+import inspect
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
-from lib.server import ROOT, binary
+from dorad.cli.gateway import gateway as gateway_command
+from lib.gateway import READY
+from lib.server import ROOT, binary, environment
+
+sys.path.insert(0, str(ROOT / "tests" / "client"))
+
+from fake_server import FakeServer
 
 FOLDER = ROOT / "deploy" / "systemd"
 UNIT = FOLDER / "dorad.service"
+
+
+@pytest.fixture
+def fake():
+    with FakeServer() as server:
+        yield server
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
@@ -36,11 +51,11 @@ def unit(request, tmp_path) -> Path:
     return path
 
 
-def settings(section: str) -> dict[str, list[str]]:
+def settings(section: str, unit: Path = UNIT) -> dict[str, list[str]]:
     """All values of each setting of the unit, in order."""
     found: dict[str, list[str]] = {}
     current = ""
-    for line in UNIT.read_text().splitlines():
+    for line in unit.read_text().splitlines():
         if line.startswith("["):
             current = line.strip("[]")
         elif current == section and line and not line.startswith("#"):
@@ -113,3 +128,64 @@ def test_its_users_are_those_that_sysusers_makes(tmp_path) -> None:
     (tmp_path / "etc").mkdir()
     made = run("systemd-sysusers", "--dry-run", f"--root={tmp_path}", FOLDER / "dorad.sysusers")
     assert f"Creating user '{user}'" in made.stdout + made.stderr, made.stderr
+
+
+# --- The gateway ----------------------------------------------------------------------------------
+
+GATEWAY = FOLDER / "dorad-gateway.service"
+PROGRAM = "/opt/dorad/gateway/bin/doractl"
+
+
+@pytest.fixture
+def gateway_unit(tmp_path) -> Path:
+    """The unit as installed, but with this environment's program."""
+    path = tmp_path / GATEWAY.name
+    text = GATEWAY.read_text()
+    assert text.count(f"={PROGRAM} gateway ") == 1
+    path.write_text(text.replace(f"={PROGRAM} ", f"={Path(sys.executable).with_name('doractl')} "))
+    return path
+
+
+def test_systemd_accepts_the_gateways_unit(gateway_unit: Path) -> None:
+    verified = run("systemd-analyze", "verify", "--man=no", gateway_unit)
+    assert verified.returncode == 0 and verified.stderr == "", verified.stderr
+
+
+def test_the_gateways_exposure_is_small(gateway_unit: Path) -> None:
+    checked = run("systemd-analyze", "security", "--offline=yes", "--no-pager",
+                  "--threshold=20", gateway_unit)  # fmt: skip
+    assert checked.returncode == 0, checked.stdout[-300:] + checked.stderr
+
+
+def test_stopping_the_gateway_may_take_as_long_as_it_drains() -> None:
+    drain = inspect.signature(gateway_command).parameters["drain"].default
+    assert int(settings("Service", GATEWAY)["TimeoutStopSec"][0]) >= drain + 20
+
+
+def test_the_gateway_starts_by_what_its_unit_reads(fake, tmp_path) -> None:
+    """The command line of the unit, with its variables as systemd fills them in."""
+    (line,) = settings("Service", GATEWAY)["ExecStart"]
+    variables = {
+        "DORAD_TARGET": f"{fake.target} 127.0.0.1:1",
+        "GATEWAY_OPTIONS": "--listen 127.0.0.1:0 --log-level warning",
+    }
+    documented = (ROOT / "docs" / "guides" / "deployment.md").read_text()
+    assert all(f"{name}=" in documented for name in variables)
+    program, *arguments = line.replace("$GATEWAY_OPTIONS", variables["GATEWAY_OPTIONS"]).split()
+    assert program == PROGRAM
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("doractl"), *arguments],
+            env=environment(**variables),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            ready = READY.match(process.stdout.readline().strip())
+            assert ready, (tmp_path / "log").read_text()
+            assert httpx.get(f"http://{ready.group(1)}/health", timeout=30).status_code == 200
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
+            process.stdout.close()

@@ -1,14 +1,20 @@
 """What is shipped for Prometheus and Grafana, against the real Prometheus and a server at work."""
 
+import contextlib
 import re
 import runpy
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from lib import dashboard
+from lib.gateway import RunningGateway, running_gateway
 from lib.prometheus import Prometheus, finite, prometheus, target_of, write_config
 from lib.server import ROOT, device, serve
 from lib.tiny_models import CONTEXT, VOCAB
@@ -69,7 +75,8 @@ def test_documented_scrape_configuration_is_valid_and_makes_the_alerts_job(tmp_p
     scrape["static_configs"] = [{"targets": ["dorad-0:9464"]}]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(configuration))
     passes("check", "config", tmp_path / "prometheus.yml")
-    assert {scrape["job_name"]} == set(re.findall(r'\bjob="([^"]*)"', ALERTS.read_text()))
+    jobs = {scrape["job_name"], "dorad-gateway"}
+    assert jobs == set(re.findall(r'\bjob="([^"]*)"', ALERTS.read_text()))
     # Labels and the port's name are those of the servers' pods.
     base = ROOT / "deploy" / "kubernetes" / "base"
     (pod,) = [
@@ -114,6 +121,7 @@ def test_monitoring_page_explains_every_alert() -> None:
 
 def test_dashboard_and_alerts_use_documented_metrics_only() -> None:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    page += (ROOT / "docs" / "guides" / "gateway.md").read_text()
     documented = set(re.findall(r"`(\w+)`", page))
     used = set(re.findall(r"\b(?:dorad|process)_\w+", ALERTS.read_text()))
     for panel in dashboard.panels("1m"):
@@ -196,6 +204,31 @@ def missing(server: Prometheus, panels, at: float | None = None) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def streams_through(gateway: RunningGateway) -> Iterator[None]:
+    """One short stream after the other, until the block ends."""
+    done = threading.Event()
+
+    def work() -> int:
+        answered = 0
+        with httpx.Client(base_url=gateway.url, timeout=60) as http:
+            body = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": [1, 2, 3]}
+            while not done.wait(0.05):
+                answer = http.post(
+                    "/v1/completions", json={**body, "max_tokens": 4, "stream": True}
+                )
+                answered += "[DONE]" in answer.text
+        return answered
+
+    with ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(work)
+        try:
+            yield
+        finally:
+            done.set()
+        assert answered.result(60) > 0
+
+
 @pytest.mark.skipif(device() != "cpu", reason="panels that need a GPU are to be empty")
 def test_every_panel_has_data_under_load(zoo, tmp_path: Path, figures: list[str]) -> None:
     folders = [zoo.adapter("llama2", "dora", seed) for seed in range(4)]
@@ -209,15 +242,18 @@ def test_every_panel_has_data_under_load(zoo, tmp_path: Path, figures: list[str]
     assert len(here) > 30 and len(elsewhere) >= 3
     with (
         serve(zoo.model("llama2"), None, settings(tmp_path / "store", size)) as server,
+        running_gateway(server.grpc, scratch=tmp_path) as gateway,
         prometheus(
             write_config(
-                tmp_path / "prometheus.yml", [target_of(server.metrics_url)], rules=str(ALERTS)
+                tmp_path / "prometheus.yml",
+                [target_of(server.metrics_url), gateway.http],
+                rules=str(ALERTS),
             ),
             data,
         ) as observer,
     ):
         assert missing(observer, elsewhere, recorded) == []
-        with traffic(server, folders, VOCAB, CONTEXT):
+        with traffic(server, folders, VOCAB, CONTEXT), streams_through(gateway):
             begin = time.monotonic()
             while (left := missing(observer, here)) and time.monotonic() < begin + PATIENCE:
                 time.sleep(1)
@@ -227,7 +263,8 @@ def test_every_panel_has_data_under_load(zoo, tmp_path: Path, figures: list[str]
         for panel in elsewhere:
             for target in panel.targets:
                 assert not finite(observer.query(target.expression)), target.expression
-        rules = observer.get("/api/v1/rules")["groups"][0]["rules"]
+        groups = observer.get("/api/v1/rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
         assert {rule["name"] for rule in rules} == set(alerts())
         assert [rule for rule in rules if rule["health"] == "err"] == []
         for variable in ("job", "instance"):
