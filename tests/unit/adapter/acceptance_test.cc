@@ -99,7 +99,11 @@ TEST(AdapterAcceptanceTest, TakesTheFirstPatternThatFits) {
 
 TEST(AdapterAcceptanceTest, PatternsFitWholeComponentsOnly) {
   Json config = MakeConfig(true, {"q_proj"}, 8);
-  config["rank_pattern"] = {{"_proj", 3}, {"ayers.0.self_attn.q_proj", 4}, {"q_pro", 5}};
+  config["rank_pattern"] = {{"_proj", 3},
+                            {"ayers.0.self_attn.q_proj", 4},
+                            {"q_pro", 5},
+                            {"[_]proj", 6},
+                            {R"(q_pro\d?)", 7}};
   for (const auto& [name, target] : Resolve(config)) EXPECT_EQ(target.rank, 8) << name;
 }
 
