@@ -102,11 +102,12 @@ absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status
 }
 
 absl::StatusOr<PublishRoom> ReservePublish(const Services& services,
-                                           const security::Principal& caller, int64_t bytes) {
+                                           const security::Principal& caller,
+                                           const security::Quotas::Live& wanted) {
   if (services.authority == nullptr) return PublishRoom();
   const std::string prefix = services.authority->table()->FindTenant(caller.tenant).adapters;
   DORAD_ASSIGN_OR_RETURN(security::Quotas::Hold hold,
-                         services.quotas->ReservePublish(caller.tenant, bytes, [&] {
+                         services.quotas->ReservePublish(caller.tenant, wanted, [&] {
                            return CountLive(*services.registry, prefix);
                          }));
   return std::make_shared<security::Quotas::Hold>(std::move(hold));

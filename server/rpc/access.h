@@ -34,10 +34,11 @@ absl::Status CheckIsAdmin(const security::Principal& caller);
 // The same status without names of adapters that are hidden from the caller.
 absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status status);
 
-// Reserves room among the tenant's adapters for one more of `bytes` bytes; 0: not known yet.
-// RESOURCE_EXHAUSTED (QUOTA_ADAPTERS, QUOTA_BYTES). Shared by all code that may end the publish.
+// Reserves room among the tenant's adapters. RESOURCE_EXHAUSTED (QUOTA_ADAPTERS, QUOTA_BYTES).
+// Shared by all code that may end the publish; nullptr: nobody counts.
 using PublishRoom = std::shared_ptr<security::Quotas::Hold>;
 absl::StatusOr<PublishRoom> ReservePublish(const Services& services,
-                                           const security::Principal& caller, int64_t bytes);
+                                           const security::Principal& caller,
+                                           const security::Quotas::Live& wanted);
 
 }  // namespace dorad::rpc

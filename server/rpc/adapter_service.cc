@@ -44,6 +44,7 @@ void RunChange(Services* services, const UnaryPtr<Response>& call, Body body) {
 struct Admitted {
   std::shared_ptr<const OpenCount> open;
   PublishRoom room;
+  PublishRoom file;  // of a path's bytes, from the moment that their number is known
   std::shared_ptr<security::Quotas::Hold> stream;  // nullptr: none
 };
 
@@ -54,7 +55,7 @@ adapter::PublishCallback AnswerTo(const UnaryPtr<Response>& call, bool typed_con
   return [call, typed_config,
           admitted = std::move(admitted)](const absl::StatusOr<adapter::PublishResult>& result) {
     // Released before the answer: the client may publish the next version at once.
-    for (const auto& hold : {admitted.room, admitted.stream}) {
+    for (const auto& hold : {admitted.room, admitted.file, admitted.stream}) {
       if (hold != nullptr) hold->Release();
     }
     call->Complete([&](Response* to) {
@@ -78,7 +79,8 @@ absl::StatusOr<Admitted> AdmitPublish(Services* services, const CallRecord& call
   // Counted before the check: a drain that begins later waits for this publish.
   admitted.open = std::make_shared<const OpenCount>(&services->open_loads);
   if (services->draining) return engine::ShuttingDown();
-  DORAD_ASSIGN_OR_RETURN(admitted.room, ReservePublish(*services, caller, bytes));
+  DORAD_ASSIGN_OR_RETURN(admitted.room,
+                         ReservePublish(*services, caller, {.versions = 1, .bytes = bytes}));
   admitted.stream = call.stream();
   return admitted;
 }
@@ -192,11 +194,20 @@ absl::Status AdapterService::GetUpload(const UnaryPtr<v1::GetUploadResponse>& ca
 absl::Status AdapterService::PublishFromPath(const UnaryPtr<v1::PublishFromPathResponse>& call,
                                              const v1::PublishFromPathRequest& request) {
   DORAD_ASSIGN_OR_RETURN(adapter::PublishOptions options, ParsePublish(request));
-  // Its size is known only after the load.
+  // The loader learns the size, and reserves the bytes before it reads them.
   DORAD_ASSIGN_OR_RETURN(Admitted admitted,
                          AdmitPublish(services_, call->record(), options.name, /*bytes=*/0));
   call->record().NameAdapter({options.name, options.version.value_or(0)});
-  services_->publisher->Publish(std::move(options), adapter::PathSource{request.path()},
+  admitted.file = std::make_shared<security::Quotas::Hold>();
+  adapter::PathSource source{request.path()};
+  source.admit = [services = services_, caller = call->record().caller(),
+                  file = admitted.file](int64_t bytes) -> absl::Status {
+    DORAD_ASSIGN_OR_RETURN(const PublishRoom room,
+                           ReservePublish(*services, *caller, {.versions = 0, .bytes = bytes}));
+    if (room != nullptr) *file = std::move(*room);
+    return absl::OkStatus();
+  };
+  services_->publisher->Publish(std::move(options), std::move(source),
                                 AnswerTo(call, /*typed_config=*/false, std::move(admitted)));
   return absl::OkStatus();
 }

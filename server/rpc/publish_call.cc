@@ -53,7 +53,8 @@ absl::Status PublishCall::OnMessage(grpc::ByteBuffer* bytes) {
     Load();
   } else if (next == UploadStream::Next::kRead) {
     if (begins) {
-      DORAD_ASSIGN_OR_RETURN(PublishRoom room, ReservePublish(*services_, caller(), announced));
+      DORAD_ASSIGN_OR_RETURN(PublishRoom room, ReservePublish(*services_, caller(),
+                                                              {.versions = 1, .bytes = announced}));
       absl::MutexLock lock(&mu_);
       room_ = std::move(room);
     }

@@ -71,7 +71,7 @@ void Quotas::TakeTokens(const std::string& tenant, int64_t tokens) {
   Filled(tenant, quota).tokens -= static_cast<double>(tokens);
 }
 
-absl::StatusOr<Quotas::Hold> Quotas::ReservePublish(const std::string& tenant, int64_t bytes,
+absl::StatusOr<Quotas::Hold> Quotas::ReservePublish(const std::string& tenant, const Live& wanted,
                                                     const std::function<Live()>& live) {
   const Quota quota = quota_of_(tenant);
   if (quota.adapters == 0 && quota.bytes == 0) return Hold();
@@ -80,23 +80,23 @@ absl::StatusOr<Quotas::Hold> Quotas::ReservePublish(const std::string& tenant, i
   const Live used = live();
   const int64_t versions = used.versions + pending.versions;
   const int64_t held = used.bytes + pending.bytes;
-  if (quota.adapters > 0 && versions >= quota.adapters) {
+  if (quota.adapters > 0 && wanted.versions > 0 && wanted.versions > quota.adapters - versions) {
     return Exhausted("QUOTA_ADAPTERS",
                      absl::StrCat("the tenant has ", versions, " adapter versions, and may have ",
                                   quota.adapters, "; retire some"));
   }
-  if (quota.bytes > 0 && bytes > quota.bytes - held) {
+  if (quota.bytes > 0 && wanted.bytes > quota.bytes - held) {
     return Exhausted("QUOTA_BYTES",
                      absl::StrCat("the tenant's adapters have ", held, " bytes and this one ",
-                                  bytes, "; they may have ", quota.bytes));
+                                  wanted.bytes, "; they may have ", quota.bytes));
   }
-  ++pending.versions;
-  pending.bytes += bytes;
-  return Hold([this, tenant, bytes] {
+  pending.versions += wanted.versions;
+  pending.bytes += wanted.bytes;
+  return Hold([this, tenant, wanted] {
     absl::MutexLock lock(&publishing_);
     Live& pending = pending_[tenant];
-    --pending.versions;
-    pending.bytes -= bytes;
+    pending.versions -= wanted.versions;
+    pending.bytes -= wanted.bytes;
   });
 }
 

@@ -66,10 +66,10 @@ class Quotas {
     int64_t versions = 0;
     int64_t bytes = 0;
   };
-  // Reserves room for one more version of `bytes` bytes beside live() and pending publishes; held
-  // until it is live or has failed. live runs under the lock of publishes. RESOURCE_EXHAUSTED
-  // (QUOTA_ADAPTERS, QUOTA_BYTES).
-  absl::StatusOr<Hold> ReservePublish(const std::string& tenant, int64_t bytes,
+  // Reserves room for `wanted` beside live() and pending publishes; held until it is live or has
+  // failed. live runs under the lock of publishes. RESOURCE_EXHAUSTED (QUOTA_ADAPTERS,
+  // QUOTA_BYTES).
+  absl::StatusOr<Hold> ReservePublish(const std::string& tenant, const Live& wanted,
                                       const std::function<Live()>& live)
       ABSL_LOCKS_EXCLUDED(publishing_);
 

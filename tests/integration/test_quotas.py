@@ -1,7 +1,9 @@
 """Quotas: a tenant has so many streams, tokens, adapters and pauses, and no more."""
 
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import dorad
 import grpc
@@ -143,6 +145,51 @@ def test_adapters_beyond_the_quota_are_refused(connect, server, zoo) -> None:
     versions.append(small.publish("small.x", path=folder))
     for version in versions[1:]:
         small.retire(version.ref)
+
+
+def test_publishes_from_paths_at_the_same_time_stay_within_the_quota_of_bytes(
+    zoo, tmp_path
+) -> None:
+    """The first load never ends here: its bytes are neither live nor announced by the client."""
+    folder, path, store = (
+        zoo.adapter("llama2", "dora"),
+        tmp_path / "tokens.yaml",
+        tmp_path / "store",
+    )
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    (broken / "adapter_config.json").write_text("{}")
+    size = (folder / "adapter_model.safetensors").stat().st_size
+    tenants = {"t": {"adapters": "t.", "quota": {"bytes": int(1.5 * size)}}}
+    write_tokens(path, {"a": ("t", ["publish"])}, tenants)
+    settings = {
+        "security.tokens_file": path,
+        "adapters.store_path": store,
+        "adapters.allowed_roots": f"[{zoo.directory}, {tmp_path}]",
+        "adapters.loader_threads": 2,
+        "server.drain_timeout_seconds": 0,
+    }
+    point = {"DORAD_FAILPOINT": "store_tmp_written:1=hang"}
+    with serve(zoo.model("llama2"), None, settings, **point) as server:
+        options = {"timeout": 60, "metadata": (("authorization", "Bearer a-token"),)}
+
+        def request(folder: Path, durable: bool = False) -> adapters_pb2.PublishFromPathRequest:
+            return adapters_pb2.PublishFromPathRequest(
+                name="t.a", path=str(folder), durable=durable
+            )
+
+        publish = server.wire.adapters.PublishFromPath
+        # What a load that fails had reserved is free again.
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError) as refused:
+                publish(request(broken), **options)
+            assert failure(refused.value).code == grpc.StatusCode.INVALID_ARGUMENT
+        hanging = publish.future(request(folder, durable=True), **options)
+        wait_until(lambda: list((store / "tmp").iterdir()), what="the load")
+        with pytest.raises(grpc.RpcError) as refused:
+            publish(request(folder), **options)
+        assert failure(refused.value).reason == "QUOTA_BYTES"
+        hanging.cancel()
 
 
 def test_a_publish_that_is_cancelled_at_its_commit_finds_its_room_taken(zoo, tmp_path) -> None:

@@ -90,12 +90,19 @@ absl::StatusOr<Folder> Resolve(const std::string& path, const FolderAccess& acce
   return NotAllowed(path);
 }
 
+absl::StatusOr<ByteBuffer> ReadAdmitted(const std::string& path, uint64_t max_bytes,
+                                        const SizeCheck& admit) {
+  DORAD_ASSIGN_OR_RETURN(RegularFile file, RegularFile::Open(path, max_bytes));
+  if (admit) DORAD_RETURN_IF_ERROR(admit(static_cast<int64_t>(file.size())));
+  return file.ReadAll();
+}
+
 // Reads the file `name` of the folder. Another process may replace a part of the path with a link
 // after the check, so openat2 also confines the open to the root.
 absl::StatusOr<ByteBuffer> ReadFrom(const Folder& folder, const std::string& name,
-                                    uint64_t max_bytes) {
+                                    uint64_t max_bytes, const SizeCheck& admit) {
   const std::string path = absl::StrCat(folder.path, "/", name);
-  if (folder.root.empty()) return ReadFileBytes(path, max_bytes);
+  if (folder.root.empty()) return ReadAdmitted(path, max_bytes, admit);
   const std::optional<std::string> real = RealPath(path);
   if (!real) {
     return MakeError(absl::StatusCode::kNotFound, "FILE_NOT_FOUND",
@@ -110,10 +117,10 @@ absl::StatusOr<ByteBuffer> ReadFrom(const Folder& folder, const std::string& nam
   const UniqueFd file(
       static_cast<int>(syscall(SYS_openat2, root.get(), relative.c_str(), &how, sizeof(how))));
   if (file.ok()) {
-    return ReadFileBytes(absl::StrCat("/proc/self/fd/", file.get()), max_bytes);
+    return ReadAdmitted(absl::StrCat("/proc/self/fd/", file.get()), max_bytes, admit);
   }
   // Kernels before 5.6 and some sandboxes lack openat2: only the check above applies.
-  if (errno == ENOSYS || errno == EPERM) return ReadFileBytes(*real, max_bytes);
+  if (errno == ENOSYS || errno == EPERM) return ReadAdmitted(*real, max_bytes, admit);
   if (errno == EXDEV || errno == ELOOP) return NotAllowed(path);
   return MakeError(absl::StatusCode::kUnavailable, "FILE_UNREADABLE",
                    absl::StrCat("cannot open ", name));
@@ -130,8 +137,9 @@ absl::Status Missing(const Folder& folder, const std::string& name) {
 }
 
 absl::StatusOr<ByteBuffer> ReadPart(const Folder& folder, const std::string& name,
-                                    uint64_t max_bytes, const std::string& too_large) {
-  absl::StatusOr<ByteBuffer> bytes = ReadFrom(folder, name, max_bytes);
+                                    uint64_t max_bytes, const std::string& too_large,
+                                    const SizeCheck& admit) {
+  absl::StatusOr<ByteBuffer> bytes = ReadFrom(folder, name, max_bytes, admit);
   const std::string reason = ReasonOf(bytes.status());
   if (reason == "FILE_NOT_FOUND") return Missing(folder, name);
   if (reason == "FILE_TOO_LARGE") {
@@ -148,12 +156,12 @@ absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const Fo
   DORAD_ASSIGN_OR_RETURN(const Folder folder, Resolve(path, access));
   DORAD_ASSIGN_OR_RETURN(
       const ByteBuffer config,
-      ReadPart(folder, kConfigName, JsonLimits().max_bytes, "ADAPTER_CONFIG_TOO_LARGE"));
+      ReadPart(folder, kConfigName, JsonLimits().max_bytes, "ADAPTER_CONFIG_TOO_LARGE", nullptr));
   AdapterFiles files;
   files.config_json.assign(reinterpret_cast<const char*>(config.data()), config.size());
-  DORAD_ASSIGN_OR_RETURN(
-      files.safetensors,
-      ReadPart(folder, kTensorsName, static_cast<uint64_t>(max_bytes), "ADAPTER_TOO_LARGE"));
+  DORAD_ASSIGN_OR_RETURN(files.safetensors,
+                         ReadPart(folder, kTensorsName, static_cast<uint64_t>(max_bytes),
+                                  "ADAPTER_TOO_LARGE", access.admit));
   return files;
 }
 

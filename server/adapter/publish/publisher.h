@@ -12,6 +12,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "server/adapter/peft/folder.h"
 #include "server/adapter/peft/peer_tensors.h"
 #include "server/adapter/registry/registry.h"
 #include "server/platform/files/byte_buffer.h"
@@ -39,7 +40,8 @@ struct BytesSource {
 // A PEFT folder on the server's host.
 struct PathSource {
   std::string path;
-  bool trusted = false;  // by the operator: it need not lie beneath an allowed root
+  bool trusted = false;       // by the operator: it need not lie beneath an allowed root
+  SizeCheck admit = nullptr;  // null: any size
 };
 
 // Memory of another process on this host.

@@ -71,7 +71,7 @@ TEST_F(QuotasTest, CountsPublishesOnTheirWayLikeLiveOnes) {
   limits_["a"].bytes = 1000;
   Quotas::Live live{1, 300};
   const auto reserve = [&](int64_t bytes) {
-    return quotas_.ReservePublish("a", bytes, [&] { return live; });
+    return quotas_.ReservePublish("a", {1, bytes}, [&] { return live; });
   };
   Quotas::Hold first = *reserve(400);
   EXPECT_EQ(ReasonOf(reserve(301).status()), "QUOTA_BYTES");
@@ -82,6 +82,24 @@ TEST_F(QuotasTest, CountsPublishesOnTheirWayLikeLiveOnes) {
   live = {2, 700};
   first.Release();
   EXPECT_TRUE(reserve(300).ok());
+}
+
+TEST_F(QuotasTest, CountsBytesThatAreKnownLaterBesideTheirVersion) {
+  limits_["a"].adapters = 2;
+  limits_["a"].bytes = 1000;
+  const auto reserve = [&](const Quotas::Live& wanted) {
+    return quotas_.ReservePublish("a", wanted, [] { return Quotas::Live(); });
+  };
+  Quotas::Hold first = *reserve({1, 0});
+  Quotas::Hold second = *reserve({1, 0});
+  // The versions are counted already: only the bytes are asked for.
+  Quotas::Hold bytes = *reserve({0, 600});
+  EXPECT_EQ(ReasonOf(reserve({0, 401}).status()), "QUOTA_BYTES");
+  EXPECT_TRUE(reserve({0, 400}).ok());
+  bytes.Release();
+  EXPECT_TRUE(reserve({0, 1000}).ok());
+  EXPECT_EQ(quotas_.use("a").pending.bytes, 0);
+  EXPECT_EQ(quotas_.use("a").pending.versions, 2);
 }
 
 TEST_F(QuotasTest, FollowsChangedLimits) {
@@ -142,7 +160,7 @@ TEST_F(QuotasTest, LosesNothingWhenManyThreadsComeAndGo) {
     threads.emplace_back([this] {
       for (int i = 0; i < 2000; ++i) {
         auto stream = quotas_.OpenStream("a");
-        auto room = quotas_.ReservePublish("a", 10, [] { return Quotas::Live(); });
+        auto room = quotas_.ReservePublish("a", {1, 10}, [] { return Quotas::Live(); });
       }
     });
   }
