@@ -27,13 +27,18 @@ void Serialize(const google::protobuf::Message& message, grpc::ByteBuffer* to) {
   message.SerializeToZeroCopyStream(&writer);
 }
 
+int64_t MaxBytes(const Method& method, const Services& services) {
+  return std::min(method.max_bytes(services), services.max_message_bytes);
+}
+
 }  // namespace
 
 Call::Call(const Method& method, grpc::CallbackServerContext* context, Services* services)
     : method_(method),
       services_(services),
       record_(method.name, context, services, method.is_probe),
-      timer_(method.deadlines) {}
+      timer_(method.deadlines),
+      incoming_(&services->incoming, context->peer(), MaxBytes(method, *services)) {}
 
 void Call::Run() {
   Guarded(
@@ -41,7 +46,11 @@ void Call::Run() {
       [this] {
         absl::Status status = record_.admission();
         if (status.ok()) status = OnStart();
-        if (!status.ok()) return Abandon(status);
+        if (!status.ok()) {
+          // A stranger gets no room for its message.
+          if (record_.caller() != nullptr) incoming_.Refuse();
+          return Abandon(status);
+        }
         ReadNext();
       },
       [this](const absl::Status& status) { Abandon(status); });
@@ -65,9 +74,10 @@ void Call::TakeMessage(bool ok) {
     absl::MutexLock lock(&mu_);
     reading_ = false;
     // The call has already ended for the client.
-    if (ended_ || abandoned_) return;
+    if (ended_ || abandoned_) return incoming_.Stop();
     handling_ = true;
   }
+  if (ok) incoming_.Take(static_cast<int64_t>(received_.Length()));
   if (!ok) return Abandon(record_.NoMessageStatus(NoMessage()));
   Reach("rpc_handler");
   const absl::Status status = OnMessage(&received_);
@@ -80,11 +90,10 @@ void Call::EndHandling() {
     absl::MutexLock lock(&mu_);
     if (!handling_) return;
     handling_ = false;
-    if (ended_) return;
-    if (!abandoned_) {
-      if (std::exchange(read_next_, false)) ReadLocked();
-      return;
-    }
+    const bool reads = std::exchange(read_next_, false) && !ended_ && !abandoned_;
+    if (reads) return ReadLocked();
+    incoming_.Stop();
+    if (ended_ || !abandoned_) return;
   }
   EndAbandoned();
 }
@@ -92,20 +101,24 @@ void Call::EndHandling() {
 void Call::ReadLocked() {
   reading_ = true;
   timer_.Start([weak = weak_from_this()] {
-    if (const auto call = weak.lock()) call->TimeOut();
+    if (const auto call = weak.lock()) {
+      call->EndRead(MessageTimedOut(call->method_.deadlines->timeout()));
+    }
+  });
+  incoming_.Start([weak = weak_from_this()] {
+    if (const auto call = weak.lock()) call->EndRead(MessageTooLarge(call->incoming_.most()));
   });
   StartRead(&received_);
 }
 
-void Call::TimeOut() {
+void Call::EndRead(const absl::Status& status) {
   Guarded(
       method_.name,
-      [this] {
-        const absl::Status late = MessageTimedOut(method_.deadlines->timeout());
+      [&] {
         {
           absl::MutexLock lock(&mu_);
           if (!reading_ || ended_ || abandoned_) return;
-          abandoned_ = late;
+          abandoned_ = status;
         }
         EndAbandoned();
       },
@@ -143,6 +156,7 @@ void Call::OnCancel() {
 
 void Call::OnDone() {
   Release();
+  incoming_.Stop();
   open_.reset();  // holders of the call may outlive the services
   const auto self = std::move(self_);
 }
@@ -150,8 +164,7 @@ void Call::OnDone() {
 absl::Status Call::NoMessage() const { return RequestMissing(); }
 
 absl::Status Call::Parse(grpc::ByteBuffer* bytes, google::protobuf::Message* request) const {
-  const int64_t most = std::min(method_.max_bytes(*services_), services_->max_message_bytes);
-  return ParseRequest(bytes, most, request);
+  return ParseRequest(bytes, MaxBytes(method_, *services_), request);
 }
 
 void Call::Reach(const char* failpoint) const {

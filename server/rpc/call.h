@@ -26,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "server/rpc/call_record.h"
+#include "server/rpc/incoming_bytes.h"
 #include "server/rpc/message_deadlines.h"
 #include "server/rpc/services.h"
 
@@ -115,12 +116,14 @@ class Call : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
   void Run();
   void TakeMessage(bool ok) ABSL_LOCKS_EXCLUDED(mu_);
   void EndHandling() ABSL_LOCKS_EXCLUDED(mu_);
-  void TimeOut() ABSL_LOCKS_EXCLUDED(mu_);
+  // Ends a call that awaits a message.
+  void EndRead(const absl::Status& status) ABSL_LOCKS_EXCLUDED(mu_);
   void EndAbandoned() ABSL_LOCKS_EXCLUDED(mu_);
   void ReadLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   std::shared_ptr<Call> self_;  // until OnDone
   MessageTimer timer_;
+  IncomingMessage incoming_;
   grpc::ByteBuffer received_;  // by the outstanding read
   grpc::ByteBuffer sent_ ABSL_GUARDED_BY(mu_);
   bool read_next_ = false;  // used by the handler only

@@ -2,7 +2,8 @@
 //
 // It needs no authentication, so only its requests are read from unknown callers. Their size and
 // time are bounded; gRPC's own service would wait for ever. (gRPC passes only whole messages on;
-// its quota bounds the memory until then.) Not logged or counted. Owned by Server. Thread-safe.
+// incoming_bytes.h bounds the memory until then.) Not logged or counted. Owned by Server.
+// Thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -87,6 +87,12 @@ absl::Status RequestMissing() {
   return Refused("REQUEST_MISSING", "the call ended before a whole request arrived");
 }
 
+absl::Status MessageTooLarge(int64_t max_bytes) {
+  return Refused("REQUEST_TOO_LARGE",
+                 absl::StrCat("more bytes arrived before the request was complete; ", max_bytes,
+                              " are the most that this method takes"));
+}
+
 absl::Status MessageTimedOut(absl::Duration timeout) {
   return MakeError(absl::StatusCode::kUnavailable, "MESSAGE_TIMEOUT",
                    absl::StrCat("no message arrived within ", absl::FormatDuration(timeout)));

@@ -29,6 +29,9 @@ absl::Status ParseRequest(grpc::ByteBuffer* bytes, int64_t max_bytes,
 // refused the message and sends its own status.
 absl::Status RequestMissing();
 
+// INVALID_ARGUMENT (REQUEST_TOO_LARGE): more arrived before the message was complete.
+absl::Status MessageTooLarge(int64_t max_bytes);
+
 // UNAVAILABLE (MESSAGE_TIMEOUT): the same call may succeed on a better connection.
 absl::Status MessageTimedOut(absl::Duration timeout);
 

@@ -23,6 +23,7 @@
 #include "server/model/weight_layout.h"
 #include "server/platform/metrics/metrics.h"
 #include "server/platform/thread_pool.h"
+#include "server/rpc/incoming_bytes.h"
 #include "server/rpc/message_deadlines.h"
 #include "server/rpc/request_validation.h"
 #include "server/rpc/upload_store.h"
@@ -93,6 +94,8 @@ struct Services {
   int64_t max_adapter_bytes = 0;
   // Bounds the wait for each message of a call.
   std::unique_ptr<MessageDeadlines> message_deadlines;
+  // Bounds the bytes of each message of a call.
+  IncomingBytes incoming;
   std::atomic<double> default_deadline_seconds{0};  // for calls without one; 0: none
   // Set: publishing is refused.
   std::atomic<bool> draining{false};

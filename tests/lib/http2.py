@@ -115,9 +115,42 @@ class Http2:
                 return True
         return False
 
+    def unfinished_call(self, path: str, size: int, *more: tuple[str, str]) -> dict[str, str]:
+        """Sends a message of `size` bytes except the last one, as far as the peer's windows allow.
+
+        Returns the trailers of the answer; none when the peer has closed before.
+        """
+        self.greet()
+        self.send(self.headers_frames(1, grpc_headers(path, *more)))
+        body = memoryview(struct.pack(">BI", 0, size) + bytes(size - 1))
+        windows, initial = {0: 65535, 1: 65535}, 65535
+        decoder, sent = hpack.Decoder(), 0
+        while True:
+            while (room := min(16384, *windows.values(), len(body) - sent)) > 0:
+                piece = body[sent : sent + room].tobytes()
+                if not self.frame(frames.DataFrame(1, data=piece)):
+                    return {}
+                sent += room
+                windows = {stream: window - room for stream, window in windows.items()}
+            data = self.socket.recv(1 << 16)
+            if not data:
+                return {}
+            self._input += data
+            for frame in self._whole_frames():
+                if isinstance(frame, frames.WindowUpdateFrame) and frame.stream_id in windows:
+                    windows[frame.stream_id] += frame.window_increment
+                elif isinstance(frame, frames.SettingsFrame) and "ACK" not in frame.flags:
+                    self.acknowledge()
+                    new = frame.settings.get(frames.SettingsFrame.INITIAL_WINDOW_SIZE, initial)
+                    windows[1] += new - initial
+                    initial = new
+                elif isinstance(frame, frames.HeadersFrame):
+                    fields = dict(decoder.decode(frame.data))
+                    if "END_STREAM" in frame.flags:
+                        return fields
+
     def read(self, seconds: float) -> list[frames.Frame]:
         """The frames that come until the peer closes, or `seconds` have passed."""
-        found: list[frames.Frame] = []
         end = time.monotonic() + seconds
         with contextlib.suppress(OSError):
             while (left := end - time.monotonic()) > 0:
@@ -126,6 +159,10 @@ class Http2:
                 if not data:
                     break
                 self._input += data
+        return self._whole_frames()
+
+    def _whole_frames(self) -> list[frames.Frame]:
+        found: list[frames.Frame] = []
         while len(self._input) >= 9:
             frame, length = frames.Frame.parse_frame_header(memoryview(self._input[:9]))
             if len(self._input) < 9 + length:
