@@ -74,6 +74,9 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.max_stop_ids = ToInt32(config.limits.max_stop_ids);
   options.max_stop_sequences = ToInt32(config.limits.max_stop_sequences);
   options.max_stop_sequence_tokens = ToInt32(config.limits.max_stop_sequence_tokens);
+  options.max_logit_biases = ToInt32(config.limits.max_logit_biases);
+  options.max_allowed_ids = ToInt32(config.limits.max_allowed_ids);
+  options.max_bad_word_tokens = ToInt32(config.limits.max_bad_word_tokens);
   options.max_score_tokens = config.limits.max_score_tokens;
   options.max_queued_requests = ToInt32(config.limits.max_queued_requests);
   options.max_queued_tokens = config.limits.max_queued_tokens;

@@ -19,6 +19,21 @@ namespace dorad::engine {
 // Tokens of one KV page, on every backend.
 inline constexpr int64_t kKvPageTokens = 16;
 
+// A token of a sequence: how often it was generated, and whether the prompt has it.
+struct TokenUse {
+  static constexpr uint32_t kInPrompt = 1;
+  static constexpr uint32_t kGenerated = 2;
+
+  TokenId id = 0;
+  uint32_t count = 0;  // kGenerated for each occurrence, kInPrompt once
+};
+
+// `token` is banned if the sequence's last token is `after`.
+struct ConditionalBan {
+  TokenId after = 0;
+  TokenId token = 0;
+};
+
 // How the token after a sequence's last row is sampled.
 struct SampleWant {
   SamplingParams sampling;
@@ -26,6 +41,11 @@ struct SampleWant {
   // Absolute position of the token to sample: the key of its draw with seed and sample_index.
   int64_t position = 0;
   absl::Span<const TokenId> banned;  // see ops::SampleSpec
+  // The rest of the bans where StepSequence::follows leaves the last token open.
+  absl::Span<const ConditionalBan> conditional_bans;
+  const LogitParams* logits = nullptr;  // nullptr: the logits stay as they are
+  // With penalties: all distinct tokens so far, without the one that `follows` leaves open.
+  absl::Span<const TokenUse> uses;
   const LogprobParams* logprobs = nullptr;
 };
 

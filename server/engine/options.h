@@ -34,6 +34,9 @@ struct EngineOptions {
   int32_t max_stop_ids = 64;
   int32_t max_stop_sequences = 64;
   int32_t max_stop_sequence_tokens = 64;
+  int32_t max_logit_biases = 1024;
+  int32_t max_allowed_ids = 4096;
+  int32_t max_bad_word_tokens = 4096;
   int64_t max_score_tokens = 1 << 20;
   int32_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;

@@ -8,6 +8,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "server/engine/bad_words.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 #include "server/platform/metrics/metrics.h"
@@ -178,6 +179,7 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
                                rules.eos_token_ids.end());
         }
       }
+      if (generate->logits.repetition_penalty != 1.0f) sample.uses.AddPrompt(generate->prompt);
       samples_.push_back(std::move(sample));
     }
     if (generate->logprobs.prompt) {
@@ -229,9 +231,21 @@ Request::Want Request::WantOf(const Chunk& chunk) const {
     sample.sample_index = static_cast<uint32_t>(sequence.index);
     sample.position = chunk.end();
     sample.logprobs = &generate->logprobs;
+    const Sample& state = samples_[sequence.index];
     if (chunk.end() - sequence.prompt_tokens < generate->stop.min_tokens) {
-      sample.banned = samples_[sequence.index].banned;
+      sample.banned = state.banned;
     }
+    const LogitParams& logits = generate->logits;
+    if (!logits.bad_words.empty()) {
+      want.banned.assign(sample.banned.begin(), sample.banned.end());
+      AppendBans(logits.bad_words,
+                 absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens),
+                 /*newest_unknown=*/chunk.follows >= 0, &want.banned, &want.conditional_bans);
+      sample.banned = want.banned;
+      sample.conditional_bans = want.conditional_bans;
+    }
+    if (logits.any()) sample.logits = &logits;
+    sample.uses = state.uses.list();
     want.sample = sample;
   }
   return want;
@@ -290,7 +304,8 @@ Finish Request::MakeFinish(const Sequence& sequence, FinishReason reason, Instan
 bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules& rules,
                           Instant now, Metrics* metrics) {
   if (!output.finite) {
-    PushNonFinite(*sequence, "the model's logits are not finite", now, metrics);
+    PushNonFinite(*sequence, "the model's logits are not finite, or no token may be sampled", now,
+                  metrics);
     return true;
   }
   SampleDelta delta;
@@ -298,6 +313,7 @@ bool Request::AcceptToken(Sequence* sequence, StepOutput output, const StopRules
   const uint32_t position = static_cast<uint32_t>(sequence->generated());
   sequence->tokens.push_back(output.token);
   Sample& sample = samples_[sequence->index];
+  if (generate->logits.has_penalties()) sample.uses.AddGenerated(output.token);
   if (!first_token) {
     first_token = now;
     metrics->TimeToFirstToken(Between(admitted, now));

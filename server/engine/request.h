@@ -16,6 +16,7 @@
 #include "server/engine/scheduler.h"
 #include "server/engine/sequence.h"
 #include "server/engine/token_stream.h"
+#include "server/engine/token_uses.h"
 #include "server/engine/types.h"
 #include "server/platform/instant.h"
 
@@ -66,6 +67,9 @@ struct Request {
   struct Want {
     std::optional<SampleWant> sample;
     std::optional<ScoreWant> score;
+    // What `sample` names: moves with it.
+    std::vector<TokenId> banned;
+    std::vector<ConditionalBan> conditional_bans;
   };
   Want WantOf(const Chunk& chunk) const;
 
@@ -106,6 +110,7 @@ struct Request {
   // State of each sample of a generation, indexed like sequences.
   struct Sample {
     std::vector<TokenId> banned;  // until min_tokens
+    TokenUses uses;               // with penalties
     Instant last_token;
     FinishReason reason = FinishReason::kNone;
   };

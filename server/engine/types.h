@@ -36,6 +36,23 @@ struct SamplingParams {
   uint64_t seed = 0;
 };
 
+// Changes of the logits before the temperature: see the order at v1::SamplingParams.
+struct LogitParams {
+  float presence_penalty = 0.0f;
+  float frequency_penalty = 0.0f;
+  float repetition_penalty = 1.0f;
+  std::vector<TokenId> bias_ids;     // distinct
+  std::vector<float> biases;         // one for each of bias_ids
+  std::vector<TokenId> allowed_ids;  // ascending, distinct; empty: all
+  std::vector<std::vector<TokenId>> bad_words;
+
+  bool has_penalties() const {
+    return presence_penalty != 0.0f || frequency_penalty != 0.0f || repetition_penalty != 1.0f;
+  }
+  // Whether any logit changes. Bad words do not count: they become banned ids.
+  bool any() const { return has_penalties() || !bias_ids.empty() || !allowed_ids.empty(); }
+};
+
 struct StopParams {
   int64_t max_tokens = 0;
   int64_t min_tokens = 0;
@@ -72,6 +89,7 @@ struct GenerateInput : RequestBase {
   std::function<absl::StatusOr<adapter::AdapterLease>()> follow;
   int32_t n = 1;
   SamplingParams sampling;
+  LogitParams logits;
   StopParams stop;
   LogprobParams logprobs;
   std::string cache_salt;
@@ -163,7 +181,10 @@ struct EngineLimits {
   int32_t max_stop_ids = 0;
   int32_t max_stop_sequences = 0;
   int32_t max_stop_sequence_tokens = 0;  // of each
-  int64_t max_score_tokens = 0;          // sum over sequences × adapters of one Score
+  int32_t max_logit_biases = 0;
+  int32_t max_allowed_ids = 0;
+  int32_t max_bad_word_tokens = 0;
+  int64_t max_score_tokens = 0;  // sum over sequences × adapters of one Score
   int32_t max_queued_requests = 0;
   int64_t max_queued_tokens = 0;
 };

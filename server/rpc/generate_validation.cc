@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/rpc/field_validation.h"
+#include "server/rpc/logit_validation.h"
 #include "server/rpc/request_validation.h"
 
 namespace dorad::rpc {
@@ -184,8 +185,11 @@ std::vector<int32_t> ReadPrompt(const v1::GenerateRequest& request,
 
 int64_t MaxGenerateBytes(const RequestLimits& limits) {
   const engine::EngineLimits& engine = limits.engine;
+  // A bias is an id and a number; a bad word of one token has a few bytes around it.
   const int64_t ids = engine.context_length + engine.max_stop_ids + engine.max_chosen_ids +
-                      int64_t{engine.max_stop_sequences} * engine.max_stop_sequence_tokens;
+                      int64_t{engine.max_stop_sequences} * engine.max_stop_sequence_tokens +
+                      2 * engine.max_logit_biases + engine.max_allowed_ids +
+                      3 * engine.max_bad_word_tokens;
   return kMaxRequestFraming + ids * kIdBytes;
 }
 
@@ -208,6 +212,7 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   }
   input.sampling =
       ReadSampling(request.sampling(), limits.engine.vocab_size, defaults.seed, &violations);
+  input.logits = ReadLogitParams(request.sampling(), limits.engine, &violations);
   input.stop = ReadStop(request.stop(), prompt_tokens, limits.engine, &violations);
   if (request.has_logprobs()) {
     input.logprobs = ReadLogprobs(request.logprobs(), prompt_tokens, limits.engine, &violations);

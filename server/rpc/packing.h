@@ -23,11 +23,15 @@ std::string Pack(const std::vector<T>& values) {
 }
 
 // REQUIRES: bytes.size() is a multiple of 4.
-inline std::vector<int32_t> UnpackIds(const std::string& bytes) {
-  DORAD_CHECK(bytes.size() % sizeof(int32_t) == 0);
-  std::vector<int32_t> values(bytes.size() / sizeof(int32_t));
+template <typename T>
+std::vector<T> Unpack(const std::string& bytes) {
+  static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>);
+  DORAD_CHECK(bytes.size() % sizeof(T) == 0);
+  std::vector<T> values(bytes.size() / sizeof(T));
   if (!values.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
   return values;
 }
+inline std::vector<int32_t> UnpackIds(const std::string& bytes) { return Unpack<int32_t>(bytes); }
+inline std::vector<float> UnpackFloats(const std::string& bytes) { return Unpack<float>(bytes); }
 
 }  // namespace dorad::rpc

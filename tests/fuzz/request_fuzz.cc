@@ -52,6 +52,9 @@ rpc::RequestLimits Limits() {
                    .max_stop_ids = 4,
                    .max_stop_sequences = 3,
                    .max_stop_sequence_tokens = 5,
+                   .max_logit_biases = 6,
+                   .max_allowed_ids = 7,
+                   .max_bad_word_tokens = 8,
                    .max_score_tokens = 256,
                    .max_queued_requests = 16,
                    .max_queued_tokens = 1024};
@@ -88,6 +91,21 @@ void Check(const v1::GenerateRequest& request) {
     CheckIds(sequence, static_cast<size_t>(limits.max_stop_sequence_tokens));
   }
   CheckIds(input->logprobs.chosen_ids, static_cast<size_t>(limits.max_chosen_ids));
+  const engine::LogitParams& logits = input->logits;
+  CheckIds(logits.bias_ids, static_cast<size_t>(limits.max_logit_biases));
+  CheckIds(logits.allowed_ids, static_cast<size_t>(limits.max_allowed_ids));
+  DORAD_CHECK(logits.biases.size() == logits.bias_ids.size());
+  for (const float bias : logits.biases) DORAD_CHECK(bias >= -100 && bias <= 100);
+  size_t bad_tokens = 0;
+  for (const std::vector<int32_t>& word : logits.bad_words) {
+    DORAD_CHECK(!word.empty());
+    bad_tokens += word.size();
+    CheckIds(word, static_cast<size_t>(limits.max_bad_word_tokens));
+  }
+  DORAD_CHECK(bad_tokens <= static_cast<size_t>(limits.max_bad_word_tokens));
+  DORAD_CHECK(logits.presence_penalty >= -2 && logits.presence_penalty <= 2);
+  DORAD_CHECK(logits.frequency_penalty >= -2 && logits.frequency_penalty <= 2);
+  DORAD_CHECK(logits.repetition_penalty > 0 && logits.repetition_penalty <= 100);
   DORAD_CHECK(input->n >= 1 && input->n <= limits.max_n);
   DORAD_CHECK(input->stop.max_tokens >= 1 && input->stop.max_tokens <= limits.max_tokens);
   DORAD_CHECK(input->stop.min_tokens >= 0 && input->stop.min_tokens <= input->stop.max_tokens);

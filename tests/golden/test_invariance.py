@@ -21,6 +21,7 @@ SETUPS = [("llama2", "fp32"), ("qwen2_window", "fp32"), ("llama3", "bf16"), ("qw
 def requests() -> list[dict]:
     """16 requests over 4 adapters and base: greedy and sampled, short and long prompts."""
     rng = np.random.default_rng(5)
+    choices = np.random.default_rng(6)
     result = []
     for index in range(16):
         prompt = rng.integers(6, tiny_models.VOCAB, size=[3, 18, 33, 47][index % 4]).tolist()
@@ -38,8 +39,32 @@ def requests() -> list[dict]:
                 top_logprobs=3,
                 bypass=True,
             )
+            | logit_params(index, choices)
         )
     return result
+
+
+def logit_params(index: int, rng: np.random.Generator) -> dict:
+    """Changes of logits that depend on the sequence so far, for half of the requests."""
+    if index % 4 == 1:
+        # Few tokens, so that they repeat and meet in many of the bad words.
+        allowed = rng.choice(np.arange(6, tiny_models.VOCAB), size=40, replace=False)
+        pairs = rng.choice(allowed, size=(200, 2)).tolist()
+        triples = rng.choice(allowed, size=(400, 3)).tolist()
+        return dict(
+            allowed=allowed.tolist(),
+            bad_words=[*pairs, *triples, [int(allowed[0])]],
+            frequency_penalty=0.4,
+        )
+    if index % 4 == 3:
+        biased = rng.integers(6, tiny_models.VOCAB, size=8).tolist()
+        return dict(
+            presence_penalty=0.6,
+            frequency_penalty=-0.2,
+            repetition_penalty=1.3,
+            logit_bias=dict.fromkeys(biased, 3.0),
+        )
+    return {}
 
 
 def bits(sample: Sample) -> tuple:

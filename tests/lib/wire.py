@@ -168,8 +168,13 @@ def generate_request(
     bypass: bool = False,
     priority: int | None = None,
     in_flight: int = inference_pb2.IN_FLIGHT_POLICY_UNSPECIFIED,
+    logit_bias: dict[int, float] | None = None,
+    allowed: Sequence[int] = (),
+    bad_words: Sequence[Sequence[int]] = (),
+    **penalties: float,
 ) -> inference_pb2.GenerateRequest:
-    """logprobs: a LogprobMode; None asks for none."""
+    """logprobs: a LogprobMode; None asks for none. penalties: presence_penalty and so on."""
+    biases = logit_bias or {}
     params = None
     if logprobs is not None:
         params = inference_pb2.LogprobParams(
@@ -184,7 +189,16 @@ def generate_request(
         adapter=adapter,
         n=n,
         sampling=inference_pb2.SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            logit_bias_token_ids=pack_ids(list(biases)),
+            logit_biases=np.array(list(biases.values()), "<f4").tobytes(),
+            allowed_token_ids=pack_ids(allowed),
+            bad_words=[inference_pb2.TokenSequence(token_ids=pack_ids(w)) for w in bad_words],
+            **penalties,
         ),
         stop=inference_pb2.StopParams(
             max_tokens=max_tokens,

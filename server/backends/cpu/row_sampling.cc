@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "server/backends/cpu/logit_adjustments.h"
 #include "server/backends/cpu/ops/sampling.h"
 
 namespace dorad::engine {
@@ -57,7 +58,14 @@ at::Tensor Wrap(const float* logits, size_t rows, int64_t vocab_size) {
 void SampleRows(absl::Span<const WantedRow> rows, const float* logits, int64_t vocab_size,
                 absl::Span<const StepSequence> sequences, std::vector<StepOutput>* outputs) {
   std::vector<ops::SampleSpec> specs;
-  for (const WantedRow& row : rows) specs.push_back(ToOps(*sequences[row.sequence].sample));
+  std::vector<std::vector<float>> adjusted(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const SampleWant& want = *sequences[rows[i].sequence].sample;
+    specs.push_back(ToOps(want));
+    if (want.logits == nullptr) continue;
+    adjusted[i] = AdjustedLogits({logits + i * vocab_size, static_cast<size_t>(vocab_size)}, want);
+    specs.back().adjusted = adjusted[i];
+  }
   std::vector<ops::SampleResult> results =
       ops::Sample(Wrap(logits, rows.size(), vocab_size), specs);
   for (size_t i = 0; i < rows.size(); ++i) {

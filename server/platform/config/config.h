@@ -66,6 +66,9 @@ struct LimitsConfig {
   int64_t max_stop_ids = 64;
   int64_t max_stop_sequences = 64;
   int64_t max_stop_sequence_tokens = 64;
+  int64_t max_logit_biases = 1024;
+  int64_t max_allowed_ids = 4096;
+  int64_t max_bad_word_tokens = 4096;
   int64_t max_score_tokens = 1 << 20;
   int64_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;

@@ -140,6 +140,9 @@ std::vector<ConfigKey> AllKeys() {
       .Integer("max_stop_ids", &Limits::max_stop_ids, 0, 1 << 20)
       .Integer("max_stop_sequences", &Limits::max_stop_sequences, 0, 4096)
       .Integer("max_stop_sequence_tokens", &Limits::max_stop_sequence_tokens, 1, 4096)
+      .Integer("max_logit_biases", &Limits::max_logit_biases, 0, 1 << 20)
+      .Integer("max_allowed_ids", &Limits::max_allowed_ids, 0, 1 << 20)
+      .Integer("max_bad_word_tokens", &Limits::max_bad_word_tokens, 0, 1 << 20)
       .Integer("max_score_tokens", &Limits::max_score_tokens, 1, kMaxTokens)
       .Integer("max_queued_requests", &Limits::max_queued_requests, 1, kMaxCount)
       .Integer("max_queued_tokens", &Limits::max_queued_tokens, 1, kMaxTokens);

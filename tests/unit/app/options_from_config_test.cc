@@ -53,8 +53,11 @@ TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {
   config.limits.max_logprobs_k = 5;
   config.limits.max_chosen_ids = 6;
   config.limits.max_stop_ids = 7;
-  config.limits.max_stop_sequences = 16;
-  config.limits.max_stop_sequence_tokens = 17;
+  config.limits.max_stop_sequences = 19;
+  config.limits.max_stop_sequence_tokens = 20;
+  config.limits.max_logit_biases = 16;
+  config.limits.max_allowed_ids = 17;
+  config.limits.max_bad_word_tokens = 18;
   config.limits.max_score_tokens = 8;
   config.limits.max_queued_requests = 9;
   config.limits.max_queued_tokens = 10;
@@ -73,8 +76,11 @@ TEST(OptionsFromConfigTest, TheEngineGetsItsLimitsAndTheModels) {
   EXPECT_EQ(options.max_logprobs_k, 5);
   EXPECT_EQ(options.max_chosen_ids, 6);
   EXPECT_EQ(options.max_stop_ids, 7);
-  EXPECT_EQ(options.max_stop_sequences, 16);
-  EXPECT_EQ(options.max_stop_sequence_tokens, 17);
+  EXPECT_EQ(options.max_stop_sequences, 19);
+  EXPECT_EQ(options.max_stop_sequence_tokens, 20);
+  EXPECT_EQ(options.max_logit_biases, 16);
+  EXPECT_EQ(options.max_allowed_ids, 17);
+  EXPECT_EQ(options.max_bad_word_tokens, 18);
   EXPECT_EQ(options.max_score_tokens, 8);
   EXPECT_EQ(options.max_queued_requests, 9);
   EXPECT_EQ(options.max_queued_tokens, 10);

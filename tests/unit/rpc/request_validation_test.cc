@@ -20,6 +20,9 @@ RequestLimits Limits() {
   limits.engine.max_stop_ids = 3;
   limits.engine.max_stop_sequences = 2;
   limits.engine.max_stop_sequence_tokens = 4;
+  limits.engine.max_logit_biases = 4;
+  limits.engine.max_allowed_ids = 5;
+  limits.engine.max_bad_word_tokens = 6;
   limits.engine.max_score_tokens = 64;
   limits.max_message_bytes = 1 << 20;
   return limits;
@@ -108,6 +111,76 @@ TEST(ParseGenerate, CarriesEveryField) {
   EXPECT_EQ(input->cache_salt, "salt");
   EXPECT_TRUE(input->bypass_prefix_cache);
   EXPECT_EQ(input->priority, -5);
+}
+
+TEST(ParseGenerate, CarriesChangesOfLogits) {
+  const engine::LogitParams none = ParseGenerate(GoodGenerate(), Limits(), {"r", 1})->logits;
+  EXPECT_FALSE(none.any() || none.has_penalties() || !none.bad_words.empty());
+  v1::GenerateRequest request = GoodGenerate();
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_presence_penalty(-2.0f);
+  sampling.set_frequency_penalty(2.0f);
+  sampling.set_repetition_penalty(100.0f);
+  sampling.set_logit_bias_token_ids(Pack<int32_t>({7, 3}));
+  sampling.set_logit_biases(Pack<float>({-100.0f, 0.5f}));
+  sampling.set_allowed_token_ids(Pack<int32_t>({9, 4, 9}));
+  sampling.add_bad_words()->set_token_ids(Pack<int32_t>({1, 2}));
+  sampling.add_bad_words()->set_token_ids(Pack<int32_t>({3}));
+  const auto input = ParseGenerate(request, Limits(), {"r", 1});
+  ASSERT_TRUE(input.ok()) << input.status();
+  EXPECT_EQ(input->logits.presence_penalty, -2.0f);
+  EXPECT_EQ(input->logits.frequency_penalty, 2.0f);
+  EXPECT_EQ(input->logits.repetition_penalty, 100.0f);
+  EXPECT_THAT(input->logits.bias_ids, ElementsAre(7, 3));
+  EXPECT_THAT(input->logits.biases, ElementsAre(-100.0f, 0.5f));
+  EXPECT_THAT(input->logits.allowed_ids, ElementsAre(4, 9));
+  EXPECT_THAT(input->logits.bad_words, ElementsAre(ElementsAre(1, 2), ElementsAre(3)));
+}
+
+TEST(ParseGenerate, RefusesChangesOfLogitsThatAreOutOfRange) {
+  v1::GenerateRequest request = GoodGenerate();
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_presence_penalty(2.5f);
+  sampling.set_frequency_penalty(kNan);
+  sampling.set_repetition_penalty(0.0f);
+  sampling.set_logit_bias_token_ids(Pack<int32_t>({7, 7, 100}));
+  sampling.set_logit_biases(Pack<float>({1.0f, kInf, 101.0f}));
+  sampling.set_allowed_token_ids(Pack<int32_t>({1, -1}));
+  sampling.add_bad_words();
+  sampling.add_bad_words()->set_token_ids(Pack<int32_t>({3, 100}));
+  sampling.add_bad_words()->set_token_ids("xyz");
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, Limits(), {}).status()),
+              ElementsAre("sampling.presence_penalty PENALTY_OUT_OF_RANGE",
+                          "sampling.frequency_penalty PENALTY_OUT_OF_RANGE",
+                          "sampling.repetition_penalty PENALTY_OUT_OF_RANGE",
+                          "sampling.logit_bias_token_ids[2] TOKEN_ID_OUT_OF_RANGE",
+                          "sampling.logit_bias_token_ids LOGIT_BIAS_INVALID",
+                          "sampling.logit_biases[1] LOGIT_BIAS_INVALID",
+                          "sampling.allowed_token_ids[1] TOKEN_ID_OUT_OF_RANGE",
+                          "sampling.bad_words[0] BAD_WORD_EMPTY",
+                          "sampling.bad_words[1][1] TOKEN_ID_OUT_OF_RANGE",
+                          "sampling.bad_words[2] TOKEN_BYTES_INVALID"));
+}
+
+TEST(ParseGenerate, RefusesTooManyChangesOfLogits) {
+  v1::GenerateRequest request = GoodGenerate();
+  v1::SamplingParams& sampling = *request.mutable_sampling();
+  sampling.set_logit_bias_token_ids(Pack<int32_t>({1, 2, 3, 4, 5}));
+  sampling.set_logit_biases(Pack<float>({1, 1, 1, 1, 1}));
+  sampling.set_allowed_token_ids(Pack<int32_t>({1, 2, 3, 4, 5, 6}));
+  sampling.add_bad_words()->set_token_ids(Pack<int32_t>({1, 2, 3, 4}));
+  sampling.add_bad_words()->set_token_ids(Pack<int32_t>({1, 2, 3}));
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, Limits(), {}).status()),
+              ElementsAre("sampling.logit_bias_token_ids LOGIT_BIASES_TOO_MANY",
+                          "sampling.allowed_token_ids ALLOWED_IDS_TOO_MANY",
+                          "sampling.bad_words BAD_WORDS_TOO_MANY"));
+  // Empty words are too many, too: a refusal names each of a few.
+  sampling.Clear();
+  for (int i = 0; i < 7; ++i) sampling.add_bad_words();
+  sampling.set_logit_biases(Pack<float>({1}));
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, Limits(), {}).status()),
+              ElementsAre("sampling.logit_biases LOGIT_BIAS_INVALID",
+                          "sampling.bad_words BAD_WORDS_TOO_MANY"));
 }
 
 TEST(ParseGenerate, ARequestByNameMayFollowTheActiveVersion) {

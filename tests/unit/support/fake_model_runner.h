@@ -146,6 +146,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       if (s.sample != nullptr) {
         sample = *s.sample;
         banned.assign(s.sample->banned.begin(), s.sample->banned.end());
+        conditional_bans.assign(s.sample->conditional_bans.begin(),
+                                s.sample->conditional_bans.end());
         logprobs = s.sample->logprobs->mode != LogprobMode::kNone;
       }
       if (s.score != nullptr) targets.assign(s.score->targets.begin(), s.score->targets.end());
@@ -158,6 +160,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     const adapter::LoadedAdapter* adapter;
     std::optional<SampleWant> sample;
     std::vector<TokenId> banned;
+    std::vector<ConditionalBan> conditional_bans;
     bool logprobs = false;
     std::vector<TokenId> targets;
   };
@@ -186,6 +189,14 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     return kv_[s.pages[position / kKvPageTokens] * kKvPageTokens + position % kKvPageTokens];
   }
 
+  static bool IsBanned(const Rows& s, TokenId token) {
+    const auto applies = [&](const ConditionalBan& ban) {
+      return ban.token == token && ban.after == s.tokens.back();
+    };
+    return std::find(s.banned.begin(), s.banned.end(), token) != s.banned.end() ||
+           std::any_of(s.conditional_bans.begin(), s.conditional_bans.end(), applies);
+  }
+
   void RunOne(const Rows& s, StepOutput* output) {
     const int64_t count = static_cast<int64_t>(s.tokens.size());
     for (int64_t i = 0; i < count; ++i) {
@@ -199,9 +210,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     if (!s.sample || !output->finite) return;
     const uint64_t hash = At(s, s.position + count - 1);
     output->token = FakeNext(hash, s.sample->sampling, s.sample->sample_index);
-    while (std::find(s.banned.begin(), s.banned.end(), output->token) != s.banned.end()) {
-      output->token = (output->token + 1) % kFakeVocab;
-    }
+    while (IsBanned(s, output->token)) output->token = (output->token + 1) % kFakeVocab;
     if (s.logprobs) output->logprobs.logprobs.push_back(FakeLogprob(hash, output->token));
   }
 

@@ -183,11 +183,14 @@ size_t Draw(const Kept& kept, double uniform) {
 SampleResult SampleRow(absl::Span<const float> logits, const SampleSpec& spec) {
   const int64_t vocabulary = static_cast<int64_t>(logits.size());
   DORAD_CHECK(spec.temperature >= 0.0f && spec.top_logprobs >= 0);
+  DORAD_CHECK(spec.adjusted.empty() || spec.adjusted.size() == logits.size());
   CheckIds(spec.chosen_ids, vocabulary);
   const bool greedy = spec.temperature == 0.0f;
   const bool processed = spec.logprob_mode == LogprobMode::kProcessed;
-  LogitRow row(logits, greedy ? 1.0f : spec.temperature, spec.banned);
-  if (!row.usable()) {
+  const bool adjusted = !spec.adjusted.empty();
+  LogitRow row(adjusted ? spec.adjusted : logits, greedy ? 1.0f : spec.temperature, spec.banned);
+  // An adjustment may hide a logit that is not finite.
+  if (!row.usable() || (adjusted && !LogitRow(logits, 1.0f, {}).usable())) {
     return Unusable(-1, spec.logprob_mode != LogprobMode::kNone, spec.top_logprobs,
                     spec.chosen_ids.size());
   }

@@ -27,6 +27,8 @@ struct SampleSpec {
   // Ids whose probability is taken as 0 in this row (stop tokens before min_tokens). Their raw
   // log-probabilities are reported unchanged.
   absl::Span<const int32_t> banned;
+  // Not empty: sample from these logits instead of the row's. Raw log-probabilities are of the row.
+  absl::Span<const float> adjusted;
   LogprobMode logprob_mode = LogprobMode::kNone;
   int32_t top_logprobs = 0;              // k most likely tokens
   absl::Span<const int32_t> chosen_ids;  // log-probabilities of these
