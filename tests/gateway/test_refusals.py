@@ -42,8 +42,15 @@ def test_every_violation_of_the_server_is_listed(client, base):
         ({"stop": "x" * 257}, "FIELD_INVALID", "stop"),
         ({"temperature": "hot"}, "FIELD_INVALID", "temperature"),
         ({"temperature": 10**400}, "FIELD_INVALID", "temperature"),
-        ({"presence_penalty": 0.5}, "FIELD_UNSUPPORTED", "presence_penalty"),
-        ({"logit_bias": {"5": 1}}, "FIELD_UNSUPPORTED", "logit_bias"),
+        ({"length_penalty": 0.5}, "FIELD_UNSUPPORTED", "length_penalty"),
+        ({"presence_penalty": False}, "FIELD_INVALID", "presence_penalty"),
+        ({"presence_penalty": 2.5}, "PENALTY_OUT_OF_RANGE", "presence_penalty"),
+        ({"repetition_penalty": 0}, "PENALTY_OUT_OF_RANGE", "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "LOGIT_BIAS_INVALID", "logit_bias"),
+        ({"logit_bias": {"999999": 1}}, "TOKEN_ID_OUT_OF_RANGE", "logit_bias"),
+        ({"allowed_token_ids": []}, "FIELD_INVALID", "allowed_token_ids"),
+        ({"bad_words": [""]}, "FIELD_INVALID", "bad_words[0]"),
+        ({"bad_words_token_ids": [[5], []]}, "FIELD_INVALID", "bad_words_token_ids[1]"),
         ({"best_of": 3}, "FIELD_UNSUPPORTED", "best_of"),
         ({"temprature": 1}, "FIELD_UNKNOWN", "temprature"),
         ({"stream_options": {"usage": True}}, "FIELD_UNKNOWN", "stream_options.usage"),
@@ -57,15 +64,15 @@ def test_a_bad_field_is_400_and_named(http, base, fields, code, param):
 
 
 def test_problems_of_fields_are_listed_whatever_their_kind(http, base):
-    fields = {"model": base, "presence_penalty": 1, "temprature": 1, "stop": ["x", ""]}
+    fields = {"model": base, "length_penalty": 2, "temprature": 1, "stop": ["x", ""]}
     error = http.post("/v1/completions", json=fields).json()["error"]
     assert {v["field"]: v["reason"] for v in error["violations"]} == {
-        "presence_penalty": "FIELD_UNSUPPORTED",
+        "length_penalty": "FIELD_UNSUPPORTED",
         "prompt": "FIELD_MISSING",
         "temprature": "FIELD_UNKNOWN",
         "stop[1]": "FIELD_INVALID",
     }
-    assert (error["code"], error["param"]) == ("FIELD_UNSUPPORTED", "presence_penalty")
+    assert (error["code"], error["param"]) == ("FIELD_UNSUPPORTED", "length_penalty")
 
 
 def test_too_many_logprobs_are_not_a_matter_of_top_k(http, base):

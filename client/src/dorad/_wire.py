@@ -93,6 +93,37 @@ def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueT
     return _one_of(policy, known, "in_flight_policy")
 
 
+def _pack_allowed(token_ids: t.TokenIds | None) -> bytes:
+    packed = _pack_optional(token_ids, "allowed_token_ids")
+    if token_ids is not None and not packed:
+        raise ValueError("allowed_token_ids must hold at least one id; None allows all")
+    return packed
+
+
+def _logit_bias(biases: Mapping[int, float] | None) -> dict[str, bytes]:
+    if biases is None:
+        return {}
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, not be {shown(biases)}")
+    try:
+        numbers = np.asarray(list(biases.values()), dtype=_LITTLE_FLOAT32)
+    except (TypeError, ValueError):
+        raise TypeError("logit_bias must map token ids to numbers") from None
+    return {
+        "logit_bias_token_ids": pack_ids(list(biases), "logit_bias"),
+        "logit_biases": numbers.tobytes(),
+    }
+
+
+def _bad_words(words: Sequence[t.TokenIds] | None) -> list[inference_pb2.TokenSequence]:
+    if words is None:
+        return []
+    return [
+        inference_pb2.TokenSequence(token_ids=pack_ids(word, f"bad_words[{i}]"))
+        for i, word in enumerate(items(words, "bad_words", "lists of token ids"))
+    ]
+
+
 def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_pb2.GenerateRequest:
     """The wire form; leaves out fields that the caller did not set."""
     message = filled(
@@ -111,6 +142,12 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
             top_p=request.top_p,
             min_p=request.min_p,
             seed=request.seed,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            allowed_token_ids=_pack_allowed(request.allowed_token_ids),
+            bad_words=_bad_words(request.bad_words),
+            **_logit_bias(request.logit_bias),
         ),
         stop=filled(
             inference_pb2.StopParams,

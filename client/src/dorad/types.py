@@ -56,6 +56,20 @@ class GenerateOptions(TypedDict, total=False):
     """Sample from the smallest set of cumulative probability >= top_p; default 1.0."""
     min_p: float | None
     """Drop tokens below min_p times the largest probability; default 0."""
+    presence_penalty: float | None
+    """Subtracted from the logit of each generated token; default 0, in [-2, 2]."""
+    frequency_penalty: float | None
+    """The same, times the token's number of occurrences; default 0, in [-2, 2]."""
+    repetition_penalty: float | None
+    """Divides positive logits and multiplies others, for each token of prompt and answer; default
+    1, in (0, 100]."""
+    logit_bias: Mapping[int, float] | None
+    """Numbers in [-100, 100] that are added to the logits of tokens."""
+    allowed_token_ids: TokenIds | None
+    """No other token is sampled."""
+    bad_words: Sequence[TokenIds] | None
+    """Token sequences that a sample does not contain: the last token is not sampled where the
+    generated tokens end with the others. The prompt does not count."""
     seed: int | None
     """Unsigned 64-bit; sample i draws from (seed, i, position). Default: the server's choice."""
     stop_token_ids: TokenIds | None
@@ -127,6 +141,12 @@ class GenerateRequest:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Sequence[TokenIds] | None = None
     seed: int | None = None
     stop_token_ids: TokenIds | None = None
     stop_sequences: Sequence[TokenIds] | None = None

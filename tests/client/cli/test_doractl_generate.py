@@ -46,6 +46,28 @@ def test_generates_side_by_side_in_one_go(doractl, server, folder):
     assert all(r.sampling.seed == 5 and r.n == 2 for r in server.generate_calls)
 
 
+def test_changes_of_logits_are_sent(doractl, server):
+    doractl(
+        "generate", "--token-ids", "1", "--base",
+        "--presence-penalty", "0.5", "--frequency-penalty", "-0.25", "--repetition-penalty", "1.5",
+        "--logit-bias", "7=-2.5", "--logit-bias", "9=1", "--allowed-token-ids", "7,9",
+        "--bad-words", "1,2", "--bad-words", "3",
+    )  # fmt: skip
+    sampling = server.generate_calls[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+    assert sampling.repetition_penalty == 1.5
+    assert np.frombuffer(sampling.logit_bias_token_ids, "<i4").tolist() == [7, 9]
+    assert np.frombuffer(sampling.logit_biases, "<f4").tolist() == [-2.5, 1.0]
+    assert np.frombuffer(sampling.allowed_token_ids, "<i4").tolist() == [7, 9]
+    words = [np.frombuffer(word.token_ids, "<i4").tolist() for word in sampling.bad_words]
+    assert words == [[1, 2], [3]]
+
+
+def test_a_bias_needs_a_token_and_a_number(doractl, server):
+    out = doractl("generate", "--token-ids", "1", "--base", "--logit-bias", "7:1", code=2)
+    assert "7:1" in out and server.generate_calls == []
+
+
 def test_generate_as_json(doractl):
     out = doractl(
         "generate",

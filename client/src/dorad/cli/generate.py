@@ -219,6 +219,20 @@ def _show(columns: list[list[Answer]], run: Any) -> None:
             print(f"== {answer.label()}: {answer.summary()}\n{answer.text}\n")
 
 
+def _biases(given: list[str]) -> dict[int, float]:
+    """Raises a usage error for what is not ID=NUMBER."""
+    biases = {}
+    for item in given:
+        token, _, bias = item.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError as error:
+            raise typer.BadParameter(
+                f"{item!r} is not ID=NUMBER", param_hint="--logit-bias"
+            ) from error
+    return biases
+
+
 @on_server(admin=False)
 def generate(
     server: Server,
@@ -246,6 +260,25 @@ def generate(
     ] = None,
     min_p: Annotated[
         float | None, typer.Option(help="Drop tokens below this share of the highest probability.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted from the logit of each generated token.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, times the token's number of occurrences.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Divides positive logits of all tokens so far, multiplies others."),
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(help="ID=NUMBER: add a number to a token's logit. May be repeated."),
+    ] = None,
+    allowed_token_ids: Annotated[str, typer.Option(help="Sample no other tokens: 1,2,3.")] = "",
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(help="Token sequence that a sample does not contain: 1,2,3. Repeatable."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed repeats a sample.")] = None,
     stop: Annotated[
@@ -287,6 +320,12 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": _biases(logit_bias or []),
+        "allowed_token_ids": parse_ids(allowed_token_ids, "--allowed-token-ids") or None,
+        "bad_words": [parse_ids(word, "--bad-words") for word in bad_words or []],
         "seed": seed,
         "stop_token_ids": parse_ids(stop_token_ids, "--stop-token-ids") or None,
         "stop_sequences": [parse_ids(ids, "--stop-sequence") for ids in stop_sequence or ()],

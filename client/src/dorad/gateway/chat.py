@@ -64,7 +64,7 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
     prompt = await gateway.encode(prompt_text, special_tokens=False)
     prompt = body.kept(prompt, model, max_tokens)
     options: GenerateOptions = {
-        **body.options(),
+        **body.options(text),
         "adapter": adapter,
         "max_tokens": max_tokens,
         "request_id": caller.call_id(),

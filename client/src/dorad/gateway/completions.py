@@ -82,13 +82,13 @@ async def understand(
         message = "logprobs of an echo are raw: nothing of it was sampled"
         raise Refusal(400, "FIELD_UNSUPPORTED", message, param="logprobs_mode")
     body.check_logprobs()
-    if body.stop:
+    if body.stop or body.bad_words:
         gateway.needs_text()
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
     prompts = [body.kept(p, model, body.max_tokens) for p in await _prompts(gateway, body)]
     options: GenerateOptions = {
-        **body.options(),
+        **body.options(gateway.text),
         "adapter": adapter,
         "max_tokens": body.max_tokens,
         "request_id": caller.call_id(),

@@ -23,7 +23,11 @@ _STATUS = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-_PARAMS = {"logprobs.top_k": "logprobs"}  # top_k is another field.
+_PARAMS = {
+    "logprobs.top_k": "logprobs",  # top_k is another field.
+    "sampling.logit_biases": "logit_bias",
+    "sampling.logit_bias_token_ids": "logit_bias",
+}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -73,7 +77,7 @@ class Refusal(Exception):
             error.reason or error.code,
             error.message,
             # The server's path, "sampling.top_p", is "top_p" here.
-            param=_PARAMS.get(path, path.rpartition(".")[2]) or None,
+            param=_PARAMS.get(path.partition("[")[0], path.rpartition(".")[2]) or None,
             violations=error.violations,
             retry_after=error.retry_after,
         )

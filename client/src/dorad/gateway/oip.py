@@ -180,11 +180,11 @@ async def understand(
         if name not in _OUTPUTS:
             message = f"unknown output {name!r}; outputs are {', '.join(_OUTPUTS)}"
             raise Refusal(400, "OUTPUT_UNKNOWN", message, param=name)
-    if "text_output" in names or given.stop is not None:
+    if "text_output" in names or given.stop is not None or given.bad_words:
         gateway.needs_text()
     facts = await gateway.model()
     options: GenerateOptions = {
-        **given.options(),
+        **given.options(gateway.text),
         "adapter": await _reference(gateway, model, version),
         "max_tokens": given.max_tokens,
         "request_id": caller.call_id(),

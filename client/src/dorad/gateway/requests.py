@@ -16,9 +16,12 @@ from dorad.gateway.assembler import stops_of
 from dorad.gateway.errors import Refusal
 from dorad.gateway.samples import Work
 from dorad.gateway.validation import Body, M, TokenIds, UInt32
+from dorad.text import ModelText
 
 # The server checks the ranges of sampling parameters. The models check the ranges of the wire.
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+# JSON's objects have strings as names.
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 def _kind(value: Any) -> str | None:
@@ -69,6 +72,25 @@ class Sampling(Body):
     """-1 and 0: all tokens."""
     min_p: float | None = None
     """Default 0."""
+    presence_penalty: float | None = None
+    """Subtracted from the logit of each generated token. Default 0."""
+    frequency_penalty: float | None = None
+    """The same, times the token's number of occurrences. Default 0."""
+    repetition_penalty: float | None = None
+    """Divides positive logits of prompt and generated tokens, multiplies others. Default 1."""
+    logit_bias: dict[TokenId, float] | None = None
+    """Numbers that are added to the logits of tokens, by token id."""
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    """No other token is sampled."""
+    bad_words: list[StopString] | None = Field(default=None, max_length=1024, fail_fast=True)
+    """Words that a choice does not contain: as they are tokenized, with and without a space."""
+    bad_words_token_ids: (
+        Annotated[
+            list[Annotated[TokenIds, Field(min_length=1)]], Field(max_length=4096, fail_fast=True)
+        ]
+        | None
+    ) = None
+    """The same as token ids."""
     seed: int | None = Field(default=None, ge=0, le=2**64 - 1)
     """The same seed repeats a sample."""
     min_tokens: UInt32 | None = None
@@ -88,8 +110,16 @@ class Sampling(Body):
     logprobs_mode: t.LogprobMode = "raw"
     """Log-probabilities of the model itself, or of the distribution that is sampled from."""
 
-    def options(self) -> t.GenerateOptions:
+    def options(self, text: ModelText | None) -> t.GenerateOptions:
+        """`text`: for `bad_words`; there are none without a tokenizer."""
+        biases = self.logit_bias
         return {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": biases and {int(token): bias for token, bias in biases.items()},
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": [*(self.bad_words_token_ids or ()), *self._tokens_of_bad_words(text)],
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k if self.top_k and self.top_k > 0 else None,
@@ -100,6 +130,16 @@ class Sampling(Body):
             "priority": self.priority,
             "cache_salt": self.cache_salt,
         }
+
+    def _tokens_of_bad_words(self, text: ModelText | None) -> list[list[int]]:
+        """A word has other tokens at the beginning of a text than after a space."""
+        if text is None:
+            return []
+        words: dict[tuple[int, ...], None] = {}
+        for word in self.bad_words or ():
+            for written in (word, " " + word.lstrip()):
+                words[tuple(text.encode(written, special_tokens=False))] = None
+        return [list(word) for word in words if word]
 
     def work(
         self,
@@ -158,9 +198,9 @@ class OpenAIRequest(Sampling):
     """Keep this many tokens at the end of a longer prompt; -1: all that fit into the context beside
     max_tokens."""
 
-    def options(self) -> t.GenerateOptions:
+    def options(self, text: ModelText | None) -> t.GenerateOptions:
         return {
-            **super().options(),
+            **super().options(text),
             "n": self.n,
             "stop_token_ids": self.stop_token_ids,
             "prompt_logprobs": self.prompt_logprobs is not None,
@@ -321,19 +361,13 @@ _IGNORED = (
 # Fields that the gateway does not serve, with their values that ask for nothing. A model's own
 # field of the same name is not meant.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "bad_words": ([],),
     "logits_processors": ([],),
-    "allowed_token_ids": (),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
