@@ -120,8 +120,7 @@ ADAPTER = [
         "    hash.UpdateU64(std::bit_cast<uint64_t>(module->target.scale));\n",
         "",
         "Two adapters that differ in alpha share a digest, and so the prefix cache.",
-        ("adapter:AdapterAcceptanceTest.*",),
-        ("integration/test_adapter_life.py",),
+        ("cpu:AdapterLoader*",),
     ),
     Fault(
         "journal's checksum not compared",
@@ -435,8 +434,7 @@ APP = [
         "if (!app.ok()) return Fail(app.status(), kExitConfig);",
         "if (!app.ok()) return Fail(app.status(), kExitOk);",
         "A supervisor takes a server that cannot start for one that has finished.",
-        ("app",),
-        ("integration/test_bad_starts.py",),
+        tests=("integration/test_bad_starts.py",),
     ),
     Fault(
         "probe failures add up",
