@@ -1,5 +1,7 @@
 #include "server/platform/error.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <utility>
 
 #include "absl/strings/cord.h"
@@ -14,6 +16,7 @@ namespace {
 
 constexpr char kReasonUrl[] = "dorad/reason";
 constexpr char kViolationsUrl[] = "dorad/violations";
+constexpr char kOmittedUrl[] = "dorad/omitted_violations";
 constexpr char kMetadataUrl[] = "dorad/metadata/";  // and the key
 constexpr char kRetryUrl[] = "dorad/retry_after_ns";
 
@@ -44,26 +47,31 @@ absl::Status MakeError(absl::StatusCode code, std::string_view reason, std::stri
   return status;
 }
 
-absl::Status MakeInvalid(std::string_view subject, std::vector<Violation> violations) {
+absl::Status MakeInvalid(std::string_view subject, std::vector<Violation> violations,
+                         size_t omitted) {
   DORAD_CHECK(!violations.empty());
   constexpr size_t kShown = 8;
+  constexpr size_t kMaxListed = 64;
   std::string message(subject);
   absl::StrAppend(&message, ": ");
   for (size_t i = 0; i < violations.size() && i < kShown; ++i) {
     if (i > 0) absl::StrAppend(&message, "; ");
     absl::StrAppend(&message, violations[i].field, ": ", violations[i].description);
   }
-  if (violations.size() > kShown) {
-    absl::StrAppend(&message, "; and ", violations.size() - kShown, " more");
-  }
+  const size_t shown = std::min(violations.size(), kShown);
+  const size_t total = violations.size() + omitted;
+  if (total > shown) absl::StrAppend(&message, "; and ", total - shown, " more");
+  const size_t listed = std::min(violations.size(), kMaxListed);
   absl::Status status =
       MakeError(absl::StatusCode::kInvalidArgument, violations.front().reason, message);
   std::string encoded;
-  for (const Violation& v : violations) {
+  for (size_t i = 0; i < listed; ++i) {
+    const Violation& v = violations[i];
     absl::StrAppend(&encoded, Clean(v.field), std::string(1, kFieldSep), Clean(v.reason),
                     std::string(1, kFieldSep), Clean(v.description), std::string(1, kRecordSep));
   }
   status.SetPayload(kViolationsUrl, absl::Cord(encoded));
+  if (total > listed) status.SetPayload(kOmittedUrl, absl::Cord(absl::StrCat(total - listed)));
   return status;
 }
 
@@ -90,6 +98,12 @@ std::vector<Violation> ViolationsOf(const absl::Status& status) {
     }
   }
   return out;
+}
+
+size_t OmittedViolationsOf(const absl::Status& status) {
+  uint64_t omitted = 0;
+  (void)absl::SimpleAtoi(Payload(status, kOmittedUrl), &omitted);
+  return omitted;
 }
 
 std::map<std::string, std::string> MetadataOf(const absl::Status& status) {

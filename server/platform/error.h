@@ -4,6 +4,7 @@
 // docs/reference/errors.md. Functions are pure and thread-safe.
 #pragma once
 
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <string>
@@ -27,10 +28,12 @@ struct Violation {
 // A status with a stable reason. REQUIRES: code != kOk; reason is UPPER_SNAKE.
 absl::Status MakeError(absl::StatusCode code, std::string_view reason, std::string_view message);
 
-// INVALID_ARGUMENT that lists every violation; the message names the first ones and their number.
+// INVALID_ARGUMENT that lists the first 64 violations and counts the others; the message names the
+// first few and the number of the rest.
 // The reason is the first violation's, so a single problem keeps its own reason.
-// REQUIRES: !violations.empty().
-absl::Status MakeInvalid(std::string_view subject, std::vector<Violation> violations);
+// omitted: further violations that are only counted. REQUIRES: !violations.empty().
+absl::Status MakeInvalid(std::string_view subject, std::vector<Violation> violations,
+                         size_t omitted = 0);
 
 // The same status with a hint for the time of a retry.
 absl::Status WithRetryAfter(absl::Status status, absl::Duration retry_after);
@@ -41,9 +44,10 @@ absl::Status WithMetadata(absl::Status status, std::string_view key, std::string
 // Of an OUT_OF_MEMORY: no release of other memory would suffice.
 inline constexpr char kNeverFits[] = "never_fits";
 
-// Empty string, empty list, empty map, nullopt when the status has none.
+// Empty string, empty list, 0, empty map, nullopt when the status has none.
 std::string ReasonOf(const absl::Status& status);
 std::vector<Violation> ViolationsOf(const absl::Status& status);
+size_t OmittedViolationsOf(const absl::Status& status);
 std::map<std::string, std::string> MetadataOf(const absl::Status& status);
 std::optional<absl::Duration> RetryAfterOf(const absl::Status& status);
 

@@ -19,7 +19,6 @@ constexpr uint64_t kMaxExtent = uint64_t{1} << 48;
 constexpr int64_t kMaxBytes = int64_t{1} << 48;  // of all tensors, which may overlap
 constexpr size_t kDigestBytes = 32;
 constexpr size_t kHexBytes = 64;
-constexpr size_t kMaxViolations = 64;
 
 std::optional<DType> ToDType(v1::TensorDtype dtype) {
   switch (dtype) {
@@ -92,7 +91,7 @@ std::vector<adapter::PeerTensor> ParseTensors(const v1::PublishFromMemoryRequest
     return tensors;
   }
   tensors.reserve(static_cast<size_t>(request.tensors_size()));
-  for (int i = 0; i < request.tensors_size() && violations->size() < kMaxViolations; ++i) {
+  for (int i = 0; i < request.tensors_size(); ++i) {
     auto tensor = ParseTensor(request.tensors(i), session);
     if (tensor.ok()) {
       tensors.push_back(*std::move(tensor));

@@ -85,7 +85,8 @@ absl::Status NamePeftConfigFields(const absl::Status& refusal) {
     }
     renamed = true;
   }
-  return renamed ? MakeInvalid("adapter", std::move(violations)) : refusal;
+  if (!renamed) return refusal;
+  return MakeInvalid("adapter", std::move(violations), OmittedViolationsOf(refusal));
 }
 
 }  // namespace dorad::rpc

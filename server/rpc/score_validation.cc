@@ -34,8 +34,7 @@ std::vector<std::vector<int32_t>> ReadSequences(const v1::ScoreRequest& request,
                      " adapters are more than ", kMaxScoreCells, " scores"));
     return sequences;
   }
-  constexpr size_t kMaxViolations = 64;
-  for (int i = 0; i < request.sequences_size() && violations->size() < kMaxViolations; ++i) {
+  for (int i = 0; i < request.sequences_size(); ++i) {
     const std::string field = absl::StrCat("sequences[", i, "].token_ids");
     const std::string& bytes = request.sequences(i).token_ids();
     if (bytes.empty()) {

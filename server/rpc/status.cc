@@ -41,22 +41,25 @@ google::rpc::RetryInfo MakeRetryInfo(absl::Duration retry_after) {
   return info;
 }
 
-// As many violations as fit into `budget` bytes; the last one counts the omitted ones.
-google::rpc::BadRequest MakeBadRequest(const std::vector<Violation>& violations, size_t budget) {
+// As many violations as fit into `budget` bytes; the last one counts those left out here and the
+// `omitted` ones.
+google::rpc::BadRequest MakeBadRequest(const std::vector<Violation>& violations, size_t omitted,
+                                       size_t budget) {
   constexpr size_t kRoomForCount = 96;
   google::rpc::BadRequest bad;
-  for (size_t i = 0; i < violations.size(); ++i) {
+  size_t shown = 0;
+  for (; shown < violations.size(); ++shown) {
     google::rpc::BadRequest::FieldViolation item;
-    item.set_field(Presentable(violations[i].field, kMaxMetadataBytes));
-    item.set_reason(violations[i].reason);
-    item.set_description(Presentable(violations[i].description, kMaxDescriptionBytes));
-    if (i > 0 && bad.ByteSizeLong() + item.ByteSizeLong() + kRoomForCount > budget) {
-      auto* rest = bad.add_field_violations();
-      rest->set_reason("MORE_VIOLATIONS");
-      rest->set_description(absl::StrCat("and ", violations.size() - i, " more"));
-      break;
-    }
+    item.set_field(Presentable(violations[shown].field, kMaxMetadataBytes));
+    item.set_reason(violations[shown].reason);
+    item.set_description(Presentable(violations[shown].description, kMaxDescriptionBytes));
+    if (shown > 0 && bad.ByteSizeLong() + item.ByteSizeLong() + kRoomForCount > budget) break;
     *bad.add_field_violations() = std::move(item);
+  }
+  if (const size_t more = violations.size() - shown + omitted; more > 0) {
+    auto* rest = bad.add_field_violations();
+    rest->set_reason("MORE_VIOLATIONS");
+    rest->set_description(absl::StrCat("and ", more, " more"));
   }
   return bad;
 }
@@ -102,7 +105,7 @@ grpc::Status ToGrpc(const absl::Status& status,
     constexpr size_t kAnyOverhead = 64;  // type URL and framing
     const size_t used = wire.ByteSizeLong() + kAnyOverhead;
     const size_t budget = used < kMaxDetailsBytes ? kMaxDetailsBytes - used : 0;
-    wire.add_details()->PackFrom(MakeBadRequest(violations, budget));
+    wire.add_details()->PackFrom(MakeBadRequest(violations, OmittedViolationsOf(status), budget));
   }
   return grpc::Status(static_cast<grpc::StatusCode>(status.code()), wire.message(),
                       wire.SerializeAsString());

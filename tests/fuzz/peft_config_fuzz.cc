@@ -30,8 +30,12 @@ void CheckJson(const std::string& text) {
 }
 
 void CheckConfig(const std::string& text) {
-  const auto config = dorad::adapter::ParsePeftConfig(text, kMaxRank);
-  if (!config.ok()) return CheckRefusal(config.status());
+  dorad::adapter::Violations violations;
+  const auto config = dorad::adapter::ParsePeftConfig(text, kMaxRank, violations);
+  if (!violations.empty()) {
+    DORAD_CHECK(!config || !config->refused.empty());
+    return CheckRefusal(violations.ToStatus("adapter"));
+  }
   DORAD_CHECK(config->rank >= 1 && config->rank <= kMaxRank);
   DORAD_CHECK(std::isfinite(config->alpha));
   for (const auto& [pattern, rank] : config->rank_pattern) {

@@ -11,7 +11,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/adapter/peft/strict_json.h"
-#include "server/adapter/peft/violations.h"
 
 namespace dorad::adapter {
 namespace {
@@ -40,9 +39,10 @@ std::string Shown(const Json& value) {
 
 class ConfigReader {
  public:
-  ConfigReader(const Json& document, int max_rank) : document_(document), max_rank_(max_rank) {}
+  ConfigReader(const Json& document, int max_rank, Violations& violations)
+      : document_(document), max_rank_(max_rank), violations_(violations) {}
 
-  absl::StatusOr<PeftConfig> Read() {
+  PeftConfig Read() {
     const std::map<std::string, std::function<void(const Json&)>> readers = Readers();
     for (const auto& [key, value] : document_.items()) {
       const auto reader = readers.find(key);
@@ -60,14 +60,15 @@ class ConfigReader {
       }
     }
     CheckCombinations();
-    DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
     return std::move(config_);
   }
 
  private:
   using Reader = std::function<void(const Json&)>;
 
+  // field: a top-level one, or "FIELD.ENTRY".
   void Add(const std::string& field, const std::string& reason, const std::string& description) {
+    config_.refused.insert(field.substr(0, field.find('.')));
     violations_.Add(absl::StrCat(kSubject, ":", absl::CEscape(field)), reason, description);
   }
 
@@ -234,20 +235,22 @@ class ConfigReader {
     }
   }
 
+  // Reads the good entries of a list with bad ones, too. False: not a list.
   bool ReadNames(const std::string& field, const Json& value, std::vector<std::string>* out) {
-    bool good = value.is_array() && value.size() <= kMaxSelectorNames;
-    if (good) {
-      for (const Json& entry : value) {
-        good = good && entry.is_string() && !entry.get_ref<const std::string&>().empty();
-        if (good) out->push_back(entry.get<std::string>());
-      }
+    const bool is_list = value.is_array() && value.size() <= kMaxSelectorNames;
+    bool good = is_list;
+    for (size_t i = 0; is_list && i < value.size(); ++i) {
+      const Json& entry = value[i];
+      const bool is_name = entry.is_string() && !entry.get_ref<const std::string&>().empty();
+      if (is_name) out->push_back(entry.get<std::string>());
+      good = good && is_name;
     }
     if (!good) {
       Add(field, "ADAPTER_CONFIG_INVALID",
           absl::StrCat("expected a string or a list of at most ", kMaxSelectorNames,
                        " non-empty strings, found ", Shown(value)));
     }
-    return good;
+    return is_list;
   }
 
   void ReadSelector(const std::string& field, const Json& value, ModuleSelector* out) {
@@ -326,14 +329,19 @@ class ConfigReader {
   const Json& document_;
   const int max_rank_;
   PeftConfig config_;
-  Violations violations_;
+  Violations& violations_;
 };
 
 }  // namespace
 
-absl::StatusOr<PeftConfig> ParsePeftConfig(const std::string& json, int max_rank) {
-  DORAD_ASSIGN_OR_RETURN(const Json document, ParseStrictJson(json, JsonLimits()));
-  return ConfigReader(document, max_rank).Read();
+std::optional<PeftConfig> ParsePeftConfig(const std::string& json, int max_rank,
+                                          Violations& violations) {
+  const absl::StatusOr<Json> document = ParseStrictJson(json, JsonLimits());
+  if (!document.ok()) {
+    violations.AddAll(document.status());
+    return std::nullopt;
+  }
+  return ConfigReader(*document, max_rank, violations).Read();
 }
 
 }  // namespace dorad::adapter

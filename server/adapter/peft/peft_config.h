@@ -5,12 +5,15 @@
 // lists the fields. Plain data; functions are thread-safe.
 #pragma once
 
+#include <algorithm>
+#include <initializer_list>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/status/statusor.h"
+#include "server/adapter/peft/violations.h"
 
 namespace dorad::adapter {
 
@@ -36,9 +39,18 @@ struct PeftConfig {
   std::optional<std::vector<int>> layers;
   // Names of the list of layers; empty: the first number in a module's name is its layer.
   std::vector<std::string> layers_pattern;
+  // Top-level fields with a violation: their values above mean nothing.
+  std::set<std::string> refused;
+
+  bool Refuses(std::initializer_list<const char*> fields) const {
+    return std::any_of(fields.begin(), fields.end(),
+                       [this](const char* field) { return refused.count(field) > 0; });
+  }
 };
 
-// INVALID_ARGUMENT listing every violation. Reasons: docs/guides/adapters.md.
-absl::StatusOr<PeftConfig> ParsePeftConfig(const std::string& json, int max_rank);
+// Adds every violation (reasons: docs/guides/adapters.md). Returns what could be read, for checks
+// that go on after a violation; nullopt: nothing.
+std::optional<PeftConfig> ParsePeftConfig(const std::string& json, int max_rank,
+                                          Violations& violations);
 
 }  // namespace dorad::adapter

@@ -1,7 +1,9 @@
 #include "server/adapter/peft/targets.h"
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -10,7 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/adapter/peft/module_key.h"
 #include "server/adapter/peft/pattern.h"
-#include "server/adapter/peft/violations.h"
+#include "server/platform/config/edit_distance.h"
 
 namespace dorad::adapter {
 namespace {
@@ -76,9 +78,11 @@ class Matcher {
                 config.layers ? config.layers->end() : kNoLayers.end()) {
     if (config.targets.kind == ModuleSelector::Kind::kRegex) {
       target_regex_ = patterns.Read("target_modules", config.targets.regex);
+      good_ = target_regex_.has_value();
     }
     if (config.exclude.kind == ModuleSelector::Kind::kRegex) {
       exclude_regex_ = patterns.Read("exclude_modules", config.exclude.regex);
+      good_ = good_ && exclude_regex_;
     }
     if (layers_.empty()) return;
     if (config.layers_pattern.empty()) {
@@ -105,6 +109,8 @@ class Matcher {
     return false;
   }
 
+  // Whether every expression could be read.
+  bool good() const { return good_; }
   // Entries of target_modules that have matched some module so far, selected in the end or not.
   const absl::flat_hash_set<std::string>& used_names() const { return used_names_; }
 
@@ -112,6 +118,7 @@ class Matcher {
   inline static const std::vector<int> kNoLayers;
 
   void Append(std::optional<Pattern> pattern) {
+    good_ = good_ && pattern;
     if (pattern) layer_patterns_.push_back(*std::move(pattern));
   }
 
@@ -144,6 +151,7 @@ class Matcher {
   std::optional<Pattern> target_regex_;
   std::optional<Pattern> exclude_regex_;
   std::vector<Pattern> layer_patterns_;
+  bool good_ = true;
   absl::flat_hash_set<std::string> used_names_;
 };
 
@@ -158,9 +166,14 @@ class Overrides {
         entries_.emplace_back(*std::move(plain), value);
       } else if (auto pattern = patterns.Read(field, absl::StrCat(R"((.*\.)?()", key, ")$"))) {
         entries_.emplace_back(*std::move(pattern), value);
+      } else {
+        good_ = false;
       }
     }
   }
+
+  // Whether every expression could be read.
+  bool good() const { return good_; }
 
   T Get(const std::string& name, T otherwise) const {
     for (const auto& [key, value] : entries_) {
@@ -178,43 +191,75 @@ class Overrides {
   }
 
   std::vector<std::pair<Key, T>> entries_;
+  bool good_ = true;
 };
+
+// "; did you mean q_proj?" with the most similar end of a module's name that has as many
+// components, or "".
+std::string SimilarModule(const std::string& name, const BaseModules& modules) {
+  if (name.size() > kLongestComparedName) return "";
+  const auto components = std::count(name.begin(), name.end(), '.') + 1;
+  std::set<std::string> ends;
+  for (const BaseModule& module : modules.all()) {
+    size_t begin = module.name.size() + 1;
+    for (auto i = components; i > 0 && begin > 1; --i) {
+      const size_t dot = module.name.rfind('.', begin - 2);
+      begin = dot == std::string::npos ? 0 : dot + 1;
+    }
+    ends.insert(module.name.substr(begin));
+  }
+  std::pair<size_t, std::string> nearest(kLongestComparedName, "");
+  for (const std::string& end : ends) {
+    const size_t distance = EditDistance(name, end);
+    if (IsNear(distance, end)) nearest = std::min(nearest, {distance, end});
+  }
+  return nearest.second.empty() ? "" : absl::StrCat("; did you mean ", nearest.second, "?");
+}
 
 }  // namespace
 
-absl::StatusOr<std::vector<Target>> ResolveTargets(const PeftConfig& config,
-                                                   const BaseModules& modules) {
-  Violations violations;
+Targets ResolveTargets(const PeftConfig& config, const BaseModules& modules,
+                       Violations& violations) {
+  constexpr int kMaxSuggestions = 16;  // bounds the work
   PatternReader patterns(violations);
   Matcher matcher(config, patterns);
+  Targets targets;
+  targets.complete = matcher.good() && !config.Refuses({"target_modules", "exclude_modules",
+                                                        "layers_to_transform", "layers_pattern"});
   const Overrides<int> ranks("rank_pattern", config.rank_pattern, patterns);
   const Overrides<double> alphas("alpha_pattern", config.alpha_pattern, patterns);
-  std::vector<Target> targets;
+  const bool ranks_known = ranks.good() && !config.Refuses({"r", "rank_pattern"});
   for (int id = 0; id < modules.size(); ++id) {
     const BaseModule& module = modules.all()[id];
     if (!matcher.Selects(module)) continue;
     Target target;
     target.module_id = id;
-    target.rank = ranks.Get(module.name, config.rank);
+    target.rank = ranks_known ? ranks.Get(module.name, config.rank) : 0;
     target.alpha = alphas.Get(module.name, config.alpha);
     target.scale = config.use_rslora ? target.alpha / std::sqrt(static_cast<double>(target.rank))
                                      : target.alpha / target.rank;
-    targets.push_back(target);
+    targets.list.push_back(target);
   }
+  int unknown = 0;
   for (const std::string& name : config.targets.names) {
-    if (!matcher.used_names().contains(name)) {
-      violations.Add(FieldName("target_modules"), "ADAPTER_TARGET_UNKNOWN",
-                     absl::StrCat(Quoted(name),
-                                  " fits no module of the base model that an adapter "
-                                  "can change here"));
-    }
+    if (matcher.used_names().contains(name)) continue;
+    targets.complete = false;
+    violations.Add(FieldName("target_modules"), "ADAPTER_TARGET_UNKNOWN",
+                   absl::StrCat(Quoted(name),
+                                " fits no module of the base model that an adapter can change here",
+                                ++unknown <= kMaxSuggestions ? SimilarModule(name, modules) : ""));
   }
-  if (targets.empty() && violations.empty()) {
+  if (targets.list.empty() && targets.complete) {
+    targets.complete = false;
     violations.Add(FieldName("target_modules"), "ADAPTER_NO_TARGETS",
                    "target_modules, exclude_modules and layers_to_transform together select no "
                    "module of the base model");
   }
-  DORAD_RETURN_IF_ERROR(violations.ToStatus(kSubject));
+  // A module that a refused selection names may be meant to be excluded.
+  if (config.Refuses({"exclude_modules", "layers_to_transform", "layers_pattern"}) ||
+      !matcher.good()) {
+    targets.list.clear();
+  }
   return targets;
 }
 

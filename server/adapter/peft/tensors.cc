@@ -4,19 +4,16 @@
 #include <array>
 #include <cstring>
 #include <map>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
-#include "server/adapter/peft/violations.h"
 
 namespace dorad::adapter {
 namespace {
 
-constexpr char kSubject[] = "adapter_model.safetensors";
 constexpr char kPrefix[] = "base_model.model.";
 
 enum Part { kA, kB, kMagnitude, kBaseCopy, kNumParts };
@@ -65,11 +62,21 @@ std::optional<Place> PlaceOf(const std::string& key, const BaseModules& modules)
   return std::nullopt;
 }
 
+constexpr int64_t kAnyRank = 0;  // of a target whose rank is not known
+
 std::string ShapeText(const std::vector<int64_t>& shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
 
 constexpr char kNoPlace[] = "no module of the base model has a tensor of that name";
+
+// An unknown rank is "r".
+std::string ExpectedText(const std::vector<int64_t>& shape) {
+  const auto extent = [](std::string* out, int64_t n) {
+    absl::StrAppend(out, n == kAnyRank ? "r" : absl::StrCat(n));
+  };
+  return absl::StrCat("[", absl::StrJoin(shape, ", ", extent), "]");
+}
 
 using NamedTensors = std::map<std::string, TensorView>;
 
@@ -84,18 +91,26 @@ void CheckFinite(const NamedTensors& tensors, TensorPlace place, Violations& vio
 
 class Mapper {
  public:
-  Mapper(const NamedTensors& tensors, TensorPlace place, bool use_dora,
-         const std::vector<Target>& targets, const BaseModules& modules)
-      : tensors_(tensors), use_dora_(use_dora), modules_(modules) {
+  Mapper(const NamedTensors& tensors, TensorPlace place, std::optional<bool> use_dora,
+         const Targets& targets, const BaseModules& modules, Violations& violations)
+      : tensors_(tensors),
+        use_dora_(use_dora),
+        complete_(targets.complete),
+        modules_(modules),
+        violations_(violations) {
     result_.place = place;
-    for (const Target& target : targets) slots_[target.module_id].target = target;
+    for (const Target& target : targets.list) {
+      Slot& slot = slots_[target.module_id];
+      slot.target = target;
+      slot.targeted = true;
+    }
   }
 
-  absl::StatusOr<AdapterTensors> Map() {
+  AdapterTensors Map() {
     for (const auto& [key, tensor] : tensors_) Assign(key, tensor);
     for (auto& [id, slot] : slots_) CheckModule(modules_.all()[id], slot);
     CheckFinite(tensors_, result_.place, violations_);
-    DORAD_RETURN_IF_ERROR(violations_.ToStatus(kSubject));
+    if (!violations_.empty()) return std::move(result_);
     for (auto& [id, slot] : slots_) {
       result_.modules.push_back({slot.target, *slot.parts[kA].tensor, *slot.parts[kB].tensor,
                                  slot.parts[kMagnitude].tensor});
@@ -110,6 +125,7 @@ class Mapper {
   };
   struct Slot {
     Target target;
+    bool targeted = false;  // false: perhaps
     std::array<PartTensor, kNumParts> parts;
   };
 
@@ -129,17 +145,18 @@ class Mapper {
       result_.base_copies.push_back({place->module_id, key, &tensor});
       return;
     }
-    const auto slot = slots_.find(place->module_id);
-    if (slot == slots_.end()) {
+    if (complete_ && slots_.count(place->module_id) == 0) {
       Unexpected(key, "the configuration does not target this module");
-    } else if (place->part == kMagnitude && !use_dora_) {
+      return;
+    }
+    PartTensor& part = slots_[place->module_id].parts[place->part];
+    if (place->part == kMagnitude && use_dora_ == false) {
       Unexpected(key, "the configuration says use_dora: false");
-    } else if (slot->second.parts[place->part].tensor != nullptr) {
+    } else if (part.tensor != nullptr) {
       violations_.Add(key, "ADAPTER_TENSOR_DUPLICATE",
-                      absl::StrCat("the same tensor is also present as ",
-                                   *slot->second.parts[place->part].key));
+                      absl::StrCat("the same tensor is also present as ", *part.key));
     } else {
-      slot->second.parts[place->part] = {&key, &tensor};
+      part = {&key, &tensor};
     }
   }
 
@@ -149,13 +166,13 @@ class Mapper {
     const PartTensor& a = slot.parts[kA];
     const PartTensor& b = slot.parts[kB];
     const PartTensor& magnitude = slot.parts[kMagnitude];
-    if (a.tensor == nullptr) {
+    if (slot.targeted && a.tensor == nullptr) {
       Missing(absl::StrCat(stem, linear ? ".lora_A.weight" : ".lora_embedding_A"), module);
     }
-    if (b.tensor == nullptr) {
+    if (slot.targeted && b.tensor == nullptr) {
       Missing(absl::StrCat(stem, linear ? ".lora_B.weight" : ".lora_embedding_B"), module);
     }
-    if (use_dora_ && magnitude.tensor == nullptr) {
+    if (slot.targeted && use_dora_ == true && magnitude.tensor == nullptr) {
       violations_.Add(absl::StrCat(stem, ".lora_magnitude_vector"), "ADAPTER_MAGNITUDE_MISSING",
                       "use_dora is true, but the file has no magnitude for this module");
     }
@@ -173,6 +190,7 @@ class Mapper {
     if (a.tensor != nullptr && b.tensor != nullptr && a.tensor->shape.size() == 2 &&
         b.tensor->shape.size() == 2 && a.tensor->shape[1] == inner && b.tensor->shape[0] == outer &&
         a.tensor->shape[0] == b.tensor->shape[1] && a.tensor->shape[0] != rank) {
+      if (rank == kAnyRank) return;
       violations_.Add(*a.key, "ADAPTER_RANK_MISMATCH",
                       absl::StrCat("the factors have rank ", a.tensor->shape[0],
                                    ", the configuration says ", rank, " for this module"));
@@ -188,21 +206,27 @@ class Mapper {
                                  ", but the file has no such tensor"));
   }
 
+  // An expected kAnyRank fits every length.
   void CheckShape(const std::string& key, const TensorView& tensor,
                   const std::vector<int64_t>& expected) {
-    if (tensor.shape != expected) {
+    const auto fits = [](int64_t found, int64_t wanted) {
+      return wanted == kAnyRank || found == wanted;
+    };
+    if (!std::equal(tensor.shape.begin(), tensor.shape.end(), expected.begin(), expected.end(),
+                    fits)) {
       violations_.Add(key, "ADAPTER_TENSOR_SHAPE",
-                      absl::StrCat("expected shape ", ShapeText(expected), ", found ",
+                      absl::StrCat("expected shape ", ExpectedText(expected), ", found ",
                                    ShapeText(tensor.shape)));
     }
   }
 
   const NamedTensors& tensors_;
-  const bool use_dora_;
+  const std::optional<bool> use_dora_;
+  const bool complete_;  // other modules are not targeted
   const BaseModules& modules_;
   std::map<int, Slot> slots_;
   AdapterTensors result_;
-  Violations violations_;
+  Violations& violations_;
 };
 
 // A float is NaN or infinite exactly when all bits of its exponent are set. Blocks of fixed size
@@ -239,20 +263,10 @@ bool AllFinite(const TensorView& tensor) {
   return false;
 }
 
-absl::StatusOr<AdapterTensors> MapTensors(const NamedTensors& tensors, TensorPlace place,
-                                          bool use_dora, const std::vector<Target>& targets,
-                                          const BaseModules& modules) {
-  return Mapper(tensors, place, use_dora, targets, modules).Map();
-}
-
-absl::Status CheckTensorsAlone(const NamedTensors& tensors, TensorPlace place,
-                               const BaseModules& modules) {
-  Violations violations;
-  for (const auto& [key, tensor] : tensors) {
-    if (!PlaceOf(key, modules)) violations.Add(key, "ADAPTER_TENSOR_UNEXPECTED", kNoPlace);
-  }
-  CheckFinite(tensors, place, violations);
-  return violations.ToStatus(kSubject);
+AdapterTensors MapTensors(const NamedTensors& tensors, TensorPlace place,
+                          std::optional<bool> use_dora, const Targets& targets,
+                          const BaseModules& modules, Violations& violations) {
+  return Mapper(tensors, place, use_dora, targets, modules, violations).Map();
 }
 
 }  // namespace dorad::adapter

@@ -5,12 +5,13 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "server/adapter/peft/base_modules.h"
 #include "server/adapter/peft/targets.h"
+#include "server/adapter/peft/violations.h"
 #include "server/platform/files/safetensors.h"
 
 namespace dorad::adapter {
@@ -45,17 +46,16 @@ struct AdapterTensors {
   std::vector<BaseCopy> base_copies;
 };
 
-// INVALID_ARGUMENT listing every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
+// Adds every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
 // ADAPTER_TENSOR_DUPLICATE, ADAPTER_MAGNITUDE_MISSING, ADAPTER_TENSOR_SHAPE, ADAPTER_RANK_MISMATCH,
 // ADAPTER_NOT_FINITE. Does not check tensors on a device for NaN and infinity: the builder does.
-absl::StatusOr<AdapterTensors> MapTensors(const std::map<std::string, TensorView>& tensors,
-                                          TensorPlace place, bool use_dora,
-                                          const std::vector<Target>& targets,
-                                          const BaseModules& modules);
-
-// The checks that need no configuration: ADAPTER_TENSOR_UNEXPECTED and ADAPTER_NOT_FINITE.
-absl::Status CheckTensorsAlone(const std::map<std::string, TensorView>& tensors, TensorPlace place,
-                               const BaseModules& modules);
+//
+// use_dora: nullopt if the configuration's value was refused. Refused values (see Target::rank and
+// Targets::complete) are not held against tensors. The result is usable only without a violation
+// of the configuration, the targets and the tensors.
+AdapterTensors MapTensors(const std::map<std::string, TensorView>& tensors, TensorPlace place,
+                          std::optional<bool> use_dora, const Targets& targets,
+                          const BaseModules& modules, Violations& violations);
 
 // Whether no element is NaN or infinite.
 bool AllFinite(const TensorView& tensor);

@@ -1,5 +1,6 @@
 #include "server/adapter/peft/validate.h"
 
+#include <optional>
 #include <utility>
 
 #include "server/adapter/peft/peft_config.h"
@@ -9,18 +10,23 @@
 namespace dorad::adapter {
 namespace {
 
-struct Plan {
-  bool use_dora = false;
-  std::vector<Target> targets;
-};
+constexpr char kSubject[] = "adapter";
 
-absl::StatusOr<Plan> ReadPlan(const std::string& config_json, const BaseModules& modules,
-                              int max_rank) {
-  DORAD_ASSIGN_OR_RETURN(const PeftConfig config, ParsePeftConfig(config_json, max_rank));
-  Plan plan;
-  plan.use_dora = config.use_dora;
-  DORAD_ASSIGN_OR_RETURN(plan.targets, ResolveTargets(config, modules));
-  return plan;
+// The configuration, its targets and the tensors, as far as each can be judged after violations
+// before it. tensors: nullptr if the file cannot be read.
+AdapterTensors Check(const std::string& config_json,
+                     const std::map<std::string, TensorView>* tensors, TensorPlace place,
+                     const BaseModules& modules, int max_rank, Violations& violations) {
+  const std::optional<PeftConfig> config = ParsePeftConfig(config_json, max_rank, violations);
+  Targets targets;
+  targets.complete = false;
+  std::optional<bool> use_dora;
+  if (config) {
+    targets = ResolveTargets(*config, modules, violations);
+    if (!config->Refuses({"use_dora"})) use_dora = config->use_dora;
+  }
+  if (tensors == nullptr) return {};
+  return MapTensors(*tensors, place, use_dora, targets, modules, violations);
 }
 
 }  // namespace
@@ -29,16 +35,13 @@ absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, Byt
                                              const BaseModules& modules, int max_rank) {
   absl::StatusOr<std::unique_ptr<SafetensorsFile>> file =
       SafetensorsFile::Parse(std::move(safetensors), "adapter_model.safetensors");
-  if (!file.ok()) {
-    Violations violations;
-    violations.AddAll(ReadPlan(config_json, modules, max_rank).status());
-    violations.AddAll(file.status());
-    return violations.ToStatus("adapter");
-  }
+  Violations violations;
   ValidAdapter valid;
+  valid.tensors = Check(config_json, file.ok() ? &(*file)->tensors() : nullptr, TensorPlace::kHost,
+                        modules, max_rank, violations);
+  if (!file.ok()) violations.AddAll(file.status());
+  DORAD_RETURN_IF_ERROR(violations.ToStatus(kSubject));
   valid.file = *std::move(file);
-  DORAD_ASSIGN_OR_RETURN(valid.tensors, ValidateTensors(config_json, valid.file->tensors(),
-                                                        TensorPlace::kHost, modules, max_rank));
   return valid;
 }
 
@@ -46,14 +49,10 @@ absl::StatusOr<AdapterTensors> ValidateTensors(const std::string& config_json,
                                                const std::map<std::string, TensorView>& tensors,
                                                TensorPlace place, const BaseModules& modules,
                                                int max_rank) {
-  const absl::StatusOr<Plan> plan = ReadPlan(config_json, modules, max_rank);
-  if (!plan.ok()) {
-    Violations violations;
-    violations.AddAll(plan.status());
-    violations.AddAll(CheckTensorsAlone(tensors, place, modules));
-    return violations.ToStatus("adapter");
-  }
-  return MapTensors(tensors, place, plan->use_dora, plan->targets, modules);
+  Violations violations;
+  AdapterTensors valid = Check(config_json, &tensors, place, modules, max_rank, violations);
+  DORAD_RETURN_IF_ERROR(violations.ToStatus(kSubject));
+  return valid;
 }
 
 }  // namespace dorad::adapter

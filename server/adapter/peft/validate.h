@@ -19,8 +19,8 @@ struct ValidAdapter {
   AdapterTensors tensors;  // views into the file
 };
 
-// INVALID_ARGUMENT listing the problems of both files: with an unusable configuration, the tensors
-// are still checked as far as possible. Reasons: docs/guides/adapters.md.
+// INVALID_ARGUMENT listing all problems of the configuration, the targets and the tensors, as far
+// as each can be judged after a problem before it. Reasons: docs/guides/adapters.md.
 absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, ByteBuffer safetensors,
                                              const BaseModules& modules, int max_rank);
 

@@ -1,4 +1,4 @@
-// Collects the problems of one adapter, bounded in number and in the length of quoted text.
+// Collects the problems of one object, bounded in number and in the length of quoted text.
 // Thread-compatible.
 #pragma once
 
@@ -34,8 +34,9 @@ class Violations {
     }
   }
 
-  // Adds the problems of a refusal.
+  // Adds the problems of a refusal that MakeInvalid made.
   void AddAll(const absl::Status& refusal) {
+    total_ += OmittedViolationsOf(refusal);
     for (Violation& violation : ViolationsOf(refusal)) {
       Add(std::move(violation.field), std::move(violation.reason),
           std::move(violation.description));
@@ -48,12 +49,7 @@ class Violations {
   // OK without problems. `subject` names the checked object ("adapter_config.json").
   absl::Status ToStatus(const std::string& subject) const {
     if (empty()) return absl::OkStatus();
-    std::vector<Violation> all = listed_;
-    if (total_ > listed_.size()) {
-      all.push_back({subject, "ADAPTER_MORE_PROBLEMS",
-                     absl::StrCat(total_ - listed_.size(), " more problems are not listed")});
-    }
-    return MakeInvalid(subject, std::move(all));
+    return MakeInvalid(subject, listed_, total_ - listed_.size());
   }
 
  private:

@@ -362,10 +362,14 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text, 
   SafetensorsHeader header;
   header.metadata = std::move(reader.metadata);
   std::vector<Violation> violations;
+  size_t omitted = 0;
   for (auto& [name, draft] : reader.drafts) {
     if (auto violation = CheckTensor(name, draft)) {
-      violations.push_back(*std::move(violation));
-      if (violations.size() == kMaxViolations) break;
+      if (violations.size() < kMaxViolations) {
+        violations.push_back(*std::move(violation));
+      } else {
+        ++omitted;
+      }
       continue;
     }
     draft.entry.begin = draft.offsets[0];
@@ -377,7 +381,7 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view text, 
       violations.push_back(*std::move(violation));
     }
   }
-  if (!violations.empty()) return MakeInvalid(subject, std::move(violations));
+  if (!violations.empty()) return MakeInvalid(subject, std::move(violations), omitted);
   return header;
 }
 

@@ -21,13 +21,14 @@ constexpr int kMaxRank = 1024;
 std::map<std::string, Target> Resolve(const Json& config) {
   const BaseModules modules = MakeModules();
   std::map<std::string, Target> by_name;
-  const auto parsed = ParsePeftConfig(config.dump(), kMaxRank);
-  EXPECT_TRUE(parsed.ok()) << parsed.status();
-  if (!parsed.ok()) return by_name;
-  const auto targets = ResolveTargets(*parsed, modules);
-  EXPECT_TRUE(targets.ok()) << targets.status();
-  if (!targets.ok()) return by_name;
-  for (const Target& target : *targets) by_name[modules.all()[target.module_id].name] = target;
+  Violations violations;
+  const auto parsed = ParsePeftConfig(config.dump(), kMaxRank, violations);
+  EXPECT_TRUE(violations.empty()) << violations.ToStatus("adapter");
+  if (!violations.empty()) return by_name;
+  const Targets targets = ResolveTargets(*parsed, modules, violations);
+  EXPECT_TRUE(violations.empty() && targets.complete) << violations.ToStatus("adapter");
+  if (!violations.empty()) return by_name;
+  for (const Target& target : targets.list) by_name[modules.all()[target.module_id].name] = target;
   return by_name;
 }
 

@@ -327,9 +327,85 @@ TEST(AdapterRefusalTest, ListsAllProblemsOfBothFilesAtOnce) {
   for (const Violation& violation : ViolationsOf(Validate(adapter))) {
     reasons.push_back(violation.reason);
   }
-  EXPECT_THAT(reasons, UnorderedElementsAre("ADAPTER_BIAS_UNSUPPORTED", "ADAPTER_CONFIG_INVALID",
-                                            "ADAPTER_CONFIG_UNKNOWN_KEY",
-                                            "ADAPTER_TENSOR_UNEXPECTED", "ADAPTER_NOT_FINITE"));
+  EXPECT_THAT(reasons,
+              UnorderedElementsAre("ADAPTER_BIAS_UNSUPPORTED", "ADAPTER_CONFIG_INVALID",
+                                   "ADAPTER_CONFIG_UNKNOWN_KEY", "ADAPTER_TENSOR_UNEXPECTED",
+                                   "ADAPTER_TENSOR_SHAPE", "ADAPTER_NOT_FINITE"));
+}
+
+std::vector<std::string> Problems(const absl::Status& status) {
+  std::vector<std::string> problems;
+  for (const Violation& violation : ViolationsOf(status)) {
+    problems.push_back(violation.field + " " + violation.reason);
+  }
+  return problems;
+}
+
+// Three rounds of publishing, each with the problems of one stage, would be as many as stages.
+TEST(AdapterRefusalTest, ListsProblemsOfConfigurationTargetsAndTensorsInOneRound) {
+  Adapter adapter;
+  adapter.config["bias"] = "all";
+  adapter.config["target_modules"] = {"q_proj", "down_porj"};
+  adapter.tensors.erase(Q0(".lora_A.weight"));
+  const std::string down = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight";
+  adapter.tensors[down] = MakeTensor("F32", {1, 2}, {1, 2});
+  adapter.tensors["stranger"] = MakeTensor("F32", {1}, {1});
+  EXPECT_THAT(
+      Problems(Validate(adapter)),
+      UnorderedElementsAre("adapter_config.json:bias ADAPTER_BIAS_UNSUPPORTED",
+                           "adapter_config.json:target_modules ADAPTER_TARGET_UNKNOWN",
+                           Q0(".lora_A.weight") + " ADAPTER_TENSOR_MISSING",
+                           down + " ADAPTER_TENSOR_SHAPE", "stranger ADAPTER_TENSOR_UNEXPECTED"));
+}
+
+// Consequences of a refused value are not problems of their own.
+TEST(AdapterRefusalTest, HoldsNoRefusedValueAgainstTheTensors) {
+  for (const auto& [field, value] :
+       std::vector<std::pair<std::string, Json>>{{"r", 0},
+                                                 {"r", 65},
+                                                 {"rank_pattern", {{"(q_proj", 1}}},
+                                                 {"rank_pattern", {{"q_proj", -1}}},
+                                                 {"use_dora", "yes"},
+                                                 {"target_modules", {"q_proj", "down_porj"}},
+                                                 {"target_modules", "nothing_like_it"},
+                                                 {"target_modules", {"q_proj", 7}},
+                                                 {"exclude_modules", "(down"},
+                                                 {"layers_to_transform", "all"},
+                                                 {"layers_pattern", "layers"}}) {
+    SCOPED_TRACE(field + value.dump());
+    Adapter adapter;
+    adapter.config[field] = value;
+    const std::vector<Violation> violations = ViolationsOf(Validate(adapter));
+    ASSERT_EQ(violations.size(), 1u);
+    EXPECT_THAT(violations[0].field, HasSubstr("adapter_config.json:" + field));
+  }
+}
+
+TEST(AdapterRefusalTest, JudgesShapesWithoutTheRank) {
+  Adapter adapter;
+  adapter.config["r"] = 0;
+  adapter.tensors[Q0(".lora_A.weight")] = MakeTensor("F32", {2, 3}, std::vector<float>(6, 1));
+  const std::vector<Violation> violations = ViolationsOf(Validate(adapter));
+  ASSERT_EQ(violations.size(), 2u);
+  EXPECT_EQ(violations[1].reason, "ADAPTER_TENSOR_SHAPE");
+  EXPECT_THAT(violations[1].description, HasSubstr("expected shape [r, "));
+}
+
+TEST(AdapterRefusalTest, SuggestsTheModuleThatWasMeant) {
+  const std::vector<std::pair<std::string, std::string>> names = {
+      {"q_porj", "did you mean q_proj?"},
+      {"1.self_attn.q_porj", "did you mean 1.self_attn.q_proj?"},
+      {"model.embed_token", "did you mean model.embed_tokens?"}};
+  for (const auto& [name, suggestion] : names) {
+    Adapter adapter;
+    adapter.config["target_modules"] = {"q_proj", "down_proj", name};
+    const std::vector<Violation> violations = ViolationsOf(Validate(adapter));
+    ASSERT_EQ(violations.size(), 1u);
+    EXPECT_THAT(violations[0].description, HasSubstr(suggestion));
+  }
+  Adapter adapter;
+  adapter.config["target_modules"] = {"q_proj", "down_proj", "transformer.wte"};
+  EXPECT_THAT(ViolationsOf(Validate(adapter))[0].description, Not(HasSubstr("did you mean")));
 }
 
 // Compiled at once they would take minutes and more than a GiB.
@@ -350,10 +426,29 @@ TEST(AdapterRefusalTest, BoundsTheListOfProblems) {
   for (int i = 0; i < 500; ++i) {
     adapter.tensors["stranger" + std::to_string(i)] = MakeTensor("F32", {1}, {1});
   }
-  const std::vector<Violation> violations = ViolationsOf(Validate(adapter));
-  ASSERT_EQ(violations.size(), 65u);
-  EXPECT_EQ(violations.back().reason, "ADAPTER_MORE_PROBLEMS");
-  EXPECT_THAT(violations.back().description, HasSubstr("436 more"));
+  const absl::Status status = Validate(adapter);
+  EXPECT_EQ(ViolationsOf(status).size(), 64u);
+  EXPECT_EQ(OmittedViolationsOf(status), 436u);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("and 492 more"));
+}
+
+// A header's own problems are counted with those of the configuration.
+TEST(AdapterRefusalTest, CountsAllProblemsOfAHeader) {
+  std::string header = "{";
+  for (int i = 0; i < 100; ++i) {
+    header += (i ? ",\"t" : "\"t") + std::to_string(i) +
+              R"(":{"dtype":"F32","shape":[1],"data_offsets":[0,1]})";
+  }
+  header += "}";
+  ByteBuffer bytes(8 + header.size() + 4);
+  const uint64_t length = header.size();
+  std::memcpy(bytes.data(), &length, 8);
+  std::memcpy(bytes.data() + 8, header.data(), header.size());
+  Adapter adapter;
+  adapter.config["bias"] = "all";
+  const absl::Status status =
+      ValidateAdapter(adapter.config.dump(), std::move(bytes), MakeModules(), kMaxRank).status();
+  EXPECT_EQ(ViolationsOf(status).size() + OmittedViolationsOf(status), 101u);
 }
 
 }  // namespace

@@ -17,7 +17,10 @@ v1::PeftConfig Minimal() {
 }
 
 absl::StatusOr<adapter::PeftConfig> Parse(const v1::PeftConfig& config) {
-  return adapter::ParsePeftConfig(ToAdapterConfigJson(config), kMaxRank);
+  adapter::Violations violations;
+  auto parsed = adapter::ParsePeftConfig(ToAdapterConfigJson(config), kMaxRank, violations);
+  DORAD_RETURN_IF_ERROR(violations.ToStatus("adapter"));
+  return *std::move(parsed);
 }
 
 // The refused fields in the message's terms.

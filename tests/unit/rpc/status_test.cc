@@ -84,6 +84,15 @@ TEST(ToGrpc, CutsALongListAndCountsTheRest) {
             absl::StrCat("and ", 5000 - shown, " more"));
 }
 
+// A check that stops listing problems still counts them.
+TEST(ToGrpc, CountsProblemsThatWereNeverListed) {
+  const Details details =
+      DetailsOf(ToGrpc(MakeInvalid("adapter", {{"a", "A_BAD", "first"}}, /*omitted=*/574)));
+  ASSERT_EQ(details.bad.field_violations_size(), 2);
+  EXPECT_EQ(details.bad.field_violations(1).reason(), "MORE_VIOLATIONS");
+  EXPECT_EQ(details.bad.field_violations(1).description(), "and 574 more");
+}
+
 TEST(ToGrpc, BoundsHugeFields) {
   const grpc::Status status =
       ToGrpc(MakeInvalid("R", {{std::string(1 << 20, 'f'), "BAD", std::string(1 << 20, 'd')}}));
