@@ -1,10 +1,8 @@
 #include "server/engine/admission.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "server/engine/pauses.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 #include "server/platform/metrics/metrics.h"
@@ -25,10 +23,13 @@ absl::Status ShuttingDown() {
       kRetryShuttingDown);
 }
 
-absl::Status EnginePaused() {
-  return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
-                                  "the engine is paused and refuses new requests"),
-                        kRetryPaused);
+absl::Status EnginePaused(const Pauses::Stop& stop) {
+  return WithRetryAfter(
+      WithMetadata(
+          MakeError(absl::StatusCode::kUnavailable, "ENGINE_PAUSED",
+                    absl::StrCat("new requests are refused: ", Pauses::Explain(stop, SteadyNow()))),
+          "paused", stop.scope.is_base() ? "all" : stop.scope.ToString()),
+      kRetryPaused);
 }
 
 absl::StatusOr<RequestHandle> Admission::Admit(std::unique_ptr<Request> request, Enter enter) {
@@ -53,10 +54,9 @@ absl::StatusOr<RequestHandle> Admission::Admit(std::unique_ptr<Request> request,
 
 absl::Status Admission::Check(const Request& request, int64_t tokens) const {
   if (closing_ || draining_) return ShuttingDown();
-  const bool refused =
-      std::any_of(refused_.begin(), refused_.end(),
-                  [&](const adapter::AdapterRef& scope) { return Pauses::Covers(scope, request); });
-  if (refused) return EnginePaused();
+  for (const Pauses::Stop& stop : refused_) {
+    if (Pauses::Covers(stop.scope, request)) return EnginePaused(stop);
+  }
   if (sleeping_) {
     return WithRetryAfter(MakeError(absl::StatusCode::kUnavailable, "SERVER_SLEEPING",
                                     "the server sleeps; Wake ends it"),
@@ -147,9 +147,9 @@ std::vector<Admission::Message> Admission::Take(absl::Duration patience, bool* s
   return std::exchange(inbox_, {});
 }
 
-void Admission::SetRefused(std::vector<adapter::AdapterRef> scopes) {
+void Admission::SetRefused(std::vector<Pauses::Stop> pauses) {
   absl::MutexLock lock(&mu_);
-  refused_ = std::move(scopes);
+  refused_ = std::move(pauses);
 }
 
 void Admission::Started(const Request& request) {

@@ -17,7 +17,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
-#include "server/adapter/registry/version.h"
+#include "server/engine/pauses.h"
 #include "server/engine/request.h"
 #include "server/engine/types.h"
 
@@ -29,8 +29,8 @@ namespace dorad::engine {
 
 // UNAVAILABLE (SHUTTING_DOWN) with a retry hint.
 absl::Status ShuttingDown();
-// UNAVAILABLE (ENGINE_PAUSED) with a retry hint.
-absl::Status EnginePaused();
+// UNAVAILABLE (ENGINE_PAUSED) with a retry hint; names the pause.
+absl::Status EnginePaused(const Pauses::Stop& stop);
 
 class Admission {
  public:
@@ -74,9 +74,9 @@ class Admission {
   // Returns the queued messages; waits up to `patience` for one or for Close. *stop: Close was
   // called and no message follows these.
   std::vector<Message> Take(absl::Duration patience, bool* stop);
-  // Refuses new requests of these scopes with ENGINE_PAUSED. Requests that were admitted before may
+  // Refuses new requests of these pauses with ENGINE_PAUSED. Requests that were admitted before may
   // still enter.
-  void SetRefused(std::vector<adapter::AdapterRef> scopes);
+  void SetRefused(std::vector<Pauses::Stop> pauses);
   // An admitted request has left the queue. Once for each request.
   void Started(const Request& request);
   // The requests that have entered.
@@ -107,7 +107,7 @@ class Admission {
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
   bool sleeping_ ABSL_GUARDED_BY(mu_) = false;  // requests are refused
   bool draining_ ABSL_GUARDED_BY(mu_) = false;  // after StopAdmission
-  std::vector<adapter::AdapterRef> refused_ ABSL_GUARDED_BY(mu_);
+  std::vector<Pauses::Stop> refused_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace dorad::engine

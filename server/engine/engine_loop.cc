@@ -95,13 +95,14 @@ std::vector<Admission::Message> EngineLoop::TakeMessages(bool* stop) {
 
 void EngineLoop::Enter(Request* request) {
   request->entered = true;
-  if (request->deadline != Instant::max()) deadlines_.insert({request->deadline, request});
+  request->wake_up = request->ExplainAt();
+  if (request->deadline != Instant::max()) deadlines_.insert({request->wake_up, request});
   request->Enter(&next_arrival_);
   // An activation may have come between the request's admission and its entry.
   Follow(request, request->NewerVersion());
   // So may a pause and a retirement.
-  if (pauses_.Refuses(*request)) {
-    BeginEnd(request, {EnginePaused(), {}});
+  if (const auto refusal = pauses_.RefusalOf(*request)) {
+    BeginEnd(request, {EnginePaused(*refusal), {}});
     return;
   }
   if (const adapter::LoadedAdapter* revoked = request->Revoked()) {
@@ -288,7 +289,7 @@ void EngineLoop::Sleep(const Engine::SleepOptions& options,
                        const std::function<void(absl::StatusOr<int64_t>)>& done) {
   // Rows in flight use the weights and the KV memory that sleep releases.
   FinishAll();
-  asleep_ = true;
+  if (!asleep_since_) asleep_since_ = SteadyNow();
   stalled_ = false;
   for (Request* request : admission_->Live()) {
     for (const auto& sequence : request->sequences) {
@@ -314,7 +315,7 @@ absl::Status EngineLoop::Wake(bool kv, bool go_on) {
     kv_released_ = false;
   }
   DORAD_CHECK(!(go_on && kv_released_));
-  asleep_ = asleep_ && !go_on;
+  if (go_on) asleep_since_.reset();
   PublishStats();
   return absl::OkStatus();
 }
@@ -367,7 +368,7 @@ void EngineLoop::PublishStats() {
   stats.kv_page_tokens = static_cast<int>(kKvPageTokens);
   stats.steps = pipeline_.steps_finished();
   stats.paused = pauses_.all();
-  stats.asleep = asleep_;
+  stats.asleep = asleep_since_.has_value();
   stats.gpu_share = limiter_.share();
   stats.paused_adapters = pauses_.stopped();
   stats.pending_pauses = pauses_.waiting();

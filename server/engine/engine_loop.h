@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -62,7 +63,7 @@ class EngineLoop {
 
  private:
   std::vector<Admission::Message> TakeMessages(bool* stop);
-  bool may_step() const { return !pauses_.all() && !asleep_; }
+  bool may_step() const { return !pauses_.all() && !asleep_since_; }
   void FollowActiveVersions();
   void Follow(Request* request, adapter::AdapterLease lease);
 
@@ -86,6 +87,12 @@ class EngineLoop {
 
   // --- Ends.
   void EndOverdue();
+  // Why the request does not run; nullopt: it does, or waits for its turn.
+  struct Hindrance {
+    Instant since;
+    std::string waited_for, text;  // for ErrorInfo and the message
+  };
+  std::optional<Hindrance> HindranceOf(const Request& request, Instant now) const;
   void EndWithoutWeights();
   void BeginEnd(Request* request, Request::Ending how);
   void CompleteEnd(Request* request);
@@ -120,7 +127,7 @@ class EngineLoop {
   DutyCycleLimiter limiter_;
   GpuShareLimits gpu_share_limits_;
   Pauses pauses_;
-  std::set<std::pair<Instant, Request*>> deadlines_;
+  std::set<std::pair<Instant, Request*>> deadlines_;  // by Request::wake_up
   // Ended in this turn; kept because the current step may still refer to them.
   std::vector<std::unique_ptr<Request>> finished_requests_;
   // Runs `then` after the step of this number and all earlier ones.
@@ -130,7 +137,7 @@ class EngineLoop {
   };
   std::deque<AfterStep> after_steps_;  // in order of steps
   bool takes_all_time_ = false;
-  bool asleep_ = false;
+  std::optional<Instant> asleep_since_;
   bool kv_released_ = false;
   bool stalled_ = false;  // all runnable sequences wait for evicted weights
   int64_t frozen_requests_ = 0;

@@ -3,8 +3,10 @@
 // after its last row has landed.
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "server/engine/engine_loop.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
@@ -16,7 +18,7 @@ namespace dorad::engine {
 void EngineLoop::BeginEnd(Request* request, Request::Ending how) {
   if (request->ending) return;
   request->ending = std::move(how);
-  deadlines_.erase({request->deadline, request});
+  deadlines_.erase({request->wake_up, request});
   NoteStarted(request, SteadyNow());  // ends its queue time if it never ran
   for (const auto& sequence : request->sequences) {
     if (sequence->state == Sequence::State::kEnded) continue;
@@ -36,19 +38,57 @@ void EngineLoop::CompleteEnd(Request* request) {
     DORAD_CHECK(sequence->state == Sequence::State::kEnded && sequence->in_flight == 0);
     weights_.NoteGone(sequence.get());
   }
-  deadlines_.erase({request->deadline, request});
+  deadlines_.erase({request->wake_up, request});
   frozen_requests_ -= request->frozen ? 1 : 0;
   finished_requests_.push_back(admission_->Ended(request));
   request->End(request->ending.value_or(Request::Ending()), SteadyNow(), metrics_);
 }
 
+// A request that is stopped ends a little before its deadline, so that the explanation reaches the
+// caller before his own clock ends the call. It must have been stopped for longer than the time
+// that is left: it would most likely not run again.
 void EngineLoop::EndOverdue() {
   const Instant now = SteadyNow();
   while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
-    BeginEnd(deadlines_.begin()->second, {MakeError(absl::StatusCode::kDeadlineExceeded,
-                                                    "DEADLINE_EXCEEDED", "the deadline passed"),
-                                          {}});
+    Request* const request = deadlines_.begin()->second;
+    const std::optional<Hindrance> hindrance = HindranceOf(*request, now);
+    if (hindrance && now - hindrance->since >= request->deadline - now) {
+      BeginEnd(request,
+               {WithMetadata(MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+                                       absl::StrCat("the deadline came while the request "
+                                                    "waited: ",
+                                                    hindrance->text)),
+                             "waited_for", hindrance->waited_for),
+                {}});
+    } else if (request->deadline <= now) {
+      BeginEnd(request, {MakeError(absl::StatusCode::kDeadlineExceeded, "DEADLINE_EXCEEDED",
+                                   "the deadline passed"),
+                         {}});
+    } else {
+      deadlines_.erase(deadlines_.begin());
+      request->wake_up = request->deadline;
+      deadlines_.insert({request->wake_up, request});
+    }
   }
+}
+
+std::optional<EngineLoop::Hindrance> EngineLoop::HindranceOf(const Request& request,
+                                                             Instant now) const {
+  if (asleep_since_) {
+    return Hindrance{*asleep_since_, "sleep",
+                     absl::StrCat("the server has slept for ", ShortTime(*asleep_since_, now),
+                                  "; Wake ends the sleep")};
+  }
+  if (const auto stop = pauses_.StopOf(request)) {
+    return Hindrance{stop->since, "pause", Pauses::Explain(*stop, now)};
+  }
+  if (const auto since = weights_.StalledSince(request)) {
+    return Hindrance{*since, "weights",
+                     absl::StrCat("its adapter's weights were evicted, and there has been no room "
+                                  "for them for ",
+                                  ShortTime(*since, now))};
+  }
+  return std::nullopt;
 }
 
 void EngineLoop::Cancel(const RequestHandle& handle) {

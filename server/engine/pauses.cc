@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "server/platform/error.h"
 
 namespace dorad::engine {
@@ -24,12 +25,37 @@ absl::Status Full(int most, std::string_view whose) {
 
 }  // namespace
 
+std::string ShortTime(Instant from, Instant to) {
+  return absl::FormatDuration(absl::Trunc(Between(from, to), absl::Milliseconds(100)));
+}
+
 Pauses::Pause& Pauses::FindOrAdd(const adapter::AdapterRef& scope,
                                  const std::optional<std::string>& tenant) {
   for (Pause& pause : pauses_) {
     if (pause.scope == scope) return pause;
   }
-  return pauses_.emplace_back(Pause{scope, tenant, false, false, {}, {}});
+  Pause& pause = pauses_.emplace_back();
+  pause.scope = scope;
+  pause.tenant = tenant;
+  pause.since = SteadyNow();
+  return pause;
+}
+
+void Pauses::PutInForce(Pause& pause) {
+  if (!pause.in_force) pause.since = SteadyNow();
+  pause.in_force = true;
+}
+
+std::string Pauses::Explain(const Stop& stop, Instant now) {
+  const std::string ref = stop.scope.ToString();
+  const std::string subject = stop.scope.is_base() ? "the engine" : absl::StrCat("adapter ", ref);
+  const std::string resume = stop.scope.is_base() ? "Resume" : absl::StrCat("Resume of ", ref);
+  const std::string time = ShortTime(stop.since, now);
+  if (stop.waits) {
+    return absl::StrCat("a pause of ", subject, " has waited ", time,
+                        " for running requests to end; ", resume, " ends the pause");
+  }
+  return absl::StrCat(subject, " has been paused for ", time, "; ", resume, " ends the pause");
 }
 
 absl::Status Pauses::CheckRoom(const adapter::AdapterRef& scope,
@@ -49,7 +75,7 @@ absl::Status Pauses::CheckRoom(const adapter::AdapterRef& scope,
 
 void Pauses::Begin(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant) {
   Pause& pause = FindOrAdd(scope, tenant);
-  pause.in_force = true;
+  PutInForce(pause);
   pause.refuses = false;
   Update();
 }
@@ -70,7 +96,8 @@ void Pauses::Wait(const adapter::AdapterRef& scope, const std::optional<std::str
 std::vector<Pauses::Waiter> Pauses::Complete(const IsOver& is_over) {
   return TakeIf([&](Pause& pause) {
     if (!is_over(pause.scope, &pause.witness)) return false;
-    pause.in_force = pause.refuses = true;
+    PutInForce(pause);
+    pause.refuses = true;
     return true;
   });
 }
@@ -102,9 +129,22 @@ bool Pauses::Freezes(const Request& request) const {
          std::any_of(stopped_.begin(), stopped_.end(), covers);
 }
 
-bool Pauses::Refuses(const Request& request) const {
-  return std::any_of(refused_.begin(), refused_.end(),
-                     [&](const adapter::AdapterRef& scope) { return Covers(scope, request); });
+bool Pauses::Stops(const Pause& pause) const {
+  return pause.in_force && pause.waiters.empty() && !IsPartOfWait(pause.scope);
+}
+
+std::optional<Pauses::Stop> Pauses::StopOf(const Request& request) const {
+  for (const Pause& pause : pauses_) {
+    if (!Stops(pause) || !Covers(pause.scope, request)) continue;
+    if (pause.scope.is_base() || Freezes(request)) return StopBy(pause);
+  }
+  return std::nullopt;
+}
+
+std::optional<Pauses::Stop> Pauses::RefusalOf(const Request& request) const {
+  const auto it = std::find_if(refused_.begin(), refused_.end(),
+                               [&](const Stop& stop) { return Covers(stop.scope, request); });
+  return it == refused_.end() ? std::nullopt : std::optional<Stop>(*it);
 }
 
 bool Pauses::IsPartOfWait(const adapter::AdapterRef& scope) const {
@@ -136,10 +176,10 @@ void Pauses::Update() {
   for (const Pause& pause : pauses_) {
     const bool waits = !pause.waiters.empty();
     if (waits) waiting_.push_back(pause.scope);
-    if (waits || pause.refuses) refused_.push_back(pause.scope);
+    if (waits || pause.refuses) refused_.push_back(StopBy(pause));
   }
   for (const Pause& pause : pauses_) {
-    if (!pause.in_force || !pause.waiters.empty() || IsPartOfWait(pause.scope)) continue;
+    if (!Stops(pause)) continue;
     if (pause.scope.is_base()) {
       all_ = true;
     } else {

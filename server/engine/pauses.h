@@ -12,8 +12,12 @@
 #include "absl/status/statusor.h"
 #include "server/adapter/registry/version.h"
 #include "server/engine/request.h"
+#include "server/platform/instant.h"
 
 namespace dorad::engine {
+
+// "12.3s".
+std::string ShortTime(Instant from, Instant to);
 
 class Pauses {
  public:
@@ -30,6 +34,15 @@ class Pauses {
     int requests = 0;
     Done done;
   };
+
+  // A pause that stops or refuses requests.
+  struct Stop {
+    adapter::AdapterRef scope;
+    Instant since;
+    bool waits = false;  // not in force yet: a caller waits for the scope's requests to end
+  };
+  // "adapter policy@1 has been paused for 12.3s; Resume of policy@1 ends the pause".
+  static std::string Explain(const Stop& stop, Instant now);
 
   // Limits on pauses of adapters, in force or waited for: of all, and of one tenant.
   static constexpr int kMost = 1024;
@@ -60,7 +73,10 @@ class Pauses {
 
   // Whether a pause of one of its adapters stops the request.
   bool Freezes(const Request& request) const;
-  bool Refuses(const Request& request) const;
+  // The pause that stops the request, its adapter's or one of everything; nullopt: none.
+  std::optional<Stop> StopOf(const Request& request) const;
+  // The pause that refuses the request; nullopt: none.
+  std::optional<Stop> RefusalOf(const Request& request) const;
   // Whether a caller waits for a wider scope.
   bool IsPartOfWait(const adapter::AdapterRef& scope) const;
 
@@ -70,8 +86,8 @@ class Pauses {
   const std::vector<adapter::AdapterRef>& stopped() const { return stopped_; }
   // Scopes with waiters.
   const std::vector<adapter::AdapterRef>& waiting() const { return waiting_; }
-  // Scopes whose new requests are refused: they are or were waited for.
-  const std::vector<adapter::AdapterRef>& refused() const { return refused_; }
+  // Pauses whose new requests are refused: they are or were waited for.
+  const std::vector<Stop>& refused() const { return refused_; }
 
  private:
   // One for each scope that is in force or waited for.
@@ -80,10 +96,14 @@ class Pauses {
     std::optional<std::string> tenant;
     bool in_force = false;
     bool refuses = false;  // it was waited for
+    Instant since;         // in force, or else waited for
     std::vector<Waiter> waiters;
     std::string witness;
   };
 
+  static Stop StopBy(const Pause& pause) { return {pause.scope, pause.since, !pause.in_force}; }
+  static void PutInForce(Pause& pause);
+  bool Stops(const Pause& pause) const;
   Pause& FindOrAdd(const adapter::AdapterRef& scope, const std::optional<std::string>& tenant);
   template <typename Condition>
   std::vector<Waiter> TakeIf(Condition condition);
@@ -92,7 +112,8 @@ class Pauses {
   std::vector<Pause> pauses_;  // in order of arrival
   // Derived from pauses_ by Update.
   bool all_ = false;
-  std::vector<adapter::AdapterRef> stopped_, waiting_, refused_;
+  std::vector<adapter::AdapterRef> stopped_, waiting_;
+  std::vector<Stop> refused_;
 };
 
 }  // namespace dorad::engine

@@ -85,6 +85,12 @@ const adapter::LoadedAdapter* Request::Revoked() const {
   return FirstHeld([](const adapter::LoadedAdapter& held) { return held.revoked(); });
 }
 
+Instant Request::ExplainAt() const {
+  constexpr std::chrono::milliseconds kMost{250};
+  if (deadline == Instant::max()) return deadline;
+  return deadline - std::min<Instant::duration>(kMost, (deadline - admitted) / 20);
+}
+
 std::vector<std::string> Request::adapters() const {
   std::set<std::string> names;
   if (generate) {

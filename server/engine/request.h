@@ -60,6 +60,8 @@ struct Request {
   // Continues under another version, by the request's policy. REQUIRES: none of its chunks is in
   // flight.
   void Switch(adapter::AdapterLease lease, Scheduler* scheduler);
+  // When to judge whether the deadline will come while the request is stopped.
+  Instant ExplainAt() const;
   // Load for the queue limit: prompt tokens times samples, or sequence tokens times adapters.
   int64_t load_tokens() const;
 
@@ -103,6 +105,7 @@ struct Request {
 
   Instant admitted;
   Instant deadline;
+  Instant wake_up;                 // the engine's next look at the deadline
   std::optional<Instant> started;  // first scheduled
   std::optional<Instant> first_token;
 

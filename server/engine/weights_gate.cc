@@ -38,6 +38,16 @@ bool WeightsGate::MayRun(Sequence* sequence) {
 
 void WeightsGate::NoteGone(const Sequence* sequence) { EndStall(sequence, SteadyNow()); }
 
+std::optional<Instant> WeightsGate::StalledSince(const Request& request) const {
+  std::optional<Instant> since;
+  for (const auto& sequence : request.sequences) {
+    const auto found = stalled_.find(sequence.get());
+    if (found == stalled_.end()) continue;
+    since = since ? std::min(*since, found->second) : found->second;
+  }
+  return since;
+}
+
 void WeightsGate::EndStall(const Sequence* sequence, Instant now) {
   const auto found = stalled_.find(sequence);
   if (found == stalled_.end()) return;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -36,6 +37,8 @@ class WeightsGate {
   bool MayRun(Sequence* sequence);
   // Whether some were evicted at the current schedule.
   bool any_away() const { return !away_.empty(); }
+  // The begin of the longest stall of the request's sequences; nullopt: none is stalled.
+  std::optional<Instant> StalledSince(const Request& request) const;
   // Ends the sequence's stall: it has ended, or waits for something else.
   void NoteGone(const Sequence* sequence);
 

@@ -280,5 +280,51 @@ TEST_F(PausesTest, RandomPausesLoseNoToken) {
   }
 }
 
+// Without it a client sees a bare deadline and looks for the fault in the network.
+TEST_F(PausesTest, ADeadlineThatComesInAPauseNamesIt) {
+  for (const adapter::AdapterRef& scope : {adapter::AdapterRef(), a_, a1_}) {
+    Start(DefaultOptions(), 64);
+    ASSERT_EQ(Pause(PauseMode::kKeep, scope), 0);
+    GenerateInput input = Input(Prompt(5), 3, MakeAdapter("a", 1));
+    input.deadline = absl::Now() + absl::Milliseconds(100);
+    const absl::Status status = Wait(*Submit(std::move(input))).status;
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+    EXPECT_EQ(ReasonOf(status), "DEADLINE_EXCEEDED");
+    EXPECT_EQ(MetadataOf(status)["waited_for"], "pause");
+    const std::string ref = scope.ToString();
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(ref.empty() ? "the engine has been paused for"
+                                      : "adapter " + ref + " has been paused for"));
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr((ref.empty() ? "Resume" : "Resume of " + ref) + " ends the pause"));
+    Resume({});
+    ExpectEverythingBack();
+  }
+}
+
+TEST_F(PausesTest, ARefusedRequestIsToldOfItsPause) {
+  Start(DefaultOptions(), 64);
+  ASSERT_EQ(Pause(PauseMode::kWait, a_), 0);
+  const absl::Status refused = Try(MakeAdapter("a", 1));
+  EXPECT_EQ(ReasonOf(refused), "ENGINE_PAUSED");
+  EXPECT_EQ(MetadataOf(refused)["paused"], "a");
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("adapter a has been paused for"));
+  ASSERT_EQ(Pause(PauseMode::kWait, {}), 0);
+  EXPECT_EQ(MetadataOf(Try(MakeAdapter("b", 1)))["paused"], "all");
+}
+
+// A caller's own clock ends his call at the deadline: the explanation must be on its way by then.
+TEST(RequestTest, AStoppedRequestIsExplainedShortlyBeforeItsDeadline) {
+  const Instant now = SteadyNow();
+  for (const auto& [left, early] :
+       std::vector<std::pair<int, int>>{{1000, 50}, {5000, 250}, {600000, 250}}) {
+    Request request(GenerateInput(), std::make_shared<TokenStream>(false), now);
+    request.deadline = now + std::chrono::milliseconds(left);
+    EXPECT_EQ(request.deadline - request.ExplainAt(), std::chrono::milliseconds(early));
+  }
+  Request endless(GenerateInput(), std::make_shared<TokenStream>(false), now);
+  EXPECT_EQ(endless.ExplainAt(), Instant::max());
+}
+
 }  // namespace
 }  // namespace dorad::engine

@@ -30,6 +30,7 @@ class EngineResidencyTest : public EngineTest {
     summary.digest = name + "#1";
     auto reload = [this]() -> absl::StatusOr<std::shared_ptr<const adapter::AdapterWeights>> {
       absl::SleepFor(delay_);
+      if (held_ != nullptr) held_->WaitForNotification();
       if (failing_) return MakeError(absl::StatusCode::kDataLoss, "GONE", "the file is gone");
       return std::make_shared<NoWeights>();
     };
@@ -47,6 +48,7 @@ class EngineResidencyTest : public EngineTest {
   ThreadPool loaders_{2, 0};
   std::unique_ptr<adapter::Residency> residency_;
   absl::Duration delay_;
+  absl::Notification* held_ = nullptr;  // reloads wait for it
   std::atomic<bool> failing_ = false;
 };
 
@@ -120,6 +122,23 @@ TEST_F(EngineResidencyTest, AStallEndsWithItsRequest) {
   input.deadline = absl::Now() + absl::Milliseconds(30);
   EXPECT_EQ(Wait(*Submit(std::move(input))).status.code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(ValueOf(metrics_, "dorad_adapter_stall_seconds_count"), 1);
+  ExpectEverythingBack();
+}
+
+TEST_F(EngineResidencyTest, ADeadlineThatComesInAStallSaysSo) {
+  Limit(1);
+  absl::Notification released;
+  held_ = &released;
+  Start(DefaultOptions(), 64);
+  const Adapter away = Resident("away");
+  const Adapter here = Resident("here");
+  GenerateInput input = Input(Prompt(5), 3, away);
+  input.deadline = absl::Now() + absl::Seconds(3);  // the stall begins long before
+  const absl::Status status = Wait(*Submit(std::move(input))).status;
+  released.Notify();
+  EXPECT_EQ(ReasonOf(status), "DEADLINE_EXCEEDED");
+  EXPECT_EQ(MetadataOf(status)["waited_for"], "weights");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("weights were evicted"));
   ExpectEverythingBack();
 }
 

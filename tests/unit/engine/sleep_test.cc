@@ -177,5 +177,17 @@ TEST_F(SleepTest, RandomSleepsChangeNoResult) {
   }
 }
 
+TEST_F(SleepTest, ADeadlineThatComesInASleepSaysSo) {
+  Start(DefaultOptions(), 64);
+  ASSERT_TRUE(Sleep({.kv = true}).ok());
+  GenerateInput input = Input(Prompt(5), 3);
+  input.deadline = absl::Now() + absl::Milliseconds(100);
+  const absl::Status status = Wait(*Submit(std::move(input))).status;
+  EXPECT_EQ(ReasonOf(status), "DEADLINE_EXCEEDED");
+  EXPECT_EQ(MetadataOf(status)["waited_for"], "sleep");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("Wake ends the sleep"));
+  ASSERT_TRUE(Wake(/*kv=*/true, /*go_on=*/true).ok());
+}
+
 }  // namespace
 }  // namespace dorad::engine
