@@ -102,16 +102,16 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
       if (input.logprobs.prompt) {
         p.prompt_logprobs = Bits(ExpectedScores(input.lease.get(), input.prompt));
       }
-      if (random() % 12 == 0) {
-        input.deadline = absl::Now() + absl::Microseconds(500 + random() % 20000);
-        p.cancelled = true;
-      }
       for (int s = 0; s < input.n; ++s) {
         p.expected.push_back(Expected(input, s, engine_->limits().context_length,
                                       /*stop_at_eos=*/!input.stop.ignore_eos));
       }
       if (random() % 3 == 0) AddStopSequence(random(), &input, &p.expected);
       const std::string id = input.request_id;
+      if (random() % 12 == 0) {  // last, since it begins here
+        input.deadline = absl::Now() + absl::Microseconds(500 + random() % 20000);
+        p.cancelled = true;
+      }
       p.stream = Submit(std::move(input));
       if (random() % 8 == 0) {
         Cancel(p.stream);
