@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/sampling/adjust.cuh"
 #include "kernels/sampling/select.cuh"
 #include "kernels/sampling/wanted.cuh"
 
@@ -31,8 +32,10 @@ __device__ inline double Total(const Row& row, const float* sums) {
 
 // The first id at which the running sum of weights exceeds uniform · total. For a warp of the first
 // block.
-__device__ inline int32_t DrawById(const Row& row, const Wanted& wanted, const Tempered& tempered,
-                                   float maximum, double uniform, double* total) {
+template <typename A>
+__device__ inline int32_t DrawById(const Row& row, const Wanted& wanted, const A& adjuster,
+                                   const Tempered& tempered, float maximum, double uniform,
+                                   double* total) {
   RowShared* const s = Shared();
   double before;
   int each;
@@ -66,11 +69,24 @@ __device__ inline int32_t DrawById(const Row& row, const Wanted& wanted, const T
   for (int i = 0; i < kWarp; ++i) {
     const int id = begin + i * kWarp + row.lane;
     const float x = id < row.vocabulary ? row.x[id] : -Infinity();
-    s->terms[i * (kWarp + 1) + row.lane] = Exp(tempered(x) - maximum);
+    s->terms[i * (kWarp + 1) + row.lane] = adjuster.on ? x : Exp(tempered(x) - maximum);
   }
   __syncwarp();
-  for (int i = row.lane; i < wanted.num_banned; i += kWarp) {
-    const int at = wanted.banned[i] - begin;
+  if constexpr (A::kPossible) {
+    if (adjuster.on) {
+      AdjustRange(
+          adjuster, begin, min(begin + kChunk, row.vocabulary),
+          [s](int i) -> float& { return s->terms[i + i / kWarp]; }, row.lane, kWarp,
+          s->newest_count, [] { __syncwarp(); });
+      for (int i = 0; i < kWarp; ++i) {
+        float* const term = s->terms + i * (kWarp + 1) + row.lane;
+        *term = Exp(tempered(*term) - maximum);
+      }
+      __syncwarp();
+    }
+  }
+  for (int i = row.lane; i < adjuster.NumBanned(wanted); i += kWarp) {
+    const int at = adjuster.Ban(wanted, i) - begin;
     if (at >= 0 && at < kChunk) s->terms[at + at / kWarp] = 0.0f;
   }
   __syncwarp();

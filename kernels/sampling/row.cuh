@@ -47,7 +47,8 @@ struct RowShared {
   int32_t picked_bin;  // set by the first block
   int32_t picked_count;
   uint32_t equals, last_equal;
-  int32_t last_kept;  // first block, as the rest
+  uint32_t newest_count;  // see adjust.cuh
+  int32_t last_kept;      // first block, as the rest
   int32_t num_kept;
   int32_t num_before;
   double total;

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "kernels/common/status.h"
+#include "kernels/sampling/adjust.cuh"
 #include "kernels/sampling/draw.cuh"
 #include "kernels/sampling/sampling.h"
 #include "kernels/sampling/select.cuh"
@@ -12,7 +13,9 @@ namespace {
 static_assert(kMostListed == kListed && kMostVocabulary == kMostChunks * kChunk);
 
 // Replaces x by z, and banned logits by -inf.
-__device__ void Process(const Row& row, const Wanted& wanted, const Tempered& tempered) {
+template <typename A>
+__device__ void Process(const Row& row, const Wanted& wanted, const A& adjuster,
+                        const Tempered& tempered) {
   if (!tempered.identity) {
     for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
       float2* at = reinterpret_cast<float2*>(Share() + chunk * kChunk) + row.lane;
@@ -25,8 +28,8 @@ __device__ void Process(const Row& row, const Wanted& wanted, const Tempered& te
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < wanted.num_banned; i += blockDim.x) {
-    const int32_t id = wanted.banned[i];
+  for (int i = threadIdx.x; i < adjuster.NumBanned(wanted); i += blockDim.x) {
+    const int32_t id = adjuster.Ban(wanted, i);
     const int at = id - row.IdAt(0);
     if (id < row.vocabulary && at >= 0 && at < row.own * kChunk) Share()[at] = -Infinity();
   }
@@ -35,8 +38,10 @@ __device__ void Process(const Row& row, const Wanted& wanted, const Tempered& te
 
 // The first block's final outputs for rows without truncation: token, log-probabilities of token
 // and chosen. `maximum` is of z, `raw_maximum` of x.
-__device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered& tempered,
-                           float maximum, float raw_maximum, const Target& to) {
+template <typename A>
+__device__ void FinishFull(const Row& row, const Wanted& wanted, const A& adjuster,
+                           const Tempered& tempered, float maximum, float raw_maximum,
+                           const Target& to) {
   RowShared* const s = Shared();
   if (row.warp == 0) {
     int32_t token = wanted.target;
@@ -47,7 +52,7 @@ __device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered&
       total = Total(row, s->sums);
     } else {
       const double uniform = UniformDraw(wanted.seed, wanted.sample_index, wanted.position);
-      token = DrawById(row, wanted, tempered, maximum, uniform, &total);
+      token = DrawById(row, wanted, adjuster, tempered, maximum, uniform, &total);
     }
     if (row.lane == 0) {
       s->token = token;
@@ -58,12 +63,17 @@ __device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered&
       if (row.lane == 0) s->raw_log_total = log(raw_total);
     }
     __syncwarp();
+    [[maybe_unused]] float adjusted = 0.0f;
+    if constexpr (A::kPossible) {
+      if (wanted.processed) adjusted = AdjustedByWarp(row, adjuster, row.x[token], token);
+    }
     if (row.lane == 0) {
       float logprob = 0.0f;
       if (wanted.raw) {
         logprob = LogProb(row.x[token], raw_maximum, s->raw_log_total);
       } else if (wanted.score || (wanted.processed && !wanted.greedy)) {
-        logprob = token < 0 ? NotANumber() : LogProb(tempered(row.x[token]), maximum, s->log_total);
+        const float x = token < 0 ? NotANumber() : A::kPossible ? adjusted : row.x[token];
+        logprob = token < 0 ? NotANumber() : LogProb(tempered(x), maximum, s->log_total);
       }
       *to.token = token;
       *to.logprob = logprob;
@@ -73,21 +83,34 @@ __device__ void FinishFull(const Row& row, const Wanted& wanted, const Tempered&
 }
 
 // Chosen ids; kept: the truncated distribution, or nullptr. For the first block.
-__device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered& tempered,
-                            float maximum, float raw_maximum, const Kept* kept) {
+template <typename A>
+__device__ void WriteChosen(const Row& row, const Wanted& wanted, const A& adjuster,
+                            const Tempered& tempered, float maximum, float raw_maximum,
+                            const Kept* kept) {
   RowShared* const s = Shared();
   __syncthreads();
-  for (int i = threadIdx.x; i < wanted.num_chosen; i += blockDim.x) {
-    const int32_t id = wanted.chosen[i];
+  for (int base = row.warp * kWarp; base < wanted.num_chosen; base += blockDim.x) {
+    const int i = base + row.lane;
+    const int32_t id = i < wanted.num_chosen ? wanted.chosen[i] : -1;
+    const bool valid = id >= 0 && id < row.vocabulary;
+    float x = valid ? row.x[id] : NotANumber();
+    if constexpr (A::kPossible) {
+      for (int lane = 0; lane < kWarp && adjuster.on && wanted.processed; ++lane) {
+        const float adjusted =
+            AdjustedByWarp(row, adjuster, __shfl_sync(~0u, x, lane), __shfl_sync(~0u, id, lane));
+        if (row.lane == lane) x = adjusted;
+      }
+    }
+    if (i >= wanted.num_chosen) continue;
     float logprob;
-    if (id < 0 || id >= row.vocabulary) {
+    if (!valid) {
       logprob = NotANumber();
     } else if (wanted.raw) {
-      logprob = LogProb(row.x[id], raw_maximum, s->raw_log_total);
+      logprob = LogProb(x, raw_maximum, s->raw_log_total);
     } else if (wanted.greedy) {
       logprob = id == s->token ? 0.0f : -Infinity();
     } else {
-      const float z = Processed(row, wanted, tempered, id);
+      const float z = Banned(wanted, adjuster, id) ? -Infinity() : tempered(x);
       const bool possible = kept == nullptr || Rank(z, id) >= kept->last;
       logprob = possible ? LogProb(z, maximum, s->log_total) : -Infinity();
     }
@@ -95,9 +118,10 @@ __device__ void WriteChosen(const Row& row, const Wanted& wanted, const Tempered
   }
 }
 
-// Rows with banned ids, top lists or truncation. For all blocks.
-__device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Tempered& tempered,
-                                        float raw_maximum, const Target& to) {
+// Rows with adjustments, banned ids, top lists or truncation. For all blocks.
+template <typename A>
+__device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A& adjuster,
+                                        Tempered& tempered, float raw_maximum, const Target& to) {
   RowShared* const s = Shared();
   if (wanted.raw) {
     SumExp(row, raw_maximum, s->raw_sums);
@@ -115,8 +139,21 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Te
     __syncthreads();
   }
   float maximum = tempered.identity ? raw_maximum : 0.0f;
-  if (!tempered.identity || wanted.num_banned > 0) Process(row, wanted, tempered);
-  if (wanted.num_banned > 0) {
+  if constexpr (A::kPossible) {
+    if (adjuster.on) {
+      AdjustShare(row, adjuster);
+      const float adjusted_maximum = RowMax(row, false);
+      if (!(adjusted_maximum > -Infinity() && adjusted_maximum < Infinity())) {
+        if (row.rank == 0) WriteUnusable(wanted, to);
+        return;
+      }
+      tempered = Tempered(adjusted_maximum, wanted.temperature);
+      if (tempered.identity) maximum = adjusted_maximum;
+    }
+  }
+  const bool has_bans = adjuster.NumBanned(wanted) > 0;
+  if (!tempered.identity || has_bans) Process(row, wanted, adjuster, tempered);
+  if (has_bans) {
     maximum = RowMax(row, false);
     if (!(maximum > -Infinity())) {
       if (row.rank == 0) WriteUnusable(wanted, to);
@@ -143,8 +180,8 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Te
       WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
       __syncthreads();  // the draw's weights overwrite the list
     }
-    FinishFull(row, wanted, tempered, maximum, raw_maximum, to);
-    WriteChosen(row, wanted, tempered, maximum, raw_maximum, nullptr);
+    FinishFull(row, wanted, adjuster, tempered, maximum, raw_maximum, to);
+    WriteChosen(row, wanted, adjuster, tempered, maximum, raw_maximum, nullptr);
     if (wanted.greedy && wanted.processed) {
       for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
         to.top_ids[i] = i == 0 ? s->token : -1;
@@ -209,13 +246,18 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Te
     if (row.lane == 0) s->raw_log_total = log(total);
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    const float x = row.x[kept.token];
-    *to.token = kept.token;
-    *to.logprob = wanted.raw         ? LogProb(x, raw_maximum, s->raw_log_total)
-                  : wanted.processed ? LogProb(tempered(x), maximum, kept.log_total)
-                                     : 0.0f;
-    *to.finite = 1;
+  if (threadIdx.x < kWarp) {
+    float x = row.x[kept.token];
+    if constexpr (A::kPossible) {
+      if (wanted.processed) x = AdjustedByWarp(row, adjuster, x, kept.token);
+    }
+    if (threadIdx.x == 0) {
+      *to.token = kept.token;
+      *to.logprob = wanted.raw         ? LogProb(x, raw_maximum, s->raw_log_total)
+                    : wanted.processed ? LogProb(tempered(x), maximum, kept.log_total)
+                                       : 0.0f;
+      *to.finite = 1;
+    }
   }
   if (wanted.processed && wanted.top_logprobs > 0) {
     int present = list ? s->num_kept : 0;
@@ -226,10 +268,10 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const Te
     }
     WriteTop(row, wanted, to, present, maximum, kept.log_total, true);
   }
-  WriteChosen(row, wanted, tempered, maximum, raw_maximum, &kept);
+  WriteChosen(row, wanted, adjuster, tempered, maximum, raw_maximum, &kept);
 }
 
-template <int kThreads, int kBlocks>
+template <int kThreads, int kBlocks, typename A>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBlocks)
     SampleKernel(const __grid_constant__ Launch p) {
   const int index = static_cast<int>(blockIdx.x) / kCluster;
@@ -248,7 +290,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
   StartLoad(row);
 
   const Wanted wanted(p, index);
-  const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated;
+  const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated &&
+                      !A::Concerns(p, index);
   RowShared* const s = Shared();
   if (threadIdx.x == 0) s->first_id = ~0u;
   if (!simple) {
@@ -268,7 +311,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
     // Copies, so that the other rows' values can stay in registers.
     Row general = row;
     const Wanted all = wanted;
-    RunGeneral(general, all, tempered, maximum, to);
+    const A adjuster(p, index);
+    Tempered copy = tempered;
+    RunGeneral(general, all, adjuster, copy, maximum, to);
     return;
   }
   if (wanted.greedy) FindFirst(row, maximum);
@@ -287,21 +332,23 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
     for (int i = threadIdx.x; i < row.chunks; i += blockDim.x) s->sums[i] = s->raw_sums[i];
     __syncthreads();
   }
-  FinishFull(row, wanted, tempered, tempered.identity ? maximum : 0.0f, maximum, to);
+  const float z_maximum = tempered.identity ? maximum : 0.0f;
+  FinishFull(row, wanted, Unadjusted(), tempered, z_maximum, maximum, to);
   if (wanted.num_chosen > 0) {
-    WriteChosen(row, wanted, tempered, tempered.identity ? maximum : 0.0f, maximum, nullptr);
+    WriteChosen(row, wanted, Unadjusted(), tempered, z_maximum, maximum, nullptr);
   }
 }
 
-template <int kThreads, int kBlocks>
+template <int kThreads, int kBlocks, typename A>
 cudaError_t Start(const Launch& p, int rows, int threads, size_t bytes, cudaStream_t stream) {
-  const auto kernel = SampleKernel<kThreads, kBlocks>;
+  const auto kernel = SampleKernel<kThreads, kBlocks, A>;
   DORAD_CUDA_RETURN_IF_ERROR(cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   kernel<<<rows * kCluster, threads, bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
+template <typename A>
 cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
   if (rows < 0 || rows > (1 << 27) || p.vocabulary <= 0 || p.vocabulary > kMostVocabulary ||
       p.logits_ld < p.vocabulary || p.max_top < 0 || p.max_top > kMostTopLogprobs) {
@@ -313,8 +360,8 @@ cudaError_t Run(const Launch& p, int rows, cudaStream_t stream) {
   const int threads = std::clamp(share * kWarp, kScanThreads, 1024);
   const size_t bytes = kShareOffset + sizeof(float) * kChunk * share;
   // Two blocks of an SM at a time where they fit.
-  if (threads <= 640) return Start<640, 2>(p, rows, threads, bytes, stream);
-  return Start<1024, 1>(p, rows, threads, bytes, stream);
+  if (threads <= 640) return Start<640, 2, A>(p, rows, threads, bytes, stream);
+  return Start<1024, 1, A>(p, rows, threads, bytes, stream);
 }
 
 }  // namespace
@@ -325,12 +372,21 @@ cudaError_t Sample(const SampleParams& params, cudaStream_t stream) {
   p.logits_ld = params.logits_ld;
   p.samples = params.specs;
   p.banned = params.banned;
+  p.conditional_bans = params.conditional_bans;
+  p.adjustments = params.adjustments;
+  p.allowed_ids = params.allowed_ids;
+  p.biases = params.biases;
+  p.uses = params.uses;
+  p.newest = params.newest;
   p.chosen_ids = params.chosen_ids;
   p.rows_in_use = params.rows_in_use;
   p.out = params.out;
   p.vocabulary = params.vocabulary;
   p.max_top = params.max_top;
-  return Run(p, params.rows, stream);
+  if (p.adjustments == nullptr && p.conditional_bans == nullptr) {
+    return Run<Unadjusted>(p, params.rows, stream);
+  }
+  return Run<Adjuster>(p, params.rows, stream);
 }
 
 cudaError_t Score(const ScoreParams& params, cudaStream_t stream) {
@@ -343,7 +399,7 @@ cudaError_t Score(const ScoreParams& params, cudaStream_t stream) {
   p.out = params.out;
   p.vocabulary = params.vocabulary;
   p.max_top = params.max_top;
-  return Run(p, params.rows, stream);
+  return Run<Unadjusted>(p, params.rows, stream);
 }
 
 }  // namespace dorad::kernels

@@ -1,12 +1,12 @@
 // Computes tokens and log-probabilities from logits, on the GPU. The CPU's counterpart with the
-// same semantics is server/backends/cpu/ops/sampling.h: the same order of processing (temperature,
-// top-k, top-p over the top-k set, min-p relative to the largest kept probability), candidates of
-// equal probability ranked by ascending id, the same Philox4x32-10 draw, the same inverse of the
-// distribution function (ids ascending without truncation, candidates from the likeliest on with
-// it). Exponentials and their sums are computed in the order of the CPU's AVX-512 kernels, sums of
-// them in double: for equal logits both give the same token and the same log-probability except for
-// the rounding of double sums. If more than kMostListed candidates can survive truncation, their
-// weights are added as integers, multiples of 2^-45 of the largest.
+// same semantics is server/backends/cpu/ops/sampling.h: the same order of processing (adjustments,
+// bans, temperature, top-k, top-p over the top-k set, min-p relative to the largest kept
+// probability), candidates of equal probability ranked by ascending id, the same Philox4x32-10
+// draw, the same inverse of the distribution function (ids ascending without truncation, candidates
+// from the likeliest on with it). Exponentials and their sums are computed in the order of the
+// CPU's AVX-512 kernels, sums of them in double: for equal logits both give the same token and the
+// same log-probability except for the rounding of double sums. If more than kMostListed candidates
+// can survive truncation, their weights are added as integers, multiples of 2^-45 of the largest.
 //
 // One launch of a cluster of blocks a row, with the row's logits in their shared memory: logits are
 // read once. Everything but sizes and pointers is read on the device, so that one captured graph
@@ -23,6 +23,35 @@ namespace dorad::kernels {
 
 enum class LogprobMode : int32_t { kNone = 0, kRaw = 1, kProcessed = 2 };
 
+// Changes of a row's logits before sampling, in this order: allowed ids, biases, penalties (with
+// each step rounded: repetition, frequency, presence). Raw log-probabilities do not change. Ranges
+// of SampleParams' lists.
+struct LogitAdjustments {
+  bool penalised = false;
+  float presence_penalty = 0.0f;
+  float frequency_penalty = 0.0f;
+  float repetition_penalty = 1.0f;
+  int32_t allowed_begin = 0, allowed_count = 0;  // no ids: all
+  int32_t bias_begin = 0, bias_count = 0;
+  int32_t uses_begin = 0, uses_count = 0;  // with penalties
+};
+struct LogitBias {
+  int32_t id = 0;
+  float bias = 0.0f;
+};
+// A token with its occurrences.
+struct TokenUse {
+  static constexpr uint32_t kInPrompt = 1;
+  static constexpr uint32_t kGenerated = 2;
+  int32_t id = 0;
+  uint32_t count = 0;  // kGenerated for each time that it was generated, kInPrompt once
+};
+// `token` is banned if the row's newest token is `after`.
+struct ConditionalBan {
+  int32_t after = 0;
+  int32_t token = 0;
+};
+
 // The sampling parameters of one row.
 struct SampleRowSpec {
   uint64_t seed = 0;
@@ -37,6 +66,9 @@ struct SampleRowSpec {
   // Ranges of SampleParams' banned and chosen_ids. Ids outside of the vocabulary are ignored among
   // the banned and have log-probability NaN among the chosen.
   int32_t banned_begin = 0, banned_count = 0;
+  int32_t conditional_begin = 0, conditional_count = 0;
+  int32_t adjustments = -1;  // index; -1: none
+  int32_t newest = -1;  // index of the sequence's last token, which `uses` lacks; -1: it has it
   int32_t chosen_begin = 0, chosen_count = 0;
 };
 
@@ -68,6 +100,13 @@ struct SampleParams {
   const float* logits = nullptr;         // [rows, vocabulary], row r at logits + r · logits_ld
   const SampleRowSpec* specs = nullptr;  // [rows]
   const int32_t* banned = nullptr;       // flat
+  const ConditionalBan* conditional_bans = nullptr;  // flat
+  // With both null, no row may have adjustments or conditional bans: that is faster.
+  const LogitAdjustments* adjustments = nullptr;
+  const int32_t* allowed_ids = nullptr;  // flat; ascending in each range
+  const LogitBias* biases = nullptr;     // flat; distinct ids in each range, as in uses
+  const TokenUse* uses = nullptr;        // flat
+  const int32_t* newest = nullptr;       // tokens; below 0: none
   const int32_t* chosen_ids = nullptr;   // flat
   const int32_t* rows_in_use = nullptr;  // optional: rows from *rows_in_use on are skipped
   SampleOutputs out;

@@ -14,6 +14,12 @@ struct Launch {
   const SampleRowSpec* samples;  // or
   const ScoreRowSpec* scores;
   const int32_t* banned;
+  const ConditionalBan* conditional_bans;
+  const LogitAdjustments* adjustments;
+  const int32_t* allowed_ids;
+  const LogitBias* biases;
+  const TokenUse* uses;
+  const int32_t* newest;
   const int32_t* chosen_ids;
   const int32_t* rows_in_use;
   SampleOutputs out;
@@ -106,19 +112,6 @@ __device__ inline void WriteUnusable(const Wanted& wanted, const Target& to) {
 
 __device__ inline float LogProb(float z, float maximum, double log_total) {
   return static_cast<float>(static_cast<double>(z) - static_cast<double>(maximum) - log_total);
-}
-
-__device__ inline bool Banned(const Wanted& wanted, int32_t id) {
-  for (int i = 0; i < wanted.num_banned; ++i) {
-    if (wanted.banned[i] == id) return true;
-  }
-  return false;
-}
-
-// The processed logit for the draw.
-__device__ inline float Processed(const Row& row, const Wanted& wanted, const Tempered& tempered,
-                                  int32_t id) {
-  return Banned(wanted, id) ? -Infinity() : tempered(row.x[id]);
 }
 
 // Top entries from the sorted list. Missing entries, and logits of -inf that are no candidates,

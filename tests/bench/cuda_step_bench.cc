@@ -71,6 +71,7 @@ struct Options {
   int64_t rank = 384;
   std::vector<int64_t> ranks;
   int64_t context = 656;
+  std::vector<int64_t> uses = {0};
   int64_t prefill = 4096;
 };
 
@@ -88,6 +89,8 @@ Times steps of a model with random weights on the GPU; prints a JSON line for ea
   --ranks R,...        beside these cases one step whose rows are dealt to an adapter of each of
                        these ranks, 0 for the base: 16,64,384,768,0 (no such case)
   --context N          tokens before each row of a decode step (656)
+  --uses N,...         different tokens that penalties count in each row of a decode step, 0 for no
+                       penalties (0)
   --prefill N          tokens of the prefill step, 0 for none (4096)
 
 Shapes: )",
@@ -144,6 +147,8 @@ Options Parse(const std::vector<std::string>& arguments) {
       options.ranks = ParseList(name, value, 0, 8);
     } else if (name == "--context") {
       options.context = ParseOne(name, value, 1, 1);
+    } else if (name == "--uses") {
+      options.uses = ParseList(name, value, 0, 1);
     } else if (name == "--prefill") {
       options.prefill = ParseOne(name, value, 0, 1);
     } else {
@@ -159,6 +164,7 @@ struct Case {
   int64_t batch = 1;
   int64_t tokens = 1;  // of each sequence
   int64_t context = 0;
+  int64_t uses = 0;  // of each row's penalties
   // Dealt to the sequences in turns; null: the base. Not empty.
   std::vector<const adapter::LoadedAdapter*> deal = {nullptr};
   std::string label;  // what the JSON line says of the deal
@@ -251,14 +257,17 @@ class Bench {
     for (const int64_t batch : options_.batch) {
       if (c.deal.size() > static_cast<size_t>(batch)) continue;
       c.batch = batch;
-      const double ms = 1e3 * Measure(c);
-      const double floor = 1e3 * Floor(c);
-      std::printf(
-          "{\"work\": \"%s\", \"batch\": %lld, %s, \"context\": %lld, \"ms\": %.3f, "
-          "\"floor_ms\": %.3f, \"share\": %.2f}\n",
-          work, static_cast<long long>(batch), c.label.c_str(), static_cast<long long>(c.context),
-          ms, floor, floor / ms);
-      std::fflush(stdout);
+      for (const int64_t uses : options_.uses) {
+        c.uses = uses;
+        const double ms = 1e3 * Measure(c);
+        const double floor = 1e3 * Floor(c);
+        std::printf(
+            "{\"work\": \"%s\", \"batch\": %lld, %s, \"context\": %lld, \"uses\": %lld, "
+            "\"ms\": %.3f, \"floor_ms\": %.3f, \"share\": %.2f}\n",
+            work, static_cast<long long>(batch), c.label.c_str(), static_cast<long long>(c.context),
+            static_cast<long long>(uses), ms, floor, floor / ms);
+        std::fflush(stdout);
+      }
     }
   }
 
@@ -275,6 +284,13 @@ class Bench {
     std::vector<std::vector<int32_t>> pages(c.batch);
     std::vector<engine::SampleWant> wants(c.batch);
     std::vector<StepSequence> sequences(c.batch);
+    engine::LogitParams penalties;
+    penalties.frequency_penalty = 0.1f;
+    std::vector<engine::TokenUse> uses;
+    for (int64_t i = 0; i < c.uses; ++i) {
+      const int64_t id = i * 7919 % model_->config().vocab_size;  // a prime: all differ
+      uses.push_back({static_cast<int32_t>(id), engine::TokenUse::kGenerated});
+    }
     const int64_t length = c.context + c.tokens;
     int32_t page = 0;
     for (int64_t i = 0; i < c.batch; ++i) {
@@ -285,6 +301,8 @@ class Bench {
       for (int64_t p = 0; p * engine::kKvPageTokens < length; ++p) pages[i].push_back(page++);
       wants[i].sampling.temperature = 0.0f;
       wants[i].position = length;
+      if (c.uses > 0) wants[i].logits = &penalties;
+      wants[i].uses = uses;
       sequences[i].tokens = tokens[i];
       sequences[i].position = c.context;
       sequences[i].pages = pages[i];

@@ -20,9 +20,12 @@ namespace {
 using dorad::bench::Check;
 using dorad::bench::CopyBandwidth;
 using dorad::bench::MicrosecondsEach;
+using dorad::kernels::LogitAdjustments;
+using dorad::kernels::LogitBias;
 using dorad::kernels::LogprobMode;
 using dorad::kernels::SampleParams;
 using dorad::kernels::SampleRowSpec;
+using dorad::kernels::TokenUse;
 
 constexpr int kPoolRows = 1024;
 constexpr int kMaxTop = 20;
@@ -40,6 +43,9 @@ struct Setting {
   int top_k;
   LogprobMode mode;
   int top;
+  int uses = 0;  // tokens that penalties count; the time includes sending them
+  int biases = 0;
+  int allowed = 0;
 };
 
 constexpr auto kNone = LogprobMode::kNone;
@@ -57,6 +63,11 @@ const Setting kSettings[] = {
     {"p .95", 1.0f, 0.95f, 0.0f, 0, kNone, 0},
     {"min_p .05", 1.0f, 1.0f, 0.05f, 0, kNone, 0},
     {"plain, raw, top 20", 1.0f, 1.0f, 0.0f, 0, kRaw, 20},
+    {"raw, penalties of 100", 1.0f, 1.0f, 0.0f, 0, kRaw, 0, 100},
+    {"raw, penalties of 1000", 1.0f, 1.0f, 0.0f, 0, kRaw, 0, 1000},
+    {"raw, penalties of 4000", 1.0f, 1.0f, 0.0f, 0, kRaw, 0, 4000},
+    {"raw, 300 biases", 1.0f, 1.0f, 0.0f, 0, kRaw, 0, 0, 300},
+    {"raw, 100 allowed", 1.0f, 1.0f, 0.0f, 0, kRaw, 0, 0, 0, 100},
 };
 
 }  // namespace
@@ -76,6 +87,33 @@ int main(int argc, char** argv) {
            Allocate<float>(kPoolRows * kMaxTop), nullptr};
   p.logits_ld = p.vocabulary = vocabulary;
   p.max_top = kMaxTop;
+  // One list for all rows, except that a step sends the uses of each row.
+  constexpr int kMostUses = 4096;
+  constexpr int kMostRows = 256;
+  const auto adjustments = Allocate<LogitAdjustments>(1);
+  const auto uses = Allocate<TokenUse>(kMostRows * kMostUses);
+  const auto biases = Allocate<LogitBias>(kMostUses);
+  const auto allowed = Allocate<int32_t>(kMostUses);
+  void* pinned;
+  Check(cudaMallocHost(&pinned, kMostRows * kMostUses * sizeof(TokenUse)));
+  for (int i = 0; i < kMostRows * kMostUses; ++i) {
+    const int id = i % kMostUses * 7919 % vocabulary;
+    static_cast<TokenUse*>(pinned)[i] = {id, 2 * TokenUse::kGenerated};
+  }
+  std::vector<LogitBias> some_biases;
+  std::vector<int32_t> some_allowed;
+  for (int i = 0; i < kMostUses; ++i) {
+    some_biases.push_back({i * 7919 % vocabulary, -1.0f});
+    some_allowed.push_back(std::min(i * 37, vocabulary - 1));
+  }
+  Check(cudaMemcpy(biases, some_biases.data(), sizeof(LogitBias) * kMostUses,
+                   cudaMemcpyHostToDevice));
+  Check(cudaMemcpy(allowed, some_allowed.data(), sizeof(int32_t) * kMostUses,
+                   cudaMemcpyHostToDevice));
+  p.adjustments = adjustments;
+  p.uses = uses;
+  p.biases = biases;
+  p.allowed_ids = allowed;
 
   double copy = 0.0;
   // Two distributions: a model that has a few dozen likely tokens, and one that hardly has any
@@ -115,7 +153,15 @@ int main(int argc, char** argv) {
         host[r].top_k = s.top_k;
         host[r].logprob_mode = s.mode;
         host[r].top_logprobs = s.top;
+        if (s.uses + s.biases + s.allowed > 0) host[r].adjustments = 0;
       }
+      LogitAdjustments how;
+      how.penalised = s.uses > 0;
+      how.frequency_penalty = 0.1f;
+      how.uses_count = s.uses;
+      how.bias_count = s.biases;
+      how.allowed_count = s.allowed;
+      Check(cudaMemcpy(adjustments, &how, sizeof(how), cudaMemcpyHostToDevice));
       Check(cudaMemcpy(specs, host.data(), sizeof(SampleRowSpec) * kPoolRows,
                        cudaMemcpyHostToDevice));
       std::printf("%-5s %-24s", flat ? "flat" : "", s.name);
@@ -124,6 +170,11 @@ int main(int argc, char** argv) {
         const double us = MicrosecondsEach(stream, std::clamp(sets, 16, 400), [&](int i) {
           SampleParams call = p;
           call.rows = rows_of_call;
+          if (s.uses + s.biases + s.allowed == 0) call.adjustments = nullptr;
+          if (s.uses > 0) {
+            Check(cudaMemcpyAsync(uses, pinned, sizeof(TokenUse) * rows_of_call * s.uses,
+                                  cudaMemcpyHostToDevice, stream));
+          }
           call.logits = logits + static_cast<size_t>(i % sets) * rows_of_call * vocabulary;
           Check(dorad::kernels::Sample(call, stream));
         });

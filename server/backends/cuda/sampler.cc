@@ -1,6 +1,7 @@
 #include "server/backends/cuda/sampler.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "server/platform/check.h"
@@ -30,9 +31,17 @@ kernels::LogprobMode ToKernels(engine::LogprobMode mode) {
 }
 
 // Appends to a list for the device and returns the range's begin.
-int32_t AppendTo(std::vector<TokenId>* list, absl::Span<const TokenId> ids) {
+template <typename To, typename From>
+int32_t AppendTo(std::vector<To>* list, absl::Span<const From> items) {
   const auto begin = static_cast<int32_t>(list->size());
-  list->insert(list->end(), ids.begin(), ids.end());
+  if constexpr (std::is_same_v<To, From>) {
+    list->insert(list->end(), items.begin(), items.end());
+  } else {
+    // The kernels' form of an engine type has the same members.
+    static_assert(sizeof(To) == sizeof(From) && std::is_trivially_copyable_v<From>);
+    const auto* const first = reinterpret_cast<const To*>(items.data());
+    list->insert(list->end(), first, first + items.size());
+  }
   return begin;
 }
 
@@ -44,8 +53,15 @@ struct Sampler::Specs {
   std::vector<kernels::ScoreRowSpec> scores;
   std::vector<TokenId> chosen;
   std::vector<TokenId> banned;
+  std::vector<kernels::ConditionalBan> conditional_bans;
+  std::vector<kernels::LogitAdjustments> adjustments;
+  std::vector<TokenId> allowed;
+  std::vector<kernels::LogitBias> biases;
+  std::vector<kernels::TokenUse> uses;
 
-  Row Add(const engine::SampleWant& want) {
+  // newest: the place of the sequence's last token in the last step, which has not finished; -1:
+  // the engine knows it.
+  Row Add(const engine::SampleWant& want, int32_t newest) {
     Row row;
     row.token = true;
     kernels::SampleRowSpec& spec = samples.emplace_back();
@@ -58,6 +74,13 @@ struct Sampler::Specs {
     spec.top_k = want.sampling.top_k;
     spec.banned_begin = AppendTo(&banned, want.banned);
     spec.banned_count = static_cast<int32_t>(want.banned.size());
+    spec.conditional_begin = AppendTo(&conditional_bans, want.conditional_bans);
+    spec.conditional_count = static_cast<int32_t>(want.conditional_bans.size());
+    spec.newest = newest;
+    if (want.logits != nullptr) {
+      spec.adjustments = static_cast<int32_t>(adjustments.size());
+      AddAdjustments(*want.logits, want.uses);
+    }
     if (want.logprobs != nullptr && want.logprobs->mode != engine::LogprobMode::kNone) {
       spec.logprob_mode = ToKernels(want.logprobs->mode);
       AddLogprobs(want.logprobs->top_k, want.logprobs->chosen_ids, &spec, &row);
@@ -82,6 +105,23 @@ struct Sampler::Specs {
     row->chosen_begin = spec->chosen_begin = AppendTo(&chosen, chosen_ids);
     row->chosen_count = spec->chosen_count = static_cast<int32_t>(chosen_ids.size());
   }
+
+  void AddAdjustments(const engine::LogitParams& logits, absl::Span<const engine::TokenUse> used) {
+    kernels::LogitAdjustments& to = adjustments.emplace_back();
+    to.penalised = logits.has_penalties();
+    to.presence_penalty = logits.presence_penalty;
+    to.frequency_penalty = logits.frequency_penalty;
+    to.repetition_penalty = logits.repetition_penalty;
+    to.allowed_begin = AppendTo(&allowed, absl::MakeConstSpan(logits.allowed_ids));
+    to.allowed_count = static_cast<int32_t>(logits.allowed_ids.size());
+    to.bias_begin = static_cast<int32_t>(biases.size());
+    to.bias_count = static_cast<int32_t>(logits.bias_ids.size());
+    for (size_t i = 0; i < logits.bias_ids.size(); ++i) {
+      biases.push_back({logits.bias_ids[i], logits.biases[i]});
+    }
+    to.uses_begin = AppendTo(&uses, used);
+    to.uses_count = static_cast<int32_t>(used.size());
+  }
 };
 
 absl::StatusOr<Sampler> Sampler::Create(int64_t vocab_size, MemoryLedger* ledger,
@@ -105,7 +145,9 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   Specs specs;
   for (const WantedRow& wanted : batch.samples) {
     step.sampled.index[wanted.sequence] = static_cast<int32_t>(step.rows.size());
-    step.rows.push_back(specs.Add(*sequences[wanted.sequence].sample));
+    const StepSequence& sequence = sequences[wanted.sequence];
+    const int32_t newest = sequence.follows < 0 ? -1 : sampled().index[sequence.follows];
+    step.rows.push_back(specs.Add(*sequence.sample, newest));
     step.rows.back().sequence = wanted.sequence;
   }
   for (const WantedRow& wanted : batch.scores) {
@@ -125,6 +167,12 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
   at.scores = add(specs.scores);
   at.chosen = add(specs.chosen);
   at.banned = add(specs.banned);
+  step.adjusts = !specs.conditional_bans.empty() || !specs.adjustments.empty();
+  at.conditional_bans = add(specs.conditional_bans);
+  at.adjustments = add(specs.adjustments);
+  at.allowed = add(specs.allowed);
+  at.biases = add(specs.biases);
+  at.uses = add(specs.uses);
   at.in_bytes = layout.bytes();
   at.tokens = layout.Add(rows * 4);
   at.logprobs = layout.Add(rows * 4);
@@ -140,12 +188,19 @@ absl::Status Sampler::Begin(const engine::StepBatch& batch,
     DORAD_ASSIGN_OR_RETURN(step.host, PinnedBuffer::Allocate(bytes));
   }
   step.sampled.tokens = step.device.as<int32_t>(at.tokens);
-  std::copy(specs.samples.begin(), specs.samples.end(),
-            step.host.as<kernels::SampleRowSpec>(at.samples));
-  std::copy(specs.scores.begin(), specs.scores.end(),
-            step.host.as<kernels::ScoreRowSpec>(at.scores));
-  std::copy(specs.chosen.begin(), specs.chosen.end(), step.host.as<TokenId>(at.chosen));
-  std::copy(specs.banned.begin(), specs.banned.end(), step.host.as<TokenId>(at.banned));
+  const auto copy = [&step](const auto& list, int64_t to) {
+    std::copy(list.begin(), list.end(),
+              step.host.as<typename std::decay_t<decltype(list)>::value_type>(to));
+  };
+  copy(specs.samples, at.samples);
+  copy(specs.scores, at.scores);
+  copy(specs.chosen, at.chosen);
+  copy(specs.banned, at.banned);
+  copy(specs.conditional_bans, at.conditional_bans);
+  copy(specs.adjustments, at.adjustments);
+  copy(specs.allowed, at.allowed);
+  copy(specs.biases, at.biases);
+  copy(specs.uses, at.uses);
   if (at.in_bytes == 0) return absl::OkStatus();
   return ToStatus(cudaMemcpyAsync(step.device.as<>(), step.host.as<>(), at.in_bytes,
                                   cudaMemcpyHostToDevice, stream_.get()),
@@ -182,6 +237,14 @@ absl::Status Sampler::Sample(int64_t rows, const float* logits) {
   auto params = NextRows<kernels::SampleParams>(rows, logits);
   params.specs = step.device.as<kernels::SampleRowSpec>(step.at.samples) + first;
   params.banned = step.device.as<int32_t>(step.at.banned);
+  if (step.adjusts) {
+    params.conditional_bans = step.device.as<kernels::ConditionalBan>(step.at.conditional_bans);
+    params.adjustments = step.device.as<kernels::LogitAdjustments>(step.at.adjustments);
+  }
+  params.allowed_ids = step.device.as<int32_t>(step.at.allowed);
+  params.biases = step.device.as<kernels::LogitBias>(step.at.biases);
+  params.uses = step.device.as<kernels::TokenUse>(step.at.uses);
+  params.newest = sampled().tokens;
   return ToStatus(kernels::Sample(params, stream_.get()), kStep);
 }
 

@@ -56,6 +56,7 @@ class Sampler {
   // Offsets of a step's arrays: inputs for the device, then results. Samples, then scores.
   struct Places {
     int64_t samples, scores, chosen, banned;
+    int64_t conditional_bans, adjustments, allowed, biases, uses;
     int64_t in_bytes;
     int64_t tokens, logprobs, finite, top_ids, top_logprobs, chosen_logprobs;
     int64_t bytes;
@@ -68,6 +69,7 @@ class Sampler {
     Places at{};
     std::vector<Row> rows;
     int32_t max_top = 0;
+    bool adjusts = false;  // a row has adjustments or conditional bans
     size_t sequences = 0;
     int64_t samples = 0;   // of the rows; the others are scores
     int64_t launched = 0;  // of the rows

@@ -37,17 +37,37 @@ class Batch {
     std::vector<float> logits(shift + requests.size() * ld, kNan);
     std::vector<int32_t> banned;
     std::vector<int32_t> chosen;
+    std::vector<ConditionalBan> conditional;
+    std::vector<LogitAdjustments> adjustments;
+    std::vector<int32_t> allowed, newest;
+    std::vector<LogitBias> biases;
+    std::vector<TokenUse> uses;
     std::vector<SampleRowSpec> specs;
+    // Appends to a list for the device; sets the range.
+    const auto append = [](const auto& from, auto* to, int32_t* begin, int32_t* count) {
+      *begin = static_cast<int32_t>(to->size());
+      *count = static_cast<int32_t>(from.size());
+      to->insert(to->end(), from.begin(), from.end());
+    };
     for (size_t r = 0; r < requests.size(); ++r) {
       const Request& request = requests[r];
       std::copy(request.logits.begin(), request.logits.end(), logits.begin() + shift + r * ld);
       SampleRowSpec spec = request.spec;
-      spec.banned_begin = static_cast<int32_t>(banned.size());
-      spec.banned_count = static_cast<int32_t>(request.banned.size());
-      spec.chosen_begin = static_cast<int32_t>(chosen.size());
-      spec.chosen_count = static_cast<int32_t>(request.chosen.size());
-      banned.insert(banned.end(), request.banned.begin(), request.banned.end());
-      chosen.insert(chosen.end(), request.chosen.begin(), request.chosen.end());
+      append(request.banned, &banned, &spec.banned_begin, &spec.banned_count);
+      append(request.chosen, &chosen, &spec.chosen_begin, &spec.chosen_count);
+      append(request.conditional, &conditional, &spec.conditional_begin, &spec.conditional_count);
+      if (request.newest >= 0) {
+        spec.newest = static_cast<int32_t>(newest.size());
+        newest.push_back(request.newest);
+      }
+      if (request.adjusted) {
+        spec.adjustments = static_cast<int32_t>(adjustments.size());
+        LogitAdjustments how = request.how;
+        append(request.allowed, &allowed, &how.allowed_begin, &how.allowed_count);
+        append(request.biases, &biases, &how.bias_begin, &how.bias_count);
+        append(request.uses, &uses, &how.uses_begin, &how.uses_count);
+        adjustments.push_back(how);
+      }
       specs.push_back(spec);
       begins_.push_back(spec.chosen_begin);
     }
@@ -56,6 +76,12 @@ class Batch {
     specs_ = std::make_unique<DeviceBuffer<SampleRowSpec>>(specs);
     banned_ = std::make_unique<DeviceBuffer<int32_t>>(banned);
     chosen_ = std::make_unique<DeviceBuffer<int32_t>>(chosen);
+    conditional_ = std::make_unique<DeviceBuffer<ConditionalBan>>(conditional);
+    adjustments_ = std::make_unique<DeviceBuffer<LogitAdjustments>>(adjustments);
+    allowed_ = std::make_unique<DeviceBuffer<int32_t>>(allowed);
+    newest_ = std::make_unique<DeviceBuffer<int32_t>>(newest);
+    biases_ = std::make_unique<DeviceBuffer<LogitBias>>(biases);
+    uses_ = std::make_unique<DeviceBuffer<TokenUse>>(uses);
     tokens_ = std::make_unique<DeviceBuffer<int32_t>>(rows);
     logprobs_ = std::make_unique<DeviceBuffer<float>>(rows);
     finite_ = std::make_unique<DeviceBuffer<uint8_t>>(rows);
@@ -65,6 +91,12 @@ class Batch {
     params_.logits = logits_->get() + shift;
     params_.specs = specs_->get();
     params_.banned = banned_->get();
+    params_.conditional_bans = conditional_->get();
+    params_.adjustments = adjustments_->get();
+    params_.allowed_ids = allowed_->get();
+    params_.newest = newest_->get();
+    params_.biases = biases_->get();
+    params_.uses = uses_->get();
     params_.chosen_ids = chosen_->get();
     params_.out = {tokens_->get(),  logprobs_->get(),     finite_->get(),
                    top_ids_->get(), top_logprobs_->get(), chosen_logprobs_->get()};
@@ -109,7 +141,11 @@ class Batch {
   SampleParams params_;
   std::unique_ptr<DeviceBuffer<float>> logits_, logprobs_, top_logprobs_, chosen_logprobs_;
   std::unique_ptr<DeviceBuffer<SampleRowSpec>> specs_;
-  std::unique_ptr<DeviceBuffer<int32_t>> banned_, chosen_, tokens_, top_ids_;
+  std::unique_ptr<DeviceBuffer<int32_t>> banned_, chosen_, tokens_, top_ids_, allowed_, newest_;
+  std::unique_ptr<DeviceBuffer<ConditionalBan>> conditional_;
+  std::unique_ptr<DeviceBuffer<LogitAdjustments>> adjustments_;
+  std::unique_ptr<DeviceBuffer<LogitBias>> biases_;
+  std::unique_ptr<DeviceBuffer<TokenUse>> uses_;
   std::unique_ptr<DeviceBuffer<uint8_t>> finite_;
 };
 
@@ -177,7 +213,9 @@ inline std::string Describe(const Request& request) {
   out << "vocabulary " << request.logits.size() << " temperature " << s.temperature << " top_k "
       << s.top_k << " top_p " << s.top_p << " min_p " << s.min_p << " mode "
       << static_cast<int>(s.logprob_mode) << " top " << s.top_logprobs << " banned "
-      << request.banned.size();
+      << request.banned.size() << " conditional " << request.conditional.size() << " newest "
+      << request.newest << " adjusted " << request.adjusted << " allowed " << request.allowed.size()
+      << " biases " << request.biases.size() << " uses " << request.uses.size();
   return out.str();
 }
 
@@ -246,9 +284,56 @@ inline std::vector<float> Logits(int size, int kind, std::mt19937& random) {
   }
 }
 
+// `count` different ids, or all.
+inline std::vector<int32_t> DistinctIds(int vocabulary, int count, std::mt19937& random) {
+  std::vector<int32_t> ids(vocabulary);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::shuffle(ids.begin(), ids.end(), random);
+  ids.resize(std::min(count, vocabulary));
+  return ids;
+}
+
 template <typename T>
 inline T Pick(std::initializer_list<T> values, std::mt19937& random) {
   return values.begin()[random() % values.size()];
+}
+
+// Allowed tokens, biases, penalties and conditional bans at random, each in some requests.
+inline void Adjust(int vocabulary, Request* request, std::mt19937& random) {
+  const auto likely = std::max_element(request->logits.begin(), request->logits.end());
+  const auto best = static_cast<int32_t>(likely - request->logits.begin());
+  request->adjusted = true;
+  if (random() % 3 == 0) {
+    request->allowed = DistinctIds(vocabulary, 1 + random() % 500, random);
+    request->allowed.push_back(best);
+    std::sort(request->allowed.begin(), request->allowed.end());
+    request->allowed.erase(std::unique(request->allowed.begin(), request->allowed.end()),
+                           request->allowed.end());
+  }
+  if (random() % 2 == 0) {
+    for (const int32_t id : DistinctIds(vocabulary, 1 + random() % 300, random)) {
+      request->biases.push_back({id, Pick({-100.0f, -2.5f, -0.1f, 0.3f, 4.0f, 100.0f}, random)});
+    }
+  }
+  if (random() % 4 != 0) {
+    request->how.penalised = true;
+    request->how.presence_penalty = Pick({0.0f, 0.7f, -2.0f, 2.0f}, random);
+    request->how.frequency_penalty = Pick({0.0f, 0.3f, -0.1f, 2.0f}, random);
+    request->how.repetition_penalty = Pick({1.0f, 1.3f, 0.8f, 2.0f}, random);
+    for (const int32_t id : DistinctIds(vocabulary, random() % 3000, random)) {
+      request->uses.push_back({id, Pick({1u, 2u, 3u, 7u, 40u}, random)});
+    }
+    const auto is_best = [best](const TokenUse& use) { return use.id == best; };
+    if (std::none_of(request->uses.begin(), request->uses.end(), is_best)) {
+      request->uses.push_back({best, 5});
+    }
+  }
+  if (random() % 2 == 0) {
+    request->newest = Pick({best, static_cast<int32_t>(random() % vocabulary)}, random);
+    request->conditional = {{request->newest, static_cast<int32_t>(random() % vocabulary)},
+                            {static_cast<int32_t>(random() % vocabulary), best}};
+    if (random() % 2 == 0) request->conditional.push_back({request->newest, best});
+  }
 }
 
 inline Request RandomRequest(int vocabulary, int kind, std::mt19937& random) {
@@ -276,6 +361,7 @@ inline Request RandomRequest(int vocabulary, int kind, std::mt19937& random) {
       request.banned.push_back(static_cast<int32_t>(best - request.logits.begin()));
     }
   }
+  if (random() % 2 == 0) Adjust(vocabulary, &request, random);
   if (random() % 2 == 0) {
     for (int i = 0; i < 3; ++i) request.chosen.push_back(random() % vocabulary);
     if (!request.banned.empty()) request.chosen.push_back(request.banned[0]);

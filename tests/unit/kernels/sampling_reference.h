@@ -31,6 +31,13 @@ struct Request {
   SampleRowSpec spec;  // ranges are filled in by Batch
   std::vector<int32_t> banned;
   std::vector<int32_t> chosen;
+  bool adjusted = false;
+  LogitAdjustments how;
+  std::vector<int32_t> allowed;
+  std::vector<LogitBias> biases;
+  std::vector<TokenUse> uses;
+  std::vector<ConditionalBan> conditional;
+  int32_t newest = -1;  // a token; -1: none
 };
 
 struct Result {
@@ -159,13 +166,51 @@ inline Result ReferenceUnusable(const Request& request, bool lists) {
   return result;
 }
 
+// The steps of server/backends/cpu/logit_adjustments.cc, each one rounded.
+inline std::vector<float> AdjustedLogits(const Request& request) {
+  std::vector<float> x = request.logits;
+  if (!request.adjusted) return x;
+  if (!request.allowed.empty()) {
+    std::fill(x.begin(), x.end(), -kInfinity);
+    for (const int32_t id : request.allowed) x[id] = request.logits[id];
+  }
+  for (const LogitBias& bias : request.biases) x[bias.id] += bias.bias;
+  if (!request.how.penalised) return x;
+  std::vector<uint32_t> counts(x.size());
+  for (const TokenUse& use : request.uses) counts[use.id] = use.count;
+  if (request.newest >= 0) counts[request.newest] += TokenUse::kGenerated;
+  for (size_t id = 0; id < x.size(); ++id) {
+    if (counts[id] == 0) continue;
+    volatile float y = x[id];
+    const float repetition = request.how.repetition_penalty;
+    if (repetition != 1.0f) y = y > 0.0f ? y / repetition : y * repetition;
+    if (counts[id] >= TokenUse::kGenerated) {
+      const auto generated = static_cast<float>(counts[id] / TokenUse::kGenerated);
+      const volatile float frequency = request.how.frequency_penalty * generated;
+      y = y - frequency;
+      y = y - request.how.presence_penalty;
+    }
+    x[id] = y;
+  }
+  return x;
+}
+
+inline bool AllFinite(const std::vector<float>& logits) {
+  const auto is_usable = [](float x) { return x < kInfinity; };
+  return std::all_of(logits.begin(), logits.end(), is_usable);
+}
+
 inline Result Reference(const Request& request) {
   const SampleRowSpec& spec = request.spec;
   const int vocabulary = static_cast<int>(request.logits.size());
   const bool greedy = spec.temperature == 0.0f;
   const bool processed = spec.logprob_mode == LogprobMode::kProcessed;
-  const ReferenceRow row(request.logits, greedy ? 1.0f : spec.temperature, request.banned);
-  if (!row.usable) {
+  std::vector<int32_t> banned = request.banned;
+  for (const ConditionalBan& ban : request.conditional) {
+    if (ban.after == request.newest) banned.push_back(ban.token);
+  }
+  const ReferenceRow row(AdjustedLogits(request), greedy ? 1.0f : spec.temperature, banned);
+  if (!row.usable || !AllFinite(request.logits)) {
     return ReferenceUnusable(request, spec.logprob_mode != LogprobMode::kNone);
   }
   Result result;

@@ -96,6 +96,7 @@ TEST_F(SamplingKernelTest, RawSampleAndScoreAgreeToTheBit) {
   std::vector<Request> requests;
   for (int r = 0; r < 64; ++r) {
     Request request = RandomRequest(30000, r, random);
+    request.allowed.clear();  // with bans, they may leave nothing
     request.spec.logprob_mode = LogprobMode::kRaw;
     requests.push_back(request);
   }
@@ -225,6 +226,7 @@ TEST_F(SamplingKernelTest, RowsThatCannotBeSampledAreFlagged) {
         request.spec.temperature = spec % 2 == 0 ? 1.0f : 0.5f;
         request.spec.top_logprobs = 2;
         request.banned.clear();
+        request.conditional.clear();
         if (fault == 0) request.logits[vocabulary - 1] = kNan;
         if (fault == 1) request.logits[0] = kInfinity;
         if (fault == 2) std::fill(request.logits.begin(), request.logits.end(), -kInfinity);

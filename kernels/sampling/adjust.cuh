@@ -1,0 +1,166 @@
+// A row's logits after allowed tokens, biases and penalties. Internal to kernels/sampling. The
+// CPU's counterpart with the same results is server/backends/cpu/logit_adjustments.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/sampling/row.cuh"
+#include "kernels/sampling/wanted.cuh"
+
+namespace dorad::kernels {
+
+// A call in which no row has adjustments or conditional bans: code for them is left out.
+struct Unadjusted {
+  static constexpr bool kPossible = false;
+  static constexpr bool on = false;
+
+  __device__ Unadjusted() {}
+  __device__ Unadjusted(const Launch&, int) {}
+  __device__ static bool Concerns(const Launch&, int) { return false; }
+  __device__ static int NumBanned(const Wanted& wanted) { return wanted.num_banned; }
+  __device__ static int32_t Ban(const Wanted& wanted, int i) { return wanted.banned[i]; }
+};
+
+struct Adjuster {
+  static constexpr bool kPossible = true;
+  bool on = false;
+  LogitAdjustments how;
+  const int32_t* allowed = nullptr;  // ascending
+  const LogitBias* biases = nullptr;
+  const TokenUse* uses = nullptr;
+  const ConditionalBan* conditional = nullptr;
+  int32_t num_conditional = 0;
+  int32_t newest = -1;  // the token that `uses` lacks; -1: none
+
+  __device__ Adjuster(const Launch& p, int index) {
+    const SampleRowSpec& spec = p.samples[index];
+    conditional = p.conditional_bans + spec.conditional_begin;
+    num_conditional = spec.conditional_count;
+    if (spec.newest >= 0) newest = p.newest[spec.newest];
+    if (spec.adjustments < 0) return;
+    on = true;
+    how = p.adjustments[spec.adjustments];
+    allowed = p.allowed_ids + how.allowed_begin;
+    biases = p.biases + how.bias_begin;
+    uses = p.uses + how.uses_begin;
+  }
+  // Whether a row needs one.
+  __device__ static bool Concerns(const Launch& p, int index) {
+    return p.samples[index].adjustments >= 0 || p.samples[index].conditional_count > 0;
+  }
+
+  __device__ int NumBanned(const Wanted& wanted) const {
+    return wanted.num_banned + num_conditional;
+  }
+  // The i-th of these; -1: its condition is not met.
+  __device__ int32_t Ban(const Wanted& wanted, int i) const {
+    if (i < wanted.num_banned) return wanted.banned[i];
+    const ConditionalBan ban = conditional[i - wanted.num_banned];
+    return ban.after == newest ? ban.token : -1;
+  }
+
+  __device__ bool Allows(int32_t id) const {
+    int low = 0;
+    int high = how.allowed_count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (allowed[middle] < id) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low < how.allowed_count && allowed[low] == id;
+  }
+
+  // Each step is rounded: no fused multiply-add.
+  __device__ float Penalised(float x, uint32_t count) const {
+    if (how.repetition_penalty != 1.0f) {
+      x = x > 0.0f ? __fdiv_rn(x, how.repetition_penalty) : __fmul_rn(x, how.repetition_penalty);
+    }
+    const uint32_t generated = count / TokenUse::kGenerated;
+    if (generated > 0) {
+      x = __fsub_rn(x, __fmul_rn(how.frequency_penalty, static_cast<float>(generated)));
+      x = __fsub_rn(x, how.presence_penalty);
+    }
+    return x;
+  }
+};
+
+// Adjusts the logits of ids [begin, end) at `at(id - begin)`, by `threads` threads that `sync`
+// joins. newest_count: of the newest token in `uses`, 0 if it is not there.
+template <typename At, typename Sync>
+__device__ inline void AdjustRange(const Adjuster& a, int begin, int end, At at, int thread,
+                                   int threads, uint32_t newest_count, Sync sync) {
+  if (a.how.allowed_count > 0) {
+    for (int id = begin + thread; id < end; id += threads) {
+      if (!a.Allows(id)) at(id - begin) = -Infinity();
+    }
+    sync();
+  }
+  for (int i = thread; i < a.how.bias_count; i += threads) {
+    const LogitBias bias = a.biases[i];
+    if (bias.id >= begin && bias.id < end) {
+      at(bias.id - begin) = __fadd_rn(at(bias.id - begin), bias.bias);
+    }
+  }
+  sync();
+  for (int i = thread; i < a.how.uses_count; i += threads) {
+    const TokenUse use = a.uses[i];
+    if (use.id >= begin && use.id < end && use.id != a.newest) {
+      at(use.id - begin) = a.Penalised(at(use.id - begin), use.count);
+    }
+  }
+  if (thread == 0 && a.how.penalised && a.newest >= begin && a.newest < end) {
+    at(a.newest - begin) = a.Penalised(at(a.newest - begin), newest_count + TokenUse::kGenerated);
+  }
+  sync();
+}
+
+// Replaces the block's logits, and fills newest_count.
+__device__ __noinline__ void AdjustShare(const Row& row, const Adjuster& a) {
+  RowShared* const s = Shared();
+  __syncthreads();
+  if (threadIdx.x == 0) s->newest_count = 0;
+  __syncthreads();
+  if (a.how.penalised && a.newest >= 0) {
+    for (int i = threadIdx.x; i < a.how.uses_count; i += blockDim.x) {
+      if (a.uses[i].id == a.newest) s->newest_count = a.uses[i].count;
+    }
+    __syncthreads();
+  }
+  const int begin = row.IdAt(0);
+  AdjustRange(
+      a, begin, min(begin + row.own * kChunk, row.vocabulary),
+      [](int i) -> float& { return Share()[i]; }, static_cast<int>(threadIdx.x),
+      static_cast<int>(blockDim.x), s->newest_count, [] { __syncthreads(); });
+}
+
+// The logit of one id, the same for all lanes, from the row's x. For a warp, after AdjustShare.
+__device__ inline float AdjustedByWarp(const Row& row, const Adjuster& a, float x, int32_t id) {
+  if (!a.on) return x;
+  if (a.how.allowed_count > 0 && !a.Allows(id)) x = -Infinity();
+  uint32_t bias = 0;  // bits
+  for (int i = row.lane; i < a.how.bias_count; i += kWarp) {
+    if (a.biases[i].id == id) bias = __float_as_uint(a.biases[i].bias);
+  }
+  bias = __reduce_or_sync(~0u, bias);
+  if (bias != 0) x = __fadd_rn(x, __uint_as_float(bias));
+  uint32_t count = 0;
+  for (int i = row.lane; i < a.how.uses_count; i += kWarp) {
+    if (a.uses[i].id == id) count = a.uses[i].count;
+  }
+  count = __reduce_or_sync(~0u, count);
+  if (a.how.penalised && id == a.newest) count += TokenUse::kGenerated;
+  return count > 0 ? a.Penalised(x, count) : x;
+}
+
+template <typename A>
+__device__ inline bool Banned(const Wanted& wanted, const A& adjuster, int32_t id) {
+  for (int i = 0; i < adjuster.NumBanned(wanted); ++i) {
+    if (adjuster.Ban(wanted, i) == id) return true;
+  }
+  return false;
+}
+
+}  // namespace dorad::kernels
