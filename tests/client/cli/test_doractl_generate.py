@@ -64,7 +64,7 @@ def test_changes_of_logits_are_sent(doractl, server):
 
 
 def test_a_bias_needs_a_token_and_a_number(doractl, server):
-    out = doractl("generate", "--token-ids", "1", "--base", "--logit-bias", "7:1", code=2)
+    out = doractl("generate", "--token-ids", "1", "--base", "--logit-bias", "7:1", code=64)
     assert "7:1" in out and server.generate_calls == []
 
 
