@@ -164,14 +164,19 @@ class Endpoint:
         error_body: ErrorBody,
         *,
         body: type[pydantic.BaseModel] | None = None,
+        answers: type[pydantic.BaseModel] | None = None,
+        events: type[pydantic.BaseModel] | None = None,
         public: bool = False,
     ) -> None:
-        """`handler`'s docstring and `body`, the request's model, are for the OpenAPI document.
+        """`handler`'s docstring and the models are for the OpenAPI document: `body` of the request,
+        `answers` of a whole answer, `events` of an event of a stream.
 
         `public`: needs no token, and does not count as a request in flight.
         """
         self.summary = (handler.__doc__ or "").partition("\n")[0]
         self.body = body
+        self.answers = answers
+        self.events = events
         self._gateway = gateway
         self._name = name
         self._handler = handler

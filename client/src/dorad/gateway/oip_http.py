@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dorad.gateway import oip, validation
+from dorad.gateway import oip, responses, validation
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -304,25 +304,36 @@ def routes(gateway: Gateway) -> list[Route]:
     def endpoint(name: str, handler: Handler, **options: Any) -> Endpoint:
         return Endpoint(gateway, name, handler, error_body, **options)
 
-    live = endpoint("oip_live", _live, public=True)
-    ready = endpoint("oip_ready", _ready, public=True)
-    index = endpoint("oip_index", _index, body=IndexRequest)
+    live = endpoint("oip_live", _live, answers=responses.Live, public=True)
+    ready = endpoint("oip_ready", _ready, answers=responses.Ready, public=True)
+    index = endpoint("oip_index", _index, body=IndexRequest, answers=responses.Index)
     stats = endpoint("oip_model_stats", _stats)
+    server = endpoint("oip_server", _server, answers=responses.ServerMetadata, public=True)
     found = [
-        Route("/v2", endpoint("oip_server", _server, public=True), methods=["GET"]),
+        Route("/v2", server, methods=["GET"]),
         Route("/v2/health/live", live, methods=["GET"]),
         Route("/v2/health/ready", ready, methods=["GET"]),
         Route("/v2/repository/index", index, methods=["POST"]),
         Route("/v2/models/stats", stats, methods=["GET"]),
     ]
-    stream = endpoint("oip_generate_stream", _generate_stream, body=GenerateRequest)
+    infer = endpoint("oip_infer", _infer, body=InferRequest, answers=responses.InferResponse)
+    of_generate = {"body": GenerateRequest, "answers": responses.GenerateResponse}
+    generate = endpoint("oip_generate", _generate, **of_generate)
+    stream = endpoint(
+        "oip_generate_stream",
+        _generate_stream,
+        body=GenerateRequest,
+        events=responses.GenerateResponse,
+    )
+    metadata = endpoint("oip_model", _model, answers=responses.ModelMetadata)
+    model_ready = endpoint("oip_model_ready", _model_ready, answers=responses.ModelReady)
     of_models = (
-        ("", "GET", endpoint("oip_model", _model)),
-        ("/ready", "GET", endpoint("oip_model_ready", _model_ready)),
+        ("", "GET", metadata),
+        ("/ready", "GET", model_ready),
         ("/config", "GET", endpoint("oip_model_config", _model_config)),
         ("/stats", "GET", stats),
-        ("/infer", "POST", endpoint("oip_infer", _infer, body=InferRequest)),
-        ("/generate", "POST", endpoint("oip_generate", _generate, body=GenerateRequest)),
+        ("/infer", "POST", infer),
+        ("/generate", "POST", generate),
         ("/generate_stream", "POST", stream),
     )
     for start in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):

@@ -24,6 +24,14 @@ from dorad.gateway.http import (
     while_connected,
 )
 from dorad.gateway.requests import ChatRequest, CompletionRequest
+from dorad.gateway.responses import (
+    Answer,
+    ChatChunk,
+    ChatResponse,
+    CompletionResponse,
+    Model,
+    ModelList,
+)
 
 _DONE = b"[DONE]"
 
@@ -121,16 +129,30 @@ async def _model(gateway: Gateway, request: Request, caller: Caller) -> Response
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def get(name: str, handler: Handler) -> Endpoint:
-        return Endpoint(gateway, name, handler, Refusal.body)
+    def get(name: str, handler: Handler, answers: type[Answer]) -> Endpoint:
+        return Endpoint(gateway, name, handler, Refusal.body, answers=answers)
 
     completions_endpoint = Endpoint(
-        gateway, "completions", _completions, completions.error_body, body=CompletionRequest
+        gateway,
+        "completions",
+        _completions,
+        completions.error_body,
+        body=CompletionRequest,
+        answers=CompletionResponse,
+        events=CompletionResponse,
     )
-    chat_endpoint = Endpoint(gateway, "chat_completions", _chat, chat.error_body, body=ChatRequest)
+    chat_endpoint = Endpoint(
+        gateway,
+        "chat_completions",
+        _chat,
+        chat.error_body,
+        body=ChatRequest,
+        answers=ChatResponse,
+        events=ChatChunk,
+    )
     return [
-        Route("/v1/models", get("models", _models), methods=["GET"]),
-        Route("/v1/models/{model:path}", get("model", _model), methods=["GET"]),
+        Route("/v1/models", get("models", _models, ModelList), methods=["GET"]),
+        Route("/v1/models/{model:path}", get("model", _model, Model), methods=["GET"]),
         Route("/v1/completions", completions_endpoint, methods=["POST"]),
         Route("/v1/chat/completions", chat_endpoint, methods=["POST"]),
     ]

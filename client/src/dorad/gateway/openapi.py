@@ -1,4 +1,5 @@
-"""The OpenAPI 3.1 document of the gateway, from its routes and the models of their requests."""
+"""The OpenAPI 3.1 document of the gateway, from its routes and the models of what they read and
+write."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     models: set[type[pydantic.BaseModel]] = {Error}
     for route in routes:
         assert isinstance(route, Route) and isinstance(route.endpoint, Endpoint)
-        if route.endpoint.body is not None:
-            models.add(route.endpoint.body)
+        endpoint = route.endpoint
+        models |= {m for m in (endpoint.body, endpoint.answers, endpoint.events) if m is not None}
         path = route.path.replace(":path", "")
         for method in (route.methods or set()) - {"HEAD"}:
             paths.setdefault(path, {})[method.lower()] = _operation(route, route.endpoint)
@@ -53,8 +54,14 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
 
 
 def _operation(route: Route, endpoint: Endpoint) -> dict[str, Any]:
-    found = {"schema": {"type": "object"}}
-    content = {"application/json": found}
+    content: dict[str, Any] = {}
+    if endpoint.answers is not None:
+        content = _json(endpoint.answers)
+    elif endpoint.events is None:
+        content = {"application/json": {"schema": {"type": "object"}}}
+    if endpoint.events is not None:
+        # Each `data:` is one; completions and chats end with `data: [DONE]`.
+        content["text/event-stream"] = _json(endpoint.events)["application/json"]
     error = {"description": "A refusal or a failure.", "content": _json(Error)}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
@@ -64,7 +71,6 @@ def _operation(route: Route, endpoint: Endpoint) -> dict[str, Any]:
         ],
     }
     if endpoint.body is not None:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
         operation["requestBody"] = {"required": True, "content": _json(endpoint.body)}
     good = {"description": endpoint.summary, "content": content}
     operation["responses"] = {"200": good, "4XX": error, "5XX": error}

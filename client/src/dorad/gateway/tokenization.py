@@ -18,6 +18,12 @@ from dorad.gateway.core import LONG_TEXT, Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.http import Endpoint, answer, long_answer, read_json
 from dorad.gateway.requests import AnyMessage, Templated
+from dorad.gateway.responses import (
+    Answer,
+    DetokenizeResponse,
+    TokenizeResponse,
+    VersionResponse,
+)
 from dorad.gateway.validation import Body, TokenIds
 from dorad.gateway.writing import Rows
 
@@ -94,13 +100,15 @@ async def _version(gateway: Gateway, request: Request, caller: Caller) -> Respon
 
 
 def routes(gateway: Gateway) -> list[Route]:
-    def post(name: str, handler: Any, body: type[Body]) -> Route:
-        endpoint = Endpoint(gateway, name, handler, Refusal.body, body=body)
+    def post(name: str, handler: Any, body: type[Body], answers: type[Answer]) -> Route:
+        endpoint = Endpoint(gateway, name, handler, Refusal.body, body=body, answers=answers)
         return Route(f"/{name}", endpoint, methods=["POST"])
 
-    version = Endpoint(gateway, "version", _version, Refusal.body, public=True)
+    version = Endpoint(
+        gateway, "version", _version, Refusal.body, answers=VersionResponse, public=True
+    )
     return [
-        post("tokenize", _tokenize, TokenizeRequest),
-        post("detokenize", _detokenize, DetokenizeRequest),
+        post("tokenize", _tokenize, TokenizeRequest, TokenizeResponse),
+        post("detokenize", _detokenize, DetokenizeRequest, DetokenizeResponse),
         Route("/version", version, methods=["GET"]),
     ]
