@@ -1,19 +1,22 @@
 """What the gateway adds: a keep-alive request of a route without work, an answer of one token and
 many streams at a time, each beside the same through gRPC. Tiny model, CPU, one gateway process.
 
-    DORAD_BINARY=build/dorad python tests/bench/gateway_latency.py [--streams 200] [--tokens 64]
+    DORAD_BINARY=build/dorad python tests/bench/gateway_latency.py [--streams 200] [--rounds 5]
 
-One JSON line each. Latencies are milliseconds; `gateway` and `grpc` requests take turns.
+One JSON line each. Latencies are milliseconds; `gateway` and `grpc` requests take turns. Rates of
+streams are medians of the rounds; a stream that lost a token ends the run.
 """
 
 import argparse
 import asyncio
 import http.client
 import json
+import re
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +25,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src")]
 
 import dorad  # noqa: E402
 import dorad.aio  # noqa: E402
-from lib.gateway import RunningGateway, running_gateway  # noqa: E402
+from lib.gateway import RunningGateway, running_gateway, stream_tokens  # noqa: E402
 from lib.server import serve  # noqa: E402
 from lib.smollm2 import CACHE  # noqa: E402
 from lib.zoo import Zoo, default_directory  # noqa: E402
@@ -79,26 +82,10 @@ def measure_latency(gateway: RunningGateway, target: str, base: str, count: int)
     print(json.dumps({"work": "one token", **line}), flush=True)
 
 
-async def http_stream(address: str, body: dict) -> int:
-    """Reads a whole event stream; returns its tokens."""
-    host, port = address.rsplit(":", 1)
-    reader, writer = await asyncio.open_connection(host, int(port))
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
-    writer.write(
-        f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + data
-    )
-    tokens, done = 0, False
-    async for line in reader:
-        if line.startswith(b"data: [DONE]"):
-            done = True
-        elif line.startswith(b"data: "):
-            event = json.loads(line[6:])
-            assert "error" not in event, event
-            tokens += sum(len(choice["token_ids"]) for choice in event["choices"])
-    writer.close()
-    assert done, "the stream ended early"
-    return tokens
+def cpu_seconds(gateway: RunningGateway) -> float:
+    """CPU time of the gateway so far, which other work on the machine does not change."""
+    page = urllib.request.urlopen(f"{gateway.url}/metrics", timeout=60).read().decode()
+    return float(re.search(r"^process_cpu_seconds_total (\S+)", page, re.M).group(1))
 
 
 async def grpc_stream(client: dorad.aio.Client, seed: int, tokens: int) -> int:
@@ -111,7 +98,7 @@ async def grpc_stream(client: dorad.aio.Client, seed: int, tokens: int) -> int:
 
 
 async def measure_streams(
-    gateway: RunningGateway, target: str, base: str, streams: int, tokens: int
+    gateway: RunningGateway, target: str, base: str, streams: int, tokens: int, rounds: int
 ) -> None:
     async def all_of(work: Callable[[int], object]) -> float:
         began = time.perf_counter()
@@ -122,14 +109,26 @@ async def measure_streams(
     def through(seed: int):
         options = {"max_tokens": tokens, "ignore_eos": True, "seed": seed, "stream": True}
         body = {"model": base, "prompt": PROMPT, **options, "return_token_ids": True}
-        return http_stream(gateway.http, body)
+        return through_http(gateway.http, body)
+
+    async def through_http(address: str, body: dict) -> int:
+        return len(await stream_tokens(address, body))
 
     async with dorad.aio.Client(target, timeout=600) as client:
-        for work in ("warm-up", "streams"):
+        found: list[tuple[float, float, float]] = []
+        for _ in range(rounds + 1):
             direct = await all_of(lambda seed: grpc_stream(client, seed, tokens))
-            line = {"grpc_tokens_per_second": direct}
-            line["gateway_tokens_per_second"] = await all_of(through)
-            print(json.dumps({"work": work, "streams": streams, "tokens": tokens, **line}))
+            before = cpu_seconds(gateway)
+            rate = await all_of(through)
+            found.append((direct, rate, cpu_seconds(gateway) - before))
+        of_grpc, of_gateway, cpu = zip(*found[1:], strict=True)  # The first round warms up.
+        line = {
+            "grpc_tokens_per_second": statistics.median(of_grpc),
+            "gateway_tokens_per_second": statistics.median(of_gateway),
+            "gateway_cpu_us_per_token": round(1e6 * statistics.median(cpu) / streams / tokens),
+            "rounds": rounds,
+        }
+        print(json.dumps({"work": "streams", "streams": streams, "tokens": tokens, **line}))
 
 
 def main() -> None:
@@ -137,6 +136,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=300, help="requests of each latency")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=64, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=5, help="of the streams, for the median")
     args = parser.parse_args()
     folder = Zoo(default_directory(CACHE / "tests")).model_with_tokenizer("llama2")
     settings = {"engine.max_running_sequences": args.streams}
@@ -148,7 +148,9 @@ def main() -> None:
     ):
         base = client.info().model.name
         measure_latency(gateway, server.grpc, base, args.count)
-        asyncio.run(measure_streams(gateway, server.grpc, base, args.streams, args.tokens))
+        asyncio.run(
+            measure_streams(gateway, server.grpc, base, args.streams, args.tokens, args.rounds)
+        )
 
 
 if __name__ == "__main__":

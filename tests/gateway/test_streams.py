@@ -1,13 +1,15 @@
 """Streams as they come, those that fail, and readers that go away or stop."""
 
+import asyncio
 import json
 
+import dorad
 import grpc
 import httpx
 import openai
 import pytest
 from fake_server import overloaded
-from lib.gateway import running_gateway
+from lib.gateway import running_gateway, stream_tokens
 from lib.gateway_clients import COMPLETION, grpc_stream, stuck_readers
 from lib.server import wait_until
 
@@ -103,3 +105,26 @@ def test_real_pages_and_leases_come_back_after_disconnects(gateway, server, grpc
             next(answer.iter_lines())
     wait_until(lambda: grpc_client.info().engine.running_sequences == 0, what="all requests ended")
     wait_until(lambda: grpc_client.info().engine.adapter_leases == 0, what="all leases ended")
+
+
+def test_200_streams_at_a_time_lose_nothing(gateway, grpc_client, base):
+    """Each has the tokens of the same prompt and seed through gRPC."""
+    prompts = [[1, 40 + i % 50, 77, i % 90] for i in range(200)]
+    options = {"max_tokens": 24, "ignore_eos": True}
+
+    async def all_of_them():
+        return await asyncio.gather(
+            *(
+                stream_tokens(
+                    gateway.http,
+                    {"model": base, "prompt": prompt, "seed": seed, "stream": True}
+                    | {"return_token_ids": True, **options},
+                )
+                for seed, prompt in enumerate(prompts)
+            )
+        )
+
+    wanted = grpc_client.generate_many(
+        dorad.GenerateRequest(prompt, seed=seed, **options) for seed, prompt in enumerate(prompts)
+    )
+    assert asyncio.run(all_of_them()) == [sample.token_ids.tolist() for (sample,) in wanted]

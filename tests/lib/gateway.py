@@ -1,5 +1,6 @@
 """Starts the real gateway as a process of its own, and ends it by its own pid."""
 
+import asyncio
 import json
 import re
 import signal
@@ -92,3 +93,26 @@ def running_gateway(
     logged = log_path.read_text()
     assert code == 0, logged
     assert "Traceback" not in logged, logged
+
+
+async def stream_tokens(address: str, body: dict) -> list[int]:
+    """The token ids of a streamed completion of one choice. Its stream must have ended in order."""
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    writer.write(
+        f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode() + data
+    )
+    tokens, done = list[int](), False
+    async for line in reader:
+        if line.startswith(b"data: [DONE]"):
+            done = True
+        elif line.startswith(b"data: "):
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                tokens += choice["token_ids"]
+    writer.close()
+    assert done, "the stream ended early"
+    return tokens
