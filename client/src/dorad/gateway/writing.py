@@ -11,9 +11,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _SLICE = 16  # Rows per slice. A row may be a table.
+_FEW = 2 * _SLICE  # Rows of a value that is encoded at once, as events of a stream are.
 _TURN_SECONDS = 0.002
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+def _encoder(default: Callable[[Any], Any] | None = None) -> Callable[[Any], str]:
+    return json.JSONEncoder(
+        ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=default
+    ).encode
+
+
+_encode = _encoder()
 
 
 class Rows:
@@ -23,9 +31,30 @@ class Rows:
         self._items = items
         self._row = row
 
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def whole(self) -> list[Any]:
+        return [self._row(item) for item in self._items]
+
     def slices(self) -> Iterator[list[Any]]:
         for begin in range(0, len(self._items), _SLICE):
             yield [self._row(item) for item in self._items[begin : begin + _SLICE]]
+
+
+class _Few:
+    """Makes lists of `Rows` that have few rows together. Raises TypeError for more."""
+
+    def __init__(self) -> None:
+        self._left = _FEW
+
+    def __call__(self, value: Any) -> list[Any]:
+        if not isinstance(value, Rows):
+            raise TypeError(f"{type(value).__name__} is not JSON")
+        self._left -= len(value)
+        if self._left < 0:
+            raise TypeError("many rows")
+        return value.whole()
 
 
 def to_json(value: Any) -> bytes:
@@ -34,6 +63,10 @@ def to_json(value: Any) -> bytes:
 
 async def write(value: Any) -> bytes:
     """Like `to_json`, also for values with `Rows`. Other tasks run meanwhile."""
+    try:
+        return _encoder(_Few())(value).encode()
+    except TypeError:  # It has many rows.
+        pass
     parts = []
     turn = time.monotonic() + _TURN_SECONDS
     for part in _parts(value):
