@@ -218,7 +218,10 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
 }
 
 void Request::Enter(uint64_t* arrival) {
-  for (const auto& sequence : sequences) sequence->arrival = (*arrival)++;
+  for (const auto& sequence : sequences) {
+    sequence->arrival = (*arrival)++;
+    sequence->tenant = base().tenant;
+  }
 }
 
 Request::Want Request::WantOf(const Chunk& chunk) const {

@@ -1,30 +1,37 @@
 #include "server/engine/scheduler.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "server/platform/check.h"
 
 namespace dorad::engine {
 namespace {
 
-int64_t PagesFor(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
+int64_t PagesOf(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
 
 }  // namespace
 
-Scheduler::Scheduler(Options options, KvPages* pages) : options_(options), pages_(pages) {
+Scheduler::Scheduler(Options options, KvPages* pages)
+    : options_(options), pages_(pages), shares_(options.max_step_tokens) {
   DORAD_CHECK(options.max_step_tokens > 0 && options.max_running > 0);
 }
 
 void Scheduler::Add(Sequence* sequence) {
   DORAD_CHECK(sequence->state == Sequence::State::kWaiting);
-  DORAD_CHECK(PagesFor(sequence->goal()) <= pages_->total());
+  DORAD_CHECK(PagesOf(sequence->goal()) <= pages_->total());
   sequence->node = sequence->root;
-  Put(sequence, &waiting_);
+  shares_.Enter(sequence);
+  Put(sequence, &sequence->share->waiting);
 }
 
 void Scheduler::Remove(Sequence* sequence) {
-  Take(sequence, &waiting_);
-  Take(sequence, &running_);
+  if (sequence->share != nullptr) {
+    Take(sequence, &sequence->share->waiting);
+    Take(sequence, &running_);
+    shares_.Leave(sequence);
+  }
   pages_->Release(&sequence->pages);
   sequence->state = Sequence::State::kEnded;
 }
@@ -37,25 +44,32 @@ void Scheduler::Restart(Sequence* sequence, const adapter::LoadedAdapter* adapte
   Rewind(sequence);
   if (!Take(sequence, &running_)) return;
   sequence->state = Sequence::State::kWaiting;
-  Put(sequence, &waiting_);
+  Put(sequence, &sequence->share->waiting);
 }
 
 void Scheduler::SetFrozen(Sequence* sequence, bool frozen) {
+  SequenceLine* const waiting = sequence->share == nullptr ? nullptr : &sequence->share->waiting;
   const bool is_running = Take(sequence, &running_);
-  const bool is_waiting = Take(sequence, &waiting_);
+  const bool is_waiting = waiting != nullptr && Take(sequence, waiting);
   sequence->frozen = frozen;
   if (is_running) Put(sequence, &running_);
-  if (is_waiting) Put(sequence, &waiting_);
+  if (is_waiting) Put(sequence, waiting);
 }
 
-void Scheduler::Put(Sequence* sequence, Line* line) {
+void Scheduler::Put(Sequence* sequence, SequenceLine* line) {
   DORAD_CHECK(line->insert(sequence).second);
-  (line == &running_ ? frozen_running_ : frozen_waiting_) += sequence->frozen ? 1 : 0;
+  const bool runs = line == &running_;
+  (runs ? frozen_running_ : frozen_waiting_) += sequence->frozen ? 1 : 0;
+  sequence->share->places += runs && !sequence->frozen ? 1 : 0;
+  waiting_ += runs ? 0 : 1;
 }
 
-bool Scheduler::Take(Sequence* sequence, Line* line) {
+bool Scheduler::Take(Sequence* sequence, SequenceLine* line) {
   if (line->erase(sequence) == 0) return false;
-  (line == &running_ ? frozen_running_ : frozen_waiting_) -= sequence->frozen ? 1 : 0;
+  const bool runs = line == &running_;
+  (runs ? frozen_running_ : frozen_waiting_) -= sequence->frozen ? 1 : 0;
+  sequence->share->places -= runs && !sequence->frozen ? 1 : 0;
+  waiting_ -= runs ? 0 : 1;
   return true;
 }
 
@@ -68,8 +82,10 @@ std::vector<Chunk> Scheduler::Schedule() {
   Plan plan;
   plan.budget = options_.max_step_tokens;
   shortage_ = 0;
-  // Preemption takes sequences from the end of running_, so walk over a copy.
-  const std::vector<Sequence*> candidates(running_.begin(), running_.end());
+  shares_.BoundCredit();
+  // Preemption takes sequences from running_, so walk over a copy.
+  std::vector<Sequence*> candidates(running_.begin(), running_.end());
+  shares_.Sort(&candidates);
   for (Sequence* s : candidates) {
     if (s->pending() == 1 && CanContinue(s)) Continue(s, &plan);
   }
@@ -90,18 +106,28 @@ std::vector<Chunk> Scheduler::Schedule() {
 
 void Scheduler::AdmitWaiting(Plan* plan) {
   const int64_t max_running = std::min<int64_t>(options_.max_running, options_.max_step_tokens);
-  for (auto it = waiting_.begin(); it != waiting_.end();) {
-    Sequence* const s = *it++;  // admission erases it from waiting_
-    if (plan->budget == 0 || running() - frozen_running_ >= max_running) break;
-    if (static_cast<int64_t>(plan->chunks.size()) >= max_running) break;
+  const auto no_place = [&] {
+    return running() - frozen_running_ >= max_running ||
+           static_cast<int64_t>(plan->chunks.size()) >= max_running;
+  };
+  TenantShares::Turns turns(&shares_);
+  while (Sequence* const s = turns.Next()) {
+    const bool full = no_place();
+    if (full ? !shares_.several() : plan->budget == 0) break;
     if (s->frozen) continue;
     if (WaitsForLeader(*s)) continue;
+    Sequence* const victim = full ? PlaceFor(*s, max_running) : nullptr;
+    if (full && victim == nullptr) {
+      turns.EndTurnsOf(s->share);
+      continue;
+    }
     if (options_.may_run && !options_.may_run(s)) continue;
     // A step from before its preemption may still bring a token.
-    if (s->in_flight > 0) break;
-    bool admitted = Admit(s, plan);
-    while (!admitted && PreemptFrozen(plan)) admitted = Admit(s, plan);
-    if (!admitted) {
+    if (s->in_flight > 0) {
+      turns.EndTurnsOf(s->share);
+      continue;
+    }
+    if (!AdmitInsteadOf(victim, s, plan)) {
       s->DropPins();
       break;
     }
@@ -115,6 +141,74 @@ bool Scheduler::PreemptFrozen(Plan* plan) {
       std::find_if(running_.rbegin(), running_.rend(), [](const Sequence* s) { return s->frozen; });
   Preempt(*last, plan);
   return true;
+}
+
+template <typename May>
+Sequence* Scheduler::LastOf(May may) const {
+  Sequence* last = nullptr;
+  for (auto it = running_.rbegin(); it != running_.rend(); ++it) {
+    Sequence* const s = *it;
+    if (last != nullptr && s->priority != last->priority) break;
+    if (last != nullptr && s->share->served <= last->share->served) continue;
+    if (may(*s)) last = s;
+    if (last != nullptr && !shares_.several()) break;
+  }
+  return last;
+}
+
+Sequence* Scheduler::PlaceFor(const Sequence& wanting, int64_t places) const {
+  const TenantShare& own = *wanting.share;
+  const int64_t part = std::max<int64_t>(1, places / shares_.Contenders(own));
+  if (own.places >= part) return nullptr;
+  return LastOf([&](const Sequence& s) {
+    return !s.frozen && s.priority >= wanting.priority && s.share->places > part &&
+           s.share->served > own.served;
+  });
+}
+
+Sequence* Scheduler::PagesFor(const Sequence& wanting) const {
+  if (!shares_.several()) return nullptr;
+  const TenantShare& own = *wanting.share;
+  const int64_t part = pages_->total() / shares_.Contenders(own);
+  std::map<const TenantShare*, int64_t> held;
+  for (const Sequence* s : running_) held[s->share] += static_cast<int64_t>(s->pages.size());
+  if (held[&own] + PagesOf(wanting.goal()) > part) return nullptr;
+  const auto may = [&](const Sequence& s) {
+    return s.priority >= wanting.priority && held[s.share] > part && s.share->served > own.served;
+  };
+  // Pages that others have in common come free with the last of them: an upper bound.
+  int64_t surplus = 0;
+  for (const auto& [share, pages] : held) {
+    if (share != &own && share->served > own.served) surplus += std::max<int64_t>(0, pages - part);
+  }
+  return surplus >= shortage_ ? LastOf(may) : nullptr;
+}
+
+bool Scheduler::AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan) {
+  std::vector<std::pair<TenantShare*, int64_t>> recomputed;
+  const auto preempt = [&](Sequence* s) {
+    recomputed.emplace_back(s->share, s->computed);
+    Preempt(s, plan);
+  };
+  if (victim != nullptr) preempt(victim);
+  // A victim without rows in this step leaves no budget.
+  bool admitted = plan->budget > 0 && Admit(sequence, plan);
+  while (!admitted && plan->budget > 0) {
+    Sequence* const holder = frozen_running_ == 0 ? PagesFor(*sequence) : nullptr;
+    if (holder != nullptr) {
+      preempt(holder);
+    } else if (!PreemptFrozen(plan)) {
+      break;
+    }
+    admitted = Admit(sequence, plan);
+  }
+  // The tenant that wanted the room pays for the recomputation: short requests cannot make another
+  // tenant's sequences begin again and again for nothing.
+  for (const auto& [share, rows] : recomputed) {
+    sequence->share->served += rows;
+    share->served -= rows;
+  }
+  return admitted;
 }
 
 void Scheduler::PreemptAll() {
@@ -179,6 +273,7 @@ void Scheduler::Append(Sequence* sequence, Plan* plan) {
   }
   plan->chunks.push_back(chunk);
   plan->budget -= chunk.count;
+  sequence->share->served += chunk.count;
 }
 
 void Scheduler::Continue(Sequence* sequence, Plan* plan) {
@@ -186,11 +281,11 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   // After a thaw more sequences may be running.
   if (count == 0 || static_cast<int64_t>(plan->chunks.size()) >= options_.max_running) return;
   const int64_t held = static_cast<int64_t>(sequence->pages.size());
-  const int64_t missing = PagesFor(sequence->computed + count) - held;
+  const int64_t missing = PagesOf(sequence->computed + count) - held;
   while (missing > 0 && !pages_->Allocate(missing, &sequence->pages)) {
     shortage_ = missing;
     if (PreemptFrozen(plan)) continue;
-    Sequence* const victim = *running_.rbegin();
+    Sequence* const victim = LastOf([](const Sequence& /*any*/) { return true; });
     Preempt(victim, plan);
     if (victim == sequence) return;
   }
@@ -202,7 +297,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
   // of every running sequence stays in reserve, so that admission does not cause preemption in the
   // next steps.
-  const int64_t missing = PagesFor(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
+  const int64_t missing = PagesOf(sequence->goal()) - static_cast<int64_t>(sequence->pages.size());
   const int64_t reserve = running();
   const int64_t available = pages_->available();
   if (available < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
@@ -216,7 +311,7 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
     sequence->looked_up = looked_up;
   }
   sequence->state = Sequence::State::kRunning;
-  Take(sequence, &waiting_);
+  Take(sequence, &sequence->share->waiting);
   Put(sequence, &running_);
   Append(sequence, plan);
   return true;
@@ -246,12 +341,13 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
                                   [sequence](const Chunk& c) { return c.sequence == sequence; });
   if (chunk != plan->chunks.end()) {
     plan->budget += chunk->count;
+    sequence->share->served -= chunk->count;
     plan->chunks.erase(chunk);
   }
   Rewind(sequence);
   Take(sequence, &running_);
   sequence->state = Sequence::State::kWaiting;
-  Put(sequence, &waiting_);
+  Put(sequence, &sequence->share->waiting);
   // A sequence without pages keeps no pins: other sequences may have pages and need the weights.
   if (sequence->in_flight == 0) sequence->DropPins();
   ++sequence->preemptions;

@@ -1,5 +1,6 @@
 // Chooses the rows of the next step: decodes first, then prefill chunks, under a token budget, with
-// admission by KV pages and preemption by recomputation. It may schedule a step before the last one
+// admission by KV pages and preemption by recomputation. Tenants of equal priority take turns
+// (tenant_shares.h). It may schedule a step before the last one
 // has finished: the decodes then follow tokens that are not known yet. Freed pages are reused at
 // once, since steps are computed in order. Pure logic: no torch, no clock, no I/O. Confined to the
 // engine thread.
@@ -7,11 +8,11 @@
 
 #include <cstdint>
 #include <functional>
-#include <set>
 #include <vector>
 
 #include "server/engine/kv_pages.h"
 #include "server/engine/sequence.h"
+#include "server/engine/tenant_shares.h"
 
 namespace dorad::engine {
 
@@ -51,21 +52,13 @@ class Scheduler {
   void Landed(const Chunk& chunk);
 
   int64_t running() const { return static_cast<int64_t>(running_.size()); }
-  int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
+  int64_t waiting() const { return waiting_; }
   int64_t frozen() const { return frozen_running_ + frozen_waiting_; }
   uint64_t preemptions() const { return preemptions_; }
   // Pages that the last Schedule lacked for the next sequence.
   int64_t shortage() const { return shortage_; }
 
  private:
-  struct Earlier {
-    bool operator()(const Sequence* a, const Sequence* b) const {
-      if (a->priority != b->priority) return a->priority < b->priority;
-      return a->arrival < b->arrival;
-    }
-  };
-  using Line = std::set<Sequence*, Earlier>;
-
   // The step under construction.
   struct Plan {
     std::vector<Chunk> chunks;
@@ -78,21 +71,32 @@ class Scheduler {
   static bool WaitsForLeader(const Sequence& sequence);
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
   static void Append(Sequence* sequence, Plan* plan);
+  // The running sequence to preempt first, among those for which may(sequence) holds: of the lowest
+  // priority, of the tenant that was served most, the last to arrive. nullptr: none.
+  template <typename May>
+  Sequence* LastOf(May may) const;
   void Continue(Sequence* sequence, Plan* plan);
   void AdmitWaiting(Plan* plan);
   bool Admit(Sequence* sequence, Plan* plan);
+  // Both return a sequence of a tenant that was served more and has more than its equal part of the
+  // places or pages, for a tenant that has less; nullptr: there is none.
+  Sequence* PlaceFor(const Sequence& wanting, int64_t places) const;
+  Sequence* PagesFor(const Sequence& wanting) const;
+  // Preempts the victim, if there is one, and more for pages.
+  bool AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan);
   // Returns whether it searched the prefix cache.
   bool ReusePrefix(Sequence* sequence);
   void Preempt(Sequence* sequence, Plan* plan);
   bool PreemptFrozen(Plan* plan);
-  void Put(Sequence* sequence, Line* line);
-  bool Take(Sequence* sequence, Line* line);
+  void Put(Sequence* sequence, SequenceLine* line);
+  bool Take(Sequence* sequence, SequenceLine* line);
   void Rewind(Sequence* sequence);
 
   const Options options_;
   KvPages* const pages_;
-  Line waiting_;
-  Line running_;
+  TenantShares shares_;
+  int64_t waiting_ = 0;  // in the lines of shares_
+  SequenceLine running_;
   int64_t frozen_running_ = 0;
   int64_t frozen_waiting_ = 0;
   uint64_t preemptions_ = 0;

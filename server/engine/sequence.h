@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <string_view>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -15,6 +16,7 @@
 namespace dorad::engine {
 
 struct Request;
+struct TenantShare;
 
 // The version of keys and values from a position on.
 struct KvSpan {
@@ -26,10 +28,12 @@ struct Sequence {
   enum class State { kWaiting, kRunning, kEnded };
 
   Request* request = nullptr;
+  std::string_view tenant;       // the request's
+  TenantShare* share = nullptr;  // the tenant's, while the sequence is in the scheduler
   // Ascending from position 0; each span ends where the next one begins. A switch that keeps the KV
   // adds a span: after a preemption each span is recomputed with its own version.
   absl::InlinedVector<KvSpan, 1> kv_spans = {KvSpan()};
-  // Order of scheduling: lower priority values first, then arrival.
+  // Order of scheduling: lower priority values first, then tenants by turns, then arrival.
   uint64_t arrival = 0;
   int32_t priority = 0;
   int32_t index = 0;  // of the sample, or of the score cell
