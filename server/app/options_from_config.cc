@@ -126,6 +126,8 @@ rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model) {
   info.hidden_size = model.hidden_size;
   info.num_layers = model.num_layers;
   info.num_parameters = model.num_parameters;
+  info.whole_context_length = model.context_length;
+  info.whole_context_kv_bytes = model.whole_context_kv_bytes;
   info.eos_token_ids = model.eos_token_ids;
   info.max_adapter_rank = config.adapters.max_rank;
   info.deterministic = config.engine.deterministic;

@@ -41,6 +41,7 @@ class Backend {
     int64_t kv_min_pages = 0;  // memory.kv_min_bytes
     int64_t weight_bytes = 0;
     int64_t kv_bytes = 0;
+    int64_t whole_context_kv_bytes = 0;  // engine.kv_bytes for one request of context_length
   };
 
   // The device of model.device auto, and the reason for the choice: the first GPU if the kernels

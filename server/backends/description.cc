@@ -64,11 +64,13 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
   } else {
     DORAD_ASSIGN_OR_RETURN(info_.kv_pages, KvPages(config.engine.kv_bytes, kv_page_bytes));
   }
-  if (const int64_t whole = PagesFor(info_.context_length); info_.kv_pages < whole) {
+  const int64_t whole = PagesFor(info_.context_length);
+  info_.whole_context_kv_bytes = whole * kv_page_bytes;
+  if (info_.kv_pages < whole) {
     LogWarning("the KV cache is smaller than one whole context: longer requests are refused",
                {{"context_length", info_.context_length},
                 {"kv_tokens", info_.kv_pages * engine::kKvPageTokens},
-                {"engine.kv_bytes_needed", whole * kv_page_bytes}});
+                {"engine.kv_bytes_needed", info_.whole_context_kv_bytes}});
   }
   info_.kv_bytes = info_.kv_pages * kv_page_bytes;
   info_.kv_min_pages = (config.memory.kv_min_bytes + kv_page_bytes - 1) / kv_page_bytes;

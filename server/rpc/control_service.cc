@@ -29,6 +29,8 @@ void FillModel(const Services& services, v1::ModelInfo* to) {
   to->set_digest(info.model_digest);
   to->mutable_eos_token_ids()->Add(info.eos_token_ids.begin(), info.eos_token_ids.end());
   to->set_compute_dtype(info.compute_dtype);
+  to->set_whole_context_length(static_cast<uint32_t>(info.whole_context_length));
+  to->set_whole_context_kv_bytes(static_cast<uint64_t>(info.whole_context_kv_bytes));
 }
 
 void FillLimits(const Services& services, v1::Limits* to) {

@@ -43,6 +43,8 @@ struct ServerInfo {
   int64_t hidden_size = 0;
   int64_t num_layers = 0;
   int64_t num_parameters = 0;
+  int64_t whole_context_length = 0;    // of the model; a small KV cache serves less
+  int64_t whole_context_kv_bytes = 0;  // engine.kv_bytes that serve it
   std::vector<int32_t> eos_token_ids;
   int64_t max_adapter_rank = 0;
   bool deterministic = false;

@@ -464,3 +464,14 @@ def gone(thread: int, options: int) -> bool:
     """Whether a traced thread has ended, and not only stopped."""
     pid, status = os.waitpid(thread, options | os.WNOHANG)
     return pid == thread and (os.WIFEXITED(status) or os.WIFSIGNALED(status))
+
+
+def test_a_cache_below_one_context_tells_how_large_it_should_be(zoo) -> None:
+    with serve(zoo.model("llama2"), None, {"engine.kv_bytes": 64 << 10}) as server:
+        small = server.wire.info().model
+        assert f'"engine.kv_bytes_needed":{small.whole_context_kv_bytes}' in server.log()
+    assert 0 < small.context_length < small.whole_context_length
+    settings = {"engine.kv_bytes": small.whole_context_kv_bytes}
+    with serve(zoo.model("llama2"), None, settings) as server:
+        assert server.wire.info().model.context_length == small.whole_context_length
+        assert "kv_bytes_needed" not in server.log()

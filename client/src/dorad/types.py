@@ -425,6 +425,10 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The engine's current state."""
+    whole_context_length: int = 0
+    """The model's own; `context_length` is less if the server's KV cache is too small for it."""
+    whole_context_kv_bytes: int = 0
+    """The server's `engine.kv_bytes` for a request of that length."""
 
     running_sequences: int
     queued_requests: int

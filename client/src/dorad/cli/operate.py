@@ -19,6 +19,14 @@ from dorad.cli.common import (
 from dorad.cli.server import Server, on_server
 
 
+def _context(model: dorad.ModelInfo) -> str:
+    whole = model.whole_context_length
+    if whole <= model.context_length:
+        return f"{model.context_length} tokens"
+    needed = f"engine.kv_bytes: {model.whole_context_kv_bytes}"
+    return f"{model.context_length} of {whole} tokens ({needed} serves them all)"
+
+
 def _facts(info: dorad.ServerInfo) -> Table:
     engine, model = info.engine, info.model
     grid = Table.grid(padding=(0, 2))
@@ -31,7 +39,7 @@ def _facts(info: dorad.ServerInfo) -> Table:
         "parameters": f"{model.num_parameters / 1e6:.1f} M",
         "digest": model.digest,
         "shape": f"{model.num_layers} layers, hidden {model.hidden_size}, vocab {model.vocab_size}",
-        "context": f"{model.context_length} tokens, computed in {model.compute_dtype}",
+        "context": f"{_context(model)}, computed in {model.compute_dtype}",
         "running": f"{engine.running_sequences} sequences, {engine.queued_requests} queued",
         "KV pages": f"{pages} of {engine.kv_pages_total} ({engine.kv_page_tokens} tokens each)",
         "engine": ", ".join(
