@@ -40,17 +40,25 @@ void PrintProblem(const char* before, const std::string& text, const std::string
                reason.empty() ? "" : absl::StrCat(" [", reason, "]").c_str());
 }
 
+// The message without the list of problems. REQUIRES: !violations.empty().
+std::string SubjectOf(const absl::Status& status, const std::vector<Violation>& violations) {
+  const std::string text(status.message());
+  return text.substr(0, text.find(": " + violations[0].field));
+}
+
 // One line for each problem, each with its reason.
 void PrintError(const absl::Status& status) {
   const std::vector<Violation> violations = ViolationsOf(status);
   std::string text(status.message());
   if (violations.size() > 1) {
     // The message lists only the first few violations; this prints all.
-    std::fprintf(stderr, "dorad: %zu problems: %s\n", violations.size(),
-                 OneLine(text.substr(0, text.find(": " + violations[0].field))).c_str());
+    const size_t omitted = OmittedViolationsOf(status);
+    std::fprintf(stderr, "dorad: %zu problems: %s\n", violations.size() + omitted,
+                 OneLine(SubjectOf(status, violations)).c_str());
     for (const Violation& v : violations) {
       PrintProblem("  ", v.field + ": " + v.description, v.reason);
     }
+    if (omitted > 0) PrintProblem("  ", absl::StrCat("and ", omitted, " more"), "");
     return;
   }
   PrintProblem("", text, violations.empty() ? ReasonOf(status) : violations[0].reason);
@@ -86,6 +94,27 @@ int Fail(const absl::Status& status, int code) {
   return code;
 }
 
+// As Fail, after the configuration is known: lines of the log for programs, text for people.
+int FailStart(const Config& config, const absl::Status& status) {
+  if (config.log.format != "json" || isatty(STDERR_FILENO) == 1) return Fail(status, kExitConfig);
+  constexpr char kWhat[] = "the server does not start";
+  const std::vector<Violation> violations = ViolationsOf(status);
+  if (violations.size() <= 1) {
+    LogError(kWhat, {{"reason", ReasonOf(status)}, {"error", std::string(status.message())}});
+    return kExitConfig;
+  }
+  const std::string subject = SubjectOf(status, violations);
+  for (const Violation& v : violations) {
+    LogError(
+        kWhat,
+        {{"reason", v.reason}, {"subject", subject}, {"where", v.field}, {"error", v.description}});
+  }
+  if (const size_t omitted = OmittedViolationsOf(status); omitted > 0) {
+    LogError(kWhat, {{"more_problems", static_cast<int64_t>(omitted)}});
+  }
+  return kExitConfig;
+}
+
 // Each connection takes a descriptor; the soft limit is low only for programs with select().
 void RaiseDescriptorLimit() {
   rlimit limit{};
@@ -108,7 +137,7 @@ int Serve(const Command& command) {
   }
   RaiseDescriptorLimit();
   app = App::Start(*config, [&signals] { signals.RequestEnd(kExitUnresponsive); });
-  if (!app.ok()) return Fail(app.status(), kExitConfig);
+  if (!app.ok()) return FailStart(*config, app.status());
   signals.BeginOrderlyEnd();
   std::printf("%s\n", (*app)->ReadyLine().c_str());
   std::fflush(stdout);

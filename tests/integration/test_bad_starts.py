@@ -196,3 +196,18 @@ def test_unknown_commands_and_flags() -> None:
     for words in (["frobnicate"], ["serve", "--modle", "x"], ["check-config"], []):
         code, said = run_to_end([str(binary()), *words])
         assert 0 < code < 128 and said.strip(), words
+
+
+def test_a_failed_start_is_told_in_the_form_of_the_log(zoo, tmp_path) -> None:
+    """A collector of JSON lines must not lose the last and most wanted one."""
+    broken = tmp_path / "model"
+    shutil.copytree(zoo.model("llama2"), broken)
+    edit(num_attention_heads=0, hidden_size="wide")(broken)
+    for line in (command(tmp_path / "nowhere"), command(broken)):
+        run = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment())
+        lines = [json.loads(text) for text in run.stderr.splitlines()]
+        assert run.returncode == 78 and not run.stdout
+        assert lines[-1]["level"] == "error" and lines[-1]["msg"] == "the server does not start"
+        assert lines[-1]["reason"] and lines[-1]["error"]
+    plain = run_to_end([*command(tmp_path / "nowhere"), "--set", "log.format=text"])
+    assert "dorad: " in plain[1] and "[MODEL_NOT_FOUND]" in plain[1]
