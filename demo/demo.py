@@ -117,7 +117,7 @@ class Demo:
         began = time.monotonic()
         result = self.client.score(sequences, adapters=adapters)
         elapsed = time.monotonic() - began
-        table = Table("text", *(span.ref or "base" for span in result.versions))
+        table = Table("text", *(span.label or "base" for span in result.versions))
         for row, text in enumerate(TEXTS.values()):
             means = [float(np.mean(result[row][i][len(start) :])) for i in range(len(adapters))]
             best = int(np.argmax(means))
@@ -135,11 +135,11 @@ class Demo:
         versions: list[AdapterVersion | None] = [None, *self.client.adapters()]
         memory = self.client.info().memory_bytes
         for version in versions:
-            ref = version.ref if version else "base"
-            lanes = [lane for lane in self.lanes if lane.version == ref and lane.tokens > 1]
+            label = version.label if version else "base"
+            lanes = [lane for lane in self.lanes if lane.version == label and lane.tokens > 1]
             first = mean(lane.first_token_ms for lane in lanes) if lanes else float("nan")
             each = mean(lane.token_ms for lane in lanes) if lanes else float("nan")
-            label = f"{ref} (active)" if version and version.active else ref
+            label += " (active)" if version and version.active else ""
             if version:
                 about = (version.digest[:12], str(version.max_rank))
                 cost = (f"{version.timing.norms:.3f} s", megabytes(version.resident_bytes))
@@ -178,7 +178,7 @@ class Publication:
     def summary(self) -> str:
         version = self.result()
         return (
-            f"{version.ref} is ready and active {self.seconds:.2f} s after its upload began"
+            f"{version.label} is ready and active {self.seconds:.2f} s after its upload began"
             f" (norms {version.timing.norms:.3f} s); the next request gets it"
         )
 

@@ -56,7 +56,7 @@ class Lane:
     @property
     def version(self) -> str:
         """The versions that produced the tokens, as the server stamped them."""
-        return " → ".join(dict.fromkeys(span.ref or "base" for span in self.spans))
+        return " → ".join(dict.fromkeys(span.label or "base" for span in self.spans))
 
     @property
     def heading(self) -> str:

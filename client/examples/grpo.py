@@ -149,7 +149,9 @@ def check_origin(sample: Sample, version: AdapterVersion) -> None:
     """Raises unless exactly this version made every token, to the end."""
     origins = {(span.adapter, span.version, span.digest) for span in sample.spans}
     if origins != {(version.name, version.version, version.digest)}:
-        raise RuntimeError(f"expected tokens of {version.ref} {version.digest}, got {sample.spans}")
+        raise RuntimeError(
+            f"expected tokens of {version.label} {version.digest}, got {sample.spans}"
+        )
     named = sum(span.end - span.begin for span in sample.spans)
     if named != len(sample.token_ids) or sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"an answer is incomplete: {sample}")
@@ -271,7 +273,7 @@ def run(
         following = publish(client, policy, shared)
         published = time.monotonic()
         step = Step(
-            version=version.ref,
+            version=version.label,
             reward=float(torch.cat([group.rewards for group in groups]).mean()),
             sampling=sampled - began,
             training=updated - sampled,

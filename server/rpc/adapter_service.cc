@@ -145,6 +145,13 @@ absl::Status List(const adapter::AdapterRegistry& registry, const security::Prin
   return absl::OkStatus();
 }
 
+// The numbers of a running server never repeat: the version stays the one that is checked here.
+template <typename Request>
+absl::Status CheckDigest(const adapter::AdapterRegistry& registry, const Request& request) {
+  if (request.digest().empty()) return absl::OkStatus();
+  return registry.Get({request.name(), request.version(), request.digest()}).status();
+}
+
 void Retire(const Services& services, const UnaryPtr<v1::RetireResponse>& call,
             const adapter::AdapterRef& ref, bool force) {
   const auto retirement = services.registry->Retire(ref.name, ref.version, force);
@@ -228,8 +235,10 @@ absl::Status AdapterService::PublishFromMemory(const UnaryPtr<v1::PublishFromMem
 
 absl::Status AdapterService::Activate(const UnaryPtr<v1::ActivateResponse>& call,
                                       const v1::ActivateRequest& request) {
-  DORAD_RETURN_IF_ERROR(CheckAdapterVersion("ActivateRequest", request.name(), request.version()));
+  DORAD_RETURN_IF_ERROR(
+      CheckAdapterVersion("ActivateRequest", request.name(), request.version(), request.digest()));
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(call->caller(), request.name()));
+  DORAD_RETURN_IF_ERROR(CheckDigest(*services_->registry, request));
   call->record().NameAdapter({request.name(), request.version()});
   std::optional<int64_t> expected;
   if (request.has_expected_generation()) expected = request.expected_generation();
@@ -265,8 +274,10 @@ absl::Status AdapterService::List(const UnaryPtr<v1::ListResponse>& call,
 
 absl::Status AdapterService::Retire(const UnaryPtr<v1::RetireResponse>& call,
                                     const v1::RetireRequest& request) {
-  DORAD_RETURN_IF_ERROR(CheckAdapterVersion("RetireRequest", request.name(), request.version()));
+  DORAD_RETURN_IF_ERROR(
+      CheckAdapterVersion("RetireRequest", request.name(), request.version(), request.digest()));
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(call->caller(), request.name()));
+  DORAD_RETURN_IF_ERROR(CheckDigest(*services_->registry, request));
   call->record().NameAdapter({request.name(), request.version()});
   RunChange(services_, call,
             [call, services = services_, name = request.name(), version = request.version(),

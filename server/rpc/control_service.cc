@@ -150,7 +150,7 @@ absl::Status ControlService::Pause(const UnaryPtr<v1::PauseResponse>& call,
                                    const v1::PauseRequest& request) {
   DORAD_ASSIGN_OR_RETURN(ParsedPause pause, ParsePause(request));
   DORAD_RETURN_IF_ERROR(CheckScope(call->caller(), pause.scope));
-  if (!request.allow_missing()) {
+  if (!request.allow_missing() || !pause.scope.digest.empty()) {
     DORAD_RETURN_IF_ERROR(services_->registry->CheckExists(pause.scope));
   }
   engine::Engine::PauseOptions options{pause.mode, std::move(pause.scope)};
@@ -172,6 +172,7 @@ absl::Status ControlService::Resume(const UnaryPtr<v1::ResumeResponse>& call,
                                     const v1::ResumeRequest& request) {
   DORAD_ASSIGN_OR_RETURN(adapter::AdapterRef scope, adapter::AdapterRef::Parse(request.adapter()));
   DORAD_RETURN_IF_ERROR(CheckScope(call->caller(), scope));
+  if (!scope.digest.empty()) DORAD_RETURN_IF_ERROR(services_->registry->CheckExists(scope));
   services_->engine->Resume(std::move(scope), [call] { call->End(absl::OkStatus()); });
   return absl::OkStatus();
 }

@@ -103,7 +103,7 @@ absl::Status InferenceService::Abort(const UnaryPtr<v1::AbortResponse>& call,
                                      const v1::AbortRequest& request) {
   DORAD_ASSIGN_OR_RETURN(engine::AbortTarget target, ParseAbort(request));
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(call->caller(), target.adapter.name));
-  if (!request.allow_missing()) {
+  if (!request.allow_missing() || !target.adapter.digest.empty()) {
     DORAD_RETURN_IF_ERROR(services_->registry->CheckExists(target.adapter));
   }
   // Ids and "all" refer to the tenant's own requests.

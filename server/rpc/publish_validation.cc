@@ -47,10 +47,15 @@ void CheckAdapterName(const std::string& name, std::vector<Violation>* violation
   }
 }
 
-absl::Status CheckAdapterVersion(const char* subject, const std::string& name, int64_t version) {
+absl::Status CheckAdapterVersion(const char* subject, const std::string& name, int64_t version,
+                                 const std::string& digest) {
   std::vector<Violation> violations;
   CheckAdapterName(name, &violations);
   CheckVersionNumber(version, &violations);
+  if (!digest.empty() && !adapter::IsDigestPrefix(digest)) {
+    violations.push_back({"digest", "DIGEST_INVALID",
+                          "expected the first 8 to 64 lower-case hexadecimal digits of a digest"});
+  }
   if (violations.empty()) return absl::OkStatus();
   return MakeInvalid(subject, std::move(violations));
 }

@@ -20,7 +20,8 @@ inline constexpr size_t kMaxPathBytes = 4095;  // as the kernel's PATH_MAX
 
 void CheckAdapterName(const std::string& name, std::vector<Violation>* violations);
 // Checks an exact version, for Activate and Retire. INVALID_ARGUMENT about `subject`.
-absl::Status CheckAdapterVersion(const char* subject, const std::string& name, int64_t version);
+absl::Status CheckAdapterVersion(const char* subject, const std::string& name, int64_t version,
+                                 const std::string& digest);
 
 // UPLOAD_ID_INVALID unless it is 1 to 128 of [A-Za-z0-9._-].
 void CheckUploadId(const std::string& id, std::vector<Violation>* violations);

@@ -20,8 +20,34 @@ def test_lists_every_page(client, server, folder):
         client.publish("a", path=folder)
     client.publish("b", path=folder)
     server.page_size = 2
-    assert [v.ref for v in client.adapters()] == ["a@1", "a@2", "a@3", "a@4", "a@5", "b@1"]
-    assert [v.ref for v in client.adapters("b")] == ["b@1"]
+    assert [v.label for v in client.adapters()] == ["a@1", "a@2", "a@3", "a@4", "a@5", "b@1"]
+    assert [v.label for v in client.adapters("b")] == ["b@1"]
+
+
+def test_a_reference_from_before_a_restart_names_no_other_version(client, server, folder):
+    old = client.publish("a", path=folder)
+    assert old.ref == f"a@1:{old.digest[:12]}" and client.adapter(old.ref).version == 1
+    # A server without a store has restarted: its numbers begin again.
+    server.versions.clear()
+    server.active.clear()
+    weights = folder / "adapter_model.safetensors"
+    image = bytearray(weights.read_bytes())
+    image[-1] ^= 1
+    weights.write_bytes(image)
+    new = client.publish("a", path=folder)
+    assert (new.label, new.digest == old.digest) == ("a@1", False)
+    calls = [
+        lambda: client.retire(old.ref),
+        lambda: client.activate(old.ref),
+        lambda: client.adapter(old.ref),
+        lambda: client.generate([1], adapter=old.ref, max_tokens=1),
+        lambda: client.score([[1, 2]], adapters=[old.ref]),
+    ]
+    for call in calls:
+        with pytest.raises(dorad.NotFound):
+            call()
+    assert client.adapter("a@1").digest == new.digest
+    assert client.retire(new.ref).label == "a@1"
 
 
 def test_activates_with_compare_and_set(client, server, folder):
@@ -52,7 +78,7 @@ def test_watches_from_a_generation(client, folder):
     client.publish("b", path=folder, activate=False)
     with client.watch(0) as events:
         got = [next(events) for _ in range(3)]
-    assert [(e.generation, e.type, e.adapter.ref) for e in got] == [
+    assert [(e.generation, e.type, e.adapter.label) for e in got] == [
         (1, "published", "a@1"),
         (2, "activated", "a@1"),
         (3, "published", "b@1"),

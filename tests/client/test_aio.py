@@ -68,16 +68,16 @@ def test_publishes_and_manages_adapters(server, folder):
     async def body(client):
         seen = []
         first = await client.publish("a", path=folder, progress=lambda *at: seen.append(at))
-        assert first.ref == "a@1" and first.active and len(seen) == 3
+        assert first.label == "a@1" and first.active and len(seen) == 3
         tensors = {"w": np.ones((2, 2), np.float32)}
         second = await client.publish("a", tensors=tensors, config={}, activate=False)
-        assert (await client.publish("b", path="/b", server_side=True)).ref == "b@1"
+        assert (await client.publish("b", path="/b", server_side=True)).label == "b@1"
         with pytest.raises(ValueError, match="absolute"):
             await client.publish("b", path="b", server_side=True)
         assert (await client.activate("a", 2)).previous_version == 1
         assert (await client.adapter("a")).version == second.version
         server.page_size = 1
-        assert [v.ref for v in await client.adapters()] == ["a@1", "a@2", "b@1"]
+        assert [v.label for v in await client.adapters()] == ["a@1", "a@2", "b@1"]
         assert (await client.retire("a@1")).state == "retiring"
         async with client.watch(0) as events:
             assert (await anext(events)).type == "published"
@@ -121,7 +121,7 @@ def test_resumes_a_broken_upload(server, folder):
 
     async def body(client):
         assert (await client.publish("a", path=folder)).version == 1
-        assert [v.ref for v in await client.adapters()] == ["a@1"]
+        assert [v.label for v in await client.adapters()] == ["a@1"]
 
     run(server, body)
     assert sum(server.chunk_sizes) == len(server.images["a", 1][1])

@@ -10,9 +10,7 @@ import pytest
 from dorad._packing import pack_ids
 
 TENSORS = {"w": np.ones((2, 2), np.float32)}
-VERSION = dorad.AdapterVersion.__new__(dorad.AdapterVersion)
-object.__setattr__(VERSION, "name", "a")
-object.__setattr__(VERSION, "version", 2)
+VERSION = dorad.AdapterVersion("a", 2, "0f" * 32, state="ready", active=True, kind="lora")
 
 CALLS = [
     (lambda c: c.generate("hello"), TypeError, "token_ids must be token ids, not text"),

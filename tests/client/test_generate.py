@@ -22,7 +22,7 @@ def test_returns_samples_with_the_documented_types(client):
     assert second.finish_reason is dorad.FinishReason.LENGTH and second.finish_reason == "length"
     assert second.seed == 11 and second.stop_token_id is None
     assert second.usage.prompt_tokens == 3 and second.usage.time_to_first_token == 1.5
-    assert second.spans == [dorad.Span("", 0, "", 0, 4)] and second.spans[0].ref is None
+    assert second.spans == [dorad.Span("", 0, "", 0, 4)] and second.spans[0].label is None
 
 
 def test_sends_only_what_was_set(client, server):

@@ -230,7 +230,7 @@ def test_prompts_do_not_wait_for_a_server_that_does_not_tell_its_version(server)
             (results,) = Calls(
                 lambda: pool.generate_many(PROMPTS, adapter="a", timeout=2.0, max_tokens=1)
             ).join()
-            assert [samples[0].spans[0].ref for samples in results] == ["a@1"] * len(PROMPTS)
+            assert [samples[0].spans[0].label for samples in results] == ["a@1"] * len(PROMPTS)
             assert len(hanging.generate_calls) == begin
             with pool_of(hanging) as alone:
                 call = Calls(lambda: alone.generate_many([[1]], adapter="a", timeout=1.0))
@@ -243,7 +243,7 @@ def test_a_server_that_begins_to_serve_after_it_was_asked_is_held_to_its_active_
     server.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     with pool_of(server) as pool:
         (sample,) = pool.generate_many([[1]], adapter="a", max_tokens=1)[0]
-        assert sample.spans[0].ref == "a@1"
+        assert sample.spans[0].label == "a@1"
         with dorad.Client(server.target) as stranger:
             stranger.publish("a", tensors={"w": np.zeros(3, np.float32)}, config={})
         with pytest.raises(dorad.UnexpectedVersion, match="a@2"):

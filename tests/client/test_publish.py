@@ -20,7 +20,7 @@ def test_uploads_a_folder_in_chunks(client, server, folder):
     assert server.images["a", 1] == ('{"peft_type": "LORA", "r": 4}', image)
     assert server.chunk_sizes == [1 << 20, 1 << 20, len(image) - (2 << 20)]
     assert seen[-1] == (len(image), len(image)) and len(seen) == 3
-    assert (version.name, version.version, version.ref) == ("a", 1, "a@1")
+    assert (version.name, version.version, version.label) == ("a", 1, "a@1")
     assert version.active and version.state == "ready" and version.kind == "dora"
     assert version.timing.norms == 0.25 and version.generation == 2
     assert version.create_time.tzinfo is not None and len(version.digest) == 64

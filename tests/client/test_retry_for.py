@@ -413,7 +413,7 @@ def test_a_pool_learns_the_active_version_from_a_server_that_is_back():
         pool.publish("a", tensors=TENSORS, config={})
         prompts.start()
         prompts.join(30)
-        assert made[1][0][0].spans[0].ref == "a@1"
+        assert made[1][0][0].spans[0].label == "a@1"
 
 
 def test_a_pools_prompt_moves_from_a_paused_server_at_once_and_keeps_its_id(server):

@@ -12,7 +12,7 @@ def test_scores_sequences_under_adapters(client, folder):
     assert result[0][1].dtype == np.float32 and result[0][1].shape == (3,)
     assert np.isnan(result[0][0][0]) and result[1, 2][1] == np.float32(-0.07)
     np.testing.assert_allclose(result[0][1][1:], [-0.03, -0.04], rtol=1e-6)
-    assert [v.ref for v in result.versions] == [None, "a@1", "a@1"]
+    assert [v.label for v in result.versions] == [None, "a@1", "a@1"]
     assert result.top_logprobs[0][0].token_ids.tolist() == [[-1, -1], [0, 1], [0, 1]]
     assert result.chosen_logprobs[1][0].shape == (2, 1)
 
@@ -25,5 +25,5 @@ def test_scores_the_base_model_by_default(client):
 def test_scores_under_one_adapter_given_by_its_name(client):
     client.publish("policy", tensors={"w": np.ones(2, np.float32)}, config={})
     result = client.score([[1, 2, 3]], "policy")
-    assert [version.ref for version in result.versions] == ["policy@1"]
+    assert [version.label for version in result.versions] == ["policy@1"]
     assert len(result[0]) == 1

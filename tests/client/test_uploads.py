@@ -38,7 +38,7 @@ def test_each_publish_has_an_upload_id_of_its_own(client, server, folder):
 def test_a_lost_answer_does_not_publish_twice(client, server, folder):
     server.lose_answers = 2
     assert client.publish("a", path=folder).version == 1
-    assert [v.ref for v in client.adapters()] == ["a@1"]
+    assert [v.label for v in client.adapters()] == ["a@1"]
     assert len(server.publish_begins) == 3
 
 

@@ -134,7 +134,7 @@ def test_the_admin_port_asks_for_a_certificate(proxy) -> None:
 
 def test_the_admin_port_needs_an_adapter_and_has_no_control(proxy) -> None:
     with client_of(proxy, admin=True, certified=True) as operator:
-        assert [version.ref for version in operator.adapters("a")] == ["a@1"]
+        assert [version.label for version in operator.adapters("a")] == ["a@1"]
         with pytest.raises(dorad.Conflict, match="x-dorad-adapter"):
             operator.adapters()
         with pytest.raises(dorad.PermissionDenied):

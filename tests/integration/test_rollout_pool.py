@@ -56,12 +56,12 @@ def test_publishes_everywhere_under_one_number_above_all_that_exist(pair, folder
         alone.publish("common", path=other, version=6)
     with dorad.RolloutPool(pair) as pool:
         version = pool.publish("common", path=folder, activate=False, tags={"step": "1"})
-        assert version.ref == "common@7" and version.state == "ready"
+        assert version.label == "common@7" and version.state == "ready"
         assert version.tags == {"step": "1"} and not version.active
         assert active(pair[0], "common") is None and active(pair[1], "common") == 6
         assert pool.activate(version).active
         assert [active(target, "common") for target in pair] == [7, 7]
-        assert pool.publish("common", path=other).ref == "common@8"
+        assert pool.publish("common", path=other).label == "common@8"
         assert [active(target, "common") for target in pair] == [8, 8]
         pool.retire("common@7")
         assert states(pair[0], "common") == {7: "gone", 8: "ready"}
@@ -84,7 +84,7 @@ def test_spreads_prompts_and_gives_what_one_server_gives(pair, folder):
             assert report.completed > 4 and report.latency > 0
             assert (report.outstanding, report.lost, report.unexpected_version) == (0, 0, 0)
         base = pool.generate_many(PROMPTS[:2], max_tokens=2)
-        assert [s.spans[0].ref for (s,) in base] == [None, None]
+        assert [s.spans[0].label for (s,) in base] == [None, None]
         (pinned,) = pool.generate_many([[5, 6]], adapter="spread@1", max_tokens=2)[0]
         assert pinned.spans[0].version == 1
 
@@ -102,7 +102,7 @@ def test_a_refused_publish_leaves_nothing_active_and_names_who_refused(zoo, fold
         assert picky.grpc in str(caught.value)
         assert states(good.grpc, "a") == {1: "gone"} and active(good.grpc, "a") is None
         pool.remove(picky.grpc)
-        assert pool.publish("a", path=folder).ref == "a@2"
+        assert pool.publish("a", path=folder).label == "a@2"
         assert pool.targets == [good.grpc]
         with pytest.raises(ValueError, match="only server"):
             pool.remove(good.grpc)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import dorad
 import grpc
 import pytest
 from dorad.v1 import adapters_pb2, types_pb2
@@ -222,7 +223,7 @@ def test_a_damaged_object_fails_its_version_alone(zoo, store: Path) -> None:
     with serve_store(zoo, store) as server:
         server.wire.publish("x", good, durable=True)
         kept = set(objects(store))
-        server.wire.publish("x", bad, durable=True, activate=True)
+        stored = server.wire.publish("x", bad, durable=True, activate=True).adapter
         tokens = answer(server, "x@1"), answer(server, "x@2")
     (damaged,) = (p for p in store.glob("objects/*/*") if p.name not in kept)
     file = damaged / "adapter_model.safetensors"
@@ -232,6 +233,7 @@ def test_a_damaged_object_fails_its_version_alone(zoo, store: Path) -> None:
     with serve_store(zoo, store) as server:
         version = server.wire.adapter("x@2")
         assert version.state == types_pb2.ADAPTER_STATE_FAILED and version.durable
+        assert version.digest == stored.digest, "the journal has it, although the files are damaged"
         assert str(damaged.relative_to(store)) in version.failure and not version.active
         assert str(store) not in version.failure
         assert server.metric("dorad_store_failures_total", reason="STORE_OBJECT_DAMAGED") == 1
@@ -349,3 +351,23 @@ def test_a_full_disk_refuses_durable_versions_and_serving_goes_on(zoo, small_dis
         assert {v.version for v in server.wire.list_adapters()} == set(tokens)
         assert all(answer(server, f"x@{version}") == tokens[version] for version in tokens)
         assert server.wire.adapter("x").version == accepted[-1] or len(accepted) == 1
+
+
+def test_without_a_store_an_old_reference_names_no_new_version(zoo) -> None:
+    """Numbers begin again at 1, so only the digest tells the versions apart."""
+    settings = {"adapters.allowed_roots": f"[{zoo.directory}]"}
+    with serve(zoo.model(FAMILY), None, settings) as server, dorad.Client(server.grpc) as client:
+        old = client.publish("x", path=zoo.adapter(FAMILY, "dora", 0))
+        assert client.generate([1, 2], adapter=old.ref, max_tokens=1)[0].spans[0].ref == old.ref
+    with serve(zoo.model(FAMILY), None, settings) as server, dorad.Client(server.grpc) as client:
+        new = client.publish("x", path=zoo.adapter(FAMILY, "dora", 1))
+        assert new.label == old.label and new.ref != old.ref
+        for call in (client.retire, client.activate, client.adapter):
+            with pytest.raises(dorad.NotFound, match=f"its digest is {new.digest[:12]}, not"):
+                call(old.ref)
+        with pytest.raises(dorad.NotFound):
+            client.generate([1, 2], adapter=old.ref, max_tokens=1)
+        with pytest.raises(dorad.NotFound):
+            client.pause(adapter=old.ref)
+        assert client.adapter("x").digest == new.digest
+        client.retire(new.ref)

@@ -129,11 +129,14 @@ class Pool(ServerSet):
         self, version: str | t.AdapterVersion, timeout: float | None
     ) -> t.AdapterVersion:
         ref = version if isinstance(version, str) else version.ref
-        name, number = _wire.split_ref(ref, None)
+        name, number, digest = _wire.split_ref(ref, None)
         async with self._changing(timeout) as budget:
-            return await self._activate(name, number, budget)
+            return await self._activate(name, number, budget, digest)
 
-    async def _activate(self, name: str, number: int, budget: Budget) -> t.AdapterVersion:
+    async def _activate(
+        self, name: str, number: int, budget: Budget, pin: str = ""
+    ) -> t.AdapterVersion:
+        """`pin`: the digest must begin with it."""
         ref = f"{name}@{number}"
         clients = self._clients()
         known, failures = await gather(
@@ -143,7 +146,8 @@ class Pool(ServerSet):
         digests: dict[str, str] = {}
         for target, versions in known.items():
             before[target] = next((v.version for v in versions if v.active), 0)
-            found = next((v for v in versions if v.version == number), None)
+            named = (v for v in versions if v.version == number and v.digest.startswith(pin))
+            found = next(named, None)
             if found is None:
                 failures[target] = NotFound(f"there is no {ref}", code="NOT_FOUND")
             elif found.state != "ready":
@@ -206,11 +210,11 @@ class Pool(ServerSet):
         self, version: str | t.AdapterVersion, force: bool, timeout: float | None
     ) -> None:
         ref = version if isinstance(version, str) else version.ref
-        name, number = _wire.split_ref(ref, None)
+        name, number, _ = _wire.split_ref(ref, None)
         async with self._changing(timeout) as budget:
             _, failures = await gather(
                 {
-                    at: c.retire(name, number, force=force, timeout=budget.left)
+                    at: c.retire(ref, force=force, timeout=budget.left)
                     for at, c in self._clients().items()
                 }
             )
@@ -283,7 +287,7 @@ class Pool(ServerSet):
 
     def _is_expected(self, ref: str) -> bool:
         """Whether every server should have the version of `ref`."""
-        name, _, pinned = ref.partition("@")
+        name, pinned, _ = _wire.ref_parts(ref)
         history = self._history.get(name)
         if history is None:
             return False
@@ -298,12 +302,12 @@ class Pool(ServerSet):
         mark: int,
     ) -> None:
         """Raises UnexpectedVersion unless the samples' versions were expected to be active."""
-        name, _, pinned = (request.adapter or "").partition("@")
+        name, pinned, digest = _wire.ref_parts(request.adapter or "")
         wanted = history.versions[mark:] if history else []
         for span in (span for sample in samples for span in sample.spans):
             fits = span.adapter == name
             if pinned:
-                fits = fits and span.version == int(pinned)
+                fits = fits and span.version == int(pinned) and span.digest.startswith(digest)
             elif name:
                 fits = fits and (span.version, span.digest) in wanted
             if not fits:
@@ -311,7 +315,7 @@ class Pool(ServerSet):
                 server.state = "stale"
                 expected = [f"{name}@{version}" for version, _ in wanted if not pinned]
                 raise UnexpectedVersion(
-                    f"{server.target} answered with {span.ref or 'the base model'}"
+                    f"{server.target} answered with {span.label or 'the base model'}"
                     f" {span.digest[:12]} to a request for {request.adapter or 'the base model'}"
                     + (f", which is {' or '.join(expected)}" if expected else ""),
                     code="FAILED_PRECONDITION",
@@ -353,7 +357,7 @@ class Pool(ServerSet):
             if target in self._servers:
                 self._servers[target].state = "unavailable"
         if len({(v.version, v.digest) for v in found.values()}) > 1:
-            failures |= {target: conflict(f"{v.ref} is active") for target, v in found.items()}
+            failures |= {target: conflict(f"{v.label} is active") for target, v in found.items()}
         if failures:
             raise PoolError(f"the servers do not agree on the active version of {name!r}", failures)
         for version in found.values():

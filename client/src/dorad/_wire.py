@@ -450,16 +450,26 @@ def watch_event(message: adapters_pb2.WatchResponse) -> t.WatchEvent:
     )
 
 
-def split_ref(name: str, version: int | None) -> tuple[str, int]:
-    """("a@2", None) or ("a", 2) → ("a", 2). Raises ValueError when the version is missing."""
+def ref_parts(ref: str) -> tuple[str, str, str]:
+    """ "a@2:0f3c81aa" → ("a", "2", "0f3c81aa"). Missing parts are empty."""
+    name, _, pin = ref.partition("@")
+    version, _, digest = pin.partition(":")
+    return name, version, digest
+
+
+def split_ref(name: str, version: int | None) -> tuple[str, int, str]:
+    """("a@2:0f3c81aa", None) → ("a", 2, "0f3c81aa"), ("a", 2) → ("a", 2, "").
+
+    Raises ValueError when the version is missing.
+    """
     if not isinstance(name, str):
         raise TypeError(f'an adapter is named by text such as "name@2", not {shown(name)}')
     if version is None:
-        base, at, number = name.partition("@")
-        if not at or not number.isdigit():
+        base, number, digest = ref_parts(name)
+        if not number.isdigit():
             raise ValueError(f'which version of {name!r}? Pass "name@version" or a version')
-        return base, int(number)
-    return name, version
+        return base, int(number), digest
+    return name, version, ""
 
 
 # --- Control --------------------------------------------------------------------------------------

@@ -163,6 +163,11 @@ class GenerateRequest:
     request_id: str | None = None
 
 
+def _pinned(name: str, version: int, digest: str) -> str:
+    """As "name@version:digest"; without the digest while a version loads: it is not known yet."""
+    return f"{name}@{version}" + (f":{digest[:12]}" if digest else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The adapter version that produced tokens [begin, end) of a sample."""
@@ -175,9 +180,14 @@ class Span:
     end: int
 
     @property
-    def ref(self) -> str | None:
-        """As "name@version", or None for the base model."""
+    def label(self) -> str | None:
+        """As "name@version", for people; None for the base model."""
         return f"{self.adapter}@{self.version}" if self.adapter else None
+
+    @property
+    def ref(self) -> str | None:
+        """Pins requests to exactly this version, as AdapterVersion.ref; None for the base model."""
+        return _pinned(self.adapter, self.version, self.digest) if self.adapter else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,9 +377,18 @@ class AdapterVersion:
     """The registry's generation in the answer that described this version."""
 
     @property
-    def ref(self) -> str:
-        """As "name@version": pins requests to exactly this version."""
+    def label(self) -> str:
+        """As "name@version", for people."""
         return f"{self.name}@{self.version}"
+
+    @property
+    def ref(self) -> str:
+        """Pins requests to exactly this version: "name@version:digest" (12 digits of the digest).
+
+        Where a server without a store has restarted and counts from 1 again, it never names
+        another version: the call raises NotFound.
+        """
+        return _pinned(self.name, self.version, self.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +425,10 @@ class ModelInfo:
     digest: str
     eos_token_ids: list[int]
     compute_dtype: str
+    whole_context_length: int = 0
+    """The model's own; `context_length` is less if the server's KV cache is too small for it."""
+    whole_context_kv_bytes: int = 0
+    """The server's `engine.kv_bytes` for a request of that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,10 +448,6 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The engine's current state."""
-    whole_context_length: int = 0
-    """The model's own; `context_length` is less if the server's KV cache is too small for it."""
-    whole_context_kv_bytes: int = 0
-    """The server's `engine.kv_bytes` for a request of that length."""
 
     running_sequences: int
     queued_requests: int

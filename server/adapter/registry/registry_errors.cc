@@ -57,19 +57,20 @@ const char* NameOf(AdapterState state) {
   return "unknown";
 }
 
-// One problem of the failure. The version's own record has all.
-std::string FirstProblem(const absl::Status& failure) {
+// The first problem and the number of the others; Get and List show the failure as a whole.
+std::string Short(const absl::Status& failure) {
   const std::vector<Violation> problems = ViolationsOf(failure);
-  if (problems.size() < 2) return std::string(failure.message());
-  return absl::StrCat(problems[0].field, ": ", problems[0].description,
-                      ", and other problems, which Get shows");
+  if (problems.empty()) return std::string(failure.message());
+  const size_t others = problems.size() - 1 + OmittedViolationsOf(failure);
+  return absl::StrCat(problems.front().field, ": ", problems.front().description,
+                      others > 0 ? absl::StrCat("; and ", others, " more") : "");
 }
 
 std::string WhyNotReady(const AdapterRecord& record) {
   switch (record.state) {
     case AdapterState::kFailed:
       return absl::StrCat("failed to load: ", ReasonOf(record.failure), ": ",
-                          FirstProblem(record.failure));
+                          Short(record.failure));
     case AdapterState::kRetiring:
       return "has been retired and serves only the requests that hold it";
     case AdapterState::kGone:
@@ -96,6 +97,18 @@ absl::Status UnknownVersion(const std::string& name, int64_t version,
                             const std::vector<int64_t>& ready) {
   return WithVersions(absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND",
                       absl::StrCat("there is no adapter version ", name, "@", version), ready);
+}
+
+absl::Status OtherDigest(const AdapterRecord& record, const std::string& wanted) {
+  const std::string& digest = record.summary.digest;
+  return WithMetadata(
+      MakeError(
+          absl::StatusCode::kNotFound, "ADAPTER_NOT_FOUND",
+          absl::StrCat("adapter version ", record.name, "@", record.version,
+                       " is another one: its digest is ",
+                       digest.empty() ? "not known yet" : digest.substr(0, wanted.size()), ", not ",
+                       wanted, "; after a restart without a store versions begin again at 1")),
+      "digest", digest);
 }
 
 absl::Status NoActiveVersion(const std::string& name, const std::vector<int64_t>& ready) {

@@ -21,6 +21,9 @@ absl::Status UnknownAdapter(const std::string& name, const std::vector<std::stri
 // metadata "ready_versions".
 absl::Status UnknownVersion(const std::string& name, int64_t version,
                             const std::vector<int64_t>& ready);
+// NOT_FOUND (ADAPTER_NOT_FOUND): the version with this number is another one than the reference's.
+// With the metadata "digest".
+absl::Status OtherDigest(const AdapterRecord& record, const std::string& wanted);
 // NOT_FOUND (ADAPTER_NO_ACTIVE_VERSION). `ready` as above.
 absl::Status NoActiveVersion(const std::string& name, const std::vector<int64_t>& ready);
 // FAILED_PRECONDITION (ADAPTER_NOT_READY), with the metadata "state" and, of a version that failed,

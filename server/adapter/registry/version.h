@@ -15,14 +15,21 @@
 
 namespace dorad::adapter {
 
-// "" (base), "name" (its active version) or "name@version" as requests write it. version 0: active.
+// "" (base), "name" (its active version), "name@version" or "name@version:digest" as requests write
+// it. version 0: active.
 struct AdapterRef {
   std::string name;
   int64_t version = 0;
+  // The first digits of the digest that the version must have; empty: not checked. Guards against
+  // a number from before a restart, where a server without a store begins again at 1.
+  std::string digest;
 
   bool is_base() const { return name.empty(); }
-  bool operator==(const AdapterRef&) const = default;
-  // As Parse reads it.
+  // Digests do not count: they are checked where a reference is resolved.
+  bool operator==(const AdapterRef& other) const {
+    return name == other.name && version == other.version;
+  }
+  // As Parse reads it, without the digest.
   std::string ToString() const;
   // INVALID_ARGUMENT (ADAPTER_NAME_INVALID) for any other text.
   static absl::StatusOr<AdapterRef> Parse(std::string_view text);
@@ -33,6 +40,8 @@ std::string RetiredByForce(const AdapterRef& version);
 
 // ^[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9])?$
 bool IsValidAdapterName(std::string_view name);
+// Whether the text may stand after "name@version:": 8 to 64 lower-case hexadecimal digits.
+bool IsDigestPrefix(std::string_view text);
 // INVALID_ARGUMENT (ADAPTER_NAME_INVALID).
 absl::Status CheckAdapterName(std::string_view name);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "server/adapter/registry/change_log.h"
 #include "server/adapter/registry/registry_errors.h"
@@ -86,6 +87,8 @@ absl::StatusOr<VersionBook::Version*> VersionBook::Resolve(const AdapterRef& ref
   if (found == it->second.versions.end()) {
     return UnknownVersion(ref.name, number, NewestReady(it->second));
   }
+  const AdapterRecord& record = found->second.record;
+  if (!absl::StartsWith(record.summary.digest, ref.digest)) return OtherDigest(record, ref.digest);
   return &found->second;
 }
 

@@ -15,10 +15,11 @@ class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
         """(name, version, digest) of a reference, as a span without range."""
         if not ref:
             return types_pb2.VersionSpan()
-        name, _, number = ref.partition("@")
+        name, _, pin = ref.partition("@")
+        number, _, digest = pin.partition(":")
         version = int(number) if number else self.active.get(name)
         found = self.versions.get((name, version))
-        if found is None:
+        if found is None or not found.digest.startswith(digest):
             fail(context, grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND", f"no adapter {ref!r}")
         return types_pb2.VersionSpan(adapter=name, version=version, digest=found.digest)
 
@@ -130,16 +131,16 @@ class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
                 facts = {"current_generation": str(self.generation)}
                 code = grpc.StatusCode.ABORTED
                 fail(context, code, "GENERATION_MOVED", "the registry moved", facts=facts)
-            adapter = self.find(context, request.name, request.version)
+            adapter = self.find(context, request.name, request.version, request.digest)
             previous = self.active.get(request.name, 0)
             self.set_active(adapter)
             return adapters_pb2.ActivateResponse(
                 adapter=adapter, previous_version=previous, generation=self.generation
             )
 
-    def find(self, context, name, version):
+    def find(self, context, name, version, digest=""):
         found = self.versions.get((name, version))
-        if found is None:
+        if found is None or not found.digest.startswith(digest):
             message = f"no adapter {name}@{version}"
             fail(context, grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND", message)
         return found
@@ -181,7 +182,7 @@ class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
 
     def Retire(self, request, context):
         with self.lock:
-            adapter = self.find(context, request.name, request.version)
+            adapter = self.find(context, request.name, request.version, request.digest)
             adapter.state = types_pb2.ADAPTER_STATE_RETIRING
             adapter.tags["force"] = str(request.force)
             self.note(adapters_pb2.WATCH_EVENT_TYPE_RETIRED, adapter)

@@ -195,6 +195,43 @@ TEST_F(ServerTest, ActivatesWithAGenerationCheck) {
   EXPECT_EQ(got.adapter().version(), 2);
 }
 
+TEST_F(ServerTest, ChangesNoVersionWithAnotherDigest) {
+  const auto [status, published] = Publish("a");
+  ASSERT_TRUE(status.ok());
+  const auto activate = [&](const std::string& digest) {
+    v1::ActivateRequest request;
+    request.set_name("a");
+    request.set_version(1);
+    request.set_digest(digest);
+    v1::ActivateResponse response;
+    return adapters_->Activate(Context().get(), request, &response);
+  };
+  const auto retire = [&](const std::string& digest) {
+    v1::RetireRequest request;
+    request.set_name("a");
+    request.set_version(1);
+    request.set_digest(digest);
+    v1::RetireResponse response;
+    return adapters_->Retire(Context().get(), request, &response);
+  };
+  const auto pause = [&](const std::string& digest) {
+    v1::PauseRequest request;
+    request.set_adapter("a@1:" + digest);
+    request.set_allow_missing(true);
+    v1::PauseResponse response;
+    return control_->Pause(Context().get(), request, &response);
+  };
+  const std::string own = published.adapter().digest();
+  const std::string other = own[0] == '0' ? "1" + own.substr(1) : "0" + own.substr(1);
+  EXPECT_EQ(ReasonOfWire(activate(other)), "ADAPTER_NOT_FOUND");
+  EXPECT_EQ(ReasonOfWire(retire(other)), "ADAPTER_NOT_FOUND");
+  EXPECT_EQ(ReasonOfWire(pause(other)), "ADAPTER_NOT_FOUND");
+  EXPECT_EQ(ReasonOfWire(activate("latest")), "DIGEST_INVALID");
+  EXPECT_TRUE(pause(own).ok());
+  EXPECT_TRUE(activate(own.substr(0, 12)).ok());
+  EXPECT_TRUE(retire(own.substr(0, 12)).ok());
+}
+
 TEST_F(ServerTest, RetiresByForceAndEndsTheHolders) {
   ASSERT_TRUE(Publish("a").first.ok());
   runner_->step_time = 50;

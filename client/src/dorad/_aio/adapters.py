@@ -231,11 +231,12 @@ class Adapters(Connection):
 
         Raises Conflict if `expected_generation` is not the registry's.
         """
-        name, number = _wire.split_ref(name, version)
+        name, number, digest = _wire.split_ref(name, version)
         message = filled(
             adapters_pb2.ActivateRequest,
             name=name,
             version=number,
+            digest=digest,
             expected_generation=expected_generation,
         )
         answer = await self._ask(self._adapters.Activate, message, timeout, retry_for, effects=True)
@@ -268,7 +269,7 @@ class Adapters(Connection):
     async def adapter(
         self, ref: str, *, timeout: float | None = None, retry_for: float | None = None
     ) -> t.AdapterVersion:
-        """One version: "name" (the active one) or "name@version". Raises NotFound."""
+        """One version: "name" (the active one), "name@version" or a `ref`. Raises NotFound."""
         message = filled(adapters_pb2.GetRequest, adapter=ref)
         answer = await self._ask(self._adapters.Get, message, timeout, retry_for)
         return _wire.adapter_version(answer.adapter, answer.generation)
@@ -286,8 +287,10 @@ class Adapters(Connection):
 
         Its memory is freed when the requests that hold it end; with `force` they are aborted.
         """
-        name, number = _wire.split_ref(name, version)
-        message = filled(adapters_pb2.RetireRequest, name=name, version=number, force=force)
+        name, number, digest = _wire.split_ref(name, version)
+        message = filled(
+            adapters_pb2.RetireRequest, name=name, version=number, digest=digest, force=force
+        )
         answer = await self._ask(self._adapters.Retire, message, timeout, retry_for, effects=True)
         return _wire.adapter_version(answer.adapter, answer.generation)
 

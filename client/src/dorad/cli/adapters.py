@@ -95,7 +95,7 @@ def _print_one(version: dorad.AdapterVersion) -> None:
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
     rows = {
-        "version": version.ref + (" (active)" if version.active else ""),
+        "version": version.label + (" (active)" if version.active else ""),
         "digest": version.digest,
         "state": version.state,
         "failure": version.failure,
@@ -246,7 +246,7 @@ def activate(
 
 def _show_activation(done: dorad.Activation, output: Output) -> None:
     before = f"version {done.previous_version}" if done.previous_version else "none"
-    told = f"{done.adapter.ref} is active (before: {before}; generation {done.generation})"
+    told = f"{done.adapter.label} is active (before: {before}; generation {done.generation})"
     output.show(done, lambda: print(told))
 
 
@@ -301,14 +301,14 @@ def retire(
     """Retire a version now. Its memory is freed when its requests have ended."""
     with server.connect() as client:
         gone = client.retire(ref, force=force)
-    told = f"{gone.ref} is {gone.state}; {gone.leases} requests still use it"
+    told = f"{gone.label} is {gone.state}; {gone.leases} requests still use it"
     output.show(gone, lambda: print(told))
 
 
 def _print_event(event: dorad.WatchEvent) -> None:
     version = event.adapter
     note = f"  {json.dumps(version.failure)}" if version.failure else ""
-    print(f"{event.generation:>6}  {event.type:<9}  {version.ref}{note}", flush=True)
+    print(f"{event.generation:>6}  {event.type:<9}  {version.label}{note}", flush=True)
 
 
 @app.command()

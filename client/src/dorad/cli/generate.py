@@ -106,7 +106,7 @@ class Answer:
         ]
 
     def label(self) -> str:
-        ref = self.spans[-1].ref if self.spans else self.adapter
+        ref = self.spans[-1].label if self.spans else self.adapter
         return (ref or "base") + (f" · {self.index}" if self.index else "")
 
     @property

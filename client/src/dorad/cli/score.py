@@ -28,7 +28,7 @@ from dorad.cli.server import Server, on_server
 
 
 def _label(span: dorad.Span) -> str:
-    return span.ref or "base"
+    return span.label or "base"
 
 
 def _summary(result: dorad.ScoreResult) -> None:

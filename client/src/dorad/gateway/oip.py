@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 import dorad
 from dorad import types as t
+from dorad._wire import ref_parts
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
@@ -299,7 +300,7 @@ async def infer_stream(
 
 
 def _counted(gateway: Gateway, inference: Inference) -> AbstractContextManager[Run]:
-    name, _, version = inference.model.partition("@")
+    name, version, _ = ref_parts(inference.model)
     return gateway.statistics.request(name, version or inference.version)
 
 
@@ -334,7 +335,7 @@ async def metadata(gateway: Gateway, caller: Caller, model: str, version: str) -
     if reference is not None:
         client = gateway.client_of(caller)
         await client.adapter(reference)
-        name = reference.partition("@")[0]
+        name, _, _ = ref_parts(reference)
         versions = [str(v.version) for v in await client.adapters(name) if v.state == "ready"]
     inputs = [("input_ids", "INT64", [1, -1])]
     outputs = dict(_OUTPUTS)
@@ -397,7 +398,7 @@ async def statistics(
     reference = await _reference(gateway, model, version) if model else None
     base, client = (await gateway.model()).name, gateway.client_of(caller)
     if reference is not None:
-        name, _, only = reference.partition("@")
+        name, only, _ = ref_parts(reference)
         await client.adapter(reference)
         known = await client.adapters(name)
     else:

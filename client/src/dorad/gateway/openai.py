@@ -102,7 +102,7 @@ def _adapter(
         "created": gateway.started if made is None else int(made.timestamp()),
         "owned_by": "dorad",
         # The active version.
-        "root": version.ref,
+        "root": version.label,
         "parent": model.name,
         "max_model_len": model.context_length,
         "digest": version.digest,
