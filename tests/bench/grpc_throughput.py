@@ -11,8 +11,8 @@ taken from --steps; `busy` is the share of the time in which the server had a st
 
 --defaults runs everything twice in turns: against a server with the settings below, and against
 `dorad serve MODEL` without any; it ends with the ratios of their tokens a second. --rollout adds a
-batch of so many samples with prompts of 128 to 1,024 tokens and answers of 529 in the mean (lognormal,
-at most 4,096).
+batch of so many samples: prompts of 128 to 1,024 tokens, answers of 529 in the mean (lognormal, at
+most 4,096).
 """
 
 import argparse
@@ -72,7 +72,7 @@ def measure(server: Server, plan: load.Plan) -> dict:
     before = server.metric("dorad_engine_step_seconds_sum")
     steps = server.metric("dorad_engine_step_seconds_count")
     processes = -(-sequences // SEQUENCES_A_CLIENT)
-    report = load.run_processes(server.grpc, plan, processes)
+    report = load.run_processes(load.Grpc(server.grpc), plan, processes)
     seconds = report["seconds"]
     stepping = server.metric("dorad_engine_step_seconds_sum") - before
     steps = server.metric("dorad_engine_step_seconds_count") - steps

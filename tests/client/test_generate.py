@@ -203,10 +203,10 @@ def test_stream_yields_tokens_and_finish(client):
 
 def test_streamed_messages_add_up_to_one_sample(server, client):
     """FINAL mode may be cut by a server too; spans of one version are merged."""
-    from dorad import _wire
+    from dorad import _samples, _wire
 
     request = dorad.GenerateRequest([1], max_tokens=3, logprobs="raw")
-    samples = _wire.Samples(request)
+    samples = _samples.Samples(request)
     message = _wire.generate_request(request, stream=True)
     with grpc.insecure_channel(server.target) as channel:
         from dorad.v1.inference_pb2_grpc import InferenceServiceStub

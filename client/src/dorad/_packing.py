@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dorad import types as t
-from dorad._arguments import check_ids, kind_of_items
+from dorad._arguments import check_ids, kind_of_items, shown
 from dorad._stubs import inference_pb2
 from dorad.errors import Internal
 
@@ -38,6 +39,29 @@ def pack_ids(token_ids: t.TokenIds, what: str = "token_ids") -> bytes:
 
 def pack_optional(token_ids: t.TokenIds | None, what: str) -> bytes:
     return b"" if token_ids is None else pack_ids(token_ids, what)
+
+
+def pack_allowed(token_ids: t.TokenIds | None) -> bytes:
+    packed = pack_optional(token_ids, "allowed_token_ids")
+    if token_ids is not None and not packed:
+        raise ValueError("allowed_token_ids must hold at least one id; None allows all")
+    return packed
+
+
+def pack_biases(biases: Mapping[int, float] | None) -> dict[str, bytes]:
+    """The wire's two fields; {} for none. Raises TypeError or ValueError naming logit_bias."""
+    if biases is None:
+        return {}
+    if not isinstance(biases, Mapping):
+        raise TypeError(f"logit_bias must map token ids to numbers, not be {shown(biases)}")
+    try:
+        numbers = np.asarray(list(biases.values()), dtype=_LITTLE_FLOAT32)
+    except (TypeError, ValueError):
+        raise TypeError("logit_bias must map token ids to numbers") from None
+    return {
+        "logit_bias_token_ids": pack_ids(list(biases), "logit_bias"),
+        "logit_biases": numbers.tobytes(),
+    }
 
 
 def unpack_ids(data: bytes) -> t.IntArray:

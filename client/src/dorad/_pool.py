@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dorad import _wire
+from dorad import _references
 from dorad import types as t
 from dorad._aio.client import Client
 from dorad._asyncio import run_many
@@ -129,7 +129,7 @@ class Pool(ServerSet):
         self, version: str | t.AdapterVersion, timeout: float | None
     ) -> t.AdapterVersion:
         ref = version if isinstance(version, str) else version.ref
-        name, number, digest = _wire.split_ref(ref, None)
+        name, number, digest = _references.split_ref(ref, None)
         async with self._changing(timeout) as budget:
             return await self._activate(name, number, budget, digest)
 
@@ -210,7 +210,7 @@ class Pool(ServerSet):
         self, version: str | t.AdapterVersion, force: bool, timeout: float | None
     ) -> None:
         ref = version if isinstance(version, str) else version.ref
-        name, number, _ = _wire.split_ref(ref, None)
+        name, number, _ = _references.split_ref(ref, None)
         async with self._changing(timeout) as budget:
             _, failures = await gather(
                 {
@@ -287,7 +287,7 @@ class Pool(ServerSet):
 
     def _is_expected(self, ref: str) -> bool:
         """Whether every server should have the version of `ref`."""
-        name, pinned, _ = _wire.ref_parts(ref)
+        name, pinned, _ = _references.ref_parts(ref)
         history = self._history.get(name)
         if history is None:
             return False
@@ -302,7 +302,7 @@ class Pool(ServerSet):
         mark: int,
     ) -> None:
         """Raises UnexpectedVersion unless the samples' versions were expected to be active."""
-        name, pinned, digest = _wire.ref_parts(request.adapter or "")
+        name, pinned, digest = _references.ref_parts(request.adapter or "")
         wanted = history.versions[mark:] if history else []
         for span in (span for sample in samples for span in sample.spans):
             fits = span.adapter == name

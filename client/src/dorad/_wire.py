@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from dorad import types as t
-from dorad._arguments import as_count, check_ids, filled, items, shown
+from dorad._arguments import as_count, check_ids, filled, items
 from dorad._packing import (
     chosen_of,
     logprobs_of,
+    pack_allowed,
+    pack_biases,
     pack_ids,
     pack_optional,
     top_of,
@@ -93,28 +94,6 @@ def _in_flight_policy(policy: str | None) -> inference_pb2.InFlightPolicy.ValueT
     return _one_of(policy, known, "in_flight_policy")
 
 
-def _pack_allowed(token_ids: t.TokenIds | None) -> bytes:
-    packed = _pack_optional(token_ids, "allowed_token_ids")
-    if token_ids is not None and not packed:
-        raise ValueError("allowed_token_ids must hold at least one id; None allows all")
-    return packed
-
-
-def _logit_bias(biases: Mapping[int, float] | None) -> dict[str, bytes]:
-    if biases is None:
-        return {}
-    if not isinstance(biases, Mapping):
-        raise TypeError(f"logit_bias must map token ids to numbers, not be {shown(biases)}")
-    try:
-        numbers = np.asarray(list(biases.values()), dtype=_LITTLE_FLOAT32)
-    except (TypeError, ValueError):
-        raise TypeError("logit_bias must map token ids to numbers") from None
-    return {
-        "logit_bias_token_ids": pack_ids(list(biases), "logit_bias"),
-        "logit_biases": numbers.tobytes(),
-    }
-
-
 def _bad_words(words: Sequence[t.TokenIds] | None) -> list[inference_pb2.TokenSequence]:
     if words is None:
         return []
@@ -145,9 +124,9 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             repetition_penalty=request.repetition_penalty,
-            allowed_token_ids=_pack_allowed(request.allowed_token_ids),
+            allowed_token_ids=pack_allowed(request.allowed_token_ids),
             bad_words=_bad_words(request.bad_words),
-            **_logit_bias(request.logit_bias),
+            **pack_biases(request.logit_bias),
         ),
         stop=filled(
             inference_pb2.StopParams,
@@ -270,85 +249,6 @@ def _prompt_logprobs(
     )
 
 
-class Samples:
-    """Collects the deltas of one Generate stream into samples."""
-
-    def __init__(self, request: t.GenerateRequest) -> None:
-        self._request = request
-        self._deltas: dict[int, list[t.Delta]] = {}
-
-    def add(self, message: inference_pb2.GenerateResponse) -> None:
-        self._deltas.setdefault(message.sample_index, []).append(delta(message, self._request))
-
-    def finish(self) -> list[t.Sample]:
-        """The samples in order. Raises Internal when the stream ended without all of them."""
-        want = 1 if self._request.n is None else self._request.n
-        prompt = next(
-            (d.prompt_logprobs for d in self._deltas.get(0, ()) if d.prompt_logprobs), None
-        )
-        samples = [_sample(deltas, prompt) for _, deltas in sorted(self._deltas.items())]
-        if len(samples) != want:
-            raise Internal(
-                f"the stream ended with {len(samples)} of {want} samples", code="INTERNAL"
-            )
-        return samples
-
-
-def _sample(deltas: list[t.Delta], prompt: t.PromptLogprobs | None) -> t.Sample:
-    last = deltas[-1]
-    if last.finish is None:
-        raise Internal(f"sample {last.index} ended without a finish reason", code="INTERNAL")
-    some = [d for d in deltas if d.token_ids.size] or [last]
-    return t.Sample(
-        index=last.index,
-        token_ids=np.concatenate([d.token_ids for d in some]),
-        logprobs=_joined([d.logprobs for d in some]),
-        top_logprobs=_joined_top([d.top_logprobs for d in some]),
-        chosen_logprobs=_joined([d.chosen_logprobs for d in some]),
-        finish_reason=last.finish.reason,
-        stop_token_id=last.finish.stop_token_id,
-        stop_sequence=last.finish.stop_sequence,
-        detail=last.finish.detail,
-        spans=merge_spans(s for d in deltas for s in d.spans),
-        usage=last.finish.usage,
-        seed=last.seed,
-        request_id=last.request_id,
-        prompt_logprobs=prompt,
-    )
-
-
-def _joined(parts: Sequence[t.FloatArray | None]) -> t.FloatArray | None:
-    present = [part for part in parts if part is not None]
-    return np.concatenate(present) if present else None
-
-
-def _joined_top(parts: Sequence[t.TopLogprobs | None]) -> t.TopLogprobs | None:
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    return t.TopLogprobs(
-        np.concatenate([part.token_ids for part in present]),
-        np.concatenate([part.logprobs for part in present]),
-    )
-
-
-def merge_spans(spans: Iterable[t.Span]) -> list[t.Span]:
-    """Joins spans of one version that touch (streams and SWITCH policies cut them)."""
-    merged: list[t.Span] = []
-    for s in spans:
-        last = merged[-1] if merged else None
-        if last and (last.adapter, last.version, last.digest, last.end) == (
-            s.adapter,
-            s.version,
-            s.digest,
-            s.begin,
-        ):
-            merged[-1] = t.Span(s.adapter, s.version, s.digest, last.begin, s.end)
-        else:
-            merged.append(s)
-    return merged
-
-
 # --- Score ----------------------------------------------------------------------------------------
 
 
@@ -448,28 +348,6 @@ def watch_event(message: adapters_pb2.WatchResponse) -> t.WatchEvent:
         type=_enum_name(message.type, adapters_pb2.WatchEventType, "WATCH_EVENT_TYPE_"),
         adapter=adapter_version(message.adapter, message.generation),
     )
-
-
-def ref_parts(ref: str) -> tuple[str, str, str]:
-    """ "a@2:0f3c81aa" → ("a", "2", "0f3c81aa"). Missing parts are empty."""
-    name, _, pin = ref.partition("@")
-    version, _, digest = pin.partition(":")
-    return name, version, digest
-
-
-def split_ref(name: str, version: int | None) -> tuple[str, int, str]:
-    """("a@2:0f3c81aa", None) → ("a", 2, "0f3c81aa"), ("a", 2) → ("a", 2, "").
-
-    Raises ValueError when the version is missing.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f'an adapter is named by text such as "name@2", not {shown(name)}')
-    if version is None:
-        base, number, digest = ref_parts(name)
-        if not number.isdigit():
-            raise ValueError(f'which version of {name!r}? Pass "name@version" or a version')
-        return base, int(number), digest
-    return name, version, ""
 
 
 # --- Control --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from dorad import _wire
+from dorad import _references, _wire
 from dorad import types as t
 from dorad._aio.connection import Connection
 from dorad._aio.stream import Stream
@@ -231,7 +231,7 @@ class Adapters(Connection):
 
         Raises Conflict if `expected_generation` is not the registry's.
         """
-        name, number, digest = _wire.split_ref(name, version)
+        name, number, digest = _references.split_ref(name, version)
         message = filled(
             adapters_pb2.ActivateRequest,
             name=name,
@@ -287,7 +287,7 @@ class Adapters(Connection):
 
         Its memory is freed when the requests that hold it end; with `force` they are aborted.
         """
-        name, number, digest = _wire.split_ref(name, version)
+        name, number, digest = _references.split_ref(name, version)
         message = filled(
             adapters_pb2.RetireRequest, name=name, version=number, digest=digest, force=force
         )

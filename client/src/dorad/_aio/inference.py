@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 
 from grpc_health.v1 import health_pb2
 
-from dorad import _wire
+from dorad import _samples, _wire
 from dorad import types as t
 from dorad._aio.calls import RunningCalls
 from dorad._aio.connection import Connection
@@ -72,7 +72,7 @@ class Inference(Connection):
 
         async def run() -> list[t.Sample]:
             call = self._start(self._inference.Generate, message, attempts.budget.left)
-            samples = _wire.Samples(request)
+            samples = _samples.Samples(request)
             with calls.running(call), AsDoradErrors():
                 while (answer := await read(call)) is not None:
                     samples.add(answer)

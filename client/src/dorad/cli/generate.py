@@ -143,7 +143,7 @@ class Answer:
             "stop_token_id": finish and finish.stop_token_id,
             "stop_sequence": finish and finish.stop_sequence,
             "detail": finish.detail if finish else "",
-            "spans": dorad._wire.merge_spans(self.spans),
+            "spans": dorad._samples.merge_spans(self.spans),
             "usage": finish and finish.usage,
             "seed": self.seed,
         }

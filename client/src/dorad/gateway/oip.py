@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 import dorad
 from dorad import types as t
-from dorad._wire import ref_parts
+from dorad._references import ref_parts
 from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal

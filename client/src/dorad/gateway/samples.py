@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dorad import _wire
+from dorad import _samples
 from dorad import types as t
 from dorad.errors import Internal
 from dorad.gateway.assembler import Assembler, Piece, Stops
@@ -229,7 +229,7 @@ class _Versions:
             if span.begin < end
         ]
         self._ahead = [span for span in self._ahead if span.end > end]
-        found = _wire.merge_spans(span for span in found if span.begin < span.end)
+        found = _samples.merge_spans(span for span in found if span.begin < span.end)
         if found:
             self.newest = found[-1]
         return found
@@ -279,7 +279,7 @@ class Choice:
     def add(self, update: Update) -> None:
         self.piece.text += update.piece.text
         self.piece.tokens += update.piece.tokens
-        self.spans = _wire.merge_spans([*self.spans, *update.spans])
+        self.spans = _samples.merge_spans([*self.spans, *update.spans])
         self.span = update.span
         self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         if update.finish_reason is not None:
