@@ -112,12 +112,12 @@ class Sampling(Body):
 
     def options(self, text: ModelText | None) -> t.GenerateOptions:
         """`text`: for `bad_words`; there are none without a tokenizer."""
-        biases = self.logit_bias
+        biases = self.logit_bias or {}
         return {
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
-            "logit_bias": biases and {int(token): bias for token, bias in biases.items()},
+            "logit_bias": {int(token): bias for token, bias in biases.items()},
             "allowed_token_ids": self.allowed_token_ids,
             "bad_words": [*(self.bad_words_token_ids or ()), *self._tokens_of_bad_words(text)],
             "temperature": self.temperature,
