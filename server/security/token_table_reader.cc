@@ -47,6 +47,8 @@ bool IsAdapterPrefix(const std::string& text) {
 
 }  // namespace
 
+// What the file says may be a token in the wrong place: messages repeat none of it, except words
+// close to known ones.
 class TokenTableReader {
  public:
   explicit TokenTableReader(std::string name) : name_(std::move(name)) {}
@@ -95,20 +97,20 @@ class TokenTableReader {
     }
     for (const auto& item : node) {
       const std::string tenant = item.first.IsScalar() ? item.first.Scalar() : "";
-      const std::string place = PlaceOf(item.first, absl::StrCat("tenants.", tenant));
+      const std::string place = PlaceOf(item.first, "tenants");
       if (!IsName(tenant)) {
         Report(place, "TOKENS_INVALID_VALUE", "a name is 1 to 128 of [A-Za-z0-9._-]");
       } else if (!table_.tenants_.try_emplace(tenant).second) {
         Report(place, "TOKENS_DUPLICATE", "the tenant occurs twice");
       } else {
-        ReadTenant(item.second, place, &table_.tenants_[tenant]);
+        ReadTenant(item.second, &table_.tenants_[tenant]);
       }
     }
     CheckPrefixesAreApart(node);
   }
 
-  void ReadTenant(const YAML::Node& node, const std::string& what, Tenant* tenant) {
-    const std::optional<Fields> fields = ReadMap(node, what, {"adapters", "quota"});
+  void ReadTenant(const YAML::Node& node, Tenant* tenant) {
+    const std::optional<Fields> fields = ReadMap(node, "a tenant", {"adapters", "quota"});
     if (!fields) return;
     tenant->adapters = ReadPrefix(*fields).value_or("");
     if (fields->count("quota") == 0) return;
@@ -170,8 +172,7 @@ class TokenTableReader {
     auto principal = std::make_shared<Principal>();
     principal->name = ReadName(node, fields, "name");
     if (!principal->name.empty() && !names_.insert(principal->name).second) {
-      Report(PlaceOf(node, "name"), "TOKENS_DUPLICATE",
-             absl::StrCat("the name ", principal->name, " occurs twice"));
+      Report(PlaceOf(node, "name"), "TOKENS_DUPLICATE", "the name occurs twice");
     }
     principal->tenant = ReadName(node, fields, "tenant");
     principal->roles = ReadRoles(node, fields);
@@ -199,7 +200,7 @@ class TokenTableReader {
     Keys listed;
     for (const auto& [name, limits] : table_.tenants_) listed.push_back(name.c_str());
     Report(PlaceOf(node, "tenant"), "TOKENS_UNKNOWN_TENANT",
-           absl::StrCat(tenant, " is not among the tenants", DidYouMean(tenant, listed)));
+           absl::StrCat("is not among the tenants", DidYouMean(tenant, listed)));
   }
 
   // With prefixes "team-a." and "team-" the owner of team-a.x would be ambiguous.
@@ -296,7 +297,6 @@ class TokenTableReader {
       const bool is_known =
           std::any_of(known.begin(), known.end(), [&key](const char* name) { return key == name; });
       if (!is_known) {
-        // The key itself may be a token in the wrong place: only a misspelling is repeated.
         const std::string nearest = DidYouMean(key, known);
         Report(PlaceOf(item.first, nearest.empty() ? what : key), "TOKENS_UNKNOWN_KEY",
                absl::StrCat("unknown key", nearest.empty() ? OneOf(known) : nearest));
