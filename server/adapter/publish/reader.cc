@@ -68,9 +68,10 @@ absl::StatusOr<Content> AdapterReader::ReadAny(AdapterSource& source, bool needs
   std::string expected_digest;
   absl::Duration received;
   if (auto* path = std::get_if<PathSource>(&source)) {
-    DORAD_ASSIGN_OR_RETURN(files, ReadAdapterFolder(path->path.empty() ? "." : path->path,
-                                                    {options_.allowed_roots, path->trusted, path->admit},
-                                                    options_.max_adapter_bytes));
+    DORAD_ASSIGN_OR_RETURN(files,
+                           ReadAdapterFolder(path->path.empty() ? "." : path->path,
+                                             {options_.allowed_roots, path->trusted, path->admit},
+                                             options_.max_adapter_bytes));
   } else if (auto* memory = std::get_if<MemorySource>(&source)) {
     DORAD_RETURN_IF_ERROR(CheckWanted(memory->tensors.wanted));
     if (LiesOnDevice(memory->tensors) && !needs_file) return ReadDevice(*memory, name);
