@@ -20,6 +20,10 @@ constexpr int64_t kHeaderBytes = 1024;
 // What a client sends before it hears of a refusal: the window of a stream.
 constexpr int64_t kWindowBytes = 64 << 10;
 
+// What a client sends ahead of the message that is awaited: gRPC widens the windows of a connection
+// with its bandwidth. Small messages have none ahead.
+constexpr int64_t kAheadBytes = 64 << 20;
+
 // With frames and encryption.
 int64_t OnTheWire(int64_t bytes) { return bytes + bytes / 16; }
 
@@ -84,7 +88,7 @@ void IncomingBytes::Judge(Connection* connection, std::vector<std::function<void
   int64_t most = kOtherBytes;
   bool any_small = false;
   for (const Read& read : connection->reads) {
-    most += OnTheWire(read.most);
+    most += OnTheWire(read.most) + (read.most > kSmallRequestBytes ? kAheadBytes : 0);
     any_small = any_small || (read.too_large && read.most <= kSmallRequestBytes);
   }
   if (connection->held <= most) return;

@@ -53,7 +53,7 @@ class IncomingBytesTest : public ::testing::Test {
 
   // Sends until the message is told.
   void SendUntil(const absl::Notification& told) {
-    while (!told.WaitForNotificationWithTimeout(absl::Milliseconds(1))) Send(16 << 10);
+    while (!told.WaitForNotificationWithTimeout(absl::Milliseconds(1))) Send(256 << 10);
   }
 
   UniqueFd client_, server_;
