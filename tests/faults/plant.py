@@ -26,9 +26,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from planted import FAULTS, Fault
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from faults.fault import Fault  # noqa: E402
+from faults.planted import FAULTS  # noqa: E402
+
 SCRATCH = ROOT / "build" / "faults"
 TREE = SCRATCH / "tree"
 LOG = SCRATCH / "log.txt"

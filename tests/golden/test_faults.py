@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from faults.planted import FAULTS, Fault
+from faults.fault import Fault
+from faults.planted import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

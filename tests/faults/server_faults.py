@@ -1,0 +1,446 @@
+"""Faults of the server, by room, and of the kernels."""
+
+from __future__ import annotations
+
+from faults.fault import Fault
+
+PLATFORM = [
+    Fault(
+        "reload applies every key",
+        "server/platform/config/config_reload.cc",
+        "      changes.waiting.push_back(key.path());\n      continue;\n",
+        "      changes.waiting.push_back(key.path());\n",
+        "SIGHUP changes keys that need a restart, and the log says that they wait for one.",
+        ("platform:ConfigReloadTest.*",),
+    ),
+    Fault(
+        "hash without frames",
+        "server/platform/files/sha256.cc",
+        "  UpdateU64(text.size());\n",
+        "",
+        "Two different adapters, or two salts of the prefix cache, can have one digest.",
+        ("platform:Sha256Test.*", "adapter:JournalTest.*", "engine:KvPages.*"),
+        ("integration/test_adapter_life.py",),
+    ),
+    Fault(
+        "stopped time counts as silence",
+        "server/platform/process/silence_meter.h",
+        "silence_ + std::min(passed, period_)",
+        "silence_ + passed",
+        "A server that was suspended for a while is ended by its own watchdog.",
+        ("platform:SilenceMeterTest.*",),
+    ),
+]
+
+SECURITY = [
+    Fault(
+        "stream given back twice",
+        "server/security/quotas.cc",
+        "    --accounts_[tenant].streams;\n",
+        "    accounts_[tenant].streams -= 2;\n",
+        "A tenant gets more streams with each one that ends, without a limit.",
+        ("security:QuotasTest.*",),
+    ),
+    Fault(
+        "unused tokens pile up",
+        "server/security/quotas.cc",
+        "std::min(most, account.tokens + minutes * most)",
+        "account.tokens + minutes * most",
+        "A tenant that was idle overnight floods the server for the tokens of that night.",
+        ("security:QuotasTest.*",),
+    ),
+    Fault(
+        "publishers may put the server to sleep",
+        "server/security/method_rules.cc",
+        '{"Sleep", kAdmin, false}',
+        '{"Sleep", kPublish, false}',
+        "One tenant stops the server for all.",
+        ("security", "rpc:MethodRulesTest.*"),
+        ("integration/test_tokens.py",),
+    ),
+    Fault(
+        "two authorizations are one",
+        "server/security/authority.cc",
+        "credentials.authorization.size() > 1",
+        "credentials.authorization.size() > 2",
+        "A caller behind a proxy that adds a token chooses which of both counts.",
+        ("security:AuthorityTest.*",),
+        ("integration/test_tokens.py",),
+    ),
+]
+
+ADAPTER = [
+    Fault(
+        "rsLoRA scale of the default rank",
+        "server/adapter/peft/targets.cc",
+        "std::sqrt(static_cast<double>(target.rank))",
+        "std::sqrt(static_cast<double>(config.rank))",
+        "Modules of rank_pattern are served with another strength than they were trained with.",
+        ("adapter:AdapterAcceptanceTest.*",),
+    ),
+    Fault(
+        "alpha_pattern ignored",
+        "server/adapter/peft/targets.cc",
+        "alphas.Get(module.name, config.alpha)",
+        "config.alpha",
+        "Modules of alpha_pattern are served with another strength than they were trained with.",
+        ("adapter:AdapterAcceptanceTest.*",),
+    ),
+    Fault(
+        "pattern matches a part of a name",
+        "server/adapter/peft/targets.cc",
+        'absl::StrCat(R"((.*\\.)?()", key, ")$")',
+        'absl::StrCat(R"((.*\\.)?()", key, ")")',
+        "rank_pattern changes modules whose names only begin like its entry.",
+        ("adapter:AdapterAcceptanceTest.*",),
+    ),
+    Fault(
+        "digest without the scale",
+        "server/adapter/peft/digest.cc",
+        "    hash.UpdateU64(std::bit_cast<uint64_t>(module->target.scale));\n",
+        "",
+        "Two adapters that differ in alpha share a digest, and so the prefix cache.",
+        ("cpu:AdapterLoader*",),
+    ),
+    Fault(
+        "journal's checksum not compared",
+        "server/adapter/store/journal.cc",
+        "if (!whole || rest.substr(kLengthDigits + 1, kCheckDigits) != check) {",
+        "if (!whole) {",
+        "A damaged journal restores versions that nobody published.",
+        ("adapter:JournalTest.*",),
+    ),
+    Fault(
+        "journal not synced",
+        "server/adapter/store/journal.cc",
+        "  if (status.ok() && disk_->Sync(fd_.get()) != 0) "
+        'status = DiskError("sync", path_, errno);\n',
+        "",
+        "A publish that was answered durable is lost in a power cut.",
+        ("adapter:JournalTest.*:StoreTest.*",),
+        ("integration/test_store_crash.py",),
+    ),
+    Fault(
+        "generation compared the wrong way",
+        "server/adapter/registry/registry_state.cc",
+        "*expected == events.generation()",
+        "*expected <= events.generation()",
+        "A trainer with an old view of the registry overwrites another's activation.",
+        ("adapter:AdapterRegistryTest.*",),
+    ),
+    Fault(
+        "retired version still served",
+        "server/adapter/registry/version_book.cc",
+        "  if (version->record.state != AdapterState::kReady) return NotReady(version->record);\n",
+        "  if (version->adapter == nullptr) return NotReady(version->record);\n",
+        "New requests get a version that was retired, as long as older requests hold it.",
+        ("adapter:AdapterRegistryTest.*",),
+    ),
+    Fault(
+        "version numbers fall",
+        "server/adapter/registry/version_book.cc",
+        "  if (number <= last) {\n",
+        "  if (number <= last && Find(name, number) != nullptr) {\n",
+        "A number that was forgotten names other weights than before.",
+        ("adapter:AdapterRegistryTest.*:RegistryLogTest.*",),
+    ),
+    Fault(
+        "newest weights leave first",
+        "server/adapter/residency/residency_room.cc",
+        "next_hosted->last_use < next_stored->last_use",
+        "next_hosted->last_use > next_stored->last_use",
+        "The adapters that were used last are evicted, and each request waits for a reload.",
+        ("adapter:Residency*",),
+    ),
+    Fault(
+        "weights in use may be evicted",
+        "server/adapter/residency/residency_lists.cc",
+        "  if (record.pins > 0) return &in_use_;\n",
+        "",
+        "Weights are freed under a step that computes with them.",
+        ("adapter:Residency*",),
+    ),
+    Fault(
+        "degenerate norms accepted",
+        "server/adapter/publish/builder.cc",
+        "(norms[i] > eps || magnitude[i] == 0);",
+        "(std::max<double>(norms[i], eps) >= eps || magnitude[i] == 0);",
+        "An adapter whose norm vanishes is served with weights blown up by 1/eps.",
+        ("cpu:AdapterLoader*",),
+        ("integration/test_bad_adapters.py",),
+    ),
+    Fault(
+        "announced digest not compared",
+        "server/adapter/publish/reader.cc",
+        "  DORAD_RETURN_IF_ERROR(CheckDigest(expected_digest, *digest));\n",
+        "  (void)CheckDigest(expected_digest, *digest);\n",
+        "Memory that its trainer overwrote during the copy is published.",
+        ("cpu:AdapterLoader*",),
+        ("integration/shared_memory/test_refusals.py",),
+    ),
+]
+
+MODEL = [
+    Fault(
+        "original context from the wrong place",
+        "server/model/rope_config.cc",
+        "  if (fields.Has(kKey)) return fields.Int(kKey, std::nullopt, kPositions);\n",
+        "  if (!rope.Has(kKey) && fields.Has(kKey)) {\n"
+        "    return fields.Int(kKey, std::nullopt, kPositions);\n"
+        "  }\n",
+        "Long prompts get other rotary angles than in transformers.",
+        ("model:ModelConfigTest.*", "cpu:RopeTest.*"),
+    ),
+]
+
+ENGINE = [
+    Fault(
+        "prefix key of the name",
+        "server/engine/request.cc",
+        "std::string() : lease.get()->digest(), salt, tenant)",
+        "std::string() : lease.get()->name(), salt, tenant)",
+        "A prompt for a new version of an adapter continues keys and values of the old one.",
+        ("engine:EngineTest.*",),
+    ),
+    Fault(
+        "prefix key without salt",
+        "server/engine/request.cc",
+        "    const PrefixNode root = RootOf(generate->lease, generate->cache_salt, "
+        "generate->tenant);\n",
+        "    const PrefixNode root = RootOf(generate->lease, std::string(), generate->tenant);\n",
+        "Callers who asked for separate caches can time each other's prompts.",
+        ("engine:EngineTest.*",),
+        ("integration/test_tenants_prefixes.py", "integration/test_generate_api.py"),
+    ),
+    Fault(
+        "min_tokens one too few",
+        "server/engine/request.cc",
+        "if (chunk.end() - sequence.prompt_tokens < generate->stop.min_tokens) {",
+        "if (chunk.end() - sequence.prompt_tokens + 1 < generate->stop.min_tokens) {",
+        "An answer ends before its min_tokens.",
+        ("engine:EngineTest.*MinTokens*",),
+    ),
+    Fault(
+        "lease kept after a switch of versions",
+        "server/engine/request.cc",
+        "    sequence->SwitchKeepingKv(adapter);\n  }\n  DropUnusedLeases();\n",
+        "    sequence->SwitchKeepingKv(adapter);\n  }\n",
+        "A long stream holds the memory of every version that it has ever used.",
+        ("engine:InFlightTest.*",),
+        ("integration/test_versions_under_load.py",),
+    ),
+    Fault(
+        "pages of two versions cached as one prefix",
+        "server/engine/scheduler.cc",
+        "std::min(chunk.end(), s.same_adapter_until(0))",
+        "chunk.end()",
+        "Other requests continue keys and values that two versions computed.",
+        ("engine:InFlightTest.*:SchedulerTest.*",),
+        ("golden/test_in_flight.py",),
+    ),
+    Fault(
+        "deadline ignored in the queue",
+        "server/engine/engine_loop_ends.cc",
+        "while (!deadlines_.empty() && deadlines_.begin()->first <= now) {",
+        "while (!deadlines_.empty() && deadlines_.begin()->first <= now &&\n"
+        "         deadlines_.begin()->second->started) {",
+        "A call waits in the queue beyond its deadline, and work is spent on it later.",
+        ("engine:EngineTest.*Deadline*",),
+    ),
+    Fault(
+        "late cancel ends the next request",
+        "server/engine/engine_loop_ends.cc",
+        "request == nullptr || request->number != handle.number",
+        "request == nullptr",
+        "The cancel of an ended call ends another call that uses the id again.",
+        ("engine:EngineTest.*Cancel*",),
+    ),
+    Fault(
+        "abort crosses tenants",
+        "server/engine/engine_loop_ends.cc",
+        "    if (target.tenant && *target.tenant != request->base().tenant) continue;\n",
+        "",
+        "A tenant ends another tenant's requests.",
+        ("engine:EngineTest.*Tenants*",),
+    ),
+    Fault(
+        "drain refuses nothing",
+        "server/engine/admission.cc",
+        "if (closing_ || draining_) return ShuttingDown();",
+        "if (closing_) return ShuttingDown();",
+        "A server that was told to end accepts requests, which it cuts off.",
+        ("engine:EngineTest.*", "rpc:ServerTest.*Drain*"),
+        ("integration/test_shutdown.py",),
+    ),
+]
+
+CPU = [
+    Fault(
+        "cross term of the norm once",
+        "server/backends/cpu/ops/dora_norm.cc",
+        "target += 2.0 * scale * RowDots(b_block, u);",
+        "target += scale * RowDots(b_block, u);",
+        "Every DoRA adapter is served with wrong magnitudes.",
+        ("cpu:DoraNormTest.*",),
+    ),
+    Fault(
+        "one epsilon for all weights",
+        "server/backends/cpu/ops/dora_norm.cc",
+        "? 1e-12 : 1e-6;",
+        "? 1e-6 : 1e-6;",
+        "Adapters of fp32 models with small norms differ from PEFT.",
+        ("cpu:DoraNormTest.*:AdapterLoader*",),
+    ),
+    Fault(
+        "top_p one candidate short",
+        "server/backends/cpu/ops/sampling.cc",
+        "candidates->resize(begin + i + 1);",
+        "candidates->resize(std::max<size_t>(begin + i, 1));",
+        "top_p leaves out the token that reaches the mass.",
+        ("cpu:*SamplingTest.*",),
+    ),
+    Fault(
+        "seed without the sample's index",
+        "server/backends/cpu/ops/sampling.cc",
+        "UniformDraw(spec.seed, spec.sample_index, spec.position)",
+        "UniformDraw(spec.seed, 0, spec.position)",
+        "All n samples of a prompt are the same.",
+        ("cpu:*SamplingTest.*",),
+    ),
+    Fault(
+        "raw logprobs with temperature",
+        "server/backends/cpu/ops/sampling.cc",
+        "LogitRow raw(logits, 1.0f, {});",
+        "LogitRow raw(logits, greedy ? 1.0f : spec.temperature, {});",
+        "A trainer computes its ratios from logprobs of another distribution.",
+        ("cpu:*SamplingTest.*",),
+    ),
+    Fault(
+        "one magnitude for a tile",
+        "server/backends/cpu/simd/dora_linear.cc",
+        "tile->g[m] = s.g;",
+        "tile->g[m] = l.segments[segments[0]].g;",
+        "Requests that share a step get each other's DoRA magnitudes.",
+        ("cpu:*DoraLinearTest.*",),
+    ),
+    Fault(
+        "attention window one too wide",
+        "server/backends/cpu/simd/attention.cc",
+        "std::max<int64_t>(0, position - window_ + 1)",
+        "std::max<int64_t>(0, position - window_)",
+        "Models with a sliding window differ from transformers.",
+        ("cpu:*AttentionTest.*",),
+    ),
+    Fault(
+        "rope smoothed the wrong way",
+        "server/backends/cpu/rope.cc",
+        "f = (1.0f - smooth) * f / factor + smooth * f;",
+        "f = smooth * f / factor + (1.0f - smooth) * f;",
+        "Llama 3 models drift from transformers with the length of the prompt.",
+        ("cpu:RopeTest.*",),
+    ),
+]
+
+COLOCATION = [
+    Fault(
+        "failed sleep never ends",
+        "server/colocation/sleep_controller.cc",
+        "  if (!released.ok() && asleep().empty()) "
+        "(void)WakeEngine(/*kv=*/false, /*go_on=*/true);\n",
+        "",
+        "After a sleep that failed the server answers nothing, and no Wake helps.",
+        ("colocation:SleepControllerTest.*",),
+    ),
+    Fault(
+        "any user may read the weights",
+        "server/colocation/listener.cc",
+        "    if (!allowed_) {\n",
+        "    if (!allowed_ && !IsWeightsRequest(packet.bytes)) {\n",
+        "Every process of the host reads the base model's weights.",
+        ("colocation:SharedMemoryListenerTest.*",),
+        ("integration/test_base_weights.py",),
+    ),
+]
+
+RPC = [
+    Fault(
+        "role check inverted",
+        "server/rpc/access.cc",
+        "if (!caller->roles.HasAnyOf(security::RuleOf(method).any_of)) {",
+        "if (caller->roles.HasAnyOf(security::RuleOf(method).any_of)) {",
+        "Callers may do exactly what their roles forbid.",
+        ("rpc:ServerTest.*",),
+        ("integration/test_tokens.py",),
+    ),
+    Fault(
+        "similar names of other tenants shown",
+        "server/rpc/access.cc",
+        "    if (caller.MayTouch(name)) own.push_back(name);\n",
+        "    if (name.size() >= caller.adapters.size()) own.push_back(name);\n",
+        "A tenant reads the names of other tenants' adapters in an error.",
+        ("rpc:ServerTest.*",),
+        ("integration/test_tokens.py",),
+    ),
+    Fault(
+        "upload accepts a repeated chunk",
+        "server/rpc/upload.cc",
+        "if (chunk.offset() != image_.size()) {",
+        "if (chunk.offset() > image_.size()) {",
+        "A chunk that is sent twice shifts all that follows, and the adapter is damaged.",
+        ("rpc:UploadTest.*",),
+    ),
+    Fault(
+        "page token of another list",
+        "server/rpc/page_token.cc",
+        "parts[1] == filter &&",
+        "(filter.empty() || parts[1] == filter) &&",
+        "A page token of one name continues the list of all, and versions are left out.",
+        ("rpc:PageToken.*",),
+    ),
+    Fault(
+        "refusals without a hint are retried",
+        "server/rpc/status.cc",
+        'if (status.code() == absl::StatusCode::kResourceExhausted) return "-1";',
+        'if (status.code() == absl::StatusCode::kResourceExhausted) return "1";',
+        "Clients repeat at once what can never succeed, and load the server.",
+        ("rpc:RetryPushback.*",),
+    ),
+]
+
+APP = [
+    Fault(
+        "failed start exits with 0",
+        "server/app/commands.cc",
+        "if (!app.ok()) return FailStart(*config, app.status());",
+        "if (!app.ok()) return FailStart(*config, app.status()), kExitOk;",
+        "A supervisor takes a server that cannot start for one that has finished.",
+        tests=("integration/test_bad_starts.py",),
+    ),
+    Fault(
+        "probe failures add up",
+        "server/app/listener_health_check.cc",
+        "failures[i] = status.ok() ? 0 : failures[i] + 1;",
+        "failures[i] += status.ok() ? 0 : 1;",
+        "Three slow moments in a month end the server.",
+        ("app:ListenerHealthCheckTest.*",),
+    ),
+]
+
+KERNELS = [
+    Fault(
+        "bias multiplied by the magnitude",
+        "kernels/dora/linear_finish.cuh",
+        "y[i] = fmaf(g[i], y[i], bias[i]);",
+        "y[i] = g[i] * (y[i] + bias[i]);",
+        "DoRA adapters of models with biases differ from PEFT on a GPU.",
+        ("emulation_linear",),
+    ),
+    Fault(
+        "magnitude of the first adapter for late segments",
+        "kernels/dora/linear_finish.cuh",
+        "n < out ? MagnitudesOf(segment, n) : nullptr;",
+        "n < out ? MagnitudesOf(0, n) : nullptr;",
+        "With many adapters in a step, some get another one's magnitudes on a GPU.",
+        ("emulation_linear",),
+    ),
+]
