@@ -21,7 +21,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 from lib.server import ROOT
 from lib.smollm2 import CACHE, SmolLM2, trained
-from lib.tiers import SMOKE, deep
+from lib.tiers import LONG, SMOKE, deep
 from lib.zoo import Zoo, default_directory
 
 
@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    order = {ROOT / "tests" / file: place for place, file in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 # --- Figures.

@@ -16,7 +16,8 @@ STAGE_TAIL=80 stage "unit tests" "ctest-$(basename "$build")" ctest --test-dir "
 if [[ ! ${UNIT_ONLY:-} ]]; then
   echo "tests against $build/dorad"
   DORAD_BINARY="$ROOT/$build/dorad" "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" \
-    --numprocesses "$((2 * cores))" --dist loadfile --durations 5 "$@" || status=1
+    --numprocesses "$((2 * cores))" --dist loadfile --no-loadscope-reorder --durations 5 "$@" ||
+    status=1
 fi
 
 "$VENV/bin/python" tools/test_summary.py "$results" || status=1

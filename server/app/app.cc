@@ -392,8 +392,9 @@ absl::StatusOr<std::unique_ptr<App>> App::Start(const Config& given,
     }
     store = *std::move(opened);
   }
-  auto impl = std::make_unique<Impl>(config, given, *std::move(security_manager), *std::move(backend),
-                                     std::move(runner), std::move(disk), std::move(store));
+  auto impl =
+      std::make_unique<Impl>(config, given, *std::move(security_manager), *std::move(backend),
+                             std::move(runner), std::move(disk), std::move(store));
   impl->Restore();
   adapter::WarnOfMissingRoots(impl->config.adapters.allowed_roots);
   DORAD_RETURN_IF_ERROR(impl->Preload());

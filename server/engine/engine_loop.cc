@@ -106,7 +106,8 @@ void EngineLoop::Enter(Request* request) {
     return;
   }
   if (const adapter::LoadedAdapter* revoked = request->Revoked()) {
-    BeginEnd(request, {absl::OkStatus(), adapter::RetiredByForce({revoked->name(), revoked->version()})});
+    BeginEnd(request,
+             {absl::OkStatus(), adapter::RetiredByForce({revoked->name(), revoked->version()})});
     return;
   }
   FreezeOrThaw(request);

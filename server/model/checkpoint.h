@@ -2,8 +2,8 @@
 // model.safetensors.index.json names. Torch-free.
 //
 // Opening reads headers only, so a wrong model is refused before its data is read. The data is read
-// once, by several threads, in blocks that fit into a cache: never as a whole. One thread calls; the
-// sink is called by several.
+// once, by several threads, in blocks that fit into a cache: never as a whole. One thread calls;
+// the sink is called by several.
 #pragma once
 
 #include <array>

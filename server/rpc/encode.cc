@@ -103,7 +103,6 @@ void Encode(const adapter::LoadTiming& timing, v1::LoadTiming* to) {
 }
 
 void Encode(const adapter::AdapterSummary& summary, v1::AdapterVersion* to) {
-  to->set_digest(summary.digest);
   to->set_kind(summary.kind == adapter::AdapterKind::kDora ? v1::ADAPTER_KIND_DORA
                                                            : v1::ADAPTER_KIND_LORA);
   to->set_min_rank(static_cast<uint32_t>(summary.min_rank));
@@ -156,6 +155,7 @@ void Encode(const adapter::AdapterRecord& record, v1::AdapterVersion* to) {
   if (record.state == adapter::AdapterState::kFailed) {
     to->set_failure(Presentable(std::string(record.failure.message()), kMaxFailureBytes));
   }
+  to->set_digest(record.summary.digest);
   to->set_active(record.active);
   to->set_durable(record.durable);
   to->set_resident(record.resident);

@@ -4,7 +4,7 @@ to the logits of transformers in fp32."""
 import numpy as np
 import pytest
 import torch
-from lib.server import serve
+from lib.server import device, serve
 from lib.tiny_models import VOCAB
 from lib.wire import PROCESSED, RAW, Sample
 from transformers import (
@@ -12,6 +12,8 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
 )
+
+pytestmark = pytest.mark.skipif(device() != "cpu", reason="fp32; the GPU's kernels have unit tests")
 
 FAMILY = "llama2"
 SETTINGS = 200

@@ -1,10 +1,10 @@
-"""tests/lib/tiers.py: the smoke tests that it names exist, for rooms that exist."""
+"""tests/lib/tiers.py: the tests and files that it names exist, for rooms that exist."""
 
 import re
 
 import pytest
 from lib.server import ROOT
-from lib.tiers import SMOKE
+from lib.tiers import LONG, SMOKE
 
 
 @pytest.mark.parametrize("room", SMOKE)
@@ -15,3 +15,7 @@ def test_every_smoke_test_exists(room: str) -> None:
         function = re.escape(name.partition("[")[0])
         text = (ROOT / "tests" / path).read_text()
         assert re.search(rf"^def {function or 'test_'}", text, re.MULTILINE), test
+
+
+def test_every_long_file_exists() -> None:
+    assert [file for file in LONG if not (ROOT / "tests" / file).is_file()] == []

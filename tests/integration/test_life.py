@@ -261,7 +261,7 @@ BAD, UNIX = "{folder}/bad.yaml", "unix:{folder}/s"
 def test_check_config_and_serve_say_the_same(zoo, tmp_path, settings: dict, problem: str) -> None:
     (tmp_path / "bad.yaml").write_text("tokens: [{}]\n")
     places = {"folder": tmp_path, "adapter": zoo.adapter("llama2", "dora")}
-    tree: dict = {"model": {"path": str(zoo.model("llama2"))}}
+    tree: dict = {"model": {"path": str(zoo.model("llama2"))}, "log": {"format": "text"}}
     for key, value in settings.items():
         *sections, last = key.split(".")
         values = tree
@@ -278,7 +278,8 @@ def test_check_config_and_serve_say_the_same(zoo, tmp_path, settings: dict, prob
 
 @pytest.mark.skipif(device() != "cpu", reason="the KV cache lies in the GPU's memory")
 def test_a_kv_cache_that_cannot_be_allocated_is_a_fault_of_the_configuration(zoo) -> None:
-    line = [*command(zoo.model("llama2")), "--set", "engine.kv_bytes=2GiB"]
+    settings = {"engine.kv_bytes": "2GiB", "log.format": "text"}
+    line = command(zoo.model("llama2"), None, settings)
     served = subprocess.run(
         ["prlimit", f"--data={3 << 29}", *line], capture_output=True, text=True, timeout=60
     )

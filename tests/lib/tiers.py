@@ -41,6 +41,26 @@ SMOKE = {
     ],
 }
 
+# Files of long tests, the longest first. They begin before the others, so that no process works on
+# one of them alone at the end. Paths are below tests/.
+LONG = [
+    "golden/test_smollm2.py",
+    "integration/test_prometheus.py",
+    "integration/test_life.py",
+    "golden/test_fidelity.py",
+    "integration/test_store_crash.py",
+    "integration/test_http2_attacks.py",
+    "gateway/test_servers.py",
+    "integration/test_token_secrecy.py",
+    "integration/test_requests.py",
+    "integration/test_restarts.py",
+    "integration/test_bad_network.py",
+    "integration/test_shutdown.py",
+    "golden/test_in_flight.py",
+    "integration/test_grpo_example.py",
+    "golden/test_invariance.py",
+]
+
 
 def deep() -> bool:
     """Whether the long tests run, too, and the others at their full length."""

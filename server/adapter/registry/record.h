@@ -21,7 +21,7 @@ struct AdapterRecord {
   bool durable = false;         // survives a restart
   bool resident = false;        // its weights are in device memory
   bool in_host_memory = false;  // it has a host copy
-  AdapterSummary summary;       // set from kReady on
+  AdapterSummary summary;       // from kReady on; of a failed durable version the digest
   int leases = 0;
   absl::Time create_time;
   std::map<std::string, std::string> tags;

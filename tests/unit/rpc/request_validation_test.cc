@@ -179,8 +179,6 @@ struct BadGenerate {
   std::function<void(v1::GenerateRequest*)> spoil;
 };
 
-std::string Ids(std::vector<int32_t> ids) { return Pack(ids); }
-
 std::vector<BadGenerate> BadGenerates() {
   using R = v1::GenerateRequest;
   return {

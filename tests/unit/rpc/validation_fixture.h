@@ -29,6 +29,8 @@ inline RequestLimits Limits() {
   return limits;
 }
 
+inline std::string Ids(std::vector<int32_t> ids) { return Pack(ids); }
+
 inline v1::GenerateRequest GoodGenerate() {
   v1::GenerateRequest request;
   request.set_prompt_token_ids(Pack<int32_t>({1, 2, 3}));

@@ -11,7 +11,7 @@ from typing import Any
 import dorad
 from dorad.cli.server import of_context
 
-SECONDS = 1.0
+SECONDS = 3.0
 """Limit of the question to the server."""
 LIVE_STATES = ("loading", "ready", "retiring")
 """States of the versions that a server still has."""
@@ -24,7 +24,7 @@ def complete_name(ctx: Any, incomplete: str) -> list[str]:
 
 def complete_version(ctx: Any, incomplete: str) -> list[str]:
     """NAME@VERSION."""
-    return [v.ref for v in _versions(ctx) if v.ref.startswith(incomplete)]
+    return [v.label for v in _versions(ctx) if v.label.startswith(incomplete)]
 
 
 def complete_reference(ctx: Any, incomplete: str) -> list[str]:
