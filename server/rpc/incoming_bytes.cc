@@ -60,12 +60,12 @@ std::vector<std::function<void()>> IncomingBytes::Look() {
   std::optional<std::map<std::string, int>> peers;
   std::vector<std::function<void()>> told;
   for (auto& [peer, connection] : connections_) {
-    std::optional<int64_t> received = BytesFromPeer(connection.fd, peer);
+    std::optional<int64_t> received = BytesReadFromPeer(connection.fd, peer);
     if (!received && connection.fd != kGone) {
       if (!peers) peers = TcpPeers();
       const auto found = peers->find(peer);
       connection.fd = found == peers->end() ? kGone : found->second;
-      received = BytesFromPeer(connection.fd, peer);
+      received = BytesReadFromPeer(connection.fd, peer);
     }
     if (!received) continue;
     Count(*received, &connection);
@@ -91,13 +91,18 @@ void IncomingBytes::Judge(Connection* connection, std::vector<std::function<void
     most += OnTheWire(read.most) + (read.most > kSmallRequestBytes ? kAheadBytes : 0);
     any_small = any_small || (read.too_large && read.most <= kSmallRequestBytes);
   }
-  if (connection->held <= most) return;
-  // Nobody knows which of them it is: a large message is likely to be an allowed one.
+  const bool too_many = connection->held > most;
+  bool any_told = false;
   for (Read& read : connection->reads) {
-    if (!read.too_large || (any_small && read.most > kSmallRequestBytes)) continue;
+    // Nobody knows which of them it is: a large message is likely to be an allowed one.
+    const bool suspect =
+        too_many && read.too_large && !(any_small && read.most > kSmallRequestBytes);
+    // At one look, the bytes may belong to calls that are about to start on a busy machine.
+    if (!std::exchange(read.suspected, suspect) || !suspect) continue;
     told->push_back(std::exchange(read.too_large, nullptr));
+    any_told = true;
   }
-  connection->held = 0;
+  if (any_told) connection->held = 0;
 }
 
 void IncomingMessage::Start(std::function<void()> too_large) {

@@ -3,7 +3,7 @@
 // gRPC hands a message over when it is complete; until then it holds all that arrives, whatever the
 // method. But the kernel counts the bytes of a connection, so one thread compares them with the
 // messages that were handed over and with the bounds of those that are awaited. What a connection
-// brings between two looks is not bounded here; gRPC's quota bounds it. Socket files are not
+// brings between three looks is not bounded here; gRPC's quota bounds it. Socket files are not
 // watched: they are for the host's own users. Owned by Services. Thread-safe.
 #pragma once
 
@@ -37,6 +37,7 @@ class IncomingBytes {
   struct Read {
     int64_t most = 0;
     std::function<void()> too_large;  // null: told, or the message was handed over
+    bool suspected = false;           // at the last look
   };
   struct Connection {
     std::list<Read> reads;

@@ -251,7 +251,7 @@ BAD, UNIX = "{folder}/bad.yaml", "unix:{folder}/s"
         ({"server.shared_memory_socket": BAD}, "LISTEN_FAILED"),
         ({"adapters.store_path": BAD}, "STORE_UNAVAILABLE"),
         ({"engine.kv_bytes": 1}, "KV_TOO_SMALL"),
-        ({"engine.kv_bytes": "900TiB"}, "OUT_OF_MEMORY"),
+        ({"engine.kv_bytes": "900TiB", "model.device": "cpu"}, "OUT_OF_MEMORY"),
         ({"adapters.preload.Bad Name": "{adapter}"}, "ADAPTER_NAME_INVALID"),
         ({"security.tokens_file": "{folder}/none.yaml"}, "FILE_NOT_FOUND"),
         ({"security.tokens_file": BAD}, "TOKENS_"),

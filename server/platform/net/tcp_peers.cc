@@ -1,9 +1,11 @@
 #include "server/platform/net/tcp_peers.h"
 
 #include <arpa/inet.h>
+#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <stdlib.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <cstddef>
@@ -50,7 +52,7 @@ std::map<std::string, int> TcpPeers() {
   return peers;
 }
 
-std::optional<int64_t> BytesFromPeer(int fd, const std::string& peer) {
+std::optional<int64_t> BytesReadFromPeer(int fd, const std::string& peer) {
   tcp_info info{};
   socklen_t size = sizeof(info);
   if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return std::nullopt;
@@ -58,7 +60,9 @@ std::optional<int64_t> BytesFromPeer(int fd, const std::string& peer) {
       offsetof(tcp_info, tcpi_bytes_received) + sizeof(info.tcpi_bytes_received);
   // The descriptor may belong to another connection by now.
   if (size < kNeeded || PeerOf(fd) != peer) return std::nullopt;
-  return static_cast<int64_t>(info.tcpi_bytes_received);
+  int unread = 0;
+  if (ioctl(fd, SIOCINQ, &unread) != 0) return std::nullopt;
+  return static_cast<int64_t>(info.tcpi_bytes_received) - unread;
 }
 
 }  // namespace dorad

@@ -13,8 +13,9 @@ namespace dorad {
 // "ipv4:127.0.0.1:1234", "ipv6:%5B::1%5D:1234".
 std::map<std::string, int> TcpPeers();
 
-// The bytes that arrived since the connection began. nullopt: the descriptor is not a connection
+// The bytes that this process has read since the connection began; those that wait in the kernel do
+// not count. nullopt: the descriptor is not a connection
 // with this peer (any more).
-std::optional<int64_t> BytesFromPeer(int fd, const std::string& peer);
+std::optional<int64_t> BytesReadFromPeer(int fd, const std::string& peer);
 
 }  // namespace dorad

@@ -65,11 +65,11 @@ TEST_F(IncomingBytesTest, ThePeersOfTheProcessAreFoundWithWhatTheySent) {
   const std::map<std::string, int> peers = TcpPeers();
   ASSERT_TRUE(peers.contains(peer_));
   EXPECT_EQ(peers.at(peer_), server_.get());
-  EXPECT_EQ(BytesFromPeer(server_.get(), peer_), 0);
+  EXPECT_EQ(BytesReadFromPeer(server_.get(), peer_), 0);
   Send(12345);
-  EXPECT_EQ(BytesFromPeer(server_.get(), peer_), 12345);
-  EXPECT_EQ(BytesFromPeer(client_.get(), peer_), std::nullopt) << "its peer is the server";
-  EXPECT_EQ(BytesFromPeer(-1, peer_), std::nullopt);
+  EXPECT_EQ(BytesReadFromPeer(server_.get(), peer_), 12345);
+  EXPECT_EQ(BytesReadFromPeer(client_.get(), peer_), std::nullopt) << "its peer is the server";
+  EXPECT_EQ(BytesReadFromPeer(-1, peer_), std::nullopt);
 }
 
 TEST_F(IncomingBytesTest, AMessageThatGrowsBeyondItsBoundIsTold) {

@@ -208,6 +208,16 @@ async def _grpc_server(
         yield server, f"{settings.grpc_listen.rpartition(':')[0]}:{port}"
     finally:
         await server.stop(settings.drain_seconds)
+        await _end_calls()
+
+
+async def _end_calls() -> None:
+    """Waits for the tasks of gRPC's calls. `stop` does not: the loop's end would cancel them, and
+    gRPC would print a traceback for each."""
+    tasks = asyncio.all_tasks()
+    calls = [t for t in tasks if getattr(t.get_coro(), "__qualname__", "") == "_schedule_rpc_coro"]
+    if calls:
+        await asyncio.wait(calls, timeout=5)
 
 
 def _configuration(gateway: Gateway, settings: Settings) -> uvicorn.Config:
