@@ -3,13 +3,10 @@
 #include <algorithm>
 
 namespace dorad::engine {
-namespace {
 
 bool EndsWith(absl::Span<const TokenId> tokens, absl::Span<const TokenId> end) {
   return end.size() <= tokens.size() && std::equal(end.rbegin(), end.rend(), tokens.rbegin());
 }
-
-}  // namespace
 
 void AppendBans(absl::Span<const std::vector<TokenId>> bad_words,
                 absl::Span<const TokenId> generated, bool newest_unknown,

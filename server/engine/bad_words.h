@@ -9,6 +9,9 @@
 
 namespace dorad::engine {
 
+// Whether the last tokens are `end`.
+bool EndsWith(absl::Span<const TokenId> tokens, absl::Span<const TokenId> end);
+
 // Appends the bans for the token after `generated`; with newest_unknown one more token, which is
 // not known yet, lies between.
 void AppendBans(absl::Span<const std::vector<TokenId>> bad_words,

@@ -290,9 +290,7 @@ int32_t Request::MatchStopSequence(const Sequence& sequence) const {
   if (sequence.generated() <= stop.min_tokens) return -1;
   const auto generated = absl::MakeConstSpan(sequence.tokens).subspan(sequence.prompt_tokens);
   for (size_t i = 0; i < stop.stop_sequences.size(); ++i) {
-    const std::vector<TokenId>& ids = stop.stop_sequences[i];
-    if (ids.size() > generated.size()) continue;
-    if (absl::MakeConstSpan(ids) == generated.last(ids.size())) return static_cast<int32_t>(i);
+    if (EndsWith(generated, stop.stop_sequences[i])) return static_cast<int32_t>(i);
   }
   return -1;
 }
