@@ -30,11 +30,10 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src"), str(ROOT / "t
 
 import make_random_model  # noqa: E402
 from dorad import load  # noqa: E402
-from lib.server import Server, binary, command, device, start  # noqa: E402
+from lib.server import PORTS, Server, binary, command, device, options, start  # noqa: E402
 
 # Sequences that one client process reads.
 SEQUENCES_A_CLIENT = 32
-PORTS = ["--set", "server.grpc_listen=127.0.0.1:0", "--set", "server.metrics_listen=127.0.0.1:0"]
 ROLLOUT_PROMPT, ROLLOUT_ANSWER = "128:1024", "lognormal:529:0.8:4096"
 
 
@@ -163,7 +162,7 @@ def main() -> None:
         make_random_model.write_adapter(shapes[args.shape], args.rank, adapter)
         lines = {"tuned": command(model, {"policy": adapter}, settings)}
         if args.defaults:
-            lines["defaults"] = [str(binary()), "serve", str(model), *PORTS]
+            lines["defaults"] = [str(binary()), "serve", str(model), *options(PORTS)]
             lines["defaults"] += ["--adapter", f"policy={adapter}"]
         found: dict[str, list[dict[str, float]]] = {name: [] for name in lines}
         for _ in range(args.turns):

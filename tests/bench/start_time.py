@@ -21,9 +21,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "client" / "src"), str(ROOT / "t
 
 import dorad  # noqa: E402
 import make_random_model  # noqa: E402
-from lib.server import binary, start  # noqa: E402
-
-PORTS = ["--set", "server.grpc_listen=127.0.0.1:0", "--set", "server.metrics_listen=127.0.0.1:0"]
+from lib.server import PORTS, binary, options, start  # noqa: E402
 
 
 def main() -> None:
@@ -40,8 +38,8 @@ def main() -> None:
         make_random_model.write_model(shape, model)
         make_random_model.write_adapter(shape, args.rank, adapter)
         size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-        line = [str(binary()), "serve", str(model), *PORTS]
-        line += ["--set", f"adapters.allowed_roots=[{scratch}]"]
+        line = [str(binary()), "serve", str(model), *options(PORTS)]
+        line += options({"adapters.allowed_roots": f"[{scratch}]"})
         seconds = []
         for turn in range(args.starts):
             began = time.perf_counter()

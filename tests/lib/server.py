@@ -46,6 +46,19 @@ def environment(**changes: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"} | changes
 
 
+# Ports that the kernel picks.
+PORTS = {"server.grpc_listen": "127.0.0.1:0", "server.metrics_listen": "127.0.0.1:0"}
+
+
+def options(settings: Mapping[str, object]) -> list[str]:
+    """Settings as --set options."""
+    line = []
+    for key, value in settings.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        line += ["--set", f"{key}={text}"]
+    return line
+
+
 def command(
     model: Path | str | None,
     adapters: Mapping[str, Path] | None = None,
@@ -53,17 +66,14 @@ def command(
     config: Path | None = None,
 ) -> list[str]:
     """The command line; ports are picked by the kernel unless settings say otherwise."""
-    values = {"server.grpc_listen": "127.0.0.1:0", "server.metrics_listen": "127.0.0.1:0"}
-    values["model.device"] = device()
+    values: dict[str, object] = PORTS | {"model.device": device()}
     if config is None:
         values["engine.kv_bytes"] = "1GiB"  # not a share of this machine's free memory
     values |= settings or {}
     line = [str(binary()), "serve"]
     line += ["--model", str(model)] if model is not None else []
     line += ["--config", str(config)] if config is not None else []
-    for key, value in values.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        line += ["--set", f"{key}={text}"]
+    line += options(values)
     for name, folder in (adapters or {}).items():
         line += ["--adapter", f"{name}={folder}"]
     return line
