@@ -35,7 +35,7 @@ absl::Status CheckIsAdmin(const security::Principal& caller);
 absl::Status WithoutForeignNames(const security::Principal& caller, absl::Status status);
 
 // Reserves room among the tenant's adapters. RESOURCE_EXHAUSTED (QUOTA_ADAPTERS, QUOTA_BYTES).
-// Shared by all code that may end the publish; nullptr: nobody counts.
+// Shared by all code that may end the publish; nullptr: there is no quota.
 using PublishRoom = std::shared_ptr<security::Quotas::Hold>;
 absl::StatusOr<PublishRoom> ReservePublish(const Services& services,
                                            const security::Principal& caller,

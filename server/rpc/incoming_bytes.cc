@@ -94,7 +94,7 @@ void IncomingBytes::Judge(Connection* connection, std::vector<std::function<void
   const bool too_many = connection->held > most;
   bool any_told = false;
   for (Read& read : connection->reads) {
-    // Nobody knows which of them it is: a large message is likely to be an allowed one.
+    // The bytes do not tell their call. A large message is likely to be an allowed one.
     const bool suspect =
         too_many && read.too_large && !(any_small && read.most > kSmallRequestBytes);
     // At one look, the bytes may belong to calls that are about to start on a busy machine.

@@ -42,7 +42,7 @@ class IncomingBytes {
   struct Connection {
     std::list<Read> reads;
     // Since the first of these reads began: bytes of messages, of what comes with them, and of
-    // messages that nobody awaits any more.
+    // messages that no call awaits any more.
     int64_t handed_over = 0;
     int fd = -1;
     // At the last look; -1: there was none.
@@ -86,7 +86,7 @@ class IncomingMessage {
   void Take(int64_t bytes);
   // No further message is awaited.
   void Stop();
-  // Nobody awaits the message of this call, which is refused: some of it arrives nevertheless.
+  // The call is refused and does not await its message: some of it arrives nevertheless.
   void Refuse();
 
  private:

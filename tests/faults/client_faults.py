@@ -37,7 +37,7 @@ POOL = [
         "client/src/dorad/_pool.py",
         "wanted = history.versions[mark:] if history else []",
         "wanted = history.versions if history else []",
-        "A server that missed an activation answers with old weights, and nobody notices.",
+        "A server that missed an activation answers with old weights unnoticed.",
         tests=("client/test_pool.py", "integration/test_rollout_pool.py"),
     ),
     Fault(

@@ -107,7 +107,7 @@ ADAPTER = [
         "server/adapter/store/journal.cc",
         "if (!whole || rest.substr(kLengthDigits + 1, kCheckDigits) != check) {",
         "if (!whole) {",
-        "A damaged journal restores versions that nobody published.",
+        "A damaged journal restores versions that were never published.",
         ("adapter:JournalTest.*",),
     ),
     Fault(

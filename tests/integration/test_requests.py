@@ -119,7 +119,7 @@ def test_unfinished_messages_are_ended_and_harm_no_tenant(
 
 
 def test_a_large_upload_ends_no_small_read_beside_it(server) -> None:
-    """On one connection nobody can tell whose bytes they are: all that is allowed is."""
+    """The bytes of one connection do not tell their call, so they may be those of the upload."""
     image = bytes(48 << 20)
     begin = adapters_pb2.PublishBegin(
         name="large", adapter_config_json="{}", safetensors_size=len(image)
@@ -173,7 +173,7 @@ def test_reading_has_a_bound_of_its_own(zoo, figures, method: str) -> None:
     with serve(zoo.model("llama2"), None, {"server.max_message_bytes": 8 << 20}) as server:
         with peak_growth(server) as growth:
             refusal = refused(send(server, method, bytes(500 << 20)))
-        # Whoever is first: the server, or gRPC, whose quota is full.
+        # The server ends it, or gRPC, whose quota is full.
         exhausted = refusal.code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert exhausted or refusal.reason == "REQUEST_TOO_LARGE"
         figures.append(f"a message of 500 MiB to {method}: {growth[0] >> 20} MiB at the most")
