@@ -58,6 +58,8 @@ struct Tempered {
   __device__ float operator()(float x) const {
     return identity ? x : Divide(__fsub_rn(x, maximum));
   }
+  // The largest of the row's results.
+  __device__ float Maximum() const { return identity ? maximum : 0.0f; }
 };
 
 // Ordered like the numbers; -0 as +0. Not for NaN.

@@ -121,6 +121,18 @@ __device__ inline float WarpMaxOrNan(float x) {
   return x;
 }
 
+// For a warp.
+__device__ inline void LoadChunk(const Row& row, int chunk) {
+  const int id = row.IdAt(chunk);
+  float* to = Share() + chunk * kChunk;
+  const int left = row.vocabulary - id;
+#pragma unroll 16
+  for (int i = 0; i < kChunk; i += kWarp) {
+    const int at = i + row.lane;
+    to[at] = at < left ? row.x[id + at] : -Infinity();
+  }
+}
+
 // Starts the copy of the warp's chunks; whole ones of aligned rows by the copy engine. For a warp.
 __device__ inline void StartLoad(const Row& row) {
   const bool aligned = (reinterpret_cast<uintptr_t>(row.x) & 15) == 0;
@@ -142,12 +154,7 @@ __device__ inline void StartLoad(const Row& row) {
       continue;
     }
     if (row.lane == 0) BarrierInit(landed, 1);
-    const int left = row.vocabulary - id;
-#pragma unroll 16
-    for (int i = 0; i < kChunk; i += kWarp) {
-      const int at = i + row.lane;
-      to[at] = at < left ? row.x[id + at] : -Infinity();
-    }
+    LoadChunk(row, chunk);
     __syncwarp();
     if (row.lane == 0) BarrierArrive(landed);
   }

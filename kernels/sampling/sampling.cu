@@ -12,21 +12,24 @@ namespace {
 
 static_assert(kMostListed == kListed && kMostVocabulary == kMostChunks * kChunk);
 
+// Replaces x by z.
+__device__ inline void Temper(const Row& row, const Tempered& tempered) {
+  for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
+    float2* at = reinterpret_cast<float2*>(Share() + chunk * kChunk) + row.lane;
+#pragma unroll 2
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 v = at[i * kWarp];
+      at[i * kWarp] = {tempered.Divide(v.x - tempered.maximum),
+                       tempered.Divide(v.y - tempered.maximum)};
+    }
+  }
+}
+
 // Replaces x by z, and banned logits by -inf.
 template <typename A>
 __device__ void Process(const Row& row, const Wanted& wanted, const A& adjuster,
                         const Tempered& tempered) {
-  if (!tempered.identity) {
-    for (int chunk = row.warp; chunk < row.own; chunk += row.warps) {
-      float2* at = reinterpret_cast<float2*>(Share() + chunk * kChunk) + row.lane;
-#pragma unroll 2
-      for (int i = 0; i < kPairs; ++i) {
-        const float2 v = at[i * kWarp];
-        at[i * kWarp] = {tempered.Divide(v.x - tempered.maximum),
-                         tempered.Divide(v.y - tempered.maximum)};
-      }
-    }
-  }
+  if (!tempered.identity) Temper(row, tempered);
   __syncthreads();
   for (int i = threadIdx.x; i < adjuster.NumBanned(wanted); i += blockDim.x) {
     const int32_t id = adjuster.Ban(wanted, i);
@@ -37,10 +40,10 @@ __device__ void Process(const Row& row, const Wanted& wanted, const A& adjuster,
 }
 
 // The first block's final outputs for rows without truncation: token, log-probabilities of token
-// and chosen. `maximum` is of z, `raw_maximum` of x.
+// and chosen. `maximum` is of z, `raw`: the temperature of raw ones.
 template <typename A>
 __device__ void FinishFull(const Row& row, const Wanted& wanted, const A& adjuster,
-                           const Tempered& tempered, float maximum, float raw_maximum,
+                           const Tempered& tempered, float maximum, const Tempered& raw,
                            const Target& to) {
   RowShared* const s = Shared();
   if (row.warp == 0) {
@@ -70,7 +73,7 @@ __device__ void FinishFull(const Row& row, const Wanted& wanted, const A& adjust
     if (row.lane == 0) {
       float logprob = 0.0f;
       if (wanted.raw) {
-        logprob = LogProb(row.x[token], raw_maximum, s->raw_log_total);
+        logprob = LogProb(raw(row.x[token]), raw.Maximum(), s->raw_log_total);
       } else if (wanted.score || (wanted.processed && !wanted.greedy)) {
         const float x = token < 0 ? NotANumber() : A::kPossible ? adjusted : row.x[token];
         logprob = token < 0 ? NotANumber() : LogProb(tempered(x), maximum, s->log_total);
@@ -85,7 +88,7 @@ __device__ void FinishFull(const Row& row, const Wanted& wanted, const A& adjust
 // Chosen ids; kept: the truncated distribution, or nullptr. For the first block.
 template <typename A>
 __device__ void WriteChosen(const Row& row, const Wanted& wanted, const A& adjuster,
-                            const Tempered& tempered, float maximum, float raw_maximum,
+                            const Tempered& tempered, float maximum, const Tempered& raw,
                             const Kept* kept) {
   RowShared* const s = Shared();
   __syncthreads();
@@ -106,7 +109,7 @@ __device__ void WriteChosen(const Row& row, const Wanted& wanted, const A& adjus
     if (!valid) {
       logprob = NotANumber();
     } else if (wanted.raw) {
-      logprob = LogProb(x, raw_maximum, s->raw_log_total);
+      logprob = LogProb(raw(x), raw.Maximum(), s->raw_log_total);
     } else if (wanted.greedy) {
       logprob = id == s->token ? 0.0f : -Infinity();
     } else {
@@ -121,24 +124,32 @@ __device__ void WriteChosen(const Row& row, const Wanted& wanted, const A& adjus
 // Rows with adjustments, banned ids, top lists or truncation. For all blocks.
 template <typename A>
 __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A& adjuster,
-                                        Tempered& tempered, float raw_maximum, const Target& to) {
+                                        Tempered& tempered, const Tempered& raw, const Target& to) {
   RowShared* const s = Shared();
   if (wanted.raw) {
-    SumExp(row, raw_maximum, s->raw_sums);
+    if (!raw.identity) {
+      Temper(row, raw);
+      __syncthreads();
+    }
+    SumExp(row, raw.Maximum(), s->raw_sums);
     if (wanted.top_logprobs > 0) {
-      ListFirst(row, raw_maximum, wanted.top_logprobs);
+      ListFirst(row, raw.Maximum(), wanted.top_logprobs);
       if (row.rank == 0) {
         if (row.warp == 0) {
           const double total = Total(row, s->raw_sums);
           if (row.lane == 0) s->raw_log_total = log(total);
         }
         __syncthreads();
-        WriteTop(row, wanted, to, row.vocabulary, raw_maximum, s->raw_log_total, true);
+        WriteTop(row, wanted, to, row.vocabulary, raw.Maximum(), s->raw_log_total, true);
       }
     }
     __syncthreads();
+    if (!raw.identity) {
+      for (int chunk = row.warp; chunk < row.own; chunk += row.warps) LoadChunk(row, chunk);
+      __syncthreads();
+    }
   }
-  float maximum = tempered.identity ? raw_maximum : 0.0f;
+  float maximum = tempered.Maximum();
   if constexpr (A::kPossible) {
     if (adjuster.on) {
       AdjustShare(row, adjuster);
@@ -148,7 +159,7 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
         return;
       }
       tempered = Tempered(adjusted_maximum, wanted.temperature);
-      if (tempered.identity) maximum = adjusted_maximum;
+      maximum = tempered.Maximum();
     }
   }
   const bool has_bans = adjuster.NumBanned(wanted) > 0;
@@ -180,8 +191,8 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
       WriteTop(row, wanted, to, row.vocabulary, maximum, s->log_total, wanted.score);
       __syncthreads();  // the draw's weights overwrite the list
     }
-    FinishFull(row, wanted, adjuster, tempered, maximum, raw_maximum, to);
-    WriteChosen(row, wanted, adjuster, tempered, maximum, raw_maximum, nullptr);
+    FinishFull(row, wanted, adjuster, tempered, maximum, raw, to);
+    WriteChosen(row, wanted, adjuster, tempered, maximum, raw, nullptr);
     if (wanted.greedy && wanted.processed) {
       for (int i = threadIdx.x; i < wanted.top_logprobs; i += blockDim.x) {
         to.top_ids[i] = i == 0 ? s->token : -1;
@@ -253,7 +264,7 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
     }
     if (threadIdx.x == 0) {
       *to.token = kept.token;
-      *to.logprob = wanted.raw         ? LogProb(x, raw_maximum, s->raw_log_total)
+      *to.logprob = wanted.raw         ? LogProb(raw(x), raw.Maximum(), s->raw_log_total)
                     : wanted.processed ? LogProb(tempered(x), maximum, kept.log_total)
                                        : 0.0f;
       *to.finite = 1;
@@ -268,7 +279,7 @@ __device__ __noinline__ void RunGeneral(Row& row, const Wanted& wanted, const A&
     }
     WriteTop(row, wanted, to, present, maximum, kept.log_total, true);
   }
-  WriteChosen(row, wanted, adjuster, tempered, maximum, raw_maximum, &kept);
+  WriteChosen(row, wanted, adjuster, tempered, maximum, raw, &kept);
 }
 
 template <int kThreads, int kBlocks, typename A>
@@ -289,7 +300,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
   row.warps = blockDim.x / kWarp;
   StartLoad(row);
 
-  const Wanted wanted(p, index);
+  Wanted wanted(p, index);
   const bool simple = wanted.num_banned == 0 && wanted.top_logprobs == 0 && !wanted.truncated &&
                       !A::Concerns(p, index);
   RowShared* const s = Shared();
@@ -313,8 +324,12 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
     const Wanted all = wanted;
     const A adjuster(p, index);
     Tempered copy = tempered;
-    RunGeneral(general, all, adjuster, copy, maximum, to);
+    RunGeneral(general, all, adjuster, copy, Tempered(maximum, wanted.raw_temperature), to);
     return;
+  }
+  if (wanted.raw_temperature != 1.0f) {  // what is sampled from
+    wanted.raw = false;
+    wanted.processed = true;
   }
   if (wanted.greedy) FindFirst(row, maximum);
   if (tempered.identity) {
@@ -332,10 +347,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, kBl
     for (int i = threadIdx.x; i < row.chunks; i += blockDim.x) s->sums[i] = s->raw_sums[i];
     __syncthreads();
   }
-  const float z_maximum = tempered.identity ? maximum : 0.0f;
-  FinishFull(row, wanted, Unadjusted(), tempered, z_maximum, maximum, to);
+  const Tempered raw(maximum, 1.0f);
+  FinishFull(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, to);
   if (wanted.num_chosen > 0) {
-    WriteChosen(row, wanted, Unadjusted(), tempered, z_maximum, maximum, nullptr);
+    WriteChosen(row, wanted, Unadjusted(), tempered, tempered.Maximum(), raw, nullptr);
   }
 }
 

@@ -21,7 +21,9 @@
 
 namespace dorad::kernels {
 
-enum class LogprobMode : int32_t { kNone = 0, kRaw = 1, kProcessed = 2 };
+// kScaled: log_softmax(logits / temperature), before adjustments, bans and truncation; greedy rows
+// have temperature 1 there.
+enum class LogprobMode : int32_t { kNone = 0, kRaw = 1, kProcessed = 2, kScaled = 3 };
 
 // Changes of a row's logits before sampling, in this order: allowed ids, biases, penalties (with
 // each step rounded: repetition, frequency, presence). Raw log-probabilities do not change. Ranges

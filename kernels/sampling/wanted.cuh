@@ -33,12 +33,15 @@ struct Wanted {
   uint32_t sample_index = 0;
   int32_t target = -1;
   float temperature, top_p = 1.0f, min_p = 0.0f;
+  float raw_temperature = 1.0f;
   int32_t top_k = 0, top_logprobs;
   const int32_t* banned = nullptr;
   const int32_t* chosen;
   float* chosen_logprobs;
   int32_t num_banned = 0, num_chosen;
-  bool score, raw = false, processed = false, greedy = false, truncated = false;
+  bool score, greedy = false, truncated = false;
+  // Log-probabilities of the row's own logits at raw_temperature, or of what was sampled from.
+  bool raw = false, processed = false;
   bool logprobs;
 
   __device__ Wanted(const Launch& p, int index) {
@@ -55,7 +58,9 @@ struct Wanted {
       min_p = fminf(spec.min_p, 1.0f);
       top_k = spec.top_k > 0 && spec.top_k < p.vocabulary ? spec.top_k : 0;
       truncated = !greedy && (top_k > 0 || top_p < 1.0f || min_p > 0.0f);
-      raw = spec.logprob_mode == LogprobMode::kRaw;
+      const bool scaled = spec.logprob_mode == LogprobMode::kScaled;
+      if (scaled) raw_temperature = temperature;
+      raw = scaled || spec.logprob_mode == LogprobMode::kRaw;
       processed = spec.logprob_mode == LogprobMode::kProcessed;
       logprobs = raw || processed;
       top_logprobs = logprobs ? spec.top_logprobs : 0;

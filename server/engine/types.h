@@ -21,7 +21,7 @@ using TokenId = int32_t;
 enum class FinishReason { kNone, kStop, kLength, kAborted, kNonFinite };
 const char* NameOf(FinishReason reason);  // "stop", "length", ...
 
-enum class LogprobMode { kNone, kRaw, kProcessed };
+enum class LogprobMode { kNone, kRaw, kProcessed, kScaled };
 
 // Behaviour of a request when its adapter's active version moves: it stays on its version; or it
 // uses the new one from the next token on and keeps or recomputes the KV of earlier tokens. A

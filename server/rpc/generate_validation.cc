@@ -131,6 +131,9 @@ engine::LogprobParams ReadLogprobs(const v1::LogprobParams& wire, int64_t prompt
     case v1::LOGPROB_MODE_PROCESSED:
       logprobs.mode = engine::LogprobMode::kProcessed;
       break;
+    case v1::LOGPROB_MODE_SCALED:
+      logprobs.mode = engine::LogprobMode::kScaled;
+      break;
     default:
       Add(violations, "logprobs.mode", "LOGPROB_MODE_INVALID",
           absl::StrCat("unknown mode ", static_cast<int>(wire.mode())));
@@ -216,6 +219,10 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   input.stop = ReadStop(request.stop(), prompt_tokens, limits.engine, &violations);
   if (request.has_logprobs()) {
     input.logprobs = ReadLogprobs(request.logprobs(), prompt_tokens, limits.engine, &violations);
+    if (input.logprobs.mode == engine::LogprobMode::kScaled && input.sampling.temperature == 0.0f) {
+      Add(&violations, "logprobs.mode", "LOGPROB_MODE_INVALID",
+          "SCALED divides by the temperature, which is 0");
+    }
   }
   if (!v1::ResponseMode_IsValid(request.response_mode())) {
     Add(&violations, "response_mode", "RESPONSE_MODE_INVALID",

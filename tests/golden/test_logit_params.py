@@ -6,7 +6,7 @@ import pytest
 import torch
 from lib.server import device, serve
 from lib.tiny_models import VOCAB
-from lib.wire import PROCESSED, RAW, Sample
+from lib.wire import PROCESSED, RAW, SCALED, Sample
 from transformers import (
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -150,6 +150,25 @@ def test_raw_logprobs_are_of_the_model(server, requests) -> None:
         ((score,),) = server.wire.score([request["prompt"] + sample.tokens], chosen=VOCABULARY)
         begin = len(request["prompt"])
         assert score.chosen[begin:].tobytes() == sample.chosen.tobytes()
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.2}])
+def test_scaled_logprobs_are_those_of_score_at_the_temperature(
+    server, requests, truncation
+) -> None:
+    for request in [r for r in requests[:30] if r["temperature"] > 0.0]:
+        wanted = dict(logprobs=SCALED, chosen=VOCABULARY, top_logprobs=3)
+        (sample,) = server.wire.generate(**request, **truncation, **wanted)
+        ((score,),) = server.wire.score(
+            [request["prompt"] + sample.tokens],
+            temperature=request["temperature"],
+            top_k=3,
+            chosen=VOCABULARY,
+        )
+        begin = len(request["prompt"])
+        assert score.logprobs[begin:].tobytes() == sample.logprobs.tobytes()
+        assert score.chosen[begin:].tobytes() == sample.chosen.tobytes()
+        assert score.top_ids[begin:].tolist() == sample.top_ids.tolist()
 
 
 def test_without_a_possible_token_a_sample_ends(server) -> None:

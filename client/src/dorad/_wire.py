@@ -173,9 +173,11 @@ def _logprob_mode(mode: str) -> inference_pb2.LogprobMode.ValueType:
     modes = {
         "raw": inference_pb2.LOGPROB_MODE_RAW,
         "processed": inference_pb2.LOGPROB_MODE_PROCESSED,
+        "scaled": inference_pb2.LOGPROB_MODE_SCALED,
     }
     if mode not in modes:
-        raise ValueError(f'logprobs must be "raw", "processed" or None, not {mode!r}')
+        known = ", ".join(f'"{name}"' for name in modes)
+        raise ValueError(f"logprobs must be {known} or None, not {mode!r}")
     return modes[mode]
 
 

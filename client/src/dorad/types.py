@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 # Token ids as arguments: any one-dimensional sequence or array of integers.
 TokenIds = Sequence[int] | npt.NDArray[Any]
-LogprobMode = Literal["raw", "processed"]
+LogprobMode = Literal["raw", "processed", "scaled"]
 InFlightPolicy = Literal["pin", "switch_keep_kv", "switch_recompute"]
 
 
@@ -84,7 +84,8 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     """Do not stop at the model's end-of-sequence tokens."""
     logprobs: LogprobMode | None
-    """As "raw": log_softmax of the logits. "processed": of the distribution sampled from."""
+    """As "raw": log_softmax of the logits. "processed": of the distribution sampled from.
+    "scaled": log_softmax of the logits divided by the temperature, before all else."""
     top_logprobs: int | None
     """Also the k most likely tokens of each position (implies logprobs="raw" if that is None)."""
     chosen_token_ids: TokenIds | None

@@ -18,6 +18,8 @@ ops::LogprobMode ToOps(LogprobMode mode) {
       return ops::LogprobMode::kRaw;
     case LogprobMode::kProcessed:
       return ops::LogprobMode::kProcessed;
+    case LogprobMode::kScaled:
+      return ops::LogprobMode::kScaled;
   }
   return ops::LogprobMode::kNone;
 }

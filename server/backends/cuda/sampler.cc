@@ -26,6 +26,8 @@ kernels::LogprobMode ToKernels(engine::LogprobMode mode) {
       return kernels::LogprobMode::kRaw;
     case engine::LogprobMode::kProcessed:
       return kernels::LogprobMode::kProcessed;
+    case engine::LogprobMode::kScaled:
+      return kernels::LogprobMode::kScaled;
   }
   return kernels::LogprobMode::kNone;
 }

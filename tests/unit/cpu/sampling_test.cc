@@ -102,6 +102,36 @@ TEST_P(SamplingTest, RawSampleAndScoreAgreeToTheBit) {
   }
 }
 
+TEST_P(SamplingTest, ScaledSampleAndScoreAgreeToTheBitWhateverIsSampledFrom) {
+  at::manual_seed(4);
+  const at::Tensor logits = at::randn({12, 5000}) * 3;
+  const std::vector<int32_t> banned = {7, static_cast<int32_t>(logits[3].argmax().item<int64_t>())};
+  const std::vector<int32_t> chosen = {banned[1], 0, 4999};
+  const std::vector<float> adjusted(5000, 0.25f);
+  std::vector<SampleSpec> sample(12);
+  for (size_t i = 0; i < sample.size(); ++i) {
+    sample[i].temperature = 0.4f + 0.3f * static_cast<float>(i);
+    sample[i].logprob_mode = LogprobMode::kScaled;
+    sample[i].top_logprobs = 5;
+    sample[i].chosen_ids = chosen;
+    if (i % 4 == 1) sample[i].top_p = 0.8f;
+    if (i % 3 == 1) sample[i].banned = banned;
+    if (i % 5 == 1) sample[i].adjusted = adjusted;
+  }
+  const auto sampled = Sample(logits, sample);
+  std::vector<ScoreSpec> score(12);
+  for (size_t i = 0; i < score.size(); ++i) {
+    score[i] = {sampled[i].token, sample[i].temperature, 5, chosen};
+  }
+  const auto scored = Score(logits, score);
+  for (size_t i = 0; i < score.size(); ++i) {
+    EXPECT_EQ(sampled[i].logprob, scored[i].logprob);
+    EXPECT_EQ(sampled[i].top_ids, scored[i].top_ids);
+    EXPECT_EQ(sampled[i].top_logprobs, scored[i].top_logprobs);
+    EXPECT_EQ(sampled[i].chosen_logprobs, scored[i].chosen_logprobs);
+  }
+}
+
 TEST_P(SamplingTest, UntruncatedProcessedLogprobsEqualScoreAtThatTemperature) {
   at::manual_seed(3);
   const at::Tensor logits = at::randn({1, 3000}) * 3;

@@ -348,9 +348,10 @@ inline Request RandomRequest(int vocabulary, int kind, std::mt19937& random) {
   spec.top_k = std::max(spec.top_k, 0);
   spec.top_p = Pick({1.0f, 1.0f, 1.0f, 0.95f, 0.9f, 0.5f, 0.0f, 0.999f}, random);
   spec.min_p = Pick({0.0f, 0.0f, 0.0f, 0.05f, 0.5f, 1e-4f, 1.0f}, random);
-  spec.logprob_mode = Pick({LogprobMode::kNone, LogprobMode::kRaw, LogprobMode::kRaw,
-                            LogprobMode::kProcessed, LogprobMode::kProcessed},
-                           random);
+  spec.logprob_mode =
+      Pick({LogprobMode::kNone, LogprobMode::kRaw, LogprobMode::kRaw, LogprobMode::kProcessed,
+            LogprobMode::kProcessed, LogprobMode::kScaled, LogprobMode::kScaled},
+           random);
   spec.top_logprobs = Pick({0, 0, 1, 5, kMaxTop}, random);
   if (random() % 3 == 0) {
     const int count = std::min<int>(1 + random() % 6, vocabulary - 1);

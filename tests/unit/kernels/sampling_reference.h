@@ -301,8 +301,11 @@ inline Result Reference(const Request& request) {
       for (int32_t id : request.chosen) result.chosen_logprobs.push_back(logprobs[id]);
     }
   }
-  if (spec.logprob_mode == LogprobMode::kRaw) {
-    ReferenceFull(ReferenceRow(request.logits, 1.0f, {}), result.token, request, false, &result);
+  const bool scaled = spec.logprob_mode == LogprobMode::kScaled;
+  if (scaled || spec.logprob_mode == LogprobMode::kRaw) {
+    const float temperature = scaled && !greedy ? spec.temperature : 1.0f;
+    ReferenceFull(ReferenceRow(request.logits, temperature, {}), result.token, request, false,
+                  &result);
   }
   return result;
 }

@@ -254,6 +254,11 @@ std::vector<BadGenerate> BadGenerates() {
       {"sampling.min_p MIN_P_OUT_OF_RANGE", [](R* r) { r->mutable_sampling()->set_min_p(kNan); }},
       {"logprobs.mode LOGPROB_MODE_INVALID",
        [](R* r) { r->mutable_logprobs()->set_mode(static_cast<v1::LogprobMode>(9)); }},
+      {"logprobs.mode LOGPROB_MODE_INVALID",
+       [](R* r) {
+         r->mutable_logprobs()->set_mode(v1::LOGPROB_MODE_SCALED);
+         r->mutable_sampling()->set_temperature(0.0f);
+       }},
       {"logprobs.top_k LOGPROBS_K_OUT_OF_RANGE", [](R* r) { r->mutable_logprobs()->set_top_k(6); }},
       {"logprobs.chosen_token_ids CHOSEN_IDS_TOO_MANY",
        [](R* r) {

@@ -44,6 +44,7 @@ class Logprobs(enum.StrEnum):
 
     RAW = "raw"
     PROCESSED = "processed"
+    SCALED = "scaled"
 
 
 @dataclass
@@ -296,7 +297,8 @@ def generate(
     logprobs: Annotated[
         Logprobs | None,
         typer.Option(
-            help="For JSON output. raw: of the model; processed: after temperature and filters."
+            help="For JSON output. raw: of the model; processed: after temperature and filters;"
+            " scaled: after temperature alone."
         ),
     ] = None,
     prompt_logprobs: Annotated[

@@ -216,8 +216,9 @@ SampleResult SampleRow(absl::Span<const float> logits, const SampleSpec& spec) {
     result.token = kept.candidates[drawn].id;
     if (processed) FillKept(row, std::move(kept), drawn, spec, &result);
   }
-  if (spec.logprob_mode == LogprobMode::kRaw) {
-    LogitRow raw(logits, 1.0f, {});
+  const bool scaled = spec.logprob_mode == LogprobMode::kScaled;
+  if (scaled || spec.logprob_mode == LogprobMode::kRaw) {
+    LogitRow raw(logits, scaled && !greedy ? spec.temperature : 1.0f, {});
     raw.SumExp(/*keep=*/false);
     FillFull(raw, result.token, spec.top_logprobs, spec.chosen_ids, &result);
   }

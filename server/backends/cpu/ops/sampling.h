@@ -11,7 +11,9 @@
 
 namespace dorad::ops {
 
-enum class LogprobMode { kNone, kRaw, kProcessed };
+// kScaled: log_softmax(logits / temperature), before adjustments, bans and truncation; greedy rows
+// have temperature 1 there.
+enum class LogprobMode { kNone, kRaw, kProcessed, kScaled };
 
 // The sampling parameters of one row. Pointers are borrowed for the call.
 struct SampleSpec {
@@ -57,8 +59,9 @@ struct ScoreSpec {
   absl::Span<const int32_t> chosen_ids;
 };
 
-// token is the target; same fields as sampling. Raw mode of Sample and Score at temperature 1 give
-// bitwise equal log-probabilities for equal logits.
+// token is the target; same fields as sampling. Raw mode of Sample and Score at temperature 1, and
+// scaled mode and Score at the same temperature, give bitwise equal log-probabilities for equal
+// logits.
 std::vector<SampleResult> Score(const at::Tensor& logits_NV, absl::Span<const ScoreSpec> specs);
 
 }  // namespace dorad::ops
