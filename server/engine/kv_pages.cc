@@ -9,6 +9,11 @@
 
 namespace dorad::engine {
 
+PrefixKey::PrefixKey(const PrefixNode& parent, absl::Span<const TokenId> next) : parent(parent) {
+  DORAD_CHECK(static_cast<int64_t>(next.size()) <= kKvPageTokens);
+  std::fill(std::copy(next.begin(), next.end(), tokens.begin()), tokens.end(), -1);
+}
+
 PrefixNode PrefixRoot(std::string_view adapter_digest, std::string_view salt,
                       std::string_view tenant) {
   Sha256 sha;
@@ -87,7 +92,7 @@ void KvPages::Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to) {
 void KvPages::MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node,
                           std::vector<int32_t>* to) {
   while (static_cast<int64_t>(tokens.size()) >= kKvPageTokens) {
-    const auto child = children_.find(MakeKey(*node, tokens));
+    const auto child = children_.find({*node, tokens.first(kKvPageTokens)});
     if (child == children_.end()) return;
     Acquire(child->second.page);
     to->push_back(child->second.page);
@@ -100,7 +105,7 @@ PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId>
                              int32_t page) {
   DORAD_CHECK(static_cast<int64_t>(tokens.size()) == kKvPageTokens);
   DORAD_CHECK(pages_[page].references > 0);
-  const Key key = MakeKey(parent, tokens);
+  const PrefixKey key(parent, tokens);
   const auto known = children_.find(key);
   if (known != children_.end()) return known->second.node;
   // A shared page may still be registered under an evicted parent; no path leads to it.
@@ -110,12 +115,6 @@ PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId>
   pages_[page].registered = true;
   pages_[page].key = key;
   return node;
-}
-
-KvPages::Key KvPages::MakeKey(const PrefixNode& parent, absl::Span<const TokenId> tokens) {
-  Key key{parent, {}};
-  std::copy_n(tokens.begin(), kKvPageTokens, key.tokens.begin());
-  return key;
 }
 
 void KvPages::DropPrefixes() {

@@ -15,6 +15,7 @@
 #include <array>
 #include <cstdint>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -30,6 +31,20 @@ struct PrefixNode {
   uint64_t hi = 0;
   uint64_t lo = 0;
   bool operator==(const PrefixNode&) const = default;
+};
+
+// The tokens after `parent`: a page's, or fewer, then followed by -1.
+struct PrefixKey {
+  PrefixKey() = default;
+  PrefixKey(const PrefixNode& parent, absl::Span<const TokenId> next);
+  bool operator==(const PrefixKey&) const = default;
+  template <typename H>
+  friend H AbslHashValue(H h, const PrefixKey& key) {
+    return H::combine(std::move(h), key.parent.hi, key.parent.lo, key.tokens);
+  }
+
+  PrefixNode parent;
+  std::array<TokenId, kKvPageTokens> tokens = {};
 };
 
 // The root of all prefixes computed under one adapter version ("" for the base) for one tenant and
@@ -95,15 +110,6 @@ class KvPages {
   void CheckIntegrity() const;
 
  private:
-  struct Key {
-    PrefixNode parent;
-    std::array<TokenId, kKvPageTokens> tokens;
-    bool operator==(const Key&) const = default;
-    template <typename H>
-    friend H AbslHashValue(H h, const Key& key) {
-      return H::combine(std::move(h), key.parent.hi, key.parent.lo, key.tokens);
-    }
-  };
   struct Child {
     PrefixNode node;
     int32_t page = -1;
@@ -111,7 +117,7 @@ class KvPages {
   struct Page {
     int32_t references = 0;
     bool registered = false;
-    Key key;  // valid if registered
+    PrefixKey key;  // valid if registered
     // Neighbours in the list of cached pages, oldest first; -1 at the ends.
     int32_t older = -1;
     int32_t newer = -1;
@@ -131,7 +137,6 @@ class KvPages {
   void Free(int32_t page);
   int32_t TakeFree();
   void SetUsed(Chunk* chunk, int32_t used);
-  static Key MakeKey(const PrefixNode& parent, absl::Span<const TokenId> tokens);
   void Acquire(int32_t page);
   void Unregister(int32_t page);
   void AppendCached(int32_t page);
@@ -145,7 +150,7 @@ class KvPages {
   int64_t free_ = 0;             // in all chunks
   int64_t released_ = 0;         // pages of released chunks
   int64_t without_holders_ = 0;  // chunks that are not released and hold no used page
-  absl::flat_hash_map<Key, Child> children_;
+  absl::flat_hash_map<PrefixKey, Child> children_;
   int32_t oldest_ = -1;
   int32_t newest_ = -1;
   int64_t cached_ = 0;

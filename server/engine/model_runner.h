@@ -64,8 +64,11 @@ struct StepSequence {
   // >= 0: the one token is the sample of the sequence with this index in the last step, which has
   // not finished; tokens[0] is unused.
   int32_t follows = -1;
-  int64_t position = 0;                             // of tokens[0]
-  absl::Span<const int32_t> pages;                  // page of position p: pages[p / kKvPageTokens]
+  int64_t position = 0;             // of tokens[0]
+  absl::Span<const int32_t> pages;  // page of position p: pages[p / kKvPageTokens]
+  // >= 0: this page's keys and values are copied to the page of `position` before the step's rows
+  // are computed. The step writes to neither's copied positions.
+  int32_t copy_from = -1;
   const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: base
   // At most one of the two; neither: the rows only fill the KV cache.
   const SampleWant* sample = nullptr;

@@ -11,6 +11,11 @@ namespace {
 
 int64_t PagesOf(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
 
+// A sequence waits for one that will get its rows, and not behind its own priority.
+bool MayAwait(const Sequence& sequence, const Sequence& writer) {
+  return !writer.frozen && writer.priority <= sequence.priority;
+}
+
 }  // namespace
 
 Scheduler::Scheduler(Options options, KvPages* pages)
@@ -32,7 +37,7 @@ void Scheduler::Remove(Sequence* sequence) {
     Take(sequence, &running_);
     shares_.Leave(sequence);
   }
-  pages_->Release(&sequence->pages);
+  Rewind(sequence);
   sequence->state = Sequence::State::kEnded;
 }
 
@@ -115,7 +120,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     const bool full = no_place();
     if (full ? !shares_.several() : plan->budget == 0) break;
     if (s->frozen) continue;
-    if (WaitsForLeader(*s)) continue;
+    if (WaitsForOthers(s)) continue;
     Sequence* const victim = full ? PlaceFor(*s, max_running) : nullptr;
     if (full && victim == nullptr) {
       turns.EndTurnsOf(s->share);
@@ -127,10 +132,9 @@ void Scheduler::AdmitWaiting(Plan* plan) {
       turns.EndTurnsOf(s->share);
       continue;
     }
-    if (!AdmitInsteadOf(victim, s, plan)) {
-      s->DropPins();
-      break;
-    }
+    const Admitted admitted = AdmitInsteadOf(victim, s, plan);
+    if (admitted != Admitted::kYes) s->DropPins();
+    if (admitted == Admitted::kNoPages) break;
   }
 }
 
@@ -184,16 +188,21 @@ Sequence* Scheduler::PagesFor(const Sequence& wanting) const {
   return surplus >= shortage_ ? LastOf(may) : nullptr;
 }
 
-bool Scheduler::AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan) {
+Scheduler::Admitted Scheduler::AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan) {
   std::vector<std::pair<TenantShare*, int64_t>> recomputed;
   const auto preempt = [&](Sequence* s) {
     recomputed.emplace_back(s->share, s->computed);
     Preempt(s, plan);
   };
-  if (victim != nullptr) preempt(victim);
+  if (victim != nullptr) {
+    const bool waits = ReusePrefix(sequence).waits;
+    Rewind(sequence);
+    if (waits) return Admitted::kWaits;
+    preempt(victim);
+  }
   // A victim without rows in this step leaves no budget.
-  bool admitted = plan->budget > 0 && Admit(sequence, plan);
-  while (!admitted && plan->budget > 0) {
+  Admitted admitted = plan->budget > 0 ? Admit(sequence, plan) : Admitted::kNoPages;
+  while (admitted == Admitted::kNoPages && plan->budget > 0) {
     Sequence* const holder = frozen_running_ == 0 ? PagesFor(*sequence) : nullptr;
     if (holder != nullptr) {
       preempt(holder);
@@ -219,6 +228,7 @@ void Scheduler::PreemptAll() {
 void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;
+  ReleaseCopied(chunk);
   s.sampling -= chunk.samples ? 1 : 0;
   if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
 }
@@ -229,12 +239,16 @@ void Scheduler::Computed(const Chunk& chunk) {
   if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
   // Pages of several versions are no prefix of another sequence.
   const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
+  const int64_t last = (s.prompt_tokens - 1) / kKvPageTokens;  // the page that others copy
+  const bool writes = s.registered_pages < last;
   while ((s.registered_pages + 1) * kKvPageTokens <= end) {
+    if (s.registered_pages == last) writers_.Publish(&s);
     const absl::Span<const TokenId> tokens =
         absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
     s.node = pages_->Register(s.node, tokens, s.pages[s.registered_pages]);
     ++s.registered_pages;
   }
+  if (writes && s.registered_pages <= last) writers_.Publish(&s);
 }
 
 // Whether the leader computes, or has computed, the sequence's prompt under the same version.
@@ -244,8 +258,16 @@ bool Scheduler::HasLeader(const Sequence& sequence) {
          leader->adapter_at(0) == sequence.adapter_at(0);
 }
 
-bool Scheduler::WaitsForLeader(const Sequence& sequence) {
-  return HasLeader(sequence) && !sequence.leader->prompt_done();
+bool Scheduler::WaitsForOthers(Sequence* sequence) const {
+  if (HasLeader(*sequence)) return !sequence->leader->prompt_done();
+  if (!sequence->awaits.has_value()) return false;
+  const Sequence* const writer = writers_.Find(*sequence->awaits);
+  if (writer != nullptr && MayAwait(*sequence, *writer) &&
+      writer->computed < sequence->awaited_end) {
+    return true;
+  }
+  sequence->awaits.reset();
+  return false;
 }
 
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
@@ -260,7 +282,7 @@ int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
   return std::min(count, sequence.same_adapter_until(sequence.computed) - sequence.computed);
 }
 
-void Scheduler::Append(Sequence* sequence, Plan* plan) {
+Chunk* Scheduler::Append(Sequence* sequence, Plan* plan) {
   Chunk chunk;
   chunk.sequence = sequence;
   chunk.position = sequence->computed;
@@ -274,6 +296,7 @@ void Scheduler::Append(Sequence* sequence, Plan* plan) {
   plan->chunks.push_back(chunk);
   plan->budget -= chunk.count;
   sequence->share->served += chunk.count;
+  return &plan->chunks.back();
 }
 
 void Scheduler::Continue(Sequence* sequence, Plan* plan) {
@@ -292,8 +315,12 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
   Append(sequence, plan);
 }
 
-bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
-  const bool looked_up = ReusePrefix(sequence);
+Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
+  const Reused reused = ReusePrefix(sequence);
+  if (reused.waits) {
+    Rewind(sequence);
+    return Admitted::kWaits;
+  }
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
   // of every running sequence stays in reserve, so that admission does not cause preemption in the
   // next steps.
@@ -304,42 +331,89 @@ bool Scheduler::Admit(Sequence* sequence, Plan* plan) {
     Rewind(sequence);
     // The prefix's pages count as available again, but the sequence needs them too.
     shortage_ = missing + pages_->available() - available;
-    return false;
+    return Admitted::kNoPages;
   }
   if (sequence->preemptions == 0 && sequence->generated() == 0) {
     sequence->cached_tokens = sequence->computed;
-    sequence->looked_up = looked_up;
+    sequence->looked_up = reused.looked_up;
   }
   sequence->state = Sequence::State::kRunning;
   Take(sequence, &sequence->share->waiting);
   Put(sequence, &running_);
-  Append(sequence, plan);
-  return true;
+  Chunk* const chunk = Append(sequence, plan);
+  if (reused.copy_from >= 0) {
+    std::vector<int32_t> held;
+    pages_->Share({&reused.copy_from, 1}, &held);
+    chunk->copy_from = reused.copy_from;
+  }
+  if (sequence->use_prefix_cache) writers_.Publish(sequence);
+  return Admitted::kYes;
 }
 
-bool Scheduler::ReusePrefix(Sequence* sequence) {
-  bool looked_up = false;
-  const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
+Scheduler::Reused Scheduler::ReusePrefix(Sequence* sequence) {
   const Sequence* const leader = sequence->leader;
+  Reused reused;
   if (HasLeader(*sequence) && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
     // Only the prompt is common to both.
-    const int64_t common = std::min(whole_pages, (leader->prompt_tokens - 1) / kKvPageTokens);
-    pages_->Share(absl::MakeConstSpan(leader->pages).subspan(0, common), &sequence->pages);
+    const int64_t end = std::min(sequence->reusable(), leader->prompt_tokens - 1);
+    reused.copy_from = SharePages(*leader, end, sequence);
   } else if (sequence->use_prefix_cache) {
+    const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
     pages_->MatchPrefix(
         absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
         &sequence->node, &sequence->pages);
-    looked_up = sequence->has_scored();  // else its rows are needed
     sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
+    sequence->computed = sequence->registered_pages * kKvPageTokens;
+    reused = ShareWithWriter(sequence);
+    reused.looked_up = sequence->has_scored();  // else its rows are needed
   }
-  sequence->computed = static_cast<int64_t>(sequence->pages.size()) * kKvPageTokens;
-  return looked_up;
+  return reused;
+}
+
+// Beyond the reusable prefix.
+Scheduler::Reused Scheduler::ShareWithWriter(Sequence* sequence) {
+  Reused reused;
+  const absl::Span<const TokenId> tokens =
+      absl::MakeConstSpan(sequence->tokens).first(std::max<int64_t>(sequence->reusable(), 0));
+  const auto begin = static_cast<size_t>(sequence->computed);
+  if (begin >= tokens.size()) return reused;
+  const PrefixKey next(sequence->node, tokens.subspan(begin, kKvPageTokens));
+  const Sequence* const writer = writers_.Find(next);
+  if (writer == nullptr) return reused;
+  const auto end = std::mismatch(tokens.begin() + begin, tokens.end(),
+                                 writer->tokens.begin() + begin, writer->tokens.end());
+  const int64_t common = std::min<int64_t>(end.first - tokens.begin(),
+                                           std::min(writer->goal(), writer->same_adapter_until(0)));
+  if (writer->computed < common && MayAwait(*sequence, *writer)) {
+    sequence->awaits = next;
+    sequence->awaited_end = common;
+    reused.waits = true;
+    return reused;
+  }
+  reused.copy_from = SharePages(*writer, std::min(common, writer->computed), sequence);
+  return reused;
+}
+
+int32_t Scheduler::SharePages(const Sequence& from, int64_t end, Sequence* to) {
+  const auto held = static_cast<int64_t>(to->pages.size());
+  const int64_t whole = end / kKvPageTokens;
+  if (end <= held * kKvPageTokens) return -1;
+  pages_->Share(absl::MakeConstSpan(from.pages).subspan(held, whole - held), &to->pages);
+  to->computed = end;
+  return end % kKvPageTokens > 0 ? from.pages[whole] : -1;
+}
+
+void Scheduler::ReleaseCopied(const Chunk& chunk) {
+  if (chunk.copy_from < 0) return;
+  std::vector<int32_t> held = {chunk.copy_from};
+  pages_->Release(&held);
 }
 
 void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   const auto chunk = std::find_if(plan->chunks.begin(), plan->chunks.end(),
                                   [sequence](const Chunk& c) { return c.sequence == sequence; });
   if (chunk != plan->chunks.end()) {
+    ReleaseCopied(*chunk);
     plan->budget += chunk->count;
     sequence->share->served -= chunk->count;
     plan->chunks.erase(chunk);
@@ -356,6 +430,7 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
 }
 
 void Scheduler::Rewind(Sequence* sequence) {
+  writers_.Withdraw(sequence);
   pages_->Release(&sequence->pages);
   sequence->computed = 0;
   sequence->registered_pages = 0;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "server/engine/kv_pages.h"
+#include "server/engine/prefix_writers.h"
 #include "server/engine/sequence.h"
 #include "server/engine/tenant_shares.h"
 
@@ -68,24 +69,35 @@ class Scheduler {
 
   bool CanContinue(Sequence* sequence) const;
   static bool HasLeader(const Sequence& sequence);
-  static bool WaitsForLeader(const Sequence& sequence);
+  // Whether another sequence computes tokens that this one needs.
+  bool WaitsForOthers(Sequence* sequence) const;
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
-  static void Append(Sequence* sequence, Plan* plan);
+  static Chunk* Append(Sequence* sequence, Plan* plan);
   // The running sequence to preempt first, among those for which may(sequence) holds: of the lowest
   // priority, of the tenant that was served most, the last to arrive. nullptr: none.
   template <typename May>
   Sequence* LastOf(May may) const;
   void Continue(Sequence* sequence, Plan* plan);
   void AdmitWaiting(Plan* plan);
-  bool Admit(Sequence* sequence, Plan* plan);
+  enum class Admitted { kYes, kWaits, kNoPages };
+  Admitted Admit(Sequence* sequence, Plan* plan);
   // Both return a sequence of a tenant that was served more and has more than its equal part of the
   // places or pages, for a tenant that has less; nullptr: there is none.
   Sequence* PlaceFor(const Sequence& wanting, int64_t places) const;
   Sequence* PagesFor(const Sequence& wanting) const;
   // Preempts the victim, if there is one, and more for pages.
-  bool AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan);
-  // Returns whether it searched the prefix cache.
-  bool ReusePrefix(Sequence* sequence);
+  Admitted AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan);
+  // What a sequence need not compute.
+  struct Reused {
+    bool looked_up = false;  // in the prefix cache
+    bool waits = false;      // for another sequence; the other fields do not count
+    int32_t copy_from = -1;  // as Chunk's
+  };
+  Reused ReusePrefix(Sequence* sequence);
+  // Shares the pages of `from` from those of *to on, up to the position `end`.
+  int32_t SharePages(const Sequence& from, int64_t end, Sequence* to);
+  Reused ShareWithWriter(Sequence* sequence);
+  void ReleaseCopied(const Chunk& chunk);
   void Preempt(Sequence* sequence, Plan* plan);
   bool PreemptFrozen(Plan* plan);
   void Put(Sequence* sequence, SequenceLine* line);
@@ -94,6 +106,7 @@ class Scheduler {
 
   const Options options_;
   KvPages* const pages_;
+  PrefixWriters writers_;
   TenantShares shares_;
   int64_t waiting_ = 0;  // in the lines of shares_
   SequenceLine running_;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -63,10 +64,15 @@ struct Sequence {
   const Sequence* leader = nullptr;
 
   PrefixNode root;
-  PrefixNode node;               // of the last registered page
-  int64_t registered_pages = 0;  // of `pages`, from the front
-  int64_t cached_tokens = 0;     // of the first admission, shared with its leader or cached
-  bool looked_up = false;        // cached_tokens is from the prefix cache
+  PrefixNode node;                  // of the last registered page
+  int64_t registered_pages = 0;     // of `pages`, from the front
+  int64_t cached_tokens = 0;        // of the first admission, shared with others or cached
+  std::optional<PrefixKey> writes;  // its entry of PrefixWriters
+  // While it waits for another sequence: the tokens that this one writes, and the position up to
+  // which both are equal.
+  std::optional<PrefixKey> awaits;
+  int64_t awaited_end = 0;
+  bool looked_up = false;  // cached_tokens is from the prefix cache
   uint32_t preemptions = 0;
 
   // The version of the next token.
@@ -122,6 +128,9 @@ struct Chunk {
   Sequence* sequence = nullptr;
   int64_t position = 0;  // of the first
   int64_t count = 0;
+  // The page with the keys and values of the first position's page before it, to be copied: held
+  // until the chunk has landed. -1: none.
+  int32_t copy_from = -1;
   bool samples = false;  // the last row samples the sequence's next token
   // >= 0: the one token is not known yet; the chunk of this index in the last step samples it.
   int32_t follows = -1;

@@ -22,6 +22,7 @@ StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
   rows.follows = chunk.follows;
   rows.position = chunk.position;
   rows.pages = s.pages;
+  rows.copy_from = chunk.copy_from;
   rows.adapter = s.adapter_at(chunk.position);
   const Request::Want& want = wants->back();
   rows.sample = want.sample ? &*want.sample : nullptr;

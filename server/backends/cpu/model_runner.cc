@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "server/backends/cpu/decoder.h"
@@ -88,6 +89,9 @@ class CpuModelRunner final : public ModelRunner {
 
  private:
   std::vector<StepOutput> RunUnchecked(absl::Span<const StepSequence> sequences) {
+    for (const StepSequence& s : sequences) {
+      if (s.copy_from >= 0) CopyPage(s.copy_from, s.pages[s.position / kKvPageTokens]);
+    }
     const StepBatch batch(sequences);
     const at::Tensor token_ids = at::empty({batch.rows}, at::kInt);
     std::vector<ops::SequenceRows> rows;
@@ -103,6 +107,16 @@ class CpuModelRunner final : public ModelRunner {
     ForEachBlock(batch.samples, hidden, sequences, SampleRows, &outputs);
     ForEachBlock(batch.scores, hidden, sequences, ScoreRows, &outputs);
     return outputs;
+  }
+
+  void CopyPage(int32_t from, int32_t to) {
+    for (const ops::PagedKv& layer : kv_) {
+      for (const at::Tensor* tensor : {&layer.k, &layer.v}) {
+        const int64_t page_bytes = static_cast<int64_t>(tensor->nbytes()) / kv_pages_;
+        auto* const begin = static_cast<std::byte*>(tensor->mutable_data_ptr());
+        std::memcpy(begin + to * page_bytes, begin + from * page_bytes, page_bytes);
+      }
+    }
   }
 
   template <typename Use>

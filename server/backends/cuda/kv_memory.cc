@@ -28,6 +28,15 @@ absl::StatusOr<KvMemory> KvMemory::Create(const KvLayout& layout, int64_t pages,
   return memory;
 }
 
+absl::Status KvMemory::CopyPage(int32_t from, int32_t to, const Stream& stream) {
+  DORAD_RETURN_IF_CUDA_ERROR(
+      cudaMemcpy2DAsync(as() + layout_.Offset(to), layout_.plane_bytes(),
+                        as() + layout_.Offset(from), layout_.plane_bytes(), layout_.page_bytes(),
+                        layout_.planes(), cudaMemcpyDeviceToDevice, stream.get()),
+      "copying a KV page");
+  return absl::OkStatus();
+}
+
 int64_t KvMemory::UnmapAll() {
   unmapped_.clear();
   for (MappedMemory& chunk : chunks_) {

@@ -29,6 +29,9 @@ class KvMemory {
     return reinterpret_cast<T*>(addresses_.address());
   }
 
+  // All planes of a page. Ordered with the stream's work.
+  absl::Status CopyPage(int32_t from, int32_t to, const Stream& stream);
+
   // REQUIRES: it is mapped.
   void Unmap(int32_t chunk) { chunks_[static_cast<size_t>(chunk)].Unmap(); }
   // OUT_OF_MEMORY also when other processes would soon need the memory. REQUIRES: it is not mapped.

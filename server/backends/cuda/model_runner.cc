@@ -128,6 +128,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   absl::Status BeginStep(absl::Span<const StepSequence> sequences) {
     const engine::StepBatch batch(sequences);
     const SampledTokens& previous = sampler_->sampled();
+    DORAD_RETURN_IF_ERROR(CopyPages(sequences));
     DORAD_RETURN_IF_ERROR(sampler_->Begin(batch, sequences));
     if (graphs_.has_value() && DecodeBatch::Takes(sequences)) {
       DORAD_RETURN_IF_ERROR(decode_->Upload(batch, sequences, previous, stream_));
@@ -147,6 +148,16 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
       DORAD_RETURN_IF_ERROR(sampler_->Score(block.linear.rows, logits));
     }
     return sampler_->End();
+  }
+
+  absl::Status CopyPages(absl::Span<const StepSequence> sequences) {
+    for (const StepSequence& s : sequences) {
+      if (s.copy_from < 0) continue;
+      DORAD_RETURN_IF_ERROR(decoder_->kv_memory().CopyPage(
+          s.copy_from + kSparePages, s.pages[s.position / engine::kKvPageTokens] + kSparePages,
+          stream_));
+    }
+    return absl::OkStatus();
   }
 
   // A decode step of `size` rows over the fixed buffers.

@@ -88,6 +88,12 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     DORAD_CHECK(!in_flight_.empty());
     std::vector<Rows> step = std::move(in_flight_.front());
     in_flight_.pop_front();
+    for (const Rows& rows : step) {
+      if (rows.copy_from < 0) continue;
+      const auto from = kv_.begin() + rows.copy_from * kKvPageTokens;
+      std::copy(from, from + rows.position % kKvPageTokens,
+                &At(rows, rows.position / kKvPageTokens * kKvPageTokens));
+    }
     std::vector<StepOutput> outputs(step.size());
     for (size_t i = 0; i < step.size(); ++i) {
       Rows& rows = step[i];
@@ -142,6 +148,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
           follows(s.follows),
           position(s.position),
           pages(s.pages.begin(), s.pages.end()),
+          copy_from(s.copy_from),
           adapter(s.adapter) {
       if (s.sample != nullptr) {
         sample = *s.sample;
@@ -157,6 +164,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     int32_t follows;
     int64_t position;
     std::vector<int32_t> pages;
+    int32_t copy_from;
     const adapter::LoadedAdapter* adapter;
     std::optional<SampleWant> sample;
     std::vector<TokenId> banned;
