@@ -101,9 +101,26 @@ void KvPages::MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node,
   }
 }
 
+int64_t KvPages::MatchPart(const PrefixNode& node, absl::Span<const TokenId> tokens,
+                           int32_t* page) const {
+  const auto children = by_parent_.find(node);
+  if (children == by_parent_.end()) return 0;
+  constexpr size_t kMost = 64;  // of a prefix with very many continuations
+  int64_t best = 0;
+  const size_t count = std::min(children->second.size(), kMost);
+  for (size_t i = 0; i < count; ++i) {
+    const int32_t child = children->second[i];
+    const auto& held = pages_[child].key.tokens;
+    const auto end = std::mismatch(tokens.begin(), tokens.end(), held.begin(), held.end());
+    if (end.first - tokens.begin() <= best) continue;
+    best = end.first - tokens.begin();
+    *page = child;
+  }
+  return best;
+}
+
 PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId> tokens,
                              int32_t page) {
-  DORAD_CHECK(static_cast<int64_t>(tokens.size()) == kKvPageTokens);
   DORAD_CHECK(pages_[page].references > 0);
   const PrefixKey key(parent, tokens);
   const auto known = children_.find(key);
@@ -112,6 +129,7 @@ PrefixNode KvPages::Register(const PrefixNode& parent, absl::Span<const TokenId>
   if (pages_[page].registered) Unregister(page);
   const PrefixNode node{0, next_node_++};
   children_.emplace(key, Child{node, page});
+  by_parent_[parent].push_back(page);
   pages_[page].registered = true;
   pages_[page].key = key;
   return node;
@@ -217,6 +235,11 @@ void KvPages::Acquire(int32_t page) {
 void KvPages::Unregister(int32_t page) {
   DORAD_CHECK(pages_[page].registered);
   children_.erase(pages_[page].key);
+  const auto siblings = by_parent_.find(pages_[page].key.parent);
+  std::swap(*std::find(siblings->second.begin(), siblings->second.end(), page),
+            siblings->second.back());
+  siblings->second.pop_back();
+  if (siblings->second.empty()) by_parent_.erase(siblings);
   pages_[page].registered = false;
 }
 
@@ -278,6 +301,12 @@ void KvPages::CheckIntegrity() const {
     DORAD_CHECK(child != children_.end() && child->second.page == static_cast<int32_t>(i));
   }
   DORAD_CHECK(registered == children_.size());
+  for (const auto& [parent, children] : by_parent_) {
+    DORAD_CHECK(!children.empty());
+    registered -= children.size();
+    for (const int32_t page : children) DORAD_CHECK(pages_[page].key.parent == parent);
+  }
+  DORAD_CHECK(registered == 0);
 }
 
 }  // namespace dorad::engine

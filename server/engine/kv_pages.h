@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/inlined_vector.h"
 #include "absl/types/span.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/types.h"
@@ -31,6 +32,10 @@ struct PrefixNode {
   uint64_t hi = 0;
   uint64_t lo = 0;
   bool operator==(const PrefixNode&) const = default;
+  template <typename H>
+  friend H AbslHashValue(H h, const PrefixNode& node) {
+    return H::combine(std::move(h), node.hi, node.lo);
+  }
 };
 
 // The tokens after `parent`: a page's, or fewer, then followed by -1.
@@ -40,7 +45,7 @@ struct PrefixKey {
   bool operator==(const PrefixKey&) const = default;
   template <typename H>
   friend H AbslHashValue(H h, const PrefixKey& key) {
-    return H::combine(std::move(h), key.parent.hi, key.parent.lo, key.tokens);
+    return H::combine(std::move(h), key.parent, key.tokens);
   }
 
   PrefixNode parent;
@@ -78,8 +83,12 @@ class KvPages {
   // Walks the trie from *node along whole pages of tokens. Adds a reference to each page found,
   // appends it to *to and advances *node.
   void MatchPrefix(absl::Span<const TokenId> tokens, PrefixNode* node, std::vector<int32_t>* to);
-  // Makes a held page, filled with exactly these kKvPageTokens tokens after `parent`, reusable.
-  // Returns its node; an equal one registered earlier keeps its page.
+  // The page with the most of these tokens after the node, from the first one on. Returns their
+  // number; 0: there is none.
+  int64_t MatchPart(const PrefixNode& node, absl::Span<const TokenId> tokens, int32_t* page) const;
+  // Makes a held page with these tokens after `parent`, at most kKvPageTokens, reusable. Returns
+  // its node; an equal one registered earlier keeps its page. MatchPrefix does not find a page with
+  // fewer tokens.
   PrefixNode Register(const PrefixNode& parent, absl::Span<const TokenId> tokens, int32_t page);
 
   // Forgets all prefixes: cached pages become free. REQUIRES: no page is held.
@@ -151,6 +160,7 @@ class KvPages {
   int64_t released_ = 0;         // pages of released chunks
   int64_t without_holders_ = 0;  // chunks that are not released and hold no used page
   absl::flat_hash_map<PrefixKey, Child> children_;
+  absl::flat_hash_map<PrefixNode, absl::InlinedVector<int32_t, 2>> by_parent_;  // registered pages
   int32_t oldest_ = -1;
   int32_t newest_ = -1;
   int64_t cached_ = 0;

@@ -57,13 +57,16 @@ struct ScoreWant {
   absl::Span<const TokenId> chosen_ids;
 };
 
-// The rows of one sequence in a step. Spans and pointers are valid for the call of Begin; the
-// adapter until the step has finished.
+// The rows of one sequence in a step, at least one, or another sequence's last row. Spans and
+// pointers are valid for the call of Begin; the adapter until the step has finished.
 struct StepSequence {
   absl::Span<const TokenId> tokens;
   // >= 0: the one token is the sample of the sequence with this index in the last step, which has
   // not finished; tokens[0] is unused.
   int32_t follows = -1;
+  // >= 0: there are no tokens. The sequence samples from the last row of the sequence with this
+  // index in the step, whose tokens end as its own do, under the same version.
+  int32_t row_of = -1;
   int64_t position = 0;             // of tokens[0]
   absl::Span<const int32_t> pages;  // page of position p: pages[p / kKvPageTokens]
   // >= 0: this page's keys and values are copied to the page of `position` before the step's rows

@@ -37,6 +37,7 @@ void Scheduler::Remove(Sequence* sequence) {
     Take(sequence, &running_);
     shares_.Leave(sequence);
   }
+  if (sequence->state == Sequence::State::kRunning) RegisterLastPage(*sequence);
   Rewind(sequence);
   sequence->state = Sequence::State::kEnded;
 }
@@ -102,6 +103,7 @@ std::vector<Chunk> Scheduler::Schedule() {
     const Chunk& chunk = plan.chunks[i];
     Sequence& s = *chunk.sequence;
     s.computed = chunk.end();
+    s.planned = 0;
     s.sampling += chunk.samples ? 1 : 0;
     s.chunk_index = static_cast<int32_t>(i);
     ++s.in_flight;
@@ -228,7 +230,7 @@ void Scheduler::PreemptAll() {
 void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;
-  ReleaseCopied(chunk);
+  ReleaseCopied(chunk.copy_from);
   s.sampling -= chunk.samples ? 1 : 0;
   if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
 }
@@ -237,6 +239,7 @@ void Scheduler::Computed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   // After a preemption the pages are free.
   if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
+  s.landed = chunk.end();
   // Pages of several versions are no prefix of another sequence.
   const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
   const int64_t last = (s.prompt_tokens - 1) / kKvPageTokens;  // the page that others copy
@@ -258,12 +261,22 @@ bool Scheduler::HasLeader(const Sequence& sequence) {
          leader->adapter_at(0) == sequence.adapter_at(0);
 }
 
+// Whether the step under construction computes the other one's last row, and it is the sequence's.
+bool Scheduler::CanTakeRowOf(const Sequence& other, const Sequence& sequence) {
+  return other.planned > 0 && other.planned == other.goal() && other.generated() == 0 &&
+         other.to_score == 0 && sequence.generated() == 0 && sequence.to_score == 0 &&
+         other.sampling == 0 && other.tokens == sequence.tokens;
+}
+
 bool Scheduler::WaitsForOthers(Sequence* sequence) const {
-  if (HasLeader(*sequence)) return !sequence->leader->prompt_done();
+  if (HasLeader(*sequence)) {
+    const Sequence& leader = *sequence->leader;
+    return !leader.prompt_done() && !CanTakeRowOf(leader, *sequence);
+  }
   if (!sequence->awaits.has_value()) return false;
   const Sequence* const writer = writers_.Find(*sequence->awaits);
   if (writer != nullptr && MayAwait(*sequence, *writer) &&
-      writer->computed < sequence->awaited_end) {
+      writer->computed < sequence->awaited_end && !CanTakeRowOf(*writer, *sequence)) {
     return true;
   }
   sequence->awaits.reset();
@@ -287,6 +300,10 @@ Chunk* Scheduler::Append(Sequence* sequence, Plan* plan) {
   chunk.sequence = sequence;
   chunk.position = sequence->computed;
   chunk.count = ChunkSize(*sequence, plan->budget);
+  if (chunk.count > 0) {
+    chunk.copy_from = std::exchange(sequence->copy_from, -1);
+    sequence->planned = chunk.end();
+  }
   chunk.samples = chunk.end() == sequence->goal() && chunk.end() > sequence->to_score;
   const auto known = static_cast<int64_t>(sequence->tokens.size());
   if (chunk.end() > known) {
@@ -340,12 +357,7 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   sequence->state = Sequence::State::kRunning;
   Take(sequence, &sequence->share->waiting);
   Put(sequence, &running_);
-  Chunk* const chunk = Append(sequence, plan);
-  if (reused.copy_from >= 0) {
-    std::vector<int32_t> held;
-    pages_->Share({&reused.copy_from, 1}, &held);
-    chunk->copy_from = reused.copy_from;
-  }
+  Append(sequence, plan)->row_of = reused.row_of;
   if (sequence->use_prefix_cache) writers_.Publish(sequence);
   return Admitted::kYes;
 }
@@ -353,10 +365,13 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
 Scheduler::Reused Scheduler::ReusePrefix(Sequence* sequence) {
   const Sequence* const leader = sequence->leader;
   Reused reused;
-  if (HasLeader(*sequence) && leader->state == Sequence::State::kRunning && leader->prompt_done()) {
+  if (HasLeader(*sequence) && CanTakeRowOf(*leader, *sequence)) {
+    SharePages(*leader, leader->prompt_tokens, sequence);
+    reused.row_of = leader;
+  } else if (HasLeader(*sequence) && leader->state == Sequence::State::kRunning &&
+             leader->prompt_done()) {
     // Only the prompt is common to both.
-    const int64_t end = std::min(sequence->reusable(), leader->prompt_tokens - 1);
-    reused.copy_from = SharePages(*leader, end, sequence);
+    SharePages(*leader, std::min(sequence->reusable(), leader->prompt_tokens - 1), sequence);
   } else if (sequence->use_prefix_cache) {
     const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
     pages_->MatchPrefix(
@@ -364,22 +379,34 @@ Scheduler::Reused Scheduler::ReusePrefix(Sequence* sequence) {
         &sequence->node, &sequence->pages);
     sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
     sequence->computed = sequence->registered_pages * kKvPageTokens;
-    reused = ShareWithWriter(sequence);
+    reused = ShareWithOthers(sequence);
     reused.looked_up = sequence->has_scored();  // else its rows are needed
   }
   return reused;
 }
 
-// Beyond the reusable prefix.
-Scheduler::Reused Scheduler::ShareWithWriter(Sequence* sequence) {
+// Beyond the whole pages of the cache.
+Scheduler::Reused Scheduler::ShareWithOthers(Sequence* sequence) {
   Reused reused;
   const absl::Span<const TokenId> tokens =
       absl::MakeConstSpan(sequence->tokens).first(std::max<int64_t>(sequence->reusable(), 0));
   const auto begin = static_cast<size_t>(sequence->computed);
   if (begin >= tokens.size()) return reused;
-  const PrefixKey next(sequence->node, tokens.subspan(begin, kKvPageTokens));
+  const auto of_page = tokens.subspan(begin, kKvPageTokens);
+  const PrefixKey next(sequence->node, of_page);
   const Sequence* const writer = writers_.Find(next);
-  if (writer == nullptr) return reused;
+  if (writer == nullptr) {
+    int32_t page = -1;
+    const int64_t part = pages_->MatchPart(sequence->node, of_page, &page);
+    if (part > 0) CopyLater(page, sequence);
+    sequence->computed += part;
+    return reused;
+  }
+  if (CanTakeRowOf(*writer, *sequence)) {
+    SharePages(*writer, writer->prompt_tokens, sequence);
+    reused.row_of = writer;
+    return reused;
+  }
   const auto end = std::mismatch(tokens.begin() + begin, tokens.end(),
                                  writer->tokens.begin() + begin, writer->tokens.end());
   const int64_t common = std::min<int64_t>(end.first - tokens.begin(),
@@ -390,22 +417,37 @@ Scheduler::Reused Scheduler::ShareWithWriter(Sequence* sequence) {
     reused.waits = true;
     return reused;
   }
-  reused.copy_from = SharePages(*writer, std::min(common, writer->computed), sequence);
+  SharePages(*writer, std::min(common, writer->computed), sequence);
   return reused;
 }
 
-int32_t Scheduler::SharePages(const Sequence& from, int64_t end, Sequence* to) {
+void Scheduler::SharePages(const Sequence& from, int64_t end, Sequence* to) {
   const auto held = static_cast<int64_t>(to->pages.size());
   const int64_t whole = end / kKvPageTokens;
-  if (end <= held * kKvPageTokens) return -1;
+  if (end <= held * kKvPageTokens) return;
   pages_->Share(absl::MakeConstSpan(from.pages).subspan(held, whole - held), &to->pages);
   to->computed = end;
-  return end % kKvPageTokens > 0 ? from.pages[whole] : -1;
+  if (end % kKvPageTokens > 0) CopyLater(from.pages[whole], to);
 }
 
-void Scheduler::ReleaseCopied(const Chunk& chunk) {
-  if (chunk.copy_from < 0) return;
-  std::vector<int32_t> held = {chunk.copy_from};
+void Scheduler::CopyLater(int32_t page, Sequence* to) {
+  std::vector<int32_t> held;
+  pages_->Share({&page, 1}, &held);
+  to->copy_from = page;
+}
+
+// Of a running sequence that ends.
+void Scheduler::RegisterLastPage(const Sequence& s) {
+  const int64_t begin = s.registered_pages * kKvPageTokens;
+  const int64_t end = std::min(s.landed, s.same_adapter_until(0));
+  if (!s.use_prefix_cache || begin >= end) return;
+  pages_->Register(s.node, absl::MakeConstSpan(s.tokens).subspan(begin, end - begin),
+                   s.pages[s.registered_pages]);
+}
+
+void Scheduler::ReleaseCopied(int32_t page) {
+  if (page < 0) return;
+  std::vector<int32_t> held = {page};
   pages_->Release(&held);
 }
 
@@ -413,10 +455,17 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   const auto chunk = std::find_if(plan->chunks.begin(), plan->chunks.end(),
                                   [sequence](const Chunk& c) { return c.sequence == sequence; });
   if (chunk != plan->chunks.end()) {
-    ReleaseCopied(*chunk);
+    ReleaseCopied(chunk->copy_from);
     plan->budget += chunk->count;
     sequence->share->served -= chunk->count;
     plan->chunks.erase(chunk);
+    sequence->planned = 0;
+    for (;;) {  // those without a row now
+      const auto joined = std::find_if(plan->chunks.begin(), plan->chunks.end(),
+                                       [sequence](const Chunk& c) { return c.row_of == sequence; });
+      if (joined == plan->chunks.end()) break;
+      Preempt(joined->sequence, plan);
+    }
   }
   Rewind(sequence);
   Take(sequence, &running_);
@@ -431,8 +480,9 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
 
 void Scheduler::Rewind(Sequence* sequence) {
   writers_.Withdraw(sequence);
+  ReleaseCopied(std::exchange(sequence->copy_from, -1));
   pages_->Release(&sequence->pages);
-  sequence->computed = 0;
+  sequence->computed = sequence->landed = 0;
   sequence->registered_pages = 0;
   sequence->node = sequence->root;
 }

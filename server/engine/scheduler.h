@@ -69,6 +69,7 @@ class Scheduler {
 
   bool CanContinue(Sequence* sequence) const;
   static bool HasLeader(const Sequence& sequence);
+  static bool CanTakeRowOf(const Sequence& other, const Sequence& sequence);
   // Whether another sequence computes tokens that this one needs.
   bool WaitsForOthers(Sequence* sequence) const;
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
@@ -89,15 +90,17 @@ class Scheduler {
   Admitted AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan);
   // What a sequence need not compute.
   struct Reused {
-    bool looked_up = false;  // in the prefix cache
-    bool waits = false;      // for another sequence; the other fields do not count
-    int32_t copy_from = -1;  // as Chunk's
+    bool looked_up = false;            // in the prefix cache
+    bool waits = false;                // for another sequence; the others do not count
+    const Sequence* row_of = nullptr;  // as Chunk's
   };
   Reused ReusePrefix(Sequence* sequence);
-  // Shares the pages of `from` from those of *to on, up to the position `end`.
-  int32_t SharePages(const Sequence& from, int64_t end, Sequence* to);
-  Reused ShareWithWriter(Sequence* sequence);
-  void ReleaseCopied(const Chunk& chunk);
+  // Shares the pages of `from`, after those that *to has, up to the position `end`.
+  void SharePages(const Sequence& from, int64_t end, Sequence* to);
+  Reused ShareWithOthers(Sequence* sequence);
+  void CopyLater(int32_t page, Sequence* to);
+  void RegisterLastPage(const Sequence& s);
+  void ReleaseCopied(int32_t page);
   void Preempt(Sequence* sequence, Plan* plan);
   bool PreemptFrozen(Plan* plan);
   void Put(Sequence* sequence, SequenceLine* line);

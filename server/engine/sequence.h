@@ -58,6 +58,7 @@ struct Sequence {
   int64_t scored = 0;  // of them, those with results
   // Positions with keys and values in pages once all steps in flight have finished.
   int64_t computed = 0;
+  int64_t landed = 0;  // of them, those of steps that have finished
   std::vector<int32_t> pages;
 
   // Sample 0 of the request, for other samples: it computes the prompt for all.
@@ -72,6 +73,9 @@ struct Sequence {
   // which both are equal.
   std::optional<PrefixKey> awaits;
   int64_t awaited_end = 0;
+  // Held for its next chunk: Chunk::copy_from.
+  int32_t copy_from = -1;
+  int64_t planned = 0;     // end of its chunk in the step under construction; 0: none
   bool looked_up = false;  // cached_tokens is from the prefix cache
   uint32_t preemptions = 0;
 
@@ -131,6 +135,8 @@ struct Chunk {
   // The page with the keys and values of the first position's page before it, to be copied: held
   // until the chunk has landed. -1: none.
   int32_t copy_from = -1;
+  // Without rows: the sequence with the same prompt whose last row in this step is its last row.
+  const Sequence* row_of = nullptr;
   bool samples = false;  // the last row samples the sequence's next token
   // >= 0: the one token is not known yet; the chunk of this index in the last step samples it.
   int32_t follows = -1;

@@ -11,17 +11,23 @@ StepBatch::StepBatch(absl::Span<const StepSequence> sequences) : order(sequences
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
     return std::less<>()(sequences[a].adapter, sequences[b].adapter);
   });
+  std::vector<int64_t> last_row(sequences.size());
   for (const size_t index : order) {
     const StepSequence& s = sequences[index];
     const auto count = static_cast<int64_t>(s.tokens.size());
     row_begin.push_back(rows);
-    AppendRows(s.adapter, rows, count, &adapters);
-    if (s.sample != nullptr) {
-      samples.push_back({rows + count - 1, index, count - 1});
-    } else if (s.score != nullptr) {
+    last_row[index] = rows + count - 1;
+    if (count > 0) AppendRows(s.adapter, rows, count, &adapters);
+    if (s.score != nullptr) {
       for (int64_t r = 0; r < count; ++r) scores.push_back({rows + r, index, r});
     }
     rows += count;
+  }
+  for (const size_t index : order) {
+    const StepSequence& s = sequences[index];
+    if (s.sample == nullptr) continue;
+    const int64_t row = last_row[s.row_of >= 0 ? static_cast<size_t>(s.row_of) : index];
+    samples.push_back({row, index, static_cast<int64_t>(s.tokens.size()) - 1});
   }
 }
 

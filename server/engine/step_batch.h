@@ -15,7 +15,7 @@ namespace dorad::engine {
 struct WantedRow {
   int64_t row = 0;        // in the batch
   size_t sequence = 0;    // index in the caller's order
-  int64_t chunk_row = 0;  // in its sequence's chunk
+  int64_t chunk_row = 0;  // in its sequence's chunk; -1: another sequence's row
 };
 
 struct StepBatch {
@@ -31,7 +31,7 @@ struct StepBatch {
   std::vector<size_t> order;       // caller's index of the i-th sequence in the batch
   std::vector<int64_t> row_begin;  // of the i-th sequence
   std::vector<AdapterRows> adapters;
-  std::vector<WantedRow> samples;  // in row order
+  std::vector<WantedRow> samples;  // in the order of their sequences
   std::vector<WantedRow> scores;
 };
 

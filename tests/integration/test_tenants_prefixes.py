@@ -4,7 +4,6 @@ import pytest
 from lib.server import Server, serve
 
 PROMPT = list(range(11, 11 + 64))
-PAGE = 16
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +27,7 @@ def test_a_probe_cannot_tell_whether_another_tenant_asked_the_same(server: Serve
     """A guess under another salt costs what a cold prompt costs: as much work, so as much time."""
     assert ask(server, PROMPT, "tenant-1") == (0, len(PROMPT))
     cached, computed = ask(server, PROMPT, "tenant-1")
-    assert cached == len(PROMPT) - PAGE and computed == PAGE, "the cache does work for its owner"
+    assert (cached, computed) == (len(PROMPT) - 1, 1), "the cache does work for its owner"
     never_asked = [token + 100 for token in PROMPT]
     for salt in ("", "tenant-2", "tenant-1 ", "Tenant-1"):
         assert ask(server, PROMPT, salt) == ask(server, never_asked, salt) == (0, len(PROMPT))
@@ -39,4 +38,4 @@ def test_adapters_share_no_prefixes_even_of_one_tenant(server: Server) -> None:
     for adapter in ("", "a", "b"):
         assert ask(server, prompt, "tenant-3", adapter) == (0, len(prompt))
     for adapter in ("", "a", "b"):
-        assert ask(server, prompt, "tenant-3", adapter)[0] == len(prompt) - PAGE
+        assert ask(server, prompt, "tenant-3", adapter)[0] == len(prompt) - 1

@@ -97,6 +97,7 @@ class CpuModelRunner final : public ModelRunner {
     std::vector<ops::SequenceRows> rows;
     for (size_t i = 0; i < batch.order.size(); ++i) {
       const StepSequence& s = sequences[batch.order[i]];
+      if (s.tokens.empty()) continue;
       std::copy(s.tokens.begin(), s.tokens.end(),
                 token_ids.data_ptr<int32_t>() + batch.row_begin[i]);
       rows.push_back(

@@ -159,5 +159,67 @@ TEST_F(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
   }
 }
 
+// Three sequences of one prompt: the first computes it, the second takes its last row and copies
+// its unfinished page, the third comes later, shares a page and copies the next.
+TEST_F(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
+  const std::vector<TokenId> prompt = Lines()[2].tokens;  // 25 tokens: a page and nine of the next
+  for (const adapter::LoadedAdapter* adapter :
+       {static_cast<const adapter::LoadedAdapter*>(nullptr),
+        static_cast<const adapter::LoadedAdapter*>(adapters_[1].get())}) {
+    auto runner = Must(MakeCudaModelRunner(model_.get(), {kv_pages_, 128, 256, 8}, &ledger_));
+    std::deque<Line> lines(3);
+    for (Line& line : lines) {
+      line.tokens = prompt;
+      line.want.sampling.temperature = 0.8f;
+      line.want.sampling.seed = 5;
+      line.want.logprobs = &raw_;
+      line.adapter = adapter;
+    }
+    lines[0].pages = {4, 1, 2, 3};
+    lines[1].pages = {4, 5, 6, 7};
+    lines[2].pages = {4, 8, 9, 10};
+    const auto begun = static_cast<int64_t>(prompt.size());
+    for (int step = 0; step < 20; ++step) {
+      std::vector<StepSequence> sequences;
+      std::vector<Line*> in_step;
+      for (int i = 0; i < (step < 4 ? 2 : 3); ++i) {
+        Line& line = lines[i];
+        StepSequence s;
+        if (i == 1 && step == 0) {
+          s.row_of = 0;
+          line.begun = begun;
+        } else {
+          const bool late = i == 2 && step == 4;
+          if (late) line.begun = begun - 1;
+          if (late || (i == 1 && step == 1)) s.copy_from = lines[0].pages[1];
+          s.tokens = absl::MakeConstSpan(line.tokens).subspan(line.begun);
+        }
+        s.position = line.begun;
+        line.begun += static_cast<int64_t>(s.tokens.size());
+        line.want.position = static_cast<int64_t>(line.tokens.size());
+        s.pages = line.pages;
+        s.adapter = line.adapter;
+        s.sample = &line.want;
+        sequences.push_back(s);
+        in_step.push_back(&line);
+      }
+      ASSERT_TRUE(runner->Begin(sequences).ok());
+      const std::vector<StepOutput> outputs = Must(runner->Finish());
+      for (size_t i = 0; i < outputs.size(); ++i) {
+        in_step[i]->tokens.push_back(outputs[i].token);
+        for (const float value : outputs[i].logprobs.logprobs) {
+          in_step[i]->logprobs.push_back(value);
+        }
+      }
+    }
+    EXPECT_EQ(lines[1].tokens, lines[0].tokens);
+    EXPECT_EQ(lines[1].logprobs, lines[0].logprobs);
+    for (Line* line : {&lines[0], &lines[2]}) line->tokens.resize(prompt.size() + 16);
+    lines[0].logprobs.resize(16);
+    EXPECT_EQ(lines[2].tokens, lines[0].tokens);
+    EXPECT_EQ(lines[2].logprobs, lines[0].logprobs);
+  }
+}
+
 }  // namespace
 }  // namespace dorad::cuda

@@ -88,6 +88,42 @@ TEST(KvPages, StopsAtTheFirstDifferentTokenAndAtPartialPages) {
   pages.Release(&held);
 }
 
+TEST(KvPages, FindsThePageWithTheMostTokensOfAPart) {
+  KvPages pages(4);
+  const PrefixNode root = PrefixRoot("", "");
+  const std::vector<TokenId> tokens = Tokens(kKvPageTokens, 0);
+  std::vector<TokenId> other = tokens;
+  other[5] = 999;
+  std::vector<int32_t> held;
+  ASSERT_TRUE(pages.Allocate(3, &held));
+  pages.Register(root, absl::MakeConstSpan(tokens).first(9), held[0]);
+  pages.Register(root, other, held[1]);
+  pages.Register(PrefixRoot("", "salt"), tokens, held[2]);
+  const auto match = [&](size_t count, int32_t* page) {
+    return pages.MatchPart(root, absl::MakeConstSpan(tokens).first(count), page);
+  };
+  int32_t page = -1;
+  EXPECT_EQ(match(16, &page), 9) << "the unfinished page has more of them";
+  EXPECT_EQ(page, held[0]);
+  EXPECT_EQ(match(4, &page), 4);
+  std::vector<int32_t> found;
+  PrefixNode node = root;
+  pages.MatchPrefix(tokens, &node, &found);
+  EXPECT_TRUE(found.empty()) << "an unfinished page is no whole one";
+
+  const std::vector<int32_t> all = held;
+  pages.Release(&held);
+  pages.CheckIntegrity();
+  pages.Share({&all[1], 1}, &held);
+  std::vector<int32_t> evicting;
+  ASSERT_TRUE(pages.Allocate(3, &evicting));
+  EXPECT_EQ(match(16, &page), 5) << "only the held one is left";
+  EXPECT_EQ(page, all[1]);
+  pages.Release(&evicting);
+  pages.Release(&held);
+  pages.CheckIntegrity();
+}
+
 TEST(KvPages, EvictsTheLeastRecentlyUsedEndOfAPrefixFirst) {
   KvPages pages(3);
   const PrefixNode root = PrefixRoot("", "");

@@ -13,31 +13,29 @@ TEST_F(PrefixInFlightTest, ARepeatedPromptIsComputedOnce) {
   Make(64, 24);
   Sequence* first = Add(40, 0, nullptr, kSame);
   Sequence* second = Add(40, 0, nullptr, kSame);
-  int64_t rows = 0;
-  for (int step = 0; step < 2; ++step) {
-    const auto chunks = Step();
-    ASSERT_EQ(chunks.size(), 1u);
-    EXPECT_EQ(chunks[0].sequence, first);
-    rows += Rows(chunks);
-  }
-  EXPECT_EQ(rows, 40);
-  const auto chunks = Step();
-  ASSERT_EQ(chunks.size(), 2u);
-  EXPECT_EQ(chunks[1].sequence, second);
-  EXPECT_EQ(chunks[1].position, 39);
-  EXPECT_EQ(chunks[1].count, 1);
-  EXPECT_EQ(chunks[1].copy_from, first->pages[2]);
-  EXPECT_EQ(second->cached_tokens, 39);
+  const auto one = Step();
+  ASSERT_EQ(one.size(), 1u);
+  EXPECT_EQ(one[0].sequence, first);
+  const auto two = Step();
+  ASSERT_EQ(two.size(), 2u);
+  EXPECT_EQ(Rows(one) + Rows(two), 40);
+  EXPECT_EQ(two[1].sequence, second);
+  EXPECT_EQ(two[1].row_of, first) << "its token comes from the first one's last row";
+  EXPECT_EQ(second->cached_tokens, 40);
   EXPECT_EQ(second->pages[1], first->pages[1]);
   EXPECT_NE(second->pages[2], first->pages[2]);
+  const int32_t last = first->pages[2];
+  const auto three = Step();
+  ASSERT_EQ(three.size(), 2u);
+  EXPECT_EQ(three[1].position, 40);
+  EXPECT_EQ(three[1].copy_from, last) << "the prompt's end, before the next token's row";
 }
 
 TEST_F(PrefixInFlightTest, StepsInFlightCount) {
   Make(64, 64);
   Sequence* first = Add(40, 0, nullptr, kSame);
-  Sequence* second = Add(40, 0, nullptr, kSame);
   const auto one = scheduler_->Schedule();
-  ASSERT_EQ(one.size(), 1u);
+  Sequence* second = Add(40, 0, nullptr, kSame);
   const auto two = scheduler_->Schedule();  // while the first one's prompt is computed
   ASSERT_EQ(two.size(), 2u);
   EXPECT_EQ(two[1].sequence, second);
@@ -48,13 +46,33 @@ TEST_F(PrefixInFlightTest, StepsInFlightCount) {
 
 TEST_F(PrefixInFlightTest, OthersPassTheOneThatWaits) {
   Make(64, 24);
-  Add(40, 0, nullptr, kSame);
-  Add(40, 0, nullptr, kSame);
+  Sequence* first = Add(40, 0, nullptr, kSame);
+  Sequence* second = Add(41, 0, nullptr, kSame);
   Sequence* other = Add(4);
   Step();
-  const auto chunks = Step();
+  auto chunks = Step();
   ASSERT_EQ(chunks.size(), 2u);
+  EXPECT_EQ(chunks[0].sequence, first);
   EXPECT_EQ(chunks[1].sequence, other);
+  chunks = Step();
+  EXPECT_EQ(second->cached_tokens, 32) << "the longer prompt's beginning";
+}
+
+TEST_F(PrefixInFlightTest, APreemptedOneTakesThoseWithItsRowAlong) {
+  Make(10, 64);
+  Sequence* first = Add(100, /*priority=*/3, nullptr, kSame);
+  Step();
+  Sequence* second = Add(100, /*priority=*/0, nullptr, kSame);
+  tenant_ = "other";  // has had nothing: the first one, which has most pages, must go
+  Sequence* other = Add(40, /*priority=*/3);
+  const auto chunks = scheduler_->Schedule();
+  ASSERT_EQ(chunks.size(), 1u);
+  EXPECT_EQ(chunks[0].sequence, other);
+  EXPECT_EQ(first->preemptions, 1u);
+  EXPECT_EQ(second->preemptions, 1u);
+  EXPECT_EQ(second->state, Sequence::State::kWaiting);
+  Finish(chunks);
+  pages_->CheckIntegrity();
 }
 
 TEST_F(PrefixInFlightTest, ACommonBeginningIsComputedOnce) {
@@ -95,10 +113,24 @@ TEST_F(PrefixInFlightTest, TheNextOneComputesWhatTheFirstLeaves) {
   auto chunks = Step();
   ASSERT_EQ(chunks.size(), 1u);
   EXPECT_EQ(chunks[0].sequence, second);
-  EXPECT_EQ(chunks[0].position, 16) << "the whole page stays";
+  EXPECT_EQ(chunks[0].position, 24) << "what has been computed stays";
   Step();
   Step();
-  EXPECT_EQ(third->cached_tokens, 59);
+  EXPECT_EQ(third->cached_tokens, 60);
+}
+
+TEST_F(PrefixInFlightTest, AnEndedOneLeavesAlsoItsUnfinishedPage) {
+  Make(64, 64);
+  Sequence* first = Add(21, 0, nullptr, kSame);
+  first->most_tokens = 24;
+  for (int step = 0; step < 3; ++step) Land(scheduler_->Schedule());
+  ASSERT_EQ(first->state, Sequence::State::kEnded);
+  Sequence* second = Add(21, 0, nullptr, kSame);
+  Sequence* longer = Add(30, 0, nullptr, kSame);
+  std::fill(longer->tokens.begin() + 18, longer->tokens.end(), 3);
+  Step();
+  EXPECT_EQ(second->cached_tokens, 20);
+  EXPECT_EQ(longer->cached_tokens, 18);
 }
 
 TEST_F(PrefixInFlightTest, NoneWaitsForAFrozenOne) {
@@ -114,15 +146,19 @@ TEST_F(PrefixInFlightTest, NoneWaitsForAFrozenOne) {
 }
 
 TEST_F(PrefixInFlightTest, AnUrgentOneDoesNotWaitForOthers) {
-  Make(64, 32);
+  pages_ = std::make_unique<KvPages>(64);
+  bool away = false;
+  const auto may_run = [&away](const Sequence* s) { return s->priority < 3 || !away; };
+  scheduler_ = std::make_unique<Scheduler>(Scheduler::Options{32, 64, may_run}, pages_.get());
   Sequence* slow = Add(60, /*priority=*/3, nullptr, kSame);
   Step();
-  Sequence* urgent = Add(60, /*priority=*/0, nullptr, kSame);
+  away = true;
+  Sequence* urgent = Add(60, /*priority=*/2, nullptr, kSame);
   const auto chunks = Step();
-  ASSERT_EQ(chunks.size(), 2u);
-  EXPECT_EQ(chunks[0].sequence, slow);
-  EXPECT_EQ(chunks[1].sequence, urgent);
-  EXPECT_EQ(chunks[1].position, 32) << "all that the slow one has";
+  ASSERT_EQ(chunks.size(), 1u);
+  EXPECT_EQ(chunks[0].sequence, urgent);
+  EXPECT_EQ(chunks[0].position, 32) << "all that the slow one has";
+  EXPECT_EQ(slow->computed, 32);
 }
 
 TEST_F(PrefixInFlightTest, OtherSaltsShareNothing) {

@@ -54,7 +54,7 @@ TEST_F(PromptLogprobsTest, ReadNoCachedPrefixAndFillTheCache) {
   EXPECT_EQ(scored.finish.usage.cached_prompt_tokens, 0u);
   ExpectScores(Wait(*Submit(Scored(Prompt(80, 3), 2))).samples.at(0), Prompt(80, 3));
   const SampleText after = Wait(*Submit(Input(Prompt(80, 3), 2))).samples.at(0);
-  EXPECT_EQ(after.finish.usage.cached_prompt_tokens, 64u);
+  EXPECT_EQ(after.finish.usage.cached_prompt_tokens, 79u);
 }
 
 TEST_F(PromptLogprobsTest, ComeOnceForAllSamplesAndSiblingsShareThePrompt) {

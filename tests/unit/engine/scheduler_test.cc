@@ -42,11 +42,13 @@ TEST_F(SchedulerTest, SiblingsWaitUntilTheLeaderHasComputedThePrompt) {
   ASSERT_EQ(chunks.size(), 1u);
   EXPECT_EQ(chunks[0].sequence, leader);
   chunks = Step();
-  ASSERT_EQ(chunks.size(), 2u) << "a waiting sibling does not hold up those behind it";
-  EXPECT_EQ(chunks[1].sequence, other);
-  Step();
+  ASSERT_EQ(chunks.size(), 3u);
+  EXPECT_EQ(chunks[1].sequence, sibling) << "its last row is the leader's";
+  EXPECT_EQ(chunks[1].row_of, leader);
+  EXPECT_EQ(chunks[1].count, 0);
+  EXPECT_EQ(chunks[2].sequence, other);
   EXPECT_EQ(sibling->state, Sequence::State::kRunning);
-  EXPECT_EQ(sibling->cached_tokens, 39);
+  EXPECT_EQ(sibling->cached_tokens, 40);
   EXPECT_EQ(sibling->pages[0], leader->pages[0]);
   EXPECT_NE(sibling->pages[2], leader->pages[2]);
 }

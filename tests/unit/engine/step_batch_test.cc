@@ -70,6 +70,24 @@ TEST_F(StepBatchTest, WantsTheLastRowOfASampleAndEveryRowOfAScore) {
   EXPECT_EQ(batch.scores[1].chunk_row, 1);
 }
 
+TEST_F(StepBatchTest, ASequenceWithoutRowsSamplesFromAnothersLastOne) {
+  std::vector<StepSequence> sequences = {Sequence(2, 1), Sequence(0, 1), Sequence(1, 0),
+                                         Sequence(0, 1)};
+  for (StepSequence& s : sequences) s.sample = &sample_;
+  sequences[1].row_of = sequences[3].row_of = 0;
+  const StepBatch batch(sequences);
+  EXPECT_EQ(batch.rows, 3);
+  ASSERT_EQ(batch.samples.size(), 4);
+  for (const WantedRow& wanted : batch.samples) {
+    const int64_t begin = adapters_[0].get() < adapters_[1].get() ? 1 : 0;  // of adapter 1's rows
+    const bool is_of_other = wanted.sequence == 2;
+    EXPECT_EQ(wanted.row, is_of_other ? (begin == 1 ? 0 : 2) : begin + 1);
+    const bool owns = wanted.sequence == 0 || is_of_other;
+    EXPECT_EQ(wanted.chunk_row >= 0, owns);
+  }
+  for (const StepBatch::AdapterRows& range : batch.adapters) EXPECT_LT(range.begin, range.end);
+}
+
 TEST_F(StepBatchTest, NoSequencesAreNoRows) {
   const StepBatch batch({});
   EXPECT_EQ(batch.rows, 0);

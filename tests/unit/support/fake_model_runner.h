@@ -98,7 +98,14 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     for (size_t i = 0; i < step.size(); ++i) {
       Rows& rows = step[i];
       if (rows.follows >= 0) rows.tokens = {previous_.at(rows.follows)};
-      RunOne(rows, &outputs[i]);
+      RunRows(rows, &outputs[i]);
+    }
+    for (size_t i = 0; i < step.size(); ++i) {
+      const Rows& rows = step[i].row_of >= 0 ? step[step[i].row_of] : step[i];
+      DORAD_CHECK(rows.row_of < 0 && step[i].tokens.empty() == (step[i].row_of >= 0));
+      if (step[i].row_of >= 0) outputs[i].finite = outputs[step[i].row_of].finite;
+      SampleOne(step[i], At(rows, rows.position + static_cast<int64_t>(rows.tokens.size()) - 1),
+                &outputs[i]);
     }
     previous_.clear();
     for (const StepOutput& output : outputs) previous_.push_back(output.token);
@@ -146,6 +153,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     explicit Rows(const StepSequence& s)
         : tokens(s.tokens.begin(), s.tokens.end()),
           follows(s.follows),
+          row_of(s.row_of),
           position(s.position),
           pages(s.pages.begin(), s.pages.end()),
           copy_from(s.copy_from),
@@ -162,6 +170,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
 
     std::vector<TokenId> tokens;
     int32_t follows;
+    int32_t row_of;
     int64_t position;
     std::vector<int32_t> pages;
     int32_t copy_from;
@@ -205,7 +214,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
            std::any_of(s.conditional_bans.begin(), s.conditional_bans.end(), applies);
   }
 
-  void RunOne(const Rows& s, StepOutput* output) {
+  void RunRows(const Rows& s, StepOutput* output) {
     const int64_t count = static_cast<int64_t>(s.tokens.size());
     for (int64_t i = 0; i < count; ++i) {
       const int64_t position = s.position + i;
@@ -215,8 +224,11 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       if (s.tokens[i] == poison) output->finite = false;
       if (!s.targets.empty()) output->logprobs.logprobs.push_back(FakeLogprob(hash, s.targets[i]));
     }
+  }
+
+  // hash: of the row to sample from.
+  static void SampleOne(const Rows& s, uint64_t hash, StepOutput* output) {
     if (!s.sample || !output->finite) return;
-    const uint64_t hash = At(s, s.position + count - 1);
     output->token = FakeNext(hash, s.sample->sampling, s.sample->sample_index);
     while (IsBanned(s, output->token)) output->token = (output->token + 1) % kFakeVocab;
     if (s.logprobs) output->logprobs.logprobs.push_back(FakeLogprob(hash, output->token));

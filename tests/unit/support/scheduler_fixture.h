@@ -49,6 +49,7 @@ class SchedulerTest : public ::testing::Test {
     s.prompt_tokens = prompt;
     s.leader = leader;
     s.root = PrefixRoot("", salt);
+    s.tenant = tenant_;
     scheduler_->Add(&s);
     return &s;
   }
@@ -102,6 +103,7 @@ class SchedulerTest : public ::testing::Test {
     return rows;
   }
 
+  std::string_view tenant_;  // of sequences that are added
   std::unique_ptr<KvPages> pages_;
   std::unique_ptr<Scheduler> scheduler_;
   std::deque<Sequence> sequences_;
