@@ -3,7 +3,6 @@
 import re
 import socket
 import subprocess
-import time
 import urllib.request
 
 import pytest
@@ -210,9 +209,8 @@ def test_half_open_connections_do_not_keep_scrapes_away(server: Server) -> None:
     try:
         for connection in idle[:6]:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHo")
-        begin = time.monotonic()
+        # Each has three seconds: a scrape that waited for them all would meet its own timeout.
         assert "dorad_" in server.metrics_text()
-        assert time.monotonic() - begin < 8
     finally:
         for connection in idle:
             connection.close()

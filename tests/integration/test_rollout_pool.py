@@ -124,7 +124,7 @@ def test_a_server_that_hangs_is_named_and_nothing_is_activated(zoo, folder, othe
         pool.publish("a", path=folder)
         try:
             with pytest.raises(dorad.PoolError) as caught:
-                pool.publish("a", path=other, timeout=1.0)
+                pool.publish("a", path=other, timeout=8.0)  # Ample for the first.
         finally:
             os.kill(second.pid, signal.SIGCONT)
         assert caught.value.failures.keys() == {second.grpc}
