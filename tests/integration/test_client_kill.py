@@ -63,8 +63,8 @@ def test_killed_clients_leave_nothing_behind(zoo, nursery) -> None:
                 engine.adapter_leases,
             ) == (0, 0, 0, 0)
 
-        wait_until(nothing_left, 15, "no sequences, pages and leases left")
-        wait_until(lambda: open_files(server.pid) <= files_before + 3, 15, "the connections closed")
+        wait_until(nothing_left, 60, "no sequences, pages and leases left")
+        wait_until(lambda: open_files(server.pid) <= files_before + 3, 60, "the connections closed")
         loading = [
             item
             for item in server.wire.list_adapters()

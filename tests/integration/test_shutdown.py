@@ -117,7 +117,7 @@ def test_requests_are_taken_while_balancers_learn_of_the_end(slow, service: str)
 
 def test_refusals_say_when_to_try_again(slow) -> None:
     server = slow()
-    call = server.wire.stream(PROMPT, max_tokens=400, ignore_eos=True)
+    call = server.wire.stream(PROMPT, max_tokens=8000, ignore_eos=True)
     next(call)
     os.kill(server.pid, signal.SIGTERM)
 
@@ -208,7 +208,7 @@ def test_readiness_ends_when_draining(slow) -> None:
     server = slow()
     ready = server.metrics_url.replace("/metrics", "/readyz")
     assert urllib.request.urlopen(ready, timeout=30).status == 200
-    call = server.wire.stream(PROMPT, max_tokens=400, ignore_eos=True)
+    call = server.wire.stream(PROMPT, max_tokens=8000, ignore_eos=True)
     next(call)
     os.kill(server.pid, signal.SIGTERM)
 
