@@ -29,8 +29,8 @@ from dorad._stubs import adapters_pb2
 Progress = Callable[[int, int], None]
 """Called as progress(bytes sent, bytes in all) while an upload runs."""
 
-_CONFIG_FILE = "adapter_config.json"
-_TENSORS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
 
 
 class Image(Protocol):
@@ -165,18 +165,28 @@ def from_peft_model(model: Any, adapter: str | None) -> tuple[Mapping[str, Any],
     return plain, model.peft_config[adapter]
 
 
-def _from_folder(path: str | os.PathLike[str]) -> tuple[str, Image]:
-    folder = pathlib.Path(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no adapter folder {folder}")
-    for name in (_CONFIG_FILE, _TENSORS_FILE):
-        if not (folder / name).is_file():
-            hint = ""
-            if name == _TENSORS_FILE and (folder / "adapter_model.bin").is_file():
-                hint = " (adapter_model.bin is a pickle: save with safe_serialization=True)"
-            raise FileNotFoundError(f"{folder} has no {name}{hint}")
-    config = (folder / _CONFIG_FILE).read_text(encoding="utf-8")
-    return config, FileImage(folder / _TENSORS_FILE)
+class PeftFolder(os.PathLike[str]):
+    """A folder with an adapter's two files."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = pathlib.Path(path)
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+    def contents(self) -> tuple[str, Image]:
+        """adapter_config.json, and the tensors' file. Raises FileNotFoundError."""
+        folder = self._path
+        if not folder.is_dir():
+            raise FileNotFoundError(f"no adapter folder {folder}")
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            if not (folder / name).is_file():
+                hint = ""
+                if name == TENSORS_FILE and (folder / "adapter_model.bin").is_file():
+                    hint = " (adapter_model.bin is a pickle: save with safe_serialization=True)"
+                raise FileNotFoundError(f"{folder} has no {name}{hint}")
+        config = (folder / CONFIG_FILE).read_text(encoding="utf-8")
+        return config, FileImage(folder / TENSORS_FILE)
 
 
 def server_path(path: str | os.PathLike[str]) -> str:
@@ -214,7 +224,8 @@ class Upload:
             tensors, own = from_peft_model(model, model_adapter)
             config = own if config is None else config
         if path is not None:
-            text, self._image = _from_folder(path)
+            folder = path if isinstance(path, PeftFolder) else PeftFolder(path)
+            text, self._image = folder.contents()
             text = text if config is None else config_json(config)
         else:
             assert tensors is not None
