@@ -1,5 +1,6 @@
 """The gateway in front of the real server, with two adapters, and in front of the fake server."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -96,4 +97,50 @@ def fake_gateway(fake, folder, tmp_path):
 @pytest.fixture
 def fake_http(fake_gateway):
     with httpx.Client(base_url=fake_gateway.url, timeout=20) as it:
+        yield it
+
+
+# --- With --rl
+
+
+@pytest.fixture(scope="session")
+def adapter_root(zoo, tmp_path_factory):
+    """Below it: dora-0, dora-1, lora-0."""
+    root = tmp_path_factory.mktemp("adapters")
+    for kind, seed in (("dora", 0), ("dora", 1), ("lora", 0)):
+        shutil.copytree(zoo.adapter("slow", kind, seed), root / f"{kind}-{seed}")
+    return root
+
+
+@pytest.fixture(scope="session")
+def slow_folder(zoo):
+    return zoo.model_with_tokenizer("slow")
+
+
+@pytest.fixture(scope="session")
+def rl_server(slow_folder):
+    with serve(slow_folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def rl_gateway(rl_server, slow_folder, adapter_root, tmp_path_factory):
+    arguments = ["--rl", "--adapter-root", adapter_root, "--tokenizer", slow_folder]
+    scratch = tmp_path_factory.mktemp("rl")
+    with running_gateway(rl_server.grpc, *arguments, scratch=scratch) as running:
+        yield running
+
+
+@pytest.fixture
+def rl(rl_gateway, rl_client):
+    """Awake and running afterwards."""
+    with httpx.Client(base_url=rl_gateway.url, timeout=60) as it:
+        yield it
+    rl_client.wake()
+    rl_client.resume()
+
+
+@pytest.fixture(scope="session")
+def rl_client(rl_server):
+    with dorad.Client(rl_server.grpc, timeout=60) as it:
         yield it

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import enum
 import os
 from pathlib import Path
 from typing import Annotated
@@ -11,8 +13,17 @@ import typer
 
 from dorad._channel import DEFAULT_TARGET
 from dorad.cli.common import DEFAULT_TIMEOUT, TimeoutOption, VersionOption
+from dorad.cli.generate import Logprobs
 from dorad.cli.server import ContextOption, of_context
 from dorad.gateway.log import LogFormat, LogLevel, start_logging
+
+
+class InFlightPolicy(enum.StrEnum):
+    """What requests in flight do when the active version of their adapter moves."""
+
+    PIN = "pin"
+    SWITCH_KEEP_KV = "switch_keep_kv"
+    SWITCH_RECOMPUTE = "switch_recompute"
 
 
 def gateway(
@@ -46,15 +57,61 @@ def gateway(
             help="Allow listening beyond the loopback without TLS, or for a server without tokens.",
         ),
     ] = False,
+    served_model_name: Annotated[
+        str,
+        typer.Option(help="Id of the base model.", show_default="the name of the model's folder"),
+    ] = "",
+    logprobs_mode: Annotated[
+        Logprobs,
+        typer.Option(
+            help="Log-probabilities of requests that do not choose: of the model (raw), or of the "
+            "distribution that is sampled from (processed).",
+        ),
+    ] = Logprobs.RAW,
+    rl: Annotated[
+        bool,
+        typer.Option(
+            "--rl", help="Also serve the routes of vLLM that RL libraries call. Larger limits."
+        ),
+    ] = False,
+    adapter_root: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --rl: adapters are loaded from folders below this one. Several times.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
+    in_flight_policy: Annotated[
+        InFlightPolicy,
+        typer.Option(
+            help="With --rl: what requests in flight do when their adapter is loaded again.",
+        ),
+    ] = InFlightPolicy.SWITCH_KEEP_KV,
     max_body_bytes: Annotated[
-        int, typer.Option(help="Maximum body size of a request.", min=1024)
-    ] = 4 << 20,
+        int | None,
+        typer.Option(
+            help="Maximum body size of a request.",
+            min=1024,
+            show_default="4 MiB, with --rl 256 MiB",
+        ),
+    ] = None,
     max_choices: Annotated[
-        int, typer.Option(help="Maximum of prompts times n in a request.", min=1)
-    ] = 128,
+        int | None,
+        typer.Option(
+            help="Maximum of prompts times n in a request.",
+            min=1,
+            show_default="128, with --rl 16384",
+        ),
+    ] = None,
     max_requests: Annotated[
-        int, typer.Option(help="Maximum number of requests in flight; more get 429.", min=1)
-    ] = 1024,
+        int | None,
+        typer.Option(
+            help="Maximum number of requests in flight; more get 429.",
+            min=1,
+            show_default="1024, with --rl 16384",
+        ),
+    ] = None,
     drain: Annotated[
         float,
         typer.Option(help="Seconds that requests in flight may still run after SIGTERM.", min=1),
@@ -90,7 +147,8 @@ def gateway(
 ) -> None:
     """Serve OpenAI's HTTP API and the Open Inference Protocol in front of servers."""
     try:
-        from dorad.gateway.core import Limits
+        from dorad.gateway.core import RL_LIMITS, Limits
+        from dorad.gateway.rl.options import RlOptions
         from dorad.gateway.serve import Settings, serve
         from dorad.text import ModelText
     except ImportError as error:
@@ -101,6 +159,9 @@ def gateway(
         target = [of_one["target"]]
     if of_one.get("admin_target"):
         admin_target = [of_one["admin_target"]]
+    if adapter_root and not rl:
+        raise ValueError("--adapter-root needs --rl")
+    most = {"body_bytes": max_body_bytes, "choices": max_choices, "requests": max_requests}
     start_logging(log_level, log_format)
     settings = Settings(
         targets=tuple(target or [DEFAULT_TARGET]),
@@ -112,12 +173,12 @@ def gateway(
         tls_key=tls_key,
         allow_insecure=allow_insecure,
         drain_seconds=drain,
-        limits=Limits(
-            body_bytes=max_body_bytes,
-            choices=max_choices,
-            requests=max_requests,
-            timeout=timeout,
+        limits=dataclasses.replace(
+            RL_LIMITS if rl else Limits(), timeout=timeout, **{k: v for k, v in most.items() if v}
         ),
+        logprobs_mode=logprobs_mode.value,
+        served_model_name=served_model_name,
+        rl=RlOptions(tuple(adapter_root or []), in_flight_policy.value) if rl else None,
     )
     text = None if tokenizer is None else ModelText(tokenizer)
     if text is not None:

@@ -42,6 +42,10 @@ class Answers(Generic[K, V]):
         # The task continues when the first waiter is cancelled.
         return await asyncio.shield(task)
 
+    def forget(self, key: K) -> None:
+        """The next `get` asks again."""
+        self._known.pop(key, None)
+
     async def _ask(self, key: K, ask: Callable[[], Coroutine[Any, Any, V]]) -> V:
         try:
             answer = await ask()

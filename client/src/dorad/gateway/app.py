@@ -15,6 +15,7 @@ from dorad.gateway.callers import Caller
 from dorad.gateway.core import Gateway
 from dorad.gateway.errors import Refusal
 from dorad.gateway.http import Endpoint, answer
+from dorad.gateway.rl import routes as rl_routes
 
 
 async def _health(gateway: Gateway, request: Request, caller: Caller) -> Response:
@@ -53,6 +54,7 @@ def application(gateway: Gateway) -> Starlette:
             *openai.routes(gateway),
             *tokenization.routes(gateway),
             *oip_http.routes(gateway),
+            *([] if gateway.servers.rl is None else rl_routes.routes(gateway)),
             Route("/health", endpoint("health", _health), methods=["GET"]),
             Route("/metrics", endpoint("metrics", _metrics), methods=["GET"]),
             Route("/openapi.json", endpoint("openapi", _openapi), methods=["GET"]),

@@ -68,7 +68,10 @@ async def understand(gateway: Gateway, caller: Caller, raw: Mapping[str, Any]) -
         "adapter": adapter,
         "max_tokens": max_tokens,
         "request_id": caller.call_id(),
-        **body.logprob_options(body.logprobs_mode if body.logprobs else None, body.top_logprobs),
+        **body.logprob_options(
+            (body.logprobs_mode or gateway.logprobs_mode) if body.logprobs else None,
+            body.top_logprobs,
+        ),
     }
     chat = Chat(
         id=f"chatcmpl-{options['request_id']}",

@@ -78,7 +78,9 @@ async def understand(
     if body.max_tokens == 0 and not body.echo:
         message = "max_tokens must be at least 1 without echo"
         raise Refusal(400, "MAX_TOKENS_OUT_OF_RANGE", message, param="max_tokens")
-    if body.echo and body.logprobs is not None and body.logprobs_mode != "raw":
+    # What was not sampled has no other mode.
+    mode = body.logprobs_mode or ("raw" if body.echo else gateway.logprobs_mode)
+    if body.echo and body.logprobs is not None and mode != "raw":
         message = "logprobs of an echo are raw: nothing of it was sampled"
         raise Refusal(400, "FIELD_UNSUPPORTED", message, param="logprobs_mode")
     body.check_logprobs()
@@ -92,9 +94,7 @@ async def understand(
         "adapter": adapter,
         "max_tokens": body.max_tokens,
         "request_id": caller.call_id(),
-        **body.logprob_options(
-            None if body.logprobs is None else body.logprobs_mode, body.logprobs
-        ),
+        **body.logprob_options(None if body.logprobs is None else mode, body.logprobs),
     }
     if body.echo and body.logprobs is not None:
         options["prompt_logprobs"] = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,10 @@ class Limits:
         return self.timeout + 1.0
 
 
+RL_LIMITS = Limits(body_bytes=256 << 20, choices=16384, requests=16384)
+"""For the whole batch of a step at once."""
+
+
 class Places:
     """Limits the number of requests in flight."""
 
@@ -75,6 +80,8 @@ class Gateway:
         their connections, each with its caller's metadata only.
       text: the model's tokenizer; None: token ids only.
       exposed: see Admission.
+      logprobs_mode: of requests that do not choose one.
+      served_model_name: the base model's id. "": the name of its folder.
     """
 
     def __init__(
@@ -84,10 +91,14 @@ class Gateway:
         limits: Limits,
         *,
         exposed: bool = False,
+        logprobs_mode: t.LogprobMode = "raw",
+        served_model_name: str = "",
     ) -> None:
         self.servers = servers
         self.text = text
         self.limits = limits
+        self.logprobs_mode = logprobs_mode
+        self._served_model_name = served_model_name
         self.metrics = Metrics(servers)
         self.statistics = Statistics()
         self.places = Places(limits.requests, self.metrics)
@@ -131,7 +142,14 @@ class Gateway:
         return await self._model.get(None, self._ask)
 
     async def _ask(self) -> t.ModelInfo:
-        return (await self.servers.of().info(timeout=5)).model
+        model = (await self.servers.of().info(timeout=5)).model
+        return dataclasses.replace(model, name=self._served_model_name or model.name)
+
+    async def with_model(self, body: dict[str, Any]) -> dict[str, Any]:
+        """With --rl a request without `model` is for the base model, as in vLLM."""
+        if self.servers.rl is None or body.get("model") is not None:
+            return body
+        return {**body, "model": (await self.model()).name}
 
     async def adapter_of(self, model: str) -> str | None:
         """The adapter for a request's `model` field. None: the base model."""

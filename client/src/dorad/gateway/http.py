@@ -164,6 +164,7 @@ class Endpoint:
         error_body: ErrorBody,
         *,
         body: type[pydantic.BaseModel] | None = None,
+        body_required: bool = True,
         answers: type[pydantic.BaseModel] | None = None,
         events: type[pydantic.BaseModel] | None = None,
         public: bool = False,
@@ -175,6 +176,7 @@ class Endpoint:
         """
         self.summary = (handler.__doc__ or "").partition("\n")[0]
         self.body = body
+        self.body_required = body_required
         self.answers = answers
         self.events = events
         self._gateway = gateway

@@ -189,7 +189,7 @@ async def understand(
         "adapter": await _reference(gateway, model, version),
         "max_tokens": given.max_tokens,
         "request_id": caller.call_id(),
-        "logprobs": given.logprobs_mode if "logprobs" in names else None,
+        "logprobs": (given.logprobs_mode or gateway.logprobs_mode) if "logprobs" in names else None,
     }
     prompt = await _prompt(gateway, inputs, given)
     work = given.work([prompt], options, facts, stream=stream)

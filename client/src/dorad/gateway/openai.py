@@ -40,7 +40,7 @@ async def _complete(
     gateway: Gateway, request: Request, caller: Caller, kind: Any, name: str
 ) -> Response:
     """`kind` is the module of the request: completions or chat."""
-    body = validation.parse(await read_json(request, gateway.limits))
+    body = await gateway.with_model(validation.parse(await read_json(request, gateway.limits)))
     if isinstance(model := body.get("model"), str):
         caller.record.model = model
 

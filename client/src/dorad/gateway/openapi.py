@@ -71,7 +71,8 @@ def _operation(route: Route, endpoint: Endpoint) -> dict[str, Any]:
         ],
     }
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": _json(endpoint.body)}
+        required = endpoint.body_required
+        operation["requestBody"] = {"required": required, "content": _json(endpoint.body)}
     good = {"description": endpoint.summary, "content": content}
     operation["responses"] = {"200": good, "4XX": error, "5XX": error}
     return operation

@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic_core
-from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema, with_config
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from dorad import types as t
@@ -107,8 +115,11 @@ class Sampling(Body):
     """Only requests with equal salts share cached prefixes."""
     stop: Stop | None = None
     """Strings that end a choice."""
-    logprobs_mode: t.LogprobMode = "raw"
-    """Log-probabilities of the model itself, or of the distribution that is sampled from."""
+    logprobs_mode: t.LogprobMode | None = None
+    """Log-probabilities of the model itself ("raw"), or of the distribution that is sampled from
+    ("processed"). Default: the gateway's --logprobs-mode."""
+    in_flight_policy: t.InFlightPolicy | None = None
+    """What happens when the active version of the adapter moves. Needs a name without a version."""
 
     def options(self, text: ModelText | None) -> t.GenerateOptions:
         """`text`: for `bad_words`; there are none without a tokenizer."""
@@ -129,6 +140,7 @@ class Sampling(Body):
             "ignore_eos": self.ignore_eos,
             "priority": self.priority,
             "cache_salt": self.cache_salt,
+            "in_flight_policy": self.in_flight_policy,
         }
 
     def _tokens_of_bad_words(self, text: ModelText | None) -> list[list[int]]:
@@ -230,13 +242,18 @@ class OpenAIRequest(Sampling):
             raise Refusal(400, "FIELD_INVALID", message, param="truncate_prompt_tokens")
 
 
+def _number_of_logprobs(value: Any) -> Any:
+    """Clients of vLLM send true."""
+    return (1 if value else None) if isinstance(value, bool) else value
+
+
 class CompletionRequest(OpenAIRequest):
     prompt: Prompt
     """One prompt or several, as text or as token ids."""
     max_tokens: UInt32 = 16
     """0 only with echo."""
-    logprobs: UInt32 | None = None
-    """Log-probabilities, also of this many most likely tokens."""
+    logprobs: Annotated[UInt32 | None, BeforeValidator(_number_of_logprobs)] = None
+    """Log-probabilities, also of this many most likely tokens. true: of one."""
     echo: bool = False
     """Begin each choice with its prompt."""
     best_of: UInt32 | None = None

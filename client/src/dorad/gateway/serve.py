@@ -15,6 +15,7 @@ import uvicorn
 
 import dorad
 import dorad.aio
+from dorad import types as t
 from dorad._access import Access, is_local, is_loopback
 from dorad.gateway.admission import OPEN_TO_ALL
 from dorad.gateway.app import application
@@ -22,6 +23,7 @@ from dorad.gateway.core import Gateway, Limits
 from dorad.gateway.listener import listen, split_address
 from dorad.gateway.oip_grpc import OpenInferenceService
 from dorad.gateway.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
+from dorad.gateway.rl.options import RlOptions
 from dorad.gateway.servers import Servers
 from dorad.text import ModelText
 
@@ -46,6 +48,12 @@ class Settings:
     drain_seconds: float = 30.0
     """Time for requests in flight after a signal."""
     limits: Limits = field(default_factory=Limits)
+    logprobs_mode: t.LogprobMode = "raw"
+    """Of requests that do not choose one."""
+    served_model_name: str = ""
+    """The base model's id. "": the name of its folder."""
+    rl: RlOptions | None = None
+    """None: without the routes of RL libraries."""
 
     @property
     def admin_of(self) -> dict[str, str]:
@@ -107,7 +115,14 @@ async def serve(
     check(settings)
     async with _serving(settings) as servers:
         exposed = bool(_beyond_loopback(settings)) and not settings.allow_insecure
-        gateway = Gateway(servers, text, settings.limits, exposed=exposed)
+        gateway = Gateway(
+            servers,
+            text,
+            settings.limits,
+            exposed=exposed,
+            logprobs_mode=settings.logprobs_mode,
+            served_model_name=settings.served_model_name,
+        )
         # A server that is not up yet is checked before each caller instead.
         if exposed and await gateway.admission.is_open():
             raise ValueError(OPEN_TO_ALL)
@@ -142,7 +157,7 @@ async def _serving(settings: Settings) -> AsyncIterator[Servers]:
             token=settings.token or None,
         )
 
-    servers = Servers(settings.targets, connect)
+    servers = Servers(settings.targets, connect, settings.rl)
     try:
         await _check_servers(servers, admin_of)
         await servers.look()

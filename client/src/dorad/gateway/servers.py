@@ -9,22 +9,29 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, cast
 
 from dorad import types as t
 from dorad._aio.client import Client
 from dorad._channel import PROBE_SECONDS, Budget
+from dorad._pool import Pool
 from dorad._pool_server import Server, gather
 from dorad._retry import Attempts
 from dorad._server_set import ServerSet
-from dorad.errors import DoradError, PermissionDenied, Unavailable
+from dorad.errors import DoradError, NotFound, PermissionDenied, PoolError, Unavailable
+from dorad.gateway.answers import Answers
+from dorad.gateway.rl.names import server_ref, shown_spans, shown_version
+from dorad.gateway.rl.options import RlOptions
 
 T = TypeVar("T")
+S = TypeVar("S", t.Sample, t.Delta)
 Metadata = tuple[tuple[str, str], ...]
 
 _ASK_SECONDS = 5.0  # For a question to every server: one that hangs delays the answer.
 _LACKING_SECONDS = 10.0  # A server may get the adapter meanwhile.
 _LACKING_MOST = 4096  # Callers name the adapters, so the number must be bounded.
+_POLICY_SECONDS = 10.0  # Another gateway may load the adapter with another policy.
+_POLICY_TAG = "in_flight_policy"
 
 _TOLD = {
     "ready": "server is ready",
@@ -39,10 +46,23 @@ class Servers(ServerSet):
     """The pool of the gateway: servers of one model, each with adapters of its own.
 
     A server without the adapter of a request is passed over. Use it from one event loop.
+
+    Args:
+      rl: adapters have any names, requests wait while the servers are full or paused, and follow
+        the active version by its policy.
     """
 
-    def __init__(self, targets: Iterable[str], connect: Callable[[str], Client]) -> None:
+    def __init__(
+        self,
+        targets: Iterable[str],
+        connect: Callable[[str], Client],
+        rl: RlOptions | None = None,
+    ) -> None:
         super().__init__(targets, connect)
+        self.rl = rl
+        self._changing = asyncio.Lock()
+        # In-flight policies by the adapter's name on the servers.
+        self._policies: Answers[str, str] = Answers(seconds=_POLICY_SECONDS, most=_LACKING_MOST)
         self._told: dict[str, str] = {}
         self._lacking: OrderedDict[tuple[str, str], float] = OrderedDict()
 
@@ -60,6 +80,12 @@ class Servers(ServerSet):
         self._lacking.move_to_end((server.target, adapter))
         if len(self._lacking) > _LACKING_MOST:
             self._lacking.popitem(last=False)
+
+    def _loaded(self, adapter: str) -> None:
+        """Forgets what was known of an adapter before it changed."""
+        self._policies.forget(adapter)
+        for target in self.targets:
+            self._lacking.pop((target, adapter), None)
 
     def _order(self, server: Server, adapter: str) -> tuple[float, ...]:
         lacks = self._lacking.get((server.target, adapter), 0.0) > time.monotonic()
@@ -135,6 +161,22 @@ class Calls:
             return server.client
         return server.client.with_metadata(self._metadata)
 
+    def _ref(self, ref: str) -> str:
+        """The servers' reference to an adapter."""
+        return ref if self._servers.rl is None else server_ref(ref)
+
+    async def _for_server(self, options: t.GenerateOptions) -> t.GenerateOptions:
+        rl, adapter = self._servers.rl, options.get("adapter")
+        if rl is None or not adapter:
+            return options
+        found: t.GenerateOptions = {**options, "adapter": self._ref(adapter)}
+        if found.get("in_flight_policy") is None and "@" not in adapter:
+            found["in_flight_policy"] = await self._policy(adapter, rl)
+        return found
+
+    def _attempts(self, timeout: float) -> Attempts:
+        return Attempts(Budget(timeout), 0.0 if self._servers.rl is None else timeout)
+
     async def _once(
         self, adapter: str, timeout: float, work: Callable[[Client, float | None], Awaitable[T]]
     ) -> T:
@@ -154,17 +196,21 @@ class Calls:
         self, sequences: Sequence[t.TokenIds], adapters: Sequence[str | None], *, timeout: float,
         **options: Any,
     ) -> t.ScoreResult:  # fmt: skip
-        return await self._once(
-            next((adapter for adapter in adapters if adapter), ""),
+        refs = [adapter and self._ref(adapter) for adapter in adapters]
+        found = await self._once(
+            next((ref for ref in refs if ref), ""),
             timeout,
-            lambda client, left: client.score(sequences, adapters, timeout=left, **options),
+            lambda client, left: client.score(sequences, refs, timeout=left, **options),
         )
+        if self._servers.rl is None:
+            return found
+        return dataclasses.replace(found, versions=shown_spans(found.versions))
 
     async def generate(
         self, token_ids: t.TokenIds, *, timeout: float, **options: Unpack[t.GenerateOptions]
     ) -> list[t.Sample]:
-        request = t.GenerateRequest(token_ids, **options)
-        attempts = Attempts(Budget(timeout), 0.0)
+        request = t.GenerateRequest(token_ids, **await self._for_server(options))
+        attempts = self._attempts(timeout)
 
         async def one(server: Server, others: bool) -> list[t.Sample]:
             client = self._client(server)
@@ -174,7 +220,13 @@ class Calls:
                 return await client._generate(request, once, client._calls, complete=others)
 
         samples, _ = await self._servers._run(request.adapter or "", attempts, one)
-        return samples
+        return [self._shown(sample) for sample in samples]
+
+    def _shown(self, new: S) -> S:
+        """A sample or delta with the names that callers use."""
+        if self._servers.rl is None or not new.spans:
+            return new
+        return dataclasses.replace(new, spans=shown_spans(new.spans))
 
     def stream(
         self, token_ids: t.TokenIds, *, timeout: float, **options: Unpack[t.GenerateOptions]
@@ -184,7 +236,8 @@ class Calls:
     async def _deltas(
         self, token_ids: t.TokenIds, timeout: float, options: t.GenerateOptions
     ) -> AsyncGenerator[t.Delta]:
-        attempts = Attempts(Budget(timeout), 0.0)
+        options = await self._for_server(options)
+        attempts = self._attempts(timeout)
 
         async with contextlib.AsyncExitStack() as held:
 
@@ -204,10 +257,10 @@ class Calls:
             (stream, first), server = await self._servers._run(adapter, attempts, begin)
             if first is None:
                 return
-            yield first
+            yield self._shown(first)
             try:
                 async for delta in stream:
-                    yield delta
+                    yield self._shown(delta)
             except Unavailable as error:
                 server.state = "unavailable"
                 server.lost += 1
@@ -241,14 +294,19 @@ class Calls:
 
     async def adapter(self, ref: str) -> t.AdapterVersion:
         """If several servers have one: a ready one rather than another, the newest of those."""
-        found, failed = await self._all(lambda client: client.adapter(ref, timeout=_ASK_SECONDS))
+        wanted = self._ref(ref)
+        found, failed = await self._all(lambda client: client.adapter(wanted, timeout=_ASK_SECONDS))
         if not found:
             raise _main(failed)
-        return max(found, key=lambda v: (v.state == "ready", v.version))
+        version = max(found, key=lambda v: (v.state == "ready", v.version))
+        return version if self._servers.rl is None else shown_version(version)
 
     async def adapters(self, name: str | None = None) -> list[t.AdapterVersion]:
         """The versions of all servers. Of the active ones of a name only the newest is active."""
-        found, failed = await self._all(lambda client: client.adapters(name, timeout=_ASK_SECONDS))
+        wanted = name and self._ref(name)
+        found, failed = await self._all(
+            lambda client: client.adapters(wanted, timeout=_ASK_SECONDS)
+        )
         if not found:
             raise _main(failed)
         versions: dict[tuple[str, int], t.AdapterVersion] = {}
@@ -259,10 +317,78 @@ class Calls:
                 versions[key] = version
             if version.active:
                 active[version.name] = max(active.get(version.name, 0), version.version)
-        return [
+        listed = [
             dataclasses.replace(version, active=active.get(name) == number)
             for (name, number), version in sorted(versions.items())
         ]
+        return listed if self._servers.rl is None else [shown_version(v) for v in listed]
+
+    # --- Changes of every server (--rl) -----------------------------------------------------------
+
+    async def every(self, change: Callable[[Client], Awaitable[T]]) -> list[T]:
+        """Changes all servers. Raises the failure of one."""
+        servers = self._servers._servers.values()
+        found, failures = await gather({s.target: change(self._client(s)) for s in servers})
+        if failures:
+            raise _main(list(failures.values()))
+        return list(found.values())
+
+    async def load(
+        self, name: str, *, timeout: float, policy: str | None, **options: Unpack[t.PublishOptions]
+    ) -> t.AdapterVersion:
+        """Publishes a version and makes it active on all servers or on none. Earlier versions are
+        retired, except the one before.
+
+        Args:
+          policy: in-flight policy of later requests for the name. None: the gateway's.
+        """
+        servers, name = self._servers, self._ref(name)
+        pool = Pool(
+            servers.targets,
+            lambda target: self._client(servers._servers[target]),
+            timeout,
+            0.0,
+        )
+        tags = {} if policy is None else {_POLICY_TAG: policy}
+        async with servers._changing:
+            try:
+                version = await pool.publish(
+                    name, True, timeout, {**options, "tags": tags, "keep_last": 1}
+                )
+            except PoolError as error:
+                raise _main(list(error.failures.values()) or [error]) from None
+        servers._loaded(name)
+        return shown_version(version)
+
+    async def unload(self, name: str) -> None:
+        """Retires all versions of a name on all servers. Requests that hold one go on.
+
+        Raises NotFound.
+        """
+        wanted = self._ref(name)
+
+        async def retire(client: Client) -> int:
+            listed = await client.adapters(wanted, timeout=_ASK_SECONDS)
+            ready = [version for version in listed if version.state == "ready"]
+            for version in ready:
+                await client.retire(wanted, version.version, timeout=_ASK_SECONDS)
+            return len(ready)
+
+        async with self._servers._changing:
+            if not any(await self.every(retire)):
+                message = f"there is no adapter {name!r}"
+                raise NotFound(message, code="NOT_FOUND", reason="ADAPTER_NOT_FOUND")
+        self._servers._loaded(wanted)
+
+    async def _policy(self, adapter: str, rl: RlOptions) -> t.InFlightPolicy:
+        async def ask() -> str:
+            return (await self.adapter(adapter)).tags.get(_POLICY_TAG, "")
+
+        try:
+            found = await self._servers._policies.get(self._ref(adapter), ask)
+        except DoradError:  # The request itself will meet it.
+            found = ""
+        return cast(t.InFlightPolicy, found or rl.in_flight_policy)
 
 
 def _was_aborted(delta: t.Delta | None) -> bool:

@@ -1,0 +1,123 @@
+"""Reads adapters from folders below the gateway's roots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dorad._channel import CHUNK_BYTES
+from dorad._publish import CONFIG_FILE, TENSORS_FILE, Image, PeftFolder
+from dorad.gateway.errors import Refusal
+
+_CONFIG_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def opened(path: str, roots: Sequence[Path]) -> Iterator[PeftFolder]:
+    """A folder whose files are open: another process cannot replace them any more.
+
+    Raises Refusal for a path that does not lie, links resolved, below one of `roots`, as a server
+    does (adapters.allowed_roots).
+    """
+    root, folder = _resolve(path, roots)
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            found.append(_open(root, folder / name))
+            stack.callback(os.close, found[-1])
+        yield _Opened(path, *found)
+
+
+class _Opened(PeftFolder):
+    """The files are those of the descriptors."""
+
+    def __init__(self, path: str, config: int, tensors: int) -> None:
+        super().__init__(path)
+        self._config = config
+        self._tensors = tensors
+
+    def contents(self) -> tuple[str, Image]:
+        raw = os.pread(self._config, _CONFIG_BYTES + 1, 0)
+        if len(raw) > _CONFIG_BYTES:
+            message = f"{CONFIG_FILE} has more than {_CONFIG_BYTES} bytes"
+            raise Refusal(400, "FILE_TOO_LARGE", message, param="lora_path")
+        try:
+            return raw.decode(), _OpenImage(self._tensors)
+        except UnicodeDecodeError:
+            message = f"{CONFIG_FILE} is not UTF-8"
+            raise Refusal(400, "JSON_SYNTAX", message, param="lora_path") from None
+
+
+class _OpenImage:
+    """The bytes of an open file."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
+
+    def pieces(self, offset: int = 0) -> Iterator[memoryview]:
+        while data := os.pread(self._descriptor, CHUNK_BYTES, offset):
+            yield memoryview(data)
+            offset += len(data)
+
+
+def _resolve(path: str, roots: Sequence[Path]) -> tuple[Path, Path]:
+    """The root and the folder, both without links."""
+    if not roots:
+        message = "this gateway reads no folders: it has no --adapter-root"
+        raise Refusal(403, "PATH_NOT_ALLOWED", message, param="lora_path")
+    if not os.path.isabs(path):
+        message = f"lora_path must be absolute, not {path!r}"
+        raise Refusal(400, "PATH_NOT_ABSOLUTE", message, param="lora_path")
+    if "\0" in path or len(os.fsencode(path)) > 4095:
+        raise Refusal(400, "PATH_TOO_LONG", "lora_path is no path", param="lora_path")
+    folder = Path(os.path.realpath(path))
+    for allowed in roots:
+        root = Path(os.path.realpath(allowed))
+        if folder.is_relative_to(root):
+            if not folder.is_dir():
+                message = f"there is no folder {path!r}"
+                raise Refusal(404, "ADAPTER_FOLDER_NOT_FOUND", message, param="lora_path")
+            return root, folder
+    raise _not_allowed(path)
+
+
+def _not_allowed(path: str) -> Refusal:
+    message = f"{path!r} does not lie below one of the gateway's --adapter-root"
+    return Refusal(403, "PATH_NOT_ALLOWED", message, param="lora_path")
+
+
+def _open(root: Path, path: Path) -> int:
+    """Opens a regular file below a root. The path may change at any time: no link is followed from
+    the root on."""
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+    except OSError:
+        raise _missing(path) from None
+    if not real.is_relative_to(root):
+        raise _not_allowed(str(path))
+    *folders, name = real.relative_to(root).parts
+    with contextlib.ExitStack() as stack:
+        try:
+            at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, at)
+            for folder in folders:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+                at = os.open(folder, flags, dir_fd=at)
+                stack.callback(os.close, at)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(name, flags, dir_fd=at)
+        except OSError:
+            raise _missing(path) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _missing(path)
+    return descriptor
+
+
+def _missing(path: Path) -> Refusal:
+    message = f"the folder has no file {path.name} that the gateway can read"
+    return Refusal(404, "FILE_NOT_FOUND", message, param="lora_path")
