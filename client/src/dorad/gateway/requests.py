@@ -413,6 +413,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "mm_processor_kwargs": ({},),
+    "features": (),
+    "content_parts": ([],),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "stream_options.include_obfuscation": (False,),

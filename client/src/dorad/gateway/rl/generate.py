@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -33,6 +33,7 @@ class GenerateRequest(Body):
     """Only requests with equal salts share cached prefixes."""
     priority: int = 0
     """Lower values run first."""
+    stream: Literal[False] = False
     request_id: str | None = None
     """Returned as it is."""
     return_token_ids: bool = False
@@ -67,10 +68,10 @@ async def _understand(
 ) -> tuple[GenerateRequest, Completion]:
     body = requests.checked(await gateway.with_model(raw), GenerateRequest)
     params = {k: v for k, v in body.sampling_params.items() if k not in _IGNORED}
-    if params.pop("output_kind", _WHOLE[0]) not in _WHOLE or params.pop("stream", False):
+    if params.pop("output_kind", _WHOLE[0]) not in _WHOLE:
         message = "output_kind must be 0 or 2: answers are whole"
         raise Refusal(400, "FIELD_UNSUPPORTED", message, param="output_kind")
-    for name in ("model", "prompt", "echo"):
+    for name in ("model", "prompt", "echo", "stream"):
         if name in params:
             message = f"sampling_params.{name}: Extra inputs are not permitted"
             raise Refusal(400, "FIELD_UNKNOWN", message, param=f"sampling_params.{name}")
