@@ -130,6 +130,15 @@ def test_the_server_info_is_what_clients_read_of_vllms(rl, rl_client):
     assert rl.get("/get_world_size").json() == {"world_size": 1}
 
 
+def test_an_empty_body_may_be_a_stream_of_octets(rl, rl_client):
+    """As aiohttp sends it for SkyRL."""
+    octets = {"content-type": "application/octet-stream"}
+    ok(rl.post("/pause", params={"mode": "keep"}, headers=octets), status="paused")
+    ok(rl.post("/resume", headers=octets), status="resumed")
+    assert rl.post("/pause", content=b"{}", headers=octets).status_code == 415
+    assert not engine(rl_client).paused
+
+
 def test_what_has_no_effect_is_taken(rl):
     ok(rl.post("/reset_prefix_cache"), success=True)
     ok(rl.post("/reset_prefix_cache", json={"reset_running_requests": False}), success=True)

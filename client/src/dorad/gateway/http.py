@@ -65,10 +65,13 @@ async def read_json(request: Request, limits: Limits) -> bytes:
 
     Browsers ask before they send JSON to another origin, and the gateway never permits it. So web
     pages cannot use a gateway on the loopback. Some clients of the Open Inference Protocol send no
-    content-type; a browser would add an Origin header.
+    content-type; a browser would add an Origin header. aiohttp types an empty body as a stream of
+    octets, which browsers ask about, too.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     untyped = not kind and "origin" not in request.headers
+    if kind == "application/octet-stream" and not await read_body(request, limits):
+        return b""
     if kind != "application/json" and not untyped:
         text = f"content-type must be application/json, not {kind!r}"
         raise Refusal(415, "CONTENT_TYPE_NOT_JSON", text)

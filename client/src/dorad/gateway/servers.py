@@ -360,7 +360,7 @@ class Calls:
         servers._loaded(name)
         return shown_version(version)
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, *, timeout: float) -> None:
         """Retires all versions of a name on all servers. Requests that hold one go on.
 
         Raises NotFound.
@@ -368,10 +368,10 @@ class Calls:
         wanted = self._ref(name)
 
         async def retire(client: Client) -> int:
-            listed = await client.adapters(wanted, timeout=_ASK_SECONDS)
+            listed = await client.adapters(wanted, timeout=timeout)
             ready = [version for version in listed if version.state == "ready"]
             for version in ready:
-                await client.retire(wanted, version.version, timeout=_ASK_SECONDS)
+                await client.retire(wanted, version.version, timeout=timeout)
             return len(ready)
 
         async with self._servers._changing:

@@ -90,7 +90,8 @@ async def _unload(gateway: Gateway, request: Request, caller: Caller) -> Respons
     raw = validation.parse(await read_json(request, gateway.limits))
     given = validation.checked(raw, UnloadRequest)
     caller.record.model = given.lora_name
-    await gateway.client_of(caller).unload(given.lora_name)
+    limit = gateway.limits.timeout
+    await gateway.client_of(caller).unload(given.lora_name, timeout=limit)
     return answer({"status": "ok", "lora_name": given.lora_name})
 
 

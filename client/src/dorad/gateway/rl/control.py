@@ -111,7 +111,8 @@ async def _areal_continue(gateway: Gateway, request: Request, caller: Caller) ->
 
 
 async def _infos(gateway: Gateway, caller: Caller) -> list[dorad.ServerInfo]:
-    return await gateway.client_of(caller).every(lambda client: client.info(timeout=5))
+    limit = gateway.limits.timeout
+    return await gateway.client_of(caller).every(lambda client: client.info(timeout=limit))
 
 
 async def _is_paused(gateway: Gateway, request: Request, caller: Caller) -> Response:
