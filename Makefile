@@ -1,7 +1,7 @@
 # Every command works alone on a fresh tree: it installs and builds its dependencies first.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev server build test test-deep check demo demo-rl assets serve docs lint format sanitize fuzz wheel image bundle bench clean
+.PHONY: help setup setup-dev server build test test-deep test-rl check demo demo-rl assets serve docs lint format sanitize fuzz wheel image bundle bench clean
 
 PYTHON := .venv/bin/python
 MODEL ?= .cache/models/SmolLM2-135M-Instruct
@@ -38,6 +38,9 @@ test: build ## all tests but the long ones; ARGS goes to pytest (ARGS="-k score"
 
 test-deep: build ## all tests, the long ones at full length
 	@DORAD_DEEP=1 tools/test.sh $(ARGS)
+
+test-rl: build ## the RL libraries' own packages against gateway and server; ARGS goes to pytest
+	@tools/test_rl.sh $(ARGS)
 
 check: setup ## one room's unit and smoke tests: ROOM=engine
 	@tools/client.sh

@@ -1,6 +1,6 @@
 """Acceptance tests with the libraries' own packages: `make test-rl`, not `make test`.
 
-Each library has an environment of its own, .cache/rl/NAME (tools/rl_env.sh). A test starts the
+Each library has an environment of its own, .cache/rl/NAME (tools/test_rl.sh). A test starts the
 server and the gateway, and runs a program with the library's code there: drive_NAME.py.
 """
 

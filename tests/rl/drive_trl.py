@@ -21,12 +21,14 @@ def reward(completion_ids, **_):
 
 def main():
     import trl
+    from accelerate.state import PartialState
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl.experimental.async_grpo import async_rollout_worker
     from trl.experimental.async_grpo.async_grpo_trainer import select_adapter_sync
     from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+    PartialState()  # For TRL's log.
     async_rollout_worker.is_vllm_available = lambda *_, **__: True  # The server is dorad.
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, pad_token="<pad>")
     # One that TRL can parse answers of.
@@ -38,7 +40,9 @@ def main():
     info = client.get_server_info()
     base = AutoModelForCausalLM.from_pretrained(FOLDER)
     model = PeftModel.from_pretrained(base, f"{ROOT}/lora-0", is_trainable=True)
-    by_adapter = select_adapter_sync(info, model, types.SimpleNamespace(max_staleness=MAX_STALENESS))
+    by_adapter = select_adapter_sync(
+        info, model, types.SimpleNamespace(max_staleness=MAX_STALENESS)
+    )
 
     worker = async_rollout_worker.AsyncRolloutWorker(
         model_name=FOLDER,

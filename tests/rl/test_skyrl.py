@@ -6,9 +6,7 @@ IDS = [[1, 40, 77, 120, 33], [1, 200, 9]]
 PARAMS = {"temperature": 0.7, "max_tokens": 12, "logprobs": "raw", "seed": 11}
 
 
-def test_the_client_generates_pauses_sleeps_and_loads(
-    gateway, client, adapters, drive, result_of
-):
+def test_the_client_generates_pauses_sleeps_and_loads(gateway, client, adapters, drive, result_of):
     base = client.info().model.name
     with gateway() as running, drive("skyrl", running.url, base, adapters) as program:
         for change in ("keep", "abort", "wait"):
