@@ -29,7 +29,7 @@ def expected(grpc_client, text, ids, top, adapter=None):
                 strict=True,
             )
             ranks = {i: (p, rank) for rank, (i, p) in enumerate(pairs, 1)}
-        own = (float(scored[0, 0][position]), None)
+        own = (float(scored[0, 0][position]), top + 1)
         row = {ids[position]: ranks.get(ids[position], own), **ranks}
         rows.append(
             {

@@ -60,7 +60,7 @@ class TokenNames:
     ) -> Rows | None:
         """vLLM's `prompt_logprobs`: by token id, the prompt's token and the `top` most likely ones.
 
-        The rank of a token is its place among these. None: it is not among them.
+        The rank of a token is its place among these, top + 1 for one that is not among them.
         """
         if scores is None:
             return None
@@ -71,17 +71,18 @@ class TokenNames:
                 return None
             token_id = prompt[position]
             pairs = {} if most_likely is None else self._ranked(most_likely, position)
-            own = pairs.pop(token_id, None) or (float(scores.logprobs[position]), None)
+            behind = (float(scores.logprobs[position]), (top or 0) + 1)
+            own = pairs.pop(token_id, behind)
             return {str(i): self._ranked_entry(i, *p) for i, p in [(token_id, own), *pairs.items()]}
 
         return Rows(range(len(prompt)), row)
 
     @staticmethod
-    def _ranked(top: t.TopLogprobs, position: int) -> dict[int, tuple[float, int | None]]:
+    def _ranked(top: t.TopLogprobs, position: int) -> dict[int, tuple[float, int]]:
         ids, logprobs = top.token_ids[position].tolist(), top.logprobs[position].tolist()
         return {i: (p, rank) for rank, (i, p) in enumerate(zip(ids, logprobs, strict=True), 1)}
 
-    def _ranked_entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+    def _ranked_entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         name = None if self._text is None else self.name(token_id)
         return {"logprob": self.value(logprob), "rank": rank, "decoded_token": name}
 

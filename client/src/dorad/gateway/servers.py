@@ -8,8 +8,17 @@ import dataclasses
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Self, TypeVar, Unpack, cast
+from weakref import WeakValueDictionary
 
 from dorad import types as t
 from dorad._aio.client import Client
@@ -60,7 +69,8 @@ class Servers(ServerSet):
     ) -> None:
         super().__init__(targets, connect)
         self.rl = rl
-        self._changing = asyncio.Lock()
+        # By the adapter's name on the servers, while they are in use.
+        self._changes: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # In-flight policies by the adapter's name on the servers.
         self._policies: Answers[str, str] = Answers(seconds=_POLICY_SECONDS, most=_LACKING_MOST)
         self._told: dict[str, str] = {}
@@ -81,8 +91,18 @@ class Servers(ServerSet):
         if len(self._lacking) > _LACKING_MOST:
             self._lacking.popitem(last=False)
 
-    def _loaded(self, adapter: str) -> None:
-        """Forgets what was known of an adapter before it changed."""
+    @property
+    def _members(self) -> dict[str, Server]:
+        """The servers of the model, by target."""
+        return {target: s for target, s in self._servers.items() if s.state != "stale"}
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, adapter: str) -> AsyncIterator[None]:
+        """A block that excludes other changes of the adapter through this gateway."""
+        lock = self._changes.get(adapter) or self._changes.setdefault(adapter, asyncio.Lock())
+        async with lock:
+            yield
+        # What was known of it before.
         self._policies.forget(adapter)
         for target in self.targets:
             self._lacking.pop((target, adapter), None)
@@ -327,8 +347,8 @@ class Calls:
 
     async def every(self, change: Callable[[Client], Awaitable[T]]) -> list[T]:
         """Changes all servers. Raises the failure of one."""
-        servers = self._servers._servers.values()
-        found, failures = await gather({s.target: change(self._client(s)) for s in servers})
+        members = self._servers._members
+        found, failures = await gather({at: change(self._client(s)) for at, s in members.items()})
         if failures:
             raise _main(list(failures.values()))
         return list(found.values())
@@ -342,22 +362,16 @@ class Calls:
         Args:
           policy: in-flight policy of later requests for the name. None: the gateway's.
         """
-        servers, name = self._servers, self._ref(name)
-        pool = Pool(
-            servers.targets,
-            lambda target: self._client(servers._servers[target]),
-            timeout,
-            0.0,
-        )
+        name, members = self._ref(name), self._servers._members
+        pool = Pool(members, lambda target: self._client(members[target]), timeout, 0.0)
         tags = {} if policy is None else {_POLICY_TAG: policy}
-        async with servers._changing:
+        async with self._servers._changing(name):
             try:
                 version = await pool.publish(
                     name, True, timeout, {**options, "tags": tags, "keep_last": 1}
                 )
             except PoolError as error:
                 raise _main(list(error.failures.values()) or [error]) from None
-        servers._loaded(name)
         return shown_version(version)
 
     async def unload(self, name: str, *, timeout: float) -> None:
@@ -374,11 +388,10 @@ class Calls:
                 await client.retire(wanted, version.version, timeout=timeout)
             return len(ready)
 
-        async with self._servers._changing:
+        async with self._servers._changing(wanted):
             if not any(await self.every(retire)):
                 message = f"there is no adapter {name!r}"
                 raise NotFound(message, code="NOT_FOUND", reason="ADAPTER_NOT_FOUND")
-        self._servers._loaded(wanted)
 
     async def _policy(self, adapter: str, rl: RlOptions) -> t.InFlightPolicy:
         async def ask() -> str:

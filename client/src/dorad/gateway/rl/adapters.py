@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -65,7 +67,10 @@ async def _load(gateway: Gateway, request: Request, caller: Caller) -> Response:
     if given.lora_name == (await gateway.model()).name:
         message = f"{given.lora_name!r} is the base model"
         raise Refusal(400, "FIELD_INVALID", message, param="lora_name")
-    with opened(given.lora_path, rl.adapter_roots) as folder:
+    with contextlib.ExitStack() as files:
+        folder = await asyncio.to_thread(
+            files.enter_context, opened(given.lora_path, rl.adapter_roots)
+        )
         version = await while_connected(
             request.receive,
             gateway.client_of(caller).load(

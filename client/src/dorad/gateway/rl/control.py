@@ -157,7 +157,8 @@ async def _is_sleeping(gateway: Gateway, request: Request, caller: Caller) -> Re
 
 async def _server_info(gateway: Gateway, request: Request, caller: Caller) -> Response:
     """The parts of vLLM's configuration that clients read."""
-    (info, *_), model = await _infos(gateway, caller), await gateway.model()
+    info = await gateway.client_of(caller).info(timeout=gateway.limits.timeout)
+    model = await gateway.model()
     rl = gateway.servers.rl
     lora = {
         "max_lora_rank": info.limits.max_adapter_rank,

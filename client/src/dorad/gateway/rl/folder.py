@@ -20,7 +20,7 @@ def opened(path: str, roots: Sequence[Path]) -> Iterator[PeftFolder]:
     """A folder whose files are open: another process cannot replace them any more.
 
     Raises Refusal for a path that does not lie, links resolved, below one of `roots`, as a server
-    does (adapters.allowed_roots).
+    does (adapters.allowed_roots). Blocks on the disk.
     """
     root, folder = _resolve(path, roots)
     with contextlib.ExitStack() as stack:
@@ -28,27 +28,29 @@ def opened(path: str, roots: Sequence[Path]) -> Iterator[PeftFolder]:
         for name in (CONFIG_FILE, TENSORS_FILE):
             found.append(_open(root, folder / name))
             stack.callback(os.close, found[-1])
-        yield _Opened(path, *found)
+        config, tensors = found
+        yield _Opened(path, _read_config(config), _OpenImage(tensors))
 
 
 class _Opened(PeftFolder):
-    """The files are those of the descriptors."""
-
-    def __init__(self, path: str, config: int, tensors: int) -> None:
+    def __init__(self, path: str, config: str, image: Image) -> None:
         super().__init__(path)
-        self._config = config
-        self._tensors = tensors
+        self._contents = config, image
 
     def contents(self) -> tuple[str, Image]:
-        raw = os.pread(self._config, _CONFIG_BYTES + 1, 0)
-        if len(raw) > _CONFIG_BYTES:
-            message = f"{CONFIG_FILE} has more than {_CONFIG_BYTES} bytes"
-            raise Refusal(400, "FILE_TOO_LARGE", message, param="lora_path")
-        try:
-            return raw.decode(), _OpenImage(self._tensors)
-        except UnicodeDecodeError:
-            message = f"{CONFIG_FILE} is not UTF-8"
-            raise Refusal(400, "JSON_SYNTAX", message, param="lora_path") from None
+        return self._contents
+
+
+def _read_config(descriptor: int) -> str:
+    raw = os.pread(descriptor, _CONFIG_BYTES + 1, 0)
+    if len(raw) > _CONFIG_BYTES:
+        message = f"{CONFIG_FILE} has more than {_CONFIG_BYTES} bytes"
+        raise Refusal(400, "FILE_TOO_LARGE", message, param="lora_path")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        message = f"{CONFIG_FILE} is not UTF-8"
+        raise Refusal(400, "JSON_SYNTAX", message, param="lora_path") from None
 
 
 class _OpenImage:
