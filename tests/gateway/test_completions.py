@@ -174,6 +174,22 @@ def test_logprobs_are_of_the_mode_that_is_asked_for(client, grpc_client, base, m
     assert raw.logprobs.tolist() != processed.logprobs.tolist()
 
 
+def test_logprobs_true_are_those_of_one(http, base):
+    """SkyRL's Tinker server sends true."""
+    body = {"model": base, "prompt": IDS, **SAMPLED}
+    one, true, false, none = (
+        http.post("/v1/completions", json={**body, **fields}).json()["choices"]
+        for fields in ({"logprobs": 1}, {"logprobs": True}, {"logprobs": False}, {})
+    )
+    assert one == true and one[0]["logprobs"] is not None
+    assert false == none and none[0]["logprobs"] is None
+
+
+def test_without_rl_a_request_names_its_model(http):
+    error = http.post("/v1/completions", json={"prompt": IDS}).json()["error"]
+    assert (error["code"], error["param"]) == ("FIELD_MISSING", "model")
+
+
 def test_greedy_tokens_are_certain_where_logprobs_are_processed(client, base):
     answer = client.completions.create(
         model=base, prompt=IDS, logprobs=3, temperature=0, max_tokens=4,

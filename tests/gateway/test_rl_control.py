@@ -2,8 +2,10 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
-from lib.server import wait_until
+from lib.gateway import running_gateway
+from lib.server import serve, wait_until
 
 IDS = [1, 40, 77, 120, 33]
 MANY = 8000  # Tokens: more than a test waits for.
@@ -75,14 +77,20 @@ def test_abort_ends_requests_with_their_tokens(
 
 
 @pytest.mark.parametrize("query", [{"mode": "wait"}, {"wait_for_inflight_requests": "true"}])
-def test_wait_lets_requests_end_and_new_ones_wait(rl, rl_client, background, query):
+def test_wait_lets_requests_end_and_new_ones_wait(rl, rl_server, rl_client, background, query):
+    def refused():
+        metrics = rl_server.metrics()
+        return sum(count for name, count in metrics.items() if "ENGINE_PAUSED" in name)
+
+    before = refused()
     answer = background(max_tokens=200)
     wait_for_running(rl_client)
     ok(rl.post("/pause", params=query), status="paused")
     assert len(answer.result(60)["token_ids"]) == 200
     waiting = background()
     # The server refuses it, and the gateway asks again.
-    wait_until(lambda: rl_client.info().engine.paused, what="the pause")
+    wait_until(lambda: refused() > before or waiting.done(), what="a refusal")
+    assert not waiting.done()
     ok(rl.post("/resume"))
     assert len(waiting.result(60)["token_ids"]) == 6
 
@@ -164,6 +172,20 @@ def test_what_is_not_served_is_refused_by_its_name(rl, rl_client, route, query, 
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
     assert not engine(rl_client).paused and not engine(rl_client).sleeping
+
+
+def test_requests_wait_for_a_place_in_a_full_queue(folder, tmp_path):
+    settings = {"limits.max_queued_requests": 2, "engine.max_running_sequences": 1}
+    body = {"prompt": IDS, "max_tokens": 4, "ignore_eos": True}
+    with (
+        serve(folder, settings=settings) as server,
+        running_gateway(server.grpc, "--rl", scratch=tmp_path) as gateway,
+        httpx.Client(base_url=gateway.url, timeout=60) as http,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        sent = [pool.submit(http.post, "/v1/completions", json=body) for _ in range(48)]
+        assert {answer.result().status_code for answer in sent} == {200}
+        assert server.metric("dorad_requests_refused_total", reason="QUEUE_FULL") > 0
 
 
 @pytest.mark.parametrize("route", ["/pause", "/sleep", "/v1/load_lora_adapter"])

@@ -131,27 +131,13 @@ def test_what_asks_for_nothing_is_taken(rl, fields):
 # --- Completions ----------------------------------------------------------------------------------
 
 
-def test_without_a_model_it_is_the_base(rl, http, rl_client):
+def test_without_a_model_it_is_the_base(rl, rl_client):
     body = {"prompt": IDS, "return_token_ids": True, **SAMPLING}
     answer = rl.post("/v1/completions", json=body).json()
     base = rl_client.info().model.name
     assert answer["model"] == base
     (sample,) = rl_client.generate(IDS, **SAMPLING)
     assert answer["choices"][0]["token_ids"] == ids_of(sample)
-    # Not without --rl.
-    error = http.post("/v1/completions", json=body).json()["error"]
-    assert (error["code"], error["param"]) == ("FIELD_MISSING", "model")
-
-
-def test_logprobs_true_are_those_of_one(http, base):
-    """SkyRL's Tinker server."""
-    body = {"model": base, "prompt": IDS, **SAMPLING}
-    one, true, false, none = (
-        http.post("/v1/completions", json={**body, **fields}).json()["choices"]
-        for fields in ({"logprobs": 1}, {"logprobs": True}, {"logprobs": False}, {})
-    )
-    assert one == true and one[0]["logprobs"] is not None
-    assert false == none and none[0]["logprobs"] is None
 
 
 def test_a_whole_batch_is_one_request(rl):

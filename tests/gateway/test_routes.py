@@ -46,3 +46,10 @@ def test_unknown_routes_and_methods_answer_in_the_same_form(http):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")
     answer = http.get("/v1/completions")
     assert (answer.status_code, answer.json()["error"]["code"]) == (405, "METHOD_NOT_ALLOWED")
+
+
+def test_without_rl_its_routes_are_unknown(http):
+    routes = ("/v1/load_lora_adapter", "/pause", "/sleep", "/inference/v1/generate", "/server_info")
+    for route in routes:
+        answer = http.post(route, json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "ROUTE_NOT_FOUND")

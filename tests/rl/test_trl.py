@@ -32,6 +32,10 @@ def test_samples_have_the_logprobs_of_their_version(
         drive("trl", running.url, folder, adapters) as program,
     ):
         found = result_of(program)
+        # The worker would repeat refused requests, and nobody would see it.
+        ended = [line for line in running.log() if line["msg"] == "request ended"]
+    codes = {line["status"] for line in ended if line["endpoint"] == "completions"}
+    assert codes <= {"200", "499"}, codes  # 499: in flight when the worker stopped.
     info = client.info()
     assert found["by_adapter"] is True and found["dtype"] == "torch.float32"
     assert found["max_model_len"] == info.model.context_length and found["world_size"] == 1
