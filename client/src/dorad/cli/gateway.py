@@ -65,7 +65,7 @@ def gateway(
         Logprobs,
         typer.Option(
             help="Log-probabilities of requests that do not choose: of the model (raw), or of the "
-            "distribution that is sampled from (processed).",
+            "distribution that is sampled from (processed), or after the temperature (scaled).",
         ),
     ] = Logprobs.RAW,
     rl: Annotated[

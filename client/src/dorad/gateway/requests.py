@@ -116,8 +116,9 @@ class Sampling(Body):
     stop: Stop | None = None
     """Strings that end a choice."""
     logprobs_mode: t.LogprobMode | None = None
-    """Log-probabilities of the model itself ("raw"), or of the distribution that is sampled from
-    ("processed"). Default: the gateway's --logprobs-mode."""
+    """Log-probabilities of the model itself ("raw"), of the distribution that is sampled from
+    ("processed"), or after the temperature alone ("scaled"). Default: the gateway's
+    --logprobs-mode."""
     in_flight_policy: t.InFlightPolicy | None = None
     """What happens when the active version of the adapter moves. Needs a name without a version."""
 
