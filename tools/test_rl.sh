@@ -49,7 +49,7 @@ newer=$(first_python python3.12 python3.13 "$HOME"/.pyenv/versions/3.1[23]*/bin/
 
 environment trl "$python" project trl==1.16.0 aiohttp requests --
 environment renderers "$python" alone renderers==0.1.12 'openai<3' httpx transformers --
-environment skyrl "$newer" alone aiohttp -- skyrl==0.3.0
+environment skyrl "$newer" alone aiohttp pydantic -- skyrl==0.3.0
 # Of AReaL's dependencies, those that its client code imports.
 environment areal "$python" project aiofiles aiohttp colorlog einops flask hydra-core lark numba \
   orjson pillow ray tenacity uvloop -- areal==1.0.4 torchdata
