@@ -18,12 +18,10 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,14 @@ import transformers
 from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from dorad import AdapterVersion, Client, GenerateRequest, Sample, SharedTensors
+from dorad import (
+    AdapterVersion,
+    Client,
+    GenerateRequest,
+    Sample,
+    SharedTensors,
+    local_server,
+)
 from dorad.train import BaseWeights, adopt_base, base_weights, patch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -298,37 +303,13 @@ def run(
 # --- The program ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def own_server(model: Path, device: str, shared_memory_socket: str) -> Iterator[str]:
+def own_server(model: Path, device: str, socket: str) -> AbstractContextManager[str]:
     """The address of a server that runs as long as the block."""
-    binary = os.environ.get("DORAD_BINARY", str(ROOT / "build" / "dorad"))
-    command = [binary, "serve", "--model", str(model), "--set", f"model.device={device}"]
+    settings = {"model.device": device, "server.shared_memory_socket": socket}
     if device == "cpu":
-        command += ["--set", "model.compute_dtype=fp32"]
-    for setting in (
-        "server.grpc_listen=127.0.0.1:0",
-        "server.metrics_listen=",
-        f"server.shared_memory_socket={shared_memory_socket}",
-        "log.level=warning",
-    ):
-        command += ["--set", setting]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # It has threads of its own.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    too_late = threading.Timer(120, process.kill)
-    too_late.start()
-    try:
-        ready = next((line for line in process.stdout or () if line.startswith("dorad ready")), "")
-        too_late.cancel()
-        if not ready:
-            raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        yield ready.split()[2].removeprefix("grpc=")
-    finally:
-        process.terminate()
-        try:
-            process.wait(45)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        settings["model.compute_dtype"] = "fp32"
+    program = os.environ.get("DORAD_BINARY", ROOT / "build" / "dorad")
+    return local_server(model, settings, program=program)
 
 
 def main() -> None:

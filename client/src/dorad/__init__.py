@@ -5,6 +5,7 @@ combines several servers and has both forms, too.
 """
 
 from dorad import errors
+from dorad._local_server import local_server
 from dorad._shared_memory_socket import SharedTensors
 from dorad._sync.client import Client
 from dorad._sync.pool import RolloutPool
@@ -92,4 +93,5 @@ __all__ = [
     "WatchEvent",
     "__version__",
     "errors",
+    "local_server",
 ]

@@ -1,0 +1,88 @@
+"""Runs a server of this host as a child process, for as long as a block."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+_START_SECONDS = 600  # A large model loads for minutes.
+_END_SECONDS = 45  # More than server.drain_timeout_seconds.
+# It has threads of its own; those of libgomp would spin beside them.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+@contextmanager
+def local_server(
+    model: str | os.PathLike[str],
+    settings: Mapping[str, object] | None = None,
+    *,
+    program: str | os.PathLike[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Serves a model while the block runs; gives the server's address.
+
+        with dorad.local_server("models/base") as target, dorad.Client(target) as client:
+            ...
+
+    The server listens on a free port of 127.0.0.1, without metrics. Its log goes to this process's
+    standard error. It ends with the block.
+
+    Args:
+      model: the folder of the model.
+      settings: keys of docs/reference/configuration.md, as "engine.kv_bytes": "8GiB".
+      program: the server; default: DORAD_BINARY, or else `dorad` on PATH.
+      environment: further variables of the server's environment.
+
+    Raises:
+      FileNotFoundError: there is no such program.
+      RuntimeError: the server did not get ready; its log says why.
+    """
+    command = [_program(program), "serve", "--model", os.fspath(model)]
+    values: dict[str, object] = {
+        "server.grpc_listen": "127.0.0.1:0",
+        "server.metrics_listen": "",
+        "log.level": "warning",
+    }
+    for key, value in (values | dict(settings or {})).items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        command += ["--set", f"{key}={text}"]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | _ENVIRONMENT | dict(environment or {}),
+    )
+    too_late = threading.Timer(_START_SECONDS, process.kill)
+    too_late.daemon = True
+    too_late.start()
+    try:
+        ready = next((line for line in process.stdout or () if line.startswith("dorad ready")), "")
+        too_late.cancel()
+        if not ready:
+            raise RuntimeError(f"the server did not start: {' '.join(command)}")
+        yield ready.split()[2].removeprefix("grpc=")
+    finally:
+        too_late.cancel()
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _program(given: str | os.PathLike[str] | None) -> str:
+    named = given or os.environ.get("DORAD_BINARY")
+    path = os.fspath(named) if named else shutil.which("dorad")
+    if path is None:
+        raise FileNotFoundError(
+            "no program `dorad`: install dorad-server, or set DORAD_BINARY to its path"
+        )
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no program {path}")
+    return path

@@ -1,0 +1,392 @@
+"""The object that stands in for TRL's VLLMGeneration: it publishes the policy and samples from it.
+
+Not thread-safe; a trainer uses it from one thread. With several processes each has one: the main
+one talks to the server, all take part in every method.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import ProcessorMixin
+
+from dorad import (
+    AdapterVersion,
+    Client,
+    FinishReason,
+    GenerateRequest,
+    NotFound,
+    Sample,
+    SharedTensors,
+    UnexpectedVersion,
+)
+from dorad._local_server import local_server
+from dorad.trl import _policy
+from dorad.trl._options import Options
+from dorad.trl._refusals import UnsupportedError
+
+T = TypeVar("T")
+Prompts = Sequence[Sequence[Sequence[int]]]  # of each process
+Drawn = tuple[list[int], list[float] | None]  # tokens, log-probabilities
+
+logger = logging.getLogger("dorad.trl")
+
+_ATTEMPTS = 3  # of a generation whose version the server has lost
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where samples come from; the arguments of `served`."""
+
+    target: str | Client | None = None
+    adapter: str | None = None
+    shared_memory: bool = False
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+class Generation:
+    """Samples of the trained adapter, from a dorad server.
+
+    TRL's trainer calls `sync_weights` when the weights have changed and `generate` for each batch
+    of prompts. A rollout function of yours may call `generate`, too.
+
+    Attributes:
+      version: the published version from which `generate` samples.
+      client: the connection of the main process; None in others.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        server: Server,
+        model: Any,
+        accelerator: Any,
+        processing_class: Any,
+        **options: Any,
+    ) -> None:
+        self._trainer = trainer
+        self._accelerator = accelerator
+        self._model = model
+        self._options = Options(**options)
+        found = _policy.problems(model) + self._options.problems()
+        if isinstance(processing_class, ProcessorMixin):
+            found.append("the processor takes images: the server generates from text alone")
+        if found:
+            raise UnsupportedError(found)
+        self._policy = _policy.Policy(model)
+        self._name = server.adapter or f"trl-{uuid.uuid4().hex[:12]}"
+        self._request_options = self._options.request_options(_eos_token_ids(trainer))
+        self._calls: dict[tuple[int, bool], int] = {}  # by step, and whether it trains
+        self.client: Client | None = None
+        self._shared: SharedTensors | None = None
+        self._max_n = 1
+        self._context_length = 0
+        self.version: AdapterVersion | None = None
+        self._stack = ExitStack()
+        # Also at the process's end.
+        self._closed = weakref.finalize(self, self._stack.close)
+        try:
+            self._context_length = self._on_main(lambda: self._connect(server))
+            self.sync_weights()
+        except BaseException:
+            self.close()
+            raise
+        for warning in _warnings(trainer, model):
+            logger.warning(warning)
+        # TRL reads these of a vLLM.
+        engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=self._context_length))
+        self.llm = SimpleNamespace(llm_engine=engine)
+        self.vllm_client = SimpleNamespace(
+            get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}}
+        )
+
+    def close(self) -> None:
+        """Ends the connection, and the server if `served` started one. Idempotent."""
+        self._closed()
+
+    # --- The server -------------------------------------------------------------------------------
+
+    def _connect(self, server: Server) -> int:
+        """The main process's connection; returns the server's context length."""
+        target, shared_memory = server.target, server.shared_memory
+        if target is None:
+            target = self._stack.enter_context(self._own_server(server.settings))
+            shared_memory = True
+        if isinstance(target, str):
+            target = self._stack.enter_context(Client(target))
+        self.client = target
+        self.client.wait_ready(self._options.server_timeout)
+        info = self.client.info()
+        self._check(info)
+        if shared_memory:
+            if not info.shared_memory_socket:
+                raise ValueError(
+                    f"shared_memory: {target.target} has no server.shared_memory_socket"
+                )
+            self._shared = self._stack.enter_context(SharedTensors(info.shared_memory_socket))
+        self._max_n = info.limits.max_n
+        return info.model.context_length
+
+    def _check(self, info: Any) -> None:
+        config = self._model.config.get_text_config()
+        ours = (config.vocab_size, config.hidden_size, config.num_hidden_layers)
+        theirs = (info.model.vocab_size, info.model.hidden_size, info.model.num_layers)
+        found = []
+        if ours != theirs:
+            found.append(
+                f"the server's model {info.model.name} is another one: its vocabulary, hidden size "
+                f"and layers are {theirs}, the trainer's {ours}"
+            )
+        longest = self._options.max_model_length
+        if longest is not None and longest > info.model.context_length:
+            found.append(
+                f"vllm_max_model_length={longest} exceeds the server's context of "
+                f"{info.model.context_length} tokens"
+            )
+        if found:
+            raise UnsupportedError(found)
+
+    def _own_server(self, settings: Mapping[str, object]) -> AbstractContextManager[str]:
+        """A server over the files of the trainer's model, on the trainer's device."""
+        device = self._accelerator.device
+        values: dict[str, object] = {"model.device": device.type}
+        environment = {}
+        if device.type == "cuda":
+            values["memory.vram_limit"] = float(self._options.gpu_memory_utilization)
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            index = device.index or 0
+            environment["CUDA_VISIBLE_DEVICES"] = (
+                visible.split(",")[index] if visible else str(index)
+            )
+        if not _in_bf16(self._trainer):
+            values["model.compute_dtype"] = "fp32"
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dorad-trl-"))
+        values["server.shared_memory_socket"] = os.path.join(folder, "memory.sock")
+        model = _folder(self._model.config.name_or_path)
+        return local_server(model, values | dict(settings), environment=environment)
+
+    # --- TRL's calls ------------------------------------------------------------------------------
+
+    def sync_weights(self) -> None:
+        """Publishes the policy as it is now. `generate` then samples from exactly this version."""
+        self._wake("weights")
+        main = self._accelerator.is_main_process
+        tensors = self._policy.tensors(self._trainer.model_wrapped or self._model, keep=main)
+        self.version = self._on_main(lambda: self._publish(tensors))
+
+    def _publish(self, tensors: Mapping[str, Any]) -> AdapterVersion:
+        assert self.client is not None
+        options: dict[str, Any] = {
+            "tensors": tensors,
+            "config": self._policy.config,
+            "keep_last": 0,  # A name's other versions may be another trainer's.
+            "pinned": True,
+            "timeout": math.inf,
+            "retry_for": self._options.server_timeout,
+        }
+        if self._shared is None:
+            version = self.client.publish(self._name, **options)
+        else:
+            version = self.client.publish_from_memory(
+                self._name, shared_memory=self._shared, **options
+            )
+        if self.version is not None:
+            with contextlib.suppress(NotFound):  # The server has restarted.
+                self.client.retire(self.version.ref)
+        return version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Any] | None,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> tuple[Any, Any, Any, Any]:
+        """One sample for each prompt of this process; equal prompts are one request.
+
+        Args:
+          prompts: token ids, each prompt as often as it gets samples.
+          images: None, or None for each prompt.
+          num_generations: how often; the prompts themselves tell it.
+          profiler: measures the call.
+
+        Returns:
+          (prompts, token ids, log-probabilities, token ids), the latter two as lists of one entry
+          for each token, and None if the trainer wants none.
+
+        Raises:
+          UnexpectedVersion: tokens are not the published version's.
+        """
+        if images is not None and any(image is not None for image in images):
+            raise UnsupportedError(["a prompt has images: the server generates from text alone"])
+        with profiler or nullcontext():
+            draw = self._next_draw()
+            ranks = gather_object([[list(prompt) for prompt in prompts]])
+            samples = self._sampled(ranks, draw)
+        begin = sum(len(rank) for rank in ranks[: self._accelerator.process_index])
+        own = samples[begin : begin + len(prompts)]
+        tokens = [tokens for tokens, _ in own]
+        if self._options.logprobs is None:
+            return prompts, tokens, None, None
+        logprobs = [[[value] for value in values or ()] for _, values in own]
+        return prompts, tokens, logprobs, [[[token] for token in ids] for ids in tokens]
+
+    def _sampled(self, ranks: Prompts, draw: str) -> list[Drawn]:
+        """A sample for each prompt of all processes, in order."""
+        for _ in range(_ATTEMPTS):
+            samples = self._on_main(lambda: self._sample(ranks, draw))
+            if samples is not None:
+                return samples
+            logger.warning("the server has lost %s; it is published again", self._name)
+            self.sync_weights()
+        raise NotFound(f"the server loses every version of {self._name}", code="NOT_FOUND")
+
+    def _sample(self, ranks: Prompts, draw: str) -> list[Drawn] | None:
+        """On the main process. None: the server has lost the version."""
+        assert self.client is not None and self.version is not None
+        places: dict[tuple[int, ...], list[int]] = {}
+        for place, prompt in enumerate(prompt for rank in ranks for prompt in rank):
+            places.setdefault(tuple(prompt), []).append(place)
+        requests, targets = [], []
+        for prompt, wanted in places.items():
+            for begin in range(0, len(wanted), self._max_n):
+                targets.append(wanted[begin : begin + self._max_n])
+                requests.append(
+                    GenerateRequest(
+                        prompt,
+                        adapter=self.version.ref,
+                        n=len(targets[-1]),
+                        seed=_seed(draw, targets[-1][0]),
+                        **self._request_options,
+                    )
+                )
+        self._wake("weights", "kv")
+        try:
+            answers = self.client.generate_many(
+                requests, timeout=math.inf, retry_for=self._options.server_timeout
+            )
+        except NotFound:
+            return None
+        finally:
+            self._sleep()
+        samples: dict[int, Drawn] = {}
+        for target, answer in zip(targets, answers, strict=True):
+            for place, sample in zip(target, answer, strict=True):
+                self._check_origin(sample)
+                values = None if sample.logprobs is None else sample.logprobs.tolist()
+                samples[place] = sample.token_ids.tolist(), values
+        return [samples[place] for place in range(len(samples))]
+
+    def _check_origin(self, sample: Sample) -> None:
+        """Raises unless exactly the published version made every token, to the end."""
+        version = self.version
+        assert version is not None
+        made = [(s.adapter, s.version, s.digest, s.begin, s.end) for s in sample.spans]
+        whole = (version.name, version.version, version.digest, 0, len(sample.token_ids))
+        if made != [whole]:
+            raise UnexpectedVersion(
+                f"expected {len(sample.token_ids)} tokens of {version.label} {version.digest}, "
+                f"got {sample.spans}"
+            )
+        if sample.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise RuntimeError(f"a sample ended early: {sample.finish_reason} {sample.detail}")
+
+    # --- Seeds ------------------------------------------------------------------------------------
+
+    def _next_draw(self) -> str:
+        """Names a call of `generate`: another one at every step and call, and the same in a run
+        that was resumed. Evaluation does not change those of training."""
+        seed = self._options.further.get("seed", self._trainer.args.seed)
+        step, training = self._trainer.state.global_step, bool(self._model.training)
+        self._calls = {key: calls for key, calls in self._calls.items() if key[0] == step}
+        call = self._calls[step, training] = self._calls.get((step, training), 0) + 1
+        return f"{seed} {step} {training} {call}"
+
+    # --- Sleep ------------------------------------------------------------------------------------
+
+    def _wake(self, *tags: Any) -> None:
+        if self._options.enable_sleep_mode and self.client is not None:
+            self.client.wake(*tags)
+
+    def _sleep(self) -> None:
+        if self._options.enable_sleep_mode and self.client is not None:
+            self.client.sleep("kv", "weights")
+
+    # --- Processes --------------------------------------------------------------------------------
+
+    def _on_main(self, function: Callable[[], T]) -> T:
+        """The main process's result in every process; its failure, too."""
+        error: BaseException | None = None
+        answer: list[Any] = [None, ""]
+        if self._accelerator.is_main_process:
+            try:
+                answer = [function(), ""]
+            except Exception as failure:
+                error = failure
+                answer = [None, f"{type(failure).__name__}: {failure}"]
+        broadcast_object_list(answer)
+        if error is not None:
+            raise error
+        if answer[1]:
+            raise RuntimeError(f"the main process failed: {answer[1]}")
+        result: T = answer[0]
+        return result
+
+
+def _seed(draw: str, place: int) -> int:
+    """Of the prompt at this place of a batch."""
+    digest = hashlib.blake2b(f"{draw} {place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _eos_token_ids(trainer: Any) -> list[int]:
+    """The tokens that end a completion for the trainer."""
+    found = getattr(trainer, "eos_token_ids", None)
+    if found is None:
+        model = getattr(trainer.model.generation_config, "eos_token_id", None)
+        tokenizer = getattr(trainer.processing_class, "eos_token_id", None)
+        found = [*(model if isinstance(model, (list, tuple)) else [model]), tokenizer]
+    return sorted({int(token) for token in found if token is not None})
+
+
+def _in_bf16(trainer: Any) -> bool:
+    return bool(getattr(trainer.args, "bf16", False)) or "bfloat16" in str(trainer.model.dtype)
+
+
+def _warnings(trainer: Any, model: Any) -> Iterator[str]:
+    args = trainer.args
+    dropouts = {m.p for m in model.modules() if type(m).__name__ == "Dropout" and m.p > 0}
+    if dropouts and not getattr(args, "disable_dropout", False):
+        yield (
+            f"the trainer drops out ({max(dropouts):g}), the server does not: samples are not from "
+            "the trained policy. Set lora_dropout=0 or disable_dropout=True"
+        )
+    mode = getattr(args, "vllm_importance_sampling_mode", "")
+    if _in_bf16(trainer) and mode.startswith("sequence"):
+        yield (
+            f"bf16 rounds log-probabilities by some hundredths a token, and {mode} adds them up "
+            "over a sequence. Set vllm_importance_sampling_mode='token_truncate'"
+        )
+
+
+def _folder(name: str) -> Path:
+    """The model's files, which the trainer has loaded."""
+    if os.path.isdir(name):
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, local_files_only=True))
