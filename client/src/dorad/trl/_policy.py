@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from peft import PeftModel
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 
-# Names that wrappers of a module insert into its parameters' names.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+_FLAT = "_flat_param"  # FSDP1's name of the parameter that holds those of a module
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def problems(model: Any) -> list[str]:
@@ -62,25 +62,25 @@ class Policy:
         Args:
           wrapped: the model inside the wrappers of the training.
         """
-        whole = {}
+        tensors = {}
         for name, tensor in self._whole(wrapped):
             if keep:
-                whole[name] = tensor
-        if not keep:
-            return {}
-        tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(
-            self._model, whole, self._adapter, save_embedding_layers=False
-        )
+                tensors[self._saved_name(name)] = tensor
         return tensors
+
+    def _saved_name(self, name: str) -> str:
+        """PEFT leaves out the adapter's name, and of a magnitude that it is a weight."""
+        before, _, after = name.rpartition(f".{self._adapter}")
+        return before if before.endswith("lora_magnitude_vector") else before + after
 
     def _is_ours(self, name: str) -> bool:
         return "lora_" in name and f".{self._adapter}." in f"{name}."
 
     def _whole(self, wrapped: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        if any(isinstance(module, FullyShardedDataParallel) for module in wrapped.modules()):
+        if any(isinstance(module, FSDP) for module in wrapped.modules()):
             yield from self._summoned(wrapped)
             return
-        ours = {_plain(n): p for n, p in wrapped.named_parameters() if self._is_ours(n)}
+        ours = {_plain(n): p for n, p in wrapped.named_parameters() if self._is_ours(_plain(n))}
         with _gathered([p for p in ours.values() if hasattr(p, "ds_id")]) as gathered:
             for name, parameter in ours.items():
                 tensor = parameter.detach()
@@ -90,39 +90,30 @@ class Policy:
 
     def _summoned(self, wrapped: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """From FSDP1: its modules with parameters of the adapter become whole, one by one."""
-        seen = set()
-        # Inner modules first: while an outer one is whole, those inside of it are not.
-        for prefix, module in reversed(list(wrapped.named_modules())):
-            if not isinstance(module, FullyShardedDataParallel) or not self._holds_ours(module):
-                continue
-            with FullyShardedDataParallel.summon_full_params(
-                module, recurse=False, writeback=False
-            ):
-                for name, parameter in module.named_parameters(prefix):
-                    plain = _plain(name)
-                    if self._is_ours(plain) and plain not in seen:
-                        seen.add(plain)
-                        yield plain, parameter.detach().to("cpu", copy=True)
+        shards = {_plain(n): m for n, m in wrapped.named_modules() if isinstance(m, FSDP)}
+        for prefix, module in shards.items():
+            inner = tuple(f"{n}." for n in shards if n != prefix and n.startswith(prefix))
 
-    def _holds_ours(self, module: torch.nn.Module) -> bool:
-        """Whether parameters of the adapter may be in the module's own flat parameter."""
-        inner = [
-            f"{name}."
-            for name, child in module.named_modules()
-            if child is not module and isinstance(child, FullyShardedDataParallel)
-        ]
-        return any(
-            # Without use_orig_params, the flat parameter does not tell the names in it.
-            self._is_ours(name) or "_flat_param" in name
-            for name, _ in module.named_parameters()
-            if not name.startswith(tuple(inner))
-        )
+            def own(
+                module: FSDP = module, prefix: str = prefix, inner: tuple[str, ...] = inner
+            ) -> dict[str, torch.Tensor]:
+                found = ((_plain(n), p) for n, p in module.named_parameters(prefix))
+                return {n: p for n, p in found if self._is_ours(n) and not n.startswith(inner)}
+
+            # The outermost module must be the first. Without use_orig_params, a flat parameter does
+            # not tell the names in it.
+            flat = any(_FLAT in n for n, _ in module.named_parameters())
+            if module is wrapped or flat or own():
+                with FSDP.summon_full_params(module, recurse=False, writeback=False):
+                    for name, parameter in own().items():
+                        yield name, parameter.detach().to("cpu", copy=True)
 
 
 def _plain(name: str) -> str:
+    """Without what wrappers of modules insert."""
     for wrapper in _WRAPPERS:
-        name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
-    return name
+        name = f"{name}.".replace(wrapper, "")[:-1]
+    return name.removeprefix("module.")  # DistributedDataParallel
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-import trl.generation.vllm_generation
 from transformers import TrainerCallback
 
 from dorad import Client
@@ -89,15 +88,16 @@ def _check_arguments(
 @contextmanager
 def _replaced(trainer_class: type, make: Callable[..., Generation]) -> Iterator[None]:
     """`make` in the place of VLLMGeneration, in every module where the trainer finds it."""
+    from trl.generation import vllm_generation as origin
+
     modules = {sys.modules[each.__module__] for each in trainer_class.__mro__}
-    # Some trainers import the class when they are constructed.
-    modules.add(trl.generation.vllm_generation)
+    modules.add(origin)  # Some trainers import the class when they are constructed.
     changes: list[tuple[ModuleType, str, Callable[..., Any]]]
     changes = [(module, _NAME, make) for module in modules if hasattr(module, _NAME)]
     changes += [
         (module, "is_vllm_available", lambda *_, **__: True)
         for module, _, _ in changes
-        if hasattr(module, "is_vllm_available") and module is not trl.generation.vllm_generation
+        if hasattr(module, "is_vllm_available") and module is not origin
     ]
     with _replacing:
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
