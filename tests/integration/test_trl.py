@@ -38,15 +38,23 @@ def grpo(server, policy, folder, **changes):
     return trl_runs.trainer(served(GRPOTrainer, server.grpc), GRPOConfig, policy, folder, **changes)
 
 
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-@pytest.mark.parametrize("kind", trl_runs.KINDS)
-def test_the_sampled_policy_is_the_trained_one(server, model, tmp_path, figures, kind, mode):
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("dora", {}),
+        ("lora", {"vllm_mode": "server"}),
+        ("dora", {"vllm_mode": "server", "top_p": 0.9}),
+        ("lora", {"top_k": 20, "min_p": 0.02, "repetition_penalty": 1.3}),
+    ],
+    ids=["dora", "lora", "dora_top_p", "lora_top_k"],
+)
+def test_the_sampled_policy_is_the_trained_one(server, model, tmp_path, figures, kind, changes):
     policy = trl_runs.policy(model, **trl_runs.KINDS[kind])
-    trainer = grpo(server, policy, tmp_path, vllm_mode=mode)
+    trainer = grpo(server, policy, tmp_path, **changes)
     recorder = trl_runs.Recorder(trainer)
     trainer.train()
     means = trl_runs.differences(trainer)
-    figures.append(f"trl {kind} {mode}: sampling difference {max(means):.1e}")
+    figures.append(f"trl {kind} {changes}: sampling difference {max(means):.1e}")
     assert len(means) == 5 and 0 < max(means) < 1e-4
     assert max(trl_runs.logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-2
     ratios = trl_runs.logged(trainer, "sampling/importance_sampling_ratio/mean")

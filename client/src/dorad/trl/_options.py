@@ -110,7 +110,6 @@ class Options:
             "allowed_token_ids": further.get("allowed_token_ids"),
             "stop_token_ids": sorted(stops) or None,
             "ignore_eos": True,
-            # TRL's own log-probabilities are those of the logits divided by the temperature,
-            # before penalties, top-k, top-p and min-p.
-            "logprobs": None if self.logprobs is None else "processed",
+            # As the trainer computes them: penalties, top-k, top-p and min-p do not count.
+            "logprobs": None if self.logprobs is None else "scaled",
         }
