@@ -1,16 +1,20 @@
 """TRL's AsyncGRPOTrainer publishes its adapter, also a DoRA one, at each synchronisation.
 
-Its training step needs a GPU, its rollout worker runs in tests/rl.
+Its training step needs a GPU.
 """
 
+import json
 import queue
+import subprocess
+import sys
 
 import dorad
 import pytest
 import torch
 from dorad.trl import UnsupportedError, served
 from lib import trl_runs
-from lib.server import serve
+from lib.gateway import running_gateway
+from lib.server import ROOT, environment, serve
 from peft import LoraConfig
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 
@@ -103,3 +107,35 @@ def test_refuses_what_cannot_be_published(server, model, tmp_path):
         served(AsyncGRPOTrainer, server.grpc)(model=str(model), train_dataset=trl_runs.dataset())
     with pytest.raises(ValueError, match="the server behind it"):
         served(AsyncGRPOTrainer)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_every_sample_of_the_worker_is_of_its_version(zoo, tmp_path, figures):
+    model = zoo.model_with_tokenizer("slow")
+    with (
+        serve(model, settings={"model.device": "cpu"}) as server,
+        running_gateway(server.grpc, "--tokenizer", model, scratch=tmp_path) as gateway,
+    ):
+        program = ROOT / "tests" / "lib" / "trl_worker.py"
+        run = subprocess.run(
+            [sys.executable, program, server.grpc, gateway.url, model, tmp_path / "out"],
+            env=environment(PYTHONPATH=f"{ROOT / 'client' / 'src'}:{ROOT / 'tests'}"),
+            capture_output=True,
+            text=True,
+            timeout=800,
+        )
+        assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
+        with dorad.Client(server.grpc) as client:
+            kinds = {version.kind for version in client.adapters()}
+    rows = json.loads(run.stdout.splitlines()[-1])["rows"]
+    assert kinds == {"dora"} and {row["version"] for row in rows} == {1, 2, 3}
+    worst = 0.0
+    for row in rows:
+        best, second, _ = sorted(row["differences"].values())
+        assert best < 1e-4 and second > 1e-2
+        # A group's version is the one at its beginning; its later requests name a newer one.
+        made = min(row["differences"], key=row["differences"].get)
+        assert int(made) >= row["version"]
+        worst = max(worst, best)
+    figures.append(f"trl asynchronous DoRA: {len(rows)} samples, max |Δlogprob| {worst:.1e}")
