@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer over a dorad server: SmolLM2-135M and a trained DoRA adapter."""
 
-import importlib.util
-import sys
 import warnings
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from dorad.train import patch
 from dorad.trl import served
 from lib import trl_runs
-from lib.server import ROOT, serve
+from lib.server import serve
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -70,12 +68,7 @@ def test_a_skipped_synchronisation_shows(server, smollm2, tmp_path, figures):
 @pytest.mark.deep
 @pytest.mark.timeout(3600)
 def test_the_reward_rises_in_twelve_steps(server, smollm2, tmp_path, figures, monkeypatch):
-    folder = ROOT / "client" / "examples"
-    monkeypatch.syspath_prepend(folder)  # The example imports its neighbour.
-    spec = importlib.util.spec_from_file_location("trl_grpo", folder / "trl_grpo.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    monkeypatch.delitem(sys.modules, "grpo")
+    example = trl_runs.example(monkeypatch)
     trainer = example.make_trainer(smollm2.model, 12, server.grpc, tmp_path)
     trainer.train()
     figure(figures, "the example", trainer)

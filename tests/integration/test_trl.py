@@ -12,6 +12,7 @@ from lib.server import binary, serve
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
 
 # fp32 on both sides, wherever the other tests run.
 SETTINGS = {"model.device": "cpu"}
@@ -166,6 +167,17 @@ def test_samples_end_with_the_trainers_tokens_only(zoo, tmp_path):
     assert len(ends) > 1 and ends <= {2, 7, 8, 9}  # 2 is the tokenizer's.
     inner = {token for row in tokens for token in row[:-1]}
     assert 5 in inner and not inner & {2, 7, 8, 9}
+
+
+def test_the_example_trains(zoo, tmp_path, monkeypatch):
+    model = zoo.model_with_tokenizer("llama3")
+    example = trl_runs.example(monkeypatch)
+    monkeypatch.setattr(example.grpo, "GROUP", 2)
+    with serve(model, settings=SETTINGS) as server:
+        trainer = example.make_trainer(model, 2, server.grpc, tmp_path)
+        trainer.train()
+    assert len(trl_runs.logged(trainer, "reward")) == 2
+    assert 0 < max(trl_runs.differences(trainer)) < 1e-4
 
 
 # --- Versions and servers -------------------------------------------------------------------------
@@ -323,6 +335,18 @@ def test_refuses_an_adapter_that_cannot_be_served(server, client, zoo, tmp_path,
             processing=zoo.model_with_tokenizer("llama2"),
         )
     assert {v.ref for v in client.adapters() if v.state == "ready"} <= before
+
+
+def test_refuses_a_teacher_behind_the_server(server, model, tmp_path):
+    arguments = trl_runs.arguments(tmp_path, num_generations=4, use_teacher_server=True)
+    with pytest.raises(UnsupportedError, match="use_teacher_server"):
+        served(SDPOTrainer, server.grpc)(
+            model=trl_runs.policy(model),
+            reward_funcs=trl_runs.reward,
+            args=SDPOConfig(**arguments, vllm_mode="server", teacher_model_kind="live"),
+            train_dataset=trl_runs.dataset(),
+            processing_class=trl_runs.tokenizer(model),
+        )
 
 
 def test_refuses_the_server_of_another_model(zoo, server, tmp_path):

@@ -1,5 +1,7 @@
 """Runs of TRL's trainers over dorad: a tiny or given model, a perturbed adapter, fp32."""
 
+import importlib
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback, logging
 
 from lib.adapters import LINEARS, perturb
+from lib.server import ROOT
 
 PROMPTS = ["What is snow?", "Name a colour.", "Count to three.", "Why?"]
 TEMPERATURE = 0.7
@@ -116,3 +119,11 @@ def scored(model: PeftModel, prompt: list[int], tokens: list[int]) -> torch.Tens
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     logprobs = (logits.float() / TEMPERATURE).log_softmax(-1)
     return logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def example(monkeypatch):
+    """client/examples/trl_grpo.py, which imports its neighbour."""
+    monkeypatch.syspath_prepend(ROOT / "client" / "examples")
+    monkeypatch.setitem(sys.modules, "grpo", importlib.import_module("grpo"))
+    monkeypatch.setitem(sys.modules, "trl_grpo", importlib.import_module("trl_grpo"))
+    return sys.modules["trl_grpo"]

@@ -45,6 +45,8 @@ Drawn = tuple[list[int], list[float] | None]  # tokens, log-probabilities
 
 logger = logging.getLogger("dorad.trl")
 
+# Of trainers whose teacher's server is another one than that which samples.
+_TEACHER_ADDRESS = "teacher_model_server_url"
 _ATTEMPTS = 3  # of a generation whose version the server has lost
 
 
@@ -85,6 +87,9 @@ class Generation:
         found = _policy.problems(model) + self._options.problems()
         if isinstance(processing_class, ProcessorMixin):
             found.append("the processor takes images: the server generates from text alone")
+        args = trainer.args
+        if getattr(args, "use_teacher_server", False) and not hasattr(args, _TEACHER_ADDRESS):
+            found.append("use_teacher_server: it asks a vLLM that samples, too; set it to False")
         if found:
             raise UnsupportedError(found)
         self._policy = _policy.Policy(model)
@@ -97,8 +102,8 @@ class Generation:
         self._context_length = 0
         self.version: AdapterVersion | None = None
         self._stack = ExitStack()
-        # Also at the process's end.
-        self._closed = weakref.finalize(self, self._stack.close)
+        # Also at the process's end, but not at that of a child.
+        self._closed = weakref.finalize(self, _close, self._stack, os.getpid())
         try:
             self._context_length = self._on_main(lambda: self._connect(server))
             self.sync_weights()
@@ -185,7 +190,7 @@ class Generation:
         """Publishes the policy as it is now. `generate` then samples from exactly this version."""
         self._wake("weights")
         main = self._accelerator.is_main_process
-        tensors = self._policy.tensors(self._trainer.model_wrapped or self._model, keep=main)
+        tensors = self._policy.tensors(self._trainer.model_wrapped, keep=main)
         self.version = self._on_main(lambda: self._publish(tensors))
 
     def _publish(self, tensors: Mapping[str, Any]) -> AdapterVersion:
@@ -345,6 +350,11 @@ class Generation:
             raise RuntimeError(f"the main process failed: {answer[1]}")
         result: T = answer[0]
         return result
+
+
+def _close(stack: ExitStack, process: int) -> None:
+    if os.getpid() == process:
+        stack.close()
 
 
 def _seed(draw: str, place: int) -> int:
