@@ -273,6 +273,15 @@ ENGINE = [
         ("golden/test_prefix_in_flight.py",),
     ),
     Fault(
+        "localhost counts without its address",
+        "server/security/listener_policy.cc",
+        '  if (host != "localhost") hints.ai_flags = AI_NUMERICHOST;\n',
+        '  if (host == "localhost") return true;\n  hints.ai_flags = AI_NUMERICHOST;\n',
+        "A server without tokens listens to others where localhost is another address.",
+        (),
+        ("integration/test_tls.py",),
+    ),
+    Fault(
         "deadline ignored in the queue",
         "server/engine/engine_loop_ends.cc",
         "while (!deadlines_.empty() && deadlines_.begin()->first <= now) {",

@@ -206,10 +206,10 @@ def test_socket_files_stay_plain(zoo, tmp_path, ca) -> None:
         assert client.generate(PROMPT, max_tokens=2)
 
 
-def refusal(*arguments: str) -> str:
+def refusal(*arguments: str, **changes: str) -> str:
     """What the program says when it does not start."""
     run = subprocess.run(
-        list(arguments), capture_output=True, text=True, timeout=60, env=environment()
+        list(arguments), capture_output=True, text=True, timeout=60, env=environment(**changes)
     )
     assert run.returncode == 78, (run.returncode, run.stdout, run.stderr)
     assert "dorad ready" not in run.stdout
@@ -232,6 +232,34 @@ def test_does_not_start_where_others_could_listen_in_or_come_in(zoo, tmp_path, c
     config = tmp_path / "config.yaml"
     config.write_text('server:\n  grpc_listen: "0.0.0.0:50051"\n')
     assert "allow_insecure" in refusal(str(binary()), "check-config", str(config))
+
+
+# A resolver in which localhost is another host.
+ELSEWHERE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <netdb.h>
+#include <string.h>
+
+int getaddrinfo(const char* host, const char* service, const struct addrinfo* hints,
+                struct addrinfo** found) {
+  int (*real)(const char*, const char*, const struct addrinfo*, struct addrinfo**) =
+      dlsym(RTLD_NEXT, "getaddrinfo");
+  if (host != NULL && strcmp(host, "localhost") == 0) host = "192.0.2.7";
+  return real(host, service, hints, found);
+}
+"""
+
+
+def test_localhost_that_resolves_elsewhere_is_open_to_others(zoo, tmp_path) -> None:
+    source, library = tmp_path / "elsewhere.c", tmp_path / "elsewhere.so"
+    source.write_text(ELSEWHERE)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    line = command(zoo.model("llama2"), settings={"server.grpc_listen": "localhost:0"})
+    said = refusal(*line, LD_PRELOAD=str(library))
+    assert "security.tls_cert" in said and "anyone could publish" in said
+    with serve(zoo.model("llama2"), settings={"server.grpc_listen": "localhost:0"}) as server:
+        assert server.wire.info().device
 
 
 def test_can_be_told_to_start_all_the_same(zoo) -> None:
