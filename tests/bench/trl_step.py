@@ -81,7 +81,11 @@ def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, list
             model_init_kwargs={"dtype": "float32" if options.dtype == "fp32" else "bfloat16"},
             gradient_checkpointing=on_gpu,
             # Every sample has all its tokens, whoever generates.
-            generation_kwargs={"ignore_eos": True} if name == "dorad" else {"eos_token_id": None},
+            generation_kwargs=(
+                {"ignore_eos": True}
+                if name == "dorad"
+                else {"min_new_tokens": options.tokens, "max_new_tokens": options.tokens}
+            ),
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
