@@ -101,11 +101,12 @@ class Servers(ServerSet):
         """A block that excludes other changes of the adapter through this gateway."""
         lock = self._changes.get(adapter) or self._changes.setdefault(adapter, asyncio.Lock())
         async with lock:
-            yield
-        # What was known of it before.
-        self._policies.forget(adapter)
-        for target in self.targets:
-            self._lacking.pop((target, adapter), None)
+            try:
+                yield
+            finally:  # What was known of it before.
+                self._policies.forget(adapter)
+                for target in self.targets:
+                    self._lacking.pop((target, adapter), None)
 
     def _order(self, server: Server, adapter: str) -> tuple[float, ...]:
         lacks = self._lacking.get((server.target, adapter), 0.0) > time.monotonic()
