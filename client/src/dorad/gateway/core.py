@@ -143,7 +143,8 @@ class Gateway:
 
     async def _ask(self) -> t.ModelInfo:
         model = (await self.servers.of().info(timeout=5)).model
-        return dataclasses.replace(model, name=self._served_model_name or model.name)
+        name = self._served_model_name
+        return dataclasses.replace(model, name=name) if name else model
 
     async def with_model(self, body: dict[str, Any]) -> dict[str, Any]:
         """With --rl a request without `model` is for the base model, as in vLLM."""
