@@ -56,6 +56,7 @@ def main():
         lora_name="trl-policy",
         max_tokens=48,
         temperature=0.7,
+        top_p=0.9,
         request_timeout=120,
     )
 

@@ -28,7 +28,7 @@ def test_samples_have_the_logprobs_of_their_version(
     gateway, client, folder, adapters, models, drive, result_of, figures
 ):
     with (
-        gateway("--logprobs-mode", "processed") as running,
+        gateway("--logprobs-mode", "scaled") as running,
         drive("trl", running.url, folder, adapters) as program,
     ):
         found = result_of(program)
