@@ -83,6 +83,15 @@ def test_without_logprobs_there_are_none(rl):
     assert answer["prompt_token_ids"] == IDS
 
 
+def test_without_max_tokens_an_answer_ends_where_it_stops(rl):
+    """verifiers sends it only if its user does."""
+    params = {"stop_token_ids": [7], "logit_bias": {"7": 100}, "min_tokens": 40}
+    body = {"token_ids": IDS, "sampling_params": params, "output_mode": "tokens"}
+    (choice,) = rl.post("/inference/v1/generate", json=body).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["token_ids"]) == 41 and choice["token_ids"][-1] == 7
+
+
 def test_a_stop_string_ends_the_tokens(rl, rl_client):
     text = rl.post("/v1/completions", json={"prompt": IDS, **SAMPLING}).json()["choices"][0]["text"]
     choice = generate(rl, {"stop": [text[1:3]]})["choices"][0]

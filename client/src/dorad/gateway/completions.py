@@ -69,13 +69,18 @@ error_body = Refusal.body
 
 
 async def understand(
-    gateway: Gateway, caller: Caller, raw: Mapping[str, Any]
+    gateway: Gateway, caller: Caller, raw: Mapping[str, Any], *, max_tokens: int | None = 16
 ) -> tuple[Completion, bool]:
-    """Returns the checked request and whether to stream. Raises Refusal or DoradError."""
+    """Returns the checked request and whether to stream. Raises Refusal or DoradError.
+
+    `max_tokens`: of a request that does not say. None: all that fits into the context.
+    """
     body = requests.checked(raw, CompletionRequest)
+    if body.max_tokens is not None:
+        max_tokens = body.max_tokens
     if body.best_of not in (None, body.n):
         raise Refusal(400, "FIELD_UNSUPPORTED", "best_of must be n", param="best_of")
-    if body.max_tokens == 0 and not body.echo:
+    if max_tokens == 0 and not body.echo:
         message = "max_tokens must be at least 1 without echo"
         raise Refusal(400, "MAX_TOKENS_OUT_OF_RANGE", message, param="max_tokens")
     # What was not sampled has no other mode.
@@ -88,11 +93,11 @@ async def understand(
         gateway.needs_text()
     model = await gateway.model()
     adapter = await gateway.adapter_of(body.model)
-    prompts = [body.kept(p, model, body.max_tokens) for p in await _prompts(gateway, body)]
+    prompts = [body.kept(p, model, max_tokens) for p in await _prompts(gateway, body)]
     options: GenerateOptions = {
         **body.options(gateway.text),
         "adapter": adapter,
-        "max_tokens": body.max_tokens,
+        "max_tokens": max_tokens,
         "request_id": caller.call_id(),
         **body.logprob_options(None if body.logprobs is None else mode, body.logprobs),
     }
@@ -108,7 +113,7 @@ async def understand(
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs,
         echo=None,
-        generates=body.max_tokens > 0,
+        generates=max_tokens != 0,
         scored_by=None,
         scores=[None] * len(prompts),
         # Without a tokenizer they are all that there is.

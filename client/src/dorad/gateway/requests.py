@@ -251,8 +251,8 @@ def _number_of_logprobs(value: Any) -> Any:
 class CompletionRequest(OpenAIRequest):
     prompt: Prompt
     """One prompt or several, as text or as token ids."""
-    max_tokens: UInt32 = 16
-    """0 only with echo."""
+    max_tokens: UInt32 | None = None
+    """Default 16; 0 only with echo."""
     logprobs: Annotated[UInt32 | None, BeforeValidator(_number_of_logprobs)] = None
     """Log-probabilities, also of this many most likely tokens. true: of one."""
     echo: bool = False

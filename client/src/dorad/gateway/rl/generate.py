@@ -28,12 +28,14 @@ class GenerateRequest(Body):
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     """The prompt."""
     sampling_params: dict[str, Any] = Field(default={})
-    """Fields of a completion: temperature, max_tokens, logprobs and so on."""
+    """Fields of a completion: temperature, logprobs and so on. max_tokens is by default all that
+    fits into the context."""
     cache_salt: str = ""
     """Only requests with equal salts share cached prefixes."""
     priority: int = 0
     """Lower values run first."""
     stream: Literal[False] = False
+    output_mode: Literal["tokens"] = "tokens"
     request_id: str | None = None
     """Returned as it is."""
     return_token_ids: bool = False
@@ -82,7 +84,7 @@ async def _understand(
         "cache_salt": body.cache_salt,
         "priority": body.priority,
     }
-    return body, (await completions.understand(gateway, caller, completion))[0]
+    return body, (await completions.understand(gateway, caller, completion, max_tokens=None))[0]
 
 
 def _logprobs(choice: Choice) -> dict[str, Any]:
