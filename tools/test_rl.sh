@@ -53,6 +53,7 @@ environment skyrl "$newer" alone aiohttp pydantic -- skyrl==0.3.0
 # Of AReaL's dependencies, those that its client code imports.
 environment areal "$python" project aiofiles aiohttp colorlog einops flask hydra-core lark numba \
   orjson pillow ray tenacity uvloop -- areal==1.0.4 torchdata
+environment tinker "$python" project tinker==0.38.0 chz pillow termcolor -- tinker_cookbook==0.5.8
 
 DORAD_RL=1 DORAD_BINARY=${DORAD_BINARY:-$ROOT/build/dorad} OMP_NUM_THREADS=1 \
   OMP_WAIT_POLICY=passive "$VENV/bin/python" -m pytest tests/rl "$@"

@@ -1,5 +1,5 @@
-"""Requests with the same prompt that arrive together: it is computed once, and the answers are those
-of requests alone."""
+"""Requests with the same prompt that arrive together: it is computed once, and the answers are
+those of requests alone."""
 
 import numpy as np
 import pytest

@@ -67,7 +67,9 @@ def driver(name: str, *arguments: object):
         [python, program, *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment(HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0"),
+        env=environment(
+            HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(ROOT / "client/src")
+        ),
         text=True,
     )
     try:
