@@ -111,7 +111,7 @@ def test_only_one_of_many_racing_activations_wins(server: Server, zoo) -> None:
 def test_retired_version_serves_its_holders_and_nobody_else(server: Server, zoo) -> None:
     before = server.wire.info().memory_bytes["adapters"]
     server.wire.publish("r", zoo.adapter("slow", "dora"), activate=True)
-    call = server.wire.stream(PROMPT, adapter="r", max_tokens=150, ignore_eos=True)
+    call = server.wire.stream(PROMPT, adapter="r", max_tokens=1000, ignore_eos=True)
     messages = [next(call)]
     assert server.wire.adapter("r@1").leases == 1
     retired = server.wire.retire("r", 1).adapter

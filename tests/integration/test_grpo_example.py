@@ -139,7 +139,7 @@ def test_runs_a_server_of_its_own_and_prints_the_curve(model, tmp_path, colocate
         env=environment(DORAD_BINARY=str(binary()), PYTHONPATH=path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()

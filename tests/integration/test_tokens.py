@@ -326,7 +326,8 @@ def test_calls_do_not_outlive_their_callers_rights(zoo, tmp_path) -> None:
         call = wire.adapters.Publish.future(
             upload(), metadata=[("authorization", "Bearer up-token")], timeout=60
         )
-        wait_until(lambda: server.metric('dorad_rpc_started_total{method="Watch"}') == 3)
+        watches = 'dorad_rpc_started_total{method="Watch"}'
+        wait_until(lambda: server.metrics().get(watches) == 3, what="the watches to begin")
         time.sleep(0.5)
         assert not ends
         tokens = {"moved": ("t", ["infer", "publish"]), "stays": stays}
