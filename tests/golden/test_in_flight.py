@@ -3,6 +3,7 @@ of the answer say how PEFT computes the same distribution for every token."""
 
 from pathlib import Path
 
+import dorad
 import numpy as np
 import pytest
 import torch
@@ -50,25 +51,27 @@ def replay(zoo, folders: list[Path], sample: Sample, policy: int) -> np.ndarray:
 def run(server, policy: int, **options) -> dict[int, Sample]:
     """A stream of `policy`, with the next version activated each time that it got some tokens."""
     server.wire.activate("policy", 1)
-    call = server.wire.stream(
-        PROMPT,
-        adapter="policy",
-        max_tokens=TOKENS,
-        ignore_eos=True,
-        seed=5,
-        logprobs=RAW,
-        chosen=VOCABULARY,
-        in_flight=policy,
-        **options,
-    )
-    samples: dict[int, Sample] = {}
-    version = 1
-    for message in call:
-        collect([message], samples)
-        longest = max(len(sample.tokens) for sample in samples.values())
-        if version < len(KIND) and longest >= 12 * version:
-            version += 1
-            server.wire.activate("policy", version)
+    # Slow enough for a client on a busy machine.
+    with dorad.Client(server.grpc) as client, client.limited_gpu_share(0.05):
+        call = server.wire.stream(
+            PROMPT,
+            adapter="policy",
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            seed=5,
+            logprobs=RAW,
+            chosen=VOCABULARY,
+            in_flight=policy,
+            **options,
+        )
+        samples: dict[int, Sample] = {}
+        version = 1
+        for message in call:
+            collect([message], samples)
+            longest = max(len(sample.tokens) for sample in samples.values())
+            if version < len(KIND) and longest >= 12 * version:
+                version += 1
+                server.wire.activate("policy", version)
     return samples
 
 
