@@ -40,7 +40,7 @@ def test_a_version_retired_under_many_streams_ends_them_on_it(zoo) -> None:
         wire.publish("p", zoo.adapter("slow", "dora", 0), activate=True)
         requests = [
             dict(
-                prompt=[10 + i, 3, 5], adapter="p", max_tokens=40 + i % 17, ignore_eos=True, seed=i
+                prompt=[10 + i, 3, 5], adapter="p", max_tokens=100 + i % 17, ignore_eos=True, seed=i
             )
             for i in range(STREAMS)
         ]
