@@ -24,7 +24,7 @@ def test_requests_in_flight_finish_at_sigterm(fake, folder, tmp_path):
             next(lines)
             running.process.terminate()
             assert [line for line in lines if line][-1] == "data: [DONE]"
-        assert running.process.wait(20) == 0
+        assert running.process.wait(60) == 0
 
 
 def test_the_gateway_ends_in_peace_beside_a_reader_that_stops_reading(fake, fake_gateway):
@@ -33,7 +33,7 @@ def test_the_gateway_ends_in_peace_beside_a_reader_that_stops_reading(fake, fake
         wait_until(lambda: fake.running == 1, what="the stream has begun")
         time.sleep(1)  # Its buffers are full.
         fake_gateway.process.terminate()
-        assert fake_gateway.process.wait(30) == 0  # The fixture looks at the log.
+        assert fake_gateway.process.wait(60) == 0  # The fixture looks at the log.
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_the_time_to_finish_is_that_of_all_doors_together(both_doors):
         # HTTP has ended. gRPC's time runs from the signal on; from here on, a step would not do.
         assert next(messages) and both_doors.process.poll() is None
         both_doors.step_clock()
-        assert both_doors.process.wait(30) == 0
+        assert both_doors.process.wait(60) == 0
 
 
 def test_a_second_signal_ends_requests_in_flight_over_grpc(both_doors):
@@ -95,4 +95,4 @@ def test_a_second_signal_ends_requests_in_flight_over_grpc(both_doors):
         ends_its_doors(both_doors)
         assert next(messages) and both_doors.process.poll() is None
         both_doors.process.terminate()
-        assert both_doors.process.wait(30) == 0  # The drain takes 600 s.
+        assert both_doors.process.wait(60) == 0  # The drain takes 600 s.
