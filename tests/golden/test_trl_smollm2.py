@@ -69,6 +69,8 @@ def test_a_skipped_synchronisation_shows(server, smollm2, tmp_path, figures):
 @pytest.mark.timeout(3600)
 def test_the_reward_rises_in_twelve_steps(server, smollm2, tmp_path, figures, monkeypatch):
     example = trl_runs.example(monkeypatch)
+    monkeypatch.setattr(example.grpo, "GROUP", 4)
+    monkeypatch.setattr(example.grpo, "TASKS", example.grpo.TASKS[:4])
     trainer = example.make_trainer(smollm2.model, 12, server.grpc, tmp_path)
     trainer.train()
     figure(figures, "the example", trainer)
