@@ -33,7 +33,10 @@ class CountingRunner final : public engine::ModelRunner {
   absl::Status Begin(absl::Span<const engine::StepSequence> sequences) override {
     if (step_time > 0) absl::SleepFor(absl::Milliseconds(step_time.load()));
     if (fail) return MakeError(absl::StatusCode::kInternal, "STEP_FAILED", "injected");
-    for (const engine::StepSequence& s : sequences) outputs_.push_back(Output(s));
+    for (const engine::StepSequence& s : sequences) {
+      const auto last = s.row_of >= 0 ? sequences[s.row_of].tokens.back() : s.tokens.back();
+      outputs_.push_back(Output(s, last));
+    }
     return absl::OkStatus();
   }
 
@@ -47,10 +50,10 @@ class CountingRunner final : public engine::ModelRunner {
   std::atomic<bool> fail{false};
 
  private:
-  static engine::StepOutput Output(const engine::StepSequence& s) {
+  static engine::StepOutput Output(const engine::StepSequence& s, engine::TokenId last) {
     engine::StepOutput output;
     if (s.sample != nullptr) {
-      output.token = (s.tokens.back() + 1) % kVocab;
+      output.token = (last + 1) % kVocab;
       if (s.sample->logprobs != nullptr && s.sample->logprobs->mode != engine::LogprobMode::kNone) {
         output.logprobs.logprobs = {-0.5f};
         for (int k = 0; k < s.sample->logprobs->top_k; ++k) {
