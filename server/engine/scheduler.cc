@@ -19,8 +19,8 @@ bool MayAwait(const Sequence& sequence, const Sequence& writer) {
 }  // namespace
 
 Scheduler::Scheduler(Options options, KvPages* pages)
-    : options_(options), pages_(pages), shares_(options.max_step_tokens) {
-  DORAD_CHECK(options.max_step_tokens > 0 && options.max_running > 0);
+    : options_(std::move(options)), pages_(pages), shares_(options_.max_step_tokens) {
+  DORAD_CHECK(options_.max_step_tokens > 0 && options_.max_running > 0);
 }
 
 void Scheduler::Add(Sequence* sequence) {
