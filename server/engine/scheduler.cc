@@ -104,6 +104,7 @@ std::vector<Chunk> Scheduler::Schedule() {
     Sequence& s = *chunk.sequence;
     s.computed = chunk.end();
     s.planned = 0;
+    if (chunk.copy_from >= 0) s.copy_from = -1;  // the chunk holds it now
     s.sampling += chunk.samples ? 1 : 0;
     s.chunk_index = static_cast<int32_t>(i);
     ++s.in_flight;
@@ -239,7 +240,7 @@ void Scheduler::Computed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   // After a preemption the pages are free.
   if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
-  s.landed = chunk.end();
+  if (chunk.count > 0) s.landed = chunk.end();
   // Pages of several versions are no prefix of another sequence.
   const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
   const int64_t last = (s.prompt_tokens - 1) / kKvPageTokens;  // the page that others copy
@@ -301,7 +302,7 @@ Chunk* Scheduler::Append(Sequence* sequence, Plan* plan) {
   chunk.position = sequence->computed;
   chunk.count = ChunkSize(*sequence, plan->budget);
   if (chunk.count > 0) {
-    chunk.copy_from = std::exchange(sequence->copy_from, -1);
+    chunk.copy_from = sequence->copy_from;
     sequence->planned = chunk.end();
   }
   chunk.samples = chunk.end() == sequence->goal() && chunk.end() > sequence->to_score;
@@ -358,6 +359,8 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   Take(sequence, &sequence->share->waiting);
   Put(sequence, &running_);
   Append(sequence, plan)->row_of = reused.row_of;
+  // Others may share what this step computes in the next one only.
+  if (reused.row_of != nullptr) sequence->computed = 0;
   if (sequence->use_prefix_cache) writers_.Publish(sequence);
   return Admitted::kYes;
 }
@@ -427,7 +430,11 @@ void Scheduler::SharePages(const Sequence& from, int64_t end, Sequence* to) {
   if (end <= held * kKvPageTokens) return;
   pages_->Share(absl::MakeConstSpan(from.pages).subspan(held, whole - held), &to->pages);
   to->computed = end;
-  if (end % kKvPageTokens > 0) CopyLater(from.pages[whole], to);
+  if (end % kKvPageTokens == 0) return;
+  // Its last page may have to be copied yet. With its last row it is copied later, after that.
+  const bool awaits_copy =
+      from.copy_from >= 0 && end <= from.computed && whole == from.computed / kKvPageTokens;
+  CopyLater(awaits_copy ? from.copy_from : from.pages[whole], to);
 }
 
 void Scheduler::CopyLater(int32_t page, Sequence* to) {
@@ -455,7 +462,6 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   const auto chunk = std::find_if(plan->chunks.begin(), plan->chunks.end(),
                                   [sequence](const Chunk& c) { return c.sequence == sequence; });
   if (chunk != plan->chunks.end()) {
-    ReleaseCopied(chunk->copy_from);
     plan->budget += chunk->count;
     sequence->share->served -= chunk->count;
     plan->chunks.erase(chunk);

@@ -58,7 +58,8 @@ struct Sequence {
   int64_t scored = 0;  // of them, those with results
   // Positions with keys and values in pages once all steps in flight have finished.
   int64_t computed = 0;
-  int64_t landed = 0;  // of them, those of steps that have finished
+  // Of them, those before the last row of its own that has landed: with a copied page's.
+  int64_t landed = 0;
   std::vector<int32_t> pages;
 
   // Sample 0 of the request, for other samples: it computes the prompt for all.
@@ -73,7 +74,7 @@ struct Sequence {
   // which both are equal.
   std::optional<PrefixKey> awaits;
   int64_t awaited_end = 0;
-  // Held for its next chunk: Chunk::copy_from.
+  // Held for its next chunk until that is scheduled: Chunk::copy_from.
   int32_t copy_from = -1;
   int64_t planned = 0;     // end of its chunk in the step under construction; 0: none
   bool looked_up = false;  // cached_tokens is from the prefix cache

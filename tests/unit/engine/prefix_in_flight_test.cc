@@ -44,6 +44,63 @@ TEST_F(PrefixInFlightTest, StepsInFlightCount) {
   Finish(two);
 }
 
+TEST_F(PrefixInFlightTest, APageThatIsNotCopiedYetIsNobodysSource) {
+  Make(64, 64);
+  Sequence* first = Add(21, 0, nullptr, kSame);
+  Sequence* second = Add(21, 0, nullptr, kSame);
+  Sequence* third = Add(21, 0, nullptr, kSame);
+  const auto one = scheduler_->Schedule();
+  ASSERT_EQ(one.size(), 3u);
+  const int32_t source = first->pages[1];
+  first->most_tokens = third->most_tokens = 22;  // they end with their first token
+  Land(one);
+  Sequence* late = Add(21, 0, nullptr, kSame);
+  const auto two = scheduler_->Schedule();
+  ASSERT_EQ(two.size(), 2u);
+  EXPECT_EQ(two[0].sequence, second);
+  EXPECT_EQ(two[0].copy_from, source);
+  EXPECT_EQ(two[1].sequence, late);
+  EXPECT_EQ(two[1].copy_from, source) << "the second one's page is being written";
+  Land(two);
+}
+
+TEST_F(PrefixInFlightTest, NothingOfThisStepIsCopiedInThisStep) {
+  Make(64, 64);
+  Sequence* first = Add(21, 0, nullptr, kSame);
+  Sequence* second = Add(21, 0, nullptr, kSame);
+  Sequence* sibling = Add(21, 0, second, kSame);
+  const auto one = scheduler_->Schedule();
+  ASSERT_EQ(one.size(), 2u);
+  EXPECT_EQ(one[1].row_of, first);
+  EXPECT_EQ(sibling->state, Sequence::State::kWaiting) << "its leader has nothing yet";
+  Finish(one);
+  const auto two = scheduler_->Schedule();
+  ASSERT_EQ(two.size(), 3u);
+  EXPECT_EQ(two[2].sequence, sibling);
+  EXPECT_EQ(two[2].copy_from, first->pages[1]);
+  Finish(two);
+}
+
+TEST_F(PrefixInFlightTest, ACopyThatDidNotHappenLeavesNoPage) {
+  Make(64, 64);
+  Sequence* first = Add(21, 0, nullptr, kSame);
+  Sequence* second = Add(21, 0, nullptr, kSame);
+  first->most_tokens = 22;
+  Land(scheduler_->Schedule());
+  const auto chunks = scheduler_->Schedule();
+  ASSERT_EQ(chunks.size(), 1u);
+  ASSERT_GE(chunks[0].copy_from, 0);
+  // The step does not begin: its sequences end.
+  scheduler_->Landed(chunks[0]);
+  scheduler_->Remove(second);
+  Sequence* third = Add(21, 0, nullptr, kSame);
+  const auto again = scheduler_->Schedule();
+  ASSERT_EQ(again.size(), 1u);
+  EXPECT_EQ(again[0].copy_from, chunks[0].copy_from) << "the page of the one that computed it";
+  EXPECT_EQ(third->cached_tokens, 20);
+  Land(again);
+}
+
 TEST_F(PrefixInFlightTest, OthersPassTheOneThatWaits) {
   Make(64, 24);
   Sequence* first = Add(40, 0, nullptr, kSame);
