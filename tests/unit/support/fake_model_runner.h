@@ -78,6 +78,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     std::vector<Rows>& step = in_flight_.emplace_back();
     for (const StepSequence& s : sequences) {
       DORAD_CHECK(s.adapter == nullptr || s.adapter->resident());
+      CheckCopy(s, sequences);
       step.push_back(Rows(s));
     }
     if (in_flight_.size() == 1) previous_.clear();
@@ -204,6 +205,23 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     const int32_t page = s.pages[position / kKvPageTokens];
     DORAD_CHECK(chunk_pages_ == 0 || lent_.count((page + 1) / chunk_pages_) == 0);
     return kv_[s.pages[position / kKvPageTokens] * kKvPageTokens + position % kKvPageTokens];
+  }
+
+  // What is copied is in its page when the step begins: the step neither copies nor computes it.
+  static void CheckCopy(const StepSequence& s, absl::Span<const StepSequence> step) {
+    if (s.copy_from < 0) return;
+    for (const StepSequence& other : step) {
+      if (other.tokens.empty()) continue;
+      const int64_t first = other.position / kKvPageTokens;
+      if (other.pages[first] == s.copy_from) {
+        DORAD_CHECK(other.copy_from < 0);
+        DORAD_CHECK(other.position % kKvPageTokens >= s.position % kKvPageTokens);
+      }
+      const int64_t end = other.position + static_cast<int64_t>(other.tokens.size());
+      for (int64_t page = first + 1; page * kKvPageTokens < end; ++page) {
+        DORAD_CHECK(other.pages[page] != s.copy_from);
+      }
+    }
   }
 
   static bool IsBanned(const Rows& s, TokenId token) {
