@@ -80,7 +80,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, list
             use_cpu=not on_gpu,
             model_init_kwargs={"dtype": "float32" if options.dtype == "fp32" else "bfloat16"},
             gradient_checkpointing=on_gpu,
-            # Every sample has all its tokens, whoever generates.
+            # Both generators make every token of a sample.
             generation_kwargs=(
                 {"ignore_eos": True}
                 if name == "dorad"

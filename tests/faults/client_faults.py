@@ -96,7 +96,7 @@ GATEWAY = [
         "client/src/dorad/gateway/rl/folder.py",
         "        if folder.is_relative_to(root):\n",
         "        if Path(path).is_relative_to(allowed):\n",
-        "Whoever may publish learns which folders the gateway's host has.",
+        "A caller with the right to publish learns which folders the gateway's host has.",
         tests=("gateway/test_rl_adapters.py",),
     ),
 ]

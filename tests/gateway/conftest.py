@@ -1,6 +1,5 @@
 """The gateway in front of the real server, with two adapters, and in front of the fake server."""
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -106,10 +105,8 @@ def fake_http(fake_gateway):
 @pytest.fixture(scope="session")
 def adapter_root(zoo, tmp_path_factory):
     """Below it: dora-0, dora-1, lora-0."""
-    root = tmp_path_factory.mktemp("adapters")
-    for kind, seed in (("dora", 0), ("dora", 1), ("lora", 0)):
-        shutil.copytree(zoo.adapter("slow", kind, seed), root / f"{kind}-{seed}")
-    return root
+    kinds = (("dora", 0), ("dora", 1), ("lora", 0))
+    return zoo.copy_adapters("slow", kinds, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async
 
 
 class Worker:
-    """A rollout worker that is told of versions."""
+    """A rollout worker; it notes the versions that it gets."""
 
     def __init__(self) -> None:
         self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,6 +104,12 @@ class Zoo:
             adapters.make(self.oracle(family).base, adapters.BY_NAME[kind], folder, seed)
 
         return make_once(self.directory / f"{family}-{kind}-{seed}", make)
+
+    def copy_adapters(self, family: str, kinds: Iterable[tuple[str, int]], root: Path) -> Path:
+        """Folders KIND-SEED below `root`, which tests may change."""
+        for kind, seed in kinds:
+            shutil.copytree(self.adapter(family, kind, seed), root / f"{kind}-{seed}")
+        return root
 
     def sequences(self, family: str, seed: int = 7) -> list[list[int]]:
         from lib import tiny_models

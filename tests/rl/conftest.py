@@ -6,7 +6,6 @@ server and the gateway, and runs a program with the library's code there: drive_
 
 import json
 import os
-import shutil
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,10 +39,8 @@ def client(server):
 @pytest.fixture(scope="session")
 def adapters(zoo, tmp_path_factory):
     """A root with perturbed adapters: dora-0, dora-1, lora-0 and so on."""
-    root = tmp_path_factory.mktemp("adapters")
-    for kind, seed in (("dora", 0), ("dora", 1), ("lora", 0), ("lora", 1), ("lora", 2)):
-        shutil.copytree(zoo.adapter("slow", kind, seed), root / f"{kind}-{seed}")
-    return root
+    kinds = (("dora", 0), ("dora", 1), ("lora", 0), ("lora", 1), ("lora", 2))
+    return zoo.copy_adapters("slow", kinds, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def test_samples_have_the_logprobs_of_their_version(
         drive("trl", running.url, folder, adapters) as program,
     ):
         found = result_of(program)
-        # The worker would repeat refused requests, and nobody would see it.
+        # The worker would repeat refused requests silently.
         ended = [line for line in running.log() if line["msg"] == "request ended"]
     codes = {line["status"] for line in ended if line["endpoint"] == "completions"}
     assert codes <= {"200", "499"}, codes  # 499: in flight when the worker stopped.

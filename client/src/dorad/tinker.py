@@ -61,8 +61,7 @@ class SamplingClient:
         token ids, or strings, after which the tokens end with the one that completes the string.
 
         Raises:
-          ValueError: for images, for an argument that dorad has not, and for stop strings without
-            `text`.
+          ValueError: for images, for an unsupported argument, and for stop strings without `text`.
           RuntimeError: a sample was aborted.
           DoradError: as `Client.generate`.
         """
@@ -86,7 +85,7 @@ class SamplingClient:
             options["stop_token_ids"] = [s for s in stop if isinstance(s, int)]
         scored = None
         if include_prompt_logprobs:
-            scored = (await self._client.score([ids], self._adapter))[0, 0]
+            scored = await self._scores(ids)
         if strings:
             made = await self._sample_until(strings, ids, num_samples, options)
         else:
@@ -104,12 +103,14 @@ class SamplingClient:
 
     async def compute_logprobs(self, prompt: tinker.ModelInput) -> list[float | None]:
         """Raw log-probabilities of the prompt's tokens; None for the first."""
-        result = await self._client.score([prompt.to_ints()], self._adapter)
-        return [None, *result[0, 0][1:].tolist()]
+        return [None, *(await self._scores(prompt.to_ints()))[1:].tolist()]
 
     async def compute_logprobs_async(self, prompt: tinker.ModelInput) -> list[float | None]:
         """The name of `compute_logprobs` in older releases."""
         return await self.compute_logprobs(prompt)
+
+    async def _scores(self, ids: list[int]) -> t.FloatArray:
+        return (await self._client.score([ids], self._adapter))[0, 0]
 
     async def _sample_until(
         self, strings: list[str], ids: list[int], count: int, options: t.GenerateOptions
