@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The unit tests of every room through ctest, then tests/*.py against build/dorad: in two processes for
 # each core, because most tests wait; a file in one of them, because its tests share servers.
-# DORAD_DEEP=1 adds the long ones. Further arguments go to pytest. Ends with a summary and exits
-# non-zero when anything failed.
+# Up to three failed ones run once more, alone. DORAD_DEEP=1 adds the long ones. Further arguments go
+# to pytest. Ends with a summary and exits non-zero when anything failed.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 build=${BUILD_DIR:-build}
@@ -15,9 +15,15 @@ STAGE_TAIL=80 stage "unit tests" "ctest-$(basename "$build")" ctest --test-dir "
 
 if [[ ! ${UNIT_ONLY:-} ]]; then
   echo "tests against $build/dorad"
-  DORAD_BINARY="$ROOT/$build/dorad" "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" \
-    --numprocesses "$((2 * cores))" --dist loadfile --no-loadscope-reorder --durations 5 "$@" ||
-    status=1
+  export DORAD_BINARY=$ROOT/$build/dorad
+  if ! "$VENV/bin/python" -m pytest --junit-xml "$results/python.xml" \
+    --numprocesses "$((2 * cores))" --dist loadfile --no-loadscope-reorder --durations 5 "$@"; then
+    # A machine with much other work outlasts the patience of a test. The summary names such tests.
+    "$VENV/bin/python" tools/test_summary.py "$results" --again &&
+      echo "the failed tests once more, alone" &&
+      "$VENV/bin/python" -m pytest --junit-xml "$results/again.xml" --last-failed \
+        --last-failed-no-failures none "$@" || status=1
+  fi
 fi
 
 "$VENV/bin/python" tools/test_summary.py "$results" || status=1

@@ -56,14 +56,25 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                 retry_after=0.02,
             )
         context.add_callback(lambda: self._on_end(context))
+        running = True
         try:
-            yield from self._tokens(request, context)
+            for message, last in self._tokens(request, context):
+                if last:
+                    # Before it is sent: its reader may begin the next request at once.
+                    self._leave()
+                    running = False
+                yield message
         finally:
-            with self.lock:
-                self.running -= 1
-                self.lock.notify_all()
+            if running:
+                self._leave()
+
+    def _leave(self):
+        with self.lock:
+            self.running -= 1
+            self.lock.notify_all()
 
     def _tokens(self, request, context):
+        """Messages, each with whether it is the request's last."""
         prompt = kept_prompt(request)
         if not prompt:
             fail(
@@ -89,7 +100,8 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                     last = not self.endless and position == count - 1
                     if self.break_after is not None and sent >= self.break_after:
                         self.break_with(context)
-                    yield self._message(request, span, i, position, [token], last)
+                    message = self._message(request, span, i, position, [token], last)
+                    yield message, last and i == n - 1
                     sent += 1
                 position += 1
                 time.sleep(self.token_delay)
@@ -100,7 +112,7 @@ class FakeInference(inference_pb2_grpc.InferenceServiceServicer):
                     return
                 time.sleep(0.002)
             for i in range(n):
-                yield self._message(request, span, i, 0, tokens[i], True)
+                yield self._message(request, span, i, 0, tokens[i], True), i == n - 1
         context.dorad_done = True
 
     def _message(self, request, span, index, begin, tokens, last):
