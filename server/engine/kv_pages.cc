@@ -67,19 +67,20 @@ bool KvPages::Allocate(int64_t count, std::vector<int32_t>* to) {
 }
 
 void KvPages::Release(std::vector<int32_t>* pages) {
-  for (auto it = pages->rbegin(); it != pages->rend(); ++it) {
-    Page& page = pages_[*it];
-    DORAD_CHECK(page.references > 0);
-    if (--page.references > 0) continue;
-    Chunk& chunk = ChunkOf(*it);
-    SetUsed(&chunk, chunk.used - 1);
-    if (page.registered) {
-      AppendCached(*it);
-    } else {
-      Free(*it);
-    }
-  }
+  for (auto it = pages->rbegin(); it != pages->rend(); ++it) Release(*it);
   pages->clear();
+}
+
+void KvPages::Release(int32_t page) {
+  DORAD_CHECK(pages_[page].references > 0);
+  if (--pages_[page].references > 0) return;
+  Chunk& chunk = ChunkOf(page);
+  SetUsed(&chunk, chunk.used - 1);
+  if (pages_[page].registered) {
+    AppendCached(page);
+  } else {
+    Free(page);
+  }
 }
 
 void KvPages::Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to) {

@@ -77,8 +77,10 @@ class KvPages {
   // Drops one reference of each page, last page first (so that the ends of prefixes are evicted
   // before their beginnings), and clears the list.
   void Release(std::vector<int32_t>* pages);
+  void Release(int32_t page);
   // One more reference of each page, appended to *to.
   void Share(absl::Span<const int32_t> pages, std::vector<int32_t>* to);
+  void Acquire(int32_t page);
 
   // Walks the trie from *node along whole pages of tokens. Adds a reference to each page found,
   // appends it to *to and advances *node.
@@ -146,7 +148,6 @@ class KvPages {
   void Free(int32_t page);
   int32_t TakeFree();
   void SetUsed(Chunk* chunk, int32_t used);
-  void Acquire(int32_t page);
   void Unregister(int32_t page);
   void AppendCached(int32_t page);
   void RemoveCached(int32_t page);

@@ -11,15 +11,13 @@ namespace {
 
 int64_t PagesOf(int64_t tokens) { return (tokens + kKvPageTokens - 1) / kKvPageTokens; }
 
-// A sequence waits for one that will get its rows, and not behind its own priority.
-bool MayAwait(const Sequence& sequence, const Sequence& writer) {
-  return !writer.frozen && writer.priority <= sequence.priority;
-}
-
 }  // namespace
 
 Scheduler::Scheduler(Options options, KvPages* pages)
-    : options_(std::move(options)), pages_(pages), shares_(options_.max_step_tokens) {
+    : options_(std::move(options)),
+      pages_(pages),
+      sharing_(pages),
+      shares_(options_.max_step_tokens) {
   DORAD_CHECK(options_.max_step_tokens > 0 && options_.max_running > 0);
 }
 
@@ -37,8 +35,8 @@ void Scheduler::Remove(Sequence* sequence) {
     Take(sequence, &running_);
     shares_.Leave(sequence);
   }
-  if (sequence->state == Sequence::State::kRunning) RegisterLastPage(*sequence);
-  Rewind(sequence);
+  if (sequence->state == Sequence::State::kRunning) sharing_.Ended(*sequence);
+  sharing_.Rewind(sequence);
   sequence->state = Sequence::State::kEnded;
 }
 
@@ -47,7 +45,7 @@ void Scheduler::Restart(Sequence* sequence, const adapter::LoadedAdapter* adapte
   DORAD_CHECK(sequence->state != Sequence::State::kEnded && sequence->in_flight == 0);
   sequence->kv_spans.assign(1, {0, adapter});
   sequence->root = root;
-  Rewind(sequence);
+  sharing_.Rewind(sequence);
   if (!Take(sequence, &running_)) return;
   sequence->state = Sequence::State::kWaiting;
   Put(sequence, &sequence->share->waiting);
@@ -123,7 +121,7 @@ void Scheduler::AdmitWaiting(Plan* plan) {
     const bool full = no_place();
     if (full ? !shares_.several() : plan->budget == 0) break;
     if (s->frozen) continue;
-    if (WaitsForOthers(s)) continue;
+    if (sharing_.Waits(s)) continue;
     Sequence* const victim = full ? PlaceFor(*s, max_running) : nullptr;
     if (full && victim == nullptr) {
       turns.EndTurnsOf(s->share);
@@ -198,8 +196,8 @@ Scheduler::Admitted Scheduler::AdmitInsteadOf(Sequence* victim, Sequence* sequen
     Preempt(s, plan);
   };
   if (victim != nullptr) {
-    const bool waits = ReusePrefix(sequence).waits;
-    Rewind(sequence);
+    const bool waits = sharing_.Reuse(sequence).waits;
+    sharing_.Rewind(sequence);
     if (waits) return Admitted::kWaits;
     preempt(victim);
   }
@@ -231,57 +229,9 @@ void Scheduler::PreemptAll() {
 void Scheduler::Landed(const Chunk& chunk) {
   Sequence& s = *chunk.sequence;
   --s.in_flight;
-  ReleaseCopied(chunk.copy_from);
+  sharing_.Landed(chunk);
   s.sampling -= chunk.samples ? 1 : 0;
   if (s.state == Sequence::State::kWaiting && s.in_flight == 0) s.DropPins();
-}
-
-void Scheduler::Computed(const Chunk& chunk) {
-  Sequence& s = *chunk.sequence;
-  // After a preemption the pages are free.
-  if (s.state != Sequence::State::kRunning || !s.use_prefix_cache) return;
-  if (chunk.count > 0) s.landed = chunk.end();
-  // Pages of several versions are no prefix of another sequence.
-  const int64_t end = std::min(chunk.end(), s.same_adapter_until(0));
-  const int64_t last = (s.prompt_tokens - 1) / kKvPageTokens;  // the page that others copy
-  const bool writes = s.registered_pages < last;
-  while ((s.registered_pages + 1) * kKvPageTokens <= end) {
-    if (s.registered_pages == last) writers_.Publish(&s);
-    const absl::Span<const TokenId> tokens =
-        absl::MakeConstSpan(s.tokens).subspan(s.registered_pages * kKvPageTokens, kKvPageTokens);
-    s.node = pages_->Register(s.node, tokens, s.pages[s.registered_pages]);
-    ++s.registered_pages;
-  }
-  if (writes && s.registered_pages <= last) writers_.Publish(&s);
-}
-
-// Whether the leader computes, or has computed, the sequence's prompt under the same version.
-bool Scheduler::HasLeader(const Sequence& sequence) {
-  const Sequence* leader = sequence.leader;
-  return leader != nullptr && leader->state != Sequence::State::kEnded &&
-         leader->adapter_at(0) == sequence.adapter_at(0);
-}
-
-// Whether the step under construction computes the other one's last row, and it is the sequence's.
-bool Scheduler::CanTakeRowOf(const Sequence& other, const Sequence& sequence) {
-  return other.planned > 0 && other.planned == other.goal() && other.generated() == 0 &&
-         other.to_score == 0 && sequence.generated() == 0 && sequence.to_score == 0 &&
-         other.sampling == 0 && other.tokens == sequence.tokens;
-}
-
-bool Scheduler::WaitsForOthers(Sequence* sequence) const {
-  if (HasLeader(*sequence)) {
-    const Sequence& leader = *sequence->leader;
-    return !leader.prompt_done() && !CanTakeRowOf(leader, *sequence);
-  }
-  if (!sequence->awaits.has_value()) return false;
-  const Sequence* const writer = writers_.Find(*sequence->awaits);
-  if (writer != nullptr && MayAwait(*sequence, *writer) &&
-      writer->computed < sequence->awaited_end && !CanTakeRowOf(*writer, *sequence)) {
-    return true;
-  }
-  sequence->awaits.reset();
-  return false;
 }
 
 int64_t Scheduler::ChunkSize(const Sequence& sequence, int64_t budget) {
@@ -334,9 +284,9 @@ void Scheduler::Continue(Sequence* sequence, Plan* plan) {
 }
 
 Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
-  const Reused reused = ReusePrefix(sequence);
+  const PrefixSharing::Reused reused = sharing_.Reuse(sequence);
   if (reused.waits) {
-    Rewind(sequence);
+    sharing_.Rewind(sequence);
     return Admitted::kWaits;
   }
   // All pages of the prompt at once: a half-admitted prompt would only be preempted again. One page
@@ -346,7 +296,7 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   const int64_t reserve = running();
   const int64_t available = pages_->available();
   if (available < missing + reserve || !pages_->Allocate(missing, &sequence->pages)) {
-    Rewind(sequence);
+    sharing_.Rewind(sequence);
     // The prefix's pages count as available again, but the sequence needs them too.
     shortage_ = missing + pages_->available() - available;
     return Admitted::kNoPages;
@@ -361,101 +311,8 @@ Scheduler::Admitted Scheduler::Admit(Sequence* sequence, Plan* plan) {
   Append(sequence, plan)->row_of = reused.row_of;
   // Others may share what this step computes in the next one only.
   if (reused.row_of != nullptr) sequence->computed = 0;
-  if (sequence->use_prefix_cache) writers_.Publish(sequence);
+  sharing_.Publish(sequence);
   return Admitted::kYes;
-}
-
-Scheduler::Reused Scheduler::ReusePrefix(Sequence* sequence) {
-  const Sequence* const leader = sequence->leader;
-  Reused reused;
-  if (HasLeader(*sequence) && CanTakeRowOf(*leader, *sequence)) {
-    SharePages(*leader, leader->prompt_tokens, sequence);
-    reused.row_of = leader;
-  } else if (HasLeader(*sequence) && leader->state == Sequence::State::kRunning &&
-             leader->prompt_done()) {
-    // Only the prompt is common to both.
-    SharePages(*leader, std::min(sequence->reusable(), leader->prompt_tokens - 1), sequence);
-  } else if (sequence->use_prefix_cache) {
-    const int64_t whole_pages = sequence->reusable() / kKvPageTokens;
-    pages_->MatchPrefix(
-        absl::MakeConstSpan(sequence->tokens).subspan(0, whole_pages * kKvPageTokens),
-        &sequence->node, &sequence->pages);
-    sequence->registered_pages = static_cast<int64_t>(sequence->pages.size());
-    sequence->computed = sequence->registered_pages * kKvPageTokens;
-    reused = ShareWithOthers(sequence);
-    reused.looked_up = sequence->has_scored();  // else its rows are needed
-  }
-  return reused;
-}
-
-// Beyond the whole pages of the cache.
-Scheduler::Reused Scheduler::ShareWithOthers(Sequence* sequence) {
-  Reused reused;
-  const absl::Span<const TokenId> tokens =
-      absl::MakeConstSpan(sequence->tokens).first(std::max<int64_t>(sequence->reusable(), 0));
-  const auto begin = static_cast<size_t>(sequence->computed);
-  if (begin >= tokens.size()) return reused;
-  const auto of_page = tokens.subspan(begin, kKvPageTokens);
-  const PrefixKey next(sequence->node, of_page);
-  const Sequence* const writer = writers_.Find(next);
-  if (writer == nullptr) {
-    int32_t page = -1;
-    const int64_t part = pages_->MatchPart(sequence->node, of_page, &page);
-    if (part > 0) CopyLater(page, sequence);
-    sequence->computed += part;
-    return reused;
-  }
-  if (CanTakeRowOf(*writer, *sequence)) {
-    SharePages(*writer, writer->prompt_tokens, sequence);
-    reused.row_of = writer;
-    return reused;
-  }
-  const auto end = std::mismatch(tokens.begin() + begin, tokens.end(),
-                                 writer->tokens.begin() + begin, writer->tokens.end());
-  const int64_t common = std::min<int64_t>(end.first - tokens.begin(),
-                                           std::min(writer->goal(), writer->same_adapter_until(0)));
-  if (writer->computed < common && MayAwait(*sequence, *writer)) {
-    sequence->awaits = next;
-    sequence->awaited_end = common;
-    reused.waits = true;
-    return reused;
-  }
-  SharePages(*writer, std::min(common, writer->computed), sequence);
-  return reused;
-}
-
-void Scheduler::SharePages(const Sequence& from, int64_t end, Sequence* to) {
-  const auto held = static_cast<int64_t>(to->pages.size());
-  const int64_t whole = end / kKvPageTokens;
-  if (end <= held * kKvPageTokens) return;
-  pages_->Share(absl::MakeConstSpan(from.pages).subspan(held, whole - held), &to->pages);
-  to->computed = end;
-  if (end % kKvPageTokens == 0) return;
-  // Its last page may have to be copied yet. With its last row it is copied later, after that.
-  const bool awaits_copy =
-      from.copy_from >= 0 && end <= from.computed && whole == from.computed / kKvPageTokens;
-  CopyLater(awaits_copy ? from.copy_from : from.pages[whole], to);
-}
-
-void Scheduler::CopyLater(int32_t page, Sequence* to) {
-  std::vector<int32_t> held;
-  pages_->Share({&page, 1}, &held);
-  to->copy_from = page;
-}
-
-// Of a running sequence that ends.
-void Scheduler::RegisterLastPage(const Sequence& s) {
-  const int64_t begin = s.registered_pages * kKvPageTokens;
-  const int64_t end = std::min(s.landed, s.same_adapter_until(0));
-  if (!s.use_prefix_cache || begin >= end) return;
-  pages_->Register(s.node, absl::MakeConstSpan(s.tokens).subspan(begin, end - begin),
-                   s.pages[s.registered_pages]);
-}
-
-void Scheduler::ReleaseCopied(int32_t page) {
-  if (page < 0) return;
-  std::vector<int32_t> held = {page};
-  pages_->Release(&held);
 }
 
 void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
@@ -473,7 +330,7 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
       Preempt(joined->sequence, plan);
     }
   }
-  Rewind(sequence);
+  sharing_.Rewind(sequence);
   Take(sequence, &running_);
   sequence->state = Sequence::State::kWaiting;
   Put(sequence, &sequence->share->waiting);
@@ -482,15 +339,6 @@ void Scheduler::Preempt(Sequence* sequence, Plan* plan) {
   ++sequence->preemptions;
   ++preemptions_;
   plan->preempted = true;
-}
-
-void Scheduler::Rewind(Sequence* sequence) {
-  writers_.Withdraw(sequence);
-  ReleaseCopied(std::exchange(sequence->copy_from, -1));
-  pages_->Release(&sequence->pages);
-  sequence->computed = sequence->landed = 0;
-  sequence->registered_pages = 0;
-  sequence->node = sequence->root;
 }
 
 }  // namespace dorad::engine

@@ -1,9 +1,9 @@
 // Chooses the rows of the next step: decodes first, then prefill chunks, under a token budget, with
 // admission by KV pages and preemption by recomputation. Tenants of equal priority take turns
-// (tenant_shares.h). It may schedule a step before the last one
-// has finished: the decodes then follow tokens that are not known yet. Freed pages are reused at
-// once, since steps are computed in order. Pure logic: no torch, no clock, no I/O. Confined to the
-// engine thread.
+// (tenant_shares.h), and sequences share what they have in common (prefix_sharing.h). It may
+// schedule a step before the last one has finished: the decodes then follow tokens that are not
+// known yet. Freed pages are reused at once, since steps are computed in order. Pure logic: no
+// torch, no clock, no I/O. Confined to the engine thread.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "server/engine/kv_pages.h"
-#include "server/engine/prefix_writers.h"
+#include "server/engine/prefix_sharing.h"
 #include "server/engine/sequence.h"
 #include "server/engine/tenant_shares.h"
 
@@ -48,7 +48,7 @@ class Scheduler {
   // in flight.
   std::vector<Chunk> Schedule();
   // The chunk's keys and values are in its pages: registers full pages.
-  void Computed(const Chunk& chunk);
+  void Computed(const Chunk& chunk) { sharing_.Computed(chunk); }
   // The chunk's step has finished or failed.
   void Landed(const Chunk& chunk);
 
@@ -68,10 +68,6 @@ class Scheduler {
   };
 
   bool CanContinue(Sequence* sequence) const;
-  static bool HasLeader(const Sequence& sequence);
-  static bool CanTakeRowOf(const Sequence& other, const Sequence& sequence);
-  // Whether another sequence computes tokens that this one needs.
-  bool WaitsForOthers(Sequence* sequence) const;
   static int64_t ChunkSize(const Sequence& sequence, int64_t budget);
   static Chunk* Append(Sequence* sequence, Plan* plan);
   // The running sequence to preempt first, among those for which may(sequence) holds: of the lowest
@@ -88,28 +84,14 @@ class Scheduler {
   Sequence* PagesFor(const Sequence& wanting) const;
   // Preempts the victim, if there is one, and more for pages.
   Admitted AdmitInsteadOf(Sequence* victim, Sequence* sequence, Plan* plan);
-  // What a sequence need not compute.
-  struct Reused {
-    bool looked_up = false;            // in the prefix cache
-    bool waits = false;                // for another sequence; the others do not count
-    const Sequence* row_of = nullptr;  // as Chunk's
-  };
-  Reused ReusePrefix(Sequence* sequence);
-  // Shares the pages of `from`, after those that *to has, up to the position `end`.
-  void SharePages(const Sequence& from, int64_t end, Sequence* to);
-  Reused ShareWithOthers(Sequence* sequence);
-  void CopyLater(int32_t page, Sequence* to);
-  void RegisterLastPage(const Sequence& s);
-  void ReleaseCopied(int32_t page);
   void Preempt(Sequence* sequence, Plan* plan);
   bool PreemptFrozen(Plan* plan);
   void Put(Sequence* sequence, SequenceLine* line);
   bool Take(Sequence* sequence, SequenceLine* line);
-  void Rewind(Sequence* sequence);
 
   const Options options_;
   KvPages* const pages_;
-  PrefixWriters writers_;
+  PrefixSharing sharing_;
   TenantShares shares_;
   int64_t waiting_ = 0;  // in the lines of shares_
   SequenceLine running_;

@@ -1,0 +1,59 @@
+// The keys and values that a sequence takes over instead of computing them: whole pages and parts
+// of pages from the prefix cache, pages of a running sequence with the same beginning, and its last
+// row if both have the same prompt. A sequence waits for a running one that computes tokens which
+// both need. Owned by Scheduler. Confined to the engine thread.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/inlined_vector.h"
+#include "server/engine/kv_pages.h"
+#include "server/engine/sequence.h"
+
+namespace dorad::engine {
+
+class PrefixSharing {
+ public:
+  // pages is borrowed.
+  explicit PrefixSharing(KvPages* pages) : pages_(pages) {}
+
+  // Whether another sequence computes tokens that this one needs.
+  bool Waits(Sequence* sequence) const;
+
+  // What a sequence need not compute.
+  struct Reused {
+    bool looked_up = false;            // in the prefix cache
+    bool waits = false;                // for another sequence; the others do not count
+    const Sequence* row_of = nullptr;  // as Chunk's
+  };
+  // Gives the sequence the pages of what it need not compute. REQUIRES: it is rewound.
+  Reused Reuse(Sequence* sequence);
+  // The sequence computes, or has computed, the tokens after its node (the last page of its prompt
+  // without the last token, if those are fewer): others may wait for it from now on.
+  void Publish(Sequence* sequence);
+  // The chunk's keys and values are in its pages: registers full pages in the prefix cache.
+  void Computed(const Chunk& chunk);
+  // The chunk's step has finished or failed: its copied page is free again.
+  void Landed(const Chunk& chunk);
+  // A running sequence ends: registers its last page, which is not full.
+  void Ended(const Sequence& sequence);
+  // Frees the sequence's pages: it computes from its first position again.
+  void Rewind(Sequence* sequence);
+
+ private:
+  void Withdraw(Sequence* sequence);
+  // A running sequence that computes these tokens; nullptr: there is none.
+  const Sequence* Writer(const PrefixKey& next) const;
+  Reused ReuseBeyondCache(Sequence* sequence);
+  // Shares the pages of `from`, after those that *to has, up to the position `end`.
+  void SharePages(const Sequence& from, int64_t end, Sequence* to);
+  // The sequence's next chunk begins with a copy of the page.
+  void CopyLater(int32_t page, Sequence* to);
+
+  KvPages* const pages_;
+  // The running sequences whose next page is not in the prefix cache yet, by that page's tokens.
+  absl::flat_hash_map<PrefixKey, absl::InlinedVector<const Sequence*, 1>> writers_;
+};
+
+}  // namespace dorad::engine
