@@ -1,15 +1,16 @@
-"""A step of TRL's GRPOTrainer with samples of dorad, beside TRL's own generation, in one run.
+"""A step of TRL's GRPOTrainer with samples of dorad, beside TRL with another generator, in one run.
 
-    python tests/bench/trl_step.py [--model DIR] [--rank 16] [--lora] [--patch] [--prompts 4]
-        [--samples 4] [--tokens 24] [--rounds 2] [--steps 2] [--dtype fp32]
+    python tests/bench/trl_step.py [--beside transformers|vllm] [--model DIR] [--rank 16] [--lora]
+        [--patch] [--prompts 4] [--samples 4] [--tokens 24] [--rounds 2] [--steps 2] [--dtype fp32]
 
-  trl     the trainer generates with transformers
+  trl     the trainer generates with transformers, or with vLLM in its own process (colocate)
   dorad   the same trainer out of dorad.trl.served, which starts a server of its own on the device
 
 Both train the same model, DoRA on all seven linears of each layer, on the same prompts, in turns
-(trl dorad trl dorad ...): a round is a training of so many steps, of which the first is left out.
-Medians of whole steps, and of their parts: generation, and for dorad the publication of the next
-version. With --patch both use dorad.train.patch: without it PEFT's own norms are most of a step.
+(trl dorad trl dorad ...): a round is a training of so many steps in a process of its own, of which
+the first is left out. Medians of whole steps, and of their parts: generation, and the
+synchronization of the weights: dorad publishes the adapter, TRL loads the merged model into vLLM.
+With --patch both use dorad.train.patch: without it PEFT's own norms are most of a step.
 
 A Markdown table goes to stderr, one JSON object to stdout. The server is DORAD_BINARY, or `dorad`
 on PATH.
@@ -17,8 +18,9 @@ on PATH.
 # ruff: noqa: E402 - the threads are set before torch is imported
 
 import argparse
-import gc
+import concurrent.futures
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -63,13 +65,17 @@ def timed(owner: object, name: str, times: list[float]) -> None:
 def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, list[float]]:
     """One round: seconds of each step and of its parts."""
     trainer_class = served(GRPOTrainer) if name == "dorad" else GRPOTrainer
+    with_server = name == "dorad" or options.beside == "vllm"
     on_gpu = torch.cuda.is_available()
     trainer = trainer_class(
         model=str(options.model),
         reward_funcs=reward,
         args=GRPOConfig(
             output_dir=folder,
-            use_vllm=name == "dorad",
+            use_vllm=with_server,
+            vllm_mode="server" if name == "dorad" else "colocate",
+            vllm_gpu_memory_utilization=options.vllm_memory,
+            vllm_max_model_length=1024,
             max_steps=options.steps + 1,
             per_device_train_batch_size=options.prompts * options.samples,
             num_generations=options.samples,
@@ -83,7 +89,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, list
             # Both generators make every token of a sample.
             generation_kwargs=(
                 {"ignore_eos": True}
-                if name == "dorad"
+                if with_server
                 else {"min_new_tokens": options.tokens, "max_new_tokens": options.tokens}
             ),
             save_strategy="no",
@@ -106,21 +112,22 @@ def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, list
     times: dict[str, list[float]] = defaultdict(list)
     timed(trainer, "training_step", times["step"])
     timed(trainer, "_generate_single_turn", times["generate"])
-    if name == "dorad":
-        timed(trainer.vllm_generation, "sync_weights", times["publish"])
+    if with_server:
+        timed(trainer.vllm_generation, "sync_weights", times["sync"])
     trainer.train()
+    if with_server:
+        # It runs inside of TRL's generation; at the end of training perhaps once more.
+        pairs = zip(times["generate"], times["sync"], strict=False)
+        times["generate"] = [whole - sync for whole, sync in pairs]
     if name == "dorad":
-        # It runs inside of TRL's generation; at the end of training once more.
-        pairs = zip(times["generate"], times["publish"], strict=False)
-        times["generate"] = [whole - publish for whole, publish in pairs]
         trainer.vllm_generation.close()
-    del trainer
-    gc.collect()
     return {part: values[1 : options.steps + 1] for part, values in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--beside", choices=["transformers", "vllm"], default="transformers")
+    parser.add_argument("--vllm-memory", type=float, default=0.4, help="its share of the GPU's")
     parser.add_argument("--model", type=Path, default=CACHE / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lora", action="store_true")
@@ -136,18 +143,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(options.rounds):
             for name in NAMES:
-                for part, values in train(name, options, folder).items():
+                # In a process of its own: the memory of a GPU is free again behind it.
+                with concurrent.futures.ProcessPoolExecutor(
+                    1, mp_context=multiprocessing.get_context("spawn")
+                ) as process:
+                    parts = process.submit(train, name, options, folder).result()
+                print(name, parts, file=sys.stderr)
+                for part, values in parts.items():
                     seconds[name][part] += values
     medians = {
         name: {part: statistics.median(values) for part, values in parts.items()}
         for name, parts in seconds.items()
     }
     trl, ours = medians["trl"], medians["dorad"]
-    ratios = {part: trl[part] / ours[part] for part in ("step", "generate")}
+    ratios = {part: trl[part] / ours[part] for part in trl}
     print("| seconds | trl | dorad | trl / dorad |\n|---|---|---|---|", file=sys.stderr)
-    for part, ratio in ratios.items():
-        print(f"| {part} | {trl[part]:.2f} | {ours[part]:.2f} | {ratio:.2f} |", file=sys.stderr)
-    print(f"| publish | | {ours['publish']:.2f} | |", file=sys.stderr)
+    for part, value in ours.items():
+        theirs = f"{trl[part]:.2f} | {value:.2f} | {ratios[part]:.2f}" if part in trl else ""
+        print(f"| {part} | {theirs or f'| {value:.2f} |'} |", file=sys.stderr)
     shape = {key: str(value) for key, value in vars(options).items()}
     print(json.dumps({"options": shape, "medians": medians, "ratios": ratios}))
 
