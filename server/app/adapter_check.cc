@@ -17,7 +17,7 @@ namespace dorad {
 absl::StatusOr<adapter::AdapterSummary> CheckAdapterFiles(const std::string& folder,
                                                           const Config& config) {
   DORAD_ASSIGN_OR_RETURN(const model::ModelConfig model, model::ReadModelConfig(config.model.path));
-  const adapter::BaseModules modules(model::ListModules(model));
+  const adapter::BaseModules modules = model::MakeModules(model);
   DORAD_ASSIGN_OR_RETURN(
       adapter::AdapterFiles files,
       adapter::ReadAdapterFolder(folder, {{}, /*trusted=*/true}, config.adapters.max_bytes));

@@ -66,6 +66,7 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.gpu_share = config.engine.gpu_share;
   options.eos_token_ids = model.eos_token_ids;
   options.vocab_size = ToInt32(model.vocab_size);
+  options.image_token_ids = model.image_token_ids;
   options.context_length = model.context_length;
   options.max_tokens = config.limits.max_tokens;
   options.max_n = ToInt32(config.limits.max_n);

@@ -26,6 +26,7 @@ struct EngineOptions {
   std::function<void(const std::string& tenant, int64_t tokens)> on_generated;
   // Limits checked at admission.
   int32_t vocab_size = 0;
+  std::vector<int32_t> image_token_ids;
   int64_t context_length = 0;
   int64_t max_tokens = 0;  // 0: the context length
   int32_t max_n = 128;

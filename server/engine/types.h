@@ -173,6 +173,8 @@ struct AdaptersInUse {
 
 struct EngineLimits {
   int32_t vocab_size = 0;
+  // Of a model with images, which are not served: no prompt may have them.
+  std::vector<int32_t> image_token_ids;
   int64_t context_length = 0;
   int64_t max_tokens = 0;
   int32_t max_n = 0;

@@ -1,5 +1,6 @@
 #include "server/model/model_config.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <optional>
 #include <system_error>
@@ -7,7 +8,11 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "server/model/checkpoint.h"
 #include "server/model/config_json.h"
+#include "server/model/families.h"
 #include "server/model/refused_keys.h"
 #include "server/model/rope_config.h"
 
@@ -28,44 +33,19 @@ constexpr IntRange kHeads{1, 1024};
 constexpr IntRange kHeadDim{2, 1024};
 constexpr IntRange kPositions{1, 1 << 24};
 
-// A family's differences: transformers' defaults for absent keys, and the keys that its classes
-// read.
-struct Family {
-  const char* model_type;
-  const char* architecture;
-  std::optional<int64_t> default_kv_heads;  // nullopt: as many as heads
-  int64_t default_head_dim;                 // 0: hidden_size / heads
-  int64_t default_context;
-  std::optional<int32_t> default_eos;
-  bool qkv_bias;              // always
-  bool reads_attention_bias;  // of q, k, v and o
-  bool reads_mlp_bias;
-  bool qk_norm;
-  enum Windows { kNone, kEveryLayer, kByLayer } windows;
-};
-
-constexpr Family kFamilies[] = {
-    {"llama", "LlamaForCausalLM", std::nullopt, 0, 2048, 2, false, true, true, false,
-     Family::kNone},
-    {"mistral", "MistralForCausalLM", 8, 0, 4096 * 32, 2, false, false, false, false,
-     Family::kEveryLayer},
-    {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, std::nullopt, true, false, false, false,
-     Family::kByLayer},
-    {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, std::nullopt, false, true, false, true,
-     Family::kByLayer},
-};
-
 const Family* FindFamily(Fields& fields) {
   const Json* type = fields.Find("model_type");
   if (type == nullptr || !type->is_string()) {
     fields.Invalid("model_type", type == nullptr ? "is missing" : "must be a string");
     return nullptr;
   }
-  for (const Family& family : kFamilies) {
+  std::vector<std::string> names;
+  for (const Family& family : Families()) {
     if (*type == family.model_type) return &family;
+    names.push_back(family.model_type);
   }
   fields.Unsupported("model_type",
-                     absl::StrCat(Shown(*type), " is not one of llama, mistral, qwen2, qwen3"));
+                     absl::StrCat(Shown(*type), " is not one of ", absl::StrJoin(names, ", ")));
   return nullptr;
 }
 
@@ -77,6 +57,37 @@ void CheckArchitectures(Fields& fields, const Family& family) {
                                                    Shown(*architectures)));
 }
 
+// The fields of the text decoder: in text_config, or beside vision_config as transformers 4 wrote
+// some models.
+Fields TextFields(Fields& root, const Family& family) {
+  if (!family.has_parts() || !root.Has("text_config")) return root;
+  Fields text = root.Child("text_config");
+  const Json* type = text.Find("model_type");
+  if (type != nullptr && *type != family.text_type) {
+    text.Unsupported("model_type", absl::StrCat("must be \"", family.text_type, "\" in a ",
+                                                family.model_type, " model, not ", Shown(*type)));
+  }
+  return text;
+}
+
+// Looks into the headers of the weights, if there are any: their import tells why there are none.
+void ReadTensorNames(const std::string& dir, Fields& root, ModelConfig* config) {
+  const absl::StatusOr<Checkpoint> checkpoint = Checkpoint::Open(dir);
+  if (!checkpoint.ok()) return;
+  for (const auto& [name, tensor] : checkpoint->tensors()) {
+    absl::string_view module = name;
+    if (tensor.shape.size() < 2 || !absl::ConsumeSuffix(&module, ".weight")) continue;
+    // Of a family that ties unless told otherwise, transformers keeps a head that is stored.
+    const bool is_head =
+        std::any_of(config->spellings.begin(), config->spellings.end(),
+                    [module](const Spelling& names) { return module == names.head; });
+    if (is_head && !root.Has("tie_word_embeddings")) config->tied_embeddings = false;
+    if (!config->IsOfOtherPart(name)) continue;
+    config->other_modules.push_back(
+        absl::StrCat(absl::StartsWith(module, "model.") ? "" : "model.", module));
+  }
+}
+
 // A wrong size becomes 0, so that it is reported once.
 void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
   config->vocab_size = fields.Int("vocab_size", std::nullopt, kVocab);
@@ -86,8 +97,7 @@ void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
   config->num_heads = fields.Int("num_attention_heads", std::nullopt, kHeads);
   config->context_length =
       fields.Int("max_position_embeddings", family.default_context, kPositions);
-  config->rms_norm_eps = fields.Number("rms_norm_eps", 1e-6, {0.0, 0.1});
-  config->tied_embeddings = fields.Bool("tie_word_embeddings", false);
+  config->rms_norm_eps = fields.Number("rms_norm_eps", family.default_eps, {0.0, 0.1});
 }
 
 void ReadHeads(Fields& fields, const Family& family, ModelConfig* config) {
@@ -164,7 +174,8 @@ void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
   const std::vector<bool> slides = ReadLayerTypes(fields, layers);
   config->windows.assign(layers, 0);
   if (family.windows == Family::kByLayer) {
-    const int64_t first = fields.Int("max_window_layers", 28, {0, INT32_MAX});
+    const int64_t first =
+        fields.Int("max_window_layers", family.default_max_window_layers, {0, INT32_MAX});
     for (int64_t i = 0; i < layers; ++i) {
       const bool slide = slides.empty() ? window > 0 && i >= first : slides[i];
       config->windows[i] = slide ? window : 0;
@@ -189,6 +200,14 @@ void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
   config->windows.assign(layers, window);
 }
 
+void ReadImageTokens(Fields& root, ModelConfig* config) {
+  for (const char* const key : {"image_token_id", "video_token_id", "image_token_index"}) {
+    if (!root.Has(key)) continue;
+    const int64_t id = root.Int(key, std::nullopt, {0, INT32_MAX});
+    config->image_token_ids.push_back(static_cast<int32_t>(id));
+  }
+}
+
 // One id or a list. nullopt when the key is absent.
 std::optional<std::vector<int32_t>> ReadEos(Fields& fields, int64_t vocab_size) {
   constexpr char kKey[] = "eos_token_id";
@@ -209,7 +228,7 @@ std::optional<std::vector<int32_t>> ReadEos(Fields& fields, int64_t vocab_size) 
 }
 
 // generation_config.json takes precedence, as in transformers; it may be absent.
-absl::Status ReadEosTokens(const std::string& dir, Fields& config_fields, const Family& family,
+absl::Status ReadEosTokens(const std::string& dir, Fields& root, Fields& text, const Family& family,
                            std::vector<Violation>* violations, ModelConfig* config) {
   absl::StatusOr<Json> generation = ReadJsonObject(dir, kGenerationFile, kMaxConfigBytes);
   std::optional<std::vector<int32_t>> ids;
@@ -224,10 +243,24 @@ absl::Status ReadEosTokens(const std::string& dir, Fields& config_fields, const 
   } else if (!absl::IsNotFound(generation.status())) {
     return generation.status();
   }
-  if (!ids) ids = ReadEos(config_fields, config->vocab_size);
+  if (!ids) ids = ReadEos(root, config->vocab_size);
+  if (!ids) ids = ReadEos(text, config->vocab_size);
   if (!ids && family.default_eos) ids.emplace(1, *family.default_eos);
   config->eos_token_ids = ids.value_or(std::vector<int32_t>());
   return absl::OkStatus();
+}
+
+void SetPartNames(ModelConfig* config) {
+  // In memory; in the files of Gemma and Mistral; in files of Qwen, and in adapters of transformers
+  // before 4.52.
+  config->spellings = {{"model.language_model.", "lm_head"},
+                       {"language_model.model.", "language_model.lm_head"},
+                       {"model.", "lm_head"}};
+  for (const char* const outer : {"", "model."}) {
+    for (const char* const part : {"visual.", "vision_tower.", "multi_modal_projector."}) {
+      config->other_parts.push_back(absl::StrCat(outer, part));
+    }
+  }
 }
 
 adapter::BaseModule Linear(const std::string& name, int64_t rows, int64_t cols, int layer) {
@@ -235,6 +268,11 @@ adapter::BaseModule Linear(const std::string& name, int64_t rows, int64_t cols, 
 }
 
 }  // namespace
+
+bool ModelConfig::IsOfOtherPart(const std::string& tensor) const {
+  return std::any_of(other_parts.begin(), other_parts.end(),
+                     [&](const std::string& part) { return absl::StartsWith(tensor, part); });
+}
 
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
   absl::StatusOr<Json> document = ReadJsonObject(dir, kConfigFile, kMaxConfigBytes);
@@ -251,29 +289,37 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
   std::vector<Violation> violations;
   Fields fields(kConfigFile, &*document, &violations);
   const Family* family = FindFamily(fields);
-  RefuseUnsupportedKeys(fields);
+  RefuseUnsupportedKeys(fields, family != nullptr && family->has_parts());
   ModelConfig config;
   // The keys of another model type have other meanings: no further checks.
   if (family != nullptr) {
     config.model_type = family->model_type;
     CheckArchitectures(fields, *family);
-    ReadSizes(fields, *family, &config);
-    ReadHeads(fields, *family, &config);
-    ReadBiasesAndActivation(fields, *family, &config);
-    ReadWindows(fields, *family, &config);
-    ReadRopeConfig(fields, &config);
-    DORAD_RETURN_IF_ERROR(ReadEosTokens(dir, fields, *family, &violations, &config));
+    Fields text = TextFields(fields, *family);
+    if (&text.object() != &fields.object()) RefuseUnsupportedKeys(text, /*has_parts=*/false);
+    if (family->has_parts()) SetPartNames(&config);
+    ReadSizes(text, *family, &config);
+    config.tied_embeddings = fields.Bool("tie_word_embeddings", family->default_tied);
+    if (family->has_parts()) {
+      ReadTensorNames(dir, fields, &config);
+      ReadImageTokens(fields, &config);
+    }
+    ReadHeads(text, *family, &config);
+    ReadBiasesAndActivation(text, *family, &config);
+    ReadWindows(text, *family, &config);
+    ReadRopeConfig(text, *family, &config);
+    DORAD_RETURN_IF_ERROR(ReadEosTokens(dir, fields, text, *family, &violations, &config));
   }
   if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
   return config;
 }
 
-std::vector<adapter::BaseModule> ListModules(const ModelConfig& config) {
+std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Spelling& names) {
   const int64_t hidden = config.hidden_size;
   const int64_t inner = config.intermediate_size;
   std::vector<adapter::BaseModule> modules;
   for (int layer = 0; layer < config.num_layers; ++layer) {
-    const std::string prefix = absl::StrCat("model.layers.", layer);
+    const std::string prefix = absl::StrCat(names.body, "layers.", layer);
     // In the order of LayerModule.
     modules.push_back(Linear(prefix + ".self_attn.q_proj", config.q_size(), hidden, layer));
     modules.push_back(Linear(prefix + ".self_attn.k_proj", config.kv_size(), hidden, layer));
@@ -283,11 +329,19 @@ std::vector<adapter::BaseModule> ListModules(const ModelConfig& config) {
     modules.push_back(Linear(prefix + ".mlp.up_proj", inner, hidden, layer));
     modules.push_back(Linear(prefix + ".mlp.down_proj", hidden, inner, layer));
   }
-  modules.push_back({"model.embed_tokens", adapter::ModuleKind::kEmbedding, config.vocab_size,
-                     hidden, /*is_output_head=*/false, /*layer=*/-1});
-  modules.push_back({"lm_head", adapter::ModuleKind::kLinear, config.vocab_size, hidden,
+  modules.push_back({names.body + "embed_tokens", adapter::ModuleKind::kEmbedding,
+                     config.vocab_size, hidden, /*is_output_head=*/false, /*layer=*/-1});
+  modules.push_back({names.head, adapter::ModuleKind::kLinear, config.vocab_size, hidden,
                      /*is_output_head=*/true, /*layer=*/-1});
   return modules;
+}
+
+adapter::BaseModules MakeModules(const ModelConfig& config) {
+  std::vector<std::vector<adapter::BaseModule>> lists;
+  for (const Spelling& names : config.spellings) lists.push_back(ListModules(config, names));
+  std::vector<adapter::BaseModule> first = std::move(lists.front());
+  lists.erase(lists.begin());
+  return adapter::BaseModules(std::move(first), std::move(lists), config.other_modules);
 }
 
 }  // namespace dorad::model

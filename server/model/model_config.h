@@ -34,8 +34,22 @@ struct RopeConfig {
   std::vector<double> short_factor;
 };
 
+// The names of modules: body + "layers.3.mlp.up_proj", body + "embed_tokens", head.
+struct Spelling {
+  std::string body;
+  std::string head;
+};
+
 struct ModelConfig {
-  std::string model_type;  // "llama", "mistral", "qwen2", "qwen3"
+  std::string model_type;  // of families.h
+  // In memory, as adapters have them, then others of files and older adapters.
+  std::vector<Spelling> spellings = {{"model.", "lm_head"}};
+  // Of a model of several parts: the beginnings of the names of tensors that are not held, and the
+  // modules of the checkpoint there, by their names in memory.
+  std::vector<std::string> other_parts;
+  std::vector<std::string> other_modules;
+
+  bool IsOfOtherPart(const std::string& tensor) const;
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
@@ -53,6 +67,8 @@ struct ModelConfig {
   // Sliding window of each layer, 0 = full attention. Size num_layers.
   std::vector<int64_t> windows;
   RopeConfig rope;
+  // Of images and videos in prompts: placeholders and their frames.
+  std::vector<int32_t> image_token_ids;
   std::vector<int32_t> eos_token_ids;  // of generation_config.json, else of config.json
 
   int64_t q_size() const { return num_heads * head_dim; }
@@ -75,7 +91,9 @@ inline int EmbeddingId(const ModelConfig& config) {
 inline int HeadId(const ModelConfig& config) { return EmbeddingId(config) + 1; }
 
 // Names and shapes of all adaptable modules, indexed by the ids above.
-std::vector<adapter::BaseModule> ListModules(const ModelConfig& config);
+std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Spelling& names);
+// The same in every spelling.
+adapter::BaseModules MakeModules(const ModelConfig& config);
 
 // Inverse frequencies [head_dim / 2] for sequences up to position `length`, and the factor of cos
 // and sin.

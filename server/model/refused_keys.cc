@@ -1,6 +1,7 @@
 #include "server/model/refused_keys.h"
 
 #include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
 
 namespace dorad::model {
 namespace {
@@ -16,9 +17,7 @@ struct RefusedKey {
 constexpr RefusedKey kFeatures[] = {
     {"quantization_config", "quantised weights"},
     {"compression_config", "compressed weights"},
-    {"vision_config", "a model with images"},
     {"audio_config", "a model with audio"},
-    {"text_config", "a model of several parts"},
     {"is_encoder_decoder", "an encoder"},
     {"add_cross_attention", "cross attention"},
     {"num_local_experts", "a mixture of experts"},
@@ -37,6 +36,11 @@ constexpr RefusedKey kFeatures[] = {
     {"attn_logit_softcapping", "capped attention logits"},
     {"final_logit_softcapping", "capped logits"},
     {"scale_depth", "scaled residuals"},
+};
+
+constexpr RefusedKey kParts[] = {
+    {"vision_config", "a model with images"},
+    {"text_config", "a model of several parts"},
 };
 
 // Neutral when null or 1.
@@ -61,11 +65,15 @@ void Refuse(Fields& config, const RefusedKey& key, const Json& value) {
 
 }  // namespace
 
-void RefuseUnsupportedKeys(Fields& config) {
-  for (const RefusedKey& refused : kFeatures) {
-    const Json* value = config.Find(refused.key);
-    if (value != nullptr && !IsOff(*value)) Refuse(config, refused, *value);
-  }
+void RefuseUnsupportedKeys(Fields& config, bool has_parts) {
+  const auto refuse = [&config](absl::Span<const RefusedKey> keys) {
+    for (const RefusedKey& refused : keys) {
+      const Json* value = config.Find(refused.key);
+      if (value != nullptr && !IsOff(*value)) Refuse(config, refused, *value);
+    }
+  };
+  refuse(kFeatures);
+  if (!has_parts) refuse(kParts);
   for (const RefusedKey& refused : kMultipliers) {
     const Json* value = config.Find(refused.key);
     const bool is_one = value != nullptr && value->is_number() && value->get<double>() == 1.0;

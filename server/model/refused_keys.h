@@ -8,6 +8,7 @@
 namespace dorad::model {
 
 // One violation (MODEL_UNSUPPORTED) for each such key with a value that is not neutral.
-void RefuseUnsupportedKeys(Fields& config);
+// has_parts: text_config and vision_config are the family's.
+void RefuseUnsupportedKeys(Fields& config, bool has_parts);
 
 }  // namespace dorad::model

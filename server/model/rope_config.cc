@@ -45,19 +45,26 @@ std::string ScalingKey(Fields& fields) {
   return parameters != nullptr && !parameters->empty() ? "rope_parameters" : "";
 }
 
-void CheckKeys(Fields& rope) {
+// Of a rotary embedding with three positions. Without an effect on text, whose three are equal.
+bool IsMropeKey(const std::string& key) {
+  return key == "mrope_section" || key == "mrope_interleaved";
+}
+
+void CheckKeys(Fields& rope, const Family& family) {
   for (const auto& [key, value] : rope.object().items()) {
     if (value.is_null() || std::count(kKnownKeys.begin(), kKnownKeys.end(), key) > 0) continue;
+    if (family.mrope && IsMropeKey(key)) continue;
     rope.Unsupported(key, value.is_object()
                               ? "parameters for each type of layer are not supported"
                               : absl::StrCat("is not a key this server knows: ", Shown(value)));
   }
 }
 
-RopeKind ReadKind(Fields& rope) {
+RopeKind ReadKind(Fields& rope, const Family& family) {
   // The newer name wins, as in transformers.
   const std::string key = rope.Has("rope_type") ? "rope_type" : "type";
   const std::string name = rope.Text(key, "default");
+  if (family.mrope && name == "mrope") return RopeKind::kDefault;  // of transformers 4
   for (const auto& [known, kind] : kKinds) {
     if (name == known) return kind;
   }
@@ -139,15 +146,15 @@ void ReadLongRope(Fields& rope, ModelConfig* config) {
 
 }  // namespace
 
-void ReadRopeConfig(Fields& fields, ModelConfig* config) {
+void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config) {
   static const Json* const kEmpty = new Json(Json::object());
   static const NumberRange kTheta{1.0 + 1e-6, 1e12};
   const std::string key = ScalingKey(fields);
   std::vector<Violation> none;
   Fields rope = key.empty() ? Fields("", kEmpty, &none) : fields.Child(key);
-  CheckKeys(rope);
+  CheckKeys(rope, family);
   RopeConfig& out = config->rope;
-  const double outer_theta = fields.Number("rope_theta", 10000.0, kTheta);
+  const double outer_theta = fields.Number("rope_theta", family.default_theta, kTheta);
   out.theta = rope.Number("rope_theta", outer_theta, kTheta);
   for (Fields* place : {&fields, &rope}) {
     if (NumberOrNull(*place, "partial_rotary_factor", 1.0, {0.0, 1e6}) != 1.0) {
@@ -155,7 +162,7 @@ void ReadRopeConfig(Fields& fields, ModelConfig* config) {
                          "only a full rotary embedding (1.0) is supported");
     }
   }
-  out.kind = ReadKind(rope);
+  out.kind = ReadKind(rope, family);
   switch (out.kind) {
     case RopeKind::kDefault:
       break;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "server/model/config_json.h"
+#include "server/model/families.h"
 #include "server/model/model_config.h"
 
 namespace dorad::model {
@@ -10,6 +11,6 @@ namespace dorad::model {
 // original_max_position_embeddings. REQUIRES: config->head_dim and context_length are set.
 // Sets config->rope, and lowers config->context_length where transformers would change the
 // frequencies of keys that it has already cached (longrope).
-void ReadRopeConfig(Fields& fields, ModelConfig* config);
+void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config);
 
 }  // namespace dorad::model

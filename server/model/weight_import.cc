@@ -18,12 +18,20 @@
 namespace dorad::model {
 namespace {
 
-constexpr char kEmbedding[] = "model.embed_tokens.weight";
-constexpr char kHead[] = "lm_head.weight";
+std::string EmbeddingOf(const Spelling& names) { return names.body + "embed_tokens.weight"; }
+std::string HeadOf(const Spelling& names) { return names.head + ".weight"; }
 
-WeightSlots ListWeightSlots(const ModelConfig& config) {
+// The spelling of the checkpoint's names.
+const Spelling& SpellingOf(const Checkpoint& checkpoint, const ModelConfig& config) {
+  for (const Spelling& names : config.spellings) {
+    if (checkpoint.tensors().count(EmbeddingOf(names)) > 0) return names;
+  }
+  return config.spellings.front();
+}
+
+WeightSlots ListWeightSlots(const ModelConfig& config, const Spelling& names) {
   WeightSlots slots;
-  const std::vector<adapter::BaseModule> modules = ListModules(config);
+  const std::vector<adapter::BaseModule> modules = ListModules(config, names);
   const auto matrix = [&](int id) {
     const adapter::BaseModule& module = modules[id];
     slots[module.name + ".weight"] = {WeightKind::kMatrix, id, {module.rows, module.cols}};
@@ -41,7 +49,7 @@ WeightSlots ListWeightSlots(const ModelConfig& config) {
     for (const LayerModule module : {kQ, kK, kV}) linear(id(module), config.qkv_bias);
     linear(id(kO), config.output_bias);
     for (const LayerModule module : {kGate, kUp, kDown}) linear(id(module), config.mlp_bias);
-    const std::string prefix = "model.layers." + std::to_string(i);
+    const std::string prefix = names.body + "layers." + std::to_string(i);
     norm(prefix + ".input_layernorm", WeightKind::kInputNorm, i, config.hidden_size);
     norm(prefix + ".post_attention_layernorm", WeightKind::kPostAttentionNorm, i,
          config.hidden_size);
@@ -52,14 +60,15 @@ WeightSlots ListWeightSlots(const ModelConfig& config) {
   }
   matrix(EmbeddingId(config));
   if (!config.tied_embeddings) matrix(HeadId(config));
-  norm("model.norm", WeightKind::kFinalNorm, 0, config.hidden_size);
+  norm(names.body + "norm", WeightKind::kFinalNorm, 0, config.hidden_size);
   return slots;
 }
 
-// Tensors without effect on the result: the rotary frequencies of old checkpoints, and the head of
-// a tied model (whose bytes must then be the embedding's).
-bool IsTolerated(const std::string& name, const ModelConfig& config) {
-  return absl::EndsWith(name, "rotary_emb.inv_freq") || (config.tied_embeddings && name == kHead);
+// Tensors without effect on the result: the rotary frequencies of old checkpoints, the head of a
+// tied model (whose bytes must then be the embedding's), and parts that are not served.
+bool IsTolerated(const std::string& name, const ModelConfig& config, const Spelling& names) {
+  return absl::EndsWith(name, "rotary_emb.inv_freq") ||
+         (config.tied_embeddings && name == HeadOf(names)) || config.IsOfOtherPart(name);
 }
 
 std::string ShapeText(const std::vector<int64_t>& shape) {
@@ -67,12 +76,12 @@ std::string ShapeText(const std::vector<int64_t>& shape) {
 }
 
 std::vector<Violation> CheckTensorList(const Checkpoint& checkpoint, const WeightSlots& slots,
-                                       const ModelConfig& config) {
+                                       const ModelConfig& config, const Spelling& names) {
   std::vector<Violation> violations;
   for (const auto& [name, slot] : slots) {
     const auto found = checkpoint.tensors().find(name);
     if (found == checkpoint.tensors().end()) {
-      const char* hint = name == kHead ? " (tie_word_embeddings is false)" : "";
+      const char* hint = name == HeadOf(names) ? " (tie_word_embeddings is false)" : "";
       violations.push_back(
           {name, "MODEL_TENSOR_MISSING",
            absl::StrCat("is missing", hint, ": expected ", ShapeText(slot.shape))});
@@ -83,7 +92,7 @@ std::vector<Violation> CheckTensorList(const Checkpoint& checkpoint, const Weigh
     }
   }
   for (const auto& [name, tensor] : checkpoint.tensors()) {
-    if (slots.count(name) == 0 && !IsTolerated(name, config)) {
+    if (slots.count(name) == 0 && !IsTolerated(name, config, names)) {
       violations.push_back({name, "MODEL_TENSOR_UNEXPECTED",
                             absl::StrCat("is not a tensor of this ", config.model_type, " model")});
     }
@@ -92,16 +101,18 @@ std::vector<Violation> CheckTensorList(const Checkpoint& checkpoint, const Weigh
 }
 
 // A tied head that is stored too must be the embedding; transformers would silently untie it.
-std::vector<Violation> CheckTiedHead(const Checkpoint& checkpoint, const ModelConfig& config) {
-  const auto head = checkpoint.tensors().find(kHead);
+std::vector<Violation> CheckTiedHead(const Checkpoint& checkpoint, const ModelConfig& config,
+                                     const Spelling& names) {
+  const auto head = checkpoint.tensors().find(HeadOf(names));
   if (!config.tied_embeddings || head == checkpoint.tensors().end()) return {};
-  const CheckpointTensor& embedding = checkpoint.tensors().at(kEmbedding);
+  const CheckpointTensor& embedding = checkpoint.tensors().at(EmbeddingOf(names));
   const bool same = head->second.dtype == embedding.dtype &&
                     head->second.shape == embedding.shape &&
                     head->second.sha256 == embedding.sha256;
   if (same) return {};
-  return {{kHead, "MODEL_TENSOR_UNEXPECTED",
-           absl::StrCat("differs from ", kEmbedding, ", though tie_word_embeddings is true")}};
+  return {
+      {HeadOf(names), "MODEL_TENSOR_UNEXPECTED",
+       absl::StrCat("differs from ", EmbeddingOf(names), ", though tie_word_embeddings is true")}};
 }
 
 // Logs how far the reading is, every few seconds. Thread-safe.
@@ -169,8 +180,9 @@ bool HasNonFinite(absl::Span<const std::byte> elements, DType dtype) {
 absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const ModelConfig& config,
                                                  WeightSink& sink) {
   DORAD_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(dir));
-  WeightSlots slots = ListWeightSlots(config);
-  std::vector<Violation> violations = CheckTensorList(checkpoint, slots, config);
+  const Spelling& names = SpellingOf(checkpoint, config);
+  WeightSlots slots = ListWeightSlots(config, names);
+  std::vector<Violation> violations = CheckTensorList(checkpoint, slots, config, names);
   if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
   for (auto& [name, slot] : slots) slot.dtype = checkpoint.tensors().at(name).dtype;
 
@@ -195,7 +207,7 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
   for (const std::string& name : not_finite) {
     violations.push_back({name, "MODEL_TENSOR_NOT_FINITE", "has an infinite or NaN element"});
   }
-  for (Violation& violation : CheckTiedHead(checkpoint, config)) {
+  for (Violation& violation : CheckTiedHead(checkpoint, config, names)) {
     violations.push_back(std::move(violation));
   }
   if (!violations.empty()) return MakeInvalid(dir, std::move(violations));

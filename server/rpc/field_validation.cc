@@ -53,6 +53,16 @@ std::vector<int32_t> ReadIds(const std::string& field, const std::string& bytes,
   return ids;
 }
 
+void CheckNoImages(const std::string& field, const std::vector<int32_t>& ids,
+                   const engine::EngineLimits& limits, Violations* violations) {
+  for (const int32_t image : limits.image_token_ids) {
+    const auto found = std::find(ids.begin(), ids.end(), image);
+    if (found == ids.end()) continue;
+    Add(violations, absl::StrCat(field, "[", found - ids.begin(), "]"), "IMAGE_UNSUPPORTED",
+        absl::StrCat("token id ", image, " stands for an image, and this server serves text"));
+  }
+}
+
 void CheckId(const char* field, const char* reason, const std::string& id, Violations* violations) {
   const bool printable =
       std::all_of(id.begin(), id.end(), [](char c) { return c > ' ' && c <= '~'; });

@@ -29,6 +29,10 @@ std::vector<int32_t> ReadIds(const std::string& field, const std::string& bytes,
                              const char* too_many_reason, int32_t vocab_size,
                              Violations* violations);
 
+// Refuses the placeholders of images in a prompt.
+void CheckNoImages(const std::string& field, const std::vector<int32_t>& ids,
+                   const engine::EngineLimits& limits, Violations* violations);
+
 // A caller's id: 1 to kMaxRequestIdBytes printable characters.
 void CheckId(const char* field, const char* reason, const std::string& id, Violations* violations);
 

@@ -180,6 +180,7 @@ std::vector<int32_t> ReadPrompt(const v1::GenerateRequest& request,
   const int64_t max_ids = truncate ? static_cast<int64_t>(bytes.size()) : longest;
   std::vector<int32_t> ids =
       ReadIds("prompt_token_ids", bytes, max_ids, "PROMPT_TOO_LONG", limits.vocab_size, violations);
+  CheckNoImages("prompt_token_ids", ids, limits, violations);
   if (static_cast<int64_t>(ids.size()) > kept) ids.erase(ids.begin(), ids.end() - kept);
   return ids;
 }

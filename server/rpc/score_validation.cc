@@ -43,6 +43,7 @@ std::vector<std::vector<int32_t>> ReadSequences(const v1::ScoreRequest& request,
     }
     sequences.push_back(ReadIds(field, bytes, limits.context_length, "SEQUENCE_TOO_LONG",
                                 limits.vocab_size, violations));
+    CheckNoImages(field, sequences.back(), limits, violations);
   }
   return sequences;
 }

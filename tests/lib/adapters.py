@@ -6,6 +6,7 @@ is scaled by 0.7 to 1.3.
 """
 
 import copy
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,15 @@ def perturb(model: torch.nn.Module, seed: int, delta: float = 0.8) -> None:
                 m.mul_(0.7 + 0.6 * torch.rand(m.shape, generator=generator))
 
 
+def _text_only(config: dict) -> dict:
+    """The same without what is not text in a model of several parts."""
+    excluded = config.get("exclude_modules") or []
+    names = excluded if isinstance(excluded, str) else "|".join(map(re.escape, excluded))
+    parts = r".*(visual|vision_tower|multi_modal_projector)\..*"
+    either = rf"{parts}|{names}" if isinstance(excluded, str) else rf"{parts}|(.*\.)?({names})"
+    return config | {"exclude_modules": either if names else parts}
+
+
 def make(
     base: torch.nn.Module, kind: Kind, directory: Path, seed: int = 0, delta: float = 0.8
 ) -> Path:
@@ -118,9 +128,9 @@ def make(
         return directory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = get_peft_model(
-            copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **kind.config)
-        )
+        has_parts = hasattr(base.config, "vision_config")
+        config = _text_only(kind.config) if has_parts else kind.config
+        model = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **config))
         perturb(model, seed, delta)
         model.save_pretrained(directory, save_embedding_layers=kind.save_embeddings)
     _store(directory / WEIGHTS, kind)

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
+
+from lib.tiny_models import model_class
 
 
 class Oracle:
@@ -15,9 +17,12 @@ class Oracle:
 
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        self.base = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="eager"
-        ).eval()
+        config = AutoConfig.from_pretrained(model_dir)
+        self.base = (
+            model_class(config)
+            .from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+            .eval()
+        )
 
     def load(self, adapter_dir: Path | None) -> torch.nn.Module:
         """The model with one adapter, unmerged; the base model for None."""

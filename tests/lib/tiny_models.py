@@ -12,11 +12,15 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3VLConfig,
 )
 
 VOCAB = 300
@@ -34,6 +38,8 @@ class Family:
     lengths: tuple[int, ...] = (2, 17, 40)
     # Write config.json as transformers 4 did: rope_theta, rope_scaling and torch_dtype.
     legacy_config: bool = False
+    # Keys to take out of config.json.
+    absent_keys: tuple[str, ...] = ()
 
 
 def _common(**changes) -> dict:
@@ -69,6 +75,64 @@ def _qwen2(**changes):
 
 def _qwen3(**changes):
     return lambda: Qwen3Config(**_common(**changes))
+
+
+# Token ids of images; no prompt of a test has them.
+_QWEN_IMAGES = dict(
+    image_token_id=VOCAB - 1,
+    video_token_id=VOCAB - 2,
+    vision_start_token_id=VOCAB - 3,
+    vision_end_token_id=VOCAB - 4,
+)
+
+
+def _text(**changes) -> dict:
+    values = _common(num_key_value_heads=2, **changes)
+    del values["tie_word_embeddings"]  # the whole model's
+    return values
+
+
+def _tower(**changes) -> dict:
+    return dict(hidden_size=32, intermediate_size=48, patch_size=2, **changes)
+
+
+def _qwen25_vl() -> PretrainedConfig:
+    return Qwen2_5_VLConfig(
+        text_config=_text(rope_parameters=_rope(theta=1e6, mrope_section=[2, 3, 3])),
+        vision_config=_tower(
+            depth=2, num_heads=2, out_hidden_size=64, window_size=8, fullatt_block_indexes=[1]
+        ),
+        **_QWEN_IMAGES,
+    )
+
+
+def _qwen3_vl(**changes):
+    return lambda: Qwen3VLConfig(
+        text_config=_text(
+            head_dim=24,
+            rope_parameters=_rope(theta=5e6, mrope_section=[4, 4, 4], mrope_interleaved=True),
+        ),
+        vision_config=_tower(
+            depth=2,
+            num_heads=2,
+            out_hidden_size=64,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0],
+        ),
+        **_QWEN_IMAGES,
+        **changes,
+    )
+
+
+def _mistral3(**changes):
+    return lambda: Mistral3Config(
+        text_config=_text(model_type="mistral", head_dim=32, sliding_window=None),
+        vision_config=_tower(
+            model_type="pixtral", num_hidden_layers=2, num_attention_heads=2, image_size=16
+        ),
+        image_token_index=VOCAB - 1,
+        **changes,
+    )
 
 
 FAMILIES = [
@@ -177,6 +241,10 @@ FAMILIES = [
         ),
         dtype=torch.bfloat16,
     ),
+    # Models of several parts: their text.
+    Family("qwen25_vl", _qwen25_vl),
+    Family("qwen3_vl", _qwen3_vl(tie_word_embeddings=True), dtype=torch.bfloat16),
+    Family("mistral3", _mistral3(tie_word_embeddings=False), absent_keys=("tie_word_embeddings",)),
 ]
 # Long contexts and a few milliseconds a token: for tests that catch a request in its middle.
 SLOW = Family(
@@ -201,14 +269,20 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                normal(parameter, 0.2, mean=1.0)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 normal(parameter, 0.2)
+            elif parameter.ndim == 1:  # of a norm
+                normal(parameter, 0.2, mean=1.0)
             elif "embed_tokens" in name or "lm_head" in name:
                 normal(parameter, 1.6 * parameter.shape[1] ** -0.5)
             else:
                 normal(parameter, 0.8 * parameter.shape[1] ** -0.5)
+
+
+def model_class(config: PretrainedConfig) -> type:
+    """The class of models of that configuration: one with images has parts."""
+    has_parts = hasattr(config, "vision_config")
+    return AutoModelForImageTextToText if has_parts else AutoModelForCausalLM
 
 
 def make(family: Family, directory: Path, seed: int = 0) -> Path:
@@ -216,7 +290,7 @@ def make(family: Family, directory: Path, seed: int = 0) -> Path:
     if (directory / "config.json").exists():
         return directory
     config = family.config()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = model_class(config).from_config(config, dtype=torch.float32)
     _randomise(model, seed)
     model.to(family.dtype).save_pretrained(
         directory, max_shard_size="100KB" if family.sharded else "5GB"
@@ -225,6 +299,12 @@ def make(family: Family, directory: Path, seed: int = 0) -> Path:
         assert len(list(directory.glob("*.safetensors"))) > 1
     if family.legacy_config:
         _write_legacy_config(directory / "config.json")
+    if family.absent_keys:
+        path = directory / "config.json"
+        config_json = json.loads(path.read_text())
+        for key in family.absent_keys:
+            del config_json[key]
+        path.write_text(json.dumps(config_json))
     return directory
 
 

@@ -33,8 +33,16 @@ struct BaseModule {
 
 class BaseModules {
  public:
-  explicit BaseModules(std::vector<BaseModule> modules) : modules_(std::move(modules)) {
+  // spellings: the same modules under other names that adapters have for them. not_served: names of
+  // modules of the model that the server does not run.
+  explicit BaseModules(std::vector<BaseModule> modules,
+                       std::vector<std::vector<BaseModule>> spellings = {},
+                       std::vector<std::string> not_served = {})
+      : modules_(std::move(modules)), not_served_(std::move(not_served)) {
     for (size_t i = 0; i < modules_.size(); ++i) index_[modules_[i].name] = static_cast<int>(i);
+    for (auto& spelling : spellings) {
+      spellings_.push_back(BaseModules(std::move(spelling), {}, not_served_));
+    }
   }
 
   // The position of a module in this list is its ModuleId everywhere in the server.
@@ -45,10 +53,15 @@ class BaseModules {
     const auto it = index_.find(std::string(name));
     return it == index_.end() ? -1 : it->second;
   }
+  // The same modules, with the same ids, under other names.
+  const std::vector<BaseModules>& spellings() const { return spellings_; }
+  const std::vector<std::string>& not_served() const { return not_served_; }
 
  private:
   std::vector<BaseModule> modules_;
   absl::flat_hash_map<std::string, int> index_;
+  std::vector<BaseModules> spellings_;
+  std::vector<std::string> not_served_;
 };
 
 }  // namespace dorad::adapter

@@ -240,6 +240,19 @@ Targets ResolveTargets(const PeftConfig& config, const BaseModules& modules,
                                      : target.alpha / target.rank;
     targets.list.push_back(target);
   }
+  std::vector<std::string> not_served;
+  for (const std::string& name : modules.not_served()) {
+    BaseModule module;
+    module.name = name;
+    if (matcher.Selects(module)) not_served.push_back(name);
+  }
+  if (!not_served.empty()) {
+    violations.Add(
+        FieldName("target_modules"), "ADAPTER_PART_NOT_SERVED",
+        absl::StrCat("selects ", not_served.size(), " modules that this server does not ",
+                     "run, as ", not_served.front(),
+                     ": train with exclude_modules for the model's other parts"));
+  }
   int unknown = 0;
   for (const std::string& name : config.targets.names) {
     if (matcher.used_names().contains(name)) continue;

@@ -24,7 +24,7 @@ struct Targets {
 };
 
 // At least one target, or a violation. Adds every violation: ADAPTER_NO_TARGETS,
-// ADAPTER_TARGET_UNKNOWN (a name in target_modules that fits no module),
+// ADAPTER_TARGET_UNKNOWN (a name in target_modules that fits no module), ADAPTER_PART_NOT_SERVED,
 // ADAPTER_PATTERN_UNSUPPORTED, ADAPTER_PATTERNS_TOO_COSTLY.
 Targets ResolveTargets(const PeftConfig& config, const BaseModules& modules,
                        Violations& violations);

@@ -263,6 +263,25 @@ bool AllFinite(const TensorView& tensor) {
   return false;
 }
 
+const BaseModules& SpellingOf(const NamedTensors& tensors, const BaseModules& modules) {
+  const auto places = [&tensors](const BaseModules& names) {
+    return std::count_if(tensors.begin(), tensors.end(), [&names](const auto& tensor) {
+      return PlaceOf(tensor.first, names).has_value();
+    });
+  };
+  const BaseModules* best = &modules;
+  if (modules.spellings().empty()) return *best;
+  auto most = places(modules);
+  for (const BaseModules& names : modules.spellings()) {
+    const auto found = places(names);
+    if (found > most) {
+      best = &names;
+      most = found;
+    }
+  }
+  return *best;
+}
+
 AdapterTensors MapTensors(const NamedTensors& tensors, TensorPlace place,
                           std::optional<bool> use_dora, const Targets& targets,
                           const BaseModules& modules, Violations& violations) {

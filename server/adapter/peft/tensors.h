@@ -46,6 +46,11 @@ struct AdapterTensors {
   std::vector<BaseCopy> base_copies;
 };
 
+// The spelling of the modules in which most keys of these tensors have a place; the modules
+// themselves if several have as many.
+const BaseModules& SpellingOf(const std::map<std::string, TensorView>& tensors,
+                              const BaseModules& modules);
+
 // Adds every violation: ADAPTER_TENSOR_UNEXPECTED, ADAPTER_TENSOR_MISSING,
 // ADAPTER_TENSOR_DUPLICATE, ADAPTER_MAGNITUDE_MISSING, ADAPTER_TENSOR_SHAPE, ADAPTER_RANK_MISMATCH,
 // ADAPTER_NOT_FINITE. Does not check tensors on a device for NaN and infinity: the builder does.

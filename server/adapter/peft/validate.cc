@@ -16,7 +16,8 @@ constexpr char kSubject[] = "adapter";
 // before it. tensors: nullptr if the file cannot be read.
 AdapterTensors Check(const std::string& config_json,
                      const std::map<std::string, TensorView>* tensors, TensorPlace place,
-                     const BaseModules& modules, int max_rank, Violations& violations) {
+                     const BaseModules& base, int max_rank, Violations& violations) {
+  const BaseModules& modules = tensors == nullptr ? base : SpellingOf(*tensors, base);
   const std::optional<PeftConfig> config = ParsePeftConfig(config_json, max_rank, violations);
   Targets targets;
   targets.complete = false;

@@ -143,7 +143,7 @@ LoadedModel::LoadedModel(ModelConfig config, ops::ComputeDType compute,
     : config_(std::move(config)),
       compute_(compute),
       norm_options_(norm_options),
-      modules_(ListModules(config_)),
+      modules_(MakeModules(config_)),
       squared_norms_(modules_.size()) {}
 
 absl::StatusOr<std::unique_ptr<LoadedModel>> LoadedModel::Load(const std::string& dir,

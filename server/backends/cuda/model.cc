@@ -264,7 +264,7 @@ class CudaModel::Sink final : public model::WeightSink {
 };
 
 CudaModel::CudaModel(model::ModelConfig config)
-    : config_(std::move(config)), modules_(ListModules(config_)), matrices_(modules_.size()) {}
+    : config_(std::move(config)), modules_(MakeModules(config_)), matrices_(modules_.size()) {}
 
 int64_t CudaModel::BytesFor(model::ModelConfig config) {
   CudaModel model(std::move(config));

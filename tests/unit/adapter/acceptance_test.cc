@@ -246,5 +246,46 @@ TEST(AdapterAcceptanceTest, FiniteScanSeesEveryPosition) {
   }
 }
 
+// A model of several parts: the modules of the fixture under two names, and a tower.
+BaseModules WithParts() {
+  std::vector<BaseModule> in_memory = MakeModules().all();
+  for (BaseModule& module : in_memory) {
+    if (module.name != "lm_head") module.name.insert(6, "language_model.");
+  }
+  return BaseModules(std::move(in_memory), {MakeModules().all()},
+                     {"model.visual.blocks.0.attn.qkv", "model.visual.blocks.0.mlp.up_proj"});
+}
+
+TEST(AdapterAcceptanceTest, AnAdapterMayHaveTheNamesOfAnOlderVersion) {
+  Json config = MakeConfig(true, {});
+  config["target_modules"] = R"(model\.layers\.1\.mlp\..*)";
+  const test::Tensors tensors = test::MakeTensors(
+      MakeModules(), {"1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj"}, 2, true);
+  const auto valid =
+      ValidateAdapter(config.dump(), test::WriteSafetensors(tensors), WithParts(), kMaxRank);
+  ASSERT_TRUE(valid.ok()) << valid.status();
+  ASSERT_EQ(valid->tensors.modules.size(), 3u);
+  EXPECT_EQ(valid->tensors.modules[0].target.module_id,
+            MakeModules().Find("model.layers.1.mlp.gate_proj"));
+}
+
+TEST(AdapterAcceptanceTest, ATargetOfAPartThatIsNotServedMustBeExcluded) {
+  Json config = MakeConfig(true, {"up_proj", "qkv"});
+  Violations violations;
+  auto parsed = ParsePeftConfig(config.dump(), kMaxRank, violations);
+  ResolveTargets(*parsed, WithParts(), violations);
+  const std::vector<Violation> found = ViolationsOf(violations.ToStatus("adapter"));
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_EQ(found[0].reason, "ADAPTER_PART_NOT_SERVED");
+  EXPECT_THAT(found[0].description, HasSubstr("selects 2 modules"));
+
+  config["exclude_modules"] = R"(.*visual.*)";
+  Violations none;
+  parsed = ParsePeftConfig(config.dump(), kMaxRank, none);
+  const Targets targets = ResolveTargets(*parsed, WithParts(), none);
+  EXPECT_TRUE(none.empty()) << none.ToStatus("adapter");
+  EXPECT_EQ(targets.list.size(), static_cast<size_t>(test::kLayers));
+}
+
 }  // namespace
 }  // namespace dorad::adapter

@@ -14,7 +14,8 @@ model::ModelConfig MustRead(const std::string& name, int64_t layers = 0) {
 // Of a DoRA adapter on every linear of the layers: factors and magnitudes.
 int64_t AdapterParameters(const model::ModelConfig& config, int64_t rank) {
   int64_t parameters = 0;
-  for (const adapter::BaseModule& module : ListModules(config)) {
+  const adapter::BaseModules modules = MakeModules(config);
+  for (const adapter::BaseModule& module : modules.all()) {
     if (module.layer >= 0) parameters += rank * (module.rows + module.cols) + module.rows;
   }
   return parameters;

@@ -54,7 +54,8 @@ TestTensor Fill(const std::string& dtype, const std::vector<int64_t>& shape, int
 Tensors Checkpoint(const ModelConfig& config, const std::string& dtype) {
   Tensors tensors;
   int seed = 0;
-  for (const adapter::BaseModule& module : ListModules(config)) {
+  const adapter::BaseModules modules = MakeModules(config);
+  for (const adapter::BaseModule& module : modules.all()) {
     if (config.tied_embeddings && module.is_output_head) continue;
     tensors[module.name + ".weight"] = Fill(dtype, {module.rows, module.cols}, ++seed);
     const bool attention = module.name.find("self_attn") != std::string::npos;

@@ -85,7 +85,8 @@ class CudaSharedWeightsTest : public kernels::KernelTest {
       }
       tensors[name] = test::MakeTensor("BF16", std::move(shape), values);
     };
-    for (const adapter::BaseModule& module : model::ListModules(config)) {
+    const adapter::BaseModules modules = model::MakeModules(config);
+    for (const adapter::BaseModule& module : modules.all()) {
       fill(module.name + ".weight", {module.rows, module.cols});
       for (const char* biased : {"q_proj", "k_proj", "v_proj"}) {
         if (module.name.ends_with(biased)) fill(module.name + ".bias", {module.rows});

@@ -387,7 +387,7 @@ TEST(ModelConfigTest, RefusesABrokenGenerationConfig) {
 
 TEST(ModelConfigTest, ModulesStandAtTheirIds) {
   const ModelConfig config = MustRead(Base("llama"));
-  const std::vector<adapter::BaseModule> modules = ListModules(config);
+  const std::vector<adapter::BaseModule> modules = MakeModules(config).all();
   ASSERT_EQ(modules.size(), 4 * kModulesPerLayer + 2);
   const adapter::BaseModule& k = modules[LayerModuleId(3, kK)];
   EXPECT_EQ(k.name, "model.layers.3.self_attn.k_proj");

@@ -329,6 +329,20 @@ TEST(ParseGenerate, CountsBadIdsBeyondTheFirstFew) {
   EXPECT_THAT(violations.back().description, HasSubstr("22 more"));
 }
 
+TEST(ParseGenerate, RefusesThePlaceholdersOfImages) {
+  RequestLimits limits = Limits();
+  limits.engine.image_token_ids = {98, 99};
+  v1::GenerateRequest request = GoodGenerate();
+  EXPECT_TRUE(ParseGenerate(request, limits, {}).ok());
+  request.set_prompt_token_ids(Ids({1, 99, 99}));
+  EXPECT_THAT(FieldsAndReasons(ParseGenerate(request, limits, {}).status()),
+              ElementsAre("prompt_token_ids[1] IMAGE_UNSUPPORTED"));
+  v1::ScoreRequest score;
+  score.add_sequences()->set_token_ids(Ids({98}));
+  EXPECT_THAT(FieldsAndReasons(ParseScore(score, limits, {}).status()),
+              ElementsAre("sequences[0].token_ids[0] IMAGE_UNSUPPORTED"));
+}
+
 TEST(ParseGenerate, RefusesAResponseThatCouldExceedAMessage) {
   RequestLimits limits = Limits();
   // 8 + 8*5 bytes a token and 16 KiB of framing.

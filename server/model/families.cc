@@ -1,0 +1,69 @@
+#include "server/model/families.h"
+
+namespace dorad::model {
+namespace {
+
+constexpr Family kFamilies[] = {
+    {.model_type = "llama",
+     .architecture = "LlamaForCausalLM",
+     .default_context = 2048,
+     .default_eos = 2,
+     .reads_attention_bias = true,
+     .reads_mlp_bias = true},
+    {.model_type = "mistral",
+     .architecture = "MistralForCausalLM",
+     .default_kv_heads = 8,
+     .default_context = 4096 * 32,
+     .default_eos = 2,
+     .windows = Family::kEveryLayer},
+    {.model_type = "qwen2",
+     .architecture = "Qwen2ForCausalLM",
+     .default_kv_heads = 32,
+     .default_context = 32768,
+     .qkv_bias = true,
+     .windows = Family::kByLayer},
+    {.model_type = "qwen3",
+     .architecture = "Qwen3ForCausalLM",
+     .default_kv_heads = 32,
+     .default_head_dim = 128,
+     .default_context = 32768,
+     .reads_attention_bias = true,
+     .qk_norm = true,
+     .windows = Family::kByLayer},
+    {.model_type = "mistral3",
+     .architecture = "Mistral3ForConditionalGeneration",
+     .text_type = "mistral",
+     .default_kv_heads = 8,
+     .default_context = 4096 * 32,
+     .default_eos = 2,
+     .default_tied = true,
+     .windows = Family::kEveryLayer},
+    {.model_type = "qwen2_5_vl",
+     .architecture = "Qwen2_5_VLForConditionalGeneration",
+     .text_type = "qwen2_5_vl_text",
+     .default_kv_heads = 8,
+     .default_context = 32768,
+     .default_eps = 1e-5,
+     .default_theta = 1e6,
+     .default_eos = 151645,
+     .qkv_bias = true,
+     .mrope = true,
+     .windows = Family::kByLayer,
+     .default_max_window_layers = 80},
+    {.model_type = "qwen3_vl",
+     .architecture = "Qwen3VLForConditionalGeneration",
+     .text_type = "qwen3_vl_text",
+     .default_kv_heads = 32,
+     .default_head_dim = 128,
+     .default_context = 128000,
+     .default_theta = 5e5,
+     .reads_attention_bias = true,
+     .qk_norm = true,
+     .mrope = true},
+};
+
+}  // namespace
+
+absl::Span<const Family> Families() { return kFamilies; }
+
+}  // namespace dorad::model

@@ -1,0 +1,40 @@
+// The supported model families: one row of a table each, with the differences between them.
+// Torch-free. Constants, thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "absl/types/span.h"
+
+namespace dorad::model {
+
+// The defaults are transformers' for absent keys.
+struct Family {
+  const char* model_type;
+  const char* architecture;
+  // Of text_config, in a model of several parts: the text decoder is served, and the other parts'
+  // weights are not held. nullptr: the model is a text decoder.
+  const char* text_type = nullptr;
+  std::optional<int64_t> default_kv_heads;  // nullopt: as many as heads
+  int64_t default_head_dim = 0;             // 0: hidden_size / heads
+  int64_t default_context = 0;
+  double default_eps = 1e-6;
+  double default_theta = 10000.0;
+  std::optional<int32_t> default_eos;
+  bool default_tied = false;
+  bool qkv_bias = false;              // always
+  bool reads_attention_bias = false;  // of q, k, v and o
+  bool reads_mlp_bias = false;
+  bool qk_norm = false;
+  // The rotary embedding has three positions (time, height, width); they are equal in text.
+  bool mrope = false;
+  enum Windows { kNone, kEveryLayer, kByLayer } windows = kNone;
+  int64_t default_max_window_layers = 28;  // of kByLayer
+
+  bool has_parts() const { return text_type != nullptr; }
+};
+
+absl::Span<const Family> Families();
+
+}  // namespace dorad::model

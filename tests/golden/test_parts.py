@@ -1,0 +1,69 @@
+"""Models of several parts, whose text is served: adapters of older versions, and what reaches the
+other parts."""
+
+import json
+import shutil
+
+import grpc
+import numpy as np
+import pytest
+from dorad import Client, DoradError
+from lib.server import serve
+from lib.tiny_models import VOCAB
+from safetensors.torch import load_file, save_file
+
+SPELLINGS = {
+    "qwen25_vl": ["model."],
+    "qwen3_vl": ["model."],
+    "mistral3": ["language_model.model.", "model."],
+}
+IMAGE = VOCAB - 1
+
+
+def respelled(folder, body, target):
+    """A copy of an adapter under the names of an older version of transformers."""
+    shutil.copytree(folder, target)
+    path = target / "adapter_model.safetensors"
+    tensors = {
+        name.replace("model.language_model.", body): value
+        for name, value in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("family", SPELLINGS)
+def test_an_adapter_of_an_older_version_is_the_same_adapter(zoo, tmp_path, family):
+    folder = zoo.adapter(family, "dora_embedding")
+    adapters = {"new": folder}
+    for i, body in enumerate(SPELLINGS[family]):
+        adapters[f"old{i}"] = respelled(folder, body, tmp_path / f"old{i}")
+    (sequence,) = zoo.sequences(family)[1:2]
+    with serve(zoo.model(family), adapters) as server:
+        (scores,) = server.wire.score([sequence], list(adapters))
+        base = server.wire.score([sequence], [""])[0][0]
+    for score in scores:
+        assert np.array_equal(score.logprobs[1:], scores[0].logprobs[1:])
+    assert np.abs(scores[0].logprobs[1:] - base.logprobs[1:]).max() > 0.05
+
+
+def test_an_adapter_of_the_tower_is_refused_by_name(zoo, tmp_path):
+    folder = shutil.copytree(zoo.adapter("mistral3", "dora"), tmp_path / "tower")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"exclude_modules": None}))
+    with (
+        serve(zoo.model("mistral3")) as server,
+        Client(server.grpc) as client,
+        pytest.raises(DoradError) as refusal,
+    ):
+        client.publish("tower", path=folder)
+    assert "ADAPTER_PART_NOT_SERVED" in [each.reason for each in refusal.value.violations]
+    assert "model.multi_modal_projector.linear_1" in str(refusal.value)
+
+
+def test_a_prompt_with_an_image_is_refused_by_name(zoo):
+    with serve(zoo.model("qwen3_vl")) as server:
+        with pytest.raises(grpc.RpcError) as refusal:
+            server.wire.generate([5, IMAGE, 6], max_tokens=2)
+        assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert "stands for an image" in refusal.value.details()

@@ -1,0 +1,116 @@
+// Models of several parts, whose text is served: where their configurations and files keep what.
+
+#include "server/model/model_config.h"
+#include "tests/unit/support/model_folder.h"
+#include "tests/unit/support/safetensors_writer.h"
+
+namespace dorad::model {
+namespace {
+
+using nlohmann::json;
+
+json Text(const std::string& type) {
+  return {{"model_type", type},       {"vocab_size", 300},
+          {"hidden_size", 64},        {"intermediate_size", 96},
+          {"num_hidden_layers", 2},   {"num_attention_heads", 4},
+          {"num_key_value_heads", 2}, {"sliding_window", nullptr},
+          {"rope_theta", 20000.0},    {"max_position_embeddings", 512}};
+}
+
+json Whole(const std::string& type, const std::string& architecture, json text) {
+  return {{"model_type", type},
+          {"architectures", {architecture}},
+          {"text_config", std::move(text)},
+          {"vision_config", {{"depth", 2}}}};
+}
+
+json Mistral() { return Whole("mistral3", "Mistral3ForConditionalGeneration", Text("mistral")); }
+json Qwen3() { return Whole("qwen3_vl", "Qwen3VLForConditionalGeneration", Text("qwen3_vl_text")); }
+
+// A folder with these tensors, each of one element.
+absl::StatusOr<ModelConfig> Read(const json& config, const std::vector<std::string>& tensors = {}) {
+  const ModelFolder folder;
+  folder.Write("config.json", config);
+  if (!tensors.empty()) {
+    std::map<std::string, test::TestTensor> stored;
+    for (const std::string& name : tensors) stored[name] = test::MakeTensor("F32", {1, 1}, {1.0f});
+    folder.Write("model.safetensors", test::WriteSafetensors(stored));
+  }
+  return ReadModelConfig(folder.path());
+}
+
+TEST(PartsTest, TheTextHasItsOwnFields) {
+  const auto config = Read(Qwen3());
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->model_type, "qwen3_vl");
+  EXPECT_EQ(config->hidden_size, 64);
+  EXPECT_EQ(config->head_dim, 128);
+  EXPECT_TRUE(config->qk_norm);
+  EXPECT_EQ(config->rope.theta, 20000.0);
+}
+
+TEST(PartsTest, Transformers4WroteTheTextsFieldsBesideTheVisions) {
+  json config = Text("qwen2_5_vl");
+  config["architectures"] = {"Qwen2_5_VLForConditionalGeneration"};
+  config["vision_config"] = {{"depth", 2}};
+  config["rope_scaling"] = {{"type", "mrope"}, {"mrope_section", {2, 3, 3}}};
+  config["image_token_id"] = 299;
+  const auto read = Read(config);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_TRUE(read->qkv_bias);
+  EXPECT_EQ(read->rope.kind, RopeKind::kDefault);
+  EXPECT_EQ(read->rope.theta, 20000.0);
+  EXPECT_EQ(read->rms_norm_eps, 1e-5);
+  EXPECT_THAT(read->image_token_ids, ElementsAre(299));
+}
+
+TEST(PartsTest, ATextOfAnotherTypeIsRefused) {
+  const json config = Whole("mistral3", "Mistral3ForConditionalGeneration", Text("llama"));
+  const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "config.json:text_config.model_type");
+  EXPECT_EQ(violations[0].reason, "MODEL_UNSUPPORTED");
+}
+
+TEST(PartsTest, KeysOfTheTextAreRefusedByNameToo) {
+  json config = Qwen3();
+  config["text_config"]["num_experts"] = 8;
+  const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "config.json:text_config.num_experts");
+}
+
+TEST(PartsTest, AStoredHeadIsTheHeadWhereTyingIsOnlyTheDefault) {
+  const std::string embedding = "language_model.model.embed_tokens.weight";
+  const std::string head = "language_model.lm_head.weight";
+  EXPECT_TRUE(Read(Mistral(), {embedding})->tied_embeddings);
+  EXPECT_FALSE(Read(Mistral(), {embedding, head})->tied_embeddings);
+  json told = Mistral();
+  told["tie_word_embeddings"] = true;
+  EXPECT_TRUE(Read(told, {embedding, head})->tied_embeddings);
+}
+
+TEST(PartsTest, ModulesHaveTheirNamesInMemoryAndThoseOfFiles) {
+  const auto config = Read(Mistral());
+  ASSERT_TRUE(config.ok()) << config.status();
+  const adapter::BaseModules modules = MakeModules(*config);
+  const int id = LayerModuleId(1, kUp);
+  EXPECT_EQ(modules.Find("model.language_model.layers.1.mlp.up_proj"), id);
+  ASSERT_EQ(modules.spellings().size(), 2u);
+  EXPECT_EQ(modules.spellings()[0].Find("language_model.model.layers.1.mlp.up_proj"), id);
+  EXPECT_EQ(modules.spellings()[0].Find("language_model.lm_head"), HeadId(*config));
+  EXPECT_EQ(modules.spellings()[1].Find("model.layers.1.mlp.up_proj"), id);
+}
+
+TEST(PartsTest, TheCheckpointTellsWhichModulesAreNotServed) {
+  const auto config = Read(Mistral(), {"vision_tower.layers.0.attention.q_proj.weight",
+                                       "multi_modal_projector.linear_1.weight",
+                                       "language_model.model.embed_tokens.weight"});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_THAT(MakeModules(*config).not_served(),
+              ElementsAre("model.multi_modal_projector.linear_1",
+                          "model.vision_tower.layers.0.attention.q_proj"));
+}
+
+}  // namespace
+}  // namespace dorad::model
