@@ -5,8 +5,8 @@
 `served` works for every trainer of TRL that generates with `use_vllm=True`. Needs the extra `trl`.
 """
 
+from dorad._unsupported import UnsupportedError
 from dorad.trl._generation import Generation
-from dorad.trl._refusals import UnsupportedError
 from dorad.trl._served import served
 
 __all__ = ["Generation", "UnsupportedError", "served"]

@@ -11,8 +11,8 @@ import uuid
 from typing import Any
 
 from dorad import Client, NotFound
+from dorad._unsupported import UnsupportedError
 from dorad.trl import _policy
-from dorad.trl._refusals import UnsupportedError
 
 
 class PolicyClient:

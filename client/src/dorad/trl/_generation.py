@@ -30,14 +30,13 @@ from dorad import (
     FinishReason,
     GenerateRequest,
     NotFound,
-    Sample,
     SharedTensors,
-    UnexpectedVersion,
 )
 from dorad._local_server import local_server
+from dorad._origin import check_origin
+from dorad._unsupported import UnsupportedError
 from dorad.trl import _policy
 from dorad.trl._options import Options
-from dorad.trl._refusals import UnsupportedError
 
 T = TypeVar("T")
 Prompts = Sequence[Sequence[Sequence[int]]]  # of each process
@@ -291,24 +290,14 @@ class Generation:
         samples: dict[int, Drawn] = {}
         for target, answer in zip(targets, answers, strict=True):
             for place, sample in zip(target, answer, strict=True):
-                self._check_origin(sample)
+                check_origin(sample, self.version)
+                if sample.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                    raise RuntimeError(
+                        f"a sample ended early: {sample.finish_reason} {sample.detail}"
+                    )
                 values = None if sample.logprobs is None else sample.logprobs.tolist()
                 samples[place] = sample.token_ids.tolist(), values
         return [samples[place] for place in range(len(samples))]
-
-    def _check_origin(self, sample: Sample) -> None:
-        """Raises unless exactly the published version made every token, to the end."""
-        version = self.version
-        assert version is not None
-        made = [(s.adapter, s.version, s.digest, s.begin, s.end) for s in sample.spans]
-        whole = (version.name, version.version, version.digest, 0, len(sample.token_ids))
-        if made != [whole]:
-            raise UnexpectedVersion(
-                f"expected {len(sample.token_ids)} tokens of {version.label} {version.digest}, "
-                f"got {sample.spans}"
-            )
-        if sample.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            raise RuntimeError(f"a sample ended early: {sample.finish_reason} {sample.detail}")
 
     # --- Seeds ------------------------------------------------------------------------------------
 

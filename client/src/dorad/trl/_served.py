@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 from transformers import TrainerCallback
 
 from dorad import Client
+from dorad._unsupported import UnsupportedError
 from dorad.trl import _asynchronous
 from dorad.trl._generation import Generation, Server
-from dorad.trl._refusals import UnsupportedError
 
 TrainerClass = TypeVar("TrainerClass", bound=type)
 

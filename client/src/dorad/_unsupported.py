@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class UnsupportedError(ValueError):
@@ -15,3 +16,7 @@ class UnsupportedError(ValueError):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
         super().__init__("dorad cannot generate for this trainer:\n  - " + "\n  - ".join(problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes: pickle would make it of its message."""
+        return type(self), (self.problems,)
