@@ -55,7 +55,7 @@ def test_names_its_programs_and_what_it_needs(wheel):
     for package in ("grpcio>=", "protobuf", "numpy", "googleapis-common-protos"):
         assert [line for line in needs if line.startswith(f"Requires-Dist: {package}")], package
     # The library alone must not pull in these.
-    for package in ("torch", "typer", "tokenizers", "transformers", "trl"):
+    for package in ("torch", "typer", "tokenizers", "transformers", "trl", "verl"):
         assert all("extra ==" in line for line in needs if f" {package}" in line), package
 
 
@@ -77,7 +77,7 @@ def test_has_a_licence_and_invents_no_address(wheel):
 
 def test_has_the_extras_that_messages_and_guides_name(wheel):
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", read(wheel, "METADATA"), re.MULTILINE))
-    assert extras == {"cli", "text", "gateway", "train", "trl"}
+    assert extras == {"cli", "text", "gateway", "train", "trl", "verl"}
     texts = [
         *(ROOT / "client").rglob("*.py"),
         *ROOT.glob("docs/**/*.md"),

@@ -1,0 +1,1 @@
+"""The parts of dorad.verl. `settings` and `gate` work without verl and ray."""
