@@ -65,7 +65,10 @@ def driver(name: str, *arguments: object):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment(
-            HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0", PYTHONPATH=str(ROOT / "client/src")
+            HF_HUB_OFFLINE="1",
+            PYTHONPATH=str(ROOT / "client/src"),
+            RAY_AUTH_MODE="disabled",
+            RAY_USAGE_STATS_ENABLED="0",
         ),
         text=True,
     )
@@ -82,11 +85,11 @@ def result(process: subprocess.Popen, timeout: float = 280) -> dict:
     return json.loads(output.splitlines()[-1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def drive():
     return driver
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def result_of():
     return result
