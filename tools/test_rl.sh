@@ -53,10 +53,10 @@ environment skyrl "$newer" alone aiohttp pydantic -- skyrl==0.3.0
 # Of AReaL's dependencies, those that its client code imports.
 environment areal "$python" project aiofiles aiohttp colorlog einops flask hydra-core lark numba \
   orjson pillow ray tenacity uvloop -- areal==1.0.4 torchdata
-# Of verl's dependencies, those that its rollout imports. verl asks for transformers < 5.11, and its
-# rollout works with this project's.
-environment verl "$python" project cachetools codetiming dill fastapi hydra-core pillow \
-  ray==2.60.0 tensordict==0.10.0 torchdata -- verl==0.9.1
+# Of verl's dependencies, those that its GRPO training with FSDP2 imports. verl asks for
+# transformers < 5.11, and works with this project's.
+environment verl "$python" project cachetools codetiming dill fastapi hydra-core msgspec pillow \
+  pyzmq ray==2.60.0 tensordict==0.10.0 torchdata -- verl==0.9.1 TransferQueue==0.1.11
 environment tinker "$python" project tinker==0.38.0 chz pillow termcolor -- tinker_cookbook==0.5.8
 
 DORAD_RL=1 DORAD_BINARY=${DORAD_BINARY:-$ROOT/build/dorad} OMP_NUM_THREADS=1 \

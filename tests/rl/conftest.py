@@ -56,8 +56,11 @@ def gateway(server, folder, adapters, tmp_path):
 
 @contextmanager
 def driver(name: str, *arguments: object):
-    """The program of a library. Give it lines; `result` is its last line as JSON."""
-    python = ROOT / ".cache" / "rl" / name / "bin" / "python"
+    """The program of a library. Give it lines; `result` is its last line as JSON.
+
+    A library may have several, NAME_PART.
+    """
+    python = ROOT / ".cache" / "rl" / name.partition("_")[0] / "bin" / "python"
     assert python.exists(), f"{python} does not exist: run `make test-rl`"
     program = Path(__file__).with_name(f"drive_{name}.py")
     process = subprocess.Popen(

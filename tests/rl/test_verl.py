@@ -117,5 +117,18 @@ def test_an_adapter_that_the_server_refuses_is_not_served(found):
     assert "the factors have rank 8, the configuration says 5" in found["adapter"]
 
 
+def test_verls_training_computes_the_servers_logprobs_and_notices_a_missing_update(
+    folder, adapters, drive, result_of, figures, tmp_path
+):
+    with drive("verl_train", folder, adapters, tmp_path) as program:
+        steps = result_of(program, 600)
+    assert [step["training/global_step"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["actor/grad_norm"] > 0 for step in steps)
+    assert all(step["training/off_policy/trajectory_staleness/max"] == 0 for step in steps)
+    differences = [step["rollout_corr/log_ppl_abs_diff"] for step in steps]
+    figures.append(f"verl: differences of the mean logprob {differences}")
+    assert max(differences[:3]) < 1e-5 and differences[3] > 1e-3
+
+
 def test_the_server_ends_with_its_actor(found):
     assert found["ended"] is True

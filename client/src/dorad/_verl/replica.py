@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.device import get_resource_name
+from verl.utils.device import get_device_name, get_resource_name
 from verl.workers.rollout.replica import RolloutReplica
 
 from dorad._unsupported import UnsupportedError
@@ -68,4 +68,6 @@ def _place(worker: Any) -> tuple[str, str, list[str]]:
     """Runs in the worker: its node, the node's address, its GPUs."""
     context = ray.get_runtime_context()
     ids = context.get_accelerator_ids().get(get_resource_name(), [])
+    if get_device_name() == "cpu":  # Its places are numbered, too.
+        ids = []
     return context.get_node_id(), ray.util.get_node_ip_address().strip("[]"), ids

@@ -1,0 +1,86 @@
+"""verl's own GRPO training on the CPU: `python -m verl.trainer.main_ppo` with its workers.
+
+Arguments: model folder, adapters' root, a folder to write to. The model's external_lib leaves out
+the update before the last step. Prints the metrics of each step.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FOLDER, ROOT, OUT = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+METRICS = OUT / "metrics.jsonl"
+os.environ |= {
+    "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{HERE}",  # of the workers
+    "VERL_ENGINE_DEVICE": "cuda",  # The engine's name; its device is the platform's.
+    "VERL_FILE_LOGGER_PATH": str(METRICS),
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
+}
+
+SEEN = OUT / "prompts.parquet"
+STEPS = 4
+OPTIONS = [
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.model.external_lib=verl_less_sync",
+    f"actor_rollout_ref.model.lora_adapter_path={ROOT}/dora-0",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.rollout.response_length=24",
+    "actor_rollout_ref.rollout.temperature=0.7",
+    "actor_rollout_ref.rollout.top_p=0.9",
+    "data.dataloader_num_workers=0",
+    "data.max_prompt_length=32",
+    "data.max_response_length=24",
+    "data.train_batch_size=4",
+    f"data.train_files={SEEN}",
+    f"data.val_files={SEEN}",
+    f"reward.custom_reward_function.path={HERE / 'verl_reward.py'}",
+    "reward.num_workers=1",
+    "trainer.device=cpu",
+    "trainer.logger=[file]",
+    "trainer.n_gpus_per_node=1",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.val_before_train=False",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "ray_kwargs.ray_init.num_cpus=32",
+    "+ray_kwargs.ray_init.include_dashboard=False",
+    "+ray_kwargs.ray_init.object_store_memory=268435456",
+    "+ray_kwargs.ray_init.resources={NPU:1}",
+]
+
+
+def prompt(number):
+    return {
+        "data_source": "ports",
+        "prompt": [{"role": "user", "content": f"port {number}?"}],
+        "reward_model": {"style": "rule", "ground_truth": ""},
+        "extra_info": {"index": number},
+    }
+
+
+def main():
+    import pandas
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl_configuration import configuration
+
+    pandas.DataFrame([prompt(number) for number in range(16)]).to_parquet(SEEN)
+    run_ppo(configuration(FOLDER, *OPTIONS), TaskRunnerV1)
+    print(json.dumps([json.loads(line)["data"] for line in METRICS.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()
