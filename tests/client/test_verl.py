@@ -34,6 +34,7 @@ def rollout(**changes):
         max_num_seqs=256,
         enable_prefix_caching=True,
         gpu_memory_utilization=0.5,
+        free_cache_engine=True,
         engine_kwargs={"vllm": {}},
         prompt_length=20,
         response_length=30,
@@ -132,7 +133,7 @@ def test_a_server_gets_verls_limits_and_the_users_settings():
     values = server_settings(rollout(engine_kwargs={"dorad": own}, max_model_len=80), "cuda")
     assert values["model.device"] == "cuda" and values["model.compute_dtype"] == "bf16"
     assert values["memory.vram_limit"] == 0.5 and values["engine.max_running_sequences"] == 256
-    assert values["engine.prefix_cache"] is True
+    assert values["engine.prefix_cache"] is values["memory.host_weights"] is True
     assert values["engine.kv_bytes"] == "8GiB" and "engine.threads" not in values
     assert values["model.max_context"] == 50
 
@@ -140,7 +141,8 @@ def test_a_server_gets_verls_limits_and_the_users_settings():
 def test_a_server_on_the_cpu_has_no_limit_of_a_gpu():
     values = server_settings(rollout(dtype="float32", enable_prefix_caching=False), "cpu")
     assert values["model.compute_dtype"] == "fp32" and values["engine.prefix_cache"] is False
-    assert "memory.vram_limit" not in values and values["model.max_context"] == 0
+    assert not [name for name in values if name.startswith("memory.")]
+    assert values["model.max_context"] == 0
 
 
 # --- Requests -------------------------------------------------------------------------------------

@@ -7,10 +7,13 @@ sends its weights in the order of ActorRolloutRefWorker.update_weights. Prints t
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 import dorad
 import psutil
 import ray
+import verl
+from hydra import compose, initialize_config_dir
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -19,12 +22,32 @@ from verl.utils.fsdp_utils import collect_lora_params, replace_lora_wrapper
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import get_rollout_replica_class
-from verl_configuration import configuration
 
 FOLDER, ROOT = sys.argv[1:]
 PROMPT = [1, 40, 77, 120, 33]
 LONG = 600
-SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": -1, "repetition_penalty": 1.0}
+SAMPLING = {
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": -1,
+    "repetition_penalty": 1.0,
+    "ignore_eos": True,
+}
+
+OPTIONS = [
+    f"actor_rollout_ref.model.path={FOLDER}",
+    "actor_rollout_ref.model.external_lib=dorad.verl",
+    "actor_rollout_ref.model.lora_rank=4",
+    "+actor_rollout_ref.model.override_config.attn_implementation=eager",
+    "actor_rollout_ref.rollout.name=dorad",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.prompt_length=32",
+    "actor_rollout_ref.rollout.response_length=900",
+    "+actor_rollout_ref.rollout.engine_kwargs.dorad.engine.kv_bytes=64MiB",
+    "+actor_rollout_ref.rollout.engine_kwargs.dorad.engine.threads=1",
+]
 
 
 class PolicyWorker(Worker):
@@ -75,6 +98,12 @@ class PolicyWorker(Worker):
         )
         await self.rollout.resume(tags=["kv_cache"])
         self.base_sync_done = True
+
+
+def configuration(*changes):
+    folder = str(Path(verl.__file__).parent / "trainer" / "config")
+    with initialize_config_dir(folder, version_base=None):
+        return compose("ppo_trainer", [*OPTIONS, *changes])
 
 
 def plain(output):
@@ -180,7 +209,6 @@ async def aborts(session, found):
 
 async def refusals(session, found):
     other = configuration(
-        FOLDER,
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
         "actor_rollout_ref.model.lora_rank=0",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
@@ -233,7 +261,7 @@ async def main(session):
 if __name__ == "__main__":
     # The processors that verl asks for are Ray's bookkeeping.
     ray.init(num_cpus=32, include_dashboard=False, object_store_memory=128 << 20)
-    config = configuration(FOLDER)
+    config = configuration()
     # As the trainer's driver does for its tokenizer: it imports external_lib.
     omega_conf_to_dataclass(config.actor_rollout_ref.model)
     print(json.dumps(asyncio.run(main(Session(config)))))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from lib.server import ROOT
 
 PROMPT = [1, 40, 77, 120, 33]
 TEMPERATURE = 0.7
@@ -50,7 +51,7 @@ def test_each_update_publishes_the_policy_that_answers(found, errors, figures):
     check_is_of(2, found["second"], errors)
     check_is_of(3, [*found["third"], found["after"]], errors)
     samples = found["first"] + found["second"] + found["third"]
-    assert {s["reason"] for s in samples} == {"completed"}
+    assert {(s["reason"], len(s["tokens"])) for s in samples} == {("completed", 24)}
     assert len({tuple(s["tokens"]) for s in samples}) == len(samples) == 12
     worst = max(errors(s)[s["steps"]].max() for s in samples)
     figures.append(f"verl: {len(samples)} samples, max |Δlogprob| {worst:.1e}")
@@ -115,6 +116,15 @@ def test_another_base_and_merged_weights_are_refused(found):
 
 def test_an_adapter_that_the_server_refuses_is_not_served(found):
     assert "the factors have rank 8, the configuration says 5" in found["adapter"]
+
+
+def test_the_examples_new_adapter_is_dora_and_servable(folder, client, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "client" / "examples")
+    import verl_grpo
+
+    verl_grpo.make_adapter(str(folder), tmp_path / "made", rank=4)
+    made = client.publish("made", path=tmp_path / "made")
+    assert (made.state, made.kind, made.max_rank) == ("ready", "dora", 4)
 
 
 def test_verls_training_computes_the_servers_logprobs_and_notices_a_missing_update(

@@ -86,3 +86,12 @@ def _program(given: str | os.PathLike[str] | None) -> str:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no program {path}")
     return path
+
+
+def model_folder(name: str) -> str:
+    """The files of a model that this host has loaded, by its folder or its name on the hub."""
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, local_files_only=True))

@@ -16,7 +16,7 @@ from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 
 from dorad import AdapterVersion, FinishReason, NotFound, Sample
-from dorad._local_server import local_server
+from dorad._local_server import local_server, model_folder
 from dorad._origin import check_origin
 from dorad._unsupported import UnsupportedError
 from dorad._verl import settings
@@ -77,7 +77,8 @@ class Server:
         values = settings.server_settings(self._config, "cpu" if self._gpu is None else "cuda")
         values.setdefault("server.shared_memory_socket", os.path.join(folder, "memory.sock"))
         environment = {} if self._gpu is None else {"CUDA_VISIBLE_DEVICES": self._gpu}
-        server = local_server(self._model.local_path, values, environment=environment)
+        model = model_folder(self._model.local_path)
+        server = local_server(model, values, environment=environment)
         return self._stack.enter_context(server)
 
     async def target(self) -> str:

@@ -118,6 +118,7 @@ def server_settings(rollout: Any, device: str) -> dict[str, object]:
     }
     if device == "cuda":
         values["memory.vram_limit"] = float(rollout.gpu_memory_utilization)
+        values["memory.host_weights"] = bool(rollout.free_cache_engine)  # It sleeps at each step.
     return values | _flat(_field(rollout, "engine_kwargs", {}).get("dorad") or {})
 
 

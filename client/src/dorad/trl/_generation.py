@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -32,7 +31,7 @@ from dorad import (
     NotFound,
     SharedTensors,
 )
-from dorad._local_server import local_server
+from dorad._local_server import local_server, model_folder
 from dorad._origin import check_origin
 from dorad._unsupported import UnsupportedError
 from dorad.trl import _policy
@@ -180,7 +179,7 @@ class Generation:
             values["model.compute_dtype"] = "fp32"
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dorad-trl-"))
         values["server.shared_memory_socket"] = os.path.join(folder, "memory.sock")
-        model = _folder(self._model.config.name_or_path)
+        model = model_folder(self._model.config.name_or_path)
         return local_server(model, values | dict(settings), environment=environment)
 
     # --- TRL's calls ------------------------------------------------------------------------------
@@ -380,12 +379,3 @@ def _warnings(trainer: Any, model: Any) -> Iterator[str]:
             f"bf16 rounds log-probabilities by some hundredths a token, and {mode} adds them up "
             "over a sequence. Set vllm_importance_sampling_mode='token_truncate'"
         )
-
-
-def _folder(name: str) -> Path:
-    """The model's files, which the trainer has loaded."""
-    if os.path.isdir(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, local_files_only=True))
