@@ -6,6 +6,7 @@ server and the gateway, and runs a program with the library's code there: drive_
 
 import json
 import os
+import signal
 import subprocess
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,12 +75,14 @@ def driver(name: str, *arguments: object):
             RAY_USAGE_STATS_ENABLED="0",
         ),
         text=True,
+        start_new_session=True,  # Ray's processes are in its group.
     )
     try:
         yield process
     finally:
-        process.kill()
-        process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def result(process: subprocess.Popen, timeout: float = 280) -> dict:

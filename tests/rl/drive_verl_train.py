@@ -52,6 +52,7 @@ OPTIONS = [
     "reward.num_workers=1",
     "trainer.device=cpu",
     "trainer.logger=[file]",
+    "trainer.n_gpus_per_node=2",
     "trainer.save_freq=-1",
     "trainer.test_freq=-1",
     f"trainer.total_training_steps={STEPS}",
@@ -60,7 +61,7 @@ OPTIONS = [
     "ray_kwargs.ray_init.num_cpus=32",
     "+ray_kwargs.ray_init.include_dashboard=False",
     "+ray_kwargs.ray_init.object_store_memory=268435456",
-    "+ray_kwargs.ray_init.resources={NPU:1}",
+    "+ray_kwargs.ray_init.resources={NPU:2}",
 ]
 
 
