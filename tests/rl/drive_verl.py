@@ -201,6 +201,13 @@ async def aborts(session, found):
     await session.replica.resume_generation()
     found["held"] = await held
     found["resumed"] = await task
+    await session.replica.sleep()
+    waiting = asyncio.create_task(session.generate())
+    while not session.dorad.info().engine.queued_requests:
+        await asyncio.sleep(0.02)
+    await session.replica.abort_all_requests()
+    found["early_abort"] = await waiting
+    await session.replica.wake_up()
     await session.replica.abort_all_requests(reject_request=True)
     found["rejected"] = await session.generate()
     await session.replica.resume_generation()
@@ -215,13 +222,19 @@ async def refusals(session, found):
         "actor_rollout_ref.rollout.quantization=fp8",
     ).actor_rollout_ref
     rollout = omega_conf_to_dataclass(other.rollout)
+    replica_class = get_rollout_replica_class("dorad")
     found["settings"] = [
-        refusal(lambda: get_rollout_replica_class("dorad")(0, other.rollout, other.model)),
+        refusal(lambda: replica_class(0, other.rollout, other.model)),
         refusal(
             lambda: get_rollout_class("dorad")(
                 config=rollout, model_config=omega_conf_to_dataclass(other.model), device_mesh=None
             )
         ),
+    ]
+    ours = configuration().actor_rollout_ref
+    found["roles"] = [
+        refusal(lambda: replica_class(0, ours.rollout, ours.model, is_reward_model=True)),
+        await session.refused(replica_class(0, ours.rollout, ours.model).init_standalone),
     ]
     found["parameter"] = await session.refused(session.generate, guided_json="{}")
     found["image"] = await asyncio.to_thread(

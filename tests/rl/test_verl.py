@@ -81,6 +81,10 @@ def test_an_aborted_request_has_its_tokens_so_far(found, errors):
     assert errors(aborted)[2].max() < 1e-4
 
 
+def test_a_request_aborted_before_its_first_token_has_none(found):
+    assert found["early_abort"]["reason"] == "aborted" and found["early_abort"]["tokens"] == []
+
+
 def test_requests_wait_for_the_update_after_an_abort(found, errors):
     check_is_of(3, [found["held"]], errors)
 
@@ -102,6 +106,10 @@ def test_settings_are_refused_all_at_once_on_both_sides(found):
     for text in found["settings"]:
         for name in ("tensor_model_parallel_size=2", "lora_rank=0", "'nccl'", "quantization=fp8"):
             assert name in text
+
+
+def test_other_roles_than_a_workers_own_server_are_refused(found):
+    assert "reward model" in found["roles"][0] and "whole weights" in found["roles"][1]
 
 
 def test_requests_for_more_than_text_are_refused(found):
