@@ -23,6 +23,7 @@ def rollout(**changes):
         checkpoint_engine=SimpleNamespace(backend="naive"),
         dtype="bfloat16",
         logprobs_mode="processed_logprobs",
+        scheduling_policy="fcfs",
         quantization=None,
         qat=None,
         mtp=SimpleNamespace(enable=False, enable_rollout=False),
@@ -76,6 +77,7 @@ def test_verls_defaults_are_taken():
         ),
         ({"dtype": "float16"}, "rollout.dtype='float16' is not one of auto, bfloat16, float32"),
         ({"logprobs_mode": "raw_logits"}, "rollout.logprobs_mode='raw_logits'"),
+        ({"scheduling_policy": "priority"}, "rollout.scheduling_policy='priority'"),
         ({"quantization": "fp8"}, "rollout.quantization=fp8"),
         ({"qat": {"enable": True}}, "rollout.qat.enable=True"),
         (
@@ -215,7 +217,8 @@ def test_unknown_parameters_are_refused_by_name():
 
 
 def test_seeds_depend_on_all_that_names_a_request():
-    cases = [(1, "a", [1]), (2, "a", [1]), (1, "b", [1]), (1, "a", [2]), (None, "a", [1])]
+    cases = [(1, "a", [1], 1), (2, "a", [1], 1), (1, "b", [1], 1), (1, "a", [2], 1)]
+    cases += [(None, "a", [1], 1), (1, "a", [1], 2)]
     found = [seed(rollout(), *case) for case in cases]
     assert len(set(found)) == len(found) and max(found) < 2**64
     assert found == [seed(rollout(), *case) for case in cases]

@@ -214,6 +214,21 @@ async def aborts(session, found):
     found["third"] = await session.several()
 
 
+async def seeds(session, found):
+    """full_determinism: as verl's v1 trainer, all requests have one id."""
+    await session.server.__ray_call__.remote(
+        lambda self: setattr(self._config, "full_determinism", True)
+    )
+    params = SAMPLING | {"max_tokens": 12}
+    for name in "drawn", "redrawn":
+        await session.update("dora-0", 4)
+        answers = [session.server.generate.remote(PROMPT, params, "det-0") for _ in range(4)]
+        found[name] = sorted(output.token_ids for output in await asyncio.gather(*answers))
+    await session.server.__ray_call__.remote(
+        lambda self: setattr(self._config, "full_determinism", False)
+    )
+
+
 async def refusals(session, found):
     other = configuration(
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
@@ -266,7 +281,7 @@ def children(server):
 
 async def main(session):
     found = {}
-    for part in policies, aborts, refusals, end:
+    for part in policies, aborts, refusals, seeds, end:
         await part(session, found)
     return found
 

@@ -102,6 +102,11 @@ def test_a_replica_that_leaves_refuses_requests(found):
     assert found["rejected"]["reason"] == "aborted" and found["rejected"]["tokens"] == []
 
 
+def test_seeds_of_full_determinism_repeat_a_groups_samples(found):
+    assert found["drawn"] == found["redrawn"]
+    assert len({tuple(tokens) for tokens in found["drawn"]}) == 4
+
+
 def test_settings_are_refused_all_at_once_on_both_sides(found):
     for text in found["settings"]:
         for name in ("tensor_model_parallel_size=2", "lora_rank=0", "'nccl'", "quantization=fp8"):

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class Server:
         self._gpu = gpu
         self._gate = Gate()
         self._policy: Policy | None = None
+        self._drawn: Counter[tuple[str, tuple[int, ...]]] = Counter()  # from this policy
         self._target = ""
         self._context_length = 0
         self._stack = ExitStack()
@@ -91,6 +93,7 @@ class Server:
         """Requests sample from this version from now on; the one before is retired. Those that
         have it keep it until they end."""
         before, self._policy = self._policy, Policy(version, global_steps)
+        self._drawn.clear()
         if before is not None:
             with suppress(NotFound):
                 await self._client.retire(before.version.ref)
@@ -131,20 +134,23 @@ class Server:
             options = settings.request_options(
                 self._config, prompt, sampling_params, self._context_length
             )
-            if self._config.full_determinism and options.get("seed") is None:
-                steps = policy.global_steps
-                options["seed"] = settings.seed(self._config, steps, request_id, prompt)
-            if self._config.scheduling_policy == "priority":
-                options["priority"] = priority
+            if self._config.full_determinism and "seed" not in options:
+                options["seed"] = self._seed(policy, request_id, prompt)
             (sample,) = await self._client.generate(
                 prompt,
                 adapter=policy.version.ref,
-                request_id=request_id,
+                priority=priority,
                 timeout=math.inf,
                 retry_for=_RETRY_SECONDS,
                 **options,
             )
         return _answer(sample, policy)
+
+    def _seed(self, policy: Policy, request_id: str, prompt: list[int]) -> int:
+        """verl's ids are the same in every run, but samples of one prompt may share an id."""
+        key = (request_id, tuple(prompt))
+        self._drawn[key] += 1
+        return settings.seed(self._config, policy.global_steps, *key, self._drawn[key])
 
     async def abort_all_requests(
         self, reset_prefix_cache: bool = True, reject_request: bool = False

@@ -88,6 +88,11 @@ def _rollout_problems(rollout: Any) -> list[str]:
             found.append(
                 f"rollout.{name}={_field(rollout, name)!r} is not one of {', '.join(table)}"
             )
+    if _field(rollout, "scheduling_policy", "fcfs") != "fcfs":
+        found.append(
+            f"rollout.scheduling_policy={rollout.scheduling_policy!r}: verl sends priorities to "
+            "vLLM only; set it to 'fcfs'"
+        )
     mtp = _field(rollout, "mtp")
     absent = {
         "quantization": _field(rollout, "quantization"),
@@ -182,7 +187,9 @@ def _max_tokens(
     return max(1, min(int(wanted), room))
 
 
-def seed(rollout: Any, global_steps: int | None, request_id: str, prompt: Sequence[int]) -> int:
-    """With rollout.full_determinism, whose request ids are the same in every run."""
-    text = f"{rollout.seed} {global_steps} {request_id} {list(prompt)}"
+def seed(
+    rollout: Any, global_steps: int | None, request_id: str, prompt: Sequence[int], draw: int
+) -> int:
+    """With rollout.full_determinism. `draw`: the sample's number."""
+    text = f"{rollout.seed} {global_steps} {request_id} {list(prompt)} {draw}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
