@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dorad import Client, DoradError
 from lib.server import serve
-from lib.tiny_models import VOCAB
+from lib.tiny_models import IMAGE
 from safetensors.torch import load_file, save_file
 
 SPELLINGS = {
@@ -17,7 +17,6 @@ SPELLINGS = {
     "qwen3_vl": ["model."],
     "mistral3": ["language_model.model.", "model."],
 }
-IMAGE = VOCAB - 1
 
 
 def respelled(folder, body, target):

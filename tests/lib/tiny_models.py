@@ -77,12 +77,10 @@ def _qwen3(**changes):
     return lambda: Qwen3Config(**_common(**changes))
 
 
-# Token ids of images; no prompt of a test has them.
+# The token of an image, and of a video; prompts of tests begin above.
+IMAGE = 3
 _QWEN_IMAGES = dict(
-    image_token_id=VOCAB - 1,
-    video_token_id=VOCAB - 2,
-    vision_start_token_id=VOCAB - 3,
-    vision_end_token_id=VOCAB - 4,
+    image_token_id=IMAGE, video_token_id=4, vision_start_token_id=1, vision_end_token_id=0
 )
 
 
@@ -130,7 +128,7 @@ def _mistral3(**changes):
         vision_config=_tower(
             model_type="pixtral", num_hidden_layers=2, num_attention_heads=2, image_size=16
         ),
-        image_token_index=VOCAB - 1,
+        image_token_index=IMAGE,
         **changes,
     )
 
