@@ -159,7 +159,7 @@ class Case:
                 a, b = module.lora_A["default"], module.lora_B["default"]
                 weight, scaling = module.get_base_layer().weight, module.scaling["default"]
                 if f"{name}[default]" in ours:
-                    dorad.train.weight_norm(weight, a.weight, b.weight, scaling, cache=True)
+                    dorad.train.weight_norm(weight, a.weight, b.weight, scaling)
                     continue
                 dora = module.lora_magnitude_vector["default"]
                 product = dora.get_lora_weight(lora_A=a, lora_B=b, adapter_name="default")

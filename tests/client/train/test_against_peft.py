@@ -127,7 +127,7 @@ def test_several_adapters_one_by_one_and_at_once(name):
 
 
 def test_trained_base_weights():
-    """Their gradients are PEFT's, and their squares are not kept from step to step."""
+    """Their gradients are PEFT's, and their norms follow from step to step."""
     model = build("linears", torch.float64)
     for key, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in key or "base_layer" in key)

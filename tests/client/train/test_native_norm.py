@@ -95,3 +95,16 @@ def test_two_bf16_terms_hold_16_bits_of_a_factor(dtype):
     )
     left = (a.double() - sum(term.double() for term in terms)).abs()
     assert (left <= 2**-17 * a.double().abs()).all()
+
+
+@pytest.mark.parametrize("a_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("b_dtype", [torch.float32, torch.bfloat16])
+def test_half_factors_hold_16_bits_of_the_product(a_dtype, b_dtype):
+    """What torch multiplies on CUDA where the library does not take the norm."""
+    _, a, b = factors()
+    a, b = a.to(a_dtype), b.to(b_dtype)
+    left, right = _norm._half_factors(b, a)
+    assert left.dtype == right.dtype == torch.bfloat16
+    wanted = b.double() @ a.double()
+    bound = 2**-15 * (b.double().abs() @ a.double().abs())
+    assert ((left.double() @ right.double() - wanted).abs() <= bound).all()

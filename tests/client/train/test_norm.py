@@ -1,10 +1,8 @@
 """dorad.train's norm of W + s·B·A against the dense one."""
 
-import gc
-
 import pytest
 import torch
-from dorad.train import _norm, clear_cache, weight_norm
+from dorad.train import _norm, weight_norm
 
 
 def matrices(out=70, width=200, rank=9, dtype=torch.float32, seed=0):
@@ -50,14 +48,25 @@ def test_any_budget_gives_the_same_norms(dtype):
         torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("stored", ["by rows", "by columns"])
 @pytest.mark.parametrize(
-    ("chunk_bytes", "widths"),
-    [(1, [64, 64, 64, 8]), (70 * 4 * 130, [128, 72]), (1 << 28, [200])],
+    ("chunk_bytes", "heights"), [(1, [1] * 70), (200 * 4 * 30, [30, 30, 10]), (1 << 28, [70])]
 )
-def test_chunks_are_multiples_of_64_columns_within_the_budget(chunk_bytes, widths):
-    chunks = _norm._chunks(torch.empty(70, 200), torch.float32, chunk_bytes)
-    assert [end - begin for begin, end in chunks] == widths
-    assert chunks[0][0] == 0 and chunks[-1][1] == 200
+def test_blocks_are_rows_as_stored_within_the_budget(monkeypatch, chunk_bytes, heights, stored):
+    seen = []
+    block = _norm._block
+
+    def spy(rows, *others):
+        seen.append(len(rows))
+        return block(rows, *others)
+
+    monkeypatch.setattr(_norm, "_block", spy)
+    weight, a, b = matrices()
+    if stored == "by columns":
+        weight, a, b = weight.T, b.T, a.T  # [200, 70], as of an embedding
+    norm = weight_norm(weight, a, b, 0.8, chunk_bytes=chunk_bytes)
+    assert seen == heights
+    torch.testing.assert_close(norm.double(), dense(weight, a, b, 0.8), rtol=2e-6, atol=0)
 
 
 def test_the_environment_sets_the_budget(monkeypatch):
@@ -75,12 +84,31 @@ def test_scaling_of_zero_does_not_look_at_the_factors():
     torch.testing.assert_close(weight_norm(weight, a, b, 0.0), weight.norm(dim=1))
 
 
+@pytest.mark.parametrize("stored", ["by rows", "by columns"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("left", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+def test_rows_that_nearly_cancel_keep_their_norms(left, dtype, stored):
+    """B·A ≈ -(1 - c)·W in every third row: what is left of W has the digits of its own elements."""
+    weight, a, b = matrices(rank=200, dtype=torch.float64)
+    product = 0.7 * b @ a
+    weight[::3] = -product[::3] / (1 - left)
+    weight, a, b = (tensor.to(dtype) for tensor in (weight, a, b))
+    if dtype == torch.bfloat16:
+        a, b = a.float(), b.float()  # W is the rounded one: what cancels is the rest of it.
+    if stored == "by columns":
+        weight = weight.T.contiguous().T
+    wanted = dense(weight, a, b, 0.7)
+    got = weight_norm(weight, a, b, 0.7).double()
+    slack = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    assert ((got - wanted).abs() <= (20 + 20 / left) * slack * wanted).all()
+
+
 def test_rows_that_cancel_are_never_nan():
     _, a, b = matrices(out=500)
     for size in 1.0, 1e-3, 1e3:
         norm = weight_norm(-size * b @ a, a, b, size)
         assert (norm >= 0).all()
-        assert (norm <= 1e-2 * (size * b @ a).norm(dim=1)).all()
+        assert (norm <= 1e-6 * (size * b @ a).norm(dim=1)).all()
 
 
 def test_nan_and_infinity_stay_in_their_rows():
@@ -110,90 +138,14 @@ def test_result_is_detached():
     assert not weight_norm(weight, a, b, 0.5).requires_grad
 
 
-class TestKeptSquares:
-    @pytest.fixture(autouse=True)
-    def counted(self, monkeypatch):
-        clear_cache()
-        self.computed = 0
-        compute = _norm._sum_of_squares
-
-        def count(*arguments):
-            self.computed += 1
-            return compute(*arguments)
-
-        monkeypatch.setattr(_norm, "_sum_of_squares", count)
-        yield
-        clear_cache()
-
-    def check(self, weight, a, b):
-        got = weight_norm(weight, a, b, 0.5, cache=True)
-        torch.testing.assert_close(got.double(), dense(weight, a, b, 0.5), rtol=2e-6, atol=0)
-
-    def test_serve_every_adapter_of_an_unchanged_weight(self):
-        weight, a, b = matrices()
-        for factor in 1, 2, 3:
-            self.check(weight, a * factor, b)
-        self.check(weight.detach(), a, b)  # another object, the same memory
-        assert self.computed == 1
-
-    def test_are_not_used_unless_asked_for(self):
-        weight, a, b = matrices()
-        for _ in range(2):
-            weight_norm(weight, a, b, 0.5)
-        assert self.computed == 2
-
-    def test_follow_a_change_in_place(self):
-        weight, a, b = matrices()
-        self.check(weight, a, b)
-        weight[7].mul_(3)
-        self.check(weight, a, b)
-        assert self.computed == 2
-
-    def test_follow_new_memory_under_the_same_parameter(self):
-        weight, a, b = matrices()
-        weight = torch.nn.Parameter(weight, requires_grad=False)
-        for factor in 2.0, 3.0, 0.5:
-            self.check(weight, a, b)
-            weight.data = weight.data * factor  # the old memory may be taken again at once
-        self.check(weight, a, b)
-        assert self.computed == 4
-
-    def test_tell_views_apart(self):
-        weight, a, b = matrices(out=200, width=200)
-        self.check(weight, a, b)
-        self.check(weight.T, a, b)
-        self.check(weight[::2], a, b[::2])
-        self.check(weight[1::2], a, b[1::2])
-        assert self.computed == 4
-
-    def test_are_as_exact_as_the_factors(self):
-        """An fp32 weight serves adapters in fp32 and in fp64."""
-        weight, a, b = matrices()
-        self.check(weight, a, b)
-        exact = weight_norm(weight, a.double(), b.double(), 0.5, cache=True)
-        torch.testing.assert_close(exact, dense(weight, a, b, 0.5), rtol=1e-14, atol=0)
-        self.check(weight, a, b)
-        assert self.computed == 2
-
-    def test_forget_what_clear_cache_is_for(self):
-        weight, a, b = matrices()
-        self.check(weight, a, b)
-        weight.data.mul_(2)  # not counted by torch
-        clear_cache()
-        self.check(weight, a, b)
-
-    def test_go_with_their_weights(self):
-        for seed in range(5):
-            self.check(*matrices(seed=seed))
-            gc.collect()
-        assert len(_norm.squares) == 1  # the last one, until the next is kept
-
-    def test_of_inference_tensors_are_not_kept(self):
-        with torch.inference_mode():
-            weight, a, b = matrices()
-            self.check(weight, a, b)
-            weight.mul_(2)
-            self.check(weight, a, b)
+def test_every_write_to_the_weight_counts():
+    """Also those that torch does not count, as when PEFT merges an adapter."""
+    weight, a, b = matrices()
+    weight = torch.nn.Parameter(weight, requires_grad=False)
+    weight_norm(weight, a, b, 0.5)
+    weight.data.mul_(2)
+    got = weight_norm(weight, a, b, 0.5)
+    torch.testing.assert_close(got.double(), dense(weight, a, b, 0.5), rtol=2e-6, atol=0)
 
 
 def test_meta_tensors_have_a_norm_of_the_right_shape():
@@ -205,5 +157,5 @@ def test_meta_tensors_have_a_norm_of_the_right_shape():
 def test_operator_is_well_formed():
     for dtype in (torch.float32, torch.bfloat16):
         for scaling in (0.0, 0.5):
-            arguments = (*matrices(dtype=dtype), scaling, 1 << 20, True)
+            arguments = (*matrices(dtype=dtype), scaling, 1 << 20)
             torch.library.opcheck(torch.ops.dorad.weight_norm.default, arguments)

@@ -243,7 +243,7 @@ def test_a_new_adapter_on_merged_weights_has_their_norms():
     model = build()
     patch(model)
     x = inputs(model.base_model.model, torch.float64)
-    step(model, x)  # keeps the squares of the weights as they are
+    step(model, x)
     model.add_adapter("plain", LoraConfig(r=3, target_modules=["up", "middle", "down"]))
     perturb(model, seed=3)
     model.base_model.set_adapter("plain")

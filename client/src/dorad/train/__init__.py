@@ -7,7 +7,7 @@ base weights of a server on the same host, and `adopt_base` makes a model use th
 
 from dorad.train._base_weights import BaseWeights, BaseWeightsError, adopt_base, base_weights
 from dorad.train._compose import compose
-from dorad.train._norm import clear_cache, weight_norm
+from dorad.train._norm import weight_norm
 from dorad.train._patch import Patched, UnsupportedLayersError, explain, patch, unpatch
 from dorad.train._tiers import Tier, tier
 
@@ -19,7 +19,6 @@ __all__ = [
     "UnsupportedLayersError",
     "adopt_base",
     "base_weights",
-    "clear_cache",
     "compose",
     "explain",
     "patch",

@@ -68,12 +68,10 @@ class _Factored:
         kept = self.kept_norms()
         if kept is not None and key in kept:
             return kept[key]
-        # Trained weights change each step, and FSDP2 hides that from the version counter.
-        frozen = not matrix.requires_grad
         if groups == 1:
-            norm = weight_norm(matrix, a, b, scaling, cache=frozen)
+            norm = weight_norm(matrix, a, b, scaling)
         else:
-            norm = _grouped_norm(matrix, a, b, scaling, groups, frozen)
+            norm = _grouped_norm(matrix, a, b, scaling, groups)
         if kept is not None:
             kept[key] = norm
         return norm
@@ -92,7 +90,7 @@ class _Factored:
 
 
 def _grouped_norm(
-    matrix: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, groups: int, cache: bool
+    matrix: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, groups: int
 ) -> torch.Tensor:
     """The norm of a grouped convolution, as in PEFT.
 
@@ -100,9 +98,7 @@ def _grouped_norm(
     of the weight belongs to row p of b and the q-th block of a's columns.
     """
     blocks = a.reshape(len(a), groups, -1)
-    norms = [
-        weight_norm(matrix[q::groups], blocks[:, q], b, scaling, cache=cache) for q in range(groups)
-    ]
+    norms = [weight_norm(matrix[q::groups], blocks[:, q], b, scaling) for q in range(groups)]
     return torch.stack(norms, dim=1).flatten()
 
 

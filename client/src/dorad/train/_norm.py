@@ -8,26 +8,14 @@ import torch
 
 from dorad.train._direct import direct_norm, half_terms
 from dorad.train._dispatch import watched
-from dorad.train._squares import SquareCache
 
 CHUNK_VARIABLE = "DORAD_TRAIN_NORM_CHUNK_MIB"
-DEFAULT_CHUNK_BYTES = 256 << 20
-_ALIGNMENT = 64  # columns
-
-squares = SquareCache()
-"""Of all frozen weights whose norms were computed."""
-
-
-def clear_cache() -> None:
-    """Drops the cached ‖W‖² of all weights: call it after a write that torch does not count.
-
-    Writes through `weight.data` are such, as in PEFT's merging. `patch` drops them, too.
-    """
-    squares.clear()
+DEFAULT_CHUNK_BYTES = 32 << 20  # It stays in a GPU's L2 cache between the passes over it.
+_CPU_CHUNK_BYTES = 4 << 20  # The same of a CPU's.
 
 
 def default_chunk_bytes() -> int:
-    """DORAD_TRAIN_NORM_CHUNK_MIB in bytes, else 256 MiB."""
+    """DORAD_TRAIN_NORM_CHUNK_MIB in bytes, else 32 MiB."""
     text = os.environ.get(CHUNK_VARIABLE)
     if text is None:
         return DEFAULT_CHUNK_BYTES
@@ -60,16 +48,16 @@ def weight_norm(
     scaling: float,
     *,
     chunk_bytes: int | None = None,
-    cache: bool = False,
 ) -> torch.Tensor:
     """‖weight + scaling·b @ a‖ of each row, [out], in fp32, or fp64 when an input is fp64.
 
     `weight` is [out, in] (a transposed view will do), `a` [rank, in], `b` [out, rank]. The result
     is detached.
 
-    On CUDA `direct_norm` is used where it can be. Else columns are taken in chunks, multiples of
-    64, so that a chunk of the weight widened to fp32 fits into `chunk_bytes`, and `cache` keeps
-    ‖weight‖² for the next call: for frozen weights.
+    On CUDA `direct_norm` is used where it can be. Else blocks of weight + scaling·b @ a are made,
+    squared and summed one after the other, each of at most `chunk_bytes` (one row at least) in the
+    result's dtype. Adding before squaring keeps the digits of rows in which b @ a nearly cancels
+    the weight.
 
     Raises ValueError for inconsistent shapes.
     """
@@ -83,9 +71,7 @@ def weight_norm(
     budget = _chunk_bytes if chunk_bytes is None else chunk_bytes
     compute = _operator if watched(weight, a, b) else _weight_norm
     with torch.no_grad():
-        norm: torch.Tensor = compute(
-            weight.detach(), a.detach(), b.detach(), scaling, budget, cache
-        )
+        norm: torch.Tensor = compute(weight.detach(), a.detach(), b.detach(), scaling, budget)
     return norm
 
 
@@ -97,86 +83,84 @@ def _matrix(tensor: torch.Tensor, name: str) -> tuple[int, int]:
 
 
 def _weight_norm(
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scaling: float,
-    chunk_bytes: int,
-    cache: bool,
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, chunk_bytes: int
 ) -> torch.Tensor:
     if weight.is_cuda:
         norm = direct_norm(weight, a, b, scaling)
         if norm is not None:
             return norm
+    else:
+        chunk_bytes = min(chunk_bytes, _CPU_CHUNK_BYTES)
     dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
     # Autocast would compute the products below in half precision.
     with torch.autocast(weight.device.type, enabled=False):
-        chunks = _chunks(weight, dtype, chunk_bytes)
-        if cache:
-            total = squares.get(weight, dtype, lambda: _sum_of_squares(weight, dtype, chunks))
+        if scaling == 0 or len(a) == 0:
+            return torch.linalg.vector_norm(weight, dim=1, dtype=dtype)
+        # Blocks are rows of the matrix as it is stored.
+        transposed = weight.stride(0) == 1 < weight.stride(1)
+        stored, left, right = (weight.T, a.T, b.T) if transposed else (weight, b, a)
+        rows, columns = stored.shape
+        step = max(1, chunk_bytes // max(1, columns * dtype.itemsize))
+        norm = weight.new_zeros(len(weight), dtype=dtype)
+        buffer = None
+        if weight.is_cuda and weight.dtype == torch.bfloat16 and dtype == torch.float32:
+            left, right = _half_factors(left, right)
         else:
-            total = _sum_of_squares(weight, dtype, chunks)
-        if scaling != 0:
-            b = b.to(dtype)
-            gram = torch.zeros(a.shape[0], a.shape[0], dtype=dtype, device=a.device)
-            cross = torch.zeros_like(total)
-            for begin, end in chunks:
-                part = a[:, begin:end]
-                cross += _product(weight[:, begin:end], part, dtype).mul_(b).sum(1)
-                part = part.to(dtype)
-                gram.addmm_(part, part.T)
-            product = (b @ gram).mul_(b).sum(1)
-            # Rounding can make the sum negative; a NaN stays one.
-            total = (total + (2 * scaling) * cross + (scaling * scaling) * product).clamp_min(0)
-        return total.sqrt()
+            left, right = left.to(dtype), right.to(dtype)
+            buffer = norm.new_empty(min(step, rows), columns)
+        for begin in range(0, rows, step):
+            part = slice(begin, begin + step)
+            block = _block(stored[part], left[part], right, scaling, buffer)
+            if transposed:
+                norm += torch.linalg.vector_norm(block, dim=0).square_()
+            else:
+                torch.linalg.vector_norm(block, dim=1, out=norm[part])
+        return norm.sqrt_() if transposed else norm
 
 
-def _product(weight: torch.Tensor, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """weight @ a.T in `dtype`."""
-    if weight.is_cuda and weight.dtype == torch.bfloat16 and dtype == torch.float32:
-        # Tensor cores with fp32 sums, in torch only on CUDA: W is not widened.
-        first, *others = [torch.mm(weight, term.T, out_dtype=dtype) for term in half_terms(a)]
-        for other in others:
-            first += other
-        return first
-    return weight.to(dtype) @ a.to(dtype).T
+def _block(
+    stored: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    scaling: float,
+    buffer: torch.Tensor | None,
+) -> torch.Tensor:
+    """stored + scaling·left @ right, in the buffer and its dtype; without one in fp32."""
+    if buffer is None:
+        product: torch.Tensor = torch.mm(left, right, out_dtype=torch.float32)
+        return product.mul_(scaling).add_(stored)
+    block = buffer[: len(stored)]
+    if stored.dtype == block.dtype:
+        return torch.addmm(stored, left, right, alpha=scaling, out=block)
+    return block.copy_(stored).addmm_(left, right, alpha=scaling)
 
 
-# A custom operator: torch.compile sees one node, and the cache works in compiled code.
+def _half_factors(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 matrices whose product is left @ right to within 2^-16.
+
+    Their product runs on tensor cores with fp32 sums; torch has it on CUDA only.
+    """
+    pairs = [
+        (x, y)
+        for i, x in enumerate(half_terms(left))
+        for j, y in enumerate(half_terms(right))
+        if i + j < 2  # The product of both second terms is smaller.
+    ]
+    return torch.cat([x for x, _ in pairs], 1), torch.cat([y for _, y in pairs], 0)
+
+
+# A custom operator: torch.compile sees one node.
 _operator = torch.library.custom_op(
     "dorad::weight_norm",
     _weight_norm,
     mutates_args=(),
-    schema="(Tensor weight, Tensor a, Tensor b, float scaling, int chunk_bytes, bool cache)"
-    " -> Tensor",
+    schema="(Tensor weight, Tensor a, Tensor b, float scaling, int chunk_bytes) -> Tensor",
 )
 
 
 @_operator.register_fake
 def _(
-    weight: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scaling: float,
-    chunk_bytes: int,
-    cache: bool,
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, chunk_bytes: int
 ) -> torch.Tensor:
     dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
     return weight.new_empty(weight.shape[0], dtype=dtype)
-
-
-def _chunks(weight: torch.Tensor, dtype: torch.dtype, chunk_bytes: int) -> list[tuple[int, int]]:
-    out, width = weight.shape
-    columns = chunk_bytes // max(1, out * dtype.itemsize)
-    columns = max(_ALIGNMENT, columns // _ALIGNMENT * _ALIGNMENT)
-    return [(begin, min(begin + columns, width)) for begin in range(0, width, columns)]
-
-
-def _sum_of_squares(
-    weight: torch.Tensor, dtype: torch.dtype, chunks: list[tuple[int, int]]
-) -> torch.Tensor:
-    total = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device)
-    for begin, end in chunks:
-        # A norm makes no temporary of the chunk's size, unlike a product and its sum.
-        total += torch.linalg.vector_norm(weight[:, begin:end], dim=1, dtype=dtype).square()
-    return total

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import layer as lora
 
-from dorad.train import _layers, _linear, _norm, _tiers
+from dorad.train import _layers, _linear, _tiers
 
 _logger = logging.getLogger("dorad.train")
 
@@ -77,8 +77,6 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
         raise UnsupportedLayersError(left)
     if left:
         _logger.warning("%s", UnsupportedLayersError(left))
-    # The weights may have been written since the last call (as by merge_and_unload).
-    _norm.clear_cache()
     done = [layer for layer in found if layer.name not in left]
     for layer in done:
         layer.dora.__class__ = _OURS.get(type(layer.dora), type(layer.dora))
