@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define DORAD_TRAIN_ABI 3
+#define DORAD_TRAIN_ABI 4
 
 #if defined(__GNUC__)
 #define DORAD_EXPORT __attribute__((visibility("default")))

@@ -66,6 +66,9 @@ bool Good(const LinearParams& p) {
 
 size_t SizeOf(FloatType type) { return type == FloatType::kF32 ? sizeof(float) : sizeof(uint16_t); }
 
+// The part of inner that is kept: see linear.h.
+float InnerScale(FloatType type) { return type == FloatType::kF16 ? 0.0625f : 1.0f; }
+
 size_t RoundedUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Factors of another type than the norm's are converted to three terms each.
@@ -127,18 +130,19 @@ int64_t RowsAtOnce(int64_t out) {
 cudaError_t JoinHalf(const Products& products, const LinearParams& p, const LinearForward& forward,
                      Matrix b, cudaStream_t stream) {
   const int64_t most = RowsAtOnce(p.out);
+  const float scale = InnerScale(p.type);
   if (p.workspace_bytes < ForwardBytes(p, false)) return cudaErrorInvalidValue;
   const auto row_of = [&p](const void* matrix, int64_t row, int64_t columns) {
     return static_cast<const char*>(matrix) + static_cast<size_t>(row * columns) * SizeOf(p.type);
   };
   for (int64_t row = 0; row < p.rows; row += most) {
     const int64_t rows = std::min(most, p.rows - row);
-    DORAD_CUDA_RETURN_IF_ERROR(products.Run(rows, p.out, p.in, 1.0f, {row_of(p.x, row, p.in), p.in},
-                                            Transposed({p.w, p.in}), 0.0f, p.workspace,
-                                            FloatType::kF32));
-    DORAD_CUDA_RETURN_IF_ERROR(products.Run(rows, p.out, p.rank, 1.0f,
-                                            {row_of(p.h, row, p.rank), p.rank}, Transposed(b), 1.0f,
-                                            p.workspace, FloatType::kF32));
+    DORAD_CUDA_RETURN_IF_ERROR(products.Run(rows, p.out, p.in, scale,
+                                            {row_of(p.x, row, p.in), p.in}, Transposed({p.w, p.in}),
+                                            0.0f, p.workspace, FloatType::kF32));
+    DORAD_CUDA_RETURN_IF_ERROR(products.Run(
+        rows, p.out, p.rank, scale * static_cast<float>(p.scale),
+        {row_of(p.h, row, p.rank), p.rank}, Transposed(b), 1.0f, p.workspace, FloatType::kF32));
     kernels::ApplyParams apply;
     apply.base = p.workspace;
     apply.g = p.g;
@@ -157,8 +161,8 @@ cudaError_t JoinF32(const Products& products, const LinearParams& p, const Linea
                     Matrix b, cudaStream_t stream) {
   DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.in, 1.0f, {p.x, p.in},
                                           Transposed({p.w, p.in}), 0.0f, p.inner, p.type));
-  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.rank, 1.0f, {p.h, p.rank}, Transposed(b),
-                                          1.0f, p.inner, p.type));
+  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.out, p.rank, static_cast<float>(p.scale),
+                                          {p.h, p.rank}, Transposed(b), 1.0f, p.inner, p.type));
   kernels::ApplyParams apply;
   apply.base = p.inner;
   apply.g = p.g;
@@ -224,8 +228,8 @@ cudaError_t Forward(GemmFunction gemm, cublasHandle_t handle, const LinearParams
     DORAD_CUDA_RETURN_IF_ERROR(kernels::DirectNorm(norm, stream));
   }
   const Products products(gemm, handle, p.type);
-  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.in, static_cast<float>(p.scale),
-                                          {p.x, p.in}, Transposed(factors.a), 0.0f, p.h, p.type));
+  DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.rows, p.rank, p.in, 1.0f, {p.x, p.in},
+                                          Transposed(factors.a), 0.0f, p.h, p.type));
   const auto join = p.type == FloatType::kF32 ? JoinF32 : JoinHalf;
   return join(products, p, forward, factors.b, stream);
 }
@@ -272,8 +276,9 @@ cudaError_t Backward(GemmFunction gemm, cublasHandle_t handle, const LinearParam
                                             {p.x, p.in}, 0.0f, backward.d_a, backward.sum_type));
   }
   if (backward.d_b != nullptr) {
-    DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.out, p.rank, p.rows, 1.0f, Transposed(d_inner),
-                                            {p.h, p.rank}, 0.0f, backward.d_b, backward.sum_type));
+    DORAD_CUDA_RETURN_IF_ERROR(products.Run(p.out, p.rank, p.rows, static_cast<float>(p.scale),
+                                            Transposed(d_inner), {p.h, p.rank}, 0.0f, backward.d_b,
+                                            backward.sum_type));
   }
   return cudaSuccess;
 }

@@ -2,14 +2,17 @@
 // products, and one pass over the output each way.
 //
 //   norm = ||W + s·B·A||,  g = m / max(norm, eps)
-//   h = s·x Aᵀ,  inner = x Wᵀ + h Bᵀ,  y = g·inner + bias
+//   h = x Aᵀ,  inner = x Wᵀ + s·h Bᵀ,  y = g·inner + bias
 //   d_inner = g·dy,  d_m = Σ_rows dy·inner / max(norm, eps),  d_h = s·d_inner B,
-//   d_x = d_inner W + d_h A,  d_A = d_hᵀ x,  d_B = d_innerᵀ h
+//   d_x = d_inner W + d_h A,  d_A = d_hᵀ x,  d_B = s·d_innerᵀ h
 //
-// which is PEFT's DoRA with its norm detached. inner is summed in fp32 and rounded once; d_x, where
-// PEFT adds two rounded gradients, is rounded twice in half types. The products are cuBLAS's: the
-// caller brings its handle, bound to the stream, and the function, so that this library does not
-// choose a version. Functions only enqueue work; they are as thread-safe as the handle.
+// which is PEFT's DoRA with its norm detached. inner is summed in fp32 and rounded once, for y and
+// where it is kept; d_x, where PEFT adds two rounded gradients, is rounded twice in half types. In
+// fp16 a 16th of inner is kept, which is finite where the products are: the caller brings 16·g to
+// the forward pass, and norm / 16 and eps / 16 to the backward pass, with g itself. The products
+// are cuBLAS's: the caller brings its handle, bound to the stream, and the function, so that this
+// library does not choose a version. Functions only enqueue work; they are as thread-safe as the
+// handle.
 #pragma once
 
 #include <cublas_v2.h>

@@ -94,9 +94,9 @@ int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w,
     row_norms(w, a, b, out, in, rank, scale, norm);
     for (int64_t o = 0; o < out; ++o) g[o] = ((float*)m)[o] / (norm[o] < eps ? eps : norm[o]);
   }
-  multiply(rows, rank, in, scale, x, in, 1, a, 1, in, 0, h);
+  multiply(rows, rank, in, 1, x, in, 1, a, 1, in, 0, h);
   multiply(rows, out, in, 1, x, in, 1, w, 1, in, 0, inner);
-  multiply(rows, out, rank, 1, h, rank, 1, b, 1, rank, 1, inner);
+  multiply(rows, out, rank, scale, h, rank, 1, b, 1, rank, 1, inner);
   for (int64_t i = 0; i < rows * out; ++i) {
     ((float*)y)[i] = g[i % out] * ((float*)inner)[i] + (bias ? bias[i % out] : 0);
   }
@@ -130,7 +130,7 @@ int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* 
   if (d_x) multiply(rows, in, out, 1, d_inner, out, 1, w, in, 1, 0, d_x);
   if (d_x) multiply(rows, in, rank, 1, d_h, rank, 1, a, in, 1, 1, d_x);
   if (d_a) multiply(rank, in, rows, 1, d_h, 1, rank, x, in, 1, 0, d_a);
-  if (d_b) multiply(out, rank, rows, 1, d_inner, 1, out, h, rank, 1, 0, d_b);
+  if (d_b) multiply(out, rank, rows, scale, d_inner, 1, out, h, rank, 1, 0, d_b);
   return 0;
 }
 
@@ -153,8 +153,8 @@ static float half(const void* values, int64_t i, int32_t type) {
   return (float)((const _Float16*)values)[i];
 }
 
-int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b, int64_t out,
-                      int64_t in, int64_t rank, int32_t type, void* stream) {
+int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b, int64_t out, int64_t in,
+                      int64_t rank, int32_t type, void* stream) {
   if (stream != (void*)42) return 901;
   uint16_t *wide = to_a, *tall = to_b;
   for (int64_t i = 0; i < rank * in; ++i) {

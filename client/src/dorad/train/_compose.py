@@ -20,6 +20,15 @@ from dorad.train import _native, _tiers
 from dorad.train._dispatch import watched
 from dorad.train._norm import accumulation_dtype
 
+
+def inner_scale(dtype: torch.dtype) -> float:
+    """The factor of an inner that is kept for the backward in `dtype`.
+
+    base + s·lora may be beyond fp16 where both products are within it.
+    """
+    return 2.0**-4 if dtype == torch.float16 else 1.0
+
+
 # On the CPU rows are taken in chunks that stay in the cache between the passes over them.
 CHUNK_ELEMENTS = 256 * 1024
 
@@ -102,7 +111,12 @@ class _Eager(torch.autograd.Function):
         want_inner: bool,
     ) -> torch.Tensor:
         delta, t = _plain(base, lora, g, scaling)
-        ctx.save_for_backward(g, *([(base + t).to(delta.dtype)] if want_inner else []))
+        kept = []
+        if want_inner:
+            scale = inner_scale(delta.dtype)
+            inner = base + t
+            kept = [(inner if scale == 1 else inner * scale).to(delta.dtype)]
+        ctx.save_for_backward(g, *kept)
         ctx.scaling = scaling
         return delta
 
@@ -114,14 +128,16 @@ class _Eager(torch.autograd.Function):
         g, *kept = ctx.saved_tensors
         d_base = ((g - 1) * grad).to(grad.dtype) if for_base else None
         d_lora = ((g * ctx.scaling) * grad).to(grad.dtype) if for_lora else None
-        d_g = (grad * kept[0].to(g.dtype)).sum_to_size(g.shape) if for_g else None
+        d_g = None
+        if for_g:
+            d_g = (grad * kept[0].to(g.dtype)).sum_to_size(g.shape) / inner_scale(grad.dtype)
         return d_base, d_lora, d_g, None, None
 
 
 def _compose(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float, want_inner: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(delta, inner) of [..., out]; inner = base + s·lora for d_g, else empty."""
+    """(delta, inner) of [..., out]; inner = inner_scale·(base + s·lora) for d_g, else empty."""
     kernel = _compose_cuda if base.is_cuda else _compose_cpu
     return kernel(base, lora, g, scaling, want_inner)
 
@@ -136,13 +152,16 @@ def _compose_cpu(
     step = max(1, CHUNK_ELEMENTS // max(1, out))
     buffers = g.new_empty(2, min(step, rows), out)
     excess = g - 1
+    scale = inner_scale(delta.dtype)
     for begin in range(0, rows, step):
         part = slice(begin, begin + step)
         x, y = base[part], lora[part]
         t, v = buffers[:, : len(x)]
         _multiply(y, scaling, t)
-        if inner is not None:
+        if inner is not None and scale == 1:
             _store(torch.add, x, t, inner[part], v)
+        elif inner is not None:
+            inner[part] = torch.add(x, t, out=v).mul_(scale)
         t.mul_(g)
         _multiply(x, excess, v)
         _store(torch.add, v, t, delta[part], v)
@@ -190,15 +209,13 @@ def _compose_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert _native.library is not None, "the tier is eager without the library"
     delta, inner = _outputs(base, lora, want_inner)
+    base, lora = base.to(delta.dtype).contiguous(), lora.to(delta.dtype).contiguous()
+    scale = inner_scale(delta.dtype)
+    kernels_inner = inner if want_inner and scale == 1 else None
     if delta.numel():
-        _native.library.forward(
-            base.to(delta.dtype).contiguous(),
-            lora.to(delta.dtype).contiguous(),
-            g.contiguous(),
-            delta,
-            inner if want_inner else None,
-            scaling,
-        )
+        _native.library.forward(base, lora, g.contiguous(), delta, kernels_inner, scaling)
+    if want_inner and scale != 1:
+        torch.add(base * scale, lora, alpha=scaling * scale, out=inner)
     return delta, inner
 
 
@@ -263,6 +280,7 @@ def _compose_backward_cpu(
             _store(torch.mul, y, scaled, d_lora[part], v)
         if for_g:
             d_g += torch.mul(y, inner[part], out=v).sum(0)
+    d_g /= inner_scale(grad.dtype)
     return gradients
 
 
@@ -296,7 +314,8 @@ def _compose_backward_cuda(
         d_g if for_g else None,
         scaling,
     )
-    return d_base, d_lora, d_g
+    scale = inner_scale(grad.dtype)
+    return d_base, d_lora, d_g if scale == 1 else d_g.div_(scale)
 
 
 _backward_operator = torch.library.custom_op(

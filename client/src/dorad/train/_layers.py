@@ -176,7 +176,7 @@ class FactoredEmbedding(_Factored, dora.DoraEmbeddingLayer):
             scaling,
             adapter_name,
         )
-        return g, g * ((embed_fn(x, lora_A) @ lora_B) * scaling)
+        return g, g * (embed_fn(x, lora_A) @ lora_B) * scaling
 
 
 class _FactoredConv(_Factored):

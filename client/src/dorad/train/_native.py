@@ -14,7 +14,7 @@ import torch
 
 VARIABLE = "DORAD_TRAIN_LIBRARY"
 _FILE = "libdorad_train.so"
-_ABI = 3  # DORAD_TRAIN_ABI in kernels/train/abi.h
+_ABI = 4  # DORAD_TRAIN_ABI in kernels/train/abi.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for the dtypes it composes."""

@@ -2,9 +2,12 @@
 output each way.
 
     norm = ‖W + s·B A‖,  g = m / max(norm, ε)
-    h = s·x Aᵀ,  inner = x Wᵀ + h Bᵀ,  y = g·inner + bias
+    h = x Aᵀ,  inner = x Wᵀ + s·h Bᵀ,  y = g·inner + bias
     d_inner = g·dy,  d_m = Σ_rows dy·inner / max(norm, ε),  d_h = s·d_inner B,
-    d_x = d_inner W + d_h A,  d_A = d_hᵀ x,  d_B = d_innerᵀ h
+    d_x = d_inner W + d_h A,  d_A = d_hᵀ x,  d_B = s·d_innerᵀ h
+
+h is as large as PEFT's, and in fp16 inner is kept as a sixteenth: both stay finite where PEFT's
+products do.
 
 On CUDA each way is one call of libdorad_train.so (kernels/train/linear.h), because a torch
 operation costs the host as much as a small product costs the device.
@@ -18,9 +21,13 @@ from typing import NamedTuple
 import torch
 
 from dorad.train import _native
-from dorad.train._compose import CHUNK_ELEMENTS
+from dorad.train._compose import CHUNK_ELEMENTS, inner_scale
 from dorad.train._direct import aligned, takes
 from dorad.train._norm import epsilon
+
+
+_HALVES = {torch.bfloat16, torch.float16}
+_HALF_ROWS = 256  # Rows of a product in half precision at a time: fewer would read W too often.
 
 
 class Forward(NamedTuple):
@@ -28,6 +35,7 @@ class Forward(NamedTuple):
 
     h: torch.Tensor
     inner: torch.Tensor
+    """Times inner_scale."""
     scales: torch.Tensor
     """The norm and g, [2, out] in fp32, or fp64 with an fp64 x."""
 
@@ -63,7 +71,7 @@ def forward(
     *,
     keep_inner: bool,
 ) -> Forward:
-    """Fills y [rows, out], contiguous, for x [rows, in]. Unless it must be kept, inner is y.
+    """Fills y [rows, out], contiguous, for x [rows, in]. Unless it must be kept, inner may be y.
 
     `weight` is [out, in] and `bias` [out] in x's dtype, `a` [rank, in] and `b` [out, rank] in one
     dtype that may be wider. `make_scale` returns the norm and g instead of this function's own;
@@ -84,22 +92,73 @@ def forward(
         assert _native.library is not None, "the tier is eager without the library"
         made = None if make_scale is not None else magnitude.contiguous()
         if inner.numel():
+            scale = inner_scale(x.dtype)  # Of a library's own norms, in bf16, it is 1.
             _native.library.linear_forward(
-                *(x, weight, a, b, made, bias, norm, g, h, inner, y),
+                *(x, weight, a, b, made, bias, norm, g if scale == 1 else g / scale, h, inner, y),
                 scaling,
                 epsilon(x.dtype),
             )
         return Forward(h, inner, scales)
     a, b = a.to(x.dtype), b.to(x.dtype)
-    h.addmm_(x, a.t(), beta=0, alpha=scaling)
-    # The adapter's part first: added to the rounded x Wᵀ, less than half the last place would be
-    # lost.
-    torch.mm(h, b.t(), out=inner)
-    inner.addmm_(x, weight.t())
+    torch.mm(x, a.t(), out=h)
+    if x.dtype in _HALVES:
+        _join_halves(x, weight, bias, h, b, scales, scaling, inner if keep_inner else None, y)
+        return Forward(h, inner, scales)
+    inner.addmm_(h, b.t(), beta=0, alpha=scaling).addmm_(x, weight.t())
     for part in _chunks(inner):
-        rows = inner[part].to(g.dtype)
+        rows = inner[part]
         y[part] = rows * g if bias is None else torch.addcmul(bias, rows, g)
     return Forward(h, inner, scales)
+
+
+def _join_halves(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    h: torch.Tensor,
+    b: torch.Tensor,
+    scales: torch.Tensor,
+    scaling: float,
+    inner: torch.Tensor | None,
+    y: torch.Tensor,
+) -> None:
+    """y and inner from h on the CPU, where torch rounds products to x's dtype.
+
+    A rounded x Wᵀ times a g near 1, or with a small s·h Bᵀ, is rounded to itself again: both would
+    be lost. So a known dither of about the last place goes into the product and is subtracted
+    after the rounding: the error is as large as without it, but what is left is no multiple of the
+    last place, and the rounding of y keeps g and s·h Bᵀ on average over the rows.
+    """
+    norm, g = scales.unbind()
+    dtype, (rows, out) = x.dtype, y.shape
+    step = max(1, min(rows, _HALF_ROWS))
+    scale, numbers = inner_scale(dtype), torch.finfo(dtype)
+    # No product is far above ‖x‖·‖W + s·B A‖: that one's last place dithers all smaller ones.
+    across = (_signed(out, 0.5698402909980532) * norm).mul_(scale * numbers.eps / 2).to(dtype)
+    down = torch.linalg.vector_norm(x, dim=1, dtype=g.dtype) * _signed(rows, 0.7548776662466927)
+    down = down.clamp_(numbers.min, numbers.max).to(dtype)[:, None]
+    dither, base, lora = x.new_empty(3, step, out)
+    wide = g.new_empty(step, out)
+    g = g / scale
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        noise, of_w, of_b, total = (buffer[: len(y[part])] for buffer in (dither, base, lora, wide))
+        torch.mul(down[part], across, out=noise)
+        if dtype == torch.float16:  # It may be beyond; no number's last place is.
+            noise.clamp_(-numbers.max * numbers.eps, numbers.max * numbers.eps)
+        torch.addmm(noise, x[part], weight.t(), alpha=scale, out=of_w)
+        torch.mm(h[part], b.t(), out=of_b)
+        total.copy_(of_w).sub_(noise).add_(of_b, alpha=scale * scaling)
+        if inner is not None:
+            inner[part] = total
+        total.mul_(g)
+        y[part] = total if bias is None else total.add_(bias)
+
+
+def _signed(count: int, ratio: float) -> torch.Tensor:
+    """[count] within ±[0.5, 1], always the same, evenly spread and without a period."""
+    values = torch.arange(count, dtype=torch.float32).mul_(ratio).frac_().sub_(0.5)
+    return values + values.sign() / 2
 
 
 def makes_norm(
@@ -154,17 +213,18 @@ def backward(
     d_a = torch.empty_like(a, dtype=sum_dtype) if wanted.a else None
     d_b = torch.empty_like(b, dtype=sum_dtype) if wanted.b else None
     d_magnitude = g.new_empty(g.shape, dtype=magnitude_dtype) if wanted.magnitude else None
+    scale = inner_scale(dtype)
     if grad.is_cuda:
         assert _native.library is not None, "the tier is eager without the library"
         _native.library.linear_backward(
             grad,
             x if wanted.a else None,
-            *(weight, a, b, norm, g),
+            *(weight, a, b, norm if scale == 1 else norm * scale, g),
             h if wanted.b else None,
             inner if wanted.magnitude else None,
             *(d_inner, d_h, d_x, d_a, d_b, d_magnitude),
             scaling,
-            epsilon(dtype),
+            epsilon(dtype) * scale,
             sum_dtype,
         )
     else:
@@ -180,7 +240,7 @@ def backward(
             d_a.copy_(d_h.t() @ x)
         if d_b is not None:
             assert d_inner is not None and h is not None
-            d_b.copy_(d_inner.t() @ h)
+            d_b.copy_(h.new_empty(d_b.shape).addmm_(d_inner.t(), h, beta=0, alpha=scaling))
     if sum_dtype != a.dtype:
         d_a = None if d_a is None else d_a.to(a.dtype)
         d_b = None if d_b is None else d_b.to(b.dtype)
@@ -205,7 +265,7 @@ def _scaled(
             assert inner is not None
             sums += (rows * inner[part]).sum(0)
     if d_magnitude is not None:
-        d_magnitude.copy_(sums / norm.clamp_min(epsilon(grad.dtype)))
+        d_magnitude.copy_(sums / (norm.clamp_min(epsilon(grad.dtype)) * inner_scale(grad.dtype)))
 
 
 def _chunks(tensor: torch.Tensor) -> list[slice]:
