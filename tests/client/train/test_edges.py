@@ -1,11 +1,11 @@
-"""The edges of a number format: g near 1, products at fp16's limit, rows that nearly cancel."""
+"""The edges of a number format: g near 1, products at fp16's limit, rows of zeros."""
 
 import copy
 
 import pytest
 import torch
 from dorad.train import compose, patch, tier
-from lib.dora_training import Convolutions, Embeddings, adapted, inputs, step
+from lib.dora_training import Convolutions, Embeddings, Linears, adapted, inputs, perturb, step
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -157,3 +157,89 @@ def test_other_layers_are_finite_where_peft_s_are(base):
     assert wanted.output.isfinite().all()
     patch(model)
     assert step(model, x).output.isfinite().all()
+
+
+# --- Merged weights -------------------------------------------------------------------------------
+
+MODELS = {
+    "linears": Linears,
+    "embeddings": Embeddings,
+    "conv2d": lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 6, 1)),
+}
+
+
+def dead_row(model):
+    """A row of zeros with a magnitude of zero in the first layer, as padding makes them."""
+    layer = next(m for m in model.modules() if hasattr(m, "lora_magnitude_vector"))
+    embedding = isinstance(layer.base_layer, nn.Embedding)
+    with torch.no_grad():
+        layer.base_layer.weight[(slice(None), 3) if embedding else 3] = 0
+        b = layer.lora_embedding_B["default"] if embedding else layer.lora_B["default"].weight
+        b[3] = 0
+        layer.lora_magnitude_vector["default"].weight.flatten()[3] = 0
+    return layer
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_zeros_stay_so_when_merging_and_unmerging(name, safe):
+    torch.manual_seed(0)
+    model = adapted(MODELS[name]().double()).eval()
+    layer = dead_row(model)
+    patch(model)
+    base = model.base_model.model
+    convolutions = isinstance(base, nn.Sequential)
+    x = torch.randn(2, 4, 7, 7).double() if convolutions else inputs(base, torch.float64)
+    before = layer.base_layer.weight.detach().clone()
+    with torch.no_grad():
+        wanted = model(x)
+        for _ in range(2):
+            model.merge_adapter(safe_merge=safe)
+            torch.testing.assert_close(model(x), wanted)
+            model.unmerge_adapter()
+            torch.testing.assert_close(layer.base_layer.weight, before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_magnitude_of_zero_over_other_rows_is_lost_as_in_peft(name):
+    torch.manual_seed(0)
+    model = adapted(MODELS[name]()).eval()
+    layer = next(m for m in model.modules() if hasattr(m, "lora_magnitude_vector"))
+    with torch.no_grad():
+        layer.lora_magnitude_vector["default"].weight.flatten()[3] = 0
+    patch(model)
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert layer.base_layer.weight.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_rows_have_the_scale_of_the_forward(name, dtype):
+    """g within 0.0015 of 1, adapters in half precision: the merged W has g's effect."""
+    torch.manual_seed(0)
+    wide = {
+        "linears": lambda: nn.Sequential(nn.Linear(256, 64)),
+        "embeddings": lambda: nn.Sequential(nn.Embedding(256, 64)),
+        "conv2d": lambda: nn.Sequential(nn.Conv2d(32, 64, 3)),
+    }[name]
+    model = get_peft_model(
+        wide().to(dtype),
+        LoraConfig(r=4, lora_alpha=4, target_modules=["0"], use_dora=True),
+        autocast_adapter_dtype=False,
+    )
+    perturb(model)
+    layer = model.base_model.model[0]
+    exact = copy.deepcopy(layer).double()
+    sums = exact.base_layer.weight + exact.get_delta_weight("default")
+    rows = sums.T if name == "embeddings" else sums.flatten(1)
+    g = 1 + 0.0015 * torch.randn(64, dtype=torch.float64)
+    magnitude = layer.lora_magnitude_vector["default"]
+    magnitude.weight = nn.Parameter((g * rows.norm(dim=1)).float().view(magnitude.weight.shape))
+    patch(model)
+    model.merge_adapter()
+    merged = layer.base_layer.weight.double()
+    assert layer.base_layer.weight.dtype == dtype
+    merged = merged.T if name == "embeddings" else merged.flatten(1)
+    effective = (merged * rows).sum(1) / rows.square().sum(1)
+    assert (effective - g).square().mean().sqrt() < 4e-4

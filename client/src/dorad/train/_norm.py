@@ -95,7 +95,8 @@ def _weight_norm(
     # Autocast would compute the products below in half precision.
     with torch.autocast(weight.device.type, enabled=False):
         if scaling == 0 or len(a) == 0:
-            return torch.linalg.vector_norm(weight, dim=1, dtype=dtype)
+            of_weight: torch.Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=dtype)
+            return of_weight
         # Blocks are rows of the matrix as it is stored.
         transposed = weight.stride(0) == 1 < weight.stride(1)
         stored, left, right = (weight.T, a.T, b.T) if transposed else (weight, b, a)

@@ -25,6 +25,13 @@ _VARIANTS = {f"peft.tuners.lora.variants.Dora{kind}Variant" for kind in _KINDS}
 _WEIGHTS = {"Parameter", "Tensor", "DTensor"}
 _DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 
+_OUR_VARIANTS: dict[type, type] = {}
+if hasattr(lora.LoraLayer, "_unmerged_base_weight"):  # since PEFT 0.21; before it merges itself
+    from dorad.train import _merge
+
+    _OUR_VARIANTS = _merge.VARIANTS
+_THEIR_VARIANTS = {ours: theirs for theirs, ours in _OUR_VARIANTS.items()}
+
 
 class UnsupportedLayersError(ValueError):
     """The model has DoRA layers that cannot be patched: `layers` has their names and reasons."""
@@ -82,6 +89,7 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
         layer.dora.__class__ = _OURS.get(type(layer.dora), type(layer.dora))
         if type(layer.module) is lora.Linear:
             layer.module.__class__ = _linear.Linear
+        _replace_variant(layer, _OUR_VARIANTS)
     return Patched(tuple(layer.name for layer in done), left)
 
 
@@ -90,11 +98,22 @@ def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
     ours = [layer for layer in _dora_layers(model) if type(layer.dora) in _THEIRS]
     for layer in ours:
         layer.dora.__class__ = _THEIRS[type(layer.dora)]
+        _replace_variant(layer, _THEIR_VARIANTS)
     # Also those whose DoRA layers were deleted.
     linears: list[Any] = [m for m in model.modules() if type(m) is _linear.Linear]
     for linear in linears:
         linear.__class__ = lora.Linear
     return tuple(layer.name for layer in ours)
+
+
+def _replace_variant(layer: _Layer, classes: dict[type, type]) -> None:
+    variant = _variant(layer)
+    if type(variant) in classes:
+        variant.__class__ = classes[type(variant)]
+
+
+def _variant(layer: _Layer) -> Any:
+    return getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15
 
 
 def explain(model: torch.nn.Module, rows: int) -> dict[str, _tiers.Tier | None]:
@@ -135,8 +154,9 @@ def _unsupported(layer: _Layer) -> str | None:
     """The reason why the layer cannot be patched, if any."""
     if type(layer.module) is not _linear.Linear and _full_name(layer.module) not in _MODULES:
         return f"its LoRA layer is a {_full_name(layer.module)}"
-    variant = getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15
-    if variant is not None and _full_name(variant) not in _VARIANTS:
+    variant = _variant(layer)
+    known = variant is None or type(variant) in _THEIR_VARIANTS
+    if not known and _full_name(variant) not in _VARIANTS:
         return f"its variant is {_full_name(variant)}"
     if type(layer.dora) not in _OURS and type(layer.dora) not in _THEIRS:
         return f"its DoRA layer is a {_full_name(layer.dora)}"

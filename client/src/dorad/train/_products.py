@@ -25,7 +25,6 @@ from dorad.train._compose import CHUNK_ELEMENTS, inner_scale
 from dorad.train._direct import aligned, takes
 from dorad.train._norm import epsilon
 
-
 _HALVES = {torch.bfloat16, torch.float16}
 _HALF_ROWS = 256  # Rows of a product in half precision at a time: fewer would read W too often.
 
