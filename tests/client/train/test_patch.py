@@ -65,10 +65,45 @@ def test_names_what_it_patched_and_may_be_called_again():
     names = tuple(f"{prefix}{name}[default]" for name in ("up", "middle", "down"))
     assert first.layers == names and first.left == {}
     assert patch(model) == first
-    model.add_adapter("second", copy.copy(model.peft_config["default"]))
-    assert explain(model, 1)[f"{prefix}up[second]"] is None  # added later: PEFT's
-    assert len(patch(model).layers) == 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_adapters_that_are_added_later_are_ours_too(name, tmp_path):
+    """Also on modules that had no adapter, and those that are loaded."""
+    torch.manual_seed(0)
+    base = MODELS[name]().double()
+    first = next(n for n, module in base.named_modules() if n and not list(module.children()))
+    model = get_peft_model(base, LoraConfig(r=4, use_dora=True, target_modules=[first]))
+    patch(model)
+    assert len(explain(model, 1)) == 1
+    targets = {"linears": Linears, "embeddings": Embeddings}.get(name, lambda: Convolutions(2))()
+    every = [n for n, module in targets.named_modules() if n]
+    model.add_adapter("second", LoraConfig(r=4, use_dora=True, target_modules=every))
+    perturb(model)
+    model.save_pretrained(tmp_path, selected_adapters=["second"])
+    model.load_adapter(tmp_path / "second", "third")
+    assert len(explain(model, 1)) == 1 + 2 * len(every)
     assert None not in explain(model, 1).values()
+    model.base_model.set_adapter(["second"])
+    x = inputs(base, torch.float64)
+    got = step(model, x)
+    unpatch(model)
+    assert type(model.base_model) is peft.LoraModel
+    assert set(explain(model, 1).values()) == {None}
+    assert_close(got, step(model, x), 1e-12)
+    model.add_adapter("plain", LoraConfig(r=4, target_modules=every))
+
+
+def test_an_added_adapter_names_layers_that_cannot_be_ours(caplog):
+    model = build(target_modules=["down"])
+    patch(model)
+    base = model.base_model.model.up
+    base.weight = QuantisedWeight(base.weight.data, requires_grad=False)
+    with caplog.at_level(logging.WARNING, "dorad.train"):
+        model.add_adapter("second", LoraConfig(r=4, use_dora=True, target_modules=["up", "down"]))
+    assert "up[second]" in caplog.text and "QuantisedWeight" in caplog.text
+    assert explain(model, 1)["base_model.model.up[second]"] is None
+    assert explain(model, 1)["base_model.model.down[second]"] is not None
 
 
 def test_never_builds_the_dense_product():

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import peft
 import torch
 from peft.tuners.lora import layer as lora
 
@@ -63,8 +64,9 @@ class _Layer:
 def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
     """Makes every DoRA layer of a PEFT model use factored norms and our compose.
 
-    The layers keep their parameters, names and results; `unpatch` undoes it. Calling it again is
-    harmless, and needed after adapters were added. Not while another thread runs the model.
+    The layers keep their parameters, names and results; `unpatch` undoes it. DoRA adapters that
+    `add_adapter` or `load_adapter` add later are ours, too; layers of theirs that cannot be patched
+    are named in the log. Calling it again is harmless. Not while another thread runs the model.
 
     Raises UnsupportedLayersError, which lists every layer that cannot be patched, and changes
     nothing; with `strict=False` those layers stay as they are, in `Patched.left` and in the log.
@@ -79,12 +81,36 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
             else "it has no LoRA layers"
         )
         raise ValueError(f"{type(model).__name__} has no DoRA layers of PEFT: {why}")
-    left = {layer.name: reason for layer in found if (reason := _unsupported(layer)) is not None}
+    left = _left(found)
     if left and strict:
         raise UnsupportedLayersError(left)
+    for module in model.modules():
+        if type(module) is peft.LoraModel:
+            module.__class__ = _LoraModel
+    return _replace(found, left)
+
+
+class _LoraModel(peft.LoraModel):  # type: ignore[misc]
+    """Replaces PEFT's around patched layers: an adapter's layers are made here."""
+
+    def inject_adapter(
+        self, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
+        found = [layer for layer in _dora_layers(model) if layer.adapter == adapter_name]
+        _replace(found, _left(found))
+
+
+def _left(layers: list[_Layer]) -> dict[str, str]:
+    """The layers that cannot be patched, with reasons."""
+    return {layer.name: reason for layer in layers if (reason := _unsupported(layer)) is not None}
+
+
+def _replace(layers: list[_Layer], left: dict[str, str]) -> Patched:
+    """Makes all but `left` ours, which are named in the log."""
     if left:
         _logger.warning("%s", UnsupportedLayersError(left))
-    done = [layer for layer in found if layer.name not in left]
+    done = [layer for layer in layers if layer.name not in left]
     for layer in done:
         layer.dora.__class__ = _OURS.get(type(layer.dora), type(layer.dora))
         if type(layer.module) is lora.Linear:
@@ -100,9 +126,12 @@ def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
         layer.dora.__class__ = _THEIRS[type(layer.dora)]
         _replace_variant(layer, _THEIR_VARIANTS)
     # Also those whose DoRA layers were deleted.
-    linears: list[Any] = [m for m in model.modules() if type(m) is _linear.Linear]
-    for linear in linears:
-        linear.__class__ = lora.Linear
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if type(module) is _linear.Linear:
+            module.__class__ = lora.Linear
+        elif type(module) is _LoraModel:
+            module.__class__ = peft.LoraModel
     return tuple(layer.name for layer in ours)
 
 
