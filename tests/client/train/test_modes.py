@@ -1,6 +1,7 @@
 """Patched models under torch.compile, gradient checkpointing and autocast."""
 
 import copy
+import functools
 import statistics
 
 import pytest
@@ -19,6 +20,7 @@ from lib.dora_training import (
     step,
 )
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 
@@ -141,3 +143,33 @@ def test_norms_under_autocast_are_those_without():
             layer(x)
     assert seen[0].dtype == seen[1].dtype == torch.float32
     assert torch.equal(seen[0], seen[1])
+
+
+# --- Forward mode ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fused", "eager"])
+@pytest.mark.parametrize("way", ["dual numbers", "torch.func"])
+@pytest.mark.parametrize("base", [Linears, Embeddings, lambda: Convolutions(2)])
+def test_forward_derivatives_are_pefts(base, way, name):
+    torch.manual_seed(0)
+    model = adapted(base().double())
+    x = inputs(model.base_model.model, torch.float64).detach()
+    values = {key: parameter.detach() for key, parameter in model.named_parameters()}
+    tangents = {
+        key: torch.randn_like(value) if "lora_" in key else torch.zeros_like(value)
+        for key, value in values.items()
+    }
+
+    def derivative():
+        if way == "torch.func":
+            call = functools.partial(torch.func.functional_call, model, args=(x,))
+            return torch.func.jvp(lambda given: call(given), (values,), (tangents,))[1]
+        with forward_ad.dual_level():
+            duals = {key: forward_ad.make_dual(values[key], tangents[key]) for key in values}
+            return forward_ad.unpack_dual(torch.func.functional_call(model, duals, (x,))).tangent
+
+    wanted = derivative()
+    patch(model)
+    with tier(name):
+        assert distance(derivative(), wanted) < 1e-12

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from dorad.train import _native, _tiers
-from dorad.train._dispatch import watched
+from dorad.train._dispatch import transformed, watched
 from dorad.train._norm import accumulation_dtype
 
 
@@ -59,8 +59,7 @@ def compose(
         dtype=torch.promote_types(base.dtype, lora.dtype),
         training=record and (base.requires_grad or lora.requires_grad or g.requires_grad),
     )
-    # torch.func cannot transform the operators of the fused tiers.
-    if chosen == _tiers.Tier.EAGER or torch._C._are_functorch_transforms_active():
+    if chosen == _tiers.Tier.EAGER or transformed():
         return compose_eager(base, lora, g, scaling)
     want_inner = record and g.requires_grad
     delta: torch.Tensor

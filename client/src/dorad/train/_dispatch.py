@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+def transformed() -> bool:
+    """Whether derivatives are taken that only plain operations have: torch.func, forward mode."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def watched(*tensors: torch.Tensor) -> bool:
@@ -16,7 +22,7 @@ def watched(*tensors: torch.Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or transformed()
         or torch._C._get_tracing_state() is not None
         or any(type(tensor) not in _PLAIN or tensor.is_meta for tensor in tensors)
     )

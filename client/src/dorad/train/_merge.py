@@ -45,7 +45,9 @@ def _merged(module: Any, adapter: str, *, safe: bool) -> torch.Tensor:
             dims = [dim for dim in range(base.dim()) if dim != _output_dim(module)]
             norm = torch.linalg.vector_norm(base + delta, dim=dims, keepdim=True)
         module._cache_store(_key(adapter), norm)
-        weight: torch.Tensor = module.get_base_layer().weight.data  # The block above has written it.
+        weight: torch.Tensor = (
+            module.get_base_layer().weight.data
+        )  # The block above has written it.
         return ((weight + delta) * _scale(module, adapter, norm, weight.dtype)).to(weight.dtype)
 
 
