@@ -33,6 +33,8 @@ bool Good(int64_t in, int64_t out, int64_t rank) {
 
 int dorad_train_abi(void) { return DORAD_TRAIN_ABI; }
 
+int dorad_train_check_device(void) { return dorad::train::CheckDevice(); }
+
 int dorad_compose_forward(const void* base, const void* lora, const float* g, void* delta,
                           void* inner, int64_t rows, int64_t out, float scale, int32_t type,
                           void* stream) {

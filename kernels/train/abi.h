@@ -19,6 +19,9 @@ extern "C" {
 // DORAD_TRAIN_ABI of the library: rises when a function changes its meaning.
 DORAD_EXPORT int dorad_train_abi(void);
 
+// 0 if the library has code for the current device, else what a launch would return.
+DORAD_EXPORT int dorad_train_check_device(void);
+
 DORAD_EXPORT int dorad_compose_forward(const void* base, const void* lora, const float* g,
                                        void* delta, void* inner, int64_t rows, int64_t out,
                                        float scale, int32_t type, void* stream);

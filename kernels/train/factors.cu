@@ -95,4 +95,12 @@ cudaError_t ConvertFactors(const FactorsParams& p, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
+cudaError_t CheckDevice() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, ConvertKernel<float, __nv_bfloat16, 1>);
+  if (error != cudaSuccess) cudaGetLastError();  // So that no later launch reports it.
+  return error;
+}
+
 }  // namespace dorad::train

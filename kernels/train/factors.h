@@ -30,4 +30,8 @@ struct FactorsParams {
 // cudaErrorInvalidValue: negative sizes, other terms than 1 and 3, or an unsupported type.
 cudaError_t ConvertFactors(const FactorsParams& params, cudaStream_t stream);
 
+// cudaSuccess if the library has code for the current device: its kernels are all compiled for the
+// same architectures.
+cudaError_t CheckDevice();
+
 }  // namespace dorad::train

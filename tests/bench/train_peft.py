@@ -151,7 +151,7 @@ class Case:
 
     def norms(self) -> None:
         """The norms of one forward: PEFT's as its DoraLinearLayer takes them, or ours."""
-        ours = {layer for layer, tier in dorad.train.explain(self.model, 1).items() if tier}
+        ours = {layer for layer, why in dorad.train.explain(self.model, 1).items() if why.tier}
         with torch.no_grad(), self.autocast():
             for name, module in self.model.named_modules():
                 if not isinstance(module, LoraLayer):
@@ -198,7 +198,7 @@ class Case:
 
 def tiers(case: Case, rows: int) -> dict[str, int]:
     """How many layers take each tier."""
-    taken = [str(name) for name in dorad.train.explain(case.model, rows).values()]
+    taken = [str(why.tier) for why in dorad.train.explain(case.model, rows).values()]
     return {name: taken.count(name) for name in sorted(set(taken))}
 
 

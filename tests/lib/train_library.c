@@ -3,12 +3,15 @@
 #include <stdint.h>
 #include <string.h>
 
+
 // Refuses what the interface does not allow: the codes tell the tests what was wrong.
 static int check(const void* stream, int32_t type) {
   return stream != (void*)42 ? 901 : type != 0 ? 902 + type : 0;
 }
 
 int dorad_train_abi(void) { return ABI; }
+
+int dorad_train_check_device(void) { return OTHER_DEVICE ? 209 : 0; }
 
 int dorad_compose_forward(const void* base, const void* lora, const float* g, void* delta,
                           void* inner, int64_t rows, int64_t out, float scale, int32_t type,

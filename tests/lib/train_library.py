@@ -9,8 +9,10 @@ SOURCE = Path(__file__).with_suffix(".c")
 GEMM = 7  # What stands for the address of cublasGemmEx.
 
 
-def build(target, abi):
-    command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", f"-DABI={abi}", "-o", target]
+def build(target, abi, *, other_device=False):
+    """With `other_device` it has no code for any GPU."""
+    defines = [f"-DABI={abi}", f"-DOTHER_DEVICE={int(other_device)}"]
+    command = ["cc", "-std=c11", "-O1", "-shared", "-fPIC", *defines, "-o", target]
     subprocess.run([*command, SOURCE, "-lm"], check=True)
 
 

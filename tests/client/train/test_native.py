@@ -3,8 +3,9 @@
 import logging
 
 import pytest
-from dorad.train import _native
-from lib.train_library import GEMM, build
+import torch
+from dorad.train import _direct, _native, _tiers
+from lib.train_library import GEMM, build, factors
 
 
 def test_the_environment_names_the_library(library_path, tmp_path, monkeypatch):
@@ -45,3 +46,45 @@ def test_the_library_of_the_server_package_is_found(library_path, tmp_path, monk
     (tmp_path / "dorad_server" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert isinstance(_native._load(), _native.Library)
+
+
+def test_a_gpu_that_the_library_has_no_code_for_is_plain_torch(
+    on_cuda, tmp_path, monkeypatch, caplog
+):
+    """With one line in the log, instead of cudaError_t 209 from every forward."""
+    build(tmp_path / "other.so", _native._ABI, other_device=True)
+    monkeypatch.setattr(_native, "library", _native.Library(tmp_path / "other.so", GEMM))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    device = torch.device("cuda", 0)
+    chosen = []
+    with caplog.at_level(logging.WARNING, "dorad.train"):
+        for rows in 1, 4096:
+            for training in False, True:
+                chosen.append(
+                    _tiers.choose(
+                        rows, 4096, device=device, dtype=torch.bfloat16, training=training
+                    )
+                )
+        assert "no code" in _tiers.why_eager(device, torch.float16)
+    assert {why.tier for why in chosen} == {"eager"}
+    (reason,) = {why.reason for why in chosen}
+    assert reason == "libdorad_train.so has no code for GPUs of compute capability 8.6"
+    (record,) = caplog.records
+    assert reason in record.message and "209" in record.message
+
+
+def test_norms_do_not_need_code_for_the_gpu(on_cuda, tmp_path, monkeypatch):
+    build(tmp_path / "other.so", _native._ABI, other_device=True)
+    operands = (*factors(torch.bfloat16), 1.0)
+    assert _direct.direct_norm(*operands) is not None
+    monkeypatch.setattr(_native, "library", _native.Library(tmp_path / "other.so", GEMM))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    assert _direct.direct_norm(*operands) is None
+
+
+def test_compiled_code_takes_what_a_device_has_for_a_constant(on_cuda):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def double(x):
+        return 2 * x if _native.why_missing(x.device) is None else x
+
+    assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))

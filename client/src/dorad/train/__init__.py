@@ -9,11 +9,12 @@ from dorad.train._base_weights import BaseWeights, BaseWeightsError, adopt_base,
 from dorad.train._compose import compose
 from dorad.train._norm import weight_norm
 from dorad.train._patch import Patched, UnsupportedLayersError, explain, patch, unpatch
-from dorad.train._tiers import Tier, tier
+from dorad.train._tiers import LayerTier, Tier, tier
 
 __all__ = [
     "BaseWeights",
     "BaseWeightsError",
+    "LayerTier",
     "Patched",
     "Tier",
     "UnsupportedLayersError",

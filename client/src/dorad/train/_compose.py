@@ -59,13 +59,13 @@ def compose(
         dtype=torch.promote_types(base.dtype, lora.dtype),
         training=record and (base.requires_grad or lora.requires_grad or g.requires_grad),
     )
-    if chosen == _tiers.Tier.EAGER or transformed():
+    if chosen.tier == _tiers.Tier.EAGER or transformed():
         return compose_eager(base, lora, g, scaling)
     want_inner = record and g.requires_grad
     delta: torch.Tensor
     if watched(base, lora, g):
         delta, _ = _operator(base, lora, g, scaling, want_inner)
-    elif chosen == _tiers.Tier.FUSED_BACKWARD:
+    elif chosen.tier == _tiers.Tier.FUSED_BACKWARD:
         delta = _Fused.apply(base, lora, g, scaling, want_inner)  # type: ignore[no-untyped-call]
     else:
         delta, _ = _compose(base, lora, g, scaling, want_inner)
@@ -79,9 +79,11 @@ def compose_eager(
     # The compiler itself decides which tensors to save. (And torch 2.11 traces an autograd.Function
     # whose forward ends in a cast that changes nothing to one with gradients of zero.) Transforms
     # need operators that can be differentiated again.
-    if watched(base, lora, g):
+    # And a function of our own is slower where the activations are small.
+    record = torch.is_grad_enabled()
+    if not record or _tiers.is_small(base.device, base.numel()) or watched(base, lora, g):
         return _plain(base, lora, g, scaling)[0]
-    want_inner = torch.is_grad_enabled() and g.requires_grad
+    want_inner = g.requires_grad
     delta: torch.Tensor = _Eager.apply(  # type: ignore[no-untyped-call]
         base, lora, g, scaling, want_inner
     )
@@ -92,6 +94,9 @@ def _plain(
     base: torch.Tensor, lora: torch.Tensor, g: torch.Tensor, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(delta, t)."""
+    if base.dtype == lora.dtype == g.dtype:
+        t = lora * scaling
+        return (g - 1) * base + g * t, t
     t = lora.to(g.dtype) * scaling
     return ((g - 1) * base + g * t).to(torch.promote_types(base.dtype, lora.dtype)), t
 

@@ -39,7 +39,9 @@ def takes(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 
     It supports `weight` in bf16, [out, in] or a transposed view of [in, out].
     """
-    if _native.library is None or scaling == 0 or weight.dtype != torch.bfloat16:
+    if scaling == 0 or weight.dtype != torch.bfloat16:
+        return False
+    if _native.why_missing(weight.device) is not None:
         return False
     if a.dtype not in _FACTORS or b.dtype not in _FACTORS:
         return False

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from peft.tuners.lora import dora
 
+from dorad.train import _tiers
 from dorad.train._compose import compose, compose_eager
-from dorad.train._norm import accumulation_dtype, epsilon, weight_norm
+from dorad.train._norm import accumulation_dtype, epsilon, plain_norm, weight_norm
 
 _NORM_KEY = "factored-norm"
 
@@ -68,7 +69,14 @@ class _Factored:
         kept = self.kept_norms()
         if kept is not None and key in kept:
             return kept[key]
-        if groups == 1:
+        device = matrix.device
+        if (
+            scaling != 0
+            and _tiers.is_small(device, 0, matrix.numel())
+            and not torch.is_autocast_enabled(device.type)
+        ):
+            norm = plain_norm(matrix, a, b, scaling)
+        elif groups == 1:
             norm = weight_norm(matrix, a, b, scaling)
         else:
             norm = _grouped_norm(matrix, a, b, scaling, groups)

@@ -29,11 +29,20 @@ class Linear(lora.Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See PEFT's lora.Linear."""
-        parts = None if args or kwargs or watched(x) else whole(self)
-        if parts is None or not fits(parts, x.device, x.dtype):
-            result: torch.Tensor = super().forward(x, *args, **kwargs)
-            return result
-        return _forward(parts, x)
+        # The cheapest test first: small layers must not pay for the others.
+        if not (args or kwargs or is_small(self, x.numel()) or watched(x)):
+            parts = whole(self)
+            if isinstance(parts, Parts) and why_unfit(parts, x.device, x.dtype) is None:
+                return _forward(parts, x)
+        result: torch.Tensor = super().forward(x, *args, **kwargs)
+        return result
+
+
+def is_small(module: Linear, inputs: int) -> bool:
+    """Whether it is too small for one function with so many elements of x."""
+    weight: Any = module.get_base_layer().weight
+    outputs = inputs // max(1, weight.shape[-1]) * weight.shape[0]
+    return _tiers.is_small(weight.device, outputs, weight.numel())
 
 
 class Parts(NamedTuple):
@@ -48,39 +57,38 @@ class Parts(NamedTuple):
     adapter: str
 
 
-def whole(module: Linear) -> Parts | None:
-    """The parts of a module that may be one function, in its current state."""
+def whole(module: Linear) -> Parts | str:
+    """The parts of a module that may be one function in its current state, or why it may not."""
     active = module.active_adapters
-    if len(active) != 1 or module.disable_adapters or module.merged:
-        return None
+    if module.disable_adapters or module.merged:
+        return "its adapters are disabled or merged"
+    if len(active) != 1:
+        return "not just one adapter is active"
     adapter: str = active[0]
     if adapter not in module.lora_A or adapter not in module.lora_magnitude_vector:
-        return None
+        return "the active adapter is no DoRA adapter of it"
     base: Any = module.base_layer
     a, b = module.lora_A[adapter], module.lora_B[adapter]
     dora = module.lora_magnitude_vector[adapter]
     dropout: Any = module.lora_dropout[adapter]
-    if type(dora) is not _layers.FactoredLinear or dora.fan_in_fan_out:
-        return None
-    if not (_is_bare(base) and _is_bare(a) and _is_bare(b)) or _is_hooked(dora):
-        return None
+    if type(dora) is not _layers.FactoredLinear:
+        return "its DoRA layer is not patched"
+    if not (type(base) is type(a) is type(b) is nn.Linear) or dora.fan_in_fan_out:
+        return "its base layer, A or B is no nn.Linear"
+    if any(_is_hooked(part) for part in (base, a, b, dora)):
+        return "there are hooks inside of it"
     if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
-        return None
+        return "there are hooks on all modules"
     if not isinstance(dropout, nn.Identity) and module.training:
-        return None
+        return "it has dropout"
     weight, bias = base.weight, base.bias
-    if a.bias is not None or b.bias is not None or weight.requires_grad:
-        return None
-    if bias is not None and bias.requires_grad:
-        return None
+    if a.bias is not None or b.bias is not None:
+        return "A or B has a bias"
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        return "its base layer is trained"
     if watched(weight, a.weight, b.weight, dora.weight):
-        return None
+        return "torch must see its operators"
     return Parts(weight, bias, a.weight, b.weight, dora, module.scaling[adapter], adapter)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    """Whether it is a plain linear without hooks."""
-    return type(module) is nn.Linear and not _is_hooked(module)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -93,25 +101,26 @@ def _is_hooked(module: nn.Module) -> bool:
     )
 
 
-def fits(parts: Parts, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether an x on `device` in `dtype` fits the parts, and the tier is not eager."""
+def why_unfit(parts: Parts, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why the parts are no one function of an x on `device` in `dtype`, if any."""
     weight, a, b, magnitude = parts.weight, parts.a, parts.b, parts.dora.weight
     if not device == weight.device == a.device == b.device == magnitude.device:
-        return False
+        return "it is on several devices"
     if torch.is_autocast_enabled(device.type):
         if weight.dtype != torch.get_autocast_dtype(device.type):
-            return False
+            return "its weight is not in autocast's dtype"
         # Autocast casts everything but fp64.
         if torch.float64 in (dtype, a.dtype, b.dtype, magnitude.dtype):
-            return False
+            return "it has a part in fp64 under autocast"
     elif not dtype == weight.dtype == a.dtype:
-        return False
-    if a.dtype != b.dtype or (device.type == "cuda" and a.shape[0] > _native.MOST_RANK):
-        return False
+        return "input, weight and adapter differ in dtype"
+    if a.dtype != b.dtype:
+        return "A and B differ in dtype"
+    if device.type == "cuda" and a.shape[0] > _native.MOST_RANK:
+        return "its rank is too large"
     if accumulation_dtype(dtype, magnitude.dtype) != accumulation_dtype(dtype):
-        return False
-    wanted = _tiers.choose_whole(device=device, dtype=weight.dtype, training=False)
-    return wanted != _tiers.Tier.EAGER
+        return "its magnitude is in fp64"
+    return _tiers.why_eager(device, weight.dtype)
 
 
 def _forward(parts: Parts, x: torch.Tensor) -> torch.Tensor:

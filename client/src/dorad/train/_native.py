@@ -67,12 +67,30 @@ class Library:
             self._linear_backward,
             self._three_terms,
             self._norm,
+            library.dorad_train_check_device,
         ):
             function.restype = ctypes.c_int
+        self._check_device = library.dorad_train_check_device
+        self._why_not: dict[torch.device, str | None] = {}
         self._backward_bytes = _sizes(library.dorad_compose_backward_workspace, 2)
         self._norm_bytes = _sizes(library.dorad_direct_norm_workspace, 3)
         self._linear_bytes = _sizes(library.dorad_linear_forward_bytes, 7)
         self._factor_bytes = _sizes(library.dorad_linear_factor_bytes, 6)
+
+    def why_not_on(self, device: torch.device) -> str | None:
+        """The reason why nothing of it runs on `device`, if any. The first time it is logged."""
+        if device not in self._why_not:
+            with torch.cuda.device(device):
+                error = self._check_device()
+            why = None
+            if error != 0:
+                major, minor = torch.cuda.get_device_capability(device)
+                why = f"{_FILE} has no code for GPUs of compute capability {major}.{minor}"
+                _logger.warning(
+                    "%s (cudaError_t %d): DoRA on %s is plain torch", why, error, device
+                )
+            self._why_not[device] = why
+        return self._why_not[device]
 
     def forward(
         self,
@@ -391,3 +409,9 @@ def _places() -> list[pathlib.Path]:
 # At import, so that torch.compile finds a constant. Without a CUDA device nothing would call it.
 library: Library | None = _load() if torch.cuda.is_available() else None
 """The library at DORAD_TRAIN_LIBRARY, beside this file or in dorad-server, else None."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def why_missing(device: torch.device) -> str | None:
+    """The reason why there are no kernels for a GPU, if any."""
+    return f"there is no {_FILE}" if library is None else library.why_not_on(device)

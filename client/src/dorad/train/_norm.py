@@ -75,6 +75,24 @@ def weight_norm(
     return norm
 
 
+def plain_norm(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """`weight_norm` of a small weight outside of autocast, as a whole and unchecked.
+
+    b @ a may be of another shape than `weight`, with as many elements in the same order.
+    """
+    weight, a, b = weight.detach(), a.detach(), b.detach()
+    dtype = accumulation_dtype(weight.dtype, a.dtype, b.dtype)
+    if weight.dtype == a.dtype == b.dtype == dtype and len(weight) == len(b):
+        total = torch.addmm(weight, b, a, alpha=scaling)
+    else:
+        product = torch.mm(b.to(dtype), a.to(dtype)).view(weight.shape)
+        total = torch.add(weight, product, alpha=scaling)
+    norm: torch.Tensor = torch.linalg.vector_norm(total, dim=1)
+    return norm
+
+
 def _matrix(tensor: torch.Tensor, name: str) -> tuple[int, int]:
     if tensor.dim() != 2:
         raise ValueError(f"{name} must be a matrix, not {list(tensor.shape)}")

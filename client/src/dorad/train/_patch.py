@@ -90,7 +90,7 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
     return _replace(found, left)
 
 
-class _LoraModel(peft.LoraModel):  # type: ignore[misc]
+class _LoraModel(peft.LoraModel):
     """Replaces PEFT's around patched layers: an adapter's layers are made here."""
 
     def inject_adapter(
@@ -126,12 +126,9 @@ def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
         layer.dora.__class__ = _THEIRS[type(layer.dora)]
         _replace_variant(layer, _THEIR_VARIANTS)
     # Also those whose DoRA layers were deleted.
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        if type(module) is _linear.Linear:
-            module.__class__ = lora.Linear
-        elif type(module) is _LoraModel:
-            module.__class__ = peft.LoraModel
+    restored: dict[type, type] = {_linear.Linear: lora.Linear, _LoraModel: peft.LoraModel}
+    for module in model.modules():
+        module.__class__ = restored.get(type(module), type(module))
     return tuple(layer.name for layer in ours)
 
 
@@ -145,30 +142,48 @@ def _variant(layer: _Layer) -> Any:
     return getattr(layer.module, "lora_variant", {}).get(layer.adapter)  # since PEFT 0.15
 
 
-def explain(model: torch.nn.Module, rows: int) -> dict[str, _tiers.Tier | None]:
-    """The tier of each DoRA layer for `rows` tokens, in the present grad and autocast modes.
+def explain(model: torch.nn.Module, rows: int) -> dict[str, _tiers.LayerTier]:
+    """The tier of each DoRA layer for `rows` tokens, and why, in the present modes.
 
-    None: the layer is not patched. Layers of embeddings and convolutions are always eager.
+    These are grad and autocast mode. Tier None: the layer is PEFT's. Layers of embeddings and
+    convolutions are always eager.
     """
     return {layer.name: _tier(layer, rows) for layer in _dora_layers(model)}
 
 
-def _tier(layer: _Layer, rows: int) -> _tiers.Tier | None:
+def _tier(layer: _Layer, rows: int) -> _tiers.LayerTier:
     if type(layer.dora) not in _THEIRS:
-        return None
+        return _tiers.LayerTier(None, _unsupported(layer) or "it is not patched")
     if not isinstance(layer.dora, _layers.FactoredLinear):
-        return _tiers.Tier.EAGER
+        kind = type(layer.module).__name__
+        return _tiers.LayerTier(_tiers.Tier.EAGER, f"it is around a layer of the kind {kind}")
     weight: torch.Tensor = layer.module.get_base_layer().weight
     b: torch.Tensor = layer.module.lora_B[layer.adapter].weight
     dtype = torch.promote_types(weight.dtype, b.dtype)
     if torch.is_autocast_enabled(weight.device.type):
         dtype = torch.get_autocast_dtype(weight.device.type)
     training = torch.is_grad_enabled() and (b.requires_grad or layer.dora.weight.requires_grad)
-    parts = _linear.whole(layer.module) if isinstance(layer.module, _linear.Linear) else None
-    is_whole = parts is not None and parts.dora is layer.dora
-    if parts is not None and is_whole and _linear.fits(parts, weight.device, weight.dtype):
-        return _tiers.choose_whole(device=weight.device, dtype=dtype, training=training)
-    return _tiers.choose(rows, b.shape[0], device=weight.device, dtype=dtype, training=training)
+    why = _why_not_whole(layer, weight, rows)
+    if why is None:
+        return _tiers.whole_tier(training)
+    alone = _tiers.choose(rows, b.shape[0], device=weight.device, dtype=dtype, training=training)
+    if alone.reason == why:
+        return alone
+    return alone._replace(reason=f"{alone.reason}; it is not one function: {why}")
+
+
+def _why_not_whole(layer: _Layer, weight: torch.Tensor, rows: int) -> str | None:
+    module = layer.module
+    if not isinstance(module, _linear.Linear):
+        return f"its LoRA layer is a {_full_name(module)}"
+    if _linear.is_small(module, rows * weight.shape[-1]):
+        return "it is small"
+    parts = _linear.whole(module)
+    if isinstance(parts, str):
+        return parts
+    if parts.dora is not layer.dora:
+        return "another adapter is active"
+    return _linear.why_unfit(parts, weight.device, weight.dtype)
 
 
 def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,14 @@ class Tier(enum.StrEnum):
     FUSED_BACKWARD = "fused_backward"  # one pass each way; saves one tensor for the backward
     FUSED_FORWARD = "fused_forward"  # one pass, no autograd
     EAGER = "eager"  # plain torch operations
+
+
+class LayerTier(NamedTuple):
+    """The tier of a layer, and why."""
+
+    tier: Tier | None
+    """None: the layer is PEFT's."""
+    reason: str
 
 
 class Choice(enum.StrEnum):
@@ -72,6 +81,24 @@ _CUDA_MIN_ELEMENTS = 16 * 1024
 _CPU_MIN_ELEMENTS = 1024 * 1024
 
 
+# CPU: up to these sizes, the calls around the operations cost more than what they save.
+_SMALL_WEIGHT = 256 * 1024
+_SMALL_OUTPUT = 128 * 1024
+
+
+def is_small(device: torch.device, outputs: int, weights: int = 0) -> bool:
+    """Whether plain operations, as PEFT's, are at least as fast with so many elements.
+
+    Not if a tier is asked for.
+    """
+    return (
+        device.type == "cpu"
+        and outputs <= _SMALL_OUTPUT
+        and weights <= _SMALL_WEIGHT
+        and _choice == Choice.AUTO
+    )
+
+
 def choose(
     rows: int,
     out: int,
@@ -79,30 +106,37 @@ def choose(
     device: torch.device,
     dtype: torch.dtype,
     training: bool,
-) -> Tier:
+) -> LayerTier:
     """The tier of a compose alone, to [rows, out] of `dtype`. `training`: autograd records it."""
-    fused = Tier.FUSED_BACKWARD if training else Tier.FUSED_FORWARD
+    reason = why_eager(device, dtype)
+    if reason is None and _choice == Choice.AUTO:
+        if device.type == "cuda":
+            small = training and rows * out < _CUDA_MIN_ELEMENTS
+        else:
+            small = rows * out < _CPU_MIN_ELEMENTS
+        if small:
+            reason = "its output is small"
+    if reason is not None:
+        return LayerTier(Tier.EAGER, reason)
+    return LayerTier(_fused(training), "its compose is one pass each way")
+
+
+def whole_tier(training: bool) -> LayerTier:
+    """Of a linear as one function: more calls are not faster where `is_small` is false."""
+    return LayerTier(_fused(training), "it is one function")
+
+
+def why_eager(device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why nothing is fused, if any."""
     if _choice == Choice.EAGER:
-        return Tier.EAGER
+        return "the tier is set to eager"
     if device.type == "cuda":
-        if dtype not in _native.TYPES or _native.library is None:
-            return Tier.EAGER
-        if _choice == Choice.FUSED or not training:
-            return fused
-        return fused if rows * out >= _CUDA_MIN_ELEMENTS else Tier.EAGER
-    if device.type == "cpu":
-        large = _choice == Choice.FUSED or rows * out >= _CPU_MIN_ELEMENTS
-        return fused if large else Tier.EAGER
-    return Tier.EAGER
+        if dtype not in _native.TYPES:
+            return f"CUDA has no kernels for {dtype}"
+        missing: str | None = _native.why_missing(device)
+        return missing
+    return None if device.type == "cpu" else f"there are no kernels for {device.type}"
 
 
-def choose_whole(*, device: torch.device, dtype: torch.dtype, training: bool) -> Tier:
-    """The tier of a linear that is one function: more calls are not faster at any size.
-
-    Eager on request, and on CUDA without a kernel.
-    """
-    if _choice == Choice.EAGER or device.type not in ("cpu", "cuda"):
-        return Tier.EAGER
-    if device.type == "cuda" and (dtype not in _native.TYPES or _native.library is None):
-        return Tier.EAGER
+def _fused(training: bool) -> Tier:
     return Tier.FUSED_BACKWARD if training else Tier.FUSED_FORWARD
