@@ -15,6 +15,7 @@ operation costs the host as much as a small product costs the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,7 +27,10 @@ from dorad.train._direct import aligned, takes
 from dorad.train._norm import epsilon
 
 _HALVES = {torch.bfloat16, torch.float16}
-_HALF_ROWS = 256  # Rows of a product in half precision at a time: fewer would read W too often.
+# Of a product in half precision at a time: fewer rows would read W too often, and fewer elements
+# would be calls more than work.
+_HALF_ROWS = 256
+_HALF_ELEMENTS = 128 * 1024
 
 
 class Forward(NamedTuple):
@@ -130,33 +134,40 @@ def _join_halves(
     """
     norm, g = scales.unbind()
     dtype, (rows, out) = x.dtype, y.shape
-    step = max(1, min(rows, _HALF_ROWS))
+    step = max(1, min(rows, max(_HALF_ROWS, _HALF_ELEMENTS // max(1, out))))
     scale, numbers = inner_scale(dtype), torch.finfo(dtype)
     # No product is far above ‖x‖·‖W + s·B A‖: that one's last place dithers all smaller ones.
     across = (_signed(out, 0.5698402909980532) * norm).mul_(scale * numbers.eps / 2).to(dtype)
     down = torch.linalg.vector_norm(x, dim=1, dtype=g.dtype) * _signed(rows, 0.7548776662466927)
-    down = down.clamp_(numbers.min, numbers.max).to(dtype)[:, None]
-    dither, base, lora = x.new_empty(3, step, out)
+    down = down.to(dtype)[:, None]
+    half = x.new_empty(step, out)
     wide = g.new_empty(step, out)
-    g = g / scale
+    g = g if scale == 1 else g / scale
     for begin in range(0, rows, step):
         part = slice(begin, begin + step)
-        noise, of_w, of_b, total = (buffer[: len(y[part])] for buffer in (dither, base, lora, wide))
-        torch.mul(down[part], across, out=noise)
-        if dtype == torch.float16:  # It may be beyond; no number's last place is.
-            noise.clamp_(-numbers.max * numbers.eps, numbers.max * numbers.eps)
-        torch.addmm(noise, x[part], weight.t(), alpha=scale, out=of_w)
-        torch.mm(h[part], b.t(), out=of_b)
-        total.copy_(of_w).sub_(noise).add_(of_b, alpha=scale * scaling)
+        product = y[part]
+        total, buffer = wide[: len(product)], half[: len(product)]
+        torch.mul(down[part], across, out=buffer)
+        if dtype == torch.float16:  # It may be beyond, even infinite; no number's last place is.
+            buffer.nan_to_num_(0.0).clamp_(-numbers.max * numbers.eps, numbers.max * numbers.eps)
+        torch.addmm(buffer, x[part], weight.t(), alpha=scale, out=product)
+        total.copy_(product).sub_(buffer)
+        torch.mm(h[part], b.t(), out=buffer)
+        total.add_(buffer, alpha=scale * scaling)
         if inner is not None:
             inner[part] = total
         total.mul_(g)
-        y[part] = total if bias is None else total.add_(bias)
+        product.copy_(total if bias is None else total.add_(bias))
 
 
+@functools.lru_cache(maxsize=64)
 def _signed(count: int, ratio: float) -> torch.Tensor:
-    """[count] within ±[0.5, 1], always the same, evenly spread and without a period."""
-    values = torch.arange(count, dtype=torch.float32).mul_(ratio).frac_().sub_(0.5)
+    """[count] within ±[0.5, 1], the same each time, evenly spread, without a period; for reading.
+
+    On the CPU, also where another device is torch's default.
+    """
+    numbers = torch.arange(count, dtype=torch.float32, device="cpu")
+    values = numbers.mul_(ratio).frac_().sub_(0.5)
     return values + values.sign() / 2
 
 
