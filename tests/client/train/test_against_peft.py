@@ -41,7 +41,7 @@ def check(model, x, tolerance, **options):
     wanted = step(model, x, **options)
     assert len(wanted.gradients) >= 4
     patch(model)
-    for name in ("fused", "eager"):
+    for name in ("fused", "eager", "auto"):
         with tier(name):
             assert_close(step(model, x, **options), wanted, tolerance)
     return wanted

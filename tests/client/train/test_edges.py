@@ -159,6 +159,54 @@ def test_other_layers_are_finite_where_peft_s_are(base):
     assert step(model, x).output.isfinite().all()
 
 
+# --- Rows that nearly cancel ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*TIERS, "auto"])
+@pytest.mark.parametrize("left", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.parametrize(
+    ("base", "shape"),
+    [
+        (lambda: nn.Linear(64, 48), (20, 64)),
+        (lambda: nn.Linear(768, 512), (300, 768)),
+        (lambda: nn.Embedding(64, 48), (20,)),
+        (lambda: nn.Conv2d(8, 48, 3), (2, 8, 5, 5)),
+    ],
+    ids=["linear", "large linear", "embedding", "conv2d"],
+)
+def test_a_layer_whose_adapter_nearly_cancels_its_weight(base, shape, left, name, device):
+    """B·A = -(1 - c)·W in every third row: what is left is PEFT's, also the gradients."""
+    torch.manual_seed(0)
+    model = adapted(nn.Sequential(base()), r=64).to(device)
+    layer = model.base_model.model[0]
+    weight = layer.base_layer.weight
+    with torch.no_grad():
+        rows = weight.T if weight.shape == (64, 48) else weight
+        delta = copy.deepcopy(layer).double().get_delta_weight("default")
+        delta = delta.T if rows is not weight else delta
+        rows[::3] = (-delta[::3] / (1 - left)).to(weight)
+        if rows is not weight:
+            weight.copy_(rows.T)
+    exact = copy.deepcopy(model).double()
+    embeds = isinstance(layer.base_layer, nn.Embedding)
+    x = torch.randint(0, 64, shape) if embeds else torch.randn(shape)
+    x = x.to(device)
+    wanted = step(exact, x if embeds else x.double())
+    theirs = step(model, x)
+    patch(model)
+    with tier(name):
+        ours = step(model, x)
+
+    def error(got, key):
+        truth = wanted.output if key == "output" else wanted.gradients[key]
+        value = got.output if key == "output" else got.gradients[key]
+        return float((value - truth).norm() / truth.norm())
+
+    for key in ("output", *wanted.gradients):
+        assert error(ours, key) <= 3 * error(theirs, key) + 1e-6, key
+
+
 # --- Merged weights -------------------------------------------------------------------------------
 
 MODELS = {

@@ -41,7 +41,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["fused", "eager"])
+@pytest.mark.parametrize("name", ["fused", "eager", "auto"])
 @pytest.mark.parametrize(
     ("base", "dtype", "tolerance"),
     [
@@ -88,7 +88,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.model, x, use_reentrant=self.reentrant)
 
 
-@pytest.mark.parametrize("name", ["fused", "eager"])
+@pytest.mark.parametrize("name", ["fused", "eager", "auto"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_changes_nothing(reentrant, name):
     model = build(lora_dropout=0.3)
@@ -148,7 +148,7 @@ def test_norms_under_autocast_are_those_without():
 # --- Forward mode ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fused", "eager"])
+@pytest.mark.parametrize("name", ["fused", "eager", "auto"])
 @pytest.mark.parametrize("way", ["dual numbers", "torch.func"])
 @pytest.mark.parametrize("base", [Linears, Embeddings, lambda: Convolutions(2)])
 def test_forward_derivatives_are_pefts(base, way, name):
