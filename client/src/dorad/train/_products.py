@@ -137,9 +137,8 @@ def _join_halves(
     step = max(1, min(rows, max(_HALF_ROWS, _HALF_ELEMENTS // max(1, out))))
     scale, numbers = inner_scale(dtype), torch.finfo(dtype)
     # No product is far above ‖x‖·‖W + s·B A‖: that one's last place dithers all smaller ones.
-    across = (_signed(out, 0.5698402909980532) * norm).mul_(scale * numbers.eps / 2).to(dtype)
-    down = torch.linalg.vector_norm(x, dim=1, dtype=g.dtype) * _signed(rows, 0.7548776662466927)
-    down = down.to(dtype)[:, None]
+    across = (_columns(out) * norm).mul_(scale * numbers.eps / 2).to(dtype)
+    down = _rows(x).to(dtype)[:, None]
     half = x.new_empty(step, out)
     wide = g.new_empty(step, out)
     g = g if scale == 1 else g / scale
@@ -161,13 +160,27 @@ def _join_halves(
 
 
 @functools.lru_cache(maxsize=64)
-def _signed(count: int, ratio: float) -> torch.Tensor:
-    """[count] within ±[0.5, 1], the same each time, evenly spread, without a period; for reading.
+def _columns(count: int) -> torch.Tensor:
+    """[count], even within ±[0.5, 1], without a period, the same each time; for reading.
 
     On the CPU, also where another device is torch's default.
     """
     numbers = torch.arange(count, dtype=torch.float32, device="cpu")
-    values = numbers.mul_(ratio).frac_().sub_(0.5)
+    return _signed(numbers.mul_(0.5698402909980532))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """‖x‖ of each row times a number within ±[0.5, 1] that depends on the row alone.
+
+    So a row has the same results wherever it stands in a batch.
+    """
+    lengths: torch.Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
+    return lengths * _signed(lengths.frexp().mantissa.mul_(2**14))
+
+
+def _signed(values: torch.Tensor) -> torch.Tensor:
+    """The fractional parts of values above 0 as numbers within ±[0.5, 1]."""
+    values = values.frac_().sub_(0.5)
     return values + values.sign() / 2
 
 
