@@ -1,4 +1,4 @@
-"""PEFT's DoRA layers with factored norms and our compose.
+"""PEFT's DoRA layers with our norms and our compose.
 
 Each class replaces the PEFT class that it extends, in existing objects (`patch`): it has the same
 parameters and the same results, and adds no state.

@@ -62,7 +62,7 @@ class _Layer:
 
 
 def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
-    """Makes every DoRA layer of a PEFT model use factored norms and our compose.
+    """Makes every DoRA layer of a PEFT model use our norms and our compose.
 
     The layers keep their parameters, names and results; `unpatch` undoes it. DoRA adapters that
     `add_adapter` or `load_adapter` add later are ours, too; layers of theirs that cannot be patched
