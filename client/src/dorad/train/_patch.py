@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
@@ -74,10 +75,9 @@ def patch(model: torch.nn.Module, *, strict: bool = True) -> Patched:
     """
     found = list(_dora_layers(model))
     if not found:
-        has_lora = any(isinstance(module, lora.LoraLayer) for module in model.modules())
         why = (
             "its adapters are plain LoRA (use_dora=False), which needs no patch"
-            if has_lora
+            if has_lora(model)
             else "it has no LoRA layers"
         )
         raise ValueError(f"{type(model).__name__} has no DoRA layers of PEFT: {why}")
@@ -101,6 +101,10 @@ class _LoraModel(peft.LoraModel):
         _replace(found, _left(found))
 
 
+# Beside the DoRA layers.
+_RESTORED: dict[type, type] = {_linear.Linear: lora.Linear, _LoraModel: peft.LoraModel}
+
+
 def _left(layers: list[_Layer]) -> dict[str, str]:
     """The layers that cannot be patched, with reasons."""
     return {layer.name: reason for layer in layers if (reason := _unsupported(layer)) is not None}
@@ -121,15 +125,47 @@ def _replace(layers: list[_Layer], left: dict[str, str]) -> Patched:
 
 def unpatch(model: torch.nn.Module) -> tuple[str, ...]:
     """Makes every layer PEFT's own again. Returns the names of the layers that were ours."""
-    ours = [layer for layer in _dora_layers(model) if type(layer.dora) in _THEIRS]
-    for layer in ours:
-        layer.dora.__class__ = _THEIRS[type(layer.dora)]
-        _replace_variant(layer, _THEIR_VARIANTS)
-    # Also those whose DoRA layers were deleted.
-    restored: dict[type, type] = {_linear.Linear: lora.Linear, _LoraModel: peft.LoraModel}
+    names = tuple(layer.name for layer in _dora_layers(model) if type(layer.dora) in _THEIRS)
+    _restore(model, [])
+    return names
+
+
+def get_peft_model(
+    model: torch.nn.Module,
+    config: peft.PeftConfig,
+    *args: Any,
+    strict: bool = True,
+    **kwargs: Any,
+) -> peft.PeftModel:
+    """`peft.get_peft_model` with the same arguments, then `patch`, whose errors it raises."""
+    adapted: peft.PeftModel = peft.get_peft_model(model, config, *args, **kwargs)
+    patch(adapted, strict=strict)
+    return adapted
+
+
+@contextlib.contextmanager
+def patched(model: torch.nn.Module, *, strict: bool = True) -> Iterator[Patched]:
+    """Within the block the model is patched, as by `patch`; layers that were ours before stay so.
+
+    Layers that are made in the block are PEFT's after it.
+    """
+    before = [module for module in model.modules() if type(module) in _THEIRS | _RESTORED]
+    try:
+        yield patch(model, strict=strict)
+    finally:
+        _restore(model, before)
+
+
+def _restore(model: torch.nn.Module, but: list[torch.nn.Module]) -> None:
+    """Gives PEFT's classes back, also to linears whose DoRA layers were deleted."""
+    kept = {id(module) for module in but}
+    for layer in _dora_layers(model):
+        if type(layer.dora) in _THEIRS and id(layer.dora) not in kept:
+            layer.dora.__class__ = _THEIRS[type(layer.dora)]
+            _replace_variant(layer, _THEIR_VARIANTS)
     for module in model.modules():
-        module.__class__ = restored.get(type(module), type(module))
-    return tuple(layer.name for layer in ours)
+        if id(module) not in kept:
+            module.__class__ = _RESTORED.get(type(module), type(module))
 
 
 def _replace_variant(layer: _Layer, classes: dict[type, type]) -> None:
@@ -184,6 +220,11 @@ def _why_not_whole(layer: _Layer, weight: torch.Tensor, rows: int) -> str | None
     if parts.dora is not layer.dora:
         return "another adapter is active"
     return _linear.why_unfit(parts, weight.device, weight.dtype)
+
+
+def has_lora(model: torch.nn.Module) -> bool:
+    """Whether it has layers of PEFT's LoRA, with or without DoRA."""
+    return any(isinstance(module, lora.LoraLayer) for module in model.modules())
 
 
 def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
