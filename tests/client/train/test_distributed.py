@@ -1,6 +1,8 @@
-"""Patched models in two processes (gloo): DDP and FSDP2 give the gradients of one process."""
+"""Patched models in two processes (gloo) have the gradients of one process: DDP, FSDP, ZeRO-3."""
 
 import datetime
+import importlib.util
+import os
 import sys
 
 import pytest
@@ -8,12 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from dorad.train import patch, tier
-from lib.dora_training import Linears, adapted, assert_close, distance, step
+from lib.dora_training import Linears, Result, adapted, assert_close, distance, step
+from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 WORLD = 2
+RATE = 0.1
 
 
 def build(train_base=False):
@@ -66,21 +70,25 @@ def fsdp2(rank, *, leaves=False, reshard=True, train_base=False):
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
+    optimizer = torch.optim.SGD(trained, lr=RATE)
     first = whole(step(model, batch(rank)))
     optimizer.step()
     # Before another model is patched, which clears the cache: moved weights must be seen anyway.
     got = model(batch(rank)).detach()
     check(first, rank, train_base=train_base)
+    assert distance(got, after_a_step(rank, train_base)) < 1e-5
+
+
+def after_a_step(rank, train_base=False):
+    """The output of one process after a step of SGD."""
     single = build(train_base)
-    _, mean = reference(train_base)
+    results, mean = reference(train_base)
     with torch.no_grad():
-        for name, parameter in single.named_parameters():
-            if name in mean:
-                parameter.sub_(0.1 * mean[name])
-    wanted = single(batch(rank)).detach()
-    assert distance(wanted, build()(batch(rank)).detach()) > 1e-3
-    assert distance(got, wanted) < 1e-5
+        for name in mean:
+            single.get_parameter(name).sub_(RATE * mean[name])
+        output = single(batch(rank))
+    assert distance(output, results[rank].output) > 1e-3
+    return output
 
 
 def fsdp2_bf16(rank):
@@ -91,7 +99,77 @@ def fsdp2_bf16(rank):
     check(whole(step(model, batch(rank))), rank, 0.1)
 
 
+def fsdp1(rank, policy, train_base=False, **options):
+    model = build(train_base)
+    sharded = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy(model), device_id=torch.device("cpu"), **options
+    )
+    patch(sharded)  # again, of wrapped layers: changes nothing
+    trained = [p for p in sharded.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=RATE)
+    with torch.no_grad():
+        sharded(batch(rank))  # FSDP hides from the views which of them are trained.
+    output = sharded(batch(rank))
+    weighted(output).backward()
+    optimizer.step()
+    with torch.no_grad():
+        moved = sharded(batch(rank))
+    with FullyShardedDataParallel.summon_full_params(sharded):
+        names = {n.replace("_fsdp_wrapped_module.", ""): p for n, p in sharded.named_parameters()}
+        check_moved(rank, output.detach(), moved, names, train_base)
+
+
+def weighted(output):
+    return (output * torch.linspace(-1, 1, output.numel()).view(output.shape)).sum()
+
+
+def check_moved(rank, output, moved, parameters, train_base=False):
+    """Outputs before and after a step of SGD, and the parameters after it, as of one process."""
+    first = dict(build(train_base).named_parameters())
+    results, mean = reference(train_base)
+    assert distance(output, results[rank].output) < 1e-5
+    gradients = {n: (first[n] - parameters[n]).detach() / RATE for n in mean}
+    assert_close(Result(moved, gradients), Result(after_a_step(rank, train_base), mean), 1e-4)
+
+
+def zero3(rank):
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank), "RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": str(WORLD), "LOCAL_SIZE": str(WORLD)}
+    import deepspeed
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    # It would compile a library; gloo does without.
+    deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
+    model = build()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE),
+        config={
+            "train_micro_batch_size_per_gpu": len(batch(rank)),
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    assert all(p.numel() == 0 for p in model.parameters())
+    patch(engine)  # again, of layers in shards: changes nothing
+    output = engine(batch(rank))
+    engine.backward(weighted(output))
+    engine.step()
+    moved = engine(batch(rank)).detach()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        check_moved(rank, output.detach(), moved, dict(model.named_parameters()))
+
+
 CASES = {
+    "fsdp1 at once": lambda rank: fsdp1(rank, lambda model: None, use_orig_params=True),
+    "fsdp1 at once, base trained": lambda rank: fsdp1(
+        rank, lambda model: None, train_base=True, use_orig_params=True
+    ),
+    "fsdp1 by leaf": lambda rank: fsdp1(rank, fsdp_auto_wrap_policy),
+    "fsdp1 by leaf, parameters kept": lambda rank: fsdp1(
+        rank, fsdp_auto_wrap_policy, use_orig_params=True
+    ),
     "ddp": ddp,
     "fsdp2 by layer": fsdp2,
     "fsdp2 by layer, kept whole": lambda rank: fsdp2(rank, reshard=False),
@@ -99,7 +177,13 @@ CASES = {
     "fsdp2, base trained": lambda rank: fsdp2(rank, train_base=True),
     "fsdp2, base trained, kept whole": lambda rank: fsdp2(rank, train_base=True, reshard=False),
     "fsdp2 in bf16": fsdp2_bf16,
+    "zero-3": zero3,
 }
+NEEDS = {"zero-3": "deepspeed"}
+
+
+def is_missing(package):
+    return package is not None and importlib.util.find_spec(package) is None
 
 
 def run_all(rank, file, paths, failures):
@@ -115,6 +199,8 @@ def run_all(rank, file, paths, failures):
     )
     with tier("fused"):
         for name, case in CASES.items():
+            if is_missing(NEEDS.get(name)):
+                continue
             try:
                 case(rank)
             except BaseException as error:
@@ -147,4 +233,6 @@ def failures(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes(case, failures):
+    if is_missing(NEEDS.get(case)):
+        pytest.skip(f"{NEEDS[case]} is not installed")
     assert [failure for failure in failures if failure[0] == case] == []

@@ -224,15 +224,6 @@ def test_leaves_plain_lora_adapters_alone():
     assert_close(step(model, x), wanted, 1e-12)
 
 
-def test_refuses_to_read_a_weight_that_fsdp1_keeps_in_shards():
-    model = build()
-    patch(model)
-    a = model.base_model.model.up.lora_A["default"]
-    a.__class__ = type("FullyShardedDataParallel", (nn.Linear,), {})  # FSDP1 needs an accelerator
-    with pytest.raises(RuntimeError, match="FSDP1 wraps a LoRA layer on its own"):
-        model(inputs(model.base_model.model, torch.float64))
-
-
 # --- PEFT's own operations on a patched model -----------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora import dora
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dorad.train import _tiers
 from dorad.train._compose import compose, compose_eager
@@ -25,14 +26,21 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if gather is None else gather()
 
 
-def _factor(module: Any) -> torch.Tensor:
-    """The weight of a lora_A or lora_B, for its values only."""
-    if type(module).__name__ == "FullyShardedDataParallel":
-        raise RuntimeError(
-            "FSDP1 wraps a LoRA layer on its own, so that its weight cannot be read here:"
-            " wrap whole blocks, or use fully_shard"
-        )
-    return _whole(module.weight.detach())
+def _applied(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of a lora_A or lora_B for x, and its weight, for its values only."""
+    if not isinstance(module, FullyShardedDataParallel):
+        return module(x), _whole(module.weight.detach())
+    # FSDP1 has the weight during the module's own forward only.
+    seen: list[torch.Tensor] = []
+
+    def keep(inner: Any, *_: object) -> None:
+        seen.append(inner.weight.detach().clone())
+
+    hook = module.module.register_forward_hook(keep)
+    try:
+        return module(x), seen[0]
+    finally:
+        hook.remove()
 
 
 class _Factored:
@@ -128,14 +136,9 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
         weight = _whole(base_layer.weight)
         if self.fan_in_fan_out:
             weight = weight.T
-        g = self._scale(
-            weight,
-            _factor(lora_A),
-            _factor(lora_B),
-            scaling,
-            adapter_name,
-        )
-        lora = lora_B(lora_A(x))
+        reduced, a = _applied(lora_A, x)
+        lora, b = _applied(lora_B, reduced)
+        g = self._scale(weight, a, b, scaling, adapter_name)
         if base_result is None:  # Dropout: x is not the base's input.
             base_result = F.linear(x, weight.to(x.dtype))
         elif base_layer.bias is not None:
@@ -203,16 +206,16 @@ class _FactoredConv(_Factored):
     ) -> torch.Tensor:
         """DoRA's addition to the output of `base_layer`; see PEFT's _DoraConvNdLayer."""
         weight = _whole(base_layer.weight)
-        a = _factor(lora_A)
+        reduced, a = _applied(lora_A, x)
+        lora, b = _applied(lora_B, reduced)
         g = self._scale(
             weight.flatten(1),
             a.flatten(1),
-            _factor(lora_B).reshape(-1, a.shape[0]),
+            b.reshape(-1, a.shape[0]),
             scaling,
             adapter_name,
             groups=base_layer.groups,
         )
-        lora = lora_B(lora_A(x))
         channels = (-1,) + (1,) * (weight.dim() - 2)  # Not of lora: a batch may be absent.
         if base_result is None:  # Dropout: x is not the base's input.
             base_result = self.conv_fn(

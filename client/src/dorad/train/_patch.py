@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.lora import layer as lora
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dorad.train import _layers, _linear, _tiers
 
@@ -232,7 +233,10 @@ def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
         if isinstance(module, lora.LoraLayer):
             # ConvNd layers have no such dict before their first DoRA adapter.
             for adapter, layer in (module.lora_magnitude_vector or {}).items():
-                yield _Layer(f"{name}[{adapter}]", module, adapter, layer)
+                whole = isinstance(layer, FullyShardedDataParallel)
+                yield _Layer(
+                    f"{name}[{adapter}]", module, adapter, layer.module if whole else layer
+                )
 
 
 def _unsupported(layer: _Layer) -> str | None:
