@@ -149,7 +149,14 @@ def from_peft_model(model: Any, adapter: str | None) -> tuple[Mapping[str, Any],
     """
     from peft import PeftModel, get_peft_model_state_dict  # Slow, and an optional dependency.
 
+    from dorad._adapter_tensors import is_sharded
+
     model = _unwrapped(model)
+    if is_sharded(model):
+        raise ValueError(
+            "the model's parameters are in shards: publish "
+            "tensors=dorad.train.adapter_tensors(model), which every process must call, and config"
+        )
     if not isinstance(model, PeftModel):
         raise TypeError(f"model must be a peft.PeftModel, not {type(model).__name__}")
     if adapter is None:
