@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dorad.train import _tiers
 from dorad.train._compose import compose, compose_eager
 from dorad.train._norm import accumulation_dtype, epsilon, plain_norm, weight_norm
+from dorad.train._quantised import QuantisedWeight, quantised
 
 _NORM_KEY = "factored-norm"
 
@@ -51,7 +52,7 @@ class _Factored:
 
     def _scale(
         self,
-        matrix: torch.Tensor,
+        matrix: torch.Tensor | QuantisedWeight,
         a: torch.Tensor,
         b: torch.Tensor,
         scaling: float,
@@ -66,7 +67,7 @@ class _Factored:
 
     def _norm(
         self,
-        matrix: torch.Tensor,
+        matrix: torch.Tensor | QuantisedWeight,
         a: torch.Tensor,
         b: torch.Tensor,
         scaling: float,
@@ -77,11 +78,12 @@ class _Factored:
         kept = self.kept_norms()
         if kept is not None and key in kept:
             return kept[key]
-        device = matrix.device
-        if (
+        if isinstance(matrix, QuantisedWeight):
+            norm = matrix.norm(a, b, scaling)
+        elif (
             scaling != 0
-            and _tiers.is_small(device, 0, matrix.numel())
-            and not torch.is_autocast_enabled(device.type)
+            and _tiers.is_small(matrix.device, 0, matrix.numel())
+            and not torch.is_autocast_enabled(matrix.device.type)
         ):
             norm = plain_norm(matrix, a, b, scaling)
         elif groups == 1:
@@ -133,17 +135,19 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
         adapter_name: str = "default",
     ) -> torch.Tensor:
         """DoRA's addition to the output of `base_layer`; see PEFT's DoraLinearLayer."""
-        weight = _whole(base_layer.weight)
-        if self.fan_in_fan_out:
-            weight = weight.T
+        weight = quantised(base_layer) or self._matrix(base_layer)
         reduced, a = _applied(lora_A, x)
         lora, b = _applied(lora_B, reduced)
         g = self._scale(weight, a, b, scaling, adapter_name)
         if base_result is None:  # Dropout: x is not the base's input.
-            base_result = F.linear(x, weight.to(x.dtype))
+            base_result = _product(x, weight)
         elif base_layer.bias is not None:
             base_result = base_result - _whole(base_layer.bias)
         return compose(base_result, lora, _like(g, base_result, lora), scaling)
+
+    def _matrix(self, base_layer: Any) -> torch.Tensor:
+        weight = _whole(base_layer.weight)
+        return weight.T if self.fan_in_fan_out else weight
 
     def detached_scale(
         self,
@@ -157,6 +161,12 @@ class FactoredLinear(_Factored, dora.DoraLinearLayer):
         with torch.no_grad():
             norm = self._norm(weight, a, b, scaling, adapter_name, 1)
             return norm, self.weight.flatten() / norm.clamp_min(epsilon(weight.dtype))
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor | QuantisedWeight) -> torch.Tensor:
+    if isinstance(weight, QuantisedWeight):
+        return weight.product(x)
+    return F.linear(x, weight.to(x.dtype))
 
 
 def _like(g: torch.Tensor, base: torch.Tensor, lora: torch.Tensor) -> torch.Tensor:

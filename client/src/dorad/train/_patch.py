@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora import layer as lora
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dorad.train import _layers, _linear, _tiers
+from dorad.train import _layers, _linear, _quantised, _tiers
 
 _logger = logging.getLogger("dorad.train")
 
@@ -171,7 +171,8 @@ def _restore(model: torch.nn.Module, but: list[torch.nn.Module]) -> None:
 
 def _replace_variant(layer: _Layer, classes: dict[type, type]) -> None:
     variant = _variant(layer)
-    if type(variant) in classes:
+    # bitsandbytes' weights merge as in PEFT.
+    if type(variant) in classes and _full_name(layer.module) not in _quantised.LAYERS:
         variant.__class__ = classes[type(variant)]
 
 
@@ -241,8 +242,9 @@ def _dora_layers(model: torch.nn.Module) -> Iterator[_Layer]:
 
 def _unsupported(layer: _Layer) -> str | None:
     """The reason why the layer cannot be patched, if any."""
-    if type(layer.module) is not _linear.Linear and _full_name(layer.module) not in _MODULES:
-        return f"its LoRA layer is a {_full_name(layer.module)}"
+    kind = _full_name(layer.module)
+    if type(layer.module) is not _linear.Linear and kind not in {*_MODULES, *_quantised.LAYERS}:
+        return f"its LoRA layer is a {kind}"
     variant = _variant(layer)
     known = variant is None or type(variant) in _THEIR_VARIANTS
     if not known and _full_name(variant) not in _VARIANTS:
@@ -251,6 +253,8 @@ def _unsupported(layer: _Layer) -> str | None:
         return f"its DoRA layer is a {_full_name(layer.dora)}"
     base = layer.module.get_base_layer()
     weight: Any = getattr(base, "weight", None)
+    if _quantised.LAYERS.get(kind) == (_full_name(base), type(weight).__name__):
+        return _quantised.unready(base)
     if hasattr(base, "W_q") or type(weight).__name__ not in _WEIGHTS:
         return f"its base layer, a {_full_name(base)}, is quantised: {type(weight).__name__}"
     if weight.dtype not in _DTYPES:
