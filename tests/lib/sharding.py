@@ -26,7 +26,7 @@ def group(rank: int, init_method: str):
         init_method=init_method,
         rank=rank,
         world_size=WORLD,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=180),
     )
     try:
         yield

@@ -1,5 +1,6 @@
 """Patched models in two processes (gloo) have the gradients of one process: DDP, FSDP, ZeRO-3."""
 
+import functools
 import sys
 
 import pytest
@@ -13,6 +14,7 @@ from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 RATE = 0.1
 
@@ -96,15 +98,22 @@ def fsdp2_bf16(rank):
     check(whole(step(model, batch(rank))), rank, 0.1)
 
 
-def fsdp1(rank, policy, train_base=False, **options):
-    model = build(train_base)
+def checkpointed(model):
+    """As TRL wants it with ZeRO-3."""
+    linears = model.base_model.model
+    linears.forward = functools.partial(checkpoint, linears.forward, use_reentrant=True)
+    return model
+
+
+def fsdp1(rank, policy, train_base=False, change=lambda model: model, **options):
+    model = change(build(train_base))
     sharded = sharding.fsdp1(model, policy(model), **options)
     patch(sharded)  # again, of wrapped layers: changes nothing
     trained = [p for p in sharded.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     with torch.no_grad():
         sharded(batch(rank))  # FSDP hides from the views which of them are trained.
-    output = sharded(batch(rank))
+    output = sharded(batch(rank).requires_grad_())
     weighted(output).backward()
     optimizer.step()
     with torch.no_grad():
@@ -127,13 +136,13 @@ def check_moved(rank, output, moved, parameters, train_base=False):
     assert_close(Result(moved, gradients), Result(after_a_step(rank, train_base), mean), 1e-4)
 
 
-def zero3(rank):
+def zero3(rank, change=lambda model: model):
     if not sharding.DEEPSPEED:
         return  # test_two_processes skips it.
-    model = build()
+    model = change(build())
     engine = sharding.zero3(model, len(batch(rank)), RATE)
     patch(engine)  # again, of layers in shards: changes nothing
-    output = engine(batch(rank))
+    output = engine(batch(rank).requires_grad_())
     engine.backward(weighted(output))
     engine.step()
     moved = engine(batch(rank)).detach()
@@ -152,6 +161,9 @@ CASES = {
     "fsdp1 by leaf, parameters kept": lambda rank: fsdp1(
         rank, fsdp_auto_wrap_policy, use_orig_params=True
     ),
+    "fsdp1 by leaf, checkpointed": lambda rank: fsdp1(
+        rank, fsdp_auto_wrap_policy, change=checkpointed
+    ),
     "ddp": ddp,
     "fsdp2 by layer": fsdp2,
     "fsdp2 by layer, kept whole": lambda rank: fsdp2(rank, reshard=False),
@@ -160,6 +172,7 @@ CASES = {
     "fsdp2, base trained, kept whole": lambda rank: fsdp2(rank, train_base=True, reshard=False),
     "fsdp2 in bf16": fsdp2_bf16,
     "zero-3": zero3,
+    "zero-3, checkpointed": lambda rank: zero3(rank, checkpointed),
 }
 
 
@@ -187,7 +200,7 @@ def failures(tmp_path_factory):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(120)
+        worker.join(240)
         if worker.is_alive():
             worker.kill()
     assert [worker.exitcode for worker in workers] == [0] * WORLD
@@ -199,6 +212,6 @@ def failures(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes(case, failures):
-    if case == "zero-3" and not sharding.DEEPSPEED:
+    if case.startswith("zero-3") and not sharding.DEEPSPEED:
         pytest.skip("deepspeed is not installed")
     assert [failure for failure in failures if failure[0] == case] == []
