@@ -15,26 +15,38 @@ def server(zoo):
         yield running
 
 
+def build(folder):
+    """With a second adapter, as TRL keeps a reference."""
+    model = policy(folder, use_dora=True)
+    model.add_adapter("ref", model.peft_config["default"])
+    return model
+
+
 def train(rank, file, target, folder):
     """One process of the training: publishes once for each way of sharding."""
-    with sharding.group(rank, f"file://{file}"):
-        for way in sharding.ways():
-            model = policy(folder, use_dora=True)
+    with sharding.group(rank, f"file://{file}"), dorad.Client(target, timeout=60) as client:
+        for way in [sharding.replicated, *sharding.ways()]:
+            model = build(folder)
             config = model.peft_config["default"]
-            tensors = adapter_tensors(way(model), keep=rank == 0)
+            sharded = way(model)
+            if way != sharding.replicated:
+                with pytest.raises(ValueError, match=r"dorad\.train\.adapter_tensors"):
+                    client.publish("refused", model=sharded)
+            tensors = adapter_tensors(sharded, keep=rank == 0)
             if rank == 0:
-                with dorad.Client(target, timeout=60) as client:
-                    client.publish(way.__name__.replace("_", "-"), tensors=tensors, config=config)
+                client.publish(way.__name__.replace("_", "-"), tensors=tensors, config=config)
+            else:
+                assert tensors == {}
 
 
 def test_every_way_of_sharding_gives_the_adapter_of_one_process(server, zoo, tmp_path):
     folder = zoo.model("llama2")
     with dorad.Client(server.grpc, timeout=60) as client:
-        whole = client.publish("whole", model=policy(folder, use_dora=True))
+        whole = client.publish("whole", model=build(folder))
         other = client.publish("other", model=policy(folder, seed=4, use_dora=True))
         assert whole.digest != other.digest
         mp.spawn(train, args=(tmp_path / "store", server.grpc, folder), nprocs=sharding.WORLD)
         digests = {version.name: version.digest for version in client.adapters()}
     del digests["whole"], digests["other"]
-    assert len(digests) == len(sharding.ways())
+    assert len(digests) == 1 + len(sharding.ways())
     assert set(digests.values()) == {whole.digest}

@@ -1,11 +1,12 @@
-"""The whole tensors of an adapter whose shards are in several processes (gloo)."""
+"""The whole tensors of an adapter by the names under which PEFT saves them.
+
+tests/integration/test_publish_shards.py has those of models in shards.
+"""
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from dorad._publish import from_peft_model
 from dorad.train import adapter_tensors
-from lib import sharding
 from lib.adapters import perturb
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -15,7 +16,7 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
 def build(*further):
-    """Two adapters, of which the first is trained; TRL keeps a reference as another one."""
+    """Two adapters, of which the first is active; TRL keeps a reference as another one."""
     torch.manual_seed(0)
     sizes = dict(hidden_size=24, intermediate_size=40, num_hidden_layers=2, vocab_size=50)
     base = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
@@ -38,24 +39,6 @@ def check(found, *further):
     assert found.keys() == expected.keys() and len(found) == (6 + len(further)) * 3
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-
-
-def run(rank, file):
-    with sharding.group(rank, f"file://{file}"):
-        check(adapter_tensors(sharding.replicated(build())))
-        for way in sharding.ways():
-            model = way(build())
-            with pytest.raises(ValueError, match=r"dorad\.train\.adapter_tensors"):
-                from_peft_model(model, None)
-            found = adapter_tensors(model, keep=rank == 0)
-            if rank == 0:
-                check(found)
-            else:
-                assert found == {}
-
-
-def test_the_main_process_gets_the_trained_adapter_whole(tmp_path):
-    mp.spawn(run, args=(tmp_path / "store",), nprocs=sharding.WORLD)
 
 
 def test_names_are_those_of_a_saved_adapter():
