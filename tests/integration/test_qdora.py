@@ -24,6 +24,7 @@ QUANTISED = {
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["down_proj", "lm_head"],
     ),
     "int8": BitsAndBytesConfig(load_in_8bit=True),
 }
@@ -49,8 +50,10 @@ def adapted(folder, quantisation=None):
     base = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=QUANTISED.get(quantisation)
     )
+    # The 112 columns of down_proj are no whole blocks of 64, which some CPUs dequantise wrongly.
+    targets = [name for name in LINEARS if name != "down_proj"]
     config = LoraConfig(
-        r=8, lora_alpha=16, use_dora=True, target_modules=LINEARS, task_type="CAUSAL_LM"
+        r=8, lora_alpha=16, use_dora=True, target_modules=targets, task_type="CAUSAL_LM"
     )
     model = get_peft_model(base, config)
     perturb(model, seed=3, delta=0.3)

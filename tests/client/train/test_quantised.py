@@ -186,6 +186,27 @@ def test_weights_in_bitsandbytes_own_layout_for_the_cpu():
     assert distance(torch.cat(parts), before) < 2**-8  # The scales have been rounded to bf16.
 
 
+def test_a_matrix_that_bitsandbytes_dequantises_wrongly_is_refused():
+    """Its kernels for CPUs with AVX-512 do so where blocks do not end with the rows."""
+    torch.manual_seed(0)
+    base = KINDS["nf4"](112, 64, bias=False).to("cpu")
+    state, codes = base.weight.quant_state, base.weight.data.flatten()
+    codes = torch.stack([codes >> 4, codes & 15], 1).int()
+    values = state.code[codes].view(-1, 64) * state.absmax[:, None]
+    wanted = values.view(64, 112)
+    assert torch.equal(torch.cat([part for _, part in QuantisedWeight(base).parts()]), wanted)
+    is_right = torch.equal(dequantize_module_weight(base), wanted)
+    assert QuantisedWeight(base).is_computed_right() == is_right
+    root = nn.Module()
+    root.down, root.is_loaded_in_4bit = base, True
+    model = get_peft_model(root, LoraConfig(r=4, use_dora=True, target_modules=["down"]))
+    if is_right:
+        assert len(patch(model).layers) == 1
+        return
+    with pytest.raises(UnsupportedLayersError, match="dequantises its 112 columns wrongly here"):
+        patch(model)
+
+
 def test_a_weight_that_is_not_quantised_yet_is_refused():
     model = build("8 bits")
     for layer in layers(model):

@@ -77,11 +77,10 @@ class QuantisedWeight:
         return scales.float()
 
     def _rows(self, begin: int, end: int, absmax: torch.Tensor | None) -> torch.Tensor:
-        bnb = _bnb()
         data = self._weight.data
         rows: torch.Tensor
         if absmax is None:
-            rows = bnb.int8_vectorwise_dequant(
+            rows = _bnb().int8_vectorwise_dequant(
                 data[begin:end], self._scales[begin:end].to(data.device)
             )
         elif self._is_packed():
@@ -89,16 +88,39 @@ class QuantisedWeight:
         else:
             width, block = self.shape[1], self._state.blocksize
             first, last = begin * width, end * width
-            part = bnb.QuantState(
-                absmax[first // block : -(-last // block)],
-                shape=torch.Size((end - begin, width)),
-                dtype=self.dtype,
-                blocksize=block,
-                quant_type=self._state.quant_type,
-            )
-            codes = data.reshape(-1).view(torch.uint8)[first // 2 : -(-last // 2)]
-            rows = bnb.dequantize_4bit(codes.unsqueeze(1), part)
+            # Some kernels are wrong where blocks do not end with the rows.
+            by_block = width % block != 0 and last % block == 0
+            values = self._dequantised(first, last, absmax, block if by_block else width)
+            rows = values.view(-1, width)
         return rows
+
+    def _dequantised(self, first: int, last: int, absmax: torch.Tensor, width: int) -> torch.Tensor:
+        """Values from a block's first one on, as a matrix of this width."""
+        bnb = _bnb()
+        block = self._state.blocksize
+        part = bnb.QuantState(
+            absmax[first // block : -(-last // block)],
+            shape=torch.Size(((last - first) // width, width)),
+            dtype=self.dtype,
+            blocksize=block,
+            quant_type=self._state.quant_type,
+        )
+        codes = self._weight.data.reshape(-1).view(torch.uint8)[first // 2 : -(-last // 2)]
+        values: torch.Tensor = bnb.dequantize_4bit(codes.unsqueeze(1), part)
+        return values
+
+    def is_computed_right(self) -> bool:
+        """Whether bitsandbytes itself dequantises this matrix right.
+
+        Its kernels for CPUs with AVX-512 (0.50) do not where the width is a multiple of 16 but not
+        of the block.
+        """
+        if self._state is None or self._is_packed() or self.shape[1] % self._state.blocksize == 0:
+            return True
+        rows = min(self._aligned(1), self.shape[0])
+        absmax, width = self._absmax(), self.shape[1]
+        theirs = self._dequantised(0, rows * width, absmax, width)
+        return torch.equal(theirs, self._rows(0, rows, absmax))
 
     def _packed_rows(self, begin: int, end: int, absmax: torch.Tensor) -> torch.Tensor:
         """Of 32 rows, a byte has a value of one of the first 16 and one of the last 16."""
@@ -146,13 +168,17 @@ def quantised(base_layer: Any) -> QuantisedWeight | None:
 
 
 def unready(base_layer: Any) -> str | None:
-    """The reason why the weight of one of `LAYERS` has no quantised values, if any."""
+    """The reason why the weight of one of `LAYERS` cannot be dequantised, if any."""
     weight = base_layer.weight
     if _is_4bit(base_layer):
         is_ready = weight.quant_state is not None
     else:
         is_ready = weight.dtype == torch.int8 and not weight.has_fp16_weights
-    return None if is_ready else f"its base weight, in {weight.dtype}, is not quantised yet"
+    if not is_ready:
+        return f"its base weight, in {weight.dtype}, is not quantised yet"
+    if not QuantisedWeight(base_layer).is_computed_right():
+        return f"bitsandbytes dequantises its {base_layer.in_features} columns wrongly here"
+    return None
 
 
 def _bnb() -> Any:
