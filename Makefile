@@ -39,7 +39,7 @@ test: build ## all tests but the long ones; ARGS goes to pytest (ARGS="-k score"
 test-deep: build ## all tests, the long ones at full length
 	@DORAD_DEEP=1 tools/test.sh $(ARGS)
 
-test-rl: build ## the RL libraries' own packages against gateway and server; ARGS goes to pytest
+test-rl: build ## packages with environments of their own: RL libraries, bitsandbytes; ARGS goes to pytest
 	@tools/test_rl.sh $(ARGS)
 
 check: setup ## one room's unit and smoke tests: ROOM=engine

@@ -82,6 +82,10 @@ def test_norms_do_not_need_code_for_the_gpu(on_cuda, tmp_path, monkeypatch):
     assert _direct.direct_norm(*operands) is None
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="torch.compile asks for a GPU, which the fixture pretends",
+)
 def test_compiled_code_takes_what_a_device_has_for_a_constant(on_cuda):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def double(x):

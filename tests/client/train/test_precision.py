@@ -86,7 +86,8 @@ def draw(seed: int, device: str) -> Case:
         left = pick.choice([None] * 5 + [1e-1, 1e-1 if dtype in HALVES or autocast else 1e-3])
         if left is not None:
             for factor in factors:  # With rows of usual norms: tiny ones are clamped to epsilon.
-                factor.copy_((0.5 + torch.rand(factor.shape, generator=made)) * factor.sign())
+                size = 0.5 + torch.rand(factor.shape, generator=made)
+                factor.copy_(size.to(factor) * factor.sign())
             sums, output, _ = merged(layer)
             rest = (layer.base_layer.weight - sums) / (1 - left)
             third = (slice(None),) * output + (slice(None, None, 3),)
