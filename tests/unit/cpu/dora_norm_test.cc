@@ -77,16 +77,25 @@ TEST(DoraNormTest, IsWithinOneMillionthOfTheDenseNormInDouble) {
   }
 }
 
-TEST(DoraNormTest, CancellationKeepsTheErrorSmallAgainstTheWeight) {
-  // s·B·A undoes 99 % of W: the terms are 10^4 times their sum.
+TEST(DoraNormTest, RowsInWhichTheTermsCancelKeepTheirDigits) {
   at::manual_seed(2);
-  const at::Tensor b = at::randn({256, 32}), a = at::randn({32, 512}) * 0.1;
-  const at::Tensor w = -0.99 * at::mm(b, a);
-  const at::Tensor error = (Factored(w, a, b, 1.0).square() - DenseNorms(w, a, b, 1.0).square());
-  EXPECT_LT((error.abs() / w.to(at::kDouble).square().sum(1)).max().item<double>(), 2e-6);
+  for (const double left : {0.6, 0.4, 0.3, 1e-1, 1e-2, 1e-3, 1e-4}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+      // s·B·A undoes all but a part of W in two rows of three.
+      const at::Tensor b = (at::randn({600, 32})).to(dtype);
+      const at::Tensor a = (at::randn({32, 700}) * 0.1).to(dtype);
+      at::Tensor w = at::mm(b.to(at::kFloat), a.to(at::kFloat)) * (left - 1);
+      w.slice(0, 0, 600, 3).copy_(at::randn({200, 700}));
+      w = w.to(dtype);
+      for (const int64_t budget : {64 << 20, 0}) {
+        const at::Tensor norms = Factored(w, a, b, 1.0, NormAxis::kRows, budget);
+        EXPECT_LT(RelativeError(norms, DenseNorms(w, a, b, 1.0)), 1e-6) << left << " " << dtype;
+      }
+    }
+  }
 }
 
-TEST(DoraNormTest, ANegativeRadicandBecomesZero) {
+TEST(DoraNormTest, RowsThatCancelWhollyHaveNormZero) {
   const at::Tensor b = at::ones({4, 1}), a = at::randn({1, 512});
   const at::Tensor w = -at::mm(b, a);
   const at::Tensor smaller = BaseSquaredNorms(w, NormAxis::kRows, {}) * 0.999f;

@@ -84,6 +84,28 @@ at::Tensor Gram(const at::Tensor& a_RI, int64_t chunk) {
   return gram_RR;
 }
 
+// Below this share of its terms' size, ‖W‖² + ‖s·B·A‖², a squared norm has lost digits of fp32.
+constexpr double kLeastShare = 0.25;
+
+// Squares the rows that have lost digits again, after the addition in double. terms: ‖W‖² +
+// ‖s·B·A‖² of each row.
+void SquareAfterAdding(const at::Tensor& w_OI, const at::Tensor& a, const at::Tensor& b,
+                       double scale, const at::Tensor& terms, int64_t chunk, at::Tensor squared) {
+  const at::Tensor lost = at::nonzero(squared < kLeastShare * terms).flatten();
+  for (int64_t first = 0; first < lost.size(0); first += kLeastRows) {
+    const at::Tensor rows = lost.slice(0, first, std::min(first + kLeastRows, lost.size(0)));
+    const at::Tensor b_rows = b.index_select(0, rows).to(at::kDouble);
+    at::Tensor sums = at::zeros({rows.size(0)}, at::kDouble);
+    for (int64_t begin = 0; begin < w_OI.size(1); begin += chunk) {
+      const int64_t end = std::min(begin + chunk, w_OI.size(1));
+      at::Tensor sum = w_OI.slice(1, begin, end).index_select(0, rows).to(at::kDouble);
+      sum.addmm_(b_rows, a.slice(1, begin, end).to(at::kDouble), 1.0, scale);
+      sums += RowDots(sum, sum);
+    }
+    squared.index_copy_(0, rows, sums);
+  }
+}
+
 }  // namespace
 
 at::Tensor BaseSquaredNorms(const at::Tensor& weight, NormAxis axis, const NormOptions& options) {
@@ -124,12 +146,13 @@ at::Tensor FactoredNorms(const at::Tensor& weight, const at::Tensor& base_square
       const at::Tensor u = Product(w_OI.slice(0, begin, end), a, block.columns);
       const at::Tensor b_block = Fp32(b.slice(0, begin, end));
       at::Tensor target = squared.slice(0, begin, end);
-      target += 2.0 * scale * RowDots(b_block, u);
-      target += scale * scale * RowDots(at::mm(b_block, gram_RR), b_block);
+      const at::Tensor terms = target + scale * scale * RowDots(at::mm(b_block, gram_RR), b_block);
+      target.copy_(terms + 2.0 * scale * RowDots(b_block, u));
+      SquareAfterAdding(w_OI.slice(0, begin, end), a, b_block, scale, terms,
+                        std::min(block.columns, kGoodColumns), target);
     }
   }
-  // clamp_min keeps NaN.
-  return squared.clamp_min_(0.0).sqrt_().to(at::kFloat);
+  return squared.sqrt_().to(at::kFloat);
 }
 
 at::Tensor MagnitudeScale(const at::Tensor& magnitude, const at::Tensor& norms, double eps) {

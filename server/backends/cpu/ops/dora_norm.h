@@ -4,9 +4,10 @@
 //
 // The rows of the result are independent given G: blocks of them are walked one by one, each in
 // chunks of d_in (multiples of 64), so that everything a call allocates stays under a byte budget.
-// fp32 products, summed over a row in double; s = 0 skips the cross and Gram terms; a negative
-// radicand becomes 0; NaN stays NaN. ||W||² depends on the base weight alone and is computed once
-// (BaseSquaredNorms). Functions are thread-safe.
+// fp32 products, summed over a row in double; s = 0 skips the cross and Gram terms; NaN stays NaN.
+// Rows whose terms nearly cancel have lost digits: they are added in double and squared afterwards.
+// ||W||² depends on the base weight alone and is computed once (BaseSquaredNorms). Functions are
+// thread-safe.
 //
 // Shape suffixes: I in_features, O out_features, R rank, V vocabulary, D embedding dimension.
 #pragma once
