@@ -19,12 +19,14 @@ class Selective(FakeServer):
         prompt = int.from_bytes(request.prompt_token_ids[:4], "little")
         while prompt > 100 and context.is_active():
             threading.Event().wait(0.005)
-        # The refused prompt waits until the others have finished.
+        # The refused prompt waits until the caller has the others' results.
         wait_for(lambda: prompt or self.finished >= 3)
         yield from super()._tokens(request, context)
-        self.finished += 1
 
     finished = 0
+
+    def progress(self, done, total):
+        self.finished = done
 
 
 @pytest.fixture
@@ -55,7 +57,7 @@ KINDS = ["client", "asyncio", "pool"]
 def test_an_error_carries_what_had_finished(server, kind):
     prompts = [[1], [200], NOTHING, [2], [3], [201]]
     with pytest.raises(dorad.InvalidArgument) as caught:
-        many(server.target, kind, prompts, max_tokens=1)
+        many(server.target, kind, prompts, max_tokens=1, progress=server.progress)
     results = caught.value.results
     assert [r if r is None else r[0].token_ids.tolist() for r in results[:2]] == [[1], None]
     assert results[2] is caught.value
@@ -65,7 +67,9 @@ def test_an_error_carries_what_had_finished(server, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_errors_returned_every_other_prompt_finishes(server, kind):
-    results = many(server.target, kind, [[1], NOTHING, [2], [3]], return_errors=True, max_tokens=1)
+    prompts = [[1], NOTHING, [2], [3]]
+    options = dict(return_errors=True, max_tokens=1, progress=server.progress)
+    results = many(server.target, kind, prompts, **options)
     assert isinstance(results.pop(1), dorad.InvalidArgument)
     assert [r[0].token_ids.tolist() for r in results] == [[1], [2], [3]]
 
@@ -85,7 +89,8 @@ def test_an_error_of_the_callers_own_progress_carries_them_as_well(server, kind)
 
 def test_an_error_with_results_can_be_pickled(server):
     with pytest.raises(dorad.InvalidArgument) as caught:
-        many(server.target, "client", [[1], [2], [3], NOTHING], max_tokens=1)
+        prompts = [[1], [2], [3], NOTHING]
+        many(server.target, "client", prompts, max_tokens=1, progress=server.progress)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert type(copy) is dorad.InvalidArgument and copy.results[3] is copy
     assert copy.results[1][0].token_ids.tolist() == [2] and copy.violations
