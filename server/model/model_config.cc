@@ -70,7 +70,7 @@ Fields TextFields(Fields& root, const Family& family) {
   return text;
 }
 
-// Looks into the headers of the weights, if there are any: their import tells why there are none.
+// Reads the names in the weights' headers. Missing or broken files are reported by the import.
 void ReadTensorNames(const std::string& dir, Fields& root, ModelConfig* config) {
   const absl::StatusOr<Checkpoint> checkpoint = Checkpoint::Open(dir);
   if (!checkpoint.ok()) return;

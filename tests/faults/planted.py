@@ -4,13 +4,11 @@ plants them one at a time and shows which tests catch them."""
 from __future__ import annotations
 
 from faults.client_faults import CLIENT, GATEWAY, POOL
+from faults.compute_faults import CPU, ENGINE, KERNELS
 from faults.server_faults import (
     ADAPTER,
     APP,
     COLOCATION,
-    CPU,
-    ENGINE,
-    KERNELS,
     MODEL,
     PLATFORM,
     RPC,

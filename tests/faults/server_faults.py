@@ -1,4 +1,4 @@
-"""Faults of the server, by room, and of the kernels."""
+"""Faults of the server by room, without those of forward passes (compute_faults.py)."""
 
 from __future__ import annotations
 
@@ -66,6 +66,15 @@ SECURITY = [
         "A caller behind a proxy that adds a token chooses which of both counts.",
         ("security:AuthorityTest.*",),
         ("integration/test_tokens.py",),
+    ),
+    Fault(
+        "localhost counts without its address",
+        "server/security/listener_policy.cc",
+        '  if (host != "localhost") hints.ai_flags = AI_NUMERICHOST;\n',
+        '  if (host == "localhost") return true;\n  hints.ai_flags = AI_NUMERICHOST;\n',
+        "A server without tokens listens to others where localhost is another address.",
+        (),
+        ("integration/test_tls.py",),
     ),
 ]
 
@@ -193,214 +202,6 @@ MODEL = [
     ),
 ]
 
-ENGINE = [
-    Fault(
-        "prefix key of the name",
-        "server/engine/request.cc",
-        "std::string() : lease.get()->digest(), salt, tenant)",
-        "std::string() : lease.get()->name(), salt, tenant)",
-        "A prompt for a new version of an adapter continues keys and values of the old one.",
-        ("engine:EngineTest.*",),
-    ),
-    Fault(
-        "prefix key without salt",
-        "server/engine/request.cc",
-        "    const PrefixNode root = RootOf(generate->lease, generate->cache_salt, "
-        "generate->tenant);\n",
-        "    const PrefixNode root = RootOf(generate->lease, std::string(), generate->tenant);\n",
-        "Callers who asked for separate caches can time each other's prompts.",
-        ("engine:EngineTest.*",),
-        ("integration/test_tenants_prefixes.py", "integration/test_generate_api.py"),
-    ),
-    Fault(
-        "min_tokens one too few",
-        "server/engine/request.cc",
-        "if (chunk.end() - sequence.prompt_tokens < generate->stop.min_tokens) {",
-        "if (chunk.end() - sequence.prompt_tokens + 1 < generate->stop.min_tokens) {",
-        "An answer ends before its min_tokens.",
-        ("engine:EngineTest.*MinTokens*",),
-    ),
-    Fault(
-        "lease kept after a switch of versions",
-        "server/engine/request.cc",
-        "    sequence->SwitchKeepingKv(adapter);\n  }\n  DropUnusedLeases();\n",
-        "    sequence->SwitchKeepingKv(adapter);\n  }\n",
-        "A long stream holds the memory of every version that it has ever used.",
-        ("engine:InFlightTest.*",),
-        ("integration/test_versions_under_load.py",),
-    ),
-    Fault(
-        "pages of two versions cached as one prefix",
-        "server/engine/prefix_sharing.cc",
-        "std::min(chunk.end(), s.same_adapter_until(0))",
-        "chunk.end()",
-        "Other requests continue keys and values that two versions computed.",
-        ("engine:InFlightTest.*:SchedulerTest.*",),
-        ("golden/test_in_flight.py",),
-    ),
-    Fault(
-        "an unfinished page of two versions cached",
-        "server/engine/prefix_sharing.cc",
-        "std::min(sequence.landed, sequence.same_adapter_until(0))",
-        "sequence.landed",
-        "Other requests copy keys and values that another version computed.",
-        ("engine:InFlightTest.*",),
-        ("golden/test_in_flight.py",),
-    ),
-    Fault(
-        "a copied page is not held",
-        "server/engine/prefix_sharing.cc",
-        "  pages_->Acquire(page);\n  to->copy_from",
-        "  to->copy_from",
-        "A request copies keys and values of a page that another one writes.",
-        ("engine:PrefixInFlightTest.*:EngineTest.*",),
-    ),
-    Fault(
-        "an image in a prompt is read as text",
-        "server/rpc/generate_validation.cc",
-        '  CheckNoImages("prompt_token_ids", ids, limits, violations);\n',
-        "",
-        "The answer is to a prompt that nobody sent.",
-        ("rpc:ParseGenerate.*",),
-        ("golden/test_parts.py",),
-    ),
-    Fault(
-        "norms of rows whose terms cancel",
-        "server/backends/cpu/ops/dora_norm.cc",
-        "kLeastShare = 0.25",
-        "kLeastShare = 0.0",
-        "Rows in which s·B·A undoes most of W are scaled by a norm of rounding errors.",
-        ("cpu:DoraNormTest.*",),
-    ),
-    Fault(
-        "a preempted sequence leaves those that take its row",
-        "server/engine/scheduler.cc",
-        "if (joined == plan->chunks.end()) break;",
-        "break;",
-        "A token is sampled from another request's row.",
-        ("engine:PrefixInFlightTest.*",),
-    ),
-    Fault(
-        "the page of a common prefix is not copied",
-        "server/backends/cpu/model_runner.cc",
-        "if (s.copy_from >= 0) CopyPage",
-        "if (s.copy_from < -1) CopyPage",
-        "Answers to a prompt that is asked twice differ from those alone.",
-        (),
-        ("golden/test_prefix_in_flight.py",),
-    ),
-    Fault(
-        "localhost counts without its address",
-        "server/security/listener_policy.cc",
-        '  if (host != "localhost") hints.ai_flags = AI_NUMERICHOST;\n',
-        '  if (host == "localhost") return true;\n  hints.ai_flags = AI_NUMERICHOST;\n',
-        "A server without tokens listens to others where localhost is another address.",
-        (),
-        ("integration/test_tls.py",),
-    ),
-    Fault(
-        "deadline ignored in the queue",
-        "server/engine/engine_loop_ends.cc",
-        "while (!deadlines_.empty() && deadlines_.begin()->first <= now) {",
-        "while (!deadlines_.empty() && deadlines_.begin()->first <= now &&\n"
-        "         deadlines_.begin()->second->started) {",
-        "A call waits in the queue beyond its deadline, and work is spent on it later.",
-        ("engine:EngineTest.*Deadline*",),
-    ),
-    Fault(
-        "late cancel ends the next request",
-        "server/engine/engine_loop_ends.cc",
-        "request == nullptr || request->number != handle.number",
-        "request == nullptr",
-        "The cancel of an ended call ends another call that uses the id again.",
-        ("engine:EngineTest.*Cancel*",),
-    ),
-    Fault(
-        "abort crosses tenants",
-        "server/engine/engine_loop_ends.cc",
-        "    if (target.tenant && *target.tenant != request->base().tenant) continue;\n",
-        "",
-        "A tenant ends another tenant's requests.",
-        ("engine:EngineTest.*Tenants*",),
-    ),
-    Fault(
-        "drain refuses nothing",
-        "server/engine/admission.cc",
-        "if (closing_ || draining_) return ShuttingDown();",
-        "if (closing_) return ShuttingDown();",
-        "A server that was told to end accepts requests, which it cuts off.",
-        ("engine:EngineTest.*", "rpc:ServerTest.*Drain*"),
-        ("integration/test_shutdown.py",),
-    ),
-]
-
-CPU = [
-    Fault(
-        "cross term of the norm once",
-        "server/backends/cpu/ops/dora_norm.cc",
-        "terms + 2.0 * scale * RowDots(b_block, u)",
-        "terms + scale * RowDots(b_block, u)",
-        "Every DoRA adapter is served with wrong magnitudes.",
-        ("cpu:DoraNormTest.*",),
-    ),
-    Fault(
-        "one epsilon for all weights",
-        "server/backends/cpu/ops/dora_norm.cc",
-        "? 1e-12 : 1e-6;",
-        "? 1e-6 : 1e-6;",
-        "Adapters of fp32 models with small norms differ from PEFT.",
-        ("cpu:DoraNormTest.*:AdapterLoader*",),
-    ),
-    Fault(
-        "top_p one candidate short",
-        "server/backends/cpu/ops/sampling.cc",
-        "candidates->resize(begin + i + 1);",
-        "candidates->resize(std::max<size_t>(begin + i, 1));",
-        "top_p leaves out the token that reaches the mass.",
-        ("cpu:*SamplingTest.*",),
-    ),
-    Fault(
-        "seed without the sample's index",
-        "server/backends/cpu/ops/sampling.cc",
-        "UniformDraw(spec.seed, spec.sample_index, spec.position)",
-        "UniformDraw(spec.seed, 0, spec.position)",
-        "All n samples of a prompt are the same.",
-        ("cpu:*SamplingTest.*",),
-    ),
-    Fault(
-        "raw logprobs with temperature",
-        "server/backends/cpu/ops/sampling.cc",
-        "LogitRow raw(logits, scaled && !greedy ? spec.temperature : 1.0f, {});",
-        "LogitRow raw(logits, greedy ? 1.0f : spec.temperature, {});",
-        "A trainer computes its ratios from logprobs of another distribution.",
-        ("cpu:*SamplingTest.*",),
-    ),
-    Fault(
-        "one magnitude for a tile",
-        "server/backends/cpu/simd/dora_linear.cc",
-        "tile->g[m] = s.g;",
-        "tile->g[m] = l.segments[segments[0]].g;",
-        "Requests that share a step get each other's DoRA magnitudes.",
-        ("cpu:*DoraLinearTest.*",),
-    ),
-    Fault(
-        "attention window one too wide",
-        "server/backends/cpu/simd/attention.cc",
-        "std::max<int64_t>(0, position - window_ + 1)",
-        "std::max<int64_t>(0, position - window_)",
-        "Models with a sliding window differ from transformers.",
-        ("cpu:*AttentionTest.*",),
-    ),
-    Fault(
-        "rope smoothed the wrong way",
-        "server/backends/cpu/rope.cc",
-        "f = (1.0f - smooth) * f / factor + smooth * f;",
-        "f = smooth * f / factor + (1.0f - smooth) * f;",
-        "Llama 3 models drift from transformers with the length of the prompt.",
-        ("cpu:RopeTest.*",),
-    ),
-]
-
 COLOCATION = [
     Fault(
         "failed sleep never ends",
@@ -465,6 +266,15 @@ RPC = [
         "Clients repeat at once what can never succeed, and load the server.",
         ("rpc:RetryPushback.*",),
     ),
+    Fault(
+        "an image in a prompt is read as text",
+        "server/rpc/generate_validation.cc",
+        '  CheckNoImages("prompt_token_ids", ids, limits, violations);\n',
+        "",
+        "The placeholder of an image is answered as if it were text.",
+        ("rpc:ParseGenerate.*",),
+        ("golden/test_parts.py",),
+    ),
 ]
 
 APP = [
@@ -483,24 +293,5 @@ APP = [
         "failures[i] += status.ok() ? 0 : 1;",
         "Three slow moments in a month end the server.",
         ("app:ListenerHealthCheckTest.*",),
-    ),
-]
-
-KERNELS = [
-    Fault(
-        "bias multiplied by the magnitude",
-        "kernels/dora/linear_finish.cuh",
-        "y[i] = fmaf(g[i], y[i], bias[i]);",
-        "y[i] = g[i] * (y[i] + bias[i]);",
-        "DoRA adapters of models with biases differ from PEFT on a GPU.",
-        ("emulation_linear",),
-    ),
-    Fault(
-        "magnitude of the first adapter for late segments",
-        "kernels/dora/linear_finish.cuh",
-        "n < out ? MagnitudesOf(segment, n) : nullptr;",
-        "n < out ? MagnitudesOf(0, n) : nullptr;",
-        "With many adapters in a step, some get another one's magnitudes on a GPU.",
-        ("emulation_linear",),
     ),
 ]

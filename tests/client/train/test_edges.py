@@ -189,7 +189,7 @@ def test_other_layers_are_finite_where_peft_s_are(base):
     ids=["linear", "large linear", "embedding", "conv2d"],
 )
 def test_a_layer_whose_adapter_nearly_cancels_its_weight(base, shape, left, name, device):
-    """B·A = -(1 - c)·W in every third row: what is left is PEFT's, also the gradients."""
+    """B·A = -(1 - c)·W in every third row: the rest of W gives PEFT's output and gradients."""
     torch.manual_seed(0)
     model = adapted(nn.Sequential(base()), r=64).to(device)
     layer = model.base_model.model[0]

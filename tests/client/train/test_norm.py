@@ -88,7 +88,7 @@ def test_scaling_of_zero_does_not_look_at_the_factors():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("left", [1e-1, 1e-2, 1e-3, 1e-4, 1e-5])
 def test_rows_that_nearly_cancel_keep_their_norms(left, dtype, stored):
-    """B·A ≈ -(1 - c)·W in every third row: what is left of W has the digits of its own elements."""
+    """B·A ≈ -(1 - c)·W in every third row: its norm is as exact as its elements."""
     weight, a, b = matrices(rank=200, dtype=torch.float64)
     product = 0.7 * b @ a
     weight[::3] = -product[::3] / (1 - left)
