@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "kernels/common/status.h"
@@ -10,18 +12,26 @@
 namespace dorad::kernels {
 
 // Raises a kernel's limit of dynamic shared memory from 48 KB to the current device's maximum. The
-// same value for every launch, so that concurrent ones do not overwrite each other's.
+// same value for every launch, so that concurrent ones do not overwrite each other's. Done once:
+// its calls cost the host more than a launch.
 template <typename... Parameters>
 cudaError_t AllowSharedMemory(void (*kernel)(Parameters...)) {
+  static std::mutex mutex;
+  static std::set<std::pair<void (*)(Parameters...), int>> done;
   int device = 0;
+  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
+  const std::lock_guard lock(mutex);
+  if (done.count({kernel, device}) > 0) return cudaSuccess;
   int most = 0;
   cudaFuncAttributes attributes;
-  DORAD_CUDA_RETURN_IF_ERROR(cudaGetDevice(&device));
   DORAD_CUDA_RETURN_IF_ERROR(
       cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   DORAD_CUDA_RETURN_IF_ERROR(cudaFuncGetAttributes(&attributes, kernel));
-  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              most - static_cast<int>(attributes.sharedSizeBytes));
+  DORAD_CUDA_RETURN_IF_ERROR(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           most - static_cast<int>(attributes.sharedSizeBytes)));
+  done.emplace(kernel, device);
+  return cudaSuccess;
 }
 
 // Clusters of `cluster` blocks, along x.

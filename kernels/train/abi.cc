@@ -12,22 +12,54 @@ using dorad::kernels::FloatType;
 
 namespace {
 
-// The common parameters of forward and backward.
-dorad::train::LinearParams Sizes(int64_t rows, int64_t in, int64_t out, int64_t rank, int32_t type,
-                                 int32_t factor_type) {
-  dorad::train::LinearParams params;
-  params.rows = rows;
-  params.in = in;
-  params.out = out;
-  params.rank = rank;
-  params.type = static_cast<FloatType>(type);
-  params.factor_type = static_cast<FloatType>(factor_type);
-  return params;
-}
+// The common parameters of forward and backward, with their linears.
+struct Call {
+  Call(const dorad_linear* given, int32_t count, int64_t rows, int64_t in, int32_t type,
+       int32_t factor_type) {
+    if (given == nullptr || count < 1 || count > dorad::train::kMostLinears) return;
+    for (int i = 0; i < count; ++i) {
+      const dorad_linear& from = given[i];
+      dorad::train::Linear& linear = linears[i];
+      linear.w = from.w;
+      linear.a = from.a;
+      linear.b = from.b;
+      linear.norm = from.norm;
+      linear.g = from.g;
+      linear.inner = from.inner;
+      linear.m = from.m;
+      linear.bias = from.bias;
+      linear.y = from.y;
+      linear.dy = from.dy;
+      linear.d_b = from.d_b;
+      linear.d_m = from.d_m;
+      linear.out = from.out;
+      linear.rank = from.rank;
+      linear.scale = from.scale;
+    }
+    params.linears = linears;
+    params.count = count;  // Else 0, which is refused.
+    params.rows = rows;
+    params.in = in;
+    params.type = static_cast<FloatType>(type);
+    params.factor_type = static_cast<FloatType>(factor_type);
+  }
+  // params has a pointer into it.
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
 
-bool Good(int64_t in, int64_t out, int64_t rank) {
-  return in >= 0 && out >= 0 && rank >= 0 && rank <= dorad::kernels::kMostRank;
-}
+  bool HasSizes() const {
+    for (int i = 0; i < params.count; ++i) {
+      const dorad::train::Linear& linear = linears[i];
+      if (linear.out < 0 || linear.rank < 0 || linear.rank > dorad::kernels::kMostRank) {
+        return false;
+      }
+    }
+    return params.count > 0 && params.rows >= 0 && params.in >= 0;
+  }
+
+  dorad::train::Linear linears[dorad::train::kMostLinears];
+  dorad::train::LinearParams params;
+};
 
 }  // namespace
 
@@ -51,86 +83,59 @@ int dorad_compose_forward(const void* base, const void* lora, const float* g, vo
   return dorad::kernels::Compose(params, static_cast<cudaStream_t>(stream));
 }
 
-int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
-                                  int32_t factor_type, int32_t makes_norm) {
-  if (!Good(in, out, rank)) return -1;
-  return static_cast<int64_t>(
-      dorad::train::FactorBytes(Sizes(0, in, out, rank, type, factor_type), makes_norm != 0));
+int64_t dorad_linears_forward_bytes(const dorad_linear* linears, int32_t count, int64_t rows,
+                                    int64_t in, int32_t type, int32_t factor_type,
+                                    int32_t makes_norms) {
+  const Call call(linears, count, rows, in, type, factor_type);
+  if (!call.HasSizes()) return -1;
+  return static_cast<int64_t>(dorad::train::ForwardBytes(call.params, makes_norms != 0));
 }
 
-int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
-                                   int32_t type, int32_t factor_type, int32_t makes_norm) {
-  if (rows < 0 || !Good(in, out, rank)) return -1;
-  return static_cast<int64_t>(
-      dorad::train::ForwardBytes(Sizes(rows, in, out, rank, type, factor_type), makes_norm != 0));
+int64_t dorad_linears_backward_bytes(const dorad_linear* linears, int32_t count, int64_t rows,
+                                     int64_t in, int32_t type, int32_t factor_type) {
+  const Call call(linears, count, rows, in, type, factor_type);
+  if (!call.HasSizes()) return -1;
+  return static_cast<int64_t>(dorad::train::BackwardBytes(call.params));
 }
 
-int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w, const void* a,
-                         const void* b, const void* m, const float* bias, float* norm, float* g,
-                         void* h, void* inner, void* y, void* factors, void* workspace,
-                         int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
-                         int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
-                         int32_t m_type, void* stream) {
+int dorad_linears_forward(void* gemm, void* handle, const dorad_linear* linears, int32_t count,
+                          const void* x, void* h, void* workspace, int64_t workspace_bytes,
+                          int64_t rows, int64_t in, float eps, int32_t type, int32_t factor_type,
+                          int32_t m_type, void* stream) {
   if (workspace_bytes < 0) return cudaErrorInvalidValue;
-  dorad::train::LinearParams params = Sizes(rows, in, out, rank, type, factor_type);
+  Call call(linears, count, rows, in, type, factor_type);
+  dorad::train::LinearParams& params = call.params;
   params.x = x;
-  params.w = w;
-  params.a = a;
-  params.b = b;
   params.h = h;
-  params.inner = inner;
-  params.norm = norm;
-  params.g = g;
-  params.factors = factors;
   params.workspace = workspace;
   params.workspace_bytes = static_cast<size_t>(workspace_bytes);
-  params.scale = scale;
   params.eps = eps;
   params.m_type = static_cast<FloatType>(m_type);
-  dorad::train::LinearForward forward;
-  forward.m = m;
-  forward.bias = bias;
-  forward.y = y;
   return dorad::train::Forward(reinterpret_cast<dorad::train::GemmFunction>(gemm),
-                               static_cast<cublasHandle_t>(handle), params, forward,
+                               static_cast<cublasHandle_t>(handle), params,
                                static_cast<cudaStream_t>(stream));
 }
 
-int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x, const void* w,
-                          const void* a, const void* b, const float* norm, const float* g,
-                          const void* h, const void* inner, void* d_inner, void* d_h, void* d_x,
-                          void* d_a, void* d_b, void* d_m, void* factors, void* workspace,
-                          int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
-                          int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
-                          int32_t m_type, int32_t sum_type, void* stream) {
+int dorad_linears_backward(void* gemm, void* handle, const dorad_linear* linears, int32_t count,
+                           const void* x, const void* h, void* d_x, void* d_a, void* workspace,
+                           int64_t workspace_bytes, int64_t rows, int64_t in, float eps,
+                           int32_t type, int32_t factor_type, int32_t m_type, int32_t sum_type,
+                           void* stream) {
   if (workspace_bytes < 0) return cudaErrorInvalidValue;
-  dorad::train::LinearParams params = Sizes(rows, in, out, rank, type, factor_type);
+  Call call(linears, count, rows, in, type, factor_type);
+  dorad::train::LinearParams& params = call.params;
   params.x = x;
-  params.w = w;
-  params.a = a;
-  params.b = b;
-  // Backward only reads what forward wrote.
-  params.norm = const_cast<float*>(norm);
-  params.g = const_cast<float*>(g);
-  params.h = const_cast<void*>(h);
-  params.inner = const_cast<void*>(inner);
-  params.factors = factors;
+  params.h = const_cast<void*>(h);  // Backward only reads it.
   params.workspace = workspace;
   params.workspace_bytes = static_cast<size_t>(workspace_bytes);
-  params.scale = scale;
   params.eps = eps;
   params.m_type = static_cast<FloatType>(m_type);
-  dorad::train::LinearBackward backward;
-  backward.dy = dy;
-  backward.d_inner = d_inner;
-  backward.d_h = d_h;
-  backward.d_x = d_x;
-  backward.d_a = d_a;
-  backward.d_b = d_b;
-  backward.d_m = d_m;
-  backward.sum_type = static_cast<FloatType>(sum_type);
+  dorad::train::LinearGradients gradients;
+  gradients.d_x = d_x;
+  gradients.d_a = d_a;
+  gradients.sum_type = static_cast<FloatType>(sum_type);
   return dorad::train::Backward(reinterpret_cast<dorad::train::GemmFunction>(gemm),
-                                static_cast<cublasHandle_t>(handle), params, backward,
+                                static_cast<cublasHandle_t>(handle), params, gradients,
                                 static_cast<cudaStream_t>(stream));
 }
 
@@ -162,13 +167,15 @@ int dorad_compose_backward(const void* grad, const void* inner, const float* g, 
 int dorad_three_terms(const void* a, const void* b, void* to_a, void* to_b, int64_t out, int64_t in,
                       int64_t rank, int32_t type, void* stream) {
   dorad::train::FactorsParams params;
-  params.a = a;
-  params.b = b;
-  params.to_a = to_a;
-  params.to_b = to_b;
-  params.rank = rank;
+  params.count = 1;
   params.in = in;
-  params.out = out;
+  dorad::train::LayerFactors& layer = params.layers[0];
+  layer.a = a;
+  layer.b = b;
+  layer.to_a = to_a;
+  layer.to_b = to_b;
+  layer.rank = rank;
+  layer.out = out;
   params.terms = 3;
   params.from = static_cast<FloatType>(type);
   return dorad::train::ConvertFactors(params, static_cast<cudaStream_t>(stream));

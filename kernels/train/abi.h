@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define DORAD_TRAIN_ABI 4
+#define DORAD_TRAIN_ABI 5
 
 #if defined(__GNUC__)
 #define DORAD_EXPORT __attribute__((visibility("default")))
@@ -26,32 +26,46 @@ DORAD_EXPORT int dorad_compose_forward(const void* base, const void* lora, const
                                        void* delta, void* inner, int64_t rows, int64_t out,
                                        float scale, int32_t type, void* stream);
 
-// Forward and backward of a linear with an adapter (kernels/train/linear.h). gemm: the address of
-// cublasGemmEx; handle: a cublasHandle_t of the same library, bound to the stream. factor_type: of
-// a and b, m_type: of m and d_m, sum_type: of d_a and d_b. Bytes as in the header, -1 for refused
-// sizes.
-DORAD_EXPORT int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
-                                               int32_t factor_type, int32_t makes_norm);
-DORAD_EXPORT int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
-                                                int32_t type, int32_t factor_type,
-                                                int32_t makes_norm);
-DORAD_EXPORT int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w,
-                                      const void* a, const void* b, const void* m,
-                                      const float* bias, float* norm, float* g, void* h,
-                                      void* inner, void* y, void* factors, void* workspace,
-                                      int64_t workspace_bytes, int64_t rows, int64_t in,
-                                      int64_t out, int64_t rank, double scale, float eps,
-                                      int32_t type, int32_t factor_type, int32_t m_type,
-                                      void* stream);
-DORAD_EXPORT int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x,
-                                       const void* w, const void* a, const void* b,
-                                       const float* norm, const float* g, const void* h,
-                                       const void* inner, void* d_inner, void* d_h, void* d_x,
-                                       void* d_a, void* d_b, void* d_m, void* factors,
-                                       void* workspace, int64_t workspace_bytes, int64_t rows,
-                                       int64_t in, int64_t out, int64_t rank, double scale,
-                                       float eps, int32_t type, int32_t factor_type, int32_t m_type,
-                                       int32_t sum_type, void* stream);
+// One of the linears of a call: see dorad::train::Linear.
+struct dorad_linear {
+  const void* w;
+  const void* a;
+  const void* b;
+  float* norm;
+  float* g;
+  void* inner;
+  const void* m;
+  const float* bias;
+  void* y;
+  const void* dy;
+  void* d_b;
+  void* d_m;
+  int64_t out;
+  int64_t rank;
+  double scale;
+};
+
+// Forward and backward of linears that have one input (kernels/train/linear.h). gemm: the address
+// of cublasGemmEx; handle: a cublasHandle_t of the same library, bound to the stream. factor_type:
+// of a and b, m_type: of m and d_m, sum_type: of d_a and d_b. Bytes as in the header, -1 for
+// refused sizes; of the linears they read out and rank.
+DORAD_EXPORT int64_t dorad_linears_forward_bytes(const struct dorad_linear* linears, int32_t count,
+                                                 int64_t rows, int64_t in, int32_t type,
+                                                 int32_t factor_type, int32_t makes_norms);
+DORAD_EXPORT int64_t dorad_linears_backward_bytes(const struct dorad_linear* linears, int32_t count,
+                                                  int64_t rows, int64_t in, int32_t type,
+                                                  int32_t factor_type);
+DORAD_EXPORT int dorad_linears_forward(void* gemm, void* handle, const struct dorad_linear* linears,
+                                       int32_t count, const void* x, void* h, void* workspace,
+                                       int64_t workspace_bytes, int64_t rows, int64_t in, float eps,
+                                       int32_t type, int32_t factor_type, int32_t m_type,
+                                       void* stream);
+DORAD_EXPORT int dorad_linears_backward(void* gemm, void* handle,
+                                        const struct dorad_linear* linears, int32_t count,
+                                        const void* x, const void* h, void* d_x, void* d_a,
+                                        void* workspace, int64_t workspace_bytes, int64_t rows,
+                                        int64_t in, float eps, int32_t type, int32_t factor_type,
+                                        int32_t m_type, int32_t sum_type, void* stream);
 
 // Bytes; -1 for refused sizes.
 DORAD_EXPORT int64_t dorad_compose_backward_workspace(int64_t rows, int64_t out);

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "kernels/common/barrier.cuh"
 #include "kernels/common/launch.h"
 #include "kernels/dora/elementwise.cuh"
@@ -12,17 +14,22 @@ using kernels::kThreads;
 using kernels::ToFloat;
 using kernels::Vector;
 
-// A thread has `size` adjacent elements of a row of a, or of b.
+// A row of blocks has a layer; a thread has `size` adjacent elements of a row of its a, or of its
+// b.
 template <typename From, typename To, int size>
-__global__ void __launch_bounds__(kThreads) ConvertKernel(FactorsParams p) {
+__global__ void __launch_bounds__(kThreads) ConvertKernel(const __grid_constant__ FactorsParams p) {
   kernels::LaunchDependents();
   kernels::WaitForPrevious();
-  const int64_t count_a = p.rank * p.in;
+  const LayerFactors& layer = p.layers[blockIdx.y];
+  const int64_t count_a = layer.rank * p.in;
   int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * size;
   const bool is_a = at < count_a;
   if (!is_a) at -= count_a;
-  if (!is_a && at >= p.out * p.rank) return;
-  const From* const from = static_cast<const From*>(is_a ? p.a : p.b) + at;
+  if (is_a ? layer.rounded_a == nullptr && layer.to_a == nullptr
+           : layer.to_b == nullptr || at >= layer.out * layer.rank) {
+    return;
+  }
+  const From* const from = static_cast<const From*>(is_a ? layer.a : layer.b) + at;
   const auto values = *reinterpret_cast<const Vector<From, size>*>(from);
   Vector<To, size> high;
   Vector<To, size> low;
@@ -35,31 +42,42 @@ __global__ void __launch_bounds__(kThreads) ConvertKernel(FactorsParams p) {
   const auto store = [](void* to, int64_t index, const Vector<To, size>& value) {
     *reinterpret_cast<Vector<To, size>*>(static_cast<To*>(to) + index) = value;
   };
-  if (p.terms == 1) {
-    store(is_a ? p.to_a : p.to_b, at, high);
-  } else if (is_a) {
-    store(p.to_a, at, high);
-    store(p.to_a, count_a + at, high);
-    store(p.to_a, 2 * count_a + at, low);
+  if (is_a) {
+    if (layer.rounded_a != nullptr) store(layer.rounded_a, at, high);
+    if (layer.to_a == nullptr) return;
+    store(layer.to_a, at, high);
+    if (p.terms == 1) return;
+    store(layer.to_a, count_a + at, high);
+    store(layer.to_a, 2 * count_a + at, low);
+  } else if (p.terms == 1) {
+    store(layer.to_b, at, high);
   } else {
-    const int64_t first = at / p.rank * 3 * p.rank + at % p.rank;
-    store(p.to_b, first, low);
-    store(p.to_b, first + p.rank, high);
-    store(p.to_b, first + 2 * p.rank, high);
+    const int64_t first = at / layer.rank * 3 * layer.rank + at % layer.rank;
+    store(layer.to_b, first, low);
+    store(layer.to_b, first + layer.rank, high);
+    store(layer.to_b, first + 2 * layer.rank, high);
   }
 }
 
 template <typename From, typename To>
 cudaError_t Launch(const FactorsParams& p, cudaStream_t stream) {
   constexpr int kSize = 16 / sizeof(From);
+  bool vectors = p.in % kSize == 0;
+  int64_t most = 0;
+  for (int i = 0; i < p.count; ++i) {
+    const LayerFactors& layer = p.layers[i];
+    vectors = vectors && layer.rank % kSize == 0 && kernels::Aligned(layer.a) &&
+              kernels::Aligned(layer.b) && kernels::Aligned(layer.rounded_a) &&
+              kernels::Aligned(layer.to_a) && kernels::Aligned(layer.to_b);
+    // b comes after a: without it only a's elements have threads.
+    most = std::max(most, layer.rank * (p.in + (layer.to_b == nullptr ? 0 : layer.out)));
+  }
+  if (most == 0) return cudaSuccess;
   const auto launch = [&](auto kernel, int size) {
-    const int64_t vectors = (p.rank * p.in + p.out * p.rank) / size;
-    const auto blocks = static_cast<unsigned>((vectors + kThreads - 1) / kThreads);
-    return kernels::LaunchEarly(kernel, blocks, kThreads, 0, stream, p);
+    const auto blocks = static_cast<unsigned>((most / size + kThreads - 1) / kThreads);
+    return kernels::LaunchEarly(kernel, dim3(blocks, static_cast<unsigned>(p.count)), kThreads, 0,
+                                stream, p);
   };
-  const bool vectors = p.rank % kSize == 0 && p.in % kSize == 0 && kernels::Aligned(p.a) &&
-                       kernels::Aligned(p.b) && kernels::Aligned(p.to_a) &&
-                       kernels::Aligned(p.to_b);
   return vectors ? launch(ConvertKernel<From, To, kSize>, kSize)
                  : launch(ConvertKernel<From, To, 1>, 1);
 }
@@ -80,16 +98,19 @@ cudaError_t LaunchTo(const FactorsParams& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t ConvertFactors(const FactorsParams& p, cudaStream_t stream) {
-  if (p.rank < 0 || p.in < 0 || p.out < 0 || (p.terms != 1 && p.terms != 3)) {
+  if (p.count < 1 || p.count > kMostLayers || p.in < 0 || (p.terms != 1 && p.terms != 3)) {
     return cudaErrorInvalidValue;
   }
-  if (p.rank == 0 || p.in + p.out == 0) return cudaSuccess;
+  for (int i = 0; i < p.count; ++i) {
+    if (p.layers[i].rank < 0 || p.layers[i].out < 0) return cudaErrorInvalidValue;
+  }
   switch (p.to) {
     case FloatType::kBF16:
       return LaunchTo<__nv_bfloat16>(p, stream);
     case FloatType::kF16:
       return LaunchTo<__half>(p, stream);
     case FloatType::kF32:
+      if (p.from == FloatType::kF32 && p.terms == 1) return Launch<float, float>(p, stream);
       break;
   }
   return cudaErrorInvalidValue;

@@ -124,6 +124,8 @@ class Case:
         self.width, self.dtype = SHAPES[options.shape]["hidden_size"], DTYPES[options.dtype]
         self.has_norms = name not in ("base", "lora")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        # Changes nothing, but what is kept for the time of a step is made anew.
+        self.optimizer = torch.optim.SGD(self.parameters or [torch.zeros(1)], lr=0)
         self.tier = {"eager": "eager", "fused": "fused"}.get(name, "auto")
         kind = torch.device(options.device).type
         self.autocast: Callable[[], contextlib.AbstractContextManager] = lambda: torch.autocast(
@@ -142,12 +144,17 @@ class Case:
             parameter.grad = None
 
     def step(self) -> torch.Tensor:
+        """A forward and a backward; `begin` precedes each."""
         self.zero_grad()
         with dorad.train.tier(self.tier):
             with self.autocast():
                 output = self.model(self.x)
             output.backward(self.grad.to(output.dtype))
         return output
+
+    def begin(self) -> None:
+        """As after an optimizer's step."""
+        self.optimizer.step()
 
     def norms(self) -> None:
         """The norms of one forward: PEFT's as its DoraLinearLayer takes them, or ours."""
@@ -192,6 +199,7 @@ class Case:
             torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
+        self.begin()
         self.zero_grad()
         return peak_bytes(self.step, self.device)
 
@@ -206,11 +214,16 @@ def measured(cases: dict[str, Case], tokens: int, repeats: int) -> dict[str, dic
     """What each case does with so many tokens."""
     for case in cases.values():
         case.take(tokens)
-    outputs = {name: case.step().detach().float() for name, case in cases.items()}  # and warm-up
+    outputs = {}
+    for name, case in cases.items():
+        for _ in range(2):  # and warm-up
+            outputs[name] = case.step().detach().float()
+            case.begin()
     times: dict[str, list[float]] = {name: [] for name in cases}
     norms: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
+            case.begin()
             times[name].append(case.seconds(case.step))
             if case.has_norms:
                 norms[name].append(case.device_seconds(case.norms))

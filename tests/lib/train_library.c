@@ -59,14 +59,33 @@ static void multiply(int64_t m, int64_t n, int64_t k, double alpha, const float*
   }
 }
 
-int64_t dorad_linear_factor_bytes(int64_t in, int64_t out, int64_t rank, int32_t type,
-                                  int32_t factor_type, int32_t makes_norm) {
-  return factor_type == type ? 0 : in + out + rank + makes_norm;
+struct dorad_linear {
+  const float *w, *a, *b;
+  float *norm, *g, *inner;
+  const float *m, *bias;
+  float* y;
+  const float* dy;
+  float *d_b, *d_m;
+  int64_t out, rank;
+  double scale;
+};
+
+int64_t dorad_linears_forward_bytes(const struct dorad_linear* linears, int32_t count, int64_t rows,
+                                    int64_t in, int32_t type, int32_t factor_type,
+                                    int32_t makes_norms) {
+  int64_t bytes = 3 * rows + type + factor_type;
+  for (int i = 0; makes_norms && i < count; ++i) bytes += in + 2 * linears[i].out + linears[i].rank;
+  return bytes;
 }
 
-int64_t dorad_linear_forward_bytes(int64_t rows, int64_t in, int64_t out, int64_t rank,
-                                   int32_t type, int32_t factor_type, int32_t makes_norm) {
-  return 3 * rows + (makes_norm ? in + 2 * out + rank : 0) + type + factor_type;
+int64_t dorad_linears_backward_bytes(const struct dorad_linear* linears, int32_t count,
+                                     int64_t rows, int64_t in, int32_t type, int32_t factor_type) {
+  int64_t most = 0, ranks = 0;
+  for (int i = 0; i < count; ++i) {
+    if (linears[i].out > most) most = linears[i].out;
+    ranks += linears[i].rank;
+  }
+  return 4 * rows * (most + ranks) + in + type + factor_type;
 }
 
 static float* row_norms(const float* w, const float* a, const float* b, int64_t out, int64_t in,
@@ -83,58 +102,91 @@ static float* row_norms(const float* w, const float* a, const float* b, int64_t 
   return norm;
 }
 
-int dorad_linear_forward(void* gemm, void* handle, const void* x, const void* w, const void* a,
-                         const void* b, const void* m, const float* bias, float* norm, float* g,
-                         void* h, void* inner, void* y, void* factors, void* workspace,
-                         int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
-                         int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
-                         int32_t m_type, void* stream) {
+static int64_t ranks_of(const struct dorad_linear* linears, int32_t count) {
+  int64_t ranks = 0;
+  for (int i = 0; i < count; ++i) ranks += linears[i].rank;
+  return ranks;
+}
+
+// to [m, n] with rows of `ld`.
+static void multiply_to(int64_t m, int64_t n, int64_t k, double alpha, const float* left,
+                        int64_t lm, int64_t lk, const float* right, int64_t rk, int64_t rn,
+                        int add, float* to, int64_t ld) {
+  for (int64_t i = 0; i < m; ++i) {
+    multiply(1, n, k, alpha, left + i * lm, 0, lk, right, rk, rn, add, to + i * ld);
+  }
+}
+
+int dorad_linears_forward(void* gemm, void* handle, const struct dorad_linear* linears,
+                          int32_t count, const void* x, void* h, void* workspace,
+                          int64_t workspace_bytes, int64_t rows, int64_t in, float eps,
+                          int32_t type, int32_t factor_type, int32_t m_type, void* stream) {
   if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
   if (factor_type != 0 || m_type != 0) return 931;
-  if (workspace_bytes != dorad_linear_forward_bytes(rows, in, out, rank, 0, 0, !!m)) return 932;
-  memset(workspace, 0xff, workspace_bytes);
-  if (m) {
-    row_norms(w, a, b, out, in, rank, scale, norm);
-    for (int64_t o = 0; o < out; ++o) g[o] = ((float*)m)[o] / (norm[o] < eps ? eps : norm[o]);
+  const int makes = !!linears[0].m;
+  if (workspace_bytes != dorad_linears_forward_bytes(linears, count, rows, in, 0, 0, makes)) {
+    return 932;
   }
-  multiply(rows, rank, in, 1, x, in, 1, a, 1, in, 0, h);
-  multiply(rows, out, in, 1, x, in, 1, w, 1, in, 0, inner);
-  multiply(rows, out, rank, scale, h, rank, 1, b, 1, rank, 1, inner);
-  for (int64_t i = 0; i < rows * out; ++i) {
-    ((float*)y)[i] = g[i % out] * ((float*)inner)[i] + (bias ? bias[i % out] : 0);
+  memset(workspace, 0xff, workspace_bytes);
+  const int64_t ranks = ranks_of(linears, count);
+  float* h_of = h;
+  for (const struct dorad_linear* l = linears; l < linears + count; ++l) {
+    if (!!l->m != makes || !l->y || !l->inner || l->dy || l->d_b || l->d_m) return 933;
+    if (l->m) {
+      row_norms(l->w, l->a, l->b, l->out, in, l->rank, l->scale, l->norm);
+      for (int64_t o = 0; o < l->out; ++o) {
+        l->g[o] = l->m[o] / (l->norm[o] < eps ? eps : l->norm[o]);
+      }
+    }
+    multiply_to(rows, l->rank, in, 1, x, in, 1, l->a, 1, in, 0, h_of, ranks);
+    multiply(rows, l->out, in, 1, x, in, 1, l->w, 1, in, 0, l->inner);
+    multiply(rows, l->out, l->rank, l->scale, h_of, ranks, 1, l->b, 1, l->rank, 1, l->inner);
+    for (int64_t i = 0; i < rows * l->out; ++i) {
+      l->y[i] = l->g[i % l->out] * l->inner[i] + (l->bias ? l->bias[i % l->out] : 0);
+    }
+    h_of += l->rank;
   }
   return 0;
 }
 
-int dorad_linear_backward(void* gemm, void* handle, const void* dy, const void* x, const void* w,
-                          const void* a, const void* b, const float* norm, const float* g,
-                          const void* h, const void* inner, void* d_inner, void* d_h, void* d_x,
-                          void* d_a, void* d_b, void* d_m, void* factors, void* workspace,
-                          int64_t workspace_bytes, int64_t rows, int64_t in, int64_t out,
-                          int64_t rank, double scale, float eps, int32_t type, int32_t factor_type,
-                          int32_t m_type, int32_t sum_type, void* stream) {
+int dorad_linears_backward(void* gemm, void* handle, const struct dorad_linear* linears,
+                           int32_t count, const void* x, const void* h, void* d_x, void* d_a,
+                           void* workspace, int64_t workspace_bytes, int64_t rows, int64_t in,
+                           float eps, int32_t type, int32_t factor_type, int32_t m_type,
+                           int32_t sum_type, void* stream) {
   if (check_linear(gemm, handle, stream, type)) return check_linear(gemm, handle, stream, type);
   if (factor_type != 0 || m_type != 0 || sum_type != 0) return 931;
-  if (!x != !d_a || !h != !d_b || !inner != !d_m || !d_h != !(d_x || d_a)) return 932;
-  if (!d_inner != !(d_x || d_a || d_b)) return 933;
-  if (workspace_bytes != (d_m ? 100 * rows + out : 0)) return 911;
-  if (d_m) memset(workspace, 0xff, workspace_bytes);
-  for (int64_t o = 0; d_m && o < out; ++o) {
-    double sum = 0;
-    for (int64_t r = 0; r < rows; ++r) {
-      sum += (double)((float*)dy)[r * out + o] * ((float*)inner)[r * out + o];
+  if (workspace_bytes != dorad_linears_backward_bytes(linears, count, rows, in, 0, 0)) return 911;
+  memset(workspace, 0xff, workspace_bytes);
+  const int64_t ranks = ranks_of(linears, count);
+  float* const d_h = workspace;
+  float* const d_inner = d_h + rows * ranks;
+  int64_t rank = 0;
+  int wants_b = 0;
+  for (const struct dorad_linear* l = linears; l < linears + count; rank += l->rank, ++l) {
+    if (!l->dy || !l->inner != !l->d_m || l->m || l->y || l->bias) return 932;
+    wants_b |= !!l->d_b;
+    for (int64_t o = 0; l->d_m && o < l->out; ++o) {
+      double sum = 0;
+      for (int64_t r = 0; r < rows; ++r) {
+        sum += (double)l->dy[r * l->out + o] * l->inner[r * l->out + o];
+      }
+      l->d_m[o] = (float)(sum / (l->norm[o] < eps ? eps : l->norm[o]));
     }
-    ((float*)d_m)[o] = (float)(sum / (norm[o] < eps ? eps : norm[o]));
+    for (int64_t i = 0; i < rows * l->out; ++i) d_inner[i] = l->g[i % l->out] * l->dy[i];
+    multiply_to(rows, l->rank, l->out, l->scale, d_inner, l->out, 1, l->b, l->rank, 1, 0,
+                d_h + rank, ranks);
+    if (d_x) multiply(rows, in, l->out, 1, d_inner, l->out, 1, l->w, in, 1, rank > 0, d_x);
+    if (d_x) multiply(rows, in, l->rank, 1, d_h + rank, ranks, 1, l->a, in, 1, 1, d_x);
+    if (d_a) {
+      multiply(l->rank, in, rows, 1, d_h + rank, 1, ranks, x, in, 1, 0, (float*)d_a + rank * in);
+    }
+    if (l->d_b) {
+      multiply(l->out, l->rank, rows, l->scale, d_inner, 1, l->out, (const float*)h + rank, ranks,
+               1, 0, l->d_b);
+    }
   }
-  for (int64_t i = 0; d_inner && i < rows * out; ++i) {
-    ((float*)d_inner)[i] = g[i % out] * ((float*)dy)[i];
-  }
-  if (d_h) multiply(rows, rank, out, scale, d_inner, out, 1, b, rank, 1, 0, d_h);
-  if (d_x) multiply(rows, in, out, 1, d_inner, out, 1, w, in, 1, 0, d_x);
-  if (d_x) multiply(rows, in, rank, 1, d_h, rank, 1, a, in, 1, 1, d_x);
-  if (d_a) multiply(rank, in, rows, 1, d_h, 1, rank, x, in, 1, 0, d_a);
-  if (d_b) multiply(out, rank, rows, scale, d_inner, 1, out, h, rank, 1, 0, d_b);
-  return 0;
+  return !x != !d_a || !h != !wants_b ? 933 : 0;
 }
 
 static double widened(const void* values, int64_t i) {

@@ -111,9 +111,9 @@ def test_a_linear_as_one_function_agrees_with_fp64(dtype, adapters, shape, bias,
         (torch.randn(2, rows, width) * width**-0.5).cuda().to(dtype).requires_grad_()
     )  # fp16's range
     called = []
-    backward = _native.Library.linear_backward
+    backward = _native.Library.linears_backward
     monkeypatch.setattr(
-        _native.Library, "linear_backward", lambda *given: called.append(1) or backward(*given)
+        _native.Library, "linears_backward", lambda *given: called.append(1) or backward(*given)
     )
     context = torch.autocast("cuda", dtype) if autocast else None
     got = step(model, x, context=context)

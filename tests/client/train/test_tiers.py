@@ -93,7 +93,7 @@ def test_small_layers_take_plain_operations(layer, monkeypatch):
         nn.Sequential(copy.deepcopy(layer)), LoraConfig(r=8, target_modules=["0"], use_dora=True)
     )
     patch(model)
-    ours = _linear._DoraLinear, _compose._Eager, _compose._Fused
+    ours = _linear._DoraLinears, _compose._Eager, _compose._Fused
     called = []
     for function in ours:
         apply = function.apply

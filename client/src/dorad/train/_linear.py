@@ -1,9 +1,10 @@
-"""A linear and its DoRA adapter as one function.
+"""Linears and their DoRA adapters as one function.
 
 PEFT adds DoRA's change to the base layer's output. Here the product with B adds the adapter to the
-base product, and one kernel scales the sum; the backward has both terms of d_x in one tensor
-(`_products`). That takes 6 passes over activations instead of 14, and on CUDA three calls instead
-of some fifty operations of torch, which dominate small batches.
+base product, and one kernel scales the sum; the backward has all terms of d_x in one tensor
+(`_products`). That takes 6 passes over activations instead of 14, and on CUDA one call each way
+instead of some fifty operations of torch, which dominate small batches. Linears that have the same
+input are one call together (`_sharing`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from peft.tuners.lora import layer as lora
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from dorad.train import _layers, _native, _products, _tiers
+from dorad.train import _layers, _native, _norms, _products, _sharing, _tiers
 from dorad.train._dispatch import watched
 from dorad.train._norm import accumulation_dtype
 
@@ -31,18 +32,32 @@ class Linear(lora.Linear):
         """See PEFT's lora.Linear."""
         # The cheapest test first: small layers must not pay for the others.
         if not (args or kwargs or is_small(self, x.numel()) or watched(x)):
-            parts = whole(self)
-            if isinstance(parts, Parts) and why_unfit(parts, x.device, x.dtype) is None:
-                return _forward(parts, x)
+            given = _sharing.take(self, x, state_of(self))
+            if given is not None:
+                return given
+            parts = _fit(self, x)
+            if parts is not None:
+                return _forward(self, parts, x)
         result: torch.Tensor = super().forward(x, *args, **kwargs)
         return result
 
 
 def is_small(module: Linear, inputs: int) -> bool:
     """Whether it is too small for one function with so many elements of x."""
-    weight: Any = module.get_base_layer().weight
+    weight = _parameter(module._modules["base_layer"], "weight")
     outputs = inputs // max(1, weight.shape[-1]) * weight.shape[0]
     return _tiers.is_small(weight.device, outputs, weight.numel())
+
+
+def state_of(module: Linear) -> tuple[object, ...]:
+    """What may change between two calls of a forward."""
+    return module.disable_adapters, module.merged, *module.active_adapters
+
+
+def _parameter(module: Any, name: str) -> torch.Tensor:
+    # nn.Module's own search takes longer; FSDP1 has its views elsewhere.
+    found: Any = module._parameters.get(name)
+    return getattr(module, name) if found is None else found  # type: ignore[no-any-return]
 
 
 class Parts(NamedTuple):
@@ -52,6 +67,7 @@ class Parts(NamedTuple):
     bias: torch.Tensor | None
     a: torch.Tensor
     b: torch.Tensor
+    magnitude: torch.Tensor
     dora: _layers.FactoredLinear
     scaling: float
     adapter: str
@@ -65,30 +81,32 @@ def whole(module: Linear) -> Parts | str:
     if len(active) != 1:
         return "not just one adapter is active"
     adapter: str = active[0]
-    if adapter not in module.lora_A or adapter not in module.lora_magnitude_vector:
+    modules: dict[str, Any] = module._modules
+    factors, doras = modules["lora_A"]._modules, modules["lora_magnitude_vector"]._modules
+    if adapter not in factors or adapter not in doras:
         return "the active adapter is no DoRA adapter of it"
-    base: Any = module.base_layer
-    a, b = module.lora_A[adapter], module.lora_B[adapter]
-    dora = module.lora_magnitude_vector[adapter]
-    dropout: Any = module.lora_dropout[adapter]
+    base = modules["base_layer"]
+    a, b = factors[adapter], modules["lora_B"]._modules[adapter]
+    dora, dropout = doras[adapter], modules["lora_dropout"]._modules[adapter]
     if type(dora) is not _layers.FactoredLinear:
         return "its DoRA layer is not patched"
     if not (type(base) is type(a) is type(b) is nn.Linear) or dora.fan_in_fan_out:
         return "its base layer, A or B is no nn.Linear"
-    if any(_is_hooked(part) for part in (base, a, b, dora)):
+    if any(map(_is_hooked, (base, a, b, dora))):
         return "there are hooks inside of it"
     if nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "there are hooks on all modules"
-    if not isinstance(dropout, nn.Identity) and module.training:
+    if module.training and not isinstance(dropout, nn.Identity):
         return "it has dropout"
-    weight, bias = base.weight, base.bias
-    if a.bias is not None or b.bias is not None:
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    if _parameter(a, "bias") is not None or _parameter(b, "bias") is not None:
         return "A or B has a bias"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base layer is trained"
-    if watched(weight, a.weight, b.weight, dora.weight):
+    rest = _parameter(a, "weight"), _parameter(b, "weight"), _parameter(dora, "weight")
+    if watched(weight, *rest):
         return "torch must see its operators"
-    return Parts(weight, bias, a.weight, b.weight, dora, module.scaling[adapter], adapter)
+    return Parts(weight, bias, *rest, dora, module.scaling[adapter], adapter)
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -103,7 +121,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def why_unfit(parts: Parts, device: torch.device, dtype: torch.dtype) -> str | None:
     """The reason why the parts are no one function of an x on `device` in `dtype`, if any."""
-    weight, a, b, magnitude = parts.weight, parts.a, parts.b, parts.dora.weight
+    weight, _, a, b, magnitude, *_ = parts
     if not device == weight.device == a.device == b.device == magnitude.device:
         return "it is on several devices"
     if torch.is_autocast_enabled(device.type):
@@ -123,108 +141,175 @@ def why_unfit(parts: Parts, device: torch.device, dtype: torch.dtype) -> str | N
     return _tiers.why_eager(device, weight.dtype)
 
 
-def _forward(parts: Parts, x: torch.Tensor) -> torch.Tensor:
-    magnitude = parts.dora.weight
-    if torch.is_grad_enabled() and (
-        x.requires_grad or parts.a.requires_grad or parts.b.requires_grad or magnitude.requires_grad
-    ):
-        recorded: torch.Tensor = _DoraLinear.apply(  # type: ignore[no-untyped-call]
-            x, parts.a, parts.b, magnitude, parts
-        )
-        return recorded
-    y, _, _ = _run(parts, x, keep_inner=False)
+def _fit(module: Linear, x: torch.Tensor) -> Parts | None:
+    """The parts of a module that may be one function of x, if any."""
+    parts = whole(module)
+    if isinstance(parts, str) or why_unfit(parts, x.device, x.dtype) is not None:
+        return None
+    return parts
+
+
+def _forward(module: Linear, parts: Parts, x: torch.Tensor) -> torch.Tensor:
+    """The module's output; those that follow with x are computed, too."""
+    group, followers = [parts], []
+    if not _is_hooked(module):  # Hooks may need the modules' calls in turn, as FSDP2's do.
+        followers = _sharing.begin(module, x)
+        group = _group(parts, followers, x)
+    y, *others = _outputs(group, x)
+    if others:
+        _sharing.give(followers, list(map(state_of, followers)), others)
     return y
 
 
+def _group(first: Parts, followers: list[Linear], x: torch.Tensor) -> list[Parts]:
+    """`first` and the parts of the followers, or `first` alone if one of them does not fit."""
+    group = [first]
+    for module in followers:
+        if _is_hooked(module) or is_small(module, x.numel()):
+            return [first]
+        parts = _fit(module, x)
+        if parts is None or _kind(parts) != _kind(first):
+            return [first]
+        group.append(parts)
+    return group
+
+
+def _kind(parts: Parts) -> tuple[object, ...]:
+    """One call has one of it."""
+    return parts.weight.shape[1], parts.weight.dtype, parts.a.dtype, parts.magnitude.dtype
+
+
+def _outputs(group: list[Parts], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if torch.is_grad_enabled():
+        tensors = [each for parts in group for each in (parts.a, parts.b, parts.magnitude)]
+        if x.requires_grad or any(tensor.requires_grad for tensor in tensors):
+            outputs: tuple[torch.Tensor, ...] = _DoraLinears.apply(  # type: ignore[no-untyped-call]
+                x, group, *tensors
+            )
+            return outputs
+    ys, _, _, _ = _run(group, x, recorded=False, keep_inner=False)
+    return tuple(ys)
+
+
 def _run(
-    parts: Parts, x: torch.Tensor, *, keep_inner: bool
-) -> tuple[torch.Tensor, torch.Tensor, _products.Forward]:
-    """y [..., out], x as [rows, in] of y's dtype, and the products' other results."""
-    weight, bias, a, b, dora, scaling, adapter = parts
-    magnitude = dora.weight.detach().flatten()
-    a, b = a.detach(), b.detach()
-    caching = dora.kept_norms() is not None
-    make_scale = None
-    if caching or not _products.makes_norm(weight, a, b, magnitude, scaling):
-
-        def make_scale() -> tuple[torch.Tensor, torch.Tensor]:
-            return dora.detached_scale(weight, a, b, scaling, adapter)
-
-    rows = x.reshape(-1, x.shape[-1]).to(weight.dtype).contiguous()
-    # In its final shape: a view that a function returns may not be changed in place.
-    y = rows.new_empty(*x.shape[:-1], weight.shape[0])
-    forward = _products.forward(
-        rows,
-        weight,
-        bias,
-        a,
-        b,
-        magnitude,
-        scaling,
-        make_scale,
-        y.view(rows.shape[0], weight.shape[0]),
-        keep_inner=keep_inner,
-    )
-    return y, rows, forward
+    group: list[Parts], x: torch.Tensor, *, recorded: bool, keep_inner: bool
+) -> tuple[list[torch.Tensor], torch.Tensor, list[_products.Layer], _products.Forward]:
+    """The y [..., out], x as [rows, in] of y's dtype, the layers, and the products' results."""
+    layers = [
+        _products.Layer(
+            parts.weight,
+            parts.bias,
+            parts.a.detach(),
+            parts.b.detach(),
+            parts.magnitude.detach().flatten(),
+            parts.scaling,
+        )
+        for parts in group
+    ]
+    key = _norms.key_of(group, x)
+    scales = _norms.kept(group, key, recorded=recorded)
+    known = scales is not None
+    if scales is None and not all(map(_makes_norm, group, layers)):
+        scales = _made_scales(group, layers)
+    rows = x.reshape(-1, x.shape[-1]).to(layers[0].weight.dtype).contiguous()
+    # In their final shapes: a view that a function returns may not be changed in place.
+    ys = [rows.new_empty(*x.shape[:-1], layer.weight.shape[0]) for layer in layers]
+    flat = ys if x.dim() == 2 else [y.view(rows.shape[0], y.shape[-1]) for y in ys]
+    forward = _products.forward(rows, layers, scales, flat, keep_inner=keep_inner)
+    if not known:
+        _norms.keep(group, key, forward.scales)
+    return ys, rows, layers, forward
 
 
-class _DoraLinear(torch.autograd.Function):
+def _makes_norm(parts: Parts, layer: _products.Layer) -> bool:
+    return parts.dora.kept_norms() is None and _products.makes_norm(layer)
+
+
+def _made_scales(group: list[Parts], layers: list[_products.Layer]) -> torch.Tensor:
+    """The norms and g of layers for which the products' kernels do not make them."""
+    starts = _products.places_of(layers, 0).columns
+    dtype = accumulation_dtype(layers[0].weight.dtype, layers[0].a.dtype)
+    scales = layers[0].weight.new_zeros(2, starts[-1], dtype=dtype)
+    for parts, (weight, _, a, b, _, scaling), start in zip(group, layers, starts, strict=False):
+        norm, g = parts.dora.detached_scale(weight, a, b, scaling, parts.adapter)
+        scales[0, start : start + len(norm)] = norm
+        scales[1, start : start + len(norm)] = g
+    return scales
+
+
+class _DoraLinears(torch.autograd.Function):
+    """The outputs of linears that have one input."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        magnitude: torch.Tensor,
-        parts: Parts,
-    ) -> torch.Tensor:
-        _, for_a, for_b, for_magnitude, _ = ctx.needs_input_grad
-        y, rows, (h, inner, scales) = _run(parts, x, keep_inner=for_magnitude)
-        ctx.save_for_backward(
-            a,
-            b,
-            parts.weight,
-            scales,
-            rows if for_a else None,
-            h if for_b else None,
-            inner if for_magnitude else None,
+        ctx: Any, x: torch.Tensor, group: list[Parts], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        wants = ctx.needs_input_grad
+        wanted = [_products.Wanted(*wants[i : i + 3]) for i in range(2, len(wants), 3)]
+        for_a, for_b, for_magnitude = map(any, zip(*wanted, strict=True))
+        ys, rows, layers, (h, inner, scales) = _run(
+            group, x, recorded=True, keep_inner=for_magnitude
         )
-        ctx.scaling = parts.scaling
+        ctx.save_for_backward(scales, rows if for_a else None, h if for_b else None, inner)
+        # Parameters are there anyway, and checkpointing has two calls of Python for a saved tensor.
+        ctx.layers, ctx.versions = layers, _versions(layers)
+        ctx.wanted = wanted
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        ctx.magnitude_shape, ctx.magnitude_dtype = magnitude.shape, magnitude.dtype
-        return y
+        ctx.magnitude_shapes = [parts.magnitude.shape for parts in group]
+        ctx.set_materialize_grads(False)
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(grad.device.type):
-            return _gradients(ctx, grad)
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        device = next(grad.device.type for grad in grads if grad is not None)
+        if not torch.is_grad_enabled() and not torch.is_autocast_enabled(device):
+            return _gradients(ctx, *grads)
         # Autocast would cast fp32 tensors.
-        with torch.autocast(grad.device.type, enabled=False):
-            gradients: tuple[torch.Tensor | None, ...] = _last_gradients(ctx, grad)
+        with torch.autocast(device, enabled=False):
+            gradients: tuple[torch.Tensor | None, ...] = _last_gradients(ctx, *grads)
             return gradients
 
 
-def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """The requested gradients of x, a, b and the magnitude; the parts have none."""
-    a, b, weight, scales, rows, h, inner = ctx.saved_tensors
-    d_x, d_a, d_b, d_magnitude = _products.backward(
-        grad.reshape(-1, grad.shape[-1]),
+def _versions(layers: list[_products.Layer]) -> list[int]:
+    """Rise with each write to a weight, A or B."""
+    return [each._version for layer in layers for each in (layer.weight, layer.a, layer.b)]
+
+
+def _gradients(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The requested gradients of x, and of a, b and the magnitude of each linear."""
+    scales, rows, h, inner = ctx.saved_tensors
+    layers: list[_products.Layer] = ctx.layers
+    if _versions(layers) != ctx.versions:
+        raise RuntimeError(
+            "a weight of a DoRA linear has been modified by an inplace operation since the forward"
+            " whose gradients are computed"
+        )
+    # An output without a gradient has no part in it.
+    used = [i for i, grad in enumerate(grads) if grad is not None]
+    given = [
+        scales.new_zeros(*ctx.x_shape[:-1], layer.weight.shape[0], dtype=layer.weight.dtype)
+        if grad is None
+        else grad
+        for layer, grad in zip(layers, grads, strict=True)
+    ]
+    wanted = [
+        each if i in used else _products.Wanted(False, False, False)
+        for i, each in enumerate(ctx.wanted)
+    ]
+    d_x, found = _products.backward(
+        [grad.reshape(-1, grad.shape[-1]) for grad in given],
         rows,
-        weight,
-        a,
-        b,
-        scales,
-        h,
-        inner,
-        ctx.scaling,
-        ctx.magnitude_dtype,
-        _products.Wanted(*ctx.needs_input_grad[:4]),
+        layers,
+        _products.Forward(h, inner, scales),
+        ctx.needs_input_grad[0],
+        wanted,
     )
     if d_x is not None:
         d_x = d_x.view(ctx.x_shape).to(ctx.x_dtype)
-    if d_magnitude is not None:
-        d_magnitude = d_magnitude.view(ctx.magnitude_shape)
-    return d_x, d_a, d_b, d_magnitude, None
+    gradients: list[torch.Tensor | None] = [d_x, None]
+    for shape, (d_a, d_b, d_magnitude) in zip(ctx.magnitude_shapes, found, strict=True):
+        gradients += d_a, d_b, None if d_magnitude is None else d_magnitude.view(shape)
+    return tuple(gradients)
 
 
 # The saved tensors have no graph: no second derivative.

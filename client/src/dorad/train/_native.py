@@ -8,13 +8,15 @@ import importlib.util
 import logging
 import os
 import pathlib
-from typing import Any
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 VARIABLE = "DORAD_TRAIN_LIBRARY"
 _FILE = "libdorad_train.so"
-_ABI = 4  # DORAD_TRAIN_ABI in kernels/train/abi.h
+_ABI = 5  # DORAD_TRAIN_ABI in kernels/train/abi.h
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The library's numbers for the dtypes it composes."""
@@ -22,6 +24,37 @@ MOST_RANK = 4096
 """The largest rank for the library's norms (kernels/dora/norm.h)."""
 
 _logger = logging.getLogger("dorad.train")
+
+
+class Linear(NamedTuple):
+    """One of the linears of a call, as struct dorad_linear has it: addresses, 0 for none; sizes."""
+
+    w: int
+    a: int
+    b: int
+    norm: int
+    g: int
+    inner: int
+    m: int
+    bias: int
+    y: int
+    dy: int
+    d_b: int
+    d_m: int
+    out: int
+    rank: int
+    scale: float
+
+
+MOST_LINEARS = 8
+"""The most linears of a call."""
+_LINEAR = struct.Struct("12P2qd")
+
+
+def _packed(linears: Sequence[Linear]) -> tuple[tuple[tuple[int, int], ...], bytes]:
+    """The linears' outs and ranks, and an array of struct dorad_linear."""
+    packed = b"".join(_LINEAR.pack(*each) for each in linears)
+    return tuple((each.out, each.rank) for each in linears), packed
 
 
 class Library:
@@ -50,21 +83,35 @@ class Library:
         self._forward.argtypes = [*[pointer] * 5, size, size, scalar, kind, pointer]
         self._backward = library.dorad_compose_backward
         self._backward.argtypes = [*[pointer] * 7, size, size, size, scalar, kind, pointer]
-        double = ctypes.c_double
-        sizes: list[Any] = [*[size] * 5, double, scalar]
-        self._linear_forward = library.dorad_linear_forward
-        self._linear_forward.argtypes = [*[pointer] * 15, *sizes, *[kind] * 3, pointer]
-        self._linear_backward = library.dorad_linear_backward
-        self._linear_backward.argtypes = [*[pointer] * 19, *sizes, *[kind] * 4, pointer]
+        linears: list[Any] = [pointer, kind]
+        rest: list[Any] = [size, size, size, scalar]
+        self._linears_forward = library.dorad_linears_forward
+        self._linears_forward.argtypes = [
+            *[pointer] * 2,
+            *linears,
+            *[pointer] * 3,
+            *rest,
+            *[kind] * 3,
+            pointer,
+        ]
+        self._linears_backward = library.dorad_linears_backward
+        self._linears_backward.argtypes = [
+            *[pointer] * 2,
+            *linears,
+            *[pointer] * 5,
+            *rest,
+            *[kind] * 4,
+            pointer,
+        ]
         self._three_terms = library.dorad_three_terms
         self._three_terms.argtypes = [*[pointer] * 4, *[size] * 3, kind, pointer]
         self._norm = library.dorad_direct_norm
-        self._norm.argtypes = [*[pointer] * 6, *[size] * 5, double, kind, pointer]
+        self._norm.argtypes = [*[pointer] * 6, *[size] * 5, ctypes.c_double, kind, pointer]
         for function in (
             self._forward,
             self._backward,
-            self._linear_forward,
-            self._linear_backward,
+            self._linears_forward,
+            self._linears_backward,
             self._three_terms,
             self._norm,
             library.dorad_train_check_device,
@@ -74,8 +121,12 @@ class Library:
         self._why_not: dict[torch.device, str | None] = {}
         self._backward_bytes = _sizes(library.dorad_compose_backward_workspace, 2)
         self._norm_bytes = _sizes(library.dorad_direct_norm_workspace, 3)
-        self._linear_bytes = _sizes(library.dorad_linear_forward_bytes, 7)
-        self._factor_bytes = _sizes(library.dorad_linear_factor_bytes, 6)
+        self._forward_workspace = _sizes_of(
+            library.dorad_linears_forward_bytes, [size, size, *[kind] * 3]
+        )
+        self._backward_workspace = _sizes_of(
+            library.dorad_linears_backward_bytes, [size, size, kind, kind]
+        )
 
     def why_not_on(self, device: torch.device) -> str | None:
         """The reason why nothing of it runs on `device`, if any. The first time it is logged."""
@@ -148,123 +199,84 @@ class Library:
             TYPES[grad.dtype],
         )
 
-    def linear_forward(
+    def linears_forward(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        magnitude: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        norm: torch.Tensor,
-        g: torch.Tensor,
+        linears: Sequence[Linear],
         h: torch.Tensor,
-        inner: torch.Tensor,
-        y: torch.Tensor,
-        scaling: float,
         epsilon: float,
+        factor_dtype: torch.dtype,
+        magnitude_dtype: torch.dtype,
     ) -> None:
-        """Fills `h`, `inner` and `y`, and with a magnitude `norm` and `g`.
+        """Fills `h` and each linear's inner and y, and with a magnitude its norm and g.
 
-        kernels/train/linear.h describes the arguments; `bias` is in fp32, and `y` may be `inner`.
+        kernels/train/linear.h describes the arguments; biases are in fp32, and a y may be its
+        inner.
         """
-        (rows, width), (out, rank) = x.shape, b.shape
-        dtype, factor_dtype = TYPES[x.dtype], TYPES[a.dtype]
-        makes_norm = magnitude is not None
-        factors = self._factor_bytes(width, out, rank, dtype, factor_dtype, makes_norm)
-        needed = self._linear_bytes(rows, width, out, rank, dtype, factor_dtype, makes_norm)
-        memory = _workspace(_rounded(factors) + needed, x.device)
+        rows, width = x.shape
+        sizes, packed = _packed(linears)
+        dtype, factors = TYPES[x.dtype], TYPES[factor_dtype]
+        makes_norms = any(linear.m for linear in linears)
+        needed = self._forward_workspace(sizes, rows, width, dtype, factors, makes_norms)
+        memory = _workspace(needed, x.device)
         _enqueue(
-            self._linear_forward,
+            self._linears_forward,
             x.device,
+            packed,
+            len(linears),
             x.data_ptr(),
-            weight.data_ptr(),
-            a.data_ptr(),
-            b.data_ptr(),
-            _pointer(magnitude),
-            _pointer(bias),
-            norm.data_ptr(),
-            g.data_ptr(),
             h.data_ptr(),
-            inner.data_ptr(),
-            y.data_ptr(),
             _pointer(memory),
-            None if memory is None else memory.data_ptr() + _rounded(factors),
             needed,
             rows,
             width,
-            out,
-            rank,
-            scaling,
             epsilon,
             dtype,
-            factor_dtype,
-            0 if magnitude is None else TYPES[magnitude.dtype],
+            factors,
+            TYPES[magnitude_dtype] if makes_norms else 0,
             gemm=self._gemm,
         )
 
-    def linear_backward(
+    def linears_backward(
         self,
-        grad: torch.Tensor,
         x: torch.Tensor | None,
-        weight: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        norm: torch.Tensor,
-        g: torch.Tensor,
+        linears: Sequence[Linear],
         h: torch.Tensor | None,
-        inner: torch.Tensor | None,
-        d_inner: torch.Tensor | None,
-        d_h: torch.Tensor | None,
         d_x: torch.Tensor | None,
         d_a: torch.Tensor | None,
-        d_b: torch.Tensor | None,
-        d_magnitude: torch.Tensor | None,
-        scaling: float,
+        rows_of: torch.Tensor,
         epsilon: float,
+        width: int,
+        factor_dtype: torch.dtype,
+        magnitude_dtype: torch.dtype,
         sum_dtype: torch.dtype,
     ) -> None:
-        """Fills the gradients that are not None, of which `d_a` and `d_b` are of `sum_dtype`.
+        """Fills the gradients that are there, of which those of A and B are of `sum_dtype`.
 
-        kernels/train/linear.h describes the arguments and their dependencies.
+        `rows_of` is one of the gradients of y. kernels/train/linear.h describes the arguments and
+        their dependencies.
         """
-        (rows, out), (rank, width) = grad.shape, a.shape
-        dtype, factor_dtype = TYPES[grad.dtype], TYPES[a.dtype]
-        factors = 0
-        if d_h is not None:
-            factors = self._factor_bytes(width, out, rank, dtype, factor_dtype, False)
-        needed = 0 if d_magnitude is None else self._backward_bytes(rows, out)
-        memory = _workspace(_rounded(factors) + needed, grad.device)
+        rows, dtype, factors = rows_of.shape[0], TYPES[rows_of.dtype], TYPES[factor_dtype]
+        sizes, packed = _packed(linears)
+        needed = self._backward_workspace(sizes, rows, width, dtype, factors)
+        memory = _workspace(needed, rows_of.device)
         _enqueue(
-            self._linear_backward,
-            grad.device,
-            grad.data_ptr(),
+            self._linears_backward,
+            rows_of.device,
+            packed,
+            len(linears),
             _pointer(x),
-            weight.data_ptr(),
-            a.data_ptr(),
-            b.data_ptr(),
-            norm.data_ptr(),
-            g.data_ptr(),
             _pointer(h),
-            _pointer(inner),
-            _pointer(d_inner),
-            _pointer(d_h),
             _pointer(d_x),
             _pointer(d_a),
-            _pointer(d_b),
-            _pointer(d_magnitude),
             _pointer(memory),
-            None if memory is None else memory.data_ptr() + _rounded(factors),
             needed,
             rows,
             width,
-            out,
-            rank,
-            scaling,
             epsilon,
             dtype,
-            factor_dtype,
-            0 if d_magnitude is None else TYPES[d_magnitude.dtype],
+            factors,
+            TYPES[magnitude_dtype],
             TYPES[sum_dtype],
             gemm=self._gemm,
         )
@@ -333,8 +345,18 @@ def _sizes(function: Any, arguments: int) -> Any:
     return functools.lru_cache(maxsize=4096)(function)
 
 
-def _rounded(size: int) -> int:
-    return -(-size // 256) * 256
+def _sizes_of(function: Any, arguments: list[Any]) -> Any:
+    """A library's function from linears' sizes to bytes, asked once for each shape."""
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int32, *arguments]
+    function.restype = ctypes.c_int64
+
+    @functools.lru_cache(maxsize=4096)
+    def size(sizes: tuple[tuple[int, int], ...], *others: int) -> int:
+        linears = b"".join(_LINEAR.pack(*[0] * 12, *each, 0.0) for each in sizes)
+        needed: int = function(linears, len(sizes), *others)
+        return needed
+
+    return size
 
 
 def _workspace(size: int, device: torch.device) -> torch.Tensor | None:
@@ -342,7 +364,7 @@ def _workspace(size: int, device: torch.device) -> torch.Tensor | None:
 
 
 def _enqueue(
-    function: Any, device: torch.device, *arguments: float | None, gemm: int | None = None
+    function: Any, device: torch.device, *arguments: float | bytes | None, gemm: int | None = None
 ) -> None:
     """Calls `function` with the device's current stream after `arguments`.
 
@@ -358,7 +380,10 @@ def _enqueue(
 
 
 def _call(
-    function: Any, device: torch.device, arguments: tuple[float | None, ...], gemm: int | None
+    function: Any,
+    device: torch.device,
+    arguments: tuple[float | bytes | None, ...],
+    gemm: int | None,
 ) -> int:
     # As of torch.cuda.current_stream, without making an object of it.
     stream = torch._C._cuda_getCurrentRawStream(device.index)

@@ -13,7 +13,7 @@ import torch
 from peft.tuners.lora import layer as lora
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dorad.train import _layers, _linear, _quantised, _tiers
+from dorad.train import _layers, _linear, _quantised, _steps, _tiers
 
 _logger = logging.getLogger("dorad.train")
 
@@ -115,6 +115,7 @@ def _replace(layers: list[_Layer], left: dict[str, str]) -> Patched:
     """Makes all but `left` ours, which are named in the log."""
     if left:
         _logger.warning("%s", UnsupportedLayersError(left))
+    _steps.watch()
     done = [layer for layer in layers if layer.name not in left]
     for layer in done:
         layer.dora.__class__ = _OURS.get(type(layer.dora), type(layer.dora))

@@ -1,0 +1,143 @@
+"""Linears that have the same input, such as q, k and v, as one call: the first computes for all.
+
+They are found by what a forward does: linears that are called one after the other with the same
+tensor. From then on the first one's call has the outputs of the others, which take theirs when they
+are called.
+
+Checkpointing repeats a forward and needs the same saved tensors. So with gradients a change of what
+is known counts from the next optimizer step on, after which no earlier forward is repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from dorad.train import _native, _steps
+
+_MOST_FOLLOWERS = _native.MOST_LINEARS - 1
+# Calls in vain after which the first one computes for itself alone.
+_MOST_VAIN = 3
+
+
+class _Known:
+    """What is known of a linear: those that are called after it with its input."""
+
+    def __init__(self) -> None:
+        self.active: tuple[weakref.ref[Any], ...] = ()  # with gradients
+        self.learned: tuple[weakref.ref[Any], ...] = ()  # active from the next step on
+        self.learned_at = _steps.count()
+        self.vain = 0
+
+    def learn(self, followers: tuple[weakref.ref[Any], ...]) -> None:
+        self.learned, self.learned_at = followers, _steps.count()
+
+    def followers(self) -> list[Any]:
+        if self.learned_at < _steps.count():
+            self.active = self.learned
+        now = self.active if torch.is_grad_enabled() else self.learned
+        found = [each() for each in now]
+        return [] if None in found else found
+
+
+class _Call(NamedTuple):
+    """A linear's call that others may follow."""
+
+    x: weakref.ref[torch.Tensor]
+    version: int
+    mode: tuple[object, ...]
+    first: weakref.ref[Any]
+
+
+class _Output(NamedTuple):
+    y: torch.Tensor
+    state: tuple[object, ...]
+
+
+class _Thread(threading.local):
+    """The last call of this thread, and the outputs that its followers have not taken."""
+
+    def __init__(self) -> None:
+        self.call: _Call | None = None
+        self.followers: list[Any] = []  # called since, or computed for, in order
+        self.outputs: dict[int, _Output] = {}  # by the follower's id
+
+
+_known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_thread = _Thread()
+
+
+def _mode(x: torch.Tensor) -> tuple[object, ...]:
+    kind = x.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
+def _follows(x: torch.Tensor) -> bool:
+    call = _thread.call
+    return (
+        call is not None and call.x() is x and call.version == _version(x) and call.mode == _mode(x)
+    )
+
+
+def _version(x: torch.Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def take(module: Any, x: torch.Tensor, state: tuple[object, ...]) -> torch.Tensor | None:
+    """The module's output that the first linear of x has computed in this state, if any."""
+    if not _thread.outputs:
+        return None
+    if not _follows(x):
+        drop()
+        return None
+    output = _thread.outputs.pop(id(module), None)
+    return output.y if output is not None and output.state == state else None
+
+
+def drop() -> None:
+    """Forgets the last call. Outputs that nobody took were computed in vain."""
+    call, in_vain = _thread.call, bool(_thread.outputs)
+    _thread.call, _thread.followers, _thread.outputs = None, [], {}
+    first = None if call is None else call.first()
+    if first is None:
+        return
+    known = _known[first]
+    if known.vain < _MOST_VAIN:
+        known.vain = known.vain + 1 if in_vain else 0
+        if known.vain == _MOST_VAIN:
+            known.learn(())
+
+
+def begin(module: Any, x: torch.Tensor) -> list[Any]:
+    """The modules whose outputs the call of `module` with x shall compute, too.
+
+    None if it follows another call with x, which is remembered.
+    """
+    first = None
+    if _follows(x):
+        assert _thread.call is not None
+        first = _thread.call.first()
+    if first is None or first is module or module in _thread.followers:
+        drop()
+        known = _known.setdefault(module, _Known())
+        _thread.call = _Call(weakref.ref(x), _version(x), _mode(x), weakref.ref(module))
+        return known.followers()
+    if len(_thread.followers) < _MOST_FOLLOWERS:
+        _thread.followers.append(module)
+        known, found = _known[first], tuple(map(weakref.ref, _thread.followers))
+        if known.vain < _MOST_VAIN and known.learned[: len(found)] != found:
+            known.learn(found)
+    return []
+
+
+def give(modules: list[Any], states: list[tuple[object, ...]], outputs: list[torch.Tensor]) -> None:
+    """The modules' outputs in these states, for the input of the present call."""
+    _thread.outputs = {
+        id(module): _Output(y, state)
+        for module, y, state in zip(modules, outputs, states, strict=True)
+    }
+    _thread.followers = list(modules)
