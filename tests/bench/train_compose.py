@@ -1,6 +1,6 @@
 """Compose and its backward on a GPU: dorad.train's kernels, plain torch, and a copy, in one run.
 
-    python tests/bench/train_compose.py [--rows 8192] [--out 8192] [--dtype bf16]
+    python tests/bench/train_compose.py [--rows 8192 ...] [--out 8192 ...] [--dtype bf16]
 
   eager    what PEFT computes, (g - 1)·base + g·lora·s in the tensors' dtype, and autograd's
            backward through it with the magnitude's gradient
@@ -9,7 +9,8 @@
 
 Calls take turns; medians of CUDA events. The share of the copy's bandwidth is over the bytes that
 must move: forward two tensors read and two written (what the backward needs is kept), backward two
-and two. One JSON object goes to stdout.
+and two. One JSON object goes to stdout: of each shape, rows x out, and the geometric means of eager
+over fused.
 """
 
 import argparse
@@ -64,20 +65,11 @@ def milliseconds(call) -> float:
     return begin.elapsed_time(end)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=8192)
-    parser.add_argument("--out", type=int, default=8192)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--repeats", type=int, default=30)
-    options = parser.parse_args()
-    assert _native.library is not None, "build libdorad_train.so first"
-    bench = Bench(options.rows, options.out, DTYPES[options.dtype])
+def measured(bench: Bench, copy_rate: float, repeats: int) -> dict:
     ways = {"eager": bench.eager, "fp32": bench.fp32, "fused": bench.fused}
-    times: dict[str, list[float]] = {"copy": []}
-    from_, to = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
-    for repeat in range(options.repeats + 3):
-        sample = {"copy": milliseconds(lambda: to.copy_(from_))}
+    times: dict[str, list[float]] = {}
+    for repeat in range(repeats + 3):
+        sample = {}
         for name, way in ways.items():
             leaves = bench.leaves()
             made: list[torch.Tensor] = []
@@ -94,7 +86,6 @@ def main() -> None:
             if repeat >= 3:
                 times.setdefault(name, []).append(value)
     medians = {name: statistics.median(values) for name, values in times.items()}
-    copy = 2 * from_.numel() / medians["copy"]
     results = {}
     for name in ("forward", "backward"):
         fused = medians[f"fused {name}"]
@@ -102,11 +93,40 @@ def main() -> None:
             **{way: round(medians[f"{way} {name}"], 4) for way in ways},
             "eager_over_fused": round(medians[f"eager {name}"] / fused, 2),
             "fp32_over_fused": round(medians[f"fp32 {name}"] / fused, 2),
-            "share_of_copy": round(4 * bench.bytes / fused / copy, 3),
+            "share_of_copy": round(4 * bench.bytes / fused / copy_rate, 3),
         }
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8192])
+    parser.add_argument("--out", type=int, nargs="+", default=[8192])
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--repeats", type=int, default=30)
+    options = parser.parse_args()
+    assert _native.library is not None, "build libdorad_train.so first"
+    from_, to = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copies = [milliseconds(lambda: to.copy_(from_)) for _ in range(options.repeats)]
+    copy_rate = 2 * from_.numel() / statistics.median(copies)  # bytes a millisecond
+    results = {
+        f"{rows} x {out}": measured(
+            Bench(rows, out, DTYPES[options.dtype]), copy_rate, options.repeats
+        )
+        for rows in options.rows
+        for out in options.out
+    }
+    means = {
+        name: round(
+            statistics.geometric_mean(each[name]["eager_over_fused"] for each in results.values()),
+            2,
+        )
+        for name in ("forward", "backward")
+    }
     facts = {**vars(options), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    facts |= {"copy_tb_s": round(copy * 1e-9, 3), "date": time.strftime("%Y-%m-%d", time.gmtime())}
-    print(json.dumps({"surroundings": facts, "milliseconds": results}, indent=1))
+    facts |= {"copy_tb_s": round(copy_rate * 1e-9, 3)}
+    facts |= {"date": time.strftime("%Y-%m-%d", time.gmtime())}
+    print(json.dumps({"surroundings": facts, "means": means, "milliseconds": results}, indent=1))
 
 
 if __name__ == "__main__":

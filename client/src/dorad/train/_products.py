@@ -427,7 +427,7 @@ def _backward_cpu(
     ranks = places.ranks
     wants_h = d_x is not None or d_a is not None
     d_h = grads[0].new_empty(rows, ranks[-1]) if wants_h else None
-    d_inners = []
+    last = None
     for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
         column, place = places.columns[i], places.inner[i]
         norm, g = kept.scales[:, column : column + grad.shape[1]].unbind()
@@ -436,7 +436,7 @@ def _backward_cpu(
         d_inner = None
         if wants_h or d_b is not None:
             d_inner = torch.empty_like(grad)
-        d_inners.append(d_inner)
+        last = d_inner
         inner = None
         if d_magnitude is not None:
             assert kept.inner is not None
@@ -455,8 +455,14 @@ def _backward_cpu(
         parts = [layer.a.to(dtype) for layer in layers]
         # The small part first: added to a rounded product it would be lost.
         torch.mm(d_h, parts[0] if len(parts) == 1 else torch.cat(parts), out=d_x)
-        for layer, d_inner in zip(layers, d_inners, strict=True):
-            assert d_inner is not None
+        for layer, grad, column in zip(
+            reversed(layers), reversed(grads), reversed(places.columns[:-1]), strict=True
+        ):
+            d_inner, last = last, None
+            if d_inner is None:  # Made again: one at a time takes less memory.
+                d_inner = torch.empty_like(grad)
+                norm, g = kept.scales[:, column : column + grad.shape[1]].unbind()
+                _scaled(grad, None, g, norm, d_inner, None)
             d_x.addmm_(d_inner, layer.weight)
     if d_a is not None:
         assert d_h is not None and x is not None
