@@ -15,11 +15,21 @@ struct Group {
 };
 
 // The fast exponential and quotient are accurate to about 2^-20, far below bf16's 2^-9.
-__device__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+struct Silu {
+  __device__ float operator()(float x) const { return __fdividef(x, 1.0f + __expf(-x)); }
+};
 
-template <int kWidth>
+// 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x³).
+struct GeluTanh {
+  __device__ float operator()(float x) const {
+    constexpr float kLinear = -2.0f * 0.7978845608f;
+    return __fdividef(x, 1.0f + __expf(x * (kLinear + kLinear * 0.044715f * x * x)));
+  }
+};
+
+template <typename Activation, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    SiluMulKernel(const __nv_bfloat16* gate_up, int size, __nv_bfloat16* out) {
+    GatedKernel(const __nv_bfloat16* gate_up, int size, __nv_bfloat16* out) {
   LaunchDependents();
   WaitForPrevious();
   const int64_t row = blockIdx.y;
@@ -30,28 +40,34 @@ __global__ void __launch_bounds__(kThreads)
   Group<kWidth> y;
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) {
-    y.values[j] = __float2bfloat16_rn(Silu(__bfloat162float(gate.values[j])) *
+    y.values[j] = __float2bfloat16_rn(Activation()(__bfloat162float(gate.values[j])) *
                                       __bfloat162float(up.values[j]));
   }
   *reinterpret_cast<Group<kWidth>*>(out + row * size + i) = y;
 }
 
-template <int kWidth>
-cudaError_t Launch(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
-                   cudaStream_t stream) {
-  const dim3 grid((size / kWidth + kThreads - 1) / kThreads, rows);
-  return LaunchEarly(SiluMulKernel<kWidth>, grid, kThreads, 0, stream, gate_up, size, out);
+template <typename Activation>
+cudaError_t Gated(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
+                  cudaStream_t stream) {
+  if (rows <= 0 || rows > 65535 || size <= 0 || !IsAligned(gate_up) || !IsAligned(out)) {
+    return cudaErrorInvalidValue;
+  }
+  const int width = size % 8 == 0 ? 8 : 1;
+  const auto kernel = width == 8 ? GatedKernel<Activation, 8> : GatedKernel<Activation, 1>;
+  const dim3 grid((size / width + kThreads - 1) / kThreads, rows);
+  return LaunchEarly(kernel, grid, kThreads, 0, stream, gate_up, size, out);
 }
 
 }  // namespace
 
 cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
                     cudaStream_t stream) {
-  if (rows <= 0 || rows > 65535 || size <= 0 || !IsAligned(gate_up) || !IsAligned(out)) {
-    return cudaErrorInvalidValue;
-  }
-  return size % 8 == 0 ? Launch<8>(gate_up, rows, size, out, stream)
-                       : Launch<1>(gate_up, rows, size, out, stream);
+  return Gated<Silu>(gate_up, rows, size, out, stream);
+}
+
+cudaError_t GeluTanhMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size,
+                        __nv_bfloat16* out, cudaStream_t stream) {
+  return Gated<GeluTanh>(gate_up, rows, size, out, stream);
 }
 
 }  // namespace dorad::kernels

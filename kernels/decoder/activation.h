@@ -12,5 +12,8 @@ namespace dorad::kernels {
 // size], both 16-byte aligned. cudaErrorInvalidValue: a size out of bounds, or bad alignment.
 cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
                     cudaStream_t stream);
+// The same with the tanh form of gelu (torch's approximate="tanh").
+cudaError_t GeluTanhMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size,
+                        __nv_bfloat16* out, cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -55,6 +55,7 @@ __global__ void __launch_bounds__(kThreads) EmbedKernel(const EmbedParams p) {
     for (int j = 0; j < kWidth; ++j) {
       y.values[j] = __bfloat162float(base.values[j]);
       if (a != nullptr) y.values[j] = Adapted(factors, a, i + j, y.values[j]);
+      y.values[j] *= p.factor;
     }
     *reinterpret_cast<WideGroup<kWidth>*>(out + i) = y;
   }

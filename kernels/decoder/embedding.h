@@ -1,5 +1,5 @@
-// Token embedding of a mixed batch: y = g ⊙ (E[x] + s·B A[x]) (PEFT `DoraEmbeddingLayer`; LoRA: no
-// g). Thread-safe.
+// Token embedding of a mixed batch: y = c·g ⊙ (E[x] + s·B A[x]) (PEFT `DoraEmbeddingLayer`; LoRA:
+// no g), with the model's factor c. Thread-safe.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,6 +14,7 @@ struct EmbedParams {
   StepRows rows;
   const __nv_bfloat16* weight = nullptr;  // [vocabulary, size], 16-byte aligned
   int32_t size = 0;
+  float factor = 1.0f;
   // Of the embedding's module: a is [vocabulary, rank] (a token's row is contiguous), b [size,
   // ldb], g [size].
   AdapterTable adapters;

@@ -37,16 +37,18 @@ __device__ float BlockSum(float value) {
 
 // One block a row, held in registers: kEach groups a thread. The distribution over threads depends
 // on the row's size alone, so its sum is the same in every batch.
-template <int kWidth, int kEach>
+template <int kWidth, int kEach, bool kNormsDelta>
 __global__ void __launch_bounds__(kMaxThreads) AddRmsNormKernel(const AddRmsNormParams p) {
   using Elements = Group<kWidth>;
   const int groups = p.size / kWidth;
-  Elements weight[kEach], x[kEach], delta[kEach];
+  Elements weight[kEach], delta_weight[kEach], x[kEach], delta[kEach];
   LaunchDependents();
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
-    if (at < groups) weight[i] = reinterpret_cast<const Elements*>(p.weight)[at];
+    if (at >= groups) continue;
+    weight[i] = reinterpret_cast<const Elements*>(p.weight)[at];
+    if (kNormsDelta) delta_weight[i] = reinterpret_cast<const Elements*>(p.delta_weight)[at];
   }
   WaitForPrevious();
   const int64_t row = blockIdx.x;
@@ -61,6 +63,24 @@ __global__ void __launch_bounds__(kMaxThreads) AddRmsNormKernel(const AddRmsNorm
     if (p.delta != nullptr) {
       delta[i] = reinterpret_cast<const Elements*>(p.delta + row * p.size)[at];
     }
+  }
+  if constexpr (kNormsDelta) {
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) squares += delta[i].values[j] * delta[i].values[j];
+    }
+    const float scale = rsqrtf(BlockSum(squares) / static_cast<float>(p.size) + p.eps);
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (threadIdx.x + i * blockDim.x >= groups) continue;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        delta[i].values[j] = delta[i].values[j] * scale * delta_weight[i].values[j];
+      }
+    }
+    __syncthreads();  // BlockSum's memory is used again
   }
   float squares = 0.0f;
 #pragma unroll
@@ -88,7 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads) AddRmsNormKernel(const AddRmsNorm
   }
 }
 
-template <int kWidth>
+template <int kWidth, bool kNormsDelta>
 cudaError_t Launch(const AddRmsNormParams& params, cudaStream_t stream) {
   constexpr int kFew = 2, kMany = 4;
   const int groups = params.size / kWidth;
@@ -96,7 +116,8 @@ cudaError_t Launch(const AddRmsNormParams& params, cudaStream_t stream) {
   const int each = is_long ? kMany : kFew;
   const int threads = ((groups + each - 1) / each + 31) / 32 * 32;
   if (threads > kMaxThreads) return cudaErrorInvalidValue;
-  return LaunchEarly(is_long ? AddRmsNormKernel<kWidth, kMany> : AddRmsNormKernel<kWidth, kFew>,
+  return LaunchEarly(is_long ? AddRmsNormKernel<kWidth, kMany, kNormsDelta>
+                             : AddRmsNormKernel<kWidth, kFew, kNormsDelta>,
                      params.rows, threads, 0, stream, params);
 }
 
@@ -105,11 +126,15 @@ cudaError_t Launch(const AddRmsNormParams& params, cudaStream_t stream) {
 cudaError_t AddRmsNorm(const AddRmsNormParams& params, cudaStream_t stream) {
   if (params.rows <= 0 || params.size <= 0) return cudaErrorInvalidValue;
   if (params.gather != nullptr && params.delta != nullptr) return cudaErrorInvalidValue;
+  const bool norms_delta = params.delta_weight != nullptr;
+  if (norms_delta && params.delta == nullptr) return cudaErrorInvalidValue;
   if (!IsAligned(params.residual) || !IsAligned(params.delta) || !IsAligned(params.weight) ||
-      !IsAligned(params.out)) {
+      !IsAligned(params.delta_weight) || !IsAligned(params.out)) {
     return cudaErrorInvalidValue;
   }
-  return params.size % 4 == 0 ? Launch<4>(params, stream) : Launch<1>(params, stream);
+  const auto launch = params.size % 4 == 0 ? (norms_delta ? Launch<4, true> : Launch<4, false>)
+                                           : (norms_delta ? Launch<1, true> : Launch<1, false>);
+  return launch(params, stream);
 }
 
 }  // namespace dorad::kernels
