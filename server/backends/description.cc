@@ -79,7 +79,7 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
   info_.vocab_size = model.vocab_size;
   info_.image_token_ids = model.image_token_ids;
   info_.hidden_size = model.hidden_size;
-  info_.num_layers = model.num_layers;
+  info_.num_layers = model.num_layers();
   info_.eos_token_ids = model.eos_token_ids;
   return absl::OkStatus();
 }

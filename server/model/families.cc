@@ -3,6 +3,37 @@
 namespace dorad::model {
 namespace {
 
+constexpr Family Gemma3Text() {
+  return {.model_type = "gemma3_text",
+          .architecture = "Gemma3ForCausalLM",
+          .default_vocab = 262208,
+          .default_heads = 8,
+          .default_kv_heads = 4,
+          .default_head_dim = 256,
+          .default_context = 131072,
+          .default_theta = 1e6,
+          .default_eos = 1,
+          .default_tied = true,
+          .reads_attention_bias = true,
+          .qk_norm = true,
+          .activation_key = "hidden_activation",
+          .default_activation = "gelu_pytorch_tanh",
+          .output_norms = true,
+          .norms_add_one = true,
+          .scales_embedding = true,
+          .default_query_scalar = 256.0,
+          .default_local_theta = 10000.0,
+          .windows = Family::kByPattern};
+}
+
+constexpr Family Gemma3() {
+  Family family = Gemma3Text();
+  family.text_type = family.model_type;
+  family.model_type = "gemma3";
+  family.architecture = "Gemma3ForConditionalGeneration";
+  return family;
+}
+
 constexpr Family kFamilies[] = {
     {.model_type = "llama",
      .architecture = "LlamaForCausalLM",
@@ -60,6 +91,8 @@ constexpr Family kFamilies[] = {
      .reads_attention_bias = true,
      .qk_norm = true,
      .mrope = true},
+    Gemma3(),
+    Gemma3Text(),
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "server/model/model_config.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <optional>
 #include <system_error>
@@ -90,11 +91,11 @@ void ReadTensorNames(const std::string& dir, Fields& root, ModelConfig* config) 
 
 // A wrong size becomes 0, so that it is reported once.
 void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
-  config->vocab_size = fields.Int("vocab_size", std::nullopt, kVocab);
+  config->vocab_size = fields.Int("vocab_size", family.default_vocab, kVocab);
   config->hidden_size = fields.Int("hidden_size", std::nullopt, kWidth);
   config->intermediate_size = fields.Int("intermediate_size", std::nullopt, kWidth);
-  config->num_layers = fields.Int("num_hidden_layers", std::nullopt, kLayers);
-  config->num_heads = fields.Int("num_attention_heads", std::nullopt, kHeads);
+  config->layers.resize(fields.Int("num_hidden_layers", std::nullopt, kLayers));
+  config->num_heads = fields.Int("num_attention_heads", family.default_heads, kHeads);
   config->context_length =
       fields.Int("max_position_embeddings", family.default_context, kPositions);
   config->rms_norm_eps = fields.Number("rms_norm_eps", family.default_eps, {0.0, 0.1});
@@ -125,16 +126,36 @@ void ReadHeads(Fields& fields, const Family& family, ModelConfig* config) {
   }
 }
 
-void ReadBiasesAndActivation(Fields& fields, const Family& family, ModelConfig* config) {
-  const bool attention = family.reads_attention_bias && fields.Bool("attention_bias", false);
-  config->qkv_bias = family.qkv_bias || attention;
-  config->output_bias = attention;
-  config->mlp_bias = family.reads_mlp_bias && fields.Bool("mlp_bias", false);
-  config->qk_norm = family.qk_norm;
-  const std::string activation = fields.Text("hidden_act", "silu");
-  if (activation != "silu" && activation != "swish") {  // two names of one function
-    fields.Unsupported("hidden_act", absl::StrCat("only silu is supported, not ",
-                                                  Shown(*fields.Find("hidden_act"))));
+std::optional<Activation> ReadActivation(Fields& fields, const Family& family) {
+  const std::string name = fields.Text(family.activation_key, family.default_activation);
+  if (name == "silu" || name == "swish") return Activation::kSilu;  // two names of one function
+  if (name == "gelu_pytorch_tanh") return Activation::kGeluTanh;
+  fields.Unsupported(family.activation_key,
+                     absl::StrCat("only silu and gelu_pytorch_tanh are supported, not ",
+                                  Shown(*fields.Find(family.activation_key))));
+  return std::nullopt;
+}
+
+// What all layers have in common.
+void ReadLayers(Fields& fields, const Family& family, ModelConfig* config) {
+  LayerSpec layer;
+  AttentionSpec& attention = layer.attention;
+  const bool biases = family.reads_attention_bias && fields.Bool("attention_bias", false);
+  attention.qkv_bias = family.qkv_bias || biases;
+  attention.output_bias = biases;
+  attention.qk_norm = family.qk_norm;
+  attention.query_scalar = static_cast<double>(config->head_dim);
+  if (family.default_query_scalar) {
+    attention.query_scalar =
+        fields.Number("query_pre_attn_scalar", family.default_query_scalar, {1e-6, 1e6});
+  }
+  layer.mlp.bias = family.reads_mlp_bias && fields.Bool("mlp_bias", false);
+  layer.mlp.activation = ReadActivation(fields, family).value_or(Activation::kSilu);
+  layer.output_norms = family.output_norms;
+  config->layers.assign(config->layers.size(), layer);
+  config->norms_add_one = family.norms_add_one;
+  if (family.scales_embedding) {
+    config->embedding_scale = std::sqrt(static_cast<double>(config->hidden_size));
   }
 }
 
@@ -162,27 +183,40 @@ std::vector<bool> ReadLayerTypes(Fields& fields, int64_t num_layers) {
 int64_t ReadWindow(Fields& fields, const Family& family) {
   constexpr int64_t kDefaultWindow = 4096;  // of transformers, when the key is absent
   const bool in_use =
-      family.windows == Family::kEveryLayer ||
+      family.windows == Family::kEveryLayer || family.windows == Family::kByPattern ||
       (family.windows == Family::kByLayer && fields.Bool("use_sliding_window", false));
   if (!in_use || fields.IsNull("sliding_window")) return 0;
   return fields.Int("sliding_window", kDefaultWindow, kPositions);
 }
 
-void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
-  const int64_t layers = config->num_layers;
-  const int64_t window = ReadWindow(fields, family);
-  const std::vector<bool> slides = ReadLayerTypes(fields, layers);
-  config->windows.assign(layers, 0);
-  if (family.windows == Family::kByLayer) {
+// For each layer whether it slides, without layer_types.
+std::vector<bool> DefaultTypes(Fields& fields, const Family& family, int64_t window,
+                               int64_t layers) {
+  std::vector<bool> slides(layers);
+  if (family.windows == Family::kByPattern) {
+    const int64_t pattern = fields.Int("sliding_window_pattern", 6, {1, INT32_MAX});
+    for (int64_t i = 0; i < layers; ++i) slides[i] = (i + 1) % pattern != 0;
+  } else {
     const int64_t first =
         fields.Int("max_window_layers", family.default_max_window_layers, {0, INT32_MAX});
+    for (int64_t i = first; i < layers; ++i) slides[i] = window > 0;
+  }
+  return slides;
+}
+
+void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
+  const int64_t layers = config->num_layers();
+  const int64_t window = ReadWindow(fields, family);
+  std::vector<bool> slides = ReadLayerTypes(fields, layers);
+  if (family.windows == Family::kByLayer || family.windows == Family::kByPattern) {
+    const std::vector<bool> by_default = DefaultTypes(fields, family, window, layers);
+    if (slides.empty()) slides = by_default;
     for (int64_t i = 0; i < layers; ++i) {
-      const bool slide = slides.empty() ? window > 0 && i >= first : slides[i];
-      config->windows[i] = slide ? window : 0;
-      if (slide && window == 0) {
+      if (slides[i] && window == 0) {
         fields.Invalid("layer_types", absl::StrCat("layer ", i, " slides, but no window is given"));
         return;
       }
+      config->layers[i].attention.window = slides[i] ? window : 0;
     }
     return;
   }
@@ -197,7 +231,7 @@ void ReadWindows(Fields& fields, const Family& family, ModelConfig* config) {
       break;
     }
   }
-  config->windows.assign(layers, window);
+  for (LayerSpec& layer : config->layers) layer.attention.window = window;
 }
 
 void ReadImageTokens(Fields& root, ModelConfig* config) {
@@ -263,10 +297,6 @@ void SetPartNames(ModelConfig* config) {
   }
 }
 
-adapter::BaseModule Linear(const std::string& name, int64_t rows, int64_t cols, int layer) {
-  return {name, adapter::ModuleKind::kLinear, rows, cols, /*is_output_head=*/false, layer};
-}
-
 }  // namespace
 
 bool ModelConfig::IsOfOtherPart(const std::string& tensor) const {
@@ -289,50 +319,78 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
   std::vector<Violation> violations;
   Fields fields(kConfigFile, &*document, &violations);
   const Family* family = FindFamily(fields);
-  RefuseUnsupportedKeys(fields, family != nullptr && family->has_parts());
+  const bool has_parts = family != nullptr && family->has_parts();
+  const bool has_scalar = family != nullptr && family->default_query_scalar;
+  RefuseUnsupportedKeys(fields, has_parts, has_scalar);
   ModelConfig config;
   // The keys of another model type have other meanings: no further checks.
   if (family != nullptr) {
     config.model_type = family->model_type;
     CheckArchitectures(fields, *family);
     Fields text = TextFields(fields, *family);
-    if (&text.object() != &fields.object()) RefuseUnsupportedKeys(text, /*has_parts=*/false);
-    if (family->has_parts()) SetPartNames(&config);
+    if (&text.object() != &fields.object()) RefuseUnsupportedKeys(text, false, has_scalar);
+    if (has_parts) SetPartNames(&config);
     ReadSizes(text, *family, &config);
     config.tied_embeddings = fields.Bool("tie_word_embeddings", family->default_tied);
-    if (family->has_parts()) {
+    if (has_parts) {
       ReadTensorNames(dir, fields, &config);
       ReadImageTokens(fields, &config);
     }
     ReadHeads(text, *family, &config);
-    ReadBiasesAndActivation(text, *family, &config);
+    ReadLayers(text, *family, &config);
     ReadWindows(text, *family, &config);
     ReadRopeConfig(text, *family, &config);
+    config.NumberModules();
     DORAD_RETURN_IF_ERROR(ReadEosTokens(dir, fields, text, *family, &violations, &config));
   }
   if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
   return config;
 }
 
+void ModelConfig::NumberModules() {
+  int next = 0;
+  for (LayerSpec& layer : layers) {
+    AttentionSpec& attention = layer.attention;
+    for (int* id : {&attention.q, &attention.k, &attention.v, &attention.o}) *id = next++;
+    for (int* id : {&layer.mlp.gate, &layer.mlp.up, &layer.mlp.down}) *id = next++;
+  }
+  embedding = next++;
+  head = next;
+}
+
 std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Spelling& names) {
+  using adapter::ModuleKind;
   const int64_t hidden = config.hidden_size;
   const int64_t inner = config.intermediate_size;
-  std::vector<adapter::BaseModule> modules;
-  for (int layer = 0; layer < config.num_layers; ++layer) {
-    const std::string prefix = absl::StrCat(names.body, "layers.", layer);
-    // In the order of LayerModule.
-    modules.push_back(Linear(prefix + ".self_attn.q_proj", config.q_size(), hidden, layer));
-    modules.push_back(Linear(prefix + ".self_attn.k_proj", config.kv_size(), hidden, layer));
-    modules.push_back(Linear(prefix + ".self_attn.v_proj", config.kv_size(), hidden, layer));
-    modules.push_back(Linear(prefix + ".self_attn.o_proj", hidden, config.q_size(), layer));
-    modules.push_back(Linear(prefix + ".mlp.gate_proj", inner, hidden, layer));
-    modules.push_back(Linear(prefix + ".mlp.up_proj", inner, hidden, layer));
-    modules.push_back(Linear(prefix + ".mlp.down_proj", hidden, inner, layer));
+  std::vector<adapter::BaseModule> modules(config.head + 1);
+  for (int i = 0; i < config.num_layers(); ++i) {
+    const auto linear = [&](int id, const char* name, int64_t rows, int64_t cols) {
+      modules[id] = {absl::StrCat(names.body, "layers.", i, name),
+                     ModuleKind::kLinear,
+                     rows,
+                     cols,
+                     /*is_output_head=*/false,
+                     /*layer=*/i};
+    };
+    const AttentionSpec& attention = config.layers[i].attention;
+    linear(attention.q, ".self_attn.q_proj", config.q_size(), hidden);
+    linear(attention.k, ".self_attn.k_proj", config.kv_size(), hidden);
+    linear(attention.v, ".self_attn.v_proj", config.kv_size(), hidden);
+    linear(attention.o, ".self_attn.o_proj", hidden, config.q_size());
+    const MlpSpec& mlp = config.layers[i].mlp;
+    linear(mlp.gate, ".mlp.gate_proj", inner, hidden);
+    linear(mlp.up, ".mlp.up_proj", inner, hidden);
+    linear(mlp.down, ".mlp.down_proj", hidden, inner);
   }
-  modules.push_back({names.body + "embed_tokens", adapter::ModuleKind::kEmbedding,
-                     config.vocab_size, hidden, /*is_output_head=*/false, /*layer=*/-1});
-  modules.push_back({names.head, adapter::ModuleKind::kLinear, config.vocab_size, hidden,
-                     /*is_output_head=*/true, /*layer=*/-1});
+  modules[config.embedding] = {names.body + "embed_tokens", ModuleKind::kEmbedding,
+                               config.vocab_size,           hidden,
+                               /*is_output_head=*/false,    /*layer=*/-1};
+  modules[config.head] = {names.head,
+                          ModuleKind::kLinear,
+                          config.vocab_size,
+                          hidden,
+                          /*is_output_head=*/true,
+                          /*layer=*/-1};
   return modules;
 }
 

@@ -1,5 +1,5 @@
-// A decoder's Hugging Face config.json: the table of differences between the supported model
-// families. Torch-free. Plain values, thread-safe.
+// A decoder as data, read from a Hugging Face config.json: what each layer computes, and with which
+// modules. Torch-free. Plain values, thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,10 @@ namespace dorad::model {
 
 enum class RopeKind { kDefault, kLinear, kDynamicNtk, kLlama3, kYarn, kLongRope };
 
-// transformers' modeling_rope_utils, by its names.
+// One table of rotary angles: transformers' modeling_rope_utils, by its names.
 struct RopeConfig {
   RopeKind kind = RopeKind::kDefault;
+  int64_t width = 0;  // of the part of a head that turns, even
   double theta = 10000.0;
   double factor = 1.0;
   int64_t original_max_position = 0;
@@ -32,6 +33,33 @@ struct RopeConfig {
   // longrope
   std::vector<double> long_factor;
   std::vector<double> short_factor;
+};
+
+enum class Activation { kSilu, kGeluTanh };
+
+// Modules by their ids: places in ListModules' result.
+struct AttentionSpec {
+  int q = 0, k = 0, v = 0, o = 0;
+  bool qkv_bias = false;
+  bool output_bias = false;
+  bool qk_norm = false;
+  int rope = 0;               // of ModelConfig::ropes
+  int64_t window = 0;         // the last positions that a row sees, its own included; 0: all
+  double query_scalar = 0.0;  // scores are divided by its square root
+};
+
+struct MlpSpec {
+  int gate = 0, up = 0, down = 0;
+  bool bias = false;
+  Activation activation = Activation::kSilu;
+};
+
+// x += attention(norm(x)), then x += mlp(norm(x)).
+struct LayerSpec {
+  AttentionSpec attention;
+  MlpSpec mlp;
+  // The outputs of both are normed too, before they are added.
+  bool output_norms = false;
 };
 
 // The names of modules: body + "layers.3.mlp.up_proj", body + "embed_tokens", head.
@@ -53,26 +81,29 @@ struct ModelConfig {
   int64_t vocab_size = 0;
   int64_t hidden_size = 0;
   int64_t intermediate_size = 0;
-  int64_t num_layers = 0;
   int64_t num_heads = 0;
   int64_t num_kv_heads = 0;
   int64_t head_dim = 0;
   int64_t context_length = 0;  // max_position_embeddings
   double rms_norm_eps = 1e-6;
+  bool norms_add_one = false;  // a norm's factor is 1 + its tensor
+  // The factor of embeddings, before it is rounded to the dtype of computation.
+  double embedding_scale = 1.0;
   bool tied_embeddings = false;
-  bool qkv_bias = false;     // qwen2; llama and qwen3 with attention_bias
-  bool output_bias = false;  // o_proj; llama and qwen3 with attention_bias
-  bool mlp_bias = false;     // llama with mlp_bias
-  bool qk_norm = false;      // qwen3
-  // Sliding window of each layer, 0 = full attention. Size num_layers.
-  std::vector<int64_t> windows;
-  RopeConfig rope;
+  std::vector<LayerSpec> layers;
+  std::vector<RopeConfig> ropes = {{}};
+  int embedding = 0;  // module ids
+  int head = 0;
   // Of images and videos in prompts: placeholders and their frames.
   std::vector<int32_t> image_token_ids;
   std::vector<int32_t> eos_token_ids;  // of generation_config.json, else of config.json
 
   int64_t q_size() const { return num_heads * head_dim; }
   int64_t kv_size() const { return num_kv_heads * head_dim; }
+  int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
+
+  // Gives every module its id. Modules with the same input have consecutive ones.
+  void NumberModules();
 };
 
 // Reads DIR/config.json and DIR/generation_config.json (optional). INVALID_ARGUMENT listing every
@@ -80,32 +111,22 @@ struct ModelConfig {
 // MODEL_CONFIG_INVALID an impossible value), NOT_FOUND (MODEL_NOT_FOUND).
 absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir);
 
-// Module ids, in this order for each layer, then the embedding, then the head.
-enum LayerModule { kQ, kK, kV, kO, kGate, kUp, kDown, kModulesPerLayer };
-inline int LayerModuleId(int64_t layer, LayerModule module) {
-  return static_cast<int>(layer) * kModulesPerLayer + module;
-}
-inline int EmbeddingId(const ModelConfig& config) {
-  return static_cast<int>(config.num_layers) * kModulesPerLayer;
-}
-inline int HeadId(const ModelConfig& config) { return EmbeddingId(config) + 1; }
-
-// Names and shapes of all adaptable modules, indexed by the ids above.
+// Names and shapes of all adaptable modules, indexed by their ids.
 std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Spelling& names);
 // The same in every spelling.
 adapter::BaseModules MakeModules(const ModelConfig& config);
 
-// Inverse frequencies [head_dim / 2] for sequences up to position `length`, and the factor of cos
-// and sin.
+// Inverse frequencies [width / 2] for sequences up to position `length`, and the factor of cos and
+// sin.
 struct RopeFrequencies {
   std::vector<double> inverse;
   double attention_scale = 1.0;
 };
-RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length);
+RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t length);
 
-// cos and sin, times the attention scale, of positions [0, positions): [positions, head_dim / 2]
-// each. As in transformers, angles are formed in fp32 from fp32 inverse frequencies: at large
-// positions the rounding of the angle is visible in the result.
-void FillRopeTable(const ModelConfig& config, int64_t positions, float* cos, float* sin);
+// cos and sin, times the attention scale, of positions [0, positions): [positions, width / 2] each.
+// As in transformers, angles are formed in fp32 from fp32 inverse frequencies: at large positions
+// the rounding of the angle is visible in the result.
+void FillRopeTable(const RopeConfig& rope, int64_t positions, float* cos, float* sin);
 
 }  // namespace dorad::model

@@ -32,7 +32,6 @@ constexpr RefusedKey kFeatures[] = {
     {"rope_interleave", "interleaved rotary pairs"},
     {"clip_qkv", "clipped queries and keys"},
     {"qk_layernorm", "layer norms on queries and keys"},
-    {"query_pre_attn_scalar", "a scale of its own in attention"},
     {"attn_logit_softcapping", "capped attention logits"},
     {"final_logit_softcapping", "capped logits"},
     {"scale_depth", "scaled residuals"},
@@ -42,6 +41,8 @@ constexpr RefusedKey kParts[] = {
     {"vision_config", "a model with images"},
     {"text_config", "a model of several parts"},
 };
+
+constexpr RefusedKey kScalar[] = {{"query_pre_attn_scalar", "a scale of its own in attention"}};
 
 // Neutral when null or 1.
 constexpr RefusedKey kMultipliers[] = {
@@ -65,7 +66,7 @@ void Refuse(Fields& config, const RefusedKey& key, const Json& value) {
 
 }  // namespace
 
-void RefuseUnsupportedKeys(Fields& config, bool has_parts) {
+void RefuseUnsupportedKeys(Fields& config, bool has_parts, bool has_scalar) {
   const auto refuse = [&config](absl::Span<const RefusedKey> keys) {
     for (const RefusedKey& refused : keys) {
       const Json* value = config.Find(refused.key);
@@ -74,6 +75,7 @@ void RefuseUnsupportedKeys(Fields& config, bool has_parts) {
   };
   refuse(kFeatures);
   if (!has_parts) refuse(kParts);
+  if (!has_scalar) refuse(kScalar);
   for (const RefusedKey& refused : kMultipliers) {
     const Json* value = config.Find(refused.key);
     const bool is_one = value != nullptr && value->is_number() && value->get<double>() == 1.0;

@@ -8,7 +8,7 @@
 namespace dorad::model {
 
 // One violation (MODEL_UNSUPPORTED) for each such key with a value that is not neutral.
-// has_parts: text_config and vision_config are the family's.
-void RefuseUnsupportedKeys(Fields& config, bool has_parts);
+// has_parts: text_config and vision_config are the family's. has_scalar: query_pre_attn_scalar is.
+void RefuseUnsupportedKeys(Fields& config, bool has_parts, bool has_scalar);
 
 }  // namespace dorad::model

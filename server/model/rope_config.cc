@@ -128,33 +128,29 @@ std::vector<double> ReadFactors(Fields& rope, const std::string& key, int64_t si
   return factors;
 }
 
-void ReadLongRope(Fields& rope, ModelConfig* config) {
-  RopeConfig& out = config->rope;
-  out.short_factor = ReadFactors(rope, "short_factor", config->head_dim / 2);
-  out.long_factor = ReadFactors(rope, "long_factor", config->head_dim / 2);
+void ReadLongRope(Fields& rope, ModelConfig* config, RopeConfig* out) {
+  out->short_factor = ReadFactors(rope, "short_factor", out->width / 2);
+  out->long_factor = ReadFactors(rope, "long_factor", out->width / 2);
   const double implied =
-      static_cast<double>(config->context_length) / static_cast<double>(out.original_max_position);
-  out.factor = NumberOrNull(rope, "factor", implied, kPositive);
-  out.attention_factor = NumberOrNull(rope, "attention_factor", 0.0, kPositive);
-  if (out.original_max_position == 1) {
+      static_cast<double>(config->context_length) / static_cast<double>(out->original_max_position);
+  out->factor = NumberOrNull(rope, "factor", implied, kPositive);
+  out->attention_factor = NumberOrNull(rope, "attention_factor", 0.0, kPositive);
+  if (out->original_max_position == 1) {
     rope.Invalid("original_max_position_embeddings", "must be at least 2");
   }
   // Beyond this length transformers uses the long factors for the whole sequence, but keeps cached
   // keys unchanged: its answer depends on the order of its inputs.
-  config->context_length = std::min(config->context_length, out.original_max_position);
+  config->context_length = std::min(config->context_length, out->original_max_position);
 }
 
-}  // namespace
-
-void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config) {
-  static const Json* const kEmpty = new Json(Json::object());
+// One table. fields: the decoder's; theta_key and default_theta: of the base beside `rope`.
+RopeConfig ReadRope(Fields& fields, Fields& rope, const Family& family, const char* theta_key,
+                    double default_theta, ModelConfig* config) {
   static const NumberRange kTheta{1.0 + 1e-6, 1e12};
-  const std::string key = ScalingKey(fields);
-  std::vector<Violation> none;
-  Fields rope = key.empty() ? Fields("", kEmpty, &none) : fields.Child(key);
   CheckKeys(rope, family);
-  RopeConfig& out = config->rope;
-  const double outer_theta = fields.Number("rope_theta", family.default_theta, kTheta);
+  RopeConfig out;
+  out.width = config->head_dim;
+  const double outer_theta = fields.Number(theta_key, default_theta, kTheta);
   out.theta = rope.Number("rope_theta", outer_theta, kTheta);
   for (Fields* place : {&fields, &rope}) {
     if (NumberOrNull(*place, "partial_rotary_factor", 1.0, {0.0, 1e6}) != 1.0) {
@@ -171,8 +167,8 @@ void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config) {
       break;
     case RopeKind::kDynamicNtk:
       out.factor = rope.Number("factor", std::nullopt, kFactor);
-      if (config->head_dim == 2)
-        fields.Invalid("head_dim", "must be at least 4 for dynamic scaling");
+      out.original_max_position = config->context_length;
+      if (out.width == 2) fields.Invalid("head_dim", "must be at least 4 for dynamic scaling");
       break;
     case RopeKind::kLlama3:
       out.original_max_position = OriginalMaxPosition(fields, rope, config->context_length);
@@ -184,9 +180,52 @@ void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config) {
       break;
     case RopeKind::kLongRope:
       out.original_max_position = OriginalMaxPosition(fields, rope, config->context_length);
-      ReadLongRope(rope, config);
+      ReadLongRope(rope, config, &out);
       break;
   }
+  return out;
+}
+
+constexpr char kFull[] = "full_attention";
+constexpr char kSliding[] = "sliding_attention";
+
+// A table for layers that see everything, then one for those that slide.
+std::vector<RopeConfig> ReadRopesByKind(Fields& fields, const Family& family, const Fields& none,
+                                        ModelConfig* config) {
+  Fields full = none, sliding = none;
+  if (const std::string key = ScalingKey(fields); key == "rope_parameters") {
+    Fields kinds = fields.Child(key);
+    for (const auto& [kind, value] : kinds.object().items()) {
+      if (kind != kFull && kind != kSliding) kinds.Unsupported(kind, "is not a kind of layer");
+    }
+    if (kinds.Has(kFull)) full = kinds.Child(kFull);
+    if (kinds.Has(kSliding)) sliding = kinds.Child(kSliding);
+  } else if (!key.empty()) {
+    full = fields.Child(key);
+    if (full.Has("type") && !full.Has("rope_type")) {
+      full.Unsupported("type", "transformers 5 does not read it here: give rope_type");
+    }
+  }
+  RopeConfig global = ReadRope(fields, full, family, "rope_theta", family.default_theta, config);
+  RopeConfig local = ReadRope(fields, sliding, family, "rope_local_base_freq",
+                              *family.default_local_theta, config);
+  for (LayerSpec& layer : config->layers) layer.attention.rope = layer.attention.window > 0 ? 1 : 0;
+  return {std::move(global), std::move(local)};
+}
+
+}  // namespace
+
+void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config) {
+  static const Json* const kEmpty = new Json(Json::object());
+  std::vector<Violation> ignored;
+  Fields none("", kEmpty, &ignored);
+  if (family.default_local_theta) {
+    config->ropes = ReadRopesByKind(fields, family, none, config);
+    return;
+  }
+  const std::string key = ScalingKey(fields);
+  Fields rope = key.empty() ? none : fields.Child(key);
+  config->ropes = {ReadRope(fields, rope, family, "rope_theta", family.default_theta, config)};
 }
 
 }  // namespace dorad::model

@@ -7,10 +7,11 @@
 
 namespace dorad::model {
 
-// Reads rope_parameters (or the older rope_scaling), rope_theta, partial_rotary_factor and
-// original_max_position_embeddings. REQUIRES: config->head_dim and context_length are set.
-// Sets config->rope, and lowers config->context_length where transformers would change the
-// frequencies of keys that it has already cached (longrope).
+// Reads rope_parameters (or the older rope_scaling), rope_theta, rope_local_base_freq,
+// partial_rotary_factor and original_max_position_embeddings. REQUIRES: config's head_dim,
+// context_length and windows are set. Sets config->ropes and each layer's, and lowers
+// config->context_length where transformers would change the frequencies of keys that it has
+// already cached (longrope).
 void ReadRopeConfig(Fields& fields, const Family& family, ModelConfig* config);
 
 }  // namespace dorad::model

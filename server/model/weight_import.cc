@@ -12,6 +12,7 @@
 #include "absl/time/time.h"
 #include "server/model/checkpoint.h"
 #include "server/platform/error.h"
+#include "server/platform/files/elements.h"
 #include "server/platform/instant.h"
 #include "server/platform/log.h"
 
@@ -29,40 +30,64 @@ const Spelling& SpellingOf(const Checkpoint& checkpoint, const ModelConfig& conf
   return config.spellings.front();
 }
 
-WeightSlots ListWeightSlots(const ModelConfig& config, const Spelling& names) {
-  WeightSlots slots;
-  const std::vector<adapter::BaseModule> modules = ListModules(config, names);
-  const auto matrix = [&](int id) {
-    const adapter::BaseModule& module = modules[id];
-    slots[module.name + ".weight"] = {WeightKind::kMatrix, id, {module.rows, module.cols}};
-  };
-  const auto linear = [&](int id, bool bias) {
-    matrix(id);
-    if (bias) slots[modules[id].name + ".bias"] = {WeightKind::kBias, id, {modules[id].rows}};
-  };
-  const auto norm = [&](const std::string& name, WeightKind kind, int64_t layer, int64_t size) {
-    slots[name + ".weight"] = {kind, static_cast<int>(layer), {size}};
-  };
+// All weights of one spelling.
+class SlotList {
+ public:
+  SlotList(const ModelConfig& config, const Spelling& names)
+      : config_(config), modules_(ListModules(config, names)) {
+    for (int i = 0; i < config.num_layers(); ++i)
+      AddLayer(absl::StrCat(names.body, "layers.", i), i);
+    AddMatrix(config.embedding);
+    if (!config.tied_embeddings) AddMatrix(config.head);
+    AddNorm(names.body + "norm", WeightKind::kFinalNorm, 0, config.hidden_size);
+  }
 
-  for (int64_t i = 0; i < config.num_layers; ++i) {
-    const auto id = [i](LayerModule module) { return LayerModuleId(i, module); };
-    for (const LayerModule module : {kQ, kK, kV}) linear(id(module), config.qkv_bias);
-    linear(id(kO), config.output_bias);
-    for (const LayerModule module : {kGate, kUp, kDown}) linear(id(module), config.mlp_bias);
-    const std::string prefix = names.body + "layers." + std::to_string(i);
-    norm(prefix + ".input_layernorm", WeightKind::kInputNorm, i, config.hidden_size);
-    norm(prefix + ".post_attention_layernorm", WeightKind::kPostAttentionNorm, i,
-         config.hidden_size);
-    if (config.qk_norm) {
-      norm(prefix + ".self_attn.q_norm", WeightKind::kQueryNorm, i, config.head_dim);
-      norm(prefix + ".self_attn.k_norm", WeightKind::kKeyNorm, i, config.head_dim);
+  WeightSlots Take() { return std::move(slots_); }
+
+ private:
+  void AddLayer(const std::string& name, int index) {
+    const LayerSpec& layer = config_.layers[index];
+    const AttentionSpec& attention = layer.attention;
+    for (const int id : {attention.q, attention.k, attention.v}) AddLinear(id, attention.qkv_bias);
+    AddLinear(attention.o, attention.output_bias);
+    for (const int id : {layer.mlp.gate, layer.mlp.up, layer.mlp.down}) {
+      AddLinear(id, layer.mlp.bias);
+    }
+    const auto norm = [&](const char* norm, WeightKind kind) {
+      AddNorm(name + norm, kind, index, config_.hidden_size);
+    };
+    norm(".input_layernorm", WeightKind::kAttentionNorm);
+    if (layer.output_norms) {
+      norm(".post_attention_layernorm", WeightKind::kAttentionOutputNorm);
+      norm(".pre_feedforward_layernorm", WeightKind::kMlpNorm);
+      norm(".post_feedforward_layernorm", WeightKind::kMlpOutputNorm);
+    } else {
+      norm(".post_attention_layernorm", WeightKind::kMlpNorm);
+    }
+    if (attention.qk_norm) {
+      AddNorm(name + ".self_attn.q_norm", WeightKind::kQueryNorm, index, config_.head_dim);
+      AddNorm(name + ".self_attn.k_norm", WeightKind::kKeyNorm, index, config_.head_dim);
     }
   }
-  matrix(EmbeddingId(config));
-  if (!config.tied_embeddings) matrix(HeadId(config));
-  norm(names.body + "norm", WeightKind::kFinalNorm, 0, config.hidden_size);
-  return slots;
-}
+
+  void AddMatrix(int id) {
+    const adapter::BaseModule& module = modules_[id];
+    slots_[module.name + ".weight"] = {WeightKind::kMatrix, id, {module.rows, module.cols}};
+  }
+
+  void AddLinear(int id, bool bias) {
+    AddMatrix(id);
+    if (bias) slots_[modules_[id].name + ".bias"] = {WeightKind::kBias, id, {modules_[id].rows}};
+  }
+
+  void AddNorm(const std::string& name, WeightKind kind, int layer, int64_t size) {
+    slots_[name + ".weight"] = {kind, layer, {size}, DType::kF32, config_.norms_add_one};
+  }
+
+  const ModelConfig& config_;
+  const std::vector<adapter::BaseModule> modules_;
+  WeightSlots slots_;
+};
 
 // Tensors without effect on the result: the rotary frequencies of old checkpoints, the head of a
 // tied model (whose bytes must then be the embedding's), and parts that are not served.
@@ -113,6 +138,14 @@ std::vector<Violation> CheckTiedHead(const Checkpoint& checkpoint, const ModelCo
   return {
       {HeadOf(names), "MODEL_TENSOR_UNEXPECTED",
        absl::StrCat("differs from ", EmbeddingOf(names), ", though tie_word_embeddings is true")}};
+}
+
+// As transformers adds them: in fp32.
+std::vector<float> OnePlus(absl::Span<const std::byte> block, DType dtype) {
+  std::vector<float> sums(block.size() / SizeOf(dtype));
+  ToFloat(dtype, block, sums.data());
+  for (float& sum : sums) sum += 1.0f;
+  return sums;
 }
 
 // Logs how far the reading is, every few seconds. Thread-safe.
@@ -181,10 +214,12 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
                                                  WeightSink& sink) {
   DORAD_ASSIGN_OR_RETURN(Checkpoint checkpoint, Checkpoint::Open(dir));
   const Spelling& names = SpellingOf(checkpoint, config);
-  WeightSlots slots = ListWeightSlots(config, names);
+  WeightSlots slots = SlotList(config, names).Take();
   std::vector<Violation> violations = CheckTensorList(checkpoint, slots, config, names);
   if (!violations.empty()) return MakeInvalid(dir, std::move(violations));
-  for (auto& [name, slot] : slots) slot.dtype = checkpoint.tensors().at(name).dtype;
+  for (auto& [name, slot] : slots) {
+    if (!slot.adds_one) slot.dtype = checkpoint.tensors().at(name).dtype;
+  }
 
   DORAD_RETURN_IF_ERROR(sink.Allocate(slots));
   Progress progress(checkpoint);
@@ -196,9 +231,16 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
     const auto found = slots.find(name);
     if (found == slots.end()) return absl::OkStatus();  // a tolerated tensor: its digest is enough
     const WeightSlot& slot = found->second;
-    const auto first = static_cast<int64_t>(offset / SizeOf(slot.dtype));
-    DORAD_ASSIGN_OR_RETURN(const bool finite, sink.Write(slot, first, block));
-    if (finite && !HasNonFinite(block, slot.dtype)) return absl::OkStatus();
+    const DType dtype = checkpoint.tensors().at(name).dtype;
+    const auto first = static_cast<int64_t>(offset / SizeOf(dtype));
+    std::vector<float> sums;
+    absl::Span<const std::byte> elements = block;
+    if (slot.adds_one) {
+      sums = OnePlus(block, dtype);
+      elements = {reinterpret_cast<const std::byte*>(sums.data()), sums.size() * sizeof(float)};
+    }
+    DORAD_ASSIGN_OR_RETURN(const bool finite, sink.Write(slot, first, elements));
+    if (finite && !HasNonFinite(block, dtype)) return absl::OkStatus();
     absl::MutexLock lock(&mu);
     not_finite.insert(name);
     return absl::OkStatus();
@@ -215,13 +257,13 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
   ImportedCheckpoint imported;
   imported.digest = checkpoint.Digest();
   imported.tensors = checkpoint.tensors();
-  imported.dtypes.resize(static_cast<size_t>(HeadId(config)) + 1);
+  imported.dtypes.resize(static_cast<size_t>(config.head) + 1);
   for (const auto& [name, slot] : slots) {
     imported.num_parameters += slot.num_elements();
     if (slot.kind == WeightKind::kMatrix) imported.dtypes[slot.index] = slot.dtype;
   }
   if (config.tied_embeddings) {
-    imported.dtypes[HeadId(config)] = imported.dtypes[EmbeddingId(config)];
+    imported.dtypes[config.head] = imported.dtypes[config.embedding];
   }
   return imported;
 }

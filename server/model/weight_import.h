@@ -20,9 +20,11 @@ namespace dorad::model {
 enum class WeightKind {
   kMatrix,  // of a module
   kBias,    // of a module
-  // of a layer
-  kInputNorm,
-  kPostAttentionNorm,
+  // of a layer: before attention and MLP, after them (LayerSpec::output_norms), and of heads
+  kAttentionNorm,
+  kMlpNorm,
+  kAttentionOutputNorm,
+  kMlpOutputNorm,
   kQueryNorm,
   kKeyNorm,
   kFinalNorm,
@@ -32,7 +34,8 @@ struct WeightSlot {
   WeightKind kind = WeightKind::kMatrix;
   int index = 0;  // module id or layer
   std::vector<int64_t> shape;
-  DType dtype = DType::kF32;  // of the checkpoint
+  DType dtype = DType::kF32;  // of the elements that a sink receives
+  bool adds_one = false;      // the sink receives 1 + the checkpoint's elements
 
   int64_t num_elements() const;
 };
@@ -46,7 +49,7 @@ class WeightSink {
   virtual ~WeightSink() = default;
   // All tensors to be written. Once, before the first block.
   virtual absl::Status Allocate(const WeightSlots& slots) = 0;
-  // Elements of one tensor in the checkpoint's format; the memory is the caller's.
+  // Elements of one tensor; the memory is the caller's.
   // Returns whether all elements are finite in the sink's storage, if they are in the file.
   virtual absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                                      absl::Span<const std::byte> block) = 0;

@@ -23,7 +23,8 @@ struct PlacedTensor {
 struct LaidOutTensor {
   std::string name;
   CheckpointTensor checkpoint;
-  std::optional<PlacedTensor> place;  // nullopt: no effect on the result, not held
+  // nullopt: without an effect on the result and not held, or held as 1 + the tensor.
+  std::optional<PlacedTensor> place;
 };
 
 struct WeightLayout {

@@ -65,7 +65,7 @@ double Quantile(std::vector<double> values, double share) {
 class Tensors {
  public:
   Tensors(const CudaModel& model, int rank, DType factors) {
-    const int count = model::EmbeddingId(model.config());
+    const int count = model.config().embedding;
     magnitudes_.reserve(static_cast<size_t>(count));
     for (int id = 0; id < count; ++id) {
       const adapter::BaseModule& module = model.modules().all()[id];

@@ -191,7 +191,7 @@ class Bench {
         model_.get(), {pages, std::max(positions, options_.prefill), rows, batch}, &ledger_));
     std::printf(
         "{\"shape\": \"%s\", \"layers\": %lld, \"copy_TBps\": %.3f, \"weights_GB\": %.3f}\n",
-        options_.shape.c_str(), static_cast<long long>(config.num_layers), bandwidth_ / 1e12,
+        options_.shape.c_str(), static_cast<long long>(config.num_layers()), bandwidth_ / 1e12,
         model_->bytes() / 1e9);
   }
 
@@ -231,10 +231,11 @@ class Bench {
   double CacheBytes(int64_t context) const {
     const model::ModelConfig& config = model_->config();
     double rows = 0.0;
-    for (const int64_t window : config.windows) {
+    for (const model::LayerSpec& layer : config.layers) {
+      const int64_t window = layer.attention.window;
       rows += window > 0 ? std::min(window, context + 1) : context + 1;
     }
-    return rows * KvPageBytes(config) / engine::kKvPageTokens / config.num_layers;
+    return rows * KvPageBytes(config) / engine::kKvPageTokens / config.num_layers();
   }
 
   // Weights and the adapters of the case once, keys and values of the context.

@@ -15,7 +15,14 @@ KINDS = ["dora", "dora_r96", "lora", "dora_everything"]
 ADAPTERS = ["", "dora", "dora-r96", "lora", "dora-everything"]
 # Enough that a few sequences outgrow the pages that test_preempted_equals_alone leaves them.
 NEW_TOKENS = 40
-SETUPS = [("llama2", "fp32"), ("qwen2_window", "fp32"), ("llama3", "bf16"), ("qwen3", "bf16")]
+SETUPS = [
+    ("llama2", "fp32"),
+    ("qwen2_window", "fp32"),
+    ("gemma3_text", "fp32"),
+    ("llama3", "bf16"),
+    ("qwen3", "bf16"),
+    ("gemma3_text", "bf16"),
+]
 
 
 def requests() -> list[dict]:

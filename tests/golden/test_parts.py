@@ -16,6 +16,7 @@ SPELLINGS = {
     "qwen25_vl": ["model."],
     "qwen3_vl": ["model."],
     "mistral3": ["language_model.model.", "model."],
+    "gemma3": ["language_model.model.", "model."],
 }
 
 
@@ -46,22 +47,30 @@ def test_an_adapter_of_an_older_version_is_the_same_adapter(zoo, tmp_path, famil
     assert np.abs(scores[0].logprobs[1:] - base.logprobs[1:]).max() > 0.05
 
 
-def test_an_adapter_of_the_tower_is_refused_by_name(zoo, tmp_path):
-    folder = shutil.copytree(zoo.adapter("mistral3", "dora"), tmp_path / "tower")
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("mistral3", "model.multi_modal_projector.linear_1"),
+        ("gemma3", "model.vision_tower.encoder.layers.0.mlp.fc1"),
+    ],
+)
+def test_an_adapter_of_the_tower_is_refused_by_name(zoo, tmp_path, family, module):
+    folder = shutil.copytree(zoo.adapter(family, "dora"), tmp_path / "tower")
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"exclude_modules": None}))
     with (
-        serve(zoo.model("mistral3")) as server,
+        serve(zoo.model(family)) as server,
         Client(server.grpc) as client,
         pytest.raises(DoradError) as refusal,
     ):
         client.publish("tower", path=folder)
     assert "ADAPTER_PART_NOT_SERVED" in [each.reason for each in refusal.value.violations]
-    assert "model.multi_modal_projector.linear_1" in str(refusal.value)
+    assert module in str(refusal.value)
 
 
-def test_a_prompt_with_an_image_is_refused_by_name(zoo):
-    with serve(zoo.model("qwen3_vl")) as server:
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_prompt_with_an_image_is_refused_by_name(zoo, family):
+    with serve(zoo.model(family)) as server:
         with pytest.raises(grpc.RpcError) as refusal:
             server.wire.generate([5, IMAGE, 6], max_tokens=2)
         assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT

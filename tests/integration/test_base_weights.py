@@ -93,6 +93,18 @@ def test_on_the_cpu_wider_checkpoints_keep_their_values(zoo, tmp_path, family) -
             assert same(weights[name], tensor.float() if matrix else tensor), name
 
 
+def test_norms_that_are_served_with_their_one_are_left_to_the_trainer(zoo, tmp_path) -> None:
+    settings = {"server.shared_memory_socket": tmp_path / "memory.sock"}
+    with serve(zoo.model("gemma3"), None, settings) as server, dorad.Client(server.grpc) as client:
+        weights = dorad.train.base_weights(client, verify=True)
+    files = in_files(zoo.model("gemma3"))
+    text = {name for name in files if name.startswith("language_model.")}
+    norms = {name for name in text if name.endswith("norm.weight")}
+    assert len(norms) == 4 * 6 + 1
+    assert set(weights) == text - norms
+    assert all(same(weights[name], files[name]) for name in weights)
+
+
 def test_rounded_weights_are_those_that_are_served_and_cannot_be_verified(zoo, tmp_path) -> None:
     settings = {
         "server.shared_memory_socket": tmp_path / "memory.sock",

@@ -13,6 +13,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3TextConfig,
     LlamaConfig,
     Mistral3Config,
     MistralConfig,
@@ -133,6 +135,34 @@ def _mistral3(**changes):
     )
 
 
+def _gemma3_values(**changes) -> dict:
+    return _common(
+        hidden_size=96,  # its root is not a bf16 number
+        num_hidden_layers=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        query_pre_attn_scalar=40,
+        sliding_window=8,
+        sliding_window_pattern=3,
+        rope_parameters={
+            "full_attention": _rope("linear", 1e6, factor=8.0),
+            "sliding_attention": _rope(theta=500.0),
+        },
+        **changes,
+    ) | {"tie_word_embeddings": True}
+
+
+def _gemma3() -> PretrainedConfig:
+    return Gemma3Config(
+        text_config=_gemma3_values(attention_bias=True),
+        vision_config=_tower(num_hidden_layers=2, num_attention_heads=2, image_size=16),
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=1,
+        eoi_token_index=0,
+    )
+
+
 FAMILIES = [
     Family("llama2", _llama(rope_parameters=_rope())),
     Family(
@@ -243,6 +273,8 @@ FAMILIES = [
     Family("qwen25_vl", _qwen25_vl),
     Family("qwen3_vl", _qwen3_vl(tie_word_embeddings=True), dtype=torch.bfloat16),
     Family("mistral3", _mistral3(tie_word_embeddings=False), absent_keys=("tie_word_embeddings",)),
+    Family("gemma3_text", lambda: Gemma3TextConfig(**_gemma3_values())),
+    Family("gemma3", _gemma3, dtype=torch.bfloat16, legacy_config=True),
 ]
 # Long contexts and a few milliseconds a token: for tests that catch a request in its middle.
 SLOW = Family(
@@ -261,6 +293,11 @@ BY_NAME = {family.name: family for family in [*FAMILIES, SLOW]}
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
+    # Gemma's norms add 1 to their parameters. It scales embeddings, and its tied head would repeat
+    # tokens of larger ones.
+    norm_mean, spread = 1.0, 1.6
+    if model.config.model_type.startswith("gemma"):
+        norm_mean, spread = 0.0, 1.0
 
     def normal(tensor: torch.Tensor, std: float, mean: float = 0.0) -> None:
         tensor.copy_(mean + std * torch.randn(tensor.shape, generator=generator))
@@ -270,9 +307,9 @@ def _randomise(model: torch.nn.Module, seed: int) -> None:
             if name.endswith("bias"):
                 normal(parameter, 0.2)
             elif parameter.ndim == 1:  # of a norm
-                normal(parameter, 0.2, mean=1.0)
+                normal(parameter, 0.2, mean=norm_mean)
             elif "embed_tokens" in name or "lm_head" in name:
-                normal(parameter, 1.6 * parameter.shape[1] ** -0.5)
+                normal(parameter, spread * parameter.shape[1] ** -0.5)
             else:
                 normal(parameter, 0.8 * parameter.shape[1] ** -0.5)
 
@@ -308,12 +345,20 @@ def make(family: Family, directory: Path, seed: int = 0) -> Path:
 
 def _write_legacy_config(path: Path) -> None:
     values = json.loads(path.read_text())
-    rope = values.pop("rope_parameters")
-    values["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type")
-    # The oldest form names the kind "type".
-    values["rope_scaling"] = {"type": kind, **rope} if kind != "default" else None
     values["torch_dtype"] = values.pop("dtype")
+    text = values.get("text_config", values)
+    rope = text.pop("rope_parameters")
+    # The oldest form names the kind "type", but Gemma's.
+    kind_key = "type"
+    if "sliding_attention" in rope:
+        kind_key = "rope_type"
+        text["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        text["sliding_window_pattern"] = text.pop("_sliding_window_pattern")
+        del text["layer_types"]
+    text["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    text["rope_scaling"] = {kind_key: kind, **rope} if kind != "default" else None
     path.write_text(json.dumps(values, indent=2))
 
 

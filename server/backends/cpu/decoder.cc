@@ -13,11 +13,22 @@ namespace {
 
 at::Tensor EmptyF32(at::IntArrayRef sizes) { return at::empty(sizes, at::kFloat); }
 
-ops::RopeTable MakeRopeTable(const ModelConfig& config, int64_t positions) {
-  const int64_t half = config.head_dim / 2;
-  ops::RopeTable table{EmptyF32({positions, half}), EmptyF32({positions, half})};
-  FillRopeTable(config, positions, table.cos.data_ptr<float>(), table.sin.data_ptr<float>());
-  return table;
+std::vector<ops::RopeTable> MakeRopeTables(const ModelConfig& config, int64_t positions) {
+  std::vector<ops::RopeTable> tables;
+  for (const RopeConfig& rope : config.ropes) {
+    const int64_t half = rope.width / 2;
+    const ops::RopeTable& table =
+        tables.emplace_back(EmptyF32({positions, half}), EmptyF32({positions, half}));
+    FillRopeTable(rope, positions, table.cos.data_ptr<float>(), table.sin.data_ptr<float>());
+  }
+  return tables;
+}
+
+// As transformers has it: in the dtype of the weights that it computes with.
+float EmbeddingFactor(const LoadedModel& model) {
+  const auto factor = static_cast<float>(model.config().embedding_scale);
+  const bool round = model.compute() == ops::ComputeDType::kBF16;
+  return round ? static_cast<float>(at::BFloat16(factor)) : factor;
 }
 
 std::vector<ops::RowSegment> SegmentsOf(absl::Span<const AdapterRows> adapters, int module_id) {
@@ -35,63 +46,78 @@ std::vector<ops::RowSegment> SegmentsOf(absl::Span<const AdapterRows> adapters, 
 // One forward pass: the batch and the inputs common to all layers.
 class Decoder::Pass {
  public:
-  Pass(const LoadedModel& model, const ops::RopeTable& rope, const DecoderBatch& batch)
-      : model_(model), config_(model.config()), rope_(rope), batch_(batch) {}
+  Pass(const LoadedModel& model, const std::vector<ops::RopeTable>& ropes,
+       const DecoderBatch& batch)
+      : model_(model), config_(model.config()), ropes_(ropes), batch_(batch) {}
 
   at::Tensor Embed() const {
-    return ops::Embed(batch_.token_ids_T, model_.weights().embedding_VD,
-                      SegmentsOf(batch_.adapters, EmbeddingId(config_)));
+    return ops::Embed(batch_.token_ids_T, model_.weights().embedding_VD, EmbeddingFactor(model_),
+                      SegmentsOf(batch_.adapters, config_.embedding));
   }
 
-  // h_TD: normed input. Returns the block's output, before it is added to the residual.
+  // h_TD: normed input. Returns what is added to the residual.
   at::Tensor Attention(int64_t layer, const at::Tensor& h_TD, ops::PagedKv& kv) const {
+    const AttentionSpec& spec = config_.layers[layer].attention;
     const LayerWeights& w = model_.weights().layers[layer];
     const int64_t rows = h_TD.size(0);
     at::Tensor q = EmptyF32({rows, config_.num_heads, config_.head_dim});
     at::Tensor k = EmptyF32({rows, config_.num_kv_heads, config_.head_dim});
     at::Tensor v = EmptyF32({rows, config_.num_kv_heads, config_.head_dim});
-    Linears(h_TD, layer,
-            {{kQ, &w.q, q.view({rows, -1})},
-             {kK, &w.k, k.view({rows, -1})},
-             {kV, &w.v, v.view({rows, -1})}});
-    if (w.q_norm.defined()) {
+    Linears(h_TD, {{spec.q, &w.q, q.view({rows, -1})},
+                   {spec.k, &w.k, k.view({rows, -1})},
+                   {spec.v, &w.v, v.view({rows, -1})}});
+    if (spec.qk_norm) {
       ops::RmsNormInplace(q, w.q_norm, config_.rms_norm_eps);
       ops::RmsNormInplace(k, w.k_norm, config_.rms_norm_eps);
     }
-    ops::RopeAndAppend(q, k, v, rope_, batch_.sequences, kv);
-    const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim));
-    const at::Tensor attended =
-        ops::PagedAttention(q, kv, batch_.sequences, scale, config_.windows[layer]);
+    ops::RopeAndAppend(q, k, v, ropes_[spec.rope], batch_.sequences, kv);
+    const double scale = 1.0 / std::sqrt(spec.query_scalar);
+    const at::Tensor attended = ops::PagedAttention(q, kv, batch_.sequences, scale, spec.window);
     at::Tensor out = EmptyF32({rows, config_.hidden_size});
-    Linears(attended.view({rows, config_.q_size()}), layer, {{kO, &w.o, out}});
+    Linears(attended.view({rows, config_.q_size()}), {{spec.o, &w.o, out}});
+    if (config_.layers[layer].output_norms) {
+      ops::RmsNormInplace(out, w.attention_output_norm, config_.rms_norm_eps);
+    }
     return out;
   }
 
+  // As Attention.
   at::Tensor Mlp(int64_t layer, const at::Tensor& h_TD) const {
+    const MlpSpec& spec = config_.layers[layer].mlp;
     const LayerWeights& w = model_.weights().layers[layer];
     const int64_t rows = h_TD.size(0);
     at::Tensor gate = EmptyF32({rows, config_.intermediate_size});
     at::Tensor up = EmptyF32({rows, config_.intermediate_size});
-    Linears(h_TD, layer, {{kGate, &w.gate, gate}, {kUp, &w.up, up}});
-    ops::SiluMul(gate, up);
+    Linears(h_TD, {{spec.gate, &w.gate, gate}, {spec.up, &w.up, up}});
+    switch (spec.activation) {
+      case Activation::kSilu:
+        ops::SiluMul(gate, up);
+        break;
+      case Activation::kGeluTanh:
+        ops::GeluTanhMul(gate, up);
+        break;
+    }
     at::Tensor out = EmptyF32({rows, config_.hidden_size});
-    Linears(gate, layer, {{kDown, &w.down, out}});
+    Linears(gate, {{spec.down, &w.down, out}});
+    if (config_.layers[layer].output_norms) {
+      ops::RmsNormInplace(out, w.mlp_output_norm, config_.rms_norm_eps);
+    }
     return out;
   }
 
  private:
   struct Linear {
-    LayerModule module;
+    int module;
     const ops::BaseLinear* base;
     at::Tensor y;
   };
 
-  void Linears(const at::Tensor& x, int64_t layer, std::initializer_list<Linear> linears) const {
+  void Linears(const at::Tensor& x, std::initializer_list<Linear> linears) const {
     std::vector<std::vector<ops::RowSegment>> segments;
     std::vector<ops::Projection> projections;
     segments.reserve(linears.size());  // projections keep spans into its elements
     for (const Linear& linear : linears) {
-      segments.push_back(SegmentsOf(batch_.adapters, LayerModuleId(layer, linear.module)));
+      segments.push_back(SegmentsOf(batch_.adapters, linear.module));
       projections.push_back({linear.base, segments.back(), linear.y});
     }
     ops::DoraLinear(x, projections, model_.compute());
@@ -99,17 +125,17 @@ class Decoder::Pass {
 
   const LoadedModel& model_;
   const ModelConfig& config_;
-  const ops::RopeTable& rope_;
+  const std::vector<ops::RopeTable>& ropes_;
   const DecoderBatch& batch_;
 };
 
 Decoder::Decoder(const LoadedModel& model, int64_t max_positions)
-    : model_(model), rope_(MakeRopeTable(model.config(), max_positions)) {}
+    : model_(model), ropes_(MakeRopeTables(model.config(), max_positions)) {}
 
 std::vector<ops::PagedKv> Decoder::AllocateKv(int64_t pages) const {
   const ModelConfig& config = model_.config();
   std::vector<ops::PagedKv> kv;
-  for (int64_t layer = 0; layer < config.num_layers; ++layer) {
+  for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
     kv.push_back(
         ops::AllocatePagedKv(pages, config.num_kv_heads, config.head_dim, model_.compute()));
   }
@@ -117,16 +143,17 @@ std::vector<ops::PagedKv> Decoder::AllocateKv(int64_t pages) const {
 }
 
 at::Tensor Decoder::Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>& kv) const {
-  const Pass pass(model_, rope_, batch);
+  const Pass pass(model_, ropes_, batch);
   const double eps = model_.config().rms_norm_eps;
   at::Tensor residual = pass.Embed();
   at::Tensor pending;  // output of the last block, not yet added to the residual
-  for (int64_t layer = 0; layer < model_.config().num_layers; ++layer) {
+  for (int64_t layer = 0; layer < model_.config().num_layers(); ++layer) {
     const LayerWeights& w = model_.weights().layers[layer];
-    const at::Tensor h = pending.defined() ? ops::AddRmsNorm(residual, pending, w.input_norm, eps)
-                                           : ops::RmsNorm(residual, w.input_norm, eps);
+    const at::Tensor h = pending.defined()
+                             ? ops::AddRmsNorm(residual, pending, w.attention_norm, eps)
+                             : ops::RmsNorm(residual, w.attention_norm, eps);
     pending = pass.Attention(layer, h, kv[layer]);
-    pending = pass.Mlp(layer, ops::AddRmsNorm(residual, pending, w.post_attention_norm, eps));
+    pending = pass.Mlp(layer, ops::AddRmsNorm(residual, pending, w.mlp_norm, eps));
   }
   residual.add_(pending);
   return residual;
@@ -137,7 +164,7 @@ at::Tensor Decoder::Logits(const at::Tensor& hidden_ND,
   const ModelConfig& config = model_.config();
   const at::Tensor h = ops::RmsNorm(hidden_ND, model_.weights().final_norm, config.rms_norm_eps);
   at::Tensor logits = EmptyF32({hidden_ND.size(0), config.vocab_size});
-  const std::vector<ops::RowSegment> segments = SegmentsOf(adapters, HeadId(config));
+  const std::vector<ops::RowSegment> segments = SegmentsOf(adapters, config.head);
   const ops::Projection head{&model_.weights().head, segments, logits};
   ops::DoraLinear(h, {&head, 1}, model_.compute());
   return logits;

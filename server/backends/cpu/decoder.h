@@ -1,5 +1,5 @@
 // The one decoder of all supported families: a plain function of weights and a batch of rows.
-// Differences between families are data in ModelConfig and LayerWeights (undefined tensors).
+// Differences between families are data: LayerSpec says what a layer computes.
 // Immutable after construction; Forward is thread-safe for distinct KV pages.
 //
 // Shape suffixes: T rows, D hidden size, H query heads, K kv heads, N rows with logits, V
@@ -33,7 +33,7 @@ struct DecoderBatch {
 
 class Decoder {
  public:
-  // model is borrowed. max_positions bounds the rotary table.
+  // model is borrowed. max_positions bounds the rotary tables.
   Decoder(const LoadedModel& model, int64_t max_positions);
 
   // One cache for each layer.
@@ -49,7 +49,7 @@ class Decoder {
  private:
   class Pass;
   const LoadedModel& model_;
-  ops::RopeTable rope_;
+  std::vector<ops::RopeTable> ropes_;  // as ModelConfig::ropes
 };
 
 }  // namespace dorad::model

@@ -48,18 +48,34 @@ class TensorSink final : public WeightSink {
   TensorSink(const ModelConfig& config, ops::ComputeDType compute, ModelWeights* weights,
              SealedMemory* memory)
       : config_(config), compute_(compute), weights_(*weights), memory_(memory) {
-    weights_.layers.resize(config.num_layers);
+    weights_.layers.resize(config.num_layers());
+    weights_.linears.resize(config.head + 1);
+    for (int64_t i = 0; i < config.num_layers(); ++i) {
+      const AttentionSpec& attention = config.layers[i].attention;
+      const MlpSpec& mlp = config.layers[i].mlp;
+      LayerWeights& layer = weights_.layers[i];
+      weights_.linears[attention.q] = &layer.q;
+      weights_.linears[attention.k] = &layer.k;
+      weights_.linears[attention.v] = &layer.v;
+      weights_.linears[attention.o] = &layer.o;
+      weights_.linears[mlp.gate] = &layer.gate;
+      weights_.linears[mlp.up] = &layer.up;
+      weights_.linears[mlp.down] = &layer.down;
+    }
+    weights_.linears[config.head] = &weights_.head;
   }
 
   int64_t bytes() const { return bytes_; }
-  // Places in the shared memory.
+  // Places in the shared memory, of tensors that are as in the checkpoint.
   const std::map<std::string, PlacedTensor>& places() const { return places_; }
 
   absl::Status Allocate(const WeightSlots& slots) override {
+    std::map<std::string, uint64_t> offsets;
     uint64_t end = 0;
     for (const auto& [name, slot] : slots) {
       const at::ScalarType type = StorageType(slot, compute_);
-      places_[name] = {FromScalarType(type), end};
+      offsets[name] = end;
+      if (!slot.adds_one) places_[name] = {FromScalarType(type), end};
       const uint64_t size = static_cast<uint64_t>(slot.num_elements()) * at::elementSize(type);
       bytes_ += static_cast<int64_t>(size);
       end += (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -70,7 +86,7 @@ class TensorSink final : public WeightSink {
     for (const auto& [name, slot] : slots) {
       const at::ScalarType type = StorageType(slot, compute_);
       Place(slot) = memory_ == nullptr ? at::empty(slot.shape, type)
-                                       : at::from_blob(memory_->data() + places_.at(name).offset,
+                                       : at::from_blob(memory_->data() + offsets.at(name),
                                                        slot.shape, at::TensorOptions(type));
     }
     if (config_.tied_embeddings) weights_.head.weight_OI = weights_.embedding_VD;
@@ -101,14 +117,18 @@ class TensorSink final : public WeightSink {
   at::Tensor& Place(const WeightSlot& slot) {
     switch (slot.kind) {
       case WeightKind::kMatrix:
-        return slot.index == EmbeddingId(config_) ? weights_.embedding_VD
-                                                  : weights_.Linear(slot.index).weight_OI;
+        return slot.index == config_.embedding ? weights_.embedding_VD
+                                               : weights_.linears[slot.index]->weight_OI;
       case WeightKind::kBias:
-        return weights_.Linear(slot.index).bias_O;
-      case WeightKind::kInputNorm:
-        return weights_.layers[slot.index].input_norm;
-      case WeightKind::kPostAttentionNorm:
-        return weights_.layers[slot.index].post_attention_norm;
+        return weights_.linears[slot.index]->bias_O;
+      case WeightKind::kAttentionNorm:
+        return weights_.layers[slot.index].attention_norm;
+      case WeightKind::kMlpNorm:
+        return weights_.layers[slot.index].mlp_norm;
+      case WeightKind::kAttentionOutputNorm:
+        return weights_.layers[slot.index].attention_output_norm;
+      case WeightKind::kMlpOutputNorm:
+        return weights_.layers[slot.index].mlp_output_norm;
       case WeightKind::kQueryNorm:
         return weights_.layers[slot.index].q_norm;
       case WeightKind::kKeyNorm:
@@ -128,15 +148,6 @@ class TensorSink final : public WeightSink {
 };
 
 }  // namespace
-
-ops::BaseLinear& ModelWeights::Linear(int module_id) {
-  const auto layer = static_cast<size_t>(module_id / kModulesPerLayer);
-  if (layer == layers.size()) return head;
-  ops::BaseLinear LayerWeights::*const linears[kModulesPerLayer] = {
-      &LayerWeights::q,    &LayerWeights::k,  &LayerWeights::v,   &LayerWeights::o,
-      &LayerWeights::gate, &LayerWeights::up, &LayerWeights::down};
-  return layers[layer].*linears[module_id % kModulesPerLayer];
-}
 
 LoadedModel::LoadedModel(ModelConfig config, ops::ComputeDType compute,
                          ops::NormOptions norm_options)
@@ -193,8 +204,8 @@ int LoadedModel::norm_cache_entries() const {
 
 at::Tensor LoadedModel::Weight(int module_id) const {
   DORAD_CHECK(module_id >= 0 && module_id < modules_.size());
-  if (module_id == EmbeddingId(config_)) return weights_.embedding_VD;
-  return weights_.Linear(module_id).weight_OI;
+  if (module_id == config_.embedding) return weights_.embedding_VD;
+  return weights_.linears[module_id]->weight_OI;
 }
 
 at::Tensor LoadedModel::SquaredNorms(int module_id) {
@@ -209,7 +220,7 @@ at::Tensor LoadedModel::SquaredNorms(int module_id) {
     computing_.insert(module_id);
   }
   // Outside the lock: callers for other modules need not wait.
-  const auto axis = module_id == EmbeddingId(config_) ? ops::NormAxis::kCols : ops::NormAxis::kRows;
+  const auto axis = module_id == config_.embedding ? ops::NormAxis::kCols : ops::NormAxis::kRows;
   at::Tensor norms;
   const auto end = [&]() {
     absl::MutexLock lock(&mu_);

@@ -24,7 +24,8 @@ namespace dorad::model {
 // Norm weights are fp32; undefined where the family has none.
 struct LayerWeights {
   ops::BaseLinear q, k, v, o, gate, up, down;
-  at::Tensor input_norm, post_attention_norm;
+  at::Tensor attention_norm, mlp_norm;
+  at::Tensor attention_output_norm, mlp_output_norm;
   at::Tensor q_norm, k_norm;  // [head_dim]
 };
 
@@ -33,12 +34,7 @@ struct ModelWeights {
   ops::BaseLinear head;  // shares the embedding's storage when tied
   at::Tensor final_norm;
   std::vector<LayerWeights> layers;
-
-  // Of a linear module's id, the head's included.
-  ops::BaseLinear& Linear(int module_id);
-  const ops::BaseLinear& Linear(int module_id) const {
-    return const_cast<ModelWeights*>(this)->Linear(module_id);
-  }
+  std::vector<ops::BaseLinear*> linears;  // by module id; the embedding has none
 };
 
 class LoadedModel final : public adapter::BaseWeightSource {

@@ -147,7 +147,8 @@ class CpuModelRunner final : public ModelRunner {
 }  // namespace
 
 int64_t CpuKvPageBytes(const model::ModelConfig& model, int64_t element_bytes) {
-  return 2 * model.num_layers * model.num_kv_heads * model.head_dim * kKvPageTokens * element_bytes;
+  return 2 * model.num_layers() * model.num_kv_heads * model.head_dim * kKvPageTokens *
+         element_bytes;
 }
 
 std::unique_ptr<ModelRunner> MakeCpuModelRunner(const model::LoadedModel& model, int64_t kv_pages,

@@ -103,23 +103,21 @@ double LongRopeAttentionScale(const RopeConfig& rope) {
 }
 
 // The base of dynamic NTK scaling; the plain one within the model's context.
-double DynamicTheta(const ModelConfig& config, int64_t length) {
-  const RopeConfig& rope = config.rope;
-  const double context = static_cast<double>(config.context_length);
-  const double longest = static_cast<double>(std::max(length, config.context_length));
-  const double dim = static_cast<double>(config.head_dim);
+double DynamicTheta(const RopeConfig& rope, int64_t length) {
+  const double context = static_cast<double>(rope.original_max_position);
+  const double longest = static_cast<double>(std::max(length, rope.original_max_position));
+  const double dim = static_cast<double>(rope.width);
   return rope.theta *
          std::pow(rope.factor * longest / context - (rope.factor - 1.0), dim / (dim - 2.0));
 }
 
 }  // namespace
 
-RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length) {
-  const RopeConfig& rope = config.rope;
-  const int64_t dim = config.head_dim;
+RopeFrequencies ComputeRopeFrequencies(const RopeConfig& rope, int64_t length) {
+  const int64_t dim = rope.width;
   DORAD_CHECK(dim > 0 && dim % 2 == 0);
   const bool dynamic = rope.kind == RopeKind::kDynamicNtk;
-  Floats powers = Powers(dynamic ? DynamicTheta(config, length) : rope.theta, dim);
+  Floats powers = Powers(dynamic ? DynamicTheta(rope, length) : rope.theta, dim);
   double attention_scale = 1.0;
   Floats inverse;
   switch (rope.kind) {
@@ -152,9 +150,9 @@ RopeFrequencies ComputeRopeFrequencies(const ModelConfig& config, int64_t length
   return {std::vector<double>(inverse.begin(), inverse.end()), attention_scale};
 }
 
-void FillRopeTable(const ModelConfig& config, int64_t positions, float* cos, float* sin) {
-  const RopeFrequencies frequencies = ComputeRopeFrequencies(config, positions);
-  const int64_t half = config.head_dim / 2;
+void FillRopeTable(const RopeConfig& rope, int64_t positions, float* cos, float* sin) {
+  const RopeFrequencies frequencies = ComputeRopeFrequencies(rope, positions);
+  const int64_t half = rope.width / 2;
   const float scale = static_cast<float>(frequencies.attention_scale);
   for (int64_t p = 0; p < positions; ++p) {
     for (int64_t i = 0; i < half; ++i) {

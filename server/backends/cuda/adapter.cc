@@ -61,7 +61,7 @@ int64_t ImageBytes(int modules) {
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
                                                                             int rank, uint32_t seed,
                                                                             MemoryLedger* ledger) {
-  const int count = model::EmbeddingId(model.config());  // the layers' modules
+  const int count = model.config().embedding;  // the layers' modules
   DORAD_CHECK(rank % 8 == 0);
   Layout layout;
   std::vector<int64_t> offsets;

@@ -18,6 +18,7 @@
 #include "server/backends/cuda/device_tensors.h"
 #include "server/backends/cuda/elements.h"
 #include "server/platform/error.h"
+#include "server/platform/files/elements.h"
 #include "server/platform/instant.h"
 
 namespace dorad::cuda {

@@ -18,12 +18,12 @@ constexpr char kStep[] = "the step";
 }  // namespace
 
 int64_t KvPageBytes(const model::ModelConfig& config) {
-  return 2 * config.num_layers * config.kv_size() * kernels::kKvPageTokens *
+  return 2 * config.num_layers() * config.kv_size() * kernels::kKvPageTokens *
          static_cast<int64_t>(sizeof(__nv_bfloat16));
 }
 
 KvLayout KvLayoutOf(const model::ModelConfig& config) {
-  const int64_t planes = 2 * config.num_layers;
+  const int64_t planes = 2 * config.num_layers();
   return KvLayout(planes, KvPageBytes(config) / planes, kMappedPageBytes);
 }
 
@@ -68,19 +68,22 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   DORAD_ASSIGN_OR_RETURN(kv_memory_,
                          KvMemory::Create(layout_of_kv, options_.kv_pages + kSparePages, ledger));
   const int64_t plane = layout_of_kv.plane_bytes() / static_cast<int64_t>(sizeof(__nv_bfloat16));
-  for (int64_t i = 0; i < config.num_layers; ++i) {
+  for (int64_t i = 0; i < config.num_layers(); ++i) {
     __nv_bfloat16* k = kv_memory_.as<__nv_bfloat16>() + 2 * i * plane;
     kv_.push_back({k, k + plane});
   }
 
   const int64_t rows = options_.max_rows;
-  const int64_t rope = options_.max_positions * (config.head_dim / 2) * 4;
   const int64_t wide =
       std::max(config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size);
   const int64_t narrow = std::max(config.q_size(), config.intermediate_size);
   Layout layout;
-  const int64_t cos_at = layout.Add(rope);
-  const int64_t sin_at = layout.Add(rope);
+  std::vector<std::pair<int64_t, int64_t>> ropes_at;  // of cosines and sines
+  for (const model::RopeConfig& rope : config.ropes) {
+    const int64_t bytes = options_.max_positions * (rope.width / 2) * 4;
+    const int64_t cos_at = layout.Add(bytes);
+    ropes_at.emplace_back(cos_at, layout.Add(bytes));
+  }
   const int64_t residual_at = layout.Add(rows * config.hidden_size * 4);
   const int64_t normed_at =
       layout.Add(std::max(rows, options_.max_logits_rows) * config.hidden_size * 2);
@@ -92,15 +95,17 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   const size_t plan_bytes = kernels::AttentionWorkspaceBytes(
       Shape(), static_cast<int32_t>(rows), static_cast<int32_t>(options_.max_positions));
   std::map<int64_t, int64_t> plans_at;
-  for (const int64_t window : config.windows) {
+  for (const model::LayerSpec& layer : config.layers) {
+    const int64_t window = layer.attention.window;
     if (plans_at.count(window) == 0) {
       plans_at[window] = layout.Add(static_cast<int64_t>(plan_bytes));
     }
   }
   DORAD_ASSIGN_OR_RETURN(workspace_,
                          DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
-  cos_ = workspace_.as<float>(cos_at);
-  sin_ = workspace_.as<float>(sin_at);
+  for (const auto& [cos_at, sin_at] : ropes_at) {
+    ropes_.push_back({workspace_.as<float>(cos_at), workspace_.as<float>(sin_at)});
+  }
   residual_ = workspace_.as<float>(residual_at);
   normed_ = workspace_.as<__nv_bfloat16>(normed_at);
   wide_ = workspace_.as<__nv_bfloat16>(wide_at);
@@ -117,17 +122,21 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
 }
 
 absl::Status CudaDecoder::UploadRope() {
-  const int64_t half = model_.config().head_dim / 2;
-  std::vector<float> cos(static_cast<size_t>(options_.max_positions * half));
-  std::vector<float> sin(cos.size());
-  model::FillRopeTable(model_.config(), options_.max_positions, cos.data(), sin.data());
-  const size_t bytes = cos.size() * sizeof(float);
-  // Copies on the stream that reads them, so that no other stream has to wait.
-  for (const auto& [to, from] : {std::pair(cos_, cos.data()), std::pair(sin_, sin.data())}) {
-    DORAD_RETURN_IF_CUDA_ERROR(
-        cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_.get()), kStep);
+  for (size_t i = 0; i < ropes_.size(); ++i) {
+    const model::RopeConfig& rope = model_.config().ropes[i];
+    std::vector<float> cos(static_cast<size_t>(options_.max_positions * (rope.width / 2)));
+    std::vector<float> sin(cos.size());
+    model::FillRopeTable(rope, options_.max_positions, cos.data(), sin.data());
+    const size_t bytes = cos.size() * sizeof(float);
+    // Copies on the stream that reads them, so that no other stream has to wait.
+    for (const auto& [to, from] :
+         {std::pair(ropes_[i].cos, cos.data()), std::pair(ropes_[i].sin, sin.data())}) {
+      DORAD_RETURN_IF_CUDA_ERROR(
+          cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_.get()), kStep);
+    }
+    DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
   }
-  return stream_.Synchronize(kStep);
+  return absl::OkStatus();
 }
 
 kernels::AttentionShape CudaDecoder::Shape() const {
@@ -136,24 +145,41 @@ kernels::AttentionShape CudaDecoder::Shape() const {
           static_cast<int32_t>(config.head_dim)};
 }
 
-absl::Status CudaDecoder::Norm(int64_t rows, const float* delta, const float* weight) {
+absl::Status CudaDecoder::Norm(int64_t rows, bool first, const float* delta_weight,
+                               const float* weight) {
   kernels::AddRmsNormParams params;
   params.rows = static_cast<int32_t>(rows);
   params.size = static_cast<int32_t>(model_.config().hidden_size);
   params.residual = residual_;
-  params.delta = delta;
+  params.delta = first ? nullptr : delta_;
+  params.delta_weight = first ? nullptr : delta_weight;
   params.weight = weight;
   params.eps = static_cast<float>(model_.config().rms_norm_eps);
   params.out = normed_;
   return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kStep);
 }
 
+absl::Status CudaDecoder::Activate(int64_t layer, int64_t rows) {
+  const auto count = static_cast<int32_t>(rows);
+  const auto size = static_cast<int32_t>(model_.config().intermediate_size);
+  switch (model_.config().layers[layer].mlp.activation) {
+    case model::Activation::kSilu:
+      return ToStatus(kernels::SiluMul(wide_, count, size, narrow_, stream_.get()), kStep);
+    case model::Activation::kGeluTanh:
+      return ToStatus(kernels::GeluTanhMul(wide_, count, size, narrow_, stream_.get()), kStep);
+  }
+  DORAD_CHECK(false);
+}
+
 absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
-                                const LinearRows& linear, bool decode, const float* pending) {
+                                const LinearRows& linear, bool decode) {
   const model::ModelConfig& config = model_.config();
+  const model::AttentionSpec& spec = config.layers[index].attention;
   const LayerWeights& w = model_.layers()[index];
 
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, pending, w.input_norm));
+  const bool first = index == 0;
+  const float* const before = first ? nullptr : model_.layers()[index - 1].mlp_output_norm;
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, first, before, w.attention_norm));
   DORAD_RETURN_IF_ERROR(linear_.Run(w.qkv, linear, normed_, wide_));
   kernels::RopeAppendParams rope;
   rope.rows = rows;
@@ -162,8 +188,8 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   rope.q_norm = w.q_norm;
   rope.k_norm = w.k_norm;
   rope.eps = static_cast<float>(config.rms_norm_eps);
-  rope.cos = cos_;
-  rope.sin = sin_;
+  rope.cos = ropes_[spec.rope].cos;
+  rope.sin = ropes_[spec.rope].sin;
   rope.q = q_;
   rope.cache = kv_[index];
   kernels::PagedAttentionParams attention;
@@ -171,10 +197,10 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   attention.shape = rope.shape;
   attention.q = q_;
   attention.cache = kv_[index];
-  attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(config.head_dim));
-  attention.window = static_cast<int32_t>(config.windows[index]);
+  attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(spec.query_scalar));
+  attention.window = static_cast<int32_t>(spec.window);
   attention.row_tiles = !decode;
-  attention.workspace = plans_.at(config.windows[index]);
+  attention.workspace = plans_.at(spec.window);
   attention.out = narrow_;
   if (decode) {
     // Every sequence has one row, and writes to a page of its own.
@@ -185,12 +211,9 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   }
   DORAD_RETURN_IF_ERROR(linear_.Run(w.o, linear, narrow_, delta_));
 
-  DORAD_RETURN_IF_ERROR(Norm(rows.rows, delta_, w.post_attention_norm));
+  DORAD_RETURN_IF_ERROR(Norm(rows.rows, /*first=*/false, w.attention_output_norm, w.mlp_norm));
   DORAD_RETURN_IF_ERROR(linear_.Run(w.gate_up, linear, normed_, wide_));
-  DORAD_RETURN_IF_CUDA_ERROR(
-      kernels::SiluMul(wide_, rows.rows, static_cast<int32_t>(config.intermediate_size), narrow_,
-                       stream_.get()),
-      kStep);
+  DORAD_RETURN_IF_ERROR(Activate(index, rows.rows));
   return linear_.Run(w.down, linear, narrow_, delta_);
 }
 
@@ -215,20 +238,20 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
   embed.rows = rows;
   embed.weight = model_.embedding();
   embed.size = static_cast<int32_t>(config.hidden_size);
+  // As transformers has it: in the dtype of the weights.
+  embed.factor = __bfloat162float(__float2bfloat16_rn(static_cast<float>(config.embedding_scale)));
   embed.adapters = linear.table;
-  embed.module = model::EmbeddingId(config);
+  embed.module = config.embedding;
   embed.segments = linear.segments;
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
   DORAD_RETURN_IF_ERROR(PlanAttention(rows, decode));
-  // The output of the last projection, not yet added to the residual.
-  const float* pending = nullptr;
-  for (int64_t layer = 0; layer < config.num_layers; ++layer) {
-    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode, pending));
-    pending = delta_;
+  for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
+    DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode));
   }
-  // Adds the pending output and norms all rows; Logits norms again for a subset of rows.
-  return Norm(rows.rows, pending, model_.final_norm());
+  // Adds the last output and norms all rows; Logits norms again for a subset of rows.
+  return Norm(rows.rows, /*first=*/false, model_.layers().back().mlp_output_norm,
+              model_.final_norm());
 }
 
 absl::StatusOr<const float*> CudaDecoder::Logits(const LogitsBlock& block) {

@@ -1,6 +1,6 @@
 // The decoder of all supported families on the GPU: kernel launches over preallocated buffers.
-// Differences between families are data (ModelConfig, null pointers in LayerWeights). Owned by the
-// runner; confined to the engine thread.
+// Differences between families are data: LayerSpec says what a layer computes. Owned by the runner;
+// confined to the engine thread.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -65,9 +65,12 @@ class CudaDecoder {
   absl::Status AllocateAll(MemoryLedger* ledger);
   absl::Status UploadRope();
   absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
-                     bool decode, const float* pending);
+                     bool decode);
   absl::Status PlanAttention(const kernels::StepRows& rows, bool decode);
-  absl::Status Norm(int64_t rows, const float* delta, const float* weight);
+  // Adds delta_ (normed with delta_weight, if not null) to the residual unless `first`, and norms
+  // the residual with `weight`.
+  absl::Status Norm(int64_t rows, bool first, const float* delta_weight, const float* weight);
+  absl::Status Activate(int64_t layer, int64_t rows);
   kernels::AttentionShape Shape() const;
 
   const CudaModel& model_;
@@ -81,8 +84,11 @@ class CudaDecoder {
   // The plan of a step's attention for each window size (0: none).
   std::map<int64_t, kernels::AttentionWorkspace> plans_;
   // Parts of the workspace.
-  float* cos_ = nullptr;  // [max_positions, head_dim / 2]
-  float* sin_ = nullptr;
+  struct RopeTable {
+    float* cos = nullptr;  // [max_positions, width / 2]
+    float* sin = nullptr;
+  };
+  std::vector<RopeTable> ropes_;     // as ModelConfig::ropes
   float* residual_ = nullptr;        // [max_rows, hidden]
   __nv_bfloat16* normed_ = nullptr;  // [max_rows, hidden]
   __nv_bfloat16* wide_ = nullptr;    // [max_rows, the wider of qkv and gate_up]

@@ -33,21 +33,6 @@ kernels::FloatType TypeOf(DType dtype) {
   DORAD_CHECK(false);
 }
 
-void ToFloat(DType dtype, absl::Span<const std::byte> bytes, float* out) {
-  switch (dtype) {
-    case DType::kF32:
-      std::memcpy(out, bytes.data(), bytes.size());
-      return;
-    case DType::kF16:
-      ConvertAll<__half>(bytes, out, [](__half value) { return __half2float(value); });
-      return;
-    case DType::kBF16:
-      ConvertAll<__nv_bfloat16>(bytes, out,
-                                [](__nv_bfloat16 value) { return __bfloat162float(value); });
-      return;
-  }
-}
-
 void ToBf16(DType dtype, absl::Span<const std::byte> bytes, __nv_bfloat16* out) {
   switch (dtype) {
     case DType::kF32:

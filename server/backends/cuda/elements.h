@@ -15,9 +15,8 @@ namespace dorad::cuda {
 // As the kernels call it.
 kernels::FloatType TypeOf(DType dtype);
 
-// The file's bytes may be unaligned. `out` has as many elements as `bytes`.
-void ToFloat(DType dtype, absl::Span<const std::byte> bytes, float* out);
-// Rounded to nearest even.
+// Rounded to nearest even. The file's bytes may be unaligned. `out` has as many elements as
+// `bytes`.
 void ToBf16(DType dtype, absl::Span<const std::byte> bytes, __nv_bfloat16* out);
 
 }  // namespace dorad::cuda

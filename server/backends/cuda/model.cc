@@ -69,25 +69,29 @@ class CudaModel::Places {
       places_[{kind, index}] = at;
       return reinterpret_cast<const float*>(at);
     };
-    model_.layers_.resize(config_.num_layers);
-    for (int64_t i = 0; i < config_.num_layers; ++i) {
+    model_.layers_.resize(config_.num_layers());
+    for (int i = 0; i < config_.num_layers(); ++i) {
+      const model::LayerSpec& spec = config_.layers[i];
+      const model::AttentionSpec& attention = spec.attention;
       LayerWeights& layer = model_.layers_[i];
-      const auto id = [i](model::LayerModule module) { return model::LayerModuleId(i, module); };
-      layer.qkv = Group(layout, base, id(model::kQ), 3, config_.qkv_bias);
-      layer.o = Group(layout, base, id(model::kO), 1, config_.output_bias);
-      layer.gate_up = Group(layout, base, id(model::kGate), 2, config_.mlp_bias);
-      layer.down = Group(layout, base, id(model::kDown), 1, config_.mlp_bias);
-      const auto index = static_cast<int>(i);
-      layer.input_norm = vector(WeightKind::kInputNorm, index, config_.hidden_size);
-      layer.post_attention_norm =
-          vector(WeightKind::kPostAttentionNorm, index, config_.hidden_size);
-      if (config_.qk_norm) {
-        layer.q_norm = vector(WeightKind::kQueryNorm, index, config_.head_dim);
-        layer.k_norm = vector(WeightKind::kKeyNorm, index, config_.head_dim);
+      layer.qkv = Group(layout, base, attention.q, 3, attention.qkv_bias);
+      layer.o = Group(layout, base, attention.o, 1, attention.output_bias);
+      layer.gate_up = Group(layout, base, spec.mlp.gate, 2, spec.mlp.bias);
+      layer.down = Group(layout, base, spec.mlp.down, 1, spec.mlp.bias);
+      const int64_t hidden = config_.hidden_size;
+      layer.attention_norm = vector(WeightKind::kAttentionNorm, i, hidden);
+      layer.mlp_norm = vector(WeightKind::kMlpNorm, i, hidden);
+      if (spec.output_norms) {
+        layer.attention_output_norm = vector(WeightKind::kAttentionOutputNorm, i, hidden);
+        layer.mlp_output_norm = vector(WeightKind::kMlpOutputNorm, i, hidden);
+      }
+      if (attention.qk_norm) {
+        layer.q_norm = vector(WeightKind::kQueryNorm, i, config_.head_dim);
+        layer.k_norm = vector(WeightKind::kKeyNorm, i, config_.head_dim);
       }
     }
-    const int embedding = model::EmbeddingId(config_);
-    const int head = model::HeadId(config_);
+    const int embedding = config_.embedding;
+    const int head = config_.head;
     (void)Group(layout, base, embedding, 1, /*bias=*/false);
     if (config_.tied_embeddings) {
       model_.matrices_[head] = model_.matrices_[embedding];
@@ -151,12 +155,13 @@ class CudaModel::Sink final : public model::WeightSink {
       const auto place = places_.all().find(Places::KeyOf(slot));
       DORAD_CHECK(place != places_.all().end());
       const DType dtype = slot.kind == WeightKind::kMatrix ? DType::kBF16 : DType::kF32;
+      if (slot.adds_one) continue;
       placed_[name] = {dtype, static_cast<uint64_t>(place->second - model_.memory_.as<char>())};
     }
     return absl::OkStatus();
   }
 
-  // By name, in the model's memory.
+  // By name, in the model's memory: of tensors that are as in the checkpoint.
   const std::map<std::string, model::PlacedTensor>& placed() const { return placed_; }
 
   absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,

@@ -41,9 +41,11 @@ struct LinearGroup {
 
 struct LayerWeights {
   LinearGroup qkv, o, gate_up, down;
-  const float* input_norm = nullptr;
-  const float* post_attention_norm = nullptr;
-  const float* q_norm = nullptr;  // null where the family has none
+  const float* attention_norm = nullptr;
+  const float* mlp_norm = nullptr;
+  const float* attention_output_norm = nullptr;  // null where the layer has none, as the next
+  const float* mlp_output_norm = nullptr;
+  const float* q_norm = nullptr;
   const float* k_norm = nullptr;
 };
 
@@ -104,7 +106,7 @@ class CudaModel {
   const adapter::BaseModules& modules() const { return modules_; }
   const std::vector<LayerWeights>& layers() const { return layers_; }
   const LinearGroup& head() const { return head_; }
-  const __nv_bfloat16* embedding() const { return matrices_[model::EmbeddingId(config_)]; }
+  const __nv_bfloat16* embedding() const { return matrices_[config_.embedding]; }
   const float* final_norm() const { return final_norm_; }
   // [rows, cols] of the module.
   const __nv_bfloat16* Weight(int module_id) const { return matrices_[module_id]; }

@@ -31,12 +31,12 @@ ModelConfig Config() {
   config.vocab_size = 6;
   config.hidden_size = 8;
   config.intermediate_size = 5;
-  config.num_layers = 2;
   config.num_heads = 2;
   config.num_kv_heads = 1;
   config.head_dim = 4;
   config.context_length = 16;
-  config.windows = {0, 0};
+  config.layers.resize(2);
+  config.NumberModules();
   return config;
 }
 
@@ -61,16 +61,21 @@ Tensors Checkpoint(const ModelConfig& config, const std::string& dtype) {
     const bool attention = module.name.find("self_attn") != std::string::npos;
     const bool output = module.name.find("o_proj") != std::string::npos;
     const bool mlp = module.name.find(".mlp.") != std::string::npos;
-    if ((attention && (output ? config.output_bias : config.qkv_bias)) ||
-        (mlp && config.mlp_bias)) {
+    const LayerSpec& layer = config.layers[0];
+    if ((attention && (output ? layer.attention.output_bias : layer.attention.qkv_bias)) ||
+        (mlp && layer.mlp.bias)) {
       tensors[module.name + ".bias"] = Fill(dtype, {module.rows}, ++seed);
     }
   }
+  std::vector<std::string> norms = {"input_layernorm", "post_attention_layernorm"};
+  if (config.layers[0].output_norms) {
+    norms.insert(norms.end(), {"pre_feedforward_layernorm", "post_feedforward_layernorm"});
+  }
   for (const std::string layer : {"model.layers.0.", "model.layers.1."}) {
-    for (const std::string norm : {"input_layernorm", "post_attention_layernorm"}) {
+    for (const std::string& norm : norms) {
       tensors[layer + norm + ".weight"] = Fill(dtype, {config.hidden_size}, ++seed);
     }
-    if (!config.qk_norm) continue;
+    if (!config.layers[0].attention.qk_norm) continue;
     for (const std::string norm : {"self_attn.q_norm", "self_attn.k_norm"}) {
       tensors[layer + norm + ".weight"] = Fill(dtype, {config.head_dim}, ++seed);
     }
@@ -107,7 +112,10 @@ MATCHER_P2(Blames, field, reason, "") { return arg.field == field && arg.reason 
 
 TEST(ModelWeightsTest, EveryTensorGoesToItsPlace) {
   ModelConfig config = Config();
-  config.qkv_bias = config.output_bias = config.mlp_bias = config.qk_norm = true;
+  for (LayerSpec& layer : config.layers) {
+    layer.attention.qkv_bias = layer.attention.output_bias = layer.attention.qk_norm = true;
+    layer.mlp.bias = true;
+  }
   const Tensors tensors = Checkpoint(config, "F32");
   const Loaded loaded = Load(tensors, config);
   ASSERT_TRUE(loaded.ok()) << loaded.status();
@@ -128,8 +136,8 @@ TEST(ModelWeightsTest, EveryTensorGoesToItsPlace) {
       expect(linear->weight_OI, prefix + name + ".weight");
       expect(linear->bias_O, prefix + name + ".bias");
     }
-    expect(layer.input_norm, prefix + "input_layernorm.weight");
-    expect(layer.post_attention_norm, prefix + "post_attention_layernorm.weight");
+    expect(layer.attention_norm, prefix + "input_layernorm.weight");
+    expect(layer.mlp_norm, prefix + "post_attention_layernorm.weight");
     expect(layer.q_norm, prefix + "self_attn.q_norm.weight");
     expect(layer.k_norm, prefix + "self_attn.k_norm.weight");
   }
@@ -161,7 +169,7 @@ TEST(ModelWeightsTest, StorageFollowsFileAndComputeDtype) {
     EXPECT_EQ(weights.embedding_VD.scalar_type(), c.matrix);
     EXPECT_EQ(weights.final_norm.scalar_type(), at::kFloat);
     EXPECT_FALSE(weights.layers[0].q.bias_O.defined());
-    EXPECT_EQ((*loaded)->CheckpointDtype(EmbeddingId(Config())), c.checkpoint);
+    EXPECT_EQ((*loaded)->CheckpointDtype(Config().embedding), c.checkpoint);
     EXPECT_TRUE(at::equal(weights.layers[1].up.weight_OI.to(at::kFloat), Values(tensors.at(kUp))));
   }
 }
@@ -183,7 +191,7 @@ TEST(ModelWeightsTest, TiedHeadSharesStorageAndIsCountedOnce) {
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   const LoadedModel& model = **loaded;
   EXPECT_EQ(model.weights().head.weight_OI.data_ptr(), model.weights().embedding_VD.data_ptr());
-  EXPECT_EQ(model.CheckpointDtype(HeadId(config)), at::kBFloat16);
+  EXPECT_EQ(model.CheckpointDtype(config.head), at::kBFloat16);
   int64_t elements = 0;
   for (const auto& [name, tensor] : tensors) elements += Values(tensor).numel();
   EXPECT_EQ(model.num_parameters(), elements);
@@ -240,7 +248,7 @@ TEST(ModelWeightsTest, FindsNonFiniteElementsAnywhere) {
     }
   }
   ModelConfig biased = Config();
-  biased.mlp_bias = true;
+  for (LayerSpec& layer : biased.layers) layer.mlp.bias = true;
   Tensors tensors = Checkpoint(biased, "BF16");
   constexpr char kBias[] = "model.layers.0.mlp.gate_proj.bias";
   tensors[kBias] = MakeTensor("BF16", {5}, {1, 2, 3, 4, kInf});
@@ -373,8 +381,8 @@ TEST(ModelWeightsTest, SquaredNormsAreKeptAndFollowTheModulesAxis) {
   ASSERT_TRUE(loaded.ok()) << loaded.status();
   LoadedModel& model = **loaded;
   EXPECT_EQ(model.norm_cache_entries(), 0);
-  const int embedding = EmbeddingId(Config());
-  const int head = HeadId(Config());
+  const int embedding = Config().embedding;
+  const int head = Config().head;
   EXPECT_TRUE(
       at::allclose(model.SquaredNorms(embedding), Values(tensors.at(kEmbedding)).square().sum(0)));
   EXPECT_TRUE(at::allclose(model.SquaredNorms(head), Values(tensors.at(kHead)).square().sum(1)));
@@ -394,7 +402,10 @@ at::Tensor InMemory(const LoadedModel& model, const LaidOutTensor& tensor) {
 
 TEST(ModelWeightsTest, ShareableWeightsLieWhereTheLayoutSaysAndNowhereElse) {
   ModelConfig config = Config();
-  config.qkv_bias = config.qk_norm = config.tied_embeddings = true;
+  config.tied_embeddings = true;
+  for (LayerSpec& layer : config.layers) {
+    layer.attention.qkv_bias = layer.attention.qk_norm = true;
+  }
   for (const std::string dtype : {"F32", "F16", "BF16"}) {
     for (const ComputeDType compute : {ComputeDType::kF32, ComputeDType::kBF16}) {
       Tensors tensors = Checkpoint(config, dtype);
@@ -417,11 +428,53 @@ TEST(ModelWeightsTest, ShareableWeightsLieWhereTheLayoutSaysAndNowhereElse) {
         EXPECT_TRUE(at::equal(found, Values(tensors.at(tensor.name)))) << tensor.name;
       }
       const auto* begin = model.memory().data();
-      const auto* up = static_cast<const std::byte*>(
-          model.Weight(LayerModuleId(1, LayerModule::kUp)).const_data_ptr());
+      const auto* up =
+          static_cast<const std::byte*>(model.Weight(config.layers[1].mlp.up).const_data_ptr());
       EXPECT_TRUE(up >= begin && up < begin + model.memory().size()) << "there is another copy";
     }
   }
+}
+
+TEST(ModelWeightsTest, NormsThatAddOneAreHeldWithItAndNotShared) {
+  ModelConfig config = Config();
+  config.norms_add_one = true;
+  for (LayerSpec& layer : config.layers) layer.output_norms = layer.attention.qk_norm = true;
+  for (const std::string dtype : {"F32", "F16", "BF16"}) {
+    const Tensors tensors = Checkpoint(config, dtype);
+    const ModelFolder folder;
+    folder.Write(kSingle, WriteSafetensors(tensors));
+    const Loaded loaded = LoadFrom(folder, config, ComputeDType::kBF16, /*shareable=*/true);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    const LoadedModel& model = **loaded;
+    const auto expect = [&](const at::Tensor& norm, const std::string& name) {
+      EXPECT_TRUE(at::equal(norm, Values(tensors.at(name + ".weight")) + 1.0f)) << dtype << name;
+    };
+    for (int i = 0; i < 2; ++i) {
+      const LayerWeights& layer = model.weights().layers[i];
+      const std::string prefix = "model.layers." + std::to_string(i) + ".";
+      expect(layer.attention_norm, prefix + "input_layernorm");
+      expect(layer.attention_output_norm, prefix + "post_attention_layernorm");
+      expect(layer.mlp_norm, prefix + "pre_feedforward_layernorm");
+      expect(layer.mlp_output_norm, prefix + "post_feedforward_layernorm");
+      expect(layer.q_norm, prefix + "self_attn.q_norm");
+      expect(layer.k_norm, prefix + "self_attn.k_norm");
+    }
+    expect(model.weights().final_norm, "model.norm");
+    for (const LaidOutTensor& tensor : model.layout()->tensors) {
+      EXPECT_EQ(tensor.place.has_value(), tensor.checkpoint.shape.size() == 2) << tensor.name;
+      if (!tensor.place) continue;
+      EXPECT_TRUE(at::equal(InMemory(model, tensor), Values(tensors.at(tensor.name))));
+    }
+  }
+}
+
+TEST(ModelWeightsTest, NormsThatAddOneMustBeFinite) {
+  ModelConfig config = Config();
+  config.norms_add_one = true;
+  Tensors tensors = Checkpoint(config, "BF16");
+  tensors[kNorm] = MakeTensor("BF16", {8}, {1, 2, 3, 4, 5, 6, 7, -kInf});
+  EXPECT_THAT(ViolationsOf(Load(tensors, config).status()),
+              UnorderedElementsAre(Blames(kNorm, "MODEL_TENSOR_NOT_FINITE")));
 }
 
 TEST(ModelWeightsTest, WeightsAreNotShareableUnlessAskedFor) {

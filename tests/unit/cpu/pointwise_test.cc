@@ -64,6 +64,24 @@ TEST_P(PointwiseTest, SiluMulAgreesWithDoubleOverItsWholeRange) {
   EXPECT_LT(MaxDifference(gate, expected), 1e-4);
 }
 
+TEST_P(PointwiseTest, GeluTanhMulAgreesWithDoubleOverItsWholeRange) {
+  at::Tensor gate = at::cat({at::linspace(-200, 200, 4001), at::randn({123 * 100 - 4001})});
+  gate = gate.view({123, 100}).contiguous();
+  const at::Tensor up = at::randn({123, 100});
+  const at::Tensor expected = at::gelu(gate.to(at::kDouble), "tanh") * up.to(at::kDouble);
+  GeluTanhMul(gate, up);
+  EXPECT_LT(((gate - expected).abs() / (expected.abs() + 1e-3)).max().item<double>(), 1e-5);
+}
+
+TEST_P(PointwiseTest, GeluTanhMulKeepsInfinitiesAndNan) {
+  at::Tensor gate = at::tensor({INFINITY, -1e30f, NAN, 0.0f});
+  GeluTanhMul(gate, at::ones({4}));
+  EXPECT_EQ(gate[0].item<float>(), INFINITY);
+  EXPECT_EQ(gate[1].item<float>(), 0.0f);
+  EXPECT_TRUE(std::isnan(gate[2].item<float>()));
+  EXPECT_EQ(gate[3].item<float>(), 0.0f);
+}
+
 TEST_P(PointwiseTest, SiluMulKeepsInfinitiesAndNan) {
   at::Tensor gate = at::tensor({INFINITY, -90.0f, NAN, 0.0f});
   SiluMul(gate, at::ones({4}));
@@ -96,9 +114,10 @@ TEST_P(PointwiseTest, ExpIsWithinTwoUlp) {
   EXPECT_TRUE(std::isnan(e[4]));
 }
 
-TEST_P(PointwiseTest, EmbedAddsTheAdapterAndScales) {
+TEST_P(PointwiseTest, EmbedAddsTheAdapterAndMultiplies) {
   const int64_t vocabulary = 50, dim = 37;
   for (at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    const float factor = type == at::kFloat ? 1.0f : 73.5f;
     const at::Tensor weight = at::randn({vocabulary, dim}).to(type);
     AdapterFactors dora, lora;
     dora.a_RI = at::randn({vocabulary, 12}).to(type);
@@ -109,7 +128,7 @@ TEST_P(PointwiseTest, EmbedAddsTheAdapterAndScales) {
     lora.g_O = at::Tensor();
     const at::Tensor ids = at::randint(0, vocabulary, {90}, at::kInt);
     const RowSegment segments[] = {{&dora, 0, 30}, {nullptr, 30, 33}, {&lora, 33, 90}};
-    const at::Tensor y = Embed(ids, weight, segments);
+    const at::Tensor y = Embed(ids, weight, factor, segments);
     const at::Tensor low_rank =
         at::matmul(dora.a_RI.to(at::kDouble), dora.b_OR.to(at::kDouble).t()) * 0.7;
     const at::Tensor adapted = weight.to(at::kDouble) + low_rank;
@@ -118,17 +137,18 @@ TEST_P(PointwiseTest, EmbedAddsTheAdapterAndScales) {
         at::cat({(adapted * dora.g_O).index_select(0, index.slice(0, 0, 30)),
                  weight.to(at::kDouble).index_select(0, index.slice(0, 30, 33)),
                  adapted.index_select(0, index.slice(0, 33, 90))});
-    EXPECT_LT(MaxDifference(y, expected), 1e-5);
+    EXPECT_LT(MaxDifference(y / factor, expected), 1e-5);
     const RowSegment alone{&dora, 0, 1};
     for (int64_t r = 0; r < 30; ++r) {
-      EXPECT_TRUE(SameBits(Embed(ids.slice(0, r, r + 1), weight, {&alone, 1})[0], y[r]));
+      EXPECT_TRUE(SameBits(Embed(ids.slice(0, r, r + 1), weight, factor, {&alone, 1})[0], y[r]));
     }
   }
 }
 
 TEST(EmbedCheckTest, RefusesATokenOutsideTheVocabulary) {
   const RowSegment base{nullptr, 0, 1};
-  EXPECT_DEATH(Embed(at::full({1}, 5, at::kInt), at::zeros({5, 4}), {&base, 1}), "CHECK failed");
+  EXPECT_DEATH(Embed(at::full({1}, 5, at::kInt), at::zeros({5, 4}), 1.0f, {&base, 1}),
+               "CHECK failed");
 }
 
 DORAD_INSTANTIATE_VARIANTS(PointwiseTest);

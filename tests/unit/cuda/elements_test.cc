@@ -15,30 +15,12 @@ std::vector<std::byte> Unaligned(const std::vector<T>& values) {
   return bytes;
 }
 
-std::vector<float> Floats(DType dtype, absl::Span<const std::byte> bytes) {
-  std::vector<float> out(bytes.size() / SizeOf(dtype));
-  ToFloat(dtype, bytes, out.data());
-  return out;
-}
-
 std::vector<float> Rounded(DType dtype, absl::Span<const std::byte> bytes) {
   std::vector<__nv_bfloat16> out(bytes.size() / SizeOf(dtype));
   ToBf16(dtype, bytes, out.data());
   std::vector<float> values;
   for (const __nv_bfloat16 value : out) values.push_back(__bfloat162float(value));
   return values;
-}
-
-TEST(Elements, WideningIsExact) {
-  const auto halves = Unaligned<__half>({__float2half(1.5f), __float2half(-65504.0f)});
-  EXPECT_THAT(Floats(DType::kF16, absl::MakeConstSpan(halves).subspan(1)),
-              ElementsAre(1.5f, -65504.0f));
-  const auto brains = Unaligned<__nv_bfloat16>({__float2bfloat16_rn(3e38f)});
-  EXPECT_THAT(Floats(DType::kBF16, absl::MakeConstSpan(brains).subspan(1)),
-              ElementsAre(__bfloat162float(__float2bfloat16_rn(3e38f))));
-  const auto singles = Unaligned<float>({0.1f, -2.0f});
-  EXPECT_THAT(Floats(DType::kF32, absl::MakeConstSpan(singles).subspan(1)),
-              ElementsAre(0.1f, -2.0f));
 }
 
 TEST(Elements, RoundsToTheNearestEvenBf16) {

@@ -22,8 +22,12 @@ model::ModelConfig SmallQwen3() {
   config.num_heads = 4;
   config.head_dim = 64;
   config.context_length = kMostPages * engine::kKvPageTokens;
-  config.qkv_bias = false;
-  config.qk_norm = true;
+  config.ropes[0].width = config.head_dim;
+  for (model::LayerSpec& layer : config.layers) {
+    layer.attention.qkv_bias = false;
+    layer.attention.qk_norm = true;
+    layer.attention.query_scalar = static_cast<double>(config.head_dim);
+  }
   return config;
 }
 

@@ -92,7 +92,7 @@ class CudaSharedWeightsTest : public kernels::KernelTest {
         if (module.name.ends_with(biased)) fill(module.name + ".bias", {module.rows});
       }
     }
-    for (int64_t i = 0; i < config.num_layers; ++i) {
+    for (int64_t i = 0; i < config.num_layers(); ++i) {
       const std::string layer = "model.layers." + std::to_string(i);
       fill(layer + ".input_layernorm.weight", {config.hidden_size});
       fill(layer + ".post_attention_layernorm.weight", {config.hidden_size});

@@ -19,12 +19,15 @@ inline model::ModelConfig SmallModel(int64_t layers) {
   config.vocab_size = 1000;
   config.hidden_size = 256;
   config.intermediate_size = 640;
-  config.num_layers = layers;
   config.num_heads = 8;
   config.num_kv_heads = 2;
   config.head_dim = 32;
-  config.qkv_bias = true;
-  config.windows.assign(layers, 0);
+  config.ropes[0].width = config.head_dim;
+  model::LayerSpec layer;
+  layer.attention.qkv_bias = true;
+  layer.attention.query_scalar = static_cast<double>(config.head_dim);
+  config.layers.assign(layers, layer);
+  config.NumberModules();
   return config;
 }
 

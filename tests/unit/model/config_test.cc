@@ -48,6 +48,12 @@ ModelConfig MustRead(const json& config, const json* generation = nullptr) {
   return read.value_or(ModelConfig());
 }
 
+std::vector<int64_t> Windows(const ModelConfig& config) {
+  std::vector<int64_t> windows;
+  for (const LayerSpec& layer : config.layers) windows.push_back(layer.attention.window);
+  return windows;
+}
+
 MATCHER_P2(Blames, field, reason, "") { return arg.field == field && arg.reason == reason; }
 
 TEST(ModelConfigTest, ReadsTheSizesOfALlama) {
@@ -56,17 +62,23 @@ TEST(ModelConfigTest, ReadsTheSizesOfALlama) {
   EXPECT_EQ(config.vocab_size, 300);
   EXPECT_EQ(config.hidden_size, 64);
   EXPECT_EQ(config.intermediate_size, 96);
-  EXPECT_EQ(config.num_layers, 4);
+  EXPECT_EQ(config.num_layers(), 4);
   EXPECT_EQ(config.num_heads, 4);
   EXPECT_EQ(config.num_kv_heads, 2);
   EXPECT_EQ(config.head_dim, 16);
   EXPECT_EQ(config.context_length, 512);
   EXPECT_EQ(config.rms_norm_eps, 1e-5);
   EXPECT_FALSE(config.tied_embeddings);
-  EXPECT_FALSE(config.qkv_bias || config.output_bias || config.mlp_bias || config.qk_norm);
-  EXPECT_THAT(config.windows, ElementsAre(0, 0, 0, 0));
-  EXPECT_EQ(config.rope.kind, RopeKind::kDefault);
-  EXPECT_EQ(config.rope.theta, 20000.0);
+  for (const LayerSpec& layer : config.layers) {
+    EXPECT_FALSE(layer.attention.qkv_bias || layer.attention.output_bias);
+    EXPECT_FALSE(layer.mlp.bias || layer.attention.qk_norm || layer.output_norms);
+    EXPECT_EQ(layer.mlp.activation, Activation::kSilu);
+    EXPECT_EQ(layer.attention.query_scalar, 16.0);
+  }
+  EXPECT_EQ(config.embedding_scale, 1.0);
+  EXPECT_THAT(Windows(config), ElementsAre(0, 0, 0, 0));
+  EXPECT_EQ(config.ropes[0].kind, RopeKind::kDefault);
+  EXPECT_EQ(config.ropes[0].theta, 20000.0);
   EXPECT_THAT(config.eos_token_ids, ElementsAre(2));
 }
 
@@ -80,7 +92,7 @@ TEST(ModelConfigTest, AbsentKeysHaveTheFamilysDefaults) {
   EXPECT_EQ(config.num_kv_heads, 4);
   EXPECT_EQ(config.context_length, 2048);
   EXPECT_EQ(config.rms_norm_eps, 1e-6);
-  EXPECT_EQ(config.rope.theta, 10000.0);
+  EXPECT_EQ(config.ropes[0].theta, 10000.0);
   EXPECT_THAT(config.eos_token_ids, ElementsAre(2));
 
   json qwen3 = Base("qwen3");
@@ -91,7 +103,7 @@ TEST(ModelConfigTest, AbsentKeysHaveTheFamilysDefaults) {
   json mistral = With(Base("mistral"), {{"num_attention_heads", 16}, {"head_dim", 8}});
   mistral.erase("num_key_value_heads");
   EXPECT_EQ(MustRead(mistral).num_kv_heads, 8);
-  EXPECT_THAT(MustRead(mistral).windows, ElementsAre(4096, 4096, 4096, 4096));
+  EXPECT_THAT(Windows(MustRead(mistral)), ElementsAre(4096, 4096, 4096, 4096));
 }
 
 TEST(ModelConfigTest, NullsMeanWhatTransformersSays) {
@@ -102,36 +114,40 @@ TEST(ModelConfigTest, NullsMeanWhatTransformersSays) {
                                                              {"eos_token_id", nullptr}}));
   EXPECT_EQ(config.head_dim, 16);
   EXPECT_EQ(config.num_kv_heads, 4);
-  EXPECT_THAT(config.windows, ElementsAre(0, 0, 0, 0));
+  EXPECT_THAT(Windows(config), ElementsAre(0, 0, 0, 0));
   EXPECT_THAT(config.eos_token_ids, IsEmpty());
 }
 
 TEST(ModelConfigTest, BiasesAndNormsFollowTheFamily) {
-  const ModelConfig llama =
-      MustRead(With(Base("llama"), {{"attention_bias", true}, {"mlp_bias", true}}));
-  EXPECT_TRUE(llama.qkv_bias && llama.output_bias && llama.mlp_bias && !llama.qk_norm);
-  const ModelConfig qwen2 = MustRead(Base("qwen2"));
-  EXPECT_TRUE(qwen2.qkv_bias && !qwen2.output_bias && !qwen2.mlp_bias && !qwen2.qk_norm);
-  const ModelConfig qwen3 = MustRead(Base("qwen3"));
-  EXPECT_TRUE(!qwen3.qkv_bias && !qwen3.output_bias && qwen3.qk_norm);
-  const ModelConfig biased = MustRead(With(Base("qwen3"), {{"attention_bias", true}}));
-  EXPECT_TRUE(biased.qkv_bias && biased.output_bias);
+  const auto layer = [](const json& config) { return MustRead(config).layers.at(2); };
+  const LayerSpec llama =
+      layer(With(Base("llama"), {{"attention_bias", true}, {"mlp_bias", true}}));
+  EXPECT_TRUE(llama.attention.qkv_bias && llama.attention.output_bias && llama.mlp.bias);
+  EXPECT_FALSE(llama.attention.qk_norm);
+  const LayerSpec qwen2 = layer(Base("qwen2"));
+  EXPECT_TRUE(qwen2.attention.qkv_bias);
+  EXPECT_FALSE(qwen2.attention.output_bias || qwen2.mlp.bias || qwen2.attention.qk_norm);
+  const LayerSpec qwen3 = layer(Base("qwen3"));
+  EXPECT_TRUE(qwen3.attention.qk_norm);
+  EXPECT_FALSE(qwen3.attention.qkv_bias || qwen3.attention.output_bias);
+  const LayerSpec biased = layer(With(Base("qwen3"), {{"attention_bias", true}}));
+  EXPECT_TRUE(biased.attention.qkv_bias && biased.attention.output_bias);
 }
 
 TEST(ModelConfigTest, WindowsFollowUseMaxLayersAndTypes) {
   const json windowed = {
       {"use_sliding_window", true}, {"sliding_window", 8}, {"max_window_layers", 2}};
   for (const char* type : {"qwen2", "qwen3"}) {
-    EXPECT_THAT(MustRead(With(Base(type), windowed)).windows, ElementsAre(0, 0, 8, 8));
+    EXPECT_THAT(Windows(MustRead(With(Base(type), windowed))), ElementsAre(0, 0, 8, 8));
     json off = With(windowed, {{"use_sliding_window", false}});
-    EXPECT_THAT(MustRead(With(Base(type), off)).windows, ElementsAre(0, 0, 0, 0));
+    EXPECT_THAT(Windows(MustRead(With(Base(type), off))), ElementsAre(0, 0, 0, 0));
     json types =
         With(windowed,
              {{"layer_types",
                {"sliding_attention", "full_attention", "full_attention", "sliding_attention"}}});
-    EXPECT_THAT(MustRead(With(Base(type), types)).windows, ElementsAre(8, 0, 0, 8));
+    EXPECT_THAT(Windows(MustRead(With(Base(type), types))), ElementsAre(8, 0, 0, 8));
   }
-  EXPECT_THAT(MustRead(With(Base("mistral"), {{"sliding_window", 7}})).windows,
+  EXPECT_THAT(Windows(MustRead(With(Base("mistral"), {{"sliding_window", 7}}))),
               ElementsAre(7, 7, 7, 7));
 }
 
@@ -150,7 +166,7 @@ TEST(ModelConfigTest, ReadsEveryFormOfRope) {
   json current = Base("llama");
   current.erase("rope_theta");
   current["rope_parameters"] = {{"rope_type", "default"}, {"rope_theta", 100000}};
-  EXPECT_EQ(MustRead(current).rope.theta, 100000.0);
+  EXPECT_EQ(MustRead(current).ropes[0].theta, 100000.0);
 
   const json llama3 = {{"rope_type", "llama3"},
                        {"factor", 8.0},
@@ -158,15 +174,15 @@ TEST(ModelConfigTest, ReadsEveryFormOfRope) {
                        {"high_freq_factor", 4.0},
                        {"original_max_position_embeddings", 128}};
   ModelConfig config = MustRead(With(Base("llama"), {{"rope_scaling", llama3}}));
-  EXPECT_EQ(config.rope.kind, RopeKind::kLlama3);
-  EXPECT_EQ(config.rope.theta, 20000.0);
-  EXPECT_EQ(config.rope.factor, 8.0);
-  EXPECT_EQ(config.rope.original_max_position, 128);
+  EXPECT_EQ(config.ropes[0].kind, RopeKind::kLlama3);
+  EXPECT_EQ(config.ropes[0].theta, 20000.0);
+  EXPECT_EQ(config.ropes[0].factor, 8.0);
+  EXPECT_EQ(config.ropes[0].original_max_position, 128);
 
   config = MustRead(With(Base("llama"), {{"rope_scaling", {{"type", "linear"}, {"factor", 2}}}}));
-  EXPECT_EQ(config.rope.kind, RopeKind::kLinear);
+  EXPECT_EQ(config.ropes[0].kind, RopeKind::kLinear);
   config = MustRead(With(Base("llama"), {{"rope_scaling", {{"type", "dynamic"}, {"factor", 2}}}}));
-  EXPECT_EQ(config.rope.kind, RopeKind::kDynamicNtk);
+  EXPECT_EQ(config.ropes[0].kind, RopeKind::kDynamicNtk);
   EXPECT_EQ(config.context_length, 512);
 
   const json yarn = {{"rope_type", "yarn"},
@@ -175,15 +191,15 @@ TEST(ModelConfigTest, ReadsEveryFormOfRope) {
                      {"truncate", false},
                      {"original_max_position_embeddings", 128}};
   config = MustRead(With(Base("qwen2"), {{"rope_scaling", yarn}}));
-  EXPECT_EQ(config.rope.kind, RopeKind::kYarn);
-  EXPECT_EQ(config.rope.factor, 4.0);
-  EXPECT_EQ(config.rope.beta_fast, 32.0);
-  EXPECT_FALSE(config.rope.truncate);
+  EXPECT_EQ(config.ropes[0].kind, RopeKind::kYarn);
+  EXPECT_EQ(config.ropes[0].factor, 4.0);
+  EXPECT_EQ(config.ropes[0].beta_fast, 32.0);
+  EXPECT_FALSE(config.ropes[0].truncate);
   // The key beside the dictionary wins.
   config = MustRead(
       With(Base("qwen2"), {{"rope_scaling", yarn}, {"original_max_position_embeddings", 256}}));
-  EXPECT_EQ(config.rope.original_max_position, 256);
-  EXPECT_EQ(config.rope.factor, 2.0);
+  EXPECT_EQ(config.ropes[0].original_max_position, 256);
+  EXPECT_EQ(config.ropes[0].factor, 2.0);
 }
 
 TEST(ModelConfigTest, LongRopeIsServedUpToItsOriginalLength) {
@@ -192,8 +208,8 @@ TEST(ModelConfigTest, LongRopeIsServedUpToItsOriginalLength) {
                          {"long_factor", json(8, 2.0)},
                          {"original_max_position_embeddings", 64}};
   const ModelConfig config = MustRead(With(Base("llama"), {{"rope_scaling", longrope}}));
-  EXPECT_EQ(config.rope.kind, RopeKind::kLongRope);
-  EXPECT_EQ(config.rope.factor, 8.0);  // of the whole length
+  EXPECT_EQ(config.ropes[0].kind, RopeKind::kLongRope);
+  EXPECT_EQ(config.ropes[0].factor, 8.0);  // of the whole length
   EXPECT_EQ(config.context_length, 64);
 }
 
@@ -237,7 +253,7 @@ json Rope(json rope) { return {{"rope_scaling", std::move(rope)}}; }
 
 const std::vector<BadConfig>& BadConfigs() {
   static const auto* const configs = new std::vector<BadConfig>{
-      {"OtherType", "llama", {{"model_type", "gemma3"}}, "model_type", kUnsupported},
+      {"OtherType", "llama", {{"model_type", "gemma2"}}, "model_type", kUnsupported},
       {"TypeNotText", "llama", {{"model_type", 3}}, "model_type", kInvalid},
       {"Classifier",
        "llama",
@@ -268,6 +284,11 @@ const std::vector<BadConfig>& BadConfigs() {
        "auto_map",
        kUnsupported},
       {"Gelu", "llama", {{"hidden_act", "gelu"}}, "hidden_act", kUnsupported},
+      {"QueryScalar",
+       "llama",
+       {{"query_pre_attn_scalar", 168}},
+       "query_pre_attn_scalar",
+       kUnsupported},
       {"LlamaWindow", "llama", {{"sliding_window", 8}}, "sliding_window", kUnsupported},
       {"MistralMixedLayers",
        "mistral",
@@ -388,21 +409,21 @@ TEST(ModelConfigTest, RefusesABrokenGenerationConfig) {
 TEST(ModelConfigTest, ModulesStandAtTheirIds) {
   const ModelConfig config = MustRead(Base("llama"));
   const std::vector<adapter::BaseModule> modules = MakeModules(config).all();
-  ASSERT_EQ(modules.size(), 4 * kModulesPerLayer + 2);
-  const adapter::BaseModule& k = modules[LayerModuleId(3, kK)];
+  ASSERT_EQ(modules.size(), 4 * 7 + 2);
+  const adapter::BaseModule& k = modules[config.layers[3].attention.k];
   EXPECT_EQ(k.name, "model.layers.3.self_attn.k_proj");
   EXPECT_EQ(k.rows, 32);
   EXPECT_EQ(k.cols, 64);
   EXPECT_EQ(k.layer, 3);
-  const adapter::BaseModule& down = modules[LayerModuleId(0, kDown)];
+  const adapter::BaseModule& down = modules[config.layers[0].mlp.down];
   EXPECT_EQ(down.name, "model.layers.0.mlp.down_proj");
   EXPECT_EQ(down.rows, 64);
   EXPECT_EQ(down.cols, 96);
-  EXPECT_EQ(modules[EmbeddingId(config)].name, "model.embed_tokens");
-  EXPECT_EQ(modules[EmbeddingId(config)].magnitude_size(), 64);
-  EXPECT_EQ(modules[HeadId(config)].name, "lm_head");
-  EXPECT_EQ(modules[HeadId(config)].magnitude_size(), 300);
-  EXPECT_TRUE(modules[HeadId(config)].is_output_head);
+  EXPECT_EQ(modules[config.embedding].name, "model.embed_tokens");
+  EXPECT_EQ(modules[config.embedding].magnitude_size(), 64);
+  EXPECT_EQ(modules[config.head].name, "lm_head");
+  EXPECT_EQ(modules[config.head].magnitude_size(), 300);
+  EXPECT_TRUE(modules[config.head].is_output_head);
 }
 
 }  // namespace

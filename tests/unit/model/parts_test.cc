@@ -45,8 +45,8 @@ TEST(PartsTest, TheTextHasItsOwnFields) {
   EXPECT_EQ(config->model_type, "qwen3_vl");
   EXPECT_EQ(config->hidden_size, 64);
   EXPECT_EQ(config->head_dim, 128);
-  EXPECT_TRUE(config->qk_norm);
-  EXPECT_EQ(config->rope.theta, 20000.0);
+  EXPECT_TRUE(config->layers[1].attention.qk_norm);
+  EXPECT_EQ(config->ropes[0].theta, 20000.0);
 }
 
 TEST(PartsTest, Transformers4WroteTheTextsFieldsBesideTheVisions) {
@@ -57,9 +57,9 @@ TEST(PartsTest, Transformers4WroteTheTextsFieldsBesideTheVisions) {
   config["image_token_id"] = 299;
   const auto read = Read(config);
   ASSERT_TRUE(read.ok()) << read.status();
-  EXPECT_TRUE(read->qkv_bias);
-  EXPECT_EQ(read->rope.kind, RopeKind::kDefault);
-  EXPECT_EQ(read->rope.theta, 20000.0);
+  EXPECT_TRUE(read->layers[1].attention.qkv_bias);
+  EXPECT_EQ(read->ropes[0].kind, RopeKind::kDefault);
+  EXPECT_EQ(read->ropes[0].theta, 20000.0);
   EXPECT_EQ(read->rms_norm_eps, 1e-5);
   EXPECT_THAT(read->image_token_ids, ElementsAre(299));
 }
@@ -94,11 +94,11 @@ TEST(PartsTest, ModulesHaveTheirNamesInMemoryAndThoseOfFiles) {
   const auto config = Read(Mistral());
   ASSERT_TRUE(config.ok()) << config.status();
   const adapter::BaseModules modules = MakeModules(*config);
-  const int id = LayerModuleId(1, kUp);
+  const int id = config->layers[1].mlp.up;
   EXPECT_EQ(modules.Find("model.language_model.layers.1.mlp.up_proj"), id);
   ASSERT_EQ(modules.spellings().size(), 2u);
   EXPECT_EQ(modules.spellings()[0].Find("language_model.model.layers.1.mlp.up_proj"), id);
-  EXPECT_EQ(modules.spellings()[0].Find("language_model.lm_head"), HeadId(*config));
+  EXPECT_EQ(modules.spellings()[0].Find("language_model.lm_head"), config->head);
   EXPECT_EQ(modules.spellings()[1].Find("model.layers.1.mlp.up_proj"), id);
 }
 

@@ -68,7 +68,7 @@ void LowRank(const cpu::Kernels& kernels, const AdapterFactors& f, int64_t id, f
 
 }  // namespace
 
-at::Tensor Embed(const at::Tensor& token_ids_T, const at::Tensor& weight_VD,
+at::Tensor Embed(const at::Tensor& token_ids_T, const at::Tensor& weight_VD, float factor,
                  absl::Span<const RowSegment> segments) {
   CheckArguments(token_ids_T, weight_VD, segments);
   const cpu::Kernels& kernels = cpu::ActiveKernels();
@@ -90,6 +90,7 @@ at::Tensor Embed(const at::Tensor& token_ids_T, const at::Tensor& weight_VD,
         float* row = y + r * dim;
         if (f != nullptr) LowRank(kernels, *f, id, row);
         kernels.embed_row(weight + id * dim * (bf16 ? 2 : 4), bf16, g, dim, row);
+        if (factor != 1.0f) kernels.scale(row, dim, factor, row);
       }
     });
   }

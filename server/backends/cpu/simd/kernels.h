@@ -106,6 +106,7 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, int64_t dim, float eps, float* y);
   void (*add)(float* x, const float* y, int64_t count);  // x += y
   void (*silu_mul)(float* gate, const float* up, int64_t count);
+  void (*gelu_tanh_mul)(float* gate, const float* up, int64_t count);
   // x <- (w[i] + x[i]) * g[i] with g optional. w: fp32 or bf16.
   void (*embed_row)(const void* weight, bool bf16, const float* g, int64_t dim, float* x);
   // Rotates pairs (i, i + half) of one head.

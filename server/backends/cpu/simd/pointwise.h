@@ -72,6 +72,17 @@ static void SiluMul(float* gate, const float* up, int64_t count) {
   }
 }
 
+// 0.5 x (1 + tanh u) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x³).
+static void GeluTanhMul(float* gate, const float* up, int64_t count) {
+  const VF cubic = Splat(-2.0f * 0.7978845608f * 0.044715f);
+  const VF linear = Splat(-2.0f * 0.7978845608f);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const VF g = LoadUpTo(gate + i, count - i);
+    const VF gelu = g / (Exp(g * Fma(g * g, cubic, linear)) + 1.0f);
+    StoreUpTo(gate + i, gelu * LoadUpTo(up + i, count - i), count - i);
+  }
+}
+
 static void EmbedRow(const void* weight, bool bf16, const float* g, int64_t dim, float* x) {
   for (int64_t i = 0; i < dim; i += kLanes) {
     const int64_t left = dim - i;

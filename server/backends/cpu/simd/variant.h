@@ -30,6 +30,7 @@ const Kernels kTable = {
     .rms_norm = RmsNormRow,
     .add = Add,
     .silu_mul = SiluMul,
+    .gelu_tanh_mul = GeluTanhMul,
     .embed_row = EmbedRow,
     .rotate = Rotate,
     .to_bf16 = ToBf16,
