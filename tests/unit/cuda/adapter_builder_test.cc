@@ -4,6 +4,7 @@
 
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/elements.h"
+#include "server/platform/files/elements.h"
 #include "tests/unit/cuda/small_model.h"
 #include "tests/unit/kernels/device.h"
 

@@ -31,6 +31,33 @@ model::ModelConfig SmallQwen3() {
   return config;
 }
 
+// With norms of outputs, a scaled embedding, and layers of two windows and two rotary tables.
+model::ModelConfig SmallGemma3() {
+  model::ModelConfig config = SmallQwen3();
+  config.model_type = "gemma3_text";
+  config.tied_embeddings = true;
+  config.embedding_scale = 16.0;
+  config.ropes.push_back(config.ropes[0]);
+  config.ropes[1].theta = 500.0;
+  model::LayerSpec sliding = config.layers[0];
+  sliding.attention.query_scalar = 100.0;
+  sliding.attention.rope = 1;
+  sliding.attention.window = 12;
+  sliding.mlp.activation = model::Activation::kGeluTanh;
+  sliding.output_norms = true;
+  model::LayerSpec full = sliding;
+  full.attention.rope = 0;
+  full.attention.window = 0;
+  config.layers = {sliding, full, sliding};
+  config.NumberModules();
+  return config;
+}
+
+struct Form {
+  const char* name;
+  model::ModelConfig (*config)();
+};
+
 // A sequence that is generated: what the engine would know of it.
 struct Line {
   std::vector<TokenId> tokens;
@@ -43,12 +70,12 @@ struct Line {
   size_t first_step = 0;
 };
 
-class CudaModelRunnerTest : public kernels::KernelTest {
+class CudaModelRunnerTest : public kernels::KernelTest, public testing::WithParamInterface<Form> {
  protected:
   void SetUp() override {
     kernels::KernelTest::SetUp();
     if (IsSkipped()) return;
-    model_ = Must(CudaModel::Random(SmallQwen3(), 1, &ledger_));
+    model_ = Must(CudaModel::Random(GetParam().config(), 1, &ledger_));
     for (const int rank : {8, 64}) {
       adapters_.push_back(std::make_unique<adapter::LoadedAdapter>(
           "a", rank, adapter::AdapterSummary(),
@@ -129,7 +156,7 @@ class CudaModelRunnerTest : public kernels::KernelTest {
 
   // Every second page lies in the cache's last chunk, if there are three.
   int32_t PageAt(int32_t index) const {
-    const auto chunk = static_cast<int32_t>(KvLayoutOf(SmallQwen3()).chunk_pages());
+    const auto chunk = static_cast<int32_t>(KvLayoutOf(GetParam().config()).chunk_pages());
     return kv_pages_ > 2 * chunk && index % 2 == 1 ? 2 * chunk + index : index;
   }
 
@@ -141,9 +168,9 @@ class CudaModelRunnerTest : public kernels::KernelTest {
   std::vector<std::unique_ptr<adapter::LoadedAdapter>> adapters_;
 };
 
-TEST_F(CudaModelRunnerTest, PagesServeAlikeWhereverTheyLieAndWhateverIsAway) {
+TEST_P(CudaModelRunnerTest, PagesServeAlikeWhereverTheyLieAndWhateverIsAway) {
   const std::vector<Line> expected = Generate(24, 1);
-  kv_pages_ = 3 * KvLayoutOf(SmallQwen3()).chunk_pages() - kSparePages;
+  kv_pages_ = 3 * KvLayoutOf(GetParam().config()).chunk_pages() - kSparePages;
   away_ = {1};
   const std::vector<Line> got = Generate(24, 1);
   ASSERT_EQ(got.size(), expected.size());
@@ -153,7 +180,7 @@ TEST_F(CudaModelRunnerTest, PagesServeAlikeWhereverTheyLieAndWhateverIsAway) {
   }
 }
 
-TEST_F(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
+TEST_P(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
   const std::vector<Line> one = Generate(40, 0);
   const std::vector<Line> two = Generate(40, 1);
   for (size_t i = 0; i < one.size(); ++i) {
@@ -165,7 +192,7 @@ TEST_F(CudaModelRunnerTest, StepsInFlightGiveTheSameBitsAsOneAtATime) {
 
 // Three sequences of one prompt: the first computes it, the second takes its last row and copies
 // its unfinished page, the third comes later, shares a page and copies the next.
-TEST_F(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
+TEST_P(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
   const std::vector<TokenId> prompt = Lines()[2].tokens;  // 25 tokens: a page and nine of the next
   for (const adapter::LoadedAdapter* adapter :
        {static_cast<const adapter::LoadedAdapter*>(nullptr),
@@ -224,6 +251,10 @@ TEST_F(CudaModelRunnerTest, RowsOfOthersAndCopiedPagesGiveTheSameBits) {
     EXPECT_EQ(lines[2].logprobs, lines[0].logprobs);
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(, CudaModelRunnerTest,
+                         testing::Values(Form{"Qwen3", SmallQwen3}, Form{"Gemma3", SmallGemma3}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace dorad::cuda

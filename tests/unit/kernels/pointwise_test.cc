@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <numbers>
 #include <random>
 #include <vector>
 
@@ -69,6 +70,90 @@ TEST_F(PointwiseTest, NormAddsAndScales) {
   }
 }
 
+// Sizes of two and of four groups a thread, with and without vectors.
+TEST_F(PointwiseTest, NormOfTheDeltaComesBeforeTheResidual) {
+  for (const int size : {1, 7, 66, 576, 4096, 5376, 8192, 12288, 16384}) {
+    constexpr int kRows = 3;
+    const auto residual = Normals<float>(int64_t{kRows} * size, size);
+    auto delta = Normals<float>(int64_t{kRows} * size, size + 1);
+    for (float& value : delta) value *= 30.0f;
+    const auto weight = Normals<float>(size, size + 2), delta_weight = Normals<float>(size, 9);
+    const DeviceBuffer<float> d_residual(residual), d_delta(delta), d_weight(weight),
+        d_delta_weight(delta_weight);
+    const DeviceBuffer<Bf16> d_out(residual.size());
+    AddRmsNormParams params;
+    params.rows = kRows;
+    params.size = size;
+    params.residual = d_residual.get();
+    params.delta = d_delta.get();
+    params.delta_weight = d_delta_weight.get();
+    params.weight = d_weight.get();
+    params.eps = kEps;
+    params.out = d_out.get();
+    DORAD_ASSERT_CUDA(AddRmsNorm(params, nullptr));
+    const auto sums = d_residual.Read();
+    const auto out = d_out.Read();
+    ASSERT_EQ(d_delta.Read(), delta);
+    for (int row = 0; row < kRows; ++row) {
+      double delta_squares = 0.0, squares = 0.0;
+      for (int i = 0; i < size; ++i) {
+        const double value = delta[int64_t{row} * size + i];
+        delta_squares += value * value;
+      }
+      const double delta_scale = 1.0 / std::sqrt(delta_squares / size + kEps);
+      for (int i = 0; i < size; ++i) {
+        const int64_t at = int64_t{row} * size + i;
+        const double expected = residual[at] + delta[at] * delta_scale * delta_weight[i];
+        ASSERT_NEAR(sums[at], expected, 2e-5) << size;
+        squares += double{sums[at]} * sums[at];
+      }
+      const double scale = 1.0 / std::sqrt(squares / size + kEps);
+      for (int i = 0; i < size; ++i) {
+        const int64_t at = int64_t{row} * size + i;
+        const double expected = double{sums[at]} * scale * weight[i];
+        ASSERT_NEAR(__bfloat162float(out[at]), expected, std::abs(expected) * 0.004) << size;
+      }
+    }
+  }
+}
+
+TEST_F(PointwiseTest, NormOfTheDeltaOfARowIsTheSameInAnyBatch) {
+  constexpr int kSize = 5376, kRows = 257;
+  const auto residual = Normals<float>(int64_t{kRows} * kSize, 1);
+  const auto delta = Normals<float>(int64_t{kRows} * kSize, 2);
+  const DeviceBuffer<float> weight(Normals<float>(kSize, 3)),
+      delta_weight(Normals<float>(kSize, 4));
+  const auto run = [&](int first, int rows) {
+    const auto part = [&](const std::vector<float>& all) {
+      return std::vector<float>(all.begin() + int64_t{first} * kSize,
+                                all.begin() + int64_t{first + rows} * kSize);
+    };
+    const DeviceBuffer<float> d_residual(part(residual)), d_delta(part(delta));
+    const DeviceBuffer<Bf16> out(size_t{kSize} * rows);
+    AddRmsNormParams params;
+    params.rows = rows;
+    params.size = kSize;
+    params.residual = d_residual.get();
+    params.delta = d_delta.get();
+    params.delta_weight = delta_weight.get();
+    params.weight = weight.get();
+    params.eps = kEps;
+    params.out = out.get();
+    EXPECT_EQ(AddRmsNorm(params, nullptr), cudaSuccess);
+    std::vector<float> result = d_residual.Read();
+    for (const Bf16 value : out.Read()) result.push_back(__bfloat162float(value));
+    return result;
+  };
+  const std::vector<float> all = run(0, kRows);
+  for (const int row : {0, 200}) {
+    const std::vector<float> alone = run(row, 1);
+    for (int i = 0; i < kSize; ++i) {
+      ASSERT_EQ(alone[i], all[int64_t{row} * kSize + i]);
+      ASSERT_EQ(alone[kSize + i], all[int64_t{kRows + row} * kSize + i]);
+    }
+  }
+}
+
 TEST_F(PointwiseTest, NormOfARowIsTheSameInAnyBatch) {
   constexpr int kSize = 4096, kRows = 257;
   const auto residual = Normals<float>(int64_t{kRows} * kSize, 1);
@@ -109,11 +194,16 @@ TEST_F(PointwiseTest, NormRefusesWhatItCannotHold) {
     EXPECT_EQ(AddRmsNorm(params, nullptr), cudaErrorInvalidValue) << size;
   }
   params.size = 64;
+  params.delta_weight = data.get();
+  EXPECT_EQ(AddRmsNorm(params, nullptr), cudaErrorInvalidValue) << "there is no delta";
+  params.delta_weight = nullptr;
   params.residual = data.get() + 1;
   EXPECT_EQ(AddRmsNorm(params, nullptr), cudaErrorInvalidValue);
 }
 
-TEST_F(PointwiseTest, SiluMulIsGated) {
+// `expected`: of a gate. The fast arithmetic's error stays below bf16's, but near zero, where the
+// exponential ends.
+void ExpectGated(decltype(&SiluMul) multiply, double (*expected)(double)) {
   for (const int size : {1, 6, 1536, 12288}) {
     const int rows = 3;
     auto gate_up = Normals<Bf16>(int64_t{rows} * 2 * size, size);
@@ -122,19 +212,30 @@ TEST_F(PointwiseTest, SiluMulIsGated) {
       if (size > 5) gate_up[size - static_cast<int>(std::abs(x)) % 5 - 1] = __float2bfloat16_rn(x);
     }
     const DeviceBuffer<Bf16> d_gate_up(gate_up), d_out(size_t{3} * size);
-    DORAD_ASSERT_CUDA(SiluMul(d_gate_up.get(), rows, size, d_out.get(), nullptr));
+    DORAD_ASSERT_CUDA(multiply(d_gate_up.get(), rows, size, d_out.get(), nullptr));
     const auto out = d_out.Read();
     for (int row = 0; row < rows; ++row) {
       for (int i = 0; i < size; ++i) {
         const double gate = __bfloat162float(gate_up[int64_t{row} * 2 * size + i]);
         const double up = __bfloat162float(gate_up[int64_t{row} * 2 * size + size + i]);
-        const double expected = gate / (1.0 + std::exp(-gate)) * up;
-        ASSERT_NEAR(__bfloat162float(out[int64_t{row} * size + i]), expected,
-                    std::abs(expected) * 0.00392 + 1e-30)
+        const double product = expected(gate) * up;
+        ASSERT_NEAR(__bfloat162float(out[int64_t{row} * size + i]), product,
+                    std::abs(product) * 0.00392 + 1e-30)
             << gate << " " << up;
       }
     }
   }
+}
+
+TEST_F(PointwiseTest, SiluMulIsGated) {
+  ExpectGated(SiluMul, [](double x) { return x / (1.0 + std::exp(-x)); });
+}
+
+TEST_F(PointwiseTest, GeluTanhMulIsGated) {
+  ExpectGated(GeluTanhMul, [](double x) {
+    const double u = std::sqrt(2.0 / std::numbers::pi) * (x + 0.044715 * x * x * x);
+    return x / (1.0 + std::exp(-2.0 * u));
+  });
 }
 
 // Rows of the base, of LoRA and of DoRA; sizes with and without vectors.
@@ -164,6 +265,7 @@ TEST_F(PointwiseTest, EmbedsAMixedBatch) {
     params.rows.token_ids = d_tokens.get();
     params.weight = d_weight.get();
     params.size = size;
+    params.factor = size == 64 ? 1.0f : 73.5f;
     params.adapters = {table.get(), 1};
     params.segments = {d_blocks.get(), counts.get()};
     params.out = d_out.get();
@@ -182,7 +284,8 @@ TEST_F(PointwiseTest, EmbedsAMixedBatch) {
         } else if (row >= 10) {
           expected = g[i] * (expected + 0.5 * lora);
         }
-        ASSERT_NEAR(out[int64_t{row} * size + i], expected, 1e-4) << row << " " << i;
+        ASSERT_NEAR(out[int64_t{row} * size + i] / params.factor, expected, 1e-4)
+            << row << " " << i;
       }
     }
   }
