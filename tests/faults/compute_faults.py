@@ -112,6 +112,24 @@ ENGINE = [
 
 CPU = [
     Fault(
+        "an MLP's output added without its norm",
+        "server/backends/cpu/decoder.cc",
+        "      ops::RmsNormInplace(out, w.mlp_output_norm, config_.rms_norm_eps);\n",
+        "",
+        "Gemma's layers add outputs of any size to the residual.",
+        (),
+        ("golden/test_fidelity.py",),
+    ),
+    Fault(
+        "an adapted embedding is not multiplied",
+        "server/backends/cpu/ops/embedding.cc",
+        "if (factor != 1.0f) kernels",
+        "if (factor != 1.0f && f == nullptr) kernels",
+        "Under an adapter of the embedding Gemma reads tokens nine times too small.",
+        ("cpu:PointwiseTest.*",),
+        ("golden/test_fidelity.py",),
+    ),
+    Fault(
         "cross term of the norm once",
         "server/backends/cpu/ops/dora_norm.cc",
         "terms + 2.0 * scale * RowDots(b_block, u)",

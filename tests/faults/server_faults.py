@@ -200,6 +200,24 @@ MODEL = [
         "Long prompts get other rotary angles than in transformers.",
         ("model:ModelConfigTest.*", "cpu:RopeTest.*"),
     ),
+    Fault(
+        "layers that slide turn as the others",
+        "server/model/rope_config.cc",
+        "layer.attention.rope = layer.attention.window > 0 ? 1 : 0;",
+        "layer.attention.rope = 0;",
+        "Five of six layers of Gemma get angles of another base.",
+        ("model:GemmaTest.*",),
+        ("golden/test_fidelity.py",),
+    ),
+    Fault(
+        "norms without their one",
+        "server/model/weight_import.cc",
+        "  for (float& sum : sums) sum += 1.0f;\n",
+        "",
+        "Gemma's norms multiply by w in the place of 1 + w.",
+        ("cpu:ModelWeightsTest.*",),
+        ("golden/test_fidelity.py",),
+    ),
 ]
 
 COLOCATION = [
