@@ -5,9 +5,10 @@ as the disk takes them: for benchmarks on a machine that has no model.
     python tools/make_random_model.py --shape qwen3-8b --adapter --rank 384 --out /dev/shm/adapter
 
 The shapes are those of model_shapes.json; tests/bench/model_shapes.h says more about them. Matrices
-are uniform in ±0.035 (standard deviation 0.02), norms 1, biases 0. Every tensor is another stretch
-of one pool of random numbers. The adapter is DoRA on the seven linears of every layer, with A and B
-such that s·B·A is about half of W, and magnitudes near the norms, so that g is near 1.
+are uniform in ±0.035 (standard deviation 0.02), norms multiply by 1, biases are 0. Every tensor is
+another stretch of one pool of random numbers. The adapter is DoRA on the seven linears of every
+layer, with A and B such that s·B·A is about half of W, and magnitudes near the norms, so that g is
+near 1.
 """
 
 import argparse
@@ -33,7 +34,9 @@ class Shape:
     @classmethod
     def read(cls, name: str, layers: int = 0) -> "Shape":
         """The table's shape of that name; layers: 0 for as many as it has."""
-        config = dict(_TABLE[name], hidden_act="silu", torch_dtype="bfloat16", eos_token_id=2)
+        config = dict(_TABLE[name], torch_dtype="bfloat16", eos_token_id=2)
+        if "hidden_activation" not in config:
+            config["hidden_act"] = "silu"
         count = config["num_hidden_layers"] = layers or config["num_hidden_layers"]
         if "layer_types" in config:  # repeated until every layer has one
             config["layer_types"] = list(islice(cycle(config["layer_types"]), count))
@@ -75,6 +78,11 @@ class Tensor:
 def model_tensors(shape: Shape) -> list[Tensor]:
     c = shape.config
     hidden = c["hidden_size"]
+    is_gemma = c["model_type"] == "gemma3_text"
+    norm = 0.0 if is_gemma else 1.0  # Gemma adds 1
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if is_gemma:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     embedding = (c["vocab_size"], hidden)
     tensors = [Tensor("model.embed_tokens.weight", embedding, STD)]
     for i in range(c["num_hidden_layers"]):
@@ -83,12 +91,12 @@ def model_tensors(shape: Shape) -> list[Tensor]:
             tensors.append(Tensor(f"{prefix}{name}.weight", size, STD))
             if c["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
                 tensors.append(Tensor(f"{prefix}{name}.bias", size[:1]))
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors.append(Tensor(f"{prefix}{name}.weight", (hidden,), value=1.0))
-        if c["model_type"] == "qwen3":
+        for name in norms:
+            tensors.append(Tensor(f"{prefix}{name}.weight", (hidden,), value=norm))
+        if c["model_type"] in ("qwen3", "gemma3_text"):
             for name in ("self_attn.q_norm", "self_attn.k_norm"):
-                tensors.append(Tensor(f"{prefix}{name}.weight", (c["head_dim"],), value=1.0))
-    tensors.append(Tensor("model.norm.weight", (hidden,), value=1.0))
+                tensors.append(Tensor(f"{prefix}{name}.weight", (c["head_dim"],), value=norm))
+    tensors.append(Tensor("model.norm.weight", (hidden,), value=norm))
     if not c["tie_word_embeddings"]:
         tensors.append(Tensor("lm_head.weight", embedding, STD))
     return tensors

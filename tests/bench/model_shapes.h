@@ -2,11 +2,9 @@
 // which tools/make_random_model.py reads too. Each is a config.json as the server reads it, but for
 // layer_types, which is repeated until every layer has one.
 //
-// Of the vision-language models there is the text part. gemma3-27b-plain has Gemma 3's sizes, heads
-// and windows in the decoder of this server, which serves no Gemma: SiLU, two norms a layer instead
-// of four, one rotary base. Qwen3.5-27B has no entry: three quarters of its layers are linear
-// attention with other projections, so that no decoder of this server does the same work.
-// Thread-safe.
+// Of the vision-language models there is the text part. Qwen3.5-27B has no entry: three quarters of
+// its layers are linear attention with other projections, so that no decoder of this server does
+// the same work. Thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -42,10 +42,9 @@ TEST(ModelShapesTest, AdaptersOfThePapersModelsHaveTheSizesItReports) {
     int64_t linears;
     int64_t millions;
   };
-  for (const Known& known :
-       {Known{"qwen2.5-vl-32b", 448, 3226}, Known{"qwen3-vl-32b", 448, 3226},
-        Known{"gemma3-27b-plain", 434, 2728}, Known{"mistral-small-24b", 280, 2221},
-        Known{"qwen3-vl-8b", 252, 1049}}) {
+  for (const Known& known : {Known{"qwen2.5-vl-32b", 448, 3226}, Known{"qwen3-vl-32b", 448, 3226},
+                             Known{"gemma3-27b", 434, 2728}, Known{"mistral-small-24b", 280, 2221},
+                             Known{"qwen3-vl-8b", 252, 1049}}) {
     const model::ModelConfig config = MustRead(known.name);
     EXPECT_EQ(config.embedding, known.linears) << known.name;
     EXPECT_EQ((AdapterParameters(config, 384) + 500'000) / 1'000'000, known.millions) << known.name;
@@ -59,13 +58,17 @@ TEST(ModelShapesTest, FamiliesDifferInBiasesNormsAndWindows) {
   EXPECT_FALSE(MustRead("mistral-small-24b", 1).layers[0].attention.qkv_bias);
   EXPECT_FALSE(MustRead("mistral-small-24b", 1).layers[0].attention.qk_norm);
   EXPECT_THAT(Windows(MustRead("mistral-small-24b")), Each(0));
-  EXPECT_TRUE(MustRead("gemma3-27b-plain").tied_embeddings);
+  const model::ModelConfig gemma = MustRead("gemma3-27b", 6);
+  EXPECT_TRUE(gemma.tied_embeddings && gemma.norms_add_one);
+  EXPECT_TRUE(gemma.layers[0].output_norms && gemma.layers[0].attention.qk_norm);
+  EXPECT_EQ(gemma.ropes[gemma.layers[0].attention.rope].theta, 10000.0);
+  EXPECT_EQ(gemma.ropes[gemma.layers[5].attention.rope].factor, 8.0);
 }
 
 TEST(ModelShapesTest, LayerTypesRepeat) {
-  EXPECT_THAT(Windows(MustRead("gemma3-27b-plain", 8)),
+  EXPECT_THAT(Windows(MustRead("gemma3-27b", 8)),
               ElementsAre(1024, 1024, 1024, 1024, 1024, 0, 1024, 1024));
-  const std::vector<int64_t> windows = Windows(MustRead("gemma3-27b-plain"));
+  const std::vector<int64_t> windows = Windows(MustRead("gemma3-27b"));
   EXPECT_EQ(std::count(windows.begin(), windows.end(), 0), 10);
 }
 
