@@ -187,7 +187,11 @@ FAMILIES = [
     # Gate and up stacked end at no multiple of 16: a GPU multiplies them by library products.
     Family(
         "llama_linear",
-        _llama(rope_parameters=_rope("linear", factor=2.5), intermediate_size=120),
+        _llama(
+            rope_parameters=_rope("linear", factor=2.5),
+            intermediate_size=120,
+            hidden_act="gelu_pytorch_tanh",
+        ),
         legacy_config=True,
     ),
     Family(
