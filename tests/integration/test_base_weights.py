@@ -421,6 +421,29 @@ def test_a_model_takes_norms_in_its_own_dtype(zoo, tmp_path) -> None:
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
+def test_a_trainer_takes_norms_that_are_not_lent_from_its_files(zoo, tmp_path) -> None:
+    folder = zoo.model("gemma3_text")
+    settings = {
+        "server.shared_memory_socket": tmp_path / "memory.sock",
+        "model.compute_dtype": "bf16",
+    }
+    with serve(folder, None, settings) as server, dorad.Client(server.grpc) as client:
+        weights = dorad.train.base_weights(client)
+        model = empty_model(folder)
+        with pytest.raises(dorad.train.BaseWeightsError, match=r"q_norm\.weight: is missing"):
+            dorad.train.adopt_base(model, weights)
+        norms = {
+            name: tensor.to(device())
+            for name, tensor in in_files(folder).items()
+            if name.endswith("norm.weight")
+        }
+        dorad.train.adopt_base(model, {**weights, **norms})
+        own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        theirs = dict(own.named_parameters())
+        for name, parameter in model.named_parameters():
+            assert same(parameter.detach(), theirs[name].detach()), name
+
+
 def test_everything_that_does_not_fit_is_listed_and_nothing_is_changed(zoo, client) -> None:
     weights = dict(dorad.train.base_weights(client))
     name = "model.layers.2.mlp.down_proj.weight"
