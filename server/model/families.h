@@ -16,8 +16,11 @@ struct Family {
   // Of text_config, in a model of several parts: the text decoder is served, and the other parts'
   // weights are not held. nullptr: the model is a text decoder.
   const char* text_type = nullptr;
-  std::optional<int64_t> default_vocab;     // nullopt: must be given
-  std::optional<int64_t> default_heads;     // nullopt: must be given
+  struct Sizes {
+    int64_t vocab, hidden, inner, layers, heads;
+  };
+  // nullopt: must be given. transformers 4 wrote the text of several parts without its defaults.
+  std::optional<Sizes> default_sizes;
   std::optional<int64_t> default_kv_heads;  // nullopt: as many as heads
   int64_t default_head_dim = 0;             // 0: hidden_size / heads
   int64_t default_context = 0;

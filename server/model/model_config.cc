@@ -91,11 +91,16 @@ void ReadTensorNames(const std::string& dir, Fields& root, ModelConfig* config) 
 
 // A wrong size becomes 0, so that it is reported once.
 void ReadSizes(Fields& fields, const Family& family, ModelConfig* config) {
-  config->vocab_size = fields.Int("vocab_size", family.default_vocab, kVocab);
-  config->hidden_size = fields.Int("hidden_size", std::nullopt, kWidth);
-  config->intermediate_size = fields.Int("intermediate_size", std::nullopt, kWidth);
-  config->layers.resize(fields.Int("num_hidden_layers", std::nullopt, kLayers));
-  config->num_heads = fields.Int("num_attention_heads", family.default_heads, kHeads);
+  const auto size = [&](const char* key, int64_t Family::Sizes::*fallback, IntRange range) {
+    const auto& defaults = family.default_sizes;
+    return fields.Int(key, defaults ? std::optional(*defaults.*fallback) : std::nullopt, range);
+  };
+  using Sizes = Family::Sizes;
+  config->vocab_size = size("vocab_size", &Sizes::vocab, kVocab);
+  config->hidden_size = size("hidden_size", &Sizes::hidden, kWidth);
+  config->intermediate_size = size("intermediate_size", &Sizes::inner, kWidth);
+  config->layers.resize(size("num_hidden_layers", &Sizes::layers, kLayers));
+  config->num_heads = size("num_attention_heads", &Sizes::heads, kHeads);
   config->context_length =
       fields.Int("max_position_embeddings", family.default_context, kPositions);
   config->rms_norm_eps = fields.Number("rms_norm_eps", family.default_eps, {0.0, 0.1});

@@ -17,9 +17,9 @@ std::vector<ops::RopeTable> MakeRopeTables(const ModelConfig& config, int64_t po
   std::vector<ops::RopeTable> tables;
   for (const RopeConfig& rope : config.ropes) {
     const int64_t half = rope.width / 2;
-    const ops::RopeTable& table =
-        tables.emplace_back(EmptyF32({positions, half}), EmptyF32({positions, half}));
+    const ops::RopeTable table{EmptyF32({positions, half}), EmptyF32({positions, half})};
     FillRopeTable(rope, positions, table.cos.data_ptr<float>(), table.sin.data_ptr<float>());
+    tables.push_back(table);
   }
   return tables;
 }

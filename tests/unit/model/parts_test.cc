@@ -64,6 +64,35 @@ TEST(PartsTest, Transformers4WroteTheTextsFieldsBesideTheVisions) {
   EXPECT_THAT(read->image_token_ids, ElementsAre(299));
 }
 
+TEST(PartsTest, Transformers4LeftOutTheTextsDefaults) {
+  struct Known {
+    const char* type;
+    const char* architecture;
+    const char* text;
+    std::vector<int64_t> sizes;
+  };
+  for (const Known& known : {Known{"mistral3",
+                                   "Mistral3ForConditionalGeneration",
+                                   "mistral",
+                                   {32000, 4096, 14336, 32, 32, 8, 128}},
+                             Known{"qwen2_5_vl",
+                                   "Qwen2_5_VLForConditionalGeneration",
+                                   "qwen2_5_vl_text",
+                                   {152064, 8192, 29568, 80, 64, 8, 128}},
+                             Known{"qwen3_vl",
+                                   "Qwen3VLForConditionalGeneration",
+                                   "qwen3_vl_text",
+                                   {151936, 4096, 22016, 32, 32, 32, 128}}}) {
+    const auto config = Read(Whole(known.type, known.architecture, {{"model_type", known.text}}));
+    ASSERT_TRUE(config.ok()) << config.status();
+    EXPECT_THAT((std::vector<int64_t>{config->vocab_size, config->hidden_size,
+                                      config->intermediate_size, config->num_layers(),
+                                      config->num_heads, config->num_kv_heads, config->head_dim}),
+                ElementsAreArray(known.sizes))
+        << known.type;
+  }
+}
+
 TEST(PartsTest, ATextOfAnotherTypeIsRefused) {
   const json config = Whole("mistral3", "Mistral3ForConditionalGeneration", Text("llama"));
   const std::vector<Violation> violations = ViolationsOf(Read(config).status());
