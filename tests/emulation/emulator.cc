@@ -58,11 +58,11 @@ Grid::Grid(int blocks, int threads, int cluster, uint32_t shared_bytes,
     Thread& thread = threads_[i];
     thread.block = &blocks_[i / threads];
     thread.index = static_cast<unsigned>(i % threads);
-    thread.stack.resize(kStackBytes);
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.data();
-    thread.context.uc_stack.ss_size = thread.stack.size();
-    makecontext(&thread.context, &Grid::Enter, 0);
+    thread.stack = std::make_unique_for_overwrite<unsigned char[]>(kStackBytes);
+    getcontext(&thread.beginning);
+    thread.beginning.uc_stack.ss_sp = thread.stack.get();
+    thread.beginning.uc_stack.ss_size = kStackBytes;
+    makecontext(&thread.beginning, &Grid::Enter, 0);
   }
 }
 
@@ -82,7 +82,29 @@ void Grid::Enter() {
   thread.done = true;
   --thread.block->alive;
   emulator.Progress();
-  emulator.LimitGpuShare();
+  emulator.SwitchAway();
+}
+
+// setcontext asks the kernel for the signal mask: it begins a fiber, longjmp goes on with it.
+void Emulator::SwitchTo(Thread& thread) {
+  thread_ = &thread;
+  if (_setjmp(scheduler_) != 0) return;
+  if (thread.started) _longjmp(thread.left_at, 1);
+  thread.started = true;
+  setcontext(&thread.beginning);
+}
+
+void Emulator::SwitchAway() {
+  if (_setjmp(thread_->left_at) == 0) _longjmp(scheduler_, 1);
+}
+
+void Emulator::Wait(const uint32_t& number, bool until, uint32_t value) {
+  Thread& thread = *thread_;
+  thread.waits_on = &number;
+  thread.until = until;
+  thread.value = value;
+  while (thread.Waits()) SwitchAway();
+  thread.waits_on = nullptr;
 }
 
 void Emulator::Run(const std::vector<Grid*>& grids) {
@@ -103,10 +125,9 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
       const size_t first = random_() % count;
       for (size_t i = 0; i < count; ++i) {
         Thread& thread = grid->threads_[(first + i) % count];
-        if (thread.done) continue;
+        if (thread.done || thread.Waits()) continue;
         if (thread.block->warps[thread.index / 32].asleep_until > round) continue;
-        thread_ = &thread;
-        swapcontext(&scheduler_, &thread.context);
+        SwitchTo(thread);
         if (thread.done) --grid->left_;
       }
     }
@@ -133,8 +154,8 @@ void Emulator::Run(const std::vector<Grid*>& grids) {
   }
 }
 
-int Arrive(Meeting& meeting, int count) {
-  const int generation = meeting.generation;
+uint32_t Arrive(Meeting& meeting, int count) {
+  const uint32_t generation = meeting.generation;
   if (++meeting.arrived == count) {
     meeting.arrived = 0;
     ++meeting.generation;
@@ -143,8 +164,8 @@ int Arrive(Meeting& meeting, int count) {
   return generation;
 }
 
-void Await(const Meeting& meeting, int generation) {
-  while (meeting.generation == generation) Emulator::Get().LimitGpuShare();
+void Await(const Meeting& meeting, uint32_t generation) {
+  Emulator::Get().WaitWhile(meeting.generation, generation);
 }
 
 void Meet(Meeting& meeting, int count) { Await(meeting, Arrive(meeting, count)); }

@@ -1,7 +1,8 @@
 // Runs the device code of a kernel on a CPU: every thread of every block is a fiber, switched at
-// waits and barriers in a random but repeatable order. Finds wrong indices, missing or surplus
-// arrivals, phases that are missed, copies to blocks that have left, deadlocks. Knows nothing of
-// memory ordering (every write is seen at once) nor of time.
+// waits and barriers in a random but repeatable order. A wait that lasts costs a look at a number,
+// not a switch. Finds wrong indices, missing or surplus arrivals, phases that are missed, copies to
+// blocks that have left, deadlocks. Knows nothing of memory ordering (every write is seen at once)
+// nor of time.
 //
 // The device headers kernels/common/{barrier,wgmma}.cuh are shadowed by the ones beside this file.
 // One Emulator at a time; single-threaded.
@@ -9,6 +10,7 @@
 
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <setjmp.h>
 #include <ucontext.h>
 #include <vector_functions.h>
 #include <vector_types.h>
@@ -46,13 +48,13 @@ struct Barrier {
   int arrivals = 0;  // of a phase
   int pending = 0;
   int64_t bytes = 0;  // that copies still owe
-  int phase = 0;
+  uint32_t phase = 0;
 };
 
 // A barrier of a number of threads, by who came.
 struct Meeting {
   int arrived = 0;
-  int generation = 0;
+  uint32_t generation = 0;
 };
 
 struct Warp {
@@ -81,12 +83,19 @@ struct Block {
 };
 
 struct Thread {
-  ucontext_t context;
-  std::vector<unsigned char> stack;
+  bool Waits() const { return waits_on != nullptr && (*waits_on == value) != until; }
+
+  const uint32_t* waits_on = nullptr;  // until it has the value, or another one
+  bool until = false;
+  uint32_t value = 0;
   Block* block = nullptr;
   unsigned index = 0;
-  int cluster_arrival = 0;  // what ClusterWait waits for
+  bool started = false;
+  uint32_t cluster_arrival = 0;  // what ClusterWait waits for
   bool done = false;
+  jmp_buf left_at;       // of a started one
+  ucontext_t beginning;  // of another one
+  std::unique_ptr<unsigned char[]> stack;
 };
 
 // One launch.
@@ -124,18 +133,24 @@ class Emulator {
   // Something that the copy engine does some time later.
   void Later(std::function<void()> work) { later_.push_back(std::move(work)); }
   void Progress() { ++progress_; }
-  void LimitGpuShare() { swapcontext(&thread_->context, &scheduler_); }
+  // Lets others run.
+  void SwitchAway();
+  // The same until a number has the value, or another one.
+  void WaitUntil(const uint32_t& number, uint32_t value) { Wait(number, true, value); }
+  void WaitWhile(const uint32_t& number, uint32_t value) { Wait(number, false, value); }
   Thread& thread() { return *thread_; }
   std::mt19937& random() { return random_; }
   static Emulator& Get() { return *current_; }
 
  private:
   friend class Grid;
+  void SwitchTo(Thread& thread);
+  void Wait(const uint32_t& number, bool until, uint32_t value);
 
   static Emulator* current_;
   std::mt19937 random_;
   Thread* thread_ = nullptr;
-  ucontext_t scheduler_;
+  jmp_buf scheduler_;
   std::deque<std::function<void()>> later_;
   int64_t progress_ = 0;
 };
@@ -143,8 +158,8 @@ class Emulator {
 inline Block& ThisBlock() { return *Emulator::Get().thread().block; }
 // Until `count` threads have come; or in two steps, of which the first tells what to wait for.
 void Meet(Meeting& meeting, int count);
-int Arrive(Meeting& meeting, int count);
-void Await(const Meeting& meeting, int generation);
+uint32_t Arrive(Meeting& meeting, int count);
+void Await(const Meeting& meeting, uint32_t generation);
 // A phase ends when nobody is awaited and no copy owes bytes.
 void CheckPhase(Barrier& barrier);
 

@@ -59,11 +59,11 @@ inline void BarrierArriveRemote(uint32_t barrier) {
 inline void BarrierHoldForCopies(uint32_t) {}  // CopyAsync16 is done at once
 inline void BarrierWait(uint32_t barrier, uint32_t parity) {
   const emulation::Barrier& awaited = emulation::ThisBlock().BarrierAt(barrier);
-  while (awaited.phase == static_cast<int>(parity)) emulation::Emulator::Get().LimitGpuShare();
+  emulation::Emulator::Get().WaitWhile(awaited.phase, parity);
 }
 
 inline bool BarrierIsComplete(uint32_t barrier, uint32_t parity) {
-  return emulation::ThisBlock().BarrierAt(barrier).phase != static_cast<int>(parity);
+  return emulation::ThisBlock().BarrierAt(barrier).phase != parity;
 }
 
 inline void CopyAsync16(uint32_t destination, const void* source, bool valid) {
@@ -148,7 +148,7 @@ inline void FenceProxyAsyncGlobal() {}
 
 inline void LaunchDependents() {}
 inline void WaitForPrevious() {
-  while (!emulation::ThisBlock().grid->CanFollow()) emulation::Emulator::Get().LimitGpuShare();
+  while (!emulation::ThisBlock().grid->CanFollow()) emulation::Emulator::Get().SwitchAway();
 }
 inline void NamedBarrier(int id, int threads) {
   emulation::Meet(emulation::ThisBlock().named[id], threads);
@@ -174,7 +174,7 @@ inline void SignalRelease(uint32_t* counter) {
   emulation::Emulator::Get().Progress();
 }
 inline void SpinUntil(const uint32_t* counter, uint32_t value) {
-  while (*counter != value) emulation::Emulator::Get().LimitGpuShare();
+  emulation::Emulator::Get().WaitUntil(*counter, value);
 }
 
 }  // namespace dorad::kernels

@@ -2,6 +2,9 @@
 // the order of K.
 #pragma once
 
+#include <bit>
+#include <cstring>
+
 #include "tests/emulation/emulator.h"
 
 namespace dorad::kernels {
@@ -22,28 +25,34 @@ inline uint64_t WgmmaTile(uint32_t shared_address) {
   return uint64_t{1} << 62 | (shared_address & 0x3FFFF) >> 4;
 }
 
-inline float TileElement(uint64_t tile, int row, int k) {
-  uint32_t at = static_cast<uint32_t>(tile & 0x3FFF) << 4;
-  at += row / 8 * 1024 + row % 8 * 128 + 2 * k;
-  at ^= (at >> 7 & 7) << 4;
-  __nv_bfloat16 value;
-  std::memcpy(&value, emulation::ThisBlock().At(at), sizeof(value));
-  return __bfloat162float(value);
+// A row's 16 elements, of which each eight lie side by side.
+inline void ReadTile(uint64_t tile, int row, float (&values)[16]) {
+  for (int first = 0; first < 16; first += 8) {
+    uint32_t at = static_cast<uint32_t>(tile & 0x3FFF) << 4;
+    at += row / 8 * 1024 + row % 8 * 128 + 2 * first;
+    at ^= (at >> 7 & 7) << 4;
+    const unsigned char* from = emulation::ThisBlock().At(at);
+    for (int k = 0; k < 8; ++k) {
+      uint16_t bits;
+      std::memcpy(&bits, from + 2 * k, sizeof(bits));
+      values[first + k] = std::bit_cast<float>(uint32_t{bits} << 16);
+    }
+  }
 }
 
 template <int kN>
 void Wgmma(float (&d)[kN / 2], uint64_t a_tile, uint64_t b_tile, int accumulate) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % 4;
-  for (int j = 0; j < 2; ++j) {
-    float a[16];
-    for (int k = 0; k < 16; ++k) a[k] = TileElement(a_tile, 16 * warp + lane / 4 + 8 * j, k);
-    for (int i = 0; i < kN / 8; ++i) {
-      for (int c = 0; c < 2; ++c) {
+  float a[2][16];
+  for (int j = 0; j < 2; ++j) ReadTile(a_tile, 16 * warp + lane / 4 + 8 * j, a[j]);
+  for (int i = 0; i < kN / 8; ++i) {
+    for (int c = 0; c < 2; ++c) {
+      float b[16];
+      ReadTile(b_tile, 8 * i + 2 * (lane % 4) + c, b);
+      for (int j = 0; j < 2; ++j) {
         float sum = 0.0f;
-        for (int k = 0; k < 16; ++k) {
-          sum += a[k] * TileElement(b_tile, 8 * i + 2 * (lane % 4) + c, k);
-        }
+        for (int k = 0; k < 16; ++k) sum += a[j][k] * b[k];
         float& to = d[4 * i + 2 * j + c];
         to = (accumulate != 0 ? to : 0.0f) + sum;
       }
