@@ -7,6 +7,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 build=${BUILD_DIR:-build}
 enter_tests "$build"
+unset PYTHONDONTWRITEBYTECODE # four processes would each compile all tests again
 
 status=0
 STAGE_TAIL=80 stage "unit tests" "ctest-$(basename "$build")" ctest --test-dir "$build" \

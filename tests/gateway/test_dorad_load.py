@@ -1,21 +1,19 @@
 """dorad-load through OpenAI's route of the gateway."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from lib.gateway import running_gateway
 from lib.server import environment
+from lib.zygote import run
 
 PROGRAM = "import sys; from dorad.cli import load_main; sys.argv[0] = 'dorad-load'; load_main()"
 
 
 def load(*words, code=0, **variables):
     line = [sys.executable, "-c", PROGRAM, *map(str, words)]
-    result = subprocess.run(
-        line, capture_output=True, text=True, timeout=120, env=environment(**variables)
-    )
+    result = run(line, env=environment(**variables))
     assert result.returncode == code, (result.stdout, result.stderr)
     return result.stderr if code else result.stdout
 
@@ -64,9 +62,7 @@ def test_refusals_and_failures_of_the_route_are_told_apart(fake, tmp_path, data)
 
     def report(*more):
         line = [sys.executable, "-c", PROGRAM, "--openai", gateway.url, *map(str, words), *more]
-        result = subprocess.run(
-            line, capture_output=True, text=True, timeout=120, env=environment()
-        )
+        result = run(line, env=environment())
         assert result.returncode == 1, result.stderr  # No request succeeded.
         return json.loads(result.stdout)
 

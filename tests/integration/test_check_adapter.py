@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lib import zygote
 from lib.server import binary, environment, serve
 from safetensors.torch import load_file, save_file
 
@@ -27,7 +28,7 @@ def dorad(*words: object) -> subprocess.CompletedProcess:
 
 def doractl(*words: object, **variables: str) -> subprocess.CompletedProcess:
     program = "import sys; from dorad.cli import main; sys.argv[0] = 'doractl'; main()"
-    return run(sys.executable, "-c", program, *words, **variables)
+    return zygote.run([sys.executable, "-c", program, *words], env=environment(**variables))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import dorad
 import grpc
 import httpx
 import pytest
+from lib import zygote
 from lib.gateway import command as gateway_command
 from lib.gateway import running_gateway
 from lib.nginx import nginx
@@ -164,9 +165,7 @@ def test_gateway_and_load_take_a_proxy_whose_servers_control_they_reach(zoo, tmp
         load = [sys.executable, "-c", "from dorad.cli import load_main; load_main()"]
         load += ["--target", target, "--requests", "2", "--output-tokens", "2"]
         for more, code in (([], 1), (["--admin-target", admin], 0)):
-            run = subprocess.run(
-                [*load, *more], capture_output=True, text=True, env=environment(**trust), timeout=60
-            )
+            run = zygote.run([*load, *more], env=environment(**trust))
             assert run.returncode == code, run
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.server import environment
+from lib.zygote import Program
 
 READY = re.compile(r"^dorad gateway ready http=(\S+)(?: grpc=(\S+))?$")
 _MAIN = "from dorad.cli import main; main()"
@@ -27,7 +28,7 @@ signal.signal(signal.SIGUSR1, lambda *_: steps.append(1))
 
 @dataclass
 class RunningGateway:
-    process: subprocess.Popen
+    process: Program
     http: str
     grpc: str
     log_path: Path
@@ -66,13 +67,11 @@ def running_gateway(
     """It must end with exit code 0 on SIGTERM, and must not have logged an exception."""
     log_path = scratch / "gateway.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
+        process = Program(
             command(target, *arguments, stepped_clock=stepped_clock),
             stdout=subprocess.PIPE,
             stderr=log,
-            stdin=subprocess.DEVNULL,
             env=environment(**env),
-            text=True,
         )
     try:
         line = process.stdout.readline().strip()

@@ -7,6 +7,7 @@ import sys
 import pytest
 from fake_server import FakeServer
 from lib.server import environment, free_port
+from lib.zygote import run
 
 PROGRAM = "import sys; from dorad.cli import main; sys.argv[0] = 'doractl'; main()"
 
@@ -30,10 +31,7 @@ def completed(*words, shell="bash", **variables):
         asked |= {"COMP_WORDS": "\n".join(line), "COMP_CWORD": str(len(line) - 1)}
     else:
         asked |= {"_TYPER_COMPLETE_ARGS": " ".join(line), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True, text=True, timeout=120, env=environment(**asked),
-    )  # fmt: skip
+    result = run([sys.executable, "-c", PROGRAM], env=environment(**asked))
     assert result.stderr == "" and result.returncode in (0, 1), result
     return result.stdout.split()
 
