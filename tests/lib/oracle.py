@@ -1,6 +1,7 @@
 """The oracle: transformers + PEFT, read from the same folders as the server reads."""
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from peft import PeftModel
 from transformers import AutoConfig
 
 from lib.tiny_models import model_class
+
+
+# Weights of a model of which several adapters are kept in memory.
+SMALL = 10_000_000
 
 
 class Oracle:
@@ -25,14 +30,12 @@ class Oracle:
         )
 
     def load(self, adapter_dir: Path | None) -> torch.nn.Module:
-        """The model with one adapter, unmerged; the base model for None."""
+        """The model with one adapter, unmerged; the base model for None. Not to be changed."""
         if adapter_dir is None:
             return self.base
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = PeftModel.from_pretrained(copy.deepcopy(self.base), adapter_dir)
-        # PEFT keeps fp16 and bf16 adapters in fp32; under a bf16 base its own default applies.
-        return model.eval()
+        is_small = sum(weight.numel() for weight in self.base.parameters()) < SMALL
+        load = _with_adapter if is_small else _with_adapter.__wrapped__
+        return load(self, adapter_dir)
 
     def next_logprobs(
         self, adapter_dir: Path | None, sequences: list[list[int]]
@@ -56,6 +59,15 @@ class Oracle:
                 ids = output.logits[:, -1:].argmax(dim=-1)
                 result.append(int(ids))
         return result
+
+
+@functools.lru_cache(maxsize=32)
+def _with_adapter(oracle: Oracle, adapter_dir: Path) -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = PeftModel.from_pretrained(copy.deepcopy(oracle.base), adapter_dir)
+    # PEFT keeps fp16 and bf16 adapters in fp32; under a bf16 base its own default applies.
+    return model.eval()
 
 
 def compare(ours: np.ndarray, oracle: np.ndarray) -> tuple[float, float]:
