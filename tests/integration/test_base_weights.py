@@ -17,7 +17,8 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from dorad.v1 import control_pb2
-from lib.server import ROOT, Server, device, environment, serve, wait_until
+from lib import zygote
+from lib.server import Server, device, environment, serve, wait_until
 from lib.wire import RAW, failure
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -210,21 +211,26 @@ print("leased", flush=True)
 
 @contextlib.contextmanager
 def leaseholder(server: Server, program: str):
-    paths = ":".join([f"{ROOT / 'client' / 'src'}", os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + program, server.grpc],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(PYTHONPATH=paths),
-    )
-    try:
-        assert process.stdout.readline() == "leased\n", process.stderr.read()
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    """The process, and what it writes to stderr."""
+    with tempfile.TemporaryFile("w+") as stderr:
+        process = zygote.Program(
+            [sys.executable, "-c", PRELUDE + program, server.grpc],
+            imports=zygote.TRAINING,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=environment(),
+        )
+        try:
+            leased = process.stdout.readline()
+            stderr.seek(0)
+            assert leased == "leased\n", stderr.read()
+            yield process, stderr
+        finally:
+            process.kill()
+            process.wait(60)
+            process.stdin.close()
+            process.stdout.close()
 
 
 def greedy(server: Server):
@@ -237,13 +243,14 @@ def greedy(server: Server):
 def test_a_trainer_cannot_write(server, client) -> None:
     before = greedy(server)
     program = "weights[name].fill_(0)\nif weights.device.type == 'cuda': torch.cuda.synchronize()\n"
-    with leaseholder(server, program + "print('written')") as trainer:
-        out, error = trainer.communicate(timeout=120)
-    assert "written" not in out
-    if device() == "cuda":
-        assert trainer.returncode != 0 and "CUDA error" in error
-    else:
-        assert trainer.returncode == -signal.SIGSEGV
+    with leaseholder(server, program + "print('written')") as (trainer, stderr):
+        code = trainer.wait(120)
+        assert "written" not in trainer.stdout.read()
+        stderr.seek(0)
+        if device() == "cuda":
+            assert code != 0 and "CUDA error" in stderr.read()
+        else:
+            assert code == -signal.SIGSEGV
     assert greedy(server) == before
 
 
@@ -261,7 +268,7 @@ if sys.stdin.readline() == "forget\\n":
     time.sleep(600)
 """
     fds = len(os.listdir(f"/proc/{server.pid}/fd"))
-    with leaseholder(server, program) as trainer:
+    with leaseholder(server, program) as (trainer, _):
         assert leased_bytes(server) > 0
         if end == "kill":
             trainer.kill()

@@ -12,7 +12,6 @@ from transformers import AutoConfig
 
 from lib.tiny_models import model_class
 
-
 # Weights of a model of which several adapters are kept in memory.
 SMALL = 10_000_000
 

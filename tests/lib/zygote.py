@@ -1,8 +1,8 @@
 """Programs of the Python client without their imports, which are most of a short program's time.
 
-A process that has imported the client, the zygote, forks for each program. The fork runs the code
-with its own arguments, environment and files, and ends as any Python program ends. Each process
-that runs tests has a zygote of its own, which ends with it.
+A process that has imported the client, a zygote, forks for each program. The fork runs the code
+with its own arguments, environment and files, and ends as any Python program ends. Zygotes end with
+the process that runs the tests.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-IMPORTS = "dorad.cli.app", "dorad.cli.gateway", "dorad.gateway.serve", "dorad.load", "dorad.text"
+CLIENT = ("dorad.cli.app", "dorad.cli.gateway", "dorad.gateway.serve", "dorad.load", "dorad.text")
+TRAINING = ("torch", "dorad.train")
 _NUMBER = struct.Struct("i")
 _MAX_MESSAGE = 1 << 20
 
@@ -33,6 +34,8 @@ class Program:
         self,
         line: Sequence[object],
         *,
+        imports: tuple[str, ...] = CLIENT,
+        stdin: int = subprocess.DEVNULL,
         stdout: int | IO = subprocess.DEVNULL,
         stderr: int | IO = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
@@ -40,11 +43,16 @@ class Program:
         self.args = [str(word) for word in line]
         assert self.args[:2] == [sys.executable, "-c"], self.args
         self.returncode: int | None = None
+        self.stdin: IO[str] | None = None
         self.stdout: IO[str] | None = None
         with contextlib.ExitStack() as stack:
             null = os.open(os.devnull, os.O_RDWR)
             stack.callback(os.close, null)
             files = [null]
+            if stdin == subprocess.PIPE:
+                files[0], write = os.pipe()
+                stack.callback(os.close, files[0])
+                self.stdin = os.fdopen(write, "w")
             for file in (stdout, stderr):
                 if file == subprocess.PIPE:
                     assert file is stdout
@@ -64,7 +72,7 @@ class Program:
                 "environment": dict(os.environ if env is None else env),
                 "folder": os.getcwd(),
             }
-            _send(json.dumps(request).encode(), [*files, write])
+            _send(imports, json.dumps(request).encode(), [*files, write])
         self.pid = self._read(None)
         assert self.pid is not None
 
@@ -128,9 +136,10 @@ _lock = threading.Lock()
 
 
 @functools.cache
-def _zygote() -> tuple[socket.socket, subprocess.Popen]:
+def _zygote(imports: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    code = f"from lib.zygote import _serve; program = _serve({theirs.fileno()}); exec(program)"
+    arguments = f"{theirs.fileno()}, {imports}"
+    code = f"from lib.zygote import _serve; program = _serve({arguments}); exec(program)"
     path = os.pathsep.join(sys.path)
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -142,17 +151,17 @@ def _zygote() -> tuple[socket.socket, subprocess.Popen]:
     return ours, process
 
 
-def _send(request: bytes, files: list[int]) -> None:
+def _send(imports: tuple[str, ...], request: bytes, files: list[int]) -> None:
     assert len(request) < _MAX_MESSAGE
     with _lock:
-        socket.send_fds(_zygote()[0], [request], files)
+        socket.send_fds(_zygote(imports)[0], [request], files)
 
 
-def _serve(number: int) -> str:
+def _serve(number: int, imports: tuple[str, ...]) -> str:
     """The zygote's life. Returns in each fork, with the code that it is to run."""
     import importlib
 
-    for name in IMPORTS:
+    for name in imports:
         importlib.import_module(name)
     gc.freeze()  # what is imported is never garbage
     requests = socket.socket(fileno=number)

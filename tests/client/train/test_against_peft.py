@@ -16,6 +16,7 @@ from lib.dora_training import (
     perturb,
     step,
 )
+from lib.tiers import deep
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -309,7 +310,7 @@ def test_loss_curves_of_a_language_model_stay_together(checkpointed):
         parameters = [p for p in trained.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.0)
         losses = []
-        for number in range(120):
+        for number in range(120 if deep() else 72):
             batch = data[number % 3 :: 3]
             loss = trained(input_ids=batch, labels=batch).loss
             loss.backward()
