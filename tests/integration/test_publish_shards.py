@@ -2,7 +2,6 @@
 
 import dorad
 import pytest
-import torch.multiprocessing as mp
 from dorad.train import adapter_tensors
 from lib import sharding
 from lib.server import serve
@@ -45,7 +44,7 @@ def test_every_way_of_sharding_gives_the_adapter_of_one_process(server, zoo, tmp
         whole = client.publish("whole", model=build(folder))
         other = client.publish("other", model=policy(folder, seed=4, use_dora=True))
         assert whole.digest != other.digest
-        mp.spawn(train, args=(tmp_path / "store", server.grpc, folder), nprocs=sharding.WORLD)
+        sharding.run(train, tmp_path / "store", server.grpc, folder)
         digests = {version.name: version.digest for version in client.adapters()}
     del digests["whole"], digests["other"]
     assert len(digests) == 1 + len(sharding.ways())

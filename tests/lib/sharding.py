@@ -3,10 +3,12 @@
 import datetime
 import importlib.util
 import os
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from peft.utils.other import fsdp_auto_wrap_policy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,7 +17,30 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 WORLD = 2
+IMPORTS = ["torch.distributed.fsdp", "peft", "transformers.models.llama.modeling_llama", "dorad"]
 DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+
+
+def run(target: Callable, *arguments: object) -> None:
+    """target(rank, *arguments) in each process of a group. All must end with exit code 0.
+
+    They are forks of a process that has imported what they need. Not of this one: it may have
+    threads of gRPC and torch, whose locks a fork would inherit.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    ranks = [
+        context.Process(target=target, args=(rank, *arguments), daemon=True)
+        for rank in range(WORLD)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(240)
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * WORLD
 
 
 @contextmanager

@@ -189,21 +189,9 @@ def run_all(rank, file, paths, failures):
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
-    # Not fork: this process may have threads of gRPC and torch, whose locks a child would inherit.
-    context = mp.get_context("spawn")
-    queue = context.Queue()
+    queue = mp.get_context("forkserver").Queue()
     file = tmp_path_factory.mktemp("group") / "store"
-    workers = [
-        context.Process(target=run_all, args=(rank, file, sys.path[:], queue), daemon=True)
-        for rank in range(WORLD)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(240)
-        if worker.is_alive():
-            worker.kill()
-    assert [worker.exitcode for worker in workers] == [0] * WORLD
+    sharding.run(run_all, file, sys.path[:], queue)
     found = []
     while not queue.empty():
         found.append(queue.get())
