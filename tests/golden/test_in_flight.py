@@ -22,30 +22,22 @@ RECOMPUTE = inference_pb2.IN_FLIGHT_POLICY_SWITCH_RECOMPUTE
 MIN_COSINE, MAX_ERROR = (0.999999, 1e-4) if device() == "cpu" else (0.999, 1.0)
 
 
-def version_of(sample: Sample, token: int) -> int:
-    return next(span[1] for span in sample.spans if span[3] <= token < span[4])
-
-
 def replay(zoo, folders: list[Path], sample: Sample, policy: int) -> np.ndarray:
     """[tokens, V]: the distribution that each token was sampled from, computed by PEFT."""
     oracle = zoo.oracle("slow")
-    models = {i + 1: oracle.load(folder) for i, folder in enumerate(folders)}
-    rows = []
+    rows, cache = [], None
+    ids = PROMPT + sample.tokens
     with torch.inference_mode():
-        if policy == RECOMPUTE:
-            for token in range(len(sample.tokens)):
-                ids = torch.tensor([PROMPT + sample.tokens[:token]])
-                rows.append(models[version_of(sample, token)](ids).logits[0, -1])
-        else:
-            # The row that predicts a token is computed by the token's version; keys and values
-            # stay as they were made.
-            cache, ids = None, torch.tensor([PROMPT])
-            for token in range(len(sample.tokens)):
-                model = models[version_of(sample, token)]
-                output = model(ids, past_key_values=cache, use_cache=True)
-                cache, ids = output.past_key_values, torch.tensor([[sample.tokens[token]]])
-                rows.append(output.logits[0, -1])
-    return torch.log_softmax(torch.stack(rows).float(), dim=-1).numpy()
+        # The row that predicts a token is computed by the token's version, over keys and values
+        # of its own or over those that were made before.
+        for _, version, _, first, end in sample.spans:
+            known = 0 if policy == RECOMPUTE or cache is None else cache.get_seq_length()
+            part = torch.tensor([ids[known : len(PROMPT) + end - 1]])
+            model = oracle.load(folders[version - 1])
+            output = model(part, past_key_values=cache if known else None, use_cache=True)
+            cache = output.past_key_values
+            rows.append(output.logits[0, -(end - first) :])
+    return torch.log_softmax(torch.cat(rows).float(), dim=-1).numpy()
 
 
 def run(server, policy: int, **options) -> dict[int, Sample]:
