@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from dorad.v1 import types_pb2
 from lib.server import ROOT, serve, wait_until
+from lib.tiers import deep
 
-KILLS = 200
+KILLS = 200 if deep() else 100
 AT_ONCE = 10
 KINDS = ["generate", "generate", "slow_reader", "score", "publish"]
 

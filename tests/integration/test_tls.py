@@ -114,6 +114,9 @@ def test_a_certificate_can_stand_for_a_token(zoo, tmp_path, ca) -> None:
         assert denied.value.reason == "TOKEN_MISSING"
 
 
+PAUSE = 0.02  # between calls, each of which costs both sides some milliseconds
+
+
 class Traffic:
     """Calls on an old connection and on ever new ones, until it ends; all must succeed."""
 
@@ -133,12 +136,12 @@ class Traffic:
 
     def stay(self) -> None:
         with dorad.Client(self.target, ca_file=self.ca.certificate, retry_for=0) as client:
-            while not self.stop.is_set():
+            while not self.stop.wait(PAUSE):
                 self.once(client)
 
     def renew(self) -> None:
         for number in itertools.count():
-            if self.stop.is_set():
+            if self.stop.wait(PAUSE):
                 break
             # Without this, channels of one process share connections.
             options = [("grpc.use_local_subchannel_pool", 1), ("test.number", number)]
