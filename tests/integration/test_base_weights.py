@@ -18,6 +18,7 @@ import torch
 from accelerate import init_empty_weights
 from dorad.v1 import control_pb2
 from lib import zygote
+from lib.dora_training import descend
 from lib.server import Server, device, environment, serve, wait_until
 from lib.wire import RAW, failure
 from safetensors.torch import load_file
@@ -381,14 +382,7 @@ def losses(model: torch.nn.Module, steps: int = 4) -> list[float]:
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(trained, lr=1e-2)
     ids = torch.arange(6, 46).reshape(2, 20).to(policy.device)
-    result = []
-    for _ in range(steps):
-        loss = policy(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        result.append(loss.item())
-    return result
+    return descend(optimizer, steps, lambda: policy(input_ids=ids, labels=ids).loss)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2_window", "qwen3_tied"])

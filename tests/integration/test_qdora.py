@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lib.adapters import LINEARS, perturb
+from lib.dora_training import descend
 from lib.server import serve
 from peft import (
     LoraConfig,
@@ -67,13 +68,7 @@ def train(model):
     optimizer = torch.optim.AdamW(trained, 3e-3)
     made = torch.Generator().manual_seed(4)
     ids = torch.randint(3, 250, (4, 24), generator=made)
-    losses = []
-    for _ in range(STEPS):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = descend(optimizer, STEPS, lambda: model(input_ids=ids, labels=ids).loss)
     assert losses[0] - losses[-1] > 0.1
     return losses
 

@@ -1,7 +1,8 @@
-"""Small DoRA models for the tests of dorad.train, and one step of training to compare."""
+"""Small DoRA models for the tests of dorad.train, and steps of training to compare."""
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -127,6 +128,20 @@ def step(model: nn.Module, x: torch.Tensor, seed: int = 3, context=None) -> Resu
     if x.requires_grad:
         gradients["input"] = x.grad.clone()
     return Result(output.detach().clone(), gradients)
+
+
+def descend(
+    optimizer: torch.optim.Optimizer, steps: int, loss_of: Callable[[], torch.Tensor]
+) -> list[float]:
+    """Steps of training. Returns the loss before each."""
+    losses = []
+    for _ in range(steps):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def assert_close(got: Result, wanted: Result, tolerance: float) -> None:

@@ -11,6 +11,7 @@ from lib.dora_training import (
     Linears,
     adapted,
     assert_close,
+    descend,
     distance,
     inputs,
     perturb,
@@ -269,15 +270,10 @@ def test_200_steps_of_training_stay_together():
     curves = []
     for trained in model, twin:
         optimizer = torch.optim.Adam([p for p in trained.parameters() if p.requires_grad], lr=3e-3)
-        losses = []
-        for _ in range(200):
-            optimizer.zero_grad()
-            loss = (trained(x) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        curves.append(torch.stack(losses))
-    ours, theirs = curves
+        curves.append(
+            descend(optimizer, 200, lambda trained=trained: (trained(x) - target).square().mean())
+        )
+    ours, theirs = map(torch.tensor, curves)
     assert theirs[-1] < 0.7 * theirs[0], "nothing was learned"
     assert ((ours - theirs).abs() / theirs).max() < 1e-4
 

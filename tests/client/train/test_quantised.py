@@ -6,7 +6,7 @@ import pytest
 import torch
 from dorad.train import UnsupportedLayersError, explain, patch, unpatch
 from dorad.train._quantised import QuantisedWeight, _Product
-from lib.dora_training import assert_close, distance, perturb, step
+from lib.dora_training import assert_close, descend, distance, perturb, step
 from lib.peak import peak_bytes
 from peft import LoraConfig, get_peft_model
 from peft.utils.integrations import dequantize_module_weight
@@ -217,20 +217,16 @@ def test_a_weight_that_is_not_quantised_yet_is_refused():
 
 def test_training_follows_peft():
     losses = {}
+    target = torch.randn(3, 7, 96, generator=torch.Generator().manual_seed(6))
     for name in ("peft", "patched"):
         model = build("nf4, nested")
         if name == "patched":
             patch(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, 1e-2)
-        target = torch.randn(3, 7, 96, generator=torch.Generator().manual_seed(6))
-        losses[name] = []
-        for _ in range(20):
-            loss = (model(batch()) - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[name].append(loss.item())
+        losses[name] = descend(
+            optimizer, 20, lambda model=model: (model(batch()) - target).square().mean()
+        )
     assert losses["peft"][0] - losses["peft"][-1] > 0.1
     assert max(abs(a - b) for a, b in zip(*losses.values(), strict=True)) < 1e-5
 

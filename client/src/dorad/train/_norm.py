@@ -28,7 +28,8 @@ def default_chunk_bytes() -> int:
     return mebibytes << 20
 
 
-_chunk_bytes = default_chunk_bytes()
+CHUNK_BYTES = default_chunk_bytes()
+"""Of this process: of the memory that a norm takes besides its result."""
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -68,7 +69,7 @@ def weight_norm(
             f"weight is [{out}, {width}] and a is [{rank}, {a_width}]: a must be [rank, {width}]"
             f" and b [{out}, rank], not {list(b.shape)}"
         )
-    budget = _chunk_bytes if chunk_bytes is None else chunk_bytes
+    budget = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     compute = _operator if watched(weight, a, b) else _weight_norm
     with torch.no_grad():
         norm: torch.Tensor = compute(weight.detach(), a.detach(), b.detach(), scaling, budget)

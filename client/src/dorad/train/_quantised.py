@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from dorad.train._norm import default_chunk_bytes, weight_norm
+from dorad.train._norm import CHUNK_BYTES, weight_norm
 
 LAYERS = {
     "peft.tuners.lora.bnb.Linear4bit": ("bitsandbytes.nn.modules.Linear4bit", "Params4bit"),
@@ -21,7 +21,6 @@ LAYERS = {
 
 # No part has more of the rows: even a small matrix never exists whole.
 _PARTS = 8
-_chunk_bytes = default_chunk_bytes()
 _PACKED_ROWS = 32  # of bitsandbytes' layout for CPUs with AVX512-BF16
 
 
@@ -49,7 +48,7 @@ class QuantisedWeight:
     def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Consecutive rows of the dequantised matrix, at most an eighth of it at a time."""
         out, width = self.shape
-        step = self._aligned(min(_chunk_bytes // (4 * width), -(-out // _PARTS)))
+        step = self._aligned(min(CHUNK_BYTES // (4 * width), -(-out // _PARTS)))
         absmax = None if self._state is None else self._absmax()
         for begin in range(0, out, step):
             end = min(begin + step, out)
