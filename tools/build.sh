@@ -24,6 +24,7 @@ fi
 stamp=$build/.configured
 want="${flags[*]} $(cat CMakeLists.txt cmake/*.cmake "$VENV"/.dorad-requirements 2>/dev/null | sha256sum)"
 if [[ ! -f $build/build.ninja || $(cat "$stamp" 2>/dev/null) != "$want" ]]; then
+  rm -f "$stamp" # of an earlier one: this one may fail
   stage "configure $name ($kind)" "configure-$name" cmake -S . -B "$build" "${flags[@]}"
   echo "$want" >"$stamp"
 fi

@@ -227,6 +227,27 @@ def test_pause_wait_lets_running_requests_finish_and_refuses_new_ones(slow: Serv
     assert len(greedy(slow, 3)) == 3
 
 
+def test_pause_wait_is_undone_at_its_own_deadline(slow: Server) -> None:
+    call, _ = started(slow)
+    request = control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_WAIT)
+    for seconds in (2, 10, 50):  # A busy machine may begin it too late to be seen.
+        pause = slow.wire.control.Pause.future(request, timeout=seconds)
+        seen = wait_until(
+            lambda pause=pause: slow.wire.info().engine.pausing or (pause.done() and "late"),
+            what="a pause that waits",
+        )
+        assert pause.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if seen is True:
+            break
+    assert seen is True
+    wait_until(lambda: not slow.wire.info().engine.pausing, what="the end of the pause")
+    assert not slow.wire.info().engine.paused
+    assert len(greedy(slow, 3)) == 3
+    next(call)  # The awaited request has run on.
+    call.cancel()
+    assert_idle(slow)
+
+
 def test_pause_of_one_adapter_leaves_the_others_running(slow: Server, zoo) -> None:
     for name in ("one", "two"):
         slow.wire.publish(name, zoo.adapter("slow", "lora"), activate=True)
