@@ -1,0 +1,434 @@
+"""Publishes versions to a fleet, and finishes or undoes what another coordinator has left.
+
+The manifest decides: a version that it has as committed is the fleet's, whatever the members have at
+that moment; they follow. A coordinator may therefore stop anywhere. Any number of coordinators may
+work at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dorad._pool_server import conflict, gather
+from dorad.errors import DoradError, InvalidArgument, NotFound, PoolError
+from dorad.fleet import manifest as m
+from dorad.fleet.manifest_store import ManifestStore, change
+from dorad.fleet.relay import SOURCE, RelayTree
+
+PEER_REASONS = frozenset({"PEER_UNAVAILABLE", "PUBLISH_SHA256_MISMATCH"})
+"""Reasons of a receiver whose sender failed: another sender may do."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that a member has."""
+
+    name: str
+    version: int
+    digest: str
+    ready: bool
+    active: bool
+
+
+class Members(Protocol):
+    """The servers of a fleet. Calls raise DoradError."""
+
+    async def held(self, target: str, name: str | None) -> Sequence[Held]:
+        """The versions of one name, or all."""
+
+    async def send(self, target: str, name: str, release: m.Release) -> str:
+        """Uploads the release from here. Returns the digest of its content once it is ready."""
+
+    async def fetch(self, target: str, name: str, release: m.Release, sender: str) -> str:
+        """Makes `target` take the release from another member. Returns as `send`."""
+
+    async def activate(self, target: str, name: str, release: m.Release) -> None:
+        """Idempotent."""
+
+    async def retire(self, target: str, name: str, version: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A committed publish."""
+
+    release: m.Release
+    active: tuple[str, ...]
+    """Members that have it active."""
+    behind: Mapping[str, DoradError]
+    """Members that do not: they get no prompts until they are reconciled."""
+
+
+class Coordinator:
+    """Changes a fleet. Use it from one event loop; any number may share a store.
+
+    Args:
+      lease: seconds for which a prepared version is this coordinator's, and a member a live one.
+        Both are renewed while the coordinator runs.
+      clock: seconds since 1970. The clocks of coordinators may differ by much less than `lease`.
+    """
+
+    def __init__(
+        self,
+        store: ManifestStore,
+        members: Members,
+        *,
+        lease: float = 30.0,
+        clock: Callable[[], float] = time.time,
+        name: str | None = None,
+    ) -> None:
+        self._store = store
+        self._members = members
+        self._lease = lease
+        self._clock = clock
+        self.name = name or uuid.uuid4().hex
+
+    def _until(self) -> float:
+        return self._clock() + self._lease
+
+    # --- Publish ----------------------------------------------------------------------------------
+
+    async def publish(
+        self, name: str, files: m.Files, options: Mapping[str, Any] | None = None
+    ) -> Outcome:
+        """Publishes the files that `Members.send` uploads, and makes the version active.
+
+        The version is committed when every live member has it or has failed, and more than half of
+        all members have it.
+
+        Raises:
+          Lost: another coordinator publishes this name, or has taken over.
+          InvalidArgument: the adapter is refused.
+          PoolError: too few members have it.
+        """
+        await self._recover_if_left(name)
+        manifest = await self._store.read()
+        live = manifest.live(self._clock())
+        held, down = await self._held(live, name)
+        numbers = [version.version for versions in held.values() for version in versions]
+
+        def prepare(manifest: m.Manifest) -> m.Manifest:
+            highest = manifest.adapters.get(name, m.Adapter()).highest
+            number = 1 + max([highest, *numbers])
+            release = m.Release(number, files, uuid.uuid4().hex, dict(options or {}))
+            return m.prepare(manifest, name, m.Prepared(release, self.name, self._until()))
+
+        manifest = await change(self._store, prepare)
+        prepared = manifest.adapters[name].prepared
+        assert prepared is not None
+        release = prepared.release
+        try:
+            async with self._holding(name, release):
+                ready, failures = await self.spread(name, release, list(held))
+            failures |= down
+            digest = self._judge(name, release, manifest, ready, failures)
+            await self._commit(name, release, digest)
+        except BaseException:
+            await self._undo(name, release, live)
+            raise
+        return await self._activate(name, release, digest, ready, failures)
+
+    @contextlib.asynccontextmanager
+    async def _holding(self, name: str, release: m.Release) -> AsyncIterator[None]:
+        """Keeps the prepared version this coordinator's. Raises Lost if it is not any more."""
+        lost: list[m.Lost] = []
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def hold() -> None:
+            while True:
+                await asyncio.sleep(self._lease / 3)
+                try:
+                    await change(
+                        self._store,
+                        lambda manifest: m.prolong(
+                            manifest, name, release.version, self.name, self._until()
+                        ),
+                    )
+                except m.Lost as error:
+                    lost.append(error)
+                    task.cancel()
+                    return
+
+        holding = asyncio.create_task(hold())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if lost and not task.uncancel():
+                raise lost[0] from None
+            raise
+        finally:
+            holding.cancel()
+
+    async def spread(
+        self, name: str, release: m.Release, targets: Iterable[str], source: str = SOURCE
+    ) -> tuple[dict[str, str], dict[str, DoradError]]:
+        """Brings a release to all targets at the same time, along a tree.
+
+        Returns the digest of each member that has it ready, and the errors of the others.
+        """
+        tree = RelayTree(targets, source)
+        moved = {target: asyncio.Event() for target in targets}
+
+        async def receive(target: str) -> str:
+            bad: set[str] = set()
+            while True:
+                sender = tree.sender(target)
+                moved[target].clear()
+                try:
+                    digest = await self._until_set(
+                        moved[target],
+                        self._members.send(target, name, release)
+                        if sender == SOURCE
+                        else self._members.fetch(target, name, release, sender),
+                    )
+                except DoradError as error:
+                    if tree.sender(target) != sender:
+                        continue
+                    if sender != SOURCE and error.reason in PEER_REASONS:
+                        bad.add(sender)
+                        if tree.move(target, bad):
+                            continue
+                    for orphan in tree.fail(target):
+                        moved[orphan].set()
+                    raise
+                if digest is not None:
+                    return digest
+
+        return await gather({target: receive(target) for target in targets})
+
+    @staticmethod
+    async def _until_set(event: asyncio.Event, work: Any) -> Any:
+        """The result of `work`, or None when the event comes first: the work is cancelled."""
+        working = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            waiting.cancel()
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    def _judge(
+        self,
+        name: str,
+        release: m.Release,
+        manifest: m.Manifest,
+        ready: Mapping[str, str],
+        failures: Mapping[str, DoradError],
+    ) -> str:
+        """The digest to commit. Raises when the version must not become the fleet's."""
+        ref = f"{name}@{release.version}"
+        for error in failures.values():
+            if isinstance(error, InvalidArgument) and error.reason not in PEER_REASONS:
+                raise error
+        if len(set(ready.values())) > 1:
+            different = {at: conflict(f"{ref} is {digest}") for at, digest in ready.items()}
+            raise PoolError(f"the members of the fleet compute differently: {ref}", different)
+        if 2 * len(ready) <= len(manifest.members):
+            raise PoolError(
+                f"{ref} is on {len(ready)} of {len(manifest.members)} members, not on more than"
+                " half of them",
+                dict(failures),
+            )
+        return next(iter(ready.values()))
+
+    async def _commit(self, name: str, release: m.Release, digest: str) -> None:
+        await change(
+            self._store,
+            lambda manifest: m.commit(manifest, name, release.version, self.name, digest),
+        )
+
+    async def _activate(
+        self,
+        name: str,
+        release: m.Release,
+        digest: str,
+        ready: Iterable[str],
+        failures: Mapping[str, DoradError],
+    ) -> Outcome:
+        release = dataclasses.replace(release, digest=digest)
+        done, late = await gather(
+            {target: self._members.activate(target, name, release) for target in ready}
+        )
+        return Outcome(release, tuple(done), {**failures, **late})
+
+    async def _undo(self, name: str, release: m.Release, targets: Iterable[str]) -> None:
+        """Aborts a prepared release, unless another coordinator has decided on it."""
+        try:
+            await change(
+                self._store,
+                lambda manifest: m.abort(manifest, name, release.version, self.name),
+            )
+        except m.Lost:
+            return
+        # A member that does not answer has it ready, but unused, until it is reconciled.
+        await gather(
+            {target: self._members.retire(target, name, release.version) for target in targets}
+        )
+
+    # --- Repair -----------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Finishes or undoes every release whose coordinator has stopped."""
+        for name in (await self._store.read()).adapters:
+            await self._recover_if_left(name)
+
+    async def _recover_if_left(self, name: str) -> None:
+        prepared = (await self._store.read()).adapters.get(name, m.Adapter()).prepared
+        if prepared is None or prepared.until > self._clock():
+            return
+        release = prepared.release
+        with contextlib.suppress(m.Lost):  # The other coordinator works on it.
+            manifest = await change(
+                self._store,
+                lambda manifest: m.take_over(
+                    manifest, name, release.version, self.name, self._clock(), self._until()
+                ),
+            )
+            live = manifest.live(self._clock())
+            try:
+                held, failures = await self._held(live, name)
+                ready = {
+                    target: version.digest
+                    for target, versions in held.items()
+                    for version in versions
+                    if version.version == release.version and version.ready
+                }
+                digest = ""
+                if len(ready) == len(held):
+                    with contextlib.suppress(PoolError):
+                        digest = self._judge(name, release, manifest, ready, {})
+                if digest:
+                    await self._commit(name, release, digest)
+            except BaseException:
+                await self._undo(name, release, live)
+                raise
+            if digest:
+                await self._activate(name, release, digest, ready, failures)
+            else:
+                await self._undo(name, release, live)
+
+    async def reconcile(self, target: str) -> None:
+        """Brings a member to the manifest's versions, from other members.
+
+        Raises the DoradError that prevents it: the member must get no prompts.
+        """
+        while True:
+            manifest = await self._store.read()
+            held = {(h.name, h.version): h for h in await self._members.held(target, None)}
+            for name, release in manifest.committed().items():
+                await self._bring(target, name, release, held, manifest)
+            for (name, version), has in held.items():
+                if has.ready and self._is_left_over(manifest, name, version):
+                    await self._members.retire(target, name, version)
+            if (await self._store.read()).committed() == manifest.committed():
+                return
+
+    @staticmethod
+    def _is_left_over(manifest: m.Manifest, name: str, version: int) -> bool:
+        """Whether a version was prepared and then given up."""
+        adapter = manifest.adapters.get(name)
+        if adapter is None or version > adapter.highest:
+            return False
+        if adapter.prepared is not None and adapter.prepared.release.version == version:
+            return False
+        return adapter.committed is None or version > adapter.committed.version
+
+    async def _bring(
+        self,
+        target: str,
+        name: str,
+        release: m.Release,
+        held: Mapping[tuple[str, int], Held],
+        manifest: m.Manifest,
+    ) -> None:
+        has = held.get((name, release.version))
+        if has is None or not has.ready:
+            if has is not None:  # Damaged on its disk: a whole copy takes its place.
+                with contextlib.suppress(DoradError):
+                    await self._members.retire(target, name, release.version)
+            digest = await self._fetch_from_any(target, name, release, manifest)
+        else:
+            digest = has.digest
+        if digest != release.digest:
+            raise conflict(f"{target} has {name}@{release.version} as {digest}")
+        if has is None or not has.active:
+            await self._members.activate(target, name, release)
+
+    async def _fetch_from_any(
+        self, target: str, name: str, release: m.Release, manifest: m.Manifest
+    ) -> str:
+        failure: DoradError = NotFound(
+            f"no live member has {name}@{release.version}", code="NOT_FOUND"
+        )
+        for sender in manifest.live(self._clock()):
+            if sender == target:
+                continue
+            try:
+                return await self._members.fetch(target, name, release, sender)
+            except DoradError as error:
+                failure = error
+                if error.reason not in PEER_REASONS:
+                    break
+        raise failure
+
+    async def tend(self) -> dict[str, DoradError | None]:
+        """Recovers, reconciles every member and renews the leases of those that agree.
+
+        Returns, for each member, why it must get no prompts; None: it has the fleet's versions.
+        Call it about once a second.
+        """
+        with contextlib.suppress(DoradError):  # A later call tries again.
+            await self.recover()
+        members = (await self._store.read()).members
+        _, failures = await gather({target: self.reconcile(target) for target in members})
+        late = self._clock() + self._lease / 2
+        renewed = [at for at, until in members.items() if at not in failures and until < late]
+
+        def renew(manifest: m.Manifest) -> m.Manifest:
+            still = [target for target in renewed if target in manifest.members]
+            return m.renew(manifest, still, self._until())
+
+        if renewed:
+            await change(self._store, renew)
+        return {target: failures.get(target) for target in members}
+
+    # --- The rest ---------------------------------------------------------------------------------
+
+    async def join(self, targets: Iterable[str]) -> None:
+        """Adds members, or renews their leases."""
+        targets = list(targets)
+        await change(self._store, lambda manifest: m.renew(manifest, targets, self._until()))
+
+    async def leave(self, target: str) -> None:
+        """Removes a member. Raises Lost when it is none."""
+        await change(self._store, lambda manifest: m.leave(manifest, target))
+
+    async def retire(self, name: str) -> None:
+        """Takes a name's committed version back, everywhere. Raises NotFound."""
+        manifest = await self._store.read()
+        committed = manifest.committed().get(name)
+        if committed is None:
+            raise NotFound(f"the fleet has no {name!r}", code="NOT_FOUND")
+        number = committed.version
+        await change(self._store, lambda manifest: m.retire(manifest, name, number))
+        await gather(
+            {
+                target: self._members.retire(target, name, number)
+                for target in manifest.live(self._clock())
+            }
+        )
+
+    async def _held(
+        self, targets: Iterable[str], name: str
+    ) -> tuple[dict[str, Sequence[Held]], dict[str, DoradError]]:
+        return await gather({target: self._members.held(target, name) for target in targets})
