@@ -3,6 +3,7 @@
 * No acknowledged version is lost: the fleet's version is that one or a later one.
 * A prompt is answered by a version that was the fleet's between its start and its end, or just
   before: "just before" is the age of the router's manifest.
+* No server has a version active that was never the fleet's.
 * Of racing coordinators one wins: no two publishes end with the same number.
 * After the last failure all members agree within five seconds.
 """
@@ -46,6 +47,7 @@ class Life:
         self.acknowledged = {}  # (name, version) -> files
         self.seen = {}  # what happened -> how often
         self.joined = 0
+        self.committed = set()  # (name, version)
 
     def count(self, what):
         self.seen[what] = self.seen.get(what, 0) + 1
@@ -197,6 +199,13 @@ class Life:
             if not retired and adapter.committed.version == number:
                 assert adapter.committed.files == files
 
+    def check_actives(self):
+        """Nothing becomes active before its commit."""
+        newest = self.store.newest.committed().items()
+        self.committed |= {(name, release.version) for name, release in newest}
+        for server in self.network.servers.values():
+            assert set(server.disk.active.items()) <= self.committed
+
     def agree(self):
         wanted = {name: r.version for name, r in self.store.newest.committed().items()}
         for server in self.network.servers.values():
@@ -239,6 +248,7 @@ class Life:
                     raise task.exception()
             for process in self.processes:
                 process._tasks = {t for t in process._tasks if not t.done()}
+            self.check_actives()
             if number % 250 == 249:
                 self.check_history()
         await asyncio.gather(*self.work)

@@ -158,3 +158,23 @@ def test_a_coordinator_that_slept_too_long_learns_that_another_one_has_decided()
         assert store.newest.adapters["a"].prepared is None
 
     run(main())
+
+
+def test_a_commit_whose_answer_is_lost_stays():
+    class Fragile(Store):
+        async def compare_and_set(self, expected, manifest):
+            done = await super().compare_and_set(expected, manifest)
+            if done and manifest.committed():
+                raise OSError("the answer is lost")
+            return done
+
+    async def main():
+        network, store = Network(["t0", "t1"]), Fragile()
+        coordinator = Process(network, store).coordinator
+        await coordinator.join(network.servers)
+        with pytest.raises(OSError, match="the answer is lost"):
+            await coordinator.publish("a", files_of("content"))
+        assert store.newest.committed()["a"].version == 1
+        assert all(server.disk.versions["a", 1].ready for server in network.servers.values())
+
+    run(main())

@@ -322,16 +322,13 @@ class Coordinator:
 
         Raises the DoradError that prevents it: the member must get no prompts.
         """
-        while True:
-            manifest = await self._store.read()
-            held = {(h.name, h.version): h for h in await self._members.held(target, None)}
-            for name, release in manifest.committed().items():
-                await self._bring(target, name, release, held, manifest)
-            for (name, version), has in held.items():
-                if has.ready and self._is_left_over(manifest, name, version):
-                    await self._members.retire(target, name, version)
-            if (await self._store.read()).committed() == manifest.committed():
-                return
+        manifest = await self._store.read()
+        held = {(h.name, h.version): h for h in await self._members.held(target, None)}
+        for name, release in manifest.committed().items():
+            await self._bring(target, name, release, held, manifest)
+        for (name, version), has in held.items():
+            if has.ready and self._is_left_over(manifest, name, version):
+                await self._members.retire(target, name, version)
 
     @staticmethod
     def _is_left_over(manifest: m.Manifest, name: str, version: int) -> bool:
