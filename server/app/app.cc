@@ -38,6 +38,7 @@
 #include "server/platform/net/listener_probe.h"
 #include "server/platform/process/stack_dump.h"
 #include "server/platform/thread_pool.h"
+#include "server/rpc/peers.h"
 #include "server/rpc/server.h"
 #include "server/rpc/upload_store.h"
 #include "server/security/security_manager.h"
@@ -103,6 +104,7 @@ struct App::Impl {
         residency(ResidencyOptions()),
         registry(RegistryOptions()),
         uploads(ToUploadOptions(config, store != nullptr)),
+        peers(ToPeerOptions(config, security_manager->tls())),
         loader(
             LoaderOptions(), &load_pool, &backend->modules(), backend->adapter_builder(),
             &residency, &registry,
@@ -156,6 +158,8 @@ struct App::Impl {
     services.response_executor = &response_executor;
     services.run_change = [this](std::function<void()> change) { RunChange(std::move(change)); };
     services.uploads = &uploads;
+    services.peers = &peers;
+    services.store = store.get();
     services.publisher = &loader;
     services.sleep = colocation.sleep();
     services.weight_layout = backend->weight_layout();
@@ -339,6 +343,7 @@ struct App::Impl {
   adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;
+  rpc::Peers peers;
   adapter::AdapterLoader loader;
   const ShutdownWatchdog::Phase loader_ends{&end, ShutdownWatchdog::Part::kLoads};
   engine::Engine engine;

@@ -102,6 +102,19 @@ rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store) 
   return options;
 }
 
+rpc::Peers::Options ToPeerOptions(const Config& config, const security::TlsFiles* own) {
+  rpc::Peers::Options options;
+  options.allowed = config.peers.allowed;
+  options.token_file = config.peers.token_file;
+  options.ca_file = config.peers.ca_file;
+  options.own = own;
+  options.allow_insecure = config.security.allow_insecure;
+  options.max_transfers = ToInt32(config.peers.max_transfers);
+  options.bytes_per_second = config.peers.bytes_per_second;
+  options.patience = absl::Seconds(config.server.message_timeout_seconds);
+  return options;
+}
+
 Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model) {
   Metrics::Info info{DORAD_VERSION, model.name, model.model_type, config.model.device,
                      config.model.compute_dtype};

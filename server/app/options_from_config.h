@@ -11,6 +11,7 @@
 #include "server/platform/config/config.h"
 #include "server/platform/log.h"
 #include "server/platform/metrics/metrics.h"
+#include "server/rpc/peers.h"
 #include "server/rpc/services.h"
 #include "server/rpc/upload_store.h"
 
@@ -30,6 +31,8 @@ void ApplyLogging(const LogConfig& config);
 engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info& model);
 adapter::LoaderOptions ToLoaderOptions(const Config& config);
 rpc::UploadStore::Options ToUploadOptions(const Config& config, bool has_store);
+// `own`: the server's certificate, borrowed; nullptr: none.
+rpc::Peers::Options ToPeerOptions(const Config& config, const security::TlsFiles* own);
 Metrics::Info ToMetricsInfo(const Config& config, const Backend::Info& model);
 // Stores the time of this call as the time of the start.
 rpc::ServerInfo ToServerInfo(const Config& config, const Backend::Info& model);

@@ -8,8 +8,11 @@
 #include "server/platform/error.h"
 #include "server/rpc/access.h"
 #include "server/rpc/encode.h"
+#include "server/rpc/fetch_call.h"
 #include "server/rpc/memory_publish.h"
 #include "server/rpc/page_token.h"
+#include "server/rpc/peer_transfer.h"
+#include "server/rpc/peers.h"
 #include "server/rpc/peft_config_json.h"
 #include "server/rpc/publish_call.h"
 #include "server/rpc/publish_validation.h"
@@ -184,6 +187,8 @@ AdapterService::AdapterService(Services* services)
   AddUnary("PublishFromMemory", &AdapterService::PublishFromMemory, [](const Services& of) {
     return of.shared_memory == nullptr ? kSmallRequestBytes : of.max_message_bytes;
   });
+  AddUnary("PublishFromPeer", &AdapterService::PublishFromPeer);
+  AddStream<FetchCall>("FetchAdapter");
   AddUnary("Activate", &AdapterService::Activate);
   AddUnary("Get", &AdapterService::Get);
   AddUnary("List", &AdapterService::List);
@@ -216,6 +221,24 @@ absl::Status AdapterService::PublishFromPath(const UnaryPtr<v1::PublishFromPathR
   };
   services_->publisher->Publish(std::move(options), std::move(source),
                                 AnswerTo(call, /*typed_config=*/false, std::move(admitted)));
+  return absl::OkStatus();
+}
+
+absl::Status AdapterService::PublishFromPeer(const UnaryPtr<v1::PublishFromPeerResponse>& call,
+                                             const v1::PublishFromPeerRequest& request) {
+  DORAD_RETURN_IF_ERROR(PeerTransfer::Check(request));
+  DORAD_ASSIGN_OR_RETURN(Admitted admitted,
+                         AdmitPublish(services_, call->record(), request.name(),
+                                      static_cast<int64_t>(request.safetensors_size())));
+  call->record().NameAdapter({request.name(), request.version()});
+  LoadHolds holds{admitted.open, admitted.room, admitted.stream};
+  const auto transfer = std::make_shared<PeerTransfer>(
+      services_, "PublishFromPeer", request, call->caller().tenant, std::move(holds),
+      AnswerTo(call, /*typed_config=*/false, std::move(admitted)));
+  DORAD_RETURN_IF_ERROR(
+      services_->peers->Start(Peers::Direction::kIn, [transfer] { transfer->Run(); }));
+  call->set_on_cancel(
+      [transfer] { transfer->Cancel(absl::CancelledError("the caller has gone")); });
   return absl::OkStatus();
 }
 

@@ -20,6 +20,8 @@ class AdapterService final : public RawService {
                          const v1::GetUploadRequest& request);
   absl::Status PublishFromPath(const UnaryPtr<v1::PublishFromPathResponse>& call,
                                const v1::PublishFromPathRequest& request);
+  absl::Status PublishFromPeer(const UnaryPtr<v1::PublishFromPeerResponse>& call,
+                               const v1::PublishFromPeerRequest& request);
   absl::Status PublishFromMemory(const UnaryPtr<v1::PublishFromMemoryResponse>& call,
                                  const v1::PublishFromMemoryRequest& request);
   absl::Status Activate(const UnaryPtr<v1::ActivateResponse>& call,

@@ -8,9 +8,8 @@
 #include "server/engine/admission.h"
 #include "server/platform/error.h"
 #include "server/rpc/encode.h"
-#include "server/rpc/peft_config_json.h"
 #include "server/rpc/publish_validation.h"
-#include "server/rpc/upload.h"
+#include "server/rpc/upload_load.h"
 
 namespace dorad::rpc {
 
@@ -64,33 +63,11 @@ absl::Status PublishCall::OnMessage(grpc::ByteBuffer* bytes) {
 }
 
 void PublishCall::Load() {
-  const std::shared_ptr<Upload> upload = stream_->TakeUpload();
   // The caller's rights may have changed since Begin.
   if (const absl::Status rights = record_.CheckRights(); !rights.ok()) {
     return stream_->Completion()(rights);
   }
-  // The upload keeps its share of the budget until the load has ended, as its bytes stay in memory.
-  const adapter::PublishCallback done =
-      [upload, open = open_, room = TakeRoom(), stream = record_.stream(),
-       complete = stream_->Completion()](absl::StatusOr<adapter::PublishResult> result) {
-        // Released first: a client that sees the end may publish the next version.
-        for (const auto& hold : {room, stream}) {
-          if (hold != nullptr) hold->Release();
-        }
-        if (!result.ok() && upload->typed_config()) result = NamePeftConfigFields(result.status());
-        complete(std::move(result));
-      };
-  Guarded(
-      method_.name,
-      [&] {
-        adapter::PublishOptions options = upload->TakeOptions();
-        std::string config = upload->TakeConfig();
-        ByteBuffer image = upload->TakeImage();
-        services_->publisher->Publish(
-            std::move(options),
-            adapter::BytesSource{std::move(config), std::move(image), upload->read_time()}, done);
-      },
-      [&](const absl::Status& status) { done(status); });
+  LoadUpload(services_, method_.name, stream_.get(), {open_, TakeRoom(), record_.stream()});
 }
 
 void PublishCall::EndWith(const absl::StatusOr<adapter::PublishResult>& result) {

@@ -70,6 +70,12 @@ void CheckUploadId(const std::string& id, std::vector<Violation>* violations) {
       {"upload_id", "UPLOAD_ID_INVALID", "an upload's id is 1 to 128 of [A-Za-z0-9._-]"});
 }
 
+void CheckSha256(const char* field, const std::string& sha256, std::vector<Violation>* violations) {
+  if (sha256.size() == 32) return;
+  violations->push_back({field, "PUBLISH_SHA256_INVALID",
+                         absl::StrCat("a SHA-256 has 32 bytes, not ", sha256.size())});
+}
+
 void CheckPath(const std::string& path, std::vector<Violation>* violations) {
   if (path.empty()) {
     violations->push_back({"path", "PATH_EMPTY", "the folder of a PEFT adapter is missing"});
@@ -107,6 +113,8 @@ template adapter::PublishOptions ParsePublishOptions(const v1::PublishBegin&,
 template adapter::PublishOptions ParsePublishOptions(const v1::PublishFromPathRequest&,
                                                      std::vector<Violation>*);
 template adapter::PublishOptions ParsePublishOptions(const v1::PublishFromMemoryRequest&,
+                                                     std::vector<Violation>*);
+template adapter::PublishOptions ParsePublishOptions(const v1::PublishFromPeerRequest&,
                                                      std::vector<Violation>*);
 
 template <typename Wire>

@@ -26,11 +26,14 @@ absl::Status CheckAdapterVersion(const char* subject, const std::string& name, i
 // UPLOAD_ID_INVALID unless it is 1 to 128 of [A-Za-z0-9._-].
 void CheckUploadId(const std::string& id, std::vector<Violation>* violations);
 
+// PUBLISH_SHA256_INVALID unless the field has 32 bytes.
+void CheckSha256(const char* field, const std::string& sha256, std::vector<Violation>* violations);
+
 // PATH_EMPTY, PATH_TOO_LONG, PATH_NOT_ABSOLUTE.
 void CheckPath(const std::string& path, std::vector<Violation>* violations);
 
 // The options of a publish, with its checks of name, version and tags. Wire: PublishBegin,
-// PublishFromPathRequest or PublishFromMemoryRequest.
+// PublishFromPathRequest, PublishFromMemoryRequest or PublishFromPeerRequest.
 template <typename Wire>
 adapter::PublishOptions ParsePublishOptions(const Wire& wire, std::vector<Violation>* violations);
 

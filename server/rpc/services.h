@@ -17,6 +17,7 @@
 #include "absl/time/time.h"
 #include "server/adapter/publish/publisher.h"
 #include "server/adapter/registry/registry.h"
+#include "server/adapter/store/store.h"
 #include "server/colocation/listener.h"
 #include "server/colocation/sleep_control.h"
 #include "server/engine/engine.h"
@@ -25,6 +26,7 @@
 #include "server/platform/thread_pool.h"
 #include "server/rpc/incoming_bytes.h"
 #include "server/rpc/message_deadlines.h"
+#include "server/rpc/peers.h"
 #include "server/rpc/request_validation.h"
 #include "server/rpc/upload_store.h"
 #include "server/security/authority.h"
@@ -71,6 +73,8 @@ struct Services {
   // Encodes the engine's results and passes them to gRPC; outlives the engine.
   ThreadPool* response_executor = nullptr;
   UploadStore* uploads = nullptr;
+  Peers* peers = nullptr;
+  const adapter::Store* store = nullptr;  // nullptr: no version is durable
   adapter::AdapterPublisher* publisher = nullptr;
   const shared_memory::Listener* shared_memory =
       nullptr;  // nullptr: nothing can be published from memory

@@ -1,8 +1,6 @@
 #include "server/rpc/upload.h"
 
-#include <algorithm>
 #include <array>
-#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,8 +11,6 @@
 
 namespace dorad::rpc {
 namespace {
-
-constexpr absl::Duration kRetryBusy = absl::Seconds(1);
 
 absl::Status Broken(const char* field, const char* reason, std::string description) {
   return MakeInvalid("PublishRequest", {{field, reason, std::move(description)}});
@@ -32,31 +28,12 @@ void CheckImage(const v1::PublishBegin& begin, int64_t max_bytes,
         {"safetensors_size", "PUBLISH_SIZE_OUT_OF_RANGE",
          absl::StrCat(begin.safetensors_size(), " bytes are not in [1, ", max_bytes, "]")});
   }
-  const size_t sha_bytes = begin.safetensors_sha256().size();
-  if (sha_bytes != 0 && sha_bytes != 32) {
-    violations->push_back({"safetensors_sha256", "PUBLISH_SHA256_INVALID",
-                           absl::StrCat("a SHA-256 has 32 bytes, not ", sha_bytes)});
+  if (!begin.safetensors_sha256().empty()) {
+    CheckSha256("safetensors_sha256", begin.safetensors_sha256(), violations);
   }
 }
 
 }  // namespace
-
-bool UploadBudget::Reserve(int64_t bytes) {
-  while (!TryReserve(bytes)) {
-    if (!make_room_ || !make_room_()) return false;
-  }
-  return true;
-}
-
-bool UploadBudget::TryReserve(int64_t bytes) {
-  int64_t used = used_.load();
-  do {
-    if (bytes > max_bytes_ - used) return false;
-  } while (!used_.compare_exchange_weak(used, used + bytes));
-  return true;
-}
-
-void UploadBudget::Release(int64_t bytes) { used_ -= bytes; }
 
 absl::Status Upload::Accept(v1::PublishRequest* part) {
   switch (part->part_case()) {
@@ -80,13 +57,13 @@ absl::Status Upload::AcceptBegin(const v1::PublishBegin& begin) {
   std::vector<Violation> violations;
   options_ = ParsePublishOptions(begin, &violations);
   if (begin.has_upload_id()) CheckUploadId(begin.upload_id(), &violations);
-  config_ = ParseAdapterConfig(begin, &violations);
+  std::string config = ParseAdapterConfig(begin, &violations);
   typed_config_ = begin.has_peft_config();
   CheckImage(begin, max_bytes_, &violations);
   if (!violations.empty()) return MakeInvalid("PublishBegin", std::move(violations));
   // Checked now, not after all bytes have arrived.
   if (begin.durable() && !has_store_) return adapter::StoreNotConfigured();
-  size_ = begin.safetensors_size();
+  files_ = std::make_shared<ArrivingFiles>(std::move(config), begin.safetensors_size(), budget_);
   start_ = SteadyNow();
   expected_sha256_ = begin.safetensors_sha256();
   state_ = State::kReceiving;
@@ -99,26 +76,24 @@ absl::Status Upload::AcceptChunk(const v1::PublishChunk& chunk) {
     return Broken("chunk.data", "PUBLISH_CHUNK_SIZE",
                   absl::StrCat(data.size(), " bytes are not in [1, ", kMaxChunkBytes, "]"));
   }
-  if (chunk.offset() != image_.size()) {
+  if (chunk.offset() != received()) {
     return Broken("chunk.offset", "PUBLISH_OFFSET_MISMATCH",
-                  absl::StrCat(chunk.offset(), " instead of ", image_.size(),
+                  absl::StrCat(chunk.offset(), " instead of ", received(),
                                ": chunks come in order and without gaps"));
   }
-  if (data.size() > size_ - image_.size()) {
+  if (data.size() > files_->size() - received()) {
     return Broken("chunk.data", "PUBLISH_SIZE_MISMATCH",
-                  absl::StrCat("more than the announced ", size_, " bytes"));
+                  absl::StrCat("more than the announced ", files_->size(), " bytes"));
   }
-  DORAD_RETURN_IF_ERROR(ReserveFor(data.size()));
-  const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
-  image_.insert(image_.end(), bytes, bytes + data.size());
+  DORAD_RETURN_IF_ERROR(files_->Append(data));
   sha256_.Update(data.data(), data.size());
   return absl::OkStatus();
 }
 
 absl::Status Upload::AcceptCommit() {
-  if (image_.size() != size_) {
+  if (received() != files_->size()) {
     return Broken("commit", "PUBLISH_SIZE_MISMATCH",
-                  absl::StrCat(image_.size(), " bytes arrived of the announced ", size_));
+                  absl::StrCat(received(), " bytes arrived of the announced ", files_->size()));
   }
   if (!expected_sha256_.empty()) {
     const std::array<uint8_t, 32> digest = sha256_.Final();
@@ -131,31 +106,5 @@ absl::Status Upload::AcceptCommit() {
   state_ = State::kCommitted;
   return absl::OkStatus();
 }
-
-absl::Status Upload::ReserveFor(size_t bytes) {
-  // At least the kernel's unit of allocation: a huge page.
-  constexpr uint64_t kStep = 2 << 20;
-  const uint64_t wanted = (image_.size() + bytes + kStep - 1) / kStep * kStep;
-  const int64_t more = static_cast<int64_t>(std::min(wanted, size_)) - reserved_;
-  if (more <= 0) return absl::OkStatus();
-  if (!budget_->Reserve(more)) {
-    return WithRetryAfter(MakeError(absl::StatusCode::kResourceExhausted, "PUBLISH_BUSY",
-                                    "too many bytes are being uploaded at the same time"),
-                          kRetryBusy);
-  }
-  reserved_ += more;
-  if (image_.capacity() >= size_) return absl::OkStatus();
-  // Reserves address space for the whole file; it takes no memory until it is written. A growing
-  // buffer would be copied, and both copies would take memory for a time.
-  try {
-    ReserveBytes(size_, &image_);
-  } catch (const std::bad_alloc&) {
-    return MakeError(absl::StatusCode::kResourceExhausted, "OUT_OF_MEMORY",
-                     absl::StrCat("no memory for ", size_, " bytes of an adapter"));
-  }
-  return absl::OkStatus();
-}
-
-void Upload::GiveBack() { budget_->Release(std::exchange(reserved_, 0)); }
 
 }  // namespace dorad::rpc

@@ -5,10 +5,8 @@
 // each takes its received bytes from it. Confined to one call at a time.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,36 +19,20 @@
 #include "server/platform/files/byte_buffer.h"
 #include "server/platform/files/sha256.h"
 #include "server/platform/instant.h"
+#include "server/rpc/arriving_files.h"
 
 namespace dorad::rpc {
 
 inline constexpr size_t kMaxChunkBytes = 1 << 20;
-
-// Bytes of all uploads in progress or kept; a stalled upload counts only its received bytes. Shared
-// by UploadStore and the uploads. Thread-safe.
-class UploadBudget {
- public:
-  // make_room frees some bytes, or returns false; nullptr: it never can.
-  explicit UploadBudget(int64_t max_bytes, std::function<bool()> make_room = nullptr)
-      : max_bytes_(max_bytes), make_room_(std::move(make_room)) {}
-  // False when there is no room.
-  [[nodiscard]] bool Reserve(int64_t bytes);
-  void Release(int64_t bytes);
-
- private:
-  bool TryReserve(int64_t bytes);
-
-  const int64_t max_bytes_;
-  const std::function<bool()> make_room_;
-  std::atomic<int64_t> used_{0};
-};
 
 class Upload {
  public:
   // max_bytes: of one file. has_store: durable versions are possible.
   Upload(int64_t max_bytes, bool has_store, std::shared_ptr<UploadBudget> budget)
       : max_bytes_(max_bytes), has_store_(has_store), budget_(std::move(budget)) {}
-  ~Upload() { GiveBack(); }
+  ~Upload() {
+    if (files_ != nullptr) files_->End();
+  }
   Upload(const Upload&) = delete;
   Upload& operator=(const Upload&) = delete;
 
@@ -62,14 +44,17 @@ class Upload {
 
   bool committed() const { return state_ == State::kCommitted; }
   // Bytes received so far.
-  uint64_t received() const { return image_.size(); }
+  uint64_t received() const { return files_ == nullptr ? 0 : files_->received(); }
+  // From Begin on: for calls that pass the files on to other servers.
+  const std::shared_ptr<ArrivingFiles>& files() const { return files_; }
 
   // After Commit, once.
   adapter::PublishOptions TakeOptions() { return std::move(options_); }
-  std::string TakeConfig() { return std::move(config_); }
+  const std::string& config() const { return files_->config_json(); }
   // The request had a PeftConfig.
   bool typed_config() const { return typed_config_; }
-  ByteBuffer TakeImage() { return std::move(image_); }
+  // The upload, too, keeps it until the load has ended: other servers may still want it.
+  SharedBytes image() const { return files_->image(); }
   // From Begin to Commit.
   absl::Duration read_time() const { return read_time_; }
 
@@ -79,22 +64,15 @@ class Upload {
   absl::Status AcceptBegin(const v1::PublishBegin& begin);
   absl::Status AcceptChunk(const v1::PublishChunk& chunk);
   absl::Status AcceptCommit();
-  // Takes `bytes` more of the budget, and at the first call allocates the buffer.
-  absl::Status ReserveFor(size_t bytes);
-  void GiveBack();
-
   const int64_t max_bytes_;
   const bool has_store_;
   const std::shared_ptr<UploadBudget> budget_;
-  int64_t reserved_ = 0;
   State state_ = State::kStart;
   adapter::PublishOptions options_;
-  std::string config_;
   bool typed_config_ = false;
-  uint64_t size_ = 0;
   std::string expected_sha256_;
   Sha256 sha256_;
-  ByteBuffer image_;
+  std::shared_ptr<ArrivingFiles> files_;
   Instant start_;
   absl::Duration read_time_;
 };

@@ -82,12 +82,14 @@ bool MayPass(const absl::Status& refusal) {
 struct UploadStore::Record {
   enum class State { kReceiving, kLoading, kEnded };
 
-  Record(std::string whose, std::string upload_id, BeginFields fields, uint64_t image_bytes,
+  Record(std::string whose, std::string upload_id, BeginFields fields, FileKey key_of_file,
          std::unique_ptr<Upload> u)
       : tenant(std::move(whose)),
         id(std::move(upload_id)),
         begin(std::move(fields)),
-        total(image_bytes),
+        file(std::move(key_of_file)),
+        total(u->files()->size()),
+        files(u->files()),
         upload(std::move(u)) {}
 
   bool idle() const { return state == State::kReceiving && stream == 0; }
@@ -98,7 +100,9 @@ struct UploadStore::Record {
   const std::string tenant;
   const std::string id;  // empty: not in the store; used by one stream only
   const BeginFields begin;
+  const FileKey file;
   const uint64_t total;
+  const std::weak_ptr<ArrivingFiles> files;  // gone after the load
   // Held while a part is accepted; acquired before the store's.
   absl::Mutex feeding;
   std::unique_ptr<Upload> upload ABSL_GUARDED_BY(feeding);  // until it is loaded
@@ -142,6 +146,28 @@ absl::StatusOr<UploadStore::Progress> UploadStore::Find(const std::string& id,
   return progress;
 }
 
+std::shared_ptr<ArrivingFiles> UploadStore::AwaitFiles(const FileKey& key,
+                                                       absl::Duration most) const {
+  const absl::Time end = absl::Now() + most;
+  absl::MutexLock lock(&mu_);
+  while (true) {
+    if (auto files = FindFiles(key)) return files;
+    if (began_.WaitWithDeadline(&mu_, end)) return FindFiles(key);
+  }
+}
+
+std::shared_ptr<ArrivingFiles> UploadStore::FindFiles(const FileKey& key) const {
+  std::shared_ptr<ArrivingFiles> most;
+  for (const auto& [id, record] : records_) {
+    if (!(record->file == key)) continue;
+    auto files = record->files.lock();
+    if (files != nullptr && (most == nullptr || files->received() > most->received())) {
+      most = std::move(files);
+    }
+  }
+  return most;
+}
+
 UploadStore::Idle UploadStore::idle() const {
   absl::MutexLock lock(&mu_);
   Idle idle;
@@ -159,7 +185,9 @@ absl::StatusOr<std::shared_ptr<UploadStore::Record>> UploadStore::Open(
   std::function<void(absl::Status)> end_older;
   {
     absl::MutexLock lock(&mu_);
-    record = records_.try_emplace(fresh->key(), fresh).first->second;
+    const auto [place, is_new] = records_.try_emplace(fresh->key(), fresh);
+    record = place->second;
+    if (is_new) began_.SignalAll();
     DORAD_RETURN_IF_ERROR(CheckEqual(record->begin, fresh->begin));
     if (record->state != Record::State::kReceiving) return record;
     record->stream = stream;
@@ -362,11 +390,12 @@ absl::StatusOr<UploadStream::Next> UploadStream::Begin(v1::PublishRequest* part)
   auto upload = std::make_unique<Upload>(store_->options_.max_image_bytes,
                                          store_->options_.has_store, store_->budget_);
   const std::string id = part->begin().upload_id();
-  const uint64_t total = part->begin().safetensors_size();
+  UploadStore::FileKey file{part->begin().name(), part->begin().version(),
+                            part->begin().safetensors_sha256()};
   BeginFields fields;
   if (!id.empty()) fields = FieldsOf(part->begin());
   DORAD_RETURN_IF_ERROR(upload->Accept(part));
-  record_ = std::make_shared<UploadStore::Record>(tenant_, id, std::move(fields), total,
+  record_ = std::make_shared<UploadStore::Record>(tenant_, id, std::move(fields), std::move(file),
                                                   std::move(upload));
   if (id.empty()) {
     record_->stream = number_;
@@ -380,6 +409,8 @@ absl::StatusOr<UploadStream::Next> UploadStream::Begin(v1::PublishRequest* part)
   store_->Join(*record_, answer_);
   return Next::kAnswer;
 }
+
+uint64_t UploadStream::received() const { return record_->received; }
 
 std::unique_ptr<Upload> UploadStream::TakeUpload() {
   absl::MutexLock feeding(&record_->feeding);

@@ -58,6 +58,19 @@ class UploadStore {
   absl::StatusOr<Progress> Find(const std::string& id, const std::string& tenant = "") const
       ABSL_LOCKS_EXCLUDED(mu_);
 
+  // Names a version's file, whoever uploads it.
+  struct FileKey {
+    std::string name;
+    int64_t version = 0;
+    std::string sha256;  // 32 bytes, of the safetensors file
+
+    bool operator==(const FileKey&) const = default;
+  };
+  // The files of an upload that has an id and has begun; waits for its begin, at most for so long.
+  // nullptr: there is none, or its load has ended.
+  std::shared_ptr<ArrivingFiles> AwaitFiles(const FileKey& key, absl::Duration most) const
+      ABSL_LOCKS_EXCLUDED(mu_);
+
   struct Idle {
     int uploads = 0;
     int64_t bytes = 0;
@@ -91,6 +104,8 @@ class UploadStore {
   void Drop(const Record& record) ABSL_LOCKS_EXCLUDED(mu_);
   bool DropOldestIdle() ABSL_LOCKS_EXCLUDED(mu_);
 
+  std::shared_ptr<ArrivingFiles> FindFiles(const FileKey& key) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool Holds(const Record& record) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // A record's weight among those of its tenant; 0: never removed.
   using Weight = std::function<int64_t(const Record&)>;
@@ -106,7 +121,8 @@ class UploadStore {
   Records records_ ABSL_GUARDED_BY(mu_);
   uint64_t last_stream_ ABSL_GUARDED_BY(mu_) = 0;
   bool closing_ ABSL_GUARDED_BY(mu_) = false;
-  absl::CondVar changed_;  // an expiry was set, or closing_
+  absl::CondVar changed_;        // an expiry was set, or closing_
+  mutable absl::CondVar began_;  // an upload with an id
   std::thread collector_;
 };
 
@@ -134,6 +150,9 @@ class UploadStream {
   // NOT_FOUND (UPLOAD_NOT_FOUND: dropped meanwhile). After a failure no part may follow. A failed
   // Commit drops the upload, any other failure leaves it unchanged.
   absl::StatusOr<Next> Accept(v1::PublishRequest* part);
+
+  // Bytes of the upload that have arrived, from any stream. After Begin.
+  uint64_t received() const;
 
   // After kLoad.
   std::unique_ptr<Upload> TakeUpload();

@@ -18,6 +18,8 @@ const std::vector<MethodRule>& MethodRules() {
       {"GetUpload", kPublish, false},
       {"PublishFromPath", kPublish, true},
       {"PublishFromMemory", kPublish, true},
+      {"PublishFromPeer", kPublish, true},
+      {"FetchAdapter", kPublish, true},
       {"Activate", kPublish, false},
       {"Get", kInfer | kPublish, false},
       {"List", kInfer | kPublish, false},

@@ -53,7 +53,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string config = text.substr(0, line_end);
   const std::string header =
       line_end == std::string::npos ? std::string() : text.substr(line_end + 1);
-  const auto valid = dorad::adapter::ValidateAdapter(config, Image(header), modules, kMaxRank);
+  const auto valid =
+      dorad::adapter::ValidateAdapter(config, dorad::Share(Image(header)), modules, kMaxRank);
   if (!valid.ok()) {
     DORAD_CHECK(valid.status().code() == absl::StatusCode::kInvalidArgument);
     DORAD_CHECK(!dorad::ReasonOf(valid.status()).empty());

@@ -271,7 +271,7 @@ void Check(v1::PublishFromMemoryRequest request) {
   const auto image = adapter::CopyToImage(publish->peer, kMaxImageBytes);
   if (image.ok()) {
     DORAD_CHECK(image->size() <= static_cast<size_t>(kMaxImageBytes));
-    (void)SafetensorsFile::Parse(*image, "memory");
+    (void)SafetensorsFile::Parse(Share(*image), "memory");
   } else {
     CheckStatus(image.status());
   }

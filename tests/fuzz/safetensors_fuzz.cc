@@ -29,7 +29,7 @@ void CheckViews(const dorad::SafetensorsFile& file, size_t file_bytes) {
 
 void Parse(ByteBuffer image) {
   const size_t bytes = image.size();
-  const auto file = dorad::SafetensorsFile::Parse(std::move(image), "fuzz");
+  const auto file = dorad::SafetensorsFile::Parse(dorad::Share(std::move(image)), "fuzz");
   if (file.ok()) {
     CheckViews(**file, bytes);
   } else {

@@ -159,9 +159,10 @@ absl::StatusOr<AdapterFiles> ReadAdapterFolder(const std::string& path, const Fo
       ReadPart(folder, kConfigName, JsonLimits().max_bytes, "ADAPTER_CONFIG_TOO_LARGE", nullptr));
   AdapterFiles files;
   files.config_json.assign(reinterpret_cast<const char*>(config.data()), config.size());
-  DORAD_ASSIGN_OR_RETURN(files.safetensors,
+  DORAD_ASSIGN_OR_RETURN(ByteBuffer tensors,
                          ReadPart(folder, kTensorsName, static_cast<uint64_t>(max_bytes),
                                   "ADAPTER_TOO_LARGE", access.admit));
+  files.safetensors = Share(std::move(tensors));
   return files;
 }
 

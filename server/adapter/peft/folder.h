@@ -16,7 +16,7 @@ namespace dorad::adapter {
 
 struct AdapterFiles {
   std::string config_json;
-  ByteBuffer safetensors;
+  SharedBytes safetensors;
 };
 
 // Gets the number of bytes of the tensors' file before they are read. An error ends the reading.

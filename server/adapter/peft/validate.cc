@@ -32,8 +32,9 @@ AdapterTensors Check(const std::string& config_json,
 
 }  // namespace
 
-absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, ByteBuffer safetensors,
-                                             const BaseModules& modules, int max_rank) {
+absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
+                                             SharedBytes safetensors, const BaseModules& modules,
+                                             int max_rank) {
   absl::StatusOr<std::unique_ptr<SafetensorsFile>> file =
       SafetensorsFile::Parse(std::move(safetensors), "adapter_model.safetensors");
   Violations violations;

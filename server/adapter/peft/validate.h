@@ -21,8 +21,9 @@ struct ValidAdapter {
 
 // INVALID_ARGUMENT listing all problems of the configuration, the targets and the tensors, as far
 // as each can be judged after a problem before it. Reasons: docs/guides/adapters.md.
-absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json, ByteBuffer safetensors,
-                                             const BaseModules& modules, int max_rank);
+absl::StatusOr<ValidAdapter> ValidateAdapter(const std::string& config_json,
+                                             SharedBytes safetensors, const BaseModules& modules,
+                                             int max_rank);
 
 // The same for tensors outside a file, in any memory.
 absl::StatusOr<AdapterTensors> ValidateTensors(const std::string& config_json,

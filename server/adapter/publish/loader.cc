@@ -100,8 +100,8 @@ absl::Status AdapterLoader::Impl::Enqueue(Job& job) {
   }
   // Allocates the place first: running out of memory must not cost a version number.
   queue->jobs.emplace_back();
-  const absl::StatusOr<int64_t> version =
-      registry->Reserve(job.options.name, job.options.version, job.options.tags);
+  const absl::StatusOr<int64_t> version = registry->Reserve(job.options.name, job.options.version,
+                                                            job.options.tags, job.options.of_peer);
   if (!version.ok()) {
     queue->jobs.pop_back();
     return version.status();

@@ -28,13 +28,15 @@ struct PublishOptions {
   bool pinned = false;   // its weights stay resident
   std::map<std::string, std::string> tags;
   std::optional<int64_t> keep_last;  // instead of LoaderOptions'
+  // The number is another server's: it need not be above the others of its name here.
+  bool of_peer = false;
 };
 
-// An upload.
+// An upload, from a client or from another server.
 struct BytesSource {
   std::string adapter_config_json;
-  ByteBuffer safetensors;
-  absl::Duration read;  // time the caller spent receiving the bytes
+  SharedBytes safetensors;  // other servers may be receiving them from here
+  absl::Duration read;      // time the caller spent receiving the bytes
 };
 
 // A PEFT folder on the server's host.

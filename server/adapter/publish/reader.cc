@@ -78,13 +78,14 @@ absl::StatusOr<Content> AdapterReader::ReadAny(AdapterSource& source, bool needs
     files.config_json = std::move(memory->adapter_config_json);
     expected_digest = memory->tensors.expected_digest;
     DORAD_ASSIGN_OR_RETURN(
-        files.safetensors,
+        ByteBuffer image,
         CopyToImage(memory->tensors, static_cast<uint64_t>(options_.max_adapter_bytes)));
+    files.safetensors = Share(std::move(image));
   } else {
     auto& bytes = std::get<BytesSource>(source);
     received = bytes.read;
     files = {std::move(bytes.adapter_config_json), std::move(bytes.safetensors)};
-    if (files.safetensors.size() > static_cast<uint64_t>(options_.max_adapter_bytes)) {
+    if (files.safetensors->size() > static_cast<uint64_t>(options_.max_adapter_bytes)) {
       return MakeInvalid(
           kSubject,
           {{kSubject, "ADAPTER_TOO_LARGE",

@@ -91,10 +91,17 @@ void AdapterRegistry::Restore(const StoredState& stored, const LoadStored& load)
 
 absl::StatusOr<int64_t> AdapterRegistry::Reserve(const std::string& name,
                                                  std::optional<int64_t> version,
-                                                 std::map<std::string, std::string> tags) {
+                                                 std::map<std::string, std::string> tags,
+                                                 bool of_peer) {
   DORAD_RETURN_IF_ERROR(CheckAdapterName(name));
   absl::MutexLock change(&state_->change_mu);
-  return state_->Reserve(name, version, std::move(tags));
+  return state_->Reserve(name, version, std::move(tags), of_peer);
+}
+
+absl::StatusOr<std::string> AdapterRegistry::ObjectOf(const AdapterRef& ref) const {
+  absl::MutexLock lock(&state_->mu);
+  DORAD_ASSIGN_OR_RETURN(const State::Version* version, state_->book.ResolveReady(ref));
+  return version->object;
 }
 
 absl::StatusOr<int64_t> AdapterRegistry::Publish(std::shared_ptr<const LoadedAdapter> adapter,

@@ -53,9 +53,14 @@ class AdapterRegistry {
 
   // Takes a version number for a load (LOADING). version nullopt: the next one. INVALID_ARGUMENT
   // (ADAPTER_NAME_INVALID, ADAPTER_VERSION_INVALID: not within [1, 10^18)), ABORTED
-  // (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name.
+  // (ADAPTER_VERSION_TAKEN) when the number is not above all numbers of the name; of_peer: when
+  // this server has a version of that number. A peer's version comes back under its own number: the
+  // caller, who knows its digest, answers for it being the same one.
   absl::StatusOr<int64_t> Reserve(const std::string& name, std::optional<int64_t> version,
-                                  std::map<std::string, std::string> tags);
+                                  std::map<std::string, std::string> tags, bool of_peer = false);
+  // The object of the log's store with a READY durable version's files. NOT_FOUND as Get; "": the
+  // version is not durable.
+  absl::StatusOr<std::string> ObjectOf(const AdapterRef& ref) const;
   // LOADING -> READY; with activate it also becomes active, at the same time. ABORTED
   // (GENERATION_MISMATCH): nothing changes and the version becomes FAILED. `object` of the log's
   // store makes the version durable (dropped when the version is GONE; after a failure it is still

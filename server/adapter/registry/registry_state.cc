@@ -70,17 +70,19 @@ void AdapterRegistry::State::BeginRetiring(Version& version, After& after) {
 
 absl::StatusOr<int64_t> AdapterRegistry::State::Reserve(const std::string& name,
                                                         std::optional<int64_t> version,
-                                                        std::map<std::string, std::string> tags) {
+                                                        std::map<std::string, std::string> tags,
+                                                        bool of_peer) {
   int64_t number = 0;
   {
     absl::MutexLock lock(&mu);
-    DORAD_ASSIGN_OR_RETURN(number, book.FreeNumber(name, version));
+    DORAD_ASSIGN_OR_RETURN(number, book.FreeNumber(name, version, of_peer));
   }
   DORAD_RETURN_IF_ERROR(Log({.type = Change::Type::kReserved, .name = name, .version = number},
                             kGenerationsOfVersion));
   absl::MutexLock lock(&mu);
   book.ForgetIdleNames();
   book.NoteNumber(name, number);
+  book.Vacate(name, number);
   AdapterRecord& record = book.Add(name, number).record;
   record.create_time = absl::Now();
   record.tags = std::move(tags);

@@ -39,7 +39,7 @@ struct AdapterRegistry::State {
 
   // --- Changes, as the registry's functions of the same names.
   absl::StatusOr<int64_t> Reserve(const std::string& name, std::optional<int64_t> version,
-                                  std::map<std::string, std::string> tags)
+                                  std::map<std::string, std::string> tags, bool of_peer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(change_mu) ABSL_LOCKS_EXCLUDED(mu);
   absl::StatusOr<int64_t> Publish(std::shared_ptr<const LoadedAdapter> adapter, bool activate,
                                   std::optional<int64_t> expected_generation,

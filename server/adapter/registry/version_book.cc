@@ -148,7 +148,7 @@ std::map<AdapterState, int> VersionBook::CountByState() const {
 }
 
 absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,
-                                                std::optional<int64_t> wanted) const {
+                                                std::optional<int64_t> wanted, bool of_peer) const {
   const auto known = names_.find(name);
   const int64_t last = known == names_.end() ? forgotten_floor_ : known->second.last_version;
   const int64_t number = wanted.value_or(last + 1);
@@ -160,13 +160,22 @@ absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,
   }
   if (number <= last) {
     const Version* const holder = Find(name, number);
+    if (of_peer && (holder == nullptr || holder->ended())) return number;
     return VersionTaken(name, number, last, holder == nullptr ? nullptr : &holder->record);
   }
   return number;
 }
 
+void VersionBook::Vacate(const std::string& name, int64_t number) {
+  const Version* const holder = Find(name, number);
+  if (holder == nullptr || !holder->ended()) return;
+  std::erase(ended_, std::pair(name, number));
+  names_[name].versions.erase(number);
+}
+
 void VersionBook::NoteNumber(const std::string& name, int64_t number) {
-  names_[name].last_version = number;
+  int64_t& last = names_[name].last_version;
+  last = std::max(last, number);
 }
 
 void VersionBook::NoteServed(const std::string& name, int64_t number) {

@@ -27,6 +27,11 @@ class VersionBook {
     std::shared_ptr<const LoadedAdapter> adapter;
     std::string object;  // of a durable version, to GONE
 
+    // GONE, or FAILED without an object to retire.
+    bool ended() const {
+      return record.state == AdapterState::kGone ||
+             (record.state == AdapterState::kFailed && !record.durable);
+    }
     // The record as of now.
     AdapterRecord Copy() const;
     void MakeReady(std::shared_ptr<const LoadedAdapter> loaded);
@@ -59,7 +64,10 @@ class VersionBook {
   // --- Numbers.
 
   // The number that a load may take: `wanted`, or the next one. Errors as AdapterRegistry::Reserve.
-  absl::StatusOr<int64_t> FreeNumber(const std::string& name, std::optional<int64_t> wanted) const;
+  absl::StatusOr<int64_t> FreeNumber(const std::string& name, std::optional<int64_t> wanted,
+                                     bool of_peer) const;
+  // Drops the record of an ended version with this number, if there is one.
+  void Vacate(const std::string& name, int64_t number);
   // All numbers up to this one are used.
   void NoteNumber(const std::string& name, int64_t number);
   // Versions up to this number served in an earlier run.

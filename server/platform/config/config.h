@@ -91,6 +91,14 @@ struct AdaptersConfig {
   std::string dtype = "auto";  // "auto": by the file and compute_dtype; "fp32"; "bf16"
 };
 
+struct PeersConfig {
+  std::vector<std::string> allowed;  // networks of the servers that adapters may come from
+  std::string token_file;            // presented to them; "" = none
+  std::string ca_file;               // PEM file: CA of their certificates; "" = no TLS
+  int64_t max_transfers = 4;         // at the same time, in each direction
+  int64_t bytes_per_second = 0;      // sent to all of them together; 0 = no limit
+};
+
 struct MetricsConfig {
   int64_t top_adapters = 20;  // with series of their own
   bool vllm_aliases = false;  // the same metrics under vLLM's names as well
@@ -117,6 +125,7 @@ struct Config {
   MemoryConfig memory;
   LimitsConfig limits;
   AdaptersConfig adapters;
+  PeersConfig peers;
   MetricsConfig metrics;
   SecurityConfig security;
   LogConfig log;

@@ -66,6 +66,9 @@ class SectionKeys {
   SectionKeys& Folders(const char* key, std::vector<std::string> Section::*member) {
     return Add(key, ConfigType::kFolders, member);
   }
+  SectionKeys& Networks(const char* key, std::vector<std::string> Section::*member) {
+    return Add(key, ConfigType::kNetworks, member);
+  }
   SectionKeys& Map(const char* key, ConfigStringMap Section::*member) {
     return Add(key, ConfigType::kMap, member);
   }
@@ -93,6 +96,7 @@ std::vector<ConfigKey> AllKeys() {
   using Memory = MemoryConfig;
   using Limits = LimitsConfig;
   using Adapters = AdaptersConfig;
+  using Peers = PeersConfig;
   using Metrics = MetricsConfig;
   using Security = SecurityConfig;
   using Log = LogConfig;
@@ -159,6 +163,12 @@ std::vector<ConfigKey> AllKeys() {
       .Bytes("norm_chunk_bytes", &Adapters::norm_chunk_bytes, 65536)
       .Integer("loader_threads", &Adapters::loader_threads, 1, 64)
       .Choice("dtype", &Adapters::dtype, {"auto", "fp32", "bf16"});
+  SectionKeys("peers", &Config::peers, &keys)
+      .Networks("allowed", &Peers::allowed)
+      .Text("token_file", &Peers::token_file)
+      .Text("ca_file", &Peers::ca_file)
+      .Integer("max_transfers", &Peers::max_transfers, 1, 64)
+      .Bytes("bytes_per_second", &Peers::bytes_per_second, 0, kMaxBytes);
   SectionKeys("metrics", &Config::metrics, &keys)
       .Integer("top_adapters", &Metrics::top_adapters, 0, 1000)
       .Boolean("vllm_aliases", &Metrics::vllm_aliases);
@@ -224,6 +234,8 @@ std::string DescribeValues(const ConfigKey& key) {
       return "true or false";
     case ConfigType::kFolders:
       return "list of absolute paths";
+    case ConfigType::kNetworks:
+      return "list of IP addresses and networks (10.0.0.0/8)";
     case ConfigType::kMap:
       return "map of name: folder";
   }

@@ -30,8 +30,9 @@ enum class ConfigType {
   kSeconds,    // a decimal number
   kShare,      // a decimal number
   kBoolean,
-  kFolders,  // list of absolute paths
-  kMap,      // name: text
+  kFolders,   // list of absolute paths
+  kNetworks,  // list of IP addresses and address/bits
+  kMap,       // name: text
 };
 
 struct ConfigKey {

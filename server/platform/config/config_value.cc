@@ -15,6 +15,7 @@
 #include "server/platform/config/yaml_document.h"
 #include "server/platform/files/utf8.h"
 #include "server/platform/net/listen_address.h"
+#include "server/platform/net/network.h"
 
 namespace dorad {
 namespace {
@@ -103,20 +104,22 @@ std::string SetString(const ConfigKey& key, const std::string& text, std::string
 // A scalar's text; false for null, lists and maps.
 bool IsText(const YAML::Node& node) { return node.IsScalar(); }
 
-std::string SetFolders(const ConfigKey& key, const YAML::Node& node,
-                       std::vector<std::string>* field) {
+std::string SetList(const ConfigKey& key, const YAML::Node& node, std::vector<std::string>* field) {
   if (!node.IsSequence()) return absl::StrCat("expected a ", DescribeValues(key));
-  std::vector<std::string> folders;
+  std::vector<std::string> list;
   for (const YAML::Node& item : node) {
     if (!IsText(item)) return absl::StrCat("expected a ", DescribeValues(key));
-    const std::string& folder = item.Scalar();
-    if (std::string problem = CheckText(folder); !problem.empty()) return problem;
-    if (!absl::StartsWith(folder, "/")) {
-      return absl::StrCat("'", folder, "' is not an absolute path");
+    const std::string& text = item.Scalar();
+    if (std::string problem = CheckText(text); !problem.empty()) return problem;
+    if (key.type == ConfigType::kFolders && !absl::StartsWith(text, "/")) {
+      return absl::StrCat("'", text, "' is not an absolute path");
     }
-    folders.push_back(folder);
+    if (key.type == ConfigType::kNetworks && !Network::Parse(text)) {
+      return absl::StrCat("'", text, "' is neither an IP address nor address/bits");
+    }
+    list.push_back(text);
   }
-  *field = std::move(folders);
+  *field = std::move(list);
   return "";
 }
 
@@ -192,7 +195,7 @@ std::string SetFromText(const ConfigKey& key, const std::string& text, Config* c
 std::string SetFromYaml(const ConfigKey& key, const YAML::Node& node, Config* config) {
   const ConfigField field = key.field(*config);
   if (auto* const* value = std::get_if<std::vector<std::string>*>(&field)) {
-    return SetFolders(key, node, *value);
+    return SetList(key, node, *value);
   }
   if (std::holds_alternative<ConfigStringMap*>(field)) return SetMap(key, node, config);
   if (node.IsNull()) {

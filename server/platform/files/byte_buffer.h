@@ -36,6 +36,14 @@ class UninitialisedAllocator : public std::allocator<T> {
 // resize(n) and ByteBuffer(n) leave the new bytes undefined.
 using ByteBuffer = std::vector<std::byte, UninitialisedAllocator<std::byte>>;
 
+// Bytes with several owners. Immutable, except for one writer that appends within the capacity and
+// tells the readers how far they may read.
+using SharedBytes = std::shared_ptr<const ByteBuffer>;
+
+inline SharedBytes Share(ByteBuffer bytes) {
+  return std::make_shared<const ByteBuffer>(std::move(bytes));
+}
+
 // As out->reserve(bytes), in huge pages where the system has them: a large buffer then costs some
 // hundred page faults instead of some hundred thousand, and giving it back does not hold up the
 // process's other threads.

@@ -57,7 +57,8 @@ int64_t TensorView::num_elements() const {
 }
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Parse(
-    ByteBuffer image, const std::string& subject) {
+    SharedBytes bytes, const std::string& subject) {
+  const ByteBuffer& image = *bytes;
   if (image.size() < kSafetensorsPrefixBytes) return TooSmall(subject, image.size());
   DORAD_ASSIGN_OR_RETURN(
       const uint64_t length,
@@ -67,9 +68,9 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Parse(
                          ParseSafetensorsHeader(TextOf(image, kSafetensorsPrefixBytes, length),
                                                 image.size() - data_offset, subject));
   std::unique_ptr<SafetensorsFile> file(new SafetensorsFile());
-  file->image_ = std::move(image);
   file->metadata_ = std::move(header.metadata);
-  file->tensors_ = MakeViews(header, file->image_.data() + data_offset);
+  file->tensors_ = MakeViews(header, image.data() + data_offset);
+  file->image_ = std::move(bytes);
   return file;
 }
 
@@ -91,9 +92,9 @@ absl::StatusOr<std::unique_ptr<SafetensorsFile>> SafetensorsFile::Read(const std
   ReserveBytes(source.size(), &image);
   DORAD_RETURN_IF_ERROR(source.Append(data_bytes, &image));
   std::unique_ptr<SafetensorsFile> file(new SafetensorsFile());
-  file->image_ = std::move(image);
   file->metadata_ = std::move(header.metadata);
-  file->tensors_ = MakeViews(header, file->image_.data() + kSafetensorsPrefixBytes + length);
+  file->tensors_ = MakeViews(header, image.data() + kSafetensorsPrefixBytes + length);
+  file->image_ = Share(std::move(image));
   return file;
 }
 

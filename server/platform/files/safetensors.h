@@ -4,7 +4,7 @@
 // keys refused, tensors contiguous from offset 0 without holes or overlap, size of each equal to
 // its shape, last one ending at the end of the file) plus our own caps: header <= 8 MiB, <= 65,536
 // tensors, names <= 512 printable bytes, rank <= 8, dtype F32, F16 or BF16 for every tensor. The
-// file object owns the bytes (read, never mapped: truncation of a mapped file kills the process),
+// file object keeps the bytes (read, never mapped: truncation of a mapped file kills the process),
 // so views live as long as it does. Immutable after construction and therefore thread-safe.
 #pragma once
 
@@ -35,9 +35,9 @@ struct TensorView {
 
 class SafetensorsFile {
  public:
-  // Takes ownership of a whole file's bytes. `subject` is its name in errors. INVALID_ARGUMENT with
+  // Keeps a whole file's bytes. `subject` is its name in errors. INVALID_ARGUMENT with
   // reason SAFETENSORS_* otherwise.
-  static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(ByteBuffer image,
+  static absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(SharedBytes bytes,
                                                                 const std::string& subject);
   // Reads a regular file of at most max_bytes. NOT_FOUND (FILE_NOT_FOUND), INVALID_ARGUMENT
   // (SAFETENSORS_*), RESOURCE_EXHAUSTED (FILE_TOO_LARGE), UNAVAILABLE (FILE_UNREADABLE).
@@ -48,13 +48,13 @@ class SafetensorsFile {
   const std::map<std::string, TensorView>& tensors() const { return tensors_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   // The whole file.
-  absl::Span<const std::byte> image() const { return image_; }
+  absl::Span<const std::byte> image() const { return *image_; }
   // nullptr when absent.
   const TensorView* Find(const std::string& name) const;
 
  private:
   SafetensorsFile() = default;
-  ByteBuffer image_;
+  SharedBytes image_;
   std::map<std::string, TensorView> tensors_;
   std::map<std::string, std::string> metadata_;
 };

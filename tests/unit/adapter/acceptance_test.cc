@@ -192,7 +192,8 @@ TEST(AdapterAcceptanceTest, AcceptsValuesThatChangeNothing) {
 }
 
 absl::StatusOr<ValidAdapter> Validate(const Json& config, const test::Tensors& tensors) {
-  return ValidateAdapter(config.dump(), test::WriteSafetensors(tensors), MakeModules(), kMaxRank);
+  return ValidateAdapter(config.dump(), Share(test::WriteSafetensors(tensors)), MakeModules(),
+                         kMaxRank);
 }
 
 TEST(AdapterAcceptanceTest, AcceptsEveryDtypeAndBothMagnitudeKeys) {
@@ -262,7 +263,7 @@ TEST(AdapterAcceptanceTest, AnAdapterMayHaveTheNamesOfAnOlderVersion) {
   const test::Tensors tensors = test::MakeTensors(
       MakeModules(), {"1.mlp.gate_proj", "1.mlp.up_proj", "1.mlp.down_proj"}, 2, true);
   const auto valid =
-      ValidateAdapter(config.dump(), test::WriteSafetensors(tensors), WithParts(), kMaxRank);
+      ValidateAdapter(config.dump(), Share(test::WriteSafetensors(tensors)), WithParts(), kMaxRank);
   ASSERT_TRUE(valid.ok()) << valid.status();
   ASSERT_EQ(valid->tensors.modules.size(), 3u);
   EXPECT_EQ(valid->tensors.modules[0].target.module_id,

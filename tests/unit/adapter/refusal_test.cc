@@ -37,7 +37,7 @@ struct Case {
 absl::Status Validate(const Adapter& adapter) {
   const BaseModules modules = MakeModules();
   return ValidateAdapter(adapter.text.empty() ? adapter.config.dump() : adapter.text,
-                         WriteSafetensors(adapter.tensors), modules, kMaxRank)
+                         Share(WriteSafetensors(adapter.tensors)), modules, kMaxRank)
       .status();
 }
 
@@ -447,7 +447,8 @@ TEST(AdapterRefusalTest, CountsAllProblemsOfAHeader) {
   Adapter adapter;
   adapter.config["bias"] = "all";
   const absl::Status status =
-      ValidateAdapter(adapter.config.dump(), std::move(bytes), MakeModules(), kMaxRank).status();
+      ValidateAdapter(adapter.config.dump(), Share(std::move(bytes)), MakeModules(), kMaxRank)
+          .status();
   EXPECT_EQ(ViolationsOf(status).size() + OmittedViolationsOf(status), 101u);
 }
 

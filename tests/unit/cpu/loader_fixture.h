@@ -116,7 +116,8 @@ class AdapterLoaderTest : public ::testing::Test {
                                         PublishOptions options = {.name = "a", .activate = true}) {
     return Wait([&](PublishCallback done) {
       loader_->Publish(
-          options, BytesSource{config.dump(), test::WriteSafetensors(tensors), absl::Seconds(1)},
+          options,
+          BytesSource{config.dump(), Share(test::WriteSafetensors(tensors)), absl::Seconds(1)},
           std::move(done));
     });
   }

@@ -13,7 +13,8 @@ TEST_F(AdapterLoaderTest, EndsQueuedLoadsWithCancelledAndWaitsForTheRunningOne) 
     leave.WaitForNotification();
   };
   const std::string config = MakeConfig(true, {"q_proj"}).dump();
-  const ByteBuffer image = test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
+  const SharedBytes image =
+      Share(test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true)));
   std::vector<absl::Status> results(4, absl::UnknownError("not called"));
   const auto submit = [&](int i) {
     loader_->Publish({.name = "a"}, BytesSource{config, image, absl::ZeroDuration()},
@@ -45,7 +46,8 @@ TEST_F(AdapterLoaderTest, QueuedLoadsWaitWhileTheLoaderIsSuspendedAndNewOnesAreR
     leave.WaitForNotification();
   };
   const std::string config = MakeConfig(true, {"q_proj"}).dump();
-  const ByteBuffer image = test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true));
+  const SharedBytes image =
+      Share(test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true)));
   std::vector<absl::Status> results(3, absl::UnknownError("not called"));
   std::vector<absl::Notification> done(3);
   const auto submit = [&](int i) {
@@ -99,11 +101,12 @@ TEST_F(AdapterLoaderTest, LoadsThatAreQueuedAtTheEndAreCancelled) {
   });
   entered.WaitForNotification();
   absl::Status result;
-  loader_->Publish({.name = "a"},
-                   BytesSource{MakeConfig(true, {"q_proj"}).dump(),
-                               test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true)),
-                               absl::ZeroDuration()},
-                   [&](const auto& published) { result = published.status(); });
+  loader_->Publish(
+      {.name = "a"},
+      BytesSource{MakeConfig(true, {"q_proj"}).dump(),
+                  Share(test::WriteSafetensors(MakeTensors(modules_, {"q_proj"}, 2, true))),
+                  absl::ZeroDuration()},
+      [&](const auto& published) { result = published.status(); });
   loader_->Suspend();
   leave.Notify();
   absl::Notification left;  // the task above refers to what this test holds

@@ -28,7 +28,7 @@ std::string Image(const std::string& header, size_t data_bytes) {
 
 absl::StatusOr<std::unique_ptr<SafetensorsFile>> Parse(const std::string& header,
                                                        size_t data_bytes) {
-  return SafetensorsFile::Parse(Bytes(Image(header, data_bytes)), "test.safetensors");
+  return SafetensorsFile::Parse(Share(Bytes(Image(header, data_bytes))), "test.safetensors");
 }
 
 std::string Tensor(const std::string& name, const std::string& dtype, const std::string& shape,
@@ -233,7 +233,7 @@ INSTANTIATE_TEST_SUITE_P(Layout, SafetensorsBadHeaderTest, ::testing::ValuesIn(L
 TEST(SafetensorsTest, RefusesLengthsThatLie) {
   const auto reason = [](uint64_t length, size_t bytes_after) {
     return ReasonOf(
-        SafetensorsFile::Parse(Bytes(Prefix(length) + std::string(bytes_after, ' ')), "x")
+        SafetensorsFile::Parse(Share(Bytes(Prefix(length) + std::string(bytes_after, ' '))), "x")
             .status());
   };
   EXPECT_EQ(reason(3, 2), "SAFETENSORS_HEADER_LENGTH");
@@ -257,9 +257,9 @@ TEST(SafetensorsTest, ListsEveryTensorThatIsWrong) {
 TEST(SafetensorsTest, RefusesAFileCutAnywhere) {
   const std::string image = Image(GoodHeader(), 16);
   const size_t header_end = image.size() - 16;
-  ASSERT_TRUE(SafetensorsFile::Parse(Bytes(image), "whole").ok());
+  ASSERT_TRUE(SafetensorsFile::Parse(Share(Bytes(image)), "whole").ok());
   for (size_t size = 0; size < image.size(); ++size) {
-    const auto file = SafetensorsFile::Parse(Bytes(image.substr(0, size)), "cut");
+    const auto file = SafetensorsFile::Parse(Share(Bytes(image.substr(0, size))), "cut");
     ASSERT_FALSE(file.ok()) << size;
     EXPECT_EQ(ReasonOf(file.status()), size < 8            ? "SAFETENSORS_HEADER_TOO_SMALL"
                                        : size < header_end ? "SAFETENSORS_HEADER_LENGTH"
@@ -276,7 +276,7 @@ TEST(SafetensorsTest, SurvivesEveryFlippedBit) {
   for (size_t bit = 0; bit < 8 * (image.size() - 16); ++bit) {
     std::string flipped = image;
     flipped[bit / 8] = static_cast<char>(flipped[bit / 8] ^ (1 << (bit % 8)));
-    const auto file = SafetensorsFile::Parse(Bytes(flipped), "flipped");
+    const auto file = SafetensorsFile::Parse(Share(Bytes(flipped)), "flipped");
     if (!file.ok()) {
       EXPECT_TRUE(absl::StartsWith(ReasonOf(file.status()), "SAFETENSORS_")) << file.status();
       ++refused;

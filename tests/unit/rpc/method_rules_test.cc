@@ -44,8 +44,9 @@ TEST(MethodRulesTest, OpenNothingToNobodyAndEverythingToAdmins) {
 
 TEST(MethodRulesTest, KeepChangesFromThoseWhoOnlyInfer) {
   for (const char* method :
-       {"Publish", "PublishFromPath", "PublishFromMemory", "Activate", "Retire", "Pause", "Resume",
-        "Sleep", "Wake", "LimitGpuShare", "EndGpuShareLimit", "ShareBaseWeights", "GetUpload"}) {
+       {"Publish", "PublishFromPath", "PublishFromMemory", "PublishFromPeer", "FetchAdapter",
+        "Activate", "Retire", "Pause", "Resume", "Sleep", "Wake", "LimitGpuShare",
+        "EndGpuShareLimit", "ShareBaseWeights", "GetUpload"}) {
     EXPECT_FALSE(security::Roles(Role::kInfer).HasAnyOf(security::RuleOf(method).any_of)) << method;
   }
   for (const char* method :

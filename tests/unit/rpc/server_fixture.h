@@ -81,7 +81,7 @@ struct FakePublisher final : adapter::AdapterPublisher {
                adapter::PublishCallback done) override {
     if (auto* bytes = std::get_if<adapter::BytesSource>(&source)) {
       config = std::move(bytes->adapter_config_json);
-      image = std::move(bytes->safetensors);
+      image = *bytes->safetensors;
     }
     if (on_publish) return on_publish(options, std::move(done));
     done(PublishNow(options));
@@ -208,6 +208,7 @@ class ServerTest : public testing::Test {
     services_.response_executor = &response_executor_;
     services_.message_deadlines = std::make_unique<MessageDeadlines>(absl::Seconds(60));
     services_.uploads = &uploads_;
+    services_.peers = &peers_;
     services_.publisher = &publisher_;
     services_.sleep = &sleep_;
     services_.memory_by_kind = [] { return std::map<std::string, int64_t>{{"weights", 5}}; };
@@ -320,6 +321,7 @@ class ServerTest : public testing::Test {
   ThreadPool response_executor_;
   ThreadPool frees_;
   adapter::AdapterRegistry registry_;
+  Peers peers_{Peers::Options()};
   UploadStore uploads_{{4 << 20, 8 << 20, absl::Minutes(1)}};
   CountingRunner* runner_ = nullptr;
   std::unique_ptr<engine::Engine> engine_;

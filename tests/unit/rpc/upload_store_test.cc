@@ -89,8 +89,52 @@ TEST_F(UploadStoreTest, GoesOnWithABrokenUpload) {
   EXPECT_EQ(second.Feed(Chunk(3, "lo")), "");
   EXPECT_EQ(second.Feed(Commit()), "");
   ASSERT_EQ(second.next, Next::kLoad);
-  const ByteBuffer image = second.stream->TakeUpload()->TakeImage();
+  const ByteBuffer image = *second.stream->TakeUpload()->image();
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(image.data()), image.size()), "hello");
+}
+
+TEST_F(UploadStoreTest, OffersTheFilesOfAnUploadUntilItsLoadHasEnded) {
+  const std::string sha(32, 's');
+  v1::PublishRequest begin = Begin("u", 5);
+  begin.mutable_begin()->set_version(7);
+  begin.mutable_begin()->set_safetensors_sha256(sha);
+  const UploadStore::FileKey key{begin.begin().name(), 7, sha};
+  EXPECT_EQ(store_.AwaitFiles(key, absl::ZeroDuration()), nullptr);
+  std::shared_ptr<ArrivingFiles> awaited;
+  std::thread reader([&] { awaited = store_.AwaitFiles(key, absl::Seconds(60)); });
+  auto client = std::make_unique<Client>(&store_);
+  ASSERT_EQ(client->Feed(begin), "");
+  reader.join();
+  ASSERT_NE(awaited, nullptr);
+  EXPECT_EQ(store_.AwaitFiles({key.name, 8, sha}, absl::ZeroDuration()), nullptr);
+  EXPECT_EQ(store_.AwaitFiles({key.name, 7, std::string(32, 't')}, absl::ZeroDuration()), nullptr);
+  ASSERT_EQ(client->Feed(Chunk(0, "hel")), "");
+  EXPECT_EQ(awaited->Bytes(0, awaited->received()), "hel");
+  // Without a stream the upload is still there.
+  client.reset();
+  EXPECT_FALSE(awaited->ended());
+  EXPECT_EQ(store_.AwaitFiles(key, absl::ZeroDuration()), awaited);
+  awaited.reset();
+}
+
+TEST_F(UploadStoreTest, EndsTheFilesOfAnUploadThatIsDropped) {
+  std::shared_ptr<ArrivingFiles> files;
+  {
+    UploadStore store({kMaxBytes, 2 * kMaxBytes, absl::Minutes(10)});
+    Client client(&store);
+    v1::PublishRequest begin = Begin("u", 5);
+    begin.mutable_begin()->set_version(7);
+    begin.mutable_begin()->set_safetensors_sha256(std::string(32, 's'));
+    const UploadStore::FileKey key{begin.begin().name(), 7, std::string(32, 's')};
+    ASSERT_EQ(client.Feed(begin), "");
+    files = store.AwaitFiles(key, absl::ZeroDuration());
+    ASSERT_NE(files, nullptr);
+    ASSERT_EQ(client.Feed(Chunk(0, "hello")), "");
+    EXPECT_EQ(client.Feed(Commit()), "PUBLISH_SHA256_MISMATCH");
+    EXPECT_EQ(store.AwaitFiles(key, absl::ZeroDuration()), nullptr);
+    client.stream.reset();
+  }
+  EXPECT_TRUE(files->ended());
 }
 
 TEST_F(UploadStoreTest, KeepsTheUploadsOfTenantsApart) {
@@ -374,7 +418,7 @@ TEST_F(UploadStoreTest, SurvivesStreamsThatTakeOverAndBreakAtRandom) {
         if (client.next == Next::kRead && Received("u") == kSize) client.Feed(Commit());
         if (client.next == Next::kLoad) {
           ++loads;
-          EXPECT_EQ(client.stream->TakeUpload()->TakeImage().size(), size_t{kSize});
+          EXPECT_EQ(client.stream->TakeUpload()->image()->size(), size_t{kSize});
           client.stream->Completion()(Result(1));
         }
         if (client.next == Next::kAnswer) ++answers;

@@ -72,8 +72,8 @@ TEST_F(UploadTest, JoinsChunksAndChecksTheDigest) {
   EXPECT_TRUE(options.activate);
   EXPECT_EQ(options.expected_generation, 3);
   EXPECT_EQ(options.tags.at("step"), "12");
-  EXPECT_EQ(upload_->TakeConfig(), "{}");
-  const ByteBuffer image = upload_->TakeImage();
+  EXPECT_EQ(upload_->config(), "{}");
+  const ByteBuffer image = *upload_->image();
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(image.data()), image.size()), "hello");
 }
 
@@ -138,7 +138,7 @@ TEST_F(UploadTest, TakesTheConfigurationAsFieldsOrAsJsonButNotBoth) {
   typed.mutable_begin()->clear_adapter_config_json();
   EXPECT_EQ(Feed(typed), "");
   EXPECT_TRUE(upload_->typed_config());
-  EXPECT_THAT(upload_->TakeConfig(), HasSubstr("\"r\":4"));
+  EXPECT_THAT(upload_->config(), HasSubstr("\"r\":4"));
 }
 
 TEST_F(UploadTest, RefusesAConfigurationTooLargeAsJson) {
@@ -199,7 +199,7 @@ TEST_F(UploadTest, HoldsNoMoreThanWhatHasCome) {
   constexpr int64_t kAnnounced = 256 << 20;
   Upload upload(kAnnounced, false, budget_);
   EXPECT_EQ(Fill(&upload, kAnnounced, /*come=*/1000), "");
-  EXPECT_LE(ResidentBytes(upload.TakeImage()), 4 << 20);
+  EXPECT_LE(ResidentBytes(*upload.image()), 4 << 20);
 }
 
 // The most memory that this process has taken since it was last reset, in bytes.

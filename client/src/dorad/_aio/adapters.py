@@ -113,6 +113,64 @@ class Adapters(Connection):
             answer = await self._upload(upload, attempts)
         return _wire.adapter_version(answer.adapter, answer.generation)
 
+    async def publish_from_peer(
+        self,
+        name: str,
+        version: int,
+        *,
+        peer: str,
+        upload_id: str,
+        config_sha256: str,
+        tensors_sha256: str,
+        size: int,
+        activate: bool = False,
+        expected_generation: int | None = None,
+        durable: bool = False,
+        tags: Mapping[str, str] | None = None,
+        keep_last: int | None = None,
+        pinned: bool = False,
+        timeout: float | None = None,
+        retry_for: float | None = None,
+    ) -> t.AdapterVersion:
+        """Makes the server take a version from another server, and returns when it is ready.
+
+        The peer may still be receiving the version itself. If it fails, call again with the same
+        arguments and another peer: the server goes on from the bytes that it has.
+
+        Args:
+          name, version: as on the peer. The number need not be above the server's others.
+          peer: "host:port" as the server reaches it, within its peers.allowed.
+          upload_id: 1 to 128 of [A-Za-z0-9._-], the same for all calls about this version.
+          config_sha256, tensors_sha256: hexadecimal, of adapter_config.json and of
+            adapter_model.safetensors. The server refuses other bytes.
+          size: bytes of adapter_model.safetensors.
+          activate, expected_generation, durable, tags, keep_last, pinned: as of `publish`.
+
+        Raises:
+          Unavailable: among others with reason PEER_UNAVAILABLE, when the peer fails.
+          PermissionDenied: among others with reason PEER_NOT_ALLOWED.
+        """
+        message = filled(
+            adapters_pb2.PublishFromPeerRequest,
+            name=name,
+            version=version,
+            peer=peer,
+            upload_id=upload_id,
+            adapter_config_sha256=bytes.fromhex(config_sha256),
+            safetensors_sha256=bytes.fromhex(tensors_sha256),
+            safetensors_size=size,
+            activate=activate,
+            expected_generation=expected_generation,
+            durable=durable,
+            tags=tags,
+            keep_last=keep_last,
+            pinned=pinned,
+        )
+        answer = await self._ask(
+            self._adapters.PublishFromPeer, message, timeout, retry_for, effects=True
+        )
+        return _wire.adapter_version(answer.adapter, answer.generation)
+
     async def _upload(self, upload: Upload, attempts: UploadAttempts) -> Any:
         budget = attempts.budget
         with upload_channel(
