@@ -46,13 +46,24 @@ _TEXTS = [
         "Several servers of one model as one. Thread-safe; make one and share it.\n",
     ),
     (
+        "fleet.py",
+        "Servers that keep the same versions, for one event loop: make it inside a coroutine.\n",
+        "Servers that keep the same versions. Thread-safe; make one and share it.\n",
+    ),
+    (
+        "fleet.py",
+        "connect: makes the client of a target, for clients with other arguments.\n",
+        "connect: makes the `dorad.aio.Client` of a target, for clients with other arguments.\n"
+        "        Called on the fleet's own event loop, which runs in a thread of its own.\n",
+    ),
+    (
         "pool.py",
         "connect: makes the client of a target, for clients with other arguments.\n",
         "connect: makes the `dorad.aio.Client` of a target, for clients with other arguments.\n"
         "        Called on the pool's own event loop, which runs in a thread of its own.\n",
     ),
     (
-        "pool.py",
+        "rollouts.py",
         "`concurrency` counts prompts in all.\n",
         "`concurrency` counts prompts in all.\n\n"
         "        `progress` is called from the pool's own thread: it must not call the pool.\n",

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CLASSES = ["Client", "RolloutPool", "Stream"]
+CLASSES = ["Client", "Fleet", "RolloutPool", "Stream"]
 
 SPECIAL = {
     "__aenter__": "__enter__",
@@ -22,8 +22,9 @@ SPECIAL = {
 }
 
 # What their docstrings say of threads and event loops differs, and one default.
-OWN_WORDS = {"Client", "RolloutPool", "Stream"}
+OWN_WORDS = {"Client", "Fleet", "RolloutPool", "Stream"}
 OWN_WORDS |= {"Client.generate_many", "Client.limited_gpu_share", "RolloutPool.generate_many"}
+OWN_WORDS |= {"Fleet.generate_many"}
 OWN_DEFAULTS = {("Client.generate_many", "concurrency")}
 
 

@@ -8,6 +8,7 @@ from dorad import errors
 from dorad._local_server import local_server
 from dorad._shared_memory_socket import SharedTensors
 from dorad._sync.client import Client
+from dorad._sync.fleet import Fleet
 from dorad._sync.pool import RolloutPool
 from dorad._sync.stream import Stream
 from dorad._version import __version__
@@ -63,6 +64,7 @@ __all__ = [
     "EngineInfo",
     "Finish",
     "FinishReason",
+    "Fleet",
     "GenerateOptions",
     "GenerateRequest",
     "Internal",

@@ -276,10 +276,14 @@ class Pool(ServerSet):
         samples, server = await self._run(
             request.adapter or "",
             attempts,
-            lambda server, _: server.generate(request, attempts.budget.left),
+            lambda server, _: server.generate(self._addressed(request), attempts.budget.left),
         )
         self._check(request, samples, server, history, mark)
         return samples
+
+    def _addressed(self, request: t.GenerateRequest) -> t.GenerateRequest:
+        """The request as it goes to a server, for each attempt."""
+        return request
 
     def _lacks(self, server: Server, adapter: str) -> None:
         if self._is_expected(adapter):

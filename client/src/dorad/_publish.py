@@ -9,6 +9,7 @@ the commit, the result. Sending Begin again is therefore safe, even if only the 
 
 from __future__ import annotations
 
+import copy
 import enum
 import hashlib
 import json
@@ -254,6 +255,29 @@ class Upload:
         self.failure: BaseException | None = None
         """The local error that stopped the upload: gRPC only reports that iterating failed."""
 
+    def again(self, options: Mapping[str, Any]) -> Upload:
+        """Another publish of the same files, with these fields in place of its own."""
+        other = copy.copy(self)
+        other.begin = adapters_pb2.PublishBegin(
+            adapter_config_json=self.begin.adapter_config_json,
+            safetensors_size=self.begin.safetensors_size,
+            safetensors_sha256=self.begin.safetensors_sha256,
+        )
+        other.begin.MergeFrom(filled(adapters_pb2.PublishBegin, **options))
+        other._lock = threading.Lock()
+        other._stream = 0
+        return other
+
+    def hashes(self) -> tuple[str, str]:
+        """SHA-256 of adapter_config.json and of the file, hexadecimal. Reads the whole file."""
+        if not self.begin.safetensors_sha256:
+            digest = hashlib.sha256()
+            for piece in self._image.pieces():
+                digest.update(piece)
+            self.begin.safetensors_sha256 = digest.digest()
+        config = hashlib.sha256(self.begin.adapter_config_json.encode()).hexdigest()
+        return config, self.begin.safetensors_sha256.hex()
+
     @property
     def id(self) -> str:
         """The upload_id."""
@@ -280,11 +304,7 @@ class Upload:
             raise
 
     def _messages(self, offset: int, stream: int) -> Iterator[adapters_pb2.PublishRequest]:
-        if not self.begin.safetensors_sha256:
-            digest = hashlib.sha256()
-            for piece in self._image.pieces():
-                digest.update(piece)
-            self.begin.safetensors_sha256 = digest.digest()
+        self.hashes()
         yield adapters_pb2.PublishRequest(begin=self.begin)
         if offset > 0:  # The server may have more than the last stream reported.
             self._report(offset, stream)

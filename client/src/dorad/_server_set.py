@@ -23,13 +23,15 @@ class ServerSet:
     It owns the clients. Use it from one event loop.
     """
 
+    _may_be_empty = False
+
     def __init__(self, targets: Iterable[str], connect: Callable[[str], Client]) -> None:
         self._connect = connect
         self._closed = asyncio.Event()
         self._servers: dict[str, Server] = {}
         for target in items(targets, "targets", "addresses"):
             self.add(target)
-        if not self._servers:
+        if not self._servers and not self._may_be_empty:
             raise ValueError("a pool needs at least one target")
 
     @property

@@ -6,11 +6,12 @@
             async for delta in stream:
                 ...
 
-`RolloutPool` combines several servers.
+`RolloutPool` and `Fleet` combine several servers.
 """
 
 from dorad._aio.client import Client
+from dorad._aio.fleet import Fleet
 from dorad._aio.pool import RolloutPool
 from dorad._aio.stream import Stream
 
-__all__ = ["Client", "RolloutPool", "Stream"]
+__all__ = ["Client", "Fleet", "RolloutPool", "Stream"]

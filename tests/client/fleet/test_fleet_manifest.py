@@ -1,6 +1,7 @@
 """The manifest: its changes, its text, and the file that keeps it."""
 
 import asyncio
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -117,8 +118,9 @@ def test_of_two_changes_of_one_generation_one_is_made(tmp_path):
 def add_members(path, first, count):
     async def main():
         for number in range(first, first + count):
-            target = f"t{number}"
-            await change(ManifestFile(path), lambda of: m.renew(of, [target], 1.0))
+            await change(
+                ManifestFile(path), functools.partial(m.renew, targets=[f"t{number}"], until=1.0)
+            )
 
     asyncio.run(main())
 

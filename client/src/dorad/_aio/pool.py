@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Unpack
 
 import dorad.aio
-from dorad import _wire
 from dorad import types as t
+from dorad._aio.rollouts import Rollouts
 from dorad._asyncio import Runner
 from dorad._pool import Pool, connector
-from dorad.errors import DoradError
 
 
-class RolloutPool:
+class RolloutPool(Rollouts):
     """Several servers of one model as one, for one event loop: make it inside a coroutine.
 
     A version is published to all servers under the same number, and becomes active on all of them
@@ -61,24 +60,9 @@ class RolloutPool:
         self._runner = Runner(lambda: Pool(targets, make, timeout, retry_for))
         self._pool = self._runner.object
 
-    async def close(self) -> None:
-        """Closes all connections; running calls raise Cancelled. Idempotent."""
-        await self._runner.close(Pool.close)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # As of a client. The copy asks the servers for the active versions.
         return functools.partial(type(self), **self._arguments | {"targets": self.targets}), ()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    @property
-    def targets(self) -> list[str]:
-        """The addresses of the servers, in the order in which they were added."""
-        return self._pool.targets
 
     def add(self, target: str) -> None:
         """Adds a server. It gets prompts when the pool's active versions are active there."""
@@ -123,59 +107,3 @@ class RolloutPool:
     ) -> None:
         """Unpublishes a version on all servers, as `Client.retire`. Raises PoolError."""
         await self._runner.run(self._pool.retire(version, force, timeout))
-
-    @overload
-    async def generate_many(
-        self,
-        requests: Iterable[t.TokenIds | t.GenerateRequest],
-        *,
-        return_errors: Literal[False] = ...,
-        **options: Unpack[t.ManyOptions],
-    ) -> list[list[t.Sample]]: ...
-
-    @overload
-    async def generate_many(
-        self,
-        requests: Iterable[t.TokenIds | t.GenerateRequest],
-        *,
-        return_errors: Literal[True],
-        **options: Unpack[t.ManyOptions],
-    ) -> list[list[t.Sample] | DoradError]: ...
-
-    async def generate_many(
-        self,
-        requests: Iterable[t.TokenIds | t.GenerateRequest],
-        *,
-        concurrency: int = 512,
-        return_errors: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-        timeout: float | None = None,
-        retry_for: float | None = None,
-        **options: Unpack[t.GenerateOptions],
-    ) -> Any:
-        """As `Client.generate_many`, over all servers: `concurrency` counts prompts in all.
-
-        Each prompt goes to the server with the fewest outstanding ones, and to another one when
-        that server becomes unavailable or ends before its samples are complete, or has lost the
-        adapter's version. When no server can take it, it waits for one until its timeout.
-
-        Raises:
-          UnexpectedVersion: a version that is not the active one made a token.
-          Unavailable: a prompt failed on every server until its timeout (or for `retry_for`).
-          NotFound: no server has the adapter's version.
-          PoolError: servers have different versions of an adapter active.
-        """
-        return await self._runner.run(
-            self._pool.generate_many(
-                _wire.as_requests(requests, options),
-                timeout,
-                retry_for,
-                concurrency=concurrency,
-                return_errors=return_errors,
-                progress=progress,
-            )
-        )
-
-    async def report(self) -> list[t.TargetReport]:
-        """The state of every server: asks each for its state, its queue and its active versions."""
-        return await self._runner.run(self._pool.report())

@@ -1,8 +1,8 @@
 """Publishes versions to a fleet, and finishes or undoes what another coordinator has left.
 
-The manifest decides: a version that it has as committed is the fleet's, whatever the members have at
-that moment; they follow. A coordinator may therefore stop anywhere. Any number of coordinators may
-work at the same time.
+The manifest decides: a version that it has as committed is the fleet's, whatever the members have
+at that moment; they follow. A coordinator may therefore stop anywhere. Any number of coordinators
+may work at the same time.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Coordinator:
                 sender = tree.sender(target)
                 moved[target].clear()
                 try:
-                    digest = await self._until_set(
+                    digest: str | None = await self._until_set(
                         moved[target],
                         self._members.send(target, name, release)
                         if sender == SOURCE

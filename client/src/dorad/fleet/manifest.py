@@ -169,9 +169,7 @@ def prolong(
     return _with_adapter(manifest, name, replace(manifest.adapters[name], prepared=mine))
 
 
-def commit(
-    manifest: Manifest, name: str, version: int, coordinator: str, digest: str
-) -> Manifest:
+def commit(manifest: Manifest, name: str, version: int, coordinator: str, digest: str) -> Manifest:
     """Makes the prepared release the one that members must have active."""
     release = replace(_prepared(manifest, name, version, coordinator).release, digest=digest)
     now = replace(manifest.adapters[name], committed=release, prepared=None)

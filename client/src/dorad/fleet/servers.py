@@ -1,0 +1,179 @@
+"""A fleet's members as a pool of servers, which follows the manifest.
+
+Prompts go to members that have the manifest's versions, and name version and digest: a member that
+has come back with another version refuses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dorad import types as t
+from dorad._aio.client import Client
+from dorad._pool import Pool
+from dorad._pool_server import History, Server
+from dorad._publish import Upload
+from dorad._retry import Attempts
+from dorad.errors import DeadlineExceeded, DoradError, Unavailable
+from dorad.fleet import manifest as m
+from dorad.fleet.calls import ServerCalls
+from dorad.fleet.coordinator import Coordinator
+from dorad.fleet.manifest_store import ManifestStore
+
+_logger = logging.getLogger("dorad")
+
+TEND_SECONDS = 1.0
+"""Between two rounds of reading the manifest and repairing members."""
+
+
+class FleetPool(Pool):
+    """The work of a fleet, for one event loop; make it there. Its public form is `dorad.Fleet`."""
+
+    _may_be_empty = True
+
+    def __init__(
+        self,
+        store: ManifestStore,
+        targets: Iterable[str],
+        connect: Callable[[str], Client],
+        timeout: float | None,
+        retry_for: float | None,
+        lease: float,
+    ) -> None:
+        super().__init__([], connect, timeout, retry_for)
+        self._store = store
+        self._joining = list(targets)
+        self._manifest = m.Manifest()
+        self._calls = ServerCalls(self._client)
+        self._coordinator = Coordinator(store, self._calls, lease=lease)
+        self._first_round = asyncio.Event()
+        self._tending = asyncio.ensure_future(self._keep_tending())
+
+    async def close(self) -> None:
+        self._tending.cancel()
+        await asyncio.gather(self._tending, return_exceptions=True)
+        await super().close()
+
+    # --- The manifest -----------------------------------------------------------------------------
+
+    async def manifest(self) -> m.Manifest:
+        return await self._store.read()
+
+    async def _keep_tending(self) -> None:
+        while True:
+            try:
+                await self.tend()
+            except (DoradError, OSError, ValueError) as error:  # The next round tries again.
+                _logger.warning("the fleet's manifest or its members fail: %s", error)
+            self._first_round.set()
+            await asyncio.sleep(TEND_SECONDS)
+
+    async def tend(self) -> None:
+        """One round: joins what is to join, repairs members, and follows the manifest."""
+        if self._joining:
+            await self._coordinator.join(self._joining)
+            self._joining = []
+        await self._follow()
+        reasons = await self._coordinator.tend()
+        await self._follow()
+        for target, reason in reasons.items():
+            if target in self._servers and reason is not None:
+                self._servers[target].state = (
+                    "unavailable" if isinstance(reason, Unavailable) else "stale"
+                )
+        await self._probe()
+
+    def _client(self, target: str) -> Client:
+        if target not in self._servers:
+            self.add(target)
+        return self._servers[target].client
+
+    async def _follow(self) -> None:
+        """Takes members and versions from the manifest."""
+        manifest = self._manifest = await self._store.read()
+        for target in manifest.members.keys() - self._servers.keys():
+            self.add(target)
+        for target in self._servers.keys() - manifest.members.keys():
+            server = self._servers.pop(target)
+            server.removed = True
+            await server.client.close()
+        committed = manifest.committed()
+        for name in self._history.keys() - committed.keys():
+            del self._history[name]
+        for name, release in committed.items():
+            history = self._history.setdefault(name, History([]))
+            if (release.version, release.digest) not in history.versions[-1:]:
+                history.versions.append((release.version, release.digest))
+                history.settle()
+
+    # --- What callers do --------------------------------------------------------------------------
+
+    async def join(self, target: str) -> None:
+        await self._coordinator.join([target])
+        await self.tend()
+
+    async def leave(self, target: str) -> None:
+        await self._coordinator.leave(target)
+        await self._follow()
+
+    async def publish_release(
+        self, name: str, timeout: float | None, options: Mapping[str, Any]
+    ) -> t.AdapterVersion:
+        """`options`: of `PublishOptions`."""
+        values = {"durable": True} | {k: v for k, v in options.items() if v is not None}
+        if values.pop("server_side", False):
+            raise ValueError("a fleet sends the adapter from here: server_side is not possible")
+        values.pop("retry_for", None)
+        origin = {
+            key: values.pop(key, None)
+            for key in ("path", "tensors", "model", "model_adapter", "config")
+        }
+        source = Upload({}, progress=None, **origin)
+        config, tensors = await asyncio.to_thread(source.hashes)
+        files = m.Files(config, tensors, source.size)
+        try:
+            async with self._changing(timeout) as budget:
+                await self._first_round.wait()
+                self._calls.sources[files] = source
+                async with asyncio.timeout(budget.left):
+                    outcome = await self._coordinator.publish(name, files, values)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{name!r} was not published in time", code="DEADLINE_EXCEEDED"
+            ) from None
+        finally:
+            self._calls.sources.pop(files, None)
+        await self._follow()
+        for target, error in outcome.behind.items():
+            if target in self._servers:
+                self._servers[target].state = "unavailable"
+            _logger.warning("%s is behind in the fleet: %s", target, error)
+        ref = f"{name}@{outcome.release.version}"
+        return await self._client((outcome.active or tuple(self._servers))[0]).adapter(ref)
+
+    async def retire_name(self, name: str) -> None:
+        await self._coordinator.retire(name)
+        await self._follow()
+
+    # --- Prompts ----------------------------------------------------------------------------------
+
+    async def _prepare(self, todo: Sequence[t.GenerateRequest], attempts: Attempts) -> None:
+        await self._first_round.wait()
+        with contextlib.suppress(OSError):  # The manifest of the last round is as good.
+            await self._follow()
+        await self._probe()
+
+    def _able(self, tried: set[Server]) -> list[Server]:
+        """Never a server that has not shown the manifest's versions."""
+        ready = (server for server in self._servers.values() if server.state == "ready")
+        return [server for server in ready if server not in tried]
+
+    def _addressed(self, request: t.GenerateRequest) -> t.GenerateRequest:
+        if not request.adapter or request.in_flight_policy not in (None, "pin"):
+            return request
+        return dataclasses.replace(request, adapter=self._manifest.pinned(request.adapter))
