@@ -1,12 +1,16 @@
 """Servers that take an adapter's version from each other."""
 
 import contextlib
+import json
 import os
 import queue
+import re
 import signal
 import socket
+from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from dorad.v1 import adapters_pb2, adapters_pb2_grpc
 from lib.certificates import Authority
@@ -14,6 +18,7 @@ from lib.peers import ALLOWED, CHUNK, FakePeer, Files
 from lib.server import serve, wait_until
 from lib.tokens import write_tokens
 from lib.wire import failure, publish_parts
+from safetensors.numpy import load_file, save
 
 SMALL = {"engine.kv_bytes": 16 << 20, "engine.threads": 1} | ALLOWED
 PROMPT = [3, 5, 7, 11]
@@ -407,3 +412,47 @@ def test_a_server_ends_while_transfers_wait(zoo, files):
                 incoming.result()
             with pytest.raises(grpc.RpcError):
                 list(outgoing)
+
+
+def grown(folder, rank):
+    """An adapter of another rank: its factors repeat those of the folder's, with noise."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    draw = np.random.default_rng(5)
+    for name, tensor in tensors.items():
+        axis = 0 if "lora_A" in name else 1
+        if "lora_A" in name or "lora_B" in name:
+            wide = np.repeat(tensor, rank // config["r"], axis=axis)
+            noise = draw.normal(0, 1e-3, wide.shape).astype(wide.dtype)
+            tensors[name] = np.ascontiguousarray(wide + noise)
+    config["r"] = rank
+    return Files(json.dumps(config), save(tensors))
+
+
+def peak_bytes(server):
+    """The most memory that the process has had."""
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
+
+
+def test_a_relay_needs_no_more_memory_than_a_server_that_gets_an_upload(zoo, figures):
+    """32 MiB more, for chunks on their way; the adapter has more than that."""
+    large = grown(zoo.adapter("slow", "dora_r64"), 1024)
+    assert len(large.image) > 64 << 20
+    with servers(zoo, 4) as (alone, relay, *leaves):
+        half = HalfUpload(alone, large, "a", 2)
+        to_relay = begin_fetch(relay, large.request("a", alone.grpc))
+        to_leaves = [begin_fetch(leaf, large.request("a", relay.grpc)) for leaf in leaves]
+        for leaf in leaves:
+            wait_until(lambda at=leaf: received(at, "a") == 2 * CHUNK, what="two chunks")
+        digest = half.finish().digest
+        assert {call.result().adapter.digest for call in (to_relay, *to_leaves)} == {digest}
+        relay_peak = peak_bytes(relay)
+    with servers(zoo, 1) as (solo,):
+        solo.wire.adapters.Publish(publish_parts(large.begin("a"), large.image), timeout=120)
+        more = relay_peak - peak_bytes(solo)
+    figures.append(
+        f"a relay of {len(large.image) >> 20} MiB to two servers: {more / 2**20:.1f} MiB more than"
+        " a server that gets an upload"
+    )
+    assert more <= 32 << 20

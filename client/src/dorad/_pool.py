@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from dorad import _references
+from dorad import _references, _routing
 from dorad import types as t
 from dorad._aio.client import Client
 from dorad._asyncio import run_many
@@ -277,9 +277,17 @@ class Pool(ServerSet):
             request.adapter or "",
             attempts,
             lambda server, _: server.generate(self._addressed(request), attempts.budget.left),
+            _routing.home_key(request.adapter or "", request.token_ids),
         )
         self._check(request, samples, server, history, mark)
         return samples
+
+    def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
+        most = _routing.most_outstanding(server.outstanding for server in able)
+        return max(
+            (server for server in able if server.outstanding < most),
+            key=lambda server: _routing.affinity(server.target, home),
+        )
 
     def _addressed(self, request: t.GenerateRequest) -> t.GenerateRequest:
         """The request as it goes to a server, for each attempt."""

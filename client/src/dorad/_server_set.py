@@ -62,6 +62,10 @@ class ServerSet:
         """The server with the lowest one is asked first."""
         return (server.outstanding,)
 
+    def _choose(self, able: list[Server], adapter: str, home: bytes) -> Server:
+        """The server that is asked. `home`: equal for work that should meet on one server."""
+        return min(able, key=lambda server: self._order(server, adapter))
+
     def _lacks(self, server: Server, adapter: str) -> None:
         """Notes that a server does not have the version of `adapter`."""
 
@@ -70,6 +74,7 @@ class ServerSet:
         adapter: str,
         attempts: Attempts,
         work: Callable[[Server, bool], Awaitable[T]],
+        home: bytes = b"",
     ) -> tuple[T, Server]:
         """Runs `work` on servers until one succeeds. Returns its result, and that server.
 
@@ -85,7 +90,7 @@ class ServerSet:
                 await self._wait(attempts, failure or none)
                 tried, failure = set(), None
                 continue
-            server = min(able, key=lambda server: self._order(server, adapter))
+            server = self._choose(able, adapter, home)
             tried.add(server)
             try:
                 return await work(server, bool(self._able(tried))), server

@@ -18,7 +18,7 @@ class RolloutPool(Rollouts):
     """Several servers of one model as one, for one event loop: make it inside a coroutine.
 
     A version is published to all servers under the same number, and becomes active on all of them
-    or on none. Prompts go to the server with the fewest outstanding ones.
+    or on none. Prompts that begin alike go to the same server, within bounds.
 
     Args:
       targets: one address for each server, as of `Client`.

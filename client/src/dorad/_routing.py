@@ -1,0 +1,38 @@
+"""Which of several servers gets a prompt: rendezvous hashing with bounded load.
+
+Prompts that begin alike go to the same server, whose prefix cache has their beginning. A server
+that joins or leaves moves its own share of them and no others. A server with more than
+`LOAD_FACTOR` times its share of the outstanding prompts is passed over. Pure functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from dorad import types as t
+
+PREFIX_TOKENS = 256
+"""Prompts with so many equal first tokens have the same home."""
+LOAD_FACTOR = 1.25
+
+
+def home_key(adapter: str, token_ids: t.TokenIds) -> bytes:
+    """Of all prompts for an adapter that begin alike."""
+    first = np.asarray(token_ids[:PREFIX_TOKENS], dtype="<i8").tobytes()
+    return hashlib.blake2b(adapter.encode() + b"\0" + first, digest_size=16).digest()
+
+
+def affinity(target: str, home: bytes) -> int:
+    """The server with the highest one is the home."""
+    digest = hashlib.blake2b(target.encode(), key=home, digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def most_outstanding(outstanding: Iterable[int]) -> int:
+    """How many prompts a server may have, the next one included. At least one server has fewer."""
+    counts: Sequence[int] = list(outstanding)
+    return math.ceil(LOAD_FACTOR * (sum(counts) + 1) / len(counts))
