@@ -341,6 +341,7 @@ class Process:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.coordinator.close()
 
 
 class _Guarded:

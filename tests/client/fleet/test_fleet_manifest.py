@@ -85,6 +85,14 @@ def test_members_live_as_long_as_their_lease(manifest):
         m.leave(m.leave(renewed, "y"), "y")
 
 
+def test_one_coordinator_at_a_time_repairs_members(manifest):
+    kept = m.keep(manifest, "one", now=0.0, until=3.0)
+    assert m.keep(kept, "one", now=2.0, until=5.0).keeper.until == 5.0
+    with pytest.raises(m.Lost, match="one repairs the members"):
+        m.keep(kept, "two", now=2.9, until=5.0)
+    assert m.keep(kept, "two", now=3.0, until=6.0).keeper.coordinator == "two"
+
+
 def test_its_text_reads_back_as_itself(manifest):
     done = m.commit(manifest, "a", 1, "one", "d")
     for each in (m.Manifest(), manifest, done, m.prepare(done, "a", prepared(2))):

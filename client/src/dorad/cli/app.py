@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from dorad.cli import adapters, context, contexts, gateway, generate, operate, score, token, top
+from dorad.cli import (
+    adapters,
+    context,
+    contexts,
+    fleet,
+    gateway,
+    generate,
+    operate,
+    score,
+    token,
+    top,
+)
 from dorad.cli.common import Output, Root, VersionOption
 
 app = typer.Typer(
@@ -50,6 +61,7 @@ app.command("generate")(generate.generate)
 app.command("score")(score.score)
 app.add_typer(adapters.app, name="adapters", help="Publish, inspect and retire adapters.")
 app.add_typer(context.app, name="context", help="Name servers and their credentials.")
+app.add_typer(fleet.app, name="fleet", help="Look at a fleet, add and remove members.")
 app.command("gateway")(gateway.gateway)
 app.command("token")(token.token)
 app.command("info")(operate.info)

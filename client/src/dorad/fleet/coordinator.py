@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dorad._pool_server import conflict, gather
+from dorad._routing import affinity
 from dorad.errors import DoradError, InvalidArgument, NotFound, PoolError
 from dorad.fleet import manifest as m
 from dorad.fleet.manifest_store import ManifestStore, change
@@ -24,6 +25,9 @@ from dorad.fleet.relay import SOURCE, RelayTree
 
 PEER_REASONS = frozenset({"PEER_UNAVAILABLE", "PUBLISH_SHA256_MISMATCH"})
 """Reasons of a receiver whose sender failed: another sender may do."""
+
+KEEPER_SECONDS = 3.0
+"""After so long another coordinator repairs the members in place of one that has stopped."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Coordinator:
         self._lease = lease
         self._clock = clock
         self.name = name or uuid.uuid4().hex
+        self._repairs: dict[str, asyncio.Future[None]] = {}
 
     def _until(self) -> float:
         return self._clock() + self._lease
@@ -367,9 +372,9 @@ class Coordinator:
         failure: DoradError = NotFound(
             f"no live member has {name}@{release.version}", code="NOT_FOUND"
         )
-        for sender in manifest.live(self._clock()):
-            if sender == target:
-                continue
+        senders = [sender for sender in manifest.live(self._clock()) if sender != target]
+        # Each member has another order, so that several do not ask the same one.
+        for sender in sorted(senders, key=lambda sender: affinity(sender, target.encode()[-64:])):
             try:
                 return await self._members.fetch(target, name, release, sender)
             except DoradError as error:
@@ -379,25 +384,70 @@ class Coordinator:
         raise failure
 
     async def tend(self) -> dict[str, DoradError | None]:
-        """Recovers, reconciles every member and renews the leases of those that agree.
+        """Recovers what was left, repairs members and renews the leases of those that agree.
 
         Returns, for each member, why it must get no prompts; None: it has the fleet's versions.
-        Call it about once a second.
+        Empty while another coordinator does this. Call it about once a second.
         """
+        if not await self._is_keeper():
+            return {}
         with contextlib.suppress(DoradError):  # A later call tries again.
             await self.recover()
         members = (await self._store.read()).members
-        _, failures = await gather({target: self.reconcile(target) for target in members})
+        for target in members:
+            if target not in self._repairs:
+                self._repairs[target] = asyncio.ensure_future(self.reconcile(target))
+        if self._repairs:  # A slow one must not cost the others their leases.
+            await asyncio.wait(self._repairs.values(), timeout=KEEPER_SECONDS / 3)
+        reasons = {target: self._reason(target) for target in list(self._repairs)}
         late = self._clock() + self._lease / 2
-        renewed = [at for at, until in members.items() if at not in failures and until < late]
-
-        def renew(manifest: m.Manifest) -> m.Manifest:
-            still = [target for target in renewed if target in manifest.members]
-            return m.renew(manifest, still, self._until())
-
+        renewed = {
+            target
+            for target, until in members.items()
+            if reasons.get(target, self) is None and until < late
+        }
         if renewed:
-            await change(self._store, renew)
-        return {target: failures.get(target) for target in members}
+            await change(
+                self._store,
+                lambda manifest: m.renew(
+                    manifest, renewed & manifest.members.keys(), self._until()
+                ),
+            )
+        return {target: reasons.get(target) for target in members}
+
+    def _reason(self, target: str) -> DoradError | None:
+        """Of the last reconciliation, which another one follows."""
+        repair = self._repairs[target]
+        if not repair.done():
+            return conflict(f"{target} gets the fleet's versions")
+        del self._repairs[target]
+        error = repair.exception()
+        if error is not None and not isinstance(error, DoradError):
+            raise error
+        return error
+
+    async def _is_keeper(self) -> bool:
+        """Whether this coordinator repairs members. Takes the place of one that has stopped."""
+        keeper, now = (await self._store.read()).keeper, self._clock()
+        if keeper.coordinator == self.name and keeper.until > now + KEEPER_SECONDS / 2:
+            return True
+        try:
+            await change(
+                self._store,
+                lambda manifest: m.keep(
+                    manifest, self.name, self._clock(), self._clock() + KEEPER_SECONDS
+                ),
+            )
+        except m.Lost:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Ends the repairs. Another coordinator takes them up."""
+        for repair in self._repairs.values():
+            repair.cancel()
+        await asyncio.gather(*self._repairs.values(), return_exceptions=True)
+        self._repairs.clear()
 
     # --- The rest ---------------------------------------------------------------------------------
 

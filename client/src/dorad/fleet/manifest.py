@@ -71,11 +71,21 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Keeper:
+    """The coordinator that repairs members. One at a time: two would take each other's transfers
+    over."""
+
+    coordinator: str = ""
+    until: float = 0.0
+
+
+@dataclass(frozen=True)
 class Manifest:
     generation: int = 0
     members: Mapping[str, float] = field(default_factory=dict)
     """Target → the end of its lease."""
     adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    keeper: Keeper = Keeper()
 
     def live(self, now: float) -> list[str]:
         """Members whose lease has not ended."""
@@ -120,6 +130,14 @@ def leave(manifest: Manifest, target: str) -> Manifest:
         raise Lost(f"{target} is no member")
     left = {other: until for other, until in manifest.members.items() if other != target}
     return _next(manifest, members=left)
+
+
+def keep(manifest: Manifest, coordinator: str, now: float, until: float) -> Manifest:
+    """Makes `coordinator` the one that repairs members. Raises Lost while another one is."""
+    other = manifest.keeper
+    if other.coordinator != coordinator and other.until > now:
+        raise Lost(f"{other.coordinator} repairs the members")
+    return _next(manifest, keeper=Keeper(coordinator, until))
 
 
 # --- Versions -------------------------------------------------------------------------------------
@@ -204,7 +222,8 @@ def from_json(text: str) -> Manifest:
         if value["format"] != FORMAT:
             raise ValueError(f"a manifest of format {value['format']}, not {FORMAT}")
         adapters = {name: _adapter(each) for name, each in value["adapters"].items()}
-        return Manifest(int(value["generation"]), value["members"], adapters)
+        keeper = Keeper(**value["keeper"])
+        return Manifest(int(value["generation"]), value["members"], adapters, keeper)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a fleet's manifest: {error!r}") from None
 

@@ -57,6 +57,7 @@ class FleetPool(Pool):
     async def close(self) -> None:
         self._tending.cancel()
         await asyncio.gather(self._tending, return_exceptions=True)
+        await self._coordinator.close()
         await super().close()
 
     # --- The manifest -----------------------------------------------------------------------------
@@ -128,7 +129,8 @@ class FleetPool(Pool):
         values = {"durable": True} | {k: v for k, v in options.items() if v is not None}
         if values.pop("server_side", False):
             raise ValueError("a fleet sends the adapter from here: server_side is not possible")
-        values.pop("retry_for", None)
+        if "retry_for" in values:
+            raise ValueError("a publish goes on without members that fail: no retry_for")
         origin = {
             key: values.pop(key, None)
             for key in ("path", "tensors", "model", "model_adapter", "config")

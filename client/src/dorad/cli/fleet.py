@@ -1,0 +1,165 @@
+"""`doractl fleet show | join | leave`: the members and versions of a fleet's manifest.
+
+`show` looks and changes nothing. The processes that hold the fleet bring a new member to its
+versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import dorad
+import dorad.aio
+from dorad._channel import PROBE_SECONDS
+from dorad._pool_server import gather
+from dorad.cli.common import Group, Output, OutputOption, console, table
+from dorad.fleet import manifest as m
+from dorad.fleet.manifest_store import ManifestFile, change
+
+app = typer.Typer(cls=Group, no_args_is_help=True)
+
+_LEASE_SECONDS = 30.0
+"""Of a new member; the fleet's processes renew it."""
+
+ManifestArgument = Annotated[
+    Path,
+    typer.Argument(metavar="MANIFEST", help="The fleet's manifest, a file.", show_default=False),
+]
+MemberArgument = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A server's host:port.", show_default=False)
+]
+
+
+@dataclass
+class Member:
+    """A member, and how far it is."""
+
+    target: str
+    live: bool
+    """Its lease has not ended: a publish waits for it."""
+    state: str
+    """"ready", "behind" (another version is active, or none) or "away"."""
+    versions: dict[str, int]
+    """The active version by adapter."""
+    behind: list[str]
+    """The fleet's versions that are not active there."""
+
+
+@dataclass
+class Version:
+    """An adapter's version of the fleet, and the one on its way."""
+
+    name: str
+    committed: int
+    digest: str
+    bytes: int
+    prepared: int
+    coordinator: str
+
+
+@dataclass
+class Report:
+    generation: int
+    members: list[Member]
+    adapters: list[Version]
+
+
+def _store(path: Path) -> ManifestFile:
+    if not path.is_file():
+        raise FileNotFoundError(2, os.strerror(2), str(path))
+    return ManifestFile(path)
+
+
+async def _active(target: str) -> dict[str, dorad.AdapterVersion]:
+    async with dorad.aio.Client(target, timeout=PROBE_SECONDS, retry_for=0) as client:
+        return {version.name: version for version in await client.adapters() if version.active}
+
+
+def _member(
+    target: str,
+    manifest: m.Manifest,
+    now: float,
+    found: Mapping[str, dict[str, dorad.AdapterVersion]],
+) -> Member:
+    active = found.get(target, {})
+    behind = [
+        f"{name}@{release.version}"
+        for name, release in manifest.committed().items()
+        if name not in active
+        or (active[name].version, active[name].digest) != (release.version, release.digest)
+    ]
+    state = "away" if target not in found else "behind" if behind else "ready"
+    versions = {name: version.version for name, version in active.items()}
+    return Member(target, target in manifest.live(now), state, versions, behind)
+
+
+async def _report(store: ManifestFile) -> Report:
+    manifest = await store.read()
+    found, _ = await gather({target: _active(target) for target in manifest.members})
+    now = time.time()
+    adapters = [
+        Version(
+            name,
+            adapter.committed.version if adapter.committed else 0,
+            adapter.committed.digest if adapter.committed else "",
+            adapter.committed.files.size if adapter.committed else 0,
+            adapter.prepared.release.version if adapter.prepared else 0,
+            adapter.prepared.coordinator if adapter.prepared else "",
+        )
+        for name, adapter in sorted(manifest.adapters.items())
+    ]
+    members = [_member(target, manifest, now, found) for target in manifest.members]
+    return Report(manifest.generation, members, adapters)
+
+
+@app.command()
+def show(manifest: ManifestArgument, output: OutputOption = Output.TABLE) -> None:
+    """Show the members, their versions and those of the fleet."""
+    report = asyncio.run(_report(_store(manifest)))
+
+    def print_tables() -> None:
+        versions = table("ADAPTER", ">VERSION", "DIGEST", ">PREPARED", "BY")
+        for row in report.adapters:
+            versions.add_row(
+                row.name,
+                str(row.committed or ""),
+                row.digest[:12],
+                str(row.prepared or ""),
+                row.coordinator[:12],
+            )
+        members = table("MEMBER", "STATE", "LEASE", "LACKS")
+        for member in report.members:
+            members.add_row(
+                member.target,
+                member.state,
+                "live" if member.live else "ended",
+                " ".join(member.behind),
+            )
+        console().print(versions)
+        console().print()
+        console().print(members)
+
+    output.show(report, print_tables)
+
+
+@app.command()
+def join(manifest: ManifestArgument, target: MemberArgument) -> None:
+    """Add a member. The fleet's processes bring it to the fleet's versions."""
+    store = _store(manifest)
+    asyncio.run(change(store, lambda of: m.renew(of, [target], time.time() + _LEASE_SECONDS)))
+    print(f"{target} is a member")
+
+
+@app.command()
+def leave(manifest: ManifestArgument, target: MemberArgument) -> None:
+    """Remove a member. It gets no more prompts."""
+    asyncio.run(change(_store(manifest), lambda of: m.leave(of, target)))
+    print(f"{target} is no member")
