@@ -3,9 +3,9 @@
     python tests/bench/train_norms.py [--dtypes fp32 bf16] [--repeats 20]
 
 The shapes and ranks are the paper's (table "Norm memory"). PEFT's is its DoraLinearLayer's: B·A
-from an identity matrix, and the norm of W + s·B·A. Calls take turns; medians, on CUDA of the device's
-time. Memory is the peak beyond W, A and B. `apart` is the largest relative difference from the norm
-in fp64 of each. A Markdown table goes to stderr, one JSON object to stdout.
+from its own product of both, and the norm of W + s·B·A. Calls take turns; medians, on CUDA of the
+device's time. Memory is the peak beyond W, A and B. `apart` is the largest relative difference of
+each from the norm in fp64. A Markdown table goes to stderr, one JSON object to stdout.
 """
 
 import argparse
