@@ -16,6 +16,8 @@ struct Family {
   // Of text_config, in a model of several parts: the text decoder is served, and the other parts'
   // weights are not held. nullptr: the model is a text decoder.
   const char* text_type = nullptr;
+  const char* activation_key = "hidden_act";
+  const char* default_activation = "silu";
   struct Sizes {
     int64_t vocab, hidden, inner, layers, heads;
   };
@@ -26,25 +28,23 @@ struct Family {
   int64_t default_context = 0;
   double default_eps = 1e-6;
   double default_theta = 10000.0;
+  // Of query_pre_attn_scalar; nullopt: head_dim is the scalar, and the key is refused.
+  std::optional<double> default_query_scalar;
+  // Of rope_local_base_freq; nullopt: layers that slide have no rotary table of their own.
+  std::optional<double> default_local_theta;
+  int64_t default_max_window_layers = 28;  // of kByLayer
   std::optional<int32_t> default_eos;
+  enum Windows { kNone, kEveryLayer, kByLayer, kByPattern } windows = kNone;
   bool default_tied = false;
   bool qkv_bias = false;              // always
   bool reads_attention_bias = false;  // of q, k, v and o
   bool reads_mlp_bias = false;
   bool qk_norm = false;
-  const char* activation_key = "hidden_act";
-  const char* default_activation = "silu";
   bool output_norms = false;
   bool norms_add_one = false;
   bool scales_embedding = false;  // by the root of hidden_size
-  // Of query_pre_attn_scalar; nullopt: head_dim is the scalar, and the key is refused.
-  std::optional<double> default_query_scalar;
-  // Of rope_local_base_freq; nullopt: layers that slide have no rotary table of their own.
-  std::optional<double> default_local_theta;
   // The rotary embedding has three positions (time, height, width); they are equal in text.
   bool mrope = false;
-  enum Windows { kNone, kEveryLayer, kByLayer, kByPattern } windows = kNone;
-  int64_t default_max_window_layers = 28;  // of kByLayer
 
   bool has_parts() const { return text_type != nullptr; }
 };
