@@ -114,6 +114,13 @@ def test_the_library_of_trainers_comes_with_a_server_for_cuda(unpacked) -> None:
     assert (unpacked / "dorad_server" / "lib" / "libdorad_train.so").is_file() == cuda
 
 
+def test_a_server_without_cuda_needs_no_library_of_nvidias(unpacked) -> None:
+    if "DORAD_CUDA:BOOL=ON" in (binary().parent / "CMakeCache.txt").read_text():
+        pytest.skip("of a build without CUDA")
+    dynamic = "".join(run("readelf", "--dynamic", path).stdout for path in elf_files(unpacked))
+    assert not re.findall(r"\(NEEDED\).*\[(lib(?:cuda|cublas|cupti|nv)\w*\.so.*)\]", dynamic)
+
+
 # --- An environment of its own, without pip: what the launcher finds is what a test put there.
 
 
