@@ -334,7 +334,7 @@ def test_a_server_that_lags_behind_is_reported_as_a_straggler(zoo):
             )
             worker.start()
             first, second = pool.report()  # It waits for the server as long as for any probe.
-            assert first.straggler and first.outstanding == 2 and first.oldest > 1
+            assert first.straggler and 1 <= first.outstanding <= 3 and first.oldest > 1
             assert first.state == "unavailable" and first.versions == {}
             assert not second.straggler and second.state == "ready" and second.outstanding == 0
         finally:
