@@ -173,9 +173,9 @@ absl::Status PeerTransfer::Receive(UploadStream* stream) {
   DORAD_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                          services_->peers->Connect(peer_, &context_));
   Reader reader(channel, &context_, request, services_->peers->patience());
-  const absl::Status status = ReceiveFrom(&reader, stream);
+  absl::Status status = ReceiveFrom(&reader, stream);
   // A cancelled connection looks like a failure of the peer.
-  if (const absl::Status why = cancelled(); !status.ok() && !why.ok()) return why;
+  if (absl::Status why = cancelled(); !status.ok() && !why.ok()) return why;
   return status;
 }
 
