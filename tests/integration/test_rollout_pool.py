@@ -224,25 +224,33 @@ def test_a_pool_that_has_activated_nothing_wants_the_servers_to_agree(pair, fold
 
 def test_versions_change_while_prompts_run(pair, folder, other):
     async def main():
-        async with dorad.aio.RolloutPool(pair) as pool:
-            await pool.publish("moving", path=folder)
-            rollout = asyncio.create_task(
-                pool.generate_many(
-                    [[7, 8, i % 50 + 6] for i in range(300)],
-                    adapter="moving", max_tokens=16, ignore_eos=True, concurrency=16,
-                )
-            )  # fmt: skip
-            moved = 0
-            while not rollout.done():
-                version = await pool.publish("moving", path=[folder, other][moved % 2])
-                moved += 1
-                if moved > 1:
-                    await pool.retire(f"moving@{version.version - 1}")
-            return [samples[0].spans for samples in await rollout], moved
+        begun, changed = asyncio.Event(), asyncio.Event()
 
-    spans, moved = asyncio.run(main())
+        async def rollouts(pool):
+            spans, last = [], False
+            while not last:  # one more after the last change
+                last = changed.is_set()
+                samples = await pool.generate_many(
+                    [[7, 8, i + 6] for i in range(50)],
+                    adapter="moving", max_tokens=16, ignore_eos=True, concurrency=16,
+                )  # fmt: skip
+                spans += [sample[0].spans for sample in samples]
+                begun.set()
+            return spans
+
+        async with dorad.aio.RolloutPool(pair) as pool:
+            first = await pool.publish("moving", path=folder)
+            running = asyncio.create_task(rollouts(pool))
+            await begun.wait()
+            for path in (other, folder, other):
+                version = await pool.publish("moving", path=path)
+                await pool.retire(f"moving@{version.version - 1}")
+            changed.set()
+            return await running, {first.version, version.version}
+
+    spans, first_and_last = asyncio.run(main())
     assert all(len(sample) == 1 for sample in spans)
-    assert moved >= 2 and len({sample[0].version for sample in spans}) >= 2
+    assert first_and_last <= {sample[0].version for sample in spans}
 
 
 def test_prompts_survive_a_server_that_is_killed(zoo):
