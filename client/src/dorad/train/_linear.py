@@ -16,7 +16,7 @@ from peft.tuners.lora import layer as lora
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from dorad.train import _layers, _native, _norms, _products, _sharing, _tiers
+from dorad.train import _layers, _native, _norms, _products, _sharing, _steps, _tiers
 from dorad.train._dispatch import watched
 from dorad.train._norm import accumulation_dtype
 
@@ -153,7 +153,7 @@ def _forward(module: Linear, parts: Parts, x: torch.Tensor) -> torch.Tensor:
     """The module's output; those that follow with x are computed, too."""
     group, followers = [parts], []
     if not _is_hooked(module):  # Hooks may need the modules' calls in turn, as FSDP2's do.
-        followers = _sharing.begin(module, x)
+        followers = _sharing.begin(module, x, _steps.last(parts.b))
         group = _group(parts, followers, x)
     y, *others = _outputs(group, x)
     if others:

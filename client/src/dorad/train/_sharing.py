@@ -29,14 +29,14 @@ class _Known:
     def __init__(self) -> None:
         self.active: tuple[weakref.ref[Any], ...] = ()  # with gradients
         self.learned: tuple[weakref.ref[Any], ...] = ()  # active from the next step on
-        self.learned_at = _steps.count()
+        self.learned_at: object = None
         self.vain = 0
 
-    def learn(self, followers: tuple[weakref.ref[Any], ...]) -> None:
-        self.learned, self.learned_at = followers, _steps.count()
+    def learn(self, followers: tuple[weakref.ref[Any], ...], step: object) -> None:
+        self.learned, self.learned_at = followers, step
 
-    def followers(self) -> list[Any]:
-        if self.learned_at < _steps.count():
+    def followers(self, step: object) -> list[Any]:
+        if self.learned_at != step and not _steps.in_backward():
             self.active = self.learned
         now = self.active if torch.is_grad_enabled() else self.learned
         found = [each() for each in now]
@@ -50,6 +50,7 @@ class _Call(NamedTuple):
     version: int
     mode: tuple[object, ...]
     first: weakref.ref[Any]
+    step: object
 
 
 class _Output(NamedTuple):
@@ -103,34 +104,33 @@ def drop() -> None:
     call, in_vain = _thread.call, bool(_thread.outputs)
     _thread.call, _thread.followers, _thread.outputs = None, [], {}
     first = None if call is None else call.first()
-    if first is None:
+    if call is None or first is None:
         return
     known = _known[first]
     if known.vain < _MOST_VAIN:
         known.vain = known.vain + 1 if in_vain else 0
         if known.vain == _MOST_VAIN:
-            known.learn(())
+            known.learn((), call.step)
 
 
-def begin(module: Any, x: torch.Tensor) -> list[Any]:
+def begin(module: Any, x: torch.Tensor, step: object) -> list[Any]:
     """The modules whose outputs the call of `module` with x shall compute, too.
 
-    None if it follows another call with x, which is remembered.
+    None if it follows another call with x, which is remembered. `step` changes with each optimizer
+    step.
     """
-    first = None
-    if _follows(x):
-        assert _thread.call is not None
-        first = _thread.call.first()
-    if first is None or first is module or module in _thread.followers:
+    call = _thread.call if _follows(x) else None
+    first = None if call is None else call.first()
+    if call is None or first is None or first is module or module in _thread.followers:
         drop()
         known = _known.setdefault(module, _Known())
-        _thread.call = _Call(weakref.ref(x), _version(x), _mode(x), weakref.ref(module))
-        return known.followers()
+        _thread.call = _Call(weakref.ref(x), _version(x), _mode(x), weakref.ref(module), step)
+        return known.followers(step)
     if len(_thread.followers) < _MOST_FOLLOWERS:
         _thread.followers.append(module)
         known, found = _known[first], tuple(map(weakref.ref, _thread.followers))
         if known.vain < _MOST_VAIN and known.learned[: len(found)] != found:
-            known.learn(found)
+            known.learn(found, call.step)
     return []
 
 

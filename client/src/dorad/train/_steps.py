@@ -9,10 +9,19 @@ import torch
 from torch.optim import optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+
+class _Steps:
+    """Of an optimizer."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.parameters = 0
+
+
 _steps = 0
 _watching = False
-# The number of parameters of each optimizer that has made a step, and those parameters.
-_optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# Those that have made a step, and their parameters.
+_optimizers: weakref.WeakKeyDictionary[Any, _Steps] = weakref.WeakKeyDictionary()
 _trained: Any = WeakIdKeyDictionary()
 
 
@@ -27,17 +36,28 @@ def watch() -> None:
 def _count(made_by: Any, *_: object) -> None:
     global _steps
     _steps += 1
+    own = _optimizers.setdefault(made_by, _Steps())
+    own.count += 1
     size = sum(len(group["params"]) for group in made_by.param_groups)
-    if _optimizers.get(made_by) != size:
-        _optimizers[made_by] = size
+    if own.parameters != size:
+        own.parameters = size
         for group in made_by.param_groups:
             for parameter in group["params"]:
-                _trained[parameter] = None
+                _trained[parameter] = own
 
 
 def count() -> int:
     """The number of steps since the first `watch`."""
     return _steps
+
+
+def last(parameter: torch.Tensor) -> tuple[bool, int]:
+    """Changes with each step of the optimizer that trains this parameter.
+
+    Of one that no optimizer has, as in shards, with each step of any.
+    """
+    own = _trained.get(parameter)
+    return (False, _steps) if own is None else (True, own.count)
 
 
 def changes_in_steps(parameter: torch.Tensor) -> bool:
