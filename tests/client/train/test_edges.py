@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from dorad.train import _products, compose, patch, tier
+from dorad.train import _passes, compose, patch, tier
 from lib.dora_training import Convolutions, Embeddings, Linears, adapted, inputs, perturb, step
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -87,10 +87,10 @@ def test_a_magnitude_near_the_norm_has_its_effect(dtype, autocast, std, name, de
 def test_the_dither_of_a_row_depends_on_the_row_alone(dtype):
     """Padding, and other rows of a batch, do not change it."""
     x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    rows = _products._rows(x)
+    rows = _passes._rows(x)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(_products._rows(x[order]), rows[order])
-    assert torch.equal(_products._rows(x[7:8]), rows[7:8])
+    assert torch.equal(_passes._rows(x[order]), rows[order])
+    assert torch.equal(_passes._rows(x[7:8]), rows[7:8])
     lengths = x.float().norm(dim=1)
     assert (0.499 * lengths <= rows.abs()).all() and (rows.abs() <= 1.001 * lengths).all()
     assert 100 < (rows > 0).sum() < 200 and rows.unique().numel() > 200

@@ -32,7 +32,7 @@ class Linear(lora.Linear):
         """See PEFT's lora.Linear."""
         # The cheapest test first: small layers must not pay for the others.
         if not (args or kwargs or is_small(self, x.numel()) or watched(x)):
-            given = _sharing.take(self, x, state_of(self))
+            given = _sharing.take(self, x, _state_of)
             if given is not None:
                 return given
             parts = _fit(self, x)
@@ -49,7 +49,7 @@ def is_small(module: Linear, inputs: int) -> bool:
     return _tiers.is_small(weight.device, outputs, weight.numel())
 
 
-def state_of(module: Linear) -> tuple[object, ...]:
+def _state_of(module: Linear) -> tuple[object, ...]:
     """What may change between two calls of a forward."""
     return module.disable_adapters, module.merged, *module.active_adapters
 
@@ -157,7 +157,7 @@ def _forward(module: Linear, parts: Parts, x: torch.Tensor) -> torch.Tensor:
         group = _group(parts, followers, x)
     y, *others = _outputs(group, x)
     if others:
-        _sharing.give(followers, list(map(state_of, followers)), others)
+        _sharing.give(followers, others, _state_of)
     return y
 
 

@@ -22,16 +22,10 @@ from typing import NamedTuple
 
 import torch
 
-from dorad.train import _native
-from dorad.train._compose import CHUNK_ELEMENTS, inner_scale
+from dorad.train import _native, _passes
+from dorad.train._compose import inner_scale
 from dorad.train._direct import aligned, takes
 from dorad.train._norm import epsilon
-
-_HALVES = {torch.bfloat16, torch.float16}
-# Of a product in half precision at a time: fewer rows would read W too often, and fewer elements
-# would be calls more than work.
-_HALF_ROWS = 256
-_HALF_ELEMENTS = 128 * 1024
 
 
 class Layer(NamedTuple):
@@ -136,16 +130,18 @@ def forward(
         if rows:
             _forward_cuda(x, layers, places, scales, made, ys, h, inner)
         return Forward(h, inner, scales)
-    parts = [layer.a.to(x.dtype) for layer in layers]
-    torch.mm(x, (parts[0] if len(parts) == 1 else torch.cat(parts)).t(), out=h)
+    torch.mm(x, _all_a(layers, x.dtype).t(), out=h)
     for i, layer in enumerate(layers):
         column, place = places.columns[i], places.inner[i]
         kept = None if inner is None else inner[place : place + ys[i].numel()].view(ys[i].shape)
-        _join(
+        _passes.join(
             x,
-            layer,
+            layer.weight,
+            layer.bias,
             h[:, places.ranks[i] : places.ranks[i + 1]],
-            scales[:, column : column + layer.weight.shape[0]],
+            layer.b,
+            _scales_of(scales, column, layer),
+            layer.scaling,
             kept,
             ys[i],
         )
@@ -199,97 +195,15 @@ def _forward_cuda(
     )
 
 
-def _join(
-    x: torch.Tensor,
-    layer: Layer,
-    h: torch.Tensor,
-    scales: torch.Tensor,
-    inner: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    """y and inner of a layer from h on the CPU."""
-    b, bias = layer.b.to(x.dtype), layer.bias
-    if bias is not None:
-        bias = bias.to(scales.dtype)
-    if x.dtype in _HALVES:
-        _join_halves(x, layer.weight, bias, h, b, scales, layer.scaling, inner, y)
-        return
-    to = y if inner is None else inner
-    to.addmm_(h, b.t(), beta=0, alpha=layer.scaling).addmm_(x, layer.weight.t())
-    g = scales[1]
-    for part in _chunks(to):
-        rows = to[part]
-        y[part] = rows * g if bias is None else torch.addcmul(bias, rows, g)
+def _all_a(layers: Sequence[Layer], dtype: torch.dtype) -> torch.Tensor:
+    """The layers' a, [ranks, in]."""
+    parts = [layer.a.to(dtype) for layer in layers]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _join_halves(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    h: torch.Tensor,
-    b: torch.Tensor,
-    scales: torch.Tensor,
-    scaling: float,
-    inner: torch.Tensor | None,
-    y: torch.Tensor,
-) -> None:
-    """y and inner from h on the CPU, where torch rounds products to x's dtype.
-
-    A rounded x Wᵀ times a g near 1, or with a small s·h Bᵀ, is rounded to itself again: both would
-    be lost. So a known dither of about the last place goes into the product and is subtracted
-    after the rounding: the error is as large as without it, but what is left is no multiple of the
-    last place, and the rounding of y keeps g and s·h Bᵀ on average over the rows.
-    """
-    norm, g = scales.unbind()
-    dtype, (rows, out) = x.dtype, y.shape
-    step = max(1, min(rows, max(_HALF_ROWS, _HALF_ELEMENTS // max(1, out))))
-    scale, numbers = inner_scale(dtype), torch.finfo(dtype)
-    # No product is far above ‖x‖·‖W + s·B A‖: that one's last place dithers all smaller ones.
-    across = (_columns(out) * norm).mul_(scale * numbers.eps / 2).to(dtype)
-    down = _rows(x).to(dtype)[:, None]
-    half = x.new_empty(step, out)
-    wide = g.new_empty(step, out)
-    g = g if scale == 1 else g / scale
-    for begin in range(0, rows, step):
-        part = slice(begin, begin + step)
-        product = y[part]
-        total, buffer = wide[: len(product)], half[: len(product)]
-        torch.mul(down[part], across, out=buffer)
-        if dtype == torch.float16:  # It may be beyond, even infinite; no number's last place is.
-            buffer.nan_to_num_(0.0).clamp_(-numbers.max * numbers.eps, numbers.max * numbers.eps)
-        torch.addmm(buffer, x[part], weight.t(), alpha=scale, out=product)
-        total.copy_(product).sub_(buffer)
-        torch.mm(h[part], b.t(), out=buffer)
-        total.add_(buffer, alpha=scale * scaling)
-        if inner is not None:
-            inner[part] = total
-        total.mul_(g)
-        product.copy_(total if bias is None else total.add_(bias))
-
-
-@functools.lru_cache(maxsize=64)
-def _columns(count: int) -> torch.Tensor:
-    """[count], even within ±[0.5, 1], without a period, the same each time; for reading.
-
-    On the CPU, also where another device is torch's default.
-    """
-    numbers = torch.arange(count, dtype=torch.float32, device="cpu")
-    return _signed(numbers.mul_(0.5698402909980532))
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """‖x‖ of each row times a number within ±[0.5, 1] that depends on the row alone.
-
-    So a row has the same results wherever it stands in a batch.
-    """
-    lengths: torch.Tensor = torch.linalg.vector_norm(x, dim=1, dtype=torch.float32)
-    return lengths * _signed(lengths.frexp().mantissa.mul_(2**14))
-
-
-def _signed(values: torch.Tensor) -> torch.Tensor:
-    """The fractional parts of values above 0 as numbers within ±[0.5, 1]."""
-    values = values.frac_().sub_(0.5)
-    return values + values.sign() / 2
+def _scales_of(scales: torch.Tensor, column: int, layer: Layer) -> torch.Tensor:
+    """A layer's norms and g, [2, out]."""
+    return scales[:, column : column + layer.weight.shape[0]]
 
 
 def makes_norm(layer: Layer) -> bool:
@@ -430,7 +344,7 @@ def _backward_cpu(
     last = None
     for i, (layer, grad) in enumerate(zip(layers, grads, strict=True)):
         column, place = places.columns[i], places.inner[i]
-        norm, g = kept.scales[:, column : column + grad.shape[1]].unbind()
+        norm, g = _scales_of(kept.scales, column, layer).unbind()
         rank = slice(ranks[i], ranks[i + 1])
         _, d_b, d_magnitude = found[i]
         d_inner = None
@@ -441,7 +355,7 @@ def _backward_cpu(
         if d_magnitude is not None:
             assert kept.inner is not None
             inner = kept.inner[place : place + grad.numel()].view(grad.shape)
-        _scaled(grad, inner, g, norm, d_inner, d_magnitude)
+        _passes.scale(grad, inner, g, norm, d_inner, d_magnitude)
         if d_h is not None:
             assert d_inner is not None
             part = d_h[:, rank]
@@ -452,48 +366,20 @@ def _backward_cpu(
             d_b.copy_(h.new_empty(d_b.shape).addmm_(d_inner.t(), h, beta=0, alpha=layer.scaling))
     if d_x is not None:
         assert d_h is not None
-        parts = [layer.a.to(dtype) for layer in layers]
         # The small part first: added to a rounded product it would be lost.
-        torch.mm(d_h, parts[0] if len(parts) == 1 else torch.cat(parts), out=d_x)
+        torch.mm(d_h, _all_a(layers, dtype), out=d_x)
         for layer, grad, column in zip(
             reversed(layers), reversed(grads), reversed(places.columns[:-1]), strict=True
         ):
             d_inner, last = last, None
             if d_inner is None:  # Made again: one at a time takes less memory.
                 d_inner = torch.empty_like(grad)
-                norm, g = kept.scales[:, column : column + grad.shape[1]].unbind()
-                _scaled(grad, None, g, norm, d_inner, None)
+                norm, g = _scales_of(kept.scales, column, layer).unbind()
+                _passes.scale(grad, None, g, norm, d_inner, None)
             d_x.addmm_(d_inner, layer.weight)
     if d_a is not None:
         assert d_h is not None and x is not None
         d_a.copy_(d_h.t() @ x)
-
-
-def _scaled(
-    grad: torch.Tensor,
-    inner: torch.Tensor | None,
-    g: torch.Tensor,
-    norm: torch.Tensor,
-    d_inner: torch.Tensor | None,
-    d_magnitude: torch.Tensor | None,
-) -> None:
-    """d_inner = g·grad, and the magnitude's gradient."""
-    sums = torch.zeros_like(g)
-    for part in _chunks(grad):
-        rows = grad[part].to(g.dtype)
-        if d_inner is not None:
-            d_inner[part] = rows * g
-        if d_magnitude is not None:
-            assert inner is not None
-            sums += (rows * inner[part]).sum(0)
-    if d_magnitude is not None:
-        d_magnitude.copy_(sums / (norm.clamp_min(epsilon(grad.dtype)) * inner_scale(grad.dtype)))
-
-
-def _chunks(tensor: torch.Tensor) -> list[slice]:
-    rows, out = tensor.shape
-    step = max(1, CHUNK_ELEMENTS // max(1, out))
-    return [slice(begin, begin + step) for begin in range(0, rows, step)]
 
 
 def _zeros(layer: Layer, wanted: Wanted) -> Gradients:

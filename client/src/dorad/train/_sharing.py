@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,12 @@ import torch
 from dorad.train import _native, _steps
 
 _MOST_FOLLOWERS = _native.MOST_LINEARS - 1
-# Calls in vain after which the first one computes for itself alone.
-_MOST_VAIN = 3
+# After so many calls one after the other with unused outputs a linear computes for itself alone.
+_MOST_UNUSED = 3
+
+
+StateOf = Callable[[Any], tuple[object, ...]]
+"""What may change of a module between two calls of a forward."""
 
 
 class _Known:
@@ -30,7 +35,7 @@ class _Known:
         self.active: tuple[weakref.ref[Any], ...] = ()  # with gradients
         self.learned: tuple[weakref.ref[Any], ...] = ()  # active from the next step on
         self.learned_at: object = None
-        self.vain = 0
+        self.unused = 0
 
     def learn(self, followers: tuple[weakref.ref[Any], ...], step: object) -> None:
         self.learned, self.learned_at = followers, step
@@ -88,35 +93,35 @@ def _version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def take(module: Any, x: torch.Tensor, state: tuple[object, ...]) -> torch.Tensor | None:
-    """The module's output that the first linear of x has computed in this state, if any."""
+def take(module: Any, x: torch.Tensor, state_of: StateOf) -> torch.Tensor | None:
+    """The module's output that the first linear of x has computed, if its state is the same."""
     if not _thread.outputs:
         return None
     if not _follows(x):
         drop()
         return None
     output = _thread.outputs.pop(id(module), None)
-    return output.y if output is not None and output.state == state else None
+    return output.y if output is not None and output.state == state_of(module) else None
 
 
 def drop() -> None:
-    """Forgets the last call. Outputs that nobody took were computed in vain."""
-    call, in_vain = _thread.call, bool(_thread.outputs)
+    """Forgets the last call, and counts it if one of its outputs was not used."""
+    call, has_unused = _thread.call, bool(_thread.outputs)
     _thread.call, _thread.followers, _thread.outputs = None, [], {}
     first = None if call is None else call.first()
     if call is None or first is None:
         return
     known = _known[first]
-    if known.vain < _MOST_VAIN:
-        known.vain = known.vain + 1 if in_vain else 0
-        if known.vain == _MOST_VAIN:
+    if known.unused < _MOST_UNUSED:
+        known.unused = known.unused + 1 if has_unused else 0
+        if known.unused == _MOST_UNUSED:
             known.learn((), call.step)
 
 
 def begin(module: Any, x: torch.Tensor, step: object) -> list[Any]:
     """The modules whose outputs the call of `module` with x shall compute, too.
 
-    None if it follows another call with x, which is remembered. `step` changes with each optimizer
+    Empty if it follows another call with x, which is remembered. `step` changes with each optimizer
     step.
     """
     call = _thread.call if _follows(x) else None
@@ -129,15 +134,14 @@ def begin(module: Any, x: torch.Tensor, step: object) -> list[Any]:
     if len(_thread.followers) < _MOST_FOLLOWERS:
         _thread.followers.append(module)
         known, found = _known[first], tuple(map(weakref.ref, _thread.followers))
-        if known.vain < _MOST_VAIN and known.learned[: len(found)] != found:
+        if known.unused < _MOST_UNUSED and known.learned[: len(found)] != found:
             known.learn(found, call.step)
     return []
 
 
-def give(modules: list[Any], states: list[tuple[object, ...]], outputs: list[torch.Tensor]) -> None:
-    """The modules' outputs in these states, for the input of the present call."""
+def give(modules: list[Any], outputs: list[torch.Tensor], state_of: StateOf) -> None:
+    """The modules' outputs, in their present states, for the input of the present call."""
     _thread.outputs = {
-        id(module): _Output(y, state)
-        for module, y, state in zip(modules, outputs, states, strict=True)
+        id(module): _Output(y, state_of(module)) for module, y in zip(modules, outputs, strict=True)
     }
     _thread.followers = list(modules)
