@@ -1,11 +1,10 @@
-"""A fleet: servers of one model that keep the same versions, whoever publishes."""
+"""A fleet: servers of one model that keep the same versions."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Unpack
 
 import dorad.aio
 from dorad import types as t
@@ -62,9 +61,6 @@ class Fleet(Rollouts):
         store = ManifestFile(manifest) if isinstance(manifest, (str, os.PathLike)) else manifest
         self._runner = Runner(lambda: FleetPool(store, targets, make, timeout, retry_for, lease))
         self._pool: FleetPool = self._runner.object
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), **self._arguments | {"targets": self.targets}), ()
 
     async def manifest(self) -> Manifest:
         """The fleet's members and versions, as of now."""

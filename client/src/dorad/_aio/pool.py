@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, Unpack
+from typing import Unpack
 
 import dorad.aio
 from dorad import types as t
@@ -59,10 +58,6 @@ class RolloutPool(Rollouts):
         )
         self._runner = Runner(lambda: Pool(targets, make, timeout, retry_for))
         self._pool = self._runner.object
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As of a client. The copy asks the servers for the active versions.
-        return functools.partial(type(self), **self._arguments | {"targets": self.targets}), ()
 
     def add(self, target: str) -> None:
         """Adds a server. It gets prompts when the pool's active versions are active there."""

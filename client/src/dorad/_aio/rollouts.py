@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -17,6 +18,11 @@ class Rollouts:
 
     _runner: Runner[Any]
     _pool: Pool
+    _arguments: dict[str, Any]  # of the constructor, `targets` among them
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As of a client. The copy asks the servers for the active versions.
+        return functools.partial(type(self), **self._arguments | {"targets": self.targets}), ()
 
     async def close(self) -> None:
         """Closes all connections; running calls raise Cancelled. Idempotent."""
