@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -19,13 +20,6 @@
 
 namespace dorad::rpc {
 namespace {
-
-std::string Sha256Of(const std::string& text) {
-  Sha256 sha;
-  sha.Update(text.data(), text.size());
-  const auto digest = sha.Final();
-  return std::string(digest.begin(), digest.end());
-}
 
 v1::PublishRequest ToBegin(const v1::PublishFromPeerRequest& request) {
   v1::PublishRequest part;
@@ -222,7 +216,9 @@ absl::Status PeerTransfer::ReceiveFrom(Reader* reader, UploadStream* stream) {
 
 absl::StatusOr<UploadStream::Next> PeerTransfer::Begin(const std::string& config_json,
                                                        UploadStream* stream) {
-  if (Sha256Of(config_json) != config_sha256_) {
+  const auto sha256 = Sha256Of(config_json);
+  if (std::string_view(reinterpret_cast<const char*>(sha256.data()), sha256.size()) !=
+      config_sha256_) {
     return MakeInvalid("PublishFromPeerRequest",
                        {{"adapter_config_sha256", "PUBLISH_SHA256_MISMATCH",
                          absl::StrCat(peer_, " has another adapter_config.json")}});

@@ -36,9 +36,7 @@ BeginFields FieldsOf(v1::PublishBegin begin) {
       coded.SetSerializationDeterministic(true);  // maps have no order
       one.SerializeToCodedStream(&coded);
     }
-    Sha256 sha;
-    sha.Update(bytes.data(), bytes.size());
-    fields[field->name()] = sha.Final();
+    fields[field->name()] = Sha256Of(bytes);
   }
   return fields;
 }

@@ -58,7 +58,7 @@ class UploadStore {
   absl::StatusOr<Progress> Find(const std::string& id, const std::string& tenant = "") const
       ABSL_LOCKS_EXCLUDED(mu_);
 
-  // Names a version's file, whoever uploads it.
+  // Names a version's file, of any uploader.
   struct FileKey {
     std::string name;
     int64_t version = 0;

@@ -9,9 +9,7 @@
 namespace dorad::security {
 
 std::shared_ptr<const Principal> TokenTable::FindToken(std::string_view token) const {
-  Sha256 sha;
-  sha.Update(token.data(), token.size());
-  const Digest digest = sha.Final();
+  const Digest digest = Sha256Of(token);
   // Compares with every entry completely: the time must not reveal anything about the digests.
   size_t found = tokens_.size();
   for (size_t i = 0; i < tokens_.size(); ++i) {

@@ -39,6 +39,12 @@ std::array<uint8_t, 32> Sha256::Final() {
   return digest;
 }
 
+std::array<uint8_t, 32> Sha256Of(std::string_view bytes) {
+  Sha256 sha;
+  sha.Update(bytes.data(), bytes.size());
+  return sha.Final();
+}
+
 std::string ToHex(const std::array<uint8_t, 32>& digest) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string hex;

@@ -31,6 +31,9 @@ class Sha256 {
   std::unique_ptr<Context> context_;
 };
 
+// Of one piece.
+std::array<uint8_t, 32> Sha256Of(std::string_view bytes);
+
 // Lower-case hex.
 std::string ToHex(const std::array<uint8_t, 32>& digest);
 
