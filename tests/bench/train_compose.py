@@ -21,10 +21,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "client" / "src"))
+sys.path[:0] = [str(ROOT / "client" / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from dorad.train import _compose, _native, compose, tier  # noqa: E402
+from lib.device_time import device_seconds  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCALING = 1.5
@@ -55,14 +56,7 @@ class Bench:
 
 
 def milliseconds(call) -> float:
-    """Of the device: it has something else to do until all of the call's work is in line."""
-    torch.cuda._sleep(20_000_000)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return 1e3 * device_seconds(call, "cuda")
 
 
 def measured(bench: Bench, copy_rate: float, repeats: int) -> dict:

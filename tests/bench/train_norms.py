@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT / "client" / "src"), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from dorad.train import weight_norm  # noqa: E402
+from lib.device_time import device_seconds  # noqa: E402
 from lib.peak import peak_bytes  # noqa: E402
 from peft.tuners.lora.dora import DoraLinearLayer  # noqa: E402
 from torch import nn  # noqa: E402
@@ -73,20 +74,6 @@ class Case:
             product = self.b.weight.double() @ self.a.weight.double()
             return torch.linalg.vector_norm(self.weight.double() + SCALING * product, dim=1)
 
-    def seconds(self, work: object) -> float:
-        assert callable(work)
-        if self.device != "cuda":
-            began = time.perf_counter()
-            work()
-            return time.perf_counter() - began
-        torch.cuda._sleep(20_000_000)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
 
 def measured(case: Case, repeats: int) -> dict:
     ways = {"peft": case.peft, "ours": case.ours}
@@ -98,7 +85,7 @@ def measured(case: Case, repeats: int) -> dict:
         result[name] = {"apart": apart, "peak_mb": round(peak_bytes(way, case.device) / 1e6, 2)}
     for _ in range(repeats):
         for name, way in ways.items():
-            times[name].append(case.seconds(way))
+            times[name].append(device_seconds(way, case.device))
     for name in ways:
         result[name]["ms"] = round(1e3 * statistics.median(times[name]), 4)
     result["times"] = round(result["peft"]["ms"] / result["ours"]["ms"], 2)

@@ -41,6 +41,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import dorad.train
 import torch
+from lib.device_time import device_seconds
 from lib.peak import peak_bytes
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
@@ -182,18 +183,6 @@ class Case:
         self.synchronize()
         return time.perf_counter() - began
 
-    def device_seconds(self, work: Callable[[], object]) -> float:
-        """Of the device alone: it has something else to do until all of the work is in line."""
-        if self.device != "cuda":
-            return self.seconds(work)
-        torch.cuda._sleep(20_000_000)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
     def synchronize(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
@@ -226,7 +215,7 @@ def measured(cases: dict[str, Case], tokens: int, repeats: int) -> dict[str, dic
             case.begin()
             times[name].append(case.seconds(case.step))
             if case.has_norms:
-                norms[name].append(case.device_seconds(case.norms))
+                norms[name].append(device_seconds(case.norms, case.device))
     results: dict[str, dict] = {}
     for name, case in cases.items():
         result: dict = {
