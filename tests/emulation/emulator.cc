@@ -85,7 +85,8 @@ void Grid::Enter() {
   emulator.SwitchAway();
 }
 
-// setcontext asks the kernel for the signal mask: it begins a fiber, longjmp goes on with it.
+// setcontext makes a system call, for the signal mask. So it only starts a fiber; longjmp resumes
+// it.
 void Emulator::SwitchTo(Thread& thread) {
   thread_ = &thread;
   if (_setjmp(scheduler_) != 0) return;

@@ -192,7 +192,7 @@ def _serve(number: int, imports: tuple[str, ...]) -> str:
                 handle = key.fd
                 selector.unregister(handle)
                 status = statuses.pop(handle)
-                # Nobody may be there any more.
+                # The other end may have closed.
                 with contextlib.suppress(BrokenPipeError):
                     os.write(status, _NUMBER.pack(os.waitpid(key.data, 0)[1]))
                 os.close(status)

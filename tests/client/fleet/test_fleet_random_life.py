@@ -127,7 +127,7 @@ class Life:
             assert (number, digest) in allowed, f"{ref} answered by {number}"
             self.count("prompt")
             return
-        self.count("prompt: nobody")
+        self.count("prompt: no member")
 
     async def step(self):
         draw, servers = self.draw, self.network.servers
@@ -176,7 +176,7 @@ class Life:
     # --- Promises -----------------------------------------------------------------------------
 
     def check_history(self):
-        """The manifest never goes back, whoever changes it."""
+        """No change of any coordinator takes the manifest back."""
         before = None
         for _, manifest in self.store.history:
             if before is not None:
