@@ -153,6 +153,7 @@ struct App::Impl {
 
   void FillServices() {
     services.engine = &engine;
+    services.images = &images;
     services.registry = &registry;
     services.metrics = &metrics;
     services.response_executor = &response_executor;
@@ -340,6 +341,7 @@ struct App::Impl {
   ThreadPool response_executor;
   ThreadPool load_pool;
   Colocation colocation;  // outlives the residency and the loader, which call it
+  engine::ImageStore images{config.engine.image_cache_bytes};
   adapter::Residency residency;
   adapter::AdapterRegistry registry;
   rpc::UploadStore uploads;

@@ -67,6 +67,10 @@ engine::EngineOptions ToEngineOptions(const Config& config, const Backend::Info&
   options.eos_token_ids = model.eos_token_ids;
   options.vocab_size = ToInt32(model.vocab_size);
   options.image_token_ids = model.image_token_ids;
+  options.images = model.images;
+  options.images.max_images = config.limits.max_images;
+  options.images.max_tokens = config.limits.max_image_tokens;
+  options.image_cache_bytes = config.engine.image_cache_bytes;
   options.context_length = model.context_length;
   options.max_tokens = config.limits.max_tokens;
   options.max_n = ToInt32(config.limits.max_n);

@@ -37,6 +37,7 @@ class Backend {
     int64_t context_length = 0;  // after model.max_context
     int64_t num_parameters = 0;
     std::vector<int32_t> image_token_ids;
+    engine::ImageLimits images;  // without the request's limits
     std::vector<int32_t> eos_token_ids;
     int64_t kv_pages = 0;
     int64_t kv_min_pages = 0;  // memory.kv_min_bytes

@@ -20,6 +20,7 @@ EngineLimits LimitsOf(const EngineOptions& options, int64_t kv_tokens) {
   EngineLimits limits;
   limits.vocab_size = options.vocab_size;
   limits.image_token_ids = options.image_token_ids;
+  limits.images = options.images;
   // A sequence that does not fit into all pages together could never finish.
   limits.context_length = std::min(options.context_length, kv_tokens);
   limits.max_tokens = options.max_tokens > 0 ? std::min(options.max_tokens, limits.context_length)

@@ -44,8 +44,11 @@ EngineLoop::EngineLoop(const EngineOptions& options, StopRules rules,
       balloon_(&pages_, runner->kv_chunks(), LeastPages(options, rules_.max_length),
                options.kv_shrink_hold, metrics),
       weights_(metrics),
+      images_(runner.get(), options.image_cache_bytes, metrics),
       scheduler_({options.max_step_tokens, options.max_running_sequences,
-                  [this](Sequence* sequence) { return weights_.MayRun(sequence); }},
+                  [this](Sequence* sequence) {
+                    return weights_.MayRun(sequence) && images_.MayRun(sequence);
+                  }},
                  &pages_),
       pipeline_(std::move(runner), metrics) {
   ApplyGpuShare(SteadyNow());
@@ -162,7 +165,16 @@ void EngineLoop::BeginSteps() {
   while (HasRoom() && BeginStep()) {
   }
   EndWithoutWeights();
-  stalled_ = pipeline_.empty() && weights_.any_away();
+  const bool encodes = images_.waiting() != nullptr;
+  if (encodes) EncodeImage();
+  stalled_ = pipeline_.empty() && weights_.any_away() && !encodes;
+}
+
+// Beside the steps in flight: they delay one another, but none waits for more than one image.
+void EngineLoop::EncodeImage() {
+  Request* const request = images_.waiting()->request;
+  const absl::Status status = images_.Encode();
+  if (!status.ok()) BeginEnd(request, {status, {}});
 }
 
 bool EngineLoop::HasRoom() const {
@@ -174,10 +186,11 @@ bool EngineLoop::BeginStep() {
   const uint64_t preemptions = scheduler_.preemptions();
   const Instant begin = SteadyNow();
   weights_.BeginStep(begin);
+  images_.BeginStep();
   std::vector<Chunk> chunks = scheduler_.Schedule();
   metrics_->Preemptions(static_cast<int64_t>(scheduler_.preemptions() - preemptions));
   if (chunks.empty()) {
-    DORAD_CHECK(!pipeline_.empty() || weights_.any_away() ||
+    DORAD_CHECK(!pipeline_.empty() || weights_.any_away() || images_.waiting() != nullptr ||
                 scheduler_.running() + scheduler_.waiting() == scheduler_.frozen());
     return false;
   }
@@ -298,6 +311,7 @@ void EngineLoop::Sleep(const Engine::SleepOptions& options,
       weights_.NoteGone(sequence.get());
     }
   }
+  images_.Clear();
   absl::StatusOr<int64_t> released = 0;
   if (options.kv && !kv_released_) {
     if (!options.keep_kv) {

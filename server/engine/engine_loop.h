@@ -19,6 +19,7 @@
 #include "server/engine/duty_cycle_limiter.h"
 #include "server/engine/engine.h"
 #include "server/engine/gpu_share_limits.h"
+#include "server/engine/image_gate.h"
 #include "server/engine/kv_balloon.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/model_runner.h"
@@ -74,6 +75,7 @@ class EngineLoop {
   void BeginSteps();
   bool HasRoom() const;
   bool BeginStep();
+  void EncodeImage();
   void FinishStep();
   // Finishes all steps in flight. Leaves the runner idle: only for work that cannot overlap a step.
   void FinishAll();
@@ -122,6 +124,7 @@ class EngineLoop {
   KvPages pages_;
   KvBalloon balloon_;
   WeightsGate weights_;
+  ImageGate images_;
   Scheduler scheduler_;
   StepPipeline pipeline_;
   DutyCycleLimiter limiter_;

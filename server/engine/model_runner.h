@@ -7,11 +7,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "server/adapter/registry/version.h"
+#include "server/engine/images.h"
 #include "server/engine/types.h"
 
 namespace dorad::engine {
@@ -60,7 +62,7 @@ struct ScoreWant {
 // The rows of one sequence in a step, at least one, or another sequence's last row. Spans and
 // pointers are valid for the call of Begin; the adapter until the step has finished.
 struct StepSequence {
-  absl::Span<const TokenId> tokens;
+  absl::Span<const TokenId> tokens;  // below Image::kNoToken: an image's
   // >= 0: the one token is the sample of the sequence with this index in the last step, which has
   // not finished; tokens[0] is unused.
   int32_t follows = -1;
@@ -73,6 +75,9 @@ struct StepSequence {
   // are computed. The step writes to neither's copied positions.
   int32_t copy_from = -1;
   const adapter::LoadedAdapter* adapter = nullptr;  // nullptr: base
+  const PromptImages* images = nullptr;             // nullptr: none
+  // One for each image, those of the rows' images are set. They outlive the step.
+  absl::Span<const std::shared_ptr<const ImageFeatures>> features;
   // At most one of the two; neither: the rows only fill the KV cache.
   const SampleWant* sample = nullptr;
   const ScoreWant* score = nullptr;
@@ -117,6 +122,17 @@ class ModelRunner {
   // of this step and of all later ones; the KV pages that they wrote are undefined. REQUIRES: a
   // step is in flight.
   virtual absl::StatusOr<std::vector<StepOutput>> Finish() = 0;
+
+  // --- Images. Only of a model with a tower.
+
+  // Whether the adapter changes the features of images.
+  virtual bool ChangesImages(const adapter::LoadedAdapter& /*adapter*/) const { return false; }
+  // Computes an image's features under an adapter (nullptr: base). In order with the steps.
+  // UNIMPLEMENTED: the runner has no tower.
+  virtual absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
+      const Image& /*image*/, const adapter::LoadedAdapter* /*adapter*/) {
+    return absl::UnimplementedError("this runner has no vision tower");
+  }
 
   // --- Sleeping. REQUIRES: no step has begun.
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "server/engine/types.h"
 
 namespace dorad::engine {
 
@@ -27,6 +28,8 @@ struct EngineOptions {
   // Limits checked at admission.
   int32_t vocab_size = 0;
   std::vector<int32_t> image_token_ids;
+  ImageLimits images;
+  int64_t image_cache_bytes = 0;  // of images' features that no sequence needs
   int64_t context_length = 0;
   int64_t max_tokens = 0;  // 0: the context length
   int32_t max_n = 128;

@@ -49,6 +49,10 @@ PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt,
   return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt, tenant);
 }
 
+std::shared_ptr<const PromptImages> ImagesOf(std::vector<PlacedImage> places) {
+  return places.empty() ? nullptr : std::make_shared<const PromptImages>(std::move(places));
+}
+
 }  // namespace
 
 Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted)
@@ -152,6 +156,7 @@ int64_t Request::load_tokens() const {
 }
 
 Sequence* Request::AddSequence(const std::vector<TokenId>& tokens,
+                               const std::shared_ptr<const PromptImages>& images,
                                const adapter::LoadedAdapter* adapter, const PrefixNode& root,
                                bool use_prefix_cache) {
   auto sequence = std::make_unique<Sequence>();
@@ -160,6 +165,8 @@ Sequence* Request::AddSequence(const std::vector<TokenId>& tokens,
   sequence->kv_spans.front().adapter = adapter;
   sequence->priority = base().priority;
   sequence->tokens = tokens;
+  sequence->images = images;
+  if (images != nullptr) images->Mark(&sequence->tokens);
   sequence->prompt_tokens = static_cast<int64_t>(tokens.size());
   sequence->use_prefix_cache = use_prefix_cache;
   sequence->root = root;
@@ -171,8 +178,9 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   if (generate) {
     const PrefixNode root = RootOf(generate->lease, generate->cache_salt, generate->tenant);
     const auto prompt_tokens = static_cast<int64_t>(generate->prompt.size());
+    const std::shared_ptr<const PromptImages> images = ImagesOf(std::move(generate->images));
     for (int32_t i = 0; i < generate->n; ++i) {
-      Sequence* const sequence = AddSequence(generate->prompt, generate->lease.get(), root,
+      Sequence* const sequence = AddSequence(generate->prompt, images, generate->lease.get(), root,
                                              prefix_cache && !generate->bypass_prefix_cache);
       sequence->most_tokens = std::max(
           prompt_tokens + 1, std::min(prompt_tokens + generate->stop.max_tokens, rules.max_length));
@@ -202,9 +210,11 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
     result_.versions.push_back(SpanOf(lease.get(), 0, 0));
   }
   for (size_t i = 0; i < score->sequences.size(); ++i) {
+    const std::shared_ptr<const PromptImages> images =
+        score->images.empty() ? nullptr : ImagesOf(std::move(score->images[i]));
     for (size_t j = 0; j < score->leases.size(); ++j) {
       Sequence* const sequence =
-          AddSequence(score->sequences[i], score->leases[j].get(), roots[j], prefix_cache);
+          AddSequence(score->sequences[i], images, score->leases[j].get(), roots[j], prefix_cache);
       sequence->most_tokens = sequence->prompt_tokens;
       sequence->to_score = sequence->goal();
       result_.scores[i].push_back(FirstRow());
@@ -224,12 +234,16 @@ void Request::Enter(uint64_t* arrival) {
   }
 }
 
+const std::vector<TokenId>& Request::PromptOf(const Sequence& sequence) const {
+  return generate ? generate->prompt : score->sequences[sequence.index / score->leases.size()];
+}
+
 Request::Want Request::WantOf(const Chunk& chunk) const {
   const Sequence& sequence = *chunk.sequence;
   Want want;
   if (chunk.position >= sequence.scored && chunk.position < sequence.to_score) {
     ScoreWant rows;
-    rows.targets = absl::MakeConstSpan(sequence.tokens).subspan(chunk.position + 1, chunk.count);
+    rows.targets = absl::MakeConstSpan(PromptOf(sequence)).subspan(chunk.position + 1, chunk.count);
     rows.temperature = score ? score->temperature : 1.0f;
     rows.top_k = score ? score->top_k : generate->logprobs.top_k;
     rows.chosen_ids = score ? score->chosen_ids : generate->logprobs.chosen_ids;

@@ -118,8 +118,12 @@ struct Request {
     FinishReason reason = FinishReason::kNone;
   };
 
-  Sequence* AddSequence(const std::vector<TokenId>& tokens, const adapter::LoadedAdapter* adapter,
-                        const PrefixNode& root, bool use_prefix_cache);
+  Sequence* AddSequence(const std::vector<TokenId>& tokens,
+                        const std::shared_ptr<const PromptImages>& images,
+                        const adapter::LoadedAdapter* adapter, const PrefixNode& root,
+                        bool use_prefix_cache);
+  // As the caller gave it.
+  const std::vector<TokenId>& PromptOf(const Sequence& sequence) const;
   // Why the sample ends with its last token; kNone: it continues.
   Finish FinishOf(const Sequence& sequence, const StopRules& rules, Instant now) const;
   int32_t MatchStopSequence(const Sequence& sequence) const;

@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string_view>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
+#include "server/engine/images.h"
 #include "server/engine/kv_pages.h"
 #include "server/engine/types.h"
 #include "server/platform/check.h"
@@ -43,6 +45,9 @@ struct Sequence {
   // On the weights of all kv_spans, while it runs or has rows in flight.
   std::vector<adapter::WeightsPin> pins;
   bool has_pins = false;
+  // Of the prompt, or nullptr; and what is held of each: while its rows are not landed.
+  std::shared_ptr<const PromptImages> images;
+  std::vector<std::shared_ptr<const ImageFeatures>> features;
   bool use_prefix_cache = true;
 
   // Over the steps in flight:
@@ -50,7 +55,7 @@ struct Sequence {
   int in_flight = 0;        // chunks of this sequence
   int64_t sampling = 0;     // tokens that they will bring
 
-  std::vector<TokenId> tokens;  // prompt, then generated tokens
+  std::vector<TokenId> tokens;  // prompt (an image's key in each of its places), then generated
   int64_t prompt_tokens = 0;
   int64_t most_tokens = std::numeric_limits<int64_t>::max();  // it ends at this length
   // Leading rows whose log-probabilities are wanted: of a score, or of a generation's prompt.
@@ -92,9 +97,11 @@ struct Sequence {
     return next == kv_spans.data() + kv_spans.size() ? std::numeric_limits<int64_t>::max()
                                                      : next->begin;
   }
+  // It does not run for now.
   void DropPins() {
     pins.clear();
     has_pins = false;
+    features.clear();
   }
   // The next token and all later ones use another version; earlier KV stays. REQUIRES: the last
   // token is sampled and its row not computed; nothing is in flight.

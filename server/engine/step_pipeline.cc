@@ -25,6 +25,8 @@ StepSequence RowsOf(const Chunk& chunk, std::vector<Request::Want>* wants) {
   rows.copy_from = chunk.copy_from;
   if (chunk.row_of != nullptr) rows.row_of = chunk.row_of->chunk_index;
   rows.adapter = s.adapter_at(chunk.position);
+  rows.images = s.images.get();
+  rows.features = s.features;
   const Request::Want& want = wants->back();
   rows.sample = want.sample ? &*want.sample : nullptr;
   rows.score = want.score ? &*want.score : nullptr;

@@ -17,6 +17,11 @@ void MoveAppend(std::vector<T>& to, std::vector<T>&& from) {
 
 }  // namespace
 
+int64_t ImageLimits::max_bytes() const {
+  constexpr int64_t kMaxElementBytes = 4;
+  return max_tokens * merge * merge * patch_elements * kMaxElementBytes;
+}
+
 const char* NameOf(FinishReason reason) {
   switch (reason) {
     case FinishReason::kNone:

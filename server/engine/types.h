@@ -80,8 +80,19 @@ struct RequestBase {
   std::shared_ptr<RequestLog> log;  // gets the final counts and times; nullptr: no log
 };
 
+struct Image;
+
+// An image in a prompt, and the position of its first token.
+struct PlacedImage {
+  int64_t begin = 0;
+  std::shared_ptr<const Image> image;
+
+  int64_t end() const;
+};
+
 struct GenerateInput : RequestBase {
   std::vector<TokenId> prompt;
+  std::vector<PlacedImage> images;  // of the prompt, ascending; from ImageStore::Resolve
   adapter::AdapterLease lease;
   InFlightPolicy in_flight = InFlightPolicy::kPin;
   // Returns a lease on the active version. Set unless in_flight is kPin; called on the engine
@@ -98,6 +109,7 @@ struct GenerateInput : RequestBase {
 
 struct ScoreInput : RequestBase {
   std::vector<std::vector<TokenId>> sequences;
+  std::vector<std::vector<PlacedImage>> images;  // of each sequence, as GenerateInput::images
   // One lease for each adapter; scores are [sequence][adapter].
   std::vector<adapter::AdapterLease> leases;
   float temperature = 1.0f;
@@ -171,10 +183,23 @@ struct AdaptersInUse {
   std::vector<std::string> waiting;
 };
 
+// Images as the model's tower reads them.
+struct ImageLimits {
+  int32_t token_id = -1;       // stands for each token of an image; -1: no images are served
+  int64_t patch_elements = 0;  // pixels of one patch, all channels
+  int64_t merge = 0;           // merge x merge patches are one token
+  int64_t max_images = 0;      // of a prompt
+  int64_t max_tokens = 0;      // of an image
+
+  bool served() const { return token_id >= 0; }
+  int64_t max_bytes() const;  // of an image's pixels
+};
+
 struct EngineLimits {
   int32_t vocab_size = 0;
-  // Of a model with images, which are not served: no prompt may have them.
+  // Of a model of several parts: they stand for images and videos, and no text has them.
   std::vector<int32_t> image_token_ids;
+  ImageLimits images;
   int64_t context_length = 0;
   int64_t max_tokens = 0;
   int32_t max_n = 0;

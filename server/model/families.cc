@@ -92,7 +92,8 @@ constexpr Family kFamilies[] = {
      .default_theta = 5e5,
      .reads_attention_bias = true,
      .qk_norm = true,
-     .mrope = true},
+     .mrope = true,
+     .default_mrope = {24, 20, 20}},
     Gemma3(),
     Gemma3Text(),
 };

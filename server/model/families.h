@@ -2,6 +2,7 @@
 // Torch-free. Constants, thread-safe.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 
@@ -45,6 +46,8 @@ struct Family {
   bool scales_embedding = false;  // by the root of hidden_size
   // The rotary embedding has three positions (time, height, width); they are equal in text.
   bool mrope = false;
+  // Frequencies of each, by turns; zeros: without images the positions are not needed.
+  std::array<int64_t, 3> default_mrope = {};
 
   bool has_parts() const { return text_type != nullptr; }
 };

@@ -17,6 +17,9 @@ enum class RopeKind { kDefault, kLinear, kDynamicNtk, kLlama3, kYarn, kLongRope 
 struct RopeConfig {
   RopeKind kind = RopeKind::kDefault;
   int64_t width = 0;  // of the part of a head that turns, even
+  // With three positions: for each frequency (width / 2) the one that turns it, 0 time, 1 height,
+  // 2 width. Empty: all are equal.
+  std::vector<uint8_t> axes;
   double theta = 10000.0;
   double factor = 1.0;
   int64_t original_max_position = 0;

@@ -45,9 +45,31 @@ std::string ScalingKey(Fields& fields) {
   return parameters != nullptr && !parameters->empty() ? "rope_parameters" : "";
 }
 
-// Of a rotary embedding with three positions. Without an effect on text, whose three are equal.
+// Of a rotary embedding with three positions.
 bool IsMropeKey(const std::string& key) {
   return key == "mrope_section" || key == "mrope_interleaved";
+}
+
+// Of each frequency, by turns as far as the sections go (transformers: recomposition_frequencies of
+// Qwen3-VL).
+std::vector<uint8_t> ReadAxes(Fields& rope, const Family& family, int64_t half) {
+  std::array<int64_t, 3> sections = family.default_mrope;
+  if (const Json* const list = rope.Find("mrope_section"); list != nullptr) {
+    bool ok = list->is_array() && list->size() == sections.size();
+    for (size_t i = 0; ok && i < sections.size(); ++i) {
+      ok = (*list)[i].is_number_unsigned() && (*list)[i] <= half;
+      if (ok) sections[i] = (*list)[i].get<int64_t>();
+    }
+    if (!ok) {
+      rope.Invalid("mrope_section",
+                   absl::StrCat("must be three numbers of frequencies, at most ", half));
+    }
+  }
+  std::vector<uint8_t> axes(half, 0);
+  for (uint8_t axis = 1; axis < 3; ++axis) {
+    for (int64_t i = axis; i < std::min(3 * sections[axis], half); i += 3) axes[i] = axis;
+  }
+  return axes;
 }
 
 void CheckKeys(Fields& rope, const Family& family) {
@@ -150,6 +172,9 @@ RopeConfig ReadRope(Fields& fields, Fields& rope, const Family& family, const ch
   CheckKeys(rope, family);
   RopeConfig out;
   out.width = config->head_dim;
+  if (family.default_mrope != Family().default_mrope) {
+    out.axes = ReadAxes(rope, family, out.width / 2);
+  }
   const double outer_theta = fields.Number(theta_key, default_theta, kTheta);
   out.theta = rope.Number("rope_theta", outer_theta, kTheta);
   for (Fields* place : {&fields, &rope}) {

@@ -43,6 +43,7 @@ absl::StatusOr<engine::GenerateInput> GenerateCall::Admit(const v1::GenerateRequ
   DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller(), input.adapter.name));
   record_.set_request_id(input.request_id);
   record_.NameAdapter(input.adapter);
+  DORAD_RETURN_IF_ERROR(services_->images->Resolve(caller().tenant, {&input.images, 1}));
   DORAD_ASSIGN_OR_RETURN(input.lease, services_->registry->Acquire(input.adapter));
   if (input.in_flight != engine::InFlightPolicy::kPin) {
     input.follow = [registry = services_->registry, name = input.adapter] {

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/rpc/field_validation.h"
+#include "server/rpc/image_validation.h"
 #include "server/rpc/logit_validation.h"
 #include "server/rpc/request_validation.h"
 
@@ -180,7 +181,6 @@ std::vector<int32_t> ReadPrompt(const v1::GenerateRequest& request,
   const int64_t max_ids = truncate ? static_cast<int64_t>(bytes.size()) : longest;
   std::vector<int32_t> ids =
       ReadIds("prompt_token_ids", bytes, max_ids, "PROMPT_TOO_LONG", limits.vocab_size, violations);
-  CheckNoImages("prompt_token_ids", ids, limits, violations);
   if (static_cast<int64_t>(ids.size()) > kept) ids.erase(ids.begin(), ids.end() - kept);
   return ids;
 }
@@ -194,7 +194,7 @@ int64_t MaxGenerateBytes(const RequestLimits& limits) {
                       int64_t{engine.max_stop_sequences} * engine.max_stop_sequence_tokens +
                       2 * engine.max_logit_biases + engine.max_allowed_ids +
                       3 * engine.max_bad_word_tokens;
-  return kMaxRequestFraming + ids * kIdBytes;
+  return kMaxRequestFraming + ids * kIdBytes + MaxImageBytes(engine.images);
 }
 
 absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& request,
@@ -204,6 +204,14 @@ absl::StatusOr<engine::GenerateInput> ParseGenerate(const v1::GenerateRequest& r
   engine::GenerateInput input;
   input.request_id = ReadRequestId(request, std::move(defaults.request_id), &violations);
   input.prompt = ReadPrompt(request, limits.engine, &violations);
+  if (request.has_truncate_prompt_tokens() && !request.images().empty()) {
+    Add(&violations, "truncate_prompt_tokens", "TRUNCATE_PROMPT_TOKENS_OUT_OF_RANGE",
+        "a prompt with images is not truncated");
+  } else {
+    const ImageText prompt{"prompt_token_ids", &input.prompt};
+    input.images =
+        std::move(ReadImages(request.images(), {&prompt, 1}, limits.engine, &violations).front());
+  }
   const auto prompt_tokens = static_cast<int64_t>(input.prompt.size());
   input.adapter = ReadAdapter("adapter", request.adapter(), &violations);
   input.in_flight = ReadInFlightPolicy(request.in_flight_policy(), input.adapter, &violations);

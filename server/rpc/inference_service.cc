@@ -52,6 +52,8 @@ absl::StatusOr<ParsedScore> Admit(const Services& services, const security::Prin
   for (const adapter::AdapterRef& ref : parsed.adapters) {
     DORAD_RETURN_IF_ERROR(CheckAdapterAccess(caller, ref.name));
   }
+  DORAD_RETURN_IF_ERROR(
+      services.images->Resolve(caller.tenant, absl::MakeSpan(parsed.input.images)));
   for (const adapter::AdapterRef& ref : parsed.adapters) {
     DORAD_ASSIGN_OR_RETURN(adapter::AdapterLease lease, services.registry->Acquire(ref));
     parsed.input.leases.push_back(std::move(lease));

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "server/platform/error.h"
 #include "server/rpc/publish_validation.h"
+#include "server/rpc/tensor_dtype.h"
 
 namespace dorad::rpc {
 namespace {
@@ -19,19 +20,6 @@ constexpr uint64_t kMaxExtent = uint64_t{1} << 48;
 constexpr int64_t kMaxBytes = int64_t{1} << 48;  // of all tensors, which may overlap
 constexpr size_t kDigestBytes = 32;
 constexpr size_t kHexBytes = 64;
-
-std::optional<DType> ToDType(v1::TensorDtype dtype) {
-  switch (dtype) {
-    case v1::TENSOR_DTYPE_F32:
-      return DType::kF32;
-    case v1::TENSOR_DTYPE_F16:
-      return DType::kF16;
-    case v1::TENSOR_DTYPE_BF16:
-      return DType::kBF16;
-    default:
-      return std::nullopt;
-  }
-}
 
 // Bytes of the tensor; nullopt: more than kMaxBytes.
 std::optional<uint64_t> BytesOf(const v1::MemoryTensor& tensor, DType dtype) {

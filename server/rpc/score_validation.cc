@@ -3,6 +3,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "server/rpc/field_validation.h"
+#include "server/rpc/image_validation.h"
 #include "server/rpc/request_validation.h"
 
 namespace dorad::rpc {
@@ -43,7 +44,6 @@ std::vector<std::vector<int32_t>> ReadSequences(const v1::ScoreRequest& request,
     }
     sequences.push_back(ReadIds(field, bytes, limits.context_length, "SEQUENCE_TOO_LONG",
                                 limits.vocab_size, violations));
-    CheckNoImages(field, sequences.back(), limits, violations);
   }
   return sequences;
 }
@@ -68,7 +68,8 @@ std::vector<adapter::AdapterRef> ReadAdapters(const v1::ScoreRequest& request,
 
 int64_t MaxScoreBytes(const RequestLimits& limits) {
   return kMaxRequestFraming +
-         (limits.engine.max_score_tokens + limits.engine.max_chosen_ids) * kIdBytes;
+         (limits.engine.max_score_tokens + limits.engine.max_chosen_ids) * kIdBytes +
+         MaxImageBytes(limits.engine.images);
 }
 
 absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const RequestLimits& limits,
@@ -79,6 +80,13 @@ absl::StatusOr<ParsedScore> ParseScore(const v1::ScoreRequest& request, const Re
   input.request_id = ReadRequestId(request, std::move(defaults.request_id), &violations);
   parsed.adapters = ReadAdapters(request, &violations);
   input.sequences = ReadSequences(request, limits.engine, &violations);
+  if (violations.empty()) {
+    std::vector<ImageText> texts;
+    for (size_t i = 0; i < input.sequences.size(); ++i) {
+      texts.push_back({absl::StrCat("sequences[", i, "].token_ids"), &input.sequences[i]});
+    }
+    input.images = ReadImages(request.images(), texts, limits.engine, &violations);
+  }
   if (request.has_temperature()) input.temperature = request.temperature();
   if (!(input.temperature > 0.0f && input.temperature <= 100.0f)) {
     Add(&violations, "temperature", "TEMPERATURE_OUT_OF_RANGE",

@@ -21,6 +21,7 @@
 #include "server/colocation/listener.h"
 #include "server/colocation/sleep_control.h"
 #include "server/engine/engine.h"
+#include "server/engine/image_store.h"
 #include "server/model/weight_layout.h"
 #include "server/platform/metrics/metrics.h"
 #include "server/platform/thread_pool.h"
@@ -68,6 +69,7 @@ class OpenCount {
 
 struct Services {
   engine::Engine* engine = nullptr;
+  engine::ImageStore* images = nullptr;
   adapter::AdapterRegistry* registry = nullptr;
   Metrics* metrics = nullptr;
   // Encodes the engine's results and passes them to gRPC; outlives the engine.

@@ -17,9 +17,9 @@ std::vector<ops::RopeTable> MakeRopeTables(const ModelConfig& config, int64_t po
   std::vector<ops::RopeTable> tables;
   for (const RopeConfig& rope : config.ropes) {
     const int64_t half = rope.width / 2;
-    const ops::RopeTable table{EmptyF32({positions, half}), EmptyF32({positions, half})};
+    ops::RopeTable table{EmptyF32({positions, half}), EmptyF32({positions, half}), rope.axes};
     FillRopeTable(rope, positions, table.cos.data_ptr<float>(), table.sin.data_ptr<float>());
-    tables.push_back(table);
+    tables.push_back(std::move(table));
   }
   return tables;
 }
@@ -51,8 +51,23 @@ class Decoder::Pass {
       : model_(model), config_(model.config()), ropes_(ropes), batch_(batch) {}
 
   at::Tensor Embed() const {
-    return ops::Embed(batch_.token_ids_T, model_.weights().embedding_VD, EmbeddingFactor(model_),
-                      SegmentsOf(batch_.adapters, config_.embedding));
+    at::Tensor embedded =
+        ops::Embed(batch_.token_ids_T, model_.weights().embedding_VD, EmbeddingFactor(model_),
+                   SegmentsOf(batch_.adapters, config_.embedding));
+    for (const ImageRows& rows : batch_.images) {
+      embedded.narrow(0, rows.begin, rows.count)
+          .copy_(rows.features[0].narrow(0, rows.first, rows.count));
+    }
+    return embedded;
+  }
+
+  // Adds the features for the layer to its rows (DeepStack). x_TD: the layer's last addend.
+  void AddFeatures(int64_t layer, at::Tensor& x_TD) const {
+    for (const ImageRows& rows : batch_.images) {
+      if (layer + 1 >= rows.features.size(0)) continue;
+      x_TD.narrow(0, rows.begin, rows.count)
+          .add_(rows.features[layer + 1].narrow(0, rows.first, rows.count));
+    }
   }
 
   // h_TD: normed input. Returns what is added to the residual.
@@ -154,6 +169,7 @@ at::Tensor Decoder::Forward(const DecoderBatch& batch, std::vector<ops::PagedKv>
                              : ops::RmsNorm(residual, w.attention_norm, eps);
     pending = pass.Attention(layer, h, kv[layer]);
     pending = pass.Mlp(layer, ops::AddRmsNorm(residual, pending, w.mlp_norm, eps));
+    pass.AddFeatures(layer, pending);
   }
   residual.add_(pending);
   return residual;

@@ -25,10 +25,20 @@ struct AdapterRows {
   int64_t end = 0;
 };
 
+// Rows [begin, begin + count) are tokens of an image, from its token `first` on.
+struct ImageRows {
+  int64_t begin = 0;
+  int64_t count = 0;
+  int64_t first = 0;
+  // [1 + n, tokens, D] fp32: in place of the embeddings, then added after each of n first layers.
+  at::Tensor features;
+};
+
 struct DecoderBatch {
-  at::Tensor token_ids_T;  // int32
+  at::Tensor token_ids_T;  // int32; any valid id in rows of images
   absl::Span<const ops::SequenceRows> sequences;
   absl::Span<const AdapterRows> adapters;
+  absl::Span<const ImageRows> images;
 };
 
 class Decoder {

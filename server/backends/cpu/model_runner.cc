@@ -31,6 +31,36 @@ std::vector<model::AdapterRows> ToModel(absl::Span<const StepBatch::AdapterRows>
   return out;
 }
 
+struct CpuImageFeatures final : ImageFeatures {
+  explicit CpuImageFeatures(at::Tensor features) : features(std::move(features)) {}
+  int64_t bytes() const override { return static_cast<int64_t>(features.nbytes()); }
+
+  const at::Tensor features;  // model::ImageRows::features
+};
+
+// The sequence's rows of images; `begin`: its first row in the batch.
+void AppendImageRows(const StepSequence& s, int64_t begin, std::vector<model::ImageRows>* to) {
+  const int64_t end = s.position + static_cast<int64_t>(s.tokens.size());
+  const absl::Span<const PlacedImage> places = s.images->places();
+  for (size_t i = 0; i < places.size(); ++i) {
+    const int64_t first = std::max(places[i].begin, s.position);
+    const int64_t last = std::min(places[i].end(), end);
+    if (first >= last) continue;
+    const auto& features = static_cast<const CpuImageFeatures&>(*s.features[i]);
+    to->push_back(
+        {begin + first - s.position, last - first, first - places[i].begin, features.features});
+  }
+}
+
+std::vector<std::array<int64_t, 3>> RotaryPositions(const StepSequence& s) {
+  std::vector<std::array<int64_t, 3>> positions;
+  for (size_t i = 0; i < s.tokens.size(); ++i) {
+    const auto p = s.images->PositionOf(s.position + static_cast<int64_t>(i));
+    positions.push_back({p.time, p.height, p.width});
+  }
+  return positions;
+}
+
 // Returns the whole pages within the range to the system; they read as zeros when touched again.
 int64_t GiveBack(std::byte* begin, std::byte* end) {
   const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -95,15 +125,20 @@ class CpuModelRunner final : public ModelRunner {
     const StepBatch batch(sequences);
     const at::Tensor token_ids = at::empty({batch.rows}, at::kInt);
     std::vector<ops::SequenceRows> rows;
+    std::vector<model::ImageRows> images;
     for (size_t i = 0; i < batch.order.size(); ++i) {
       const StepSequence& s = sequences[batch.order[i]];
       if (s.tokens.empty()) continue;
-      std::copy(s.tokens.begin(), s.tokens.end(),
-                token_ids.data_ptr<int32_t>() + batch.row_begin[i]);
-      rows.push_back(
-          {batch.row_begin[i], static_cast<int64_t>(s.tokens.size()), s.position, s.pages});
+      const int64_t begin = batch.row_begin[i];
+      std::transform(s.tokens.begin(), s.tokens.end(), token_ids.data_ptr<int32_t>() + begin,
+                     [](TokenId id) { return std::max(id, 0); });
+      rows.push_back({begin, static_cast<int64_t>(s.tokens.size()), s.position, s.pages, {}});
+      if (s.images == nullptr) continue;
+      AppendImageRows(s, begin, &images);
+      rows.back().rotary = RotaryPositions(s);
     }
-    const at::Tensor hidden = decoder_.Forward({token_ids, rows, ToModel(batch.adapters)}, kv_);
+    const at::Tensor hidden =
+        decoder_.Forward({token_ids, rows, ToModel(batch.adapters), images}, kv_);
     std::vector<StepOutput> outputs(sequences.size());
     ForEachBlock(batch.samples, hidden, sequences, SampleRows, &outputs);
     ForEachBlock(batch.scores, hidden, sequences, ScoreRows, &outputs);

@@ -41,6 +41,8 @@ struct EngineConfig {
   int64_t max_running_sequences = 0;  // 0: auto
   int64_t kv_bytes = 0;               // 0: auto
   bool prefix_cache = true;
+  // Of images' pixels in host memory, and of their features in the device's.
+  int64_t image_cache_bytes = int64_t{1} << 30;
   bool deterministic = true;
   double gpu_share = 1.0;                // the largest share of time for steps; also on the CPU
   std::string stream_priority = "high";  // of steps on a GPU: "high", "normal", "low"
@@ -72,6 +74,8 @@ struct LimitsConfig {
   int64_t max_score_tokens = 1 << 20;
   int64_t max_queued_requests = 4096;
   int64_t max_queued_tokens = 4 << 20;
+  int64_t max_images = 16;          // of a prompt
+  int64_t max_image_tokens = 4096;  // of an image
 };
 
 struct AdaptersConfig {

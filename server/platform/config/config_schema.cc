@@ -125,6 +125,7 @@ std::vector<ConfigKey> AllKeys() {
       .Integer("max_running_sequences", &Engine::max_running_sequences, 1, 1 << 20, kMayBeAuto)
       .Bytes("kv_bytes", &Engine::kv_bytes, 1, kMaxBytes, kMayBeAuto)
       .Boolean("prefix_cache", &Engine::prefix_cache)
+      .Bytes("image_cache_bytes", &Engine::image_cache_bytes)
       .Boolean("deterministic", &Engine::deterministic)
       .Share("gpu_share", &Engine::gpu_share, 0.01, 1)
       .Choice("stream_priority", &Engine::stream_priority, {"high", "normal", "low"})
@@ -149,7 +150,9 @@ std::vector<ConfigKey> AllKeys() {
       .Integer("max_bad_word_tokens", &Limits::max_bad_word_tokens, 0, 1 << 20)
       .Integer("max_score_tokens", &Limits::max_score_tokens, 1, kMaxTokens)
       .Integer("max_queued_requests", &Limits::max_queued_requests, 1, kMaxCount)
-      .Integer("max_queued_tokens", &Limits::max_queued_tokens, 1, kMaxTokens);
+      .Integer("max_queued_tokens", &Limits::max_queued_tokens, 1, kMaxTokens)
+      .Integer("max_images", &Limits::max_images, 0, 4096)
+      .Integer("max_image_tokens", &Limits::max_image_tokens, 1, 1 << 20);
   SectionKeys("adapters", &Config::adapters, &keys)
       .Map("preload", &Adapters::preload)
       .Folders("allowed_roots", &Adapters::allowed_roots)

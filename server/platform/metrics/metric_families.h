@@ -139,6 +139,8 @@ struct EngineMetrics {
   explicit EngineMetrics(Registry& r)
       : step(Histograms(r, "dorad_engine_step_seconds", "Time of one engine step.")
                  .Add({}, TokenBuckets())),
+        image(Histograms(r, "dorad_image_encode_seconds", "Time to compute one image's features.")
+                  .Add({}, TokenBuckets())),
         phase_seconds(Counters(r, "dorad_engine_step_phase_seconds_total",
                                "Time of the engine's thread, by phase of a step.")),
         phases{
@@ -201,7 +203,7 @@ struct EngineMetrics {
                            "Sequences ended because their logits were not finite.")
                       .Add({})) {}
 
-  Histogram& step;
+  Histogram &step, &image;
   prometheus::Family<Counter>& phase_seconds;
   const std::array<Counter*, 4> phases;  // in the order of StepPhase
   Histogram& tokens;

@@ -155,6 +155,8 @@ void Metrics::Preemptions(int64_t count) {
 
 void Metrics::VersionSwitched() { impl_->engine.switches.Increment(); }
 
+void Metrics::ImageEncoded(absl::Duration time) { impl_->engine.image.Observe(Seconds(time)); }
+
 void Metrics::StepsThrottled(absl::Duration time) {
   impl_->engine.held_back.Increment(Seconds(time));
 }

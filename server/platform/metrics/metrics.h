@@ -66,6 +66,8 @@ class Metrics {
   void VersionSwitched();
   // Steps that could have run were delayed for `time`.
   void StepsThrottled(absl::Duration time);
+  // An image's features were computed.
+  void ImageEncoded(absl::Duration time);
   struct EngineGauges {
     int requests = 0;
     int frozen_requests = 0;  // by pauses of adapters

@@ -203,6 +203,7 @@ class ServerTest : public testing::Test {
 
   void FillServices() {
     services_.engine = engine_.get();
+    services_.images = &images_;
     services_.registry = &registry_;
     services_.metrics = &metrics_;
     services_.response_executor = &response_executor_;
@@ -327,6 +328,7 @@ class ServerTest : public testing::Test {
   std::unique_ptr<engine::Engine> engine_;
   FakePublisher publisher_;
   FakeSleep sleep_;
+  engine::ImageStore images_{1 << 20};
   Services services_;
   std::unique_ptr<Server> server_;
   absl::Notification hurry_;

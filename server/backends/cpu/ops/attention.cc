@@ -32,6 +32,7 @@ void CheckSequences(absl::Span<const SequenceRows> sequences, int64_t rows, int6
   for (const SequenceRows& s : sequences) {
     DORAD_CHECK(s.row_begin >= 0 && s.count >= 0 && s.row_begin + s.count <= rows);
     DORAD_CHECK(s.position >= 0);
+    DORAD_CHECK(s.rotary.empty() || static_cast<int64_t>(s.rotary.size()) == s.count);
     const int64_t used = (s.position + s.count + kPageTokens - 1) / kPageTokens;
     DORAD_CHECK(static_cast<int64_t>(s.pages.size()) >= used);
     for (int64_t p = 0; p < used; ++p) DORAD_CHECK(s.pages[p] >= 0 && s.pages[p] < pages);
@@ -53,17 +54,47 @@ void StoreRow(const T* k, const T* v, int64_t kv_heads, int64_t head_dim, int64_
   }
 }
 
-struct Rope {
-  const float* cos;
-  const float* sin;
-  int64_t half;
+// The cos and sin of one row's pairs.
+class RowAngles {
+ public:
+  explicit RowAngles(const RopeTable& table)
+      : axes_(table.axes),
+        cos_(table.cos.const_data_ptr<float>()),
+        sin_(table.sin.const_data_ptr<float>()),
+        half_(table.cos.size(1)),
+        own_(2 * half_) {}
 
-  void Rotate(float* heads, int64_t count, int64_t position) const {
+  void MoveTo(const SequenceRows& sequence, int64_t row) {
+    const int64_t position = sequence.position + row;
+    const std::array<int64_t, 3> rotary = sequence.rotary.empty()
+                                              ? std::array<int64_t, 3>{position, position, position}
+                                              : sequence.rotary[static_cast<size_t>(row)];
+    row_cos_ = cos_ + rotary[0] * half_;
+    row_sin_ = sin_ + rotary[0] * half_;
+    if (axes_.empty() || (rotary[1] == rotary[0] && rotary[2] == rotary[0])) return;
+    for (int64_t i = 0; i < half_; ++i) {
+      const int64_t from = rotary[axes_[static_cast<size_t>(i)]] * half_ + i;
+      own_[i] = cos_[from];
+      own_[half_ + i] = sin_[from];
+    }
+    row_cos_ = own_.data();
+    row_sin_ = own_.data() + half_;
+  }
+
+  void Rotate(float* heads, int64_t count) const {
     for (int64_t h = 0; h < count; ++h) {
-      cpu::ActiveKernels().rotate(heads + h * 2 * half, cos + position * half,
-                                  sin + position * half, half);
+      cpu::ActiveKernels().rotate(heads + h * 2 * half_, row_cos_, row_sin_, half_);
     }
   }
+
+ private:
+  absl::Span<const uint8_t> axes_;
+  const float* const cos_;
+  const float* const sin_;
+  const int64_t half_;
+  std::vector<float> own_;
+  const float* row_cos_ = nullptr;
+  const float* row_sin_ = nullptr;
 };
 
 }  // namespace
@@ -89,10 +120,14 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
   for (const at::Tensor& t : {rope.cos, rope.sin}) {
     DORAD_CHECK(t.scalar_type() == at::kFloat && t.is_contiguous() && t.dim() == 2);
     DORAD_CHECK(t.size(1) == dim / 2);
-    for (const SequenceRows& s : sequences) DORAD_CHECK(s.position + s.count <= t.size(0));
+    for (const SequenceRows& s : sequences) {
+      DORAD_CHECK(s.position + s.count <= t.size(0));
+      for (const std::array<int64_t, 3>& row : s.rotary) {
+        for (const int64_t position : row) DORAD_CHECK(position >= 0 && position < t.size(0));
+      }
+    }
   }
   const cpu::Kernels& kernels = cpu::ActiveKernels();
-  const Rope table{rope.cos.const_data_ptr<float>(), rope.sin.const_data_ptr<float>(), dim / 2};
   float* q = q_THD.mutable_data_ptr<float>();
   float* k = k_TKD.mutable_data_ptr<float>();
   const float* v = v_TKD.const_data_ptr<float>();
@@ -101,6 +136,7 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
   for (const SequenceRows& s : sequences) {
     cpu::ForRows(s.count, (heads + 4 * kv_heads) * dim, [&](int64_t begin, int64_t end) {
       std::vector<uint16_t> rounded(bf16 ? 2 * kv_size : 0);
+      RowAngles angles(rope);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t position = s.position + i;
         const int64_t page = s.pages[position / kPageTokens];
@@ -108,8 +144,9 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
         float* q_row = q + (s.row_begin + i) * heads * dim;
         float* k_row = k + (s.row_begin + i) * kv_size;
         const float* v_row = v + (s.row_begin + i) * kv_size;
-        table.Rotate(q_row, heads, position);
-        table.Rotate(k_row, kv_heads, position);
+        angles.MoveTo(s, i);
+        angles.Rotate(q_row, heads);
+        angles.Rotate(k_row, kv_heads);
         if (bf16) {
           kernels.to_bf16(k_row, kv_size, rounded.data());
           kernels.to_bf16(v_row, kv_size, rounded.data() + kv_size);

@@ -14,6 +14,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -38,6 +39,8 @@ struct SequenceRows {
   int64_t count = 0;
   int64_t position = 0;
   absl::Span<const int32_t> pages;
+  // Three for each row (RopeTable::axes); empty: all are the row's position.
+  std::vector<std::array<int64_t, 3>> rotary;
 };
 
 // cos and sin of every position, [positions, head_dim / 2] fp32 each. Pairs (i, i + head_dim/2)
@@ -45,6 +48,8 @@ struct SequenceRows {
 struct RopeTable {
   at::Tensor cos;
   at::Tensor sin;
+  // For each pair, which of a row's rotary positions turns it; empty: the first.
+  std::vector<uint8_t> axes;
 };
 
 // Rotates q_THD and k_TKD (fp32, contiguous) in place and writes k, v into the pages.

@@ -1,0 +1,66 @@
+// Admits sequences to a step if the features of their images are there, and keeps features for
+// later sequences. One image is computed at a time, between steps. Confined to the engine thread;
+// owned by EngineLoop.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/statusor.h"
+#include "server/engine/images.h"
+#include "server/engine/model_runner.h"
+#include "server/engine/sequence.h"
+
+namespace dorad {
+class Metrics;
+}
+
+namespace dorad::engine {
+
+class ImageGate {
+ public:
+  // max_bytes: of the features that are kept. runner and metrics are borrowed.
+  ImageGate(ModelRunner* runner, int64_t max_bytes, Metrics* metrics)
+      : runner_(*runner), max_bytes_(max_bytes), metrics_(*metrics) {}
+
+  // Call before each schedule.
+  void BeginStep() { first_ = {}; }
+  // Whether the features of all images that the sequence has yet to compute are there; if so, the
+  // sequence holds them. Of the sequences that wait, only the first one holds any.
+  bool MayRun(Sequence* sequence);
+  // The sequence that waits and comes first in the current schedule; nullptr: none waits.
+  Sequence* waiting() const { return first_.sequence; }
+  // Computes its first missing image. The runner's statuses.
+  absl::Status Encode();
+  // Drops all features that no sequence holds.
+  void Clear();
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  using Features = std::shared_ptr<const ImageFeatures>;
+  struct Entry {
+    Features features;
+    std::list<std::string>::iterator place;  // in order_
+  };
+  struct Waiting {
+    Sequence* sequence = nullptr;
+    std::string name;  // of the missing features
+    const Image* image = nullptr;
+    const adapter::LoadedAdapter* adapter = nullptr;
+  };
+
+  Features Find(const std::string& name);
+
+  ModelRunner& runner_;
+  const int64_t max_bytes_;
+  Metrics& metrics_;
+  absl::flat_hash_map<std::string, Entry> entries_;
+  std::list<std::string> order_;  // least recently used first
+  int64_t bytes_ = 0;
+  Waiting first_;
+};
+
+}  // namespace dorad::engine

@@ -1,0 +1,65 @@
+// Images in prompts: what a request brings, the places in a sequence, and the positions that the
+// rotary embedding gives to its rows. Plain values, immutable after construction and therefore
+// thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "server/engine/types.h"
+#include "server/platform/files/safetensors_header.h"
+
+namespace dorad::engine {
+
+// Pixels as the model's processor makes them: patches in the order of the tower's merged blocks.
+struct Image {
+  std::string sha256;  // of the pixels, 32 bytes
+  DType dtype = DType::kF32;
+  int64_t height = 0, width = 0;  // in patches
+  int64_t rows = 0, columns = 0;  // of tokens
+  std::string pixels;  // [height * width, patch elements]; "": the server shall have them
+  // In a sequence's tokens it stands for each of the image's; below kNoToken. ImageStore gives it;
+  // different images have different ones.
+  TokenId key = 0;
+
+  static constexpr TokenId kNoToken = -1;
+
+  int64_t tokens() const { return rows * columns; }
+  // The same for equal images only.
+  std::string identity() const;
+};
+
+// Images of one prompt, ascending, without overlap.
+class PromptImages {
+ public:
+  explicit PromptImages(std::vector<PlacedImage> places);
+
+  absl::Span<const PlacedImage> places() const { return places_; }
+  // The position after the last image.
+  int64_t end() const { return places_.back().end(); }
+  // Writes the images' keys into their places.
+  void Mark(std::vector<TokenId>* tokens) const;
+
+  // Time, height and width of a row. An image's rows have the positions of its grid; the text after
+  // it goes on behind the largest (transformers: get_rope_index of Qwen3-VL).
+  struct RotaryPosition {
+    int64_t time = 0, height = 0, width = 0;
+  };
+  RotaryPosition PositionOf(int64_t index) const;
+
+ private:
+  std::vector<PlacedImage> places_;
+  std::vector<int64_t> shifts_;  // of the text after each image, relative to its index
+};
+
+// What a decoder needs of an image, in the device's memory. Made by a runner; immutable.
+class ImageFeatures {
+ public:
+  virtual ~ImageFeatures() = default;
+  virtual int64_t bytes() const = 0;
+};
+
+}  // namespace dorad::engine

@@ -1,0 +1,208 @@
+#include "server/rpc/image_validation.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "server/engine/images.h"
+#include "server/platform/files/sha256.h"
+#include "server/rpc/tensor_dtype.h"
+
+namespace dorad::rpc {
+namespace {
+
+constexpr size_t kDigestBytes = 32;
+// Larger extents are mistakes; products of two still fit.
+constexpr uint32_t kMaxExtent = 1 << 20;
+
+std::string DigestOf(const std::string& data) {
+  const std::array<uint8_t, kDigestBytes> digest = Sha256Of(data);
+  return std::string(digest.begin(), digest.end());
+}
+
+// One image's checks, except of its place.
+class ImageReader {
+ public:
+  ImageReader(const v1::Image& wire, std::string field, const engine::ImageLimits& limits,
+              Violations* violations)
+      : wire_(wire), field_(std::move(field)), limits_(limits), violations_(*violations) {}
+
+  // nullopt: it has violations. Without its pixels.
+  std::optional<engine::Image> Read() {
+    const size_t before = violations_.size();
+    engine::Image image;
+    ReadGrid(&image);
+    const std::optional<DType> dtype = ToDType(wire_.dtype());
+    if (!dtype) Complain("dtype", "IMAGE_DTYPE_INVALID", "must be F32, F16 or BF16");
+    if (violations_.size() == before) {
+      image.dtype = *dtype;
+      CheckData(image);
+    }
+    if (violations_.size() > before) return std::nullopt;
+    image.sha256 = wire_.sha256().empty() ? DigestOf(wire_.data()) : wire_.sha256();
+    return image;
+  }
+
+ private:
+  void Complain(const char* name, const char* reason, std::string text) {
+    Add(&violations_, absl::StrCat(field_, ".", name), reason, std::move(text));
+  }
+
+  void ReadGrid(engine::Image* image) {
+    const auto& grid = wire_.grid();
+    if (grid.size() != 3) {
+      return Complain(
+          "grid", "IMAGE_GRID_INVALID",
+          absl::StrCat("must be time, height and width, not ", grid.size(), " numbers"));
+    }
+    if (grid[0] != 1) {
+      return Complain("grid", "VIDEO_UNSUPPORTED",
+                      absl::StrCat("videos are not served: time must be 1, not ", grid[0]));
+    }
+    const auto merge = static_cast<uint32_t>(limits_.merge);
+    for (const uint32_t extent : {grid[1], grid[2]}) {
+      if (extent > 0 && extent <= kMaxExtent && extent % merge == 0) continue;
+      return Complain("grid", "IMAGE_GRID_INVALID",
+                      absl::StrCat("[", absl::StrJoin(grid, ", "),
+                                   "]: height and width must be multiples of ", merge));
+    }
+    image->height = grid[1];
+    image->width = grid[2];
+    image->rows = image->height / limits_.merge;
+    image->columns = image->width / limits_.merge;
+    if (image->tokens() > limits_.max_tokens) {
+      return Complain("grid", "IMAGE_TOO_LARGE",
+                      absl::StrCat(image->tokens(), " tokens are more than ", limits_.max_tokens));
+    }
+    if (wire_.length() != image->tokens()) {
+      Complain("length", "IMAGE_LENGTH_MISMATCH",
+               absl::StrCat(wire_.length(), " placeholders, but the grid has ", image->tokens(),
+                            " tokens"));
+    }
+  }
+
+  void CheckData(const engine::Image& image) {
+    const std::string& digest = wire_.sha256();
+    if (!digest.empty() && digest.size() != kDigestBytes) {
+      return Complain("sha256", "IMAGE_DIGEST_INVALID",
+                      absl::StrCat(digest.size(), " bytes are not a SHA-256"));
+    }
+    if (wire_.data().empty()) {
+      if (digest.empty()) {
+        Complain("data", "IMAGE_DATA_MISSING", "an image has data, a sha256 or both");
+      }
+      return;
+    }
+    const auto expected = static_cast<size_t>(image.height * image.width * limits_.patch_elements) *
+                          SizeOf(image.dtype);
+    if (wire_.data().size() != expected) {
+      return Complain(
+          "data", "IMAGE_DATA_SIZE",
+          absl::StrCat(wire_.data().size(), " bytes, but ", image.height * image.width,
+                       " patches of ", limits_.patch_elements, " pixels have ", expected));
+    }
+    if (!digest.empty() && DigestOf(wire_.data()) != digest) {
+      Complain("sha256", "IMAGE_DIGEST_MISMATCH", "is not the digest of the data");
+    }
+  }
+
+  const v1::Image& wire_;
+  const std::string field_;
+  const engine::ImageLimits& limits_;
+  Violations& violations_;
+};
+
+// Checks that the image's place follows the text's last image and holds placeholders alone.
+void CheckPlace(const v1::Image& wire, const std::string& field, const ImageText& text,
+                int64_t after, int32_t token_id, Violations* violations) {
+  const int64_t begin = wire.offset();
+  const int64_t end = begin + wire.length();
+  const auto size = static_cast<int64_t>(text.ids->size());
+  if (begin < after || end > size) {
+    Add(violations, field + ".offset", "IMAGE_PLACE_INVALID",
+        absl::StrCat("tokens [", begin, ", ", end, ") are not within [", after, ", ", size,
+                     "), after the image before"));
+    return;
+  }
+  const auto first = text.ids->begin() + begin;
+  const auto other =
+      std::find_if(first, first + wire.length(), [token_id](int32_t id) { return id != token_id; });
+  if (other == first + wire.length()) return;
+  Add(violations, field + ".offset", "IMAGE_PLACE_INVALID",
+      absl::StrCat(text.field, "[", other - text.ids->begin(), "] is ", *other,
+                   ", not the placeholder ", token_id));
+}
+
+// No placeholder stands outside of the images.
+void CheckRest(const ImageText& text, const std::vector<engine::PlacedImage>& places,
+               const engine::EngineLimits& limits, Violations* violations) {
+  size_t next = 0;
+  for (size_t i = 0; i < text.ids->size(); ++i) {
+    while (next < places.size() && static_cast<int64_t>(i) >= places[next].end()) ++next;
+    const bool in_image = next < places.size() && static_cast<int64_t>(i) >= places[next].begin;
+    const int32_t id = (*text.ids)[i];
+    if (in_image ||
+        std::count(limits.image_token_ids.begin(), limits.image_token_ids.end(), id) == 0) {
+      continue;
+    }
+    Add(violations, absl::StrCat(text.field, "[", i, "]"), "IMAGE_UNEXPECTED",
+        absl::StrCat("token id ", id, " stands for an image or a video, and no image is there"));
+    return;
+  }
+}
+
+}  // namespace
+
+std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
+                                                         absl::Span<const ImageText> texts,
+                                                         const engine::EngineLimits& limits,
+                                                         Violations* violations) {
+  if (!limits.images.served()) {
+    if (!images.empty()) {
+      Add(violations, "images", "IMAGE_UNSUPPORTED", "this server serves text");
+    }
+    for (const ImageText& text : texts) {
+      CheckNoImages(text.field, *text.ids, limits, violations);
+    }
+    return std::vector<std::vector<engine::PlacedImage>>(texts.size());
+  }
+  const size_t before = violations->size();
+  std::vector<std::vector<engine::PlacedImage>> placed(texts.size());
+  std::vector<std::shared_ptr<engine::Image>> read;
+  for (int i = 0; i < images.size(); ++i) {
+    const v1::Image& wire = images[i];
+    const std::string field = absl::StrCat("images[", i, "]");
+    if (wire.sequence() >= texts.size()) {
+      Add(violations, field + ".sequence", "IMAGE_PLACE_INVALID",
+          absl::StrCat("there is no sequence ", wire.sequence()));
+      continue;
+    }
+    std::vector<engine::PlacedImage>& places = placed[wire.sequence()];
+    if (static_cast<int64_t>(places.size()) >= limits.images.max_images) {
+      Add(violations, "images", "IMAGES_TOO_MANY",
+          absl::StrCat("more than ", limits.images.max_images, " images in one prompt"));
+      return placed;
+    }
+    std::optional<engine::Image> image = ImageReader(wire, field, limits.images, violations).Read();
+    if (!image) continue;
+    const ImageText& text = texts[wire.sequence()];
+    CheckPlace(wire, field, text, places.empty() ? 0 : places.back().end(), limits.images.token_id,
+               violations);
+    read.push_back(std::make_shared<engine::Image>(*std::move(image)));
+    places.push_back({wire.offset(), read.back()});
+  }
+  if (violations->size() > before) return placed;
+  for (size_t i = 0; i < texts.size(); ++i) CheckRest(texts[i], placed[i], limits, violations);
+  if (violations->size() > before) return placed;
+  for (int i = 0; i < images.size(); ++i) read[i]->pixels = images[i].data();
+  return placed;
+}
+
+int64_t MaxImageBytes(const engine::ImageLimits& limits) {
+  return limits.served() ? limits.max_images * limits.max_bytes() : 0;
+}
+
+}  // namespace dorad::rpc

@@ -1,0 +1,122 @@
+#include "server/engine/images.h"
+
+#include "server/engine/image_store.h"
+#include "server/platform/error.h"
+#include "tests/unit/support/test.h"
+
+namespace dorad::engine {
+namespace {
+
+std::shared_ptr<Image> Picture(char name, int64_t rows, int64_t columns, size_t bytes = 10) {
+  auto image = std::make_shared<Image>();
+  image->sha256 = std::string(32, name);
+  image->height = 2 * rows;
+  image->width = 2 * columns;
+  image->rows = rows;
+  image->columns = columns;
+  image->pixels = std::string(bytes, name);
+  image->key = Image::kNoToken - name;
+  return image;
+}
+
+std::array<int64_t, 3> At(const PromptImages& images, int64_t index) {
+  const PromptImages::RotaryPosition p = images.PositionOf(index);
+  return {p.time, p.height, p.width};
+}
+
+using Position = std::array<int64_t, 3>;
+
+TEST(PromptImages, TextGoesOnBehindTheLargestPositionOfAnImage) {
+  // Two tokens, an image of 2 x 3, one token, an image of 3 x 1, text.
+  const PromptImages images({{2, Picture('a', 2, 3)}, {9, Picture('b', 3, 1)}});
+  EXPECT_EQ(images.end(), 12);
+  EXPECT_EQ(At(images, 0), (Position{0, 0, 0}));
+  EXPECT_EQ(At(images, 1), (Position{1, 1, 1}));
+  EXPECT_EQ(At(images, 2), (Position{2, 2, 2}));
+  EXPECT_EQ(At(images, 4), (Position{2, 2, 4}));
+  EXPECT_EQ(At(images, 7), (Position{2, 3, 4}));
+  EXPECT_EQ(At(images, 8), (Position{5, 5, 5}));
+  EXPECT_EQ(At(images, 9), (Position{6, 6, 6}));
+  EXPECT_EQ(At(images, 11), (Position{6, 8, 6}));
+  EXPECT_EQ(At(images, 12), (Position{9, 9, 9}));
+  EXPECT_EQ(At(images, 20), (Position{17, 17, 17}));
+}
+
+TEST(PromptImages, KeysStandForTheImagesTokens) {
+  const PromptImages images({{1, Picture('a', 1, 2)}, {3, Picture('b', 1, 1)}});
+  std::vector<TokenId> tokens = {5, 7, 7, 7, 5};
+  images.Mark(&tokens);
+  EXPECT_THAT(tokens, ElementsAre(5, -1 - 'a', -1 - 'a', -1 - 'b', 5));
+}
+
+using Prompts = std::vector<std::vector<PlacedImage>>;
+
+std::shared_ptr<Image> Unstored(char name, size_t bytes) {
+  auto image = Picture(name, 1, 1, bytes);
+  image->key = 0;
+  return image;
+}
+
+TEST(ImageStore, AnImageIsSentOnceAndNamedByItsDigestLater) {
+  ImageStore store(100);
+  Prompts first = {{{0, Unstored('a', 10)}}, {{4, Unstored('a', 0)}}};
+  ASSERT_TRUE(store.Resolve("t", absl::MakeSpan(first)).ok());
+  EXPECT_EQ(first[0][0].image, first[1][0].image);
+  EXPECT_EQ(first[1][0].begin, 4);
+  EXPECT_LT(first[0][0].image->key, Image::kNoToken);
+  Prompts later = {{{0, Unstored('a', 0)}}};
+  ASSERT_TRUE(store.Resolve("t", absl::MakeSpan(later)).ok());
+  EXPECT_EQ(later[0][0].image, first[0][0].image);
+  EXPECT_EQ(store.use().images, 1);
+  EXPECT_EQ(store.use().bytes, 10);
+}
+
+TEST(ImageStore, NamesTheDigestsThatItDoesNotHave) {
+  ImageStore store(100);
+  Prompts prompts = {{{0, Unstored('a', 10)}, {1, Unstored('b', 0)}, {2, Unstored('c', 0)}}};
+  const absl::Status status = store.Resolve("t", absl::MakeSpan(prompts));
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(status), "IMAGE_MISSING");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("6262"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("6363"));
+  EXPECT_THAT(std::string(status.message()), Not(HasSubstr("6161")));
+}
+
+TEST(ImageStore, TenantsDoNotSeeEachOthersImages) {
+  ImageStore store(100);
+  Prompts own = {{{0, Unstored('a', 10)}}};
+  ASSERT_TRUE(store.Resolve("t", absl::MakeSpan(own)).ok());
+  Prompts other = {{{0, Unstored('a', 0)}}};
+  EXPECT_EQ(ReasonOf(store.Resolve("u", absl::MakeSpan(other))), "IMAGE_MISSING");
+}
+
+TEST(ImageStore, DropsTheLeastRecentlyUsedAndNotThoseOfTheRequest) {
+  ImageStore store(25);
+  Prompts a = {{{0, Unstored('a', 10)}}};
+  Prompts b = {{{0, Unstored('b', 10)}}};
+  ASSERT_TRUE(store.Resolve("", absl::MakeSpan(a)).ok());
+  ASSERT_TRUE(store.Resolve("", absl::MakeSpan(b)).ok());
+  Prompts again = {{{0, Unstored('a', 0)}}};
+  ASSERT_TRUE(store.Resolve("", absl::MakeSpan(again)).ok());
+  Prompts c = {{{0, Unstored('c', 10)}, {1, Unstored('d', 10)}, {2, Unstored('e', 10)}}};
+  ASSERT_TRUE(store.Resolve("", absl::MakeSpan(c)).ok());
+  for (const PlacedImage& place : c[0]) EXPECT_EQ(place.image->pixels.size(), 10u);
+  EXPECT_LE(store.use().bytes, 25);
+  Prompts dropped = {{{0, Unstored('b', 0)}}};
+  EXPECT_EQ(ReasonOf(store.Resolve("", absl::MakeSpan(dropped))), "IMAGE_MISSING");
+}
+
+TEST(ImageStore, GivesDifferentImagesDifferentKeys) {
+  ImageStore store(1000);
+  auto bf16 = Unstored('a', 10);
+  bf16->dtype = DType::kBF16;
+  auto wider = Unstored('a', 10);
+  wider->width = 6;
+  Prompts prompts = {{{0, Unstored('a', 10)}, {1, bf16}, {2, wider}}};
+  ASSERT_TRUE(store.Resolve("", absl::MakeSpan(prompts)).ok());
+  EXPECT_NE(prompts[0][0].image->key, prompts[0][1].image->key);
+  EXPECT_NE(prompts[0][0].image->key, prompts[0][2].image->key);
+}
+
+}  // namespace
+}  // namespace dorad::engine
