@@ -16,7 +16,8 @@ namespace dorad {
 
 absl::StatusOr<adapter::AdapterSummary> CheckAdapterFiles(const std::string& folder,
                                                           const Config& config) {
-  DORAD_ASSIGN_OR_RETURN(const model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  if (config.model.device != "cpu") model.DropVision();
   const adapter::BaseModules modules = model::MakeModules(model);
   DORAD_ASSIGN_OR_RETURN(
       adapter::AdapterFiles files,

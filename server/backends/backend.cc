@@ -41,6 +41,7 @@ absl::Status CheckHostHoldsKv(const Config& config) {
 // Reads the model's configuration after all checks that need neither device nor weights.
 absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
   DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+  if (config.model.device != "cpu") model.DropVision();
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
   DORAD_RETURN_IF_ERROR(CheckDevice(config));
   if (config.engine.kv_bytes == 0) return model;

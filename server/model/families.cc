@@ -93,7 +93,8 @@ constexpr Family kFamilies[] = {
      .reads_attention_bias = true,
      .qk_norm = true,
      .mrope = true,
-     .default_mrope = {24, 20, 20}},
+     .default_mrope = {24, 20, 20},
+     .serves_vision = true},
     Gemma3(),
     Gemma3Text(),
 };

@@ -48,6 +48,7 @@ struct Family {
   bool mrope = false;
   // Frequencies of each, by turns; zeros: without images the positions are not needed.
   std::array<int64_t, 3> default_mrope = {};
+  bool serves_vision = false;  // VisionConfig describes the tower
 
   bool has_parts() const { return text_type != nullptr; }
 };

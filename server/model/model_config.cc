@@ -25,6 +25,7 @@ using Json = nlohmann::json;
 constexpr uint64_t kMaxConfigBytes = 4 << 20;
 constexpr char kConfigFile[] = "config.json";
 constexpr char kGenerationFile[] = "generation_config.json";
+constexpr char kTower[] = "model.visual.";  // in memory
 
 // Larger numbers are mistakes; products of any two still fit.
 constexpr IntRange kVocab{1, 1 << 24};
@@ -292,14 +293,25 @@ absl::Status ReadEosTokens(const std::string& dir, Fields& root, Fields& text, c
 void SetPartNames(ModelConfig* config) {
   // In memory; in the files of Gemma and Mistral; in files of Qwen, and in adapters of transformers
   // before 4.52.
-  config->spellings = {{"model.language_model.", "lm_head"},
-                       {"language_model.model.", "language_model.lm_head"},
-                       {"model.", "lm_head"}};
+  config->spellings = {{"model.language_model.", "lm_head", kTower},
+                       {"language_model.model.", "language_model.lm_head", "visual."},
+                       {"model.", "lm_head", "visual."}};
   for (const char* const outer : {"", "model."}) {
     for (const char* const part : {"visual.", "vision_tower.", "multi_modal_projector."}) {
       config->other_parts.push_back(absl::StrCat(outer, part));
     }
   }
+}
+
+// The tower's convolution and position table are run, but no adapter changes them.
+void ServeVision(Fields& root, ModelConfig* config) {
+  config->vision = ReadVisionConfig(root, config->hidden_size, config->num_layers());
+  const std::string tower = kTower;
+  config->other_modules = {tower + "patch_embed.proj", tower + "pos_embed"};
+  auto& parts = config->other_parts;
+  parts.erase(std::remove_if(parts.begin(), parts.end(),
+                             [](const auto& part) { return absl::EndsWith(part, "visual."); }),
+              parts.end());
 }
 
 }  // namespace
@@ -337,6 +349,7 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
     if (has_parts) SetPartNames(&config);
     ReadSizes(text, *family, &config);
     config.tied_embeddings = fields.Bool("tie_word_embeddings", family->default_tied);
+    if (family->serves_vision && fields.Has("vision_config")) ServeVision(fields, &config);
     if (has_parts) {
       ReadTensorNames(dir, fields, &config);
       ReadImageTokens(fields, &config);
@@ -360,14 +373,27 @@ void ModelConfig::NumberModules() {
     for (int* id : {&layer.mlp.gate, &layer.mlp.up, &layer.mlp.down}) *id = next++;
   }
   embedding = next++;
-  head = next;
+  head = next++;
+  if (vision) vision->NumberModules(next);
+}
+
+int ModelConfig::num_modules() const { return head + 1 + (vision ? vision->num_modules() : 0); }
+
+void ModelConfig::DropVision() {
+  if (!vision) return;
+  std::vector<adapter::BaseModule> modules = model::ListModules(*this, spellings.front());
+  modules.erase(modules.begin(), modules.begin() + head + 1);
+  for (adapter::BaseModule& module : modules) other_modules.push_back(std::move(module.name));
+  std::sort(other_modules.begin(), other_modules.end());
+  other_parts.insert(other_parts.end(), {"visual.", kTower});
+  vision.reset();
 }
 
 std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Spelling& names) {
   using adapter::ModuleKind;
   const int64_t hidden = config.hidden_size;
   const int64_t inner = config.intermediate_size;
-  std::vector<adapter::BaseModule> modules(config.head + 1);
+  std::vector<adapter::BaseModule> modules(config.num_modules());
   for (int i = 0; i < config.num_layers(); ++i) {
     const auto linear = [&](int id, const char* name, int64_t rows, int64_t cols) {
       modules[id] = {absl::StrCat(names.body, "layers.", i, name),
@@ -396,6 +422,7 @@ std::vector<adapter::BaseModule> ListModules(const ModelConfig& config, const Sp
                           hidden,
                           /*is_output_head=*/true,
                           /*layer=*/-1};
+  if (config.vision) config.vision->ListModules(names.tower, &modules);
   return modules;
 }
 
@@ -404,7 +431,11 @@ adapter::BaseModules MakeModules(const ModelConfig& config) {
   for (const Spelling& names : config.spellings) lists.push_back(ListModules(config, names));
   std::vector<adapter::BaseModule> first = std::move(lists.front());
   lists.erase(lists.begin());
-  return adapter::BaseModules(std::move(first), std::move(lists), config.other_modules);
+  // A served tower leaves out no linears: all-linear does not select its other modules.
+  const auto kind = config.vision ? adapter::ModuleKind::kEmbedding : adapter::ModuleKind::kLinear;
+  std::vector<adapter::BaseModule> not_served;
+  for (const std::string& name : config.other_modules) not_served.push_back({name, kind});
+  return adapter::BaseModules(std::move(first), std::move(lists), std::move(not_served));
 }
 
 }  // namespace dorad::model

@@ -3,11 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "server/adapter/peft/base_modules.h"
+#include "server/model/vision_config.h"
 
 namespace dorad::model {
 
@@ -65,10 +67,12 @@ struct LayerSpec {
   bool output_norms = false;
 };
 
-// The names of modules: body + "layers.3.mlp.up_proj", body + "embed_tokens", head.
+// The names of modules: body + "layers.3.mlp.up_proj", body + "embed_tokens", head,
+// tower + "blocks.3.attn.qkv".
 struct Spelling {
   std::string body;
   std::string head;
+  std::string tower = "";
 };
 
 struct ModelConfig {
@@ -79,6 +83,7 @@ struct ModelConfig {
   // modules of the checkpoint there, by their names in memory.
   std::vector<std::string> other_parts;
   std::vector<std::string> other_modules;
+  std::optional<VisionConfig> vision;  // nullopt: no tower is served
 
   bool IsOfOtherPart(const std::string& tensor) const;
   int64_t vocab_size = 0;
@@ -105,7 +110,12 @@ struct ModelConfig {
   int64_t kv_size() const { return num_kv_heads * head_dim; }
   int64_t num_layers() const { return static_cast<int64_t>(layers.size()); }
 
-  // Gives every module its id. Modules with the same input have consecutive ones.
+  int num_modules() const;
+  // Makes the tower a part that is not served.
+  void DropVision();
+
+  // Gives every module its id, those of the tower after the decoder's. Modules with the same input
+  // have consecutive ones.
   void NumberModules();
 };
 

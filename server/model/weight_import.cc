@@ -40,6 +40,7 @@ class SlotList {
     AddMatrix(config.embedding);
     if (!config.tied_embeddings) AddMatrix(config.head);
     AddNorm(names.body + "norm", WeightKind::kFinalNorm, 0, config.hidden_size);
+    if (config.vision) AddTower(*config.vision, names.tower);
   }
 
   WeightSlots Take() { return std::move(slots_); }
@@ -82,6 +83,30 @@ class SlotList {
 
   void AddNorm(const std::string& name, WeightKind kind, int layer, int64_t size) {
     slots_[name + ".weight"] = {kind, layer, {size}, DType::kF32, config_.norms_add_one};
+  }
+
+  void AddTower(const VisionConfig& vision, const std::string& name) {
+    slots_[name + "patch_embed.proj.weight"] = {
+        WeightKind::kPatchMatrix,
+        0,
+        {vision.width, vision.channels, vision.temporal_patch, vision.patch, vision.patch}};
+    slots_[name + "patch_embed.proj.bias"] = {WeightKind::kPatchBias, 0, {vision.width}};
+    slots_[name + "pos_embed.weight"] = {
+        WeightKind::kPositionTable, 0, {vision.table_side * vision.table_side, vision.width}};
+    for (int id = config_.head + 1; id < config_.num_modules(); ++id) AddLinear(id, /*bias=*/true);
+    int next = 0;
+    const auto norm = [&](const std::string& norm, int64_t size) {
+      slots_[name + norm + ".weight"] = {WeightKind::kTowerNorm, next, {size}};
+      slots_[name + norm + ".bias"] = {WeightKind::kTowerNormBias, next++, {size}};
+    };
+    for (size_t i = 0; i < vision.blocks.size(); ++i) {
+      norm(absl::StrCat("blocks.", i, ".norm1"), vision.width);
+      norm(absl::StrCat("blocks.", i, ".norm2"), vision.width);
+    }
+    norm("merger.norm", vision.width);
+    for (size_t i = 0; i < vision.deepstack_mergers.size(); ++i) {
+      norm(absl::StrCat("deepstack_merger_list.", i, ".norm"), vision.merged_width());
+    }
   }
 
   const ModelConfig& config_;
@@ -257,7 +282,7 @@ absl::StatusOr<ImportedCheckpoint> ImportWeights(const std::string& dir, const M
   ImportedCheckpoint imported;
   imported.digest = checkpoint.Digest();
   imported.tensors = checkpoint.tensors();
-  imported.dtypes.resize(static_cast<size_t>(config.head) + 1);
+  imported.dtypes.resize(config.num_modules());
   for (const auto& [name, slot] : slots) {
     imported.num_parameters += slot.num_elements();
     if (slot.kind == WeightKind::kMatrix) imported.dtypes[slot.index] = slot.dtype;

@@ -28,11 +28,18 @@ enum class WeightKind {
   kQueryNorm,
   kKeyNorm,
   kFinalNorm,
+  // of the tower: patch_embed.proj, pos_embed, and layer norms (two of each block, then the
+  // mergers')
+  kPatchMatrix,
+  kPatchBias,
+  kPositionTable,
+  kTowerNorm,
+  kTowerNormBias,
 };
 
 struct WeightSlot {
   WeightKind kind = WeightKind::kMatrix;
-  int index = 0;  // module id or layer
+  int index = 0;  // module id, layer or norm
   std::vector<int64_t> shape;
   DType dtype = DType::kF32;  // of the elements that a sink receives
   bool adds_one = false;      // the sink receives 1 + the checkpoint's elements

@@ -24,7 +24,7 @@ struct BaseModule {
   int64_t cols = 0;
   // The output head: PEFT's "all-linear" leaves it out.
   bool is_output_head = false;
-  // Decoder layer, -1 outside the layers (layers_to_transform).
+  // Number of the layer or block, -1 outside the layers (layers_to_transform).
   int layer = -1;
 
   // Length of DoRA's magnitude and of g.
@@ -33,11 +33,11 @@ struct BaseModule {
 
 class BaseModules {
  public:
-  // spellings: the same modules under other names that adapters have for them. not_served: names of
-  // modules of the model that the server does not run.
+  // spellings: the same modules under other names that adapters have for them. not_served: names
+  // and kinds of modules of the model that no adapter can change here.
   explicit BaseModules(std::vector<BaseModule> modules,
                        std::vector<std::vector<BaseModule>> spellings = {},
-                       std::vector<std::string> not_served = {})
+                       std::vector<BaseModule> not_served = {})
       : modules_(std::move(modules)), not_served_(std::move(not_served)) {
     for (size_t i = 0; i < modules_.size(); ++i) index_[modules_[i].name] = static_cast<int>(i);
     for (auto& spelling : spellings) {
@@ -55,13 +55,13 @@ class BaseModules {
   }
   // The same modules, with the same ids, under other names.
   const std::vector<BaseModules>& spellings() const { return spellings_; }
-  const std::vector<std::string>& not_served() const { return not_served_; }
+  const std::vector<BaseModule>& not_served() const { return not_served_; }
 
  private:
   std::vector<BaseModule> modules_;
   absl::flat_hash_map<std::string, int> index_;
   std::vector<BaseModules> spellings_;
-  std::vector<std::string> not_served_;
+  std::vector<BaseModule> not_served_;
 };
 
 }  // namespace dorad::adapter

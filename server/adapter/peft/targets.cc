@@ -241,17 +241,14 @@ Targets ResolveTargets(const PeftConfig& config, const BaseModules& modules,
     targets.list.push_back(target);
   }
   std::vector<std::string> not_served;
-  for (const std::string& name : modules.not_served()) {
-    BaseModule module;
-    module.name = name;
-    if (matcher.Selects(module)) not_served.push_back(name);
+  for (const BaseModule& module : modules.not_served()) {
+    if (matcher.Selects(module)) not_served.push_back(module.name);
   }
   if (!not_served.empty()) {
-    violations.Add(
-        FieldName("target_modules"), "ADAPTER_PART_NOT_SERVED",
-        absl::StrCat("selects ", not_served.size(), " modules that this server does not ",
-                     "run, as ", not_served.front(),
-                     ": train with exclude_modules for the model's other parts"));
+    violations.Add(FieldName("target_modules"), "ADAPTER_PART_NOT_SERVED",
+                   absl::StrCat("selects ", not_served.size(), " modules that an adapter cannot ",
+                                "change here, as ", not_served.front(),
+                                ": train with exclude_modules for the model's other parts"));
   }
   int unknown = 0;
   for (const std::string& name : config.targets.names) {

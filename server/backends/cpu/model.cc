@@ -33,7 +33,7 @@ DType FromScalarType(at::ScalarType type) {
 }
 
 at::ScalarType StorageType(const WeightSlot& slot, ops::ComputeDType compute) {
-  if (slot.kind != WeightKind::kMatrix) return at::kFloat;
+  if (slot.kind != WeightKind::kMatrix && slot.kind != WeightKind::kPatchMatrix) return at::kFloat;
   if (compute == ops::ComputeDType::kBF16) return at::kBFloat16;
   return slot.dtype == DType::kBF16 ? at::kBFloat16 : at::kFloat;
 }
@@ -49,7 +49,7 @@ class TensorSink final : public WeightSink {
              SealedMemory* memory)
       : config_(config), compute_(compute), weights_(*weights), memory_(memory) {
     weights_.layers.resize(config.num_layers());
-    weights_.linears.resize(config.head + 1);
+    weights_.linears.resize(config.num_modules());
     for (int64_t i = 0; i < config.num_layers(); ++i) {
       const AttentionSpec& attention = config.layers[i].attention;
       const MlpSpec& mlp = config.layers[i].mlp;
@@ -63,6 +63,7 @@ class TensorSink final : public WeightSink {
       weights_.linears[mlp.down] = &layer.down;
     }
     weights_.linears[config.head] = &weights_.head;
+    if (config.vision) PlaceTower(*config.vision);
   }
 
   int64_t bytes() const { return bytes_; }
@@ -90,6 +91,10 @@ class TensorSink final : public WeightSink {
                                                        slot.shape, at::TensorOptions(type));
     }
     if (config_.tied_embeddings) weights_.head.weight_OI = weights_.embedding_VD;
+    if (config_.vision) {
+      at::Tensor& patch = weights_.vision.patch.weight_OI;
+      patch = patch.view({config_.vision->width, config_.vision->patch_elements()});
+    }
     return absl::OkStatus();
   }
 
@@ -114,6 +119,29 @@ class TensorSink final : public WeightSink {
   }
 
  private:
+  void PlaceTower(const VisionConfig& config) {
+    VisionWeights& vision = weights_.vision;
+    vision.blocks.resize(config.blocks.size());
+    vision.deepstack_mergers.resize(config.deepstack_mergers.size());
+    for (size_t i = 0; i < config.blocks.size(); ++i) {
+      VisionBlockWeights& block = vision.blocks[i];
+      weights_.linears[config.blocks[i].qkv] = &block.qkv;
+      weights_.linears[config.blocks[i].proj] = &block.proj;
+      weights_.linears[config.blocks[i].fc1] = &block.fc1;
+      weights_.linears[config.blocks[i].fc2] = &block.fc2;
+      vision.norms.insert(vision.norms.end(), {&block.norm1, &block.norm2});
+    }
+    const auto place = [&](const MergerSpec& spec, MergerWeights& merger) {
+      weights_.linears[spec.fc1] = &merger.fc1;
+      weights_.linears[spec.fc2] = &merger.fc2;
+      vision.norms.push_back(&merger.norm);
+    };
+    place(config.merger, vision.merger);
+    for (size_t i = 0; i < config.deepstack_mergers.size(); ++i) {
+      place(config.deepstack_mergers[i], vision.deepstack_mergers[i]);
+    }
+  }
+
   at::Tensor& Place(const WeightSlot& slot) {
     switch (slot.kind) {
       case WeightKind::kMatrix:
@@ -135,6 +163,16 @@ class TensorSink final : public WeightSink {
         return weights_.layers[slot.index].k_norm;
       case WeightKind::kFinalNorm:
         return weights_.final_norm;
+      case WeightKind::kPatchMatrix:
+        return weights_.vision.patch.weight_OI;
+      case WeightKind::kPatchBias:
+        return weights_.vision.patch.bias_O;
+      case WeightKind::kPositionTable:
+        return weights_.vision.table_PD;
+      case WeightKind::kTowerNorm:
+        return weights_.vision.norms[slot.index]->weight;
+      case WeightKind::kTowerNormBias:
+        return weights_.vision.norms[slot.index]->bias;
     }
     DORAD_CHECK(false);
   }

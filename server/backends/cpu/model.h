@@ -29,11 +29,36 @@ struct LayerWeights {
   at::Tensor q_norm, k_norm;  // [head_dim]
 };
 
+struct LayerNormWeights {
+  at::Tensor weight, bias;
+};
+
+struct VisionBlockWeights {
+  LayerNormWeights norm1, norm2;
+  ops::BaseLinear qkv, proj, fc1, fc2;
+};
+
+struct MergerWeights {
+  LayerNormWeights norm;
+  ops::BaseLinear fc1, fc2;
+};
+
+// Biases, norms and the position table are fp32.
+struct VisionWeights {
+  ops::BaseLinear patch;  // [width, patch_elements]
+  at::Tensor table_PD;    // one row for each position
+  std::vector<VisionBlockWeights> blocks;
+  MergerWeights merger;
+  std::vector<MergerWeights> deepstack_mergers;
+  std::vector<LayerNormWeights*> norms;  // by WeightSlot::index
+};
+
 struct ModelWeights {
   at::Tensor embedding_VD;
   ops::BaseLinear head;  // shares the embedding's storage when tied
   at::Tensor final_norm;
   std::vector<LayerWeights> layers;
+  VisionWeights vision;                   // empty without a tower
   std::vector<ops::BaseLinear*> linears;  // by module id; the embedding has none
 };
 

@@ -254,7 +254,9 @@ BaseModules WithParts() {
     if (module.name != "lm_head") module.name.insert(6, "language_model.");
   }
   return BaseModules(std::move(in_memory), {MakeModules().all()},
-                     {"model.visual.blocks.0.attn.qkv", "model.visual.blocks.0.mlp.up_proj"});
+                     {{"model.visual.blocks.0.attn.qkv"},
+                      {"model.visual.blocks.0.mlp.up_proj"},
+                      {"model.visual.pos_embed", ModuleKind::kEmbedding}});
 }
 
 TEST(AdapterAcceptanceTest, AnAdapterMayHaveTheNamesOfAnOlderVersion) {
@@ -280,6 +282,14 @@ TEST(AdapterAcceptanceTest, ATargetOfAPartThatIsNotServedMustBeExcluded) {
   EXPECT_EQ(found[0].reason, "ADAPTER_PART_NOT_SERVED");
   EXPECT_THAT(found[0].description, HasSubstr("selects 2 modules"));
 
+  config["target_modules"] = "all-linear";
+  Violations of_linears;
+  parsed = ParsePeftConfig(config.dump(), kMaxRank, of_linears);
+  ResolveTargets(*parsed, WithParts(), of_linears);
+  EXPECT_THAT(ViolationsOf(of_linears.ToStatus("adapter"))[0].description,
+              HasSubstr("selects 2 modules"));
+
+  config["target_modules"] = {"up_proj", "qkv"};
   config["exclude_modules"] = R"(.*visual.*)";
   Violations none;
   parsed = ParsePeftConfig(config.dump(), kMaxRank, none);

@@ -3,6 +3,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "server/backends/cpu/simd/kernels.h"
 #include "server/backends/cpu/simd/parallel.h"
@@ -12,6 +14,20 @@ namespace dorad::ops {
 
 namespace {
 
+constexpr int64_t kBlock = 1024;
+
+// Elementwise, so any division gives the same result: blocks rather than rows balance a single long
+// row. work(first, count) for blocks that cover all elements.
+template <typename Work>
+void ForBlocks(int64_t count, Work work) {
+  cpu::ForRows((count + kBlock - 1) / kBlock, 4 * kBlock, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t first = block * kBlock;
+      work(first, std::min(count - first, kBlock));
+    }
+  });
+}
+
 void Run(void (*kernel)(float*, const float*, int64_t), at::Tensor& gate_TF,
          const at::Tensor& up_TF) {
   DORAD_CHECK(gate_TF.scalar_type() == at::kFloat && gate_TF.is_contiguous());
@@ -19,14 +35,8 @@ void Run(void (*kernel)(float*, const float*, int64_t), at::Tensor& gate_TF,
   DORAD_CHECK(gate_TF.sizes() == up_TF.sizes());
   float* gate = gate_TF.mutable_data_ptr<float>();
   const float* up = up_TF.const_data_ptr<float>();
-  // Elementwise, so any division gives the same result: blocks rather than rows balance a single
-  // long row.
-  constexpr int64_t kBlock = 1024;
-  const int64_t count = gate_TF.numel();
-  cpu::ForRows((count + kBlock - 1) / kBlock, 4 * kBlock, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kBlock;
-    kernel(gate + first, up + first, std::min(count, end * kBlock) - first);
-  });
+  ForBlocks(gate_TF.numel(),
+            [&](int64_t first, int64_t count) { kernel(gate + first, up + first, count); });
 }
 
 }  // namespace
@@ -37,6 +47,25 @@ void SiluMul(at::Tensor& gate_TF, const at::Tensor& up_TF) {
 
 void GeluTanhMul(at::Tensor& gate_TF, const at::Tensor& up_TF) {
   Run(cpu::ActiveKernels().gelu_tanh_mul, gate_TF, up_TF);
+}
+
+void GeluTanh(at::Tensor& x) {
+  DORAD_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous());
+  static const std::vector<float>* const ones = new std::vector<float>(kBlock, 1.0f);
+  float* data = x.mutable_data_ptr<float>();
+  ForBlocks(x.numel(), [&](int64_t first, int64_t count) {
+    cpu::ActiveKernels().gelu_tanh_mul(data + first, ones->data(), count);
+  });
+}
+
+void Gelu(at::Tensor& x) {
+  DORAD_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous());
+  float* data = x.mutable_data_ptr<float>();
+  ForBlocks(x.numel(), [&](int64_t first, int64_t count) {
+    for (int64_t i = first; i < first + count; ++i) {
+      data[i] *= 0.5f * (1.0f + std::erf(data[i] * 0.70710678f));
+    }
+  });
 }
 
 }  // namespace dorad::ops

@@ -1,4 +1,4 @@
-// Gated activations. Thread-safe.
+// Activations, gated and plain. Thread-safe.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,5 +9,9 @@ namespace dorad::ops {
 void SiluMul(at::Tensor& gate_TF, const at::Tensor& up_TF);
 // The same with the tanh form of gelu (torch's approximate="tanh").
 void GeluTanhMul(at::Tensor& gate_TF, const at::Tensor& up_TF);
+
+// x <- gelu(x), in place; fp32 contiguous. The tanh form, and the exact one.
+void GeluTanh(at::Tensor& x);
+void Gelu(at::Tensor& x);
 
 }  // namespace dorad::ops

@@ -160,17 +160,32 @@ void RopeAndAppend(at::Tensor& q_THD, at::Tensor& k_TKD, const at::Tensor& v_TKD
   }
 }
 
-at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
-                          absl::Span<const SequenceRows> sequences, double softmax_scale,
-                          int64_t window) {
+namespace {
+
+at::Tensor Attend(const at::Tensor& q_THD, const PagedKv& kv,
+                  absl::Span<const SequenceRows> sequences, double softmax_scale,
+                  cpu::Visible visible) {
   CheckHeads(q_THD, q_THD.size(0), q_THD.size(2));
-  DORAD_CHECK(kv.k.dim() == 4 && window >= 0);
+  DORAD_CHECK(kv.k.dim() == 4 && visible.window >= 0);
   CheckPages(kv, kv.k.size(1), q_THD.size(2));
   DORAD_CHECK(kv.k.size(1) > 0 && q_THD.size(1) % kv.k.size(1) == 0);
   CheckSequences(sequences, q_THD.size(0), kv.k.size(0));
   at::Tensor out = at::empty_like(q_THD);
-  cpu::PagedAttention(q_THD, kv, sequences, static_cast<float>(softmax_scale), window, out);
+  cpu::PagedAttention(q_THD, kv, sequences, static_cast<float>(softmax_scale), visible, out);
   return out;
+}
+
+}  // namespace
+
+at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
+                          absl::Span<const SequenceRows> sequences, double softmax_scale,
+                          int64_t window) {
+  return Attend(q_THD, kv, sequences, softmax_scale, {window, /*causal=*/true});
+}
+
+at::Tensor FullAttention(const at::Tensor& q_THD, const PagedKv& kv,
+                         absl::Span<const SequenceRows> sequences, double softmax_scale) {
+  return Attend(q_THD, kv, sequences, softmax_scale, {/*window=*/0, /*causal=*/false});
 }
 
 }  // namespace dorad::ops

@@ -63,4 +63,8 @@ at::Tensor PagedAttention(const at::Tensor& q_THD, const PagedKv& kv,
                           absl::Span<const SequenceRows> sequences, double softmax_scale,
                           int64_t window);
 
+// The same where every row sees all positions of its sequence up to its last row here.
+at::Tensor FullAttention(const at::Tensor& q_THD, const PagedKv& kv,
+                         absl::Span<const SequenceRows> sequences, double softmax_scale);
+
 }  // namespace dorad::ops

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 #include "server/backends/cpu/simd/kernels.h"
 #include "server/backends/cpu/simd/parallel.h"
 #include "server/platform/check.h"
@@ -45,6 +47,33 @@ void RmsNormInplace(at::Tensor& x, const at::Tensor& weight_D, double eps) {
   CheckArguments(x, weight_D);
   float* data = x.mutable_data_ptr<float>();
   NormRows(data, weight_D, eps, x.numel(), data, [](int64_t) {});
+}
+
+at::Tensor LayerNorm(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& bias_D,
+                     double eps) {
+  CheckArguments(x, weight_D);
+  CheckArguments(x, bias_D);
+  const int64_t dim = weight_D.size(0);
+  at::Tensor y = at::empty_like(x);
+  const float* source = x.const_data_ptr<float>();
+  const float* weight = weight_D.const_data_ptr<float>();
+  const float* bias = bias_D.const_data_ptr<float>();
+  float* target = y.mutable_data_ptr<float>();
+  cpu::ForRows(x.numel() / dim, 4 * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* row = source + r * dim;
+      double sum = 0.0;
+      for (int64_t d = 0; d < dim; ++d) sum += row[d];
+      const double mean = sum / static_cast<double>(dim);
+      double squares = 0.0;
+      for (int64_t d = 0; d < dim; ++d) squares += (row[d] - mean) * (row[d] - mean);
+      const double factor = 1.0 / std::sqrt(squares / static_cast<double>(dim) + eps);
+      for (int64_t d = 0; d < dim; ++d) {
+        target[r * dim + d] = static_cast<float>((row[d] - mean) * factor) * weight[d] + bias[d];
+      }
+    }
+  });
+  return y;
 }
 
 at::Tensor AddRmsNorm(at::Tensor& residual_TD, const at::Tensor& x_TD, const at::Tensor& weight_D,

@@ -1,4 +1,4 @@
-// Root-mean-square layer norm (Llama, Mistral, Qwen2, Qwen3: `*RMSNorm`). Thread-safe.
+// Root-mean-square norm (Llama, Mistral, Qwen2, Qwen3: `*RMSNorm`) and layer norm. Thread-safe.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,5 +15,10 @@ void RmsNormInplace(at::Tensor& x, const at::Tensor& weight_D, double eps);
 // residual_TD += x_TD in place, then RmsNorm(residual_TD).
 at::Tensor AddRmsNorm(at::Tensor& residual_TD, const at::Tensor& x_TD, const at::Tensor& weight_D,
                       double eps);
+
+// y = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, for x,
+// weight and bias as above. Returns a new tensor.
+at::Tensor LayerNorm(const at::Tensor& x, const at::Tensor& weight_D, const at::Tensor& bias_D,
+                     double eps);
 
 }  // namespace dorad::ops

@@ -1,0 +1,207 @@
+// The tower of Qwen3-VL: its configuration, its modules, and the places of patches.
+
+#include "server/model/model_config.h"
+#include "server/model/vision_config.h"
+#include "tests/unit/support/model_folder.h"
+
+namespace dorad::model {
+namespace {
+
+using nlohmann::json;
+
+json Small() {
+  return {{"model_type", "qwen3_vl"},
+          {"architectures", {"Qwen3VLForConditionalGeneration"}},
+          {"image_token_id", 7},
+          {"text_config",
+           {{"model_type", "qwen3_vl_text"},
+            {"vocab_size", 300},
+            {"hidden_size", 64},
+            {"intermediate_size", 96},
+            {"num_hidden_layers", 2},
+            {"num_attention_heads", 4},
+            {"num_key_value_heads", 2}}},
+          {"vision_config",
+           {{"model_type", "qwen3_vl_vision"},
+            {"depth", 3},
+            {"hidden_size", 32},
+            {"intermediate_size", 48},
+            {"num_heads", 2},
+            {"patch_size", 4},
+            {"out_hidden_size", 64},
+            {"num_position_embeddings", 16},
+            {"rope_parameters", {{"rope_type", "axial"}, {"rope_theta", 100.0}}},
+            {"deepstack_visual_indexes", {0, 2}}}}};
+}
+
+absl::StatusOr<ModelConfig> Read(const json& config) {
+  const ModelFolder folder;
+  folder.Write("config.json", config);
+  return ReadModelConfig(folder.path());
+}
+
+TEST(VisionConfigTest, TheTowerHasItsOwnFields) {
+  const auto config = Read(Small());
+  ASSERT_TRUE(config.ok()) << config.status();
+  ASSERT_TRUE(config->vision.has_value());
+  const VisionConfig& vision = *config->vision;
+  EXPECT_EQ(vision.head_dim(), 16);
+  EXPECT_EQ(vision.table_side, 4);
+  EXPECT_EQ(vision.theta, 100.0);
+  EXPECT_EQ(vision.image_token_id, 7);
+  EXPECT_EQ(vision.patch_elements(), 3 * 2 * 4 * 4);
+  EXPECT_EQ(vision.patches({2, 4, 6}), 48);
+  EXPECT_EQ(vision.tokens({2, 4, 6}), 12);
+  EXPECT_THAT(vision.deepstack, ElementsAre(0, 2));
+}
+
+TEST(VisionConfigTest, AbsentKeysHaveTheDefaultsOfTransformers) {
+  json config = Small();
+  config["text_config"]["hidden_size"] = 3584;
+  config["text_config"]["num_hidden_layers"] = 3;
+  config["vision_config"] = json::object();
+  const auto read = Read(config);
+  ASSERT_TRUE(read.ok()) << read.status();
+  const VisionConfig& vision = *read->vision;
+  EXPECT_THAT((std::vector<int64_t>{vision.width, vision.inner, vision.heads, vision.channels,
+                                    vision.patch, vision.temporal_patch, vision.merge,
+                                    vision.table_side, static_cast<int64_t>(vision.blocks.size())}),
+              ElementsAre(1152, 4304, 16, 3, 16, 2, 2, 48, 27));
+  EXPECT_THAT(vision.deepstack, ElementsAre(8, 16, 24));
+  EXPECT_EQ(vision.theta, 10000.0);
+}
+
+TEST(VisionConfigTest, WithoutVisionConfigTheTextAloneIsServed) {
+  json config = Small();
+  config.erase("vision_config");
+  const auto read = Read(config);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_FALSE(read->vision.has_value());
+  EXPECT_TRUE(read->IsOfOtherPart("model.visual.pos_embed.weight"));
+}
+
+TEST(VisionConfigTest, RefusesByName) {
+  struct Case {
+    const char* key;
+    json value;
+    const char* reason;
+  };
+  for (const Case& c :
+       {Case{"model_type", "siglip", "MODEL_UNSUPPORTED"},
+        Case{"hidden_act", "silu", "MODEL_UNSUPPORTED"}, Case{"head_dim", 8, "MODEL_UNSUPPORTED"},
+        Case{"num_heads", 3, "MODEL_CONFIG_INVALID"}, Case{"num_heads", 16, "MODEL_CONFIG_INVALID"},
+        Case{"hidden_size", 0, "MODEL_CONFIG_INVALID"},
+        Case{"intermediate_size", -1, "MODEL_CONFIG_INVALID"},
+        Case{"in_channels", 0, "MODEL_CONFIG_INVALID"},
+        Case{"patch_size", {4, 4}, "MODEL_CONFIG_INVALID"},
+        Case{"temporal_patch_size", 0, "MODEL_CONFIG_INVALID"},
+        Case{"spatial_merge_size", 0, "MODEL_CONFIG_INVALID"},
+        Case{"out_hidden_size", 63, "MODEL_CONFIG_INVALID"},
+        Case{"num_position_embeddings", 15, "MODEL_CONFIG_INVALID"},
+        Case{"depth", 0, "MODEL_CONFIG_INVALID"},
+        Case{"deepstack_visual_indexes", {0, 3}, "MODEL_CONFIG_INVALID"},
+        Case{"deepstack_visual_indexes", {1, 1}, "MODEL_CONFIG_INVALID"},
+        Case{"deepstack_visual_indexes", {-1, 1}, "MODEL_CONFIG_INVALID"},
+        Case{"deepstack_visual_indexes", {0, 1, 2}, "MODEL_CONFIG_INVALID"},
+        Case{"deepstack_visual_indexes", 1, "MODEL_CONFIG_INVALID"}}) {
+    json config = Small();
+    config["vision_config"][c.key] = c.value;
+    const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+    const std::string field = std::string("config.json:vision_config.") + c.key;
+    const bool found = std::any_of(violations.begin(), violations.end(), [&](const auto& each) {
+      return each.field == field && each.reason == c.reason;
+    });
+    EXPECT_TRUE(found) << c.key << " " << c.value;
+  }
+  json rope = Small();
+  rope["vision_config"]["rope_parameters"]["rope_type"] = "linear";
+  const std::vector<Violation> violations = ViolationsOf(Read(rope).status());
+  ASSERT_EQ(violations.size(), 1u);
+  EXPECT_EQ(violations[0].field, "config.json:vision_config.rope_parameters.rope_type");
+}
+
+TEST(VisionConfigTest, ModulesOfTheTowerFollowTheDecoders) {
+  const auto config = Read(Small());
+  ASSERT_TRUE(config.ok()) << config.status();
+  const VisionConfig& vision = *config->vision;
+  const adapter::BaseModules modules = MakeModules(*config);
+  EXPECT_EQ(modules.size(), config->head + 1 + 4 * 3 + 2 * 3);
+  const auto find = [&](const char* name) { return modules.Find(name); };
+  EXPECT_EQ(find("model.visual.blocks.0.attn.qkv"), config->head + 1);
+  EXPECT_EQ(find("model.visual.blocks.2.attn.proj"), vision.blocks[2].proj);
+  EXPECT_EQ(find("model.visual.blocks.2.mlp.linear_fc1"), vision.blocks[2].fc1);
+  EXPECT_EQ(find("model.visual.merger.linear_fc2"), vision.merger.fc2);
+  const int last = find("model.visual.deepstack_merger_list.1.linear_fc2");
+  EXPECT_EQ(last, modules.size() - 1);
+  EXPECT_EQ(modules.all()[last].rows, 64);
+  EXPECT_EQ(modules.all()[last].cols, 128);
+  EXPECT_EQ(modules.all()[last].layer, 1);
+  EXPECT_EQ(modules.all()[vision.blocks[2].qkv].rows, 96);
+  ASSERT_EQ(modules.spellings().size(), 2u);
+  for (const adapter::BaseModules& spelling : modules.spellings()) {
+    EXPECT_EQ(spelling.Find("visual.deepstack_merger_list.1.linear_fc2"), last);
+  }
+  ASSERT_EQ(modules.not_served().size(), 2u);
+  for (const adapter::BaseModule& module : modules.not_served()) {
+    EXPECT_EQ(module.kind, adapter::ModuleKind::kEmbedding);
+  }
+  EXPECT_FALSE(config->IsOfOtherPart("model.visual.pos_embed.weight"));
+}
+
+TEST(VisionConfigTest, ADroppedTowerIsAPartThatIsNotServed) {
+  auto config = Read(Small());
+  ASSERT_TRUE(config.ok()) << config.status();
+  config->DropVision();
+  const adapter::BaseModules modules = MakeModules(*config);
+  EXPECT_EQ(modules.size(), config->head + 1);
+  EXPECT_EQ(modules.not_served().size(), 4u * 3 + 2 * 3 + 2);
+  for (const adapter::BaseModule& module : modules.not_served()) {
+    EXPECT_EQ(module.kind, adapter::ModuleKind::kLinear);
+  }
+  for (const char* const tensor : {"visual.pos_embed.weight", "model.visual.pos_embed.weight"}) {
+    EXPECT_TRUE(config->IsOfOtherPart(tensor));
+  }
+}
+
+TEST(VisionPlacesTest, PatchesOfATokenFollowEachOther) {
+  VisionConfig vision;
+  vision.merge = 2;
+  std::vector<std::pair<int64_t, int64_t>> places;
+  for (const PatchPlace& place : PatchPlaces(vision, {1, 2, 4})) {
+    places.emplace_back(place.row, place.column);
+  }
+  EXPECT_THAT(places, ElementsAre(Pair(0, 0), Pair(0, 1), Pair(1, 0), Pair(1, 1), Pair(0, 2),
+                                  Pair(0, 3), Pair(1, 2), Pair(1, 3)));
+}
+
+TEST(VisionPlacesTest, TheTablesCornersLieOnTheFrames) {
+  VisionConfig vision;
+  vision.table_side = 4;
+  const ImageGrid grid{1, 3, 5};
+  // Row 1 of 3 is 1.5 of the table's 4, column 1 of 5 is 0.75.
+  const TableTaps inside = TapsOf(vision, grid, {1, 1});
+  EXPECT_THAT(inside.rows, ElementsAre(4, 5, 8, 9));
+  EXPECT_THAT(inside.weights, ElementsAre(0.125f, 0.375f, 0.125f, 0.375f));
+  const TableTaps corner = TapsOf(vision, grid, {2, 4});
+  EXPECT_EQ(corner.rows[0], 15);
+  EXPECT_THAT(corner.weights, ElementsAre(1.0f, 0.0f, 0.0f, 0.0f));
+  EXPECT_LT(corner.rows[3], 16);
+  EXPECT_EQ(TapsOf(vision, {1, 1, 1}, {0, 0}).rows[0], 0);
+}
+
+TEST(VisionPlacesTest, HalfOfTheAnglesTurnByTheRow) {
+  VisionConfig vision;
+  vision.width = 16;
+  vision.heads = 2;
+  vision.theta = 100.0;
+  float cos[4], sin[4];
+  FillPatchAngles(vision, {2, 3}, cos, sin);
+  const float angles[] = {2.0f, 0.2f, 3.0f, 0.3f};
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_NEAR(cos[i], std::cos(angles[i]), 1e-6);
+    EXPECT_NEAR(sin[i], std::sin(angles[i]), 1e-6);
+  }
+}
+
+}  // namespace
+}  // namespace dorad::model
