@@ -1,6 +1,7 @@
 """Models of several parts, whose text is served: adapters of older versions, and what reaches the
 other parts."""
 
+import copy
 import json
 import shutil
 
@@ -8,8 +9,10 @@ import grpc
 import numpy as np
 import pytest
 from dorad import Client, DoradError
+from lib.adapters import WEIGHTS, perturb
 from lib.server import serve
 from lib.tiny_models import IMAGE
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 SPELLINGS = {
@@ -66,6 +69,20 @@ def test_an_adapter_of_the_tower_is_refused_by_name(zoo, tmp_path, family, modul
         client.publish("tower", path=folder)
     assert "ADAPTER_PART_NOT_SERVED" in [each.reason for each in refusal.value.violations]
     assert module in str(refusal.value)
+
+
+def test_an_adapter_of_qwen3s_tower_is_whole(zoo, tmp_path):
+    base = copy.deepcopy(zoo.oracle("qwen3_vl").base)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, use_dora=True, target_modules="all-linear")
+    model = get_peft_model(base, config)
+    perturb(model, seed=3)
+    model.save_pretrained(tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / WEIGHTS)
+    linears = [name for name in tensors if name.endswith("lora_A.weight")]
+    assert sum(".visual." in name for name in linears) == 12
+    with serve(zoo.model("qwen3_vl")) as server, Client(server.grpc) as client:
+        info = client.publish("whole", path=tmp_path / "whole")
+    assert info.num_modules == len(linears)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
