@@ -78,6 +78,11 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
   info_.name = FolderName(config.model.path);
   info_.vocab_size = model.vocab_size;
   info_.image_token_ids = model.image_token_ids;
+  if (model.vision) {
+    info_.images.token_id = model.vision->image_token_id;
+    info_.images.patch_elements = model.vision->patch_elements();
+    info_.images.merge = model.vision->merge;
+  }
   info_.hidden_size = model.hidden_size;
   info_.num_layers = model.num_layers();
   info_.eos_token_ids = model.eos_token_ids;

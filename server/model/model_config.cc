@@ -306,6 +306,10 @@ void SetPartNames(ModelConfig* config) {
 // The tower's convolution and position table are run, but no adapter changes them.
 void ServeVision(Fields& root, ModelConfig* config) {
   config->vision = ReadVisionConfig(root, config->hidden_size, config->num_layers());
+  const int32_t image = config->vision->image_token_id;
+  if (std::count(config->image_token_ids.begin(), config->image_token_ids.end(), image) == 0) {
+    config->image_token_ids.push_back(image);
+  }
   const std::string tower = kTower;
   config->other_modules = {tower + "patch_embed.proj", tower + "pos_embed"};
   auto& parts = config->other_parts;

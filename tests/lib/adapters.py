@@ -32,6 +32,8 @@ class Kind:
     weight_suffix: bool = False
     # PEFT adds the base embedding's weights to the file when an embedding is adapted.
     save_embeddings: bool = False
+    # Also of the modules that are not text, in a model of several parts.
+    all_parts: bool = False
 
 
 def _dora(**changes) -> dict:
@@ -82,7 +84,25 @@ KINDS = [
     Kind("dora_r64", _dora(r=64, lora_alpha=64)),
     Kind("dora_fp16_suffix", _dora(), dtype=torch.float16, weight_suffix=True),
 ]
-BY_NAME = {kind.name: kind for kind in KINDS}
+# Of a model with a tower that is served.
+TOWER_KINDS = [
+    Kind("dora_tower", _dora(), all_parts=True),
+    Kind(
+        "rslora_tower",
+        _lora(target_modules=["qkv", "linear_fc2", "v_proj"], use_rslora=True, r=5),
+        all_parts=True,
+    ),
+    Kind(
+        "dora_tower_patterns",
+        _dora(
+            target_modules=["proj", "linear_fc1", "q_proj", "embed_tokens"],
+            exclude_modules=["patch_embed.proj"],
+            rank_pattern={"merger.linear_fc1": 3, r"blocks\.1\.attn\.proj": 11},
+        ),
+        all_parts=True,
+    ),
+]
+BY_NAME = {kind.name: kind for kind in KINDS + TOWER_KINDS}
 
 
 def perturb(model: torch.nn.Module, seed: int, delta: float = 0.8) -> None:
@@ -128,8 +148,8 @@ def make(
         return directory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        has_parts = hasattr(base.config, "vision_config")
-        config = _text_only(kind.config) if has_parts else kind.config
+        text_only = hasattr(base.config, "vision_config") and not kind.all_parts
+        config = _text_only(kind.config) if text_only else kind.config
         model = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **config))
         perturb(model, seed, delta)
         model.save_pretrained(directory, save_embedding_layers=kind.save_embeddings)

@@ -47,6 +47,15 @@ class Oracle:
                 for ids in sequences
             ]
 
+    def image_logprobs(
+        self, adapter_dir: Path | None, inputs: dict[str, torch.Tensor]
+    ) -> np.ndarray:
+        """As next_logprobs, of one prompt with images: a processor's result (lib.pictures)."""
+        model = self.load(adapter_dir)
+        with torch.inference_mode():
+            logits = model(**inputs, use_cache=False).logits[0].float()
+        return torch.log_softmax(logits, dim=-1).numpy()
+
     def greedy(self, adapter_dir: Path | None, prompt: list[int], tokens: int) -> list[int]:
         """Greedy continuation of exactly `tokens` tokens, without stopping."""
         model = self.load(adapter_dir)

@@ -80,9 +80,9 @@ def _qwen3(**changes):
 
 
 # The token of an image, and of a video; prompts of tests begin above.
-IMAGE = 3
+IMAGE, VIDEO = 3, 4
 _QWEN_IMAGES = dict(
-    image_token_id=IMAGE, video_token_id=4, vision_start_token_id=1, vision_end_token_id=0
+    image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=1, vision_end_token_id=0
 )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dorad import types as t
-from dorad._arguments import check_ids, kind_of_items, shown
-from dorad._stubs import inference_pb2
+from dorad._arguments import check_ids, filled, kind_of_items, shown
+from dorad._stubs import adapters_pb2, inference_pb2
 from dorad.errors import Internal
 
 _LITTLE_INT32 = np.dtype("<i4")
@@ -62,6 +62,36 @@ def pack_biases(biases: Mapping[int, float] | None) -> dict[str, bytes]:
         "logit_bias_token_ids": pack_ids(list(biases), "logit_bias"),
         "logit_biases": numbers.tobytes(),
     }
+
+
+_TENSOR_DTYPES = {
+    "float32": adapters_pb2.TENSOR_DTYPE_F32,
+    "float16": adapters_pb2.TENSOR_DTYPE_F16,
+    "bfloat16": adapters_pb2.TENSOR_DTYPE_BF16,
+}
+
+
+def pack_images(
+    images: Sequence[t.Image] | None, sequence: int = 0, what: str = "images"
+) -> list[inference_pb2.Image]:
+    """The wire's form. Raises TypeError naming `what`."""
+    packed = []
+    for i, image in enumerate(images or ()):
+        if not isinstance(image, t.Image):
+            raise TypeError(f"{what}[{i}] must be a dorad.Image, not {shown(image)}")
+        packed.append(
+            filled(
+                inference_pb2.Image,
+                offset=image.offset,
+                length=image.length,
+                sha256=image.sha256,
+                dtype=_TENSOR_DTYPES[image.dtype],
+                grid=image.grid,
+                data=image.data,
+                sequence=sequence,
+            )
+        )
+    return packed
 
 
 def unpack_ids(data: bytes) -> t.IntArray:

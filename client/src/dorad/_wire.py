@@ -17,6 +17,7 @@ from dorad._packing import (
     pack_allowed,
     pack_biases,
     pack_ids,
+    pack_images,
     pack_optional,
     top_of,
     unpack_ids,
@@ -108,6 +109,7 @@ def generate_request(request: t.GenerateRequest, *, stream: bool) -> inference_p
     message = filled(
         inference_pb2.GenerateRequest,
         prompt_token_ids=pack_ids(request.token_ids),
+        images=pack_images(request.images),
         adapter=request.adapter or "",
         cache_salt=request.cache_salt,
         bypass_prefix_cache=request.bypass_prefix_cache,
@@ -262,6 +264,7 @@ def score_request(
     temperature: float | None,
     priority: int | None,
     request_id: str | None,
+    images: Sequence[Sequence[t.Image] | None] | None = None,
 ) -> inference_pb2.ScoreRequest:
     if isinstance(adapters, str):
         adapters = [adapters]
@@ -277,6 +280,11 @@ def score_request(
         chosen_token_ids=pack_optional(chosen_token_ids, "chosen_token_ids"),
         priority=priority,
         request_id=request_id,
+        images=[
+            image
+            for i, of_sequence in enumerate(images or ())
+            for image in pack_images(of_sequence, i, f"images[{i}]")
+        ],
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypedDict, overload
 import numpy as np
 import numpy.typing as npt
 
+from dorad.images import Image as Image
 from dorad.server_info import EngineInfo as EngineInfo
 from dorad.server_info import Limits as Limits
 from dorad.server_info import ModelInfo as ModelInfo
@@ -45,6 +46,8 @@ class FinishReason(enum.StrEnum):
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`; absent or None means the server's default."""
 
+    images: Sequence[Image] | None
+    """Images in the prompt, in the order of their offsets: see `dorad.images`."""
     adapter: str | None
     """An adapter's "name" (its active version), "name@version", or None for the base model."""
     n: int | None
@@ -139,6 +142,7 @@ class GenerateRequest:
     """One prompt for `generate_many`; the fields are those of `GenerateOptions`."""
 
     token_ids: TokenIds
+    images: Sequence[Image] | None = None
     adapter: str | None = None
     n: int | None = None
     max_tokens: int | None = None

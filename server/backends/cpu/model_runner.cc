@@ -5,28 +5,34 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "server/backends/cpu/decoder.h"
 #include "server/backends/cpu/row_sampling.h"
+#include "server/backends/cpu/vision_encoder.h"
 #include "server/engine/step_batch.h"
 #include "server/platform/exception.h"
+#include "server/platform/files/elements.h"
 
 namespace dorad::engine {
 namespace {
 
 static_assert(kKvPageTokens == ops::kPageTokens);
 
+// nullptr for the base.
+const adapter::CpuAdapterWeights* WeightsOf(const adapter::LoadedAdapter* adapter) {
+  if (adapter == nullptr) return nullptr;
+  return static_cast<const adapter::CpuAdapterWeights*>(&adapter->weights());
+}
+
 std::vector<model::AdapterRows> ToModel(absl::Span<const StepBatch::AdapterRows> ranges) {
   std::vector<model::AdapterRows> out;
   for (const StepBatch::AdapterRows& range : ranges) {
-    const auto* weights =
-        range.adapter == nullptr
-            ? nullptr
-            : static_cast<const adapter::CpuAdapterWeights*>(&range.adapter->weights());
-    out.push_back({weights, range.begin, range.end});
+    out.push_back({WeightsOf(range.adapter), range.begin, range.end});
   }
   return out;
 }
@@ -78,7 +84,11 @@ class CpuModelRunner final : public ModelRunner {
       : decoder_(model, max_positions),
         vocab_size_(model.config().vocab_size),
         kv_(decoder_.AllocateKv(kv_pages)),
-        kv_pages_(kv_pages) {}
+        kv_pages_(kv_pages) {
+    if (!model.config().vision) return;
+    first_tower_module_ = model.config().head + 1;
+    encoder_.emplace(model);
+  }
 
   int64_t kv_pages() const override { return kv_pages_; }
 
@@ -96,6 +106,30 @@ class CpuModelRunner final : public ModelRunner {
   }
 
   absl::StatusOr<std::vector<StepOutput>> Finish() override { return std::move(outputs_); }
+
+  bool ChangesImages(const adapter::LoadedAdapter& adapter) const override {
+    const auto& modules = WeightsOf(&adapter)->modules;
+    return std::any_of(modules.begin() + first_tower_module_, modules.end(),
+                       [](const auto& factors) { return factors.has_value(); });
+  }
+
+  absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
+      const Image& image, const adapter::LoadedAdapter* adapter) override {
+    try {
+      const int64_t patches = image.height * image.width;
+      const auto elements =
+          static_cast<int64_t>(image.pixels.size() / SizeOf(image.dtype)) / patches;
+      const at::Tensor pixels = at::empty({patches, elements}, at::kFloat);
+      ToFloat(image.dtype,
+              {reinterpret_cast<const std::byte*>(image.pixels.data()), image.pixels.size()},
+              pixels.mutable_data_ptr<float>());
+      const model::ImageGrid grid{/*frames=*/1, image.height, image.width};
+      return std::make_shared<const CpuImageFeatures>(
+          encoder_->Encode(pixels, grid, WeightsOf(adapter)));
+    } catch (...) {
+      return StatusOfException("computing an image", "STEP_FAILED");
+    }
+  }
 
   // The cache lies in host memory: kept pages stay in place.
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
@@ -173,6 +207,8 @@ class CpuModelRunner final : public ModelRunner {
   }
 
   const model::Decoder decoder_;
+  std::optional<model::VisionEncoder> encoder_;  // with a tower
+  int first_tower_module_ = 0;
   const int64_t vocab_size_;
   std::vector<ops::PagedKv> kv_;
   const int64_t kv_pages_;

@@ -207,6 +207,7 @@ class Inference(Connection):
         top_k: int | None = None,
         chosen_token_ids: t.TokenIds | None = None,
         temperature: float | None = None,
+        images: Sequence[Sequence[t.Image] | None] | None = None,
         priority: int | None = None,
         request_id: str | None = None,
         timeout: float | None = None,
@@ -221,12 +222,13 @@ class Inference(Connection):
           top_k: also the k most likely tokens of each position.
           chosen_token_ids: also the log-probabilities of these tokens at each position.
           temperature: divides the logits first; default 1.0.
+          images: of each sequence, None where it has none: see `dorad.images`.
 
         Returns:
           `result[sequence][adapter]`: float32 [len(tokens)], NaN at position 0.
         """
         message = _wire.score_request(
-            sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id
+            sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id, images
         )
         answer = await self._ask(self._inference.Score, message, timeout, retry_for)
         return _wire.score_result(
