@@ -85,7 +85,7 @@ def test_an_adapter_of_qwen3s_tower_is_whole(zoo, tmp_path):
     assert info.num_modules == len(linears)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen25_vl", "gemma3"])
 def test_a_prompt_with_an_image_is_refused_by_name(zoo, family):
     with serve(zoo.model(family)) as server:
         with pytest.raises(grpc.RpcError) as refusal:

@@ -37,6 +37,9 @@ class Limits:
     max_queued_tokens: int
     max_adapter_rank: int
     max_adapter_bytes: int
+    max_images: int = 0
+    """Of a prompt; 0: the server serves no images."""
+    max_image_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

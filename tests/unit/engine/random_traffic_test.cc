@@ -1,6 +1,7 @@
 // Random traffic: delivered tokens are right, and all pages and requests are released.
 
 #include "server/engine/engine.h"
+#include "server/engine/image_store.h"
 #include "tests/unit/support/engine_fixture.h"
 
 namespace dorad::engine {
@@ -46,6 +47,24 @@ void AddStopSequence(uint32_t choice, GenerateInput* input, std::vector<SampleTe
   input->stop.stop_sequences = {stop};
 }
 
+// Of a few images, one or two where the prompt has room for them.
+void AddImages(std::mt19937* random, ImageStore* store, GenerateInput* input) {
+  std::vector<std::vector<PlacedImage>> prompts(1);
+  int64_t begin = (*random)() % 8;
+  for (uint32_t i = 0; i < 1 + (*random)() % 2; ++i) {
+    auto image = std::make_shared<Image>();
+    image->sha256 = std::string(32, static_cast<char>('a' + (*random)() % 3));
+    image->rows = 1 + image->sha256[0] % 3;
+    image->columns = 4;
+    image->pixels = "pixels";
+    if (begin + image->tokens() > static_cast<int64_t>(input->prompt.size())) break;
+    prompts[0].push_back({begin, image});
+    begin = prompts[0].back().end() + (*random)() % 8;
+  }
+  EXPECT_TRUE(store->Resolve("", absl::MakeSpan(prompts)).ok());
+  input->images = std::move(prompts[0]);
+}
+
 // What has come is right, and complete where the sample ended by itself.
 void ExpectRightAsFarAsItGoes(const Outcome& outcome, const std::vector<SampleText>& all) {
   for (const auto& [index, sample] : outcome.samples) {
@@ -67,10 +86,13 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
     EngineOptions options = DefaultOptions();
     options.max_step_tokens = 1 + random() % 60;
     options.max_running_sequences = 1 + random() % 12;
+    options.image_cache_bytes = static_cast<int64_t>(random() % 4) * FakeFeatures::kBytes;
     const int64_t pages = 6 + random() % 20;
     Start(options, pages, /*max_steps_in_flight=*/1 + seed % 2);
     const std::vector<std::shared_ptr<const adapter::LoadedAdapter>> adapters = {
-        nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1)};
+        nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1),
+        MakeAdapter("tower", 1)};
+    ImageStore images(1 << 20);
     runner_->on_begin = [](absl::Span<const StepSequence> step) {
       ExpectPagesApart(step);
       return absl::OkStatus();
@@ -100,8 +122,9 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
       input.stop.ignore_eos = random() % 2;
       input.priority = random() % 3;
       input.bypass_prefix_cache = random() % 4 == 0;
+      if (random() % 4 == 0) AddImages(&random, &images, &input);
       Pending p;
-      input.logprobs.prompt = random() % 3 == 0;
+      input.logprobs.prompt = input.images.empty() && random() % 3 == 0;
       if (input.logprobs.prompt) {
         p.prompt_logprobs = Bits(ExpectedScores(input.lease.get(), input.prompt));
       }

@@ -133,6 +133,11 @@ class EngineTest : public ::testing::Test {
                              bool stop_at_eos = false) {
     SampleText expected;
     std::vector<TokenId> tokens = input.prompt;
+    for (const PlacedImage& place : input.images) {
+      const adapter::LoadedAdapter* const adapter = input.lease.get();
+      const FakeFeatures features(*place.image, FakeChangesImages(adapter) ? adapter : nullptr);
+      std::fill(tokens.begin() + place.begin, tokens.begin() + place.end(), features.token);
+    }
     while (static_cast<int64_t>(expected.tokens.size()) < input.stop.max_tokens &&
            static_cast<int64_t>(tokens.size()) < max_length) {
       const uint64_t hash = FakeHash(input.lease.get(), tokens);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -53,6 +54,22 @@ inline TokenId FakeNext(uint64_t hash, const SamplingParams& sampling, uint32_t 
 
 inline float FakeLogprob(uint64_t hash, TokenId token) {
   return -static_cast<float>(FakeMix(hash, static_cast<uint64_t>(token)) % 10000) / 1000.0f;
+}
+
+// An image's features: the token that stands for it under the version that computed them.
+struct FakeFeatures final : ImageFeatures {
+  FakeFeatures(const Image& image, const adapter::LoadedAdapter* adapter)
+      : token(static_cast<TokenId>(
+            FakeMix(std::hash<std::string>()(image.identity()), FakeSeed(adapter)) % kFakeVocab)) {}
+  int64_t bytes() const override { return kBytes; }
+
+  static constexpr int64_t kBytes = 100;
+  const TokenId token;
+};
+
+// Adapters of the tower have names with a t.
+inline bool FakeChangesImages(const adapter::LoadedAdapter* adapter) {
+  return adapter != nullptr && adapter->name()[0] == 't';
 }
 
 // Computes a step when it is asked for its outputs, as late as its contract allows, from copies of
@@ -116,6 +133,20 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
     return outputs;
   }
 
+  bool ChangesImages(const adapter::LoadedAdapter& adapter) const override {
+    return FakeChangesImages(&adapter);
+  }
+  absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
+      const Image& image, const adapter::LoadedAdapter* adapter) override {
+    DORAD_CHECK(!released_ && (adapter == nullptr || FakeChangesImages(adapter)));
+    DORAD_CHECK(adapter == nullptr || adapter->resident());
+    ++images_encoded;
+    if (on_encode) {
+      if (absl::Status status = on_encode(image); !status.ok()) return status;
+    }
+    return std::make_shared<const FakeFeatures>(image, adapter);
+  }
+
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
     DORAD_CHECK(in_flight_.empty() && !released_);
     if (fail_release) return absl::InternalError("injected");
@@ -145,6 +176,8 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   // Called when a step begins and when its outputs are asked for; a failure fails it.
   std::function<absl::Status(absl::Span<const StepSequence>)> on_begin;
   std::function<absl::Status()> on_step;
+  std::function<absl::Status(const Image&)> on_encode;
+  std::atomic<int> images_encoded{0};
   // This token's appearance in a row makes its logits non-finite.
   TokenId poison = -1;
 
@@ -167,6 +200,19 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
         logprobs = s.sample->logprobs->mode != LogprobMode::kNone;
       }
       if (s.score != nullptr) targets.assign(s.score->targets.begin(), s.score->targets.end());
+      if (s.images != nullptr) PlaceImages(s);
+      for (const TokenId token : tokens) DORAD_CHECK(token >= Image::kNoToken);
+    }
+
+    void PlaceImages(const StepSequence& s) {
+      for (size_t i = 0; i < s.images->places().size(); ++i) {
+        const PlacedImage& place = s.images->places()[i];
+        const int64_t end = position + static_cast<int64_t>(tokens.size());
+        for (int64_t p = std::max(place.begin, position); p < std::min(place.end(), end); ++p) {
+          DORAD_CHECK(tokens[p - position] == place.image->key && s.features[i] != nullptr);
+          tokens[p - position] = static_cast<const FakeFeatures&>(*s.features[i]).token;
+        }
+      }
     }
 
     std::vector<TokenId> tokens;
