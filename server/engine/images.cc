@@ -24,6 +24,10 @@ PromptImages::PromptImages(std::vector<PlacedImage> places) : places_(std::move(
   }
 }
 
+std::shared_ptr<const PromptImages> PromptImages::Of(std::vector<PlacedImage> places) {
+  return places.empty() ? nullptr : std::make_shared<const PromptImages>(std::move(places));
+}
+
 void PromptImages::Mark(std::vector<TokenId>* tokens) const {
   for (const PlacedImage& place : places_) {
     DORAD_CHECK(place.image->key < Image::kNoToken);

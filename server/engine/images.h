@@ -36,6 +36,8 @@ struct Image {
 class PromptImages {
  public:
   explicit PromptImages(std::vector<PlacedImage> places);
+  // nullptr: there are none.
+  static std::shared_ptr<const PromptImages> Of(std::vector<PlacedImage> places);
 
   absl::Span<const PlacedImage> places() const { return places_; }
   // The position after the last image.

@@ -49,10 +49,6 @@ PrefixNode RootOf(const adapter::AdapterLease& lease, const std::string& salt,
   return PrefixRoot(lease.get() == nullptr ? std::string() : lease.get()->digest(), salt, tenant);
 }
 
-std::shared_ptr<const PromptImages> ImagesOf(std::vector<PlacedImage> places) {
-  return places.empty() ? nullptr : std::make_shared<const PromptImages>(std::move(places));
-}
-
 }  // namespace
 
 Request::Request(GenerateInput input, std::shared_ptr<TokenStream> stream, Instant admitted)
@@ -178,7 +174,7 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
   if (generate) {
     const PrefixNode root = RootOf(generate->lease, generate->cache_salt, generate->tenant);
     const auto prompt_tokens = static_cast<int64_t>(generate->prompt.size());
-    const std::shared_ptr<const PromptImages> images = ImagesOf(std::move(generate->images));
+    const auto images = PromptImages::Of(std::move(generate->images));
     for (int32_t i = 0; i < generate->n; ++i) {
       Sequence* const sequence = AddSequence(generate->prompt, images, generate->lease.get(), root,
                                              prefix_cache && !generate->bypass_prefix_cache);
@@ -210,8 +206,8 @@ void Request::MakeSequences(const StopRules& rules, bool prefix_cache) {
     result_.versions.push_back(SpanOf(lease.get(), 0, 0));
   }
   for (size_t i = 0; i < score->sequences.size(); ++i) {
-    const std::shared_ptr<const PromptImages> images =
-        score->images.empty() ? nullptr : ImagesOf(std::move(score->images[i]));
+    const auto images =
+        score->images.empty() ? nullptr : PromptImages::Of(std::move(score->images[i]));
     for (size_t j = 0; j < score->leases.size(); ++j) {
       Sequence* const sequence =
           AddSequence(score->sequences[i], images, score->leases[j].get(), roots[j], prefix_cache);
@@ -232,10 +228,6 @@ void Request::Enter(uint64_t* arrival) {
     sequence->arrival = (*arrival)++;
     sequence->tenant = base().tenant;
   }
-}
-
-const std::vector<TokenId>& Request::PromptOf(const Sequence& sequence) const {
-  return generate ? generate->prompt : score->sequences[sequence.index / score->leases.size()];
 }
 
 Request::Want Request::WantOf(const Chunk& chunk) const {

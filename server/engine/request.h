@@ -123,7 +123,9 @@ struct Request {
                         const adapter::LoadedAdapter* adapter, const PrefixNode& root,
                         bool use_prefix_cache);
   // As the caller gave it.
-  const std::vector<TokenId>& PromptOf(const Sequence& sequence) const;
+  const std::vector<TokenId>& PromptOf(const Sequence& sequence) const {
+    return generate ? generate->prompt : score->sequences[sequence.index / score->leases.size()];
+  }
   // Why the sample ends with its last token; kNone: it continues.
   Finish FinishOf(const Sequence& sequence, const StopRules& rules, Instant now) const;
   int32_t MatchStopSequence(const Sequence& sequence) const;
