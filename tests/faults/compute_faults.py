@@ -180,8 +180,8 @@ CPU = [
     Fault(
         "attention window one too wide",
         "server/backends/cpu/simd/attention.cc",
-        "std::max<int64_t>(0, position - window_ + 1)",
-        "std::max<int64_t>(0, position - window_)",
+        "std::max<int64_t>(0, position - visible_.window + 1)",
+        "std::max<int64_t>(0, position - visible_.window)",
         "Models with a sliding window differ from transformers.",
         ("cpu:*AttentionTest.*",),
     ),

@@ -286,8 +286,8 @@ RPC = [
     ),
     Fault(
         "an image in a prompt is read as text",
-        "server/rpc/generate_validation.cc",
-        '  CheckNoImages("prompt_token_ids", ids, limits, violations);\n',
+        "server/rpc/image_validation.cc",
+        "      CheckNoImages(text.field, *text.ids, limits, violations);\n",
         "",
         "The placeholder of an image is answered as if it were text.",
         ("rpc:ParseGenerate.*",),

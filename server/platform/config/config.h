@@ -40,9 +40,9 @@ struct EngineConfig {
   int64_t max_step_tokens = 0;        // 0: auto
   int64_t max_running_sequences = 0;  // 0: auto
   int64_t kv_bytes = 0;               // 0: auto
-  bool prefix_cache = true;
   // Of images' pixels in host memory, and of their features in the device's.
   int64_t image_cache_bytes = int64_t{1} << 30;
+  bool prefix_cache = true;
   bool deterministic = true;
   double gpu_share = 1.0;                // the largest share of time for steps; also on the CPU
   std::string stream_priority = "high";  // of steps on a GPU: "high", "normal", "low"
