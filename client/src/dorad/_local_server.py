@@ -1,4 +1,4 @@
-"""Runs a server of this host as a child process, for as long as a block."""
+"""A server of this host as a child process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 _START_SECONDS = 600  # A large model loads for minutes.
@@ -41,39 +41,73 @@ def local_server(
       FileNotFoundError: there is no such program.
       RuntimeError: the server did not get ready; its log says why.
     """
-    command = [_program(program), "serve", "--model", os.fspath(model)]
-    values: dict[str, object] = {
-        "server.grpc_listen": "127.0.0.1:0",
-        "server.metrics_listen": "",
-        "log.level": "warning",
-    }
-    for key, value in (values | dict(settings or {})).items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        command += ["--set", f"{key}={text}"]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | _ENVIRONMENT | dict(environment or {}),
-    )
-    too_late = threading.Timer(_START_SECONDS, process.kill)
-    too_late.daemon = True
-    too_late.start()
+    settings = {"server.metrics_listen": "", "log.level": "warning"} | dict(settings or {})
+    server = ServerChild(serve_command(model, settings, program), environment)
     try:
-        ready = next((line for line in process.stdout or () if line.startswith("dorad ready")), "")
+        server.wait_until_ready()
+        yield server.target
+    finally:
+        server.stop()
+
+
+class ServerChild:
+    """A server as a child process, from its start on. The owner ends it with `stop`. Thread-safe.
+
+    Args:
+      command: a command line that runs `dorad serve`.
+      environment: further variables of its environment.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._command = command
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | _ENVIRONMENT | dict(environment or {}),
+        )
+        self.target = ""
+        self.metrics_url = ""
+        """Empty without metrics."""
+
+    def wait_until_ready(self) -> None:
+        """Reads its addresses. Raises RuntimeError when it does not get ready."""
+        too_late = threading.Timer(_START_SECONDS, self.process.kill)
+        too_late.daemon = True
+        too_late.start()
+        lines = self.process.stdout or ()
+        ready = next((line for line in lines if line.startswith("dorad ready")), "")
         too_late.cancel()
         if not ready:
-            raise RuntimeError(f"the server did not start: {' '.join(command)}")
-        yield ready.split()[2].removeprefix("grpc=")
-    finally:
-        too_late.cancel()
-        process.terminate()
+            raise RuntimeError(f"the server did not start: {' '.join(self._command)}")
+        addresses = dict(word.split("=", 1) for word in ready.split()[2:])
+        self.target = addresses["grpc"]
+        self.metrics_url = addresses.get("metrics", "")
+
+    def stop(self) -> None:
+        """Ends it: running requests may finish until server.drain_timeout_seconds."""
+        self.process.terminate()
         try:
-            process.wait(_END_SECONDS)
+            self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self.process.kill()
+            self.process.wait()
+
+
+def serve_command(
+    model: str | os.PathLike[str],
+    settings: Mapping[str, object],
+    program: str | os.PathLike[str] | None = None,
+) -> list[str]:
+    """The command line that serves a model, on a port of 127.0.0.1 unless the settings differ."""
+    command = [_program(program), "serve", "--model", os.fspath(model)]
+    for key, value in ({"server.grpc_listen": "127.0.0.1:0"} | dict(settings)).items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        command += ["--set", f"{key}={text}"]
+    return command
 
 
 def _program(given: str | os.PathLike[str] | None) -> str:

@@ -11,6 +11,7 @@ from dorad import types as t
 from dorad._aio.rollouts import Rollouts
 from dorad._asyncio import Runner
 from dorad._pool import connector
+from dorad.fleet.coordinator import LEASE_SECONDS
 from dorad.fleet.manifest import Manifest
 from dorad.fleet.manifest_store import ManifestFile, ManifestStore
 from dorad.fleet.servers import FleetPool
@@ -40,7 +41,7 @@ class Fleet(Rollouts):
         manifest: str | os.PathLike[str] | ManifestStore,
         targets: Iterable[str] = (),
         *,
-        lease: float = 30.0,
+        lease: float = LEASE_SECONDS,
         connect: Callable[[str], dorad.aio.Client] | None = None,
         timeout: float | None = 600.0,
         retry_for: float | None = None,

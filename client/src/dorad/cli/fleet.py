@@ -22,12 +22,10 @@ from dorad._channel import PROBE_SECONDS
 from dorad._pool_server import gather
 from dorad.cli.common import Group, Output, OutputOption, console, table
 from dorad.fleet import manifest as m
+from dorad.fleet.coordinator import LEASE_SECONDS
 from dorad.fleet.manifest_store import ManifestFile, change
 
 app = typer.Typer(cls=Group, no_args_is_help=True)
-
-_LEASE_SECONDS = 30.0
-"""Of a new member; the fleet's processes renew it."""
 
 ManifestArgument = Annotated[
     Path,
@@ -154,7 +152,7 @@ def show(manifest: ManifestArgument, output: OutputOption = Output.TABLE) -> Non
 def join(manifest: ManifestArgument, target: MemberArgument) -> None:
     """Add a member. The fleet's processes bring it to the fleet's versions."""
     store = _store(manifest)
-    asyncio.run(change(store, lambda of: m.renew(of, [target], time.time() + _LEASE_SECONDS)))
+    asyncio.run(change(store, lambda of: m.renew(of, [target], time.time() + LEASE_SECONDS)))
     print(f"{target} is a member")
 
 

@@ -26,6 +26,9 @@ from dorad.fleet.relay import SOURCE, RelayTree
 PEER_REASONS = frozenset({"PEER_UNAVAILABLE", "PUBLISH_SHA256_MISMATCH"})
 """Reasons of a receiver whose sender failed: another sender may do."""
 
+LEASE_SECONDS = 30.0
+"""Of members and prepared versions, unless a coordinator has another one."""
+
 KEEPER_SECONDS = 3.0
 """After so long another coordinator repairs the members in place of one that has stopped."""
 
@@ -84,7 +87,7 @@ class Coordinator:
         store: ManifestStore,
         members: Members,
         *,
-        lease: float = 30.0,
+        lease: float = LEASE_SECONDS,
         clock: Callable[[], float] = time.time,
         name: str | None = None,
     ) -> None:

@@ -65,7 +65,7 @@ class ManifestFile:
         with self._locked():
             if self._read().generation != expected:
                 return False
-            self._replace(to_json(manifest).encode())
+            replace_file(self._path, to_json(manifest).encode())
             return True
 
     @contextlib.contextmanager
@@ -75,15 +75,17 @@ class ManifestFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _replace(self, data: bytes) -> None:
-        fresh = f"{self._path}.new"  # One writer at a time: what a crash left is overwritten.
-        with open(fresh, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+
+def replace_file(path: pathlib.Path, data: bytes) -> None:
+    """Replaces a file as a whole, for good. One writer at a time."""
+    fresh = f"{path}.new"  # What a crash left there is overwritten.
+    with open(fresh, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

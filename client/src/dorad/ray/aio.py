@@ -1,0 +1,5 @@
+"""The asyncio form of `dorad.ray`."""
+
+from dorad._aio.ray_fleet import Fleet
+
+__all__ = ["Fleet"]
