@@ -5,9 +5,11 @@ rewards; one optimizer step moves the adapter; it is published from memory as th
 activated. The log-probabilities of trainer and server are compared at every step.
 
     python client/examples/grpo.py [--model DIR] [--steps 12] [--target HOST:PORT]
-                                   [--colocate SOCKET] [--device cuda]
+                                   [--colocate SOCKET] [--device cuda] [--servers 3]
 
-Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --colocate both
+Without --target it runs a server of its own: build/dorad, or DORAD_BINARY. With --servers it runs
+so many, as a fleet on Ray (the extra ray): in the cluster that RAY_ADDRESS names, or one of its
+own. With --colocate both
 share the server's device, which on a GPU is the GPU: the server reads the adapter out of this
 process's memory, this process trains over the server's base weights, of which there is one copy,
 and has the KV cache's memory while it trains. SOCKET is the server's server.shared_memory_socket.
@@ -39,6 +41,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from dorad import (
     AdapterVersion,
     Client,
+    Fleet,
     GenerateRequest,
     Sample,
     SharedTensors,
@@ -127,7 +130,7 @@ class Prompts:
 
 
 def sample_groups(
-    client: Client, prompts: Prompts, version: AdapterVersion, seed: int
+    client: Client | Fleet, prompts: Prompts, version: AdapterVersion, seed: int
 ) -> Iterator[Group]:
     """One group for each prompt, all of them in one batch of the server."""
     requests = [
@@ -234,8 +237,12 @@ def train(policy: PeftModel, optimizer: torch.optim.Optimizer, groups: list[Grou
     return torch.cat(differences)
 
 
-def publish(client: Client, policy: PeftModel, shared: SharedTensors | None) -> AdapterVersion:
+def publish(
+    client: Client | Fleet, policy: PeftModel, shared: SharedTensors | None
+) -> AdapterVersion:
     """Publishes and activates the policy as it is now."""
+    if isinstance(client, Fleet):
+        return client.publish(NAME, model=policy, keep_last=1)  # each server retires older ones
     if shared is None:
         return client.publish(NAME, model=policy)
     return client.publish_from_memory(NAME, model=policy, shared_memory=shared)
@@ -252,7 +259,7 @@ def kv_memory(client: Client) -> Iterator[None]:
 
 
 def run(
-    client: Client,
+    client: Client | Fleet,
     model: Path,
     steps: int,
     seed: int = 0,
@@ -272,7 +279,8 @@ def run(
         began = time.monotonic()
         groups = list(sample_groups(client, prompts, version, seed=1000 * (1000 * seed + number)))
         sampled = time.monotonic()
-        with nullcontext() if weights is None else kv_memory(client):
+        colocated = client if weights is not None and isinstance(client, Client) else None
+        with kv_memory(colocated) if colocated else nullcontext():
             differences = train(policy, optimizer, groups)
         updated = time.monotonic()
         following = publish(client, policy, shared)
@@ -294,7 +302,8 @@ def run(
         )
         if not step.mean_difference < most:
             raise RuntimeError(f"trainer and server disagree: {step.mean_difference} a token")
-        client.retire(version.ref)  # frees its memory; no request uses it any more
+        if isinstance(client, Client):
+            client.retire(version.ref)  # frees its memory; no request uses it any more
         done.append(step)
         version = following
     return done
@@ -303,13 +312,36 @@ def run(
 # --- The program ----------------------------------------------------------------------------------
 
 
-def own_server(model: Path, device: str, socket: str) -> AbstractContextManager[str]:
-    """The address of a server that runs as long as the block."""
-    settings = {"model.device": device, "server.shared_memory_socket": socket}
-    if device == "cpu":
-        settings["model.compute_dtype"] = "fp32"
-    program = os.environ.get("DORAD_BINARY", ROOT / "build" / "dorad")
-    return local_server(model, settings, program=program)
+def settings(device: str) -> dict[str, object]:
+    """Of servers of its own."""
+    values: dict[str, object] = {"model.device": device}
+    return values | ({"model.compute_dtype": "fp32"} if device == "cpu" else {})
+
+
+PROGRAM = os.environ.get("DORAD_BINARY", ROOT / "build" / "dorad")
+
+
+@contextmanager
+def own_server(model: Path, device: str, socket: str) -> Iterator[Client]:
+    """A server that runs as long as the block."""
+    values = settings(device) | {"server.shared_memory_socket": socket}
+    with local_server(model, values, program=PROGRAM) as target, Client(target) as client:
+        yield client
+
+
+@contextmanager
+def own_fleet(model: Path, device: str, servers: int) -> Iterator[Fleet]:
+    """A fleet on Ray that runs as long as the block."""
+    import dorad.ray
+
+    gpus = 0 if device == "cpu" else 1
+    values = {"security.allow_insecure": True} | settings(device)
+    fleet = dorad.ray.Fleet("grpo", model=model, settings=values, program=PROGRAM, gpus=gpus)
+    try:
+        fleet.scale(servers)
+        yield fleet
+    finally:
+        fleet.shutdown()
 
 
 def main() -> None:
@@ -321,16 +353,26 @@ def main() -> None:
         "--colocate", default="", help="the shared-memory socket of a server beside it"
     )
     parser.add_argument("--device", default="cpu", help="of a server of its own: cpu or cuda")
+    parser.add_argument("--servers", type=int, default=0, help="of its own, as a fleet on Ray")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.servers and (options.target or options.colocate):
+        parser.error("--servers is for servers of its own, which share no GPU with the trainer")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so end the server, too
     transformers.utils.logging.disable_progress_bar()  # of loading
     began = time.monotonic()
-    own = own_server(options.model, options.device, options.colocate)
-    where = nullcontext(options.target) if options.target else own
+    where: AbstractContextManager[Client | Fleet]
+    if options.target:
+        where = Client(options.target)
+    elif options.servers:
+        where = own_fleet(options.model, options.device, options.servers)
+    else:
+        where = own_server(options.model, options.device, options.colocate)
     memory = SharedTensors(options.colocate) if options.colocate else nullcontext()
-    with where as target, Client(target) as client, memory as shared:
-        weights = base_weights(client) if options.colocate else None
+    with where as client, memory as shared:
+        weights = None
+        if options.colocate and isinstance(client, Client):
+            weights = base_weights(client)
         steps = run(client, options.model, options.steps, options.seed, shared, weights)
     elapsed = time.monotonic() - began
     print(f"\nMean reward of {len(TASKS)} prompts x {GROUP} answers; {elapsed:.0f} s in all")

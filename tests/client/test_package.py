@@ -55,7 +55,7 @@ def test_names_its_programs_and_what_it_needs(wheel):
     for package in ("grpcio>=", "protobuf", "numpy", "googleapis-common-protos"):
         assert [line for line in needs if line.startswith(f"Requires-Dist: {package}")], package
     # The library alone must not pull in these.
-    for package in ("torch", "typer", "tokenizers", "transformers", "trl", "verl"):
+    for package in ("torch", "typer", "tokenizers", "transformers", "ray", "trl", "verl"):
         assert all("extra ==" in line for line in needs if f" {package}" in line), package
 
 
@@ -77,7 +77,7 @@ def test_has_a_licence_and_invents_no_address(wheel):
 
 def test_has_the_extras_that_messages_and_guides_name(wheel):
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", read(wheel, "METADATA"), re.MULTILINE))
-    assert extras == {"cli", "text", "gateway", "train", "qdora", "trl", "verl"}
+    assert extras == {"cli", "text", "gateway", "train", "qdora", "ray", "trl", "verl"}
     texts = [
         *(ROOT / "client").rglob("*.py"),
         *ROOT.glob("docs/**/*.md"),
@@ -99,3 +99,15 @@ def test_imports_from_the_wheel_alone(wheel, tmp_path):
     )
     assert run.stdout.startswith(str(tmp_path)), run.stderr
     assert f"\nVersion: {dorad.__version__}\n" in read(wheel, "METADATA")
+
+
+def test_ray_is_imported_for_its_fleet_alone_and_named_when_it_is_missing():
+    code = "import sys, dorad, dorad.aio; print('ray' in sys.modules); sys.modules['ray'] = None;"
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code} import dorad.ray"], capture_output=True, text=True
+    )
+    assert run.stdout == "False\n"
+    assert run.stderr.splitlines()[-1] == (
+        "ImportError: dorad.ray needs the package ray, which is not installed:"
+        " pip install 'dorad[ray]'"
+    )

@@ -1,47 +1,25 @@
 """client/examples/grpo.py on a tiny random model: it agrees with the server, or it stops."""
 
-import importlib.util
-import shutil
 import subprocess
 import sys
 
 import dorad
 import dorad.train
 import pytest
+from lib import grpo_example
+from lib.grpo_example import EXAMPLE
 from lib.server import ROOT, binary, environment, serve
-
-EXAMPLE = ROOT / "client" / "examples" / "grpo.py"
-TEMPLATE = "{% for m in messages %}<q>{{ m.content }}{% endfor %}<a>"
 
 
 @pytest.fixture(scope="module")
 def grpo():
-    spec = importlib.util.spec_from_file_location("grpo", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["grpo"] = module  # Its dataclasses look there for their annotations.
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["grpo"]
+    with grpo_example.loaded() as module:
+        yield module
 
 
 @pytest.fixture(scope="module")
 def model(zoo, tmp_path_factory):
-    """A bf16 checkpoint with a byte-level tokenizer and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("grpo") / "model"
-    shutil.copytree(zoo.model("llama3"), folder)
-    # As in the model, the first ids are special tokens.
-    alphabet = ["<a>", "<q>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    bytewise = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    bytewise.add_special_tokens(["<a>", "<q>", "<end>"])
-    PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, eos_token="<end>", chat_template=TEMPLATE
-    ).save_pretrained(folder)
-    return folder
+    return grpo_example.make_model(zoo, tmp_path_factory.mktemp("grpo") / "model")
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import dorad
 import dorad.ray
 import pytest
 import ray
+from dorad import local_server
 from dorad._ray.calls import ActorManifest
 from dorad.fleet import manifest as m
+from lib import grpo_example
 from lib.ray_cluster import NODE, cluster
 from lib.server import binary, device, wait_until
 
@@ -198,6 +200,103 @@ def test_of_racing_changes_of_the_manifest_exactly_one_wins(fleet):
     asyncio.run(clear(store))
 
 
+def test_a_change_whose_answer_is_lost_is_found_again(fleet):
+    """The actor dies after it has written the manifest, or before."""
+
+    async def change(number, dies_first):
+        actor = ray.get_actor("fleet", "dorad")
+        store = ActorManifest(actor)
+        now = await store.read()
+        changed = m.renew(now, [f"10.0.0.{number}:1"], 1e12)
+        call = FirstAnswerLost(actor, dies_first)
+        assert await ActorManifest(call).compare_and_set(now.generation, changed)
+        assert await store.read() == changed
+        lost = FirstAnswerLost(actor, True)
+        with pytest.raises(dorad.Unavailable):  # The first generation is long gone.
+            await ActorManifest(lost).compare_and_set(now.generation, changed_otherwise(now))
+
+    def changed_otherwise(manifest):
+        return m.renew(manifest, ["10.0.0.99:1"], 1e12)
+
+    fleet.close()
+    asyncio.run(change(1, dies_first=False))
+    asyncio.run(change(2, dies_first=True))
+    asyncio.run(clear(ActorManifest(ray.get_actor("fleet", "dorad"))))
+
+
+class FirstAnswerLost:
+    """An actor that dies in the first call of compare_and_set."""
+
+    def __init__(self, actor, dies_first):
+        self._actor, self._dies_first, self._died = actor, dies_first, False
+        self.read = actor.read
+        self.compare_and_set = self
+
+    def remote(self, *arguments):
+        real = self._actor.compare_and_set
+        if self._died:
+            return real.remote(*arguments)
+        self._died = True
+        if not self._dies_first:
+            assert ray.get(real.remote(*arguments))
+        ray.kill(self._actor, no_restart=False)
+
+        async def lost():
+            raise ray.exceptions.ActorUnavailableError("it has died", None)
+
+        return lost()
+
+
 async def clear(store):
     now = await store.read()
     assert await store.compare_and_set(now.generation, m.Manifest(now.generation + 1))
+
+
+def test_grpo_over_three_servers_one_of_which_dies_is_as_over_one(zoo, spec, tmp_path, monkeypatch):
+    """Rewards, tokens and log-probabilities, to the last bit."""
+    spec |= {"model": grpo_example.make_model(zoo, tmp_path / "model")}
+    settings = spec["settings"] | {"model.device": "cpu", "model.compute_dtype": "fp32"}
+    with grpo_example.loaded() as grpo:
+        sample_groups, drawn = grpo.sample_groups, []
+
+        def recorded(*arguments, **options):
+            for group in sample_groups(*arguments, **options):
+                answers = [(s.token_ids.tolist(), s.logprobs.tolist()) for s in group.samples]
+                drawn.append((group.prompt, answers, group.rewards.tolist()))
+                yield group
+
+        monkeypatch.setattr(grpo, "sample_groups", recorded)
+        alone_at = local_server(spec["model"], settings, program=binary())
+        with alone_at as target, dorad.Client(target) as client:
+            alone = grpo.run(client, spec["model"], steps=4, seed=3)
+        expected = drawn.copy()
+        drawn.clear()
+
+        with dorad.ray.Fleet("grpo", **spec | {"settings": settings}) as fleet:
+            servers = fleet.scale(3)
+            all_ready(fleet, 3)
+            generate_many, calls = fleet.generate_many, []
+
+            def while_one_dies(requests):
+                calls.append(len(requests))
+                if len(calls) != 2:
+                    return generate_many(requests)
+                dying = iter([servers[1].pid])
+
+                def kill(done, total):  # After the first prompt, in the midst of the others.
+                    for pid in dying:
+                        os.kill(pid, signal.SIGKILL)
+
+                return generate_many(requests, progress=kill)
+
+            monkeypatch.setattr(fleet, "generate_many", while_one_dies)
+            many = grpo.run(fleet, spec["model"], steps=4, seed=3)
+            assert "SIGKILL" in restarted(fleet, 1).reason
+            all_ready(fleet, 3)
+            states = fleet.servers()
+            assert len({str(active(state.target)) for state in states}) == 1
+            assert sum(report.completed > 0 for report in fleet.report()) >= 2
+            fleet.shutdown()
+    assert drawn == expected
+    assert [step.reward for step in many] == [step.reward for step in alone]
+    assert [step.version for step in many] == [f"policy@{n}" for n in range(1, 5)]

@@ -27,9 +27,9 @@ class Fleet(AnyFleet):
       model: the folder of the model on every node; None: the fleet must be there.
       address: of a cluster, as ray.init takes it, when Ray is not initialised yet.
       settings: of the servers, as of `local_server`. server.grpc_listen, server.metrics_listen
-        (the node's address, free ports), adapters.store_path (in `folder`) and peers.allowed
-        (private networks) have values unless given. A network that others can reach needs TLS and
-        tokens, or security.allow_insecure.
+        (the node's address, free ports), adapters.store_path (in `folder`), peers.allowed (private
+        networks) and log.level (warning) have values unless given. A network that others can reach
+        needs TLS and tokens, or security.allow_insecure.
       environment: further variables of the servers' environment.
       program: the server; default: DORAD_BINARY of the node, or else `dorad` on its PATH.
       cpus, gpus: what Ray reserves for each server.

@@ -163,6 +163,7 @@ class ServerActor:
         settings = {
             "server.grpc_listen": f"{node}:0",
             "server.metrics_listen": f"{node}:0",
+            "log.level": "warning",
             "peers.allowed": f"[{', '.join((*_PRIVATE, node))}]",
             "adapters.store_path": self._folder / "store",
         } | dict(self._spec.settings)
