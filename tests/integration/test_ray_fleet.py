@@ -89,10 +89,10 @@ def test_a_dead_server_a_dead_actor_and_a_dead_fleet_actor_come_back(fleet, fold
     assert "server 0: the server was ended by SIGKILL" in pathlib.Path(back.log).read_text()
 
     child = servers[1].pid
-    ray.kill(ray.get_actor("fleet/1", "dorad"), no_restart=False)
+    os.kill(parent(child), signal.SIGKILL)
     back = restarted(fleet, 1)
     assert "Ray has restarted the actor" in back.reason
-    assert not pathlib.Path(f"/proc/{child}").exists() or is_zombie(child)
+    wait_until(lambda: not is_alive(child), what="the end of the actor's child")
 
     before = fleet.manifest()
     ray.kill(ray.get_actor("fleet", "dorad"), no_restart=False)
@@ -106,8 +106,21 @@ def test_a_dead_server_a_dead_actor_and_a_dead_fleet_actor_come_back(fleet, fold
     assert fleet.publish("a", path=folder).label == "a@2"
 
 
-def is_zombie(pid):
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def status(pid):
+    """The state of a process and its parent."""
+    state, parent = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
+
+
+def parent(pid):
+    return status(pid)[1]
+
+
+def is_alive(pid):
+    try:
+        return status(pid)[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_it_scales_up_and_down_without_loss_of_prompts(fleet, folder):
