@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -54,10 +55,12 @@ def _read_config(descriptor: int) -> str:
 
 
 class _OpenImage:
-    """The bytes of an open file."""
+    """The bytes of an open file. It has a descriptor of its own until nobody has the image: gRPC
+    goes on reading for a moment when the server has refused the call."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
         self.size = os.fstat(descriptor).st_size
 
     def pieces(self, offset: int = 0) -> Iterator[memoryview]:
