@@ -116,7 +116,7 @@ class Server:
         self.incoming = {}  # upload_id -> bytes
         self.uploads = {}  # (name, number, sha) -> upload_id
         self.stream = {}  # upload_id -> the transfer that feeds it
-        self._waiters = set()
+        self._waiters = {}  # in order: a run is the same in every process
 
     def kill(self):
         self.alive = False
@@ -138,7 +138,7 @@ class Server:
     async def changed(self, seconds):
         """Waits for a change, or until the time is over: False."""
         event = asyncio.Event()
-        self._waiters.add(event)
+        self._waiters[event] = None
         try:
             async with asyncio.timeout(seconds):
                 await event.wait()
@@ -146,7 +146,7 @@ class Server:
         except TimeoutError:
             return False
         finally:
-            self._waiters.discard(event)
+            del self._waiters[event]
 
     def reachable(self):
         return self.alive and not self.cut_off
