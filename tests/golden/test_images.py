@@ -7,8 +7,10 @@ import torch
 from dorad import Client, GenerateRequest
 from lib.oracle import compare
 from lib.pictures import for_oracle, inputs_of, picture, prompt_of
-from lib.server import serve
+from lib.server import device, serve
 from lib.tiny_models import IMAGE, VIDEO
+
+pytestmark = pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet")
 
 FAMILY = "qwen3_vl"
 ADAPTERS = ["dora", "dora_everything", "dora_tower", "rslora_tower", "dora_tower_patterns"]
