@@ -42,6 +42,8 @@ struct RopeAppendParams {
   float eps = 0.0f;
   const float* cos = nullptr;  // [positions, head_dim / 2]
   const float* sin = nullptr;
+  // [head_dim / 2]: the one of StepRows::rotary that turns the pair. Null: the first.
+  const uint8_t* axes = nullptr;
   __nv_bfloat16* q = nullptr;  // out: [rows, heads · head_dim]
   KvCache cache;               // out: the rows' positions
 };
@@ -107,8 +109,9 @@ cudaError_t PagedAttention(const PagedAttentionParams& params, cudaStream_t stre
 // RopeAppend and PagedAttention, in one launch for fast shapes, with the same results in `out` and
 // in the cache; append.q may be left unwritten. Both need the same rows, shape and cache, append.q
 // and attention.q the same memory, qkv 16-byte aligned, and row_tiles false. No sequence may have
-// more than one row, or pages that another one writes. Copies of the cache begin while earlier
-// kernels still run: none of them may write the plan, or the cache below the rows' positions.
+// more than one row, or pages that another one writes. Rows turn by their first rotary position
+// alone. Copies of the cache begin while earlier kernels still run: none of them may write the
+// plan, or the cache below the rows' positions.
 // PlanAttention ensures that: it lets no kernel start before its end.
 cudaError_t AppendAttention(const RopeAppendParams& append, const PagedAttentionParams& attention,
                             cudaStream_t stream);

@@ -11,7 +11,7 @@ constexpr int kWarps = 4;
 
 // One warp for kHeads heads of a row in succession: query heads, then key heads, then value heads.
 // The head's half is even and at most 64 · kPairs.
-template <int kPairs, int kHeads>
+template <int kPairs, int kHeads, bool kByAxes>
 __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppendParams p) {
   using Head = HeadPairs<kPairs>;
   const int heads = p.shape.heads + 2 * p.shape.kv_heads;
@@ -23,8 +23,7 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendKernel(const RopeAppend
   const int position = p.rows.positions[row];
   const int sequence = p.rows.sequences[row];
   const int64_t page = p.rows.pages[p.rows.page_begin[sequence] + position / kKvPageTokens];
-  const int64_t angles_at = int64_t{position} * half;
-  const Head angles = LoadHead<kPairs>(p.cos + angles_at, p.sin + angles_at, half);
+  const Head angles = LoadAngles<kPairs, kByAxes>(p, row, position, half);
   WaitForPrevious();
   Head x[kHeads];
 #pragma unroll
@@ -95,8 +94,12 @@ __global__ void __launch_bounds__(32 * kWarps) RopeAppendOddKernel(const RopeApp
   for (int i = lane; i < half; i += 32) {
     const float a = norm == nullptr ? at(i) : at(i) * scale * norm[i];
     const float b = norm == nullptr ? at(i + half) : at(i + half) * scale * norm[i + half];
-    const float cos = is_value ? 1.0f : p.cos[int64_t{position} * half + i];
-    const float sin = is_value ? 0.0f : p.sin[int64_t{position} * half + i];
+    int turned = position;
+    if (p.rows.rotary != nullptr) {
+      turned = p.rows.rotary[3 * row + (p.axes == nullptr ? 0 : p.axes[i])];
+    }
+    const float cos = is_value ? 1.0f : p.cos[int64_t{turned} * half + i];
+    const float sin = is_value ? 0.0f : p.sin[int64_t{turned} * half + i];
     out[i] = __float2bfloat16_rn(a * cos - b * sin);
     out[i + half] = __float2bfloat16_rn(b * cos + a * sin);
   }
@@ -109,6 +112,15 @@ cudaError_t Launch(void (*kernel)(RopeAppendParams), const RopeAppendParams& par
   return LaunchEarly(kernel, grid, 32 * kWarps, 0, stream, params);
 }
 
+template <int kPairs, bool kByAxes>
+cudaError_t LaunchEven(const RopeAppendParams& params, cudaStream_t stream) {
+  // With many rows, heads share the row's angles and addresses.
+  if (params.rows.rows < 64) {
+    return Launch(RopeAppendKernel<kPairs, 1, kByAxes>, params, 1, stream);
+  }
+  return Launch(RopeAppendKernel<kPairs, 4, kByAxes>, params, 4, stream);
+}
+
 }  // namespace
 
 cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream) {
@@ -119,12 +131,11 @@ cudaError_t RopeAppend(const RopeAppendParams& params, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   }
   if (shape.head_dim % 4 != 0) return Launch(RopeAppendOddKernel, params, 1, stream);
-  // With many rows, heads share the row's angles and addresses.
-  const bool is_narrow = shape.head_dim <= 128;
-  if (params.rows.rows < 64) {
-    return Launch(is_narrow ? RopeAppendKernel<1, 1> : RopeAppendKernel<2, 1>, params, 1, stream);
+  const bool by_axes = params.rows.rotary != nullptr && params.axes != nullptr;
+  if (shape.head_dim <= 128) {
+    return by_axes ? LaunchEven<1, true>(params, stream) : LaunchEven<1, false>(params, stream);
   }
-  return Launch(is_narrow ? RopeAppendKernel<1, 4> : RopeAppendKernel<2, 4>, params, 4, stream);
+  return by_axes ? LaunchEven<2, true>(params, stream) : LaunchEven<2, false>(params, stream);
 }
 
 }  // namespace dorad::kernels

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "kernels/decoder/attention.h"
+
 namespace dorad::kernels {
 
 // Of a head of 2 · half elements, half even and at most 64 · kPairs, a lane has the pairs
@@ -44,6 +46,30 @@ __device__ inline HeadPairs<kPairs> LoadHead(const float* low, const float* high
     x.high[j] = *reinterpret_cast<const float2*>(high + i);
   }
   return x;
+}
+
+// Cosines (low) and sines (high) of a row whose position in its sequence is `position`. kByAxes:
+// RopeAppendParams::axes is there.
+template <int kPairs, bool kByAxes = false>
+__device__ inline HeadPairs<kPairs> LoadAngles(const RopeAppendParams& p, int row, int position,
+                                               int half) {
+  const int32_t* const rotary = p.rows.rotary == nullptr ? nullptr : p.rows.rotary + 3 * row;
+  if constexpr (kByAxes) {
+    HeadPairs<kPairs> x;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      const int i = 2 * (threadIdx.x % 32 + 32 * j);
+      x.low[j] = x.high[j] = make_float2(0.0f, 0.0f);
+      if (i >= half) continue;
+      const int64_t first = int64_t{rotary[p.axes[i]]} * half + i;
+      const int64_t second = int64_t{rotary[p.axes[i + 1]]} * half + i + 1;
+      x.low[j] = {p.cos[first], p.cos[second]};
+      x.high[j] = {p.sin[first], p.sin[second]};
+    }
+    return x;
+  }
+  const int64_t at = int64_t{rotary == nullptr ? position : *rotary} * half;
+  return LoadHead<kPairs>(p.cos + at, p.sin + at, half);
 }
 
 // x / sqrt(mean(x²) + eps) · weight.

@@ -222,8 +222,7 @@ __device__ void StartRow(const Args& p, const TileInfo& info, uint8_t* shared, i
   const __nv_bfloat16* row = p.q + int64_t{info.row} * heads * C::head_dim;
   if (is_appending) {
     row = append.qkv + int64_t{info.row} * (heads + 2 * p.kv_heads) * C::head_dim;
-    const int64_t at = int64_t{info.own} * kHalf;
-    angles = LoadHead<kPairs>(append.cos + at, append.sin + at, kHalf);
+    angles = LoadAngles<kPairs>(append, info.row, info.own, kHalf);
   }
   if (is_waiting) WaitForPrevious();
   const auto* const norms = reinterpret_cast<const float*>(shared + C::norms_at);

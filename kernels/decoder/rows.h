@@ -17,6 +17,8 @@ struct StepRows {
   // page's number is its distance from the begin of a layer's keys or values, in pages of these.
   const int32_t* page_begin = nullptr;  // [sequences]
   const int32_t* pages = nullptr;
+  // [rows, 3], positions of the rotary embedding: time, height, width. Null: all are `positions`.
+  const int32_t* rotary = nullptr;
 };
 
 }  // namespace dorad::kernels

@@ -9,6 +9,7 @@
 #include "server/adapter/peft/validate.h"
 #include "server/adapter/publish/reader.h"
 #include "server/app/options_from_config.h"
+#include "server/backends/backend.h"
 #include "server/model/model_config.h"
 #include "server/platform/error.h"
 
@@ -16,8 +17,7 @@ namespace dorad {
 
 absl::StatusOr<adapter::AdapterSummary> CheckAdapterFiles(const std::string& folder,
                                                           const Config& config) {
-  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
-  if (config.model.device != "cpu") model.DropVision();
+  DORAD_ASSIGN_OR_RETURN(const model::ModelConfig model, Backend::ReadModel(config));
   const adapter::BaseModules modules = model::MakeModules(model);
   DORAD_ASSIGN_OR_RETURN(
       adapter::AdapterFiles files,

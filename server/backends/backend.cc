@@ -40,8 +40,7 @@ absl::Status CheckHostHoldsKv(const Config& config) {
 
 // Reads the model's configuration after all checks that need neither device nor weights.
 absl::StatusOr<model::ModelConfig> ReadChecked(const Config& config) {
-  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
-  if (config.model.device != "cpu") model.DropVision();
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, Backend::ReadModel(config));
   DORAD_RETURN_IF_ERROR(ContextLength(model, config.model.max_context).status());
   DORAD_RETURN_IF_ERROR(CheckDevice(config));
   if (config.engine.kv_bytes == 0) return model;
@@ -63,6 +62,18 @@ const Backend::DeviceChoice& Backend::ChooseDevice() {
 #endif
   }());
   return *choice;
+}
+
+absl::StatusOr<model::ModelConfig> Backend::ReadModel(const Config& config) {
+  DORAD_ASSIGN_OR_RETURN(model::ModelConfig model, model::ReadModelConfig(config.model.path));
+#ifdef DORAD_CUDA
+  const std::string& device = config.model.device;
+  if (model.vision && (device == "auto" ? ChooseDevice().name : device) != "cpu" &&
+      !CheckCudaTower(*model.vision).ok()) {
+    model.DropVision();
+  }
+#endif
+  return model;
 }
 
 absl::Status Backend::Check(const Config& config) { return ReadChecked(config).status(); }

@@ -53,6 +53,9 @@ class Backend {
     std::string reason;
   };
   static const DeviceChoice& ChooseDevice();
+  // The model of config.model.path, without a tower that the device does not serve: images are
+  // refused then. model::ReadModelConfig's statuses.
+  static absl::StatusOr<model::ModelConfig> ReadModel(const Config& config);
   // Reads the weights for model.device. Statuses of model::ReadModelConfig and of the device's
   // loading, and INVALID_ARGUMENT (KV_TOO_SMALL, MAX_CONTEXT_OUT_OF_RANGE, DEVICE_NOT_BUILT,
   // WATER_MARKS_CROSSED, OUT_OF_MEMORY: a KV cache that the host can never hold).
@@ -120,6 +123,8 @@ absl::StatusOr<std::unique_ptr<Backend>> LoadCudaBackend(const Config& config,
 absl::StatusOr<std::string> FindGpu();
 // INVALID_ARGUMENT (COMPUTE_DTYPE_UNSUPPORTED, MAX_RANK_UNSUPPORTED).
 absl::Status CheckCudaConfig(const Config& config);
+// Why a GPU does not serve the tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
+absl::Status CheckCudaTower(const model::VisionConfig& vision);
 // Bytes of one KV page on a GPU.
 int64_t CudaKvPageBytes(const model::ModelConfig& model);
 

@@ -170,7 +170,7 @@ void EngineLoop::BeginSteps() {
   stalled_ = pipeline_.empty() && weights_.any_away() && !encodes;
 }
 
-// Beside the steps in flight: they delay one another, but none waits for more than one image.
+// Beside the steps in flight: they delay one another, but none waits for more than one piece.
 void EngineLoop::EncodeImage() {
   Request* const request = images_.waiting()->request;
   const absl::Status status = images_.Encode();

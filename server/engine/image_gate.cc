@@ -38,11 +38,14 @@ bool ImageGate::MayRun(Sequence* sequence) {
     missing = {sequence, std::move(name), places[i].image.get(), adapter};
   }
   if (missing.sequence == nullptr) return true;
-  if (first_.sequence == nullptr) {
-    first_ = std::move(missing);
-  } else {
+  // An image that has begun goes on: the order of sequences may change between its pieces.
+  const bool begun = missing.name == pieces_.name && first_.name != pieces_.name;
+  if (first_.sequence != nullptr && !begun) {
     sequence->features.clear();
+    return false;
   }
+  if (first_.sequence != nullptr) first_.sequence->features.clear();
+  first_ = std::move(missing);
   return false;
 }
 
@@ -50,7 +53,11 @@ absl::Status ImageGate::Encode() {
   DORAD_CHECK(first_.sequence != nullptr);
   const Instant begin = SteadyNow();
   DORAD_ASSIGN_OR_RETURN(Features features, runner_.EncodeImage(*first_.image, first_.adapter));
-  metrics_.ImageEncoded(Between(begin, SteadyNow()));
+  if (pieces_.name != first_.name) pieces_ = {first_.name, absl::ZeroDuration()};
+  pieces_.time += Between(begin, SteadyNow());
+  if (features == nullptr) return absl::OkStatus();
+  metrics_.ImageEncoded(pieces_.time);
+  pieces_ = {};
   bytes_ += features->bytes();
   entries_[first_.name] = {std::move(features), order_.insert(order_.end(), first_.name)};
   while (bytes_ > max_bytes_ && order_.front() != first_.name) {
@@ -70,6 +77,7 @@ ImageGate::Features ImageGate::Find(const std::string& name) {
 }
 
 void ImageGate::Clear() {
+  pieces_ = {};
   entries_.clear();
   order_.clear();
   bytes_ = 0;

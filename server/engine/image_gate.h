@@ -1,6 +1,6 @@
 // Admits sequences to a step if the features of their images are there, and keeps features for
-// later sequences. One image is computed at a time, between steps. Confined to the engine thread;
-// owned by EngineLoop.
+// later sequences. One image is computed at a time, between steps, in the pieces of the runner.
+// Confined to the engine thread; owned by EngineLoop.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "server/engine/images.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/sequence.h"
@@ -29,11 +30,12 @@ class ImageGate {
   // Call before each schedule.
   void BeginStep() { first_ = {}; }
   // Whether the features of all images that the sequence has yet to compute are there; if so, the
-  // sequence holds them. Of the sequences that wait, only the first one holds any.
+  // sequence holds them. Of the sequences that wait, only waiting() holds any.
   bool MayRun(Sequence* sequence);
-  // The sequence that waits and comes first in the current schedule; nullptr: none waits.
+  // Of the sequences that wait, the one whose image has begun, otherwise the first one in the
+  // current schedule; nullptr: none waits.
   Sequence* waiting() const { return first_.sequence; }
-  // Computes its first missing image. The runner's statuses.
+  // Computes its first missing image, or a piece of it. The runner's statuses.
   absl::Status Encode();
   // Drops all features that no sequence holds.
   void Clear();
@@ -52,6 +54,12 @@ class ImageGate {
     const adapter::LoadedAdapter* adapter = nullptr;
   };
 
+  // Of the image that is being computed.
+  struct Pieces {
+    std::string name;
+    absl::Duration time;
+  };
+
   Features Find(const std::string& name);
 
   ModelRunner& runner_;
@@ -61,6 +69,7 @@ class ImageGate {
   std::list<std::string> order_;  // least recently used first
   int64_t bytes_ = 0;
   Waiting first_;
+  Pieces pieces_;
 };
 
 }  // namespace dorad::engine

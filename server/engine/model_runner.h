@@ -127,8 +127,9 @@ class ModelRunner {
 
   // Whether the adapter changes the features of images.
   virtual bool ChangesImages(const adapter::LoadedAdapter& /*adapter*/) const { return false; }
-  // Computes an image's features under an adapter (nullptr: base). In order with the steps.
-  // UNIMPLEMENTED: the runner has no tower.
+  // Computes an image's features under an adapter (nullptr: base), or a piece of them: nullptr
+  // means that another call is needed. A call for another image drops the pieces of the last one.
+  // In order with the steps. UNIMPLEMENTED: the runner has no tower.
   virtual absl::StatusOr<std::shared_ptr<const ImageFeatures>> EncodeImage(
       const Image& /*image*/, const adapter::LoadedAdapter* /*adapter*/) {
     return absl::UnimplementedError("this runner has no vision tower");

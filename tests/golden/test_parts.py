@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dorad import Client, DoradError
 from lib.adapters import WEIGHTS, perturb
-from lib.server import device, serve
+from lib.server import serve
 from lib.tiny_models import IMAGE
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -71,7 +71,6 @@ def test_an_adapter_of_the_tower_is_refused_by_name(zoo, tmp_path, family, modul
     assert module in str(refusal.value)
 
 
-@pytest.mark.skipif(device() != "cpu", reason="GPUs refuse it by name")
 def test_an_adapter_of_qwen3s_tower_is_whole(zoo, tmp_path):
     base = copy.deepcopy(zoo.oracle("qwen3_vl").base)
     config = LoraConfig(task_type="CAUSAL_LM", r=4, use_dora=True, target_modules="all-linear")

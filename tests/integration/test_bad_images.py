@@ -10,11 +10,9 @@ from dorad.v1 import adapters_pb2, inference_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from lib.pictures import ELEMENTS, END, START
-from lib.server import Server, device, serve
+from lib.server import Server, serve
 from lib.tiny_models import IMAGE, VIDEO
 from lib.wire import RAW, pack_ids
-
-pytestmark = pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet")
 
 MAX_IMAGES, MAX_TOKENS = 3, 20
 # The prompt has two images, of 2 x 4 and 4 x 4 patches.

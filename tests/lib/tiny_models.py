@@ -110,6 +110,7 @@ def _qwen3_vl(**changes):
     return lambda: Qwen3VLConfig(
         text_config=_text(
             head_dim=24,
+            max_position_embeddings=1024,  # for an image of several pieces
             rope_parameters=_rope(theta=5e6, mrope_section=[4, 4, 4], mrope_interleaved=True),
         ),
         vision_config=_tower(

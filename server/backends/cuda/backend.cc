@@ -12,6 +12,7 @@
 #include "server/backends/cuda/model.h"
 #include "server/backends/cuda/model_runner.h"
 #include "server/backends/cuda/peer_memory.h"
+#include "server/backends/cuda/vision_encoder.h"
 #include "server/backends/description.h"
 #include "server/platform/error.h"
 
@@ -56,8 +57,9 @@ int64_t AutoKvBytes(const Config& config, const model::ModelConfig& model,
                                  memory.free - config.memory.reserve);
   const int64_t left = limit - cuda::CudaModel::BytesFor(model);
   const int64_t logits = config.engine.max_running_sequences * model.vocab_size * 4;
+  const int64_t images = model.vision ? config.engine.image_cache_bytes : 0;
   const int64_t reserve =
-      std::max({left / 8, kLeastReserve, config.adapters.resident_bytes}) + 2 * logits;
+      std::max({left / 8, kLeastReserve, config.adapters.resident_bytes}) + 2 * logits + images;
   return std::max<int64_t>(0, left - reserve);
 }
 
@@ -158,6 +160,8 @@ absl::Status CheckCudaConfig(const Config& config) {
   }
   return absl::OkStatus();
 }
+
+absl::Status CheckCudaTower(const model::VisionConfig& vision) { return cuda::CheckTower(vision); }
 
 int64_t CudaKvPageBytes(const model::ModelConfig& model) { return cuda::KvPageBytes(model); }
 

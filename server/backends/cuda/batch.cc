@@ -38,6 +38,14 @@ void WritePlaces(absl::Span<const int32_t> pages, const KvLayout& kv, int32_t* t
                  [&kv](int32_t page) { return kv.Place(page + kSparePages); });
 }
 
+void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to) {
+  for (int64_t p = position; p < position + count; ++p) {
+    engine::PromptImages::RotaryPosition at = {p, p, p};
+    if (images != nullptr) at = images->PositionOf(p);
+    for (const int64_t axis : {at.time, at.height, at.width}) *to++ = static_cast<int32_t>(axis);
+  }
+}
+
 bool IsAdapted(absl::Span<const StepBatch::AdapterRows> rows) {
   return std::any_of(rows.begin(), rows.end(),
                      [](const StepBatch::AdapterRows& range) { return range.adapter != nullptr; });
@@ -68,6 +76,19 @@ class DeviceBatch::Writer {
 };
 
 namespace {
+
+// The sequence's rows of images; `begin`: its first row in the step.
+void AppendImageRows(const StepSequence& s, int64_t begin, std::vector<ImageRows>* to) {
+  const int64_t end = s.position + static_cast<int64_t>(s.tokens.size());
+  const absl::Span<const engine::PlacedImage> places = s.images->places();
+  for (size_t i = 0; i < places.size(); ++i) {
+    const int64_t first = std::max(places[i].begin, s.position);
+    const int64_t last = std::min(places[i].end(), end);
+    if (first >= last) continue;
+    to->push_back({begin + first - s.position, last - first, first - places[i].begin,
+                   static_cast<const CudaImageFeatures*>(s.features[i].get())});
+  }
+}
 
 template <typename Writer>
 void WriteSegments(LinearRows* linear, Writer& writer) {
@@ -127,6 +148,11 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
   DORAD_RETURN_IF_ERROR(MakeBlocks(batch.scores, sequences, stream, &scores_));
   int64_t num_pages = 0;
   for (const StepSequence& s : sequences) num_pages += static_cast<int64_t>(s.pages.size());
+  images_.clear();
+  for (int64_t i = 0; i < count; ++i) {
+    const StepSequence& s = sequences[batch.order[i]];
+    if (s.images != nullptr) AppendImageRows(s, batch.row_begin[i], &images_);
+  }
 
   const auto write_rows = [&](Writer& writer) {
     int32_t* ids = writer.Array(batch.rows, &rows_.token_ids);
@@ -134,6 +160,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
     int32_t* owners = writer.Array(batch.rows, &rows_.sequences);
     int32_t* page_begin = writer.Array(count, &rows_.page_begin);
     int32_t* pages = writer.Array(num_pages, &rows_.pages);
+    int32_t* rotary = rotary_ ? writer.Array(3 * batch.rows, &rows_.rotary) : nullptr;
     if (!writer.writing()) return;
     rows_.rows = static_cast<int32_t>(batch.rows);
     int32_t page = 0;
@@ -141,7 +168,10 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       const StepSequence& s = sequences[batch.order[i]];
       const auto tokens = static_cast<int64_t>(s.tokens.size());
       const int64_t row = batch.row_begin[i];
-      std::copy(s.tokens.begin(), s.tokens.end(), ids + row);
+      // An image's rows are replaced: any token stands for them.
+      std::transform(s.tokens.begin(), s.tokens.end(), ids + row,
+                     [](engine::TokenId token) { return std::max(token, 0); });
+      if (rotary_) WriteRotary(s.images, s.position, tokens, rotary + 3 * row);
       if (s.follows >= 0) {
         ids[row] = FedToken(s, previous);
         feed = true;

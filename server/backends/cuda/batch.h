@@ -14,6 +14,7 @@
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/adapter_slots.h"
 #include "server/backends/cuda/device.h"
+#include "server/backends/cuda/image_features.h"
 #include "server/backends/cuda/kv_layout.h"
 #include "server/engine/model_runner.h"
 #include "server/engine/step_batch.h"
@@ -72,12 +73,20 @@ inline int32_t FedToken(const engine::StepSequence& sequence, const SampledToken
   return sequence.follows < 0 ? sequence.tokens[0] : -1 - previous.index[sequence.follows];
 }
 
+// Writes the rotary positions of `count` rows of a sequence from `position` on, three a row.
+void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to);
+
 class DeviceBatch {
  public:
-  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: the layout of the pages.
+  // slots is borrowed. max_logits_rows: of one LogitsBlock. kv: the layout of the pages. rotary:
+  // rows() has rotary positions.
   DeviceBatch(MemoryLedger* ledger, AdapterSlots* slots, int64_t max_logits_rows,
-              const KvLayout& kv)
-      : ledger_(ledger), slots_(*slots), max_logits_rows_(max_logits_rows), kv_(kv) {}
+              const KvLayout& kv, bool rotary)
+      : ledger_(ledger),
+        slots_(*slots),
+        max_logits_rows_(max_logits_rows),
+        kv_(kv),
+        rotary_(rotary) {}
 
   // Copies the step's arrays to the device, ordered with `stream`'s work, and feeds the tokens of
   // `previous`. REQUIRES: the work of the upload before the last has ended. Borrows `batch` until
@@ -89,6 +98,7 @@ class DeviceBatch {
   // Of the last upload.
   const kernels::StepRows& rows() const { return rows_; }
   const LinearRows& linear() const { return linear_; }
+  const std::vector<ImageRows>& images() const { return images_; }
   const std::vector<LogitsBlock>& samples() const { return samples_; }
   const std::vector<LogitsBlock>& scores() const { return scores_; }
 
@@ -103,6 +113,7 @@ class DeviceBatch {
   AdapterSlots& slots_;
   const int64_t max_logits_rows_;
   const KvLayout kv_;
+  const bool rotary_;
   struct Buffers {
     PinnedBuffer host;
     DeviceBuffer device;
@@ -111,6 +122,7 @@ class DeviceBatch {
   size_t next_ = 0;
   kernels::StepRows rows_;
   LinearRows linear_;
+  std::vector<ImageRows> images_;
   std::vector<LogitsBlock> samples_;
   std::vector<LogitsBlock> scores_;
 };

@@ -17,8 +17,9 @@ constexpr char kStep[] = "the step";
 static_assert(DecodeBatch::kSizes.back() == kernels::kSegmentBlockRows);
 
 absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pages_per_sequence,
-                                                const KvLayout& kv, MemoryLedger* ledger) {
-  DecodeBatch batch(slots, kv);
+                                                const KvLayout& kv, bool rotary,
+                                                MemoryLedger* ledger) {
+  DecodeBatch batch(slots, kv, rotary);
   Layout layout;
   batch.ids_at_ = layout.Add(kMaxRows * 4);
   batch.positions_at_ = layout.Add(kMaxRows * 4);
@@ -26,6 +27,7 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pag
   batch.page_begin_at_ = layout.Add(kMaxRows * 4);
   batch.segments_at_ = layout.Add(kMaxRows * int64_t{sizeof(kernels::RowSegment)});
   batch.count_at_ = layout.Add(4);
+  batch.rotary_at_ = layout.Add(rotary ? kMaxRows * 3 * 4 : 0);
   batch.pages_at_ = layout.Add((kMaxRows * pages_per_sequence + 1) * 4);
   for (PinnedBuffer& host : batch.hosts_) {
     DORAD_ASSIGN_OR_RETURN(host, PinnedBuffer::Allocate(layout.bytes()));
@@ -38,7 +40,8 @@ absl::StatusOr<DecodeBatch> DecodeBatch::Create(AdapterSlots* slots, int64_t pag
 bool DecodeBatch::Takes(absl::Span<const engine::StepSequence> sequences) {
   return sequences.size() <= kMaxRows &&
          std::all_of(sequences.begin(), sequences.end(), [](const engine::StepSequence& s) {
-           return s.sample != nullptr && s.tokens.size() == 1;
+           const bool is_image = s.follows < 0 && !s.tokens.empty() && s.tokens[0] < 0;
+           return s.sample != nullptr && s.tokens.size() == 1 && !is_image;
          });
 }
 
@@ -76,11 +79,13 @@ absl::Status DecodeBatch::UploadPadded(const engine::StepBatch& batch,
       host.as<int32_t>(ids_at_)[row] = FedToken(s, previous);
       feed = feed || s.follows >= 0;
       host.as<int32_t>(positions_at_)[row] = static_cast<int32_t>(s.position);
+      if (rotary_) WriteRotary(s.images, s.position, 1, host.as<int32_t>(rotary_at_) + 3 * row);
       WritePlaces(s.pages, kv_, pages + page);
       page += static_cast<int32_t>(s.pages.size());
     } else {
       host.as<int32_t>(ids_at_)[row] = 0;
       host.as<int32_t>(positions_at_)[row] = 0;
+      if (rotary_) WriteRotary(nullptr, 0, 1, host.as<int32_t>(rotary_at_) + 3 * row);
       pages[page] = kv_.Place(0);  // one for all padded rows
     }
   }
@@ -113,7 +118,8 @@ kernels::StepRows DecodeBatch::rows(int size) const {
           device_.as<int32_t>(positions_at_),
           device_.as<int32_t>(owners_at_),
           device_.as<int32_t>(page_begin_at_),
-          device_.as<int32_t>(pages_at_)};
+          device_.as<int32_t>(pages_at_),
+          rotary_ ? device_.as<int32_t>(rotary_at_) : nullptr};
 }
 
 LinearRows DecodeBatch::linear(int size, bool adapted) const {

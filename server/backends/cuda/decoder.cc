@@ -7,6 +7,7 @@
 #include "kernels/decoder/activation.h"
 #include "kernels/decoder/embedding.h"
 #include "kernels/decoder/rms_norm.h"
+#include "kernels/vision/pointwise.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
 
@@ -78,11 +79,14 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
       std::max(config.q_size() + 2 * config.kv_size(), 2 * config.intermediate_size);
   const int64_t narrow = std::max(config.q_size(), config.intermediate_size);
   Layout layout;
-  std::vector<std::pair<int64_t, int64_t>> ropes_at;  // of cosines and sines
+  struct RopeAt {
+    int64_t cos, sin, axes;
+  };
+  std::vector<RopeAt> ropes_at;
   for (const model::RopeConfig& rope : config.ropes) {
     const int64_t bytes = options_.max_positions * (rope.width / 2) * 4;
-    const int64_t cos_at = layout.Add(bytes);
-    ropes_at.emplace_back(cos_at, layout.Add(bytes));
+    ropes_at.push_back({layout.Add(bytes), layout.Add(bytes),
+                        rope.axes.empty() ? -1 : layout.Add(rope.width / 2)});
   }
   const int64_t residual_at = layout.Add(rows * config.hidden_size * 4);
   const int64_t normed_at =
@@ -103,8 +107,9 @@ absl::Status CudaDecoder::AllocateAll(MemoryLedger* ledger) {
   }
   DORAD_ASSIGN_OR_RETURN(workspace_,
                          DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, layout.bytes()));
-  for (const auto& [cos_at, sin_at] : ropes_at) {
-    ropes_.push_back({workspace_.as<float>(cos_at), workspace_.as<float>(sin_at)});
+  for (const RopeAt& at : ropes_at) {
+    ropes_.push_back({workspace_.as<float>(at.cos), workspace_.as<float>(at.sin),
+                      at.axes < 0 ? nullptr : workspace_.as<uint8_t>(at.axes)});
   }
   residual_ = workspace_.as<float>(residual_at);
   normed_ = workspace_.as<__nv_bfloat16>(normed_at);
@@ -133,6 +138,11 @@ absl::Status CudaDecoder::UploadRope() {
          {std::pair(ropes_[i].cos, cos.data()), std::pair(ropes_[i].sin, sin.data())}) {
       DORAD_RETURN_IF_CUDA_ERROR(
           cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_.get()), kStep);
+    }
+    if (!rope.axes.empty()) {
+      DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(ropes_[i].axes, rope.axes.data(), rope.axes.size(),
+                                                 cudaMemcpyHostToDevice, stream_.get()),
+                                 kStep);
     }
     DORAD_RETURN_IF_ERROR(stream_.Synchronize(kStep));
   }
@@ -190,6 +200,7 @@ absl::Status CudaDecoder::Layer(int64_t index, const kernels::StepRows& rows,
   rope.eps = static_cast<float>(config.rms_norm_eps);
   rope.cos = ropes_[spec.rope].cos;
   rope.sin = ropes_[spec.rope].sin;
+  rope.axes = ropes_[spec.rope].axes;
   rope.q = q_;
   rope.cache = kv_[index];
   kernels::PagedAttentionParams attention;
@@ -230,8 +241,32 @@ absl::Status CudaDecoder::PlanAttention(const kernels::StepRows& rows, bool deco
   return absl::OkStatus();
 }
 
+absl::Status CudaDecoder::EmbedImages(absl::Span<const ImageRows> images) {
+  const int64_t width = model_.config().hidden_size;
+  for (const ImageRows& rows : images) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        cudaMemcpyAsync(residual_ + rows.begin * width, rows.features->Row(0, rows.first),
+                        rows.count * width * sizeof(float), cudaMemcpyDeviceToDevice,
+                        stream_.get()),
+        kStep);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CudaDecoder::AddFeatures(int64_t layer, absl::Span<const ImageRows> images) {
+  const int64_t width = model_.config().hidden_size;
+  for (const ImageRows& rows : images) {
+    if (layer + 1 >= rows.features->levels()) continue;
+    DORAD_RETURN_IF_CUDA_ERROR(
+        kernels::AddInPlace(delta_ + rows.begin * width, rows.features->Row(layer + 1, rows.first),
+                            rows.count * width, stream_.get()),
+        kStep);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRows& linear,
-                                  bool decode) {
+                                  absl::Span<const ImageRows> images, bool decode) {
   const model::ModelConfig& config = model_.config();
   DORAD_CHECK(rows.rows <= options_.max_rows);
   kernels::EmbedParams embed;
@@ -245,9 +280,11 @@ absl::Status CudaDecoder::Forward(const kernels::StepRows& rows, const LinearRow
   embed.segments = linear.segments;
   embed.out = residual_;
   DORAD_RETURN_IF_CUDA_ERROR(kernels::Embed(embed, stream_.get()), kStep);
+  DORAD_RETURN_IF_ERROR(EmbedImages(images));
   DORAD_RETURN_IF_ERROR(PlanAttention(rows, decode));
   for (int64_t layer = 0; layer < config.num_layers(); ++layer) {
     DORAD_RETURN_IF_ERROR(Layer(layer, rows, linear, decode));
+    DORAD_RETURN_IF_ERROR(AddFeatures(layer, images));
   }
   // Adds the last output and norms all rows; Logits norms again for a subset of rows.
   return Norm(rows.rows, /*first=*/false, model_.layers().back().mlp_output_norm,

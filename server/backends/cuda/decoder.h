@@ -43,8 +43,10 @@ class CudaDecoder {
                                                              const Stream* stream);
 
   // Launches one forward pass: writes keys and values of all rows, keeps the last layer's residual.
-  // decode: no sequence has more than one row.
-  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear, bool decode);
+  // images: rows that are tokens of images; a decode step has none. decode: no sequence has more
+  // than one row.
+  absl::Status Forward(const kernels::StepRows& rows, const LinearRows& linear,
+                       absl::Span<const ImageRows> images, bool decode);
   // Launches the final norm and the head for some rows of the last Forward. Returns device memory
   // [rows, vocabulary] fp32, valid until the next call.
   absl::StatusOr<const float*> Logits(const LogitsBlock& block);
@@ -66,6 +68,10 @@ class CudaDecoder {
   absl::Status UploadRope();
   absl::Status Layer(int64_t index, const kernels::StepRows& rows, const LinearRows& linear,
                      bool decode);
+  // Replaces the embeddings of images.
+  absl::Status EmbedImages(absl::Span<const ImageRows> images);
+  // Adds the images' features for the layer to its last addend (DeepStack).
+  absl::Status AddFeatures(int64_t layer, absl::Span<const ImageRows> images);
   absl::Status PlanAttention(const kernels::StepRows& rows, bool decode);
   // Adds delta_ (normed with delta_weight, if not null) to the residual unless `first`, and norms
   // the residual with `weight`.
@@ -87,6 +93,7 @@ class CudaDecoder {
   struct RopeTable {
     float* cos = nullptr;  // [max_positions, width / 2]
     float* sin = nullptr;
+    uint8_t* axes = nullptr;  // [width / 2]; null: one position turns all
   };
   std::vector<RopeTable> ropes_;     // as ModelConfig::ropes
   float* residual_ = nullptr;        // [max_rows, hidden]

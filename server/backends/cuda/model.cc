@@ -41,6 +41,10 @@ absl::StatusOr<std::string> DeviceUuid() {
 
 }  // namespace
 
+bool IsMatrix(WeightKind kind) {
+  return kind == WeightKind::kMatrix || kind == WeightKind::kPatchMatrix;
+}
+
 // The layout of the weights.
 class CudaModel::Places {
  public:
@@ -48,26 +52,35 @@ class CudaModel::Places {
 
   // Lays the weights out from `base` on, sets the model's pointers and returns their size. Called
   // with 0 first, for the size.
-  int64_t Place(uintptr_t base) {
+  int64_t LayOut(uintptr_t base) {
     Layout layout;
-    PlaceAll(layout, base);
+    PlaceDecoder(layout, base);
+    if (config_.vision) PlaceTower(layout, base, *config_.vision);
     return layout.bytes();
   }
 
   using Key = std::pair<WeightKind, int>;
   static Key KeyOf(const WeightSlot& slot) { return {slot.kind, slot.index}; }
-  const std::map<Key, char*>& all() const { return places_; }
+  struct Place {
+    char* at = nullptr;
+    int64_t elements = 0;  // bf16 of matrices, otherwise fp32
+  };
+  const std::map<Key, Place>& all() const { return places_; }
 
  private:
   static char* At(uintptr_t base, int64_t offset) {
     return reinterpret_cast<char*>(base + static_cast<uintptr_t>(offset));
   }
 
-  void PlaceAll(Layout& layout, uintptr_t base) {
+  const float* Vector(Layout& layout, uintptr_t base, WeightKind kind, int index, int64_t size) {
+    char* at = At(base, layout.Add(size * 4));
+    places_[{kind, index}] = {at, size};
+    return reinterpret_cast<const float*>(at);
+  }
+
+  void PlaceDecoder(Layout& layout, uintptr_t base) {
     const auto vector = [&](WeightKind kind, int index, int64_t size) {
-      char* at = At(base, layout.Add(size * 4));
-      places_[{kind, index}] = at;
-      return reinterpret_cast<const float*>(at);
+      return Vector(layout, base, kind, index, size);
     };
     model_.layers_.resize(config_.num_layers());
     for (int i = 0; i < config_.num_layers(); ++i) {
@@ -103,6 +116,40 @@ class CudaModel::Places {
     model_.final_norm_ = vector(WeightKind::kFinalNorm, 0, config_.hidden_size);
   }
 
+  void PlaceTower(Layout& layout, uintptr_t base, const model::VisionConfig& vision) {
+    int next_norm = 0;
+    const auto norm = [&](int64_t size) {
+      LayerNormWeights weights;
+      weights.weight = Vector(layout, base, WeightKind::kTowerNorm, next_norm, size);
+      weights.bias = Vector(layout, base, WeightKind::kTowerNormBias, next_norm++, size);
+      return weights;
+    };
+    const auto linear = [&](int module) { return Group(layout, base, module, 1, /*bias=*/true); };
+    TowerWeights& tower = model_.tower_;
+    LinearGroup& patch = tower.patch;
+    patch.in = vision.patch_elements();
+    patch.out = vision.width;
+    patch.outs = {vision.width};
+    char* weight = At(base, layout.Add(patch.out * patch.in * 2));
+    places_[{WeightKind::kPatchMatrix, 0}] = {weight, patch.out * patch.in};
+    patch.weight = reinterpret_cast<const __nv_bfloat16*>(weight);
+    patch.bias = Vector(layout, base, WeightKind::kPatchBias, 0, vision.width);
+    tower.table = Vector(layout, base, WeightKind::kPositionTable, 0,
+                         vision.table_side * vision.table_side * vision.width);
+    tower.blocks.clear();
+    for (const model::VisionBlockSpec& spec : vision.blocks) {
+      const LayerNormWeights norm1 = norm(vision.width);
+      tower.blocks.push_back({norm1, norm(vision.width), linear(spec.qkv), linear(spec.proj),
+                              linear(spec.fc1), linear(spec.fc2)});
+    }
+    tower.merger = {norm(vision.width), linear(vision.merger.fc1), linear(vision.merger.fc2)};
+    tower.deepstack_mergers.clear();
+    for (const model::MergerSpec& spec : vision.deepstack_mergers) {
+      tower.deepstack_mergers.push_back(
+          {norm(vision.merged_width()), linear(spec.fc1), linear(spec.fc2)});
+    }
+  }
+
   LinearGroup Group(Layout& layout, uintptr_t base, int first, int count, bool bias) {
     LinearGroup group;
     group.first_module = first;
@@ -117,11 +164,11 @@ class CudaModel::Places {
     char* biases = bias ? At(base, layout.Add(group.out * 4)) : nullptr;
     group.bias = reinterpret_cast<const float*>(biases);
     for (int i = 0; i < count; ++i) {
-      places_[{WeightKind::kMatrix, first + i}] = weight;
+      places_[{WeightKind::kMatrix, first + i}] = {weight, group.outs[i] * group.in};
       model_.matrices_[first + i] = reinterpret_cast<const __nv_bfloat16*>(weight);
       weight += group.outs[i] * group.in * 2;
       if (!bias) continue;
-      places_[{WeightKind::kBias, first + i}] = biases;
+      places_[{WeightKind::kBias, first + i}] = {biases, group.outs[i]};
       biases += group.outs[i] * 4;
     }
     return group;
@@ -129,7 +176,7 @@ class CudaModel::Places {
 
   CudaModel& model_;
   const model::ModelConfig& config_;
-  std::map<Key, char*> places_;
+  std::map<Key, Place> places_;
 };
 
 // Copies blocks to the device and converts them there.
@@ -145,18 +192,18 @@ class CudaModel::Sink final : public model::WeightSink {
   ~Sink() override { (void)Finish(); }
 
   absl::Status Allocate(const model::WeightSlots& slots) override {
-    const int64_t bytes = places_.Place(0);
+    const int64_t bytes = places_.LayOut(0);
     if (model_.memory_.as<>() == nullptr) {
       DORAD_ASSIGN_OR_RETURN(model_.memory_,
                              MappedMemory::Create(ledger_, "weights", bytes, model_.shareable_));
     }
-    DORAD_CHECK(places_.Place(reinterpret_cast<uintptr_t>(model_.memory_.as<>())) == bytes);
+    DORAD_CHECK(places_.LayOut(reinterpret_cast<uintptr_t>(model_.memory_.as<>())) == bytes);
     for (const auto& [name, slot] : slots) {
       const auto place = places_.all().find(Places::KeyOf(slot));
       DORAD_CHECK(place != places_.all().end());
-      const DType dtype = slot.kind == WeightKind::kMatrix ? DType::kBF16 : DType::kF32;
+      const DType dtype = IsMatrix(slot.kind) ? DType::kBF16 : DType::kF32;
       if (slot.adds_one) continue;
-      placed_[name] = {dtype, static_cast<uint64_t>(place->second - model_.memory_.as<char>())};
+      placed_[name] = {dtype, static_cast<uint64_t>(place->second.at - model_.memory_.as<char>())};
     }
     return absl::OkStatus();
   }
@@ -166,9 +213,9 @@ class CudaModel::Sink final : public model::WeightSink {
 
   absl::StatusOr<bool> Write(const WeightSlot& slot, int64_t first_element,
                              absl::Span<const std::byte> block) override {
-    const bool matrix = slot.kind == WeightKind::kMatrix;
+    const bool matrix = IsMatrix(slot.kind);
     const int64_t to_size = matrix ? sizeof(__nv_bfloat16) : sizeof(float);
-    char* const to = places_.all().at(Places::KeyOf(slot)) + first_element * to_size;
+    char* const to = places_.all().at(Places::KeyOf(slot)).at + first_element * to_size;
     const auto bytes = static_cast<int64_t>(block.size());
     if (slot.dtype == (matrix ? DType::kBF16 : DType::kF32)) {
       DORAD_RETURN_IF_ERROR(Copy(block, to));
@@ -205,30 +252,17 @@ class CudaModel::Sink final : public model::WeightSink {
 
   absl::Status Randomise(uint32_t seed) {
     for (const auto& [key, place] : places_.all()) {
-      const auto [kind, index] = key;
-      const model::ModelConfig& config = model_.config_;
-      const adapter::BaseModule& module =
-          model_.modules_
-              .all()[kind == WeightKind::kMatrix || kind == WeightKind::kBias ? index : 0];
+      const WeightKind kind = key.first;
       cudaError_t error = cudaSuccess;
-      switch (kind) {
-        case WeightKind::kMatrix:
-          error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place),
-                                      module.rows * module.cols, 0.035f, seed++, stream().get());
-          break;
-        case WeightKind::kBias:
-          error = kernels::FillConstant(reinterpret_cast<float*>(place), module.rows, 0.0f,
-                                        stream().get());
-          break;
-        case WeightKind::kQueryNorm:
-        case WeightKind::kKeyNorm:
-          error = kernels::FillConstant(reinterpret_cast<float*>(place), config.head_dim, 1.0f,
-                                        stream().get());
-          break;
-        default:
-          error = kernels::FillConstant(reinterpret_cast<float*>(place), config.hidden_size, 1.0f,
-                                        stream().get());
-          break;
+      if (IsMatrix(kind)) {
+        error = kernels::FillRandom(reinterpret_cast<__nv_bfloat16*>(place.at), place.elements,
+                                    0.035f, seed++, stream().get());
+      } else {
+        const bool is_bias = kind == WeightKind::kBias || kind == WeightKind::kPatchBias ||
+                             kind == WeightKind::kTowerNormBias ||
+                             kind == WeightKind::kPositionTable;
+        error = kernels::FillConstant(reinterpret_cast<float*>(place.at), place.elements,
+                                      is_bias ? 0.0f : 1.0f, stream().get());
       }
       DORAD_RETURN_IF_CUDA_ERROR(error, "making random weights");
     }
@@ -273,7 +307,7 @@ CudaModel::CudaModel(model::ModelConfig config)
 
 int64_t CudaModel::BytesFor(model::ModelConfig config) {
   CudaModel model(std::move(config));
-  return Places(&model).Place(0);
+  return Places(&model).LayOut(0);
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Load(const std::string& dir,

@@ -49,6 +49,28 @@ struct LayerWeights {
   const float* k_norm = nullptr;
 };
 
+struct LayerNormWeights {
+  const float* weight = nullptr;
+  const float* bias = nullptr;
+};
+
+// Of model::VisionConfig.
+struct TowerWeights {
+  struct Block {
+    LayerNormWeights norm1, norm2;
+    LinearGroup qkv, proj, fc1, fc2;
+  };
+  struct Merger {
+    LayerNormWeights norm;
+    LinearGroup fc1, fc2;
+  };
+  LinearGroup patch;             // no module
+  const float* table = nullptr;  // [table_side², width]
+  std::vector<Block> blocks;
+  Merger merger;
+  std::vector<Merger> deepstack_mergers;
+};
+
 class CudaModel {
  public:
   // Of a configuration's weights on the device.
@@ -106,6 +128,7 @@ class CudaModel {
   const adapter::BaseModules& modules() const { return modules_; }
   const std::vector<LayerWeights>& layers() const { return layers_; }
   const LinearGroup& head() const { return head_; }
+  const TowerWeights& tower() const { return tower_; }  // empty: none is served
   const __nv_bfloat16* embedding() const { return matrices_[config_.embedding]; }
   const float* final_norm() const { return final_norm_; }
   // [rows, cols] of the module.
@@ -148,6 +171,7 @@ class CudaModel {
   PinnedPages::Pages host_pages_;
   std::vector<LayerWeights> layers_;
   LinearGroup head_;
+  TowerWeights tower_;
   const float* final_norm_ = nullptr;
   std::vector<const __nv_bfloat16*> matrices_;  // by module id
   std::vector<DType> dtypes_;                   // by module id

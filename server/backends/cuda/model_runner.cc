@@ -12,6 +12,7 @@
 #include "server/backends/cuda/decoder.h"
 #include "server/backends/cuda/sampler.h"
 #include "server/backends/cuda/unaccounted_memory.h"
+#include "server/backends/cuda/vision_encoder.h"
 #include "server/engine/step_batch.h"
 #include "server/platform/error.h"
 #include "server/platform/log.h"
@@ -25,15 +26,20 @@ using engine::StepSequence;
 // Rows of logits on the device at once: a whole decode step's.
 constexpr int64_t kDeviceLogitsRows = DecodeBatch::kSizes.back();
 
+const CudaAdapterWeights* WeightsOf(const adapter::LoadedAdapter& adapter) {
+  return static_cast<const CudaAdapterWeights*>(&adapter.weights());
+}
+
 class CudaModelRunner final : public engine::ModelRunner, private engine::KvChunks {
  public:
   CudaModelRunner(const RunnerOptions& options, const KvLayout& kv, MemoryLedger* ledger,
-                  Stream stream, AdapterSlots slots)
+                  Stream stream, AdapterSlots slots, bool has_tower)
       : options_(options),
         kv_(kv),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        batch_(ledger, &slots_, kDeviceLogitsRows, kv) {}
+        has_tower_(has_tower),
+        batch_(ledger, &slots_, kDeviceLogitsRows, kv, has_tower) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
     UnaccountedMemory untold(ledger);
@@ -57,11 +63,16 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     DORAD_ASSIGN_OR_RETURN(Sampler sampler,
                            Sampler::Create(model->config().vocab_size, ledger, &stream_));
     sampler_.emplace(std::move(sampler));
+    if (has_tower_) {
+      DORAD_ASSIGN_OR_RETURN(encoder_, VisionEncoder::Create(model, &slots_, ledger, &stream_));
+      first_tower_module_ = model->config().head + 1;
+    }
     // Without graphs, decode steps run as ordinary steps.
     if (!decoder_->is_capturable()) return absl::OkStatus();
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
-    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode, DecodeBatch::Create(&slots_, pages, kv_, ledger));
+    DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
+                           DecodeBatch::Create(&slots_, pages, kv_, has_tower_, ledger));
     decode_.emplace(std::move(decode));
     DORAD_RETURN_IF_ERROR(untold->Look());
     // Valid input for the captures' first passes.
@@ -95,6 +106,22 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     if (options_.gaps != nullptr) options_.gaps->EndStep();
     if (!outputs.ok()) AwaitAfterFailure();
     return outputs;
+  }
+
+  bool ChangesImages(const adapter::LoadedAdapter& adapter) const override {
+    const auto& modules = WeightsOf(adapter)->modules();
+    return has_tower_ &&
+           std::any_of(modules.begin() + first_tower_module_, modules.end(),
+                       [](const kernels::DoraFactors& factors) { return factors.rank > 0; });
+  }
+
+  absl::StatusOr<std::shared_ptr<const engine::ImageFeatures>> EncodeImage(
+      const engine::Image& image, const adapter::LoadedAdapter* adapter) override {
+    auto features = encoder_->Encode(image, adapter == nullptr ? nullptr : WeightsOf(*adapter));
+    if (features.ok()) return *std::move(features);
+    AwaitAfterFailure();
+    encoder_->Stop();
+    return features.status();
   }
 
   absl::StatusOr<int64_t> ReleaseKv(absl::Span<const int32_t> keep) override {
@@ -138,7 +165,8 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
       return sampler_->End();
     }
     DORAD_RETURN_IF_ERROR(batch_.Upload(batch, sequences, stream_, previous));
-    DORAD_RETURN_IF_ERROR(decoder_->Forward(batch_.rows(), batch_.linear(), /*decode=*/false));
+    DORAD_RETURN_IF_ERROR(
+        decoder_->Forward(batch_.rows(), batch_.linear(), batch_.images(), /*decode=*/false));
     for (const LogitsBlock& block : batch_.samples()) {
       DORAD_ASSIGN_OR_RETURN(const float* logits, decoder_->Logits(block));
       DORAD_RETURN_IF_ERROR(sampler_->Sample(block.linear.rows, logits));
@@ -163,7 +191,8 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   // A decode step of `size` rows over the fixed buffers.
   absl::Status LaunchDecode(int size, bool adapted) {
     const LinearRows linear = decode_->linear(size, adapted);
-    DORAD_RETURN_IF_ERROR(decoder_->Forward(decode_->rows(size), linear, /*decode=*/true));
+    DORAD_RETURN_IF_ERROR(
+        decoder_->Forward(decode_->rows(size), linear, /*images=*/{}, /*decode=*/true));
     DORAD_ASSIGN_OR_RETURN(decode_logits_, decoder_->Logits({{}, nullptr, linear}));
     return absl::OkStatus();
   }
@@ -172,6 +201,9 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   const KvLayout kv_;
   const Stream stream_;
   AdapterSlots slots_;
+  const bool has_tower_;
+  int first_tower_module_ = 0;
+  std::unique_ptr<VisionEncoder> encoder_;  // nullptr: no tower
   DeviceBatch batch_;
   std::optional<Sampler> sampler_;
   std::unique_ptr<CudaDecoder> decoder_;
@@ -190,7 +222,8 @@ absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
                          AdapterSlots::Create(static_cast<int>(options.max_sequences),
                                               model->modules().size(), ledger));
   auto runner = std::make_unique<CudaModelRunner>(options, KvLayoutOf(model->config()), ledger,
-                                                  std::move(stream), std::move(slots));
+                                                  std::move(stream), std::move(slots),
+                                                  model->config().vision.has_value());
   DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));
   return runner;
 }

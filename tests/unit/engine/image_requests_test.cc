@@ -114,14 +114,19 @@ TEST_F(ImageRequestsTest, AFailureEndsTheRequestOfTheImageOnly) {
   ExpectEverythingBack();
 }
 
-TEST_F(ImageRequestsTest, StepsOfOthersGoOnBetweenImages) {
+TEST_F(ImageRequestsTest, StepsOfOthersGoOnBetweenPiecesOfImages) {
   EngineOptions options = Options();
   options.prefix_cache = false;
   Start(options, 64);
-  std::atomic<int> steps{0};
-  std::vector<int> at;  // engine thread
+  runner_->pieces_of_image = 3;
+  absl::Notification begun, submitted;
+  int steps = 0;  // as the next, of the engine thread
+  std::vector<int> at;
   runner_->on_step = [&] {
-    ++steps;
+    if (++steps == 3) {
+      begun.Notify();
+      submitted.WaitForNotification();
+    }
     return absl::OkStatus();
   };
   runner_->on_encode = [&](const Image&) {
@@ -129,12 +134,38 @@ TEST_F(ImageRequestsTest, StepsOfOthersGoOnBetweenImages) {
     return absl::OkStatus();
   };
   auto text = Submit(Input(Prompt(5), 200));
-  while (steps < 3) absl::SleepFor(absl::Microseconds(100));
+  begun.WaitForNotification();
   auto images = Submit(WithImages({'a', 'b', 'c', 'd'}, 4));
+  submitted.Notify();
   EXPECT_TRUE(Wait(*images).status.ok());
   EXPECT_TRUE(Wait(*text).status.ok());
-  ASSERT_EQ(at.size(), 4u);
+  ASSERT_EQ(at.size(), 12u);
+  EXPECT_EQ(runner_->images_encoded, 4);
   for (size_t i = 1; i < at.size(); ++i) EXPECT_GT(at[i], at[i - 1]);
+}
+
+TEST_F(ImageRequestsTest, AnImageThatHasBegunIsFinishedBeforeOneOfAHigherPriority) {
+  Start(Options(/*cache_bytes=*/0), 64);
+  runner_->pieces_of_image = 3;
+  absl::Notification begun, submitted;
+  std::string order;  // engine thread
+  runner_->on_encode = [&](const Image& image) {
+    order += image.sha256[0];
+    if (order.size() == 1) {
+      begun.Notify();
+      submitted.WaitForNotification();
+    }
+    return absl::OkStatus();
+  };
+  auto first = Submit(WithImages({'a'}, 4));
+  begun.WaitForNotification();
+  GenerateInput urgent = WithImages({'b'}, 4);
+  urgent.priority = -1;
+  auto second = Submit(std::move(urgent));
+  submitted.Notify();
+  EXPECT_TRUE(Wait(*first).status.ok());
+  EXPECT_TRUE(Wait(*second).status.ok());
+  EXPECT_EQ(order, "aaabbb");
 }
 
 TEST_F(ImageRequestsTest, ACancelledRequestLeavesNothingBehind) {

@@ -93,6 +93,7 @@ TEST_F(EngineTest, RandomTrafficKeepsResultsAndBooks) {
         nullptr, MakeAdapter("a", 1), MakeAdapter("a", 2), MakeAdapter("b", 1),
         MakeAdapter("tower", 1)};
     ImageStore images(1 << 20);
+    runner_->pieces_of_image = 1 + static_cast<int>(seed % 3);
     runner_->on_begin = [](absl::Span<const StepSequence> step) {
       ExpectPagesApart(step);
       return absl::OkStatus();

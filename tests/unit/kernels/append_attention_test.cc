@@ -129,8 +129,9 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
         const int all = heads + 2 * kv_heads, half = dim / 2;
         std::mt19937 random(static_cast<uint32_t>(rows) + dim);
         std::normal_distribution<float> normal;
-        std::vector<int32_t> positions, sequences, page_begin, pages;
+        std::vector<int32_t> positions, sequences, page_begin, pages, rotary;
         for (size_t r = 0; r < rows; ++r) {
+          rotary.insert(rotary.end(), 3, static_cast<int32_t>(random() % 1500));
           const int length = rows == 1 ? 656 : lengths[r % lengths.size()];
           positions.push_back(length - 1);
           sequences.push_back(static_cast<int32_t>(r));
@@ -157,7 +158,7 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
         const DeviceBuffer<float> q_norm(normals(dim)), k_norm(normals(dim)),
             cos(normals(int64_t{1500} * half)), sin(normals(int64_t{1500} * half));
         const DeviceBuffer<int32_t> d_positions(positions), d_sequences(sequences),
-            d_page_begin(page_begin), d_pages(pages);
+            d_page_begin(page_begin), d_pages(pages), d_rotary(rotary);
         const size_t bytes = AttentionWorkspaceBytes(shape, static_cast<int32_t>(rows), 1500);
         const DeviceBuffer<char> workspace(std::max<size_t>(bytes, 1));
         std::vector<std::vector<Bf16>> results;
@@ -166,9 +167,13 @@ TEST_F(AttentionEdges, AppendAttentionIsBothInOne) {
             const DeviceBuffer<Bf16> k(cache), v(cache), q(rows * heads * dim),
                 out(rows * heads * dim);
             RopeAppendParams append;
-            append.rows = {static_cast<int32_t>(rows), nullptr,
-                           d_positions.get(),          d_sequences.get(),
-                           d_page_begin.get(),         d_pages.get()};
+            append.rows = {static_cast<int32_t>(rows),
+                           nullptr,
+                           d_positions.get(),
+                           d_sequences.get(),
+                           d_page_begin.get(),
+                           d_pages.get(),
+                           has_norm ? nullptr : d_rotary.get()};
             append.shape = shape;
             append.q_norm = has_norm ? q_norm.get() : nullptr;
             append.k_norm = has_norm ? k_norm.get() : nullptr;

@@ -140,10 +140,14 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
       const Image& image, const adapter::LoadedAdapter* adapter) override {
     DORAD_CHECK(!released_ && (adapter == nullptr || FakeChangesImages(adapter)));
     DORAD_CHECK(adapter == nullptr || adapter->resident());
-    ++images_encoded;
     if (on_encode) {
       if (absl::Status status = on_encode(image); !status.ok()) return status;
     }
+    if (image.key != begun_.first || adapter != begun_.second) pieces_done_ = 0;
+    begun_ = {image.key, adapter};
+    if (++pieces_done_ < pieces_of_image) return nullptr;
+    begun_ = {};
+    ++images_encoded;
     return std::make_shared<const FakeFeatures>(image, adapter);
   }
 
@@ -178,6 +182,7 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   std::function<absl::Status()> on_step;
   std::function<absl::Status(const Image&)> on_encode;
   std::atomic<int> images_encoded{0};
+  int pieces_of_image = 1;
   // This token's appearance in a row makes its logits non-finite.
   TokenId poison = -1;
 
@@ -303,6 +308,9 @@ class FakeModelRunner final : public ModelRunner, private KvChunks {
   const int64_t chunk_pages_;
   std::set<int32_t> lent_;
   bool released_ = false;
+  // The image whose first pieces are done.
+  std::pair<TokenId, const adapter::LoadedAdapter*> begun_ = {};
+  int pieces_done_ = 0;
   std::deque<std::vector<Rows>> in_flight_;
   std::vector<TokenId> previous_;  // what the step that finished last sampled
 };

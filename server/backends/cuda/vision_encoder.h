@@ -1,0 +1,131 @@
+// Makes an image's patches into rows for the decoder, with the tower of model::VisionConfig, in
+// pieces of a few milliseconds between steps. Owned by the runner; confined to the engine thread.
+//
+// Guarantee: the result depends on the image, its grid and the adapter only, to the last bit: an
+// image is computed alone, in chunks of rows that its size fixes.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/vision/attention.h"
+#include "kernels/vision/pointwise.h"
+#include "server/backends/cuda/adapter.h"
+#include "server/backends/cuda/adapter_slots.h"
+#include "server/backends/cuda/batch.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/image_features.h"
+#include "server/backends/cuda/linear.h"
+#include "server/backends/cuda/model.h"
+#include "server/engine/images.h"
+
+namespace dorad::cuda {
+
+// Why this GPU cannot run the model's tower: INVALID_ARGUMENT (MODEL_UNSUPPORTED).
+absl::Status CheckTower(const model::VisionConfig& vision);
+
+class VisionEncoder {
+ public:
+  // All are borrowed. REQUIRES: model->config().vision, CheckTower.
+  static absl::StatusOr<std::unique_ptr<VisionEncoder>> Create(const CudaModel* model,
+                                                               AdapterSlots* slots,
+                                                               MemoryLedger* ledger,
+                                                               const Stream* stream);
+
+  // Computes the image's next piece and waits for it; nullptr: there are more. Another image than
+  // in the last call starts from its begin. adapter: nullptr for the base model.
+  absl::StatusOr<std::shared_ptr<const CudaImageFeatures>> Encode(
+      const engine::Image& image, const CudaAdapterWeights* adapter);
+  // Forgets the pieces of an image.
+  void Stop() { work_.reset(); }
+
+ private:
+  enum class Stage { kEmbed, kProject, kAttend, kMergeDeepstack, kMerge };
+
+  // The image that is being computed.
+  struct Work {
+    engine::TokenId image = 0;  // engine::Image::key
+    uint64_t adapter = 0;       // CudaAdapterWeights::id; 0: base
+    model::ImageGrid grid;
+    int64_t patches = 0;
+    DeviceBuffer features;
+    Stage stage = Stage::kEmbed;
+    int64_t block = 0;
+    int64_t chunk = 0;
+    size_t deepstack = 0;  // the next of VisionConfig::deepstack
+  };
+  // Patches [begin, begin + rows) of it.
+  struct Chunk {
+    int64_t begin = 0;
+    int64_t rows = 0;
+  };
+  // Where memory_ has what pieces read and write.
+  struct Buffers {
+    __nv_bfloat16* pixels = nullptr;  // [chunk, patch elements]
+    float* residual = nullptr;        // [patches, width]
+    __nv_bfloat16* qkv = nullptr;     // [patches, 3 width]
+    __nv_bfloat16* normed = nullptr;  // [chunk, width]: also attention's output
+    __nv_bfloat16* wide = nullptr;    // [chunk, inner], or [chunk, width] of a merger
+    float* delta = nullptr;           // [chunk, width]
+    // Of the plan.
+    kernels::PatchTaps* taps = nullptr;  // [patches]
+    float* cos = nullptr;                // [places, head_dim / 2]
+    float* sin = nullptr;
+    kernels::SegmentTile* tiles = nullptr;  // in the order of rows
+  };
+
+  VisionEncoder(const CudaModel* model, AdapterSlots* slots, MemoryLedger* ledger,
+                const Stream* stream, Linear linear)
+      : model_(*model),
+        vision_(*model->config().vision),
+        tower_(model->tower()),
+        slots_(*slots),
+        ledger_(ledger),
+        stream_(*stream),
+        linear_(std::move(linear)) {}
+
+  absl::Status Start(const engine::Image& image);
+  // Allocates for the image and writes the plan.
+  absl::Status Prepare(const model::ImageGrid& grid, int64_t patches);
+  absl::Status RunUnit(const engine::Image& image);
+  // Moves to the next unit; false: there is none.
+  bool Next();
+  // Estimate of the current unit's operations.
+  double Cost() const;
+  Chunk CurrentChunk() const;
+
+  absl::Status Embed(const engine::Image& image, const Chunk& chunk);
+  absl::Status Project(const TowerWeights::Block& block, const Chunk& chunk);
+  absl::Status Attend(const TowerWeights::Block& block, const Chunk& chunk);
+  absl::Status Merge(const TowerWeights::Merger& merger, bool deepstack, int64_t level,
+                     const Chunk& chunk);
+  absl::Status Norm(const LayerNormWeights& weights, int64_t rows, int64_t size, float* residual,
+                    const float* delta);
+  // Uploads the descriptions of the products' rows: all with one adapter, or of the base model.
+  absl::Status UploadRows();
+  const LinearRows& Rows(int64_t rows, bool adapted) const;
+
+  const CudaModel& model_;
+  const model::VisionConfig& vision_;
+  const TowerWeights& tower_;
+  AdapterSlots& slots_;
+  MemoryLedger* const ledger_;
+  const Stream& stream_;
+  Linear linear_;
+  const CudaAdapterWeights* adapter_ = nullptr;  // of the current call
+  std::optional<Work> work_;
+  PinnedBuffer host_;    // the plan of an image, or a chunk of its pixels
+  DeviceBuffer memory_;  // for the largest image so far
+  Buffers buffers_;
+  // The products' rows in the current call.
+  PinnedBuffer host_rows_;
+  DeviceBuffer device_rows_;
+  std::vector<LinearRows> rows_;
+};
+
+}  // namespace dorad::cuda
