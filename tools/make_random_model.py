@@ -29,18 +29,36 @@ SHARD_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    config: dict[str, Any]  # a config.json
+    config: dict[str, Any]  # a config.json of the text part
+    tower: dict[str, Any] | None = None  # the other parts of the whole model's
 
     @classmethod
-    def read(cls, name: str, layers: int = 0) -> "Shape":
+    def read(cls, name: str, layers: int = 0, tower: bool = False) -> "Shape":
         """The table's shape of that name; layers: 0 for as many as it has."""
         config = dict(_TABLE[name], torch_dtype="bfloat16", eos_token_id=2)
+        parts = config.pop("tower", None)
+        if tower and parts is None:
+            raise ValueError(f"{name} has no tower")
         if "hidden_activation" not in config:
             config["hidden_act"] = "silu"
         count = config["num_hidden_layers"] = layers or config["num_hidden_layers"]
         if "layer_types" in config:  # repeated until every layer has one
             config["layer_types"] = list(islice(cycle(config["layer_types"]), count))
-        return cls(config)
+        return cls(config, parts if tower else None)
+
+    @property
+    def body(self) -> str:
+        """The beginning of the decoder's names."""
+        return "model." if self.tower is None else "model.language_model."
+
+    def whole(self) -> dict[str, Any]:
+        """A config.json with the tower, if there is one."""
+        if self.tower is None:
+            return self.config
+        parts = dict(self.tower)
+        text = {key: value for key, value in self.config.items() if key != "rope_theta"}
+        text |= {"model_type": "qwen3_vl_text", "rope_parameters": parts.pop("rope_parameters")}
+        return parts | {"text_config": text, "torch_dtype": "bfloat16", "eos_token_id": 2}
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """[rows, cols] by the name within a layer."""
@@ -84,9 +102,9 @@ def model_tensors(shape: Shape) -> list[Tensor]:
     if is_gemma:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     embedding = (c["vocab_size"], hidden)
-    tensors = [Tensor("model.embed_tokens.weight", embedding, STD)]
+    tensors = [Tensor(f"{shape.body}embed_tokens.weight", embedding, STD)]
     for i in range(c["num_hidden_layers"]):
-        prefix = f"model.layers.{i}."
+        prefix = f"{shape.body}layers.{i}."
         for name, size in shape.linears().items():
             tensors.append(Tensor(f"{prefix}{name}.weight", size, STD))
             if c["model_type"] == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")):
@@ -96,9 +114,42 @@ def model_tensors(shape: Shape) -> list[Tensor]:
         if c["model_type"] in ("qwen3", "gemma3_text"):
             for name in ("self_attn.q_norm", "self_attn.k_norm"):
                 tensors.append(Tensor(f"{prefix}{name}.weight", (c["head_dim"],), value=norm))
-    tensors.append(Tensor("model.norm.weight", (hidden,), value=norm))
+    tensors.append(Tensor(f"{shape.body}norm.weight", (hidden,), value=norm))
     if not c["tie_word_embeddings"]:
         tensors.append(Tensor("lm_head.weight", embedding, STD))
+    if shape.tower is not None:
+        tensors += tower_tensors(shape.tower["vision_config"])
+    return tensors
+
+
+def tower_tensors(c: dict[str, Any]) -> list[Tensor]:
+    """Of Qwen3-VL."""
+    width, merged = c["hidden_size"], c["hidden_size"] * c["spatial_merge_size"] ** 2
+    side = c["patch_size"]
+    pixels = (width, 3, c["temporal_patch_size"], side, side)
+    tensors = [Tensor("model.visual.pos_embed.weight", (c["num_position_embeddings"], width), STD)]
+
+    def linear(name: str, *shape: int) -> None:
+        tensors.append(Tensor(f"model.visual.{name}.weight", shape, STD))
+        tensors.append(Tensor(f"model.visual.{name}.bias", shape[:1]))
+
+    def norm(name: str, size: int) -> None:
+        tensors.append(Tensor(f"model.visual.{name}.weight", (size,), value=1.0))
+        tensors.append(Tensor(f"model.visual.{name}.bias", (size,)))
+
+    linear("patch_embed.proj", *pixels)
+    for i in range(c["depth"]):
+        norm(f"blocks.{i}.norm1", width)
+        norm(f"blocks.{i}.norm2", width)
+        linear(f"blocks.{i}.attn.qkv", 3 * width, width)
+        linear(f"blocks.{i}.attn.proj", width, width)
+        linear(f"blocks.{i}.mlp.linear_fc1", c["intermediate_size"], width)
+        linear(f"blocks.{i}.mlp.linear_fc2", width, c["intermediate_size"])
+    mergers = [f"deepstack_merger_list.{i}" for i in range(len(c["deepstack_visual_indexes"]))]
+    for merger in ["merger", *mergers]:
+        norm(f"{merger}.norm", width if merger == "merger" else merged)
+        linear(f"{merger}.linear_fc1", merged, merged)
+        linear(f"{merger}.linear_fc2", c["out_hidden_size"], merged)
     return tensors
 
 
@@ -106,7 +157,7 @@ def adapter_tensors(shape: Shape, rank: int, dora: bool) -> list[Tensor]:
     tensors = []
     for i in range(shape.config["num_hidden_layers"]):
         for name, (rows, cols) in shape.linears().items():
-            prefix = f"base_model.model.model.layers.{i}.{name}."
+            prefix = f"base_model.model.{shape.body}layers.{i}.{name}."
             tensors.append(Tensor(prefix + "lora_A.weight", (rank, cols), STD))
             std_b = 0.5 / rank**0.5
             tensors.append(Tensor(prefix + "lora_B.weight", (rows, rank), std_b))
@@ -192,7 +243,7 @@ def write_model(shape: Shape, out: Path, seed: int = 0) -> None:
         total = sum(2 * t.elements for shard in shards for t in shard)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
         (out / "model.safetensors.index.json").write_text(text)
-    (out / "config.json").write_text(json.dumps(shape.config, indent=2))
+    (out / "config.json").write_text(json.dumps(shape.whole(), indent=2))
 
 
 def write_adapter(shape: Shape, rank: int, out: Path, seed: int = 0, dora: bool = True) -> None:
@@ -220,12 +271,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split(":")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=0, help="so many of its layers (all)")
+    parser.add_argument("--tower", action="store_true", help="with the model's vision tower")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--adapter", action="store_true", help="an adapter instead of the model")
     parser.add_argument("--rank", type=int, default=384)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    shape = Shape.read(args.shape, args.layers)
+    shape = Shape.read(args.shape, args.layers, args.tower)
     if args.adapter:
         write_adapter(shape, args.rank, args.out, args.seed)
     else:

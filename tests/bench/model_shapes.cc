@@ -30,7 +30,8 @@ std::vector<std::string> ModelShapeNames() {
   return names;
 }
 
-absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64_t layers) {
+absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64_t layers,
+                                                  bool tower) {
   const auto found = Table().find(name);
   if (found == Table().end()) {
     return absl::InvalidArgumentError(
@@ -44,6 +45,18 @@ absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64
     for (int64_t i = 0; i < config["num_hidden_layers"]; ++i) {
       types.push_back(pattern[i % pattern.size()]);
     }
+  }
+  const Json parts = config.contains("tower") ? config["tower"] : Json();
+  config.erase("tower");
+  if (tower) {
+    if (parts.is_null()) return absl::InvalidArgumentError(absl::StrCat(name, " has no tower"));
+    Json whole = parts;
+    config["model_type"] = "qwen3_vl_text";
+    config["rope_parameters"] = parts["rope_parameters"];
+    config.erase("rope_theta");
+    whole.erase("rope_parameters");
+    whole["text_config"] = std::move(config);
+    config = std::move(whole);
   }
   // The server reads folders: what it makes of this one is what it would make of the model's own.
   std::string dir = (std::filesystem::temp_directory_path() / "dorad-shape-XXXXXX").string();

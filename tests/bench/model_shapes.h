@@ -2,9 +2,9 @@
 // which tools/make_random_model.py reads too. Each is a config.json as the server reads it, but for
 // layer_types, which is repeated until every layer has one.
 //
-// Of the vision-language models there is the text part. Qwen3.5-27B has no entry: three quarters of
-// its layers are linear attention with other projections, so that no decoder of this server does
-// the same work. Thread-safe.
+// Of the vision-language models there is the text part, and the tower of Qwen3-VL. Qwen3.5-27B has
+// no entry: three quarters of its layers are linear attention with other projections, so that no
+// decoder of this server does the same work. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,10 @@ namespace dorad::bench {
 // In alphabetical order.
 std::vector<std::string> ModelShapeNames();
 
-// layers: 0 for as many as the shape has. INVALID_ARGUMENT for an unknown name, and
+// layers: of the decoder, 0 for as many as the shape has. tower: the whole model, else its text
+// part. INVALID_ARGUMENT for an unknown name or a model without a tower, and
 // model::ReadModelConfig's statuses.
-absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64_t layers);
+absl::StatusOr<model::ModelConfig> ReadModelShape(const std::string& name, int64_t layers,
+                                                  bool tower = false);
 
 }  // namespace dorad::bench

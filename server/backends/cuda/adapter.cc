@@ -61,11 +61,14 @@ int64_t ImageBytes(int modules) {
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
                                                                             int rank, uint32_t seed,
                                                                             MemoryLedger* ledger) {
-  const int count = model.config().embedding;  // the layers' modules
   DORAD_CHECK(rank % 8 == 0);
+  std::vector<int> ids;  // of layers and tower
+  for (int id = 0; id < model.modules().size(); ++id) {
+    if (id != model.config().embedding && id != model.config().head) ids.push_back(id);
+  }
   Layout layout;
   std::vector<int64_t> offsets;
-  for (int id = 0; id < count; ++id) {
+  for (const int id : ids) {
     const BaseModule& module = model.modules().all()[id];
     offsets.push_back(layout.Add(rank * module.cols * 2));
     offsets.push_back(layout.Add(module.rows * rank * 2));
@@ -76,11 +79,12 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(cons
                          DeviceBuffer::Allocate(ledger, "adapters", layout.bytes()));
   DORAD_ASSIGN_OR_RETURN(const Stream stream, Stream::Create());
   std::vector<DoraFactors> modules(static_cast<size_t>(model.modules().size()));
-  for (int id = 0; id < count; ++id) {
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const int id = ids[i];
     const BaseModule& module = model.modules().all()[id];
-    auto* a = memory.as<__nv_bfloat16>(offsets[3 * id]);
-    auto* b = memory.as<__nv_bfloat16>(offsets[3 * id + 1]);
-    auto* g = memory.as<float>(offsets[3 * id + 2]);
+    auto* a = memory.as<__nv_bfloat16>(offsets[3 * i]);
+    auto* b = memory.as<__nv_bfloat16>(offsets[3 * i + 1]);
+    auto* g = memory.as<float>(offsets[3 * i + 2]);
     modules[id] = {a, b, g, 0.5f, rank, rank, 0};
     DORAD_RETURN_IF_CUDA_ERROR(
         kernels::FillRandom(a, rank * module.cols, 0.035f, seed++, stream.get()), kLoading);

@@ -47,7 +47,7 @@ absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> FinishAdapter(
     const CudaModel& model, DeviceBuffer memory, int64_t image_at,
     std::vector<kernels::DoraFactors> modules, const Stream& stream);
 
-// A DoRA adapter of one rank on all linear modules of the layers with random factors, for
+// A DoRA adapter of one rank on all linear modules of layers and tower with random factors, for
 // benchmarks; g is near 1. REQUIRES: rank is a multiple of 8.
 absl::StatusOr<std::shared_ptr<const CudaAdapterWeights>> MakeRandomAdapter(const CudaModel& model,
                                                                             int rank, uint32_t seed,

@@ -51,6 +51,20 @@ TEST(ModelShapesTest, AdaptersOfThePapersModelsHaveTheSizesItReports) {
   }
 }
 
+// 116 linears, as PEFT's all-linear finds them.
+TEST(ModelShapesTest, ATowerIsPartOfTheWholeModel) {
+  for (const char* const name : {"qwen3-vl-8b", "qwen3-vl-32b"}) {
+    const absl::StatusOr<model::ModelConfig> config = ReadModelShape(name, 3, /*tower=*/true);
+    ASSERT_TRUE(config.ok()) << config.status();
+    ASSERT_TRUE(config->vision.has_value());
+    EXPECT_EQ(config->vision->num_modules(), 116);
+    EXPECT_EQ(config->vision->head_dim(), 72);
+    EXPECT_FALSE(config->ropes[0].axes.empty());
+    EXPECT_EQ(config->num_layers(), 3);
+  }
+  EXPECT_FALSE(ReadModelShape("qwen3-8b", 1, /*tower=*/true).ok());
+}
+
 TEST(ModelShapesTest, FamiliesDifferInBiasesNormsAndWindows) {
   EXPECT_TRUE(MustRead("qwen2.5-vl-32b", 1).layers[0].attention.qkv_bias);
   EXPECT_FALSE(MustRead("qwen2.5-vl-32b", 1).layers[0].attention.qk_norm);

@@ -1,0 +1,195 @@
+// Images on the GPU through the model runner, with random weights of a vision-language model's
+// shape: the time of one image, and what the steps of a running batch notice of a series of them.
+//
+//   cuda_image_bench [--shape qwen3-vl-8b] [--layers 0] [--rank 384] [--batch 32] [--steps 400]
+//
+// One JSON line a case; times in milliseconds. TFLOPs counts the tower's products and attention.
+// rank 0: the base model. A step begins while the one before it is computed, with a piece of an
+// image between them, as the engine does.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "server/backends/cuda/adapter.h"
+#include "server/backends/cuda/device.h"
+#include "server/backends/cuda/model.h"
+#include "server/backends/cuda/model_runner.h"
+#include "tests/bench/cuda_model.h"
+#include "tests/bench/model_shapes.h"
+
+namespace dorad::cuda {
+namespace {
+
+using bench::Must;
+
+double Milliseconds() {
+  return std::chrono::duration<double, std::milli>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+double Quantile(std::vector<double> values, double share) {
+  std::sort(values.begin(), values.end());
+  return values[std::lround(share * static_cast<double>(values.size() - 1))];
+}
+
+class Bench {
+ public:
+  Bench(const std::string& shape, std::map<std::string, int64_t> options)
+      : options_(std::move(options)) {
+    Must(OpenDevice().status());
+    model_ = Must(CudaModel::Random(
+        Must(bench::ReadModelShape(shape, options_["--layers"], /*tower=*/true)), 1, &ledger_));
+    adapter_ = std::make_unique<adapter::LoadedAdapter>(
+        "bench", 1, adapter::AdapterSummary(),
+        Must(MakeRandomAdapter(*model_, static_cast<int>(options_["--rank"]), 7, &ledger_)));
+    const int64_t batch = options_["--batch"];
+    runner_ = Must(MakeCudaModelRunner(
+        model_.get(), {batch * (kContext / engine::kKvPageTokens + 2), 4096, 4096, batch},
+        &ledger_));
+    std::printf("{\"shape\": \"%s\", \"layers\": %lld, \"weights_GB\": %.3f}\n", shape.c_str(),
+                static_cast<long long>(model_->config().num_layers()), model_->bytes() / 1e9);
+  }
+
+  void Run() {
+    for (const adapter::LoadedAdapter* adapter :
+         {(const adapter::LoadedAdapter*)nullptr, (const adapter::LoadedAdapter*)adapter_.get()}) {
+      for (const auto& [height, width] :
+           {std::pair(16, 16), {32, 32}, {64, 64}, {128, 64}, {128, 128}}) {
+        TimeImage(height, width, adapter);
+      }
+      TimeSteps(adapter);
+    }
+  }
+
+ private:
+  static constexpr int64_t kContext = 656;
+
+  engine::Image MakeImage(int64_t height, int64_t width) {
+    const model::VisionConfig& vision = *model_->config().vision;
+    engine::Image image;
+    image.dtype = DType::kBF16;
+    image.height = height;
+    image.width = width;
+    image.rows = height / vision.merge;
+    image.columns = width / vision.merge;
+    image.pixels.assign(height * width * vision.patch_elements() * 2, '\x3c');  // 0.0115
+    image.key = --next_key_;
+    return image;
+  }
+
+  // Of all pieces; returns their longest.
+  double Encode(const engine::Image& image, const adapter::LoadedAdapter* adapter, int* pieces) {
+    double longest = 0.0;
+    for (*pieces = 1;; ++*pieces) {
+      const double begin = Milliseconds();
+      const auto features = Must(runner_->EncodeImage(image, adapter));
+      longest = std::max(longest, Milliseconds() - begin);
+      if (features != nullptr) return longest;
+    }
+  }
+
+  double Operations(const engine::Image& image) const {
+    const model::VisionConfig& v = *model_->config().vision;
+    const auto patches = static_cast<double>(image.height * image.width);
+    double linears = 0.0;
+    for (const adapter::BaseModule& module : model_->modules().all()) {
+      const int id = static_cast<int>(&module - model_->modules().all().data());
+      if (id <= model_->config().head) continue;
+      const bool is_merger = module.cols == v.merged_width();
+      linears +=
+          2.0 * module.rows * module.cols * (is_merger ? patches / (v.merge * v.merge) : patches);
+    }
+    return linears + 4.0 * patches * patches * v.width * static_cast<double>(v.blocks.size());
+  }
+
+  void TimeImage(int64_t height, int64_t width, const adapter::LoadedAdapter* adapter) {
+    std::vector<double> times, longest;
+    int pieces = 0;
+    engine::Image image = MakeImage(height, width);
+    for (int i = 0; i < 8; ++i) {
+      image.key = --next_key_;
+      const double begin = Milliseconds();
+      const double most = Encode(image, adapter, &pieces);
+      if (i == 0) continue;
+      times.push_back(Milliseconds() - begin);
+      longest.push_back(most);
+    }
+    const double ms = Quantile(times, 0.5);
+    std::printf(
+        "{\"work\": \"image\", \"rank\": %lld, \"patches\": %lld, \"tokens\": %lld, \"ms\": %.2f, "
+        "\"pieces\": %d, \"longest_piece_ms\": %.2f, \"TFLOPs\": %.0f}\n",
+        static_cast<long long>(adapter == nullptr ? 0 : options_["--rank"]),
+        static_cast<long long>(height * width), static_cast<long long>(image.tokens()), ms, pieces,
+        Quantile(longest, 0.5), Operations(image) / ms / 1e9);
+    std::fflush(stdout);
+  }
+
+  // Decode steps alone, and with a piece of an image of 1,024 tokens between any two.
+  void TimeSteps(const adapter::LoadedAdapter* adapter) {
+    engine::Image image = MakeImage(64, 64);
+    for (const bool with_images : {false, true}) {
+      bench::DecodeStep step(options_["--batch"], kContext, adapter);
+      std::vector<double> times;
+      int images = 0;
+      image.key = --next_key_;
+      Must(runner_->Begin(step.sequences(/*behind=*/false)));
+      const double first = Milliseconds();
+      double last = first;
+      for (int64_t i = 0; i < options_["--steps"]; ++i) {
+        Must(runner_->Begin(step.sequences(/*behind=*/true)));
+        if (with_images && Must(runner_->EncodeImage(image, adapter)) != nullptr) {
+          ++images;
+          image.key = --next_key_;
+        }
+        Must(runner_->Finish().status());
+        const double now = Milliseconds();
+        if (i >= 20) times.push_back(now - last);
+        last = now;
+      }
+      Must(runner_->Finish().status());
+      std::printf(
+          "{\"work\": \"%s\", \"rank\": %lld, \"batch\": %lld, \"p50_ms\": %.2f, \"p99_ms\": %.2f, "
+          "\"longest_ms\": %.2f, \"images_per_s\": %.1f}\n",
+          with_images ? "steps and images" : "steps",
+          static_cast<long long>(adapter == nullptr ? 0 : options_["--rank"]),
+          static_cast<long long>(options_["--batch"]), Quantile(times, 0.5), Quantile(times, 0.99),
+          Quantile(times, 1.0), 1e3 * images / (last - first));
+      std::fflush(stdout);
+    }
+  }
+
+  std::map<std::string, int64_t> options_;
+  MemoryLedger ledger_;
+  std::unique_ptr<CudaModel> model_;
+  std::unique_ptr<adapter::LoadedAdapter> adapter_;
+  std::unique_ptr<engine::ModelRunner> runner_;
+  engine::TokenId next_key_ = -2;
+};
+
+}  // namespace
+}  // namespace dorad::cuda
+
+int main(int argc, char** argv) {
+  std::string shape = "qwen3-vl-8b";
+  std::map<std::string, int64_t> options = {
+      {"--layers", 0}, {"--rank", 384}, {"--batch", 32}, {"--steps", 400}};
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (std::strcmp(argv[i], "--shape") == 0) {
+      shape = argv[i + 1];
+    } else if (options.count(argv[i]) > 0) {
+      options[argv[i]] = std::atoll(argv[i + 1]);
+    } else {
+      std::fprintf(stderr, "%s is no option\n", argv[i]);
+      return 2;
+    }
+  }
+  dorad::cuda::Bench(shape, std::move(options)).Run();
+}
