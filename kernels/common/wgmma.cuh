@@ -48,21 +48,6 @@ __device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 × 8 matrices of bf16; lane l gives the address of row l % 8 of matrix l / 8 and gets the
-// pair at row l / 4, columns 2 (l % 4) of each, or of its transpose. Whole warp.
-__device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-__device__ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 #define DORAD_P4 "%0,%1,%2,%3"
 #define DORAD_P8 DORAD_P4 ",%4,%5,%6,%7"
 #define DORAD_P16 DORAD_P8 ",%8,%9,%10,%11,%12,%13,%14,%15"

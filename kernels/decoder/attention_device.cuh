@@ -1,5 +1,5 @@
 // Pieces of the attention kernels: tensor-core steps, the softmax's arithmetic, and copies of cache
-// pages into shared memory. Fragments are those of mma.m16n8k16: lane l has g = l / 4, t = l % 4.
+// pages into shared memory.
 #pragma once
 
 #include <cuda.h>
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/mma.cuh"
 #include "kernels/common/tensor_map.h"
 #include "kernels/common/wgmma.cuh"
 #include "kernels/decoder/attention_layout.h"
@@ -36,31 +37,6 @@ struct CacheTile {
     return column / kColumns * kBlockBytes + row * kRowBytes + ((unit ^ turn) * 16);
   }
 };
-
-// Transposes an 8 × 8 matrix of bf16 that the warp holds.
-__device__ inline uint32_t Transpose(uint32_t value) {
-  uint32_t result;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(value));
-  return result;
-}
-
-__device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ inline uint32_t PackBf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-__device__ inline float Exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Scores are scaled by `scale` = softmax_scale · log2(e) inside the exponentials.
 __device__ inline float ScaledOffset(float most, float scale) { return -__fmul_rn(most, scale); }

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "kernels/common/barrier.cuh"
+#include "kernels/common/mma.cuh"
 #include "kernels/common/wgmma.cuh"
 #include "kernels/dora/norm_gemm.h"
 

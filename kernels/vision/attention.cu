@@ -14,26 +14,29 @@ constexpr int kKeys = 64;
 constexpr int kStages = 2;
 static_assert(kQueries == 16 * kWarps);
 
-// kDim: head_dim or more, a multiple of 16; the columns beyond it are zero.
+// kDim: head_dim or more, a multiple of 8. The columns from head_dim to kColumns are zero.
 template <int kDim>
 struct Shared {
+  static constexpr int kColumns = (kDim + 15) / 16 * 16;
   // Elements from one row to the next: eight rows begin in different banks.
-  static constexpr int kPitch = kDim + 8;
+  static constexpr int kPitch = kColumns + 8;
   __nv_bfloat16 queries[kQueries][kPitch];
   __nv_bfloat16 keys[kStages][kKeys][kPitch];
   __nv_bfloat16 values[kStages][kKeys][kPitch];
 };
 
-// Begins the copy of `count` rows to shared memory; those from `valid` on become zero.
-template <int kPitch>
-__device__ void CopyRows(const __nv_bfloat16* from, int64_t stride, int valid, int count,
-                         int head_dim, __nv_bfloat16 (*to)[kPitch]) {
-  const int groups = head_dim / 8;
-  for (int i = threadIdx.x; i < count * groups; i += kThreads) {
-    const int row = i / groups;
-    const int column = i % groups * 8;
-    const bool is_valid = row < valid;
-    CopyAsync16(SharedAddress(&to[row][column]), from + (is_valid ? row : 0) * stride + column,
+// Begins the copy of kRows rows to shared memory. Rows from `valid` on become zero, and columns
+// from head_dim on.
+template <int kDim, int kRows>
+__device__ void CopyRows(const __nv_bfloat16* from, int64_t stride, int valid, int head_dim,
+                         __nv_bfloat16 (*to)[Shared<kDim>::kPitch]) {
+  constexpr int kGroups = Shared<kDim>::kColumns / 8;
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kGroups; i += kThreads) {
+    const int row = i / kGroups;
+    const int column = i % kGroups * 8;
+    const bool is_valid = row < valid && column < head_dim;
+    CopyAsync16(SharedAddress(&to[row][column]), is_valid ? from + row * stride + column : from,
                 is_valid);
   }
 }
@@ -45,14 +48,6 @@ __device__ void AwaitCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-template <int kPitch>
-__device__ void ZeroColumns(int begin, int end, int rows, __nv_bfloat16 (*to)[kPitch]) {
-  const int columns = end - begin;
-  for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
-    to[i / columns][begin + i % columns] = __float2bfloat16_rn(0.0f);
-  }
-}
-
 // Of the four lanes that share a row.
 template <typename Op>
 __device__ float ReduceRow(float x, Op op) {
@@ -60,35 +55,37 @@ __device__ float ReduceRow(float x, Op op) {
   return op(x, __shfl_xor_sync(0xFFFFFFFF, x, 2));
 }
 
-// The 16 rows of a warp: a lane has rows lane / 4 and lane / 4 + 8 of them.
+// The 16 rows of a warp: a lane has rows lane / 4 and lane / 4 + 8.
 template <int kDim>
 struct WarpRows {
-  uint32_t query[kDim / 16][4];
+  using Row = __nv_bfloat16[Shared<kDim>::kPitch];
+  static constexpr int kSteps = Shared<kDim>::kColumns / 16;
+
+  uint32_t query[kSteps][4];
   float out[kDim / 8][4] = {};
   float most[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {};
+  float sum[2] = {};  // of this lane's keys
 
-  __device__ void LoadQueries(const __nv_bfloat16 (*rows)[Shared<kDim>::kPitch]) {
+  __device__ void LoadQueries(const Row* rows) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      LoadMatrices(SharedAddress(&rows[lane % 16][16 * k + lane / 16 * 8]), query[k]);
+    for (int k = 0; k < kSteps; ++k) {
+      LoadMatrices(query[k], SharedAddress(&rows[lane % 16][16 * k + lane / 16 * 8]));
     }
   }
 
-  // `valid`: of the tile's keys.
-  __device__ void Take(const __nv_bfloat16 (*keys)[Shared<kDim>::kPitch],
-                       const __nv_bfloat16 (*values)[Shared<kDim>::kPitch], int valid,
-                       float scale) {
+  // One tile of keys, of which the first `valid` count.
+  __device__ void Take(const Row* keys, const Row* values, int valid, float scale) {
     const int lane = threadIdx.x % 32;
     float scores[kKeys / 8][4] = {};
+    // Neighbouring products do not wait for one another: they have different sums.
 #pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
+    for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-      for (int k = 0; k < kDim / 16; ++k) {
+      for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t b[4];
         const int key = 16 * n + lane / 16 * 8 + lane % 8;
-        LoadMatrices(SharedAddress(&keys[key][16 * k + lane / 8 % 2 * 8]), b);
+        LoadMatrices(b, SharedAddress(&keys[key][16 * k + lane / 8 % 2 * 8]));
         Mma(scores[2 * n], query[k], b[0], b[1]);
         Mma(scores[2 * n + 1], query[k], b[2], b[3]);
       }
@@ -103,58 +100,61 @@ struct WarpRows {
       }
     }
     uint32_t weights[kKeys / 16][4];
-    Weigh(scores, scale, weights);
+    Weigh(0, scores, scale, weights);
+    Weigh(1, scores, scale, weights);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
-      for (int n = 0; n < kDim / 16; ++n) {
+      for (int n = 0; n < kSteps; ++n) {
         uint32_t b[4];
-        LoadMatricesTransposed(SharedAddress(&values[16 * k + lane % 16][16 * n + lane / 16 * 8]),
-                               b);
+        LoadMatricesTransposed(b,
+                               SharedAddress(&values[16 * k + lane % 16][16 * n + lane / 16 * 8]));
         Mma(out[2 * n], weights[k], b[0], b[1]);
-        Mma(out[2 * n + 1], weights[k], b[2], b[3]);
+        if (2 * n + 1 < kDim / 8) Mma(out[2 * n + 1], weights[k], b[2], b[3]);
       }
     }
   }
 
-  // The softmax's numerators, rounded; the sums so far are scaled to the new maximum.
-  __device__ void Weigh(const float (&scores)[kKeys / 8][4], float scale,
+  // The softmax's numerators, rounded; the sums so far are scaled to a new maximum.
+  __device__ void Weigh(int half, const float (&scores)[kKeys / 8][4], float scale,
                         uint32_t (&weights)[kKeys / 16][4]) {
+    float now = most[half];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float tile_most = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        tile_most = fmaxf(tile_most, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-      }
-      tile_most = ReduceRow(tile_most, [](float a, float b) { return fmaxf(a, b); });
-      const float now = fmaxf(most[half], tile_most);
-      const float shrink = exp2f((most[half] - now) * scale);
+    for (int n = 0; n < kKeys / 8; ++n) {
+      now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
+    }
+    now = ReduceRow(now, [](float a, float b) { return fmaxf(a, b); });
+    if (__any_sync(0xFFFFFFFF, now > most[half])) {
+      const float shrink = Exp2((most[half] - now) * scale);
       most[half] = now;
-      float tile_sum = 0.0f;
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        const __nv_bfloat162 pair =
-            __floats2bfloat162_rn(exp2f((scores[n][2 * half] - now) * scale),
-                                  exp2f((scores[n][2 * half + 1] - now) * scale));
-        weights[n / 2][n % 2 * 2 + half] = *reinterpret_cast<const uint32_t*>(&pair);
-        tile_sum += __low2float(pair) + __high2float(pair);
-      }
-      sum[half] = sum[half] * shrink + ReduceRow(tile_sum, [](float a, float b) { return a + b; });
+      sum[half] *= shrink;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
         out[n][2 * half] *= shrink;
         out[n][2 * half + 1] *= shrink;
       }
     }
+    const float offset = now * scale;
+    float added = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      const float low = Exp2(fmaf(scores[n][2 * half], scale, -offset));
+      const float high = Exp2(fmaf(scores[n][2 * half + 1], scale, -offset));
+      weights[n / 2][n % 2 * 2 + half] = PackBf16(low, high);
+      added += low + high;
+    }
+    sum[half] += added;
+  }
+
+  __device__ float Sum(int half) const {
+    return ReduceRow(sum[half], [](float a, float b) { return a + b; });
   }
 };
 
 // One block a tile and head.
 template <int kDim>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kDim <= 80 ? 2 : 1)
     SegmentAttentionKernel(const SegmentAttentionParams p, float scale) {
-  constexpr int kPitch = Shared<kDim>::kPitch;
   extern __shared__ __align__(16) uint8_t memory[];
   auto& shared = *reinterpret_cast<Shared<kDim>*>(memory);
   const SegmentTile tile = p.tiles[blockIdx.x];
@@ -168,19 +168,14 @@ __global__ void __launch_bounds__(kThreads)
     if (index < tiles) {
       const __nv_bfloat16* const from = keys + int64_t{index} * kKeys * stride;
       const int valid = min(kKeys, count - index * kKeys);
-      CopyRows<kPitch>(from, stride, valid, kKeys, p.head_dim, shared.keys[index % kStages]);
-      CopyRows<kPitch>(from + width, stride, valid, kKeys, p.head_dim,
-                       shared.values[index % kStages]);
+      CopyRows<kDim, kKeys>(from, stride, valid, p.head_dim, shared.keys[index % kStages]);
+      CopyRows<kDim, kKeys>(from + width, stride, valid, p.head_dim,
+                            shared.values[index % kStages]);
     }
     CommitCopies();
   };
-  CopyRows<kPitch>(queries, stride, tile.rows, kQueries, p.head_dim, shared.queries);
+  CopyRows<kDim, kQueries>(queries, stride, tile.rows, p.head_dim, shared.queries);
   copy_keys(0);
-  if (p.head_dim < kDim) {
-    ZeroColumns<kPitch>(p.head_dim, kDim, kQueries, shared.queries);
-    ZeroColumns<kPitch>(p.head_dim, kDim, kStages * kKeys, shared.keys[0]);
-    ZeroColumns<kPitch>(p.head_dim, kDim, kStages * kKeys, shared.values[0]);
-  }
   const int warp_row = threadIdx.x / 32 * 16;
   WarpRows<kDim> rows;
   for (int i = 0; i < tiles; ++i) {
@@ -195,9 +190,9 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    const float factor = 1.0f / rows.Sum(half);
     const int row = warp_row + lane / 4 + 8 * half;
     if (row >= tile.rows) continue;
-    const float factor = 1.0f / rows.sum[half];
     __nv_bfloat16* const out = p.out + int64_t{tile.row - p.first_row + row} * width +
                                blockIdx.y * p.head_dim + lane % 4 * 2;
 #pragma unroll
@@ -229,6 +224,7 @@ cudaError_t SegmentAttention(const SegmentAttentionParams& params, cudaStream_t 
   }
   if (params.head_dim <= 32) return Launch<32>(params, stream);
   if (params.head_dim <= 64) return Launch<64>(params, stream);
+  if (params.head_dim <= 72) return Launch<72>(params, stream);
   if (params.head_dim <= 80) return Launch<80>(params, stream);
   return Launch<128>(params, stream);
 }

@@ -16,10 +16,13 @@ namespace {
 
 constexpr char kImage[] = "computing an image";
 
-// Patches of one product.
-constexpr int64_t kChunkRows = 2048;
-// Operations of one piece: one to two milliseconds of an H100.
-constexpr double kPieceOperations = 4e11;
+// Patches of one product, at most and at least.
+constexpr int64_t kMostRows = 4096;
+constexpr int64_t kLeastRows = 512;
+// Patches whose pixels are copied at once.
+constexpr int64_t kPixelRows = 1024;
+// Operations of one piece: less than a millisecond of an H100.
+constexpr double kPieceOperations = 2e11;
 
 // Packs arrays at the same places of host and device memory.
 class PlanLayout {
@@ -65,7 +68,22 @@ std::vector<kernels::SegmentTile> TilesOf(int64_t patches) {
   return tiles;
 }
 
-static_assert(kChunkRows % kernels::kSegmentTileRows == 0);
+static_assert(kLeastRows % kernels::kSegmentTileRows == 0);
+
+// Of attention and MLP of `rows` patches of an image in one block.
+double AttendOperations(const model::VisionConfig& vision, int64_t rows, int64_t patches) {
+  const auto width = static_cast<double>(vision.width);
+  return static_cast<double>(rows) * width *
+         (4.0 * static_cast<double>(patches) + 2.0 * width +
+          4.0 * static_cast<double>(vision.inner));
+}
+
+// The rows of one product: as many as a piece has room for.
+int64_t ChunkRows(const model::VisionConfig& vision, int64_t patches) {
+  int64_t rows = kMostRows;
+  while (rows > kLeastRows && AttendOperations(vision, rows, patches) > kPieceOperations) rows /= 2;
+  return rows;
+}
 
 }  // namespace
 
@@ -76,7 +94,7 @@ absl::Status CheckTower(const model::VisionConfig& vision) {
                            " elements: on a GPU the size is a multiple of 8 and at most 128");
   } else if (vision.patch_elements() % 8 != 0 || vision.inner % 8 != 0 || vision.output % 8 != 0) {
     problem = "widths that are not multiples of 8";
-  } else if (kChunkRows % (vision.merge * vision.merge) != 0) {
+  } else if (kLeastRows % (vision.merge * vision.merge) != 0) {
     problem = absl::StrCat("tokens of ", vision.merge, " x ", vision.merge, " patches");
   } else if (vision.merged_width() > 8192) {
     problem = absl::StrCat("merged tokens of ", vision.merged_width(), " elements, more than 8192");
@@ -101,7 +119,7 @@ absl::StatusOr<std::unique_ptr<VisionEncoder>> VisionEncoder::Create(const CudaM
   for (const TowerWeights::Merger& merger : tower.deepstack_mergers) {
     groups.insert(groups.end(), {&merger.fc1, &merger.fc2});
   }
-  DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, kChunkRows, ledger, stream));
+  DORAD_ASSIGN_OR_RETURN(Linear linear, Linear::Create(groups, kMostRows, ledger, stream));
   return std::unique_ptr<VisionEncoder>(
       new VisionEncoder(model, slots, ledger, stream, std::move(linear)));
 }
@@ -141,23 +159,25 @@ absl::Status VisionEncoder::Start(const engine::Image& image) {
   work.image = image.key;
   work.grid = {/*frames=*/1, image.height, image.width};
   work.patches = vision_.patches(work.grid);
+  work.chunk_rows = ChunkRows(vision_, work.patches);
   const auto levels = 1 + static_cast<int64_t>(vision_.deepstack.size());
   DORAD_ASSIGN_OR_RETURN(work.features, DeviceBuffer::Allocate(ledger_, "images",
                                                                levels * vision_.tokens(work.grid) *
                                                                    vision_.output * 4));
-  DORAD_RETURN_IF_ERROR(Prepare(work.grid, work.patches));
+  DORAD_RETURN_IF_ERROR(Prepare(work));
   work_.emplace(std::move(work));
   return absl::OkStatus();
 }
 
-absl::Status VisionEncoder::Prepare(const model::ImageGrid& grid, int64_t patches) {
-  const int64_t chunk = std::min(patches, kChunkRows);
-  const int64_t places = std::max(grid.height, grid.width);
+absl::Status VisionEncoder::Prepare(const Work& work) {
+  const int64_t patches = work.patches;
+  const int64_t chunk = std::min(patches, work.chunk_rows);
+  const int64_t places = std::max(work.grid.height, work.grid.width);
   const int64_t half = vision_.head_dim() / 2;
   const std::vector<kernels::SegmentTile> tiles = TilesOf(patches);
   const auto lay_out = [&](std::byte* device) {
     PlanLayout layout(nullptr, device);
-    (void)layout.Array(chunk * vision_.patch_elements(), &buffers_.pixels);
+    (void)layout.Array(std::min(patches, kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
     (void)layout.Array(patches * vision_.width, &buffers_.residual);
     (void)layout.Array(patches * 3 * vision_.width, &buffers_.qkv);
     (void)layout.Array(chunk * vision_.width, &buffers_.normed);
@@ -174,9 +194,9 @@ absl::Status VisionEncoder::Prepare(const model::ImageGrid& grid, int64_t patche
     kernels::SegmentTile* const to =
         layout.Array(static_cast<int64_t>(tiles.size()), &buffers_.tiles);
     if (host == nullptr) return layout.bytes();
-    const std::vector<model::PatchPlace> order = PatchPlaces(vision_, grid);
+    const std::vector<model::PatchPlace> order = PatchPlaces(vision_, work.grid);
     for (int64_t i = 0; i < patches; ++i) {
-      const model::TableTaps table = TapsOf(vision_, grid, order[i]);
+      const model::TableTaps table = TapsOf(vision_, work.grid, order[i]);
       std::copy(std::begin(table.rows), std::end(table.rows), taps[i].rows);
       std::copy(std::begin(table.weights), std::end(table.weights), taps[i].weights);
       taps[i].row = static_cast<int32_t>(order[i].row);
@@ -217,14 +237,15 @@ absl::Status VisionEncoder::UploadRows() {
     to.maps = slots_.maps();
     rows_.push_back(std::move(to));
   };
-  const int64_t patches_of_token = vision_.merge * vision_.merge;
-  for (const int64_t rows : {std::min(work_->patches, kChunkRows), work_->patches % kChunkRows}) {
-    if (rows == 0) continue;
-    for (const int64_t count : {rows, rows / patches_of_token}) {
-      add(count, /*adapted=*/false);
-      if (adapter_ != nullptr) add(count, /*adapted=*/true);
+  const bool adapted = adapter_ != nullptr;
+  const auto add_parts = [&](int64_t most, bool with_adapter, int64_t divisor) {
+    for (const int64_t rows : {std::min(work_->patches, most), work_->patches % most}) {
+      if (rows > 0) add(rows / divisor, with_adapter);
     }
-  }
+  };
+  add_parts(kPixelRows, /*with_adapter=*/false, 1);
+  add_parts(work_->chunk_rows, adapted, 1);
+  add_parts(work_->chunk_rows, adapted, vision_.merge * vision_.merge);
   const auto write = [&](std::byte* host, std::byte* device) {
     PlanLayout layout(host, device);
     for (LinearRows& rows : rows_) {
@@ -270,8 +291,13 @@ const LinearRows& VisionEncoder::Rows(int64_t rows, bool adapted) const {
 }
 
 VisionEncoder::Chunk VisionEncoder::CurrentChunk() const {
-  const int64_t begin = work_->chunk * kChunkRows;
-  return {begin, std::min(kChunkRows, work_->patches - begin)};
+  const int64_t rows = RowsOfChunk();
+  const int64_t begin = work_->chunk * rows;
+  return {begin, std::min(rows, work_->patches - begin)};
+}
+
+int64_t VisionEncoder::RowsOfChunk() const {
+  return work_->stage == Stage::kEmbed ? kPixelRows : work_->chunk_rows;
 }
 
 double VisionEncoder::Cost() const {
@@ -284,9 +310,7 @@ double VisionEncoder::Cost() const {
     case Stage::kProject:
       return 6.0 * rows * width * width;
     case Stage::kAttend:
-      return rows * width *
-             (4.0 * static_cast<double>(work_->patches) + 2.0 * width +
-              4.0 * static_cast<double>(vision_.inner));
+      return AttendOperations(vision_, CurrentChunk().rows, work_->patches);
     case Stage::kMergeDeepstack:
     case Stage::kMerge:
       return 2.0 * rows * width * (merged + static_cast<double>(vision_.output));
@@ -296,7 +320,7 @@ double VisionEncoder::Cost() const {
 
 bool VisionEncoder::Next() {
   Work& work = *work_;
-  if (++work.chunk * kChunkRows < work.patches) return true;
+  if (++work.chunk * RowsOfChunk() < work.patches) return true;
   work.chunk = 0;
   const auto next_block = [&] {
     ++work.block;

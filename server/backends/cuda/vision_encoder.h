@@ -53,6 +53,7 @@ class VisionEncoder {
     uint64_t adapter = 0;       // CudaAdapterWeights::id; 0: base
     model::ImageGrid grid;
     int64_t patches = 0;
+    int64_t chunk_rows = 0;  // of one product
     DeviceBuffer features;
     Stage stage = Stage::kEmbed;
     int64_t block = 0;
@@ -91,12 +92,13 @@ class VisionEncoder {
 
   absl::Status Start(const engine::Image& image);
   // Allocates for the image and writes the plan.
-  absl::Status Prepare(const model::ImageGrid& grid, int64_t patches);
+  absl::Status Prepare(const Work& work);
   absl::Status RunUnit(const engine::Image& image);
   // Moves to the next unit; false: there is none.
   bool Next();
   // Estimate of the current unit's operations.
   double Cost() const;
+  int64_t RowsOfChunk() const;
   Chunk CurrentChunk() const;
 
   absl::Status Embed(const engine::Image& image, const Chunk& chunk);
