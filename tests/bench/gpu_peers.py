@@ -131,35 +131,42 @@ def measure(peer: str, options: argparse.Namespace, report: Report) -> None:
         torch_peers.measure(peer, options, report)
 
 
-def run_peer(peer: str, options: argparse.Namespace, arguments: list[str], folder: Path) -> dict:
-    """The results of all cases, in a process that is gone when this returns."""
-    report, log = Report(folder / f"{peer}.jsonl"), folder / f"{peer}.log"
-    command = [sys.executable, __file__, *arguments, "--process", peer, "--folder", str(folder)]
+def run_logged(command: list[str], log: Path, limit: float) -> tuple[str, list[str]]:
+    """Runs a process that is gone when this returns. How it ended, and the lines that it said."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            why = f"ended with {process.wait(options.time_limit)}"
+            why = f"ended with {process.wait(limit)}"
         except BaseException as error:  # not waited for yet, so that its group is surely its own
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            why = f"not within {options.time_limit:g} s"
+            why = f"not within {limit:g} s"
     said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    found = report.read()
-    if said and len(found) < len(cases(options)):
+    if said:
         # What it died of, which may be followed by what others say when they end.
         errors = [line for line in said if ERROR.match(line)]
         why = one_line(f"{why}: {(errors or said)[-1]}")
+    return why, said
+
+
+def run_peer(peer: str, options: argparse.Namespace, arguments: list[str], folder: Path) -> dict:
+    """The results of all cases."""
+    report = Report(folder / f"{peer}.jsonl")
+    command = [sys.executable, __file__, *arguments, "--process", peer, "--folder", str(folder)]
+    why, said = run_logged(command, folder / f"{peer}.log", options.time_limit)
+    found = report.read()
+    if said and len(found) < len(cases(options)):
         print(f"{peer}:", *said[-60:], sep="\n  ", file=sys.stderr)
     return {case: found.get(case, {"failed": why}) for case in cases(options)}
 
 
-def surroundings(options: argparse.Namespace) -> dict:
-    """What the figures are of."""
-    facts = {key: getattr(options, key) for key in ("shape", "layers", "rank", "context", "device")}
+def surroundings(options: argparse.Namespace, *keys: str) -> dict:
+    """What the figures are of: these options, the versions, the GPU and the date."""
+    facts = {key: getattr(options, key) for key in keys}
     for package in ("torch", "transformers", "peft", "vllm"):
         try:
             facts[package] = importlib.metadata.version(package)
@@ -243,7 +250,8 @@ def main(arguments: list[str]) -> None:
     if options.process:
         measure(options.process, options, Report(options.folder / f"{options.process}.jsonl"))
         return
-    print(json.dumps(surroundings(options)), flush=True)
+    facts = surroundings(options, "shape", "layers", "rank", "context", "device")
+    print(json.dumps(facts), flush=True)
     results = {}
     with tempfile.TemporaryDirectory(prefix="dorad-peers-") as folder:
         for peer in options.only:

@@ -1,5 +1,5 @@
 """vLLM as a peer: its engine in this process, a model folder without weights (they are random), and
-a LoRA adapter with random ones. Imported only by the process that runs it."""
+LoRA adapters with random ones. Imported only by the process that runs it."""
 
 import argparse
 import json
@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 # Before vLLM is imported.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -24,35 +25,47 @@ REPEATS = 3
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what max_lora_rank may be
 
 
+def load(shape: Shape, folder: Path, loras: int, rank: int, **settings: Any) -> tuple[LLM, list]:
+    """An engine with random weights, and so many LoRA adapters for it, [None] for 0."""
+    adapters: list[LoRARequest | None] = []
+    if loras:
+        most = next((most for most in RANKS if most >= rank), None)
+        if most is None:
+            raise ValueError(f"vLLM takes ranks up to {RANKS[-1]}, not {rank}")
+        for i in range(loras):
+            path = folder / f"lora-{i}"
+            write_adapter(shape, rank, path, seed=i, dora=False)
+            adapters.append(LoRARequest(f"adapter-{i}", i + 1, str(path)))
+        settings |= dict(enable_lora=True, max_loras=loras, max_lora_rank=most)
+    (folder / "vllm").mkdir(exist_ok=True)
+    (folder / "vllm" / "config.json").write_text(json.dumps(shape.config))
+    llm = LLM(
+        model=str(folder / "vllm"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        seed=0,
+        **settings,
+    )
+    return llm, adapters or [None]
+
+
 class Engine:
     def __init__(self, peer: str, options: argparse.Namespace, folder: Path) -> None:
         self.shape = Shape.read(options.shape, options.layers)
         self.prompt = max(options.context - (SHORT + LONG) // 2, 1)
-        self.adapter = None
-        lora: dict = {}
-        if peer == "vllm-lora":
-            rank = next((rank for rank in RANKS if rank >= options.rank), None)
-            if rank is None:
-                raise ValueError(f"vLLM takes ranks up to {RANKS[-1]}, not {options.rank}")
-            write_adapter(self.shape, options.rank, folder / "adapter", dora=False)
-            self.adapter = LoRARequest("adapter", 1, str(folder / "adapter"))
-            lora = dict(enable_lora=True, max_loras=1, max_lora_rank=rank)
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text(json.dumps(self.shape.config))
         tokens = max(self.prompt + LONG, options.prefill + 1) + 16
-        self.llm = LLM(
-            model=str(folder / "model"),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
+        self.llm, (self.adapter,) = load(
+            self.shape,
+            folder,
+            1 if peer == "vllm-lora" else 0,
+            options.rank,
             max_model_len=tokens,
             max_num_seqs=max(options.batch),
             max_num_batched_tokens=max(8192, tokens),
             enable_prefix_caching=False,
             # Each batch has a graph of its own size; more would only take longer to start.
             compilation_config={"cudagraph_capture_sizes": sorted({1, *options.batch})},
-            seed=0,
-            **lora,
         )
         self.random = torch.Generator().manual_seed(1)
 
