@@ -18,6 +18,11 @@ absl::Status GenerateCall::OnMessage(grpc::ByteBuffer* bytes) {
     services_->metrics->RequestRefused(RequestKind::kGenerate, ReasonOf(input.status()));
     return input.status();
   }
+  if (!input->images.empty()) {
+    // Tells the client that the server has the images. No write can have begun.
+    absl::MutexLock lock(&mu_);
+    StartSendInitialMetadata();
+  }
   input->tenant = caller().tenant;
   input->log = record_.log();
   input->deadline = record_.Deadline(services_->default_deadline());

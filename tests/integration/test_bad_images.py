@@ -6,7 +6,7 @@ from collections.abc import Callable
 import grpc
 import numpy as np
 import pytest
-from dorad.v1 import adapters_pb2, inference_pb2
+from dorad.v1 import adapters_pb2, control_pb2, inference_pb2
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from lib.pictures import ELEMENTS, END, START
@@ -215,6 +215,25 @@ def test_refused_images_leave_no_memory_behind(server):
     for seed in range(200, 1200):
         refuse(seed)
     assert server.rss() - before < 4 << 20
+
+
+def test_the_headers_of_a_call_tell_that_the_server_has_its_images(server):
+    control = server.wire.control
+    control.Pause(control_pb2.PauseRequest(mode=control_pb2.PAUSE_MODE_KEEP))
+    try:
+        call = server.wire.inference.Generate(good(), timeout=60)
+        call.initial_metadata()  # Without headers of their own they come with the answer.
+        assert not call.done()
+        by_digest = good()
+        for each in by_digest.images:
+            each.sha256 = hashlib.sha256(each.data).digest()
+            each.data = b""
+        second = server.wire.inference.Generate(by_digest, timeout=60)
+        second.initial_metadata()
+        assert not second.done()
+    finally:
+        control.Resume(control_pb2.ResumeRequest())
+    assert [m.logprobs for m in call] == [m.logprobs for m in second]
 
 
 def test_an_image_is_named_by_its_digest_once_the_server_has_it(server):

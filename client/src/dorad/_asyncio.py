@@ -28,8 +28,8 @@ Event = asyncio.Event
 sleep = asyncio.sleep
 
 
-async def is_set_within(event: Event, seconds: float) -> bool:
-    """Waits for the event, at most `seconds`. Returns whether it is set."""
+async def is_set_within(event: Event, seconds: float | None) -> bool:
+    """Waits for the event, at most `seconds` (None: no limit). Returns whether it is set."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()

@@ -74,7 +74,7 @@ _TENSOR_DTYPES = {
 def pack_images(
     images: Sequence[t.Image] | None, sequence: int = 0, what: str = "images"
 ) -> list[inference_pb2.Image]:
-    """The wire's form. Raises TypeError naming `what`."""
+    """The wire's form, without pixels: see dorad._aio.images. Raises TypeError naming `what`."""
     packed = []
     for i, image in enumerate(images or ()):
         if not isinstance(image, t.Image):
@@ -87,7 +87,6 @@ def pack_images(
                 sha256=image.sha256,
                 dtype=_TENSOR_DTYPES[image.dtype],
                 grid=image.grid,
-                data=image.data,
                 sequence=sequence,
             )
         )

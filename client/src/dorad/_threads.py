@@ -32,8 +32,8 @@ Event = threading.Event
 sleep = time.sleep
 
 
-def is_set_within(event: Event, seconds: float) -> bool:
-    """Waits for the event, at most `seconds`. Returns whether it is set."""
+def is_set_within(event: Event, seconds: float | None) -> bool:
+    """Waits for the event, at most `seconds` (None: no limit). Returns whether it is set."""
     return event.wait(seconds)
 
 

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2_grpc
 from dorad import _wire
 from dorad._access import Access, check_port, check_target
 from dorad._aio.calls import RunningCalls
+from dorad._aio.images import SentImages
 from dorad._asyncio import AsDoradErrors, connect
 from dorad._channel import DEFAULT_TARGET, Budget, channel_options, deadline
 from dorad._retry import Attempts, Throttle, check_retry_for, default_retry_for
@@ -48,6 +49,7 @@ class Connection:
         self._retry_for = default_retry_for(retry_for)
         self._throttle = Throttle()
         self._calls = RunningCalls()
+        self._images = SentImages()
         self._access = Access.of(token, ca_file, cert_file, key_file, credentials)
         self._metadata = (*metadata, *self._access.metadata)
         self._options = channel_options(keepalive, options)

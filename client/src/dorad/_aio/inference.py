@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from grpc_health.v1 import health_pb2
@@ -13,6 +13,7 @@ from dorad import _samples, _wire
 from dorad import types as t
 from dorad._aio.calls import RunningCalls
 from dorad._aio.connection import Connection
+from dorad._aio.images import CallImages
 from dorad._aio.stream import Stream
 from dorad._asyncio import AsDoradErrors, read, run_calls
 from dorad._channel import PROBE_SECONDS
@@ -69,11 +70,15 @@ class Inference(Connection):
     ) -> list[t.Sample]:
         """`complete`: samples aborted by the server's end are an error, not a result."""
         message = self._named(_wire.generate_request(request, stream=False))
+        images = CallImages(self._images, request.images or ())
 
-        async def run() -> list[t.Sample]:
+        async def attempt(message: Any) -> list[t.Sample]:
             call = self._start(self._inference.Generate, message, attempts.budget.left)
             samples = _samples.Samples(request)
             with calls.running(call), AsDoradErrors():
+                if images.announced:
+                    await call.initial_metadata()  # Comes before the answer: the server has them.
+                    images.arrived()
                 while (answer := await read(call)) is not None:
                     samples.add(answer)
             done = samples.finish()
@@ -81,7 +86,31 @@ class Inference(Connection):
                 await self._check_serving()
             return done
 
+        async def run() -> list[t.Sample]:
+            return await self._with_images(images, message, attempts, attempt)
+
         return await self._repeat(attempts, run, calls)
+
+    async def _with_images(
+        self,
+        images: CallImages,
+        message: Any,
+        attempts: Attempts,
+        attempt: Callable[[Any], Awaitable[T]],
+    ) -> T:
+        """Runs an attempt with the message and the pixels that the server lacks, and once more for
+        images that it does not have any more."""
+        while True:
+            try:
+                result = await attempt(await images.message_in_turn(message, attempts.budget))
+            except DoradError as error:
+                if not images.lacking(error):
+                    raise
+            else:
+                images.arrived()
+                return result
+            finally:
+                images.release()
 
     def _named(self, message: Any) -> Any:
         """The request, with an id for all its attempts: the server refuses an id that is in use, so
@@ -122,17 +151,23 @@ class Inference(Connection):
         request = t.GenerateRequest(token_ids, **options)
         message = self._named(_wire.generate_request(request, stream=True))
         attempts = self._attempts(timeout, retry_for)
-        return self._stream(message, lambda answer: _wire.delta(answer, request), attempts)
+        images = CallImages(self._images, request.images or ())
+        return self._stream(message, lambda answer: _wire.delta(answer, request), attempts, images)
 
     def _stream(
-        self, message: Any, convert: Callable[[Any], T], attempts: Attempts | None = None
+        self,
+        message: Any,
+        convert: Callable[[Any], T],
+        attempts: Attempts | None = None,
+        images: CallImages | None = None,
     ) -> Stream[T]:
-        return Stream(
-            lambda left: self._start(self._inference.Generate, message, left),
-            convert,
-            attempts or self._attempts(None, None),
-            self._calls,
-        )
+        def start(left: float | None) -> Any:
+            # A stream may be read late: no other call waits for it, nor does it wait.
+            filled = message if images is None else images.message(message)
+            return self._start(self._inference.Generate, filled, left)
+
+        attempts = attempts or self._attempts(None, None)
+        return Stream(start, convert, attempts, self._calls, images)
 
     @overload
     async def generate_many(
@@ -230,7 +265,16 @@ class Inference(Connection):
         message = _wire.score_request(
             sequences, adapters, top_k, chosen_token_ids, temperature, priority, request_id, images
         )
-        answer = await self._ask(self._inference.Score, message, timeout, retry_for)
+        carried = CallImages(self._images, [i for some in images or () for i in some or ()])
+        attempts = self._attempts(timeout, retry_for)
+
+        async def attempt(message: Any) -> Any:
+            return await self._call(self._inference.Score, message, attempts.budget.left)
+
+        async def run() -> Any:
+            return await self._with_images(carried, message, attempts, attempt)
+
+        answer = await self._repeat(attempts, run, self._calls)
         return _wire.score_result(
             answer,
             [len(sequence.token_ids) // 4 for sequence in message.sequences],

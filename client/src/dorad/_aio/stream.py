@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 from dorad._aio.calls import RunningCalls
+from dorad._aio.images import CallImages
 from dorad._asyncio import AsDoradErrors, Event, is_set_within, read
 from dorad._retry import Attempts
 from dorad.errors import DoradError
@@ -27,11 +28,13 @@ class Stream(Generic[T]):
         convert: Callable[[Any], T],
         attempts: Attempts,
         calls: RunningCalls,
+        images: CallImages | None = None,
     ) -> None:
         self._start = start
         self._convert = convert
         self._attempts = attempts
         self._calls = calls  # Once these have been ended, no call is retried.
+        self._images = images
         self._closed = Event()
         self._call = start(attempts.budget.left)
 
@@ -47,7 +50,8 @@ class Stream(Generic[T]):
             except DoradError as error:
                 if self._closed.is_set():
                     break  # Another task has called close(): this one was not cancelled.
-                delay = self._attempts.delay(error)
+                lacks = self._images is not None and self._images.lacking(error)
+                delay = 0.0 if lacks else self._attempts.delay(error)
                 if delay is None:
                     raise
                 if await is_set_within(self._closed, delay):
@@ -58,6 +62,8 @@ class Stream(Generic[T]):
                 if message is None:
                     break
                 self._attempts.answered()
+                if self._images is not None:
+                    self._images.arrived()
                 return self._convert(message)
             self._call = self._start(self._attempts.budget.left)
             if self._closed.is_set():  # close() may have cancelled the call before this one.
