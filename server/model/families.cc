@@ -1,5 +1,7 @@
 #include "server/model/families.h"
 
+#include "server/model/vision_readers.h"
+
 namespace dorad::model {
 namespace {
 
@@ -81,7 +83,10 @@ constexpr Family kFamilies[] = {
      .default_eos = 151645,
      .windows = Family::kByLayer,
      .qkv_bias = true,
-     .mrope = true},
+     .mrope = true,
+     .default_mrope = {16, 24, 24},
+     .mrope_order = Family::kInSections,
+     .read_vision = ReadQwen25Vision},
     {.model_type = "qwen3_vl",
      .architecture = "Qwen3VLForConditionalGeneration",
      .text_type = "qwen3_vl_text",
@@ -94,7 +99,7 @@ constexpr Family kFamilies[] = {
      .qk_norm = true,
      .mrope = true,
      .default_mrope = {24, 20, 20},
-     .serves_vision = true},
+     .read_vision = ReadQwen3Vision},
     Gemma3(),
     Gemma3Text(),
 };

@@ -10,6 +10,10 @@
 
 namespace dorad::model {
 
+class Fields;
+struct ModelConfig;
+struct VisionConfig;
+
 // The defaults are transformers' for absent keys.
 struct Family {
   const char* model_type;
@@ -46,9 +50,10 @@ struct Family {
   bool scales_embedding = false;  // by the root of hidden_size
   // The rotary embedding has three positions (time, height, width); they are equal in text.
   bool mrope = false;
-  // Frequencies of each, by turns; zeros: without images the positions are not needed.
-  std::array<int64_t, 3> default_mrope = {};
-  bool serves_vision = false;  // VisionConfig describes the tower
+  std::array<int64_t, 3> default_mrope = {};  // frequencies of each position
+  enum MropeOrder { kByTurns, kInSections } mrope_order = kByTurns;
+  // Reads the tower; nullptr: it is not served.
+  VisionConfig (*read_vision)(Fields& root, const ModelConfig& text) = nullptr;
 
   bool has_parts() const { return text_type != nullptr; }
 };

@@ -290,12 +290,8 @@ absl::Status ReadEosTokens(const std::string& dir, Fields& root, Fields& text, c
   return absl::OkStatus();
 }
 
-void SetPartNames(ModelConfig* config) {
-  // In memory; in the files of Gemma and Mistral; in files of Qwen, and in adapters of transformers
-  // before 4.52.
-  config->spellings = {{"model.language_model.", "lm_head", kTower},
-                       {"language_model.model.", "language_model.lm_head", "visual."},
-                       {"model.", "lm_head", "visual."}};
+void SetOtherParts(ModelConfig* config) {
+  config->other_parts.clear();
   for (const char* const outer : {"", "model."}) {
     for (const char* const part : {"visual.", "vision_tower.", "multi_modal_projector."}) {
       config->other_parts.push_back(absl::StrCat(outer, part));
@@ -303,15 +299,27 @@ void SetPartNames(ModelConfig* config) {
   }
 }
 
+void SetPartNames(ModelConfig* config) {
+  // In memory; in the files of Gemma and Mistral; in files of Qwen, and in adapters of transformers
+  // before 4.52.
+  config->spellings = {{"model.language_model.", "lm_head", kTower},
+                       {"language_model.model.", "language_model.lm_head", "visual."},
+                       {"model.", "lm_head", "visual."}};
+  SetOtherParts(config);
+}
+
 // The tower's convolution and position table are run, but no adapter changes them.
-void ServeVision(Fields& root, ModelConfig* config) {
-  config->vision = ReadVisionConfig(root, config->hidden_size, config->num_layers());
+void ServeVision(Fields& root, const Family& family, ModelConfig* config) {
+  config->vision = family.read_vision(root, *config);
   const int32_t image = config->vision->image_token_id;
   if (std::count(config->image_token_ids.begin(), config->image_token_ids.end(), image) == 0) {
     config->image_token_ids.push_back(image);
   }
   const std::string tower = kTower;
-  config->other_modules = {tower + "patch_embed.proj", tower + "pos_embed"};
+  config->other_modules = {tower + config->vision->names.patch};
+  if (config->vision->style.position_table) {
+    config->other_modules.push_back(tower + config->vision->names.table);
+  }
   auto& parts = config->other_parts;
   parts.erase(std::remove_if(parts.begin(), parts.end(),
                              [](const auto& part) { return absl::EndsWith(part, "visual."); }),
@@ -353,11 +361,11 @@ absl::StatusOr<ModelConfig> ReadModelConfig(const std::string& dir) {
     if (has_parts) SetPartNames(&config);
     ReadSizes(text, *family, &config);
     config.tied_embeddings = fields.Bool("tie_word_embeddings", family->default_tied);
-    if (family->serves_vision && fields.Has("vision_config")) ServeVision(fields, &config);
-    if (has_parts) {
-      ReadTensorNames(dir, fields, &config);
-      ReadImageTokens(fields, &config);
+    if (has_parts) ReadImageTokens(fields, &config);
+    if (family->read_vision != nullptr && fields.Has("vision_config")) {
+      ServeVision(fields, *family, &config);
     }
+    if (has_parts) ReadTensorNames(dir, fields, &config);
     ReadHeads(text, *family, &config);
     ReadLayers(text, *family, &config);
     ReadWindows(text, *family, &config);
@@ -389,7 +397,7 @@ void ModelConfig::DropVision() {
   modules.erase(modules.begin(), modules.begin() + head + 1);
   for (adapter::BaseModule& module : modules) other_modules.push_back(std::move(module.name));
   std::sort(other_modules.begin(), other_modules.end());
-  other_parts.insert(other_parts.end(), {"visual.", kTower});
+  SetOtherParts(this);
   vision.reset();
 }
 

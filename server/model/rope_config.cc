@@ -50,8 +50,8 @@ bool IsMropeKey(const std::string& key) {
   return key == "mrope_section" || key == "mrope_interleaved";
 }
 
-// Of each frequency, by turns as far as the sections go (transformers: recomposition_frequencies of
-// Qwen3-VL).
+// Of each frequency: by turns as far as the sections go, or one section after the other
+// (transformers: recomposition_frequencies of Qwen3-VL and of Qwen2.5-VL).
 std::vector<uint8_t> ReadAxes(Fields& rope, const Family& family, int64_t half) {
   std::array<int64_t, 3> sections = family.default_mrope;
   if (const Json* const list = rope.Find("mrope_section"); list != nullptr) {
@@ -66,6 +66,16 @@ std::vector<uint8_t> ReadAxes(Fields& rope, const Family& family, int64_t half) 
     }
   }
   std::vector<uint8_t> axes(half, 0);
+  if (family.mrope_order == Family::kInSections) {
+    if (sections[0] + sections[1] + sections[2] != half) {
+      rope.Invalid("mrope_section", absl::StrCat("must have a sum of ", half, ", not of ",
+                                                 sections[0] + sections[1] + sections[2]));
+      return axes;
+    }
+    std::fill_n(axes.begin() + sections[0], sections[1], 1);
+    std::fill_n(axes.begin() + sections[0] + sections[1], sections[2], 2);
+    return axes;
+  }
   for (uint8_t axis = 1; axis < 3; ++axis) {
     for (int64_t i = axis; i < std::min(3 * sections[axis], half); i += 3) axes[i] = axis;
   }

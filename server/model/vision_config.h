@@ -3,12 +3,10 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "server/adapter/peft/base_modules.h"
-#include "server/model/config_json.h"
 
 namespace dorad::model {
 
@@ -19,9 +17,35 @@ struct ImageGrid {
   int64_t width = 0;
 };
 
+// The differences between towers. The defaults are Qwen3-VL's: a backend whose tower is that one
+// serves a VisionConfig whose style is TowerStyle{}.
+struct TowerStyle {
+  bool rms_norms = false;      // of blocks and merger; else layer norms
+  bool gated_mlp = false;      // silu(gate) * up; else the tanh form of gelu
+  bool patch_bias = true;      // of the patches' projection
+  bool position_table = true;  // is added to the patches
+  bool windows = false;        // VisionBlockSpec::windowed
+
+  bool operator==(const TowerStyle&) const = default;
+};
+
+// Names after the tower's prefix; those that begin with a dot follow that of the block.
+struct TowerNames {
+  const char* patch = "patch_embed.proj";
+  const char* table = "pos_embed";
+  const char* fc1 = ".mlp.linear_fc1";
+  const char* up = "";
+  const char* fc2 = ".mlp.linear_fc2";
+  const char* merger_norm = "merger.norm";
+  const char* merger_fc1 = "merger.linear_fc1";
+  const char* merger_fc2 = "merger.linear_fc2";
+};
+
 // Modules by their ids, as in LayerSpec. All have biases.
 struct VisionBlockSpec {
   int qkv = 0, proj = 0, fc1 = 0, fc2 = 0;
+  int up = 0;             // with gated_mlp, where fc1 is the gate
+  bool windowed = false;  // a patch sees its window only, not its frame
 };
 
 // Makes one token of merge x merge patches: norm, linear, gelu, linear.
@@ -29,8 +53,10 @@ struct MergerSpec {
   int fc1 = 0, fc2 = 0;
 };
 
-// The tower of Qwen3-VL: x += attention(norm(x)), then x += mlp(norm(x)) in each block.
+// x += attention(norm(x)), then x += mlp(norm(x)) in each block.
 struct VisionConfig {
+  TowerStyle style;
+  TowerNames names;
   int64_t width = 0;  // of a patch's row
   int64_t inner = 0;  // of the blocks' MLP
   int64_t heads = 0;
@@ -39,6 +65,7 @@ struct VisionConfig {
   int64_t patch = 0;           // pixels on a side
   int64_t temporal_patch = 0;  // frames of pixels in a patch
   int64_t merge = 0;           // patches on a side of a token
+  int64_t window = 0;          // tokens on a side of a window
   int64_t table_side = 0;      // the position table is square
   double norm_eps = 1e-6;
   double theta = 10000.0;
@@ -56,16 +83,14 @@ struct VisionConfig {
   int64_t tokens(const ImageGrid& grid) const { return patches(grid) / (merge * merge); }
 
   int num_modules() const {
-    return static_cast<int>(4 * blocks.size() + 2 * (1 + deepstack_mergers.size()));
+    const size_t of_block = style.gated_mlp ? 5 : 4;
+    return static_cast<int>(of_block * blocks.size() + 2 * (1 + deepstack_mergers.size()));
   }
   // Gives every module its id, the first of them `next`.
   void NumberModules(int next);
   // Writes the names and shapes of all modules to their places. prefix: "model.visual.".
   void ListModules(const std::string& prefix, std::vector<adapter::BaseModule>* modules) const;
 };
-
-// Of Qwen3-VL. root: of config.json. REQUIRES: it has a vision_config.
-VisionConfig ReadVisionConfig(Fields& root, int64_t hidden_size, int64_t decoder_layers);
 
 // What a patch takes from the position table: a weighted sum of four of its rows.
 struct TableTaps {
@@ -82,6 +107,15 @@ struct PatchPlace {
 // Of one frame, in the order of pixel_values: the merge x merge patches of a token follow each
 // other. REQUIRES: merge divides height and width.
 std::vector<PatchPlace> PatchPlaces(const VisionConfig& vision, const ImageGrid& grid);
+
+// The order in which the tower computes a frame's tokens: window by window.
+struct FrameWindows {
+  std::vector<int64_t> tokens;   // by their number in the processor's order
+  std::vector<int64_t> patches;  // of each window
+};
+// Without windows: the processor's order, and one window.
+FrameWindows WindowsOf(const VisionConfig& vision, const ImageGrid& grid);
+
 // The table stretched over the frame: its corners lie on the frame's.
 TableTaps TapsOf(const VisionConfig& vision, const ImageGrid& grid, const PatchPlace& place);
 // cos and sin of one patch, [head_dim / 2] each: the first half turns by the row, the second by

@@ -86,24 +86,32 @@ class SlotList {
   }
 
   void AddTower(const VisionConfig& vision, const std::string& name) {
-    slots_[name + "patch_embed.proj.weight"] = {
+    const std::string patch = name + vision.names.patch;
+    slots_[patch + ".weight"] = {
         WeightKind::kPatchMatrix,
         0,
         {vision.width, vision.channels, vision.temporal_patch, vision.patch, vision.patch}};
-    slots_[name + "patch_embed.proj.bias"] = {WeightKind::kPatchBias, 0, {vision.width}};
-    slots_[name + "pos_embed.weight"] = {
-        WeightKind::kPositionTable, 0, {vision.table_side * vision.table_side, vision.width}};
+    if (vision.style.patch_bias) {
+      slots_[patch + ".bias"] = {WeightKind::kPatchBias, 0, {vision.width}};
+    }
+    if (vision.style.position_table) {
+      slots_[absl::StrCat(name, vision.names.table, ".weight")] = {
+          WeightKind::kPositionTable, 0, {vision.table_side * vision.table_side, vision.width}};
+    }
     for (int id = config_.head + 1; id < config_.num_modules(); ++id) AddLinear(id, /*bias=*/true);
     int next = 0;
     const auto norm = [&](const std::string& norm, int64_t size) {
       slots_[name + norm + ".weight"] = {WeightKind::kTowerNorm, next, {size}};
-      slots_[name + norm + ".bias"] = {WeightKind::kTowerNormBias, next++, {size}};
+      if (!vision.style.rms_norms) {
+        slots_[name + norm + ".bias"] = {WeightKind::kTowerNormBias, next, {size}};
+      }
+      ++next;
     };
     for (size_t i = 0; i < vision.blocks.size(); ++i) {
       norm(absl::StrCat("blocks.", i, ".norm1"), vision.width);
       norm(absl::StrCat("blocks.", i, ".norm2"), vision.width);
     }
-    norm("merger.norm", vision.width);
+    norm(vision.names.merger_norm, vision.width);
     for (size_t i = 0; i < vision.deepstack_mergers.size(); ++i) {
       norm(absl::StrCat("deepstack_merger_list.", i, ".norm"), vision.merged_width());
     }

@@ -28,8 +28,8 @@ enum class WeightKind {
   kQueryNorm,
   kKeyNorm,
   kFinalNorm,
-  // of the tower: patch_embed.proj, pos_embed, and layer norms (two of each block, then the
-  // mergers')
+  // of the tower: the patches' projection, the position table, and norms (two of each block, then
+  // the mergers')
   kPatchMatrix,
   kPatchBias,
   kPositionTable,

@@ -84,20 +84,20 @@ KINDS = [
     Kind("dora_r64", _dora(r=64, lora_alpha=64)),
     Kind("dora_fp16_suffix", _dora(), dtype=torch.float16, weight_suffix=True),
 ]
-# Of a model with a tower that is served.
+# Of models with a tower that is served; each has some of the modules.
 TOWER_KINDS = [
     Kind("dora_tower", _dora(), all_parts=True),
     Kind(
         "rslora_tower",
-        _lora(target_modules=["qkv", "linear_fc2", "v_proj"], use_rslora=True, r=5),
+        _lora(target_modules=["qkv", "linear_fc2", "mlp.2", "v_proj"], use_rslora=True, r=5),
         all_parts=True,
     ),
     Kind(
         "dora_tower_patterns",
         _dora(
-            target_modules=["proj", "linear_fc1", "q_proj", "embed_tokens"],
+            target_modules=["proj", "linear_fc1", "mlp.0", "q_proj", "embed_tokens"],
             exclude_modules=["patch_embed.proj"],
-            rank_pattern={"merger.linear_fc1": 3, r"blocks\.1\.attn\.proj": 11},
+            rank_pattern={r"merger\.(linear_fc1|mlp\.0)": 3, r"blocks\.1\.attn\.proj": 11},
         ),
         all_parts=True,
     ),
@@ -140,6 +140,16 @@ def _text_only(config: dict) -> dict:
     return config | {"exclude_modules": either if names else parts}
 
 
+def _found(base: torch.nn.Module, config: dict) -> dict:
+    """The same without targets that the model does not have."""
+    targets = config["target_modules"]
+    if isinstance(targets, str):
+        return config
+    names = [name for name, _ in base.named_modules()]
+    found = [each for each in targets if any(name.endswith(f".{each}") for name in names)]
+    return config | {"target_modules": found}
+
+
 def make(
     base: torch.nn.Module, kind: Kind, directory: Path, seed: int = 0, delta: float = 0.8
 ) -> Path:
@@ -148,8 +158,11 @@ def make(
         return directory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        text_only = hasattr(base.config, "vision_config") and not kind.all_parts
-        config = _text_only(kind.config) if text_only else kind.config
+        config = kind.config
+        if kind.all_parts:
+            config = _found(base, config)
+        elif hasattr(base.config, "vision_config"):
+            config = _text_only(config)
         model = get_peft_model(copy.deepcopy(base), LoraConfig(task_type="CAUSAL_LM", **config))
         perturb(model, seed, delta)
         model.save_pretrained(directory, save_embedding_layers=kind.save_embeddings)

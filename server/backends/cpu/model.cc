@@ -128,6 +128,7 @@ class TensorSink final : public WeightSink {
       weights_.linears[config.blocks[i].qkv] = &block.qkv;
       weights_.linears[config.blocks[i].proj] = &block.proj;
       weights_.linears[config.blocks[i].fc1] = &block.fc1;
+      if (config.style.gated_mlp) weights_.linears[config.blocks[i].up] = &block.up;
       weights_.linears[config.blocks[i].fc2] = &block.fc2;
       vision.norms.insert(vision.norms.end(), {&block.norm1, &block.norm2});
     }

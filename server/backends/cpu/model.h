@@ -29,17 +29,18 @@ struct LayerWeights {
   at::Tensor q_norm, k_norm;  // [head_dim]
 };
 
-struct LayerNormWeights {
+// Of a tower. bias: undefined for a root-mean-square norm.
+struct TowerNormWeights {
   at::Tensor weight, bias;
 };
 
 struct VisionBlockWeights {
-  LayerNormWeights norm1, norm2;
-  ops::BaseLinear qkv, proj, fc1, fc2;
+  TowerNormWeights norm1, norm2;
+  ops::BaseLinear qkv, proj, fc1, up, fc2;
 };
 
 struct MergerWeights {
-  LayerNormWeights norm;
+  TowerNormWeights norm;
   ops::BaseLinear fc1, fc2;
 };
 
@@ -50,7 +51,7 @@ struct VisionWeights {
   std::vector<VisionBlockWeights> blocks;
   MergerWeights merger;
   std::vector<MergerWeights> deepstack_mergers;
-  std::vector<LayerNormWeights*> norms;  // by WeightSlot::index
+  std::vector<TowerNormWeights*> norms;  // by WeightSlot::index
 };
 
 struct ModelWeights {

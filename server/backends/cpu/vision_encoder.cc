@@ -2,8 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "server/backends/cpu/ops/activation.h"
@@ -16,9 +18,41 @@ namespace {
 
 at::Tensor EmptyF32(at::IntArrayRef sizes) { return at::empty(sizes, at::kFloat); }
 
+// Parts of the rows, each with pages of its own: rows of one part see each other.
+struct Segments {
+  std::vector<int32_t> pages;
+  std::vector<ops::SequenceRows> sequences;  // borrow pages
+};
+
+// lengths: those of a frame's parts, in their order. A row's rotary position is its place in the
+// frame.
+Segments SegmentsOf(absl::Span<const int64_t> lengths, int64_t frames) {
+  const auto pages_of = [](int64_t rows) {
+    return (rows + ops::kPageTokens - 1) / ops::kPageTokens;
+  };
+  int64_t pages = 0;
+  for (const int64_t length : lengths) pages += frames * pages_of(length);
+  Segments segments;
+  segments.pages.resize(pages);
+  std::iota(segments.pages.begin(), segments.pages.end(), 0);
+  absl::Span<const int32_t> free = segments.pages;
+  int64_t row = 0;
+  for (int64_t f = 0; f < frames; ++f) {
+    int64_t place = 0;
+    for (const int64_t length : lengths) {
+      ops::SequenceRows part{row, length, /*position=*/0, free.first(pages_of(length)), {}};
+      for (int64_t i = 0; i < length; ++i, ++place) part.rotary.push_back({place, place, place});
+      segments.sequences.push_back(std::move(part));
+      free.remove_prefix(pages_of(length));
+      row += length;
+    }
+  }
+  return segments;
+}
+
 }  // namespace
 
-// One image.
+// One image. Rows are in the order of WindowsOf, frame by frame.
 class VisionEncoder::Pass {
  public:
   Pass(const LoadedModel& model, const ImageGrid& grid, const adapter::CpuAdapterWeights* adapter)
@@ -29,23 +63,28 @@ class VisionEncoder::Pass {
         adapter_(adapter),
         rows_(config_.patches(grid)),
         frame_(grid.height * grid.width),
-        places_(PatchPlaces(config_, grid)),
         rope_{EmptyF32({frame_, config_.head_dim() / 2}),
               EmptyF32({frame_, config_.head_dim() / 2})} {
+    const FrameWindows windows = WindowsOf(config_, grid);
+    PlacePatches(windows);
     float* cos = rope_.cos.mutable_data_ptr<float>();
     float* sin = rope_.sin.mutable_data_ptr<float>();
     for (int64_t i = 0; i < frame_; ++i) {
       const int64_t first = i * config_.head_dim() / 2;
       FillPatchAngles(config_, places_[i], cos + first, sin + first);
     }
-    PlaceFrames();
-    kv_ = ops::AllocatePagedKv(static_cast<int64_t>(pages_.size()), config_.heads,
-                               config_.head_dim(), compute_);
+    frames_ = SegmentsOf({frame_}, grid.frames);
+    if (config_.style.windows) windows_ = SegmentsOf(windows.patches, grid.frames);
+    const size_t pages = std::max(frames_.pages.size(), windows_.pages.size());
+    kv_ = ops::AllocatePagedKv(static_cast<int64_t>(pages), config_.heads, config_.head_dim(),
+                               compute_);
   }
 
   // The rows of all patches before the first block.
   at::Tensor Embed(const at::Tensor& patches_PE) const {
     at::Tensor x_PW = Project(patches_PE, weights_.patch, nullptr);
+    if (config_.style.windows) x_PW = InOrder(x_PW, order_);
+    if (!config_.style.position_table) return x_PW;
     const float* table = weights_.table_PD.const_data_ptr<float>();
     float* x = x_PW.mutable_data_ptr<float>();
     for (int64_t i = 0; i < rows_; ++i) {
@@ -65,45 +104,69 @@ class VisionEncoder::Pass {
   void RunBlock(size_t index, at::Tensor& x_PW) {
     const VisionBlockSpec& spec = config_.blocks[index];
     const VisionBlockWeights& w = weights_.blocks[index];
-    x_PW.add_(Linear(Attention(Linear(Norm(x_PW, w.norm1), w.qkv, spec.qkv)), w.proj, spec.proj));
-    at::Tensor inner = Linear(Norm(x_PW, w.norm2), w.fc1, spec.fc1);
-    ops::GeluTanh(inner);
-    x_PW.add_(Linear(inner, w.fc2, spec.fc2));
+    const Segments& seen = spec.windowed ? windows_ : frames_;
+    const at::Tensor qkv = Linear(Norm(x_PW, w.norm1), w.qkv, spec.qkv);
+    x_PW.add_(Linear(Attention(qkv, seen.sequences), w.proj, spec.proj));
+    x_PW.add_(Linear(Inner(Norm(x_PW, w.norm2), spec, w), w.fc2, spec.fc2));
   }
 
-  // The norm of a deepstack merger is that of whole tokens.
+  // The norm of a deepstack merger is that of whole tokens. The result is in the processor's order.
   at::Tensor Merge(const at::Tensor& x_PW, const MergerSpec& spec, const MergerWeights& w,
                    bool deepstack) const {
     const at::Tensor tokens = x_PW.view({-1, config_.merged_width()});
     at::Tensor inner = deepstack ? Norm(tokens, w.norm) : Norm(x_PW, w.norm).view_as(tokens);
     inner = Linear(inner, w.fc1, spec.fc1);
     ops::Gelu(inner);
-    return Linear(inner, w.fc2, spec.fc2);
+    const at::Tensor merged = Linear(inner, w.fc2, spec.fc2);
+    return config_.style.windows ? InOrder(merged, inverse_) : merged;
   }
 
  private:
-  // A frame is a sequence of its own, with pages of its own.
-  void PlaceFrames() {
-    const int64_t pages = (frame_ + ops::kPageTokens - 1) / ops::kPageTokens;
-    pages_.resize(pages * grid_.frames);
-    std::iota(pages_.begin(), pages_.end(), 0);
-    for (int64_t f = 0; f < grid_.frames; ++f) {
-      frames_.push_back({f * frame_, frame_, /*position=*/0,
-                         absl::MakeConstSpan(pages_).subspan(f * pages, pages)});
+  void PlacePatches(const FrameWindows& windows) {
+    const std::vector<PatchPlace> places = PatchPlaces(config_, grid_);
+    const int64_t of_token = config_.merge * config_.merge;
+    const auto tokens = static_cast<int64_t>(windows.tokens.size());
+    for (const int64_t token : windows.tokens) {
+      const auto first = places.begin() + token * of_token;
+      places_.insert(places_.end(), first, first + of_token);
+    }
+    inverse_.resize(tokens * grid_.frames);
+    for (int64_t i = 0; i < tokens * grid_.frames; ++i) {
+      const int64_t token = i / tokens * tokens + windows.tokens[i % tokens];
+      inverse_[token] = i;
+      for (int64_t p = 0; p < of_token; ++p) order_.push_back(token * of_token + p);
     }
   }
 
-  at::Tensor Attention(const at::Tensor& qkv) {
+  // Row i of the result is row order[i].
+  static at::Tensor InOrder(const at::Tensor& rows, const std::vector<int64_t>& order) {
+    return rows.index_select(0, at::tensor(order));
+  }
+
+  // x_PW: normed input of the MLP.
+  at::Tensor Inner(const at::Tensor& x_PW, const VisionBlockSpec& spec,
+                   const VisionBlockWeights& w) const {
+    at::Tensor inner = Linear(x_PW, w.fc1, spec.fc1);
+    if (config_.style.gated_mlp) {
+      ops::SiluMul(inner, Linear(x_PW, w.up, spec.up));
+    } else {
+      ops::GeluTanh(inner);
+    }
+    return inner;
+  }
+
+  at::Tensor Attention(const at::Tensor& qkv, absl::Span<const ops::SequenceRows> seen) {
     const at::Tensor parts = qkv.view({rows_, 3, config_.heads, config_.head_dim()});
     at::Tensor q = parts.select(1, 0).contiguous();
     at::Tensor k = parts.select(1, 1).contiguous();
     const at::Tensor v = parts.select(1, 2).contiguous();
-    ops::RopeAndAppend(q, k, v, rope_, frames_, kv_);
+    ops::RopeAndAppend(q, k, v, rope_, seen, kv_);
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim()));
-    return ops::FullAttention(q, kv_, frames_, scale).view({rows_, config_.width});
+    return ops::FullAttention(q, kv_, seen, scale).view({rows_, config_.width});
   }
 
-  at::Tensor Norm(const at::Tensor& x, const LayerNormWeights& w) const {
+  at::Tensor Norm(const at::Tensor& x, const TowerNormWeights& w) const {
+    if (config_.style.rms_norms) return ops::RmsNorm(x, w.weight, config_.norm_eps);
     return ops::LayerNorm(x, w.weight, w.bias, config_.norm_eps);
   }
 
@@ -126,11 +189,11 @@ class VisionEncoder::Pass {
   const ImageGrid grid_;
   const adapter::CpuAdapterWeights* const adapter_;
   const int64_t rows_;
-  const int64_t frame_;  // patches of a frame
-  const std::vector<PatchPlace> places_;
-  ops::RopeTable rope_;  // of a frame's patches in their order
-  std::vector<int32_t> pages_;
-  std::vector<ops::SequenceRows> frames_;
+  const int64_t frame_;                   // patches of a frame
+  std::vector<PatchPlace> places_;        // of a frame's rows
+  std::vector<int64_t> order_, inverse_;  // of patches and of tokens, of all frames
+  ops::RopeTable rope_;                   // of a frame's rows
+  Segments frames_, windows_;
   ops::PagedKv kv_;
 };
 

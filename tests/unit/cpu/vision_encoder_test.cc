@@ -27,6 +27,24 @@ ModelConfig WithTower() {
   return config;
 }
 
+// The same with windows of one token in the first block, root-mean-square norms and gates.
+ModelConfig WithWindows() {
+  ModelConfig config = WithTower();
+  VisionConfig& vision = *config.vision;
+  vision.style = {.rms_norms = true,
+                  .gated_mlp = true,
+                  .patch_bias = false,
+                  .position_table = false,
+                  .windows = true};
+  vision.names.up = ".mlp.up";
+  vision.window = 1;
+  vision.deepstack.clear();
+  vision.deepstack_mergers.clear();
+  vision.blocks[0].windowed = true;
+  config.NumberModules();
+  return config;
+}
+
 TestTensor Random(const std::vector<int64_t>& shape) {
   const at::Tensor values = at::randn(shape) * 0.3;
   const float* data = values.const_data_ptr<float>();
@@ -44,18 +62,20 @@ Tensors TowerCheckpoint(const ModelConfig& config) {
     tensors[module.name + ".bias"] = Random({module.rows});
   }
   tensors[tower + "patch_embed.proj.weight"] = Random({16, 1, 2, 2, 2});
-  tensors[tower + "patch_embed.proj.bias"] = Random({16});
-  tensors[tower + "pos_embed.weight"] = Random({9, 16});
-  const std::pair<const char*, int64_t> norms[] = {{"blocks.0.norm1", 16},
-                                                   {"blocks.0.norm2", 16},
-                                                   {"blocks.1.norm1", 16},
-                                                   {"blocks.1.norm2", 16},
-                                                   {"merger.norm", 16},
-                                                   {"deepstack_merger_list.0.norm", 64},
-                                                   {"deepstack_merger_list.1.norm", 64}};
+  const TowerStyle& style = config.vision->style;
+  if (style.patch_bias) tensors[tower + "patch_embed.proj.bias"] = Random({16});
+  if (style.position_table) tensors[tower + "pos_embed.weight"] = Random({9, 16});
+  std::map<std::string, int64_t> norms = {{"blocks.0.norm1", 16},
+                                          {"blocks.0.norm2", 16},
+                                          {"blocks.1.norm1", 16},
+                                          {"blocks.1.norm2", 16},
+                                          {"merger.norm", 16}};
+  for (size_t i = 0; i < config.vision->deepstack.size(); ++i) {
+    norms[absl::StrCat("deepstack_merger_list.", i, ".norm")] = 64;
+  }
   for (const auto& [name, size] : norms) {
     tensors[tower + name + ".weight"] = Random({size});
-    tensors[tower + name + ".bias"] = Random({size});
+    if (!style.rms_norms) tensors[tower + name + ".bias"] = Random({size});
   }
   return tensors;
 }
@@ -103,6 +123,41 @@ TEST(VisionEncoderTest, FramesDoNotSeeEachOther) {
         encoder.Encode(pixels.narrow(0, frame * 40, 40).contiguous(), {1, 4, 10}, nullptr);
     EXPECT_TRUE(at::equal(alone, both.narrow(1, frame * 10, 10)));
   }
+}
+
+TEST(VisionEncoderTest, ABlockWithWindowsSeesItsWindowOnly) {
+  ModelConfig config = WithWindows();
+  const Tensors tensors = TowerCheckpoint(config);
+  const ImageGrid grid{1, 4, 6};
+  const at::Tensor pixels = Pixels(config, grid);
+  at::Tensor changed = pixels.clone();
+  changed[9].add_(1.0);  // of the third token of six
+  const auto differs = [&]() {
+    const Loaded model = Load(tensors, config);
+    EXPECT_TRUE(model.ok()) << model.status();
+    const VisionEncoder encoder(**model);
+    const at::Tensor difference =
+        encoder.Encode(changed, grid, nullptr) - encoder.Encode(pixels, grid, nullptr);
+    const at::Tensor tokens = difference[0].abs().amax(-1).gt(0).to(at::kInt);
+    return std::vector<int32_t>(tokens.const_data_ptr<int32_t>(),
+                                tokens.const_data_ptr<int32_t>() + tokens.numel());
+  };
+  EXPECT_THAT(differs(), Each(1));
+  config.vision->blocks[1].windowed = true;
+  EXPECT_THAT(differs(), ElementsAre(0, 0, 1, 0, 0, 0));
+}
+
+TEST(VisionEncoderTest, WindowsOfOneFrameDoNotReachIntoTheNext) {
+  const ModelConfig config = WithWindows();
+  const Loaded model = Load(TowerCheckpoint(config), config);
+  ASSERT_TRUE(model.ok()) << model.status();
+  const VisionEncoder encoder(**model);
+  const ImageGrid grid{2, 4, 6};
+  const at::Tensor pixels = Pixels(config, grid);
+  const at::Tensor both = encoder.Encode(pixels, grid, nullptr);
+  const at::Tensor second =
+      encoder.Encode(pixels.narrow(0, 24, 24).contiguous(), {1, 4, 6}, nullptr);
+  EXPECT_TRUE(at::equal(second, both.narrow(1, 6, 6)));
 }
 
 TEST(VisionEncoderTest, EveryPatchOfAFrameIsSeenByEveryToken) {

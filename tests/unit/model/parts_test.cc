@@ -57,7 +57,7 @@ TEST(PartsTest, TheTextHasItsOwnFields) {
 TEST(PartsTest, Transformers4WroteTheTextsFieldsBesideTheVisions) {
   json config = Text("qwen2_5_vl");
   config["architectures"] = {"Qwen2_5_VLForConditionalGeneration"};
-  config["vision_config"] = {{"depth", 2}};
+  config["vision_config"] = {{"depth", 2}, {"out_hidden_size", 64}};
   config["rope_scaling"] = {{"type", "mrope"}, {"mrope_section", {2, 3, 3}}};
   config["image_token_id"] = 299;
   const auto read = Read(config);
@@ -89,7 +89,7 @@ TEST(PartsTest, Transformers4LeftOutTheTextsDefaults) {
                                    "qwen3_vl_text",
                                    {151936, 4096, 22016, 32, 32, 32, 128}}}) {
     json whole = Whole(known.type, known.architecture, {{"model_type", known.text}});
-    whole["vision_config"] = {{"depth", 25}, {"out_hidden_size", 4096}};
+    whole["vision_config"] = {{"depth", 25}, {"out_hidden_size", known.sizes[1]}};
     const auto config = Read(whole);
     ASSERT_TRUE(config.ok()) << config.status();
     EXPECT_THAT((std::vector<int64_t>{config->vocab_size, config->hidden_size,

@@ -1,4 +1,4 @@
-// The tower of Qwen3-VL: its configuration, its modules, and the places of patches.
+// Towers: their configurations, their modules, and the places of patches.
 
 #include "server/model/model_config.h"
 #include "server/model/vision_config.h"
@@ -32,6 +32,20 @@ json Small() {
             {"num_position_embeddings", 16},
             {"rope_parameters", {{"rope_type", "axial"}, {"rope_theta", 100.0}}},
             {"deepstack_visual_indexes", {0, 2}}}}};
+}
+
+json Qwen25() {
+  json config = Small();
+  config["model_type"] = "qwen2_5_vl";
+  config["architectures"] = {"Qwen2_5_VLForConditionalGeneration"};
+  config["text_config"]["model_type"] = "qwen2_5_vl_text";
+  config["text_config"]["rope_scaling"] = {{"type", "mrope"}, {"mrope_section", {2, 3, 3}}};
+  config["vision_config"] = {
+      {"model_type", "qwen2_5_vl"},     {"depth", 3},        {"hidden_size", 32},
+      {"intermediate_size", 48},        {"num_heads", 2},    {"patch_size", 4},
+      {"out_hidden_size", 64},          {"window_size", 17}, {"in_chans", 3},
+      {"fullatt_block_indexes", {1, 7}}};
+  return config;
 }
 
 absl::StatusOr<ModelConfig> Read(const json& config) {
@@ -120,6 +134,71 @@ TEST(VisionConfigTest, RefusesByName) {
   EXPECT_EQ(violations[0].field, "config.json:vision_config.rope_parameters.rope_type");
 }
 
+TEST(VisionConfigTest, ABackendTellsQwen3sTowerByItsStyle) {
+  EXPECT_TRUE(Read(Small())->vision->style == TowerStyle{});
+  EXPECT_FALSE(Read(Qwen25())->vision->style == TowerStyle{});
+}
+
+TEST(VisionConfigTest, Qwen25HasWindowsAndGates) {
+  const auto config = Read(Qwen25());
+  ASSERT_TRUE(config.ok()) << config.status();
+  const VisionConfig& vision = *config->vision;
+  EXPECT_EQ(vision.window, 2);  // 17 / 2 / 4
+  EXPECT_TRUE(vision.blocks[0].windowed);
+  EXPECT_FALSE(vision.blocks[1].windowed);
+  const adapter::BaseModules modules = MakeModules(*config);
+  EXPECT_EQ(modules.size(), config->head + 1 + 5 * 3 + 2);
+  const auto find = [&](const char* name) { return modules.Find(name); };
+  EXPECT_EQ(find("model.visual.blocks.1.mlp.gate_proj"), vision.blocks[1].fc1);
+  EXPECT_EQ(find("model.visual.blocks.1.mlp.up_proj"), vision.blocks[1].fc1 + 1);
+  EXPECT_EQ(find("model.visual.blocks.2.mlp.down_proj"), vision.blocks[2].fc2);
+  EXPECT_EQ(find("model.visual.merger.mlp.2"), modules.size() - 1);
+  EXPECT_EQ(modules.all()[vision.blocks[0].fc2].cols, 48);
+  EXPECT_THAT(modules.not_served(), ElementsAre(::testing::Field(&adapter::BaseModule::name,
+                                                                 "model.visual.patch_embed.proj")));
+  EXPECT_THAT(config->ropes[0].axes, ElementsAre(0, 0, 1, 1, 1, 2, 2, 2));
+}
+
+TEST(VisionConfigTest, Qwen25sAbsentKeysHaveTheDefaultsOfTransformers) {
+  json config = Qwen25();
+  config["text_config"]["hidden_size"] = 3584;
+  config["text_config"].erase("rope_scaling");
+  config["text_config"]["num_attention_heads"] = 28;
+  config["vision_config"] = json::object();
+  const auto read = Read(config);
+  ASSERT_TRUE(read.ok()) << read.status();
+  const VisionConfig& vision = *read->vision;
+  EXPECT_THAT((std::vector<int64_t>{vision.width, vision.inner, vision.heads, vision.channels,
+                                    vision.patch, vision.temporal_patch, vision.merge,
+                                    vision.window, static_cast<int64_t>(vision.blocks.size())}),
+              ElementsAre(3584, 3420, 16, 3, 14, 2, 2, 4, 32));
+  for (size_t i = 0; i < 32; ++i) EXPECT_EQ(vision.blocks[i].windowed, i % 8 != 7);
+}
+
+TEST(VisionConfigTest, RefusesQwen25sByName) {
+  struct Case {
+    const char* key;
+    json value;
+  };
+  for (const Case& c :
+       {Case{"window_size", 7}, Case{"window_size", 0}, Case{"fullatt_block_indexes", 1},
+        Case{"fullatt_block_indexes", {-1}}, Case{"fullatt_block_indexes", {"all"}}}) {
+    json config = Qwen25();
+    config["vision_config"][c.key] = c.value;
+    const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+    ASSERT_EQ(violations.size(), 1u) << c.key << " " << c.value;
+    EXPECT_EQ(violations[0].field, std::string("config.json:vision_config.") + c.key);
+    EXPECT_EQ(violations[0].reason, "MODEL_CONFIG_INVALID");
+  }
+  for (const json& sections : {json{2, 3, 4}, json{2, 3, 2}, json{8}, json{9, 0, -1}}) {
+    json config = Qwen25();
+    config["text_config"]["rope_scaling"]["mrope_section"] = sections;
+    const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+    ASSERT_FALSE(violations.empty()) << sections;
+    EXPECT_EQ(violations[0].field, "config.json:text_config.rope_scaling.mrope_section");
+  }
+}
+
 TEST(VisionConfigTest, ModulesOfTheTowerFollowTheDecoders) {
   const auto config = Read(Small());
   ASSERT_TRUE(config.ok()) << config.status();
@@ -172,6 +251,22 @@ TEST(VisionPlacesTest, PatchesOfATokenFollowEachOther) {
   }
   EXPECT_THAT(places, ElementsAre(Pair(0, 0), Pair(0, 1), Pair(1, 0), Pair(1, 1), Pair(0, 2),
                                   Pair(0, 3), Pair(1, 2), Pair(1, 3)));
+}
+
+TEST(VisionPlacesTest, WindowsAreCutAtTheFramesEdges) {
+  VisionConfig vision;
+  vision.merge = 2;
+  vision.style.windows = true;
+  vision.window = 2;
+  // Tokens 0 to 14 in 3 rows of 5.
+  const FrameWindows windows = WindowsOf(vision, {1, 6, 10});
+  EXPECT_THAT(windows.tokens, ElementsAre(0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14));
+  EXPECT_THAT(windows.patches, ElementsAre(16, 16, 8, 8, 8, 4));
+  // A whole number of windows has no empty ones.
+  EXPECT_THAT(WindowsOf(vision, {1, 4, 4}).patches, ElementsAre(16));
+  vision.style.windows = false;
+  EXPECT_THAT(WindowsOf(vision, {1, 4, 4}).tokens, ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(WindowsOf(vision, {1, 4, 6}).patches, ElementsAre(24));
 }
 
 TEST(VisionPlacesTest, TheTablesCornersLieOnTheFrames) {
