@@ -82,6 +82,7 @@ absl::Status Backend::Describe(const Config& config, const model::ModelConfig& m
     info_.images.token_id = model.vision->image_token_id;
     info_.images.patch_elements = model.vision->patch_elements();
     info_.images.merge = model.vision->merge;
+    info_.images.row_breaks = model.vision->row_breaks;
   }
   info_.hidden_size = model.hidden_size;
   info_.num_layers = model.num_layers();

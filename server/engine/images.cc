@@ -8,7 +8,7 @@
 
 namespace dorad::engine {
 
-int64_t PlacedImage::end() const { return begin + image->tokens(); }
+int64_t PlacedImage::end() const { return begin + image->span(); }
 
 std::string Image::identity() const {
   return absl::StrCat(sha256, static_cast<int>(dtype), "x", height, "x", width);
@@ -32,8 +32,25 @@ void PromptImages::Mark(std::vector<TokenId>* tokens) const {
   for (const PlacedImage& place : places_) {
     DORAD_CHECK(place.image->key < Image::kNoToken);
     DORAD_CHECK(place.end() <= static_cast<int64_t>(tokens->size()));
-    std::fill(tokens->begin() + place.begin, tokens->begin() + place.end(), place.image->key);
   }
+  for (const Run& run : RunsIn(0, end())) {
+    std::fill_n(tokens->begin() + run.begin, run.count, places_[run.image].image->key);
+  }
+}
+
+std::vector<PromptImages::Run> PromptImages::RunsIn(int64_t begin, int64_t end) const {
+  std::vector<Run> runs;
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const Image& image = *places_[i].image;
+    const int64_t length = image.row_breaks ? image.columns : image.tokens();
+    int64_t position = places_[i].begin;
+    for (int64_t first = 0; first < image.tokens(); first += length, position += length + 1) {
+      const int64_t from = std::max(position, begin);
+      const int64_t to = std::min(position + length, end);
+      if (from < to) runs.push_back({i, first + from - position, from, to - from});
+    }
+  }
+  return runs;
 }
 
 PromptImages::RotaryPosition PromptImages::PositionOf(int64_t index) const {

@@ -20,6 +20,7 @@ struct Image {
   DType dtype = DType::kF32;
   int64_t height = 0, width = 0;  // in patches
   int64_t rows = 0, columns = 0;  // of tokens
+  bool row_breaks = false;        // in a prompt a token of the text stands between two rows
   std::string pixels;  // [height * width, patch elements]; "": the server shall have them
   // In a sequence's tokens it stands for each of the image's; below kNoToken. ImageStore gives it;
   // different images have different ones.
@@ -28,6 +29,10 @@ struct Image {
   static constexpr TokenId kNoToken = -1;
 
   int64_t tokens() const { return rows * columns; }
+  // From the first token to the last in a prompt.
+  int64_t span() const { return tokens() + (row_breaks ? rows - 1 : 0); }
+  // Whether the token at a place of the span is the text's.
+  bool is_break(int64_t place) const { return row_breaks && place % (columns + 1) == columns; }
   // The same for equal images only.
   std::string identity() const;
 };
@@ -40,13 +45,23 @@ class PromptImages {
   static std::shared_ptr<const PromptImages> Of(std::vector<PlacedImage> places);
 
   absl::Span<const PlacedImage> places() const { return places_; }
+  // Tokens of an image that follow each other.
+  struct Run {
+    size_t image = 0;   // of places()
+    int64_t first = 0;  // of the image's tokens
+    int64_t begin = 0;  // its position
+    int64_t count = 0;
+  };
+  // Those at the positions [begin, end).
+  std::vector<Run> RunsIn(int64_t begin, int64_t end) const;
   // The position after the last image.
   int64_t end() const { return places_.back().end(); }
-  // Writes the images' keys into their places.
+  // Writes the images' keys into the places of their tokens.
   void Mark(std::vector<TokenId>* tokens) const;
 
-  // Time, height and width of a row. An image's rows have the positions of its grid; the text after
-  // it goes on behind the largest (transformers: get_rope_index of Qwen3-VL).
+  // Time, height and width of a row, in a model with three positions. An image's rows have the
+  // positions of its grid; the text after it goes on behind the largest (transformers:
+  // get_rope_index of Qwen3-VL).
   struct RotaryPosition {
     int64_t time = 0, height = 0, width = 0;
   };

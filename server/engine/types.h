@@ -190,6 +190,7 @@ struct ImageLimits {
   int64_t merge = 0;           // merge x merge patches are one token
   int64_t max_images = 0;      // of a prompt
   int64_t max_tokens = 0;      // of an image
+  bool row_breaks = false;     // Image::row_breaks
 
   bool served() const { return token_id >= 0; }
   int64_t max_bytes() const;  // of an image's pixels

@@ -25,7 +25,6 @@ using Json = nlohmann::json;
 constexpr uint64_t kMaxConfigBytes = 4 << 20;
 constexpr char kConfigFile[] = "config.json";
 constexpr char kGenerationFile[] = "generation_config.json";
-constexpr char kTower[] = "model.visual.";  // in memory
 
 // Larger numbers are mistakes; products of any two still fit.
 constexpr IntRange kVocab{1, 1 << 24};
@@ -302,9 +301,9 @@ void SetOtherParts(ModelConfig* config) {
 void SetPartNames(ModelConfig* config) {
   // In memory; in the files of Gemma and Mistral; in files of Qwen, and in adapters of transformers
   // before 4.52.
-  config->spellings = {{"model.language_model.", "lm_head", kTower},
-                       {"language_model.model.", "language_model.lm_head", "visual."},
-                       {"model.", "lm_head", "visual."}};
+  config->spellings = {{"model.language_model.", "lm_head"},
+                       {"language_model.model.", "language_model.lm_head"},
+                       {"model.", "lm_head"}};
   SetOtherParts(config);
 }
 
@@ -315,15 +314,14 @@ void ServeVision(Fields& root, const Family& family, ModelConfig* config) {
   if (std::count(config->image_token_ids.begin(), config->image_token_ids.end(), image) == 0) {
     config->image_token_ids.push_back(image);
   }
-  const std::string tower = kTower;
+  for (Spelling& names : config->spellings) names.tower = config->vision->names.part;
+  std::string& tower = config->spellings.front().tower;
+  tower = "model." + tower;
   config->other_modules = {tower + config->vision->names.patch};
   if (config->vision->style.position_table) {
     config->other_modules.push_back(tower + config->vision->names.table);
   }
-  auto& parts = config->other_parts;
-  parts.erase(std::remove_if(parts.begin(), parts.end(),
-                             [](const auto& part) { return absl::EndsWith(part, "visual."); }),
-              parts.end());
+  config->other_parts.clear();
 }
 
 }  // namespace

@@ -27,12 +27,19 @@ AxisTap TapOf(int64_t place, int64_t length, int64_t side) {
 
 void VisionConfig::NumberModules(int next) {
   for (VisionBlockSpec& block : blocks) {
-    for (int* id : {&block.qkv, &block.proj, &block.fc1}) *id = next++;
-    if (style.gated_mlp) block.up = next++;
+    block.qkv = next++;
+    if (style.split_qkv) {
+      block.k = next++;
+      block.v = next++;
+    }
+    block.proj = next++;
+    block.fc1 = next++;
+    if (style.gated()) block.up = next++;
     block.fc2 = next++;
   }
-  merger = {next, next + 1};
-  next += 2;
+  if (style.joins_patches) merger.join = next++;
+  merger.fc1 = next++;
+  merger.fc2 = next++;
   for (MergerSpec& spec : deepstack_mergers) {
     spec = {next, next + 1};
     next += 2;
@@ -50,18 +57,23 @@ void VisionConfig::ListModules(const std::string& prefix,
                       layer};
   };
   for (int i = 0; i < static_cast<int>(blocks.size()); ++i) {
-    const std::string name = absl::StrCat("blocks.", i);
-    linear(blocks[i].qkv, name + ".attn.qkv", i, 3 * width, width);
-    linear(blocks[i].proj, name + ".attn.proj", i, width, width);
+    const std::string name = absl::StrCat(names.blocks, i);
+    linear(blocks[i].qkv, name + names.qkv, i, style.split_qkv ? width : 3 * width, width);
+    if (style.split_qkv) {
+      linear(blocks[i].k, name + names.k, i, width, width);
+      linear(blocks[i].v, name + names.v, i, width, width);
+    }
+    linear(blocks[i].proj, name + names.proj, i, width, width);
     linear(blocks[i].fc1, name + names.fc1, i, inner, width);
-    if (style.gated_mlp) linear(blocks[i].up, name + names.up, i, inner, width);
+    if (style.gated()) linear(blocks[i].up, name + names.up, i, inner, width);
     linear(blocks[i].fc2, name + names.fc2, i, width, inner);
   }
   const auto merging = [&](const MergerSpec& spec, const std::string& fc1, const std::string& fc2,
                            int layer) {
-    linear(spec.fc1, fc1, layer, merged_width(), merged_width());
-    linear(spec.fc2, fc2, layer, output, merged_width());
+    linear(spec.fc1, fc1, layer, merger_inner(), style.joins_patches ? width : merged_width());
+    linear(spec.fc2, fc2, layer, output, merger_inner());
   };
+  if (style.joins_patches) linear(merger.join, names.merger_join, -1, width, merged_width());
   merging(merger, names.merger_fc1, names.merger_fc2, -1);
   for (int i = 0; i < static_cast<int>(deepstack_mergers.size()); ++i) {
     const std::string name = absl::StrCat("deepstack_merger_list.", i);
@@ -116,11 +128,15 @@ TableTaps TapsOf(const VisionConfig& vision, const ImageGrid& grid, const PatchP
 
 void FillPatchAngles(const VisionConfig& vision, const PatchPlace& place, float* cos, float* sin) {
   const int64_t quarter = vision.head_dim() / 4;
+  // theta to the power of -2i / head_dim.
+  const auto inverse = [&](int64_t i) {
+    const auto exponent = static_cast<float>(i) / static_cast<float>(2 * quarter);
+    return 1.0f / std::pow(static_cast<float>(vision.theta), exponent);
+  };
   for (int64_t i = 0; i < quarter; ++i) {
-    const auto exponent = static_cast<float>(2 * i) / static_cast<float>(2 * quarter);
-    const float inverse = 1.0f / std::pow(static_cast<float>(vision.theta), exponent);
-    const float by_row = static_cast<float>(place.row) * inverse;
-    const float by_column = static_cast<float>(place.column) * inverse;
+    const int64_t column = vision.style.axes_by_turns ? 2 * i + 1 : 2 * i;
+    const float by_row = static_cast<float>(place.row) * inverse(2 * i);
+    const float by_column = static_cast<float>(place.column) * inverse(column);
     cos[i] = std::cos(by_row);
     sin[i] = std::sin(by_row);
     cos[quarter + i] = std::cos(by_column);

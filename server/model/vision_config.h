@@ -20,37 +20,60 @@ struct ImageGrid {
 // The differences between towers. The defaults are Qwen3-VL's: a backend whose tower is that one
 // serves a VisionConfig whose style is TowerStyle{}.
 struct TowerStyle {
-  bool rms_norms = false;      // of blocks and merger; else layer norms
-  bool gated_mlp = false;      // silu(gate) * up; else the tanh form of gelu
+  enum Mlp { kGeluTanh, kSiluGate, kGeluGate };
+
+  bool rms_norms = false;      // else layer norms
+  bool split_qkv = false;      // q, k and v are modules of their own
+  Mlp mlp = kGeluTanh;         // with a gate: act(gate) * up, and the exact gelu
+  bool block_bias = true;      // of a block's modules
+  bool flat_patches = false;   // their projection has no axis of frames
   bool patch_bias = true;      // of the patches' projection
+  bool patch_norm = false;     // after it
   bool position_table = true;  // is added to the patches
   bool windows = false;        // VisionBlockSpec::windowed
+  // Rows and columns take the frequencies of a whole head by turns; else each takes those of half.
+  bool axes_by_turns = false;
+  bool joins_patches = false;  // MergerSpec::join
+
+  bool gated() const { return mlp != kGeluTanh; }
 
   bool operator==(const TowerStyle&) const = default;
 };
 
 // Names after the tower's prefix; those that begin with a dot follow that of the block.
 struct TowerNames {
+  const char* part = "visual.";  // of the prefix itself
   const char* patch = "patch_embed.proj";
+  const char* patch_norm = "";
   const char* table = "pos_embed";
+  const char* blocks = "blocks.";
+  const char* norm1 = ".norm1";
+  const char* qkv = ".attn.qkv";
+  const char* k = "";
+  const char* v = "";
+  const char* proj = ".attn.proj";
+  const char* norm2 = ".norm2";
   const char* fc1 = ".mlp.linear_fc1";
   const char* up = "";
   const char* fc2 = ".mlp.linear_fc2";
   const char* merger_norm = "merger.norm";
+  const char* merger_join = "";
   const char* merger_fc1 = "merger.linear_fc1";
   const char* merger_fc2 = "merger.linear_fc2";
 };
 
-// Modules by their ids, as in LayerSpec. All have biases.
+// Modules by their ids, as in LayerSpec.
 struct VisionBlockSpec {
   int qkv = 0, proj = 0, fc1 = 0, fc2 = 0;
-  int up = 0;             // with gated_mlp, where fc1 is the gate
+  int k = 0, v = 0;       // with split_qkv, where qkv is q
+  int up = 0;             // with a gate, which is fc1
   bool windowed = false;  // a patch sees its window only, not its frame
 };
 
 // Makes one token of merge x merge patches: norm, linear, gelu, linear.
 struct MergerSpec {
   int fc1 = 0, fc2 = 0;
+  int join = 0;  // with joins_patches: a linear before them makes one row of the patches'
 };
 
 // x += attention(norm(x)), then x += mlp(norm(x)) in each block.
@@ -68,6 +91,9 @@ struct VisionConfig {
   int64_t window = 0;          // tokens on a side of a window
   int64_t table_side = 0;      // the position table is square
   double norm_eps = 1e-6;
+  double merger_eps = 1e-6;
+  bool merger_bias = true;  // of fc1 and fc2
+  bool row_breaks = false;  // in prompts a text token stands between the rows of an image's tokens
   double theta = 10000.0;
   int32_t image_token_id = 0;
   std::vector<int> deepstack;  // blocks whose output is merged too, ascending
@@ -77,14 +103,21 @@ struct VisionConfig {
 
   int64_t head_dim() const { return width / heads; }
   int64_t merged_width() const { return width * merge * merge; }
+  int64_t merger_inner() const { return style.joins_patches ? output : merged_width(); }
   // Of one row of pixel_values.
   int64_t patch_elements() const { return channels * temporal_patch * patch * patch; }
   int64_t patches(const ImageGrid& grid) const { return grid.frames * grid.height * grid.width; }
   int64_t tokens(const ImageGrid& grid) const { return patches(grid) / (merge * merge); }
 
   int num_modules() const {
-    const size_t of_block = style.gated_mlp ? 5 : 4;
-    return static_cast<int>(of_block * blocks.size() + 2 * (1 + deepstack_mergers.size()));
+    const size_t of_block = 4 + (style.split_qkv ? 2 : 0) + (style.gated() ? 1 : 0);
+    const size_t of_mergers = 2 * (1 + deepstack_mergers.size()) + (style.joins_patches ? 1 : 0);
+    return static_cast<int>(of_block * blocks.size() + of_mergers);
+  }
+  // Of a module of the tower.
+  bool has_bias(int id) const {
+    if (id < (style.joins_patches ? merger.join : merger.fc1)) return style.block_bias;
+    return merger_bias && !(style.joins_patches && id == merger.join);
   }
   // Gives every module its id, the first of them `next`.
   void NumberModules(int next);
@@ -118,8 +151,8 @@ FrameWindows WindowsOf(const VisionConfig& vision, const ImageGrid& grid);
 
 // The table stretched over the frame: its corners lie on the frame's.
 TableTaps TapsOf(const VisionConfig& vision, const ImageGrid& grid, const PatchPlace& place);
-// cos and sin of one patch, [head_dim / 2] each: the first half turns by the row, the second by
-// the column.
+// cos and sin of one patch, [head_dim / 2] each: the first half of them turns by the row, the
+// second by the column.
 void FillPatchAngles(const VisionConfig& vision, const PatchPlace& place, float* cos, float* sin);
 
 }  // namespace dorad::model

@@ -24,21 +24,19 @@ struct QwenDefaults {
   int64_t width, inner, patch, depth;
 };
 
-void CheckKind(Fields& fields, absl::Span<const char* const> types, const char* activation) {
+void CheckType(Fields& fields, absl::Span<const char* const> types) {
   const Json* type = fields.Find("model_type");
   const auto is_type = [type](const char* name) { return *type == name; };
   if (type != nullptr && std::none_of(types.begin(), types.end(), is_type)) {
     fields.Unsupported("model_type",
                        absl::StrCat("must be \"", types.front(), "\" here, not ", Shown(*type)));
   }
-  if (fields.Text("hidden_act", activation) != activation) {
-    fields.Unsupported("hidden_act",
-                       absl::StrCat("only ", activation, " is supported in this ", "tower, not ",
-                                    Shown(*fields.Find("hidden_act"))));
-  }
-  if (fields.Has("head_dim")) {
-    fields.Unsupported("head_dim", "a size of heads of its own is not supported in a tower");
-  }
+}
+
+void CheckActivation(Fields& fields, const char* key, const char* activation) {
+  if (fields.Text(key, activation) == activation) return;
+  fields.Unsupported(key, absl::StrCat("only ", activation, " is supported in this tower, not ",
+                                       Shown(*fields.Find(key))));
 }
 
 void ReadHeads(Fields& fields, const char* key, VisionConfig* vision) {
@@ -47,10 +45,14 @@ void ReadHeads(Fields& fields, const char* key, VisionConfig* vision) {
   if (vision->width % vision->heads != 0 || vision->head_dim() % 4 != 0) {
     fields.Invalid(key, absl::StrCat("must divide hidden_size (", vision->width,
                                      ") into multiples of 4, not be ", vision->heads));
+  } else if (const Json* size = fields.Find("head_dim"); size && *size != vision->head_dim()) {
+    fields.Unsupported("head_dim",
+                       absl::StrCat("must be hidden_size / ", key, ", not ", Shown(*size)));
   }
 }
 
 void ReadRope(Fields& fields, VisionConfig* vision) {
+  vision->theta = fields.Number("rope_theta", vision->theta, {1.0, 1e12});  // of transformers 4
   if (!fields.Has("rope_parameters")) return;
   Fields rope = fields.Child("rope_parameters");
   if (rope.Text("rope_type", "axial") != "axial") {
@@ -64,7 +66,8 @@ void ReadRope(Fields& fields, VisionConfig* vision) {
 VisionConfig ReadQwen(Fields& root, Fields& fields, const QwenDefaults& defaults,
                       const ModelConfig& text) {
   VisionConfig vision;
-  CheckKind(fields, defaults.types, defaults.activation);
+  CheckType(fields, defaults.types);
+  CheckActivation(fields, "hidden_act", defaults.activation);
   vision.width = fields.Int("hidden_size", defaults.width, kWidths);
   vision.inner = fields.Int("intermediate_size", defaults.inner, kWidths);
   ReadHeads(fields, "num_heads", &vision);
@@ -162,7 +165,7 @@ VisionConfig ReadQwen25Vision(Fields& root, const ModelConfig& text) {
   Fields fields = root.Child("vision_config");
   VisionConfig vision = ReadQwen(root, fields, {kTypes, "silu", 3584, 3420, 14, 32}, text);
   vision.style.rms_norms = true;
-  vision.style.gated_mlp = true;
+  vision.style.mlp = TowerStyle::kSiluGate;
   vision.style.patch_bias = false;
   vision.style.position_table = false;
   vision.names.fc1 = ".mlp.gate_proj";
@@ -172,6 +175,67 @@ VisionConfig ReadQwen25Vision(Fields& root, const ModelConfig& text) {
   vision.names.merger_fc1 = "merger.mlp.0";
   vision.names.merger_fc2 = "merger.mlp.2";
   ReadWindows(fields, &vision);
+  return vision;
+}
+
+VisionConfig ReadMistral3Vision(Fields& root, const ModelConfig& text) {
+  static constexpr const char* kTypes[] = {"pixtral"};
+  Fields fields = root.Child("vision_config");
+  VisionConfig vision;
+  CheckType(fields, kTypes);
+  vision.width = fields.Int("hidden_size", 1024, kWidths);
+  vision.inner = fields.Int("intermediate_size", 4096, kWidths);
+  ReadHeads(fields, "num_attention_heads", &vision);
+  vision.channels = fields.Int("num_channels", 3, kSides);
+  vision.patch = fields.Int("patch_size", 16, kSides);
+  vision.temporal_patch = 1;
+  vision.merge = root.Int("spatial_merge_size", 2, {1, 64});
+  vision.output = text.hidden_size;
+  vision.blocks.resize(fields.Int("num_hidden_layers", 24, kCounts));
+  ReadRope(fields, &vision);
+  vision.norm_eps = 1e-5;
+  vision.merger_eps = text.rms_norm_eps;
+  vision.merger_bias = root.Bool("multimodal_projector_bias", false);
+  vision.row_breaks = true;
+  vision.image_token_id = static_cast<int32_t>(root.Int("image_token_index", 10, {0, INT32_MAX}));
+  CheckActivation(root, "projector_hidden_act", "gelu");
+  const Json* layer = root.Find("vision_feature_layer");
+  if (layer != nullptr && *layer != -1 && *layer != vision.blocks.size()) {
+    root.Unsupported(
+        "vision_feature_layer",
+        absl::StrCat("only the last layer's output (-1) is supported, not ", Shown(*layer)));
+  }
+  vision.style = {.rms_norms = true,
+                  .split_qkv = true,
+                  .mlp = TowerStyle::kGeluGate,
+                  .block_bias = false,
+                  .flat_patches = true,
+                  .patch_bias = false,
+                  .patch_norm = true,
+                  .position_table = false,
+                  .axes_by_turns = true,
+                  .joins_patches = true};
+  if (fields.Text("hidden_act", "gelu") != "gelu") {
+    CheckActivation(fields, "hidden_act", "silu");
+    vision.style.mlp = TowerStyle::kSiluGate;
+  }
+  vision.names = {.part = "",
+                  .patch = "vision_tower.patch_conv",
+                  .patch_norm = "vision_tower.ln_pre",
+                  .blocks = "vision_tower.transformer.layers.",
+                  .norm1 = ".attention_norm",
+                  .qkv = ".attention.q_proj",
+                  .k = ".attention.k_proj",
+                  .v = ".attention.v_proj",
+                  .proj = ".attention.o_proj",
+                  .norm2 = ".ffn_norm",
+                  .fc1 = ".feed_forward.gate_proj",
+                  .up = ".feed_forward.up_proj",
+                  .fc2 = ".feed_forward.down_proj",
+                  .merger_norm = "multi_modal_projector.norm",
+                  .merger_join = "multi_modal_projector.patch_merger.merging_layer",
+                  .merger_fc1 = "multi_modal_projector.linear_1",
+                  .merger_fc2 = "multi_modal_projector.linear_2"};
   return vision;
 }
 

@@ -87,10 +87,10 @@ class SlotList {
 
   void AddTower(const VisionConfig& vision, const std::string& name) {
     const std::string patch = name + vision.names.patch;
-    slots_[patch + ".weight"] = {
-        WeightKind::kPatchMatrix,
-        0,
-        {vision.width, vision.channels, vision.temporal_patch, vision.patch, vision.patch}};
+    std::vector<int64_t> shape = {vision.width, vision.channels, vision.temporal_patch,
+                                  vision.patch, vision.patch};
+    if (vision.style.flat_patches) shape.erase(shape.begin() + 2);
+    slots_[patch + ".weight"] = {WeightKind::kPatchMatrix, 0, shape};
     if (vision.style.patch_bias) {
       slots_[patch + ".bias"] = {WeightKind::kPatchBias, 0, {vision.width}};
     }
@@ -98,7 +98,9 @@ class SlotList {
       slots_[absl::StrCat(name, vision.names.table, ".weight")] = {
           WeightKind::kPositionTable, 0, {vision.table_side * vision.table_side, vision.width}};
     }
-    for (int id = config_.head + 1; id < config_.num_modules(); ++id) AddLinear(id, /*bias=*/true);
+    for (int id = config_.head + 1; id < config_.num_modules(); ++id) {
+      AddLinear(id, vision.has_bias(id));
+    }
     int next = 0;
     const auto norm = [&](const std::string& norm, int64_t size) {
       slots_[name + norm + ".weight"] = {WeightKind::kTowerNorm, next, {size}};
@@ -108,13 +110,14 @@ class SlotList {
       ++next;
     };
     for (size_t i = 0; i < vision.blocks.size(); ++i) {
-      norm(absl::StrCat("blocks.", i, ".norm1"), vision.width);
-      norm(absl::StrCat("blocks.", i, ".norm2"), vision.width);
+      norm(absl::StrCat(vision.names.blocks, i, vision.names.norm1), vision.width);
+      norm(absl::StrCat(vision.names.blocks, i, vision.names.norm2), vision.width);
     }
     norm(vision.names.merger_norm, vision.width);
     for (size_t i = 0; i < vision.deepstack_mergers.size(); ++i) {
       norm(absl::StrCat("deepstack_merger_list.", i, ".norm"), vision.merged_width());
     }
+    if (vision.style.patch_norm) norm(vision.names.patch_norm, vision.width);
   }
 
   const ModelConfig& config_;

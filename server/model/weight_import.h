@@ -29,7 +29,7 @@ enum class WeightKind {
   kKeyNorm,
   kFinalNorm,
   // of the tower: the patches' projection, the position table, and norms (two of each block, then
-  // the mergers')
+  // the mergers', then the patches')
   kPatchMatrix,
   kPatchBias,
   kPositionTable,

@@ -73,6 +73,7 @@ class ImageReader {
     image->width = grid[2];
     image->rows = image->height / limits_.merge;
     image->columns = image->width / limits_.merge;
+    image->row_breaks = limits_.row_breaks;
     if (image->tokens() > limits_.max_tokens) {
       return Complain("grid", "IMAGE_TOO_LARGE",
                       absl::StrCat(image->tokens(), " tokens are more than ", limits_.max_tokens));
@@ -115,11 +116,12 @@ class ImageReader {
   Violations& violations_;
 };
 
-// Checks that the image's place follows the text's last image and holds placeholders alone.
-void CheckPlace(const v1::Image& wire, const std::string& field, const ImageText& text,
-                int64_t after, int32_t token_id, Violations* violations) {
-  const int64_t begin = wire.offset();
-  const int64_t end = begin + wire.length();
+// Checks that the image's place follows the text's last image and holds placeholders alone, but for
+// the breaks between its rows.
+void CheckPlace(const engine::PlacedImage& place, const std::string& field, const ImageText& text,
+                int64_t after, const engine::EngineLimits& limits, Violations* violations) {
+  const int64_t begin = place.begin;
+  const int64_t end = place.end();
   const auto size = static_cast<int64_t>(text.ids->size());
   if (begin < after || end > size) {
     Add(violations, field + ".offset", "IMAGE_PLACE_INVALID",
@@ -127,13 +129,18 @@ void CheckPlace(const v1::Image& wire, const std::string& field, const ImageText
                      "), after the image before"));
     return;
   }
-  const auto first = text.ids->begin() + begin;
-  const auto other =
-      std::find_if(first, first + wire.length(), [token_id](int32_t id) { return id != token_id; });
-  if (other == first + wire.length()) return;
-  Add(violations, field + ".offset", "IMAGE_PLACE_INVALID",
-      absl::StrCat(text.field, "[", other - text.ids->begin(), "] is ", *other,
-                   ", not the placeholder ", token_id));
+  const auto& placeholders = limits.image_token_ids;
+  for (int64_t i = begin; i < end; ++i) {
+    const int32_t id = (*text.ids)[i];
+    const bool is_break = place.image->is_break(i - begin);
+    const bool ok = is_break ? std::count(placeholders.begin(), placeholders.end(), id) == 0
+                             : id == limits.images.token_id;
+    if (ok) continue;
+    return Add(violations, field + ".offset", "IMAGE_PLACE_INVALID",
+               absl::StrCat(text.field, "[", i, "] is ", id, ", not ",
+                            is_break ? "a break between the image's rows"
+                                     : absl::StrCat("the placeholder ", limits.images.token_id)));
+  }
 }
 
 // No placeholder stands outside of the images.
@@ -189,10 +196,10 @@ std::vector<std::vector<engine::PlacedImage>> ReadImages(const Images& images,
     std::optional<engine::Image> image = ImageReader(wire, field, limits.images, violations).Read();
     if (!image) continue;
     const ImageText& text = texts[wire.sequence()];
-    CheckPlace(wire, field, text, places.empty() ? 0 : places.back().end(), limits.images.token_id,
-               violations);
     read.push_back(std::make_shared<engine::Image>(*std::move(image)));
-    places.push_back({wire.offset(), read.back()});
+    const engine::PlacedImage place{wire.offset(), read.back()};
+    CheckPlace(place, field, text, places.empty() ? 0 : places.back().end(), limits, violations);
+    places.push_back(place);
   }
   if (violations->size() > before) return placed;
   for (size_t i = 0; i < texts.size(); ++i) CheckRest(texts[i], placed[i], limits, violations);

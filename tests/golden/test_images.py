@@ -1,57 +1,70 @@
 """Prompts with images against transformers + PEFT in fp32: full-vocabulary log-probabilities of
 Generate and Score, and the same bits however the prompt is computed."""
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from dorad import Client, GenerateRequest
-from lib.oracle import compare
-from lib.pictures import for_oracle, inputs_of, picture, prompt_of
+from lib.oracle import Oracle, compare
+from lib.pictures import Picture, for_oracle, inputs_of, prompt_of
 from lib.server import device, serve
 from lib.tiny_models import IMAGE, VIDEO
 
 pytestmark = pytest.mark.skipif(device() != "cpu", reason="GPUs serve no images yet")
 
-FAMILIES = ["qwen3_vl", "qwen25_vl"]
+FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3"]
 ADAPTERS = ["dora", "dora_everything", "dora_tower", "rslora_tower", "dora_tower_patterns"]
 PROMPTS = {
     "none": [5, 6, 7],
-    "one": [5, picture(1, 4, 4), 6, 7],
-    "wide": [picture(2, 2, 10), 9],
-    "several": [5, picture(3, 4, 6), 8, picture(4, 6, 2), picture(5, 2, 2), 11, 12],
-    "second_turn": [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, picture(6, 8, 8), 18],
-    "long": [*range(20, 60), picture(7, 12, 10), *range(60, 90)],
+    "one": [5, Picture(1, 4, 4), 6, 7],
+    "wide": [Picture(2, 2, 10), 9],
+    "several": [5, Picture(3, 4, 6), 8, Picture(4, 6, 2), Picture(5, 2, 2), 11, 12],
+    "second_turn": [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, Picture(6, 8, 8), 18],
+    "long": [*range(20, 60), Picture(7, 12, 10), *range(60, 90)],
 }
 TOKENS = 6
 # transformers fails on one without its image.
 PLACEHOLDERS = [[IMAGE], [VIDEO]]
 
 
+@dataclass(frozen=True)
+class Served:
+    family: str
+    model: Path
+    adapters: dict[str, Path]
+    oracle: Oracle
+    client: Client
+
+    def inputs(self, parts):
+        return inputs_of(self.family, parts)
+
+    def vocabulary(self):
+        return self.client.info().model.vocab_size
+
+    def rows(self, ids, images, adapter):
+        """[T, V] of Score: row t is the distribution of the token after t."""
+        chosen = list(range(self.vocabulary()))
+        result = self.client.score([ids], [adapter], chosen_token_ids=chosen, images=[images])
+        return result.chosen_logprobs[0][0]
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
-def server(zoo, request):
-    family = request.param
+def served(zoo, request):
+    family, model = request.param, zoo.model(request.param)
     adapters = {name: zoo.adapter(family, name) for name in ADAPTERS}
-    with serve(zoo.model(family), adapters) as server, Client(server.grpc) as client:
-        yield client, zoo.oracle(family), adapters, zoo.model(family)
-
-
-def rows_of(client, ids, images, adapter, vocabulary):
-    """[T, V] of Score: row t is the distribution of the token after t."""
-    result = client.score(
-        [ids], [adapter], chosen_token_ids=list(range(vocabulary)), images=[images]
-    )
-    return result.chosen_logprobs[0][0]
+    with serve(model, adapters) as server, Client(server.grpc) as client:
+        yield Served(family, model, adapters, zoo.oracle(family), client)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("adapter", [None, *ADAPTERS])
-def test_log_probabilities_are_those_of_transformers(server, adapter, prompt):
-    client, oracle, adapters, _ = server
-    inputs = inputs_of(PROMPTS[prompt])
+def test_log_probabilities_are_those_of_transformers(served, adapter, prompt):
+    inputs = served.inputs(PROMPTS[prompt])
     ids, images = prompt_of(inputs)
-    vocabulary = client.info().model.vocab_size
-    chosen = list(range(vocabulary))
-    (sample,) = client.generate(
+    (sample,) = served.client.generate(
         ids,
         images=images,
         adapter=adapter,
@@ -59,39 +72,35 @@ def test_log_probabilities_are_those_of_transformers(server, adapter, prompt):
         ignore_eos=True,
         seed=3,
         bad_words=PLACEHOLDERS,
-        chosen_token_ids=chosen,
+        chosen_token_ids=list(range(served.vocabulary())),
     )
     tokens = [int(t) for t in sample.token_ids]
-    folder = None if adapter is None else adapters[adapter]
-    expected = oracle.image_logprobs(folder, for_oracle(inputs, tokens))
+    folder = None if adapter is None else served.adapters[adapter]
+    expected = served.oracle.image_logprobs(folder, for_oracle(inputs, tokens))
     generated = expected[len(ids) - 1 : len(ids) - 1 + TOKENS]
     cosine, difference = compare(sample.chosen_logprobs, generated)
     assert cosine > 0.999999 and difference < 1e-4, (cosine, difference)
-    scored = rows_of(client, ids + tokens, images, adapter, vocabulary)
+    scored = served.rows(ids + tokens, images, adapter)
     cosine, difference = compare(scored[1:], expected[:-1])
     assert cosine > 0.999999 and difference < 1e-4, (cosine, difference)
     assert np.array_equal(scored[len(ids) :], sample.chosen_logprobs)
 
 
-def test_an_image_changes_the_answer_and_so_does_the_adapter_of_the_tower(server):
-    client, _, _, _ = server
-    vocabulary = client.info().model.vocab_size
-
+def test_an_image_changes_the_answer_and_so_does_the_adapter_of_the_tower(served):
     def rows(seed, adapter):
-        ids, images = prompt_of(inputs_of([5, picture(seed, 4, 4), 6]))
-        return rows_of(client, ids, images, adapter, vocabulary)[-1]
+        ids, images = prompt_of(served.inputs([5, Picture(seed, 4, 4), 6]))
+        return served.rows(ids, images, adapter)[-1]
 
     assert np.abs(rows(1, None) - rows(2, None)).max() > 1e-3
     assert np.abs(rows(1, "dora_tower") - rows(1, None)).max() > 1e-3
 
 
-def test_bf16_pixels_are_their_value(server):
-    client, oracle, _, _ = server
-    inputs = inputs_of([5, picture(1, 4, 4, torch.bfloat16), 6])
+def test_bf16_pixels_are_their_value(served):
+    inputs = served.inputs([5, Picture(1, 4, 4, torch.bfloat16), 6])
     ids, images = prompt_of(inputs)
-    ours = rows_of(client, ids, images, None, client.info().model.vocab_size)
+    ours = served.rows(ids, images, None)
     inputs["pixel_values"] = inputs["pixel_values"].float()
-    expected = oracle.image_logprobs(None, for_oracle(inputs, []))
+    expected = served.oracle.image_logprobs(None, for_oracle(inputs, []))
     assert compare(ours[1:], expected[:-1])[1] < 1e-4
 
 
@@ -106,17 +115,19 @@ def test_bf16_pixels_are_their_value(server):
     ],
     ids=str,
 )
-def test_bits_do_not_depend_on_chunks_pages_caches_and_neighbours(server, settings):
-    client, _, adapters, model = server
+def test_bits_do_not_depend_on_chunks_pages_caches_and_neighbours(served, settings):
     names = [None, "dora", "dora_tower"]
-    prompts = [prompt_of(inputs_of(PROMPTS[name])) for name in PROMPTS]
+    prompts = [prompt_of(served.inputs(PROMPTS[name])) for name in PROMPTS]
     options = {"max_tokens": 8, "ignore_eos": True, "seed": 4, "logprobs": "raw", "n": 2}
     alone = [
-        client.generate(ids, images=images, adapter=name, **options)
+        served.client.generate(ids, images=images, adapter=name, **options)
         for ids, images in prompts
         for name in names
     ]
-    with serve(model, adapters, settings=settings) as other, Client(other.grpc) as c:
+    with (
+        serve(served.model, served.adapters, settings=settings) as other,
+        Client(other.grpc) as c,
+    ):
         together = c.generate_many(
             [
                 GenerateRequest(ids, images=images, adapter=name, **options)

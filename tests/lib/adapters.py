@@ -89,15 +89,29 @@ TOWER_KINDS = [
     Kind("dora_tower", _dora(), all_parts=True),
     Kind(
         "rslora_tower",
-        _lora(target_modules=["qkv", "linear_fc2", "mlp.2", "v_proj"], use_rslora=True, r=5),
+        _lora(
+            target_modules=["qkv", "linear_fc2", "mlp.2", "linear_2", "v_proj"],
+            use_rslora=True,
+            r=5,
+        ),
         all_parts=True,
     ),
     Kind(
         "dora_tower_patterns",
         _dora(
-            target_modules=["proj", "linear_fc1", "mlp.0", "q_proj", "embed_tokens"],
+            target_modules=[
+                "proj",
+                "linear_fc1",
+                "mlp.0",
+                "merging_layer",
+                "q_proj",
+                "embed_tokens",
+            ],
             exclude_modules=["patch_embed.proj"],
-            rank_pattern={r"merger\.(linear_fc1|mlp\.0)": 3, r"blocks\.1\.attn\.proj": 11},
+            rank_pattern={
+                r"(patch_)?merger\.(linear_fc1|mlp\.0|merging_layer)": 3,
+                r"(blocks\.1\.attn\.proj|transformer\.layers\.1\.attention\.q_proj)": 11,
+            },
         ),
         all_parts=True,
     ),

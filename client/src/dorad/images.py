@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dorad._arguments import shown
 
 DTYPES = ("float32", "float16", "bfloat16")
+Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +27,7 @@ class Image:
 
     offset: int
     length: int
-    grid: tuple[int, int, int]
+    grid: Grid
     """Time (1), height and width in patches: a row of the processor's image_grid_thw."""
     pixels: Any = None
     """The image's rows of pixel_values, [patches, elements]: an array or a CPU tensor of float32,
@@ -64,33 +65,67 @@ def _bytes_of(pixels: Any) -> tuple[str, bytes]:
     return dtype, np.ascontiguousarray(pixels).tobytes()
 
 
+def _split(inputs: Mapping[str, Any]) -> list[tuple[Grid, Any]]:
+    """Grid and patches of each image, of patches that follow each other."""
+    images, row = [], 0
+    for time, height, width in np.asarray(inputs["image_grid_thw"]).tolist():
+        end = row + time * height * width
+        images.append(((time, height, width), inputs["pixel_values"][row:end]))
+        row = end
+    return images
+
+
+def _cut(inputs: Mapping[str, Any], patch: int, merge: int) -> list[tuple[Grid, Any]]:
+    """Grid and patches of each image, of images that are padded to one size."""
+    if patch < 1 or merge < 1:
+        raise ValueError("images of this processor need patch_size and merge_size")
+    images, cell = [], patch * merge
+    sizes = np.asarray(inputs["image_sizes"]).tolist()
+    for (height, width), image in zip(sizes, inputs["pixel_values"], strict=True):
+        if height % cell or width % cell:
+            raise ValueError(f"{height} x {width} pixels are no tokens of {cell} x {cell}")
+        rows, columns = height // cell, width // cell
+        pixels = image[:, :height, :width].reshape(-1, rows, merge, patch, columns, merge, patch)
+        order = (1, 4, 2, 5, 0, 3, 6)  # the patches of a token follow each other
+        pixels = pixels.permute(order) if hasattr(pixels, "permute") else pixels.transpose(order)
+        patches = pixels.reshape(rows * columns * merge**2, -1)
+        images.append(((1, rows * merge, columns * merge), patches))
+    return images
+
+
 def from_processor(
-    inputs: Mapping[str, Any], image_token_id: int
+    inputs: Mapping[str, Any], image_token_id: int, *, patch_size: int = 0, merge_size: int = 0
 ) -> tuple[npt.NDArray[np.int32], list[Image]]:
     """The token ids and images of one prompt.
 
     Args:
       inputs: the processor's result for one prompt: input_ids [1, tokens] or [tokens], and, if it
-        has images, pixel_values [patches, elements] and image_grid_thw [images, 3].
+        has images, pixel_values [patches, elements] and image_grid_thw [images, 3]; of Mistral's
+        processor pixel_values [images, channels, height, width] and image_sizes [images, 2].
       image_token_id: the placeholder, `processor.image_token_id`.
+      patch_size, merge_size: `processor.patch_size` and `processor.spatial_merge_size` of
+        Mistral's processor, which leaves the cutting into patches to the model.
 
     Raises:
-      ValueError: the placeholders do not fit the grids.
+      ValueError: the placeholders do not fit the images.
     """
     ids = np.asarray(inputs["input_ids"]).reshape(-1).astype(np.int32)
     if inputs.get("pixel_values") is None:
         return ids, []
-    grids = [(int(t), int(h), int(w)) for t, h, w in np.asarray(inputs["image_grid_thw"])]
-    patches = [time * height * width for time, height, width in grids]
+    if inputs.get("image_sizes") is None:
+        parts = _split(inputs)
+    else:
+        parts = _cut(inputs, patch_size, merge_size)
+    patches = [time * height * width for (time, height, width), _ in parts]
     places = np.flatnonzero(ids == image_token_id)
     merged = sum(patches) // max(len(places), 1)  # patches of a token
-    if merged == 0 or sum(patches) != merged * len(places):
+    fits = merged > 0 and sum(patches) == merged * len(places)
+    if not fits or any(count % merged for count in patches):
         raise ValueError(
             f"{len(places)} placeholders {image_token_id} do not fit images of {patches} patches"
         )
-    images, place, row = [], 0, 0
-    for grid, count in zip(grids, patches, strict=True):
-        pixels = inputs["pixel_values"][row : row + count]
+    images, place = [], 0
+    for (grid, pixels), count in zip(parts, patches, strict=True):
         images.append(Image(int(places[place]), count // merged, grid, pixels))
-        place, row = place + count // merged, row + count
+        place += count // merged
     return ids, images

@@ -128,7 +128,11 @@ class TensorSink final : public WeightSink {
       weights_.linears[config.blocks[i].qkv] = &block.qkv;
       weights_.linears[config.blocks[i].proj] = &block.proj;
       weights_.linears[config.blocks[i].fc1] = &block.fc1;
-      if (config.style.gated_mlp) weights_.linears[config.blocks[i].up] = &block.up;
+      if (config.style.split_qkv) {
+        weights_.linears[config.blocks[i].k] = &block.k;
+        weights_.linears[config.blocks[i].v] = &block.v;
+      }
+      if (config.style.gated()) weights_.linears[config.blocks[i].up] = &block.up;
       weights_.linears[config.blocks[i].fc2] = &block.fc2;
       vision.norms.insert(vision.norms.end(), {&block.norm1, &block.norm2});
     }
@@ -137,10 +141,12 @@ class TensorSink final : public WeightSink {
       weights_.linears[spec.fc2] = &merger.fc2;
       vision.norms.push_back(&merger.norm);
     };
+    if (config.style.joins_patches) weights_.linears[config.merger.join] = &vision.merger.join;
     place(config.merger, vision.merger);
     for (size_t i = 0; i < config.deepstack_mergers.size(); ++i) {
       place(config.deepstack_mergers[i], vision.deepstack_mergers[i]);
     }
+    if (config.style.patch_norm) vision.norms.push_back(&vision.patch_norm);
   }
 
   at::Tensor& Place(const WeightSlot& slot) {

@@ -36,18 +36,19 @@ struct TowerNormWeights {
 
 struct VisionBlockWeights {
   TowerNormWeights norm1, norm2;
-  ops::BaseLinear qkv, proj, fc1, up, fc2;
+  ops::BaseLinear qkv, k, v, proj, fc1, up, fc2;  // as VisionBlockSpec
 };
 
 struct MergerWeights {
   TowerNormWeights norm;
-  ops::BaseLinear fc1, fc2;
+  ops::BaseLinear join, fc1, fc2;
 };
 
 // Biases, norms and the position table are fp32.
 struct VisionWeights {
   ops::BaseLinear patch;  // [width, patch_elements]
-  at::Tensor table_PD;    // one row for each position
+  TowerNormWeights patch_norm;
+  at::Tensor table_PD;  // one row for each position
   std::vector<VisionBlockWeights> blocks;
   MergerWeights merger;
   std::vector<MergerWeights> deepstack_mergers;

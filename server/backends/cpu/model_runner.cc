@@ -47,14 +47,9 @@ struct CpuImageFeatures final : ImageFeatures {
 // The sequence's rows of images; `begin`: its first row in the batch.
 void AppendImageRows(const StepSequence& s, int64_t begin, std::vector<model::ImageRows>* to) {
   const int64_t end = s.position + static_cast<int64_t>(s.tokens.size());
-  const absl::Span<const PlacedImage> places = s.images->places();
-  for (size_t i = 0; i < places.size(); ++i) {
-    const int64_t first = std::max(places[i].begin, s.position);
-    const int64_t last = std::min(places[i].end(), end);
-    if (first >= last) continue;
-    const auto& features = static_cast<const CpuImageFeatures&>(*s.features[i]);
-    to->push_back(
-        {begin + first - s.position, last - first, first - places[i].begin, features.features});
+  for (const PromptImages::Run& run : s.images->RunsIn(s.position, end)) {
+    const auto& features = static_cast<const CpuImageFeatures&>(*s.features[run.image]);
+    to->push_back({begin + run.begin - s.position, run.count, run.first, features.features});
   }
 }
 
@@ -88,6 +83,9 @@ class CpuModelRunner final : public ModelRunner {
     if (!model.config().vision) return;
     first_tower_module_ = model.config().head + 1;
     encoder_.emplace(model);
+    for (const model::RopeConfig& rope : model.config().ropes) {
+      has_rotary_positions_ = has_rotary_positions_ || !rope.axes.empty();
+    }
   }
 
   int64_t kv_pages() const override { return kv_pages_; }
@@ -169,7 +167,7 @@ class CpuModelRunner final : public ModelRunner {
       rows.push_back({begin, static_cast<int64_t>(s.tokens.size()), s.position, s.pages, {}});
       if (s.images == nullptr) continue;
       AppendImageRows(s, begin, &images);
-      rows.back().rotary = RotaryPositions(s);
+      if (has_rotary_positions_) rows.back().rotary = RotaryPositions(s);
     }
     const at::Tensor hidden =
         decoder_.Forward({token_ids, rows, ToModel(batch.adapters), images}, kv_);
@@ -209,6 +207,7 @@ class CpuModelRunner final : public ModelRunner {
   const model::Decoder decoder_;
   std::optional<model::VisionEncoder> encoder_;  // with a tower
   int first_tower_module_ = 0;
+  bool has_rotary_positions_ = false;  // three for a row
   const int64_t vocab_size_;
   std::vector<ops::PagedKv> kv_;
   const int64_t kv_pages_;

@@ -84,7 +84,12 @@ class VisionEncoder::Pass {
   at::Tensor Embed(const at::Tensor& patches_PE) const {
     at::Tensor x_PW = Project(patches_PE, weights_.patch, nullptr);
     if (config_.style.windows) x_PW = InOrder(x_PW, order_);
-    if (!config_.style.position_table) return x_PW;
+    if (config_.style.position_table) AddTable(x_PW);
+    if (config_.style.patch_norm) x_PW = Norm(x_PW, weights_.patch_norm, config_.norm_eps);
+    return x_PW;
+  }
+
+  void AddTable(at::Tensor& x_PW) const {
     const float* table = weights_.table_PD.const_data_ptr<float>();
     float* x = x_PW.mutable_data_ptr<float>();
     for (int64_t i = 0; i < rows_; ++i) {
@@ -97,7 +102,6 @@ class VisionEncoder::Pass {
         x[i * config_.width + d] += sum;
       }
     }
-    return x_PW;
   }
 
   // Adds attention and MLP of one block to the residual x_PW.
@@ -105,16 +109,19 @@ class VisionEncoder::Pass {
     const VisionBlockSpec& spec = config_.blocks[index];
     const VisionBlockWeights& w = weights_.blocks[index];
     const Segments& seen = spec.windowed ? windows_ : frames_;
-    const at::Tensor qkv = Linear(Norm(x_PW, w.norm1), w.qkv, spec.qkv);
-    x_PW.add_(Linear(Attention(qkv, seen.sequences), w.proj, spec.proj));
-    x_PW.add_(Linear(Inner(Norm(x_PW, w.norm2), spec, w), w.fc2, spec.fc2));
+    const double eps = config_.norm_eps;
+    x_PW.add_(Linear(Attention(Norm(x_PW, w.norm1, eps), spec, w, seen), w.proj, spec.proj));
+    x_PW.add_(Linear(Inner(Norm(x_PW, w.norm2, eps), spec, w), w.fc2, spec.fc2));
   }
 
   // The norm of a deepstack merger is that of whole tokens. The result is in the processor's order.
   at::Tensor Merge(const at::Tensor& x_PW, const MergerSpec& spec, const MergerWeights& w,
                    bool deepstack) const {
     const at::Tensor tokens = x_PW.view({-1, config_.merged_width()});
-    at::Tensor inner = deepstack ? Norm(tokens, w.norm) : Norm(x_PW, w.norm).view_as(tokens);
+    const double eps = config_.merger_eps;
+    at::Tensor inner =
+        deepstack ? Norm(tokens, w.norm, eps) : Norm(x_PW, w.norm, eps).view_as(tokens);
+    if (config_.style.joins_patches) inner = Linear(ByChannel(inner), w.join, spec.join);
     inner = Linear(inner, w.fc1, spec.fc1);
     ops::Gelu(inner);
     const at::Tensor merged = Linear(inner, w.fc2, spec.fc2);
@@ -143,31 +150,55 @@ class VisionEncoder::Pass {
     return rows.index_select(0, at::tensor(order));
   }
 
+  // The elements of a token's patches, channel by channel.
+  at::Tensor ByChannel(const at::Tensor& tokens) const {
+    const at::Tensor patches = tokens.view({tokens.size(0), -1, config_.width});
+    return patches.transpose(1, 2).contiguous().view_as(tokens);
+  }
+
   // x_PW: normed input of the MLP.
   at::Tensor Inner(const at::Tensor& x_PW, const VisionBlockSpec& spec,
                    const VisionBlockWeights& w) const {
     at::Tensor inner = Linear(x_PW, w.fc1, spec.fc1);
-    if (config_.style.gated_mlp) {
-      ops::SiluMul(inner, Linear(x_PW, w.up, spec.up));
-    } else {
-      ops::GeluTanh(inner);
+    switch (config_.style.mlp) {
+      case TowerStyle::kGeluTanh:
+        ops::GeluTanh(inner);
+        break;
+      case TowerStyle::kSiluGate:
+        ops::SiluMul(inner, Linear(x_PW, w.up, spec.up));
+        break;
+      case TowerStyle::kGeluGate:
+        ops::Gelu(inner);
+        inner.mul_(Linear(x_PW, w.up, spec.up));
+        break;
     }
     return inner;
   }
 
-  at::Tensor Attention(const at::Tensor& qkv, absl::Span<const ops::SequenceRows> seen) {
-    const at::Tensor parts = qkv.view({rows_, 3, config_.heads, config_.head_dim()});
-    at::Tensor q = parts.select(1, 0).contiguous();
-    at::Tensor k = parts.select(1, 1).contiguous();
-    const at::Tensor v = parts.select(1, 2).contiguous();
-    ops::RopeAndAppend(q, k, v, rope_, seen, kv_);
+  // x_PW: normed input of the attention.
+  at::Tensor Attention(const at::Tensor& x_PW, const VisionBlockSpec& spec,
+                       const VisionBlockWeights& w, const Segments& seen) {
+    at::Tensor q = Linear(x_PW, w.qkv, spec.qkv), k, v;
+    if (config_.style.split_qkv) {
+      k = Linear(x_PW, w.k, spec.k);
+      v = Linear(x_PW, w.v, spec.v);
+    } else {
+      const at::Tensor parts = q.view({rows_, 3, config_.width});
+      q = parts.select(1, 0).contiguous();
+      k = parts.select(1, 1).contiguous();
+      v = parts.select(1, 2).contiguous();
+    }
+    for (at::Tensor* each : {&q, &k, &v}) {
+      *each = each->view({rows_, config_.heads, config_.head_dim()});
+    }
+    ops::RopeAndAppend(q, k, v, rope_, seen.sequences, kv_);
     const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim()));
-    return ops::FullAttention(q, kv_, seen, scale).view({rows_, config_.width});
+    return ops::FullAttention(q, kv_, seen.sequences, scale).view({rows_, config_.width});
   }
 
-  at::Tensor Norm(const at::Tensor& x, const TowerNormWeights& w) const {
-    if (config_.style.rms_norms) return ops::RmsNorm(x, w.weight, config_.norm_eps);
-    return ops::LayerNorm(x, w.weight, w.bias, config_.norm_eps);
+  at::Tensor Norm(const at::Tensor& x, const TowerNormWeights& w, double eps) const {
+    if (config_.style.rms_norms) return ops::RmsNorm(x, w.weight, eps);
+    return ops::LayerNorm(x, w.weight, w.bias, eps);
   }
 
   at::Tensor Linear(const at::Tensor& x, const ops::BaseLinear& base, int module_id) const {

@@ -32,7 +32,7 @@ ModelConfig WithWindows() {
   ModelConfig config = WithTower();
   VisionConfig& vision = *config.vision;
   vision.style = {.rms_norms = true,
-                  .gated_mlp = true,
+                  .mlp = TowerStyle::kSiluGate,
                   .patch_bias = false,
                   .position_table = false,
                   .windows = true};

@@ -49,6 +49,39 @@ TEST(PromptImages, KeysStandForTheImagesTokens) {
   EXPECT_THAT(tokens, ElementsAre(5, -1 - 'a', -1 - 'a', -1 - 'b', 5));
 }
 
+using Place = std::array<int64_t, 4>;  // of a run: image, first, begin, count
+
+std::vector<Place> RunsIn(const PromptImages& images, int64_t begin, int64_t end) {
+  std::vector<Place> runs;
+  for (const PromptImages::Run& run : images.RunsIn(begin, end)) {
+    runs.push_back({static_cast<int64_t>(run.image), run.first, run.begin, run.count});
+  }
+  return runs;
+}
+
+TEST(PromptImages, RunsAreCutAtTheEndsOfAStep) {
+  const PromptImages images({{1, Picture('a', 2, 3)}, {8, Picture('b', 1, 2)}});
+  EXPECT_THAT(RunsIn(images, 0, 20), ElementsAre(Place{0, 0, 1, 6}, Place{1, 0, 8, 2}));
+  EXPECT_THAT(RunsIn(images, 3, 9), ElementsAre(Place{0, 2, 3, 4}, Place{1, 0, 8, 1}));
+  EXPECT_THAT(RunsIn(images, 7, 8), ElementsAre());
+}
+
+TEST(PromptImages, TheTextBetweenTheRowsOfAnImageKeepsItsTokens) {
+  const auto image = Picture('a', 3, 2);
+  image->row_breaks = true;
+  EXPECT_EQ(image->span(), 8);
+  const PromptImages images({{1, image}});
+  EXPECT_EQ(images.end(), 9);
+  std::vector<TokenId> tokens = {5, 7, 7, 8, 7, 7, 8, 7, 7, 9};
+  images.Mark(&tokens);
+  constexpr TokenId kKey = -1 - 'a';
+  EXPECT_THAT(tokens, ElementsAre(5, kKey, kKey, 8, kKey, kKey, 8, kKey, kKey, 9));
+  EXPECT_THAT(RunsIn(images, 0, 10),
+              ElementsAre(Place{0, 0, 1, 2}, Place{0, 2, 4, 2}, Place{0, 4, 7, 2}));
+  EXPECT_THAT(RunsIn(images, 2, 5), ElementsAre(Place{0, 1, 2, 1}, Place{0, 2, 4, 1}));
+  EXPECT_THAT(RunsIn(images, 3, 4), ElementsAre());
+}
+
 using Prompts = std::vector<std::vector<PlacedImage>>;
 
 std::shared_ptr<Image> Unstored(char name, size_t bytes) {

@@ -139,9 +139,11 @@ TEST(PartsTest, ModulesHaveTheirNamesInMemoryAndThoseOfFiles) {
 }
 
 TEST(PartsTest, TheCheckpointTellsWhichModulesAreNotServed) {
-  const auto config = Read(Mistral(), {"vision_tower.layers.0.attention.q_proj.weight",
-                                       "multi_modal_projector.linear_1.weight",
-                                       "language_model.model.embed_tokens.weight"});
+  json gemma = Whole("gemma3", "Gemma3ForConditionalGeneration", Text("gemma3_text"));
+  gemma["text_config"]["sliding_window"] = 16;
+  const auto config = Read(
+      gemma, {"vision_tower.layers.0.attention.q_proj.weight",
+              "multi_modal_projector.linear_1.weight", "language_model.model.embed_tokens.weight"});
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_THAT(MakeModules(*config).not_served(),
               ElementsAre(::testing::Field(&adapter::BaseModule::name,

@@ -48,6 +48,22 @@ json Qwen25() {
   return config;
 }
 
+json Mistral3() {
+  json config = Small();
+  config["model_type"] = "mistral3";
+  config["architectures"] = {"Mistral3ForConditionalGeneration"};
+  config["text_config"]["model_type"] = "mistral";
+  config["text_config"]["sliding_window"] = nullptr;
+  config["text_config"]["rms_norm_eps"] = 1e-3;
+  config["image_token_index"] = 9;
+  config["vision_config"] = {{"model_type", "pixtral"},  {"num_hidden_layers", 2},
+                             {"hidden_size", 32},        {"intermediate_size", 48},
+                             {"num_attention_heads", 2}, {"patch_size", 4},
+                             {"head_dim", 16},           {"rope_theta", 100.0},
+                             {"hidden_act", "silu"},     {"image_size", 64}};
+  return config;
+}
+
 absl::StatusOr<ModelConfig> Read(const json& config) {
   const ModelFolder folder;
   folder.Write("config.json", config);
@@ -137,6 +153,7 @@ TEST(VisionConfigTest, RefusesByName) {
 TEST(VisionConfigTest, ABackendTellsQwen3sTowerByItsStyle) {
   EXPECT_TRUE(Read(Small())->vision->style == TowerStyle{});
   EXPECT_FALSE(Read(Qwen25())->vision->style == TowerStyle{});
+  EXPECT_FALSE(Read(Mistral3())->vision->style == TowerStyle{});
 }
 
 TEST(VisionConfigTest, Qwen25HasWindowsAndGates) {
@@ -196,6 +213,82 @@ TEST(VisionConfigTest, RefusesQwen25sByName) {
     const std::vector<Violation> violations = ViolationsOf(Read(config).status());
     ASSERT_FALSE(violations.empty()) << sections;
     EXPECT_EQ(violations[0].field, "config.json:text_config.rope_scaling.mrope_section");
+  }
+}
+
+TEST(VisionConfigTest, Mistral3HasATowerAndAProjector) {
+  const auto config = Read(Mistral3());
+  ASSERT_TRUE(config.ok()) << config.status();
+  const VisionConfig& vision = *config->vision;
+  EXPECT_EQ(vision.patch_elements(), 3 * 4 * 4);
+  EXPECT_EQ(vision.image_token_id, 9);
+  EXPECT_EQ(vision.theta, 100.0);
+  EXPECT_EQ(vision.norm_eps, 1e-5);
+  EXPECT_EQ(vision.merger_eps, 1e-3);
+  EXPECT_EQ(vision.style.mlp, TowerStyle::kSiluGate);
+  EXPECT_TRUE(vision.row_breaks);
+  const adapter::BaseModules modules = MakeModules(*config);
+  EXPECT_EQ(modules.size(), config->head + 1 + 7 * 2 + 3);
+  const auto find = [&](const char* name) { return modules.Find(name); };
+  EXPECT_EQ(find("model.vision_tower.transformer.layers.1.attention.q_proj"), vision.blocks[1].qkv);
+  EXPECT_EQ(find("model.vision_tower.transformer.layers.1.attention.v_proj"),
+            vision.blocks[1].qkv + 2);
+  EXPECT_EQ(find("model.vision_tower.transformer.layers.1.feed_forward.down_proj"),
+            vision.blocks[1].fc2);
+  const int join = find("model.multi_modal_projector.patch_merger.merging_layer");
+  EXPECT_EQ(join, vision.merger.join);
+  EXPECT_EQ(modules.all()[join].rows, 32);
+  EXPECT_EQ(modules.all()[join].cols, 128);
+  EXPECT_EQ(modules.all()[vision.merger.fc1].cols, 32);
+  EXPECT_EQ(modules.all()[vision.merger.fc2].cols, 64);
+  for (int id = config->head + 1; id < modules.size(); ++id) EXPECT_FALSE(vision.has_bias(id));
+  ASSERT_EQ(modules.spellings().size(), 2u);
+  EXPECT_EQ(modules.spellings()[0].Find("multi_modal_projector.linear_2"), modules.size() - 1);
+  EXPECT_THAT(modules.not_served(), ElementsAre(::testing::Field(&adapter::BaseModule::name,
+                                                                 "model.vision_tower.patch_conv")));
+}
+
+TEST(VisionConfigTest, Mistral3sAbsentKeysHaveTheDefaultsOfTransformers) {
+  json config = Mistral3();
+  config.erase("image_token_index");
+  config["multimodal_projector_bias"] = true;
+  config["vision_config"] = json::object();
+  const auto read = Read(config);
+  ASSERT_TRUE(read.ok()) << read.status();
+  const VisionConfig& vision = *read->vision;
+  EXPECT_THAT((std::vector<int64_t>{vision.width, vision.inner, vision.heads, vision.channels,
+                                    vision.patch, vision.merge, vision.image_token_id,
+                                    static_cast<int64_t>(vision.blocks.size())}),
+              ElementsAre(1024, 4096, 16, 3, 16, 2, 10, 24));
+  EXPECT_EQ(vision.style.mlp, TowerStyle::kGeluGate);
+  EXPECT_TRUE(vision.has_bias(vision.merger.fc2));
+  EXPECT_FALSE(vision.has_bias(vision.merger.join));
+}
+
+TEST(VisionConfigTest, RefusesMistral3sByName) {
+  struct Case {
+    const char* key;
+    json value;
+    const char* reason;
+  };
+  for (const Case& c : {Case{"vision_config.model_type", "siglip", "MODEL_UNSUPPORTED"},
+                        Case{"vision_config.hidden_act", "relu", "MODEL_UNSUPPORTED"},
+                        Case{"vision_config.head_dim", 8, "MODEL_UNSUPPORTED"},
+                        Case{"vision_config.num_attention_heads", 3, "MODEL_CONFIG_INVALID"},
+                        Case{"vision_config.num_hidden_layers", 0, "MODEL_CONFIG_INVALID"},
+                        Case{"spatial_merge_size", 0, "MODEL_CONFIG_INVALID"},
+                        Case{"projector_hidden_act", "relu", "MODEL_UNSUPPORTED"},
+                        Case{"vision_feature_layer", -2, "MODEL_UNSUPPORTED"},
+                        Case{"vision_feature_layer", {-1, -2}, "MODEL_UNSUPPORTED"}}) {
+    json config = Mistral3();
+    const std::string key = c.key;
+    const size_t dot = key.find('.');
+    (dot == std::string::npos ? config[key] : config["vision_config"][key.substr(dot + 1)]) =
+        c.value;
+    const std::vector<Violation> violations = ViolationsOf(Read(config).status());
+    ASSERT_EQ(violations.size(), 1u) << c.key << " " << c.value;
+    EXPECT_EQ(violations[0].field, "config.json:" + key);
+    EXPECT_EQ(violations[0].reason, c.reason);
   }
 }
 
@@ -292,6 +385,21 @@ TEST(VisionPlacesTest, HalfOfTheAnglesTurnByTheRow) {
   float cos[4], sin[4];
   FillPatchAngles(vision, {2, 3}, cos, sin);
   const float angles[] = {2.0f, 0.2f, 3.0f, 0.3f};
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_NEAR(cos[i], std::cos(angles[i]), 1e-6);
+    EXPECT_NEAR(sin[i], std::sin(angles[i]), 1e-6);
+  }
+}
+
+TEST(VisionPlacesTest, RowsAndColumnsMayTakeFrequenciesByTurns) {
+  VisionConfig vision;
+  vision.width = 8;
+  vision.heads = 1;
+  vision.theta = 10000.0;
+  vision.style.axes_by_turns = true;
+  float cos[4], sin[4];
+  FillPatchAngles(vision, {2, 3}, cos, sin);
+  const float angles[] = {2.0f, 0.02f, 0.3f, 0.003f};
   for (int i = 0; i < 4; ++i) {
     EXPECT_NEAR(cos[i], std::cos(angles[i]), 1e-6);
     EXPECT_NEAR(sin[i], std::sin(angles[i]), 1e-6);

@@ -133,6 +133,34 @@ TEST(ImageValidation, RefusesEachFaultByName) {
   }
 }
 
+TEST(ImageValidation, TextStandsBetweenTheRowsOfAnImage) {
+  RequestLimits limits = ImageLimits();
+  limits.engine.images.row_breaks = true;
+  v1::Image image = Good(1);
+  SetGrid(&image, {1, 4, 4});
+  image.set_length(4);
+  image.set_data(std::string(4 * 4 * 3 * 4, 'x'));
+  v1::GenerateRequest request = WithImage(image);
+  const auto prompt = [&](const std::vector<int32_t>& ids) {
+    request.set_prompt_token_ids(Pack<int32_t>(ids));
+  };
+  prompt({1, kImage, kImage, 7, kImage, kImage, 2});
+  const auto input = ParseGenerate(request, limits, {});
+  ASSERT_TRUE(input.ok()) << input.status();
+  EXPECT_EQ(input->images[0].end(), 6);
+  for (const std::vector<int32_t>& bad :
+       std::vector<std::vector<int32_t>>{{1, kImage, kImage, kImage, kImage, 2, 2},
+                                         {1, kImage, kImage, kVideo, kImage, kImage, 2},
+                                         {1, kImage, 7, kImage, kImage, kImage, 2},
+                                         {1, kImage, kImage, 7, kImage, 7, kImage},
+                                         {1, kImage, kImage, 7, kImage}}) {
+    prompt(bad);
+    EXPECT_THAT(RefusalOf(request, limits), ElementsAre("images[0].offset IMAGE_PLACE_INVALID"));
+  }
+  prompt({1, kImage, kImage, 7, kImage, kImage, kImage});
+  EXPECT_THAT(RefusalOf(request, limits), ElementsAre("prompt_token_ids[6] IMAGE_UNEXPECTED"));
+}
+
 TEST(ImageValidation, RefusesImagesThatOverlapOrAreTooMany) {
   v1::GenerateRequest request = WithImage(Good(1));
   *request.add_images() = Good(1);
