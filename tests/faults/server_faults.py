@@ -191,6 +191,15 @@ ADAPTER = [
 
 MODEL = [
     Fault(
+        "rotary positions by turns in every model",
+        "server/model/rope_config.cc",
+        "family.mrope_order == Family::kInSections",
+        "false",
+        "Qwen2.5-VL turns an image's rows by the wrong positions.",
+        ("model:VisionConfigTest.*",),
+        ("golden/test_images.py",),
+    ),
+    Fault(
         "original context from the wrong place",
         "server/model/rope_config.cc",
         "  if (fields.Has(kKey)) return fields.Int(kKey, std::nullopt, kPositions);\n",
