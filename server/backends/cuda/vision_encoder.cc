@@ -89,7 +89,9 @@ int64_t ChunkRows(const model::VisionConfig& vision, int64_t patches) {
 
 absl::Status CheckTower(const model::VisionConfig& vision) {
   std::string problem;
-  if (!kernels::HasSegmentAttention(vision.head_dim())) {
+  if (!(vision.style == model::TowerStyle{}) || !vision.merger_bias || vision.row_breaks) {
+    problem = "another form than that of Qwen3-VL's";
+  } else if (!kernels::HasSegmentAttention(vision.head_dim())) {
     problem = absl::StrCat("heads of ", vision.head_dim(),
                            " elements: on a GPU the size is a multiple of 8 and at most 128");
   } else if (vision.patch_elements() % 8 != 0 || vision.inner % 8 != 0 || vision.output % 8 != 0) {
