@@ -14,7 +14,14 @@ from lib.server import device, serve
 from lib.tiny_models import IMAGE, VIDEO
 
 EXACT = device() == "cpu"  # a GPU computes in bf16
-ADAPTERS = ["dora", "dora_everything", "dora_tower", "rslora_tower", "dora_tower_patterns"]
+ADAPTERS = [
+    "dora",
+    "dora_everything",
+    "dora_tower",
+    "rslora_tower",
+    "dora_tower_layers",
+    "dora_tower_patterns",
+]
 PROMPTS = {
     "none": [5, 6, 7],
     "one": [5, Picture(1, 4, 4), 6, 7],

@@ -96,6 +96,24 @@ TOWER_KINDS = [
         ),
         all_parts=True,
     ),
+    # Blocks of the tower count as layers; mergers and projectors are none.
+    Kind(
+        "dora_tower_layers",
+        _dora(
+            target_modules=[
+                *LINEARS,
+                "qkv",
+                "proj",
+                "linear_fc1",
+                "linear_fc2",
+                "mlp.0",
+                "linear_1",
+            ],
+            exclude_modules=["patch_embed.proj"],
+            layers_to_transform=[0, 2],
+        ),
+        all_parts=True,
+    ),
     Kind(
         "dora_tower_patterns",
         _dora(

@@ -265,6 +265,48 @@ TEST(VisionConfigTest, Mistral3sAbsentKeysHaveTheDefaultsOfTransformers) {
   EXPECT_FALSE(vision.has_bias(vision.merger.join));
 }
 
+TEST(VisionConfigTest, PublishedConfigurationsAreRead) {
+  // Qwen2.5-VL-32B-Instruct.
+  const json qwen = json::parse(R"({
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+    "hidden_act": "silu", "hidden_size": 5120, "image_token_id": 151655,
+    "intermediate_size": 27648, "max_position_embeddings": 128000, "max_window_layers": 64,
+    "num_attention_heads": 40, "num_hidden_layers": 64, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    "tie_word_embeddings": false, "use_sliding_window": false, "video_token_id": 151656,
+    "vision_start_token_id": 151652, "vocab_size": 152064,
+    "vision_config": {"hidden_size": 1280, "in_chans": 3, "intermediate_size": 3456,
+      "model_type": "qwen2_5_vl", "out_hidden_size": 5120, "spatial_patch_size": 14,
+      "tokens_per_second": 2, "torch_dtype": "bfloat16"}})");
+  // Mistral-Small-3.1-24B-Instruct-2503.
+  const json mistral = json::parse(R"({
+    "architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3",
+    "image_token_index": 10, "multimodal_projector_bias": false,
+    "projector_hidden_act": "gelu", "spatial_merge_size": 2, "vision_feature_layer": -1,
+    "text_config": {"attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+      "hidden_size": 5120, "intermediate_size": 32768, "max_position_embeddings": 131072,
+      "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40,
+      "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0,
+      "sliding_window": null, "use_cache": true, "vocab_size": 131072},
+    "vision_config": {"attention_dropout": 0.0, "head_dim": 64, "hidden_act": "silu",
+      "hidden_size": 1024, "image_size": 1540, "initializer_range": 0.02,
+      "intermediate_size": 4096, "model_type": "pixtral", "num_attention_heads": 16,
+      "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14, "rope_theta": 10000.0}})");
+  for (const json& config : {qwen, mistral}) {
+    const auto read = Read(config);
+    ASSERT_TRUE(read.ok()) << read.status();
+    const VisionConfig& vision = *read->vision;
+    const bool is_qwen = read->model_type == "qwen2_5_vl";
+    EXPECT_EQ(vision.patch, 14);
+    EXPECT_EQ(vision.output, 5120);
+    EXPECT_EQ(vision.head_dim(), is_qwen ? 80 : 64);
+    EXPECT_EQ(vision.patch_elements(), 14 * 14 * 3 * (is_qwen ? 2 : 1));
+    EXPECT_EQ(vision.style.mlp, TowerStyle::kSiluGate);
+    EXPECT_EQ(vision.num_modules(), is_qwen ? 162 : 171);
+  }
+}
+
 TEST(VisionConfigTest, RefusesMistral3sByName) {
   struct Case {
     const char* key;
