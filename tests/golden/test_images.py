@@ -1,7 +1,7 @@
 """Prompts with images against transformers + PEFT in fp32: full-vocabulary log-probabilities of
 Generate and Score, and the same bits however the prompt is computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +105,28 @@ def test_log_probabilities_are_those_of_transformers(served, adapter, figures):
     ours, theirs = np.mean(errors, axis=0)
     figures.append(f"{served.family} {adapter}: mean |Δ| {ours:.4f}, PEFT's in bf16 {theirs:.4f}")
     assert ours <= theirs
+
+
+def test_bf16_is_no_farther_from_fp32_than_that_of_peft(served):
+    oracle = Oracle(served.model, dtype=torch.bfloat16)
+    settings = {"model.compute_dtype": "bf16"}
+    with (
+        serve(served.model, served.adapters, settings=settings) as server,
+        Client(server.grpc) as client,
+    ):
+        in_bf16 = replace(served, client=client)
+        for adapter in [None, "dora_tower"]:
+            folder = None if adapter is None else served.adapters[adapter]
+            differences = []
+            for name in ["one", "several", "long"]:
+                inputs = served.inputs(PROMPTS[name])
+                ids, images = prompt_of(inputs)
+                exact = served.oracle.image_logprobs(folder, for_oracle(inputs, []))[:-1]
+                peft = oracle.image_logprobs(folder, for_oracle(inputs, []))[:-1]
+                ours = in_bf16.rows(ids, images, adapter)[1:]
+                differences.append((np.abs(ours - exact).mean(), np.abs(peft - exact).mean()))
+            mean_of_ours, mean_of_peft = np.mean(differences, axis=0)
+            assert mean_of_ours < mean_of_peft, adapter
 
 
 def test_an_image_changes_the_answer_and_so_does_the_adapter_of_the_tower(served):
