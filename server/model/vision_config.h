@@ -22,7 +22,7 @@ struct ImageGrid {
 struct TowerStyle {
   enum Mlp { kGeluTanh, kSiluGate, kGeluGate };
 
-  bool rms_norms = false;      // else layer norms
+  bool rms_norms = false;      // root mean square; else layer norms
   bool split_qkv = false;      // q, k and v are modules of their own
   Mlp mlp = kGeluTanh;         // with a gate: act(gate) * up, and the exact gelu
   bool block_bias = true;      // of a block's modules
@@ -40,9 +40,10 @@ struct TowerStyle {
   bool operator==(const TowerStyle&) const = default;
 };
 
-// Names after the tower's prefix; those that begin with a dot follow that of the block.
+// Names after the tower's prefix (Spelling::tower); those that begin with a dot follow the name of
+// the block.
 struct TowerNames {
-  const char* part = "visual.";  // of the prefix itself
+  const char* part = "visual.";  // the prefix, in memory after "model."
   const char* patch = "patch_embed.proj";
   const char* patch_norm = "";
   const char* table = "pos_embed";
@@ -73,7 +74,7 @@ struct VisionBlockSpec {
 // Makes one token of merge x merge patches: norm, linear, gelu, linear.
 struct MergerSpec {
   int fc1 = 0, fc2 = 0;
-  int join = 0;  // with joins_patches: a linear before them makes one row of the patches'
+  int join = 0;  // with joins_patches: the linear before them, from merged_width() to width
 };
 
 // x += attention(norm(x)), then x += mlp(norm(x)) in each block.

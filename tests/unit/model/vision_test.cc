@@ -377,6 +377,18 @@ TEST(VisionConfigTest, ADroppedTowerIsAPartThatIsNotServed) {
   }
 }
 
+TEST(VisionConfigTest, ADroppedProjectorIsAPartThatIsNotServed) {
+  auto config = Read(Mistral3());
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_FALSE(config->IsOfOtherPart("multi_modal_projector.linear_1.weight"));
+  config->DropVision();
+  EXPECT_EQ(MakeModules(*config).not_served().size(), 7u * 2 + 3 + 1);
+  for (const char* const tensor :
+       {"vision_tower.patch_conv.weight", "model.multi_modal_projector.linear_1.weight"}) {
+    EXPECT_TRUE(config->IsOfOtherPart(tensor));
+  }
+}
+
 TEST(VisionPlacesTest, PatchesOfATokenFollowEachOther) {
   VisionConfig vision;
   vision.merge = 2;
