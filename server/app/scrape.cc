@@ -43,7 +43,11 @@ std::string Scrape::Render() {
 
 Metrics::AdapterGauges Scrape::CountAdapters() const {
   Metrics::AdapterGauges gauges;
-  std::map<adapter::AdapterState, int> versions = from_.registry->CountByState();
+  adapter::VersionTotals totals = from_.registry->Totals();
+  std::map<adapter::AdapterState, int>& versions = totals.by_state;
+  gauges.unactivated = totals.unactivated;
+  gauges.active_numbers = totals.active_numbers;
+  gauges.active_checksum = totals.active_checksum;
   gauges.ready = versions[adapter::AdapterState::kReady];
   gauges.retiring = versions[adapter::AdapterState::kRetiring];
   gauges.loading = versions[adapter::AdapterState::kLoading];

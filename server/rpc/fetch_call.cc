@@ -94,12 +94,7 @@ absl::Status FetchCall::SendArriving(const ArrivingFiles& files) {
     if (over()) return absl::OkStatus();
     if (there > offset_) {
       const uint64_t count = std::min<uint64_t>(there - offset_, kMaxChunkBytes);
-      services_->peers->Pace(static_cast<int64_t>(count));
-      v1::FetchAdapterResponse message;
-      message.mutable_chunk()->set_offset(offset_);
-      message.mutable_chunk()->set_data(std::string(files.Bytes(offset_, count)));
-      if (!Hand(std::move(message))) return absl::OkStatus();
-      offset_ += count;
+      if (!HandChunk(std::string(files.Bytes(offset_, count)))) return absl::OkStatus();
       end = FromNow(services_->peers->patience() / 2);
     } else if (files.ended() || SteadyNow() >= end) {
       return NoFiles(absl::StrCat("the upload stopped at ", there, " of ", files.size(), " bytes"));
@@ -120,12 +115,7 @@ absl::Status FetchCall::SendStored(const std::string& folder) {
     std::string data(std::min<uint64_t>(file.size() - offset_, kMaxChunkBytes), '\0');
     DORAD_RETURN_IF_ERROR(
         file.ReadAt(offset_, {reinterpret_cast<std::byte*>(data.data()), data.size()}));
-    services_->peers->Pace(static_cast<int64_t>(data.size()));
-    v1::FetchAdapterResponse message;
-    message.mutable_chunk()->set_offset(offset_);
-    offset_ += data.size();
-    message.mutable_chunk()->set_data(std::move(data));
-    if (!Hand(std::move(message))) return absl::OkStatus();
+    if (!HandChunk(std::move(data))) return absl::OkStatus();
   }
   return absl::OkStatus();
 }
@@ -134,6 +124,18 @@ bool FetchCall::HandConfig(const std::string& config_json) {
   v1::FetchAdapterResponse message;
   message.set_adapter_config_json(config_json);
   return Hand(std::move(message));
+}
+
+bool FetchCall::HandChunk(std::string data) {
+  const auto count = static_cast<int64_t>(data.size());
+  services_->peers->Pace(count);
+  v1::FetchAdapterResponse message;
+  message.mutable_chunk()->set_offset(offset_);
+  message.mutable_chunk()->set_data(std::move(data));
+  if (!Hand(std::move(message))) return false;
+  services_->metrics->PeerBytes(count, 0);
+  offset_ += static_cast<uint64_t>(count);
+  return true;
 }
 
 bool FetchCall::Hand(v1::FetchAdapterResponse message) {

@@ -37,6 +37,8 @@ class FetchCall final : public ServerStreamCall {
   // Waits until the message before is written. False: the call is over.
   bool Hand(v1::FetchAdapterResponse message) ABSL_LOCKS_EXCLUDED(mu_);
   bool HandConfig(const std::string& config_json) ABSL_LOCKS_EXCLUDED(mu_);
+  // The bytes at offset_, which moves past them.
+  bool HandChunk(std::string data) ABSL_LOCKS_EXCLUDED(mu_);
   bool over() ABSL_LOCKS_EXCLUDED(mu_);
 
   v1::FetchAdapterRequest request_;  // set by OnMessage, then used by the transfer

@@ -189,6 +189,7 @@ absl::Status PeerTransfer::ReceiveFrom(Reader* reader, UploadStream* stream) {
     if (!reader->Read(&message)) return failed();
     v1::PublishChunk& chunk = *part.mutable_chunk();
     chunk = std::move(*message.mutable_chunk());
+    services_->metrics->PeerBytes(0, static_cast<int64_t>(chunk.data().size()));
     // Another stream may have brought some of these bytes since the request.
     const uint64_t have = stream->received();
     if (chunk.offset() < have) {

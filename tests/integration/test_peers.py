@@ -103,6 +103,11 @@ class HalfUpload:
         return self._call.result().adapter
 
 
+def peer_bytes(server):
+    """Sent, received."""
+    return tuple(server.metric("dorad_peer_bytes_total", direction=d) for d in ("sent", "received"))
+
+
 def answers(server, ref):
     return [
         int(token)
@@ -125,6 +130,25 @@ def test_a_chain_of_servers_receives_while_the_first_one_still_does(zoo, files):
         assert {version.version for version in done} == {1}
         texts = [answers(server, "a@1") for server in (first, second, third)]
         assert texts[0] == texts[1] == texts[2] != answers(first, "")
+        size = len(files.image)
+        for server, moved in ((first, (size, 0)), (second, (size, size)), (third, (0, size))):
+            wait_until(lambda s=server, m=moved: peer_bytes(s) == m, what=f"{moved} bytes")
+
+
+def test_active_versions_are_summed_up_in_metrics(pair, files):
+    def active(server):
+        names = ("active_version_numbers", "active_checksum", "unactivated_versions")
+        return [server.metric(f"dorad_adapter_{name}") for name in names]
+
+    pair[0].wire.publish_bytes("prepared", files.config, files.image, activate=False)
+    before = active(pair[0])
+    assert before[2] >= 1
+    pair[0].wire.activate("prepared", 1)
+    numbers, checksum, waiting = active(pair[0])
+    assert (numbers, waiting) == (before[0] + 1, before[2] - 1)
+    assert checksum != before[1]
+    pair[0].wire.retire("prepared", 1)
+    assert active(pair[0]) == [before[0], before[1], before[2] - 1]
 
 
 def test_after_the_death_of_a_relay_another_one_continues(zoo, files):

@@ -27,6 +27,14 @@ struct AdapterRecord {
   std::map<std::string, std::string> tags;
 };
 
+// Of all versions, for metrics.
+struct VersionTotals {
+  std::map<AdapterState, int> by_state;  // empty states are left out
+  int unactivated = 0;                   // READY versions above their name's active one
+  int64_t active_numbers = 0;            // the sum of the active versions' numbers
+  uint32_t active_checksum = 0;          // of names, numbers and digests of the active versions
+};
+
 enum class EventType { kPublished, kActivated, kRetired, kGone, kFailed };
 
 struct RegistryEvent {

@@ -208,9 +208,9 @@ std::vector<AdapterRecord> AdapterRegistry::List(const std::string& name,
   return state_->book.List(name, after_name, after_version, limit);
 }
 
-std::map<AdapterState, int> AdapterRegistry::CountByState() const {
+VersionTotals AdapterRegistry::Totals() const {
   absl::MutexLock lock(&state_->mu);
-  return state_->book.CountByState();
+  return state_->book.Totals();
 }
 
 int64_t AdapterRegistry::generation() const {

@@ -107,9 +107,8 @@ class AdapterRegistry {
   // names.
   std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,
                                   int64_t after_version, int limit) const;
-  // The number of versions in each state; empty states are left out. Holds the lock for some
-  // microseconds even with thousands of versions.
-  std::map<AdapterState, int> CountByState() const;
+  // Holds the lock for less than a millisecond even with thousands of versions.
+  VersionTotals Totals() const;
   int64_t generation() const;
   int total_leases() const;
 

@@ -1,6 +1,7 @@
 #include "server/adapter/registry/version_book.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -20,6 +21,14 @@ constexpr int64_t kMaxVersion = 999'999'999'999'999'999;
 constexpr int64_t kMaxWantedVersion = 10'000'000'000'000'000;
 // Candidates for a similar name, before and after an unknown one.
 constexpr int kNearbyNames = 64;
+
+// FNV-1a: the same in every process and build.
+constexpr uint32_t kFnvOffset = 2166136261;
+
+uint32_t Fnv(uint32_t hash, std::string_view text) {
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 16777619u;
+  return hash;
+}
 
 }  // namespace
 
@@ -139,12 +148,21 @@ std::vector<AdapterRecord> VersionBook::List(const std::string& name, const std:
   return records;
 }
 
-std::map<AdapterState, int> VersionBook::CountByState() const {
-  std::map<AdapterState, int> counts;
+VersionTotals VersionBook::Totals() const {
+  VersionTotals totals;
+  totals.active_checksum = kFnvOffset;
   for (const auto& [name, held] : names_) {
-    for (const auto& [number, version] : held.versions) ++counts[version.record.state];
+    for (const auto& [number, version] : held.versions) {
+      const AdapterRecord& record = version.record;
+      ++totals.by_state[record.state];
+      if (record.state == AdapterState::kReady && number > held.active) ++totals.unactivated;
+      if (!record.active) continue;
+      totals.active_numbers += number;
+      totals.active_checksum = Fnv(
+          totals.active_checksum, absl::StrCat(name, "@", number, ":", record.summary.digest, " "));
+    }
   }
-  return counts;
+  return totals;
 }
 
 absl::StatusOr<int64_t> VersionBook::FreeNumber(const std::string& name,

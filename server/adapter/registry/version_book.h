@@ -58,8 +58,8 @@ class VersionBook {
   // As AdapterRegistry::List.
   std::vector<AdapterRecord> List(const std::string& name, const std::string& after_name,
                                   int64_t after_version, int limit) const;
-  // The number of versions in each state; copies nothing.
-  std::map<AdapterState, int> CountByState() const;
+  // Copies no record.
+  VersionTotals Totals() const;
 
   // --- Numbers.
 

@@ -267,7 +267,20 @@ struct AdapterMetrics {
             Gauges(r, "dorad_shared_memory_bytes", "Their registered memory.").Add({})),
         shared_weight_bytes(Gauges(r, "dorad_shared_weight_bytes",
                                    "The base weights' memory while it is leased; else 0.")
-                                .Add({})) {}
+                                .Add({})),
+        unactivated(Gauges(r, "dorad_adapter_unactivated_versions",
+                           "Ready versions above the active one of their name.")
+                        .Add({})),
+        active_numbers(Gauges(r, "dorad_adapter_active_version_numbers",
+                              "Sum of the numbers of the active versions.")
+                           .Add({})),
+        active_checksum(Gauges(r, "dorad_adapter_active_checksum",
+                               "Of names, numbers and digests of the active versions.")
+                            .Add({})),
+        peer_bytes(
+            Counters(r, "dorad_peer_bytes_total", "Bytes of adapters to and from other servers.")),
+        peer_sent(peer_bytes.Add({{"direction", "sent"}})),
+        peer_received(peer_bytes.Add({{"direction", "received"}})) {}
 
   Counter& loads;
   Labelled<Counter, 1> failures;
@@ -283,6 +296,9 @@ struct AdapterMetrics {
   Gauge &bytes, &host_bytes, &leases, &generation;
   Gauge &idle_uploads, &idle_upload_bytes;
   Gauge &shared_memory_connections, &shared_memory_bytes, &shared_weight_bytes;
+  Gauge &unactivated, &active_numbers, &active_checksum;
+  prometheus::Family<Counter>& peer_bytes;
+  Counter &peer_sent, &peer_received;
 };
 
 struct StoreMetrics {

@@ -212,6 +212,11 @@ void Metrics::AdapterLoadFailed(const std::string& reason) {
   impl_->adapters.failures.Of({reason}).Increment();
 }
 
+void Metrics::PeerBytes(int64_t sent, int64_t received) {
+  impl_->adapters.peer_sent.Increment(static_cast<double>(sent));
+  impl_->adapters.peer_received.Increment(static_cast<double>(received));
+}
+
 void Metrics::SetAdapters(const AdapterGauges& gauges) {
   AdapterMetrics& adapters = impl_->adapters;
   adapters.ready.Set(gauges.ready);
@@ -230,6 +235,9 @@ void Metrics::SetAdapters(const AdapterGauges& gauges) {
   adapters.shared_memory_connections.Set(static_cast<double>(gauges.shared_memory_connections));
   adapters.shared_memory_bytes.Set(static_cast<double>(gauges.shared_memory_bytes));
   adapters.shared_weight_bytes.Set(static_cast<double>(gauges.shared_weight_bytes));
+  adapters.unactivated.Set(gauges.unactivated);
+  adapters.active_numbers.Set(static_cast<double>(gauges.active_numbers));
+  adapters.active_checksum.Set(gauges.active_checksum);
 }
 
 void Metrics::SetStore(const StoreGauges& gauges) {

@@ -110,6 +110,8 @@ class Metrics {
   // Durations of one load by stage: queue, read, validate, copy, norms, store, activate, total.
   void AdapterLoaded(const std::map<std::string, absl::Duration>& stages);
   void AdapterLoadFailed(const std::string& reason);
+  // Bytes of adapters to and from other servers.
+  void PeerBytes(int64_t sent, int64_t received);
   struct AdapterGauges {
     int ready = 0, retiring = 0, loading = 0;
     int64_t resident_bytes = 0;
@@ -125,6 +127,9 @@ class Metrics {
     int64_t shared_memory_connections = 0;
     int64_t shared_memory_bytes = 0;
     int64_t shared_weight_bytes = 0;
+    int unactivated = 0;  // READY versions above their name's active one
+    int64_t active_numbers = 0;
+    uint32_t active_checksum = 0;
   };
   void SetAdapters(const AdapterGauges& gauges);
 

@@ -154,7 +154,54 @@ TEST_F(AdapterRegistryTest, CountsVersionsByState) {
                                                 {AdapterState::kReady, 2},
                                                 {AdapterState::kRetiring, 1},
                                                 {AdapterState::kGone, 1}};
-  EXPECT_EQ(registry_->CountByState(), expected);
+  EXPECT_EQ(registry_->Totals().by_state, expected);
+}
+
+TEST_F(AdapterRegistryTest, ChecksumsTheActiveVersions) {
+  const uint32_t none = registry_->Totals().active_checksum;
+  Publish("a", true);
+  const VersionTotals first = registry_->Totals();
+  Publish("a", false);
+  Publish("b", false);
+  const VersionTotals waiting = registry_->Totals();
+  EXPECT_EQ(std::tie(waiting.active_checksum, waiting.active_numbers, waiting.unactivated),
+            std::make_tuple(first.active_checksum, int64_t{1}, 2));
+  ASSERT_TRUE(registry_->Activate("b", 1, std::nullopt).ok());
+  ASSERT_TRUE(registry_->Activate("a", 2, std::nullopt).ok());
+  const VersionTotals now = registry_->Totals();
+  EXPECT_EQ(std::tie(now.active_numbers, now.unactivated), std::make_tuple(int64_t{3}, 0));
+  // An older version is neither ahead nor in the checksum.
+  AdapterRegistry::Options options;
+  options.executor = [](const std::function<void()>& task) { task(); };
+  AdapterRegistry other(options);
+  ASSERT_TRUE(other.Reserve("a", 2, {}).ok());
+  ASSERT_TRUE(other.Publish(Loaded("a", 2), true, std::nullopt).ok());
+  ASSERT_TRUE(other.Reserve("b", 1, {}).ok());
+  EXPECT_NE(other.Totals().active_checksum, now.active_checksum);
+  ASSERT_TRUE(other.Publish(Loaded("b", 1), true, std::nullopt).ok());
+  EXPECT_EQ(other.Totals().active_checksum, now.active_checksum);
+  ASSERT_TRUE(registry_->Retire("b", 1).ok());
+  ASSERT_TRUE(registry_->Retire("a", 2).ok());
+  ASSERT_TRUE(registry_->Retire("a", 1).ok());
+  EXPECT_EQ(registry_->Totals().active_checksum, none);
+  EXPECT_NE(now.active_checksum, none);
+}
+
+TEST_F(AdapterRegistryTest, ChecksumsTheContentOfActiveVersions) {
+  const auto checksum_of = [this](const std::string& digest) {
+    AdapterRegistry::Options options;
+    options.executor = [](const std::function<void()>& task) { task(); };
+    AdapterRegistry registry(options);
+    AdapterSummary summary;
+    summary.digest = digest;
+    EXPECT_TRUE(registry.Reserve("a", 1, {}).ok());
+    const auto adapter =
+        std::make_shared<const LoadedAdapter>("a", 1, summary, MakeWeights(memory_));
+    EXPECT_TRUE(registry.Publish(adapter, true, std::nullopt).ok());
+    return registry.Totals().active_checksum;
+  };
+  EXPECT_EQ(checksum_of("00ff"), checksum_of("00ff"));
+  EXPECT_NE(checksum_of("00ff"), checksum_of("00fe"));
 }
 
 TEST_F(AdapterRegistryTest, SaysWhenEventsAreNoLongerKept) {

@@ -61,7 +61,22 @@ void PinAll(Metrics* metrics) {
   metrics->AdapterStall(absl::Milliseconds(70));
   metrics->AdapterLoaded({{"read", absl::Milliseconds(3)}, {"total", absl::Milliseconds(9)}});
   metrics->AdapterLoadFailed("ADAPTER_NOT_FINITE");
-  metrics->SetAdapters({2, 1, 1, 4096, 2048, 3, 4, 5, 1, 5, 9});
+  metrics->PeerBytes(300, 0);
+  metrics->PeerBytes(0, 400);
+  metrics->SetAdapters({.ready = 2,
+                        .retiring = 1,
+                        .loading = 1,
+                        .resident_bytes = 4096,
+                        .host_bytes = 2048,
+                        .away = 3,
+                        .evictions = 4,
+                        .reloads_from_host = 5,
+                        .reloads_from_store = 1,
+                        .leases = 5,
+                        .generation = 9,
+                        .unactivated = 6,
+                        .active_numbers = 70,
+                        .active_checksum = 4'294'967'295});
   metrics->SetStore({700, 2, 8192, 12, absl::Milliseconds(30), 1, {{"STORE_FULL", 3}}});
   metrics->SetMemory("weights", 1 << 20);
   metrics->SetDevice({800, 1000, 200, 50, 150, 3, 4});
@@ -156,6 +171,11 @@ TEST(MetricsTest, ExportsWhatHappened) {
       {"dorad_adapter_host_bytes", "2048"},
       {"dorad_adapter_leases", "5"},
       {"dorad_adapter_generation", "9"},
+      {"dorad_adapter_unactivated_versions", "6"},
+      {"dorad_adapter_active_version_numbers", "70"},
+      {"dorad_adapter_active_checksum", "4294967295"},
+      {R"(dorad_peer_bytes_total{direction="sent"})", "300"},
+      {R"(dorad_peer_bytes_total{direction="received"})", "400"},
       {"dorad_store_journal_bytes", "700"},
       {"dorad_store_objects", "2"},
       {"dorad_store_object_bytes", "8192"},
