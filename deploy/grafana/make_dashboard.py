@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Writes dorad.json, the Grafana dashboard: `python3 deploy/grafana/make_dashboard.py`.
 
-Panels are listed in request_rows.py, resource_rows.py and gateway_rows.py; a test keeps the JSON
-equal to what this makes.
+Panels are listed in request_rows.py, resource_rows.py, fleet_rows.py and gateway_rows.py; a test
+keeps the JSON equal to what this makes.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from fleet_rows import FLEET_ROWS
 from gateway_rows import GATEWAY_ROWS
 from panel import panel_json
 from request_rows import REQUEST_ROWS
@@ -22,7 +23,7 @@ BUILDS = '__name__=~"dorad_build_info|dorad_gateway_build_info"'  # Of every ser
 def panels() -> list[dict]:
     made: list[dict] = []
     y = 0
-    for title, row in [*REQUEST_ROWS, *RESOURCE_ROWS, *GATEWAY_ROWS]:
+    for title, row in [*REQUEST_ROWS, *RESOURCE_ROWS, *FLEET_ROWS, *GATEWAY_ROWS]:
         made.append(
             {
                 "id": len(made) + 1,
