@@ -50,13 +50,22 @@ def test_shows_members_and_versions(doractl, server, path, away):
             "state": "ready",
             "versions": {"a": 2},
             "behind": [],
+            "lag": 0,
         },
-        {"target": away, "live": False, "state": "away", "versions": {}, "behind": ["a@2"]},
+        {
+            "target": away,
+            "live": False,
+            "state": "away",
+            "versions": {},
+            "behind": ["a@2"],
+            "lag": None,
+        },
     ]
     (adapter,) = report["adapters"]
-    assert adapter["committed"] == 2 and adapter["prepared"] == 0
+    assert adapter["committed"] == 2 and adapter["prepared"] == 0 and not adapter["left"]
     text = doractl("fleet", "show", path)
     assert server.target in text and "a@2" in text
+    assert adapter["bytes"] == 7 and " 7 B " in text
 
 
 def test_shows_a_member_that_is_behind_and_a_version_on_its_way(doractl, server, path):
@@ -66,8 +75,10 @@ def test_shows_a_member_that_is_behind_and_a_version_on_its_way(doractl, server,
     report = json.loads(doractl("fleet", "show", path, "-o", "json"))
     assert report["members"][0]["state"] == "behind"
     assert report["members"][0]["behind"] == ["a@2"]
+    assert report["members"][0]["lag"] == 1
     assert report["adapters"][0]["prepared"] == 3
     assert report["adapters"][0]["coordinator"] == "two"
+    assert report["adapters"][0]["left"], "its lease has ended"
 
 
 def test_adds_and_removes_members(doractl, path, away):

@@ -20,7 +20,7 @@ import dorad
 import dorad.aio
 from dorad._channel import PROBE_SECONDS
 from dorad._pool_server import gather
-from dorad.cli.common import Group, Output, OutputOption, console, table
+from dorad.cli.common import Group, Output, OutputOption, console, size, table
 from dorad.fleet import manifest as m
 from dorad.fleet.coordinator import LEASE_SECONDS
 from dorad.fleet.manifest_store import ManifestFile, change
@@ -49,6 +49,8 @@ class Member:
     """The active version by adapter."""
     behind: list[str]
     """The fleet's versions that are not active there."""
+    lag: int | None
+    """By how many version numbers it is behind, over all adapters; unknown while it is away."""
 
 
 @dataclass
@@ -61,6 +63,8 @@ class Version:
     bytes: int
     prepared: int
     coordinator: str
+    left: bool
+    """Its coordinator's lease has ended: another process of the fleet finishes or undoes it."""
 
 
 @dataclass
@@ -88,15 +92,18 @@ def _member(
     found: Mapping[str, dict[str, dorad.AdapterVersion]],
 ) -> Member:
     active = found.get(target, {})
+    committed = manifest.committed()
     behind = [
         f"{name}@{release.version}"
-        for name, release in manifest.committed().items()
+        for name, release in committed.items()
         if name not in active
         or (active[name].version, active[name].digest) != (release.version, release.digest)
     ]
     state = "away" if target not in found else "behind" if behind else "ready"
     versions = {name: version.version for name, version in active.items()}
-    return Member(target, target in manifest.live(now), state, versions, behind)
+    missing = (max(release.version - versions.get(n, 0), 0) for n, release in committed.items())
+    lag = None if state == "away" else sum(missing)
+    return Member(target, target in manifest.live(now), state, versions, behind, lag)
 
 
 async def _report(store: ManifestFile) -> Report:
@@ -111,6 +118,7 @@ async def _report(store: ManifestFile) -> Report:
             adapter.committed.files.size if adapter.committed else 0,
             adapter.prepared.release.version if adapter.prepared else 0,
             adapter.prepared.coordinator if adapter.prepared else "",
+            adapter.prepared is not None and adapter.prepared.until <= now,
         )
         for name, adapter in sorted(manifest.adapters.items())
     ]
@@ -124,21 +132,24 @@ def show(manifest: ManifestArgument, output: OutputOption = Output.TABLE) -> Non
     report = asyncio.run(_report(_store(manifest)))
 
     def print_tables() -> None:
-        versions = table("ADAPTER", ">VERSION", "DIGEST", ">PREPARED", "BY")
+        versions = table("ADAPTER", ">VERSION", "DIGEST", ">SIZE", ">PREPARED", "BY", "LEASE")
         for row in report.adapters:
             versions.add_row(
                 row.name,
                 str(row.committed or ""),
                 row.digest[:12],
+                size(row.bytes) if row.committed else "",
                 str(row.prepared or ""),
                 row.coordinator[:12],
+                ("ended" if row.left else "live") if row.prepared else "",
             )
-        members = table("MEMBER", "STATE", "LEASE", "LACKS")
+        members = table("MEMBER", "STATE", "LEASE", ">LAG", "LACKS")
         for member in report.members:
             members.add_row(
                 member.target,
                 member.state,
                 "live" if member.live else "ended",
+                "" if member.lag is None else str(member.lag),
                 " ".join(member.behind),
             )
         console().print(versions)
