@@ -27,6 +27,12 @@ struct GeluTanh {
   }
 };
 
+struct Gelu {
+  __device__ float operator()(float x) const {
+    return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+  }
+};
+
 template <typename Activation, int kWidth>
 __global__ void __launch_bounds__(kThreads)
     GatedKernel(const __nv_bfloat16* gate_up, int size, __nv_bfloat16* out) {
@@ -68,6 +74,11 @@ cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __
 cudaError_t GeluTanhMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size,
                         __nv_bfloat16* out, cudaStream_t stream) {
   return Gated<GeluTanh>(gate_up, rows, size, out, stream);
+}
+
+cudaError_t GeluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
+                    cudaStream_t stream) {
+  return Gated<Gelu>(gate_up, rows, size, out, stream);
 }
 
 }  // namespace dorad::kernels

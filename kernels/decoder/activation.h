@@ -15,5 +15,8 @@ cudaError_t SiluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __
 // The same with the tanh form of gelu (torch's approximate="tanh").
 cudaError_t GeluTanhMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size,
                         __nv_bfloat16* out, cudaStream_t stream);
+// The same with the exact form of gelu.
+cudaError_t GeluMul(const __nv_bfloat16* gate_up, int32_t rows, int32_t size, __nv_bfloat16* out,
+                    cudaStream_t stream);
 
 }  // namespace dorad::kernels

@@ -55,6 +55,24 @@ __global__ void __launch_bounds__(kThreads) AddKernel(float* to, const float* fr
 }
 
 __global__ void __launch_bounds__(kThreads)
+    ByChannelKernel(const __nv_bfloat16* from, int64_t count, int patches, int channels,
+                    __nv_bfloat16* to) {
+  const int64_t i = Item();
+  if (i >= count) return;
+  const int64_t token = i / (patches * channels);
+  const int c = static_cast<int>(i / patches % channels);
+  to[i] = from[(token * patches + i % patches) * channels + c];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    ScatterRowsKernel(const float* from, const int32_t* places, int width, float* to) {
+  const int64_t place = places[blockIdx.x];
+  for (int i = threadIdx.x; i < width; i += kThreads) {
+    to[place * width + i] = from[int64_t{blockIdx.x} * width + i];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
     AddTableRowsKernel(float* residual, const PatchTaps* taps, const float* table, int width) {
   const PatchTaps tap = taps[blockIdx.x];
   for (int i = threadIdx.x; i < width; i += kThreads) {
@@ -96,6 +114,25 @@ cudaError_t GeluTanh(__nv_bfloat16* x, int64_t count, cudaStream_t stream) {
 cudaError_t AddInPlace(float* to, const float* from, int64_t count, cudaStream_t stream) {
   if (count <= 0 || to == nullptr || from == nullptr) return cudaErrorInvalidValue;
   AddKernel<<<Blocks(count), kThreads, 0, stream>>>(to, from, count);
+  return cudaGetLastError();
+}
+
+cudaError_t ByChannel(const __nv_bfloat16* from, int64_t tokens, int32_t patches, int32_t channels,
+                      __nv_bfloat16* to, cudaStream_t stream) {
+  if (tokens <= 0 || patches <= 0 || channels <= 0 || from == nullptr || to == nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  const int64_t count = tokens * patches * channels;
+  ByChannelKernel<<<Blocks(count), kThreads, 0, stream>>>(from, count, patches, channels, to);
+  return cudaGetLastError();
+}
+
+cudaError_t ScatterRows(const float* from, const int32_t* places, int32_t rows, int32_t width,
+                        float* to, cudaStream_t stream) {
+  if (rows <= 0 || width <= 0 || from == nullptr || places == nullptr || to == nullptr) {
+    return cudaErrorInvalidValue;
+  }
+  ScatterRowsKernel<<<rows, kThreads, 0, stream>>>(from, places, width, to);
   return cudaGetLastError();
 }
 

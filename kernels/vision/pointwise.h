@@ -15,6 +15,15 @@ cudaError_t GeluTanh(__nv_bfloat16* x, int64_t count, cudaStream_t stream);
 // to += from; [count].
 cudaError_t AddInPlace(float* to, const float* from, int64_t count, cudaStream_t stream);
 
+// to[t, c, p] = from[t, p, c]: the elements of a token's patches, channel by channel. [tokens,
+// patches, channels].
+cudaError_t ByChannel(const __nv_bfloat16* from, int64_t tokens, int32_t patches, int32_t channels,
+                      __nv_bfloat16* to, cudaStream_t stream);
+
+// to[places[i]] = from[i], rows of `width` fp32. places: device, [rows].
+cudaError_t ScatterRows(const float* from, const int32_t* places, int32_t rows, int32_t width,
+                        float* to, cudaStream_t stream);
+
 // A patch and its place in the image, for the position table and the rotary embedding.
 struct PatchTaps {
   int32_t rows[4] = {};  // of the table

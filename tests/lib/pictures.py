@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import dorad
 import torch
 
-from lib.server import device
 from lib.tiny_models import IMAGE
 
 # Those whose images are served.
-FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3"] if device() == "cpu" else ["qwen3_vl"]
+FAMILIES = ["qwen3_vl", "qwen25_vl", "mistral3"]
 
 # Of the tiny towers: pixels on a side of a patch, and patches on a side of a token.
 PATCH, MERGE = 2, 2

@@ -51,47 +51,20 @@ bool IsAdapted(absl::Span<const StepBatch::AdapterRows> rows) {
                      [](const StepBatch::AdapterRows& range) { return range.adapter != nullptr; });
 }
 
-// Packs arrays into the host's buffer and knows their device addresses. Everything is written
-// twice: first without memory, for the size.
-class DeviceBatch::Writer {
- public:
-  Writer(PinnedBuffer* host, DeviceBuffer* device) : host_(host), device_(device) {}
-
-  bool writing() const { return host_ != nullptr; }
-  int64_t bytes() const { return layout_.bytes(); }
-
-  // The host address to write to (null in the first pass), and the array's address on the device.
-  template <typename T>
-  T* Array(int64_t size, const T** on_device) {
-    const int64_t offset = layout_.Add(size * static_cast<int64_t>(sizeof(T)));
-    if (!writing()) return nullptr;
-    *on_device = device_->as<T>(offset);
-    return host_->as<T>(offset);
-  }
-
- private:
-  PinnedBuffer* const host_;
-  DeviceBuffer* const device_;
-  Layout layout_;
-};
-
 namespace {
 
 // The sequence's rows of images; `begin`: its first row in the step.
 void AppendImageRows(const StepSequence& s, int64_t begin, std::vector<ImageRows>* to) {
   const int64_t end = s.position + static_cast<int64_t>(s.tokens.size());
-  const absl::Span<const engine::PlacedImage> places = s.images->places();
-  for (size_t i = 0; i < places.size(); ++i) {
-    const int64_t first = std::max(places[i].begin, s.position);
-    const int64_t last = std::min(places[i].end(), end);
-    if (first >= last) continue;
-    to->push_back({begin + first - s.position, last - first, first - places[i].begin,
-                   static_cast<const CudaImageFeatures*>(s.features[i].get())});
+  for (const engine::PromptImages::Run& run : s.images->RunsIn(s.position, end)) {
+    to->push_back({begin + run.begin - s.position, run.count, run.first,
+                   static_cast<const CudaImageFeatures*>(s.features[run.image].get())});
   }
 }
 
-template <typename Writer>
-void WriteSegments(LinearRows* linear, Writer& writer) {
+}  // namespace
+
+void WriteSegments(LinearRows* linear, ArrayWriter& writer) {
   const int64_t blocks = (linear->rows + kSegmentBlockRows - 1) / kSegmentBlockRows;
   RowSegment* segments = writer.Array(blocks * kSegmentBlockRows, &linear->segments.blocks);
   int32_t* counts = writer.Array(blocks, &linear->segments.counts);
@@ -111,8 +84,6 @@ void WriteSegments(LinearRows* linear, Writer& writer) {
     }
   }
 }
-
-}  // namespace
 
 absl::Status DeviceBatch::MakeBlocks(absl::Span<const WantedRow> rows,
                                      absl::Span<const StepSequence> sequences, const Stream& stream,
@@ -154,7 +125,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
     if (s.images != nullptr) AppendImageRows(s, batch.row_begin[i], &images_);
   }
 
-  const auto write_rows = [&](Writer& writer) {
+  const auto write_rows = [&](ArrayWriter& writer) {
     int32_t* ids = writer.Array(batch.rows, &rows_.token_ids);
     int32_t* positions = writer.Array(batch.rows, &rows_.positions);
     int32_t* owners = writer.Array(batch.rows, &rows_.sequences);
@@ -185,7 +156,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       page += static_cast<int32_t>(s.pages.size());
     }
   };
-  const auto write_blocks = [&](Writer& writer, std::vector<LogitsBlock>& blocks) {
+  const auto write_blocks = [&](ArrayWriter& writer, std::vector<LogitsBlock>& blocks) {
     for (LogitsBlock& block : blocks) {
       int32_t* indices = writer.Array(block.linear.rows, &block.row_indices);
       for (int64_t i = 0; i < block.linear.rows && writer.writing(); ++i) {
@@ -194,7 +165,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
       WriteSegments(&block.linear, writer);
     }
   };
-  const auto write_all = [&](Writer& writer) {
+  const auto write_all = [&](ArrayWriter& writer) {
     write_rows(writer);
     WriteSegments(&linear_, writer);
     write_blocks(writer, samples_);
@@ -203,7 +174,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
 
   Buffers& buffers = buffers_[next_];
   next_ = (next_ + 1) % buffers_.size();
-  Writer measure(nullptr, nullptr);
+  ArrayWriter measure(nullptr, nullptr);
   write_all(measure);
   if (measure.bytes() > buffers.host.bytes()) {
     const int64_t bytes = std::max(2 * buffers.host.bytes(), measure.bytes());
@@ -211,7 +182,7 @@ absl::Status DeviceBatch::Upload(const StepBatch& batch, absl::Span<const StepSe
                            DeviceBuffer::Allocate(ledger_, MemoryLedger::kWorkspace, bytes));
     DORAD_ASSIGN_OR_RETURN(buffers.host, PinnedBuffer::Allocate(bytes));
   }
-  Writer writer(&buffers.host, &buffers.device);
+  ArrayWriter writer(buffers.host.as(), buffers.device.as<std::byte>());
   write_all(writer);
   DORAD_RETURN_IF_CUDA_ERROR(cudaMemcpyAsync(buffers.device.as<>(), buffers.host.as<>(),
                                              writer.bytes(), cudaMemcpyHostToDevice, stream.get()),

@@ -13,6 +13,7 @@
 #include "kernels/dora/factors.h"
 #include "server/backends/cuda/adapter.h"
 #include "server/backends/cuda/adapter_slots.h"
+#include "server/backends/cuda/array_writer.h"
 #include "server/backends/cuda/device.h"
 #include "server/backends/cuda/image_features.h"
 #include "server/backends/cuda/kv_layout.h"
@@ -73,6 +74,9 @@ inline int32_t FedToken(const engine::StepSequence& sequence, const SampledToken
   return sequence.follows < 0 ? sequence.tokens[0] : -1 - previous.index[sequence.follows];
 }
 
+// Writes the kernels' description of the rows from their number and ranges.
+void WriteSegments(LinearRows* linear, ArrayWriter& writer);
+
 // Writes the rotary positions of `count` rows of a sequence from `position` on, three a row.
 void WriteRotary(const engine::PromptImages* images, int64_t position, int64_t count, int32_t* to);
 
@@ -103,8 +107,6 @@ class DeviceBatch {
   const std::vector<LogitsBlock>& scores() const { return scores_; }
 
  private:
-  class Writer;
-
   absl::Status MakeBlocks(absl::Span<const engine::WantedRow> rows,
                           absl::Span<const engine::StepSequence> sequences, const Stream& stream,
                           std::vector<LogitsBlock>* blocks);

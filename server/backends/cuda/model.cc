@@ -117,14 +117,20 @@ class CudaModel::Places {
   }
 
   void PlaceTower(Layout& layout, uintptr_t base, const model::VisionConfig& vision) {
+    const model::TowerStyle& style = vision.style;
     int next_norm = 0;
     const auto norm = [&](int64_t size) {
-      LayerNormWeights weights;
+      TowerNormWeights weights;
       weights.weight = Vector(layout, base, WeightKind::kTowerNorm, next_norm, size);
-      weights.bias = Vector(layout, base, WeightKind::kTowerNormBias, next_norm++, size);
+      if (!style.rms_norms) {
+        weights.bias = Vector(layout, base, WeightKind::kTowerNormBias, next_norm, size);
+      }
+      ++next_norm;
       return weights;
     };
-    const auto linear = [&](int module) { return Group(layout, base, module, 1, /*bias=*/true); };
+    const auto linear = [&](int first, int count = 1) {
+      return Group(layout, base, first, count, vision.has_bias(first));
+    };
     TowerWeights& tower = model_.tower_;
     LinearGroup& patch = tower.patch;
     patch.in = vision.patch_elements();
@@ -133,21 +139,34 @@ class CudaModel::Places {
     char* weight = At(base, layout.Add(patch.out * patch.in * 2));
     places_[{WeightKind::kPatchMatrix, 0}] = {weight, patch.out * patch.in};
     patch.weight = reinterpret_cast<const __nv_bfloat16*>(weight);
-    patch.bias = Vector(layout, base, WeightKind::kPatchBias, 0, vision.width);
-    tower.table = Vector(layout, base, WeightKind::kPositionTable, 0,
-                         vision.table_side * vision.table_side * vision.width);
+    if (style.patch_bias) {
+      patch.bias = Vector(layout, base, WeightKind::kPatchBias, 0, vision.width);
+    }
+    if (style.position_table) {
+      tower.table = Vector(layout, base, WeightKind::kPositionTable, 0,
+                           vision.table_side * vision.table_side * vision.width);
+    }
     tower.blocks.clear();
     for (const model::VisionBlockSpec& spec : vision.blocks) {
-      const LayerNormWeights norm1 = norm(vision.width);
-      tower.blocks.push_back({norm1, norm(vision.width), linear(spec.qkv), linear(spec.proj),
-                              linear(spec.fc1), linear(spec.fc2)});
+      const TowerNormWeights norm1 = norm(vision.width);
+      tower.blocks.push_back({norm1, norm(vision.width), linear(spec.qkv, style.split_qkv ? 3 : 1),
+                              linear(spec.proj), linear(spec.fc1, style.gated() ? 2 : 1),
+                              linear(spec.fc2)});
     }
-    tower.merger = {norm(vision.width), linear(vision.merger.fc1), linear(vision.merger.fc2)};
+    const auto merger = [&](const model::MergerSpec& spec, int64_t norm_size) {
+      TowerWeights::Merger to;
+      to.norm = norm(norm_size);
+      if (style.joins_patches) to.join = linear(spec.join);
+      to.fc1 = linear(spec.fc1);
+      to.fc2 = linear(spec.fc2);
+      return to;
+    };
+    tower.merger = merger(vision.merger, vision.width);
     tower.deepstack_mergers.clear();
     for (const model::MergerSpec& spec : vision.deepstack_mergers) {
-      tower.deepstack_mergers.push_back(
-          {norm(vision.merged_width()), linear(spec.fc1), linear(spec.fc2)});
+      tower.deepstack_mergers.push_back(merger(spec, vision.merged_width()));
     }
+    if (style.patch_norm) tower.patch_norm = norm(vision.width);
   }
 
   LinearGroup Group(Layout& layout, uintptr_t base, int first, int count, bool bias) {

@@ -49,23 +49,25 @@ struct LayerWeights {
   const float* k_norm = nullptr;
 };
 
-struct LayerNormWeights {
+struct TowerNormWeights {
   const float* weight = nullptr;
-  const float* bias = nullptr;
+  const float* bias = nullptr;  // null: root-mean-square norms
 };
 
 // Of model::VisionConfig.
 struct TowerWeights {
   struct Block {
-    LayerNormWeights norm1, norm2;
-    LinearGroup qkv, proj, fc1, fc2;
+    TowerNormWeights norm1, norm2;
+    LinearGroup qkv, proj, fc1, fc2;  // fc1: with a gate, both
   };
   struct Merger {
-    LayerNormWeights norm;
+    TowerNormWeights norm;
+    LinearGroup join;  // of TowerStyle::joins_patches
     LinearGroup fc1, fc2;
   };
   LinearGroup patch;             // no module
-  const float* table = nullptr;  // [table_side², width]
+  const float* table = nullptr;  // [table_side², width], or null
+  TowerNormWeights patch_norm;   // of TowerStyle::patch_norm
   std::vector<Block> blocks;
   Merger merger;
   std::vector<Merger> deepstack_mergers;

@@ -33,13 +33,16 @@ const CudaAdapterWeights* WeightsOf(const adapter::LoadedAdapter& adapter) {
 class CudaModelRunner final : public engine::ModelRunner, private engine::KvChunks {
  public:
   CudaModelRunner(const RunnerOptions& options, const KvLayout& kv, MemoryLedger* ledger,
-                  Stream stream, AdapterSlots slots, bool has_tower)
+                  Stream stream, AdapterSlots slots, const model::ModelConfig& model)
       : options_(options),
         kv_(kv),
         stream_(std::move(stream)),
         slots_(std::move(slots)),
-        has_tower_(has_tower),
-        batch_(ledger, &slots_, kDeviceLogitsRows, kv, has_tower) {}
+        has_tower_(model.vision.has_value()),
+        rotary_(has_tower_ &&
+                std::any_of(model.ropes.begin(), model.ropes.end(),
+                            [](const model::RopeConfig& rope) { return !rope.axes.empty(); })),
+        batch_(ledger, &slots_, kDeviceLogitsRows, kv, rotary_) {}
 
   absl::Status Prepare(const CudaModel* model, MemoryLedger* ledger) {
     UnaccountedMemory untold(ledger);
@@ -72,7 +75,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
     const int64_t pages =
         (options_.max_positions + engine::kKvPageTokens - 1) / engine::kKvPageTokens;
     DORAD_ASSIGN_OR_RETURN(DecodeBatch decode,
-                           DecodeBatch::Create(&slots_, pages, kv_, has_tower_, ledger));
+                           DecodeBatch::Create(&slots_, pages, kv_, rotary_, ledger));
     decode_.emplace(std::move(decode));
     DORAD_RETURN_IF_ERROR(untold->Look());
     // Valid input for the captures' first passes.
@@ -202,6 +205,7 @@ class CudaModelRunner final : public engine::ModelRunner, private engine::KvChun
   const Stream stream_;
   AdapterSlots slots_;
   const bool has_tower_;
+  const bool rotary_;  // rows of images have three positions
   int first_tower_module_ = 0;
   std::unique_ptr<VisionEncoder> encoder_;  // nullptr: no tower
   DeviceBatch batch_;
@@ -221,9 +225,9 @@ absl::StatusOr<std::unique_ptr<engine::ModelRunner>> MakeCudaModelRunner(
   DORAD_ASSIGN_OR_RETURN(AdapterSlots slots,
                          AdapterSlots::Create(static_cast<int>(options.max_sequences),
                                               model->modules().size(), ledger));
-  auto runner = std::make_unique<CudaModelRunner>(options, KvLayoutOf(model->config()), ledger,
-                                                  std::move(stream), std::move(slots),
-                                                  model->config().vision.has_value());
+  auto runner =
+      std::make_unique<CudaModelRunner>(options, KvLayoutOf(model->config()), ledger,
+                                        std::move(stream), std::move(slots), model->config());
   DORAD_RETURN_IF_ERROR(runner->Prepare(model, ledger));
   return runner;
 }

@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/decoder/activation.h"
+#include "kernels/decoder/rms_norm.h"
+#include "kernels/dora/import.h"
 #include "kernels/vision/layer_norm.h"
+#include "server/backends/cuda/array_writer.h"
 #include "server/backends/cuda/elements.h"
 #include "server/platform/check.h"
 #include "server/platform/error.h"
@@ -22,27 +26,7 @@ constexpr int64_t kLeastRows = 512;
 // Patches whose pixels are copied at once.
 constexpr int64_t kPixelRows = 1024;
 // Operations of one piece: less than a millisecond of an H100.
-constexpr double kPieceOperations = 2e11;
-
-// Packs arrays at the same places of host and device memory.
-class PlanLayout {
- public:
-  PlanLayout(std::byte* host, std::byte* device) : host_(host), device_(device) {}
-
-  // The array on the host, and where the device has it.
-  template <typename T>
-  T* Array(int64_t size, T** on_device) {
-    const int64_t offset = layout_.Add(size * static_cast<int64_t>(sizeof(T)));
-    *on_device = reinterpret_cast<T*>(device_ + offset);
-    return reinterpret_cast<T*>(host_ + offset);
-  }
-  int64_t bytes() const { return layout_.bytes(); }
-
- private:
-  std::byte* const host_;
-  std::byte* const device_;
-  Layout layout_;
-};
+constexpr double kPieceOperations = 2.2e11;
 
 absl::Status Grow(PinnedBuffer* buffer, int64_t bytes) {
   if (buffer->bytes() >= bytes) return absl::OkStatus();
@@ -55,17 +39,6 @@ absl::Status Grow(DeviceBuffer* buffer, MemoryLedger* ledger, int64_t bytes) {
   *buffer = DeviceBuffer();  // first: the ledger need not have room for both
   DORAD_ASSIGN_OR_RETURN(*buffer, DeviceBuffer::Allocate(ledger, MemoryLedger::kWorkspace, bytes));
   return absl::OkStatus();
-}
-
-// Rows of one image, whose attention has one segment.
-std::vector<kernels::SegmentTile> TilesOf(int64_t patches) {
-  std::vector<kernels::SegmentTile> tiles;
-  for (int64_t row = 0; row < patches; row += kernels::kSegmentTileRows) {
-    const int64_t rows = std::min<int64_t>(kernels::kSegmentTileRows, patches - row);
-    tiles.push_back(
-        {static_cast<int32_t>(row), static_cast<int32_t>(rows), 0, static_cast<int32_t>(patches)});
-  }
-  return tiles;
 }
 
 static_assert(kLeastRows % kernels::kSegmentTileRows == 0);
@@ -89,13 +62,9 @@ int64_t ChunkRows(const model::VisionConfig& vision, int64_t patches) {
 
 absl::Status CheckTower(const model::VisionConfig& vision) {
   std::string problem;
-  if (!(vision.style == model::TowerStyle{}) || !vision.merger_bias || vision.row_breaks) {
-    problem = "another form than that of Qwen3-VL's";
-  } else if (!kernels::HasSegmentAttention(vision.head_dim())) {
+  if (!kernels::HasSegmentAttention(vision.head_dim())) {
     problem = absl::StrCat("heads of ", vision.head_dim(),
                            " elements: on a GPU the size is a multiple of 8 and at most 128");
-  } else if (vision.patch_elements() % 8 != 0 || vision.inner % 8 != 0 || vision.output % 8 != 0) {
-    problem = "widths that are not multiples of 8";
   } else if (kLeastRows % (vision.merge * vision.merge) != 0) {
     problem = absl::StrCat("tokens of ", vision.merge, " x ", vision.merge, " patches");
   } else if (vision.merged_width() > 8192) {
@@ -115,6 +84,7 @@ absl::StatusOr<std::unique_ptr<VisionEncoder>> VisionEncoder::Create(const CudaM
   DORAD_RETURN_IF_ERROR(CheckTower(*model->config().vision));
   const TowerWeights& tower = model->tower();
   std::vector<const LinearGroup*> groups = {&tower.patch, &tower.merger.fc1, &tower.merger.fc2};
+  if (model->config().vision->style.joins_patches) groups.push_back(&tower.merger.join);
   for (const TowerWeights::Block& block : tower.blocks) {
     groups.insert(groups.end(), {&block.qkv, &block.proj, &block.fc1, &block.fc2});
   }
@@ -166,58 +136,62 @@ absl::Status VisionEncoder::Start(const engine::Image& image) {
   DORAD_ASSIGN_OR_RETURN(work.features, DeviceBuffer::Allocate(ledger_, "images",
                                                                levels * vision_.tokens(work.grid) *
                                                                    vision_.output * 4));
-  DORAD_RETURN_IF_ERROR(Prepare(work));
+  DORAD_RETURN_IF_ERROR(Prepare(&work));
   work_.emplace(std::move(work));
   return absl::OkStatus();
 }
 
-absl::Status VisionEncoder::Prepare(const Work& work) {
-  const int64_t patches = work.patches;
-  const int64_t chunk = std::min(patches, work.chunk_rows);
-  const int64_t places = std::max(work.grid.height, work.grid.width);
-  const int64_t half = vision_.head_dim() / 2;
-  const std::vector<kernels::SegmentTile> tiles = TilesOf(patches);
-  const auto lay_out = [&](std::byte* device) {
-    PlanLayout layout(nullptr, device);
-    (void)layout.Array(std::min(patches, kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
-    (void)layout.Array(patches * vision_.width, &buffers_.residual);
-    (void)layout.Array(patches * 3 * vision_.width, &buffers_.qkv);
-    (void)layout.Array(chunk * vision_.width, &buffers_.normed);
-    (void)layout.Array(chunk * std::max(vision_.inner, vision_.width), &buffers_.wide);
-    (void)layout.Array(chunk * vision_.width, &buffers_.delta);
+absl::Status VisionEncoder::Prepare(Work* work) {
+  const int64_t patches = work->patches;
+  const int64_t width = vision_.width;
+  const int64_t chunk = std::min(patches, work->chunk_rows);
+  const int64_t tokens = chunk / (vision_.merge * vision_.merge);
+  const int64_t inner = vision_.inner * (vision_.style.gated() ? 2 : 1);
+  VisionPlan plan = PlanImage(vision_, work->grid, work->chunk_rows);
+  const auto lay_out = [&](std::byte* memory) {
+    Layout layout;
+    const auto place = [&](int64_t size, auto** to) {
+      const int64_t at = layout.Add(size * static_cast<int64_t>(sizeof(**to)));
+      if (memory == nullptr) return;
+      *to = reinterpret_cast<std::remove_reference_t<decltype(*to)>>(memory + at);
+    };
+    place(std::min(patches, kPixelRows) * vision_.patch_elements(), &buffers_.pixels);
+    place(patches * width, &buffers_.residual);
+    place(patches * 3 * width, &buffers_.qkv);
+    place(chunk * width, &buffers_.normed);
+    place(std::max({chunk * inner, chunk * width, tokens * vision_.merger_inner()}),
+          &buffers_.wide);
+    place(vision_.style.gated() ? chunk * vision_.inner : 0, &buffers_.gated);
+    place(std::max(chunk * width, tokens * vision_.output), &buffers_.delta);
     return layout.bytes();
   };
   const int64_t work_bytes = lay_out(nullptr);
   const auto write_plan = [&](std::byte* host, std::byte* device) {
-    PlanLayout layout(host, device);
-    kernels::PatchTaps* const taps = layout.Array(patches, &buffers_.taps);
-    float* const cos = layout.Array(places * half, &buffers_.cos);
-    float* const sin = layout.Array(places * half, &buffers_.sin);
-    kernels::SegmentTile* const to =
-        layout.Array(static_cast<int64_t>(tiles.size()), &buffers_.tiles);
-    if (host == nullptr) return layout.bytes();
-    const std::vector<model::PatchPlace> order = PatchPlaces(vision_, work.grid);
-    for (int64_t i = 0; i < patches; ++i) {
-      const model::TableTaps table = TapsOf(vision_, work.grid, order[i]);
-      std::copy(std::begin(table.rows), std::end(table.rows), taps[i].rows);
-      std::copy(std::begin(table.weights), std::end(table.weights), taps[i].weights);
-      taps[i].row = static_cast<int32_t>(order[i].row);
-      taps[i].column = static_cast<int32_t>(order[i].column);
-    }
-    for (int64_t p = 0; p < places; ++p) {
-      FillPatchAngles(vision_, {p, p}, cos + p * half, sin + p * half);
-    }
-    std::copy(tiles.begin(), tiles.end(), to);
-    return layout.bytes();
+    ArrayWriter writer(host, device);
+    const auto write = [&](const auto& values, auto** on_device) {
+      auto* const to = writer.Array(static_cast<int64_t>(values.size()), on_device);
+      if (writer.writing()) std::copy(values.begin(), values.end(), to);
+    };
+    write(plan.taps, &buffers_.taps);
+    write(plan.cos, &buffers_.cos);
+    write(plan.sin, &buffers_.sin);
+    write(plan.frame.tiles, &buffers_.frame_tiles);
+    write(plan.windows.tiles, &buffers_.window_tiles);
+    write(plan.tokens, &buffers_.tokens);
+    return writer.bytes();
   };
   const int64_t plan_bytes = write_plan(nullptr, nullptr);
   DORAD_RETURN_IF_ERROR(Grow(&host_, plan_bytes));
   DORAD_RETURN_IF_ERROR(Grow(&memory_, ledger_, work_bytes + plan_bytes));
   (void)lay_out(memory_.as<std::byte>());
-  std::byte* const plan = memory_.as<std::byte>(work_bytes);
-  (void)write_plan(host_.as(), plan);
+  std::byte* const on_device = memory_.as<std::byte>(work_bytes);
+  (void)write_plan(host_.as(), on_device);
   DORAD_RETURN_IF_CUDA_ERROR(
-      cudaMemcpyAsync(plan, host_.as(), plan_bytes, cudaMemcpyHostToDevice, stream_.get()), kImage);
+      cudaMemcpyAsync(on_device, host_.as(), plan_bytes, cudaMemcpyHostToDevice, stream_.get()),
+      kImage);
+  work->tokens = std::move(plan.tokens);
+  work->frame_begins = std::move(plan.frame.begins);
+  work->window_begins = std::move(plan.windows.begins);
   // Pixels come through the same memory.
   return stream_.Synchronize(kImage);
 }
@@ -249,29 +223,9 @@ absl::Status VisionEncoder::UploadRows() {
   add_parts(work_->chunk_rows, adapted, 1);
   add_parts(work_->chunk_rows, adapted, vision_.merge * vision_.merge);
   const auto write = [&](std::byte* host, std::byte* device) {
-    PlanLayout layout(host, device);
-    for (LinearRows& rows : rows_) {
-      const int64_t blocks =
-          (rows.rows + kernels::kSegmentBlockRows - 1) / kernels::kSegmentBlockRows;
-      kernels::RowSegment *on_device = nullptr, *range_on_device = nullptr;
-      int32_t* counts_on_device = nullptr;
-      kernels::RowSegment* const segments =
-          layout.Array(blocks * kernels::kSegmentBlockRows, &on_device);
-      int32_t* const counts = layout.Array(blocks, &counts_on_device);
-      kernels::RowSegment* const range = layout.Array(1, &range_on_device);
-      if (host == nullptr) continue;
-      const int32_t row_slot = rows.ranges[0].slot;
-      *range = {row_slot, 0, static_cast<int32_t>(rows.rows)};
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t end = std::min<int64_t>(kernels::kSegmentBlockRows,
-                                              rows.rows - b * kernels::kSegmentBlockRows);
-        segments[b * kernels::kSegmentBlockRows] = {row_slot, 0, static_cast<int32_t>(end)};
-        counts[b] = 1;
-      }
-      rows.segments = {on_device, counts_on_device};
-      rows.range_segments = range_on_device;
-    }
-    return layout.bytes();
+    ArrayWriter writer(host, device);
+    for (LinearRows& rows : rows_) WriteSegments(&rows, writer);
+    return writer.bytes();
   };
   const int64_t bytes = write(nullptr, nullptr);
   DORAD_RETURN_IF_ERROR(Grow(&host_rows_, bytes));
@@ -372,29 +326,58 @@ absl::Status VisionEncoder::RunUnit(const engine::Image& image) {
   return absl::OkStatus();
 }
 
+// Copies tokens in the order of rows.
+void VisionEncoder::CopyPixels(const engine::Image& image, const Chunk& chunk) {
+  const int64_t patches_of_token = vision_.merge * vision_.merge;
+  const int64_t elements = patches_of_token * vision_.patch_elements();
+  const auto bytes = elements * static_cast<int64_t>(SizeOf(image.dtype));
+  const auto* const from = reinterpret_cast<const std::byte*>(image.pixels.data());
+  auto* to = host_.as<__nv_bfloat16>();
+  const int64_t first = chunk.begin / patches_of_token;
+  const int64_t end = first + chunk.rows / patches_of_token;
+  for (int64_t i = first; i < end; ++i, to += elements) {
+    ToBf16(image.dtype, {from + work_->tokens[i] * bytes, static_cast<size_t>(bytes)}, to);
+  }
+}
+
 absl::Status VisionEncoder::Embed(const engine::Image& image, const Chunk& chunk) {
-  const int64_t elements = vision_.patch_elements();
-  const auto size = static_cast<int64_t>(SizeOf(image.dtype));
-  const absl::Span<const std::byte> pixels(
-      reinterpret_cast<const std::byte*>(image.pixels.data()) + chunk.begin * elements * size,
-      static_cast<size_t>(chunk.rows * elements * size));
-  const int64_t bytes = chunk.rows * elements * int64_t{sizeof(__nv_bfloat16)};
+  const int64_t bytes = chunk.rows * vision_.patch_elements() * int64_t{sizeof(__nv_bfloat16)};
   DORAD_RETURN_IF_ERROR(Grow(&host_, bytes));
-  ToBf16(image.dtype, pixels, host_.as<__nv_bfloat16>());
+  CopyPixels(image, chunk);
   DORAD_RETURN_IF_CUDA_ERROR(
       cudaMemcpyAsync(buffers_.pixels, host_.as(), bytes, cudaMemcpyHostToDevice, stream_.get()),
       kImage);
-  float* const residual = buffers_.residual + chunk.begin * vision_.width;
+  const int64_t width = vision_.width;
+  float* const residual = buffers_.residual + chunk.begin * width;
   DORAD_RETURN_IF_ERROR(
       linear_.Run(tower_.patch, Rows(chunk.rows, /*adapted=*/false), buffers_.pixels, residual));
-  return ToStatus(kernels::AddTableRows(residual, buffers_.taps + chunk.begin, tower_.table,
-                                        static_cast<int32_t>(chunk.rows),
-                                        static_cast<int32_t>(vision_.width), stream_.get()),
+  if (vision_.style.position_table) {
+    DORAD_RETURN_IF_CUDA_ERROR(kernels::AddTableRows(residual, buffers_.taps + chunk.begin,
+                                                     tower_.table, static_cast<int32_t>(chunk.rows),
+                                                     static_cast<int32_t>(width), stream_.get()),
+                               kImage);
+  }
+  if (!vision_.style.patch_norm) return absl::OkStatus();
+  DORAD_RETURN_IF_ERROR(
+      Norm(tower_.patch_norm, chunk.rows, width, vision_.norm_eps, residual, /*delta=*/nullptr));
+  return ToStatus(kernels::ImportVector(buffers_.normed, kernels::FloatType::kBF16,
+                                        chunk.rows * width, residual, stream_.get()),
                   kImage);
 }
 
-absl::Status VisionEncoder::Norm(const LayerNormWeights& weights, int64_t rows, int64_t size,
-                                 float* residual, const float* delta) {
+absl::Status VisionEncoder::Norm(const TowerNormWeights& weights, int64_t rows, int64_t size,
+                                 double eps, float* residual, const float* delta) {
+  if (weights.bias == nullptr) {
+    kernels::AddRmsNormParams params;
+    params.rows = static_cast<int32_t>(rows);
+    params.size = static_cast<int32_t>(size);
+    params.residual = residual;
+    params.delta = delta;
+    params.weight = weights.weight;
+    params.eps = static_cast<float>(eps);
+    params.out = buffers_.normed;
+    return ToStatus(kernels::AddRmsNorm(params, stream_.get()), kImage);
+  }
   kernels::AddLayerNormParams params;
   params.rows = static_cast<int32_t>(rows);
   params.size = static_cast<int32_t>(size);
@@ -402,14 +385,14 @@ absl::Status VisionEncoder::Norm(const LayerNormWeights& weights, int64_t rows, 
   params.delta = delta;
   params.weight = weights.weight;
   params.bias = weights.bias;
-  params.eps = static_cast<float>(vision_.norm_eps);
+  params.eps = static_cast<float>(eps);
   params.out = buffers_.normed;
   return ToStatus(kernels::AddLayerNorm(params, stream_.get()), kImage);
 }
 
 absl::Status VisionEncoder::Project(const TowerWeights::Block& block, const Chunk& chunk) {
   const int64_t width = vision_.width;
-  DORAD_RETURN_IF_ERROR(Norm(block.norm1, chunk.rows, width,
+  DORAD_RETURN_IF_ERROR(Norm(block.norm1, chunk.rows, width, vision_.norm_eps,
                              buffers_.residual + chunk.begin * width, /*delta=*/nullptr));
   kernels::PatchRotaryParams rotary;
   rotary.qkv = buffers_.qkv + chunk.begin * 3 * width;
@@ -424,27 +407,53 @@ absl::Status VisionEncoder::Project(const TowerWeights::Block& block, const Chun
   return ToStatus(kernels::RotatePatches(rotary, stream_.get()), kImage);
 }
 
+absl::Status VisionEncoder::Attention(const Chunk& chunk) {
+  const bool windowed = vision_.blocks[work_->block].windowed;
+  const std::vector<int32_t>& begins = windowed ? work_->window_begins : work_->frame_begins;
+  const int32_t first = begins[work_->chunk];
+  kernels::SegmentAttentionParams params;
+  params.qkv = buffers_.qkv;
+  params.heads = static_cast<int32_t>(vision_.heads);
+  params.head_dim = static_cast<int32_t>(vision_.head_dim());
+  params.tiles = (windowed ? buffers_.window_tiles : buffers_.frame_tiles) + first;
+  params.num_tiles = begins[work_->chunk + 1] - first;
+  params.first_row = static_cast<int32_t>(chunk.begin);
+  params.softmax_scale = 1.0f / std::sqrt(static_cast<float>(vision_.head_dim()));
+  params.out = buffers_.normed;
+  return ToStatus(kernels::SegmentAttention(params, stream_.get()), kImage);
+}
+
+// Of wide_; returns the activated rows.
+absl::StatusOr<const __nv_bfloat16*> VisionEncoder::Activate(int64_t rows) {
+  const auto count = static_cast<int32_t>(rows);
+  const auto inner = static_cast<int32_t>(vision_.inner);
+  cudaError_t error = cudaSuccess;
+  switch (vision_.style.mlp) {
+    case model::TowerStyle::kGeluTanh:
+      error = kernels::GeluTanh(buffers_.wide, rows * inner, stream_.get());
+      break;
+    case model::TowerStyle::kSiluGate:
+      error = kernels::SiluMul(buffers_.wide, count, inner, buffers_.gated, stream_.get());
+      break;
+    case model::TowerStyle::kGeluGate:
+      error = kernels::GeluMul(buffers_.wide, count, inner, buffers_.gated, stream_.get());
+      break;
+  }
+  DORAD_RETURN_IF_CUDA_ERROR(error, kImage);
+  return vision_.style.gated() ? buffers_.gated : buffers_.wide;
+}
+
 absl::Status VisionEncoder::Attend(const TowerWeights::Block& block, const Chunk& chunk) {
   const int64_t width = vision_.width;
   const LinearRows& rows = Rows(chunk.rows, /*adapted=*/true);
   float* const residual = buffers_.residual + chunk.begin * width;
-  kernels::SegmentAttentionParams attention;
-  attention.qkv = buffers_.qkv;
-  attention.heads = static_cast<int32_t>(vision_.heads);
-  attention.head_dim = static_cast<int32_t>(vision_.head_dim());
-  attention.tiles = buffers_.tiles + chunk.begin / kernels::kSegmentTileRows;
-  attention.num_tiles = static_cast<int32_t>((chunk.rows + kernels::kSegmentTileRows - 1) /
-                                             kernels::kSegmentTileRows);
-  attention.first_row = static_cast<int32_t>(chunk.begin);
-  attention.softmax_scale = 1.0f / std::sqrt(static_cast<float>(vision_.head_dim()));
-  attention.out = buffers_.normed;
-  DORAD_RETURN_IF_CUDA_ERROR(kernels::SegmentAttention(attention, stream_.get()), kImage);
+  DORAD_RETURN_IF_ERROR(Attention(chunk));
   DORAD_RETURN_IF_ERROR(linear_.Run(block.proj, rows, buffers_.normed, buffers_.delta));
-  DORAD_RETURN_IF_ERROR(Norm(block.norm2, chunk.rows, width, residual, buffers_.delta));
+  DORAD_RETURN_IF_ERROR(
+      Norm(block.norm2, chunk.rows, width, vision_.norm_eps, residual, buffers_.delta));
   DORAD_RETURN_IF_ERROR(linear_.Run(block.fc1, rows, buffers_.normed, buffers_.wide));
-  DORAD_RETURN_IF_CUDA_ERROR(
-      kernels::GeluTanh(buffers_.wide, chunk.rows * vision_.inner, stream_.get()), kImage);
-  DORAD_RETURN_IF_ERROR(linear_.Run(block.fc2, rows, buffers_.wide, buffers_.delta));
+  DORAD_ASSIGN_OR_RETURN(const __nv_bfloat16* const inner, Activate(chunk.rows));
+  DORAD_RETURN_IF_ERROR(linear_.Run(block.fc2, rows, inner, buffers_.delta));
   return ToStatus(kernels::AddInPlace(residual, buffers_.delta, chunk.rows * width, stream_.get()),
                   kImage);
 }
@@ -456,15 +465,30 @@ absl::Status VisionEncoder::Merge(const TowerWeights::Merger& merger, bool deeps
   const LinearRows& rows = Rows(tokens, /*adapted=*/true);
   float* const residual = buffers_.residual + chunk.begin * vision_.width;
   // The norm of a deepstack merger is that of whole tokens.
-  DORAD_RETURN_IF_ERROR(
-      deepstack ? Norm(merger.norm, tokens, vision_.merged_width(), residual, /*delta=*/nullptr)
-                : Norm(merger.norm, chunk.rows, vision_.width, residual, /*delta=*/nullptr));
+  DORAD_RETURN_IF_ERROR(Norm(merger.norm, deepstack ? tokens : chunk.rows,
+                             deepstack ? vision_.merged_width() : vision_.width, vision_.merger_eps,
+                             residual, /*delta=*/nullptr));
+  if (vision_.style.joins_patches) {
+    DORAD_RETURN_IF_CUDA_ERROR(
+        kernels::ByChannel(buffers_.normed, tokens, static_cast<int32_t>(patches_of_token),
+                           static_cast<int32_t>(vision_.width), buffers_.wide, stream_.get()),
+        kImage);
+    DORAD_RETURN_IF_ERROR(linear_.Run(merger.join, rows, buffers_.wide, buffers_.normed));
+  }
   DORAD_RETURN_IF_ERROR(linear_.Run(merger.fc1, rows, buffers_.normed, buffers_.wide));
   DORAD_RETURN_IF_CUDA_ERROR(
-      kernels::Gelu(buffers_.wide, tokens * vision_.merged_width(), stream_.get()), kImage);
-  const int64_t first = level * vision_.tokens(work_->grid) + chunk.begin / patches_of_token;
-  return linear_.Run(merger.fc2, rows, buffers_.wide,
-                     work_->features.as<float>() + first * vision_.output);
+      kernels::Gelu(buffers_.wide, tokens * vision_.merger_inner(), stream_.get()), kImage);
+  float* const to =
+      work_->features.as<float>() + level * vision_.tokens(work_->grid) * vision_.output;
+  const int64_t first = chunk.begin / patches_of_token;
+  if (!vision_.style.windows) {
+    return linear_.Run(merger.fc2, rows, buffers_.wide, to + first * vision_.output);
+  }
+  DORAD_RETURN_IF_ERROR(linear_.Run(merger.fc2, rows, buffers_.wide, buffers_.delta));
+  return ToStatus(
+      kernels::ScatterRows(buffers_.delta, buffers_.tokens + first, static_cast<int32_t>(tokens),
+                           static_cast<int32_t>(vision_.output), to, stream_.get()),
+      kImage);
 }
 
 }  // namespace dorad::cuda

@@ -22,6 +22,7 @@
 #include "server/backends/cuda/image_features.h"
 #include "server/backends/cuda/linear.h"
 #include "server/backends/cuda/model.h"
+#include "server/backends/cuda/vision_plan.h"
 #include "server/engine/images.h"
 
 namespace dorad::cuda {
@@ -54,6 +55,8 @@ class VisionEncoder {
     model::ImageGrid grid;
     int64_t patches = 0;
     int64_t chunk_rows = 0;  // of one product
+    // Of VisionPlan.
+    std::vector<int32_t> tokens, frame_begins, window_begins;
     DeviceBuffer features;
     Stage stage = Stage::kEmbed;
     int64_t block = 0;
@@ -71,13 +74,16 @@ class VisionEncoder {
     float* residual = nullptr;        // [patches, width]
     __nv_bfloat16* qkv = nullptr;     // [patches, 3 width]
     __nv_bfloat16* normed = nullptr;  // [chunk, width]: also attention's output
-    __nv_bfloat16* wide = nullptr;    // [chunk, inner], or [chunk, width] of a merger
-    float* delta = nullptr;           // [chunk, width]
-    // Of the plan.
-    kernels::PatchTaps* taps = nullptr;  // [patches]
-    float* cos = nullptr;                // [places, head_dim / 2]
+    __nv_bfloat16* wide = nullptr;    // inputs of an activation, or of a merger's product
+    __nv_bfloat16* gated = nullptr;   // [chunk, inner], with a gate
+    float* delta = nullptr;           // [chunk, width], or a merger's tokens
+    // VisionPlan.
+    kernels::PatchTaps* taps = nullptr;
+    float* cos = nullptr;
     float* sin = nullptr;
-    kernels::SegmentTile* tiles = nullptr;  // in the order of rows
+    kernels::SegmentTile* frame_tiles = nullptr;
+    kernels::SegmentTile* window_tiles = nullptr;
+    int32_t* tokens = nullptr;
   };
 
   VisionEncoder(const CudaModel* model, AdapterSlots* slots, MemoryLedger* ledger,
@@ -92,7 +98,7 @@ class VisionEncoder {
 
   absl::Status Start(const engine::Image& image);
   // Allocates for the image and writes the plan.
-  absl::Status Prepare(const Work& work);
+  absl::Status Prepare(Work* work);
   absl::Status RunUnit(const engine::Image& image);
   // Moves to the next unit; false: there is none.
   bool Next();
@@ -101,13 +107,16 @@ class VisionEncoder {
   int64_t RowsOfChunk() const;
   Chunk CurrentChunk() const;
 
+  void CopyPixels(const engine::Image& image, const Chunk& chunk);
   absl::Status Embed(const engine::Image& image, const Chunk& chunk);
   absl::Status Project(const TowerWeights::Block& block, const Chunk& chunk);
+  absl::Status Attention(const Chunk& chunk);
+  absl::StatusOr<const __nv_bfloat16*> Activate(int64_t rows);
   absl::Status Attend(const TowerWeights::Block& block, const Chunk& chunk);
   absl::Status Merge(const TowerWeights::Merger& merger, bool deepstack, int64_t level,
                      const Chunk& chunk);
-  absl::Status Norm(const LayerNormWeights& weights, int64_t rows, int64_t size, float* residual,
-                    const float* delta);
+  absl::Status Norm(const TowerNormWeights& weights, int64_t rows, int64_t size, double eps,
+                    float* residual, const float* delta);
   // Uploads the descriptions of the products' rows: all with one adapter, or of the base model.
   absl::Status UploadRows();
   const LinearRows& Rows(int64_t rows, bool adapted) const;

@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "kernels/decoder/activation.h"
 #include "kernels/decoder/attention.h"
 #include "kernels/vision/attention.h"
 #include "kernels/vision/layer_norm.h"
@@ -243,6 +244,50 @@ TEST_F(VisionTest, PatchesTakeTheirPlacesAndTurn) {
       }
       ASSERT_NEAR(ValueOf(turned[at]), expected, std::abs(expected) * 0.004 + 1e-5);
     }
+  }
+}
+
+TEST_F(VisionTest, ElementsGoChannelByChannel) {
+  constexpr int kTokens = 5, kPatches = 4, kChannels = 70;
+  const auto from = Rounded(Normals(kTokens * kPatches * kChannels, 1));
+  const DeviceBuffer<Bf16> d_from(from), d_to(from.size());
+  DORAD_ASSERT_CUDA(ByChannel(d_from.get(), kTokens, kPatches, kChannels, d_to.get(), nullptr));
+  const auto to = d_to.Read();
+  for (int t = 0; t < kTokens; ++t) {
+    for (int p = 0; p < kPatches; ++p) {
+      for (int c = 0; c < kChannels; ++c) {
+        ASSERT_EQ(ValueOf(to[(t * kChannels + c) * kPatches + p]),
+                  ValueOf(from[(t * kPatches + p) * kChannels + c]));
+      }
+    }
+  }
+}
+
+TEST_F(VisionTest, RowsGoToTheirPlaces) {
+  constexpr int kRows = 6, kWidth = 300;
+  const std::vector<int32_t> places = {3, 0, 5, 1, 4, 2};
+  const auto from = Normals(kRows * kWidth, 1);
+  const DeviceBuffer<float> d_from(from), d_to(from.size());
+  const DeviceBuffer<int32_t> d_places(places);
+  DORAD_ASSERT_CUDA(ScatterRows(d_from.get(), d_places.get(), kRows, kWidth, d_to.get(), nullptr));
+  const auto to = d_to.Read();
+  for (int i = 0; i < kRows * kWidth; ++i) {
+    ASSERT_EQ(to[places[i / kWidth] * kWidth + i % kWidth], from[i]);
+  }
+}
+
+TEST_F(VisionTest, AGateTakesTheExactGelu) {
+  constexpr int kRows = 3, kSize = 20;
+  const auto x = Rounded(Normals(kRows * 2 * kSize, 4));
+  const DeviceBuffer<Bf16> d_x(x), d_out(kRows * kSize);
+  DORAD_ASSERT_CUDA(GeluMul(d_x.get(), kRows, kSize, d_out.get(), nullptr));
+  const auto out = d_out.Read();
+  for (int i = 0; i < kRows * kSize; ++i) {
+    const int64_t at = i / kSize * 2 * kSize + i % kSize;
+    const double gate = ValueOf(x[at]);
+    const double expected =
+        0.5 * gate * (1.0 + std::erf(gate / std::sqrt(2.0))) * ValueOf(x[at + kSize]);
+    ASSERT_NEAR(ValueOf(out[i]), expected, std::abs(expected) * 0.004 + 2e-6);
   }
 }
 
